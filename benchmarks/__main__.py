@@ -1,6 +1,6 @@
-"""Measures flaxckpt beside other checkpointers, and says which targets are met.
+"""Measures flaxckpt and other checkpointers, and reports which targets are met.
 
-`docs/benchmarks.md` explains the cases and how they are measured.
+`docs/benchmarks.md` explains the cases and the method.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NEEDED_BYTES = 12 * 10**9
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the benchmarks as the command line asks."""
+    """Runs the benchmarks."""
     options = _parser().parse_args(arguments)
     cases = options.only or list(CASES)
     console = Console()
@@ -34,10 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings = Settings(
             directory, options.rounds, options.quick, tuple(options.contenders or ())
         )
-        here = machine.describe(directory)
-        console.print(f"{here}\n{settings.rounds} rounds in {directory}")
-        if here.filesystem == "tmpfs":
-            console.print("[red]This is memory, no disk: choose another --directory.")
+        host = machine.describe(directory)
+        console.print(f"{host}\n{settings.rounds} rounds in {directory}")
+        if host.filesystem == "tmpfs":
+            console.print("[red]The directory is in memory: pass another --directory.")
         rows = list(_run(console, cases, settings))
 
     results = samples.collect(row for row in rows if isinstance(row, Sample))
@@ -46,43 +46,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     console.print(report.target_table(verdicts))
     if options.quick:
-        console.print("These were tiny states: the ratios say nothing about speed.")
+        console.print("The states were tiny: these ratios say nothing about speed.")
     skips = [row for row in rows if isinstance(row, Skip)]
-    _write(report.to_json(results, verdicts, skips, here, settings), options)
+    _write(report.to_json(results, verdicts, skips, host, settings), options)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     add = parser.add_argument
-    add("--quick", action="store_true", help="tiny states, to see that all works")
-    for name, metavar, known in (
+    add("--quick", action="store_true", help="use tiny states, to test the benchmarks")
+    for name, metavar, choices in (
         ("--only", "CASE", CASES),
         ("--contenders", "NAME", CONTENDERS),
     ):
-        names = ", ".join(repr(n) if " " in n else n for n in known)
-        add(name, nargs="+", choices=known, metavar=metavar, help=names)
-    add("--rounds", type=int, default=5, help="how often all is measured (default: 5)")
+        names = ", ".join(repr(n) if " " in n else n for n in choices)
+        add(name, nargs="+", choices=choices, metavar=metavar, help=names)
+    add("--rounds", type=int, default=5, help="number of rounds (default: 5)")
     add(
         "--directory",
         type=Path,
         default=_DIRECTORY,
-        help=f"where checkpoints are written and deleted (default: {_DIRECTORY})",
+        help=f"directory for temporary checkpoints (default: {_DIRECTORY})",
     )
     add("--json", type=Path, metavar="FILE", help="write the results")
-    add("--picture", type=Path, metavar="FILE", help="draw them, as .svg or .png")
+    add("--picture", type=Path, metavar="FILE", help="draw a chart, as .svg or .png")
     return parser
 
 
 @contextlib.contextmanager
 def _scratch(directory: Path, *, quick: bool) -> Iterator[Path]:
-    """A directory to measure in, removed at the end."""
+    """A temporary directory to measure in."""
     directory.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(directory).free
     if free < _NEEDED_BYTES and not quick:
         raise SystemExit(
-            f"{directory.resolve()} has {report.quantity(free, 'bytes')} of space, and"
-            f" {report.quantity(_NEEDED_BYTES, 'bytes')} are needed:"
-            " choose another --directory"
+            f"{directory.resolve()} has {report.quantity(free, 'bytes')} of free space,"
+            f" needs {report.quantity(_NEEDED_BYTES, 'bytes')}: pass another"
+            " --directory"
         )
     with tempfile.TemporaryDirectory(prefix="scratch-", dir=directory) as scratch:
         yield Path(scratch).resolve()
@@ -91,20 +91,20 @@ def _scratch(directory: Path, *, quick: bool) -> Iterator[Path]:
 def _run(
     console: Console, cases: Sequence[str], settings: Settings
 ) -> Iterator[Sample | Skip]:
-    """Measures `cases` in order and prints the table of each as it is done."""
+    """Measures `cases` in order, and prints the table of each when it ends."""
     for case in cases:
-        found: list[Sample] = []
-        # On a machine with a GPU, too: only the case for it asks for one.
+        measured: list[Sample] = []
+        # Also on a machine with a GPU, which only one case uses.
         with console.status(case) as status, jax.default_device(jax.devices("cpu")[0]):
             for row in CASES[case](settings):
                 yield row
                 if isinstance(row, Skip):
                     console.print(f"{case}: {row.what} skipped: {row.reason}")
                 else:
-                    found.append(row)
+                    measured.append(row)
                     status.update(f"{case}: {row.series.contender}")
-        if found:
-            console.print(report.case_table(case, samples.collect(found)))
+        if measured:
+            console.print(report.case_table(case, samples.collect(measured)))
 
 
 def _write(data: dict[str, object], options: argparse.Namespace) -> None:
@@ -114,7 +114,7 @@ def _write(data: dict[str, object], options: argparse.Namespace) -> None:
     if options.json:
         options.json.write_text(json.dumps(data, indent=1) + "\n")
     if options.picture:
-        from benchmarks import picture  # matplotlib is not needed for the rest
+        from benchmarks import picture  # the only use of matplotlib
 
         picture.draw(data, options.picture)
 

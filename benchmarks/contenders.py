@@ -1,7 +1,7 @@
 """The checkpointers that are compared, behind one interface.
 
-Each imports its own library only when it is opened: a process that measures one of
-them is free of the others.
+Each contender imports its library only when it opens a directory, so a process that
+measures one contender has not imported the others.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from benchmarks.states import PyTree
 
 
 class Session:
-    """A contender at work in a directory of steps, `<directory>/<step>`."""
+    """A contender that works in a directory of steps, `<directory>/<step>`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def save(self, step: int, state: PyTree) -> None:
-        """Saves `state`; returns as soon as the contender lets its caller go on."""
+        """Saves `state`; returns as soon as the contender returns to its caller."""
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Returns when the save is what the contender calls complete."""
+        """Returns when the contender reports the save as complete."""
 
     def restore(self, step: int, abstract_state: PyTree) -> PyTree:
-        """The step's values as jax arrays, in the structure of `abstract_state`."""
+        """Returns the step as jax arrays in the structure of `abstract_state`."""
         raise NotImplementedError
 
     def latest_step(self) -> int | None:
-        """The newest step."""
+        """Returns the newest step."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Lets go of threads and files."""
+        """Closes threads and files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class Contender:
     """A checkpointer, with options.
 
     Attributes:
-        name: What the report calls it.
-        open: Opens a directory, which may hold steps already.
-        package: What must be installed for it.
-        restores: Whether it restores.
-        restores_parts: Whether it also restores a part of a state.
+        name: The name in reports.
+        open: Opens a directory, which may have steps.
+        package: The package that it needs.
+        restores: True if it can restore.
+        restores_parts: True if it can also restore a part of a state.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Contender:
     restores_parts: bool = False
 
     def obstacle(self) -> str:
-        """Why it cannot take part here; empty if it can."""
+        """Returns the reason why it cannot run here; empty if it can."""
         if importlib.util.find_spec(self.package) is None:
             return f"{self.package} is not installed"
         return ""
@@ -74,28 +74,30 @@ class Contender:
 
 def select(
     case: str, names: Sequence[str], settings: Settings
-) -> tuple[list[Contender], list[Skip]]:
-    """Those of `names` that take part, and why others do not."""
-    asked = [n for n in names if not settings.contenders or n in settings.contenders]
-    taking_part = [CONTENDERS[n] for n in asked if not CONTENDERS[n].obstacle()]
-    skips = [
-        Skip(case, name, obstacle)
-        for name in asked
-        if (obstacle := CONTENDERS[name].obstacle())
-    ]
-    return taking_part, skips
+) -> tuple[dict[str, Contender], list[Skip]]:
+    """Returns the contenders of `names` that can run, by name, and the others."""
+    selected: dict[str, Contender] = {}
+    skips = []
+    for name in names:
+        if settings.contenders and name not in settings.contenders:
+            continue
+        if obstacle := CONTENDERS[name].obstacle():
+            skips.append(Skip(case, name, obstacle))
+        else:
+            selected[name] = CONTENDERS[name]
+    return selected, skips
 
 
 # ---- flaxckpt -------------------------------------------------------------------
 
 
 class Flaxckpt(Session):
-    """`Checkpointer` saves, `load` restores.
+    """Saves with `Checkpointer` and restores with `load`.
 
     Args:
-        directory: See there.
-        layout: How arrays are stored.
-        load_options: More arguments of `load`.
+        directory: The directory of steps.
+        layout: The array layout.
+        load_options: Further arguments of `load`.
     """
 
     def __init__(
@@ -141,8 +143,8 @@ class OrbaxV0(Session):
     """A `CheckpointManager` with default options, which saves asynchronously.
 
     Args:
-        directory: See there.
-        compressed: Whether arrays are compressed, as they are by default.
+        directory: The directory of steps.
+        compressed: True to compress arrays, as by default.
     """
 
     def __init__(self, directory: Path, *, compressed: bool = True) -> None:
@@ -164,7 +166,7 @@ class OrbaxV0(Session):
     def save(self, step: int, state: PyTree) -> None:
         save = self._args.StandardSave if self._compressed else self._args.PyTreeSave
         if not self._manager.save(step, args=save(state)):
-            raise RuntimeError(f"Orbax has not saved step {step}")
+            raise RuntimeError(f"Orbax did not save step {step}")
 
     def wait(self) -> None:
         self._manager.wait_until_finished()
@@ -192,7 +194,7 @@ def _uncompressed(directory: Path) -> Session:
 
 
 class OrbaxV1(Session):
-    """The functions of Orbax's new interface."""
+    """The functions of Orbax's v1 API."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -219,16 +221,18 @@ class OneFile(Session):
 
     def save(self, step: int, state: PyTree) -> None:
         path = self.directory / str(step)
-        arrays = {name: np.asarray(leaf) for name, leaf in _named(state)}
+        arrays = {name: np.asarray(leaf) for name, leaf in _named_leaves(state)}
         self._write(path, arrays)
-        for written in (path, self.directory):
-            descriptor = os.open(written, os.O_RDONLY)
+        for target in (path, self.directory):
+            descriptor = os.open(target, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
 
     def restore(self, step: int, abstract_state: PyTree) -> PyTree:
         arrays = self._read(self.directory / str(step))
-        leaves = [jnp.asarray(arrays[name]) for name, _ in _named(abstract_state)]
+        leaves = [
+            jnp.asarray(arrays[name]) for name, _ in _named_leaves(abstract_state)
+        ]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
     def _write(self, path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
@@ -238,7 +242,7 @@ class OneFile(Session):
         raise NotImplementedError
 
 
-def _named(state: PyTree) -> list[tuple[str, Any]]:
+def _named_leaves(state: PyTree) -> list[tuple[str, Any]]:
     return [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
@@ -256,8 +260,8 @@ class Safetensors(OneFile):
     def _read(self, path: Path) -> Mapping[str, np.ndarray[Any, Any]]:
         import safetensors.numpy
 
-        loaded: Mapping[str, np.ndarray[Any, Any]] = safetensors.numpy.load_file(path)
-        return loaded
+        arrays: Mapping[str, np.ndarray[Any, Any]] = safetensors.numpy.load_file(path)
+        return arrays
 
 
 class NumpySavez(OneFile):
@@ -273,7 +277,7 @@ class NumpySavez(OneFile):
 
 
 class RawWrite(OneFile):
-    """The bytes and nothing else: what the disk can do."""
+    """Writes only the bytes: the speed of the disk."""
 
     def _write(self, path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
         with path.open("wb") as file:

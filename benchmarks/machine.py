@@ -1,4 +1,4 @@
-"""Where and with what a run was measured."""
+"""The machine and the software of a run."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Machine:
         date: ISO 8601, UTC.
         system: The operating system.
         cpu: The processor's name.
-        cores: How many this process may use.
-        memory_bytes: All of the machine's.
-        filesystem: Type of that which is written to.
-        devices: Kinds of devices that jax has.
-        python: Its version.
+        cores: The number of cores that this process may use.
+        memory_bytes: The memory of the machine.
+        filesystem: The type of the file system of the checkpoints.
+        devices: The kinds of jax devices.
+        python: The version of Python.
         versions: Package -> version; None if it is not installed.
     """
 
@@ -82,26 +82,26 @@ def _cores() -> int:
 def _cpu() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
-        if found:
-            return found[1]
+        name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+        if name:
+            return name[1]
     return platform.processor() or platform.machine()
 
 
 def _filesystem(directory: Path) -> str:
-    """Type of the file system that holds `directory`, as `ext4`."""
+    """Returns the type of the file system of `directory`, such as `ext4`."""
     mounts = Path("/proc/mounts")
     if not mounts.exists():
         return "unknown"
-    here = directory.resolve()
+    path = directory.resolve()
     points = [line.split()[1:3] for line in mounts.read_text().splitlines()]
-    holding = [
+    mounted = [
         (len(Path(point).parts), kind)
         for point, kind in points
-        if here.is_relative_to(point)
+        if path.is_relative_to(point)
     ]
-    # Of what is mounted one above the other, the last counts.
-    return max(reversed(holding), key=lambda found: found[0])[1]
+    # Of several mounts at one point, the last counts.
+    return max(reversed(mounted), key=lambda mount: mount[0])[1]
 
 
 def _version(package: str) -> str | None:

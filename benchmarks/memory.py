@@ -1,8 +1,7 @@
-"""Measures the memory of one save or restore, in a process of its own.
+"""Measures the memory of one save or restore in a separate process.
 
-`python -m benchmarks.memory CONTENDER save|restore DIRECTORY` prints how much anonymous
-memory it took at most, as a fraction of the state. A restore wants the directory of a
-save.
+`python -m benchmarks.memory CONTENDER save|restore DIRECTORY` prints the peak of
+anonymous memory as a fraction of the state. A restore needs the directory of a save.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from benchmarks import contenders, states
 from benchmarks.contenders import Session
 
 STATUS = Path("/proc/self/status")
-"""Where Linux tells a process what memory it has."""
+"""The memory of this process, on Linux."""
 
 _POLL_SECS = 0.001
 
 
 def main() -> None:
-    """Measures what the command line asks."""
+    """Measures one action, as given on the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("contender", choices=contenders.CONTENDERS)
     parser.add_argument("action", choices=("save", "restore"))
@@ -60,7 +59,7 @@ def main() -> None:
 
 
 def _warm_up(session: Session) -> None:
-    """Has everything imported and all threads started by a state of no size."""
+    """Imports everything and starts all threads, with a tiny state."""
     abstract_state = states.on(jax.devices("cpu")[0], states.train_state(quick=True))
     session.save(1, states.fill(abstract_state))
     session.wait()
@@ -70,8 +69,8 @@ def _warm_up(session: Session) -> None:
 
 @contextmanager
 def _extra_memory() -> Iterator[list[int]]:
-    """Gives a list of one number: how many bytes more than before, at most."""
-    _give_back_free_memory()
+    """Yields a list that gets one number at the end: the peak of additional bytes."""
+    _release_free_memory()
     status = os.open(STATUS, os.O_RDONLY)
     before = peak = _anonymous_bytes(status)
     extra: list[int] = []
@@ -99,8 +98,8 @@ def _anonymous_bytes(status: int) -> int:
     return int(text.split(b"RssAnon:")[1].split()[0]) * 1024
 
 
-def _give_back_free_memory() -> None:
-    """Hands what the allocator holds to the system: using it again shall count."""
+def _release_free_memory() -> None:
+    """Returns free memory of the allocator to the system, so that its reuse counts."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

@@ -21,9 +21,9 @@ class Panel(NamedTuple):
     """One group of bars.
 
     Attributes:
-        title: Above it.
-        case: Of the series in it, like `figure`.
-        figure: See there.
+        title: The title.
+        case: The case of its series.
+        figure: The figure of its series.
     """
 
     title: str
@@ -44,15 +44,15 @@ PANELS = (
 _OURS, _OTHERS, _TEXT = "#1f6f5c", "#a9b4be", "#22272b"
 _COLUMNS = 2
 _SHARE = 1.35
-"""Width of a panel in units of its longest bar: the rest is for the number."""
+"""Width of a panel in units of its longest bar; the rest is for the number."""
 
 
 def draw(data: dict[str, Any], path: Path) -> None:
-    """Draws the medians in what `report.to_json` made.
+    """Draws the medians of a run.
 
     Args:
-        data: A run.
-        path: Where to; its suffix says in which format.
+        data: The output of `report.to_json`.
+        path: The file to write; its suffix selects the format.
     """
     results = report.from_json(data)
     panels = [panel for panel in PANELS if _bars(panel, results)]
@@ -81,7 +81,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
 
 
 def _bars(panel: Panel, results: Results) -> dict[str, float]:
-    """Contender -> median, in the order of the contenders."""
+    """Returns contender -> median, in the order of the contenders."""
     series = {name: Series(panel.case, panel.figure, name) for name in CONTENDERS}
     return {name: results[s].median for name, s in series.items() if s in results}
 

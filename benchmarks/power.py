@@ -1,4 +1,4 @@
-"""A file system of its own, from which the power can be cut; that needs root."""
+"""A separate file system whose power can be cut; needs root."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pathlib import Path
 
 _SHUTDOWN = 0x8004587D
 _WITHOUT_LOG = 2
-_IMAGE_BYTES = 320 * 2**20  # the least that xfs takes, and some
+_IMAGE_BYTES = 320 * 2**20  # a little more than the minimum of xfs
 
 KINDS = {"ext4": ("mkfs.ext4", "-q", "-F"), "xfs": ("mkfs.xfs", "-q", "-f")}
-"""File system -> what makes one."""
+"""File system -> the command that creates it."""
 
 
 class Disk:
     """A file system on a loop device.
 
-    Shut down without writing its log, it is what is left after the power is gone;
-    mounting it again replays the log.
+    A shutdown without writing the log leaves the state after a power cut; the next
+    mount replays the log.
 
     Args:
         root: A directory, for the image and the mount point.
         kind: One of `KINDS`.
 
     Attributes:
-        mount_point: Where it is mounted.
+        mount_point: The mount point.
     """
 
     def __init__(self, root: Path, kind: str) -> None:
@@ -38,7 +38,7 @@ class Disk:
         self._kind = kind
 
     def make(self) -> str:
-        """Makes and mounts it; returns why that cannot be done here, or nothing."""
+        """Creates and mounts it; returns the reason if that is impossible, else ""."""
         if os.geteuid() != 0:
             return "cutting the power of a file system needs root"
         for program in (KINDS[self._kind][0], "mount", "umount"):
@@ -47,42 +47,41 @@ class Disk:
         self.mount_point.mkdir()
         with self._image.open("wb") as file:
             file.truncate(_IMAGE_BYTES)
-        made = _run(*KINDS[self._kind], str(self._image))
-        if made.returncode != 0:
-            return f"no {self._kind} can be made here: {made.stderr.strip()}"
-        mounted = self._mount()
-        if mounted.returncode != 0:
-            return f"no {self._kind} can be mounted here: {mounted.stderr.strip()}"
+        creation = _run(*KINDS[self._kind], str(self._image))
+        if creation.returncode != 0:
+            return f"{self._kind} cannot be created here: {creation.stderr.strip()}"
+        mount = self._mount()
+        if mount.returncode != 0:
+            return f"{self._kind} cannot be mounted here: {mount.stderr.strip()}"
         return ""
 
     def _mount(self) -> subprocess.CompletedProcess[str]:
         return _run("mount", "-o", "loop", str(self._image), str(self.mount_point))
 
     def cut(self) -> None:
-        """Cuts the power: what has not reached the disk is lost."""
+        """Cuts the power: data that has not reached the disk is lost."""
         descriptor = os.open(self.mount_point, os.O_RDONLY)
         try:
             fcntl.ioctl(descriptor, _SHUTDOWN, struct.pack("I", _WITHOUT_LOG))
         finally:
             os.close(descriptor)
 
-    def start_again(self) -> None:
-        """Mounts it as the machine would when the power is back."""
+    def restart(self) -> None:
+        """Mounts it again, as a machine does when the power is back."""
         for _ in range(100):
-            gone = _run("umount", str(self.mount_point))
-            if gone.returncode == 0:
+            unmount = _run("umount", str(self.mount_point))
+            if unmount.returncode == 0:
                 break
             time.sleep(0.1)
-        assert gone.returncode == 0, gone.stderr
-        mounted = self._mount()
-        assert mounted.returncode == 0, mounted.stderr
+        assert unmount.returncode == 0, unmount.stderr
+        mount = self._mount()
+        assert mount.returncode == 0, mount.stderr
 
     def close(self) -> None:
         """Unmounts it, and removes the image."""
         if os.path.ismount(self.mount_point):
             for options in ((), (), ("-l",)):
-                gone = _run("umount", *options, str(self.mount_point))
-                if gone.returncode == 0:
+                if _run("umount", *options, str(self.mount_point)).returncode == 0:
                     break
                 time.sleep(0.5)
         self._image.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What is left when something fails: flaxckpt beside Orbax, in the same trouble.
+"""The result of failures: flaxckpt and Orbax in the same situations.
 
 `docs/reliability.md` explains the cases and has the figures of one run.
 """
@@ -31,7 +31,7 @@ from benchmarks.victims import VICTIMS, Victim, is_state
 
 Outcomes: TypeAlias = Iterator[str]
 
-_HANGS_SECS = 40.0
+_TIMEOUT_SECS = 40.0
 _LONGEST_LIFE_SECS = 1.0
 
 
@@ -40,12 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     console = Console()
     rows: list[dict[str, object]] = []
-    with _quiet():
+    with _no_logging():
         for case in options.only or CASES:
             for name in options.contenders or VICTIMS:
-                found = _run(case, name, options)
-                rows.append({"case": case, "contender": name, "outcomes": found})
-                console.print(case, name, found)
+                outcomes = _run(case, name, options)
+                rows.append({"case": case, "contender": name, "outcomes": outcomes})
+                console.print(case, name, outcomes)
     console.print(_table(rows))
     if options.json:
         here = machine.describe(Path(options.directory or tempfile.gettempdir()))
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(case: str, name: str, options: argparse.Namespace) -> dict[str, int]:
-    """How often a case ends in which way."""
+    """Counts the outcomes of a case."""
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
         return dict(
             collections.Counter(CASES[case](name, Path(scratch), options.rounds))
@@ -66,8 +66,8 @@ def _run(case: str, name: str, options: argparse.Namespace) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Logs nothing: damage is expected here."""
+def _no_logging() -> Iterator[None]:
+    """Logging is disabled in the block, because damage is expected."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -83,8 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--only", nargs="+", choices=CASES, metavar="CASE", help=", ".join(CASES))
     add("--contenders", nargs="+", choices=VICTIMS, metavar="NAME")
-    add("--rounds", type=int, default=20, help="of each case (default: 20)")
-    add("--directory", type=Path, help="where it is done (default: that of the system)")
+    add("--rounds", type=int, default=20, help="rounds of each case (default: 20)")
+    add(
+        "--directory",
+        type=Path,
+        help="parent of the runs (default: a temporary directory)",
+    )
     add("--json", type=Path, metavar="FILE", help="write the results")
     return parser
 
@@ -101,7 +105,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _two_steps(name: str, root: Path) -> Path:
-    """A run with steps 1 and 2."""
+    """Creates a run with steps 1 and 2."""
     victim = VICTIMS[name](root / "run")
     for step in (1, 2):
         victim.save(step)
@@ -110,8 +114,8 @@ def _two_steps(name: str, root: Path) -> Path:
     return root / "run"
 
 
-def _by_size(step: Path, chance: random.Random) -> Path:
-    """The file of a step in which a byte lies that was chosen among all."""
+def _choose_file(step: Path, chance: random.Random) -> Path:
+    """Chooses a file of a step, with a probability in proportion to its size."""
     files = [p for p in sorted(step.rglob("*")) if p.is_file()]
     return chance.choices(files, [file.stat().st_size for file in files])[0]
 
@@ -132,14 +136,14 @@ def _remove(file: Path, chance: random.Random) -> None:
     file.unlink()
 
 
-def _restored(name: str, run: Path, step: int | None) -> str:
-    """What a restore gives, in a few words."""
+def _restore(name: str, run: Path, step: int | None) -> str:
+    """Restores a step and describes the result in a few words."""
     victim = VICTIMS[name](run)
     try:
-        found = victim.restore(step)
-        number = int(found["step"])
-        if number not in (1, 2) or not is_state(found, number):
-            return "wrong values, and no word of it"
+        restored = victim.restore(step)
+        number = int(restored["step"])
+        if number not in (1, 2) or not is_state(restored, number):
+            return "wrong values without an error"
         return "the newest, exactly" if number == 2 else "the step before, exactly"
     except Exception:
         return "an error"
@@ -148,16 +152,16 @@ def _restored(name: str, run: Path, step: int | None) -> str:
 
 
 def flips(name: str, root: Path, rounds: int) -> Outcomes:
-    """One bit of the newest step is another, and exactly that step is restored."""
-    yield from _damaged(name, root, rounds, [_flip], step=2)
+    """Flips one bit of the newest step, and restores exactly this step."""
+    yield from _restore_damaged(name, root, rounds, [_flip], step=2)
 
 
 def newest_damaged(name: str, root: Path, rounds: int) -> Outcomes:
-    """A file of the newest step is cut short or gone, and the newest is restored."""
-    yield from _damaged(name, root, rounds, [_truncate, _remove], step=None)
+    """Truncates or deletes a file of the newest step, and restores the newest."""
+    yield from _restore_damaged(name, root, rounds, [_truncate, _remove], step=None)
 
 
-def _damaged(
+def _restore_damaged(
     name: str,
     root: Path,
     rounds: int,
@@ -168,8 +172,8 @@ def _damaged(
     work = root / "work"
     for n in range(rounds):
         shutil.copytree(run, work)
-        changes[n % len(changes)](_by_size(work / "2", chance), chance)
-        yield _restored(name, work, step)
+        changes[n % len(changes)](_choose_file(work / "2", chance), chance)
+        yield _restore(name, work, step)
         shutil.rmtree(work)
 
 
@@ -186,16 +190,16 @@ def _start(name: str, run: Path, saves: int) -> subprocess.Popen[str]:
 
 
 def kills(name: str, root: Path, rounds: int) -> Outcomes:
-    """It is killed at some moment while it saves, and deletes old steps."""
-    yield from _killed(name, root, rounds, _some_moment)
+    """Kills a run at a random moment while it saves and deletes steps."""
+    yield from _kill(name, root, rounds, _await_some_time)
 
 
 def kills_in_deletion(name: str, root: Path, rounds: int) -> Outcomes:
-    """It is killed as soon as something of an old step is gone."""
-    yield from _killed(name, root, rounds, _a_deletion)
+    """Kills a run as soon as a part of an old step is deleted."""
+    yield from _kill(name, root, rounds, _await_deletion)
 
 
-def _killed(
+def _kill(
     name: str,
     root: Path,
     rounds: int,
@@ -210,20 +214,20 @@ def _killed(
         await_moment(run, chance)
         process.kill()
         acknowledged += [int(line) for line in process.communicate()[0].split()]
-        yield _left(name, run, acknowledged[-1])
+        yield _inspect(name, run, acknowledged[-1])
 
 
-def _some_moment(run: Path, chance: random.Random) -> None:
+def _await_some_time(run: Path, chance: random.Random) -> None:
     time.sleep(chance.uniform(0, _LONGEST_LIFE_SECS))
 
 
-def _a_deletion(run: Path, chance: random.Random) -> None:
-    """Returns when a file of the oldest step, or that step, is gone."""
+def _await_deletion(run: Path, chance: random.Random) -> None:
+    """Returns when the oldest step, or a file of it, is deleted."""
     del chance
     steps = sorted(int(path.name) for path in run.iterdir() if path.name.isdigit())
     oldest = run / str(steps[0])
     before = _count(oldest)
-    end = time.monotonic() + _HANGS_SECS
+    end = time.monotonic() + _TIMEOUT_SECS
     while _count(oldest) >= before and time.monotonic() < end:
         pass
 
@@ -232,8 +236,8 @@ def _count(step: Path) -> int:
     return sum(len(names) for _, _, names in os.walk(step))
 
 
-def _left(name: str, run: Path, acknowledged: int) -> str:
-    """What is left of a run of which a step was acknowledged, in a few words."""
+def _inspect(name: str, run: Path, acknowledged: int) -> str:
+    """Describes the remains of a run with an acknowledged step in a few words."""
     try:
         victim = VICTIMS[name](run)
         listed = victim.steps()
@@ -254,18 +258,18 @@ def _is_exact(victim: Victim, step: int) -> bool:
 
 
 def exits(name: str, root: Path, rounds: int) -> Outcomes:
-    """A program saves once and ends, without waiting or closing."""
+    """Runs a program that saves once and ends, without waiting or closing."""
     for n in range(rounds):
         run = root / str(n)
         process = _start(name, run, 1)
         try:
-            process.communicate(timeout=_HANGS_SECS)
+            process.communicate(timeout=_TIMEOUT_SECS)
             code = str(process.returncode)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
             code = "none, it hangs"
-        saved = _left(name, run, 1) == "all listed steps are exact"
+        saved = _inspect(name, run, 1) == "all listed steps are exact"
         yield f"exit code {code}, the step is {'there' if saved else 'not there'}"
 
 
@@ -273,15 +277,15 @@ def exits(name: str, root: Path, rounds: int) -> Outcomes:
 
 
 def power_cuts(name: str, root: Path, rounds: int) -> Outcomes:
-    """The power goes, at once or seconds after a step was acknowledged; ext4."""
+    """Cuts the power at once or seconds after a step was acknowledged; ext4."""
     delays = (0.0, 1.0, 6.0, 12.0)
     for n in range(rounds):
-        place = root / str(n)
-        place.mkdir()
-        disk = Disk(place, "ext4")
+        directory = root / str(n)
+        directory.mkdir()
+        disk = Disk(directory, "ext4")
         try:
             if obstacle := disk.make():
-                yield f"not done: {obstacle}"
+                yield f"skipped: {obstacle}"
                 return
             run = disk.mount_point / "run"
             process = _start(name, run, 3)
@@ -291,8 +295,8 @@ def power_cuts(name: str, root: Path, rounds: int) -> Outcomes:
             disk.cut()
             process.kill()
             process.communicate()
-            disk.start_again()
-            yield _left(name, run, acknowledged[-1])
+            disk.restart()
+            yield _inspect(name, run, acknowledged[-1])
         finally:
             disk.close()
 

@@ -21,7 +21,7 @@ def to_json(
     machine: Machine,
     settings: Settings,
 ) -> dict[str, Any]:
-    """All of a run."""
+    """Returns the results of a run as JSON."""
     return {
         "machine": dataclasses.asdict(machine),
         "rounds": settings.rounds,
@@ -50,7 +50,7 @@ def to_json(
 
 
 def from_json(data: dict[str, Any]) -> Results:
-    """The results in what `to_json` made."""
+    """Returns the results in the output of `to_json`."""
     return {
         Series(row["case"], row["figure"], row["contender"]): Result(
             tuple(row["values"]), row["unit"]
@@ -60,30 +60,32 @@ def from_json(data: dict[str, Any]) -> Results:
 
 
 def case_table(case: str, results: Results) -> Table:
-    """A section a figure: median, minimum and ratio to flaxckpt of each contender."""
+    """Returns a table: per figure and contender median, minimum, ratio to flaxckpt."""
     table = Table(title=case, box=box.SIMPLE)
     for title in ("figure", "contender"):
         table.add_column(title)
     for title in ("median", "minimum", "to flaxckpt"):
         table.add_column(title, justify="right")
-    mine = [series for series in results if series.case == case]
-    for figure in distinct(series.figure for series in mine):
-        own = results.get(Series(case, figure, "flaxckpt"))
+    in_case = [series for series in results if series.case == case]
+    for figure in distinct(series.figure for series in in_case):
+        base = results.get(Series(case, figure, "flaxckpt"))
         table.add_section()
-        for series in (s for s in mine if s.figure == figure):
+        for series in (s for s in in_case if s.figure == figure):
             result = results[series]
             table.add_row(
                 figure,
                 series.contender,
                 quantity(result.median, result.unit),
                 quantity(result.minimum, result.unit),
-                f"{result.median / own.median:.3g}" if own and own.median > 0 else "",
+                f"{result.median / base.median:.3g}"
+                if base and base.median > 0
+                else "",
             )
     return table
 
 
 def quantity(value: float, unit: Unit) -> str:
-    """A value for people: `1.23 s`, `4.56 ms`, `1.49 GB`, `5.12 %`."""
+    """Formats a value: `1.23 s`, `4.56 ms`, `1.49 GB`, `5.12 %`."""
     if unit == "x":
         return f"{100 * value:.3g} %"
     steps = (
@@ -96,14 +98,14 @@ def quantity(value: float, unit: Unit) -> str:
 
 
 def target_table(verdicts: Sequence[Verdict]) -> Table:
-    """Every target, what was measured, and whether that is good enough."""
+    """Returns a table of targets, measured values and verdicts."""
     table = Table(title="targets: ratios of medians", box=box.SIMPLE)
     table.add_column("figure of flaxckpt")
     for title in ("at most", "measured", ""):
         table.add_column(title, justify="right")
-    marks = {True: "[green]met", False: "[red]missed", None: "[dim]not measured"}
+    labels = {True: "[green]met", False: "[red]missed", None: "[dim]not measured"}
     for verdict in verdicts:
         value = "" if verdict.value is None else f"{verdict.value:.3f}"
         limit = f"{verdict.target.limit:g}"
-        table.add_row(verdict.target.what, limit, value, marks[verdict.is_met])
+        table.add_row(verdict.target.what, limit, value, labels[verdict.is_met])
     return table

@@ -14,11 +14,11 @@ from benchmarks.samples import Sample, Series
 from benchmarks.states import PyTree
 
 Part = Callable[[PyTree], PyTree]
-"""Cuts what to restore out of a state, abstract or not."""
+"""Selects the part of a state, abstract or not, to restore."""
 
 
 def whole(state: PyTree) -> PyTree:
-    """All of a state."""
+    """Returns the whole state."""
     return state
 
 
@@ -35,19 +35,19 @@ def measure(
 ) -> Iterator[Sample]:
     """Saves `state` and restores it.
 
-    The figures are `blocking` (until the contender lets its caller go on), `commit`
-    (until it calls the save complete), `size`, and for each part `restore` and
-    `restore and use`, which goes on until every leaf has been computed with.
+    The figures are `blocking` (until the save call returns), `commit` (until the
+    contender reports the save as complete), `size`, and for each part `restore` and
+    `restore and use`, which ends when every leaf has been used in a computation.
 
     Args:
-        case: For the samples, like `label`.
-        contender: Who.
-        state: What to save.
-        abstract_state: What to restore.
-        directory: Where; what is written there is deleted.
-        check: Whether what comes back is compared with `state`, outside of all times.
-        label: What to put before the name of each figure.
-        parts: Name of the figure -> what to restore; by default all, as `restore`.
+        case: The case of the samples.
+        contender: The contender.
+        state: The state to save.
+        abstract_state: The state to restore.
+        directory: A directory for temporary checkpoints.
+        check: True to compare the restored values with `state`; not timed.
+        label: A prefix of the name of each figure.
+        parts: Name of the figure -> part to restore; by default `restore`: everything.
     """
 
     def sample(figure: str, value: float) -> Sample:
@@ -77,13 +77,11 @@ def measure(
 
 
 def _restore(session: Session, abstract_state: PyTree) -> tuple[PyTree, float, float]:
-    restored, restore = timing.timed(_restored, session, abstract_state)
-    _, use = timing.timed(states.use, restored)
+    restored, restore = timing.measure(
+        lambda: jax.block_until_ready(session.restore(1, abstract_state))
+    )
+    _, use = timing.measure(states.use, restored)
     return restored, restore, use
-
-
-def _restored(session: Session, abstract_state: PyTree) -> PyTree:
-    return jax.block_until_ready(session.restore(1, abstract_state))
 
 
 def _size(path: Path) -> int:

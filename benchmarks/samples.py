@@ -1,4 +1,4 @@
-"""What is measured: samples, and the series that they make."""
+"""Samples, and the series that they form."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Unit: TypeAlias = Literal["s", "bytes", "x"]
 
 
 class Series(NamedTuple):
-    """What one contender does in one figure of one case.
+    """One figure of one case for one contender.
 
     Attributes:
-        case: `train_state`.
-        figure: `commit`.
-        contender: `flaxckpt`.
+        case: For example `train_state`.
+        figure: For example `commit`.
+        contender: For example `flaxckpt`.
     """
 
     case: str
@@ -30,9 +30,9 @@ class Sample(NamedTuple):
     """One measurement.
 
     Attributes:
-        series: What was measured.
+        series: The series of the sample.
         value: The result.
-        unit: Of the value.
+        unit: The unit of the value.
     """
 
     series: Series
@@ -41,12 +41,12 @@ class Sample(NamedTuple):
 
 
 class Skip(NamedTuple):
-    """Something that was not measured.
+    """A measurement that was skipped.
 
     Attributes:
-        case: Where.
+        case: The case.
         what: A contender, or `all`.
-        reason: Why not.
+        reason: The reason.
     """
 
     case: str
@@ -59,13 +59,13 @@ Rows: TypeAlias = "Iterator[Sample | Skip]"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to measure.
+    """The options of a run.
 
     Attributes:
         directory: An empty directory on the disk to measure.
-        rounds: How often everything is measured.
-        quick: Whether states are tiny, to see that all works.
-        contenders: Names of those that take part; empty for all.
+        rounds: The number of measurements of each figure.
+        quick: True for tiny states, which only test the benchmarks.
+        contenders: The names of the contenders to measure; empty for all.
     """
 
     directory: Path
@@ -79,8 +79,8 @@ class Result:
     """All samples of a series.
 
     Attributes:
-        values: In the order in which they were measured.
-        unit: Of the values.
+        values: The values, in the order of measurement.
+        unit: The unit of the values.
     """
 
     values: tuple[float, ...]
@@ -88,12 +88,12 @@ class Result:
 
     @property
     def median(self) -> float:
-        """The middle value."""
+        """The median of the values."""
         return statistics.median(self.values)
 
     @property
     def minimum(self) -> float:
-        """The least value."""
+        """The smallest value."""
         return min(self.values)
 
 
@@ -101,16 +101,16 @@ Results: TypeAlias = dict[Series, Result]
 
 
 def collect(samples: Iterable[Sample]) -> Results:
-    """Puts the samples of each series together, in order of appearance."""
-    values: dict[Series, list[Sample]] = {}
+    """Groups samples by series, in order of appearance."""
+    groups: dict[Series, list[Sample]] = {}
     for sample in samples:
-        values.setdefault(sample.series, []).append(sample)
+        groups.setdefault(sample.series, []).append(sample)
     return {
-        series: Result(tuple(s.value for s in found), found[0].unit)
-        for series, found in values.items()
+        series: Result(tuple(sample.value for sample in group), group[0].unit)
+        for series, group in groups.items()
     }
 
 
 def distinct(names: Iterable[str]) -> Sequence[str]:
-    """`names` without repetitions, in order of appearance."""
+    """Returns `names` without duplicates, in order of appearance."""
     return list(dict.fromkeys(names))

@@ -1,4 +1,4 @@
-"""The states that are saved: first abstract, then filled with values."""
+"""The states to save: first abstract, then filled with values."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _with_adamw(params: PyTree) -> TrainState:
 
 
 def on(device: jax.Device, abstract_state: PyTree) -> PyTree:
-    """`abstract_state`, every leaf of it to be on `device`."""
+    """Returns `abstract_state` with every leaf placed on `device`."""
     sharding = SingleDeviceSharding(device)
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -92,9 +92,10 @@ def on(device: jax.Device, abstract_state: PyTree) -> PyTree:
 
 
 def fill(abstract_state: PyTree, *, seed: int = 0) -> PyTree:
-    """Values like those of a trained model, so that they compress as such do.
+    """Returns values that compress like the values of a trained model.
 
-    Weights and first moments are normal, second moments their squares, counters 1000.
+    Weights and first moments are normally distributed, second moments are squares of
+    normally distributed values, and counters are 1000.
     """
     rng = np.random.default_rng(seed)
 
@@ -112,12 +113,12 @@ def fill(abstract_state: PyTree, *, seed: int = 0) -> PyTree:
 
 
 def copy(state: PyTree) -> PyTree:
-    """The same values in new arrays: what a training step leaves behind."""
+    """Returns the same values in new arrays, as after a training step."""
     return jax.block_until_ready(jax.tree.map(jnp.copy, state))
 
 
 def use(state: PyTree) -> None:
-    """Computes with every leaf, and waits for it: a first touch of all memory."""
+    """Computes with every leaf and waits, which touches all memory."""
     jax.block_until_ready([_sum(leaf) for leaf in jax.tree.leaves(state)])
 
 
@@ -125,7 +126,7 @@ _sum = jax.jit(jnp.sum)
 
 
 def nbytes(abstract_state: PyTree) -> int:
-    """Size of all leaves."""
+    """Returns the size of all leaves."""
     leaves = jax.tree.leaves(abstract_state)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
@@ -134,20 +135,19 @@ def check_equal(restored: PyTree, saved: PyTree) -> None:
     """Compares two states bit for bit.
 
     Raises:
-        ValueError: They differ. A contender that gets it wrong is not measured.
+        ValueError: They differ: a contender with wrong results is not measured.
     """
-    found: Any = jax.tree.structure(restored)
-    wanted: Any = jax.tree.structure(saved)
-    if found != wanted:
-        raise ValueError(f"restored {found}, saved {wanted}")
+    structures: list[Any] = [jax.tree.structure(s) for s in (restored, saved)]
+    if structures[0] != structures[1]:
+        raise ValueError(f"restored {structures[0]}, saved {structures[1]}")
     leaves = jax.tree_util.tree_leaves_with_path(restored)
     for (path, one), other in zip(leaves, jax.tree.leaves(saved), strict=True):
         if not isinstance(one, jax.Array):
-            raise ValueError(f"{jax.tree_util.keystr(path)} came back as {type(one)}")
-        if one.dtype != other.dtype or not np.array_equal(_bits(one), _bits(other)):
             raise ValueError(
-                f"{jax.tree_util.keystr(path)} differs from what was saved"
+                f"{jax.tree_util.keystr(path)} came back as a {type(one).__name__}"
             )
+        if one.dtype != other.dtype or not np.array_equal(_bits(one), _bits(other)):
+            raise ValueError(f"{jax.tree_util.keystr(path)} differs after a restore")
 
 
 def _bits(array: jax.Array) -> np.ndarray[Any, Any]:

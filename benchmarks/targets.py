@@ -1,4 +1,4 @@
-"""The figures that flaxckpt aims at, and whether a run has met them."""
+"""The targets of flaxckpt, and the verdict on a run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from benchmarks.samples import Results, Series
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """At most `limit` times the median of `base`.
+    """A target: a median of at most `limit` times the median of `base`.
 
     Attributes:
-        what: In words.
-        measured: What is held against it.
-        limit: In units of `base`; of the measurement itself if there is none.
-        base: What it is compared with, in the same run.
+        what: A description.
+        measured: The measured series.
+        limit: In units of `base`; without a base, in units of the measurement.
+        base: A series of the same run to compare with.
     """
 
     what: str
@@ -27,10 +27,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a run did.
+    """The verdict on a run.
 
     Attributes:
-        target: By this.
+        target: The target.
         value: The ratio of medians, or the median; None if not measured.
     """
 
@@ -39,12 +39,12 @@ class Verdict:
 
     @property
     def is_met(self) -> bool | None:
-        """Whether it is met; None if it was not measured."""
+        """True if the target is met; None if it was not measured."""
         return None if self.value is None else self.value <= self.target.limit
 
 
 def judge(results: Results, targets: Iterable[Target]) -> list[Verdict]:
-    """Holds the medians of a run against `targets`."""
+    """Compares the medians of a run with `targets`."""
     return [Verdict(target, _value(results, target)) for target in targets]
 
 
@@ -62,7 +62,7 @@ def _value(results: Results, target: Target) -> float | None:
 def _against(
     what: str, case: str, figure: str, ours: str, limits: dict[str, float]
 ) -> list[Target]:
-    """Targets for one figure of ours against the same of others."""
+    """Returns targets for a figure of flaxckpt compared with other contenders."""
     measured = Series(case, figure, ours)
     return [
         Target(f"{what}, to {other}", measured, limit, Series(case, figure, other))

@@ -1,4 +1,4 @@
-"""Fair turns: fresh directories, a quiet disk, and nobody always first."""
+"""Fair turns: fresh directories, an idle disk, and a rotating order."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Turn(NamedTuple):
     """One contender's turn.
 
     Attributes:
-        contender: Whose.
-        is_first: Whether it is the contender's first, whose result is checked.
-        is_timed: Whether it counts.
+        contender: The name of the contender.
+        is_first: True for the contender's first turn, whose result is checked.
+        is_timed: True if the turn counts.
     """
 
     contender: str
@@ -36,9 +36,9 @@ def turns(
     """Gives every contender a turn in each round, in an order that rotates.
 
     Args:
-        contenders: Their names.
-        rounds: How many rounds count.
-        warm_up: Whether a round that does not count comes first.
+        contenders: The names of the contenders.
+        rounds: The number of rounds that count.
+        warm_up: True to add a first round that does not count.
     """
     for number in range(rounds + warm_up):
         first = (number - warm_up) % max(1, len(contenders))
@@ -48,7 +48,7 @@ def turns(
 
 @contextlib.contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
-    """A new directory, removed at the end, with nothing left for the disk to do."""
+    """A new directory on an idle disk, removed at the end."""
     directory = Path(tempfile.mkdtemp(dir=parent))
     try:
         settle()
@@ -59,13 +59,15 @@ def scratch(parent: Path) -> Iterator[Path]:
 
 
 def settle() -> None:
-    """Leaves no garbage and no unwritten page for the section that is timed next."""
+    """Collects garbage and writes all dirty pages, before the next timed section."""
     gc.collect()
     os.sync()
 
 
-def timed(action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T, float]:
-    """What `action` returns, and how many seconds it took."""
+def measure(
+    action: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> tuple[T, float]:
+    """Returns the result of `action` and its duration in seconds."""
     start = time.perf_counter()
     value = action(*args, **kwargs)
     return value, time.perf_counter() - start

@@ -1,7 +1,8 @@
-"""Runs that are killed, cut off or damaged: the same for each checkpointer.
+"""Runs to kill, cut off or damage, the same for each checkpointer.
 
-As a program, `python -m benchmarks.victims NAME DIRECTORY saves`, it saves so many
-steps and prints each that was acknowledged, or saves one and just ends.
+The program `python -m benchmarks.victims NAME DIRECTORY SAVES` saves that many steps
+and prints the number of each acknowledged step; with one save, it exits without
+waiting.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ _KEPT = 2
 
 
 def state(step: int) -> dict[str, Any]:
-    """4 MB of float32 that no other step has."""
+    """Returns 4 MB of float32 values, different for each step."""
     rng = np.random.default_rng(step)
     params = {f"w{n}": rng.standard_normal(_SHAPE, np.float32) for n in range(_LEAVES)}
     return {"params": params, "step": np.asarray(step)}
 
 
-def is_state(found: Any, step: int) -> bool:
-    """Whether all that was found is what was saved as a step, bit for bit."""
+def is_state(restored: Any, step: int) -> bool:
+    """Returns True if a restored state equals the state of a step, bit for bit."""
     wanted = state(step)
-    return np.array_equal(found["step"], wanted["step"]) and all(
-        np.asarray(found["params"][name]).tobytes() == value.tobytes()
+    return np.array_equal(restored["step"], wanted["step"]) and all(
+        np.asarray(restored["params"][name]).tobytes() == value.tobytes()
         for name, value in wanted["params"].items()
     )
 
@@ -45,13 +46,13 @@ class Victim(Protocol):
         """Returns when the step counts as saved."""
 
     def steps(self) -> list[int]:
-        """The steps that it lists."""
+        """Returns the listed steps."""
 
     def restore(self, step: int | None) -> Any:
-        """A step, or the newest."""
+        """Restores a step, or the newest."""
 
     def close(self) -> None:
-        """Lets go of threads and files."""
+        """Closes threads and files."""
 
 
 class Flaxckpt:
@@ -111,7 +112,7 @@ VICTIMS: dict[str, Callable[[Path], Victim]] = {"flaxckpt": Flaxckpt, "orbax": O
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Saves steps in a directory, until it is told to end, or just once."""
+    """Saves steps in a directory and waits to be killed, or saves once and exits."""
     name, directory, saves = arguments
     victim = VICTIMS[name](Path(directory))
     for step in range(1, int(saves) + 1):

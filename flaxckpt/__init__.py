@@ -17,10 +17,9 @@ if TYPE_CHECKING:
         transforms,
     )
     from flaxckpt._arrays.zarr.array_layout import ArrayLayout
-    from flaxckpt._checkpoint.handle import SaveHandle
+    from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
     from flaxckpt._checkpoint.plan import LeafPlan, RestorePlan
     from flaxckpt._checkpoint.restore import load, metadata, open_leaf, plan
-    from flaxckpt._checkpoint.result import SaveResult
     from flaxckpt._checkpoint.save import save, save_async
     from flaxckpt._checkpoint.verify import verify
     from flaxckpt._checkpoint.verify_report import VerifyReport
@@ -74,8 +73,8 @@ __all__ = [
     "verify",
 ]
 
-# Imported when they are first asked for: jax takes a second, and the command's help
-# needs none of it.
+# Imported at their first use: importing jax takes a second, and the help texts of the
+# command do not need it.
 _HOMES = {
     "ArrayLayout": "_arrays.zarr.array_layout",
     "CheckpointCallback": "_training.callback",
@@ -88,7 +87,7 @@ _HOMES = {
     "LeafPlan": "_checkpoint.plan",
     "RestorePlan": "_checkpoint.plan",
     "SaveHandle": "_checkpoint.handle",
-    "SaveResult": "_checkpoint.result",
+    "SaveResult": "_checkpoint.handle",
     "Simulation": "_inspect.simulate",
     "StoreOptions": "_storage.client",
     "VerifyReport": "_checkpoint.verify_report",
@@ -107,14 +106,14 @@ _HOMES = {
     "verify": "_checkpoint.verify",
 }
 
-if not TYPE_CHECKING:  # else every name would be one that type checkers believe in
+if not TYPE_CHECKING:  # type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         home = _HOMES.get(name)
-        found = _doors.import_module(f"{__name__}.{home or name}")
-        value = found if home is None else getattr(found, name)
+        module = _doors.import_module(f"{__name__}.{home or name}")
+        value = module if home is None else getattr(module, name)
         globals()[name] = value
         return value
 

@@ -1,4 +1,4 @@
-"""What is measured, one module a case."""
+"""The cases, one module each."""
 
 from collections.abc import Callable
 from typing import TypeAlias

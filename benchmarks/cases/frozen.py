@@ -1,4 +1,4 @@
-"""Bytes that a second save writes, if 99 % of the state have not changed."""
+"""Bytes that a second save writes if 99 % of the state is unchanged."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _NAMES = ("flaxckpt", "orbax")
 
 
 def run(settings: Settings) -> Rows:
-    """Measures it once: sizes do not vary."""
-    found, skips = contenders.select(CASE, _NAMES, settings)
+    """Measures once, because sizes do not vary."""
+    selected, skips = contenders.select(CASE, _NAMES, settings)
     yield from skips
     abstract_state = states.on(jax.devices("cpu")[0], states.lora(quick=settings.quick))
     first = states.fill(abstract_state)
@@ -26,7 +26,7 @@ def run(settings: Settings) -> Rows:
         "same arrays": {"base": first["base"], "adapters": adapters},
         "equal arrays": {"base": states.copy(first["base"]), "adapters": adapters},
     }
-    for contender in found:
+    for contender in selected.values():
         for kind, second in changed.items():
             with timing.scratch(settings.directory) as scratch:
                 both = _save_both(contender, scratch, first, second, abstract_state)
@@ -42,20 +42,20 @@ def _save_both(
     second: PyTree,
     abstract_state: PyTree,
 ) -> tuple[int, int]:
-    """The bytes that each of two saves in a row has written."""
+    """Returns the bytes that each of two consecutive saves writes."""
     session = contender.open(directory)
     session.save(1, first)
     session.wait()
-    before = _own_bytes(directory / "1")
+    before = _unshared_bytes(directory / "1")
     session.save(2, second)
     session.wait()
     states.check_equal(session.restore(1, abstract_state), first)
     states.check_equal(session.restore(2, abstract_state), second)
     session.close()
-    return before, _own_bytes(directory / "2")
+    return before, _unshared_bytes(directory / "2")
 
 
-def _own_bytes(step: Path) -> int:
-    """Size of the files of a step that are not those of another, too."""
-    found = [path.lstat() for path in step.rglob("*") if path.is_file()]
-    return sum(status.st_size for status in found if status.st_nlink == 1)
+def _unshared_bytes(step: Path) -> int:
+    """Returns the size of the files of a step that no other step shares."""
+    statuses = [path.lstat() for path in step.rglob("*") if path.is_file()]
+    return sum(status.st_size for status in statuses if status.st_nlink == 1)

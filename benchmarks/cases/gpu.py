@@ -1,4 +1,4 @@
-"""A state on a GPU: how long a save blocks, beside the copy to the host alone."""
+"""A state on a GPU: the blocked time of a save, and the time of a copy to the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COPY = "device to host"
 
 
 def run(settings: Settings) -> Rows:
-    """Measures it, if jax has a GPU."""
+    """Measures the case if jax has a GPU."""
     try:
         device = jax.devices("gpu")[0]
     except RuntimeError:
@@ -23,25 +23,24 @@ def run(settings: Settings) -> Rows:
 
 
 def measure(settings: Settings, device: jax.Device) -> Rows:
-    """Measures a state on `device`; what is restored is put there again."""
-    found, skips = contenders.select(CASE, _NAMES, settings)
+    """Measures a state on `device`, and restores it to `device`."""
+    selected, skips = contenders.select(CASE, _NAMES, settings)
     yield from skips
-    by_name = {contender.name: contender for contender in found}
     abstract_state = states.on(device, states.train_state(quick=settings.quick))
     original = states.fill(abstract_state)
     states.use(original)
-    for turn in timing.turns([_COPY, *by_name], settings.rounds):
-        # A new copy every time: jax keeps the host's values of arrays it has copied.
+    for turn in timing.turns([_COPY, *selected], settings.rounds):
+        # A new copy each time: jax caches the host copy of an array.
         state = states.copy(original)
         if turn.contender == _COPY:
             timing.settle()
-            # It starts the copies of all arrays before it waits for the first.
-            _, seconds = timing.timed(jax.device_get, state)
+            # It starts all copies before it waits for the first.
+            _, seconds = timing.measure(jax.device_get, state)
             samples = iter([Sample(Series(CASE, "blocking", _COPY), seconds)])
         else:
             samples = roundtrip.measure(
                 CASE,
-                by_name[turn.contender],
+                selected[turn.contender],
                 state,
                 abstract_state,
                 settings.directory,

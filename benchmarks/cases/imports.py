@@ -1,4 +1,4 @@
-"""Seconds to import flaxckpt, and to import what a training program has anyway."""
+"""Seconds to import flaxckpt, and the packages that training programs import anyway."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IMPORTS = {
     "orbax": "import orbax.checkpoint",
 }
 _TIMES = 3
-"""Imports are short and vary much: each round has three of each."""
+"""Imports are short and their times vary, so each round has three of each."""
 
 _PROGRAM = """
 import time
@@ -27,7 +27,7 @@ print(time.perf_counter() - start)
 
 
 def run(settings: Settings) -> Rows:
-    """Measures each in fresh processes."""
+    """Measures each import in fresh processes."""
     names = list(_IMPORTS)
     if importlib.util.find_spec("orbax") is None:
         names.remove("orbax")

@@ -1,8 +1,8 @@
-"""What a save costs a training loop that donates its state.
+"""The cost of a save for a training loop that donates its state.
 
-The stall of a save is the time of a loop with saves, less that of the same loop
-without, over the number of saves: the pause of the caller, and all that the saving in
-the background takes from the training.
+The stall of a save is the time of a loop with saves minus the time of the same loop
+without, divided by the number of saves: the blocked time, and the time that the
+background save takes from training.
 """
 
 from __future__ import annotations
@@ -33,36 +33,35 @@ TrainStep: TypeAlias = Callable[[TrainState], tuple[TrainState, jax.Array]]
 
 
 def run(settings: Settings) -> Rows:
-    """Measures loops with saves, and without."""
+    """Measures loops with and without saves."""
     layers, width = (2, 32) if settings.quick else (8, 2048)
-    found, skips = contenders.select(CASE, _NAMES, settings)
+    selected, skips = contenders.select(CASE, _NAMES, settings)
     yield from skips
-    by_name = {contender.name: contender for contender in found}
     abstract_state = states.on(
         jax.devices("cpu")[0], states.perceptron(layers=layers, width=width)
     )
     original = states.fill(abstract_state)
     batch = jax.random.normal(jax.random.key(0), (_BATCH, width))
     train_step = functools.partial(_train_step, batch=batch)
-    for contender in found:
+    for contender in selected.values():
         _check(contender, original, abstract_state, train_step, settings.directory)
 
     seconds: defaultdict[str, list[float]] = defaultdict(list)
-    for turn in timing.turns([_NO_SAVES, *by_name], settings.rounds):
+    for turn in timing.turns([_NO_SAVES, *selected], settings.rounds):
         state = states.copy(original)
         with timing.scratch(settings.directory) as scratch:
             if turn.contender == _NO_SAVES:
-                taken = _loop(state, train_step, lambda step, state: None)
+                duration = _loop(state, train_step, lambda step, state: None)
             else:
-                session = by_name[turn.contender].open(scratch)
-                taken = _loop(state, train_step, session.save)
+                session = selected[turn.contender].open(scratch)
+                duration = _loop(state, train_step, session.save)
                 session.wait()
                 session.close()
         del state
         if turn.is_timed:
-            seconds[turn.contender].append(taken)
-            yield Sample(Series(CASE, "whole loop", turn.contender), taken)
-    for name in by_name:
+            seconds[turn.contender].append(duration)
+            yield Sample(Series(CASE, "whole loop", turn.contender), duration)
+    for name in selected:
         for with_saves, without in zip(seconds[name], seconds[_NO_SAVES], strict=True):
             yield Sample(Series(CASE, "stall", name), (with_saves - without) / _SAVES)
 
@@ -72,11 +71,11 @@ def _loop(
     train_step: TrainStep,
     save: Callable[[int, TrainState], None],
 ) -> float:
-    """Trains, with as many steps after the last save as before the first; seconds."""
+    """Trains as many steps after the last save as before the first; returns seconds."""
     start = time.perf_counter()
     for step in range(1, _SAVE_EVERY * (_SAVES + 1) + 1):
         state, loss = train_step(state)
-        jax.block_until_ready(loss)  # as a loop does that looks at its loss
+        jax.block_until_ready(loss)  # as a loop that prints its loss
         if step % _SAVE_EVERY == 0 and step <= _SAVE_EVERY * _SAVES:
             save(step, state)
     jax.block_until_ready(state)
@@ -102,7 +101,7 @@ def _check(
     train_step: TrainStep,
     directory: Path,
 ) -> None:
-    """Sees that what is saved is the state at the save, though it is donated then."""
+    """Checks that a save has the state at the call, although the loop donates it."""
     with timing.scratch(directory) as scratch:
         session: Session = contender.open(scratch)
         state = states.copy(original)

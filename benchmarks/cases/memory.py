@@ -1,8 +1,8 @@
-"""How much memory a save and a restore take beside the state.
+"""The memory that a save and a restore take in addition to the state.
 
-Only anonymous memory counts: pages of a mapped file cost nothing as long as somebody
-else needs the memory more. Each contender saves in one fresh process and restores in
-another, so that none finds memory that another has left.
+Only anonymous memory counts: the system can drop the pages of a mapped file at any
+time. Each contender saves in one fresh process and restores in another, so that no
+contender reuses memory of another.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _NAMES = (
 
 
 def run(settings: Settings) -> Rows:
-    """Measures it once: memory varies little."""
+    """Measures once, because memory varies little."""
     if not memory.STATUS.exists():
         yield Skip(CASE, "all", f"this system has no {memory.STATUS}")
         return
-    found, skips = contenders.select(CASE, _NAMES, settings)
+    selected, skips = contenders.select(CASE, _NAMES, settings)
     yield from skips
-    for contender in found:
+    for contender in selected.values():
         with timing.scratch(settings.directory) as scratch:
             for action in ("save", "restore"):
                 extra = _in_fresh_process(contender.name, action, scratch, settings)

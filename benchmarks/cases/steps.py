@@ -1,4 +1,4 @@
-"""Opening a directory of 1,000 steps and asking for the newest."""
+"""Seconds to open a directory of 1,000 steps and find the newest."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ _NAMES = ("flaxckpt", "orbax")
 
 
 def run(settings: Settings) -> Rows:
-    """Measures it in directories that stay throughout."""
+    """Measures in directories that all rounds share."""
     steps = 10 if settings.quick else 1_000
-    found, skips = contenders.select(CASE, _NAMES, settings)
+    selected, skips = contenders.select(CASE, _NAMES, settings)
     yield from skips
-    by_name = {contender.name: contender for contender in found}
     with timing.scratch(settings.directory) as scratch:
-        for contender in found:
+        for contender in selected.values():
             _make_steps(contender, scratch / contender.name, steps)
-        for turn in timing.turns(list(by_name), settings.rounds):
+        for turn in timing.turns(list(selected), settings.rounds):
             timing.settle()
-            contender = by_name[turn.contender]
-            session, opening = timing.timed(contender.open, scratch / contender.name)
-            latest, listing = timing.timed(session.latest_step)
+            contender = selected[turn.contender]
+            session, opening = timing.measure(contender.open, scratch / contender.name)
+            latest, listing = timing.measure(session.latest_step)
             session.close()
             if latest != steps:
                 raise ValueError(f"{turn.contender} found {latest}, not {steps}")
@@ -39,7 +38,7 @@ def run(settings: Settings) -> Rows:
 
 
 def _make_steps(contender: Contender, directory: Path, steps: int) -> None:
-    """Saves one step, and makes the others out of hard links to its files."""
+    """Saves one step, and creates the others as hard links to its files."""
     session = contender.open(directory)
     session.save(
         1, states.fill(states.on(jax.devices("cpu")[0], states.tiny_leaves(10)))

@@ -1,8 +1,9 @@
-"""Thousands of tiny leaves, where all cost is per leaf."""
+"""Thousands of tiny leaves: the cost per leaf."""
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Mapping
 
 import jax
 
@@ -13,40 +14,39 @@ CASE = "tiny"
 _NAMES = ("flaxckpt", "orbax", "orbax v1", "safetensors", "numpy savez")
 _SLOW = ("orbax", "orbax v1")
 _SLOW_ROUNDS = 2
-"""Rounds of what takes a minute each."""
+"""Rounds of contenders that take a minute each."""
 
 
 def run(settings: Settings) -> Rows:
     """Measures both numbers of leaves."""
     few, many = (20, 200) if settings.quick else (2_000, 20_000)
-    found, skips = contenders.select(CASE, _NAMES, settings)
+    selected, skips = contenders.select(CASE, _NAMES, settings)
     yield from skips
     for count in (few, many):
-        yield from _measure(count, found, settings, is_long=count == many)
+        yield from _measure(count, selected, settings, is_long=count == many)
 
 
 def _measure(
     count: int,
-    found: list[contenders.Contender],
+    selected: Mapping[str, contenders.Contender],
     settings: Settings,
     *,
     is_long: bool,
 ) -> Rows:
-    by_name = {contender.name: contender for contender in found}
     abstract_state = states.on(jax.devices("cpu")[0], states.tiny_leaves(count))
     original = states.fill(abstract_state)
     states.use(original)
-    turns_of: collections.Counter[str] = collections.Counter()
-    # Imports and compilations were done for the smaller number, so the larger one
+    turn_counts: collections.Counter[str] = collections.Counter()
+    # The smaller number has imported and compiled everything, so the larger number
     # needs no warm-up.
-    for turn in timing.turns(list(by_name), settings.rounds, warm_up=not is_long):
-        turns_of[turn.contender] += 1
+    for turn in timing.turns(list(selected), settings.rounds, warm_up=not is_long):
+        turn_counts[turn.contender] += 1
         is_slow = is_long and turn.contender in _SLOW
-        if is_slow and turns_of[turn.contender] > _SLOW_ROUNDS:
+        if is_slow and turn_counts[turn.contender] > _SLOW_ROUNDS:
             continue
         samples = roundtrip.measure(
             CASE,
-            by_name[turn.contender],
+            selected[turn.contender],
             states.copy(original),
             abstract_state,
             settings.directory,

@@ -1,4 +1,4 @@
-"""GPT-2 small with AdamW: pause, commit, size and restore."""
+"""GPT-2 small with AdamW: blocked time, commit, size and restore."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ _PARTS = {
 
 
 def run(settings: Settings) -> Rows:
-    """Measures it."""
+    """Measures saves and restores."""
     names = [name for name in contenders.CONTENDERS if name != "numpy savez"]
-    found, skips = contenders.select(CASE, names, settings)
+    selected, skips = contenders.select(CASE, names, settings)
     yield from skips
-    by_name = {contender.name: contender for contender in found}
 
     abstract_state = states.on(
         jax.devices("cpu")[0], states.train_state(quick=settings.quick)
     )
     original = states.fill(abstract_state)
     states.use(original)
-    for turn in timing.turns(list(by_name), settings.rounds):
-        contender = by_name[turn.contender]
+    for turn in timing.turns(list(selected), settings.rounds):
+        contender = selected[turn.contender]
         samples = roundtrip.measure(
             CASE,
             contender,

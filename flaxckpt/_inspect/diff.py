@@ -168,7 +168,7 @@ def diff(
         elif values and pair[0].info.kind != "empty":
             pairs.append(pair)
     counter = _util.progress.Counter(f"comparing {sides[0].metadata.path}")
-    with _util.progress.shown(counter):
+    with _util.progress.bar(counter):
         changed |= _compare(pairs, counter)
     ranked = sorted(changed.items(), key=lambda item: -_rank(item[1]))
     return CheckpointDiff(

@@ -212,4 +212,4 @@ def _link(scratch: Path) -> bool:
 def _exchange(scratch: Path) -> bool:
     (scratch / "one").mkdir()
     (scratch / "other").mkdir()
-    return _storage.rename.exchanged_at_once(scratch / "one", scratch / "other")
+    return _storage.rename.exchange_atomically(scratch / "one", scratch / "other")

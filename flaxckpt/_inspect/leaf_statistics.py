@@ -87,7 +87,7 @@ def leaf_statistics(
         return LeafStatistics(leaf.info, int(value is not None), values=value)
     counter = _util.progress.Counter(f"reading {leaf_path}")
     counter.total = 2 * _arrays.layout.stored_bytes(leaf.info)
-    with _util.progress.shown(counter):
+    with _util.progress.bar(counter):
         return _statistics_of(leaf, bins, counter)
 
 

@@ -118,7 +118,7 @@ def _shown(steps: Sequence[_Step], root: Path) -> Iterator[_Step]:
     counter = _util.progress.Counter(
         f"looking at {root.name}", of_bytes=False, total=len(steps)
     )
-    with _util.progress.shown(counter):
+    with _util.progress.bar(counter):
         for step in steps:
             yield step
             counter.add(1)
@@ -168,7 +168,7 @@ def _mark_newest(steps: Sequence[Step]) -> tuple[Step, ...]:
     )
 
 
-def _read_markers(path: Path) -> _steps.markers.Marks | None:
+def _read_markers(path: Path) -> _steps.markers.Status | None:
     """Returns the markers of a step; None without permission to read them."""
     try:
         names = _storage.of(path).names(path)
@@ -176,7 +176,7 @@ def _read_markers(path: Path) -> _steps.markers.Marks | None:
         names = []
     except PermissionError:
         return None
-    return _steps.markers.of(path, names, dataset=_native.checkpoint.DATASET)
+    return _steps.markers.status(path, names, dataset=_native.items.DATASET)
 
 
 def _format(path: Path) -> str:

@@ -56,7 +56,7 @@ class RunView:
         name = self.checkpointer_format()
         if name is not None:
             run = Checkpointer(self.root, keep=keep, step_format=name, read_only=True)
-            with _storage.permissions.explained(self.root):
+            with _storage.permissions.explain_errors(self.root):
                 reasons = run.explain()
         else:
             reasons = policies.decide(
@@ -109,7 +109,7 @@ def survey(root: Path, step_format: str | None = None) -> RunView:
         raise errors.OptionError(
             f"{root} is a checkpoint, not a directory of steps: pass its parent"
         )
-    with _storage.permissions.explained(root):
+    with _storage.permissions.explain_errors(root):
         number = _locate.number_of(step_format)
         index = _steps.index.StepIndex(root, formats.identify, number)
         doubtful = {
@@ -161,7 +161,7 @@ def damage(
     """
     if doubt is None:
         is_damaged = _steps.markers.is_damaged(path)
-        return _steps.markers.why_damaged(path) if is_damaged else None
+        return _steps.markers.damage_reason(path) if is_damaged else None
     if doubt.why:
         return doubt.why
     try:
@@ -175,7 +175,7 @@ def created(path: Path) -> float | None:
     """Returns the recorded time of a step's save; None if unknown or deleted."""
     try:
         if path.is_dir():
-            return _native.items.read_created(path)
+            return _native.metadata.read_created(path)
         return path.stat().st_mtime
     except (OSError, ValueError):  # deleted, or an empty directory
         return None

@@ -105,7 +105,7 @@ class Simulation:
         return "\n".join(lines)
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def simulate(
     abstract_state: PyTree,
     *,
@@ -144,8 +144,8 @@ def simulate(
             divided among the processes.
         UnsupportedLeafError, LeafNameError: As for `save`.
     """
-    options = _checkpoint.request.SaveOptions(layout=checked_layout(layout))
-    table, structure = _checkpoint.save.planned(
+    options = _checkpoint.commit.SaveOptions(layout=checked_layout(layout))
+    table, structure = _checkpoint.save.plan_leaves(
         _state.flax_state.flatten(abstract_state), options
     )
     infos = tuple([leaf.info for leaf in table.values()])

@@ -42,7 +42,7 @@ class Save(NamedTuple):
         return max(0.0, self.total_secs - (self.blocked_secs or 0.0))
 
 
-class Happened(NamedTuple):
+class OtherEvent(NamedTuple):
     """Another event in the journal: `restored`, `fell_back`, `preempted`, `deleted`.
 
     Attributes:
@@ -58,7 +58,7 @@ class Happened(NamedTuple):
     why: str
 
 
-class Measured(NamedTuple):
+class MetricValue(NamedTuple):
     """The value of a metric at a step.
 
     Attributes:
@@ -76,11 +76,11 @@ class Measured(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a state, or several small parts of a container together.
+    """A part of a state, or several small parts of a container combined.
 
     Attributes:
         group: The group of the part in the whole state.
-        path: The leaf path, or the common prefix of its leaves; of several parts, the
+        path: The leaf path, or the common prefix of its leaves; for several parts, the
             path of the first.
         until: The path of the last of several parts; None for a single part.
         subtrees: The number of parts.
@@ -96,7 +96,7 @@ class Part(NamedTuple):
     bytes: int
 
 
-class Changed(NamedTuple):
+class ChangedLeaf(NamedTuple):
     """A leaf that differs between two steps.
 
     Attributes:
@@ -129,7 +129,7 @@ class Change(NamedTuple):
 
     step_a: int
     step_b: int
-    leaves: tuple[Changed, ...]
+    leaves: tuple[ChangedLeaf, ...]
     equal: int
     bytes_compared: int
 
@@ -180,12 +180,12 @@ class Report:
         path: The run directory or checkpoint.
         is_run: True for a run directory.
         made: The time of the report, in seconds since 1970.
-        version: Of flaxckpt.
+        version: The version of flaxckpt.
         formats: The formats of the checkpoints.
         bytes: The size on disk; None in object stores.
-        policies: The policies that the reasons were computed for.
+        policies: The policies that give the reasons.
         steps: The checkpoints, the oldest first, with metrics and reasons.
-        saves: In order.
+        saves: The saves, in order.
         happened: Other events in the journal, in order.
         metrics: Name -> values by step.
         shown: The checkpoint that `parts` describes; None if none can be read.
@@ -193,9 +193,9 @@ class Report:
         leaves: The number of its leaves.
         parts: The sizes of its parts; they add up to `total_bytes`.
         change: The differences between two steps.
-        positions: Of dataset iterators, the oldest first.
+        positions: The positions of dataset iterators, the oldest step first.
         lineage: The checkpoints that the run started from, the nearest first.
-        integrity: Of each checkpoint, the oldest first.
+        integrity: The integrity of each checkpoint, the oldest first.
         notes: Section -> the reason for missing or incomplete data.
     """
 
@@ -208,8 +208,8 @@ class Report:
     policies: tuple[str, ...]
     steps: tuple[Step, ...]
     saves: tuple[Save, ...]
-    happened: tuple[Happened, ...]
-    metrics: Mapping[str, tuple[Measured, ...]]
+    happened: tuple[OtherEvent, ...]
+    metrics: Mapping[str, tuple[MetricValue, ...]]
     shown: str | None
     total_bytes: int
     leaves: int
@@ -221,9 +221,9 @@ class Report:
     notes: Mapping[str, str]
 
     @property
-    def looked_at(self) -> int:
+    def checked_count(self) -> int:
         """The number of checkpoints with a known integrity, good or bad."""
-        return sum(each.state != "unknown" for each in self.integrity)
+        return sum(check.state != "unknown" for check in self.integrity)
 
     @property
     def is_good(self) -> bool:
@@ -231,4 +231,4 @@ class Report:
 
         Checkpoints that were not checked do not count.
         """
-        return all(each.state not in ("damaged", "unread") for each in self.integrity)
+        return all(check.state not in ("damaged", "unread") for check in self.integrity)

@@ -15,10 +15,10 @@ _MAX_BYTES = 2**20
 """Limit on the states of a step: larger states are not read, only their size shown."""
 
 _MOST_VALUES = 4
-_MOST_LOOKED_AT = 10_000
+_MOST_VISITED = 10_000
 
 
-def position(path: Path, step: int | None) -> Position | None:
+def read(path: Path, step: int | None) -> Position | None:
     """Returns the stored dataset position of the step at `path`, or None.
 
     Raises:
@@ -31,13 +31,13 @@ def position(path: Path, step: int | None) -> Position | None:
     if sum(sizes) > _MAX_BYTES:
         return Position(step, "", 0, sum(sizes), {})
     files = _native.checkpoint.read_dataset(path, {})
-    described = _parsed(files.pop(datasets.DESCRIPTION, b"{}"))
+    description = _parse(files.pop(datasets.DESCRIPTION, b"{}"))
     states = sorted(name for name in files if name.startswith("process_"))
-    values = dict(_numbers(_parsed(files[states[0]]))) if states else {}
-    named = described.get("type") if isinstance(described, Mapping) else None
+    values = dict(_numbers(_parse(files[states[0]]))) if states else {}
+    type_name = description.get("type") if isinstance(description, Mapping) else None
     return Position(
         step,
-        named if isinstance(named, str) else "",
+        type_name if isinstance(type_name, str) else "",
         len(states),
         sum(sizes),
         values,
@@ -45,13 +45,13 @@ def position(path: Path, step: int | None) -> Position | None:
 
 
 def _files(path: Path) -> list[Path]:
-    item = path / _native.checkpoint.DATASET
+    item = path / _native.items.DATASET
     if not path.is_dir() or not item.is_dir():
         return []
     return [file for file in item.iterdir() if file.is_file()]
 
 
-def _parsed(content: bytes) -> Any:
+def _parse(content: bytes) -> Any:
     try:
         _util.json_limits.check(content)
         return json.loads(content)
@@ -61,19 +61,21 @@ def _parsed(content: bytes) -> Any:
 
 def _numbers(state: Any) -> Iterator[tuple[str, int]]:
     """Yields the first integers in a state, nearest to its root first."""
-    waiting: list[tuple[str, Any]] = [("", state)]
-    found = 0
-    for name, value in waiting:  # the loop appends to the list
+    queue: list[tuple[str, Any]] = [("", state)]
+    count = 0
+    for name, value in queue:  # the loop appends to the list
         if type(value) is int:
             yield name or "state", value
-            found += 1
-            if found == _MOST_VALUES:
+            count += 1
+            if count == _MOST_VALUES:
                 return
-        elif len(waiting) < _MOST_LOOKED_AT:
-            waiting += [(f"{name}.{key}" if name else key, v) for key, v in _in(value)]
+        elif len(queue) < _MOST_VISITED:
+            queue += [
+                (f"{name}.{key}" if name else key, v) for key, v in _children(value)
+            ]
 
 
-def _in(value: Any) -> list[tuple[str, Any]]:
+def _children(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, dict):
         return [(str(key), inner) for key, inner in value.items()]
     if isinstance(value, list):

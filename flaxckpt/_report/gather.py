@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _inspect, _run, _steps, _storage, _util, errors
+from flaxckpt import _inspect, _run, _steps, _storage, errors
 from flaxckpt._inspect.diff import CheckpointDiff
 from flaxckpt._inspect.listing import Listing, Step
 from flaxckpt._report import dataset_positions, integrity, save_history, size_groups
-from flaxckpt._report.data import Change, Changed, Measured, Position, Report
+from flaxckpt._report.data import Change, ChangedLeaf, MetricValue, Position, Report
 from flaxckpt._types import PathLike
+from flaxckpt._util import humanize
 from flaxckpt.formats import _locate
 from flaxckpt.formats._reader import CheckpointMetadata
 from flaxckpt.policies import BestN, PreservationPolicy
@@ -65,48 +66,48 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
     root = _storage.paths.resolve(path)
     if options.diff is False and (options.step_a, options.step_b) != (None, None):
         raise errors.OptionError(
-            "--no-diff compares nothing: leave out --step-a and --step-b, or that"
+            "--no-diff compares nothing: leave out --no-diff, or --step-a and --step-b"
         )
-    with _storage.paths.looking(root):
-        found = _inspect.listing.listing(
+    with _storage.paths.listing_cache(root):
+        listing = _inspect.listing.listing(
             root, keep=options.keep, step_format=options.step_format
         )
     notes: dict[str, str] = {}
-    described = _described(root, found, options.step_format, notes)
-    change = _change(root, found, options, notes)
-    events = _steps.journal.read(root / _steps.journal.NAME) if found.is_run else []
+    metadata = _read_metadata(root, listing, options.step_format, notes)
+    change = _compare_steps(root, listing, options, notes)
+    events = _steps.journal.read(root / _steps.journal.NAME) if listing.is_run else []
     if not events:
-        notes["saves"] = _why_no_journal(found)
-    trees = [] if described is None else _run.disk_usage.subtrees(described.leaves)
+        notes["saves"] = _no_journal_note(listing)
+    trees = [] if metadata is None else _run.disk_usage.subtrees(metadata.leaves)
     return Report(
-        path=found.path,
-        is_run=found.is_run,
+        path=listing.path,
+        is_run=listing.is_run,
         made=time.time(),
         version=importlib.metadata.version("flaxckpt"),
-        formats=tuple(sorted({step.format for step in found.steps} - {"unknown"})),
-        bytes=found.bytes,
+        formats=tuple(sorted({step.format for step in listing.steps} - {"unknown"})),
+        bytes=listing.bytes,
         policies=tuple(str(policy) for policy in options.keep),
-        steps=found.steps,
+        steps=listing.steps,
         saves=save_history.saves(events),
-        happened=save_history.happened(events),
-        metrics=_metrics(found.steps, options.keep),
-        shown=None if described is None else described.path,
-        total_bytes=0 if described is None else described.total_bytes,
-        leaves=0 if described is None else len(described.leaves),
-        parts=size_groups.parts(trees) if trees else (),
+        happened=save_history.other_events(events),
+        metrics=_metrics(listing.steps, options.keep),
+        shown=None if metadata is None else metadata.path,
+        total_bytes=0 if metadata is None else metadata.total_bytes,
+        leaves=0 if metadata is None else len(metadata.leaves),
+        parts=size_groups.divide(trees) if trees else (),
         change=change,
-        positions=_dataset_positions(root, found.steps, notes),
-        lineage=() if described is None else described.lineage,
-        integrity=integrity.integrity(root, found.steps, every=options.verify),
+        positions=_dataset_positions(root, listing.steps, notes),
+        lineage=() if metadata is None else metadata.lineage,
+        integrity=integrity.check_steps(root, listing.steps, every=options.verify),
         notes=notes,
     )
 
 
-def _described(
-    root: Path, found: Listing, step_format: str | None, notes: dict[str, str]
+def _read_metadata(
+    root: Path, listing: Listing, step_format: str | None, notes: dict[str, str]
 ) -> CheckpointMetadata | None:
-    """Returns the newest good checkpoint, or None."""
-    if not found.steps:
+    """Returns the metadata of the newest good checkpoint, or None."""
+    if not listing.steps:
         notes["sizes"] = "There are no steps yet."
         return None
     try:
@@ -118,10 +119,10 @@ def _described(
         return None
 
 
-def _why_no_journal(found: Listing) -> str:
-    if not found.is_run:
-        return "This is one checkpoint, which has no journal of saves."
-    return f"There is no {_steps.journal.NAME} beside the steps, which tells of saves."
+def _no_journal_note(listing: Listing) -> str:
+    if not listing.is_run:
+        return "A single checkpoint has no journal of saves."
+    return f"The run has no journal of saves ({_steps.journal.NAME})."
 
 
 # ---- metrics ----------------------------------------------------------------------
@@ -129,16 +130,16 @@ def _why_no_journal(found: Listing) -> str:
 
 def _metrics(
     steps: Sequence[Step], keep: Sequence[PreservationPolicy]
-) -> Mapping[str, tuple[Measured, ...]]:
+) -> Mapping[str, tuple[MetricValue, ...]]:
     """Returns each metric's values by step, for steps with a number.
 
     Metrics used by policies come first: pages show only the first of many.
     """
     bests = [policy for policy in keep if isinstance(policy, BestN)]
     names = dict.fromkeys(itertools.chain.from_iterable(s.metrics for s in steps))
-    asked_for = dict.fromkeys(p.metric for p in bests if p.metric in names)
-    found = {}
-    for name in asked_for | names:
+    ranked = dict.fromkeys(p.metric for p in bests if p.metric in names)
+    series = {}
+    for name in ranked | names:
         values = {
             step.step: step.metrics[name]
             for step in steps
@@ -146,34 +147,36 @@ def _metrics(
         }
         if not values:
             continue
-        of_this = [policy for policy in bests if policy.metric == name]
-        marks = _best(steps, values, of_this) if of_this else _extremes(values)
-        found[name] = tuple(
-            Measured(step.step, values[step.step], bool(step.why), marks.get(step.step))
+        deciding = [policy for policy in bests if policy.metric == name]
+        labels = _best(steps, values, deciding) if deciding else _extremes(values)
+        series[name] = tuple(
+            MetricValue(
+                step.step, values[step.step], bool(step.why), labels.get(step.step)
+            )
             for step in steps
             if step.step in values and step.step is not None
         )
-    return found
+    return series
 
 
 def _best(
     steps: Sequence[Step], values: Mapping[int, float], keep: Sequence[BestN]
 ) -> Mapping[int, str]:
-    """Returns the steps that policies name as best, and the best of each policy."""
-    found: dict[int, str] = {}
+    """Labels the steps that policies keep as best, and the best of each policy."""
+    labels: dict[int, str] = {}
     for policy in keep:
-        named = [s.step for s in steps if s.step in values and str(policy) in s.why]
-        found = (
-            dict.fromkeys((s for s in named if s is not None), "among the best") | found
+        kept = [s.step for s in steps if s.step in values and str(policy) in s.why]
+        labels = (
+            dict.fromkeys((s for s in kept if s is not None), "among the best") | labels
         )
-        if named:
+        if kept:
             sign = 1 if policy.mode == "max" else -1
-            found[max(found, key=lambda s: (sign * values[s], s))] = "best"
-    return found
+            labels[max(labels, key=lambda s: (sign * values[s], s))] = "best"
+    return labels
 
 
 def _extremes(values: Mapping[int, float]) -> Mapping[int, str]:
-    """Returns the lowest and highest; only a policy can tell the best."""
+    """Labels the lowest and highest value: only a policy defines the best."""
     finite = {step: value for step, value in values.items() if math.isfinite(value)}
     if len(set(finite.values())) < 2:
         return {}
@@ -184,16 +187,16 @@ def _extremes(values: Mapping[int, float]) -> Mapping[int, str]:
 # ---- changes ----------------------------------------------------------------------
 
 
-def _change(
-    root: Path, found: Listing, options: ReportOptions, notes: dict[str, str]
+def _compare_steps(
+    root: Path, listing: Listing, options: ReportOptions, notes: dict[str, str]
 ) -> Change | None:
     """Returns the differences between two steps; None if not compared."""
-    is_asked_for = options.diff or (options.step_a, options.step_b) != (None, None)
+    is_requested = options.diff or (options.step_a, options.step_b) != (None, None)
     if options.diff is False:
-        notes["change"] = "It was asked for without a comparison (--no-diff)."
+        notes["change"] = "Not compared, because of --no-diff."
         return None
     try:
-        pair = _pair(found, options)
+        pair = _choose_steps(listing, options)
         if pair is None:
             notes["change"] = "There are no two good steps to compare."
             return None
@@ -201,17 +204,18 @@ def _change(
             _locate.locate(root, step, step_format=options.step_format) for step in pair
         )
         size = b.open().metadata.total_bytes
-        if size > _COMPARED_BYTES and not is_asked_for:
+        if size > _COMPARED_BYTES and not is_requested:
             notes["change"] = (
-                f"To compare two steps takes reading both, {_util.humanize.size(size)}"
-                " each:"
-                " --diff does so."
+                f"A comparison reads both steps, {humanize.size(size)} each: --diff"
+                " compares them."
             )
             return None
-        return _compared((a.path, b.path), pair)
+        diff = _inspect.diff.diff(a.path, b.path)
+        leaves = _changed_leaves(diff, *pair)
+        return Change(*pair, leaves, len(diff.same), diff.bytes_compared)
     except _UNREADABLE as error:
         is_damaged = isinstance(error, errors.DamagedCheckpointError)
-        if is_asked_for and not is_damaged:
+        if is_requested and not is_damaged:
             raise
         notes["change"] = (
             f"The steps could not be compared: {_steps.event.first_lines(error, 1)}"
@@ -219,18 +223,18 @@ def _change(
         return None
 
 
-def _pair(found: Listing, options: ReportOptions) -> tuple[int, int] | None:
+def _choose_steps(listing: Listing, options: ReportOptions) -> tuple[int, int] | None:
     """Returns the two steps to compare, or None.
 
     Raises:
         OptionError: Both are the same step.
     """
-    if not found.is_run and (options.step_a, options.step_b) != (None, None):
+    if not listing.is_run and (options.step_a, options.step_b) != (None, None):
         raise errors.OptionError(
-            f"{found.path} is one checkpoint, without steps: flaxckpt diff compares it"
-            " with another"
+            f"{listing.path} is a single checkpoint without steps: to compare it with"
+            " another, use flaxckpt diff"
         )
-    good = [s.step for s in found.steps if s.step is not None and s.damage is None]
+    good = [s.step for s in listing.steps if s.step is not None and s.damage is None]
     b = options.step_b
     if b is None:
         b = max(good, default=None)
@@ -240,25 +244,25 @@ def _pair(found: Listing, options: ReportOptions) -> tuple[int, int] | None:
     if a is None:
         a = max((step for step in good if step < b), default=None)
     if a == b:
-        raise errors.OptionError(f"step {a} is compared with itself: pass two steps")
+        raise errors.OptionError(
+            f"step {a} would be compared with itself: pass two different steps"
+        )
     return None if a is None else (a, b)
 
 
-def _compared(paths: Sequence[Path], steps: tuple[int, int]) -> Change:
-    found = _inspect.diff.diff(*paths)
-    a, b = steps
-    return Change(a, b, _changed(found, a, b), len(found.same), found.bytes_compared)
-
-
-def _changed(found: CheckpointDiff, a: int, b: int) -> tuple[Changed, ...]:
+def _changed_leaves(diff: CheckpointDiff, a: int, b: int) -> tuple[ChangedLeaf, ...]:
     rows = []
-    for path, leaf in found.changed.items():
+    for path, leaf in diff.changed.items():
         shown = str(leaf.b) if str(leaf.a) == str(leaf.b) else f"{leaf.a} → {leaf.b}"
         rows.append(
-            Changed(path, leaf.kind, shown, leaf.different, leaf.max_abs, leaf.rel_norm)
+            ChangedLeaf(
+                path, leaf.kind, shown, leaf.different, leaf.max_abs, leaf.rel_norm
+            )
         )
-    for step, paths in ((a, found.only_in_a), (b, found.only_in_b)):
-        rows += [Changed(path, f"only in {step}", "", 0, 0.0, 0.0) for path in paths]
+    for step, paths in ((a, diff.only_in_a), (b, diff.only_in_b)):
+        rows += [
+            ChangedLeaf(path, f"only in {step}", "", 0, 0.0, 0.0) for path in paths
+        ]
     return tuple(rows)
 
 
@@ -271,15 +275,15 @@ def _dataset_positions(
     costs_requests = _storage.of(root).costs_requests
     most = _MOST_POSITIONS_IN_STORES if costs_requests else _MOST_POSITIONS
     if len(steps) > most:
-        notes["dataset"] = f"Only the {most} newest steps were looked at."
-    found = []
+        notes["dataset"] = f"Only the {most} newest steps were read."
+    positions = []
     for step in steps[-most:]:
         path = _storage.paths.from_text(step.path)
         try:
-            found.append(dataset_positions.position(path, step.step))
+            positions.append(dataset_positions.read(path, step.step))
         except _UNREADABLE as error:
-            told = "" if step.step is None else f" of step {step.step}"
+            of = "" if step.step is None else f" of step {step.step}"
             notes["dataset"] = (
-                f"The state{told} cannot be read: {_steps.event.first_lines(error, 1)}"
+                f"The state{of} cannot be read: {_steps.event.first_lines(error, 1)}"
             )
-    return tuple(position for position in found if position is not None)
+    return tuple(position for position in positions if position is not None)

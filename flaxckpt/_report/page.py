@@ -7,12 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 
-from flaxckpt import _util
 from flaxckpt._report import section_origin, section_saves, section_state, section_steps
 from flaxckpt._report.charts import css
 from flaxckpt._report.data import Report
 from flaxckpt._report.section import Section
-from flaxckpt._util.html import Markup
+from flaxckpt._util import html, humanize
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """The policy of the page: names in the page cannot run or load anything."""
@@ -33,76 +32,74 @@ _SECTIONS: Sequence[Callable[[Report], Section | None]] = (
 def page(report: Report) -> str:
     """Returns the page."""
     name = PurePosixPath(report.path).name or report.path
-    head = _util.html.element(
+    head = html.element(
         "head",
-        _util.html.element("meta", charset="utf-8"),
-        _util.html.element(
+        html.element("meta", charset="utf-8"),
+        html.element(
             "meta", name_="viewport", content="width=device-width, initial-scale=1"
         ),
-        _util.html.element(
-            "meta", http_equiv="Content-Security-Policy", content=_POLICY
-        ),
-        _util.html.element("meta", name_="color-scheme", content="light dark"),
-        _util.html.element("link", rel="icon", href="data:,"),
-        _util.html.element("title", f"{name}: flaxckpt report"),
-        _util.html.element("style", Markup(css.PAGE)),
+        html.element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        html.element("meta", name_="color-scheme", content="light dark"),
+        html.element("link", rel="icon", href="data:,"),
+        html.element("title", f"{name}: flaxckpt report"),
+        html.element("style", html.Markup(css.PAGE)),
     )
-    made = [section(report) for section in _SECTIONS]
-    sections = [section for section in made if section is not None]
-    body = _util.html.element(
+    rendered = [section(report) for section in _SECTIONS]
+    sections = [section for section in rendered if section is not None]
+    body = html.element(
         "body",
-        _util.html.element(
+        html.element(
             "header",
             _header(report, name),
-            _util.html.element("div", *_headline(report), class_="cards"),
+            html.element("div", *_headline(report), class_="cards"),
             _navigation(sections),
         ),
-        _util.html.element("main", *[section.markup() for section in sections]),
+        html.element("main", *[section.markup() for section in sections]),
         _footer(report),
     )
-    document = _util.html.element("html", head, body, lang="en")
+    document = html.element("html", head, body, lang="en")
     return f"<!doctype html>\n{document}\n"
 
 
-def _header(report: Report, name: str) -> Markup:
-    what = "Run" if report.is_run else "Checkpoint"
-    whose = f", {', '.join(report.formats)}" if report.formats else ""
-    return _util.html.element(
+def _header(report: Report, name: str) -> html.Markup:
+    kind = "Run" if report.is_run else "Checkpoint"
+    formats = f", {', '.join(report.formats)}" if report.formats else ""
+    return html.element(
         "div",
-        _util.html.element("p", f"{what} report{whose}", class_="over"),
-        _util.html.element("h1", name),
-        _util.html.element("p", report.path, class_="path"),
+        html.element("p", f"{kind} report{formats}", class_="over"),
+        html.element("h1", name),
+        html.element("p", report.path, class_="path"),
         class_="title",
     )
 
 
-def _navigation(sections: list[Section]) -> Markup:
+def _navigation(sections: list[Section]) -> html.Markup:
     links = [
-        _util.html.element("a", section.title, href=f"#{section.name}")
+        html.element("a", section.title, href=f"#{section.name}")
         for section in sections
     ]
-    return _util.html.element("nav", *links, aria_label="Sections")
+    return html.element("nav", *links, aria_label="Sections")
 
 
-def _footer(report: Report) -> Markup:
+def _footer(report: Report) -> html.Markup:
     made = datetime.datetime.fromtimestamp(report.made, datetime.UTC)
-    return _util.html.element(
+    return html.element(
         "footer",
         f"flaxckpt {report.version}, ",
-        _util.html.element(
+        html.element(
             "time",
             f"{made:%Y-%m-%d %H:%M} UTC",
             datetime=made.isoformat(timespec="seconds"),
         ),
-        ". Sizes in powers of 1000. Other times by the clock of the machine that made"
-        " this page.",
+        ". Sizes are in powers of 1000. Other times are in the time zone of the machine"
+        " that made this page.",
     )
 
 
 # ---- the headline -----------------------------------------------------------------
 
 
-def _headline(report: Report) -> list[Markup]:
+def _headline(report: Report) -> list[html.Markup]:
     cards = [_steps(report), _newest(report), _best(report), _disk(report)]
     cards += [_integrity(report), _last_save(report)]
     return [card for card in cards if card is not None]
@@ -112,136 +109,135 @@ def _card(
     name: str,
     title: str,
     value: object,
-    told: object,
+    detail: object,
     kind: str | None = None,
     **data: object,
-) -> Markup:
-    return _util.html.element(
+) -> html.Markup:
+    return html.element(
         "div",
-        _util.html.element("p", title, class_="card-title"),
-        _util.html.element("p", value, class_="card-value"),
-        _util.html.element("p", told, class_="card-told"),
+        html.element("p", title, class_="card-title"),
+        html.element("p", value, class_="card-value"),
+        html.element("p", detail, class_="card-detail"),
         class_=f"card {kind}" if kind else "card",
         data_card=name,
         **data,
     )
 
 
-def _steps(report: Report) -> Markup | None:
+def _steps(report: Report) -> html.Markup | None:
     if not report.is_run:
         return None
     count = len(report.steps)
     saved = len({save.step for save in report.saves if save.outcome == "durable"})
-    told = f"of {saved:,} that were saved" if saved > count else "all there is"
-    return _card("steps", "Steps", f"{count:,}", told, data_value=count)
+    detail = f"of {saved:,} saved" if saved > count else "all saved steps"
+    return _card("steps", "Steps", f"{count:,}", detail, data_value=count)
 
 
-def _newest(report: Report) -> Markup | None:
+def _newest(report: Report) -> html.Markup | None:
     newest = next((s for s in report.steps if "latest" in s.marks), None)
     if newest is None:
         return None
     if newest.step is None:
-        size = f"{_util.humanize.count(report.leaves, 'leaf', 'leaves')}"
-        value = _util.humanize.size(report.total_bytes)
+        size = f"{humanize.count(report.leaves, 'leaf', 'leaves')}"
+        value = humanize.size(report.total_bytes)
         return _card("newest", "Arrays", value, size, data_value=report.total_bytes)
-    saved = _util.html.join(("saved ", _util.html.moment(newest.created)))
+    saved = html.join(("saved ", html.moment(newest.created)))
     return _card(
         "newest", "Newest step", str(newest.step), saved, data_value=newest.step
     )
 
 
-def _best(report: Report) -> Markup | None:
+def _best(report: Report) -> html.Markup | None:
     for name, points in report.metrics.items():
         best = [point for point in points if point.best == "best"]
         if best:
-            at = best[-1]
-            told = f"at step {at.step}"
+            point = best[-1]
             return _card(
                 "best",
                 f"Best {name}",
-                f"{at.value:.4g}",
-                told,
-                data_value=at.value,
-                data_step=at.step,
+                f"{point.value:.4g}",
+                f"at step {point.step}",
+                data_value=point.value,
+                data_step=point.step,
             )
     for name, points in report.metrics.items():
-        at = points[-1]
-        if math.isfinite(at.value):
+        point = points[-1]
+        if math.isfinite(point.value):
             return _card(
                 "last-metric",
                 f"Last {name}",
-                f"{at.value:.4g}",
-                f"at step {at.step}",
-                data_value=at.value,
-                data_step=at.step,
+                f"{point.value:.4g}",
+                f"at step {point.step}",
+                data_value=point.value,
+                data_step=point.step,
             )
     return None
 
 
-def _disk(report: Report) -> Markup:
+def _disk(report: Report) -> html.Markup:
     if report.bytes is None:
-        told = "an object store does not tell"
-        return _card("bytes", "On the disk", "unknown", told)
-    told = f"a step has {_util.humanize.size(report.total_bytes)} of arrays"
+        detail = "object stores do not report sizes"
+        return _card("bytes", "On the disk", "unknown", detail)
+    detail = f"the arrays of one step: {humanize.size(report.total_bytes)}"
     if not report.is_run:
-        told = "all files"
+        detail = "all files"
     elif report.shown is None:
-        told = "no step can be read" if report.steps else "no steps yet"
+        detail = "no step can be read" if report.steps else "no steps yet"
     return _card(
         "bytes",
         "On the disk",
-        _util.humanize.size(report.bytes),
-        told,
+        humanize.size(report.bytes),
+        detail,
         data_value=report.bytes,
     )
 
 
-def _integrity(report: Report) -> Markup | None:
+def _integrity(report: Report) -> html.Markup | None:
     if not report.integrity:
         return None
     count = dict.fromkeys(("damaged", "unread", "verified", "whole", "unknown"), 0)
-    for each in report.integrity:
-        count[each.state] += 1
-    total, known = len(report.integrity), report.looked_at
+    for check in report.integrity:
+        count[check.state] += 1
+    total, checked = len(report.integrity), report.checked_count
     if count["damaged"]:
         value, kind = f"{count['damaged']:,} damaged", "bad"
     elif count["unread"]:
         value, kind = f"{count['unread']:,} unread", "bad"
-    elif not known:
+    elif not checked:
         value, kind = "not checked", "plain"
-    elif known < total:
-        value, kind = f"{known:,} of {total:,} looked at", "plain"
+    elif checked < total:
+        value, kind = f"{checked:,} of {total:,} checked", "plain"
     elif count["verified"] == total:
         value, kind = "verified", "good"
     else:
         value, kind = "files complete", "good"
-    told = ", ".join(
+    detail = ", ".join(
         f"{n:,} {_STATES[state]}"
         for state, n in count.items()
         if n and state in _STATES
     )
     if count["whole"]:
-        told += "; arrays not read"
-    return _card("integrity", "Integrity", value, told, kind, data_value=value)
+        detail += "; arrays not read"
+    return _card("integrity", "Integrity", value, detail, kind, data_value=value)
 
 
 _STATES: dict[str, str] = {
     "verified": "read in full",
     "whole": "with all files and sizes",
-    "unknown": "not looked at",
+    "unknown": "not checked",
 }
 
 
-def _last_save(report: Report) -> Markup | None:
+def _last_save(report: Report) -> html.Markup | None:
     last = next((s for s in reversed(report.saves) if s.outcome == "durable"), None)
     if last is None or last.total_secs is None:
         return None
-    blocked = _util.humanize.secs(last.blocked_secs or 0.0)
+    blocked = humanize.secs(last.blocked_secs or 0.0)
     return _card(
         "last-save",
         "Last save blocked",
         blocked,
-        f"durable after {_util.humanize.secs(last.total_secs)}",
+        f"durable after {humanize.secs(last.total_secs)}",
         data_value=last.blocked_secs,
         data_total=last.total_secs,
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from flaxckpt._report.data import Happened, Save
+from flaxckpt._report.data import OtherEvent, Save
 from flaxckpt._steps.event import Event
 from flaxckpt._types import JSON
 
-_OTHERS = frozenset(("restored", "fell_back", "preempted", "deleted"))
+_OTHER_EVENTS = frozenset(("restored", "fell_back", "preempted", "deleted"))
 
 
 def saves(events: Iterable[Event]) -> tuple[Save, ...]:
@@ -16,14 +16,14 @@ def saves(events: Iterable[Event]) -> tuple[Save, ...]:
 
     Saves do not overlap, so each event of a step belongs to its last save.
     """
-    found: list[Save] = []
-    latest: dict[int | None, int] = {}  # step -> index of its last save in `found`
+    history: list[Save] = []
+    latest: dict[int | None, int] = {}  # step -> index of its last save in `history`
     for event in events:
         number = latest.get(event.step)
-        is_open = number is not None and found[number].outcome == "unfinished"
-        if event.kind == "started" or (event.kind in _SAVING and not is_open):
-            number = latest[event.step] = len(found)
-            found.append(
+        is_open = number is not None and history[number].outcome == "unfinished"
+        if event.kind == "started" or (event.kind in _SAVE_EVENTS and not is_open):
+            number = latest[event.step] = len(history)
+            history.append(
                 Save(event.step, event.time, None, None, None, None, "unfinished", None)
             )
             is_open = True
@@ -31,17 +31,17 @@ def saves(events: Iterable[Event]) -> tuple[Save, ...]:
             continue
         if event.kind == "uploaded":
             secs = _number(event.details, "secs")
-            found[number] = found[number]._replace(uploaded_secs=secs)
+            history[number] = history[number]._replace(uploaded_secs=secs)
         elif is_open:
-            found[number] = _with(found[number], event)
-    return tuple(found)
+            history[number] = _add_event(history[number], event)
+    return tuple(history)
 
 
-_SAVING = frozenset(("snapshot", "committed", "failed"))
+_SAVE_EVENTS = frozenset(("snapshot", "committed", "failed"))
 
 
-def _with(save: Save, event: Event) -> Save:
-    """Returns the save with the facts of an event added."""
+def _add_event(save: Save, event: Event) -> Save:
+    """Returns the save with the data of an event added."""
     blocked = _number(event.details, "blocked_secs")
     match event.kind:
         case "snapshot":
@@ -61,17 +61,17 @@ def _with(save: Save, event: Event) -> Save:
                 outcome="durable",
             )
         case "failed":
-            error = str(event.details.get("error", "it is not said why"))
+            error = str(event.details.get("error", "the journal gives no reason"))
             return save._replace(outcome="failed", error=error)
     return save
 
 
-def happened(events: Iterable[Event]) -> tuple[Happened, ...]:
+def other_events(events: Iterable[Event]) -> tuple[OtherEvent, ...]:
     """Returns the other events in a journal."""
     return tuple(
-        Happened(event.kind, event.step, event.time, _why(event))
+        OtherEvent(event.kind, event.step, event.time, _why(event))
         for event in events
-        if event.kind in _OTHERS
+        if event.kind in _OTHER_EVENTS
     )
 
 
@@ -84,17 +84,17 @@ def _why(event: Event) -> str:
 
 
 def _number(details: Mapping[str, JSON], name: str) -> float | None:
-    found = details.get(name)
-    is_number = isinstance(found, int | float) and not isinstance(found, bool)
-    return float(found) if is_number and 0 <= found < _LONGEST else None  # type: ignore[arg-type, operator]
+    value = details.get(name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and 0 <= value < _LONGEST else None  # type: ignore[arg-type, operator]
 
 
 _LONGEST = 1e9
 """Seconds. Values in a journal are untrusted."""
 
 
-def deleted(found: Sequence[Happened]) -> tuple[int, ...]:
+def deleted_steps(events: Sequence[OtherEvent]) -> tuple[int, ...]:
     """Returns the steps deleted according to the journal, ascending."""
     return tuple(
-        sorted({e.step for e in found if e.kind == "deleted" and e.step is not None})
+        sorted({e.step for e in events if e.kind == "deleted" and e.step is not None})
     )

@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flaxckpt import _util
-from flaxckpt._util.html import Column, Markup, Row
+from flaxckpt._util import html, humanize
 
 WIDE, NARROW = 960, 340
 """Widths of pictures, on screens and on phones."""
@@ -25,89 +24,88 @@ class Section(NamedTuple):
     Attributes:
         name: For links.
         title: The heading.
-        said: The summary, in a sentence or two.
+        summary: A sentence or two.
         body: Pictures and tables.
     """
 
     name: str
     title: str
-    said: object
-    body: Sequence[Markup] = ()
+    summary: object
+    body: Sequence[html.Markup] = ()
 
-    def markup(self) -> Markup:
+    def markup(self) -> html.Markup:
         """Returns the section as HTML."""
-        return _util.html.element(
+        return html.element(
             "section",
-            _util.html.element("h2", self.title, id=f"{self.name}-title"),
-            _util.html.element("p", _with_options(self.said), class_="said"),
+            html.element("h2", self.title, id=f"{self.name}-title"),
+            html.element("p", _keep_options_whole(self.summary), class_="summary-text"),
             *self.body,
             id=self.name,
             aria_labelledby=f"{self.name}-title",
         )
 
 
-def _with_options(said: object) -> Markup:
-    """Returns a sentence with its command options unbroken by line ends."""
-    if isinstance(said, Markup):
-        return said
-    parts = _OPTION.split(str(said))
-    return _util.html.join(
-        _util.html.element("code", part) if n % 2 else part
-        for n, part in enumerate(parts)
+def _keep_options_whole(summary: object) -> html.Markup:
+    """Marks up command options in a sentence, so that no line ends within one."""
+    if isinstance(summary, html.Markup):
+        return summary
+    parts = _OPTION.split(str(summary))
+    return html.join(
+        html.element("code", part) if n % 2 else part for n, part in enumerate(parts)
     )
 
 
 _OPTION = re.compile(r"(--[a-z][a-z-]*)")
 
 
-def table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> list[Markup]:
+def table(
+    title: str, columns: Sequence[html.Column], rows: Sequence[html.Row]
+) -> list[html.Markup]:
     """Returns a table whose rows beyond the first few are collapsed."""
-    parts = [_util.html.table(title, columns, rows[:_SHOWN])]
+    parts = [html.table(title, columns, rows[:_SHOWN])]
     more = rows[_SHOWN:_MOST_ROWS]
     if more:
-        told = f"{_util.humanize.count(len(more), 'more row')}"
+        label = humanize.count(len(more), "more row")
         parts.append(
-            _util.html.element(
+            html.element(
                 "details",
-                _util.html.element("summary", told),
-                _util.html.table(f"{title}, continued", columns, more),
+                html.element("summary", label),
+                html.table(f"{title}, continued", columns, more),
             )
         )
     if len(rows) > _MOST_ROWS:
-        told = f"… and {len(rows) - _MOST_ROWS:,} more: --json lists them all."
-        parts.append(_util.html.element("p", told, class_="note"))
+        note = f"… and {len(rows) - _MOST_ROWS:,} more: --json lists them all."
+        parts.append(html.element("p", note, class_="note"))
     return parts
 
 
-def legend(items: Sequence[tuple[str, str]]) -> Markup:
+def legend(items: Sequence[tuple[str, str]]) -> html.Markup:
     """Returns the key of a picture from pairs of a mark's class and its meaning.
 
     An empty class shows no mark.
     """
-    found = []
+    entries = []
     for class_, name in items:
-        swatch = _util.html.NOTHING
+        swatch = html.NOTHING
         if class_:  # drawn as in the picture
-            square = _util.html.element(
+            square = html.element(
                 "rect", x=1, y=1, width=10, height=10, rx=2, class_=class_
             )
             if class_ == "point best":
                 places = "6,0.5 11.5,6 6,11.5 0.5,6"
-                square = _util.html.element("polygon", points=places, class_=class_)
+                square = html.element("polygon", points=places, class_=class_)
             elif class_.startswith("point"):
-                square = _util.html.element("circle", cx=6, cy=6, r=4.2, class_=class_)
+                square = html.element("circle", cx=6, cy=6, r=4.2, class_=class_)
             elif class_ == "gone":
-                square = _util.html.element(
-                    "line", x1=6, x2=6, y1=0, y2=12, class_=class_
-                )
-            swatch = _util.html.element(
+                square = html.element("line", x1=6, x2=6, y1=0, y2=12, class_=class_)
+            swatch = html.element(
                 "svg", square, viewBox="0 0 12 12", class_="swatch", aria_hidden="true"
             )
-        found.append(_util.html.element("li", swatch, name))
-    return _util.html.element("ul", *found, class_="legend", aria_label="Key")
+        entries.append(html.element("li", swatch, name))
+    return html.element("ul", *entries, class_="legend", aria_label="Key")
 
 
-def last(path: str | None) -> str:
+def display_name(path: str | None) -> str:
     """Returns the display name of a checkpoint."""
     name = (path or "").rstrip("/").rpartition("/")[2]
     return f"step {int(name)}" if name.isascii() and name.isdigit() else name

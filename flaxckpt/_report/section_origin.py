@@ -5,11 +5,10 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping
 
-from flaxckpt import _util
 from flaxckpt._report import section
 from flaxckpt._report.data import Report, State
 from flaxckpt._report.section import Section
-from flaxckpt._util.html import Column, Markup, Row
+from flaxckpt._util import html, humanize
 from flaxckpt.formats._reader import Lineage
 
 # ---- the dataset ------------------------------------------------------------------
@@ -22,35 +21,33 @@ def dataset(report: Report) -> Section | None:
         return Section("dataset", "Dataset", note) if note else None
     types = [each.type for each in report.positions if each.type]
     kinds = dict.fromkeys(name.rpartition(".")[2] for name in types)
-    said = (
-        f"{_util.humanize.count(len(report.positions), 'step')} can go on where the"
-        " data was"
-    )
-    said += f": {', '.join(kinds)}." if kinds else "."
+    steps = humanize.count(len(report.positions), "step")
+    summary = f"The dataset position is stored with {steps}"
+    summary += f": {', '.join(kinds)}." if kinds else "."
     names = list(
         dict.fromkeys(name for each in report.positions for name in each.values)
     )[:4]
     columns = [
-        Column("step", is_number=True),
-        *[Column(name, is_number=True) for name in names],
-        Column("processes", is_number=True),
-        Column("size", is_number=True),
+        html.Column("step", is_number=True),
+        *[html.Column(name, is_number=True) for name in names],
+        html.Column("processes", is_number=True),
+        html.Column("size", is_number=True),
     ]
     rows = []
     for each in report.positions[::-1]:
         values = ["" if n not in each.values else str(each.values[n]) for n in names]
-        size = "" if each.bytes is None else _util.humanize.size(each.bytes)
+        size = "" if each.bytes is None else humanize.size(each.bytes)
         step = "" if each.step is None else str(each.step)
         data: dict[str, object] = {
             "data_step": each.step,
             "data_values": "; ".join(f"{k}={v}" for k, v in each.values.items()),
         }
         processes = str(each.processes) if each.processes else ""
-        rows.append(Row([step, *values, processes, size], data))
+        rows.append(html.Row([step, *values, processes, size], data))
     return Section(
         "dataset",
         "Dataset",
-        f"{said} {note}".strip(),
+        f"{summary} {note}".strip(),
         section.table("Positions, the newest first", columns, rows),
     )
 
@@ -62,36 +59,34 @@ def lineage(report: Report) -> Section | None:
     """Returns the section on the checkpoints that the run started from."""
     if not report.lineage:
         return None
-    said = "This run began from another checkpoint; each step records it."
-    here = _util.html.element(
+    here = html.element(
         "li",
-        _util.html.element("strong", section.last(report.path) or report.path),
-        _util.html.element("p", "this run" if report.is_run else "this checkpoint"),
+        html.element("strong", section.display_name(report.path) or report.path),
+        html.element("p", "this run" if report.is_run else "this checkpoint"),
         class_="here",
     )
-    items = [_origin(each) for each in reversed(report.lineage)]
+    items = [_origin(source) for source in reversed(report.lineage)]
     return Section(
         "lineage",
         "Lineage",
-        said,
-        [_util.html.element("ol", *items, here, class_="lineage")],
+        "The run started from another checkpoint, as each step records.",
+        [html.element("ol", *items, here, class_="lineage")],
     )
 
 
-def _origin(found: Lineage) -> Markup:
-    parts: list[object] = [_util.html.element("strong", found.path)]
-    told = [] if found.step is None else [f"step {found.step}"]
-    if found.digest is not None:
-        told.append(found.digest)
-    if told:
-        parts.append(_util.html.element("p", ", ".join(told), class_="digest"))
-    if found.transforms:
+def _origin(source: Lineage) -> html.Markup:
+    parts: list[object] = [html.element("strong", source.path)]
+    identity = [] if source.step is None else [f"step {source.step}"]
+    if source.digest is not None:
+        identity.append(source.digest)
+    if identity:
+        parts.append(html.element("p", ", ".join(identity), class_="digest"))
+    if source.transforms:
         changes = [
-            _util.html.element("li", _util.html.element("code", each))
-            for each in found.transforms
+            html.element("li", html.element("code", each)) for each in source.transforms
         ]
-        parts.append(_util.html.element("ul", *changes, aria_label="Changes"))
-    return _util.html.element("li", *parts, data_path=found.path, data_step=found.step)
+        parts.append(html.element("ul", *changes, aria_label="Changes"))
+    return html.element("li", *parts, data_path=source.path, data_step=source.step)
 
 
 # ---- integrity --------------------------------------------------------------------
@@ -102,22 +97,21 @@ def integrity(report: Report) -> Section | None:
     if not report.integrity:
         return None
     counts = collections.Counter(each.state for each in report.integrity)
-    told = [f"{counts[state]:,} {_SAID[state]}" for state in _SAID if counts[state]]
-    said = f"{', '.join(told).capitalize()}."
-    if known := counts["unknown"] and report.looked_at:
-        said = f"{known:,} of {len(report.integrity):,} looked at: {', '.join(told)}."
+    parts = [f"{counts[state]:,} {_NAMES[state]}" for state in _NAMES if counts[state]]
+    summary = f"{', '.join(parts).capitalize()}."
+    if checked := counts["unknown"] and report.checked_count:
+        total = len(report.integrity)
+        summary = f"{checked:,} of {total:,} checked: {', '.join(parts)}."
     if not counts["verified"]:
-        said += " Arrays were not read: --verify reads every byte."
+        summary += " Arrays were not read: --verify reads every byte."
     columns = [
-        Column("step", is_number=True),
-        Column("state"),
-        Column("what was found"),
+        html.Column("step", is_number=True),
+        html.Column("state"),
+        html.Column("finding"),
     ]
     rows = []
     for each in report.integrity[::-1]:
-        state = _util.html.element(
-            "span", _SAID[each.state], class_=f"state {each.state}"
-        )
+        state = html.element("span", _NAMES[each.state], class_=f"state {each.state}")
         step = "" if each.step is None else str(each.step)
         kind = "bad" if each.state in ("damaged", "unread") else None
         data: dict[str, object] = {
@@ -125,17 +119,17 @@ def integrity(report: Report) -> Section | None:
             "data_state": each.state,
             "data_bytes": each.bytes_checked,
         }
-        rows.append(Row([step, state, each.detail], data, kind))
+        rows.append(html.Row([step, state, each.detail], data, kind))
     rows.sort(key=lambda row: row.kind is None)  # problems come first
     return Section(
-        "integrity", "Integrity", said, section.table("Each step", columns, rows)
+        "integrity", "Integrity", summary, section.table("Each step", columns, rows)
     )
 
 
-_SAID: Mapping[State, str] = {
+_NAMES: Mapping[State, str] = {
     "verified": "verified",
     "whole": "whole",
     "damaged": "damaged",
     "unread": "could not be read",
-    "unknown": "not looked at",
+    "unknown": "not checked",
 }

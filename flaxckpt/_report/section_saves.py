@@ -5,18 +5,17 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
-from flaxckpt import _util
 from flaxckpt._report import section
 from flaxckpt._report.charts import timeline
 from flaxckpt._report.data import Report, Save
 from flaxckpt._report.section import Section
-from flaxckpt._util.html import Column, Row
+from flaxckpt._util import html, humanize
 
 
 def saves(report: Report) -> Section:
     """Returns the section on the duration of saves, and the blocked time."""
     if not report.saves:
-        note = report.notes.get("saves", "The journal tells of no saves.")
+        note = report.notes.get("saves", "The journal records no saves.")
         return Section("saves", "Saves", note)
     bars = [
         timeline.Bar(
@@ -24,17 +23,17 @@ def saves(report: Report) -> Section:
             save.began,
             save.blocked_secs or 0.0,
             save.behind_secs,
-            _trouble(save),
+            _failure(save),
         )
         for save in report.saves
     ]
     others = [
-        timeline.Happening(each.time, each.kind, _told(each.step, each.why))
-        for each in report.happened
-        if each.kind != "deleted"
+        timeline.Event(event.time, event.kind, _describe(event.step, event.why))
+        for event in report.happened
+        if event.kind != "deleted"
     ]
     others += [
-        timeline.Happening(save.began, "failed", _told(save.step, save.error or ""))
+        timeline.Event(save.began, "failed", _describe(save.step, save.error or ""))
         for save in report.saves
         if save.outcome == "failed"
     ]
@@ -44,7 +43,7 @@ def saves(report: Report) -> Section:
     key = section.legend(
         [
             ("bar blocked", "training waited"),
-            ("bar behind", "written behind it"),
+            ("bar behind", "written in the background"),
             *_glyphs(report),
         ]
     )
@@ -54,79 +53,76 @@ def saves(report: Report) -> Section:
         [_save_row(s) for s in report.saves[::-1]],
     )
     return Section(
-        "saves",
-        "Saves",
-        _saves_said(report.saves),
-        [key, _util.html.both(*pictures), *rows],
+        "saves", "Saves", _summary(report.saves), [key, html.both(*pictures), *rows]
     )
 
 
-def _trouble(save: Save) -> str | None:
+def _failure(save: Save) -> str | None:
     if save.outcome == "durable":
         return None
     return f"failed: {save.error}" if save.error else "never became durable"
 
 
-def _told(step: int | None, why: str) -> str:
-    at = "" if step is None else f"step {step}"
-    return ", ".join(filter(None, (at, why)))
+def _describe(step: int | None, why: str) -> str:
+    name = "" if step is None else f"step {step}"
+    return ", ".join(filter(None, (name, why)))
 
 
 def _glyphs(report: Report) -> list[tuple[str, str]]:
-    kinds = {each.kind for each in report.happened}
+    kinds = {event.kind for event in report.happened}
     if any(save.outcome == "failed" for save in report.saves):
         kinds.add("failed")
-    named = {
+    labels = {
         "restored": "▲ restored",
         "preempted": "■ preempted",
         "fell_back": "◆ fell back",
         "failed": "× failed",  # noqa: RUF001
     }
-    return [("", name) for kind, name in named.items() if kind in kinds]
+    return [("", label) for kind, label in labels.items() if kind in kinds]
 
 
-def _saves_said(found: Sequence[Save]) -> str:
-    durable = [save for save in found if save.total_secs is not None]
+def _summary(saves: Sequence[Save]) -> str:
+    durable = [save for save in saves if save.total_secs is not None]
     blocked = sum(save.blocked_secs or 0.0 for save in durable)
     total = sum(save.total_secs or 0.0 for save in durable)
     longest = max((save.blocked_secs or 0.0 for save in durable), default=0.0)
-    told = f"{_util.humanize.count(len(durable), 'save')} became durable."
+    text = f"{humanize.count(len(durable), 'save')} became durable."
     if total:
-        told += (
-            f" Training waited {_util.humanize.secs(blocked)} of the"
-            f" {_util.humanize.secs(total)}"
-            f" that they took ({blocked / total:.0%}), {_util.humanize.secs(longest)}"
+        text += (
+            f" Training waited {humanize.secs(blocked)} of the"
+            f" {humanize.secs(total)}"
+            f" that they took ({blocked / total:.0%}), {humanize.secs(longest)}"
             " at most"
             " for one."
         )
-    counts = collections.Counter(save.outcome for save in found)
+    counts = collections.Counter(save.outcome for save in saves)
     if counts["failed"]:
-        told += f" {_util.humanize.count(counts['failed'], 'save')} failed."
+        text += f" {humanize.count(counts['failed'], 'save')} failed."
     if counts["unfinished"]:
-        told += f" {counts['unfinished']} did not come to an end."
-    return told
+        text += f" {counts['unfinished']} did not finish."
+    return text
 
 
 _SAVE_COLUMNS = [
-    Column("step", is_number=True),
-    Column("began"),
-    Column("blocked", is_number=True),
-    Column("behind", is_number=True),
-    Column("durable after", is_number=True),
-    Column("written", is_number=True),
-    Column("upload", is_number=True),
-    Column("trouble"),
+    html.Column("step", is_number=True),
+    html.Column("began"),
+    html.Column("blocked", is_number=True),
+    html.Column("behind", is_number=True),
+    html.Column("durable after", is_number=True),
+    html.Column("written", is_number=True),
+    html.Column("upload", is_number=True),
+    html.Column("failure"),
 ]
 
 
-def _save_row(save: Save) -> Row:
+def _save_row(save: Save) -> html.Row:
     cells = [
         "" if save.step is None else str(save.step),
-        _util.html.moment(save.began, _util.humanize.TO_THE_SECOND),
+        html.moment(save.began, humanize.TO_THE_SECOND),
         *map(_secs, (save.blocked_secs, save.behind_secs, save.total_secs)),
-        "" if save.bytes is None else _util.humanize.size(save.bytes),
+        "" if save.bytes is None else humanize.size(save.bytes),
         _secs(save.uploaded_secs),
-        _trouble(save) or "",
+        _failure(save) or "",
     ]
     data = {
         "data_step": save.step,
@@ -136,8 +132,8 @@ def _save_row(save: Save) -> Row:
         "data_bytes": save.bytes,
         "data_outcome": save.outcome,
     }
-    return Row(cells, data, None if save.outcome == "durable" else "bad")
+    return html.Row(cells, data, None if save.outcome == "durable" else "bad")
 
 
 def _secs(value: float | None) -> str:
-    return "" if value is None else _util.humanize.secs(value)
+    return "" if value is None else humanize.secs(value)

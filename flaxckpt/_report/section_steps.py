@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flaxckpt import _util
 from flaxckpt._inspect.listing import Step
 from flaxckpt._report import save_history, section
 from flaxckpt._report.charts import curves, step_strip
 from flaxckpt._report.data import Report
 from flaxckpt._report.section import Section
-from flaxckpt._util.html import Column, Row
+from flaxckpt._util import html, humanize
 
 _MOST_CURVES = 12
 _MOST_COLUMNS = 3
@@ -31,31 +30,31 @@ def metrics(report: Report) -> Section:
         return Section("metrics", "Metrics", "No metrics are stored with the steps.")
     figures = []
     for name, points in list(drawn.items())[:_MOST_CURVES]:
-        caption = _util.html.element("figcaption", name)
+        caption = html.element("figcaption", name)
         figures.append(
-            _util.html.element(
+            html.element(
                 "figure", caption, curves.curve(name, points), data_metric=name
             )
         )
-    items = [("point kept", "stays")]
+    items = [("point kept", "kept")]
     if any(not p.stays for points in report.metrics.values() for p in points):
-        items.append(("point goes", "would go"))
+        items.append(("point goes", "would be deleted"))
     if _has_best(report):
         items.append(("point best", "best by a policy"))
     key = section.legend(items)
-    said = "Of the steps that are there; a metric is gone with its step."
+    summary = "Metrics of the existing steps: a metric is deleted with its step."
     if not _has_best(report):
-        said += (
-            " Which is the best, only a policy says: --keep best:1:NAME:min or a"
+        summary += (
+            " Only a policy defines which step is best: pass --keep best:1:NAME:min or"
             " --config."
         )
     if len(drawn) > _MOST_CURVES:
-        said += f" The first {_MOST_CURVES} of {len(drawn)} are drawn."
+        summary += f" The first {_MOST_CURVES} of {len(drawn)} are drawn."
     missing = [name for name in report.metrics if name not in drawn]
     if missing:
-        said += f" Never finite: {', '.join(missing[:5])}."
-    grid = _util.html.element("div", *figures, class_="figures")
-    return Section("metrics", "Metrics", said, [key, grid])
+        summary += f" Never finite: {', '.join(missing[:5])}."
+    grid = html.element("div", *figures, class_="figures")
+    return Section("metrics", "Metrics", summary, [key, grid])
 
 
 def _has_best(report: Report) -> bool:
@@ -71,15 +70,16 @@ def retention(report: Report) -> Section | None:
         return None
     if not report.steps:
         return Section("retention", "Retention", "There are no steps yet.")
-    there = {s.step for s in report.steps}
-    gone = [s for s in save_history.deleted(report.happened) if s not in there]
+    existing = {s.step for s in report.steps}
+    deleted = save_history.deleted_steps(report.happened)
+    gone = [step for step in deleted if step not in existing]
     kept = {s.step: _why(report, s) for s in report.steps if s.step is not None}
     best = {s.step for s in report.steps if "best" in s.marks and s.step is not None}
     pictures = [
         step_strip.strip(kept, gone, best, width)
         for width in (section.WIDE, section.NARROW)
     ]
-    items = [("point kept", "there"), ("gone", "deleted")]
+    items = [("point kept", "exists"), ("gone", "deleted")]
     if best:
         items.insert(1, ("point best", "best"))
     metrics = list(report.metrics)[:_MOST_COLUMNS]
@@ -87,55 +87,56 @@ def retention(report: Report) -> Section | None:
     return Section(
         "retention",
         "Retention",
-        _retention_said(report, len(gone)),
+        _retention_summary(report, len(gone)),
         [
             section.legend(items if gone or best else items[:1]),
-            _util.html.both(*pictures),
+            html.both(*pictures),
             *section.table("Steps, the newest first", _columns(metrics), rows),
         ],
     )
 
 
-def _retention_said(report: Report, gone: int) -> str:
+def _retention_summary(report: Report, gone: int) -> str:
     if report.policies:
-        told = f"The policies are {', '.join(report.policies)}."
+        policies = f"The policies are {', '.join(report.policies)}."
     else:
-        told = (
-            "No run records its policies: --keep or --config has the page say what"
-            " each step stays for."
+        policies = (
+            "A run does not record its policies: pass --keep or --config to show the"
+            " reasons to keep each step."
         )
-    there = f"{_util.humanize.count(len(report.steps), 'step')}"
-    going = [s for s in report.steps if not s.why]
-    told = f"{there} here" + (f", {gone:,} deleted. " if gone else ". ") + told
-    if going and report.policies:
-        told += f" Nothing keeps {len(going)} of them."
-    return told
+    existing = humanize.count(len(report.steps), "existing step")
+    text = f"{existing}, {gone:,} deleted. " if gone else f"{existing}. "
+    text += policies
+    unkept = [s for s in report.steps if not s.why]
+    if unkept and report.policies:
+        text += f" No policy keeps {len(unkept)} of them."
+    return text
 
 
-def _columns(metrics: Sequence[str]) -> list[Column]:
+def _columns(metrics: Sequence[str]) -> list[html.Column]:
     return [
-        Column("step", is_number=True),
-        Column("saved"),
-        Column("stays for"),
-        Column("marks"),
-        *[Column(name, is_number=True) for name in metrics],
-        Column("size", is_number=True),
-        Column("format"),
+        html.Column("step", is_number=True),
+        html.Column("saved"),
+        html.Column("kept by"),
+        html.Column("marks"),
+        *[html.Column(name, is_number=True) for name in metrics],
+        html.Column("size", is_number=True),
+        html.Column("format"),
     ]
 
 
-def _step_row(report: Report, step: Step, metrics: Sequence[str]) -> Row:
+def _step_row(report: Report, step: Step, metrics: Sequence[str]) -> html.Row:
     marks = [
-        _util.html.element("span", mark, class_=f"mark {mark.replace(' ', '-')}")
+        html.element("span", mark, class_=f"mark {mark.replace(' ', '-')}")
         for mark in step.marks
     ]
     cells = [
         "" if step.step is None else str(step.step),
-        _util.html.moment(step.created),
+        html.moment(step.created),
         _why(report, step),
-        _util.html.join(marks),
+        html.join(marks),
         *[f"{step.metrics[m]:.4g}" if m in step.metrics else "" for m in metrics],
-        "" if step.bytes is None else _util.humanize.size(step.bytes),
+        "" if step.bytes is None else humanize.size(step.bytes),
         step.format if len(report.formats) > 1 else "",
     ]
     data: dict[str, object] = {
@@ -143,14 +144,14 @@ def _step_row(report: Report, step: Step, metrics: Sequence[str]) -> Row:
         "data_bytes": step.bytes,
         "data_why": "; ".join(step.why),
     }
-    return Row(cells, data, "bad" if step.damage is not None else None)
+    return html.Row(cells, data, "bad" if step.damage is not None else None)
 
 
 def _why(report: Report, step: Step) -> str:
     """Returns the reasons to keep a step, without "no policy"."""
     if step.damage is not None:
-        return "damaged: it counts for no policy"
+        return "damaged: no policy counts it"
     why = [reason for reason in step.why if reason != "no policy"]
     if report.policies:
-        return ", ".join(why) or "nothing: it would go"
+        return ", ".join(why) or "nothing: would be deleted"
     return ", ".join(why)

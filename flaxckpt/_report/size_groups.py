@@ -11,7 +11,7 @@ from flaxckpt._run.disk_usage import Subtree
 
 _MOST_PARTS = 60
 _MOST_INNER = 14
-"""Limit for a container; several of its other children form a part together."""
+"""Limit for a container; its other children are combined."""
 
 _LEAST_SHARE = 0.08
 """Parts with a smaller share of the whole are not divided."""
@@ -29,37 +29,37 @@ class _Node(NamedTuple):
     inner: Sequence[int]
 
 
-def parts(trees: Sequence[Subtree]) -> tuple[Part, ...]:
+def divide(trees: Sequence[Subtree]) -> tuple[Part, ...]:
     """Divides a checkpoint into parts that add up to the whole, group by group.
 
     Args:
         trees: Of a whole checkpoint, each container before its children.
     """
     nodes = _nodes(trees)
-    groups, others = _groups(nodes)
+    groups, others = _choose_groups(nodes)
     name = {number: nodes[number].tree.path or "(all)" for number in groups}
-    whole: list[tuple[str, int]] = [(name[number], number) for number in groups]
-    waiting = [(-nodes[n].tree.bytes, n, group) for group, n in whole]
-    heapq.heapify(waiting)
+    single: list[tuple[str, int]] = [(name[number], number) for number in groups]
+    queue = [(-nodes[n].tree.bytes, n, group) for group, n in single]
+    heapq.heapify(queue)
     least = nodes[0].tree.bytes * _LEAST_SHARE
-    while waiting:
-        size, number, group = heapq.heappop(waiting)
-        inner, rest = _divided(nodes, number)
-        room = _MOST_PARTS - len(whole) - len(others)
+    while queue:
+        size, number, group = heapq.heappop(queue)
+        inner, rest = _split(nodes, number)
+        room = _MOST_PARTS - len(single) - len(others)
         count = len(inner) + len(rest)
         if not count or count > room or -size < least:
             continue
-        whole.remove((group, number))
+        single.remove((group, number))
         for child in inner:
-            whole.append((group, child))
-            heapq.heappush(waiting, (-nodes[child].tree.bytes, child, group))
-        others += [_together(nodes, some, group) for some in rest]
-    found = [_whole(nodes[number].tree, group) for group, number in whole] + others
-    return tuple(sorted(found, key=lambda part: (part.group, -part.bytes)))
+            single.append((group, child))
+            heapq.heappush(queue, (-nodes[child].tree.bytes, child, group))
+        others += [_combine(nodes, bundle, group) for bundle in rest]
+    parts = [_single(nodes[number].tree, group) for group, number in single] + others
+    return tuple(sorted(parts, key=lambda part: (part.group, -part.bytes)))
 
 
-def _groups(nodes: Sequence[_Node]) -> tuple[list[int], list[Part]]:
-    """Returns the few large parts of a whole, and parts for the rest."""
+def _choose_groups(nodes: Sequence[_Node]) -> tuple[list[int], list[Part]]:
+    """Returns the few large groups of a checkpoint, and parts for the rest."""
     base = 0
     while len(nodes[base].inner) == 1:
         base = nodes[base].inner[0]
@@ -76,7 +76,7 @@ def _groups(nodes: Sequence[_Node]) -> tuple[list[int], list[Part]]:
         groups += large
         small = [n for n in nodes[number].inner if n not in large]
         if small:
-            others.append(_together(nodes, small, tree.path))
+            others.append(_combine(nodes, small, tree.path))
         groups[groups.index(number)] = _GONE
     return [number for number in groups if number != _GONE], others
 
@@ -94,10 +94,10 @@ def _nodes(trees: Sequence[Subtree]) -> list[_Node]:
         if above:
             inner[above[-1]].append(number)
         above.append(number)
-    return [_Node(tree, found) for tree, found in zip(trees, inner, strict=True)]
+    return [_Node(tree, children) for tree, children in zip(trees, inner, strict=True)]
 
 
-def _divided(
+def _split(
     nodes: Sequence[_Node], number: int
 ) -> tuple[list[int], list[Sequence[int]]]:
     """Returns the large subtrees of a container, and the rest in bundles."""
@@ -115,14 +115,14 @@ def _divided(
     return large, [rest[n : n + count] for n in range(0, len(rest), count)]
 
 
-def _whole(tree: Subtree, group: str) -> Part:
+def _single(tree: Subtree, group: str) -> Part:
     return Part(group, tree.path, None, 1, tree.leaves, tree.bytes)
 
 
-def _together(nodes: Sequence[_Node], numbers: Sequence[int], group: str) -> Part:
+def _combine(nodes: Sequence[_Node], numbers: Sequence[int], group: str) -> Part:
     trees = [nodes[n].tree for n in numbers]
     if len(trees) == 1:
-        return _whole(trees[0], group)
+        return _single(trees[0], group)
     return Part(
         group,
         trees[0].path,

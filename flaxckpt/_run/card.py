@@ -41,7 +41,7 @@ def of_run(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
         path_of: Returns the path of a step.
     """
     try:
-        with _storage.paths.looking(run.directory):
+        with _storage.paths.listing_cache(run.directory):
             return _card(run, path_of)
     except Exception as error:  # a notebook would show a traceback instead
         _log.warning("cannot show %s: %s", run.directory, error)

@@ -21,8 +21,7 @@ from flaxckpt import (
     policies,
 )
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
-from flaxckpt._checkpoint.handle import SaveHandle
-from flaxckpt._checkpoint.result import SaveResult
+from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
 from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._run import (
     card,
@@ -115,7 +114,7 @@ class Checkpointer:
         staging: PathLike | None = None,
         keep_staging: Sequence[PreservationPolicy] = run_staging.KEEP,
     ) -> None:
-        options = _checkpoint.request.SaveOptions(
+        options = _checkpoint.commit.SaveOptions(
             layout=checked_layout(layout),
             transforms=_transforms.checked(transforms),
             max_concurrent_bytes=max_concurrent_bytes,
@@ -129,8 +128,8 @@ class Checkpointer:
             staging=staging,
             keep_staging=keep_staging,
         )
-        _util.arguments.positive("max_concurrent_bytes", max_concurrent_bytes)
-        _util.arguments.positive("peer_timeout_secs", peer_timeout_secs)
+        _util.arguments.check_positive("max_concurrent_bytes", max_concurrent_bytes)
+        _util.arguments.check_positive("peer_timeout_secs", peer_timeout_secs)
         self.directory = self._run.directory
         self.events = self._run.events
         self.keep = rules.keep
@@ -166,7 +165,7 @@ class Checkpointer:
                 self._saves.tidy()
         if metadata is not None:
             self._session.check_writable("write metadata")
-            plain = _checkpoint.save.json_of(metadata)
+            plain = _checkpoint.save.copy_json(metadata)
             if _util.processes.is_first():
                 edit.write_run_metadata(self._run.saves_in, plain)
 
@@ -404,7 +403,7 @@ class Checkpointer:
 
     def has_dataset(self, step: int) -> bool:
         """Returns True if the directory of a step has a dataset state."""
-        return (self._run.path(step) / _native.checkpoint.DATASET).is_dir()
+        return (self._run.path(step) / _native.items.DATASET).is_dir()
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Returns the metrics stored with a step."""
@@ -414,8 +413,8 @@ class Checkpointer:
     def run_metadata(self) -> Mapping[str, JSON]:
         """The metadata of the whole run."""
         for directory in (self._run.saves_in, self.directory):
-            with _storage.permissions.explained(directory):
-                if metadata := _native.checkpoint.read_run_metadata(directory):
+            with _storage.permissions.explain_errors(directory):
+                if metadata := _native.metadata.read_run_metadata(directory):
                     return metadata
         return {}
 

@@ -21,10 +21,10 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
     added = run_metrics.as_metrics(metrics)
     with (
         _change(path, "add metrics to"),
-        _storage.of(path).locked(_native.checkpoint.file_to_lock(path)),
+        _storage.of(path).lock_file(_native.items.file_to_lock(path)),
     ):
         try:
-            stored = _native.checkpoint.metrics_in(path)
+            stored = _native.metadata.load_metrics(path)
         except errors.DamagedCheckpointError as error:
             if os.path.lexists(path / run_metrics.METRICS_FILE):
                 raise errors.SaveFailedError(
@@ -33,8 +33,8 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
                 ) from None
             _log.warning("only the metrics added now are kept: %s", error)
             stored = {}
-        _native.checkpoint.write_metrics(
-            path, _native.checkpoint.with_metrics(stored, added)
+        _native.metadata.write_metrics(
+            path, _native.metadata.merge_metrics(stored, added)
         )
 
 
@@ -45,7 +45,7 @@ def write_run_metadata(directory: Path, metadata: Mapping[str, JSON]) -> None:
         SaveFailedError: The metadata cannot be written.
     """
     try:
-        _native.checkpoint.write_run_metadata(directory, metadata)
+        _native.metadata.write_run_metadata(directory, metadata)
     except (OSError, ValueError) as error:
         raise errors.SaveFailedError(
             f"cannot write the metadata of {directory}: {error}; check that the"

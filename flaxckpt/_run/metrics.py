@@ -13,7 +13,7 @@ from flaxckpt.formats import _native
 
 _log = logging.getLogger(__name__)
 
-METRICS_FILE = f"{_native.checkpoint.METRICS}/{_native.checkpoint.METRICS}"
+METRICS_FILE = f"{_native.items.METRICS}/{_native.items.METRICS}"
 
 T = TypeVar("T")
 MetricsByStep: TypeAlias = Mapping[int, Mapping[str, float]]
@@ -85,7 +85,7 @@ class RankedStep:
 def read_metrics(path: Path) -> dict[str, float] | None:
     """Returns the metrics stored with the step `path`; None if unreadable."""
     try:
-        return _native.checkpoint.numbers_in(_native.checkpoint.metrics_in(path))
+        return _native.metadata.flatten_metrics(_native.metadata.load_metrics(path))
     except (errors.DamagedCheckpointError, OSError) as error:
         _log.warning("the metrics of %s cannot be read: %s", path, error)
         return None
@@ -152,7 +152,7 @@ def _add_metrics(
             raise errors.OptionError(
                 f"names of metrics must be str, got {key!r:.80}: write str({key!r:.80})"
             )
-        name = f"{prefix}{_util.json_limits.text(key, 'a name')}"
+        name = f"{prefix}{_util.json_limits.check_text(key, 'a name')}"
         if isinstance(value, Mapping):
             _add_metrics(flat, value, f"{name}/", depth + 1)
             continue

@@ -43,12 +43,12 @@ class ParamsOnly:
 
     def latest(self) -> tuple[int, Path] | None:
         """Returns the newest step and its path; None without any."""
-        listed = _steps.index.listed(self._directory, self._format)
+        listed = _steps.index.list_steps(self._directory, self._format)
         return max(listed.items(), default=None)
 
     def keep_only(self, path: Path) -> None:
         """Deletes all states except `path`; logs states that cannot be deleted."""
-        others = _steps.index.listed(self._directory, self._format).values()
+        others = _steps.index.list_steps(self._directory, self._format).values()
         for other in [other for other in others if other != path]:
             try:
                 _steps.delete.delete(other)

@@ -61,7 +61,7 @@ class _Request(NamedTuple):
 
     state: PyTree | None
     dataset: Any
-    options: _checkpoint.plan.RestoreOptions
+    options: _checkpoint.planner.RestoreOptions
 
 
 _Marked: TypeAlias = dict[int, str]
@@ -101,7 +101,7 @@ class Restores:
         self._max_concurrent_bytes = max_concurrent_bytes
         self._read_once = read_once
 
-    @_util.gc_pause.paused()
+    @_util.gc_pause.pause()
     def restore(
         self,
         abstract_state: PyTree | None,
@@ -113,7 +113,7 @@ class Restores:
     ) -> Restored:
         """Restores a step; see `Checkpointer.restore`."""
         request = _Request(abstract_state, dataset, self._make_options(options))
-        with _storage.paths.looking(self._run.directory):
+        with _storage.paths.listing_cache(self._run.directory):
             candidates, marked = self._agree_on_steps(step)
             if not fallback:  # try both copies of a step
                 candidates = self._run.copies(*candidates[0])
@@ -144,8 +144,8 @@ class Restores:
 
     def _make_options(
         self, options: RestoreKeywords, *, keeps_steps: bool = False
-    ) -> _checkpoint.plan.RestoreOptions:
-        return _checkpoint.plan.RestoreOptions(
+    ) -> _checkpoint.planner.RestoreOptions:
+        return _checkpoint.planner.RestoreOptions(
             max_concurrent_bytes=self._max_concurrent_bytes,
             read_once=self._read_once,
             keeps_steps=keeps_steps,
@@ -177,12 +177,12 @@ class Restores:
         """
         what = "the newest step" if step is None else f"step {step}"
         operation = self._processes.begin("find", what)
-        with _distributed.agreement.ending(operation, saving=False):
+        with _distributed.agreement.closing(operation, saving=False):
             self._wait()
             if self._run.has_staging:
                 candidates = self._run.candidates(step)
                 return candidates, self._marked_beyond(step, candidates)
-            _distributed.agreement.check_asked(operation, what)
+            _distributed.agreement.check_same_request(operation, what)
 
             def look() -> list[list[tuple[int, str]]]:
                 candidates = self._run.candidates(step)
@@ -190,7 +190,7 @@ class Restores:
                 named = [(number, path.name) for number, path in candidates]
                 return [named, list(marked.items())]
 
-            named, marked = _distributed.agreement.first_says(operation, "found", look)
+            named, marked = _distributed.agreement.broadcast(operation, "found", look)
         candidates = [(number, self._run.directory / name) for number, name in named]
         return candidates, dict(marked)
 
@@ -321,7 +321,7 @@ class Restores:
 
     def _with_undoing(
         self, metadata: CheckpointMetadata, request: _Request
-    ) -> _checkpoint.plan.RestoreOptions:
+    ) -> _checkpoint.planner.RestoreOptions:
         """Returns the options, with transforms that undo the transforms of the save."""
         if request.state is None or not self._transforms:
             return request.options
@@ -370,7 +370,7 @@ class Restores:
                 _steps.markers.unmark_damaged(path)
                 _log.warning("step %d is good, and no longer marked as damaged", number)
             for worse, there in left_out:
-                if (reason := _checkpoint.verify.damage(there, worse)) is None:
+                if (reason := _checkpoint.verify.find_damage(there, worse)) is None:
                     _log.warning(
                         "step %d may be good: it is not marked as damaged", worse
                     )

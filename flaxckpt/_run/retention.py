@@ -168,7 +168,7 @@ class Retention:
         Raises:
             SaveFailedError: The checked step is incomplete or damaged.
         """
-        with _storage.paths.looking(self._directory):
+        with _storage.paths.listing_cache(self._directory):
             return self._apply(just_saved, is_awaited)
 
     def _apply(
@@ -233,7 +233,7 @@ class Retention:
             what = f"the dataset state of step {step}"
             path = decision.steps[step].path
             self._attempt(
-                what, _steps.delete.delete_dataset, path, _native.checkpoint.DATASET
+                what, _steps.delete.delete_dataset, path, _native.items.DATASET
             )
 
     def _warn_of_missing_metrics(self, decision: _Decision) -> bool:
@@ -284,7 +284,7 @@ class Retention:
         """Returns True if rules or temporary steps make a deletion possible."""
         if self.rules.keep or self.rules.keep_dataset:
             return True
-        with _storage.permissions.explained(self._directory):
+        with _storage.permissions.explain_errors(self._directory):
             return any(map(_steps.markers.is_temporary, self.index.paths().values()))
 
     def _check_complete(self, step: int, check: Callable[[Path], None]) -> None:

@@ -117,7 +117,7 @@ class RunSteps:
     def damage_reasons(self) -> dict[int, str]:
         """Returns the reason for each damage marker: step -> reason."""
         return {
-            step: _steps.markers.why_damaged(path)
+            step: _steps.markers.damage_reason(path)
             for step, path in self.damaged_paths().items()
         }
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from flaxckpt import _arrays, _checkpoint, _distributed, _steps, _storage, _util
-from flaxckpt._checkpoint.handle import SaveHandle
-from flaxckpt._checkpoint.request import SaveRequest
-from flaxckpt._checkpoint.result import SaveResult
+from flaxckpt._checkpoint.commit import SaveRequest
+from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt._run import params_only, run_steps
 from flaxckpt._types import PyTree
@@ -39,7 +38,7 @@ class Saves:
     def __init__(
         self,
         run: run_steps.RunSteps,
-        options: _checkpoint.request.SaveOptions,
+        options: _checkpoint.commit.SaveOptions,
         processes: _distributed.agreement.Processes,
     ) -> None:
         self.lineage: tuple[Lineage, ...] = ()
@@ -69,9 +68,9 @@ class Saves:
         """Waits for the previous save, and begins a save."""
         with self._lock.get():
             operation = self._processes.begin("save", f"step {request.step}")
-            with _distributed.agreement.telling(operation):
+            with _distributed.agreement.report_failure(operation):
                 self.end()
-                with _checkpoint.commit.beginning(request.path):
+                with _checkpoint.commit.store_errors(request.path):
                     return self._begin(request, state, operation)
 
     def _begin(
@@ -81,7 +80,7 @@ class Saves:
         operation: _distributed.operation.Operation | None,
     ) -> SaveHandle:
         step, path = request.number, request.path
-        if request.on_exists == "skip" and _distributed.agreement.first_says(
+        if request.on_exists == "skip" and _distributed.agreement.broadcast(
             operation, "there", lambda: step in self._run.known_paths()
         ):
             if operation is not None:
@@ -92,14 +91,14 @@ class Saves:
         counter = _util.progress.Counter(f"saving step {step}")
         with self._failure_event(step, path):
             request = self._complete_request(request, counter, operation)
-            snapshot = _checkpoint.save.take(request, state)
+            snapshot = _checkpoint.save.take_snapshot(request, state)
             self._try_undoing(state)
         counter.total = snapshot.nbytes
         blocked = request.elapsed()
         self._run.events.emit("snapshot", step, path=path, blocked_secs=blocked)
 
         @self._failure_event(step, path)
-        @_distributed.agreement.ending(operation)
+        @_distributed.agreement.closing(operation)
         def work() -> SaveResult:
             return self._execute(snapshot, blocked)
 
@@ -139,10 +138,10 @@ class Saves:
             request,
             metrics=run_metrics.as_metrics(request.metrics),
             on_exists="overwrite" if overwrite else "error",
-            planned=emit_started,
+            on_planned=emit_started,
             count=counter.add,
-            together=operation,
-            marks=self._run.markers_of_new(overwrite=overwrite),
+            operation=operation,
+            markers=self._run.markers_of_new(overwrite=overwrite),
         )
 
     def _try_undoing(self, state: PyTree) -> None:
@@ -150,17 +149,19 @@ class Saves:
         if self._has_tried_undoing or not self._options.transforms:
             return
         self._has_tried_undoing = True
-        if problem := _checkpoint.save.trouble_undoing(state, self._options.transforms):
+        if problem := _checkpoint.save.find_undo_problem(
+            state, self._options.transforms
+        ):
             _log.warning("%s", problem)
 
     def _execute(
-        self, snapshot: _checkpoint.request.Snapshot, blocked: float
+        self, snapshot: _checkpoint.commit.Snapshot, blocked: float
     ) -> SaveResult:
         """Writes a snapshot, and deletes steps that no policy keeps."""
         request = snapshot.request
         step, final = request.number, request.path
         with self._run.upload_pause(final):
-            written, self._last_arrays = _checkpoint.save.execute(
+            written, self._last_arrays = _checkpoint.save.write_snapshot(
                 snapshot, self._previous()
             )
         self._own_steps.add(step)
@@ -181,7 +182,7 @@ class Saves:
             return self._run.retire(just_saved=step, is_awaited=self._is_awaited)
 
         deleted = tuple(
-            _distributed.agreement.first_says(request.together, "deleted", retire)
+            _distributed.agreement.broadcast(request.operation, "deleted", retire)
         )
         total = request.elapsed()
         _log.info(
@@ -210,7 +211,7 @@ class Saves:
         last = self._last_arrays
         if last is not None and last.root.parent == newest and last.is_current():
             return last
-        return _arrays.write.Previous(newest / _native.checkpoint.STATE, {})
+        return _arrays.write.Previous(newest / _native.items.STATE, {})
 
     def _is_awaited(self) -> bool:
         """Returns True if a caller waits for the save in progress."""
@@ -242,8 +243,8 @@ class Saves:
 
     def tidy(self) -> None:
         """Removes files left by crashes."""
-        with _storage.paths.looking(self._run.directory):
-            items = (_native.checkpoint.METRICS, "metadata")
+        with _storage.paths.listing_cache(self._run.directory):
+            items = (_native.items.METRICS, "metadata")
             _steps.delete.tidy(self._run.saves_in, self._run.format, items)
             if self._run.open_uploads():
                 self.params_only.tidy()
@@ -262,7 +263,7 @@ class Saves:
         request = self.request(0, dataset=dataset)
         path = self._run.saves_in / "rehearsal" / self._run.format.name(0)
         request = dataclasses.replace(request, path=path)
-        size = _checkpoint.save.take(request, state).stored_bytes
+        size = _checkpoint.save.take_snapshot(request, state).stored_bytes
         self._try_undoing(state)
         return size
 
@@ -271,10 +272,10 @@ class Saves:
         if not _checkpoint.save.has_optimizer(state):
             return None
         operation = self._processes.begin("params", f"the parameters of step {step}")
-        with self._lock.get(), _distributed.agreement.ending(operation):
+        with self._lock.get(), _distributed.agreement.closing(operation):
             self.wait()
             path = self.params_only.path(step)
-            request = self.request(step, on_exists="overwrite", together=operation)
+            request = self.request(step, on_exists="overwrite", operation=operation)
             options = dataclasses.replace(
                 request.options,
                 transforms=(
@@ -283,9 +284,9 @@ class Saves:
                 ),
             )
             request = dataclasses.replace(request, path=path, options=options)
-            with _checkpoint.commit.beginning(path):
-                snapshot = _checkpoint.save.take(request, state)
-            _checkpoint.save.execute(snapshot)
+            with _checkpoint.commit.store_errors(path):
+                snapshot = _checkpoint.save.take_snapshot(request, state)
+            _checkpoint.save.write_snapshot(snapshot)
             if _util.processes.is_first():
                 self.params_only.keep_only(path)
         return path
@@ -312,7 +313,7 @@ class Saves:
             handle = self._handle
             if handle is None:
                 return None
-            has_raised = handle.done() and not handle.has_untold_error()
+            has_raised = handle.done() and not handle.has_unreported_error()
             # Forget the save last: a wait may be interrupted and repeated.
             try:
                 result = handle.wait()
@@ -330,7 +331,7 @@ class Saves:
 
     def has_failed(self) -> bool:
         """Returns True if the last save failed and the error was not yet raised."""
-        return self._handle is not None and self._handle.has_untold_error()
+        return self._handle is not None and self._handle.has_unreported_error()
 
     # ---- own steps ----------------------------------------------------------------
 
@@ -338,9 +339,9 @@ class Saves:
         """Returns True if this object saved, restored or is about to save a step."""
         step = _steps.names.check(step)
         if self._handle is not None and self._handle_step == step:
-            return not self._handle.has_untold_error()
+            return not self._handle.has_unreported_error()
         # Processes may see a new step at different times.
-        is_there = _util.processes.is_together() or step in self._run.known_paths()
+        is_there = _util.processes.is_distributed() or step in self._run.known_paths()
         return step in self._own_steps and is_there
 
     def add_own(self, step: int) -> None:

@@ -119,8 +119,8 @@ class Session:
         All processes call this at the same point.
         """
         operation = self._processes.begin("once", action)
-        with _distributed.agreement.ending(operation):
-            return _distributed.agreement.first_says(operation, "done", act)
+        with _distributed.agreement.closing(operation):
+            return _distributed.agreement.broadcast(operation, "done", act)
 
     def has_steps(self) -> bool:
         """Returns True if process 0 sees steps of the run, good or damaged.
@@ -128,10 +128,10 @@ class Session:
         All processes call this at the same point.
         """
         operation = self._processes.begin("look", "the steps")
-        with _distributed.agreement.ending(operation, saving=False):
+        with _distributed.agreement.closing(operation, saving=False):
             self.saves.end()
             return bool(
-                _distributed.agreement.first_says(operation, "there", self.run.has_any)
+                _distributed.agreement.broadcast(operation, "there", self.run.has_any)
             )
 
     # ---- the end ----------------------------------------------------------------

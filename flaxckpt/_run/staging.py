@@ -77,7 +77,7 @@ def _resolve(staging: PathLike, directory: Path) -> Path:
             f"staging must be a directory on this machine, got {path}: pass the path"
             " of a fast disk"
         )
-    if _util.processes.is_together():
+    if _util.processes.is_distributed():
         raise errors.OptionError(
             f"staging={path} supports only one process: the disk of each machine would"
             " have only a part of each step. Leave out staging, so that all processes"
@@ -256,7 +256,9 @@ class StagedSteps(run_steps.RunSteps):
         if self.tier(path) == "directory":
             return [(step, path)]
         copies = [(step, path)]
-        if step in self.uploads.last_listed or not _steps.markers.is_waiting(path):
+        if step in self.uploads.last_listed or not _steps.markers.is_marked_for_upload(
+            path
+        ):
             with contextlib.suppress(OSError):
                 if not self._is_another(path):
                     copies.append((step, self.directory / path.name))
@@ -319,7 +321,7 @@ class StagedSteps(run_steps.RunSteps):
             return
         with self.uploads.change_lock.get():
             try:
-                _steps.markers.wait_for_upload(path, removed)
+                _steps.markers.mark_for_upload(path, removed)
             except OSError as error:
                 raise errors.SaveFailedError(
                     f"cannot change {path}: {error}; check that the step still exists"
@@ -331,7 +333,9 @@ class StagedSteps(run_steps.RunSteps):
     def markers_of_new(self, *, overwrite: bool) -> dict[str, bytes]:
         """Returns the marker for a pending upload: file name -> content."""
         return {
-            _steps.markers.NOT_UPLOADED: _steps.markers.Waiting(overwrite).content()
+            _steps.markers.NOT_UPLOADED: _steps.markers.UploadMarker(
+                overwrite
+            ).content()
         }
 
     def open_uploads(self) -> bool:

@@ -92,7 +92,11 @@ class Uploads:
     def pending(self) -> dict[int, Path]:
         """Returns the steps with pending uploads."""
         paths = self._near.index.paths().items()
-        return {step: path for step, path in paths if _steps.markers.is_waiting(path)}
+        return {
+            step: path
+            for step, path in paths
+            if _steps.markers.is_marked_for_upload(path)
+        }
 
     def list_directory(self) -> dict[int, Path]:
         """Lists the steps of the run directory."""
@@ -136,7 +140,7 @@ class Uploads:
         self.list_directory()
         if not self._is_tidy:
             _steps.delete.tidy(
-                self._directory, self._format, (_native.checkpoint.METRICS, "metadata")
+                self._directory, self._format, (_native.items.METRICS, "metadata")
             )
             self._is_tidy = True
 
@@ -277,7 +281,7 @@ class Uploads:
     def _upload(self, step: int, path: Path, *, is_begin: bool) -> None:
         """Uploads a step, or its changes since the last upload."""
         begun, size = time.monotonic(), 0
-        with self.step_lock.get(), _storage.temporary.claimed(path) as is_ours:
+        with self.step_lock.get(), _storage.temporary.claim(path) as is_ours:
             marker = self._read_marker(path)
             if marker is None:
                 return
@@ -339,18 +343,18 @@ class Uploads:
             self.retire(step)
         except errors.SaveFailedError:  # the copy is incomplete: upload it again
             with self.change_lock.get(), contextlib.suppress(FileNotFoundError):
-                _steps.markers.wait_for_upload(path)
+                _steps.markers.mark_for_upload(path)
             raise
 
-    def _read_marker(self, path: Path) -> _steps.markers.Waiting | None:
+    def _read_marker(self, path: Path) -> _steps.markers.UploadMarker | None:
         with self.change_lock.get():  # wait for a change in progress
-            return _steps.markers.waiting(path)
+            return _steps.markers.read_upload_marker(path)
 
     def _skip(
         self,
         step: int,
         path: Path,
-        marker: _steps.markers.Waiting,
+        marker: _steps.markers.UploadMarker,
         reason: str,
         level: int,
     ) -> None:
@@ -360,10 +364,15 @@ class Uploads:
             _log.log(level, "step %d is not uploaded: %s", step, reason)
 
     def _settle(
-        self, path: Path, final: Path, marker: _steps.markers.Waiting, *, is_new: bool
+        self,
+        path: Path,
+        final: Path,
+        marker: _steps.markers.UploadMarker,
+        *,
+        is_new: bool,
     ) -> None:
         """Uploads changes until the upload marker can be removed."""
-        now: _steps.markers.Waiting | None = marker
+        now: _steps.markers.UploadMarker | None = marker
         if is_new:
             now = self._remove_marker(path, marker)
         while now is not None:
@@ -371,22 +380,22 @@ class Uploads:
             now = self._remove_marker(path, now)
 
     def _remove_marker(
-        self, path: Path, marker: _steps.markers.Waiting
-    ) -> _steps.markers.Waiting | None:
+        self, path: Path, marker: _steps.markers.UploadMarker
+    ) -> _steps.markers.UploadMarker | None:
         """Removes the upload marker unless changed since its last read.
 
         Returns:
             None, or the current marker.
         """
         with self.change_lock.get():
-            now = _steps.markers.waiting(path)
+            now = _steps.markers.read_upload_marker(path)
             if now != marker:
                 return now
-            _steps.markers.uploaded(path)
+            _steps.markers.unmark_upload(path)
             return None
 
     def _copy_changes(
-        self, path: Path, final: Path, marker: _steps.markers.Waiting
+        self, path: Path, final: Path, marker: _steps.markers.UploadMarker
     ) -> None:
         """Writes changed metrics and markers to the copy in the run directory."""
         metrics = run_metrics.read_metrics(path)
@@ -406,12 +415,10 @@ class Uploads:
         """Writes the journal and the run metadata to the run directory."""
         try:
             there = self._directory / _steps.journal.NAME
-            _steps.journal.pass_on(self._staging / _steps.journal.NAME, there)
-            custom = _native.checkpoint.read_run_metadata(self._staging)
-            if custom and custom != _native.checkpoint.read_run_metadata(
-                self._directory
-            ):
-                _native.checkpoint.write_run_metadata(self._directory, custom)
+            _steps.journal.append_new_events(self._staging / _steps.journal.NAME, there)
+            custom = _native.metadata.read_run_metadata(self._staging)
+            if custom and custom != _native.metadata.read_run_metadata(self._directory):
+                _native.metadata.write_run_metadata(self._directory, custom)
         except OSError as error:
             _log.warning("cannot copy the journal to %s: %s", self._directory, error)
 

@@ -89,7 +89,7 @@ class CompletedStep:
         if metrics is not None:
             kept = None if before is None else before._metrics
             self._metrics = KeptState(metrics, kept)
-        self._values["dataset"] = datasets.held(self.get("dataset"))
+        self._values["dataset"] = datasets.copy_position(self.get("dataset"))
 
     def has_own_counter(self) -> bool:
         """Returns True if the state's own step counter makes keeping it unnecessary.

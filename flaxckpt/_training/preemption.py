@@ -28,7 +28,7 @@ class Preemption:
         self.is_handled = False
         self._watch = Watch(clock) if watches else None
         if exit_code is not None and (
-            _util.arguments.whole("exit_code", exit_code) not in range(256)
+            _util.arguments.check_int("exit_code", exit_code) not in range(256)
         ):
             raise errors.OptionError(
                 f"exit_code must be None or from 0 to 255, got {exit_code}"

@@ -158,7 +158,7 @@ def _probe(directory: Path) -> float:
         SaveFailedError: An operation failed.
     """
     final = directory / _storage.temporary.PREFLIGHT
-    renamed = _storage.temporary.beside(final, _storage.temporary.WRITING)
+    renamed = _storage.temporary.new_path(final, _storage.temporary.WRITING)
     action = "make a directory in"
     try:
         with _storage.of(final).temporary_directory(final) as made:

@@ -39,7 +39,7 @@ def check(
     if not callable(step_fn):
         raise errors.OptionError(
             "step_fn must be a function of a state and a batch, got"
-            f" {_util.arguments.found(step_fn)}"
+            f" {_util.arguments.describe(step_fn)}"
         )
     with _trial_directory(checkpointer) as directory:
         trial = beside(checkpointer, directory)

@@ -241,7 +241,7 @@ class Grace:
 
     def __init__(self, secs: float | None, clock: Callable[[], float]) -> None:
         if secs is not None:
-            _util.arguments.positive("grace_secs", secs)
+            _util.arguments.check_positive("grace_secs", secs)
         self.save_secs: float | None = None
         self._secs = secs
         self._clock = clock

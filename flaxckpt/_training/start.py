@@ -78,7 +78,7 @@ def _check_other_names(session: Session) -> None:
     run = session.run
     if run.paths() or not run.directory.is_dir():
         return
-    others = _steps.index.with_any_name(run.directory, formats.recognises)
+    others = _steps.index.checkpoints_by_number(run.directory, formats.recognises)
     if others:
         newest = others[max(others)][0]
         raise errors.CheckpointFormatError(

@@ -17,18 +17,18 @@ from flaxckpt import errors
 
 P = ParamSpec("P")
 
-FINE = 0
-FOUND = 1
-BAD_USE = 2
+SUCCESS = 0
+FINDING = 1
+USAGE_ERROR = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
-_FOUND_ERRORS = (
+_FINDING_ERRORS = (
     errors.DamagedCheckpointError,
     errors.SaveFailedError,
     errors.CheckpointTimeoutError,
 )
-"""Errors that exit with `FOUND`: the command line was correct."""
+"""Errors that exit with `FINDING`: the command line was correct."""
 
 app = typer.Typer(
     name="flaxckpt",
@@ -52,8 +52,8 @@ StepFormatOption = Annotated[
     typer.Option(
         "--step-format",
         metavar="FORMAT",
-        help="Format of step names: model{step}, or {step:08d} with zeros. By default"
-        " from the journal of the run, else 100, step_100, checkpoint_100.",
+        help="Format of step names: model{step}, or zero-padded {step:08d}. By default"
+        " read from the journal of the run, else 100, step_100, checkpoint_100.",
         show_default=False,
     ),
 ]
@@ -72,7 +72,7 @@ JsonOption = Annotated[
 ]
 
 
-def checkpoint(
+def locate_step(
     path: str, step: int | None, step_format: str | None
 ) -> tuple[str, int | None]:
     """Returns the path and step to read; with `step_format`, the path of the step."""
@@ -83,10 +83,10 @@ def checkpoint(
     return str(_locate.locate(path, step, step_format=step_format).path), None
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"flaxckpt {importlib.metadata.version('flaxckpt')}")
-        raise typer.Exit(FINE)
+        raise typer.Exit(SUCCESS)
 
 
 def _as_help(text: str | None) -> str:
@@ -125,9 +125,9 @@ def verb(function: Callable[P, int]) -> Callable[P, None]:
     """Makes a function a verb: exits with the return value, or with an error code."""
 
     @functools.wraps(function)
-    def run(*args: P.args, **given: P.kwargs) -> None:
-        with _told():
-            code = function(*args, **given)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        with _error_report():
+            code = function(*args, **kwargs)
             sys.stdout.flush()
         raise typer.Exit(code)
 
@@ -136,7 +136,7 @@ def verb(function: Callable[P, int]) -> Callable[P, None]:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _error_report() -> Iterator[None]:
     """Prints an error to stderr and exits with the exit code of the error.
 
     Raises:
@@ -152,8 +152,8 @@ def _told() -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
     except errors.CheckpointError as error:
         print(f"flaxckpt: {error}", file=sys.stderr)
-        is_found = isinstance(error, _FOUND_ERRORS)
-        raise typer.Exit(FOUND if is_found else BAD_USE) from None
+        is_finding = isinstance(error, _FINDING_ERRORS)
+        raise typer.Exit(FINDING if is_finding else USAGE_ERROR) from None
     except OSError as error:
         print(f"flaxckpt: {error}", file=sys.stderr)
-        raise typer.Exit(FOUND) from None
+        raise typer.Exit(FINDING) from None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flaxckpt import errors
+from flaxckpt._util.humanize import count as count
 from flaxckpt._util.humanize import number as number
 from flaxckpt._util.humanize import secs as secs
 from flaxckpt._util.humanize import size as size
@@ -48,14 +49,14 @@ class Cell(NamedTuple):
     style: str = ""
 
 
-def document(found: Any) -> None:
+def print_document(value: Any) -> None:
     """Prints a value as a JSON document."""
-    print(json.dumps(_plain(found), indent=2, allow_nan=False))
+    print(json.dumps(_plain(value), indent=2, allow_nan=False))
 
 
-def fields(found: Any) -> dict[str, Any]:
+def fields_of(record: Any) -> dict[str, Any]:
     """Returns the fields of a dataclass by name."""
-    return {f.name: getattr(found, f.name) for f in dataclasses.fields(found)}
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
 
 
 def _plain(value: Any) -> Any:
@@ -73,7 +74,7 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "python_type"):
         return leaf(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain(fields(value))
+        return _plain(fields_of(value))
     if isinstance(value, complex):
         return str(value)
     return value if isinstance(value, str | int | None) else str(value)
@@ -98,18 +99,20 @@ def leaf(info: LeafInfo) -> dict[str, Any]:
     }
 
 
-def line(text: str = "") -> None:
+def print_line(text: str = "") -> None:
     """Prints a line."""
     print(errors.printable(text))
 
 
-def lines(text: str) -> None:
+def print_lines(text: str) -> None:
     """Prints a text line by line."""
-    for one in text.split("\n"):
-        line(one)
+    for line in text.split("\n"):
+        print_line(line)
 
 
-def table(columns: Sequence[TextColumn], rows: Sequence[Sequence[str | Cell]]) -> None:
+def print_table(
+    columns: Sequence[TextColumn], rows: Sequence[Sequence[str | Cell]]
+) -> None:
     """Prints a table: by rich on a terminal, elsewhere as aligned text.
 
     Omits empty columns.
@@ -121,9 +124,9 @@ def table(columns: Sequence[TextColumn], rows: Sequence[Sequence[str | Cell]]) -
     if not cells:
         return
     if is_terminal():
-        _print_rich(columns, cells)
+        _print_rich_table(columns, cells)
     else:
-        _print_plain(columns, cells)
+        _print_plain_table(columns, cells)
 
 
 def _cell(cell: str | Cell) -> Cell:
@@ -131,7 +134,9 @@ def _cell(cell: str | Cell) -> Cell:
     return Cell(errors.printable(text), style)
 
 
-def _print_plain(columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]]) -> None:
+def _print_plain_table(
+    columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]]
+) -> None:
     titles = [column.title for column in columns]
     texts = [titles] if any(titles) else []
     texts += [[cell.text for cell in row] for row in rows]
@@ -144,11 +149,13 @@ def _print_plain(columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]]) 
         print("  ".join(aligned).rstrip())
 
 
-def _print_rich(columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]]) -> None:
+def _print_rich_table(
+    columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]]
+) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    found = Table(
+    table = Table(
         box=None,
         header_style="bold",
         show_header=any(column.title for column in columns),
@@ -157,7 +164,7 @@ def _print_rich(columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]]) -
     terminal = console()
     least = _least_widths(columns, rows, terminal.width)
     for column, width in zip(columns, least, strict=True):
-        found.add_column(
+        table.add_column(
             column.title,
             min_width=width,
             justify="right" if column.is_number else "left",
@@ -165,8 +172,8 @@ def _print_rich(columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]]) -
             overflow="fold",
         )
     for row in rows:
-        found.add_row(*[Text(cell.text, cell.style) for cell in row])
-    terminal.print(found)
+        table.add_row(*[Text(cell.text, cell.style) for cell in row])
+    terminal.print(table)
 
 
 def _least_widths(
@@ -183,8 +190,8 @@ def _least_widths(
         wider = [
             text
             if column.is_number or column.is_whole
-            else min(longest, max([*found, len(column.title)]))
-            for column, found, text in zip(columns, words, texts, strict=True)
+            else min(longest, max([*lengths, len(column.title)]))
+            for column, lengths, text in zip(columns, words, texts, strict=True)
         ]
         if sum(wider) + 2 * len(columns) > width:
             break
@@ -192,9 +199,9 @@ def _least_widths(
     return least
 
 
-def rich_print(found: RenderableType) -> None:
+def print_rich(renderable: RenderableType) -> None:
     """Prints a rich renderable."""
-    console().print(found)
+    console().print(renderable)
 
 
 def console() -> Console:
@@ -214,23 +221,23 @@ def is_terminal() -> bool:
 # ---- formatting -------------------------------------------------------------------
 
 
-def metrics(
-    found: Mapping[str, float], most: int | None = None, first: Sequence[str] = ()
+def format_metrics(
+    values: Mapping[str, float], most: int | None = None, first: Sequence[str] = ()
 ) -> str:
     """Formats up to `most` metrics in one line, the names in `first` first."""
-    names = list(dict.fromkeys([*(n for n in first if n in found), *found]))
-    texts = [f"{name}={found[name]:.4g}" for name in names[:most]]
+    names = list(dict.fromkeys([*(n for n in first if n in values), *values]))
+    texts = [f"{name}={values[name]:.4g}" for name in names[:most]]
     if len(texts) < len(names):
         texts.append(f"… {len(names) - len(texts)} more")
     return ", ".join(texts)
 
 
-def spec(found: Any) -> str:
+def format_spec(spec: Any) -> str:
     """Formats a partition spec, such as `P('data', None)`."""
-    return f"P({', '.join(map(repr, found))})"
+    return f"P({', '.join(map(repr, spec))})"
 
 
-def short(path: str) -> str:
+def shorten_path(path: str) -> str:
     """Returns a path inside the current directory as a relative path."""
     try:
         return str(Path(path).relative_to(Path.cwd()))

@@ -37,7 +37,7 @@ GroupOption = Annotated[
     typer.Option(
         "--group",
         metavar="TABLE",
-        help="Table of that file with the settings: train.checkpoint.",
+        help="Table of the file with the settings: train.checkpoint.",
         show_default=False,
     ),
 ]
@@ -52,7 +52,7 @@ _NAMES = {
 }
 
 
-def policies(
+def parse_policies(
     keep: list[str] | None, config: str | None, group: str | None
 ) -> tuple[PreservationPolicy, ...]:
     """Returns the policies of these options.
@@ -60,10 +60,10 @@ def policies(
     Raises:
         OptionError: An option is not a policy.
     """
-    return both(keep, config, group)[0]
+    return parse_both(keep, config, group)[0]
 
 
-def both(
+def parse_both(
     keep: list[str] | None, config: str | None, group: str | None
 ) -> tuple[tuple[PreservationPolicy, ...], tuple[PreservationPolicy, ...]]:
     """Returns the policies of these options for steps and for dataset states.
@@ -73,30 +73,30 @@ def both(
     """
     if group is not None and config is None:
         raise errors.OptionError(
-            "--group names a table of --config: pass --config, too"
+            "--group names a table of the --config file: pass --config, too"
         )
     if not keep and config is None:
         return (), ()
     from flaxckpt.configs import CheckpointConfig
 
-    found = [
-        policy for text in keep or () for policy in _policy(CheckpointConfig, text)
+    parsed = [
+        policy for text in keep or () for policy in _parse(CheckpointConfig, text)
     ]
     if config is None:
-        return tuple(found), ()
+        return tuple(parsed), ()
     settings = CheckpointConfig.from_file(config, group=group)
-    return (*found, *settings.keep), settings.keep_dataset
+    return (*parsed, *settings.keep), settings.keep_dataset
 
 
-def _policy(config: type[Any], text: str) -> tuple[PreservationPolicy, ...]:
+def _parse(config: type[Any], text: str) -> tuple[PreservationPolicy, ...]:
     name, _, rest = text.partition(":")
     try:
-        given: dict[str, Any] = {_NAMES[name]: _value(name, rest)}
+        table: dict[str, Any] = {_NAMES[name]: _value(name, rest)}
         if name == "best":
             count, metric = rest.split(":", 1)
             metric, mode = metric.rsplit(":", 1)
-            given = {"best": int(count), "metric": metric, "mode": mode}
-        kept: tuple[PreservationPolicy, ...] = config(keep=[given]).keep
+            table = {"best": int(count), "metric": metric, "mode": mode}
+        kept: tuple[PreservationPolicy, ...] = config(keep=[table]).keep
     except errors.OptionError as error:
         raise errors.OptionError(f"--keep {text}: {error}") from None
     except (KeyError, ValueError):

@@ -75,12 +75,16 @@ def convert(
     """
     from flaxckpt import _convert, transforms
 
-    changes: list[Any] = [transforms.keep(_any(only))] if only else []
+    changes: list[Any] = (
+        [transforms.keep("|".join(f"(?:{pattern})" for pattern in only))]
+        if only
+        else []
+    )
     changes += [transforms.drop(pattern) for pattern in drop or ()]
-    changes += [transforms.rename(*_pair("rename", text)) for text in rename or ()]
-    changes += [transforms.cast(*_pair("cast", text)) for text in cast or ()]
-    src, step = _app.checkpoint(src, step, step_format)
-    found = _convert.convert.convert(
+    changes += [transforms.rename(*_split("rename", text)) for text in rename or ()]
+    changes += [transforms.cast(*_split("cast", text)) for text in cast or ()]
+    src, step = _app.locate_step(src, step, step_format)
+    result = _convert.convert.convert(
         src,
         dst,
         format=format,
@@ -90,23 +94,18 @@ def convert(
         overwrite=overwrite,
     )
     if json:
-        _output.document(found)
-        return _app.FINE
-    size, secs = _output.size(found.bytes_written), _output.secs(found.total_secs)
-    _output.line(f"wrote {_output.short(found.path)}: {size} in {secs}")
-    return _app.FINE
+        _output.print_document(result)
+        return _app.SUCCESS
+    size, secs = _output.size(result.bytes_written), _output.secs(result.total_secs)
+    _output.print_line(f"wrote {_output.shorten_path(result.path)}: {size} in {secs}")
+    return _app.SUCCESS
 
 
-def _any(patterns: list[str]) -> str:
-    """Returns a pattern for the union of several patterns."""
-    return "|".join(f"(?:{pattern})" for pattern in patterns)
-
-
-def _pair(option: str, text: str) -> tuple[str, str]:
+def _split(option: str, text: str) -> tuple[str, str]:
     """Splits the text at the last `=` into a pattern and a value."""
     pattern, equals, value = text.rpartition("=")
     if not equals or not pattern:
         raise errors.OptionError(
-            f"--{option} must be a pattern, '=' and a value, got {text!r:.80}"
+            f"--{option} must be PATTERN=VALUE, found {text!r:.80}"
         )
     return pattern, value

@@ -58,24 +58,26 @@ def diff(
             "diff compares two checkpoints: pass another path, or two steps of this"
             " run as --step-a and --step-b"
         )
-    side_a, step_a = _app.checkpoint(a, step_a, step_format)
-    side_b, step_b = _app.checkpoint(a if b is None else b, step_b, step_format)
-    found = _inspect.diff.diff(
+    side_a, step_a = _app.locate_step(a, step_a, step_format)
+    side_b, step_b = _app.locate_step(a if b is None else b, step_b, step_format)
+    result = _inspect.diff.diff(
         side_a, side_b, step_a=step_a, step_b=step_b, values=values
     )
     if json:
-        _output.document({"equal": found.is_empty, **_output.fields(found)})
+        _output.print_document({"equal": result.is_empty, **_output.fields_of(result)})
     else:
-        _show(found)
-    return _app.FINE if found.is_empty else _app.FOUND
+        _show(result)
+    return _app.SUCCESS if result.is_empty else _app.FINDING
 
 
-def _show(found: CheckpointDiff) -> None:
-    _output.line(f"a: {_output.short(found.a)}")
-    _output.line(f"b: {_output.short(found.b)}")
-    rows = [_row(path, leaf) for path, leaf in found.changed.items()]
-    rows += [[path, Cell("only in a", "red"), "", "", ""] for path in found.only_in_a]
-    rows += [[path, Cell("only in b", "green"), "", "", ""] for path in found.only_in_b]
+def _show(result: CheckpointDiff) -> None:
+    _output.print_line(f"a: {_output.shorten_path(result.a)}")
+    _output.print_line(f"b: {_output.shorten_path(result.b)}")
+    rows = [_row(path, leaf) for path, leaf in result.changed.items()]
+    rows += [[path, Cell("only in a", "red"), "", "", ""] for path in result.only_in_a]
+    rows += [
+        [path, Cell("only in b", "green"), "", "", ""] for path in result.only_in_b
+    ]
     columns = [
         TextColumn("leaf"),
         TextColumn("what differs"),
@@ -83,10 +85,10 @@ def _show(found: CheckpointDiff) -> None:
         TextColumn("at most", is_number=True),
         TextColumn("norm", is_number=True),
     ]
-    _output.table(columns, rows[:_ROWS])
+    _output.print_table(columns, rows[:_ROWS])
     if len(rows) > _ROWS:
-        _output.line(f"… and {len(rows) - _ROWS} more: --json lists them all")
-    _output.line(_summary(found))
+        _output.print_line(f"… and {len(rows) - _ROWS} more: --json lists them all")
+    _output.print_line(_summary(result))
 
 
 def _row(path: str, leaf: LeafDiff) -> list[str | Cell]:
@@ -99,13 +101,13 @@ def _row(path: str, leaf: LeafDiff) -> list[str | Cell]:
     return [path, what, str(leaf.different), *changes]
 
 
-def _summary(found: CheckpointDiff) -> str:
-    if found.is_empty:
-        return f"all {len(found.same)} leaves are equal"
-    changed, alone = len(found.changed), len(found.only_in_a) + len(found.only_in_b)
-    told = [
-        f"{changed} {'leaf differs' if changed == 1 else 'leaves differ'}",
-        f"{len(found.same)} are equal",
-        f"{alone} are in one of them only" if alone else "",
+def _summary(result: CheckpointDiff) -> str:
+    if result.is_empty:
+        return f"all {len(result.same)} leaves are equal"
+    unmatched = len(result.only_in_a) + len(result.only_in_b)
+    parts = [
+        _output.count(len(result.changed), "leaf differs", "leaves differ"),
+        f"{len(result.same):,} are equal",
+        f"{unmatched:,} are only in one of them" if unmatched else "",
     ]
-    return ", ".join(filter(None, told))
+    return ", ".join(filter(None, parts))

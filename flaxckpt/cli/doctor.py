@@ -39,37 +39,39 @@ def doctor(
     """
     from flaxckpt import _inspect
 
-    found = _inspect.doctor.examine(
+    diagnosis = _inspect.doctor.examine(
         directory, max_bytes=max_mb * 10**6, max_secs=max_secs
     )
     if json:
-        _output.document({"ok": not found.problems, **_output.fields(found)})
+        _output.print_document(
+            {"ok": not diagnosis.problems, **_output.fields_of(diagnosis)}
+        )
     else:
-        _show(found)
-    return _app.FOUND if found.problems else _app.FINE
+        _show(diagnosis)
+    return _app.FINDING if diagnosis.problems else _app.SUCCESS
 
 
-def _show(found: Diagnosis) -> None:
+def _show(diagnosis: Diagnosis) -> None:
     columns = [TextColumn(""), TextColumn("")]
-    _output.table(
-        columns, [[name, version] for name, version in found.versions.items()]
+    _output.print_table(
+        columns, [[name, version] for name, version in diagnosis.versions.items()]
     )
-    _output.line()
+    _output.print_line()
     rows: list[list[str | Cell]] = [
-        ["directory", found.directory],
-        ["file system", found.file_system],
-        ["free", _output.size(found.free_bytes)],
+        ["directory", diagnosis.directory],
+        ["file system", diagnosis.file_system],
+        ["free", _output.size(diagnosis.free_bytes)],
     ]
-    if found.sync_secs is not None:
+    if diagnosis.sync_secs is not None:
         rows += [
-            ["a small file is durable after", _output.secs(found.sync_secs)],
-            ["durable writes", f"{_output.size(found.write_rate)}/s"],
-            ["reads", f"{_output.size(found.read_rate)}/s"],
+            ["a small file is durable after", _output.secs(diagnosis.sync_secs)],
+            ["durable writes", f"{_output.size(diagnosis.write_rate)}/s"],
+            ["reads", f"{_output.size(diagnosis.read_rate)}/s"],
         ]
     rows += [
         [name, Cell("yes", "green") if works else Cell("no", "yellow")]
-        for name, works in found.features.items()
+        for name, works in diagnosis.features.items()
     ]
-    _output.table(columns, [row for row in rows if row[1]])
-    for problem in found.problems:
-        _output.line(f"wrong: {problem}")
+    _output.print_table(columns, [row for row in rows if row[1]])
+    for problem in diagnosis.problems:
+        _output.print_line(f"problem: {problem}")

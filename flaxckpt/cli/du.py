@@ -25,7 +25,7 @@ def du(
 ) -> int:
     """Shows disk usage by step, and array sizes by subtree.
 
-    The subtrees are those of one step. A file that several steps share counts for the
+    The subtrees belong to one step. A file that several steps share counts for the
     first of them.
 
     Example:
@@ -33,17 +33,17 @@ def du(
     """
     from flaxckpt import _inspect
 
-    found = _inspect.listing.disk_usage(
+    usage = _inspect.listing.disk_usage(
         path, step=step, depth=depth, step_format=step_format
     )
     if json:
-        _output.document(found)
-        return _app.FINE
-    _show(found)
-    return _app.FINE
+        _output.print_document(usage)
+    else:
+        _show(usage)
+    return _app.SUCCESS
 
 
-def _show(found: DiskUsage) -> None:
+def _show(usage: DiskUsage) -> None:
     columns = [
         TextColumn("step", is_number=True),
         TextColumn("files", is_number=True),
@@ -55,18 +55,18 @@ def _show(found: DiskUsage) -> None:
             _output.size(step.bytes),
             _output.size(step.own),
         ]
-        for step in found.steps
+        for step in usage.steps
     ]
-    _output.table(columns, rows)
-    if found.bytes is None:
-        _output.line("object stores do not report the sizes of files")
+    _output.print_table(columns, rows)
+    if usage.bytes is None:
+        _output.print_line("object stores do not report the sizes of files")
     else:
-        _output.line(f"{_output.size(found.bytes)} on the disk")
-    if found.subtrees:
-        _output.line()
-        of = _output.short(found.shown or "")
-        _output.line(f"arrays of {of}, uncompressed:")
-    _output.table(
+        _output.print_line(f"{_output.size(usage.bytes)} on the disk")
+    if usage.subtrees:
+        _output.print_line()
+        path = _output.shorten_path(usage.shown or "")
+        _output.print_line(f"arrays of {path}, uncompressed:")
+    _output.print_table(
         [
             TextColumn("subtree"),
             TextColumn("leaves", True),
@@ -74,6 +74,6 @@ def _show(found: DiskUsage) -> None:
         ],
         [
             [tree.path or "(all)", str(tree.leaves), _output.size(tree.bytes)]
-            for tree in found.subtrees
+            for tree in usage.subtrees
         ],
     )

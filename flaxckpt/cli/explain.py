@@ -25,19 +25,24 @@ def explain(
     """
     from flaxckpt import _inspect, _storage
 
-    policies = _policies.policies(keep, config, group)
+    policies = _policies.parse_policies(keep, config, group)
     root = _storage.paths.resolve(path)
     view = _inspect.run_view.survey(root, step_format)
-    found = view.explain(policies)
-    code = _app.FOUND if view.has_damage else _app.FINE
+    reasons = view.explain(policies)
+    code = _app.FINDING if view.has_damage else _app.SUCCESS
     if json:
-        _output.document(found)
+        _output.print_document(reasons)
         return code
     rows: list[list[str | Cell]] = [
-        [str(step), ", ".join(why) if why else Cell("goes: nothing keeps it", "yellow")]
-        for step, why in found.items()
+        [
+            str(step),
+            ", ".join(why) if why else Cell("nothing: would be deleted", "yellow"),
+        ]
+        for step, why in reasons.items()
     ]
-    _output.table([TextColumn("step", is_number=True), TextColumn("stays for")], rows)
-    if not found:
-        _output.line(f"{_output.short(str(root))} has no steps yet")
+    _output.print_table(
+        [TextColumn("step", is_number=True), TextColumn("kept by")], rows
+    )
+    if not reasons:
+        _output.print_line(f"{_output.shorten_path(str(root))} has no steps yet")
     return code

@@ -37,20 +37,20 @@ def ls(
     """
     from flaxckpt import _inspect
 
-    policies = _policies.policies(keep, config, group)
-    found = _inspect.listing.listing(path, keep=policies, step_format=step_format)
+    policies = _policies.parse_policies(keep, config, group)
+    listing = _inspect.listing.listing(path, keep=policies, step_format=step_format)
     if json:
-        _output.document(found)
+        _output.print_document(listing)
     else:
-        _show(found, policies)
-    return _app.FOUND if found.has_damage else _app.FINE
+        _show(listing, policies)
+    return _app.FINDING if listing.has_damage else _app.SUCCESS
 
 
-def _show(found: Listing, policies: Sequence[PreservationPolicy]) -> None:
-    if not found.steps:
-        _output.line(f"{_output.short(found.path)} has no steps yet")
+def _show(listing: Listing, policies: Sequence[PreservationPolicy]) -> None:
+    if not listing.steps:
+        _output.print_line(f"{_output.shorten_path(listing.path)} has no steps yet")
         return
-    formats = sorted({step.format for step in found.steps} - {"unknown"})
+    formats = sorted({step.format for step in listing.steps} - {"unknown"})
     columns = [
         TextColumn("step", is_number=True),
         TextColumn("saved", is_whole=True),
@@ -58,23 +58,19 @@ def _show(found: Listing, policies: Sequence[PreservationPolicy]) -> None:
         TextColumn("format", is_whole=True),
         TextColumn("metrics"),
         TextColumn("marks"),
-        TextColumn("stays for"),
+        TextColumn("kept by"),
     ]
-    rows = [_row(step, len(formats) > 1, policies) for step in found.steps]
-    _output.table(columns, rows)
-    for step in found.steps:
+    rows = [_row(step, len(formats) > 1, policies) for step in listing.steps]
+    _output.print_table(columns, rows)
+    for step in listing.steps:
         if step.damage is not None:
-            _output.line(f"step {step.step} is damaged: {step.damage}")
-    count = len(found.steps)
-    what = (
-        f"{count} {'step' if count == 1 else 'steps'}"
-        if found.is_run
-        else "1 checkpoint"
-    )
-    told = [what, *(formats if len(formats) == 1 else [])]
-    if found.bytes is not None:
-        told.append(_output.size(found.bytes))
-    _output.line(", ".join(told))
+            _output.print_line(f"step {step.step} is damaged: {step.damage}")
+    count = _output.count(len(listing.steps), "step")
+    summary = [count if listing.is_run else "1 checkpoint"]
+    summary += formats if len(formats) == 1 else []
+    if listing.bytes is not None:
+        summary.append(_output.size(listing.bytes))
+    _output.print_line(", ".join(summary))
 
 
 def _row(
@@ -82,7 +78,7 @@ def _row(
 ) -> list[str | Cell]:
     from flaxckpt.policies import BestN
 
-    asked_for = [policy.metric for policy in policies if isinstance(policy, BestN)]
+    ranked = [policy.metric for policy in policies if isinstance(policy, BestN)]
     style = next((s for mark, s in _STYLES.items() if mark in step.marks), "")
     why = ", ".join(step.why) or "nothing"
     return [
@@ -90,7 +86,7 @@ def _row(
         _output.when(step.created),
         _output.size(step.bytes) if step.bytes is not None else "",
         step.format if with_format else "",
-        _output.metrics(step.metrics, _MOST_METRICS, asked_for),
+        _output.format_metrics(step.metrics, _MOST_METRICS, ranked),
         Cell(", ".join(step.marks), style),
         why if policies and step.damage is None else "",
     ]

@@ -46,13 +46,15 @@ def _change(
 ) -> int:
     from flaxckpt import _inspect
 
-    found = _inspect.run_view.set_pinned(
+    directory = _inspect.run_view.set_pinned(
         path, steps, pinned=pinned, step_format=step_format
     )
     if json:
-        _output.document({"path": found, "steps": steps, "pinned": pinned})
+        _output.print_document({"path": directory, "steps": steps, "pinned": pinned})
     else:
-        which = "step" if len(steps) == 1 else "steps"
-        told = f"{which} {', '.join(map(str, steps))} of {_output.short(found)}"
-        _output.line(f"pinned {told}" if pinned else f"unpinned {told}")
-    return _app.FINE
+        verb = "pinned" if pinned else "unpinned"
+        noun = "step" if len(steps) == 1 else "steps"
+        numbers = ", ".join(map(str, steps))
+        path = _output.shorten_path(directory)
+        _output.print_line(f"{verb} {noun} {numbers} of {path}")
+    return _app.SUCCESS

@@ -56,28 +56,33 @@ def plan(
     """
     from flaxckpt import _checkpoint, _inspect
 
-    path, step = _app.checkpoint(path, step, step_format)
-    wanted = _inspect.abstract_file.read_target(target, step=target_step)
-    found = _checkpoint.restore.plan(
+    path, step = _app.locate_step(path, step, step_format)
+    target_state = _inspect.abstract_file.read_target(target, step=target_step)
+    restore_plan = _checkpoint.restore.plan(
         path,
-        wanted.state,
+        target_state.state,
         step=step,
-        optimizer=optimizer or ("match" if wanted.has_roles else "exact"),
+        optimizer=optimizer or ("match" if target_state.has_roles else "exact"),
         unused=unused,
     )
     if json:
-        _output.document({"ok": not found.problems, **_output.fields(found)})
+        _output.print_document(
+            {"ok": not restore_plan.problems, **_output.fields_of(restore_plan)}
+        )
     else:
-        _show(found)
-    return _app.FOUND if found.problems else _app.FINE
+        _show(restore_plan)
+    return _app.FINDING if restore_plan.problems else _app.SUCCESS
 
 
-def _show(found: RestorePlan) -> None:
+def _show(restore_plan: RestorePlan) -> None:
     if _output.is_terminal():
-        _output.rich_print(found)
+        _output.print_rich(restore_plan)
     else:
-        _output.lines(str(found))
-    if count := len(found.problems):
-        told = "1 leaf" if count == 1 else f"{count} leaves"
-        rows = [f"{p.leaf}: wanted {p.wanted}, found {p.found}" for p in found.problems]
-        _output.lines(f"{told} cannot be restored:\n{errors.rows(rows)}")
+        _output.print_lines(str(restore_plan))
+    if count := len(restore_plan.problems):
+        rows = [
+            f"{problem.leaf}: wanted {problem.wanted}, found {problem.found}"
+            for problem in restore_plan.problems
+        ]
+        leaves = _output.count(count, "leaf", "leaves")
+        _output.print_lines(f"{leaves} cannot be restored:\n{errors.rows(rows)}")

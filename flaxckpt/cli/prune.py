@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,49 +39,49 @@ def prune(
     """
     from flaxckpt import _inspect
 
-    policies, of_datasets = _policies.both(keep, config, group)
+    policies, dataset_policies = _policies.parse_both(keep, config, group)
     if not policies:
         raise errors.OptionError(
-            "prune needs policies, which a run directory does not record: pass"
+            "prune needs policies, and a run directory does not record them: pass"
             " --keep latest:3, --keep best:1:eval/loss:min, --keep every:1000, or the"
             " settings of the run as --config FILE"
         )
-    found = _inspect.run_view.prune(
+    result = _inspect.run_view.prune(
         path,
         keep=policies,
-        keep_dataset=of_datasets,
+        keep_dataset=dataset_policies,
         dry_run=not yes,
         step_format=step_format,
     )
-    code = _app.FOUND if found.left else _app.FINE
+    code = _app.FINDING if result.left else _app.SUCCESS
     if json:
-        _output.document(found)
+        _output.print_document(result)
         return code
-    columns = [TextColumn("step", is_number=True), TextColumn("stays for")]
-    _output.table(columns, [_row(found, step) for step in found.reasons])
-    _output.line(_summary(found))
+    columns = [TextColumn("step", is_number=True), TextColumn("kept by")]
+    _output.print_table(columns, [_row(result, step) for step in result.reasons])
+    _output.print_line(_summary(result))
     return code
 
 
-def _row(found: Pruned, step: int) -> list[str | Cell]:
-    if step in found.deleted:
-        return [str(step), Cell("goes" if found.dry_run else "deleted", "yellow")]
-    why = ", ".join(found.reasons[step])
+def _row(result: Pruned, step: int) -> list[str | Cell]:
+    if step in result.deleted:
+        return [
+            str(step),
+            Cell("would be deleted" if result.dry_run else "deleted", "yellow"),
+        ]
+    why = ", ".join(result.reasons[step])
     return [str(step), why or Cell("could not be deleted", "red")]
 
 
-def _summary(found: Pruned) -> str:
-    if found.left:
-        return f"deleted {len(found.deleted)} of {_steps(found.deleted + found.left)}"
-    if not found.deleted:
+def _summary(result: Pruned) -> str:
+    if result.left:
+        total = _output.count(len(result.deleted + result.left), "step")
+        return f"deleted {len(result.deleted):,} of {total}"
+    if not result.deleted:
         return "nothing to delete"
-    what = _steps(found.deleted)
-    if found.bytes is not None:
-        what += f", {_output.size(found.bytes)}"
-    if found.dry_run:
-        return f"would delete {what}: pass --yes to do so"
-    return f"deleted {what}"
-
-
-def _steps(steps: Sequence[int]) -> str:
-    return f"{len(steps)} {'step' if len(steps) == 1 else 'steps'}"
+    steps = _output.count(len(result.deleted), "step")
+    if result.bytes is not None:
+        steps += f", {_output.size(result.bytes)}"
+    if result.dry_run:
+        return f"would delete {steps}: pass --yes to delete"
+    return f"deleted {steps}"

@@ -71,17 +71,17 @@ def report(
     """
     from flaxckpt import _report
 
-    policies = _policies.policies(keep, config, group)
+    policies = _policies.parse_policies(keep, config, group)
     file = None if json and output is None else _destination(path, output)
-    found = _report.gather(
+    data = _report.gather(
         path, _report.ReportOptions(policies, step_a, step_b, diff, verify, step_format)
     )
-    size = 0 if file is None else _write(file, _report.page(found))
+    size = 0 if file is None else _write(file, _report.page(data))
     if json:
-        _output.document({"ok": found.is_good, **_output.fields(found)})
+        _output.print_document({"ok": data.is_good, **_output.fields_of(data)})
     else:
-        _show(found, file, size)
-    return _app.FINE if found.is_good else _app.FOUND
+        _show(data, file, size)
+    return _app.SUCCESS if data.is_good else _app.FINDING
 
 
 def _destination(path: str, output: str | None) -> Path:
@@ -93,19 +93,17 @@ def _destination(path: str, output: str | None) -> Path:
     """
     from flaxckpt import _storage, formats
 
-    root, file = (
-        _storage.paths.resolve(path),
-        _storage.paths.resolve(output or _DEFAULT),
-    )
+    root = _storage.paths.resolve(path)
+    file = _storage.paths.resolve(output or _DEFAULT)
     if output is None and root == file.parent:
         raise errors.OptionError(
-            f"{file} would be among the steps of the run: choose another place with"
+            f"{file} would be among the steps of the run: pass another path as"
             " --output FILE"
         )
     if not file.parent.is_dir():
         raise errors.OptionError(f"{file.parent} is not a directory: create it first")
-    inside = [each for each in file.parents if each == root or root in each.parents]
-    if any(formats.recognises(each) for each in inside):
+    inside = [at for at in file.parents if at == root or root in at.parents]
+    if any(formats.recognises(directory) for directory in inside):
         raise errors.OptionError(
             f"{file} would be in a checkpoint: pass another --output"
         )
@@ -120,10 +118,9 @@ def _destination(path: str, output: str | None) -> Path:
 def _is_page(file: Path) -> bool:
     if not file.is_file():
         return False
-    with file.open("rb") as opened:
-        return (
-            opened.read(64).lstrip().lower().startswith((b"<!doctype html", b"<html"))
-        )
+    with file.open("rb") as stream:
+        start = stream.read(64).lstrip().lower()
+    return start.startswith((b"<!doctype html", b"<html"))
 
 
 def _write(file: Path, page: str) -> int:
@@ -135,23 +132,20 @@ def _write(file: Path, page: str) -> int:
     return len(content)
 
 
-def _show(found: Report, file: Path | None, size: int) -> None:
-    for each in found.integrity:
-        if each.state in ("damaged", "unread"):
-            what = "is damaged" if each.state == "damaged" else "could not be read"
-            name = f"step {each.step}" if each.step is not None else found.path
-            _output.line(f"{name} {what}: {each.detail}")
-    known, total = found.looked_at, len(found.integrity)
-    if known < total:
-        _output.line(
-            f"the integrity of {known:,} of {total:,} steps was looked at: --verify"
+def _show(data: Report, file: Path | None, size: int) -> None:
+    for check in data.integrity:
+        if check.state in ("damaged", "unread"):
+            fault = "is damaged" if check.state == "damaged" else "could not be read"
+            name = f"step {check.step}" if check.step is not None else data.path
+            _output.print_line(f"{name} {fault}: {check.detail}")
+    checked, total = data.checked_count, len(data.integrity)
+    if checked < total:
+        _output.print_line(
+            f"the integrity of {checked:,} of {total:,} steps was checked: --verify"
             " reads every byte of all steps"
-            if found.is_run
-            else "the integrity of the checkpoint is unknown"
+            if data.is_run
+            else "the integrity of the checkpoint was not checked"
         )
-    steps = len(found.steps)
-    what = f"{steps} {'step' if steps == 1 else 'steps'}"
-    _output.line(
-        f"wrote {_output.short(str(file))}: {what if found.is_run else '1 checkpoint'},"
-        f" {_output.size(size)}"
-    )
+    steps = _output.count(len(data.steps), "step") if data.is_run else "1 checkpoint"
+    path = _output.shorten_path(str(file))
+    _output.print_line(f"wrote {path}: {steps}, {_output.size(size)}")

@@ -56,44 +56,46 @@ def show(
     """
     from flaxckpt import _checkpoint, _inspect, _run
 
-    path, step = _app.checkpoint(path, step, step_format)
-    found = _checkpoint.restore.metadata(path, step=step)
-    if leaf is not None and leaf in found.leaves:
+    path, step = _app.locate_step(path, step, step_format)
+    metadata = _checkpoint.restore.metadata(path, step=step)
+    if leaf is not None and leaf in metadata.leaves:
         statistics = _inspect.leaf_statistics.leaf_statistics(path, leaf, step=step)
         _show_leaf(statistics, json)
-        return _app.FINE
-    trees = _run.disk_usage.subtrees(found.leaves, below=leaf or "")
+        return _app.SUCCESS
+    trees = _run.disk_usage.subtrees(metadata.leaves, below=leaf or "")
     if not trees:
-        raise errors.OptionError(_run.disk_usage.missing_path(found, leaf or ""))
+        raise errors.OptionError(_run.disk_usage.missing_path(metadata, leaf or ""))
     if json:
-        _output.document(found if leaf is None else trees)
-        return _app.FINE
+        _output.print_document(metadata if leaf is None else trees)
+        return _app.SUCCESS
     if leaf is None:
-        _show_head(found)
+        _show_head(metadata)
     shown = _run.disk_usage.shown(trees, depth=depth, rows=_ROWS_AT_ONCE)
     _show_tree(shown)
     if hidden := len(trees) - len(shown):
         deeper = max(tree.depth for tree in trees) - trees[0].depth
-        _output.line(f"… and {hidden} more below: --depth {deeper} shows all")
-    return _app.FINE
+        _output.print_line(f"… and {hidden} more below: --depth {deeper} shows all")
+    return _app.SUCCESS
 
 
-def _show_head(found: CheckpointMetadata) -> None:
-    told = [
-        found.format,
-        "" if found.step is None else f"step {found.step}",
-        _output.when(found.created),
-        f"{_output.size(found.total_bytes)} of arrays",
-        "with a dataset's state" if found.has_dataset else "",
+def _show_head(metadata: CheckpointMetadata) -> None:
+    parts = [
+        metadata.format,
+        "" if metadata.step is None else f"step {metadata.step}",
+        _output.when(metadata.created),
+        f"{_output.size(metadata.total_bytes)} of arrays",
+        "with a dataset's state" if metadata.has_dataset else "",
     ]
-    _output.line(f"{_output.short(found.path)}: {', '.join(filter(None, told))}")
-    if found.metrics:
-        _output.line(f"metrics: {_output.metrics(found.metrics)}")
-    for origin in found.lineage:
+    _output.print_line(
+        f"{_output.shorten_path(metadata.path)}: {', '.join(filter(None, parts))}"
+    )
+    if metadata.metrics:
+        _output.print_line(f"metrics: {_output.format_metrics(metadata.metrics)}")
+    for origin in metadata.lineage:
         step = "" if origin.step is None else f", step {origin.step}"
-        _output.line(f"started from {origin.path}{step}")
-    for change in found.transforms:
-        _output.line(f"transformed by {change}")
+        _output.print_line(f"started from {origin.path}{step}")
+    for change in metadata.transforms:
+        _output.print_line(f"transformed by {change}")
 
 
 def _show_tree(trees: Sequence[Subtree]) -> None:
@@ -103,7 +105,7 @@ def _show_tree(trees: Sequence[Subtree]) -> None:
         TextColumn("spec"),
         TextColumn("size", is_number=True),
     ]
-    _output.table(columns, [_tree_row(tree, trees[0].depth) for tree in trees])
+    _output.print_table(columns, [_tree_row(tree, trees[0].depth) for tree in trees])
 
 
 def _tree_row(tree: Subtree, top: int) -> list[str | Cell]:
@@ -111,56 +113,60 @@ def _tree_row(tree: Subtree, top: int) -> list[str | Cell]:
     indented = "  " * (tree.depth - top) + (name or "(all)")
     size = _output.size(tree.bytes)
     if tree.info is None:
-        leaves = f"{tree.leaves} {'leaf' if tree.leaves == 1 else 'leaves'}"
+        leaves = _output.count(tree.leaves, "leaf", "leaves")
         return [Cell(indented, "bold"), Cell(leaves, "dim"), "", Cell(size, "bold")]
-    spec = "" if tree.info.spec is None else _output.spec(tree.info.spec)
+    spec = "" if tree.info.spec is None else _output.format_spec(tree.info.spec)
     return [indented, str(tree.info), spec, size if tree.info.dtype else ""]
 
 
 # ---- one leaf ---------------------------------------------------------------------
 
 
-def _show_leaf(found: LeafStatistics, json: bool) -> None:
+def _show_leaf(statistics: LeafStatistics, json: bool) -> None:
     if json:
-        _output.document(found)
+        _output.print_document(statistics)
         return
-    info = found.info
-    _output.line(f"{info.path or '(all)'}: {info}")
+    info = statistics.info
+    _output.print_line(f"{info.path or '(all)'}: {info}")
     rows: list[tuple[str, Any]] = [
-        ("spec", None if info.spec is None else _output.spec(info.spec)),
+        ("spec", None if info.spec is None else _output.format_spec(info.spec)),
         ("chunks", None if info.chunk_shape is None else list(info.chunk_shape)),
         ("role", info.role and f"{info.role.field} of {info.role.state_class}"),
     ]
     if info.dtype is None:
-        rows.append(("value", found.values))
+        rows.append(("value", statistics.values))
     else:
-        rows += _numbers(found)
+        rows += _numbers(statistics)
     facts = [[name, str(value)] for name, value in rows if value is not None]
-    _output.table([TextColumn(""), TextColumn("")], facts)
-    _show_histogram(found)
+    _output.print_table([TextColumn(""), TextColumn("")], facts)
+    _show_histogram(statistics)
 
 
-def _numbers(found: LeafStatistics) -> list[tuple[str, Any]]:
+def _numbers(statistics: LeafStatistics) -> list[tuple[str, Any]]:
     names = ("min", "max", "mean", "std", "norm")
-    rows = [(name, _output.number(getattr(found, name))) for name in names]
-    few = None if found.values is None else ", ".join(map(_output.number, found.values))
+    rows = [(name, _output.number(getattr(statistics, name))) for name in names]
+    few = (
+        None
+        if statistics.values is None
+        else ", ".join(map(_output.number, statistics.values))
+    )
     return [
-        ("elements", f"{found.count}, of which {found.zeros} are 0"),
-        ("not finite", _not_finite(found)),
-        *(rows if found.min is not None else ()),
+        ("elements", f"{statistics.count}, of which {statistics.zeros} are 0"),
+        ("not finite", _not_finite(statistics)),
+        *(rows if statistics.min is not None else ()),
         ("values", few),
     ]
 
 
-def _not_finite(found: LeafStatistics) -> str | None:
-    if not found.nans and not found.infs:
+def _not_finite(statistics: LeafStatistics) -> str | None:
+    if not statistics.nans and not statistics.infs:
         return None
-    return f"{found.nans} NaN, {found.infs} infinite"
+    return f"{statistics.nans} NaN, {statistics.infs} infinite"
 
 
-def _show_histogram(found: LeafStatistics) -> None:
-    most = max(found.histogram, default=0)
-    if len(found.histogram) < 2:
+def _show_histogram(statistics: LeafStatistics) -> None:
+    most = max(statistics.histogram, default=0)
+    if len(statistics.histogram) < 2:
         return
     rows: list[list[str | Cell]] = [
         [
@@ -170,7 +176,7 @@ def _show_histogram(found: LeafStatistics) -> None:
             Cell("█" * max(bool(count), round(count / most * _BAR)), "cyan"),
         ]
         for low, high, count in zip(
-            found.edges, found.edges[1:], found.histogram, strict=False
+            statistics.edges, statistics.edges[1:], statistics.histogram, strict=False
         )
     ]
     columns = [
@@ -178,4 +184,4 @@ def _show_histogram(found: LeafStatistics) -> None:
         TextColumn("to", True),
         TextColumn("count", True),
     ]
-    _output.table([*columns, TextColumn("")], rows)
+    _output.print_table([*columns, TextColumn("")], rows)

@@ -41,59 +41,63 @@ def verify(
         raise errors.OptionError("--all verifies all steps: leave --step out")
     steps = _inspect.run_view.numbers(path, step_format) if every else [step]
     reports: list[VerifyReport] = []
-    passed_over: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     for number in steps:
         try:
-            one, at = _app.checkpoint(path, number, step_format)
-            reports.append(_checkpoint.verify.verify(one, step=at))
+            step_path, step_number = _app.locate_step(path, number, step_format)
+            reports.append(_checkpoint.verify.verify(step_path, step=step_number))
         except errors.CheckpointFormatError as error:
             if not every:
                 raise
-            passed_over[str(number)] = str(error)
+            skipped[str(number)] = str(error)
             if not json:
-                _output.line(f"step {number}: not verified: {error}")
+                _output.print_line(f"step {number}: not verified: {error}")
             continue
         if not json:
             _show(reports[-1])
-    is_good = all(report.ok for report in reports) and not passed_over
+    is_good = all(report.ok for report in reports) and not skipped
     if json:
-        found = [
-            {"ok": report.ok, "summary": report.summary, **_output.fields(report)}
+        summaries = [
+            {"ok": report.ok, "summary": report.summary, **_output.fields_of(report)}
             for report in reports
         ]
-        document = {"ok": is_good, "reports": found}
-        if passed_over:
-            document["not_verified"] = passed_over
-        _output.document(document)
+        document = {"ok": is_good, "reports": summaries}
+        if skipped:
+            document["not_verified"] = skipped
+        _output.print_document(document)
     elif not steps:
-        _output.line(f"{path} has no steps yet")
-    return _app.FINE if is_good else _app.FOUND
+        _output.print_line(f"{path} has no steps yet")
+    return _app.SUCCESS if is_good else _app.FINDING
 
 
-def _show(found: VerifyReport) -> None:
-    verdict = "good" if found.ok else "DAMAGED"
-    if found.unread and not found.problems:
+def _show(report: VerifyReport) -> None:
+    verdict = "good" if report.ok else "DAMAGED"
+    if report.unread and not report.problems:
         verdict = "could not be read"
-    name = _output.short(found.path)
-    if found.step is not None and not name.endswith(str(found.step)):
-        name += f", step {found.step}"  # the path does not name the step
-    told = [verdict]
-    if found.bytes_checked:
-        size = _output.size(found.bytes_checked)
-        told.append(f"{size} checked in {_output.secs(found.secs)}")
-    _output.line(f"{name}: {', '.join(told)}")
-    if found.summary:
-        _output.line(f"  {found.summary}")
+    name = _output.shorten_path(report.path)
+    if report.step is not None and not name.endswith(str(report.step)):
+        name += f", step {report.step}"  # the path does not name the step
+    parts = [verdict]
+    if report.bytes_checked:
+        size = _output.size(report.bytes_checked)
+        parts.append(f"{size} checked in {_output.secs(report.secs)}")
+    _output.print_line(f"{name}: {', '.join(parts)}")
+    if report.summary:
+        _output.print_line(f"  {report.summary}")
     rows: list[list[str | Cell]] = []
-    for style, what, faults in (
-        ("red", "", found.problems),
-        ("yellow", "could not be read: ", found.unread),
+    for style, prefix, faults in (
+        ("red", "", report.problems),
+        ("yellow", "could not be read: ", report.unread),
     ):
-        rows += [[name, Cell(what + why, style)] for name, why in faults.items()]
-    _output.table([TextColumn("where"), TextColumn("what is wrong")], rows[:_ROWS])
+        rows += [[name, Cell(prefix + why, style)] for name, why in faults.items()]
+    _output.print_table(
+        [TextColumn("where"), TextColumn("what is wrong")], rows[:_ROWS]
+    )
     if len(rows) > _ROWS:
-        _output.line(f"… and {len(rows) - _ROWS} more: --json lists them all")
-    if found.unchecked:
-        _output.line(f"  {len(found.unchecked)} without checksums: only read")
-    if found.extra:
-        _output.line(f"  not part of the checkpoint: {', '.join(found.extra[:_ROWS])}")
+        _output.print_line(f"… and {len(rows) - _ROWS} more: --json lists them all")
+    if report.unchecked:
+        _output.print_line(f"  {len(report.unchecked)} without checksums: only read")
+    if report.extra:
+        _output.print_line(
+            f"  not part of the checkpoint: {', '.join(report.extra[:_ROWS])}"
+        )

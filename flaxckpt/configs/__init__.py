@@ -61,8 +61,8 @@ class Cast:
 class CheckpointConfig:
     """Options of `Checkpointer` and `CheckpointCallback`, as plain data.
 
-    Meanings and defaults are the same as there. Policies, casts and the layout may be
-    given as mappings, as in files; numbers of bytes and seconds as texts, such as
+    Meanings and defaults are those of these classes. Policies, casts and the layout may
+    be mappings, as in files; numbers of bytes and seconds may be strings, such as
     "64 MiB" and "15 min".
 
     Attributes:
@@ -112,7 +112,7 @@ class CheckpointConfig:
             object.__setattr__(self, name, parse(name, getattr(self, name)))
         if self.temporary and self.every_secs is None:
             raise errors.OptionError(
-                "temporary is for the saves that every_secs calls for: set it, too"
+                "temporary applies to the saves of every_secs: set every_secs, too"
             )
 
     @classmethod
@@ -138,22 +138,22 @@ class CheckpointConfig:
         Raises:
             OptionError: The file cannot be read, or is not a valid config.
         """
-        found = _parsing.read(Path(path))
+        content = _parsing.read(Path(path))
         for name in group.split(".") if group else ():
-            if not isinstance(found, Mapping) or name not in found:
+            if not isinstance(content, Mapping) or name not in content:
                 raise errors.OptionError(f"{path} has no table {group!r}")
-            found = found[name]
-        begins = f"{path}: {group}." if group else f"{path}: "
+            content = content[name]
+        prefix = f"{path}: {group}." if group else f"{path}: "
         try:
-            return cls.from_mapping(found)
+            return cls.from_mapping(content)
         except errors.OptionError as error:
-            raise errors.OptionError(f"{begins}{error}") from None
+            raise errors.OptionError(f"{prefix}{error}") from None
 
     def to_mapping(self) -> dict[str, Any]:
-        """Returns the options with other values than the default, for `from_mapping`.
+        """Returns the options that differ from their defaults, for `from_mapping`.
 
         Raises:
-            OptionError: A policy is a user's own, which has no name in files.
+            OptionError: A policy is a custom policy, which has no name in files.
         """
         return {
             field.name: _plain(field.name, value)
@@ -179,7 +179,7 @@ class CheckpointConfig:
             raise errors.OptionError(
                 "the config has no directory: set it, or pass checkpointer(directory)"
             )
-        casts = [change.transform() for change in self.save_dtype]
+        casts = [save_cast.transform() for save_cast in self.save_dtype]
         more["transforms"] = [*more.get("transforms", ()), *casts]
         options = self._options(Checkpointer) | more
         return Checkpointer(**{**options, "directory": directory})
@@ -197,8 +197,8 @@ class CheckpointConfig:
         )
 
     def _options(self, cls: type) -> dict[str, Any]:
-        wanted = inspect.signature(cls).parameters.keys() & _PARSERS.keys()
-        return {name: getattr(self, name) for name in wanted}
+        names = inspect.signature(cls).parameters.keys() & _PARSERS.keys()
+        return {name: getattr(self, name) for name in names}
 
 
 # ---- reading options -----------------------------------------------------------------
@@ -233,24 +233,25 @@ _MORE_OF_BEST: Mapping[str, Parser] = {
 def _policy(key: str, value: Any) -> PreservationPolicy:
     if isinstance(value, type):
         raise errors.OptionError(
-            f"{key} must be a policy, found the class {value.__name__}: make one of it"
+            f"{key} must be a policy, found the class {value.__name__}: pass an"
+            " instance of it"
         )
     if hasattr(value, "preserved"):
         policy: PreservationPolicy = value
         return policy
-    found = _parsing.table(key, value, [*_POLICIES, *_MORE_OF_BEST])
-    kinds = [name for name in _POLICIES if name in found]
+    options = _parsing.table(key, value, [*_POLICIES, *_MORE_OF_BEST])
+    kinds = [name for name in _POLICIES if name in options]
     more = _MORE_OF_BEST if kinds == ["best"] else {}
-    if len(kinds) != 1 or found.keys() != {*kinds, *more}:
+    if len(kinds) != 1 or options.keys() != {*kinds, *more}:
         raise errors.OptionError(
             f"{key} must have one of {', '.join(_POLICIES)}, and best also"
-            f" {' and '.join(_MORE_OF_BEST)}, found {found!r:.80}"
+            f" {' and '.join(_MORE_OF_BEST)}, found {options!r:.80}"
         )
     cls, field, parse = _POLICIES[kinds[0]]
-    fields = {field: parse(f"{key}.{kinds[0]}", found[kinds[0]])}
-    fields |= {name: more[name](f"{key}.{name}", found[name]) for name in more}
-    made: PreservationPolicy = _parsing.made(key, lambda: cls(**fields))
-    return made
+    fields = {field: parse(f"{key}.{kinds[0]}", options[kinds[0]])}
+    fields |= {name: more[name](f"{key}.{name}", options[name]) for name in more}
+    result: PreservationPolicy = _parsing.create(key, cls, fields)
+    return result
 
 
 def _step_format(key: str, value: Any) -> str:
@@ -295,9 +296,9 @@ def _plain(key: str, value: Any) -> Any:
         return [_plain(f"{key}[{i}]", item) for i, item in enumerate(value)]
     if isinstance(value, ArrayLayout | Cast):
         return {
-            field.name: found
+            field.name: option
             for field in dataclasses.fields(value)
-            if (found := getattr(value, field.name)) != field.default
+            if (option := getattr(value, field.name)) != field.default
         }
     return _plain_policy(key, value) if hasattr(value, "preserved") else value
 
@@ -312,6 +313,6 @@ def _plain_policy(key: str, policy: PreservationPolicy) -> dict[str, Any]:
                 **{other: getattr(policy, other) for other in more},
             }
     raise errors.OptionError(
-        f"{key} is {policy}, a policy of your own, which has no name in files: pass it"
+        f"{key} is {policy}, a custom policy, which has no name in files: pass it"
         " to checkpointer(keep=…)"
     )

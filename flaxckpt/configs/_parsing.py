@@ -1,4 +1,4 @@
-"""Parses options from files: texts, numbers and tables.
+"""Parses options from files: strings, numbers and tables.
 
 A parser takes an option's full name, such as `layout.codec`, and the raw value. It
 returns the parsed value, or raises an `OptionError` with the expected and actual
@@ -37,10 +37,10 @@ BYTES = {
 }
 SECS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
 
-# ---- texts and numbers ---------------------------------------------------------------
+# ---- strings and numbers -------------------------------------------------------------
 
 
-def _wrong(key: str, wanted: str, found: Any) -> errors.OptionError:
+def _type_error(key: str, wanted: str, found: Any) -> errors.OptionError:
     kind = type(found).__name__
     return errors.OptionError(f"{key} must be {wanted}, found {found!r:.80} ({kind})")
 
@@ -48,23 +48,23 @@ def _wrong(key: str, wanted: str, found: Any) -> errors.OptionError:
 def boolean(key: str, value: Any) -> bool:
     """Parses true or false; rejects numbers."""
     if not isinstance(value, bool):
-        raise _wrong(key, "true or false", value)
+        raise _type_error(key, "true or false", value)
     return value
 
 
 def text(key: str, value: Any) -> str:
-    """Parses a nonempty text."""
+    """Parses a nonempty string."""
     if not isinstance(value, str) or not value:
-        raise _wrong(key, "a text", value)
+        raise _type_error(key, "a nonempty string", value)
     return value
 
 
 def path(key: str, value: Any) -> str:
-    """Parses a path, as text."""
+    """Parses a path as a string."""
     try:
         return text(key, os.fspath(value))
     except TypeError:
-        raise _wrong(key, "a path", value) from None
+        raise _type_error(key, "a path", value) from None
 
 
 def whole(smallest: int) -> Parser:
@@ -76,14 +76,14 @@ def whole(smallest: int) -> Parser:
         except TypeError:
             number = None
         if number is None or number < smallest:
-            raise _wrong(key, f"a whole number of at least {smallest}", value)
+            raise _type_error(key, f"a whole number of at least {smallest}", value)
         return number
 
     return parse
 
 
 def _amount(key: str, value: Any, units: Mapping[str, int], example: str) -> float:
-    """Parses a positive number, or a text of a number and a unit."""
+    """Parses a positive number, or a string of a number and a unit."""
     number, unit = value, ""
     if isinstance(value, str):
         parts = re.fullmatch(r"([\d.]+(?:e\+?\d+)?) *([A-Za-z]*)", value)
@@ -93,20 +93,22 @@ def _amount(key: str, value: Any, units: Mapping[str, int], example: str) -> flo
     except (TypeError, ValueError):
         amount = None
     if amount is None or unit not in units or not 0 < amount < math.inf:
-        raise _wrong(key, f"a positive number, or a text such as {example!r}", value)
+        raise _type_error(
+            key, f"a positive number, or a string such as {example!r}", value
+        )
     return amount * units[unit]
 
 
 def secs(key: str, value: Any) -> float:
-    """Parses seconds, also from a text like "15 min"."""
+    """Parses seconds, also from a string like "15 min"."""
     return _amount(key, value, SECS, "15 min")
 
 
 def bytes_(key: str, value: Any) -> int:
-    """Parses bytes, also from a text like "64 MiB"."""
+    """Parses bytes, also from a string like "64 MiB"."""
     amount = _amount(key, value, BYTES, "64 MiB")
     if not amount.is_integer():
-        raise _wrong(key, "a whole number of bytes", value)
+        raise _type_error(key, "a whole number of bytes", value)
     return int(amount)
 
 
@@ -114,15 +116,17 @@ def one_of(*choices: Any) -> Parser:
     """Returns a parser of the given values, strict in types: 1 is not True."""
 
     def parse(key: str, value: Any) -> Any:
-        if not any(value == known and type(value) is type(known) for known in choices):
-            raise _wrong(key, f"one of {', '.join(map(repr, choices))}", value)
+        if not any(
+            value == choice and type(value) is type(choice) for choice in choices
+        ):
+            raise _type_error(key, f"one of {', '.join(map(repr, choices))}", value)
         return value
 
     return parse
 
 
 def optional(parse: Parser, *, none: str | None = None) -> Parser:
-    """Returns a parser of None and of `parse`'s values.
+    """Returns a parser of None and of the values of `parse`.
 
     `none` stands for None in files without null.
     """
@@ -141,7 +145,7 @@ def each(parse: Parser) -> Parser:
     def parse_all(key: str, value: Any) -> tuple[Any, ...]:
         is_list = isinstance(value, Collection) and not hasattr(value, "items")
         if not is_list or isinstance(value, str | bytes):
-            raise _wrong(key, "a list", value)
+            raise _type_error(key, "a list", value)
         return tuple(parse(f"{key}[{i}]", item) for i, item in enumerate(value))
 
     return parse_all
@@ -155,22 +159,23 @@ def steps(key: str, value: Any) -> tuple[int, ...]:
 # ---- tables --------------------------------------------------------------------------
 
 
-def table(key: str, found: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Returns a mapping as a dict; rejects keys other than `names`.
+def table(key: str, value: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Parses a mapping as a dict; rejects keys other than `names`.
 
     ConfigDicts of ml_collections, which are not mappings, have `to_dict`.
     """
-    to_dict = getattr(found, "to_dict", None)
-    mapping = to_dict() if to_dict else found
+    to_dict = getattr(value, "to_dict", None)
+    mapping = to_dict() if to_dict else value
     if not isinstance(mapping, Mapping):
-        raise _wrong(key or "the config", "a table", found)
-    begins = f"{key}." if key else ""
+        raise _type_error(key or "the config", "a table", value)
+    prefix = f"{key}." if key else ""
     for name in mapping:
         if name not in names:
             near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-            known = f"there are {', '.join(names)}"
-            advice = f"did you mean {begins}{near[0]}?" if near else known
-            raise errors.OptionError(f"{begins}{name} is no option; {advice}")
+            advice = f"the options are {', '.join(names)}"
+            if near:
+                advice = f"did you mean {prefix}{near[0]}?"
+            raise errors.OptionError(f"{prefix}{name} is not an option; {advice}")
     return dict(mapping)
 
 
@@ -185,20 +190,23 @@ def record(cls: type[Any], parsers: Mapping[str, Parser]) -> Parser:
     def parse(key: str, value: Any) -> Any:
         if isinstance(value, cls):
             return value
-        found = table(key, value, parsers)
+        options = table(key, value, parsers)
         for field in dataclasses.fields(cls):
-            if field.default is dataclasses.MISSING and field.name not in found:
+            if field.default is dataclasses.MISSING and field.name not in options:
                 raise errors.OptionError(f"{key}.{field.name} is missing")
-        values = {name: parsers[name](f"{key}.{name}", found[name]) for name in found}
-        return made(key, lambda: cls(**values))
+        return create(
+            key,
+            cls,
+            {name: parsers[name](f"{key}.{name}", options[name]) for name in options},
+        )
 
     return parse
 
 
-def made(key: str, make: Callable[[], Any]) -> Any:
-    """Returns `make()`, with the option's name added to errors."""
+def create(key: str, cls: type[Any], fields: Mapping[str, Any]) -> Any:
+    """Returns `cls(**fields)`, with the option's name added to errors."""
     try:
-        return make()
+        return cls(**fields)
     except errors.OptionError as error:
         raise errors.OptionError(f"{key}: {error}") from None
 
@@ -220,7 +228,7 @@ def read(file: Path) -> Any:
     }
     if file.suffix not in loaders:
         raise errors.OptionError(
-            f"{file} must be a file of TOML, YAML or JSON, and end in"
+            f"{file} must be a TOML, YAML or JSON file with one of the suffixes"
             f" {', '.join(loaders)}"
         )
     try:
@@ -229,11 +237,11 @@ def read(file: Path) -> Any:
         raise errors.OptionError(f"{file} cannot be read: {error}") from error
     except ValueError as error:
         kind = file.suffix[1:].upper()
-        raise errors.OptionError(f"{file} is no {kind}: {error}") from error
+        raise errors.OptionError(f"{file} is not valid {kind}: {error}") from error
 
 
 def _load_yaml(content: str) -> Any:
-    import yaml  # comes with Flax; not all users need it
+    import yaml  # installed with Flax; few users need it
 
     try:
         return yaml.safe_load(content)

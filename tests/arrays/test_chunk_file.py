@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
 from flaxckpt._arrays.zarr.chunk_file import Block
 from flaxckpt._storage import filesystem as storage_filesystem
+from tests.helpers.files import flip_bit
 
 PAGE = mmap.PAGESIZE
 
@@ -87,9 +88,7 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path):
 @pytest.mark.parametrize("place", [0, 5000, 9999, 10_000, 10_003])
 def test_a_flipped_bit_is_found(tmp_path, place):
     block = stored(tmp_path / "b", noise(10_000))
-    content = bytearray(block.path.read_bytes())
-    content[place] ^= 1
-    block.path.write_bytes(content)
+    flip_bit(block.path, place)
     with pytest.raises(ValueError, match="b has changed since it was written"):
         zarr_chunk_file.read(block, [zarr_chunk_file.empty(10_000).data], verify=True)
     with pytest.raises(ValueError, match="b has changed since it was written"):

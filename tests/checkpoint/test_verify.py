@@ -16,9 +16,11 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import files as storage_files
+from flaxckpt._storage.storage import LOCAL
 from flaxckpt.formats._native import checkpoint as native_checkpoint
 from flaxckpt.policies import LatestN
 from tests.helpers import strategies
+from tests.helpers.files import flip_bit
 
 LAYOUTS = {
     f"{store} {codec} zarr{version}": flaxckpt.ArrayLayout(
@@ -60,12 +62,6 @@ def run(root, *steps, layout=FILES, **options):
         ckpt.save(step, state(step), metrics={"loss": 0.5}, dataset=Iterator())
     ckpt.wait()
     return ckpt
-
-
-def flip(file, at=3):
-    content = bytearray(file.read_bytes())
-    content[at] ^= 1
-    file.write_bytes(content)
 
 
 def files(path):
@@ -207,13 +203,13 @@ def test_files_that_are_no_part_of_it_are_named_and_do_no_harm(tmp_path, layout)
     report = flaxckpt.verify(tmp_path / "1")
     assert report.extra == ("notes.txt", "state/.c.0.rsync")
     assert report.ok
-    assert "no part of it: notes.txt" in str(report)
+    assert "not in the checkpoint: notes.txt" in str(report)
 
 
 def test_problems_are_named_by_leaf_and_by_file(tmp_path):
     run(tmp_path, 1)
-    flip(tmp_path / "1/state/w/c.0.0")
-    flip(tmp_path / "1/dataset/process_0-of-1.json")
+    flip_bit(tmp_path / "1/state/w/c.0.0", 3)
+    flip_bit(tmp_path / "1/dataset/process_0-of-1.json", 3)
     (tmp_path / "1/state/table/c.0.0").unlink()
     report = flaxckpt.verify(tmp_path)
     assert set(report.problems) == {"w", "table", "dataset/process_0-of-1.json"}
@@ -245,7 +241,7 @@ def test_a_report_says_which_leaves_cannot_be_read(tmp_path, layout, damage):
     if damage == "missing":
         file.unlink()
     else:
-        flip(file, at=file.stat().st_size // 2)
+        flip_bit(file)
     report = flaxckpt.verify(tmp_path / "c")
     wanted = {f"l{n}" for n in range(20)} if is_database else {"l7"}
     assert set(report.unreadable) == wanted
@@ -261,16 +257,16 @@ def test_a_report_says_which_leaves_cannot_be_read(tmp_path, layout, damage):
 
 def test_a_report_without_a_description_says_that_no_leaf_can_be_read(tmp_path):
     run(tmp_path, 1)
-    flip(tmp_path / "1/flaxckpt.json", at=100)
+    flip_bit(tmp_path / "1/flaxckpt.json", 100)
     report = flaxckpt.verify(tmp_path, step=1)
     assert (report.leaves, report.unreadable) == (None, {})
-    assert "none of its leaves can be read" in str(report)
+    assert "no leaf can be read" in str(report)
 
 
 def test_files_beside_the_arrays_cost_no_leaf(tmp_path, layout):
     run(tmp_path, 1, layout=layout)
-    flip(tmp_path / "1/state/_sharding", at=0)
-    flip(tmp_path / "1/dataset/process_0-of-1.json")
+    flip_bit(tmp_path / "1/state/_sharding", 0)
+    flip_bit(tmp_path / "1/dataset/process_0-of-1.json", 3)
     report = flaxckpt.verify(tmp_path, step=1)
     assert len(report.problems) == 2
     assert (report.leaves, report.unreadable, report.summary) == (4, {}, "")
@@ -284,7 +280,7 @@ def test_arrays_of_zarr_2_are_compared_when_they_are_loaded(tmp_path):
         path = tmp_path / name / "1"
         arrays = [*path.glob("state/table/*"), *path.glob("state/d/*")]
         largest = max(arrays, key=lambda file: file.stat().st_size)
-        flip(largest, at=largest.stat().st_size // 2)
+        flip_bit(largest)
         with pytest.raises(errors.DamagedCheckpointError, match="has changed"):
             flaxckpt.load(path)
         with pytest.raises(errors.DamagedCheckpointError, match="has changed"):
@@ -345,7 +341,7 @@ def test_checksums_of_other_writers_are_compared_where_they_are(tmp_path):
     report = flaxckpt.verify(tmp_path / "1")
     assert report.ok, str(report)
     assert (report.format, report.unchecked) == ("orbax", {})
-    flip(tmp_path / "1/state/w/c.0.0")
+    flip_bit(tmp_path / "1/state/w/c.0.0", 3)
     assert list(flaxckpt.verify(tmp_path / "1").problems) == ["w"]
 
 
@@ -369,7 +365,7 @@ def test_large_databases_are_verified_by_their_values(tmp_path, monkeypatch):
         assert report.ok, str(report)
         assert (report.unchecked, report.extra) == ({}, ())
         largest = max(path.glob("state/d/*"), key=lambda file: file.stat().st_size)
-        flip(largest, at=largest.stat().st_size // 2)
+        flip_bit(largest)
         assert list(flaxckpt.verify(path).problems) == ["table"]
 
 
@@ -389,7 +385,7 @@ def test_what_is_missing_in_a_sound_database_is_named(tmp_path, monkeypatch, cod
         problems = flaxckpt.verify(tmp_path / "1").problems
         name = chunks[2].removeprefix("table/")
         rest = " and 1 more are missing" if number else " is missing"
-        assert problems == {"table": f"{name}{rest} in the database"}
+        assert problems == {"table": f"{name}{rest} from the database"}
     values.write("w/zarr.json", None).result()
     assert flaxckpt.verify(tmp_path / "1").problems.keys() == {"table", "w"}
 
@@ -426,8 +422,8 @@ def test_verifying_needs_something_there(tmp_path):
 
 def test_good_steps_are_not_deleted_in_the_stead_of_damaged_ones(tmp_path):
     ckpt = run(tmp_path, 5, 10, 15, 20)
-    flip(tmp_path / "15/state/w/c.0.0")
-    flip(tmp_path / "20/state/w/c.0.0")
+    flip_bit(tmp_path / "15/state/w/c.0.0", 3)
+    flip_bit(tmp_path / "20/state/w/c.0.0", 3)
     ckpt.close()
     again = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(3)])
     strategies.assert_same(state(10), again.restore())
@@ -447,7 +443,7 @@ def test_good_steps_are_not_deleted_in_the_stead_of_damaged_ones(tmp_path):
 def test_a_marked_step_is_replaced_when_the_run_gets_there(tmp_path):
     ckpt = run(tmp_path, 1, 2)
     ckpt.pin(2)
-    flip(tmp_path / "2/state/w/c.0.0")
+    flip_bit(tmp_path / "2/state/w/c.0.0", 3)
     ckpt.restore()
     assert ckpt.damaged().keys() == {2}
     ckpt.save(2, state(2)).wait()
@@ -482,7 +478,7 @@ def test_exactly_the_marked_step_is_tried_and_unmarked_if_it_is_good(tmp_path):
     ckpt = run(tmp_path, 1, 2)
     chunk = tmp_path / "2/state/w/c.0.0"
     good = chunk.read_bytes()
-    flip(chunk)
+    flip_bit(chunk, 3)
     ckpt.restore()
     with pytest.raises(errors.DamagedCheckpointError, match="w: c"):
         ckpt.restore(step=2)
@@ -496,7 +492,7 @@ def test_exactly_the_marked_step_is_tried_and_unmarked_if_it_is_good(tmp_path):
 
 def test_a_marked_step_is_deleted_when_that_is_asked_for(tmp_path):
     ckpt = run(tmp_path, 1, 2)
-    flip(tmp_path / "2/state/w/c.0.0")
+    flip_bit(tmp_path / "2/state/w/c.0.0", 3)
     ckpt.restore()
     ckpt.delete(2)
     assert ckpt.damaged() == {}
@@ -506,7 +502,7 @@ def test_a_marked_step_is_deleted_when_that_is_asked_for(tmp_path):
 def test_nothing_is_marked_while_there_is_no_good_step(tmp_path):
     ckpt = run(tmp_path, 1, 2)
     for step in (1, 2):
-        flip(tmp_path / f"{step}/state/w/c.0.0")
+        flip_bit(tmp_path / f"{step}/state/w/c.0.0", 3)
     for _ in range(2):
         with pytest.raises(errors.DamagedCheckpointError, match=str(tmp_path / "2")):
             ckpt.restore()
@@ -515,7 +511,7 @@ def test_nothing_is_marked_while_there_is_no_good_step(tmp_path):
 
 def test_a_run_with_damaged_steps_only_does_not_begin_anew(tmp_path):
     ckpt = run(tmp_path, 1, 2)
-    flip(tmp_path / "2/state/w/c.0.0")
+    flip_bit(tmp_path / "2/state/w/c.0.0", 3)
     ckpt.restore()
     ckpt.delete(1)
     on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
@@ -525,7 +521,7 @@ def test_a_run_with_damaged_steps_only_does_not_begin_anew(tmp_path):
 
 def test_a_reader_marks_nothing(tmp_path):
     run(tmp_path, 1, 2).close()
-    flip(tmp_path / "2/state/w/c.0.0")
+    flip_bit(tmp_path / "2/state/w/c.0.0", 3)
     reader = flaxckpt.Checkpointer(tmp_path, read_only=True)
     strategies.assert_same(state(1), reader.restore())
     assert reader.damaged() == {}
@@ -562,8 +558,8 @@ def test_a_file_that_may_not_be_read_proves_nothing(tmp_path, monkeypatch):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return read(path, max_bytes=max_bytes)
 
-    read = storage_files.read
-    monkeypatch.setattr(storage_files, "read", denied)
+    read = LOCAL.read
+    monkeypatch.setattr(LOCAL, "read", denied)
     monkeypatch.setattr(os, "open", fail)
     strategies.assert_same(state(1), ckpt.restore())
     monkeypatch.undo()
@@ -572,12 +568,12 @@ def test_a_file_that_may_not_be_read_proves_nothing(tmp_path, monkeypatch):
 
 def test_a_mark_that_cannot_be_made_is_told_of(tmp_path, monkeypatch, caplog):
     ckpt = run(tmp_path, 1, 2)
-    flip(tmp_path / "2/state/w/c.0.0")
+    flip_bit(tmp_path / "2/state/w/c.0.0", 3)
 
     def fail(path, content):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(storage_files, "replace", fail)
+    monkeypatch.setattr(LOCAL, "replace", fail)
     strategies.assert_same(state(1), ckpt.restore())
     assert "could not be marked: [Errno 30]" in caplog.text
 
@@ -585,7 +581,7 @@ def test_a_mark_that_cannot_be_made_is_told_of(tmp_path, monkeypatch, caplog):
 def test_the_mark_counts_for_load_and_for_other_processes(tmp_path, caplog):
     caplog.set_level(logging.WARNING, logger="flaxckpt")
     ckpt = run(tmp_path, 1, 2)
-    flip(tmp_path / "2/state/w/c.0.0")
+    flip_bit(tmp_path / "2/state/w/c.0.0", 3)
     ckpt.restore()
     mark = json.loads((tmp_path / "2/DAMAGED").read_text())
     assert mark.keys() == {"reason", "time"}
@@ -593,14 +589,14 @@ def test_the_mark_counts_for_load_and_for_other_processes(tmp_path, caplog):
     assert "is marked as damaged" in caplog.text
     assert flaxckpt.Checkpointer(tmp_path, read_only=True).damaged().keys() == {2}
     (tmp_path / "2/DAMAGED").write_text("")
-    assert ckpt.damaged() == {2: "its mark does not say why"}
+    assert ckpt.damaged() == {2: "its marker gives no reason"}
     seen = list(ckpt.new_steps(timeout_secs=0, poll_secs=0.01))
     assert seen == [1]
 
 
 def test_a_damaged_dataset_state_is_damage(tmp_path):
     ckpt = run(tmp_path, 1, 2)
-    flip(tmp_path / "2/dataset/process_0-of-1.json")
+    flip_bit(tmp_path / "2/dataset/process_0-of-1.json", 3)
     restored, step = ckpt.restore_latest(state(0), dataset=Iterator())
     assert step == 1
     assert ckpt.damaged().keys() == {2}

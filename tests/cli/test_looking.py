@@ -11,14 +11,13 @@ import pytest
 import flaxckpt
 from flaxckpt._steps import markers as steps_markers
 from tests import GOLDEN
+from tests.helpers.files import flip_bit
 
 
 def damage(directory):
     """Changes one bit of an array in a step."""
     [file] = (directory / "state" / "params.dense.kernel").glob("c*")
-    content = bytearray(file.read_bytes())
-    content[3] ^= 1
-    file.write_bytes(content)
+    flip_bit(file, 3)
 
 
 # ---- ls -----------------------------------------------------------------------------
@@ -128,7 +127,7 @@ def test_ls_of_a_run_that_has_just_begun(here, command):
 def test_what_is_no_checkpoint_is_bad_use(here, command):
     for verb in ("ls", "show", "verify", "du", "explain"):
         assert "does not exist" in command.refuses(verb, "nowhere")
-        assert "is no checkpoint that is read here" in command.refuses(
+        assert "is not a checkpoint of a supported format" in command.refuses(
             verb, "notes.txt"
         )
     assert "did you mean" not in command.refuses("ls", "run", "--bogus")

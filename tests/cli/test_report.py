@@ -7,6 +7,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt._steps import markers as steps_markers
+from tests.helpers.files import flip_bit
 
 
 def test_report_writes_a_page_and_says_where(here, command):
@@ -68,9 +69,7 @@ def test_damage_is_1_and_the_page_is_written_all_the_same(here, command):
 
 def test_verify_reads_every_byte(here, command):
     [file] = (here / "run" / "200" / "state" / "params.dense.kernel").glob("c*")
-    content = bytearray(file.read_bytes())
-    content[3] ^= 1
-    file.write_bytes(content)
+    flip_bit(file, 3)
     command("report", "run", "--no-diff")
     lines = command.text("report", "run", "--no-diff", "--verify", code=1)
     told = "step 200 is damaged: 1 of 8 leaves cannot be read: params/dense/kernel: "
@@ -86,7 +85,7 @@ def test_report_takes_every_format(here, command, name):
 
 def test_bad_use_is_2_and_nothing_is_written(here, command, monkeypatch):
     assert "does not exist" in command.refuses("report", "nowhere")
-    assert "is no checkpoint" in command.refuses("report", "notes.txt")
+    assert "is not a checkpoint" in command.refuses("report", "notes.txt")
     assert "has no step 7" in command.refuses("report", "run", "-a", 7)
     assert "with itself" in command.refuses("report", "run", "-a", 300)
     assert "--no-diff" in command.refuses("report", "run", "--no-diff", "-a", 100)
@@ -114,5 +113,5 @@ def test_a_run_in_a_store_is_reported(here, command):
         for step in (1, 2):
             run.save(step, {"w": np.full(3, step, np.float32)})
     told, line = command.text("report", "memory://cli-report/run")
-    assert told.startswith("the integrity of 1 of 2 steps was looked at: --verify")
+    assert told.startswith("the integrity of 1 of 2 steps was checked: --verify")
     assert line.startswith("wrote report.html: 2 steps")

@@ -43,7 +43,7 @@ def test_names_that_end_in_a_number_are_no_steps(models, look):
     with pytest.raises(errors.CheckpointFormatError) as info:
         look(models)
     text = str(info.value)
-    assert "not called like steps" in text
+    assert "not names of steps" in text
     assert f"{models / 'model1'}" in text
     assert "step_format='model{step}'" in text
     assert sorted(path.name for path in models.iterdir()) == ["model1", "model2"]

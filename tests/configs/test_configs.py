@@ -255,13 +255,16 @@ def test_references_in_a_config_dict_are_followed():
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"every_step": 5}, "every_step is no option; did you mean every_steps?"),
+        ({"every_step": 5}, "every_step is not an option; did you mean every_steps?"),
         (
             {"layout": {"code": 1}},
-            "layout.code is no option; did you mean layout.codec?",
+            "layout.code is not an option; did you mean layout.codec?",
         ),
-        ({"keep": [{"lates": 1}]}, r"keep\[0\].lates is no option; did you .*latest?"),
-        ({"xyz": 1}, "xyz is no option; there are directory, keep"),
+        (
+            {"keep": [{"lates": 1}]},
+            r"keep\[0\].lates is not an option; did you .*latest?",
+        ),
+        ({"xyz": 1}, "xyz is not an option; the options are directory, keep"),
         ({"keep": {"latest": 1}}, "keep must be a list, found .*dict"),
         ({"keep": [3]}, r"keep\[0\] must be a table, found 3 \(int\)"),
         ({"keep": [{}]}, r"keep\[0\] must have one of latest, best"),
@@ -278,7 +281,7 @@ def test_references_in_a_config_dict_are_followed():
         ({"every_steps": True}, r"every_steps must be .*, found True \(bool\)"),
         ({"every_steps": 0}, "every_steps must be a whole number of at least 1"),
         ({"every_steps": 1.5}, r"found 1.5 \(float\)"),
-        ({"every_secs": "5 minutes"}, "a text such as '15 min', found '5 minutes'"),
+        ({"every_secs": "5 minutes"}, "a string such as '15 min', found '5 minutes'"),
         ({"every_secs": float("nan")}, "every_secs must be a positive number"),
         ({"every_secs": "1.2.3"}, "every_secs must be a positive number"),
         ({"layout": {"chunk_bytes": "0.3 B"}}, "layout.chunk_bytes must be a whole"),
@@ -292,12 +295,12 @@ def test_references_in_a_config_dict_are_followed():
         ({"save_dtype": [{"pattern": ".*", "dtype": "floaty"}]}, "floaty"),
         ({"read_only": 1}, r"read_only must be true or false, found 1 \(int\)"),
         ({"directory": 7}, r"directory must be a path, found 7 \(int\)"),
-        ({"step_format": "{number}"}, "step_format must hold {step}"),
+        ({"step_format": "{number}"}, "step_format must contain {step}"),
         ({"on_steps": 5}, "on_steps must be a list"),
         ({"on_steps": [-5]}, r"on_steps\[0\] must be a whole number"),
         ({"step_is": "epoch"}, "step_is must be one of 'completed', 'index'"),
         ({"preflight": 1}, "preflight must be one of True, False, 'warn'"),
-        ({"temporary": True}, "temporary is for the saves that every_secs calls for"),
+        ({"temporary": True}, "temporary applies to the saves of every_secs"),
         ([1], "the config must be a table"),
     ],
 )
@@ -309,12 +312,12 @@ def test_what_makes_no_sense_is_named(mapping, message):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.toml", "[run.ckpt]\nkep = []", "a.toml: run.ckpt.kep is no option"),
+        ("a.toml", "[run.ckpt]\nkep = []", "a.toml: run.ckpt.kep is not an option"),
         ("a.toml", "[run]\n", "a.toml has no table 'run.ckpt'"),
-        ("a.toml", "[run", "a.toml is no TOML: "),
-        ("a.yaml", "run: {ckpt: [", "a.yaml is no YAML: "),
+        ("a.toml", "[run", "a.toml is not valid TOML: "),
+        ("a.yaml", "run: {ckpt: [", "a.yaml is not valid YAML: "),
         ("a.json", '{"run": 1}', "a.json has no table 'run.ckpt'"),
-        ("a.ini", "", "a.ini must be a file of TOML, YAML or JSON"),
+        ("a.ini", "", "a.ini must be a TOML, YAML or JSON file"),
         ("a.json", None, "a.json cannot be read: "),
     ],
 )

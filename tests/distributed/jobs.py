@@ -2,20 +2,15 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from tests.helpers.files import free_port
+
 PROGRAM = Path(__file__).with_name("program.py")
 TIMEOUT_SECS = 300
-
-
-def free_port():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 class Job:

@@ -42,6 +42,7 @@ from flaxckpt._distributed import key_value as distributed_key_value  # noqa: E4
 from flaxckpt._distributed import operation as distributed_operation  # noqa: E402
 from flaxckpt.policies import LatestN  # noqa: E402
 from tests.distributed import states  # noqa: E402
+from tests.helpers.files import flip_bit  # noqa: E402
 
 distributed_operation.USES_FILES = GIVEN.get("files", False)
 distributed_heartbeat.SILENT_SECS = GIVEN.get("silent_secs", 60.0)
@@ -406,9 +407,7 @@ def _find_damage(ckpt):
     if RANK == 0:
         file = ckpt.directory / str(newest) / "state/arrays.large"
         chunk = sorted(file.glob("c.*"))[-1]
-        content = bytearray(chunk.read_bytes())
-        content[100] ^= 1
-        chunk.write_bytes(content)
+        flip_bit(chunk, 100)
     wanted = {"arrays": {"large": halves(states.values(0)["large"])}}
     found, step = ckpt.restore_latest(wanted)
     assert step == older
@@ -522,7 +521,7 @@ def check_small(state, step):
 def lost():
     """The last process is killed before it does anything with others."""
     with flaxckpt.Checkpointer(DIRECTORY) as ckpt:
-        distributed_operation.group(DIRECTORY).texts.get(
+        distributed_operation.find_group(DIRECTORY).texts.get(
             f"{distributed_heartbeat._KEY}/{RANK}", 20
         )
         say(opened=True)
@@ -557,8 +556,8 @@ def together():
     from tests.distributed import exercise_together
 
     DIRECTORY.mkdir(parents=True, exist_ok=True)
-    group = distributed_operation.group(DIRECTORY)
-    is_files = type(group.texts) is distributed_key_value.Files
+    group = distributed_operation.find_group(DIRECTORY)
+    is_files = type(group.texts) is distributed_key_value.FileStore
     assert is_files == GIVEN["files"]
     exercise_together.exercise(group)
     say(ok=True)

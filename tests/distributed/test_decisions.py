@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,14 +9,9 @@ from pathlib import Path
 import pytest
 
 from flaxckpt._util import processes as util_processes
+from tests.helpers.files import free_port
 
 PROGRAM = Path(__file__).with_name("decide_together.py")
-
-
-def free_port():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 def run_both(directory):

@@ -109,7 +109,7 @@ def test_a_power_cut_loses_no_step_whose_save_has_ended(disk):
         if n % 2:
             after = chance.uniform(0, LONGEST_SAVE_SECS)
             victim.train(2, layout, cut_in_last=after)
-            disk.start_again()
+            disk.restart()
         else:
             victim.train(2, layout, None)
             time.sleep(next(delays))
@@ -117,6 +117,6 @@ def test_a_power_cut_loses_no_step_whose_save_has_ended(disk):
             unsynced = disk.mount_point / f"unsynced-{n}"
             unsynced.write_bytes(bytes(range(256)) * 16)
             disk.cut()
-            disk.start_again()
+            disk.restart()
             assert not unsynced.exists() or unsynced.stat().st_size == 0
         victim.check()

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import flaxckpt
 from tests import GOLDEN
 from tests.golden import make_orbax
+from tests.helpers.files import flip_bit, largest_file
 
 grain = pytest.importorskip("grain")
 ocp = pytest.importorskip("orbax.checkpoint")
@@ -363,12 +364,9 @@ def test_orbax_reads_ours_whatever_kinds_of_numbers_are_in_it(tmp_path, reader):
 def test_orbax_raises_on_a_flipped_bit_of_ours(tmp_path, store, reader):
     state = place({"w": jnp.arange(2**14, dtype=jnp.float32)}, 1)
     save(tmp_path, state, store)
-    files = [f for f in (tmp_path / str(STEP) / "state").rglob("*") if f.is_file()]
-    largest = max(files, key=lambda file: file.stat().st_size)
-    data = bytearray(largest.read_bytes())
-    assert len(data) >= state["w"].nbytes
-    data[len(data) // 2] ^= 4
-    largest.write_bytes(data)
+    largest = largest_file(tmp_path / str(STEP) / "state")
+    assert largest.stat().st_size >= state["w"].nbytes
+    flip_bit(largest, bit=4)
     with pytest.raises(Exception, match="error while reading") as raised:
         READERS[reader](tmp_path, STEP, abstract(state))
     assert "DATA_LOSS" in "".join(traceback.format_exception(raised.value))

@@ -6,6 +6,7 @@ import optax
 from flax.training.train_state import TrainState
 
 import flaxckpt
+from tests.helpers.files import flip_bit
 
 LOSSES = {1000: 0.91, 2000: 0.62, 3000: 0.71, 4000: 0.66}
 
@@ -24,9 +25,7 @@ def make(root):
                 metrics = {"eval/loss": loss}
                 run.save(step, state.replace(step=step), metrics=metrics)
     [file] = (root / "runs" / "8" / "4000" / "state" / "params.dense.kernel").glob("c*")
-    content = bytearray(file.read_bytes())
-    content[1000] ^= 1
-    file.write_bytes(content)
+    flip_bit(file, 1000)
     (root / "wanted.json").write_text(
         '{"params": {"dense": {"kernel": "bfloat16[64, 32]", "scale": "float32[32]"}}}'
     )

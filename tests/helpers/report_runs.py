@@ -10,6 +10,7 @@ import flaxckpt
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
 from flaxckpt.transforms import drop
+from tests.helpers.files import largest_file
 
 KEEP = (LatestN(3), BestN(2, "eval/loss", "min"), EveryNSteps(40))
 KEEP_OPTIONS = ("-k", "latest:3", "-k", "best:2:eval/loss:min", "-k", "every:40")
@@ -51,8 +52,7 @@ def make_run(root):
 
 def damage(step_directory):
     """Takes one byte of an array away."""
-    files = [f for f in (step_directory / "state").rglob("*") if f.is_file()]
-    largest = max(files, key=lambda file: file.stat().st_size)
+    largest = largest_file(step_directory / "state")
     largest.write_bytes(largest.read_bytes()[:-1])
 
 

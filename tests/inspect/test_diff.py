@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as hnp
 import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt._inspect import diff as inspect_diff
+from tests.helpers.files import flip_bit
 
 
 def saved(path, state, **options):
@@ -155,9 +156,7 @@ def test_a_damaged_checkpoint_is_not_compared(tmp_path):
     a = saved(tmp_path / "a", {"x": np.ones(3)})
     b = saved(tmp_path / "b", {"x": np.ones(3)})
     [chunk] = (b / "state" / "x").glob("c*")
-    content = bytearray(chunk.read_bytes())
-    content[3] ^= 1
-    chunk.write_bytes(content)
+    flip_bit(chunk, 3)
     with pytest.raises(errors.DamagedCheckpointError, match="x"):
         flaxckpt.diff(a, b)
 

@@ -1,7 +1,5 @@
 """Runs seen from outside: how their steps are called, why they stay, how they go."""
 
-import contextlib
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,6 +16,7 @@ from flaxckpt._inspect import run_view as inspect_run_view
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._steps import names as steps_names
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
+from tests.helpers.files import without_permissions
 
 
 def make_run(root, steps=(10, 20, 30), **options):
@@ -139,27 +138,14 @@ def test_what_may_not_be_read_is_told():
         Path(name).chmod(0o755)
         root = make_run(Path(name) / "run")
         (root / "30" / "state").chmod(0)
-        with without_rights():
+        with without_permissions():
             found = inspect_listing.listing(root).steps[2]
         assert "permission denied" in found.damage
         (root / "30").chmod(0)
         with (
-            without_rights(),
+            without_permissions(),
             pytest.raises(errors.DamagedCheckpointError, match="permission denied"),
         ):
             inspect_listing.listing(root)
         (root / "30").chmod(0o755)
         (root / "30" / "state").chmod(0o755)
-
-
-@contextlib.contextmanager
-def without_rights():
-    """Root may read anything, so it is nobody for a while."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)

@@ -19,6 +19,7 @@ from tensorboard.util.tensor_util import make_tensor_proto
 import flaxckpt
 from flaxckpt import policies
 from flaxckpt.integrations.tensorboard import EventFiles
+from tests.helpers.files import flip_bit
 
 
 @pytest.fixture
@@ -127,9 +128,7 @@ def test_a_damaged_file_is_read_to_the_damage_and_named_once(
     [file] = tmp_path.glob("*tfevents*")
     start = file.stat().st_size
     write("", 2, old("loss", 2.0))
-    data = bytearray(file.read_bytes())
-    data[start + place if place >= 0 else place] ^= 1
-    file.write_bytes(data)
+    flip_bit(file, start + place if place >= 0 else place)
     write("eval", 2, old("loss", 1.0))
     events = EventFiles(tmp_path)
     with caplog.at_level(logging.WARNING):

@@ -22,6 +22,7 @@ from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._steps import event as steps_event
 from flaxckpt._util import html as util_html
 from flaxckpt.policies import BestN, LatestN
+from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.report_runs import (
     KEEP,
     LASTS,
@@ -247,13 +248,13 @@ def test_nothing_is_green_that_was_not_looked_at(tmp_path):
     damage(tmp_path / "1")  # nobody looks at that
     found = gather(tmp_path)
     assert found.is_good
-    assert (found.looked_at, len(found.integrity)) == (10, 14)
+    assert (found.checked_count, len(found.integrity)) == (10, 14)
     page = _report.page(found)
     kind, texts = _card(page)
     assert "good" not in kind
-    assert texts[1] == "10 of 14 looked at"
-    assert "4 not looked at" in texts[2]
-    assert "10 of 14 looked at: " in _text(page)
+    assert texts[1] == "10 of 14 checked"
+    assert "4 not checked" in texts[2]
+    assert "10 of 14 checked: " in _text(page)
     assert "no damage" not in _text(page)
     kind, texts = _card(_report.page(gather(tmp_path, verify=True)))
     assert "bad" in kind
@@ -270,11 +271,7 @@ def test_all_files_are_not_all_bytes(run):
 
 
 def test_only_a_full_look_finds_a_changed_byte(run):
-    files = [f for f in (run / "20" / "state").rglob("*") if f.is_file()]
-    file = max(files, key=lambda file: file.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_bit(largest_file(run / "20" / "state"))
     found = {e.step: e for e in gather(run, verify=True).integrity}
     assert found[20].state == "damaged"
     assert {found[step].state for step in LASTS - {20}} == {"verified"}
@@ -395,7 +392,7 @@ trees = st.recursive(
 @given(st.lists(st.integers(0, 10**6), max_size=40))
 def test_rectangles_of_a_treemap_have_their_areas_and_stay_inside(sizes):
     sizes = sorted(sizes, reverse=True)
-    boxes = _report.charts.treemap.squarified(
+    boxes = _report.charts.treemap.squarify(
         sizes, _report.charts.treemap.Box(0, 0, 300, 200)
     )
     assert len(boxes) == len(sizes)
@@ -424,7 +421,7 @@ def test_parts_add_up_whatever_the_tree(sizes):
         for path, size in sizes.items()
         if not any(other.startswith(f"{path}/") for other in sizes)
     }
-    found = _report.size_groups.parts(run_disk_usage.subtrees(leaves))
+    found = _report.size_groups.divide(run_disk_usage.subtrees(leaves))
     assert sum(p.leaves for p in found) == len(leaves)
     assert sum(p.bytes for p in found) == sum(
         math.prod(info.shape) for info in leaves.values()
@@ -533,7 +530,7 @@ def test_ten_thousand_leaves_are_few_parts(tmp_path):
         )
         for n in range(10_000)
     }
-    found = _report.size_groups.parts(run_disk_usage.subtrees(leaves))
+    found = _report.size_groups.divide(run_disk_usage.subtrees(leaves))
     assert len(found) <= 60
     assert sum(part.leaves for part in found) == 10_000
     assert sum(part.bytes for part in found) == 55_000

@@ -20,9 +20,10 @@ from flaxckpt._checkpoint import commit as checkpoint_commit
 from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._steps import delete as steps_delete
 from flaxckpt._storage import commit_marker as storage_commit_marker
-from flaxckpt._storage import files as storage_files
+from flaxckpt._storage.storage import LOCAL
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
 from tests.helpers import store_servers, strategies
+from tests.helpers.files import flip_bit
 
 
 @pytest.fixture(params=store_servers.KINDS)
@@ -37,9 +38,7 @@ def state(step):
 
 def damage(path):
     chunk = path / "state/w/c.0.0"
-    content = bytearray(chunk.read_bytes())
-    content[3] ^= 1
-    chunk.write_bytes(content)
+    flip_bit(chunk, 3)
 
 
 # ---- saving and finding -----------------------------------------------------------
@@ -207,7 +206,7 @@ def broken_disk(monkeypatch):
     def fail(*args):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(storage_files, "sync_tree", fail)
+    monkeypatch.setattr(LOCAL, "sync_tree", fail)
     monkeypatch.setattr(storage_commit_marker, "commit", fail)  # in object stores
     return monkeypatch
 
@@ -253,7 +252,7 @@ def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(run_dir, broken_di
 
 
 def test_saves_from_several_threads_follow_one_another(run_dir, monkeypatch):
-    real, running, most = checkpoint_save.execute, [], []
+    real, running, most = checkpoint_save.write_snapshot, [], []
 
     def execute(snapshot, previous):
         running.append(snapshot)
@@ -262,7 +261,7 @@ def test_saves_from_several_threads_follow_one_another(run_dir, monkeypatch):
         running.remove(snapshot)
         return real(snapshot, previous)
 
-    monkeypatch.setattr(checkpoint_save, "execute", execute)
+    monkeypatch.setattr(checkpoint_save, "write_snapshot", execute)
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         threads = [
             threading.Thread(target=ckpt.save, args=(step, state(step)))
@@ -278,13 +277,13 @@ def test_saves_from_several_threads_follow_one_another(run_dir, monkeypatch):
 
 def test_an_interrupted_wait_can_be_taken_up_again(run_dir, monkeypatch):
     release = threading.Event()
-    real = checkpoint_save.execute
+    real = checkpoint_save.write_snapshot
 
     def held_up(snapshot, previous):
         release.wait()
         return real(snapshot, previous)
 
-    monkeypatch.setattr(checkpoint_save, "execute", held_up)
+    monkeypatch.setattr(checkpoint_save, "write_snapshot", held_up)
     ckpt = flaxckpt.Checkpointer(run_dir)
     handle = ckpt.save(1, state(1))
 
@@ -323,13 +322,13 @@ def test_a_file_is_no_run_directory(run_dir):
 
 
 def test_waiting_may_time_out(run_dir, monkeypatch):
-    real = checkpoint_save.execute
+    real = checkpoint_save.write_snapshot
 
     def slow(snapshot):
         time.sleep(0.3)
         return real(snapshot)
 
-    monkeypatch.setattr(checkpoint_save, "execute", slow)
+    monkeypatch.setattr(checkpoint_save, "write_snapshot", slow)
     handle = flaxckpt.save_async(run_dir / "c", state(1))
     with pytest.raises(errors.CheckpointTimeoutError) as info:
         handle.wait(timeout_secs=0.01)

@@ -19,13 +19,13 @@ from flaxckpt import _storage, errors
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import client as storage_client
-from flaxckpt._storage import upload as storage_upload
 from flaxckpt._util import processes as util_processes
 from flaxckpt.configs import CheckpointConfig
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
 from tests.helpers import faulty_store as faulty
 from tests.helpers import store_servers, strategies
+from tests.helpers.files import flip_bit
 
 DIRECTORIES = ("file", "memory", "moto")
 LAYOUTS = [flaxckpt.ArrayLayout(store=store) for store in ("files", "ocdbt")]
@@ -44,9 +44,7 @@ def state(step, text="a"):
 def damage(step):
     """Changes a byte of an array's value."""
     [file] = (step / "state/w").glob("c.*")
-    content = bytearray(file.read_bytes())
-    content[5] ^= 1
-    file.write_bytes(content)
+    flip_bit(file, 5)
 
 
 def steps_in(directory):
@@ -247,7 +245,9 @@ def test_a_step_is_deleted_from_both_and_replaced_on_both(store_path, tmp_path, 
 
 
 def test_what_changes_while_a_step_is_uploaded_follows(tmp_path, monkeypatch):
-    path, real = faulty.new_path("tiers-changes"), storage_upload.upload
+    path = faulty.new_path("tiers-changes")
+    store = _storage.of(_storage.paths.resolve(path))
+    real = store.copy_checkpoint
     with flaxckpt.Checkpointer(path, staging=tmp_path / "ssd") as ckpt:
 
         def upload(*given, **options):
@@ -257,7 +257,7 @@ def test_what_changes_while_a_step_is_uploaded_follows(tmp_path, monkeypatch):
             ckpt.pin(1)
             return size
 
-        monkeypatch.setattr(storage_upload, "upload", upload)
+        monkeypatch.setattr(store, "copy_checkpoint", upload)
         ckpt.save(1, state(1), metrics={"loss": 1.0}, temporary=True).wait()
         ckpt.wait_for_uploads()
         monkeypatch.undo()
@@ -448,9 +448,7 @@ def test_a_copy_that_is_damaged_in_the_directory_replaces_nothing(tmp_path, file
     ckpt = flaxckpt.Checkpointer(path, staging=staging)
     ckpt.save(1, state(1)).wait()
     ckpt.wait_for_uploads()
-    content = bytearray((path / "1" / file).read_bytes())
-    content[-9] ^= 1
-    (path / "1" / file).write_bytes(content)
+    flip_bit(path / "1" / file, -9)
     strategies.assert_same(state(1), ckpt.restore())
     assert ckpt.metadata(1).path == str(staging / "1")
     if file == "commit_success.txt":  # the copy is known by its marker
@@ -701,7 +699,7 @@ def test_a_program_ends_though_its_directory_is_dead(tmp_path, monkeypatch):
         process = run_apart(save_and_end, "s3://nowhere/run", str(staging), quick)
         process.join(60)
         assert process.exitcode == 0
-    assert steps_markers.is_waiting(staging / "1")
+    assert steps_markers.is_marked_for_upload(staging / "1")
     (staging / "STAGING_OF").write_text(f"{tmp_path / 'run'}\n")  # it has moved
     with flaxckpt.Checkpointer(tmp_path / "run", staging=staging) as ckpt:
         ckpt.wait_for_uploads()
@@ -799,7 +797,7 @@ def test_staging_that_cannot_be_is_refused(tmp_path):
 
 
 def test_staging_is_for_one_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(util_processes, "is_together", lambda: True)
+    monkeypatch.setattr(util_processes, "is_distributed", lambda: True)
     with pytest.raises(errors.OptionError, match="supports only one process"):
         flaxckpt.Checkpointer(tmp_path / "run", staging=tmp_path / "ssd")
 

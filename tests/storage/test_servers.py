@@ -16,6 +16,7 @@ from flaxckpt import _storage, errors
 from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage import locks as storage_locks
 from tests.helpers import store_servers, strategies
+from tests.helpers.files import flip_bit
 
 SERVERS = ("moto", "seaweed")
 QUICK = flaxckpt.StoreOptions(deadline_secs=3, retries=1)
@@ -96,9 +97,7 @@ def test_a_flipped_bit_is_found_and_an_older_step_restored(
         [largest] = sorted(
             (path / "2/state").rglob("*"), key=lambda p: len(p.read_bytes())
         )[-1:]
-        content = bytearray(largest.read_bytes())
-        content[len(content) // 2] ^= 4
-        largest.write_bytes(content)
+        flip_bit(largest, bit=4)
         assert not ckpt.verify(2).ok
         strategies.assert_same({"w": values}, ckpt.restore())
         assert list(ckpt.damaged()) == [2]
@@ -205,7 +204,7 @@ def test_a_lock_in_a_bucket_that_is_gone_is_an_error_in_time(store_path, reached
     path = _storage.paths.resolve("s3://deleted/run/1")
     with (
         pytest.raises(errors.StoreError, match="see that the bucket exists") as told,
-        storage_locks.held(path),
+        storage_locks.lock(path),
     ):
         pass
     assert "for 3 s" in str(told.value)

@@ -27,7 +27,7 @@ from flaxckpt import errors
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import step_counter as state_step_counter
 from flaxckpt._steps import journal as steps_journal
-from flaxckpt._storage import files as storage_files
+from flaxckpt._storage.storage import LOCAL
 from flaxckpt._training import kept_state as training_kept_state
 from flaxckpt.datasets import StepIndexed
 from tests.helpers import strategies
@@ -348,9 +348,9 @@ def test_a_loop_that_is_run_again_is_told_to_restore_first(ckpt):
 def test_a_save_under_way_is_waited_for_before_beginning(ckpt, monkeypatch):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
     callback(1, {"n": 1})
-    real, going_on = storage_files.sync_tree, threading.Event()
+    real, going_on = LOCAL.sync_tree, threading.Event()
     monkeypatch.setattr(
-        storage_files,
+        LOCAL,
         "sync_tree",
         lambda path: going_on.wait() and real(path),
     )
@@ -388,7 +388,7 @@ def test_a_save_that_failed_is_not_taken_for_one(ckpt, monkeypatch):
     callback = flaxckpt.CheckpointCallback(ckpt)
     callback(1, {"n": 1})
     with monkeypatch.context() as patch:
-        patch.setattr(storage_files, "sync_tree", fail)
+        patch.setattr(LOCAL, "sync_tree", fail)
         callback(5, {"n": 5}, force=True)
         with pytest.raises(errors.SaveFailedError):
             callback.wait()
@@ -640,7 +640,7 @@ def test_a_failed_save_is_told_at_the_next_call(ckpt, monkeypatch):
         raise OSError(28, "No space left on device")
 
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
-    monkeypatch.setattr(storage_files, "sync_tree", fail)
+    monkeypatch.setattr(LOCAL, "sync_tree", fail)
     assert callback(2, {"step": 2})
     while not callback.last_save.done():
         pass

@@ -34,6 +34,7 @@ from flaxckpt.transforms import (
     transpose,
     unstack,
 )
+from tests.helpers.files import flip_bit
 
 
 class Layers(nn.Module):
@@ -643,9 +644,7 @@ def test_leaves_of_two_checkpoints_are_computed_together(tmp_path):
     found = flaxckpt.load(tmp_path / "a", transforms=steps)
     assert (found["mean"] == 1.5).all()
     [chunk] = (tmp_path / "b" / "state" / "w").glob("c.*")
-    content = bytearray(chunk.read_bytes())
-    content[5] ^= 1
-    chunk.write_bytes(content)
+    flip_bit(chunk, 5)
     with pytest.raises(errors.DamagedCheckpointError, match=r"1 leaf of .*b cannot"):
         flaxckpt.load(tmp_path / "a", transforms=steps)
 

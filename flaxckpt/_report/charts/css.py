@@ -46,9 +46,9 @@ code, .path, .digest { font-family: ui-monospace, SFMono-Regular, Menlo, Consola
   "DejaVu Sans Mono", monospace; font-size: .86em; overflow-wrap: anywhere; }
 .over { color: var(--soft); font-size: .85rem; font-weight: 600;
   text-transform: uppercase; letter-spacing: .06em; }
-.path, .said, .note, footer { color: var(--soft); }
-.said code { white-space: nowrap; }
-.said { max-width: 72ch; text-wrap: pretty;
+.path, .summary-text, .note, footer { color: var(--soft); }
+.summary-text code { white-space: nowrap; }
+.summary-text { max-width: 72ch; text-wrap: pretty;
   margin-bottom: 14px; overflow-wrap: anywhere; }
 .note { font-size: .9rem; margin-top: 8px; }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 12px;
@@ -69,7 +69,7 @@ _CARDS = """
   overflow: hidden; text-overflow: ellipsis; }
 .card-value { font-size: 1.42rem; font-weight: 650; line-height: 1.25;
   font-variant-numeric: tabular-nums; letter-spacing: -.01em; overflow-wrap: anywhere; }
-.card-told { color: var(--soft); font-size: .8rem; overflow-wrap: anywhere; }
+.card-detail { color: var(--soft); font-size: .8rem; overflow-wrap: anywhere; }
 .card.good .card-value { color: var(--good); }
 .card.bad { background: var(--bad-back); border-color: var(--bad); }
 .card.bad .card-value { color: var(--bad); }

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flaxckpt import _util
 from flaxckpt._report.charts import scales
-from flaxckpt._util.html import Markup
+from flaxckpt._util import html, humanize
 
 _WIDTH, _HEIGHT = 320, 206
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 14, 34
@@ -40,7 +39,7 @@ class Point(NamedTuple):
     best: str | None
 
 
-def curve(name: str, points: Sequence[Point]) -> Markup:
+def curve(name: str, points: Sequence[Point]) -> html.Markup:
     """Draws a metric as a line through its finite values, at least one."""
     drawn = [point for point in points if math.isfinite(point.value)]
     steps = [point.step for point in drawn]
@@ -48,13 +47,13 @@ def curve(name: str, points: Sequence[Point]) -> Markup:
     low, high = _range(values)
     x = scales.Scale(min(steps), max(steps), _LEFT + 6, _WIDTH - _RIGHT)
     y = scales.Scale(low, high, _HEIGHT - _BOTTOM, _TOP)
-    said = (
-        f"{_util.humanize.count(len(drawn), 'value')} from step {min(steps)} to"
+    description = (
+        f"{humanize.count(len(drawn), 'value')} from step {min(steps)} to"
         f" {max(steps)}, from {min(values):.6g} to {max(values):.6g}."
     )
-    return _util.html.picture(
+    return html.picture(
         f"{name} over steps",
-        said,
+        description,
         (_WIDTH, _HEIGHT),
         *_axes(x, y),
         *_lines(points, x, y),
@@ -72,26 +71,26 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     return low - room, high + room
 
 
-def _axes(x: scales.Scale, y: scales.Scale) -> list[Markup]:
+def _axes(x: scales.Scale, y: scales.Scale) -> list[html.Markup]:
     parts = []
     for tick in scales.ticks(y.low, y.high, 5):
         at = y(tick)
-        parts.append(_util.html.line(_LEFT, at, _WIDTH - _RIGHT, at, "grid"))
+        parts.append(html.line(_LEFT, at, _WIDTH - _RIGHT, at, "grid"))
         shown = f"{tick:.4g}" if abs(tick) > 1e-12 * (y.high - y.low) else "0"
-        parts.append(_util.html.label(_LEFT - 6, at + 4, shown, class_="tick end"))
+        parts.append(html.label(_LEFT - 6, at + 4, shown, class_="tick end"))
     bottom = _HEIGHT - _BOTTOM
-    parts.append(_util.html.line(_LEFT, bottom, _WIDTH - _RIGHT, bottom, "baseline"))
+    parts.append(html.line(_LEFT, bottom, _WIDTH - _RIGHT, bottom, "baseline"))
     for step in scales.whole_ticks(x.low, x.high, 5):
         shown = scales.short(step)
-        parts.append(
-            _util.html.label(x(step), bottom + 16, shown, class_="tick middle")
-        )
+        parts.append(html.label(x(step), bottom + 16, shown, class_="tick middle"))
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts.append(_util.html.label(middle, _HEIGHT - 3, "step", class_="tick middle"))
+    parts.append(html.label(middle, _HEIGHT - 3, "step", class_="tick middle"))
     return parts
 
 
-def _lines(points: Sequence[Point], x: scales.Scale, y: scales.Scale) -> list[Markup]:
+def _lines(
+    points: Sequence[Point], x: scales.Scale, y: scales.Scale
+) -> list[html.Markup]:
     """Draws the line, with gaps at values that are not finite."""
     pieces: list[list[str]] = [[]]
     for point in _thinned(points):
@@ -100,7 +99,7 @@ def _lines(points: Sequence[Point], x: scales.Scale, y: scales.Scale) -> list[Ma
         elif pieces[-1]:
             pieces.append([])
     return [
-        _util.html.element("polyline", points=Markup(" ".join(piece)), class_="curve")
+        html.element("polyline", points=html.Markup(" ".join(piece)), class_="curve")
         for piece in pieces
         if len(piece) > 1
     ]
@@ -111,12 +110,12 @@ def _thinned(points: Sequence[Point]) -> Sequence[Point]:
     size = 2 * -(-len(points) // _PLACES)
     if size <= 2:
         return points
-    found: list[Point] = []
+    thinned: list[Point] = []
     for n in range(0, len(points), size):
         few = points[n : n + size]
         ends = {min(few, key=lambda p: p.value), max(few, key=lambda p: p.value)}
-        found += [point for point in few if point in ends]
-    return found
+        thinned += [point for point in few if point in ends]
+    return thinned
 
 
 def _with_markers(drawn: Sequence[Point]) -> Sequence[Point]:
@@ -125,14 +124,14 @@ def _with_markers(drawn: Sequence[Point]) -> Sequence[Point]:
     return [p for p in drawn if p.best or p in (drawn[0], drawn[-1])][-_MARKERS:]
 
 
-def _marker(name: str, point: Point, x: scales.Scale, y: scales.Scale) -> Markup:
-    stays = "stays" if point.is_kept else "would go"
+def _marker(name: str, point: Point, x: scales.Scale, y: scales.Scale) -> html.Markup:
+    fate = "kept" if point.is_kept else "would be deleted"
     best = f", {point.best}" if point.best else ""
-    told = _util.html.element(
-        "title", f"step {point.step}: {name} {point.value:.6g} ({stays}{best})"
+    tooltip = html.element(
+        "title", f"step {point.step}: {name} {point.value:.6g} ({fate}{best})"
     )
     across, down = x(point.step), y(point.value)
-    given = {
+    data = {
         "data_step": point.step,
         "data_value": point.value,
         "data_kept": "yes" if point.is_kept else "no",
@@ -142,24 +141,24 @@ def _marker(name: str, point: Point, x: scales.Scale, y: scales.Scale) -> Markup
         size = 6.5
         corners = [(0, -size), (size, 0), (0, size), (-size, 0)]
         places = " ".join(f"{across + dx:.1f},{down + dy:.1f}" for dx, dy in corners)
-        return _util.html.element(
-            "polygon", told, points=places, class_="point best", **given
+        return html.element(
+            "polygon", tooltip, points=places, class_="point best", **data
         )
     kind = "kept" if point.is_kept else "goes"
-    return _util.html.element(
+    return html.element(
         "circle",
-        told,
-        cx=_util.html.px(across),
-        cy=_util.html.px(down),
+        tooltip,
+        cx=html.px(across),
+        cy=html.px(down),
         r=3.5,
         class_=f"point {kind}",
-        **given,
+        **data,
     )
 
 
 def _best_labels(
     drawn: Sequence[Point], x: scales.Scale, y: scales.Scale
-) -> list[Markup]:
+) -> list[html.Markup]:
     """Labels the best value or the extremes, if space allows."""
     parts = []
     for point in drawn:
@@ -170,7 +169,7 @@ def _best_labels(
         is_low = y(point.value) > (_TOP + _HEIGHT - _BOTTOM) / 2
         down = y(point.value) + (18 if is_low else -10)
         parts.append(
-            _util.html.label(
+            html.label(
                 across + (4 if is_right else -4),
                 down,
                 f"{point.best} {point.value:.4g}",

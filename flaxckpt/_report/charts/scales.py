@@ -41,8 +41,8 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 def whole_ticks(low: float, high: float, count: int) -> list[int]:
     """Returns the integers among the ticks."""
-    found = [int(t) for t in ticks(low, high, count) if t == int(t)]
-    return found or [int(low)]
+    whole = [int(t) for t in ticks(low, high, count) if t == int(t)]
+    return whole or [int(low)]
 
 
 def top(value: float) -> float:

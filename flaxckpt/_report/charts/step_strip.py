@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from flaxckpt import _util
 from flaxckpt._report.charts import scales
-from flaxckpt._util.html import Markup
+from flaxckpt._util import html, humanize
 
 _HEIGHT, _MIDDLE, _LEFT, _RIGHT = 62, 22, 14, 14
 _MOST_GONE = 400
@@ -15,7 +14,7 @@ _LEAST_APART = 2.5
 
 def strip(
     kept: Mapping[int, str], gone: Sequence[int], best: Collection[int], width: float
-) -> Markup:
+) -> html.Markup:
     """Draws a line with a mark for each step.
 
     Args:
@@ -26,26 +25,23 @@ def strip(
     """
     steps = [*kept, *gone]
     x = scales.Scale(min(steps), max(steps), _LEFT, width - _RIGHT)
-    parts = [_util.html.line(_LEFT, _MIDDLE, width - _RIGHT, _MIDDLE, "baseline")]
-    places = {_util.html.px(x(step)) for step in sorted(gone)[-_MOST_GONE:]}
+    parts = [html.line(_LEFT, _MIDDLE, width - _RIGHT, _MIDDLE, "baseline")]
+    places = {html.px(x(step)) for step in sorted(gone)[-_MOST_GONE:]}
     parts += [
-        _util.html.element(
+        html.element(
             "line", x1=at, x2=at, y1=_MIDDLE - 5, y2=_MIDDLE + 5, class_="gone"
         )
         for at in sorted(places, key=float)
     ]
-    for step in _apart(kept, best, x):
-        said = kept[step]
-        told = _util.html.element("title", f"step {step}: {said}")
-        parts.append(_mark(step, x(step), step in best, told))
+    for step in _drawable(kept, best, x):
+        tooltip = html.element("title", f"step {step}: {kept[step]}")
+        parts.append(_draw_step(step, x(step), step in best, tooltip))
     for step in scales.whole_ticks(x.low, x.high, max(2, int(width / 90))):
         shown = scales.short(step)
-        parts.append(
-            _util.html.label(x(step), _MIDDLE + 28, shown, class_="tick middle")
-        )
-    return _util.html.picture(
-        "Steps that stay",
-        f"{_util.humanize.count(len(kept), 'step')} there, {len(gone)} deleted, from"
+        parts.append(html.label(x(step), _MIDDLE + 28, shown, class_="tick middle"))
+    return html.picture(
+        "Existing and deleted steps",
+        f"{humanize.count(len(kept), 'step')} there, {len(gone)} deleted, from"
         " step"
         f" {min(steps)} to {max(steps)}.",
         (width, _HEIGHT),
@@ -53,10 +49,10 @@ def strip(
     )
 
 
-def _apart(
+def _drawable(
     kept: Mapping[int, str], best: Collection[int], x: scales.Scale
 ) -> list[int]:
-    """Returns a step for each place, ascending: the best there, else the newest."""
+    """Returns one step for each place, ascending: the best there, else the newest."""
     places: dict[int, int] = {}
     for step in sorted(kept):
         place = round(x(step) / _LEAST_APART)
@@ -65,17 +61,17 @@ def _apart(
     return sorted(places.values())
 
 
-def _mark(step: int, x: float, is_best: bool, told: Markup) -> Markup:
+def _draw_step(step: int, x: float, is_best: bool, tooltip: html.Markup) -> html.Markup:
     if is_best:
         around = [(0, -8), (8, 0), (0, 8), (-8, 0)]
         places = " ".join(f"{x + dx:.1f},{_MIDDLE + dy}" for dx, dy in around)
-        return _util.html.element(
-            "polygon", told, points=places, class_="point best", data_step=step
+        return html.element(
+            "polygon", tooltip, points=places, class_="point best", data_step=step
         )
-    return _util.html.element(
+    return html.element(
         "circle",
-        told,
-        cx=_util.html.px(x),
+        tooltip,
+        cx=html.px(x),
         cy=_MIDDLE,
         r=5,
         class_="point kept",

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flaxckpt import _util
 from flaxckpt._report.charts import scales
-from flaxckpt._util.html import Markup
+from flaxckpt._util import html, humanize
 
 _LEAST_PITCH = 3.5
 """The least distance between bars; with more saves, several share a bar."""
@@ -15,7 +14,7 @@ _LEAST_PITCH = 3.5
 _LEAST_LABELLED = 20.0
 """The label of a narrower first bar would overlap the name of the axis."""
 
-_MOST_HAPPENINGS = 200
+_MOST_EVENTS = 200
 
 _LEFT, _RIGHT = 58, 10
 _PANEL, _GAP, _TOP = 92, 40, 24
@@ -30,17 +29,17 @@ class Bar(NamedTuple):
         began: The start, in seconds since 1970.
         blocked: Seconds that the caller waited.
         behind: Seconds of background writing; None if the save never ended.
-        trouble: The error, or a note that the save never ended; None if durable.
+        failure: The error, or a note that the save never ended; None if durable.
     """
 
     step: int | None
     began: float
     blocked: float
     behind: float | None
-    trouble: str | None
+    failure: str | None
 
 
-class Happening(NamedTuple):
+class Event(NamedTuple):
     """Another event with its time: `restored`, `failed`."""
 
     time: float
@@ -48,14 +47,12 @@ class Happening(NamedTuple):
     text: str
 
 
-def timeline(
-    bars: Sequence[Bar], happenings: Sequence[Happening], width: float
-) -> Markup:
+def timeline(bars: Sequence[Bar], events: Sequence[Event], width: float) -> html.Markup:
     """Draws two rows of bars for the saves above a time line.
 
     Args:
         bars: In order; at least one.
-        happenings: Further events on the time line.
+        events: Further events on the time line.
         width: Of the picture; a narrow picture has the same font size.
     """
     groups = _grouped(bars, int((width - _LEFT - _RIGHT) / _LEAST_PITCH))
@@ -64,23 +61,16 @@ def timeline(
     blocked = [max(bar.blocked for bar in group) for group in groups]
     behind = [max(bar.behind or 0.0 for bar in group) for group in groups]
     second = _TOP + _PANEL + _GAP
-    return _util.html.picture(
+    return html.picture(
         "Timeline of saves",
-        f"{_util.humanize.count(len(bars), 'save')}, the oldest first: above, how long"
-        " training waited for each; in the middle, how long was written behind it;"
-        " below, when they were.",
+        f"{humanize.count(len(bars), 'save')}, the oldest first: how long"
+        " training waited (top), how long the background wrote (middle), and when each"
+        " save began (bottom).",
         (width, height),
         *_panel("training waited", "blocked", groups, blocked, place, _TOP),
-        *_panel(
-            "written behind training",
-            "behind",
-            groups,
-            behind,
-            place,
-            second,
-        ),
+        *_panel("written in the background", "behind", groups, behind, place, second),
         *_step_labels(groups, place, second + _PANEL + 18),
-        *_lane(bars, happenings, width, second + _PANEL + _GAP),
+        *_lane(bars, events, width, second + _PANEL + _GAP),
     )
 
 
@@ -118,33 +108,29 @@ def _panel(
     values: Sequence[float],
     place: _Place,
     y: float,
-) -> list[Markup]:
+) -> list[html.Markup]:
     """Draws a row of bars with its axis; `values` are the heights."""
     top = scales.top(max(values))
     unit, write = scales.seconds(top)
     scale = scales.Scale(0.0, top, y + _PANEL, y)
-    parts = [
-        _util.html.label(place.start, y - 8, f"{title}, {unit}", class_="axis-title")
-    ]
+    parts = [html.label(place.start, y - 8, f"{title}, {unit}", class_="axis-title")]
     for tick in scales.ticks(0.0, top, 4):
         at = scale(tick)
-        parts.append(_util.html.line(place.start, at, place.stop, at, "grid"))
+        parts.append(html.line(place.start, at, place.stop, at, "grid"))
         parts.append(
-            _util.html.label(place.start - 6, at + 4, write(tick), class_="tick end")
+            html.label(place.start - 6, at + 4, write(tick), class_="tick end")
         )
     for n, (group, value) in enumerate(zip(groups, values, strict=True)):
         at = scale(value)
-        has_failed = any(bar.trouble for bar in group)
+        has_failed = any(bar.failure for bar in group)
         parts.append(
-            _util.html.element(
+            html.element(
                 "rect",
-                _util.html.element(
-                    "title", _told(group, title, _util.humanize.secs(value))
-                ),
-                x=_util.html.px(place.left(n)),
-                y=_util.html.px(min(at, y + _PANEL - 0.8)),
-                width=_util.html.px(place.width),
-                height=_util.html.px(max(y + _PANEL - at, 0.8)),
+                html.element("title", _describe(group, title, humanize.secs(value))),
+                x=html.px(place.left(n)),
+                y=html.px(min(at, y + _PANEL - 0.8)),
+                width=html.px(place.width),
+                height=html.px(max(y + _PANEL - at, 0.8)),
                 class_=f"bar {name}{' failed' if has_failed else ''}",
                 data_step=group[-1].step,
                 data_count=len(group),
@@ -153,79 +139,71 @@ def _panel(
         )
         if has_failed and name == "behind":
             x = place.left(n) + place.width / 2
-            parts.append(_util.html.label(x, y + _PANEL - 5, "×", class_="cross"))  # noqa: RUF001
-    parts.append(
-        _util.html.line(place.start, y + _PANEL, place.stop, y + _PANEL, "baseline")
-    )
+            parts.append(html.label(x, y + _PANEL - 5, "×", class_="cross"))  # noqa: RUF001
+    parts.append(html.line(place.start, y + _PANEL, place.stop, y + _PANEL, "baseline"))
     return parts
 
 
-def _told(group: Sequence[Bar], what: str, value: str) -> str:
+def _describe(group: Sequence[Bar], title: str, value: str) -> str:
     first, last = group[0], group[-1]
     if first is last:
-        trouble = f"; {last.trouble}" if last.trouble else ""
-        return f"step {last.step}: {what} {value}{trouble}"
-    return (
-        f"steps {first.step} to {last.step}, {len(group)} saves: {what} {value} at most"
-    )
+        failure = f"; {last.failure}" if last.failure else ""
+        return f"step {last.step}: {title} {value}{failure}"
+    steps = f"steps {first.step} to {last.step}, {len(group)} saves"
+    return f"{steps}: {title} at most {value}"
 
 
 def _step_labels(
     groups: Sequence[Sequence[Bar]], place: _Place, y: float
-) -> list[Markup]:
+) -> list[html.Markup]:
     most = max(2, int((place.stop - place.start) / 70))
     every = max(1, -(-len(groups) // most))
-    parts = [_util.html.label(place.start - 6, y, "step", class_="tick end")]
+    parts = [html.label(place.start - 6, y, "step", class_="tick end")]
     for n in range(0, len(groups), every):
         step = groups[n][-1].step
         if step is not None:
             is_tight = n == 0 and place.pitch < _LEAST_LABELLED
             x = place.left(n) + (0 if is_tight else place.width / 2)
             class_ = "tick" if is_tight else "tick middle"
-            parts.append(_util.html.label(x, y, scales.short(step), class_=class_))
+            parts.append(html.label(x, y, scales.short(step), class_=class_))
     return parts
 
 
 def _lane(
-    bars: Sequence[Bar], happenings: Sequence[Happening], width: float, y: float
-) -> list[Markup]:
+    bars: Sequence[Bar], events: Sequence[Event], width: float, y: float
+) -> list[html.Markup]:
     """Draws the time line of saves and events."""
-    times = [bar.began for bar in bars] + [each.time for each in happenings]
+    times = [bar.began for bar in bars] + [event.time for event in events]
     scale = scales.Scale(min(times), max(times), _LEFT + 4, width - _RIGHT - 4)
     middle = y + _LANE / 2
     parts = [
-        _util.html.label(_LEFT - 6, middle + 4, "when", class_="tick end"),
-        _util.html.line(_LEFT, middle, width - _RIGHT, middle, "baseline"),
+        html.label(_LEFT - 6, middle + 4, "when", class_="tick end"),
+        html.line(_LEFT, middle, width - _RIGHT, middle, "baseline"),
     ]
-    ticks = {_util.html.px(scale(bar.began)) for bar in bars}
+    ticks = {html.px(scale(bar.began)) for bar in bars}
     parts += [
-        _util.html.element(
-            "line", x1=x, x2=x, y1=y + 5, y2=y + _LANE - 5, class_="save"
-        )
+        html.element("line", x1=x, x2=x, y1=y + 5, y2=y + _LANE - 5, class_="save")
         for x in sorted(ticks, key=float)
     ]
-    for each in happenings[-_MOST_HAPPENINGS:]:
-        mark = _MARKS.get(each.kind, "•")
-        told = _util.html.element("title", f"{each.kind}: {each.text}")
+    for event in events[-_MOST_EVENTS:]:
+        glyph = _GLYPHS.get(event.kind, "•")
+        tooltip = html.element("title", f"{event.kind}: {event.text}")
         parts.append(
-            _util.html.element(
+            html.element(
                 "g",
-                told,
-                _util.html.label(
-                    scale(each.time), middle + 5, mark, class_="happening"
-                ),
-                class_=each.kind,
+                tooltip,
+                html.label(scale(event.time), middle + 5, glyph, class_="happening"),
+                class_=event.kind,
             )
         )
     bottom = y + _LANE + 14
     first, last = (
-        _util.humanize.when(time, _util.humanize.TO_THE_SECOND)
-        for time in (min(times), max(times))
+        humanize.when(time, humanize.TO_THE_SECOND) for time in (min(times), max(times))
     )
-    parts.append(_util.html.label(_LEFT, bottom, first, class_="tick"))
+    parts.append(html.label(_LEFT, bottom, first, class_="tick"))
     if last != first:
-        parts.append(_util.html.label(width - _RIGHT, bottom, last, class_="tick end"))
+        parts.append(html.label(width - _RIGHT, bottom, last, class_="tick end"))
     return parts
 
 
-_MARKS = {"restored": "▲", "preempted": "■", "fell_back": "◆", "failed": "×"}  # noqa: RUF001
+_GLYPHS = {"restored": "▲", "preempted": "■", "fell_back": "◆", "failed": "×"}  # noqa: RUF001

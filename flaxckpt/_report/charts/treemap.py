@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flaxckpt import _util
-from flaxckpt._util.html import Markup
+from flaxckpt._util import html, humanize
 
 _HEAD = 20.0
 _PAD = 3.0
@@ -20,14 +19,14 @@ class Tile(NamedTuple):
     """A rectangle to draw.
 
     Attributes:
-        name: Its label.
-        told: Its description in a sentence.
-        path: Of the subtree.
+        name: The label.
+        description: A sentence for readers of the picture.
+        path: The path of the subtree.
         bytes: The size of the subtree; at least 0.
     """
 
     name: str
-    told: str
+    description: str
     path: str
     bytes: int
 
@@ -53,42 +52,40 @@ class Box(NamedTuple):
     height: float
 
 
-def treemap(groups: Sequence[Group], width: float, height: float) -> Markup:
+def treemap(groups: Sequence[Group], width: float, height: float) -> html.Markup:
     """Draws all tiles of nonzero size."""
     total = sum(group.bytes for group in groups)
     order = sorted(range(len(groups)), key=lambda n: -groups[n].bytes)
-    boxes = squarified([groups[n].bytes for n in order], Box(0, 0, width, height))
-    parts: list[Markup] = []
+    boxes = squarify([groups[n].bytes for n in order], Box(0, 0, width, height))
+    parts: list[html.Markup] = []
     for colour, (n, box) in enumerate(zip(order, boxes, strict=True)):
         if groups[n].bytes:
             parts += _group(groups[n], box, min(colour, COLOURS - 1), total)
-    named = ", ".join(
-        f"{groups[n].name} {_util.humanize.size(groups[n].bytes)}" for n in order[:6]
+    largest = ", ".join(
+        f"{groups[n].name} {humanize.size(groups[n].bytes)}" for n in order[:6]
     )
-    return _util.html.picture(
+    return html.picture(
         "Sizes by subtree",
-        f"Areas are bytes of arrays: {named}.",
+        f"Areas are bytes of arrays: {largest}.",
         (width, height),
         *parts,
         class_="treemap",
     )
 
 
-def _group(group: Group, box: Box, colour: int, total: int) -> list[Markup]:
+def _group(group: Group, box: Box, colour: int, total: int) -> list[html.Markup]:
     inner = Box(box.x + _PAD / 2, box.y + _PAD / 2, box.width - _PAD, box.height - _PAD)
     parts = []
     has_head = inner.height > 2.4 * _HEAD and inner.width > 50
     if has_head:
-        share = f"{_util.humanize.size(group.bytes)}, {group.bytes / total:.0%}"
+        share = f"{humanize.size(group.bytes)}, {group.bytes / total:.0%}"
         head = _fitting(f"{group.name}  {share}", inner.width - 2, _BOLD)
         parts.append(
-            _util.html.label(
-                inner.x + 2, inner.y + 14, head or "…", class_="group-name"
-            )
+            html.label(inner.x + 2, inner.y + 14, head or "…", class_="group-name")
         )
         inner = Box(inner.x, inner.y + _HEAD, inner.width, inner.height - _HEAD)
     tiles = sorted(group.tiles, key=lambda tile: -tile.bytes)
-    boxes = squarified([tile.bytes for tile in tiles], inner)
+    boxes = squarify([tile.bytes for tile in tiles], inner)
     parts += [
         _tile(tile, place, colour, total)
         for tile, place in zip(tiles, boxes, strict=True)
@@ -97,29 +94,27 @@ def _group(group: Group, box: Box, colour: int, total: int) -> list[Markup]:
     return parts
 
 
-def _tile(tile: Tile, box: Box, colour: int, total: int) -> Markup:
-    share = f"{_util.humanize.size(tile.bytes)}, {tile.bytes / total:.1%}"
-    rectangle = _util.html.element(
+def _tile(tile: Tile, box: Box, colour: int, total: int) -> html.Markup:
+    share = f"{humanize.size(tile.bytes)}, {tile.bytes / total:.1%}"
+    rectangle = html.element(
         "rect",
-        x=_util.html.px(box.x + 0.8),
-        y=_util.html.px(box.y + 0.8),
-        width=_util.html.px(max(box.width - 1.6, 0.4)),
-        height=_util.html.px(max(box.height - 1.6, 0.4)),
+        x=html.px(box.x + 0.8),
+        y=html.px(box.y + 0.8),
+        width=html.px(max(box.width - 1.6, 0.4)),
+        height=html.px(max(box.height - 1.6, 0.4)),
         rx=2.5,
         class_=f"tile c{colour}",
     )
     texts = []
     name = _tail(tile.name, box.width - 8)
     if name and box.height > 20:
-        texts.append(_util.html.label(box.x + 6, box.y + 16, name, class_="tile-name"))
-        size = _fitting(_util.humanize.size(tile.bytes), box.width - 8)
+        texts.append(html.label(box.x + 6, box.y + 16, name, class_="tile-name"))
+        size = _fitting(humanize.size(tile.bytes), box.width - 8)
         if size and box.height > 36:
-            texts.append(
-                _util.html.label(box.x + 6, box.y + 31, size, class_="tile-size")
-            )
-    return _util.html.element(
+            texts.append(html.label(box.x + 6, box.y + 31, size, class_="tile-size"))
+    return html.element(
         "g",
-        _util.html.element("title", f"{tile.told}: {share}"),
+        html.element("title", f"{tile.description}: {share}"),
         rectangle,
         *texts,
         data_path=tile.path,
@@ -148,7 +143,7 @@ def _fitting(text: str, width: float, letter: float = _LETTER) -> str:
 # ---- layout -----------------------------------------------------------------------
 
 
-def squarified(sizes: Sequence[float], box: Box) -> list[Box]:
+def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
     """Divides `box` into rectangles with areas in the ratio of `sizes`.
 
     The rectangles are as square as rows allow (Bruls, Huizing and van Wijk).
@@ -161,9 +156,9 @@ def squarified(sizes: Sequence[float], box: Box) -> list[Box]:
     if not total or box.width <= 0 or box.height <= 0:
         return [Box(box.x, box.y, 0, 0) for _ in sizes]
     areas = [size / total * box.width * box.height for size in sizes]
-    found: list[Box] = []
-    while len(found) < len(areas):
-        rest = areas[len(found) :]
+    boxes: list[Box] = []
+    while len(boxes) < len(areas):
+        rest = areas[len(boxes) :]
         side = min(box.width, box.height)
         count = 1
         while count < len(rest) and _worst(rest[: count + 1], side) <= _worst(
@@ -171,8 +166,8 @@ def squarified(sizes: Sequence[float], box: Box) -> list[Box]:
         ):
             count += 1
         row, box = _row(rest[:count], box)
-        found += row
-    return found
+        boxes += row
+    return boxes
 
 
 def _worst(areas: Sequence[float], side: float) -> float:

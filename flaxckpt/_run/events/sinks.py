@@ -67,7 +67,7 @@ def listed(sinks: Iterable[Sink]) -> tuple[Sink, ...]:
     """
     if not _util.arguments.is_list(sinks):
         raise errors.OptionError(
-            f"sinks must be a list, got {_util.arguments.found(sinks)}: write"
+            f"sinks must be a list, got {_util.arguments.describe(sinks)}: write"
             " sinks=[sink]"
         )
     return tuple(sinks)
