@@ -31,9 +31,9 @@ from flaxckpt._run import (
     saving,
     watch,
 )
+from flaxckpt._run import events as run_events
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt._run import staging as run_staging
-from flaxckpt._run.events import sinks as events_sinks
 from flaxckpt._run.session import Session
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.formats import _locate, _native
@@ -106,7 +106,7 @@ class Checkpointer:
         step_format: str = "{step}",
         read_only: bool = False,
         metadata: Mapping[str, JSON] | None = None,
-        sinks: Sequence[events_sinks.Sink] = (),
+        sinks: Sequence[run_events.Sink] = (),
         keep_dataset: Sequence[PreservationPolicy] = (),
         metrics_from: Callable[[], run_metrics.MetricsByStep] | None = None,
         peer_timeout_secs: float = _distributed.operation.TIMEOUT_SECS,
@@ -150,9 +150,9 @@ class Checkpointer:
             read_once=read_once,
         )
         self._session = Session(
-            self._run, self._saves, self._restores, processes, read_only=read_only
+            self._run, self._saves, self._restores, processes, read_only
         )
-        for sink in events_sinks.listed(sinks):
+        for sink in run_events.list_sinks(sinks):
             self.events.subscribe(sink)
         self._prepare_directory(metadata)
         _distributed.operation.attend(self.directory)

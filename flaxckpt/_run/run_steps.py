@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from flaxckpt import _checkpoint, _steps, _storage, _util, errors, formats, policies
-from flaxckpt._run import edit, retention
-from flaxckpt._run.events import stream
+from flaxckpt._run import edit, events, retention
 from flaxckpt.formats import _locate
 
 Tier = Literal["directory", "staging"]
@@ -53,7 +52,7 @@ class RunSteps:
         self.format = step_format
         self.retention = retention.Retention(self.saves_in, step_format, rules)
         journal = None if read_only else self.saves_in / _steps.journal.NAME
-        self.events = stream.Stream(directory, journal)
+        self.events = events.Stream(directory, journal)
 
     def make_directory(self) -> None:
         """Makes the directory where steps are saved.

@@ -349,5 +349,5 @@ class Saves:
         self._own_steps.add(step)
 
     def forget_beyond(self, step: int) -> None:
-        """Forgets own steps after `step`: the run goes on from `step`."""
+        """Forgets own steps after `step`: the run continues from `step`."""
         self._own_steps = {s for s in self._own_steps if s <= step}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol, Unpack
@@ -36,41 +37,29 @@ class Trainer(Protocol):
         ...
 
 
+@dataclasses.dataclass
 class Session:
     """The parts of a `Checkpointer`, for its training loop.
 
-    Args:
+    Attributes:
         run: The steps of the run.
         saves: The saves of the run.
         restores: The restores of the run.
         processes: The processes that train together.
         read_only: True to forbid writes and deletions.
-
-    Attributes:
-        run: The steps of the run.
-        saves: The saves of the run.
         trainers: The loops called when the checkpointer closes.
     """
 
-    def __init__(
-        self,
-        run: run_steps.RunSteps,
-        saves: saving.Saves,
-        restores: restoring.Restores,
-        processes: _distributed.agreement.Processes,
-        *,
-        read_only: bool,
-    ) -> None:
-        self.run = run
-        self.saves = saves
-        self.trainers: tuple[Trainer, ...] = ()
-        self._restores = restores
-        self._processes = processes
-        self._read_only = read_only
+    run: run_steps.RunSteps
+    saves: saving.Saves
+    restores: restoring.Restores
+    processes: _distributed.agreement.Processes
+    read_only: bool
+    trainers: tuple[Trainer, ...] = ()
 
     def check_writable(self, action: str) -> None:
         """Raises ReadOnlyError if the checkpointer is read-only."""
-        if self._read_only:
+        if self.read_only:
             raise errors.ReadOnlyError(
                 f"cannot {action} in {self.run.directory}: it was opened with"
                 " read_only=True"
@@ -86,14 +75,8 @@ class Session:
     ) -> tuple[PyTree, int]:
         """Loads another checkpoint as the initial state of this run.
 
-        Every later step records the source in its lineage.
-
-        Args:
-            source: A checkpoint in any format, or a run directory.
-            abstract_state: The state to load; see `flaxckpt.load`.
-            step: The step of a run directory; None for the newest.
-            **options: See `flaxckpt.load`. With `optimizer="reinit"`, the step counter
-                beside the optimizer also keeps its value in `abstract_state`.
+        Every later step records the source in its lineage. With `optimizer="reinit"`,
+        the step counter beside the optimizer also keeps its value in `abstract_state`.
 
         Returns:
             The state and its step, by its counters: 0 with `reinit`, or without
@@ -105,7 +88,7 @@ class Session:
         """
         path = _storage.paths.resolve(source)
         with self.run.events.delivery():
-            state, self.saves.lineage = self._restores.load_source(
+            state, self.saves.lineage = self.restores.load_source(
                 path, step, abstract_state, **options
             )
         is_reset = options.get("optimizer") == "reinit"
@@ -118,7 +101,7 @@ class Session:
 
         All processes call this at the same point.
         """
-        operation = self._processes.begin("once", action)
+        operation = self.processes.begin("once", action)
         with _distributed.agreement.closing(operation):
             return _distributed.agreement.broadcast(operation, "done", act)
 
@@ -127,7 +110,7 @@ class Session:
 
         All processes call this at the same point.
         """
-        operation = self._processes.begin("look", "the steps")
+        operation = self.processes.begin("look", "the steps")
         with _distributed.agreement.closing(operation, saving=False):
             self.saves.end()
             return bool(

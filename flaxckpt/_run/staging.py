@@ -265,7 +265,6 @@ class StagedSteps(run_steps.RunSteps):
         return copies
 
     def tier(self, path: Path) -> run_steps.Tier:
-        """Returns the tier of a step: staging or the run directory."""
         return "staging" if path.parent == self.saves_in else "directory"
 
     def metrics(self, path: Path) -> dict[str, float]:
@@ -277,7 +276,6 @@ class StagedSteps(run_steps.RunSteps):
         return {**self._far.metrics(self.directory / path.name), **near}
 
     def forget(self) -> None:
-        """Forgets all values read until now."""
         self._near.forget()
         self._far.forget()
 
@@ -306,15 +304,6 @@ class StagedSteps(run_steps.RunSteps):
 
     @contextlib.contextmanager
     def step_change(self, step: int, *removed: str) -> Iterator[Path]:
-        """Yields the path of a step; uploads changes made in the `with` block.
-
-        Args:
-            step: The step to change.
-            *removed: Markers that the block removes.
-
-        Raises:
-            SaveFailedError: The step cannot be marked for upload.
-        """
         path = self.path(step)
         if self.tier(path) == "directory":
             yield path
@@ -331,7 +320,6 @@ class StagedSteps(run_steps.RunSteps):
         self.uploads.start()
 
     def markers_of_new(self, *, overwrite: bool) -> dict[str, bytes]:
-        """Returns the marker for a pending upload: file name -> content."""
         return {
             _steps.markers.NOT_UPLOADED: _steps.markers.UploadMarker(
                 overwrite
@@ -339,23 +327,15 @@ class StagedSteps(run_steps.RunSteps):
         }
 
     def open_uploads(self) -> bool:
-        """Starts pending uploads; returns False without access to the run directory."""
         return self.uploads.open()
 
     def upload(self) -> None:
-        """Starts to upload new steps from staging, in the background."""
         self.uploads.start()
 
     def wait_for_uploads(self, timeout_secs: float | None) -> None:
-        """Waits for all pending uploads; see `Uploads.wait`."""
         self.uploads.wait(timeout_secs)
 
     def check_free(self, step: int) -> None:
-        """Raises an error if the run directory is known to have a step.
-
-        Raises:
-            CheckpointExistsError: The step exists.
-        """
         if step in self.uploads.last_listed:
             raise errors.CheckpointExistsError(
                 f"{self.uploads.last_listed[step]} exists: choose another step, or pass"

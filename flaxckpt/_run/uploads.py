@@ -18,8 +18,8 @@ from pathlib import Path
 
 from flaxckpt import _checkpoint, _doors, _steps, _storage, _util, errors
 from flaxckpt._run import edit, retention, upload_copies
+from flaxckpt._run import events as run_events
 from flaxckpt._run import metrics as run_metrics
-from flaxckpt._run.events import stream
 from flaxckpt.formats import _native
 
 _log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Uploads:
         step_format: _steps.names.StepFormat,
         near: retention.Retention,
         far: retention.Retention,
-        events: stream.Stream,
+        events: run_events.Stream,
     ) -> None:
         self._staging = staging
         self._directory = directory

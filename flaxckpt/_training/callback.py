@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 from flaxckpt import _run, _state, _util, datasets, errors
 from flaxckpt._checkpoint.handle import SaveHandle
 from flaxckpt._run.checkpointer import Checkpointer, session_of
-from flaxckpt._training import arguments, completed_step, kept_state, resume_check
+from flaxckpt._training import arguments, completed_step, resume_check
 from flaxckpt._training import preflight as training_preflight
 from flaxckpt._training import start as training_start
 from flaxckpt._training.completed_step import CompletedStep
@@ -142,9 +142,7 @@ class CheckpointCallback:
         self._offset = 1 if step_is == "index" else 0
         self._check_step = check_step
         self._preflight = preflight
-        self._sinks = _run.events.sinks.listed(sinks)
-        for sink in self._sinks:
-            _run.events.sinks.check(sink)
+        self._sinks = _run.events.list_sinks(sinks)
         self._subscribed: list[Any] = []
         # Name -> function that returns a value not passed by the loop.
         self._getters: dict[str, Callable[[], Any]] = {"dataset": lambda: dataset}
@@ -154,7 +152,7 @@ class CheckpointCallback:
         self._previous = 0
         self._began_at: int | None = None
         self._last: CompletedStep | None = None
-        self._restored: tuple[int, kept_state.Trace] | None = None
+        self._first_state: training_start.FirstState | None = None
         self._consumption = _state.step_counter.Consumption()
 
     # ---- in the loop -----------------------------------------------------------------
@@ -326,8 +324,10 @@ class CheckpointCallback:
         state, dataset = completed.get("state"), completed.get("dataset")
         if self._check_step:
             _state.step_counter.check(state, completed.step, offset=self._offset)
-            if not is_forced:  # a forced save of a converted state is intended
-                self._check_counted(state, completed.step)
+            # A forced save of a converted state is intended.
+            if self._first_state is not None and not is_forced:
+                first, self._first_state = self._first_state, None
+                first.check_counted(state, completed.step)
         if completed.fault:
             _log.warning(
                 "the last step will not be saved at the end unless it is due: the state"
@@ -342,27 +342,6 @@ class CheckpointCallback:
                 self._grace.save_secs = preflight.total_secs
         if self._consumption.wants:
             self._consumption.note(completed.step, datasets.position(dataset))
-
-    def _check_counted(self, state: PyTree, step: int) -> None:
-        """Raises OptionError if the restored step is reported again with another state.
-
-        Does not check states with their own step counter.
-
-        Raises:
-            OptionError: The loop counts from 0.
-        """
-        restored, self._restored = self._restored, None
-        if restored is None or restored[0] != step or _state.step_counter.found(state):
-            return
-        if restored[1].has_changed(state):
-            raise errors.OptionError(
-                f"the run began with {step} completed steps, and the loop calls its"
-                f" first step {step} too, although the state has changed: each restart"
-                " would repeat a step. If the loop counts from 0, pass"
-                " step_is='index'; otherwise begin it at start + 1, as in"
-                f" range({step + 1}, total + 1). If no step was trained yet, pass"
-                " check_step=False"
-            )
 
     def _start(self) -> None:
         """Starts watching for signals and for the end of the checkpointer."""
@@ -545,25 +524,12 @@ class CheckpointCallback:
         self._began_at = self.checkpointer.restored_step
         self._previous, self._last = step, None
         if self._check_step:
-            self._note_restored(restored, step)
+            with contextlib.suppress(TypeError, ValueError):  # a save reports the error
+                self._first_state = training_start.FirstState(restored, step)
+            if self._began_at is not None:
+                training_start.warn_of_other_numbers(self.checkpointer, restored, step)
         self._triggers.restart_clock()
         return restored, step
-
-    def _note_restored(self, state: PyTree, step: int) -> None:
-        """Records the first state of the loop, and warns of a wrong step counter."""
-        with contextlib.suppress(TypeError, ValueError):  # the save reports the error
-            self._restored = step, kept_state.Trace(state)
-        if self._began_at is not None and (
-            counters := _state.step_counter.mismatch(state, step)
-        ):
-            _log.warning(
-                "step %d of %s is restored, but %s: its steps were numbered"
-                " differently, such as from 0. Begin the loop at the step of the state,"
-                " or pass check_step=False if the state counts something else",
-                step,
-                self.checkpointer.directory,
-                counters,
-            )
 
     def add_metrics(self, step: int, metrics: Any) -> None:
         """Adds metrics to a committed step, such as from an evaluation after the save.

@@ -117,7 +117,15 @@ class CompletedStep:
             offset: Difference of the completed step and the step of the loop.
         """
         if self._state is not None:
-            return self._state.why_gone() or self._why_wrong(check_step, offset)
+            reason = self._state.why_gone()
+            if check_step and not reason:
+                with self._reported_state():
+                    state = self.get("state")
+                    try:
+                        _state.step_counter.check(state, self.step, offset=offset)
+                    except errors.OptionError as error:
+                        reason = str(error)
+            return reason
         counts = _state.step_counter.found(self.get("state")) if check_step else {}
         if not counts:
             return "its state is bound, and has no counter that tells the step"
@@ -127,32 +135,19 @@ class CompletedStep:
         mismatch = _state.step_counter.mismatch(self.get("state"), self.step)
         return f"its bound state was changed after the report: {mismatch} now"
 
-    def _why_wrong(self, check_step: bool, offset: int) -> str:
-        """Returns the reason why the reported state does not belong to the step."""
-        if check_step:
-            with self._reported_state():
-                try:
-                    _state.step_counter.check(
-                        self.get("state"), self.step, offset=offset
-                    )
-                except errors.OptionError as error:
-                    return str(error)
-        return ""
-
     @contextlib.contextmanager
     def reported_values(self) -> Iterator[None]:
         """Restores the reported values for the duration of the `with` block."""
         metrics = self._values["metrics"]
-        has_later = metrics is None and "metrics" in self._getters
-        gone = "the bound metrics may be those of a later step"
+        reason = ""  # why the reported metrics are lost
         if self._metrics is not None:
-            has_later, gone = True, self._metrics.why_gone()
-        elif has_later and self._is_last():
-            gone = ""
+            reason = self._metrics.why_gone()
+        elif metrics is None and "metrics" in self._getters and not self._is_last():
+            reason = "the bound metrics may be those of a later step"
         with self._reported_state(), contextlib.ExitStack() as stack:
-            if has_later and gone:
+            if reason:
                 _log.warning(
-                    "step %d is saved without its metrics: %s", self.step, gone
+                    "step %d is saved without its metrics: %s", self.step, reason
                 )
                 self._values["metrics"] = {}
             elif self._metrics is not None:

@@ -107,7 +107,8 @@ class KeptState:
         """Returns the reason why the reported state is lost, or an empty string."""
         if self.fault:
             return f"it {self.fault}"
-        if any(map(_is_deleted, (*self._leaves, *self._values))):
+        leaves = (*self._leaves, *self._values)
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
             return "its arrays were donated to a step that was not reported"
         if self._graph is not None and not self._graph.is_current():
             return "the variables of its NNX objects were replaced since"
@@ -128,16 +129,14 @@ class KeptState:
         if self.fault:
             return False
         now = KeptState(state, self)
-        if now.fault or not _are_equal(now._tree, self._tree):
-            return False
-        if not _are_equal(now._values_tree, self._values_tree):
-            return False
-        if self._graph is not None and not self._graph.is_current():
-            return False
-        if self._changed_numpy():
-            return False
-        return _are_same(now._leaves, self._leaves) and _are_same(
-            now._values, self._values
+        return (
+            not now.fault
+            and _are_equal(now._tree, self._tree)
+            and _are_equal(now._values_tree, self._values_tree)
+            and (self._graph is None or self._graph.is_current())
+            and not self._changed_numpy()
+            and _are_same(now._leaves, self._leaves)
+            and _are_same(now._values, self._values)
         )
 
     @contextlib.contextmanager
@@ -299,10 +298,6 @@ def _are_equal(tree: Any, other: Any) -> bool:
         return bool(tree == other)
     except Exception:
         return False
-
-
-def _is_deleted(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 def _are_same(leaves: list[Any], others: list[Any]) -> bool:

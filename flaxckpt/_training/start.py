@@ -8,9 +8,10 @@ from typing import Any, Unpack
 
 import jax
 
-from flaxckpt import _run, _steps, errors, formats
+from flaxckpt import _run, _state, _steps, errors, formats
 from flaxckpt._run.checkpointer import Checkpointer, session_of
 from flaxckpt._run.session import Session
+from flaxckpt._training import kept_state
 from flaxckpt._types import PathLike, PyTree
 
 _log = logging.getLogger(__name__)
@@ -155,3 +156,49 @@ def check(
             " with source="
         )
     return begun
+
+
+class FirstState:
+    """The state that a loop begins with, to detect a loop that counts from 0.
+
+    Args:
+        state: The restored or initial state.
+        step: The number of completed steps.
+    """
+
+    def __init__(self, state: PyTree, step: int) -> None:
+        self._step = step
+        self._trace = kept_state.Trace(state)
+
+    def check_counted(self, state: PyTree, step: int) -> None:
+        """Raises OptionError if the same step is reported again with another state.
+
+        Does not check states with their own step counter.
+
+        Raises:
+            OptionError: The loop counts from 0.
+        """
+        if self._step != step or _state.step_counter.found(state):
+            return
+        if self._trace.has_changed(state):
+            raise errors.OptionError(
+                f"the run began with {step} completed steps, and the loop calls its"
+                f" first step {step} too, although the state has changed: each restart"
+                " would repeat a step. If the loop counts from 0, pass"
+                " step_is='index'; otherwise begin it at start + 1, as in"
+                f" range({step + 1}, total + 1). If no step was trained yet, pass"
+                " check_step=False"
+            )
+
+
+def warn_of_other_numbers(checkpointer: Checkpointer, state: PyTree, step: int) -> None:
+    """Logs a warning if the step counters of a restored state have other values."""
+    if counters := _state.step_counter.mismatch(state, step):
+        _log.warning(
+            "step %d of %s is restored, but %s: its steps were numbered differently,"
+            " such as from 0. Begin the loop at the step of the state, or pass"
+            " check_step=False if the state counts something else",
+            step,
+            checkpointer.directory,
+            counters,
+        )
