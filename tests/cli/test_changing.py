@@ -1,4 +1,4 @@
-"""Verbs that change something: as text, as JSON, and what their exit codes say."""
+"""Verbs that change a run: text, JSON and exit codes."""
 
 import json
 import os
