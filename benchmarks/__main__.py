@@ -81,7 +81,8 @@ def _scratch(directory: Path, *, quick: bool) -> Iterator[Path]:
     if free < _NEEDED_BYTES and not quick:
         raise SystemExit(
             f"{directory.resolve()} has {report.quantity(free, 'bytes')} of free space,"
-            f" needs {report.quantity(_NEEDED_BYTES, 'bytes')}: use another --directory"
+            f" needs {report.quantity(_NEEDED_BYTES, 'bytes')}: pass another"
+            " --directory"
         )
     with tempfile.TemporaryDirectory(prefix="scratch-", dir=directory) as scratch:
         yield Path(scratch).resolve()

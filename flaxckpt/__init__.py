@@ -17,10 +17,9 @@ if TYPE_CHECKING:
         transforms,
     )
     from flaxckpt._arrays.zarr.array_layout import ArrayLayout
-    from flaxckpt._checkpoint.handle import SaveHandle
+    from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
     from flaxckpt._checkpoint.plan import LeafPlan, RestorePlan
     from flaxckpt._checkpoint.restore import load, metadata, open_leaf, plan
-    from flaxckpt._checkpoint.result import SaveResult
     from flaxckpt._checkpoint.save import save, save_async
     from flaxckpt._checkpoint.verify import verify
     from flaxckpt._checkpoint.verify_report import VerifyReport
@@ -88,7 +87,7 @@ _HOMES = {
     "LeafPlan": "_checkpoint.plan",
     "RestorePlan": "_checkpoint.plan",
     "SaveHandle": "_checkpoint.handle",
-    "SaveResult": "_checkpoint.result",
+    "SaveResult": "_checkpoint.handle",
     "Simulation": "_inspect.simulate",
     "StoreOptions": "_storage.client",
     "VerifyReport": "_checkpoint.verify_report",

@@ -236,6 +236,11 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
 
+def one_line(text: object) -> str:
+    """Returns a text or the message of an error on one line, cut to 300 characters."""
+    return " ".join(str(text).split())[:300]
+
+
 def printable(text: str) -> str:
     """Returns `text` on a single line, shortened, with control characters escaped.
 

@@ -79,7 +79,8 @@ def abstract_state(
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise errors.OptionError(
             "mesh must be a jax.sharding.Mesh or AbstractMesh, got"
-            f" {_util.arguments.found(mesh)}: jax.make_mesh((4, 2), ('data', 'model'))"
+            f" {_util.arguments.describe(mesh)}:"
+            " jax.make_mesh((4, 2), ('data', 'model'))"
         )
     if any(isinstance(arg, Mesh | AbstractMesh) for arg in args):
         raise errors.OptionError("the mesh must be passed by name: mesh=mesh")
@@ -88,7 +89,7 @@ def abstract_state(
         state = _state.flax_state.eval_shape(init_fn_or_state, *args)
     elif args:
         raise errors.OptionError(
-            f"{_util.arguments.found(init_fn_or_state)} takes no arguments, got"
+            f"{_util.arguments.describe(init_fn_or_state)} takes no arguments, got"
             f" {len(args)}: pass them with a function that makes the state, or none"
         )
     axis_rules = _axis_rules(rules)
@@ -100,7 +101,7 @@ def abstract_state(
     return _abstracted(state, mesh, axis_rules, compiled)
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def _abstracted(
     state: PyTree,
     mesh: AnyMesh | None,
@@ -129,7 +130,7 @@ def _abstract(leaf: Leaf, mesh: AnyMesh | None, spec: PartitionSpec | None) -> A
     )
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def parameter_infos(state: PyTree, *, layout: ArrayLayout | None = None) -> PyTree:
     """Returns the leaf infos that a save of `state` would record.
 
@@ -352,7 +353,7 @@ def derive(
     for part in _state.flax_state.optimizers(state):
         entries = _state.tree.flatten(
             part.params, boxes=_state.flax_state.boxes()
-        ).entries
+        ).leaves
         paths = {
             path: _state.tree.join((*part.params_keys, *entry.keys))
             for path, entry in entries.items()

@@ -266,7 +266,7 @@ def decide(
     if listed is None or not all(hasattr(each, "step") for each in listed):
         raise errors.OptionError(
             "checkpoints must be a list of what has a step and metrics, such as"
-            f" flaxckpt.CheckpointMetadata, got {_util.arguments.found(checkpoints)}"
+            f" flaxckpt.CheckpointMetadata, got {_util.arguments.describe(checkpoints)}"
         )
     ordered = sorted(listed, key=lambda c: c.step)
     reasons: dict[int, list[str]] = {c.step: [] for c in ordered}

@@ -10,7 +10,7 @@ from benchmarks import states, timing
 from benchmarks.samples import Rows, Sample, Series, Settings
 from benchmarks.states import PyTree
 from flaxckpt._checkpoint import save as checkpoint_save
-from flaxckpt._checkpoint.request import SaveRequest
+from flaxckpt._checkpoint.commit import SaveRequest
 
 CASE = "planning"
 
@@ -32,4 +32,4 @@ def run(settings: Settings) -> Rows:
 
 
 def _plan(path: Path, state: PyTree) -> object:
-    return checkpoint_save.take(SaveRequest(path=path), state)
+    return checkpoint_save.take_snapshot(SaveRequest(path=path), state)

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from flaxckpt._arrays import (
         blockwise,
         byte_ranges,
-        chunks_to_write,
         evaluate,
         layout,
         lazy,
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "blockwise",
     "byte_ranges",
-    "chunks_to_write",
     "evaluate",
     "layout",
     "lazy",

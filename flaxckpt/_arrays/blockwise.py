@@ -18,7 +18,6 @@ import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util, errors
 from flaxckpt._arrays import evaluate, layout
-from flaxckpt._arrays import faults as read_faults
 from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays.zarr import metadata
 from flaxckpt._arrays.zarr.metadata import Array, Region
@@ -216,7 +215,7 @@ def _as_numpy(info: LeafInfo, path: LeafPath) -> LeafInfo:
 
 def _parts(pieces: Sequence[Piece]) -> list[Array]:
     context = _storage.client.context()
-    faults = read_faults.Faults()
+    faults = arrays_read.Faults()
     started = _begun(pieces, context, faults)
     values = []
     for piece, future in zip(pieces, started, strict=True):
@@ -240,7 +239,7 @@ def _parts(pieces: Sequence[Piece]) -> list[Array]:
 
 
 def _begun(
-    pieces: Sequence[Piece], context: ts.Context, faults: read_faults.Faults
+    pieces: Sequence[Piece], context: ts.Context, faults: arrays_read.Faults
 ) -> list[Any]:
     """Returns, for each piece, values, a future, or None with a recorded fault."""
     opened: dict[LeafPath, ts.TensorStore] = {}

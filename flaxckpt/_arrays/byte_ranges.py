@@ -76,7 +76,7 @@ def _opened(span: Span, context: ts.Context) -> ts.TensorStore:
     def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
         # A few whole rows of the array, or a part of a row: few runs of bytes.
         outer = _outer_axes(span.shape, domain.shape)
-        with _storage.of(span.file).opened(span.file) as file:
+        with _storage.of(span.file).open_file(span.file) as file:
             found = _storage.files.identity(os.fstat(file.fileno()))
             if span.identity not in (None, found):
                 raise OSError(

@@ -60,8 +60,8 @@ def _computed(leaf: Leaf) -> Leaf:
         value = np.asarray(value)
         if info.kind == "scalar":
             value = value[()] if info.python_type == "numpy.generic" else value.item()
-    described = _state.leaf_info.of(
-        info.path, _state.tree.Entry(info.keys, value, False)
+    described = _state.leaf.describe(
+        info.path, _state.tree.TreeLeaf(info.keys, value, False)
     )
     assert isinstance(described, LeafInfo), described
     return Leaf(dataclasses.replace(described, role=info.role), (value,))
@@ -239,9 +239,8 @@ def _given(value: Any, user: LeafInfo) -> Any:
 def _wanted_of_source(source: StoredLeaf, user: LeafInfo, name: str) -> LeafInfo:
     """Returns the info to read a source of `user`, sharded alike if possible."""
     info = source.info
-    is_wide = lazy.needs_64_bits(
-        info
-    )  # jax would make it narrower outside of a computation
+    # Outside of a computation, jax would make it narrower.
+    is_wide = _state.dtypes.is_wide(info.dtype)
     python_type = "numpy.ndarray" if is_wide else "jax.Array"
     sharding = None if is_wide else _alike(user.sharding, user.shape, info.shape)
     return dataclasses.replace(

@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 
 from flaxckpt import _state
 from flaxckpt._arrays.zarr import chunk_shape as zarr_chunk_shape
-from flaxckpt._arrays.zarr import limits, writer_assignment
+from flaxckpt._arrays.zarr import metadata, writer_assignment
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._state.leaf import LeafInfo, Role
 from flaxckpt._types import Shape
@@ -181,16 +181,16 @@ def fault(info: LeafInfo) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def _fault(shape: Shape, chunk_shape: Shape) -> str | None:
     axes = len(chunk_shape)  # a PRNG key has an axis more than its shape
-    if axes > limits.MAX_AXES:
-        return f"{axes} axes, and readers take {limits.MAX_AXES}"
-    if max(shape, default=0) >= limits.MAX_SIZE:
+    if axes > metadata.MAX_AXES:
+        return f"{axes} axes, and readers take {metadata.MAX_AXES}"
+    if max(shape, default=0) >= metadata.MAX_SIZE:
         return (
             f"{max(shape)} elements along an axis, and readers take"
-            f" {limits.MAX_SIZE - 1}"
+            f" {metadata.MAX_SIZE - 1}"
         )
     chunks = zarr_chunk_shape.chunk_count(shape, chunk_shape[: len(shape)])
-    if chunks > limits.MAX_CHUNKS:
-        return f"{chunks} chunks, and readers take {limits.MAX_CHUNKS}"
+    if chunks > metadata.MAX_CHUNKS:
+        return f"{chunks} chunks, and readers take {metadata.MAX_CHUNKS}"
     return None
 
 

@@ -20,9 +20,6 @@ from flaxckpt._state.leaf import Leaf, LeafInfo
 
 Fn: TypeAlias = Callable[..., jax.Array]
 
-_WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
-"""Types that jax truncates without 64-bit mode."""
-
 
 class Deriver:
     """Creates computed leaves for a transform.
@@ -63,7 +60,7 @@ class Deriver:
         base = base or leaves[0].info
         infos = [leaf.info for leaf in leaves]
         if is_wide is None:
-            is_wide = any(map(needs_64_bits, infos)) or any(
+            is_wide = any(_state.dtypes.is_wide(info.dtype) for info in infos) or any(
                 has_wide_fn(leaf) for leaf in leaves
             )
         try:
@@ -119,11 +116,6 @@ def has_wide_fn(leaf: Leaf) -> bool:
     return isinstance(leaf.fn, _Computation) and leaf.fn.is_wide
 
 
-def needs_64_bits(info: LeafInfo) -> bool:
-    """Returns True if jax truncates the values of a leaf without 64-bit mode."""
-    return info.dtype in _WIDE
-
-
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", maxsplit=1)[0][:200]
 
@@ -154,8 +146,8 @@ def abstract(info: LeafInfo) -> jax.ShapeDtypeStruct:
 def _derived_info(base: LeafInfo, made: Any, what: str) -> LeafInfo:
     found = made
     if isinstance(made, jax.ShapeDtypeStruct):
-        found = _state.leaf_info.of(
-            base.path, _state.tree.Entry(base.keys, made, False)
+        found = _state.leaf.describe(
+            base.path, _state.tree.TreeLeaf(base.keys, made, False)
         )
     if not isinstance(found, LeafInfo):
         raise errors.OptionError(
@@ -164,7 +156,7 @@ def _derived_info(base: LeafInfo, made: Any, what: str) -> LeafInfo:
     is_number = base.kind == "scalar" and not found.shape
     if found.kind == "array" and (is_number or base.python_type == "numpy.ndarray"):
         found = dataclasses.replace(found, kind=base.kind, python_type=base.python_type)
-    is_cut = found.dtype in _WIDE and found.python_type == "jax.Array"
+    is_cut = _state.dtypes.is_wide(found.dtype) and found.python_type == "jax.Array"
     if is_cut and base.kind == "scalar":  # an array of Python numbers
         found = dataclasses.replace(found, python_type="numpy.ndarray")
     return dataclasses.replace(found, weak_type=False, role=base.role)

@@ -8,6 +8,7 @@ through TensorStore.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,13 +16,12 @@ from typing import Any, NamedTuple
 import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util, errors
-from flaxckpt._arrays import faults as read_faults
-from flaxckpt._arrays import layout, read_raw, shards, to_device
+from flaxckpt._arrays import layout, read_raw, to_device
 from flaxckpt._arrays.read_raw import Reading
 from flaxckpt._arrays.zarr import metadata
 from flaxckpt._arrays.zarr.metadata import Array, Region
 from flaxckpt._state.leaf import LeafInfo, StoredLeaf
-from flaxckpt._types import JSON, LeafPath
+from flaxckpt._types import JSON, LeafPath, Shape
 
 _DECODED_AT_ONCE = 128 * 2**20
 """Bytes that TensorStore decodes at a time, beside the encoded bytes."""
@@ -65,6 +65,56 @@ class ReadOptions(NamedTuple):
     report: Callable[[int], object] = _util.progress.ignore
 
 
+# ---- unreadable leaves ----------------------------------------------------------
+
+
+class Faults:
+    """Unreadable leaves with reasons."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[LeafPath, str] = {}
+        self._too_large: _util.memory.TooLargeError | None = None
+
+    def __len__(self) -> int:
+        return len(self._reasons)
+
+    def __contains__(self, path: LeafPath) -> bool:
+        return path in self._reasons
+
+    def add(self, path: LeafPath, error: Exception) -> None:
+        """Records `error` as the reason of the leaf `path`."""
+        if isinstance(error, MemoryError):
+            error = _util.memory.TooLargeError()
+        if isinstance(error, _util.memory.TooLargeError):
+            self._too_large = _util.memory.TooLargeError(*error.args)  # no traceback
+        self._reasons[path] = _short_message(error)
+
+    def error(
+        self, root: Path | str, advice: str = "Restore another step"
+    ) -> errors.DamagedCheckpointError:
+        """Returns an error with all faults of the checkpoint at `root`.
+
+        Its cause is a `TooLargeError` if memory was short.
+        """
+        count = f"{len(self)} leaves" if len(self) > 1 else "1 leaf"
+        error = errors.DamagedCheckpointError(
+            f"{count} of {root} cannot be read:\n"
+            + errors.rows(f"{path}: {why}" for path, why in self._reasons.items())
+            + f"\n{advice}, or save the checkpoint again."
+        )
+        error.__cause__ = self._too_large
+        return error
+
+
+def _short_message(error: Exception) -> str:
+    """Returns the message of an error, without TensorStore's spec."""
+    text = str(error).split(" [tensorstore_spec", maxsplit=1)[0].split(" [source")[0]
+    return " ".join(text.split())[:200]
+
+
+# ---- reading --------------------------------------------------------------------
+
+
 def open_one(stored: StoredLeaf) -> ts.TensorStore:
     """Opens a stored array, read-only.
 
@@ -79,7 +129,7 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
     except errors.StoreError:
         raise  # the leaf itself may be intact
     except (ValueError, OSError) as error:
-        faults = read_faults.Faults()
+        faults = Faults()
         faults.add(stored.info.path, error)
         raise faults.error(stored.root) from None
     return store
@@ -89,9 +139,7 @@ def bytes_here(job: ReadJob) -> int:
     """Returns the uncompressed bytes that this process reads for a leaf."""
     if job.found.dtype is None or job.wanted.sharding is None:
         return layout.stored_bytes(job.found)
-    return shards.nbytes(
-        shards.to_read(job.found, job.wanted), layout.stored_form(job.found)[1]
-    )
+    return _Work.of(job).nbytes
 
 
 def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
@@ -106,7 +154,7 @@ def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
         RestoreMismatchError: Numbers are too large for the wanted types.
     """
     values: dict[LeafPath, Any] = {}
-    faults = read_faults.Faults()
+    faults = Faults()
     too_large: list[errors.Mismatch] = []
     context = _storage.client.context({"file_io_concurrency": {"limit": 32}})
     databases = read_raw.Databases(context)
@@ -121,9 +169,11 @@ def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
             except (ValueError, MemoryError) as error:
                 faults.add(job.wanted.path, error)
             except OverflowError as error:
-                found = f"the number {error}"
-                wanted = job.wanted
-                too_large.append(errors.Mismatch(wanted.path, str(wanted), found))
+                too_large.append(
+                    errors.Mismatch(
+                        job.wanted.path, str(job.wanted), f"the number {error}"
+                    )
+                )
     if too_large:
         raise errors.RestoreMismatchError(str(jobs[0].stored.root), too_large)
     if faults:
@@ -136,27 +186,32 @@ def _read_batch(
     batch: Sequence[_Work],
     options: ReadOptions,
     databases: read_raw.Databases,
-    faults: read_faults.Faults,
+    faults: Faults,
 ) -> list[tuple[ReadJob, dict[Region, Array]]]:
     """Reads the parts of each leaf that local devices need.
 
     Arrays are made only afterwards: threads that read, and threads of jax that make
     arrays, slow each other down.
     """
-    reading = [_begin(work, options, databases) for work in batch]
-    rest = [
-        _reporting(work, begun, options.report)
-        for work, begun in zip(batch, reading, strict=True)
+    readings = [_begin(work, options, databases) for work in batch]
+    unreported = [
+        _report_tasks(work, reading, options.report)
+        for work, reading in zip(batch, readings, strict=True)
     ]
-    read_raw.run(reading)
+    read_raw.run(readings)
     blocks = []
-    for work, begun, unreported in zip(batch, reading, rest, strict=True):
+    for work, reading, size in zip(batch, readings, unreported, strict=True):
         try:
-            arrays = begun.result()
-            options.report(unreported)
+            arrays = reading.result()
+            options.report(size)
             for array in arrays.values():
                 _state.dtypes.check_bools(array)
-            blocks.append((work.job, shards.cut(work.reads, arrays)))
+            parts = {
+                region: arrays[read][metadata.within(region, read)]
+                for read, regions in work.reads.items()
+                for region in regions
+            }
+            blocks.append((work.job, parts))
         except errors.StoreError:
             raise  # the leaf itself may be intact
         except (ValueError, OSError, MemoryError) as error:
@@ -164,24 +219,21 @@ def _read_batch(
     return blocks
 
 
-def _reporting(work: _Work, begun: Reading, report: Callable[[int], object]) -> int:
+def _report_tasks(
+    work: _Work, reading: Reading, report: Callable[[int], object]
+) -> int:
     """Makes tasks report their bytes; returns the bytes left to report."""
-    size = shards.nbytes(work.reads, layout.stored_form(work.job.found)[1])
     raw = work.job.stored.raw
-    if raw is None or raw.ocdbt or not begun.tasks:
-        return size  # TensorStore reads behind its tasks
-    share = size // len(begun.tasks)
-    begun.tasks = tuple(
-        [functools.partial(_reported, task, share, report) for task in begun.tasks]
-    )
-    return size - share * len(begun.tasks)
+    if raw is None or raw.ocdbt or not reading.tasks:
+        return work.nbytes  # TensorStore reads behind its tasks
+    share = work.nbytes // len(reading.tasks)
 
+    def run(task: Callable[[], None]) -> None:
+        task()
+        report(share)
 
-def _reported(
-    task: Callable[[], None], size: int, report: Callable[[int], object]
-) -> None:
-    task()
-    report(size)
+    reading.tasks = tuple([functools.partial(run, task) for task in reading.tasks])
+    return work.nbytes - share * len(reading.tasks)
 
 
 # ---- batches ---------------------------------------------------------------
@@ -193,26 +245,73 @@ class _Work(NamedTuple):
     Attributes:
         job: The leaf.
         reads: Region to read -> regions in it that devices need.
+        nbytes: Uncompressed size of the regions to read, in bytes.
     """
 
     job: ReadJob
     reads: Mapping[Region, list[Region]]
+    nbytes: int
+
+    @classmethod
+    def of(cls, job: ReadJob) -> _Work:
+        """Returns the work of this process for a leaf."""
+        reads = _regions_to_read(job.found, job.wanted)
+        elements = sum(math.prod(metadata.extent(region)) for region in reads)
+        bits = _state.dtypes.item_bits(layout.stored_form(job.found)[1])
+        return cls(job, reads, elements * bits // 8)
 
 
 def _batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[_Work]]:
     """Yields batches of raw arrays, and then of arrays to decode."""
     for is_raw in (True, False):
         at_once = max_bytes if is_raw else min(max_bytes, _DECODED_AT_ONCE)
-        sized = (
-            (work, shards.nbytes(work.reads, layout.stored_form(job.found)[1]))
-            for job in jobs
-            if (job.stored.raw is not None) == is_raw
-            for work in [_Work(job, shards.to_read(job.found, job.wanted))]
-        )
+        works = (_Work.of(j) for j in jobs if (j.stored.raw is not None) == is_raw)
+        sized = ((work, work.nbytes) for work in works)
         yield from _util.memory.batches(sized, at_once)
 
 
-# ---- reading --------------------------------------------------------------------
+def _regions_to_read(found: LeafInfo, wanted: LeafInfo) -> dict[Region, list[Region]]:
+    """Returns the regions to read -> the regions needed by devices.
+
+    Reads each region separately if no chunk overlaps two regions. Otherwise reads their
+    enclosing region, so that no chunk is read twice.
+
+    Args:
+        found: The stored leaf.
+        wanted: The leaf with the requested sharding.
+    """
+    shape, _ = layout.stored_form(found)
+    sharding = wanted.sharding
+    if (
+        sharding is None
+        or wanted.kind != "array"
+        or (len(sharding.device_set) == 1 and sharding.is_fully_addressable)
+    ):
+        whole = metadata.whole(shape)
+        return {whole: [whole]}
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    if not indices:
+        return {}  # other processes have all parts
+    regions = list(
+        dict.fromkeys(metadata.region_of(index or (), shape) for index in indices)
+    )
+    chunk = found.chunk_shape
+    if len(regions) == 1 or (
+        chunk and all(_fits_chunks(r, chunk, shape) for r in regions)
+    ):
+        return {region: [region] for region in regions}
+    box = tuple(
+        (min(start for start, _ in bounds), max(stop for _, stop in bounds))
+        for bounds in zip(*regions, strict=True)
+    )
+    return {box: regions}
+
+
+def _fits_chunks(region: Region, chunk: Shape, shape: Shape) -> bool:
+    return all(
+        start % part == 0 and (stop % part == 0 or stop == size)
+        for (start, stop), part, size in zip(region, chunk, shape, strict=True)
+    )
 
 
 def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> Reading:
@@ -220,7 +319,7 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
     try:
         if stored.raw is None:
             check = stored.check if options.verify else None
-            return _from_store(work.job, regions, databases.context, check)
+            return _from_store(work, databases.context, check)
         if not stored.raw.ocdbt:
             _storage.of(stored.raw.root).check_root(stored.raw.root, stored.root)
             return read_raw.from_files(
@@ -232,7 +331,7 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
             )
         databases.begin(stored.raw, stored.root, verify=options.verify)
         if layout.stored_bytes(stored.info) > _DATABASE_VALUE_BYTES:
-            return _from_store(work.job, regions, databases.context)
+            return _from_store(work, databases.context)
         return read_raw.from_database(
             stored.raw, stored.info, regions, databases, verify=options.verify
         )
@@ -245,11 +344,10 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
 
 
 def _from_store(
-    job: ReadJob,
-    regions: Sequence[Region],
-    context: ts.Context,
-    check: Callable[[], None] | None = None,
+    work: _Work, context: ts.Context, check: Callable[[], None] | None = None
 ) -> Reading:
+    """Reads a leaf through TensorStore."""
+    job = work.job
     opened = _open(job.stored, context)
     started: dict[Region, tuple[ts.Future[Any], Array]] = {}
 
@@ -259,8 +357,8 @@ def _from_store(
         if _is_cast_by_tensorstore(job):
             store = ts.cast(store, job.wanted.dtype or "")
         dtype = store.dtype.numpy_dtype
-        _util.memory.check(shards.nbytes(regions, layout.stored_form(job.found)[1]))
-        for region in regions:
+        _util.memory.check(work.nbytes)
+        for region in work.reads:
             # Into memory that jax uses without a copy, unlike TensorStore's own.
             target = read_raw.empty(metadata.extent(region), dtype)
             source = store[tuple(slice(*b) for b in region)]

@@ -23,8 +23,7 @@ from flaxckpt._arrays import layout
 from flaxckpt._arrays.zarr import chunk_file, ocdbt
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr.chunk_file import Block, Bytes
-from flaxckpt._arrays.zarr.metadata import Array, Region
-from flaxckpt._arrays.zarr.raw_array import RawArray
+from flaxckpt._arrays.zarr.metadata import Array, RawArray, Region
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import Shape
 
@@ -313,8 +312,8 @@ def check_digests(
         OSError: A file is missing, or cannot be read.
     """
     for name, recorded in digests.items():
-        if _storage.of(root).digest_file(root / name, max_bytes=max_bytes) != recorded:
-            raise ValueError(f"{name} has changed since it was written")
+        found = _storage.of(root).digest_file(root / name, max_bytes=max_bytes)
+        _storage.files.check_digest(name, found, recorded)
 
 
 def from_database(

@@ -60,6 +60,13 @@ class HostArray(NamedTuple):
     source: weakref.ref[jax.Array] | None = None
 
     @property
+    def stored_dtype(self) -> str:
+        """Name of the type in storage."""
+        name = _state.dtypes.stored_name(self.dtype)
+        assert name is not None, self.name
+        return name
+
+    @property
     def nbytes(self) -> int:
         """Bytes in memory of the parts that this process writes."""
         return sum([shard.data.nbytes for shard in self.shards])

@@ -1,15 +1,17 @@
 """Writes arrays from host memory into storage, within a byte budget.
 
-Raw chunks are written as in memory: into files by several threads, or as values of a
-database. Other chunks go through TensorStore.
+Raw chunks (see `_arrays.zarr.metadata`) have the layout of the memory. They are written
+without a copy if possible: into files by several threads, or as values of a database.
+Other chunks go through TensorStore.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
+import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,12 +20,11 @@ import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util
-from flaxckpt._arrays import chunks_to_write
 from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._arrays.zarr import chunk_file
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
-from flaxckpt._arrays.zarr.metadata import Encoding
+from flaxckpt._arrays.zarr.metadata import Array, Encoding, Region
 from flaxckpt._storage import Stamp
 
 DEFAULT_CONCURRENT_BYTES = 2 * 2**30
@@ -70,6 +71,18 @@ class Previous(NamedTuple):
         return self.stamp is None or self.stamp.is_current()
 
 
+class _Target(NamedTuple):
+    """The place and the form of the arrays to write; see `write`."""
+
+    root: Path
+    encoding: Encoding
+    context: ts.Context
+    max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES
+    report: Count = _util.progress.ignore
+    previous: Previous | None = None
+    writer: int | None = None
+
+
 def write(
     root: Path,
     arrays: Iterable[HostArray],
@@ -102,73 +115,51 @@ def write(
         OSError, ValueError: An array could not be written.
     """
     context = _storage.client.context()
-    if ocdbt and writer is not None:
-        root = root / f"{zarr_ocdbt.PART}{writer}"
-        root.mkdir()
-    if ocdbt and _storage.upload.is_needed(root):
-        # All batches go into a single database, held in memory.
-        with _storage.upload.staged(root) as memory:
-            write(
-                memory,
-                arrays,
-                encoding=encoding,
-                ocdbt=True,
-                max_concurrent_bytes=max_concurrent_bytes,
-                count=count,
-            )
-        return
     if not _storage.of(root).has_hard_links:
         previous = None
-    if ocdbt:
-        sized = ((array, array.nbytes) for array in arrays)
-        for batch in _util.memory.batches(sized, max_concurrent_bytes):
-            _write_database(root, batch, encoding, context, max_concurrent_bytes, count)
+    target = _Target(
+        root, encoding, context, max_concurrent_bytes, count, previous, writer
+    )
+    if not ocdbt:
+        _write_directories(target, arrays)
+        return
+    if writer is not None:
+        target = target._replace(root=root / f"{zarr_ocdbt.PART}{writer}")
+        target.root.mkdir()
+    if _storage.upload.is_needed(root):
+        # All batches go into a single database, held in memory.
+        with _storage.upload.memory_directory(target.root) as memory:
+            _write_databases(target._replace(root=memory), arrays)
     else:
-        _write_directories(
-            root,
-            arrays,
-            encoding,
-            context,
-            previous,
-            max_concurrent_bytes,
-            count,
-            writer,
-        )
+        _write_databases(target, arrays)
 
 
-def _write_directories(
-    root: Path,
-    arrays: Iterable[HostArray],
-    encoding: Encoding,
-    context: ts.Context,
-    previous: Previous | None,
-    max_concurrent_bytes: int,
-    count: Count,
-    writer: int | None,
-) -> None:
+def _write_directories(target: _Target, arrays: Iterable[HostArray]) -> None:
     """Writes a directory for each array."""
+    root, previous = target.root, target.previous
     raw: list[HostArray] = []
     encoded: list[HostArray] = []
     for array in arrays:
-        (raw if chunks_to_write.is_raw(array, encoding) else encoded).append(array)
-    budget = _util.threads.Budget(max_concurrent_bytes)
-    _write_files(root, raw, encoding, previous, budget, count, writer)
-    at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
+        (raw if is_raw(array, target.encoding) else encoded).append(array)
+    _write_files(target, raw)
+    at_once = min(target.max_concurrent_bytes, _ENCODED_AT_ONCE)
     if encoded and _storage.upload.is_needed(root):
-        at_once = min(at_once, max_concurrent_bytes // (1 + _COPIES_IN_REQUESTS))
-        sized = ((array, array.nbytes) for array in encoded)
-        for batch in _util.memory.batches(sized, at_once):
-            with _storage.upload.staged(root) as memory:
-                _write_encoded(memory, batch, encoding, context, at_once, count=count)
+        per_copy = target.max_concurrent_bytes // (1 + _COPIES_IN_REQUESTS)
+        at_once = min(at_once, per_copy)
+        for batch in _util.memory.batches(_sized(encoded), at_once):
+            with _storage.upload.memory_directory(root) as memory:
+                _write_encoded(target._replace(root=memory), batch, at_once)
         return
-    is_shared = writer is not None
-    _write_encoded(
-        root, encoded, encoding, context, at_once, may_exist=is_shared, count=count
-    )
+    is_shared = target.writer is not None
+    _write_encoded(target, encoded, at_once, may_exist=is_shared)
     # Other processes may still be writing these files.
     if previous is not None and not is_shared:
         for array in encoded:
             _link_files(previous.root / array.name, root / array.name)
+
+
+def _sized(arrays: Iterable[HostArray]) -> Iterator[tuple[HostArray, int]]:
+    return ((array, array.nbytes) for array in arrays)
 
 
 def write_parts(
@@ -192,16 +183,9 @@ def write_parts(
         OSError, ValueError: An array could not be written.
     """
     transaction = ts.Transaction(atomic=True) if ocdbt else None
+    target = _Target(root, encoding, _storage.client.context())
     at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
-    _write_encoded(
-        root,
-        arrays,
-        encoding,
-        _storage.client.context(),
-        at_once,
-        transaction,
-        may_exist=True,
-    )
+    _write_encoded(target, arrays, at_once, transaction, may_exist=True)
     if transaction is not None:
         transaction.commit_async().result()
 
@@ -209,33 +193,112 @@ def write_parts(
 # ---- raw chunks -----------------------------------------------------------------
 
 
-def _write_files(
-    root: Path,
-    arrays: Sequence[HostArray],
-    encoding: Encoding,
-    previous: Previous | None,
-    budget: _util.threads.Budget,
-    count: Count,
-    writer: int | None = None,
-) -> None:
+def is_raw(array: HostArray, encoding: Encoding) -> bool:
+    """Returns True if an array is written without TensorStore."""
+    return zarr_metadata.is_raw(encoding, array.shape, array.stored_dtype)
+
+
+def chunk_files(root: Path, array: HostArray) -> Iterator[Path]:
+    """Yields the chunk files of a raw array to be written by this process."""
+    for chunk in _chunks(array):
+        yield root / array.name / chunk.key
+
+
+def _metadata_text(array: HostArray, encoding: Encoding) -> bytes:
+    return zarr_metadata.metadata_text(
+        encoding, array.shape, array.stored_dtype, array.chunk_shape
+    )
+
+
+class _Chunk(NamedTuple):
+    """A chunk to write.
+
+    Attributes:
+        array: The array of the chunk.
+        shard: The shard with the values.
+        key: Index of the chunk.
+        bounds: Region of the values in the whole array, without padding.
+    """
+
+    array: HostArray
+    shard: HostShard
+    key: str
+    bounds: Region
+
+    @property
+    def size(self) -> int:
+        """Stored bytes without the checksum."""
+        bits = _state.dtypes.item_bits(self.array.dtype)
+        return math.prod(self.array.chunk_shape) * bits // 8
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values in memory."""
+        itemsize: int = self.shard.data.dtype.itemsize
+        return math.prod(zarr_metadata.extent(self.bounds)) * itemsize
+
+    def needs_copy(self) -> bool:
+        """Returns True if writing needs a copy of the values in storage layout."""
+        data = self._data()
+        return not (
+            data.dtype.name == self.array.dtype
+            and data.dtype.isnative
+            and data.flags.c_contiguous
+        )
+
+    def parts(self, encoding: Encoding) -> list[memoryview]:
+        """Returns the values, padding and checksum, as views where possible."""
+        parts = self._content()
+        if encoding.checksum:
+            parts.append(memoryview(chunk_file.checksum(parts)))
+        return parts
+
+    def _content(self) -> list[memoryview]:
+        array = self.array
+        data = _state.dtypes.to_stored(_state.dtypes.convert(self._data(), array.dtype))
+        missing = self.size - data.nbytes
+        if missing and data.shape[1:] != array.chunk_shape[1:]:
+            # The chunk extends beyond the array along an axis after the first.
+            padded = np.zeros(array.chunk_shape, data.dtype)
+            padded[tuple(slice(size) for size in data.shape)] = data
+            data, missing = padded, 0
+        run = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        return [run.data, memoryview(bytes(missing))]
+
+    def _data(self) -> Array:
+        values = np.asarray(self.shard.data)
+        data: Array = values[zarr_metadata.within(self.bounds, self.shard.region)]
+        return data
+
+
+def _chunks(array: HostArray) -> Iterator[_Chunk]:
+    """Yields the chunks of an array to be written by this process."""
+    for shard in array.shards:
+        for key, bounds in zarr_metadata.chunks(shard.region, array.chunk_shape):
+            yield _Chunk(array, shard, key, bounds)
+
+
+def _write_files(target: _Target, arrays: Sequence[HostArray]) -> None:
     """Writes each array as a directory of chunk files, on several threads."""
+    root, previous, encoding = target.root, target.previous, target.encoding
+    budget = _util.threads.Budget(target.max_concurrent_bytes)
     costs_requests = _storage.of(root).costs_requests
 
     def begin(array: HostArray) -> bool:
         """Makes the directory; returns True if the array is unchanged."""
         directory = root / array.name
-        directory.mkdir(exist_ok=not array.name or writer is not None)
-        content = chunks_to_write.metadata_text(array, encoding)
-        if not writer:
+        directory.mkdir(exist_ok=not array.name or target.writer is not None)
+        content = _metadata_text(array, encoding)
+        if not target.writer:
             chunk_file.write(directory / zarr_metadata.METADATA, [memoryview(content)])
         return previous is not None and _is_unchanged(array, content, previous)
 
     def write_array(array: HostArray) -> None:
         is_unchanged = begin(array)
-        for chunk in chunks_to_write.chunks(array):
+        for chunk in _chunks(array):
             write_chunk(chunk, is_unchanged)
 
-    def write_chunk(chunk: chunks_to_write.ChunkToWrite, is_unchanged: bool) -> None:
+    def write_chunk(chunk: _Chunk, is_unchanged: bool) -> None:
         name = chunk.array.name
         new = root / name / chunk.key
         old = previous and previous.root / name / chunk.key
@@ -243,12 +306,12 @@ def _write_files(
         # jax does not report this, so compare checksums.
         is_same = is_unchanged and encoding.checksum
         link = chunk_file.link_unchanged if is_same else chunk_file.link_equal
-        copies = chunk.has_to_be_copied() + _COPIES_IN_REQUESTS * costs_requests
+        copies = chunk.needs_copy() + _COPIES_IN_REQUESTS * costs_requests
         with budget.hold(chunk.size * copies):
             parts = chunk.parts(encoding)
             if not (old and link(old, new, parts)):
                 chunk_file.write(new, parts)
-        count(chunk.nbytes)
+        target.report(chunk.nbytes)
 
     # Large arrays are shared among the threads, chunk by chunk, and come first.
     tasks: list[Callable[[], None]] = []
@@ -259,20 +322,20 @@ def _write_files(
         is_unchanged = begin(array)
         tasks += [
             functools.partial(write_chunk, chunk, is_unchanged)
-            for chunk in chunks_to_write.chunks(array)
+            for chunk in _chunks(array)
         ]
     threads = _THREADS_OF_STORES if costs_requests else _THREADS
     _util.threads.each(lambda task: task(), tasks, threads=threads)
     if previous is not None and not previous.is_current():
         # Files of another checkpoint may have been linked.
-        raise OSError(f"{previous.root} was replaced by somebody else meanwhile")
+        raise OSError(f"{previous.root} was replaced during the save")
 
 
 def _is_unchanged(array: HostArray, metadata: bytes, previous: Previous) -> bool:
     """Returns True if the same jax object was saved before, in the same form."""
     source = array.source and array.source()
-    known, dtype = previous.sources.get(array.name, (None, ""))
-    if source is None or known is None or known() is not source:
+    saved, dtype = previous.sources.get(array.name, (None, ""))
+    if source is None or saved is None or saved() is not source:
         return False
     if dtype != array.dtype:
         return False
@@ -296,48 +359,43 @@ def _link_files(old: Path, new: Path) -> None:
 # ---- databases, and TensorStore -------------------------------------------------
 
 
-def _write_database(
-    root: Path,
-    arrays: list[HostArray],
-    encoding: Encoding,
-    context: ts.Context,
-    max_concurrent_bytes: int,
-    count: Count,
-) -> None:
+def _write_databases(target: _Target, arrays: Iterable[HostArray]) -> None:
+    at_once = target.max_concurrent_bytes
+    for batch in _util.memory.batches(_sized(arrays), at_once):
+        _write_database(target, batch)
+
+
+def _write_database(target: _Target, arrays: Sequence[HostArray]) -> None:
     """Writes arrays into a database, in a single transaction and data file."""
+    encoding = target.encoding
     transaction = ts.Transaction(atomic=True)
-    values = zarr_ocdbt.opened(root, context).with_transaction(transaction)
+    database = zarr_ocdbt.open(target.root, target.context)
+    values = database.with_transaction(transaction)
     large = []
     for array in arrays:
-        if array.nbytes > _DATABASE_VALUE_BYTES or not chunks_to_write.is_raw(
-            array, encoding
-        ):
+        if array.nbytes > _DATABASE_VALUE_BYTES or not is_raw(array, encoding):
             large.append(array)
             continue
         key = zarr_metadata.database_key(array.name, zarr_metadata.METADATA)
-        values.write(key, chunks_to_write.metadata_text(array, encoding))
-        for chunk in chunks_to_write.chunks(array):
+        values.write(key, _metadata_text(array, encoding))
+        for chunk in _chunks(array):
             content = b"".join(chunk.parts(encoding))
             values.write(zarr_metadata.database_key(array.name, chunk.key), content)
-        count(array.nbytes)
-    _write_encoded(
-        root, large, encoding, context, max_concurrent_bytes, transaction, count=count
-    )
+        target.report(array.nbytes)
+    _write_encoded(target, large, target.max_concurrent_bytes, transaction)
     transaction.commit_async().result()
 
 
 def _write_encoded(
-    root: Path,
+    target: _Target,
     arrays: Sequence[HostArray],
-    encoding: Encoding,
-    context: ts.Context,
     bytes_at_once: int,
     transaction: ts.Transaction | None = None,
     *,
     may_exist: bool = False,
-    count: Count = _util.progress.ignore,
 ) -> None:
     """Writes arrays by TensorStore, in the transaction if given."""
+    encoding = target.encoding
     if arrays:
         _storage.client.use_threads()
     opened = [
@@ -345,15 +403,17 @@ def _write_encoded(
             {
                 "driver": "zarr3" if encoding.version == 3 else "zarr",
                 "kvstore": zarr_metadata.kvstore(
-                    root, array.name, ocdbt=transaction is not None
+                    target.root, array.name, ocdbt=transaction is not None
                 ),
                 # Orbax treats a missing chunk as damage, so write zeros too.
                 "store_data_equal_to_fill_value": True,
-                "metadata": chunks_to_write.metadata(array, encoding),
+                "metadata": zarr_metadata.metadata(
+                    encoding, array.shape, array.stored_dtype, array.chunk_shape
+                ),
             },
             create=True,
             open=may_exist,
-            context=context,
+            context=target.context,
             transaction=transaction,
         )
         for array in arrays
@@ -369,14 +429,14 @@ def _write_encoded(
                     oldest, size = pending.popleft()
                     oldest.result()
                     in_flight -= size
-                    count(size)
+                    target.report(size)
                 write = _start_write(array, shard, store, transaction)
                 started.append(write)
                 pending.append((write, shard.data.nbytes))
                 in_flight += shard.data.nbytes
         for write, size in pending:
             write.result()
-            count(size)
+            target.report(size)
     finally:
         # After a failure, wait for all writes before the caller cleans up.
         for future in (*opened, *started):
@@ -389,10 +449,10 @@ def _start_write(
     store: ts.TensorStore,
     transaction: ts.Transaction | None,
 ) -> ts.Future[Any]:
-    target = store[tuple(slice(*bounds) for bounds in shard.region)]
+    part = store[tuple(slice(*bounds) for bounds in shard.region)]
     data = _state.dtypes.to_stored(
         _state.dtypes.convert(np.asarray(shard.data), array.dtype)
     )
-    write = target.write(data, can_reference_source_data_indefinitely=True)
+    write = part.write(data, can_reference_source_data_indefinitely=True)
     # In a transaction, nothing is written before the commit.
     return write.copy if transaction else write.commit

@@ -3,18 +3,122 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from flaxckpt import _arrays, _steps, _storage, _util, errors
+from flaxckpt import _arrays, _distributed, _steps, _storage, _util, errors
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._checkpoint import overwrite as checkpoint_overwrite
-from flaxckpt._checkpoint.request import Snapshot
+from flaxckpt._types import JSON
 from flaxckpt.formats import _native
+from flaxckpt.formats._reader import Lineage
+from flaxckpt.transforms import Transform
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """Options for writing states, shared by all saves of a run.
+
+    Attributes:
+        layout: Chunks and encoding of arrays.
+        transforms: Changes to apply to the state before writing.
+        max_concurrent_bytes: Memory budget of the writing thread.
+    """
+
+    layout: ArrayLayout = dataclasses.field(default_factory=ArrayLayout)
+    transforms: Sequence[Transform] = ()
+    max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """Arguments of a save, without the state.
+
+    A request lives until the save is durable, but the state is freed as soon as its
+    values are copied.
+
+    Attributes:
+        path: Path of the new checkpoint.
+        options: Options shared with other saves.
+        step: Step number, or None for a single checkpoint.
+        metrics: Measured numbers by name.
+        metadata: The user's JSON.
+        dataset: A dataset iterator, or None.
+        on_exists: The action if the step exists; only a run skips steps.
+        temporary: Whether to delete the step once there is a newer step.
+        lineage: Origins of the run, the nearest first.
+        started: Monotonic time of the call.
+        on_planned: Called with the size of the planned save, before copying any values.
+        count: Called with the size of values after they are written.
+        operation: The operation of all processes; None for a single process.
+        markers: Step markers to write: file name -> content.
+    """
+
+    path: Path
+    options: SaveOptions = dataclasses.field(default_factory=SaveOptions)
+    step: int | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    metadata: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
+    dataset: Any = None
+    on_exists: Literal["error", "skip", "overwrite"] = "error"
+    temporary: bool = False
+    lineage: Sequence[Lineage] = ()
+    started: float = dataclasses.field(default_factory=time.monotonic)
+    on_planned: Callable[..., object] | None = None
+    count: _arrays.write.Count = _util.progress.ignore
+    operation: _distributed.operation.Operation | None = None
+    markers: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+    @property
+    def overwrite(self) -> bool:
+        """True if the save replaces an existing checkpoint."""
+        return self.on_exists == "overwrite"
+
+    @property
+    def number(self) -> int:
+        """Step number of a save by a run."""
+        assert self.step is not None
+        return self.step
+
+    def elapsed(self) -> float:
+        """Returns the seconds since the call."""
+        return time.monotonic() - self.started
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The values of a state at the call of `save`, ready to be written.
+
+    Attributes:
+        request: Arguments of the save.
+        contents: All parts of the checkpoint except the arrays.
+        arrays: The values that this process writes.
+    """
+
+    request: SaveRequest
+    contents: _native.checkpoint.Contents
+    arrays: tuple[_arrays.to_host.HostArray, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory of the values written by this process."""
+        return sum([array.nbytes for array in self.arrays])
+
+    @property
+    def stored_bytes(self) -> int:
+        """Uncompressed bytes of all arrays of all processes in their storage type."""
+        return sum(
+            _arrays.layout.stored_bytes(info)
+            for info in self.contents.infos
+            if info.chunk_shape is not None
+        )
 
 
 class Written(NamedTuple):
@@ -55,7 +159,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 
 @contextlib.contextmanager
-def beginning(final: Path) -> Iterator[None]:
+def store_errors(final: Path) -> Iterator[None]:
     """Converts errors of an object store before the first write to SaveFailedError.
 
     Raises:
@@ -64,23 +168,23 @@ def beginning(final: Path) -> Iterator[None]:
     try:
         yield
     except errors.StoreError as error:
-        raise _of_store(final, error, "Nothing of it was written") from error
+        raise _of_store(final, error, "Nothing was written") from error
 
 
 def _of_store(
     final: Path, error: errors.StoreError, left: str
 ) -> errors.SaveFailedError:
     """Returns the error of a save to a store; `left` describes the rest of the save."""
-    told = f"{final} could not be saved: {error}"
+    text = f"{final} could not be saved: {error}"
     if isinstance(error, _storage.client.ForkedError):
-        return errors.SaveFailedError(told)
+        return errors.SaveFailedError(text)
     return errors.SaveFailedError(
-        f"{told}\n{left}; see that the store can be reached, then save again."
+        f"{text}\n{left}; check that the store can be reached, then save again."
     )
 
 
 @contextlib.contextmanager
-def alone(final: Path) -> Iterator[None]:
+def write_lock(final: Path) -> Iterator[None]:
     """Locks `final` for one thread at a time, and converts errors to SaveFailedError.
 
     Raises:
@@ -92,42 +196,24 @@ def alone(final: Path) -> Iterator[None]:
     except errors.CheckpointError as error:
         if not isinstance(error, errors.StoreError):
             raise
-        left = "Nothing of it counts, unless it was its marker that was not written"
+        left = "Nothing was saved, unless only the commit marker is unconfirmed"
         raise _of_store(final, error, left) from error
     except _storage.rename.NotDurableError as error:
         raise errors.SaveFailedError(
-            f"{final} was written, but the disk did not confirm its name: {error}\n"
-            "Whether it stays, or what was there before, is not known; see that the"
-            " disk is sound, then save again."
+            f"{final} was written, but the disk did not confirm the rename: {error}\n"
+            "After a crash, the new or the previous checkpoint may be there; check the"
+            " disk, then save again."
         ) from error
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         raise errors.SaveFailedError(
-            f"{final} could not be saved: {' '.join(str(error).split())[:300]}\n"
-            "Nothing of it is kept and earlier checkpoints are untouched; see that the"
-            " directory is writable and has space, then save again."
+            f"{final} could not be saved: {errors.one_line(error)}\n"
+            "Nothing of it is kept and earlier checkpoints are untouched; check that"
+            " the directory is writable and has free space, then save again."
         ) from error
 
 
-def execute(
-    snapshot: Snapshot, previous: _arrays.write.Previous | None = None
-) -> Written:
-    """Writes a snapshot from a single process, and commits the checkpoint durably.
-
-    Args:
-        snapshot: The snapshot to write.
-        previous: Arrays of an earlier step; equal arrays are hard-linked.
-
-    Raises:
-        SaveFailedError: The write failed. Written files are removed; if the disk did
-            not confirm the rename, the message says so.
-    """
-    with alone(snapshot.request.path), made(snapshot) as temporary:
-        files = fill(snapshot, temporary, previous)
-        return finish(snapshot, temporary, files)
-
-
 @contextlib.contextmanager
-def made(snapshot: Snapshot) -> Iterator[Path]:
+def temporary_directory(snapshot: Snapshot) -> Iterator[Path]:
     """Creates a temporary directory for a checkpoint; removes leftovers at the end."""
     final = snapshot.request.path
     _storage.of(final.parent).make_directory(final.parent)
@@ -137,11 +223,11 @@ def made(snapshot: Snapshot) -> Iterator[Path]:
         keep=lambda name: name == _steps.markers.PIN,
         check=checkpoint_overwrite.check_replaceable,
     ) as temporary:
-        (temporary / _native.checkpoint.STATE).mkdir()
+        (temporary / _native.items.STATE).mkdir()
         yield temporary
 
 
-def fill(
+def write_files(
     snapshot: Snapshot, temporary: Path, previous: _arrays.write.Previous | None
 ) -> dict[str, bytes]:
     """Writes the arrays and metadata files of this process, without the manifest.
@@ -151,13 +237,13 @@ def fill(
     """
     files: dict[str, bytes] = {}
 
-    @_util.gc_pause.paused()
+    @_util.gc_pause.pause()
     def describe() -> None:
-        files.update(_native.checkpoint.files(snapshot.contents))
+        files.update(_native.checkpoint.make_files(snapshot.contents))
         write_new(temporary, files)
 
     with _util.threads.beside(describe) as check:
-        root = temporary / _native.checkpoint.STATE
+        root = temporary / _native.items.STATE
         write_arrays(snapshot, root, previous, check)
     return files
 
@@ -169,7 +255,7 @@ def write_arrays(
     check: Callable[[], object],
 ) -> None:
     """Writes the arrays of this process; an error from `check` stops the write."""
-    together = snapshot.request.together
+    operation = snapshot.request.operation
 
     def count(size: int) -> None:
         check()
@@ -183,11 +269,11 @@ def write_arrays(
         previous=previous,
         max_concurrent_bytes=snapshot.request.options.max_concurrent_bytes,
         count=count,
-        writer=None if together is None else together.index,
+        writer=None if operation is None else operation.index,
     )
 
 
-def finish(
+def finish_checkpoint(
     snapshot: Snapshot,
     temporary: Path,
     files: Mapping[str, bytes],
@@ -203,30 +289,32 @@ def finish(
     """
     contents, request = snapshot.contents, snapshot.request
     sealed = _native.checkpoint.seal(contents, files, temporary, digests or {})
-    marker = sealed.pop(_native.checkpoint.COMMITTED)
+    marker = sealed.pop(_storage.commit_marker.MARKER)
     write_new(temporary, sealed)
-    marks = _steps.markers.of_new(request.path, temporary=request.temporary)
-    write_new(temporary, {**marks, **request.marks})
+    markers = _steps.markers.for_new_step(request.path, temporary=request.temporary)
+    write_new(temporary, {**markers, **request.markers})
     manifest = _storage.stamp(temporary / _native.orbax_json.MANIFEST)
-    publish = functools.partial(name, overwrite=request.overwrite)
-    size = _storage.of(temporary).commit(temporary, request.path, marker, publish)
+    rename = functools.partial(publish, overwrite=request.overwrite)
+    size = _storage.of(temporary).commit(temporary, request.path, marker, rename)
     stamp = manifest._replace(path=request.path / _native.orbax_json.MANIFEST)
-    return Written(size, for_next(snapshot, stamp))
+    return Written(size, linkable_arrays(snapshot, stamp))
 
 
-def name(temporary: Path, final: Path, *, overwrite: bool) -> None:
+def publish(temporary: Path, final: Path, *, overwrite: bool) -> None:
     """Renames the finished directory `temporary` to `final`, durably."""
     if overwrite and final.exists():
         # Other files may have appeared there since the save began.
         checkpoint_overwrite.check_replaceable(final)
-        aside = _storage.temporary.beside(final, _storage.temporary.REPLACED)
-        with _storage.temporary.claimed(final):
+        aside = _storage.temporary.new_path(final, _storage.temporary.REPLACED)
+        with _storage.temporary.claim(final):
             _storage.rename.exchange(temporary, final, aside)
     else:
         _storage.rename.publish(temporary, final)
 
 
-def for_next(snapshot: Snapshot, stamp: _storage.Stamp) -> _arrays.write.Previous:
+def linkable_arrays(
+    snapshot: Snapshot, stamp: _storage.Stamp
+) -> _arrays.write.Previous:
     """Returns the arrays that the next save may hard-link."""
     sources = {
         array.name: (array.source, array.dtype)
@@ -234,7 +322,7 @@ def for_next(snapshot: Snapshot, stamp: _storage.Stamp) -> _arrays.write.Previou
         if array.source is not None
     }
     return _arrays.write.Previous(
-        snapshot.request.path / _native.checkpoint.STATE, sources, stamp
+        snapshot.request.path / _native.items.STATE, sources, stamp
     )
 
 
@@ -242,7 +330,7 @@ def metadata_files(
     contents: _native.checkpoint.Contents, path: Path
 ) -> dict[str, bytes]:
     """Returns the files of the checkpoint `path` without arrays, for size checks."""
-    made = _native.checkpoint.files(contents)
+    made = _native.checkpoint.make_files(contents)
     return made | _native.checkpoint.seal(contents, made, path)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ Values of up to 100 bytes are in the nodes, which are compressed.
 """
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def check(path: Path) -> None:
     """Checks the metadata of a flaxckpt checkpoint, and the sizes of array files.
 
@@ -34,7 +34,7 @@ def check(path: Path) -> None:
         DamagedCheckpointError: A metadata file is missing or has changed, or a chunk
             is missing or has the wrong size.
     """
-    with _storage.paths.looking(path):
+    with _storage.paths.listing_cache(path):
         _check(path)
 
 
@@ -44,7 +44,7 @@ def _check(path: Path) -> None:
         raise errors.DamagedCheckpointError(
             f"{path / _native.orbax_json.MANIFEST} is missing; restore another step"
         )
-    with _storage.permissions.explained(path):
+    with _storage.permissions.explain_errors(path):
         manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
         encoding = _native.manifest.encoding(manifest)
         for name, digest in digests(path, stored).items():
@@ -52,7 +52,7 @@ def _check(path: Path) -> None:
             is_much = encoding and (
                 encoding.version == 2 or _storage.of(path).costs_requests
             )
-            if not (is_much and _native.checkpoint.is_of_arrays(name)):
+            if not (is_much and _native.items.is_of_arrays(name)):
                 _native.items.check_digest(path / name, digest)
         if _storage.of(path).costs_requests:
             _check_names(path, stored, manifest, encoding)
@@ -61,10 +61,10 @@ def _check(path: Path) -> None:
         if encoding is None or not arrays:
             return
         if manifest["ocdbt"]:
-            _check_database(path / _native.checkpoint.STATE, encoding, arrays)
+            _check_database(path / _native.items.STATE, encoding, arrays)
             return
         for info in arrays:
-            _check_array(path / _native.checkpoint.STATE, encoding, info)
+            _check_array(path / _native.items.STATE, encoding, info)
 
 
 def _check_names(
@@ -78,33 +78,30 @@ def _check_names(
     Sizes need no check, because a store has an object completely or not at all.
     """
     wanted = {
-        name for name in digests(path, stored) if _native.checkpoint.is_of_arrays(name)
+        name for name in digests(path, stored) if _native.items.is_of_arrays(name)
     }
     if encoding is not None and not manifest["ocdbt"]:
         for info in stored.metadata.leaves.values():
             if info.dtype is None:
                 continue
             directory = array_directory(info)
-            wanted |= {
-                f"{directory}/{name}"
-                for name in (metadata_name(encoding), *chunk_names(encoding, info))
-            }
+            wanted |= {f"{directory}/{name}" for name in array_files(encoding, info)}
     elif encoding is not None and any(i.dtype for i in stored.metadata.leaves.values()):
-        wanted.add(f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}")
+        wanted.add(f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}")
     if missing := sorted(wanted.difference(_storage.of(path).files_below(path))):
         raise errors.DamagedCheckpointError(
-            f"{path} is not all there; restore another step:\n"
+            f"{path} is incomplete; restore another step:\n"
             + errors.rows(f"{name} is missing" for name in missing)
         )
 
 
 def digests(path: Path, stored: Stored) -> dict[str, str]:
     """Returns the required files of a checkpoint: name -> recorded digest."""
-    let_go = _native.checkpoint.has_let_go_dataset(path)
+    let_go = _native.metadata.is_dataset_deleted(path)
     return {
         name: digest
         for name, digest in stored.digests.items()
-        if not (let_go and name.startswith(f"{_native.checkpoint.DATASET}/"))
+        if not (let_go and name.startswith(f"{_native.items.DATASET}/"))
     }
 
 
@@ -117,11 +114,11 @@ def _check_database(
         for info in arrays
         if chunk_bytes(encoding, info) >= _OUTSIDE_NODES_BYTES
     )
-    values = [root / "d", *root.glob(f"{_arrays.zarr.ocdbt.PART}*/d")]
-    found = sum(sum(_sizes(directory).values()) for directory in values)
+    directories = [root / "d", *root.glob(f"{_arrays.zarr.ocdbt.PART}*/d")]
+    found = sum(sum(_sizes(directory).values()) for directory in directories)
     if not _sizes(root).get(_arrays.zarr.ocdbt.MANIFEST) or found < max(1, least):
         raise errors.DamagedCheckpointError(
-            f"{root} is not all there: wanted a database of at least {least} bytes,"
+            f"{root} is incomplete: wanted a database of at least {least} bytes,"
             f" found {found}; restore another step"
         )
 
@@ -143,46 +140,43 @@ def _check_array(
 ) -> None:
     """Raises DamagedCheckpointError for missing array files or wrong sizes."""
     directory = root / _native.orbax_json.param_name(info.keys)
-    found = _sizes(directory)
-    size = chunk_bytes(encoding, info)
+    sizes = _sizes(directory)
+    wanted = chunk_bytes(encoding, info)
+    metadata, *chunks = array_files(encoding, info)
     faults = [
-        f"{key}: wanted {size or 'some'} bytes, found {found.get(key, 'none')}"
-        for key in chunk_names(encoding, info)
-        if not found.get(key) or found[key] != (size or found[key])
+        f"{name}: wanted {wanted or 'some'} bytes, found {sizes.get(name, 'none')}"
+        for name in chunks
+        if not sizes.get(name) or sizes[name] != (wanted or sizes[name])
     ]
-    metadata = metadata_name(encoding)
-    if not found.get(metadata):
-        faults.append(f"{metadata}: is missing, or empty")
+    if not sizes.get(metadata):
+        faults.append(f"{metadata} is missing or empty")
     if faults:
         raise errors.DamagedCheckpointError(
-            f"{directory} is not all there; restore another step:\n"
-            + errors.rows(faults)
+            f"{directory} is incomplete; restore another step:\n" + errors.rows(faults)
         )
-
-
-def metadata_name(encoding: _arrays.zarr.metadata.Encoding) -> str:
-    """Returns the name of the metadata file of an array."""
-    return _arrays.zarr.metadata.METADATA if encoding.version == 3 else ".zarray"
 
 
 def array_directory(info: LeafInfo) -> str:
     """Returns the directory of an array, relative to the checkpoint."""
     name = _native.orbax_json.param_name(info.keys)
-    return f"{_native.checkpoint.STATE}/{name}".rstrip("/")
+    return f"{_native.items.STATE}/{name}".rstrip("/")
 
 
-def chunk_names(
-    encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo
-) -> Iterator[str]:
-    """Yields the names of an array's chunk files, relative to the array's directory."""
+def array_files(encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo) -> list[str]:
+    """Returns the names of an array's metadata file and chunk files, in this order.
+
+    The names are relative to the array's directory.
+    """
     shape, _ = _arrays.layout.stored_form(info)
-    for chunk in _arrays.zarr.metadata.chunks(
-        _arrays.zarr.metadata.whole(shape), info.chunk_shape or ()
-    ):
-        if encoding.version == 3:
-            yield chunk.key
-        else:
-            yield chunk.key.removeprefix("c").removeprefix(".") or "0"
+    keys = [
+        chunk.key
+        for chunk in _arrays.zarr.metadata.chunks(
+            _arrays.zarr.metadata.whole(shape), info.chunk_shape or ()
+        )
+    ]
+    if encoding.version == 3:
+        return [_arrays.zarr.metadata.METADATA, *keys]
+    return [".zarray", *(k.removeprefix("c").removeprefix(".") or "0" for k in keys)]
 
 
 def _sizes(directory: Path) -> dict[str, int]:

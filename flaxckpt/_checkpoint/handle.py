@@ -1,19 +1,48 @@
-"""Saves in progress: threads, and errors at the end of the program."""
+"""Saves in progress: threads, results, and errors at the end of the program."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import multiprocessing
 import multiprocessing.util
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from flaxckpt import _doors, _util, errors
-from flaxckpt._checkpoint.result import SaveResult
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SaveResult:
+    """Result of a finished save.
+
+    Attributes:
+        step: The checkpoint's step; None for a single checkpoint.
+        path: Path of the checkpoint.
+        bytes_written: Size of the written files, without files hard-linked from the
+            previous step.
+        blocked_secs: Seconds that the call blocked the caller.
+        total_secs: Seconds from the call until the checkpoint was durable and old steps
+            were deleted.
+        deleted_steps: Steps deleted by the preservation policies; with a staging
+            directory, steps deleted from staging.
+        skipped: None, or the reason why nothing was written.
+        tier: The tier with the durable checkpoint: `directory`, or `staging`, from
+            where it is uploaded.
+    """
+
+    step: int | None
+    path: str
+    bytes_written: int
+    blocked_secs: float
+    total_secs: float
+    deleted_steps: tuple[int, ...] = ()
+    skipped: str | None = None
+    tier: Literal["directory", "staging"] = "directory"
 
 
 class SaveHandle:
@@ -35,8 +64,8 @@ class SaveHandle:
         self._ended = (
             threading.Event()
         )  # Ctrl-C in Thread.join marks a running thread as ended
-        _under_way.add(self)
-        _tell_when_a_child_ends()
+        _unfinished.add(self)
+        _register_in_child()
         # No daemon thread: a script that ends still finishes the last save.
         self._thread = threading.Thread(
             target=self._run, args=(work,), name=name, daemon=False
@@ -53,7 +82,7 @@ class SaveHandle:
 
     def __repr__(self) -> str:
         if not self.done():
-            return f"<{self._name}: under way>"
+            return f"<{self._name}: in progress>"
         return f"<{self._name}: {'durable' if self._error is None else 'failed'}>"
 
     def _run(self, work: Callable[[], SaveResult]) -> None:
@@ -61,16 +90,16 @@ class SaveHandle:
             self._result = work()
         except BaseException as error:
             self._error = error
-            _untold.add(self)
+            _unreported.add(self)
         finally:
             self._ended.set()
-            _under_way.discard(self)
+            _unfinished.discard(self)
 
-    def _is_of_another_process(self) -> None:
+    def _mark_as_forked(self) -> None:
         """Marks the save as ended in a fork, where the saving thread does not exist."""
         self._error = errors.SaveFailedError(
-            f"the {self._name} was begun by the process of which this is a fork: that"
-            " one finishes it; ask there whether it has"
+            f"the {self._name} was started before this process was forked, and only the"
+            " parent process finishes it: wait for it there"
         )
         self._ended = threading.Event()  # the lock of the old event may be held
         self._ended.set()
@@ -83,9 +112,9 @@ class SaveHandle:
         """Returns True if any caller has started to wait for the save."""
         return self._is_awaited
 
-    def has_untold_error(self) -> bool:
+    def has_unreported_error(self) -> bool:
         """Returns True if the save failed and `wait` has not yet raised the error."""
-        return self in _untold
+        return self in _unreported
 
     def wait(self, timeout_secs: float | None = None) -> SaveResult:
         """Waits until the checkpoint is durable and old steps are deleted.
@@ -96,27 +125,27 @@ class SaveHandle:
             CheckpointTimeoutError: The save is still running after `timeout_secs`.
             CheckpointError: The save failed and saved nothing.
         """
-        _util.arguments.seconds("timeout_secs", timeout_secs)
+        _util.arguments.check_timeout("timeout_secs", timeout_secs)
         self._is_awaited = True
         if not self.done():
-            with _util.progress.shown(self._counter):
+            with _util.progress.bar(self._counter):
                 self._ended.wait(timeout_secs)
         if not self.done():
             raise errors.CheckpointTimeoutError(
                 f"the {self._name} is still running after {timeout_secs} s;"
                 " call wait() again to wait longer"
             )
-        _untold.discard(self)
+        _unreported.discard(self)
         if self._error is not None:
             raise self._error
         assert self._result is not None
         return self._result
 
 
-_under_way: set[SaveHandle] = set()
+_unfinished: set[SaveHandle] = set()
 """Unfinished saves."""
 
-_untold: set[SaveHandle] = set()
+_unreported: set[SaveHandle] = set()
 """Failed saves with unreported errors."""
 
 
@@ -132,16 +161,16 @@ def _exit_with_failure() -> None:
     """Exits with a nonzero code if a failed save was never reported."""
     _is_ending.set()
     try:
-        for handle in list(_under_way):  # on daemon threads, and in children
+        for handle in list(_unfinished):  # on daemon threads, and in children
             handle._ended.wait()
     except BaseException:  # Ctrl-C; an exception here would not change the exit code
-        _exit(f"the {each._name} is cut off" for each in list(_under_way))
+        _exit(f"the {each._name} was interrupted" for each in list(_unfinished))
     _exit_if_failed()
 
 
 def _exit_if_failed() -> None:
-    if _untold:
-        _exit(f"the {each._name}: {each._error}" for each in list(_untold))
+    if _unreported:
+        _exit(f"the {each._name}: {each._error}" for each in list(_unreported))
 
 
 def _exit(told: Iterable[str]) -> NoReturn:
@@ -158,25 +187,25 @@ def _exit(told: Iterable[str]) -> NoReturn:
 
 atexit.register(_exit_with_failure)
 
-_told_in: set[int] = set()
+_registered_in: set[int] = set()
 """The `multiprocessing` processes with a registered exit handler."""
 
 
-def _tell_when_a_child_ends() -> None:
+def _register_in_child() -> None:
     """Registers the handler in a `multiprocessing` child, which skips `atexit`."""
-    if multiprocessing.parent_process() is None or os.getpid() in _told_in:
+    if multiprocessing.parent_process() is None or os.getpid() in _registered_in:
         return
-    _told_in.add(os.getpid())
+    _registered_in.add(os.getpid())
     # Run after multiprocessing's own finalizers, which empty queues.
     multiprocessing.util.Finalize(None, _exit_with_failure, exitpriority=-1000)
 
 
 def _forget_other_process() -> None:
     """After fork(): forgets the parent's saves; only the parent reports them."""
-    for handle in _under_way:
-        handle._is_of_another_process()
-    _under_way.clear()
-    _untold.clear()
+    for handle in _unfinished:
+        handle._mark_as_forked()
+    _unfinished.clear()
+    _unreported.clear()
 
 
 os.register_at_fork(after_in_child=_forget_other_process)

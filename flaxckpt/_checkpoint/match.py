@@ -218,7 +218,7 @@ class Finder:
             optimizer
             for optimizer in {optimizer for optimizer, _ in seats}
             if (node := _node_at(self._structure, optimizer)) is not None
-            and _state.optimizer_states.may_be_several(node)
+            and _state.optax_containers.may_be_several(node)
         }
         return {seat for optimizer, seat in seats if optimizer in doubtful}
 
@@ -253,7 +253,7 @@ class Finder:
             path for path in children if known.isdisjoint((path, *_above(path)))
         )
         for path, node in _containers(self._structure, ()):
-            if path in known and _state.optimizer_states.is_gone(node.type):
+            if path in known and _state.optax_containers.is_gone(node.type):
                 unnamed[path] = None
                 children[path] = {str(key.name) for key in node.keys}
         by_fields: dict[frozenset[str], list[LeafPath]] = {}

@@ -37,9 +37,20 @@ def missing(wanted: LeafInfo, table: LeafTable, *, nearest: bool = True) -> Mism
 
 def misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
     """Returns the problem of restoring `found` as `wanted`, or None."""
-    if _fits(wanted, found):
-        return _sharding_misfit(wanted, found)
-    return Mismatch(wanted.path, str(wanted), str(found))
+    if not _fits(wanted, found):
+        return Mismatch(wanted.path, str(wanted), str(found))
+    sharding = wanted.sharding
+    if sharding is None:
+        return None
+    if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
+        text = f"{wanted} on the mesh {dict(sharding.mesh.shape)} without devices"
+        return Mismatch(wanted.path, text, str(found))
+    try:
+        sharding.shard_shape(wanted.shape)
+    except ValueError:
+        text = f"{wanted} sharded as {wanted.spec}, which does not divide it"
+        return Mismatch(wanted.path, text, str(found))
+    return None
 
 
 def too_wide(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
@@ -51,12 +62,12 @@ def too_wide(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
         wanted: The leaf that the caller asks for.
         found: The stored leaf to restore; None to initialize the leaf.
     """
-    if wanted.python_type != "jax.Array" or not _arrays.lazy.needs_64_bits(wanted):
+    if wanted.python_type != "jax.Array" or not _state.dtypes.is_wide(wanted.dtype):
         return None
     widest = _widest(wanted)
     if widest == wanted.dtype:
         return None
-    asked = f"{wanted}, where jax without {_X64} has at most {widest}"
+    asked = f"{wanted}, but jax without {_X64} has at most {widest}"
     stored = "nothing" if found is None else str(found)
     return Mismatch(wanted.path, asked, stored, "too_wide")
 
@@ -87,22 +98,6 @@ def _fits(wanted: LeafInfo, found: LeafInfo) -> bool:
 
 def _number_kind(dtype: str) -> str:
     return _state.dtypes.kind(dtype).removeprefix("u")
-
-
-def _sharding_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
-    """Returns the problem of the wanted sharding, or None."""
-    sharding = wanted.sharding
-    if sharding is None:
-        return None
-    if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
-        asked = f"{wanted} on the mesh {dict(sharding.mesh.shape)} without devices"
-        return Mismatch(wanted.path, asked, str(found))
-    try:
-        sharding.shard_shape(wanted.shape)
-    except ValueError:
-        asked = f"{wanted} split as {wanted.spec}, which does not divide it"
-        return Mismatch(wanted.path, asked, str(found))
-    return None
 
 
 # ---- advice ------------------------------------------------------------------------
@@ -254,21 +249,19 @@ def advice(
     ):
         return _move(found_elsewhere, renames, are_all=True)
     if "unused" in kinds:
-        return 'Ask for these leaves too, or pass unused="ignore".'
+        return 'Add these leaves to the state, or pass unused="ignore".'
     if "several" in kinds:
-        return (
-            'Load into the old optimizer first, or start it afresh: optimizer="reinit".'
-        )
+        return 'Load into the old optimizer first, or pass optimizer="reinit".'
     if kinds == {"missing"}:
         first = ""
         if found_elsewhere:
             first = _move(found_elsewhere, renames, are_all=False) + " "
         return (
-            f"{first}Ask only for leaves that the checkpoint has, or pass a state with"
-            ' values and missing="init" to keep them.'
+            f"{first}Pass a state with only the leaves of the checkpoint, or a state"
+            ' with values and missing="init" to keep them.'
         )
     return (
-        "Change the state to fit, or the checkpoint on the way: transforms=[...] can"
+        "Change the state to fit the checkpoint, or pass transforms=[...], which can"
         " rename, drop, grow, slice and map leaves. Floating types are cast; integers"
         " are only widened, unless cast(pattern, dtype, lossy=True) narrows them."
     )
@@ -284,16 +277,16 @@ def _advice_on_width(wide: Sequence[LeafInfo], *, is_alone: bool) -> str:
         for dtype, path in first.items()
     )
     if len(wide) > len(first):
-        casts += ", and so for the others"
+        casts += ", and the same for the others"
     limit = " (values above 3.4e38 become inf)" if "float32" in first else ""
     if is_alone:
         return (
-            f"To keep all bits, set {_X64}, or pass a state with numpy arrays there;"
-            f" for 32 bits, pass transforms=[{casts}]{limit}."
+            f"To keep all bits, set {_X64}, or pass a state with numpy arrays for these"
+            f" leaves; for 32 bits, pass transforms=[{casts}]{limit}."
         )
     return (
-        f"To keep all bits, set {_X64}, or put numpy arrays there in the state; for 32"
-        f" bits, ask for {' and '.join(first)} there, and pass"
+        f"To keep all bits, set {_X64}, or use numpy arrays for these leaves of the"
+        f" state; for 32 bits, use {' and '.join(first)}, and pass"
         f" transforms=[{casts}]{limit}."
     )
 
@@ -307,9 +300,9 @@ def _move(
         ways.append(f"pass transforms=[{', '.join(map(str, renames))}]")
     [only] = found if len(found) == 1 else [None]
     if are_all and only is not None and not only.wanted:
-        ways.append(f"ask for them below {only.found}/{_within(only.found)}")
+        ways.append(f"nest the state below {only.found}/{_within(only.found)}")
     elif not ways:
-        ways.append("rename them by transforms=[rename({...})]")
+        ways.append("pass transforms=[rename({...})]")
     text = ", or ".join(ways)
     return f"{text[0].upper()}{text[1:]}."
 

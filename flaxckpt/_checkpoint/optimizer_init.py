@@ -12,13 +12,13 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from flaxckpt import _arrays, _state, errors
-from flaxckpt._checkpoint import plan
+from flaxckpt._checkpoint import planner
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 
 
 def values(
-    recipe: plan.Recipe,
+    recipe: planner.Recipe,
     abstract_state: PyTree,
     restored: Mapping[LeafPath, Any],
     path: str,
@@ -54,7 +54,7 @@ def values(
         own.append(info)
     lacking = [i for i in own if isinstance(found[i.path], jax.ShapeDtypeStruct)]
     if lacking:
-        nothing = "nothing, and tx.init of all params makes no such leaf"
+        nothing = "nothing, and tx.init of all params does not make it"
         raise errors.RestoreMismatchError(
             path,
             [Mismatch(info.path, str(info), nothing) for info in lacking],
@@ -72,14 +72,14 @@ def _made(
         flat = _state.tree.flatten(part.params, boxes=_state.flax_state.boxes())
         params = {
             path: values[_state.tree.join((*part.params_keys, *entry.keys))]
-            for path, entry in flat.entries.items()
+            for path, entry in flat.leaves.items()
             if not entry.is_empty
         }
         with _mesh_of(params.values()):
             state = jax.jit(part.init)(_state.tree.unflatten(flat.structure, params))
         for entry in _state.tree.flatten(
             state, boxes=_state.flax_state.boxes()
-        ).entries.values():
+        ).leaves.values():
             made[_state.tree.join((*part.state_keys, *entry.keys))] = entry.value
     return made
 

@@ -23,7 +23,7 @@ _FILES = frozenset(
 _CONTROL = rf"{_native.items.CHECKPOINT}|commit_success\.txt|orbax\.checkpoint"
 """Orbax files that may be in a checkpoint and in each item."""
 
-_OF_A_TREE = re.compile(
+_TREE_FILE = re.compile(
     rf"{_CONTROL}|{_native.items.TREE}|{_native.items.SHARDING}|{_native.items.AGGREGATE}"
     rf"|{re.escape(_native.items.STRINGS)}|array_metadatas/process_[\w-]+"
     r"|(?:ocdbt\.process_[^/]+/)?"
@@ -31,20 +31,20 @@ _OF_A_TREE = re.compile(
 )
 """Paths in an item of arrays, except paths in the directory of a single array."""
 
-_OF_JSON = re.compile(
-    rf"{_CONTROL}|{_native.items.JSON_ITEM}|{_native.checkpoint.METRICS}"
+_JSON_FILE = re.compile(
+    rf"{_CONTROL}|{_native.items.JSON_ITEM}|{_native.items.METRICS}"
 )
-_OF_METRICS = re.compile(rf"{_CONTROL}|{_native.checkpoint.METRICS}|digests")
-_OF_A_DATASET = re.compile(
+_METRICS_FILE = re.compile(rf"{_CONTROL}|{_native.items.METRICS}|digests")
+_DATASET_FILE = re.compile(
     rf"{_CONTROL}|metadata|process_\d+-of-\d+(?:\.\w+)?|shard_state_\d+\.json"
 )
-_OF_A_DESCRIPTOR = re.compile(rf"{_CONTROL}|\w+\.pbtxt")
-_OF_RUN_METADATA = re.compile(rf"{_CONTROL}|metadata|_ROOT_METADATA")
+_DESCRIPTOR_FILE = re.compile(rf"{_CONTROL}|\w+\.pbtxt")
+_RUN_METADATA_FILE = re.compile(rf"{_CONTROL}|metadata|_ROOT_METADATA")
 _OTHER_DIRECTORIES = {
-    _native.checkpoint.METRICS: _OF_METRICS,
-    _native.checkpoint.DATASET: _OF_A_DATASET,
-    "descriptor": _OF_A_DESCRIPTOR,
-    "metadata": _OF_RUN_METADATA,
+    _native.items.METRICS: _METRICS_FILE,
+    _native.items.DATASET: _DATASET_FILE,
+    "descriptor": _DESCRIPTOR_FILE,
+    "metadata": _RUN_METADATA_FILE,
 }
 """Directory name -> its files, independent of the handlers in the metadata."""
 
@@ -63,16 +63,16 @@ _TREE_HANDLERS = frozenset(
 _JSON_HANDLERS = frozenset(("JsonCheckpointHandler", "JsonHandler", "MetricsHandler"))
 """Orbax handler classes whose files are known."""
 
-_OF_NFS = re.compile(r"\.nfs[0-9a-f]{16,}")
+_NFS_FILE = re.compile(r"\.nfs[0-9a-f]{16,}")
 """NFS client's name for a file that is deleted but still open."""
 
-_LITTER = re.compile(
+_SYSTEM_FILE = re.compile(
     r"\.DS_Store|Thumbs\.db|desktop\.ini|\._.*|\.ipynb_checkpoints", re.DOTALL
 )
 """Files and empty directories that programs create anywhere and users do not need."""
 
-_OWN_DIRECTORIES = frozenset(
-    (_native.checkpoint.STATE, "array_metadatas", *_OTHER_DIRECTORIES)
+_KNOWN_DIRECTORIES = frozenset(
+    (_native.items.STATE, "array_metadatas", *_OTHER_DIRECTORIES)
 )
 """Directories of checkpoints, sometimes empty."""
 
@@ -100,16 +100,16 @@ def check_name(final: Path, maker: Literal["save", "convert", "a run"]) -> None:
         return
     if suffix in _CONVERTED and maker == "save":
         advice = (
-            f"save to a name without {suffix}, and make the file of that:"
+            f"save to a name without {suffix}, then convert the checkpoint:"
             f" flaxckpt.convert(checkpoint, {str(final)!r}, format={suffix[1:]!r})"
         )
     else:
         advice = f"choose another path, without {suffix}"
-    made = "a directory"
+    output = "a directory"
     if maker == "convert":
-        made = "directories, and files that end in .safetensors or .msgpack"
+        output = "directories, and files that end in .safetensors or .msgpack"
     raise errors.OptionError(
-        f"{final} is called like a file, and {maker} makes {made}: {advice}"
+        f"{final} has the name of a file, but {maker} writes {output}: {advice}"
     )
 
 
@@ -146,7 +146,7 @@ def check_target_free(final: Path, *, overwrite: bool) -> None:
     above = next(there, None)  # None in a store without objects above
     if above is not None and not above.is_dir():
         raise errors.OptionError(
-            f"{final} cannot be made: {above} is a file, not a directory"
+            f"{final} cannot be created: {above} is a file, not a directory"
         )
     if not _storage.of(final).exists(final) or _is_empty(final):
         return
@@ -174,19 +174,19 @@ def check_replaceable(final: Path, *, of_any_format: bool = False) -> None:
     """
     foreign = None
     if final.is_dir() and not final.is_symlink():
-        foreign = _foreign(final, of_any_format=of_any_format)
+        foreign = _find_foreign(final, of_any_format=of_any_format)
     elif of_any_format and not final.is_symlink() and formats.recognises(final):
         foreign = []
     if foreign is None:
         raise errors.CheckpointExistsError(
-            f"{final} exists and is no checkpoint, so it is not overwritten:"
+            f"{final} exists and is not a checkpoint, so it is not overwritten:"
             " remove it yourself, or choose another path"
         )
     if foreign:
         raise errors.CheckpointExistsError(
-            f"{final} is not overwritten: it holds files that are not the checkpoint's"
-            f" and would be lost:\n{errors.rows(foreign)}\nMove them elsewhere, then"
-            " try again, or choose another path."
+            f"{final} is not overwritten: it contains files that do not belong to the"
+            f" checkpoint and would be lost:\n{errors.rows(foreign)}\nMove them"
+            " elsewhere, then try again, or choose another path."
         )
 
 
@@ -212,8 +212,8 @@ def set_aside(final: Path) -> None:
     )
     _storage.rename.withdraw(final, aside)
     _log.warning(
-        "%s is damaged, and holds files that are not the checkpoint's, so it is not"
-        " replaced: it is called %s now",
+        "%s is damaged, but contains files that do not belong to the checkpoint, so it"
+        " is not replaced: it was renamed to %s",
         final,
         aside.name,
     )
@@ -222,7 +222,7 @@ def set_aside(final: Path) -> None:
 _NUMBERS = tuple(f"{number}." for number in range(2, 1000))
 
 
-def _foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
+def _find_foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
     """Returns the files in a directory that do not belong to the checkpoint.
 
     A directory with foreign files only, or an empty foreign directory, is listed
@@ -231,28 +231,28 @@ def _foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
     Returns:
         Paths relative to the directory; None if there is no checkpoint.
     """
-    if _is_orbax(directory):
-        files = _storage.of(directory).files_and_links(directory)
-        if _native.orbax_json.MANIFEST in files:
-            own = _own(files)
-        else:
-            own = _of_orbax(directory, files)
-    elif not of_any_format:
+    is_orbax = _is_orbax(directory)
+    if not is_orbax and not of_any_format:
         return None
+    files = _storage.of(directory).files_and_links(directory)
+    if is_orbax and _native.orbax_json.MANIFEST in files:
+        expected = _flaxckpt_files(files)
+    elif is_orbax:
+        expected = _orbax_files(directory, files)
     elif _t5x.recognises(directory):
-        files = _storage.of(directory).files_and_links(directory)
-        own = _in_arrays(files) | {_native.items.AGGREGATE}
+        expected = _array_files(files) | {_native.items.AGGREGATE}
     else:
-        files = _storage.of(directory).files_and_links(directory)
-        own = _of_safetensors(directory, [name for name in files if "/" not in name])
-        if not own:
+        expected = _safetensors_files(
+            directory, [name for name in files if "/" not in name]
+        )
+        if not expected:
             return None
-    own = {
+    expected = {
         name
         for name, is_link in files.items()
-        if not is_link and (name in own or _is_passing(name))
+        if not is_link and (name in expected or _is_disposable(name))
     }
-    return [*_rows(files, own), *_empty_directories(directory)]
+    return [*_foreign_rows(files, expected), *_empty_directories(directory)]
 
 
 def _empty_directories(directory: Path) -> list[str]:
@@ -265,17 +265,17 @@ def _empty_directories(directory: Path) -> list[str]:
         f"{child.name}/"
         for child in directory.iterdir()
         if _is_empty(child)
-        and child.name not in (*_OWN_DIRECTORIES, *items)
-        and not _is_passing(child.name)
+        and child.name not in (*_KNOWN_DIRECTORIES, *items)
+        and not _is_disposable(child.name)
     )
 
 
-def _rows(files: Iterable[str], own: Collection[str]) -> list[str]:
-    """Returns files not in `own`; for a directory without own files, the directory."""
-    shared = {name[:i] for name in own for i in _slashes(name)}
+def _foreign_rows(files: Iterable[str], expected: Collection[str]) -> list[str]:
+    """Returns files not in `expected`; a directory without any as a single row."""
+    shared = {name[:i] for name in expected for i in _slashes(name)}
     rows: dict[str, None] = {}
     for name in files:
-        if name not in own:
+        if name not in expected:
             ends = [i for i in _slashes(name) if name[:i] not in shared]
             rows[name[: ends[0]] if ends else name] = None
     return list(rows)
@@ -295,26 +295,28 @@ def _is_orbax(directory: Path) -> bool:
     if any(_storage.of(directory).exists(directory / name) for name in names):
         return True
     try:
-        return _native.checkpoint.is_whole(directory)
+        return _native.items.is_whole(directory)
     except errors.CheckpointFormatError:  # several items, or none of arrays
         return True
 
 
-def _own(files: Collection[str]) -> set[str]:
+def _flaxckpt_files(files: Collection[str]) -> set[str]:
     """Returns the files of a flaxckpt checkpoint with a manifest."""
     found = set(files) & _FILES
     for name, inside in _by_directory(files).items():
-        if name == _native.checkpoint.STATE:
-            own = _in_tree(inside, is_damaged=True)
-        elif name in (_native.checkpoint.METRICS, _native.checkpoint.DATASET):
-            own = {file for file in inside if _OTHER_DIRECTORIES[name].fullmatch(file)}
+        if name == _native.items.STATE:
+            expected = _tree_files(inside, is_damaged=True)
+        elif name in (_native.items.METRICS, _native.items.DATASET):
+            expected = {
+                file for file in inside if _OTHER_DIRECTORIES[name].fullmatch(file)
+            }
         else:
             continue
-        found |= {f"{name}/{file}" for file in own}
+        found |= {f"{name}/{file}" for file in expected}
     return found
 
 
-def _of_orbax(directory: Path, files: Collection[str]) -> set[str]:
+def _orbax_files(directory: Path, files: Collection[str]) -> set[str]:
     """Returns the files of an Orbax checkpoint, or of ours without the manifest.
 
     The checkpoint's metadata names the items and their handlers. All files in the item
@@ -322,36 +324,36 @@ def _of_orbax(directory: Path, files: Collection[str]) -> set[str]:
     """
     handlers = _native.items.item_handlers(directory)
     is_damaged = _steps.markers.DAMAGED in files
-    own: set[str] = set()
+    expected: set[str] = set()
     # The checkpoint may consist of a single item.
     if not isinstance(handlers, dict) or _native.items.TREE in files:
-        own |= _in_tree(files, is_damaged=False)
-        if isinstance(handlers, str) and _kind(handlers) == "json":
-            own |= _in_json(files)
-    own |= {name for name in files if re.fullmatch(_CONTROL, name)}
+        expected |= _tree_files(files, is_damaged=False)
+        if isinstance(handlers, str) and _handler_kind(handlers) == "json":
+            expected |= _json_files(files)
+    expected |= {name for name in files if re.fullmatch(_CONTROL, name)}
     for name, inside in _by_directory(files).items():
         found: set[str] = set()
         handler = handlers.get(name) if isinstance(handlers, dict) else None
-        kind = _kind(handler) if isinstance(handler, str) else None
+        kind = _handler_kind(handler) if isinstance(handler, str) else None
         if kind == "unknown":
             found = set(inside)
         elif kind == "json":
-            found = _in_json(inside)
+            found = _json_files(inside)
         elif (
             kind == "tree"
             or _native.items.TREE in inside
             or (not handlers and _is_item(directory / name))
         ):
-            found = _in_tree(inside, is_damaged=is_damaged)
+            found = _tree_files(inside, is_damaged=is_damaged)
         if not handlers and _native.items.is_json_item(directory / name):
-            found |= _in_json(inside)
+            found |= _json_files(inside)
         if known := _OTHER_DIRECTORIES.get(name):
             found |= {file for file in inside if known.fullmatch(file)}
-        own |= {f"{name}/{file}" for file in found}
-    return own
+        expected |= {f"{name}/{file}" for file in found}
+    return expected
 
 
-def _kind(handler: str) -> Literal["tree", "json", "unknown"]:
+def _handler_kind(handler: str) -> Literal["tree", "json", "unknown"]:
     """Returns the kind of files written by an Orbax or user handler class."""
     module, _, name = handler.rpartition(".")
     if not module.startswith("orbax."):
@@ -381,21 +383,21 @@ def _by_directory(files: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def _in_tree(files: Collection[str], *, is_damaged: bool) -> set[str]:
+def _tree_files(files: Collection[str], *, is_damaged: bool) -> set[str]:
     """Returns the files of an item with arrays or metadata of arrays."""
-    found = {name for name in files if _OF_A_TREE.fullmatch(name)}
-    return found | _in_arrays(files, is_damaged=is_damaged)
+    found = {name for name in files if _TREE_FILE.fullmatch(name)}
+    return found | _array_files(files, is_damaged=is_damaged)
 
 
-def _in_json(files: Collection[str]) -> set[str]:
+def _json_files(files: Collection[str]) -> set[str]:
     """Returns the JSON files of an item; a single file counts under any name."""
     others = [name for name in files if not re.fullmatch(_CONTROL, name)]
     if len(others) == 1 and "/" not in others[0]:
         return set(files)
-    return {name for name in files if _OF_JSON.fullmatch(name)}
+    return {name for name in files if _JSON_FILE.fullmatch(name)}
 
 
-def _in_arrays(files: Collection[str], *, is_damaged: bool = False) -> set[str]:
+def _array_files(files: Collection[str], *, is_damaged: bool = False) -> set[str]:
     """Returns the zarr metadata files, and the chunk files of their arrays.
 
     Args:
@@ -417,7 +419,7 @@ def _in_arrays(files: Collection[str], *, is_damaged: bool = False) -> set[str]:
     return metadata | {file for file in files if is_chunk(file)}
 
 
-def _is_passing(name: str) -> bool:
+def _is_disposable(name: str) -> bool:
     """Returns True if a file may be deleted with any checkpoint.
 
     These files are step markers, files of processes that read or change the
@@ -425,15 +427,15 @@ def _is_passing(name: str) -> bool:
     """
     directory, _, file = name.rpartition("/")
     return (
-        _steps.markers.is_mark(file)
+        _steps.markers.is_marker(file)
         or _storage.files.is_replacing(file)
-        or _OF_NFS.fullmatch(file) is not None
-        or _LITTER.fullmatch(file) is not None
+        or _NFS_FILE.fullmatch(file) is not None
+        or _SYSTEM_FILE.fullmatch(file) is not None
         or _storage.temporary.TEMPORARY in directory
     )
 
 
-def _of_safetensors(directory: Path, names: Iterable[str]) -> set[str]:
+def _safetensors_files(directory: Path, names: Iterable[str]) -> set[str]:
     """Returns the files of the only safetensors checkpoint in a directory, or none."""
     names = list(names)
     suffix = _safetensors.header.INDEX_SUFFIX
@@ -441,17 +443,6 @@ def _of_safetensors(directory: Path, names: Iterable[str]) -> set[str]:
     if len(indices) > 1:
         return set()
     if indices:
-        return {indices[0], *shards(directory / indices[0])}
+        return {indices[0], *_safetensors.reader.shard_names(directory / indices[0])}
     files = [name for name in names if name.endswith(_safetensors.header.SUFFIX)]
     return set(files) if len(files) == 1 else set()
-
-
-def shards(index: Path) -> set[str]:
-    """Returns the file names in a safetensors index; empty for an unreadable index."""
-    try:
-        text = _storage.of(index).read(
-            index, max_bytes=_safetensors.header.MAX_HEADER_BYTES
-        )
-        return set(_safetensors.header.parse_index(text).files.values())
-    except (OSError, ValueError):
-        return set()

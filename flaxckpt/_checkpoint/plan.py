@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from jax.sharding import PartitionSpec
-
-from flaxckpt import _arrays, _state, _util, errors
-from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.errors import Mismatch
-from flaxckpt.transforms import Transform
-from flaxckpt.transforms import _base as _transforms
 
 if TYPE_CHECKING:
     import rich.table
@@ -32,50 +27,6 @@ Action: TypeAlias = Literal[
     "dropped",
     "conflict",
 ]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreOptions:
-    """Options of a restore; see `load`.
-
-    Attributes:
-        missing: Treatment of leaves that the checkpoint lacks.
-        unused: Treatment of leaves that only the checkpoint has.
-        optimizer: Matching of optimizer leaves.
-        transforms: Changes to apply to the checkpoint's leaf table.
-        types: The caller's classes that a checkpoint may name.
-        verify: Whether to verify checksums.
-        memory_map: Whether to map local files if this avoids a copy; `auto` maps them
-            where mapping is safe.
-        max_concurrent_bytes: Bytes to read at one time.
-        keeps_steps: Whether step counters beside optimizers keep their values.
-        read_once: Whether only one process reads data that several processes need.
-    """
-
-    missing: Literal["error", "init"] = "error"
-    unused: Literal["warn", "error", "ignore"] = "warn"
-    optimizer: Literal["match", "exact", "reinit"] = "match"
-    transforms: Sequence[Transform] = ()
-    types: Sequence[type] = ()
-    verify: bool = True
-    memory_map: Literal["auto"] | bool = "auto"
-    max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
-    keeps_steps: bool = False
-    read_once: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "transforms", _transforms.checked(self.transforms))
-        for name, allowed in (
-            ("missing", ("error", "init")),
-            ("unused", ("warn", "error", "ignore")),
-            ("optimizer", ("match", "exact", "reinit")),
-            ("memory_map", ("auto", True, False)),
-        ):
-            if getattr(self, name) not in allowed:
-                raise errors.OptionError(
-                    f"{name} must be one of {allowed}, got"
-                    f" {_util.arguments.found(getattr(self, name))}"
-                )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,82 +133,3 @@ def _row(
     if problem is not None and "conflict" in leaf.actions:
         wanted = problem.wanted
     return path, actions, wanted, found
-
-
-class ComputedNumber(NamedTuple):
-    """A computed Python number, to be converted to a leaf of another type.
-
-    Attributes:
-        found: The computed number.
-        wanted: The leaf of the state.
-    """
-
-    found: LeafInfo
-    wanted: LeafInfo
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Recipe:
-    """Steps to execute a plan.
-
-    Attributes:
-        jobs: Arrays to read.
-        derived: Leaves to compute from arrays.
-        given: Leaf path -> value known without reading.
-        fresh: Optimizer leaves to initialize from the restored parameters.
-        flat: The abstract state; None to restore the structure of the checkpoint.
-        structure: The containers of the result if `flat` is None.
-        as_asked: Leaves initialized because of an option of the caller.
-        numbers: Leaves among `derived` to compute as Python numbers.
-    """
-
-    jobs: tuple[_arrays.read.ReadJob, ...]
-    derived: tuple[Leaf, ...]
-    given: Mapping[LeafPath, Any]
-    fresh: tuple[LeafInfo, ...]
-    flat: _state.flax_state.FlatState | None
-    structure: _state.tree.Node | LeafPath
-    as_asked: frozenset[LeafPath] = frozenset()
-    numbers: tuple[ComputedNumber, ...] = ()
-
-
-def actions(
-    wanted: LeafInfo, leaf: Leaf, path: LeafPath, source_path: LeafPath
-) -> tuple[Action, ...]:
-    """Returns the actions that restore `leaf`, stored at `source_path`, to `path`."""
-    if not source_paths(leaf):
-        return ("init",)  # a transform made the leaf without stored sources
-    done: tuple[Action, ...] = ("loaded",)
-    stored = stored_info(leaf)
-    if wanted.kind == "array" and wanted.dtype != stored.dtype:
-        done += ("cast",)
-    if source_path != stored.path:
-        done += ("renamed",)
-    if leaf.fn is not None:
-        done += ("transformed",)
-    if path not in (source_path, _state.tree.without_box(source_path)):
-        done += ("matched",)
-    if wanted.shard_shape != stored.shard_shape or (
-        wanted.spec is not None and _ways(wanted.spec) != _ways(stored.spec)
-    ):
-        done += ("resharded",)
-    return done
-
-
-def source_paths(leaf: Leaf) -> tuple[LeafPath, ...]:
-    """Returns the stored paths of the sources of a leaf."""
-    return tuple(s.info.path for s in leaf.sources if isinstance(s, StoredLeaf))
-
-
-def stored_info(leaf: Leaf) -> LeafInfo:
-    """Returns the stored info of a leaf; for a computed leaf, of the first source."""
-    source = next((s for s in leaf.sources if isinstance(s, StoredLeaf)), None)
-    return leaf.info if source is None else source.info
-
-
-def _ways(spec: PartitionSpec | None) -> tuple[Any, ...]:
-    """Returns a spec without trailing Nones."""
-    parts = list(spec or ())
-    while parts and parts[-1] is None:
-        parts.pop()
-    return tuple(parts)

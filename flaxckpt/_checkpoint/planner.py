@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from flaxckpt import _arrays, _state, _util, errors
-from flaxckpt._checkpoint import plan as checkpoint_plan
 from flaxckpt._checkpoint.match import Finder
 from flaxckpt._checkpoint.mismatch import misfit, missing, too_wide
-from flaxckpt._checkpoint.plan import LeafPlan, Recipe, RestoreOptions, RestorePlan
+from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.formats._reader import Stored
+from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
 
 _log = logging.getLogger(__name__)
@@ -28,10 +29,82 @@ _OURS = "flaxckpt"
 """Name of our own format in metadata."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreOptions:
+    """Options of a restore; `load` documents the options that it has, too.
+
+    Attributes:
+        max_concurrent_bytes: Bytes to read at one time.
+        keeps_steps: Whether step counters beside optimizers keep their values.
+    """
+
+    missing: Literal["error", "init"] = "error"
+    unused: Literal["warn", "error", "ignore"] = "warn"
+    optimizer: Literal["match", "exact", "reinit"] = "match"
+    transforms: Sequence[Transform] = ()
+    types: Sequence[type] = ()
+    verify: bool = True
+    memory_map: Literal["auto"] | bool = "auto"
+    max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
+    keeps_steps: bool = False
+    read_once: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transforms", _transforms.checked(self.transforms))
+        for name, allowed in (
+            ("missing", ("error", "init")),
+            ("unused", ("warn", "error", "ignore")),
+            ("optimizer", ("match", "exact", "reinit")),
+            ("memory_map", ("auto", True, False)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise errors.OptionError(
+                    f"{name} must be one of {allowed}, got"
+                    f" {_util.arguments.describe(getattr(self, name))}"
+                )
+
+
+class ComputedNumber(NamedTuple):
+    """A computed Python number, to be converted to a leaf of another type.
+
+    Attributes:
+        found: The computed number.
+        wanted: The leaf of the state.
+    """
+
+    found: LeafInfo
+    wanted: LeafInfo
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recipe:
+    """Steps to execute a plan.
+
+    Attributes:
+        jobs: Arrays to read.
+        derived: Leaves to compute from arrays.
+        given: Leaf path -> value known without reading.
+        fresh: Optimizer leaves to initialize from the restored parameters.
+        flat: The abstract state; None to restore the structure of the checkpoint.
+        structure: The containers of the result if `flat` is None.
+        as_asked: Leaves initialized because of an option of the caller.
+        numbers: Leaves among `derived` to compute as Python numbers.
+    """
+
+    jobs: tuple[_arrays.read.ReadJob, ...]
+    derived: tuple[Leaf, ...]
+    given: Mapping[LeafPath, Any]
+    fresh: tuple[LeafInfo, ...]
+    flat: _state.flax_state.FlatState | None
+    structure: _state.tree.Node | LeafPath
+    as_asked: frozenset[LeafPath]
+    numbers: tuple[ComputedNumber, ...]
+
+
 # ---- planning ---------------------------------------------------------------------
 
 
-def make(
+def make_plan(
     stored: Stored, abstract_state: PyTree | None, options: RestoreOptions
 ) -> tuple[RestorePlan, Recipe]:
     """Plans the restore of the leaves of `abstract_state`, or of all leaves."""
@@ -71,12 +144,12 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
     """Plans the restore of all leaves with the structure of the checkpoint."""
     if stored.unknown_types:
         _log.warning(
-            "%s holds classes that are not known here and become dicts: %s;"
-            " pass types=[...] or an abstract state to get them back",
+            "%s contains unknown classes, which become dicts: %s; pass types=[...] or"
+            " an abstract state to restore them",
             stored.metadata.path,
             ", ".join(sorted(stored.unknown_types)),
         )
-    reading = _Reading()
+    builder = _RecipeBuilder()
     leaves: dict[LeafPath, LeafPlan] = {}
     problems = []
     for path, leaf in table.items():
@@ -87,28 +160,38 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
             wanted = dataclasses.replace(wanted, sharding=None)
         if problem := too_wide(leaf.info, leaf.info):
             problems.append(problem)
-        size = reading.add(leaf, wanted)
-        sources = checkpoint_plan.source_paths(leaf)
-        actions = checkpoint_plan.actions(wanted, leaf, path, path)
-        leaves[path] = LeafPlan(
-            actions, sources, wanted, checkpoint_plan.stored_info(leaf), size
-        )
+        size = builder.add(leaf, wanted)
+        leaves[path] = _leaf_plan(wanted, leaf, path, size)
     structure = _state.containers.of(stored.structure, stored.table, table)
-    total = reading.bytes_to_read
-    return (
-        RestorePlan(stored.metadata.path, leaves, total, total, tuple(problems)),
-        reading.recipe((), None, structure),
+    plan = RestorePlan(
+        path=stored.metadata.path,
+        leaves=leaves,
+        bytes_to_read=builder.bytes_to_read,
+        bytes_here=builder.bytes_to_read,
+        problems=tuple(problems),
     )
+    return plan, builder.build(structure)
 
 
-class _Reading:
-    """Collects the leaves to read and to compute."""
+class _RecipeBuilder:
+    """Collects the leaves to read, to compute and to initialize.
+
+    Attributes:
+        given: Leaf path -> value known without reading.
+        fresh: Optimizer leaves to initialize from the restored parameters.
+        as_asked: Leaves initialized because of an option of the caller.
+        bytes_to_read: Bytes read by all processes together; sources that computed
+            leaves share count once.
+    """
 
     def __init__(self) -> None:
         self.given: dict[LeafPath, Any] = {}
+        self.fresh: list[LeafInfo] = []
+        self.as_asked: set[LeafPath] = set()
+        self.bytes_to_read = 0
         self._jobs: list[_arrays.read.ReadJob] = []
         self._derived: list[Leaf] = []
-        self._numbers: list[checkpoint_plan.ComputedNumber] = []
+        self._numbers: list[ComputedNumber] = []
         self._seen: set[int] = set()  # sources of computed leaves, already counted
 
     def add(self, leaf: Leaf, wanted: LeafInfo) -> int:
@@ -124,14 +207,15 @@ class _Reading:
             if leaf.info.is_python_number and not wanted.is_python_number:
                 # The range of the wanted type is checked after the computation.
                 computed = dataclasses.replace(leaf.info, path=path, keys=wanted.keys)
-                self._numbers.append(checkpoint_plan.ComputedNumber(computed, wanted))
+                self._numbers.append(ComputedNumber(computed, wanted))
             self._derived.append(Leaf(computed, leaf.sources, leaf.fn))
-            new = {id(source): source for source in stored}
-            new = {key: new[key] for key in new.keys() - self._seen}
-            self._seen.update(new)
-            return sum(
-                _arrays.layout.stored_bytes(source.info) for source in new.values()
-            )
+            size = 0
+            for source in stored:
+                if id(source) not in self._seen:
+                    self._seen.add(id(source))
+                    size += _arrays.layout.stored_bytes(source.info)
+            self.bytes_to_read += size
+            return size
         if not stored:
             self.given[path] = _arrays.to_device.place(leaf.source, wanted)
             return 0
@@ -140,38 +224,24 @@ class _Reading:
             return 0
         job = _arrays.read.ReadJob(stored[0], wanted)
         self._jobs.append(job)
+        self.bytes_to_read += _arrays.layout.stored_bytes(job.found)
         return _arrays.read.bytes_here(job)
 
-    @property
-    def bytes_to_read(self) -> int:
-        """Bytes read by all processes together; shared sources count once."""
-        once = {
-            id(source): source
-            for leaf in self._derived
-            for source in leaf.sources
-            if isinstance(source, StoredLeaf)
-        }
-        return sum(_arrays.layout.stored_bytes(job.found) for job in self._jobs) + sum(
-            _arrays.layout.stored_bytes(source.info) for source in once.values()
-        )
-
-    def recipe(
+    def build(
         self,
-        fresh: Sequence[LeafInfo],
-        flat: _state.flax_state.FlatState | None,
         structure: _state.tree.Node | LeafPath,
-        as_asked: Iterable[LeafPath] = (),
+        flat: _state.flax_state.FlatState | None = None,
     ) -> Recipe:
         """Returns the recipe of the collected leaves."""
         return Recipe(
-            tuple(self._jobs),
-            tuple(self._derived),
-            self.given,
-            tuple(fresh),
-            flat,
-            structure,
-            frozenset(as_asked),
-            tuple(self._numbers),
+            jobs=tuple(self._jobs),
+            derived=tuple(self._derived),
+            given=self.given,
+            fresh=tuple(self.fresh),
+            flat=flat,
+            structure=structure,
+            as_asked=frozenset(self.as_asked),
+            numbers=tuple(self._numbers),
         )
 
 
@@ -195,11 +265,9 @@ class _Planner:
             self._flat.structure, self._flat.optimizer_states
         )
         self._leaves: dict[LeafPath, LeafPlan] = {}
-        self._reading = _Reading()
-        self._fresh: list[LeafInfo] = []
+        self._builder = _RecipeBuilder()
         self._problems: list[Mismatch] = []
         self._used: set[LeafPath] = set()
-        self._as_asked: set[LeafPath] = set()
         self._finder = Finder(table, stored.structure, self._roles, self._at)
 
     @_util.forks.lazy
@@ -218,16 +286,13 @@ class _Planner:
                 self._decide(path, leaf, chosen[path])
         self._drop_unused()
         plan = RestorePlan(
-            self._stored.metadata.path,
-            self._leaves,
-            self._reading.bytes_to_read,
-            sum(leaf.bytes for leaf in self._leaves.values()),
-            tuple(self._problems),
+            path=self._stored.metadata.path,
+            leaves=self._leaves,
+            bytes_to_read=self._builder.bytes_to_read,
+            bytes_here=sum([leaf.bytes for leaf in self._leaves.values()]),
+            problems=tuple(self._problems),
         )
-        recipe = self._reading.recipe(
-            self._fresh, self._flat, self._flat.structure, self._as_asked
-        )
-        return plan, recipe
+        return plan, self._builder.build(self._flat.structure, self._flat)
 
     def _choose(self) -> dict[LeafPath, list[LeafPath]]:
         """Returns each wanted leaf -> the stored leaves that may match.
@@ -260,7 +325,7 @@ class _Planner:
     def _decide(self, path: LeafPath, leaf: Leaf, candidates: list[LeafPath]) -> None:
         known = self._roles.get(path)
         if path in self._kept:
-            self._as_asked.add(path)
+            self._builder.as_asked.add(path)
             self._used.update(candidates)
             value = leaf.source
             if isinstance(value, jax.ShapeDtypeStruct):
@@ -270,18 +335,18 @@ class _Planner:
                 value = _arrays.to_device.place(
                     jnp.zeros(value.shape, value.dtype), leaf.info
                 )
-            self._reading.given[path] = value
+            self._builder.given[path] = value
             self._leaves[path] = LeafPlan(("init",), (), leaf.info, None, 0)
             return
         if known is not None and self._options.optimizer == "reinit":
             if path.startswith(self._can_init):
-                self._as_asked.add(path)
+                self._builder.as_asked.add(path)
             self._start_afresh(leaf, known)
             return
         if len(candidates) > 1:
             found = "several: " + ", ".join(candidates[:3])
             if len(set(candidates)) == 1:
-                found = f"several leaves that ask for {candidates[0]}"
+                found = f"several leaves match {candidates[0]}"
             problem = Mismatch(path, str(leaf.info), found, "several")
             self._used.update(candidates)
             self._conflict(problem, leaf.info, None, tuple(candidates))
@@ -364,13 +429,8 @@ class _Planner:
         if problem:
             self._conflict(problem, wanted, found.info, (source_path,))
             return
-        self._leaves[path] = LeafPlan(
-            checkpoint_plan.actions(wanted, found, path, source_path),
-            checkpoint_plan.source_paths(found),
-            wanted,
-            checkpoint_plan.stored_info(found),
-            self._reading.add(found, wanted),
-        )
+        size = self._builder.add(found, wanted)
+        self._leaves[path] = _leaf_plan(wanted, found, source_path, size)
 
     def _start_afresh(
         self, leaf: Leaf, known: _state.optimizer_roles.Known | None
@@ -383,9 +443,9 @@ class _Planner:
             if problem := too_wide(info, None):
                 self._conflict(problem, info, None, ())
                 return
-            self._fresh.append(info)
+            self._builder.fresh.append(info)
         elif (is_optimizer or self._options.missing == "init") and has_value:
-            self._reading.given[info.path] = leaf.source
+            self._builder.given[info.path] = leaf.source
         else:
             # Finding the nearest name is slow, and messages show only a few leaves.
             lacking = missing(
@@ -398,7 +458,7 @@ class _Planner:
                 lacking = dataclasses.replace(lacking, found=found)
             if self._options.missing == "init" or is_optimizer:
                 lacking = dataclasses.replace(
-                    lacking, found=f"{lacking.found}, and no value to start from"
+                    lacking, found=f"{lacking.found}, and no initial value"
                 )
             self._conflict(lacking, info, None, ())
             return
@@ -434,3 +494,36 @@ def step_counters(
     """Returns the paths of possible step counters: `step` beside each optimizer."""
     optimizers = {known.group for known in roles.values()}
     return {"/".join((*path.split("/")[:-1], "step")) for path in optimizers}
+
+
+def _leaf_plan(
+    wanted: LeafInfo, leaf: Leaf, source_path: LeafPath, size: int
+) -> LeafPlan:
+    """Returns the plan that restores `leaf`, found at `source_path`, as `wanted`."""
+    sources = [s.info for s in leaf.sources if isinstance(s, StoredLeaf)]
+    if not sources:  # a transform made the leaf without stored sources
+        return LeafPlan(("init",), (), wanted, leaf.info, size)
+    stored = sources[0]
+    actions: tuple[Action, ...] = ("loaded",)
+    if wanted.kind == "array" and wanted.dtype != stored.dtype:
+        actions += ("cast",)
+    if source_path != stored.path:
+        actions += ("renamed",)
+    if leaf.fn is not None:
+        actions += ("transformed",)
+    if wanted.path not in (source_path, _state.tree.without_box(source_path)):
+        actions += ("matched",)
+    if wanted.shard_shape != stored.shard_shape or (
+        wanted.spec is not None and _trim_spec(wanted.spec) != _trim_spec(stored.spec)
+    ):
+        actions += ("resharded",)
+    paths = tuple([info.path for info in sources])
+    return LeafPlan(actions, paths, wanted, stored, size)
+
+
+def _trim_spec(spec: PartitionSpec | None) -> tuple[Any, ...]:
+    """Returns a spec without trailing Nones."""
+    parts = list(spec or ())
+    while parts and parts[-1] is None:
+        parts.pop()
+    return tuple(parts)

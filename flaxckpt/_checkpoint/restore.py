@@ -12,7 +12,6 @@ import numpy as np
 
 from flaxckpt import _arrays, _state, _storage, _util, datasets, errors
 from flaxckpt._checkpoint import mismatch, optimizer_init, planner
-from flaxckpt._checkpoint import plan as checkpoint_plan
 from flaxckpt._checkpoint.plan import RestorePlan
 from flaxckpt._state.leaf import LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike, PyTree
@@ -36,7 +35,7 @@ _DIGESTED_BYTES = 2**30
 # ---- public functions -----------------------------------------------------------
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def load(
     path: PathLike,
     abstract_state: PyTree | None = None,
@@ -98,7 +97,7 @@ def load(
         RestoreMismatchError: The checkpoint does not fit `abstract_state`; all leaves
             are named.
     """
-    options = checkpoint_plan.RestoreOptions(
+    options = planner.RestoreOptions(
         missing=missing,
         unused=unused,
         optimizer=optimizer,
@@ -114,17 +113,17 @@ def load(
     return restore(stored, abstract_state, options, counter)
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def load_source(
     path: Path,
     step: int | None,
     abstract_state: PyTree,
-    options: checkpoint_plan.RestoreOptions,
+    options: planner.RestoreOptions,
     counter: _util.progress.Counter,
 ) -> tuple[PyTree, tuple[Lineage, ...]]:
     """Returns a state for a run to begin with, and the lineage of the checkpoint."""
     stored = _locate.open_checkpoint(path, step)
-    digest = _digest(stored)
+    digest = _file_digest(stored)
     state = restore(stored, abstract_state, options, counter)
     done = _transforms.describe(options.transforms)
     origin = Lineage(stored.metadata.path, stored.metadata.step, digest, done)
@@ -154,7 +153,7 @@ def step_of(state: PyTree) -> int:
     return int(steps.pop()) if steps else 0
 
 
-def _digest(stored: Stored) -> str | None:
+def _file_digest(stored: Stored) -> str | None:
     if stored.stamp is None:
         return None
     file = stored.stamp.path
@@ -164,7 +163,7 @@ def _digest(stored: Stored) -> str | None:
         return None
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def plan(
     path: PathLike,
     abstract_state: PyTree,
@@ -184,14 +183,14 @@ def plan(
         CheckpointFormatError: `path` is not a checkpoint.
         DamagedCheckpointError: The metadata is missing or has changed.
     """
-    options = checkpoint_plan.RestoreOptions(
+    options = planner.RestoreOptions(
         missing=missing, unused=unused, optimizer=optimizer, transforms=transforms
     )
     stored = _locate.open_checkpoint(path, step)
-    return planner.make(stored, abstract_state, options)[0]
+    return planner.make_plan(stored, abstract_state, options)[0]
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
     """Returns the metadata of a checkpoint, without reading arrays.
 
@@ -229,7 +228,7 @@ def open_leaf(
     if not isinstance(leaf_path, str):
         raise errors.OptionError(
             "leaf_path must be a text such as 'params/dense/kernel', got"
-            f" {_util.arguments.found(leaf_path)}"
+            f" {_util.arguments.describe(leaf_path)}"
         )
     stored = _locate.open_checkpoint(path, step)
     found = stored.table.get(leaf_path)
@@ -240,7 +239,7 @@ def open_leaf(
         raise errors.RestoreMismatchError(
             stored.metadata.path,
             [Mismatch(leaf_path, "an array", nothing.found)],
-            "metadata(path).leaves lists them all.",
+            "metadata(path).leaves lists all leaves.",
         )
     return _arrays.read.open_one(source)
 
@@ -251,7 +250,7 @@ def open_leaf(
 def restore(
     stored: Stored,
     abstract_state: PyTree | None,
-    options: checkpoint_plan.RestoreOptions,
+    options: planner.RestoreOptions,
     counter: _util.progress.Counter,
     has_read: Callable[[], object] = lambda: None,
 ) -> PyTree:
@@ -260,9 +259,9 @@ def restore(
     Calls `has_read` after reading, before computing leaves from the read arrays.
     """
     start = time.monotonic()
-    planned, recipe = planner.make(stored, abstract_state, options)
+    planned, recipe = planner.make_plan(stored, abstract_state, options)
     if planned.problems:
-        elsewhere = [] if options.transforms else _elsewhere(planned, stored.table)
+        elsewhere = [] if options.transforms else _find_moved(planned, stored.table)
         raise errors.RestoreMismatchError(
             planned.path,
             planned.problems,
@@ -274,18 +273,18 @@ def restore(
         jobs = _arrays.read_once.divided(jobs)
     counter.total = planned.bytes_here
     if abstract_state is not None:
-        _tell(planned, recipe, options)
+        _warn_of_differences(planned, recipe, options)
     try:
-        with _util.progress.shown(counter):
-            reading = _reading(planned.path, options, counter.add)
+        with _util.progress.bar(counter):
+            reading = _read_options(planned.path, options, counter.add)
             found = _arrays.read.read(jobs, reading)
             has_read()
             if jobs is not recipe.jobs:
                 found = _arrays.read_once.gathered(found, recipe.jobs)
             values = {**recipe.given, **found}
             values |= _arrays.evaluate.read(recipe.derived, reading)
-            values |= _placed_numbers(planned.path, recipe.numbers, values)
-            state = _built(recipe, abstract_state, planned.path, values)
+            values |= _convert_numbers(planned.path, recipe.numbers, values)
+            state = _build_state(recipe, abstract_state, planned.path, values)
     except errors.DamagedCheckpointError:
         _check_current(stored)
         raise
@@ -301,9 +300,9 @@ def restore(
     return state
 
 
-def _placed_numbers(
+def _convert_numbers(
     path: str,
-    numbers: Sequence[checkpoint_plan.ComputedNumber],
+    numbers: Sequence[planner.ComputedNumber],
     values: Mapping[LeafPath, Any],
 ) -> dict[LeafPath, Any]:
     """Returns computed Python numbers, converted to the leaves of the state.
@@ -327,7 +326,7 @@ def _placed_numbers(
     return placed
 
 
-def _elsewhere(planned: RestorePlan, table: LeafTable) -> list[mismatch.Moved]:
+def _find_moved(planned: RestorePlan, table: LeafTable) -> list[mismatch.Moved]:
     """Returns groups of missing leaves stored in another container."""
     lacking = {
         path: leaf.wanted
@@ -362,38 +361,30 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
             `keep_dataset`, or the iterator does not accept the state.
     """
     path = _storage.paths.from_text(stored.metadata.path)
-    if _native.checkpoint.has_let_go_dataset(path):
-        if isinstance(iterator, datasets.Restarting):
-            _log.warning(
-                "the data starts from the beginning: its state in %s was let go by"
-                " keep_dataset",
-                path,
-            )
-            return
-        raise errors.DatasetStateError(
-            f"the dataset state of {path} was let go by keep_dataset, so the data"
-            " cannot go on where it stood; restore a newer step, which has one if"
-            " metadata(step).has_dataset, or pass dataset=None to start the data from"
-            " the beginning"
+    if _native.metadata.is_dataset_deleted(path):
+        reason = f"the dataset state of {path} was deleted by keep_dataset"
+        advice = (
+            "restore a newer step with metadata(step).has_dataset, or pass dataset=None"
+            " to start the data from the beginning"
         )
-    files = _native.checkpoint.read_dataset(path, stored.digests)
-    if not files:
-        if isinstance(iterator, datasets.Restarting):
-            _log.warning(
-                "the data starts from the beginning: %s was saved without it", path
-            )
+    else:
+        if files := _native.checkpoint.read_dataset(path, stored.digests):
+            datasets.set_state(iterator, files, path=path)
             return
-        raise errors.DatasetStateError(
-            f"{path} was saved without a dataset iterator, so the data cannot go on"
-            " where it stood; to start it from the beginning, pass"
-            " dataset=flaxckpt.datasets.Restarting(iterator), which later saves take"
-            " along, or dataset=None"
+        reason = f"{path} was saved without a dataset iterator"
+        advice = (
+            "to start from the beginning, pass dataset=None, or, for later saves to"
+            " include the data, dataset=flaxckpt.datasets.Restarting(iterator)"
         )
-    datasets.set_state(iterator, files, path=path)
+    if not isinstance(iterator, datasets.Restarting):
+        raise errors.DatasetStateError(
+            f"{reason}, so the data cannot continue; {advice}"
+        )
+    _log.warning("the data starts from the beginning: %s", reason)
 
 
-def _built(
-    recipe: checkpoint_plan.Recipe,
+def _build_state(
+    recipe: planner.Recipe,
     abstract_state: PyTree | None,
     path: str,
     values: dict[LeafPath, Any],
@@ -403,46 +394,45 @@ def _built(
     if recipe.fresh:
         fresh, kept = optimizer_init.values(recipe, abstract_state, values, path)
         if kept:
-            _warn(path, "are as the state has them", kept)
+            _warn(path, "keep the values of the state", kept)
         values |= fresh
     return recipe.flat.rebuild(values)
 
 
-def _reading(
-    path: str, options: checkpoint_plan.RestoreOptions, report: Callable[[int], object]
+def _read_options(
+    path: str, options: planner.RestoreOptions, report: Callable[[int], object]
 ) -> _arrays.read.ReadOptions:
     memory_map = options.memory_map
     if memory_map == "auto":
         checkpoint = _storage.paths.from_text(path)
         memory_map = _storage.of(checkpoint).is_local(checkpoint)
-    at_once = options.max_concurrent_bytes
     return _arrays.read.ReadOptions(
         memory_map=memory_map,
         verify=options.verify,
-        max_concurrent_bytes=at_once,
+        max_concurrent_bytes=options.max_concurrent_bytes,
         report=report,
     )
 
 
-def _tell(
+def _warn_of_differences(
     planned: RestorePlan,
-    recipe: checkpoint_plan.Recipe,
-    options: checkpoint_plan.RestoreOptions,
+    recipe: planner.Recipe,
+    options: planner.RestoreOptions,
 ) -> None:
     """Logs warnings about unread leaves and about newly initialized leaves."""
-    dropped = [p for p, leaf in planned.leaves.items() if "dropped" in leaf.actions]
-    wanted = [leaf.wanted for leaf in planned.leaves.values() if leaf.wanted]
-    branches = {info.path.split("/")[0] for info in wanted}
-    beside = [path for path in dropped if path.split("/")[0] in branches]
-    if beside and options.unused == "warn":
-        _warn(planned.path, "are not in the state and stay unread", beside)
-    fresh = [
-        path
-        for path, leaf in planned.leaves.items()
-        if "init" in leaf.actions and path not in recipe.as_asked
-    ]
+    branches, dropped, fresh = set(), [], []
+    for path, leaf in planned.leaves.items():
+        if leaf.wanted is not None:
+            branches.add(leaf.wanted.path.split("/")[0])
+        if "dropped" in leaf.actions:
+            dropped.append(path)
+        elif "init" in leaf.actions and path not in recipe.as_asked:
+            fresh.append(path)
+    dropped = [path for path in dropped if path.split("/")[0] in branches]
+    if dropped and options.unused == "warn":
+        _warn(planned.path, "are not in the state and are not read", dropped)
     if fresh:
-        _warn(planned.path, "are not taken from it but start afresh", fresh)
+        _warn(planned.path, "are not restored and start afresh", fresh)
 
 
 def _warn(path: str, what: str, leaves: list[LeafPath]) -> None:

@@ -11,10 +11,8 @@ from flaxckpt import _arrays, _distributed, _state, _storage, _util, datasets, e
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
 from flaxckpt._checkpoint import commit, save_distributed
 from flaxckpt._checkpoint import overwrite as checkpoint_overwrite
-from flaxckpt._checkpoint.commit import Written
-from flaxckpt._checkpoint.handle import SaveHandle
-from flaxckpt._checkpoint.request import SaveOptions, SaveRequest, Snapshot
-from flaxckpt._checkpoint.result import SaveResult
+from flaxckpt._checkpoint.commit import SaveOptions, SaveRequest, Snapshot, Written
+from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt.formats import _native
@@ -93,7 +91,7 @@ def save_async(
     final = _storage.paths.resolve(path)
     checkpoint_overwrite.check_name(final, "save")
     counter = _util.progress.Counter(f"saving {final.name}")
-    together = _distributed.agreement.begin("save", final, str(final))
+    operation = _distributed.agreement.begin("save", final, str(final))
     request = SaveRequest(
         path=final,
         options=SaveOptions(layout=checked_layout(layout), transforms=transforms),
@@ -101,16 +99,16 @@ def save_async(
         on_exists="overwrite" if overwrite else "error",
         started=started,
         count=counter.add,
-        together=together,
+        operation=operation,
     )
-    with _distributed.agreement.telling(together), commit.beginning(final):
-        snapshot = take(request, state)
+    with _distributed.agreement.report_failure(operation), commit.store_errors(final):
+        snapshot = take_snapshot(request, state)
     counter.total = snapshot.nbytes
     blocked = request.elapsed()
 
     def work() -> SaveResult:
-        with _distributed.agreement.ending(together):
-            written = execute(snapshot).size
+        with _distributed.agreement.closing(operation):
+            written = write_snapshot(snapshot).size
         total = request.elapsed()
         _log.info(
             "saved %s: %d bytes, durable after %.3f s, blocked %.3f s",
@@ -127,8 +125,8 @@ def save_async(
 # ---- on the caller's thread -----------------------------------------------------
 
 
-@_util.gc_pause.paused()
-def take(request: SaveRequest, state: PyTree) -> Snapshot:
+@_util.gc_pause.pause()
+def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     """Plans the save and copies the values of the state.
 
     Raises:
@@ -137,13 +135,16 @@ def take(request: SaveRequest, state: PyTree) -> Snapshot:
         UnsupportedLeafError, LeafNameError, DatasetStateError: As for `save`.
     """
     created = time.time()
-    path, options, together = request.path, request.options, request.together
+    path, options, operation = request.path, request.options, request.operation
     transforms = _transforms.checked(options.transforms)
-    if together is None or together.is_first:
-        with _storage.permissions.explained(path), _storage.paths.looking(path):
+    if operation is None or operation.is_first:
+        with (
+            _storage.permissions.explain_errors(path),
+            _storage.paths.listing_cache(path),
+        ):
             checkpoint_overwrite.check_free(path, overwrite=request.overwrite)
-    metadata = json_of(request.metadata)
-    table, structure = planned(_state.flax_state.flatten(state), options)
+    metadata = copy_json(request.metadata)
+    table, structure = plan_leaves(_state.flax_state.flatten(state), options)
     infos = tuple([leaf.info for leaf in table.values()])
     names = [_native.orbax_json.param_name(info.keys) for info in infos]
     ocdbt = uses_ocdbt(infos, names, options.layout)
@@ -155,9 +156,9 @@ def take(request: SaveRequest, state: PyTree) -> Snapshot:
         if leaf.info.kind == "string"
     }
     _check_strings(infos, strings)
-    if request.planned is not None:
+    if request.on_planned is not None:
         stored = [info for info in infos if info.chunk_shape is not None]
-        request.planned(
+        request.on_planned(
             bytes=sum(map(_arrays.layout.stored_bytes, stored)),
             leaves=len(infos),
             store="ocdbt" if ocdbt else "files",
@@ -168,9 +169,9 @@ def take(request: SaveRequest, state: PyTree) -> Snapshot:
         if leaf.info.chunk_shape is not None
     ]
     places = {}
-    if together is not None:
-        places = _arrays.to_host.places(arrays, together.count)
-        arrays = save_distributed.own(together, infos, arrays)
+    if operation is not None:
+        places = _arrays.to_host.places(arrays, operation.count)
+        arrays = save_distributed.select_own(operation, infos, arrays)
     dataset = {} if request.dataset is None else datasets.state_files(request.dataset)
     contents = _native.checkpoint.Contents(
         infos=infos,
@@ -254,8 +255,8 @@ def has_optimizer(state: PyTree) -> bool:
     return bool(_state.optimizer_roles.roles(flat.structure, flat.optimizer_states))
 
 
-@_util.gc_pause.paused()
-def trouble_undoing(state: PyTree, transforms: Sequence[Transform]) -> str | None:
+@_util.gc_pause.pause()
+def find_undo_problem(state: PyTree, transforms: Sequence[Transform]) -> str | None:
     """Describes the leaves lost in a restore by a run with `transforms`, or None.
 
     Leaves that a transform drops on purpose do not count.
@@ -272,27 +273,27 @@ def trouble_undoing(state: PyTree, transforms: Sequence[Transform]) -> str | Non
             changed = _transforms.changed_in_place(transforms, table)
     except errors.OptionError as error:
         return (
-            f"no step of this run can be restored into its state, as {names} cannot be"
-            f" undone: {error}"
+            "no step of this run can be restored into its state, because"
+            f" {names} cannot be undone: {error}"
         )
     if changed:
         return (
-            f"no step of this run can be restored into its state, as {names} cannot be"
-            f" undone, and some leaves change values: {errors.first_few(changed)}."
-            " Give map_leaf its inverse=, or pass transforms=[...] that undo it to"
-            " every restore"
+            "no step of this run can be restored into its state, because"
+            f" {names} cannot be undone, and these leaves change values:"
+            f" {errors.first_few(changed)}. Pass inverse= to map_leaf, or pass"
+            " transforms=[...] that undo it to every restore"
         )
     if left:
         return (
-            f"{len(left)} leaves start afresh whenever this run resumes, as {names}"
-            f" cannot bring them along: {errors.first_few(left)}. Leave out the"
-            " transform, or use an optimizer whose moments have the shapes of their"
+            f"{len(left)} leaves start afresh whenever this run resumes, because"
+            f" {names} cannot be undone for them: {errors.first_few(left)}. Leave out"
+            " the transform, or use an optimizer whose moments have the shapes of their"
             " parameters"
         )
     return None
 
 
-def planned(
+def plan_leaves(
     flat: _state.flax_state.FlatState, options: SaveOptions
 ) -> tuple[LeafTable, _state.tree.Node | LeafPath]:
     """Returns the leaves to save, with roles and chunk shapes, and the containers."""
@@ -335,7 +336,7 @@ def uses_ocdbt(
     return many_small or not _native.names.are_file_safe(infos, names)
 
 
-def json_of(metadata: Mapping[str, JSON]) -> dict[str, JSON]:
+def copy_json(metadata: Mapping[str, JSON]) -> dict[str, JSON]:
     """Returns a deep copy of a user's metadata, equal to the value after a restore.
 
     Raises:
@@ -345,7 +346,7 @@ def json_of(metadata: Mapping[str, JSON]) -> dict[str, JSON]:
     try:
         if not isinstance(metadata, Mapping):
             raise ValueError(f"metadata is a {type(metadata).__name__}")
-        copy = _util.json_limits.copied(metadata, "metadata")
+        copy = _util.json_limits.copy(metadata, "metadata")
         _native.orbax_json.check_size(_native.orbax_json.dumps(copy))
     except ValueError as error:
         raise errors.OptionError(
@@ -357,7 +358,7 @@ def json_of(metadata: Mapping[str, JSON]) -> dict[str, JSON]:
 # ---- on the saving thread ---------------------------------------------------------
 
 
-def execute(
+def write_snapshot(
     snapshot: Snapshot, previous: _arrays.write.Previous | None = None
 ) -> Written:
     """Writes a snapshot and commits the checkpoint durably, from all processes.
@@ -370,6 +371,11 @@ def execute(
         SaveFailedError: The write failed. Written files are removed; if the disk did
             not confirm the rename, the message says so.
     """
-    if snapshot.request.together is None:
-        return commit.execute(snapshot, previous)
-    return save_distributed.execute(snapshot, previous, snapshot.request.together)
+    if snapshot.request.operation is not None:
+        return save_distributed.write_snapshot(snapshot, previous)
+    with (
+        commit.write_lock(snapshot.request.path),
+        commit.temporary_directory(snapshot) as temporary,
+    ):
+        files = commit.write_files(snapshot, temporary, previous)
+        return commit.finish_checkpoint(snapshot, temporary, files)

@@ -17,8 +17,7 @@ from jax.sharding import NamedSharding
 
 from flaxckpt import _arrays, _distributed, _storage, datasets, errors
 from flaxckpt._checkpoint import commit
-from flaxckpt._checkpoint.commit import Written
-from flaxckpt._checkpoint.request import Snapshot
+from flaxckpt._checkpoint.commit import Snapshot, Written
 from flaxckpt._distributed.messages import ApartError
 from flaxckpt._distributed.operation import Operation
 from flaxckpt._state.leaf import Leaf, LeafInfo
@@ -31,8 +30,8 @@ Named = tuple[str, Shape, Leaf]
 _SYNCING_THREADS = 8
 
 
-def own(
-    together: Operation, infos: Sequence[LeafInfo], arrays: Sequence[Named]
+def select_own(
+    operation: Operation, infos: Sequence[LeafInfo], arrays: Sequence[Named]
 ) -> list[Named]:
     """Returns the arrays with chunks for this process to write.
 
@@ -43,24 +42,25 @@ def own(
     Raises:
         SaveFailedError: This process saves another step or another tree than process 0.
     """
-    mine = [leaf for leaf in arrays if together.is_first or _is_on_devices(leaf)]
-    marks = [_mark(info) for info in infos]
+    mine = [leaf for leaf in arrays if operation.is_first or _is_on_devices(leaf)]
+    checksums = [_checksum(info) for info in infos]
+    digest = hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
 
-    def begun() -> str:
+    def describe() -> str:
         elsewhere = [leaf[0] for leaf in mine if not _is_here(leaf)]
-        each = marks if len(marks) <= _MARKS_TOLD else None
-        return json.dumps([together.what, elsewhere, _all_of(marks), each])
+        each = checksums if len(checksums) <= _MAX_CHECKSUMS else None
+        return json.dumps([operation.what, elsewhere, digest, each])
 
-    what, elsewhere, whole, each = json.loads(together.first("begun", begun))
-    if together.is_first:
+    what, elsewhere, first_digest, each = json.loads(operation.first("begun", describe))
+    if operation.is_first:
         return mine
-    if what != together.what:
+    if what != operation.what:
         raise errors.SaveFailedError(
-            f"process {together.index} saves {together.what}, and process 0 {what}: all"
-            " processes must save the same steps, in the same order"
+            f"process {operation.index} saves {operation.what}, and process 0 saves"
+            f" {what}: all processes must save the same steps, in the same order"
         )
-    if whole != _all_of(marks):
-        raise _other_tree(together, infos, marks, each)
+    if digest != first_digest:
+        raise _tree_error(operation, infos, checksums, each)
     absent = set(elsewhere)
     return [
         leaf
@@ -69,11 +69,11 @@ def own(
     ]
 
 
-_MARKS_TOLD = 10_000
+_MAX_CHECKSUMS = 10_000
 """Up to this number of leaves, checksums of each leaf are sent, to name differences."""
 
 
-def _mark(info: LeafInfo) -> int:
+def _checksum(info: LeafInfo) -> int:
     """Returns a checksum of the leaf properties that must agree in all processes."""
     is_shared = info.sharding is not None and _arrays.to_host.is_of_several(
         info.sharding
@@ -86,26 +86,22 @@ def _mark(info: LeafInfo) -> int:
     return zlib.crc32(text.encode(errors="surrogateescape"))
 
 
-def _all_of(marks: Sequence[int]) -> str:
-    return hashlib.sha256(json.dumps(marks).encode()).hexdigest()
-
-
-def _other_tree(
-    together: Operation,
+def _tree_error(
+    operation: Operation,
     infos: Sequence[LeafInfo],
-    marks: Sequence[int],
-    theirs: Sequence[int] | None,
+    checksums: Sequence[int],
+    of_first: Sequence[int] | None,
 ) -> errors.SaveFailedError:
-    known = set(theirs or ())
+    expected = set(of_first or ())
     rows = [
         f"{info.path}: {info}"
-        for info, mark in zip(infos, marks, strict=True)
-        if theirs is not None and mark not in known
+        for info, checksum in zip(infos, checksums, strict=True)
+        if of_first is not None and checksum not in expected
     ]
     return errors.SaveFailedError(
-        f"the state of process {together.index} has other leaves, shapes, types or"
-        f" shardings than that of process 0, in {together.what}"
-        + (f"; of process {together.index}:\n{errors.rows(rows)}" if rows else "")
+        f"in {operation.what}, the state of process {operation.index} has other leaves,"
+        " shapes, types or shardings than the state of process 0"
+        + (f"; leaves that differ:\n{errors.rows(rows)}" if rows else "")
         + "\nAll processes must save the same tree."
     )
 
@@ -125,8 +121,8 @@ def _is_of_several(leaf: Named) -> bool:
     return isinstance(value, jax.Array) and not value.is_fully_addressable
 
 
-def execute(
-    snapshot: Snapshot, previous: _arrays.write.Previous | None, together: Operation
+def write_snapshot(
+    snapshot: Snapshot, previous: _arrays.write.Previous | None
 ) -> Written:
     """Writes this process's part of a snapshot; process 0 commits the checkpoint.
 
@@ -137,79 +133,83 @@ def execute(
     Raises:
         SaveFailedError: A process could not write, or is gone; nothing is kept.
     """
+    operation = snapshot.request.operation
+    assert operation is not None
     try:
-        with commit.alone(snapshot.request.path):
-            if together.is_first:
-                return _lead(snapshot, previous, together)
-            return _follow(snapshot, previous, together)
+        with commit.write_lock(snapshot.request.path):
+            if operation.is_first:
+                return _lead(snapshot, previous, operation)
+            return _follow(snapshot, previous, operation)
     except ApartError as apart:
-        raise _distributed.agreement.not_saved(together, apart) from apart.__cause__
+        raise _distributed.agreement.save_error(operation, apart) from apart.__cause__
 
 
 def _lead(
-    snapshot: Snapshot, previous: _arrays.write.Previous | None, together: Operation
+    snapshot: Snapshot, previous: _arrays.write.Previous | None, operation: Operation
 ) -> Written:
-    with commit.made(snapshot) as temporary:
+    with commit.temporary_directory(snapshot) as temporary:
         try:
-            together.first("made", lambda: temporary.name)
-            files = commit.fill(snapshot, temporary, previous)
-            told = together.gather("written")
+            operation.first("made", lambda: temporary.name)
+            files = commit.write_files(snapshot, temporary, previous)
+            written_digests = operation.gather("written")
         except BaseException as error:
             # Remove the directory only after the other processes stop writing to it.
-            together.fail(error, stage="written")
+            operation.fail(error, stage="written")
             if isinstance(error, Exception):
-                raise together.outcome() from error
+                raise operation.outcome() from error
             raise
         if snapshot.contents.ocdbt:
-            _arrays.zarr.ocdbt.merge(
-                temporary / _native.checkpoint.STATE, together.count
-            )
-        digests = {n: d for each in told[1:] for n, d in json.loads(each).items()}
-        written = commit.finish(snapshot, temporary, files, digests)
-    together.first("committed", lambda: str(written.size))
+            _arrays.zarr.ocdbt.merge(temporary / _native.items.STATE, operation.count)
+        digests: dict[str, str] = {}
+        for text in written_digests[1:]:
+            digests |= json.loads(text)
+        written = commit.finish_checkpoint(snapshot, temporary, files, digests)
+    operation.first("committed", lambda: str(written.size))
     return written
 
 
 def _follow(
-    snapshot: Snapshot, previous: _arrays.write.Previous | None, together: Operation
+    snapshot: Snapshot, previous: _arrays.write.Previous | None, operation: Operation
 ) -> Written:
     try:
-        temporary = snapshot.request.path.parent / together.first("made", str)
-        digests = _write_part(snapshot, temporary, previous, together)
-        together.tell("written", json.dumps(digests))
+        temporary = snapshot.request.path.parent / operation.first("made", str)
+        digests = _write_part(snapshot, temporary, previous, operation)
+        operation.tell("written", json.dumps(digests))
     except BaseException as error:
-        together.fail(error)
+        operation.fail(error)
         if isinstance(error, Exception):
-            raise together.outcome() from error
+            raise operation.outcome() from error
         raise
-    size = int(together.first("committed", str))
+    size = int(operation.first("committed", str))
     manifest = _storage.stamp(snapshot.request.path / _native.orbax_json.MANIFEST)
-    return Written(size, commit.for_next(snapshot, manifest))
+    return Written(size, commit.linkable_arrays(snapshot, manifest))
 
 
 def _write_part(
     snapshot: Snapshot,
     temporary: Path,
     previous: _arrays.write.Previous | None,
-    together: Operation,
+    operation: Operation,
 ) -> dict[str, str]:
     """Writes the chunks and the dataset state of this process, durably.
 
     Returns:
         Files of the dataset iterators: name -> digest.
     """
-    root = temporary / _native.checkpoint.STATE
-    commit.write_arrays(snapshot, root, previous, together.check)
+    root = temporary / _native.items.STATE
+    commit.write_arrays(snapshot, root, previous, operation.check)
     files = {
-        f"{_native.checkpoint.DATASET}/{name}": content
+        f"{_native.items.DATASET}/{name}": content
         for name, content in snapshot.contents.dataset.items()
         if name != datasets.DESCRIPTION
     }
     commit.write_new(temporary, files)
     if files:
-        _storage.of(temporary).sync_directory(temporary / _native.checkpoint.DATASET)
+        _storage.of(temporary).sync_directory(temporary / _native.items.DATASET)
     if snapshot.contents.ocdbt:
-        _storage.of(root).sync_tree(root / f"{_arrays.zarr.ocdbt.PART}{together.index}")
+        _storage.of(root).sync_tree(
+            root / f"{_arrays.zarr.ocdbt.PART}{operation.index}"
+        )
     else:
         _sync(root, snapshot)
     _storage.of(root).sync_directory(root)
@@ -220,6 +220,6 @@ def _sync(root: Path, snapshot: Snapshot) -> None:
     """Syncs the array files written by this process; objects need no sync."""
     paths = [root / array.name for array in snapshot.arrays if array.shards]
     for array in snapshot.arrays:
-        if _arrays.chunks_to_write.is_raw(array, snapshot.contents.encoding):
-            paths += _arrays.chunks_to_write.files_of(root, array)
+        if _arrays.write.is_raw(array, snapshot.contents.encoding):
+            paths += _arrays.write.chunk_files(root, array)
     _storage.of(root).sync_files(paths, _SYNCING_THREADS)

@@ -5,18 +5,29 @@ Files are read in small parts, several at a time, and not kept in memory.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
-from flaxckpt import _arrays, _steps, _storage, _util, errors
-from flaxckpt._checkpoint import checksums, file_sizes, verify_report
-from flaxckpt._checkpoint.checksums import check_committed, check_digest, check_keys
-from flaxckpt._state.leaf import Leaf, StoredLeaf
+import crc32c
+
+from flaxckpt import _arrays, _state, _steps, _storage, _util, errors
+from flaxckpt._checkpoint import file_sizes, verify_report
+from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt.formats import _locate, _native
 from flaxckpt.formats._reader import Stored
+
+Check: TypeAlias = Callable[[], object]
+"""A function that raises an error for a fault."""
+
+_LARGE = 2**62
+"""Size limit that admits any file."""
 
 _DECODED_AT_ONCE = 128 * 2**20
 _PIECE_BYTES = 64 * 2**20
@@ -49,7 +60,7 @@ def verify(path: PathLike, *, step: int | None = None) -> verify_report.VerifyRe
     try:
         located = _locate.locate(root, step)
     except errors.DamagedCheckpointError as error:
-        return lost(root, step, error)
+        return report_lost(root, step, error)
     return _verify(located.path, located.step, located.open)
 
 
@@ -78,34 +89,34 @@ def _verify(
     thorough: bool = True,
 ) -> verify_report.VerifyReport:
     start, counter = time.monotonic(), _util.progress.Counter(f"verifying {path.name}")
-    found = verify_report.Findings(counter, thorough=thorough)
-    with _util.progress.shown(counter), _storage.paths.looking(path):
-        stored = _description(path, read, found)
+    findings = verify_report.Findings(counter, thorough=thorough)
+    with _util.progress.bar(counter), _storage.paths.listing_cache(path):
+        stored = _read_description(path, read, findings)
         format_name = "unknown" if stored is None else stored.metadata.format
         extra: list[str] = []
         try:
             if stored is not None and format_name == "flaxckpt":
-                extra = _verify_own(path, stored, found)
+                extra = _verify_own(path, stored, findings)
             elif stored is not None:
-                _verify_foreign(path, stored, found)
+                _verify_foreign(path, stored, findings)
             if stored is not None and step is not None:
                 check = functools.partial(_locate.check_step, path, step, stored)
-                found.attempt(verify_report.HERE, check)
+                findings.attempt(verify_report.HERE, check)
         except OSError as error:
             if not _storage.permissions.is_unread(error):
                 raise
-            found.add(found.unread, verify_report.HERE, str(error))
+            findings.add(findings.unread, verify_report.HERE, str(error))
     secs = time.monotonic() - start
     if stored is None:
-        return found.report(path, format_name, step, extra, secs)
-    return found.report(
+        return findings.report(path, format_name, step, extra, secs)
+    return findings.report(
         path,
         format_name,
         step,
         extra,
         secs,
         leaves=sum(leaf.info.kind != "empty" for leaf in stored.table.values()),
-        unreadable=_unreadable(stored, found),
+        unreadable=_unreadable(stored, findings),
     )
 
 
@@ -118,22 +129,26 @@ def check(path: Path) -> None:
     """
     report = verify_checkpoint(path, None)
     for name, why in {**report.problems, **report.unread}.items():
-        if not name.startswith(f"{_native.checkpoint.METRICS}/"):
+        if not name.startswith(f"{_native.items.METRICS}/"):
             where = path if name == verify_report.HERE else name
             raise errors.DamagedCheckpointError(f"{where}: {why}")
 
 
-def lost(path: Path, step: int | None, error: Exception) -> verify_report.VerifyReport:
+def report_lost(
+    path: Path, step: int | None, error: Exception
+) -> verify_report.VerifyReport:
     """Returns the report on a path no longer recognised as a checkpoint."""
-    found = verify_report.Findings(_util.progress.Counter(""), thorough=True)
+    findings = verify_report.Findings(_util.progress.Counter(""), thorough=True)
     is_unread = _storage.permissions.is_unread(error)
-    found.add(
-        found.unread if is_unread else found.problems, verify_report.HERE, str(error)
+    findings.add(
+        findings.unread if is_unread else findings.problems,
+        verify_report.HERE,
+        str(error),
     )
-    return found.report(path, "unknown", step, (), 0.0)
+    return findings.report(path, "unknown", step, (), 0.0)
 
 
-def damage(path: Path, step: int | None) -> str | None:
+def find_damage(path: Path, step: int | None) -> str | None:
     """Returns a short description of proved damage to the checkpoint `path`, or None.
 
     None also if the checkpoint cannot be read at present.
@@ -144,8 +159,8 @@ def damage(path: Path, step: int | None) -> str | None:
         if _storage.permissions.is_unread(error):
             return None
         # The path was a checkpoint before the damage.
-        is_ours = _steps.index.sign(path) or (path / _native.checkpoint.STATE).is_dir()
-        if is_ours and verify_report.unreadable(path) is None:
+        is_ours = _steps.index.sign(path) or (path / _native.items.STATE).is_dir()
+        if is_ours and _find_unreadable(path) is None:
             return str(error).splitlines()[0]
         return None
     for name, why in report.problems.items():
@@ -153,8 +168,8 @@ def damage(path: Path, step: int | None) -> str | None:
     return None
 
 
-def _description(
-    path: Path, read: Callable[[], Stored], found: verify_report.Findings
+def _read_description(
+    path: Path, read: Callable[[], Stored], findings: verify_report.Findings
 ) -> Stored | None:
     """Reads the metadata of a checkpoint; on failure, records it and returns None."""
     try:
@@ -163,26 +178,28 @@ def _description(
         if isinstance(error, errors.CheckpointNotFoundError):
             raise
         if _storage.permissions.is_unread(error):
-            found.add(found.unread, verify_report.HERE, str(error))
-        elif (why := verify_report.unreadable(path)) is not None:
-            found.add(found.unread, verify_report.HERE, why)
+            findings.add(findings.unread, verify_report.HERE, str(error))
+        elif (why := _find_unreadable(path)) is not None:
+            findings.add(findings.unread, verify_report.HERE, why)
         else:
-            found.add(found.problems, verify_report.HERE, str(error))
+            findings.add(findings.problems, verify_report.HERE, str(error))
         return None
 
 
-def _unreadable(stored: Stored, found: verify_report.Findings) -> dict[LeafPath, str]:
+def _unreadable(
+    stored: Stored, findings: verify_report.Findings
+) -> dict[LeafPath, str]:
     """Returns leaf path -> the reason why a restore cannot read the leaf."""
     unreadable: dict[LeafPath, str] = {}
     for faults, default in (
-        (found.problems, "damaged"),
-        (found.unread, "not readable"),
+        (findings.problems, "damaged"),
+        (findings.unread, "not readable"),
     ):
         for name, why in faults.items():
             if name in stored.table:
                 unreadable.setdefault(name, why)
-            elif _native.checkpoint.is_of_arrays(name):
-                state = "missing" if name in found.missing else default
+            elif _native.items.is_of_arrays(name):
+                state = "missing" if name in findings.missing else default
                 for leaf_path in _leaves_in(name, stored):
                     unreadable.setdefault(leaf_path, f"{name} is {state}")
     return unreadable
@@ -191,10 +208,10 @@ def _unreadable(stored: Stored, found: verify_report.Findings) -> dict[LeafPath,
 def _leaves_in(name: str, stored: Stored) -> list[LeafPath]:
     """Returns the leaves that a restore cannot read without the array file `name`."""
     arrays = {path: leaf for path, leaf in stored.table.items() if _is_array(leaf)}
-    is_index = name == f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
+    is_index = name == f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
     if is_index or _has_database(stored.digests):  # a database is read as a whole
         return list(arrays)
-    directory = name.removeprefix(f"{_native.checkpoint.STATE}/").rpartition("/")[0]
+    directory = name.removeprefix(f"{_native.items.STATE}/").rpartition("/")[0]
     return [
         path
         for path, leaf in arrays.items()
@@ -205,74 +222,253 @@ def _leaves_in(name: str, stored: Stored) -> list[LeafPath]:
 # ---- our own format ---------------------------------------------------------------
 
 
-def _verify_own(path: Path, stored: Stored, found: verify_report.Findings) -> list[str]:
+def _verify_own(
+    path: Path, stored: Stored, findings: verify_report.Findings
+) -> list[str]:
     """Compares every file with a checksum; returns files not in the checkpoint."""
     manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
     encoding = _native.manifest.encoding(manifest)
     digests = file_sizes.digests(path, stored)
-    checks: list[tuple[str, Callable[[], object]]] = [
+    checks: list[tuple[str, Check]] = [
         (
             name,
-            functools.partial(check_digest, path, name, digest, found.counter.add),
+            functools.partial(_check_digest, path, name, digest, findings.counter.add),
         )
         for name, digest in digests.items()
     ]
-    known = {*digests, *_native.checkpoint.UNDIGESTED}
+    expected = {*digests, *_native.items.UNDIGESTED}
     leaves = {p: leaf for p, leaf in stored.table.items() if _is_array(leaf)}
     if encoding is None or manifest["ocdbt"]:
         undigested = {} if _has_database(digests) else leaves
         if undigested:
-            known |= verify_report.names(path, path / _native.checkpoint.STATE)
+            expected |= _names(path, path / _native.items.STATE)
     else:
         undigested = {}
         for leaf_path, leaf in leaves.items():
-            files, made = checksums.of_array(path, encoding, leaf.info, digests, found)
-            known |= files
-            checks += [(leaf_path, check) for check in made]
+            files, new_checks = _array_checks(
+                path, encoding, leaf.info, digests, findings
+            )
+            expected |= files
+            checks += [(leaf_path, check) for check in new_checks]
             if not encoding.checksum and not files <= digests.keys():
                 undigested[leaf_path] = leaf
     is_digested = manifest.get("metrics") is True or _steps.markers.is_measured(path)
-    checks += checksums.of_metrics(path, found, is_digested=is_digested)
+    checks += _metrics_checks(path, findings, is_digested=is_digested)
     checks.append(
-        (_native.checkpoint.COMMITTED, functools.partial(check_committed, path))
+        (_storage.commit_marker.MARKER, functools.partial(_check_marker, path))
     )
-    found.counter.total = _storage.of(path).known_size_below(path)
-    found.run(checks)
+    findings.counter.total = _storage.of(path).known_size_below(path)
+    findings.run(checks)
     if encoding is not None and manifest["ocdbt"] and leaves:
-        check_keys(path, encoding, leaves, found)
+        _check_database_keys(path, encoding, leaves, findings)
     if encoding is None or not encoding.checksum:
         for leaf_path in undigested:
-            found.unchecked[leaf_path] = "it was saved without checksums; it is there"
-    _decode(path, undigested, found)
-    there = {name for name in verify_report.names(path, path) if not _is_mark(name)}
-    return sorted(there - known)
+            findings.unchecked[leaf_path] = (
+                "it was saved without checksums; its files exist"
+            )
+    _decode(path, undigested, findings)
+    present = {name for name in _names(path, path) if not _is_marker(name)}
+    return sorted(present - expected)
 
 
 def _is_array(leaf: Leaf) -> bool:
     return isinstance(leaf.source, StoredLeaf) and leaf.source.open is not None
 
 
-def _is_mark(name: str) -> bool:
-    return "/" not in name and _steps.markers.is_mark(name)
+def _is_marker(name: str) -> bool:
+    return "/" not in name and _steps.markers.is_marker(name)
 
 
 def _has_database(digests: Mapping[str, str]) -> bool:
-    return f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}" in digests
+    return f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}" in digests
+
+
+def _check_database_keys(
+    path: Path,
+    encoding: _arrays.zarr.metadata.Encoding,
+    leaves: Mapping[LeafPath, Leaf],
+    findings: verify_report.Findings,
+) -> None:
+    """Records arrays without metadata or with missing chunks in the OCDBT database.
+
+    The database itself may be valid without them.
+    """
+    if any(_native.items.is_of_arrays(name) for name in findings.problems):
+        return  # the database has changed and may not be readable
+    keys: set[str] = set()
+    manifest = f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
+    findings.attempt(
+        manifest,
+        lambda: keys.update(_arrays.zarr.ocdbt.keys(path / _native.items.STATE)),
+    )
+    if manifest in findings.problems or manifest in findings.unread:
+        return
+    for leaf_path, leaf in leaves.items():
+        name = _native.orbax_json.param_name(leaf.info.keys)
+        missing = [
+            key
+            for key in file_sizes.array_files(encoding, leaf.info)
+            if _arrays.zarr.metadata.database_key(name, key) not in keys
+        ]
+        if missing:
+            rest = f" and {len(missing) - 1} more are" if missing[1:] else " is"
+            why = f"{missing[0]}{rest} missing from the database"
+            findings.add(findings.problems, leaf_path, why)
+
+
+def _array_checks(
+    path: Path,
+    encoding: _arrays.zarr.metadata.Encoding,
+    info: LeafInfo,
+    digests: Mapping[str, str],
+    findings: verify_report.Findings,
+) -> tuple[set[str], list[Check]]:
+    """Returns the files of an array, and checks of the files without a digest."""
+    directory = file_sizes.array_directory(info)
+    shape, dtype = _arrays.layout.stored_form(info)
+    chunk_shape = info.chunk_shape or ()
+    names = file_sizes.array_files(encoding, info)
+    metadata, *chunks = [f"{directory}/{name}" for name in names]
+    checks: list[Check] = []
+    if metadata not in digests:
+
+        def check_metadata() -> None:
+            text = _arrays.zarr.chunk_file.small(path / metadata)
+            _arrays.zarr.metadata.check_metadata(
+                text, encoding, shape, dtype, chunk_shape
+            )
+            _arrays.zarr.metadata.check_compact(text)
+
+        checks.append(check_metadata)
+    size = file_sizes.chunk_bytes(encoding, info)
+    max_bytes = size or math.prod(chunk_shape) * _state.dtypes.item_bits(dtype) // 8
+    checks += [
+        functools.partial(
+            _check_chunk,
+            path / chunk,
+            path,
+            size,
+            max_bytes,
+            encoding.checksum,
+            findings.counter.add,
+        )
+        for chunk in chunks
+        if chunk not in digests
+    ]
+    return {metadata, *chunks}, checks
+
+
+def _check_digest(
+    path: Path, name: str, recorded: str, count: Callable[[int], object]
+) -> None:
+    """Raises ValueError if the SHA-256 of a file differs from `recorded`."""
+    digest = hashlib.sha256()
+    size = _LARGE if _native.items.is_of_arrays(name) else 0
+    _stream(path / name, path, count, digest.update, size)
+    _storage.files.check_digest("it", f"sha256:{digest.hexdigest()}", recorded)
+
+
+def _check_chunk(
+    file: Path,
+    root: Path,
+    size: int,
+    max_bytes: int,
+    has_checksum: bool,
+    count: Callable[[int], object],
+) -> None:
+    """Raises ValueError if a chunk file has a wrong size or a wrong checksum.
+
+    Args:
+        file: The chunk file.
+        root: The checkpoint.
+        size: Expected size in bytes; 0 if the size varies.
+        max_bytes: Size in bytes without compression.
+        has_checksum: Whether the file ends with a checksum.
+        count: Called with the size of each part.
+    """
+    known_size = _storage.of(file).known_size(file, root)
+    if known_size is not None:
+        _check_size(file, known_size, size)  # before reading the whole file
+        if not has_checksum:
+            return
+    checksum_bytes = _arrays.zarr.chunk_file.CHECKSUM_BYTES
+    value, bytes_read, tail = 0, 0, b""
+
+    def take(part: memoryview) -> None:
+        nonlocal value, bytes_read, tail
+        bytes_read += len(part)
+        if len(part) < checksum_bytes:
+            part, tail = memoryview(tail + bytes(part)), b""
+        value = crc32c.crc32c(tail, value)
+        value = crc32c.crc32c(part[:-checksum_bytes], value)
+        tail = bytes(part[-checksum_bytes:])  # the checksum, unless a part follows
+
+    _stream(file, root, count, take, max_bytes)
+    _check_size(file, bytes_read, size)
+    if has_checksum and tail != value.to_bytes(checksum_bytes, "little"):
+        raise ValueError(
+            f"{file.name} has changed since it was written: its CRC-32C differs"
+        )
+
+
+def _check_size(file: Path, size: int, wanted: int) -> None:
+    """Raises ValueError for an empty file, or a size that is not `wanted`."""
+    if size != (wanted or size) or not size:
+        raise ValueError(f"{file.name} has {size} bytes instead of {wanted or 'some'}")
+
+
+def _check_marker(path: Path) -> None:
+    """Raises ValueError if the commit marker does not match the manifest."""
+    manifest = _native.items.read_file(path / _native.orbax_json.MANIFEST, path)
+    marker = _native.items.read_file(path / _storage.commit_marker.MARKER, path)
+    if marker != _native.checkpoint.commit_marker(manifest):
+        raise ValueError("its content has changed since it was written")
+
+
+def _metrics_checks(
+    path: Path, findings: verify_report.Findings, *, is_digested: bool
+) -> list[tuple[str, Check]]:
+    """Returns the checks of the metrics, as pairs of file name and check.
+
+    Args:
+        path: The checkpoint.
+        findings: Receives metrics that have no digest.
+        is_digested: Whether the digests of the metrics must exist.
+    """
+    name = f"{_native.items.METRICS}/{_native.items.METRICS}"
+    digests = _native.items.METRICS_DIGESTS
+
+    def check() -> None:
+        if (path / _native.items.METRICS).exists():
+            (path / name).stat()  # raises if the directory has no metrics file
+        _native.metadata.load_metrics(path)
+
+    checks: list[tuple[str, Check]] = [(name, check)]
+    if is_digested or (path / digests).exists():
+        check_digests = functools.partial(_native.metadata.check_metrics_digests, path)
+        checks.append((digests, check_digests))
+    elif (path / name).exists():
+        findings.unchecked[name] = "the metrics were saved without a digest"
+    return checks
 
 
 # ---- other formats ----------------------------------------------------------------
 
 
-def _verify_foreign(path: Path, stored: Stored, found: verify_report.Findings) -> None:
+def _verify_foreign(
+    path: Path, stored: Stored, findings: verify_report.Findings
+) -> None:
     """Reads and decodes every array of a checkpoint in another format."""
     leaves = {p: leaf for p, leaf in stored.table.items() if _is_array(leaf)}
-    found.counter.total = sum(
+    findings.counter.total = sum(
         _arrays.layout.stored_bytes(i.info) for i in leaves.values()
     )
     for leaf_path, leaf in leaves.items():
         if not _has_checksums(leaf):
-            found.unchecked[leaf_path] = "its format has no checksums; it was decoded"
-    _decode(path, leaves, found)
+            findings.unchecked[leaf_path] = (
+                "its format has no checksums; it was decoded"
+            )
+    _decode(path, leaves, findings)
 
 
 def _has_checksums(leaf: Leaf) -> bool:
@@ -289,7 +485,7 @@ def _has_checksums(leaf: Leaf) -> bool:
 
 
 def _decode(
-    path: Path, leaves: Mapping[LeafPath, Leaf], found: verify_report.Findings
+    path: Path, leaves: Mapping[LeafPath, Leaf], findings: verify_report.Findings
 ) -> None:
     """Reads and decodes arrays in pieces, and records errors."""
     pieces = [
@@ -299,9 +495,9 @@ def _decode(
             leaf, chunk_shape=None, max_bytes=_PIECE_BYTES
         )
     ]
-    faults = verify_report.Findings(found.counter, thorough=found.thorough)
+    faults = verify_report.Findings(findings.counter, thorough=findings.thorough)
     for batch in _arrays.blockwise.batches(pieces, max_bytes=_DECODED_AT_ONCE):
-        if found.is_enough or faults.is_enough:
+        if findings.is_enough or faults.is_enough:
             break
         try:
             _arrays.blockwise.read(batch, max_bytes=_DECODED_AT_ONCE)
@@ -311,10 +507,54 @@ def _decode(
                     _arrays.blockwise.read, [piece], max_bytes=_DECODED_AT_ONCE
                 )
                 faults.attempt(piece.path, read)
-        found.counter.add(sum(piece.nbytes for piece in batch))
+        findings.counter.add(sum(piece.nbytes for piece in batch))
     # The error does not tell a failed read from a failed decoding.
-    proved = not faults.problems or verify_report.unreadable(path) is None
+    proved = not faults.problems or _find_unreadable(path) is None
     for name, why in faults.problems.items():
-        found.add(found.problems if proved else found.unread, name, why)
+        findings.add(findings.problems if proved else findings.unread, name, why)
     for name, why in faults.unread.items():
-        found.add(found.unread, name, why)
+        findings.add(findings.unread, name, why)
+
+
+# ---- files ------------------------------------------------------------------------
+
+
+def _stream(
+    file: Path,
+    root: Path,
+    count: Callable[[int], object],
+    take: Callable[[memoryview], object],
+    size: int = 0,
+) -> None:
+    """Reads a file from beginning to end, part by part.
+
+    Args:
+        file: The file.
+        root: Directory that must contain the file.
+        count: Called with the size of each part.
+        take: Called with each part.
+        size: Expected size in bytes, which saves a request to a store; 0 if the file
+            may be small.
+    """
+    for part in _storage.of(file).stream(file, root, size):
+        take(part)
+        count(len(part))
+
+
+def _names(root: Path, directory: Path) -> set[str]:
+    """Returns the paths of all files below `directory`, relative to `root`."""
+    below = _storage.of(directory).files_below(directory)
+    return {f"{(directory / name).relative_to(root)}" for name in below}
+
+
+def _find_unreadable(path: Path) -> str | None:
+    """Returns the reason why files of a checkpoint cannot be read, or None."""
+    storage = _storage.of(path)
+    try:
+        for file in storage.all_files(path):
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                for _ in storage.stream(file, path, _LARGE):
+                    pass
+    except OSError as error:
+        return str(error)
+    return None

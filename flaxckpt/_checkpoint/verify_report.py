@@ -5,7 +5,6 @@ Proved damage and unreadable files are kept apart: an unreadable file proves not
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,9 +15,6 @@ from flaxckpt import _storage, _util, errors
 from flaxckpt._types import LeafPath
 
 _THREADS = 8
-
-LARGE = 2**62
-"""Size limit that admits any file."""
 
 HERE = "."
 """Name of the checkpoint itself among names of files and leaves."""
@@ -71,7 +67,7 @@ class VerifyReport:
         Empty if all leaves can be read.
         """
         if self.leaves is None:
-            return "" if self.ok else "none of its leaves can be read"
+            return "" if self.ok else "no leaf can be read"
         if not self.unreadable:
             return ""
         files = {
@@ -81,10 +77,8 @@ class VerifyReport:
         }
         count = _util.humanize.count(self.leaves, "leaf", "leaves")
         names = errors.first_few(list(self.unreadable), 3)
-        told = f"{len(self.unreadable):,} of {count} cannot be read: "
-        return told + (
-            f"{errors.first_few(list(files), 3)} ({names})" if files else names
-        )
+        reason = f"{errors.first_few(list(files), 3)} ({names})" if files else names
+        return f"{len(self.unreadable):,} of {count} cannot be read: {reason}"
 
     def __str__(self) -> str:
         size = _util.humanize.size(self.bytes_checked)
@@ -96,16 +90,16 @@ class VerifyReport:
         lines = [f"{self.path} {verdict} ({self.format}; {size})"]
         if self.summary:
             lines.append(self.summary)
-        for title, found in (
+        for title, findings in (
             ("wrong", self.problems),
             ("could not be read", self.unread),
             ("without checksums", self.unchecked),
         ):
-            if found:
-                lines.append(f"{title}: {len(found)}")
-                lines += [f"  {name}: {why}" for name, why in found.items()]
+            if findings:
+                lines.append(f"{title}: {len(findings)}")
+                lines += [f"  {name}: {why}" for name, why in findings.items()]
         if self.extra:
-            lines.append(f"no part of it: {', '.join(self.extra)}")
+            lines.append(f"not in the checkpoint: {', '.join(self.extra)}")
         return "\n".join(map(errors.printable, lines))
 
 
@@ -149,10 +143,10 @@ class Findings:
         except (OSError, MemoryError) as error:
             self.add(self.unread, name, str(error) or "larger than the memory")
 
-    def add(self, found: dict[str, str], name: str, why: str) -> None:
-        """Records the first finding `why` about the leaf or file `name` in `found`."""
+    def add(self, findings: dict[str, str], name: str, why: str) -> None:
+        """Records the first finding `why` about the leaf or file `name`."""
         with self._lock:
-            found.setdefault(name, errors.printable(" ".join(why.split())[:300]))
+            findings.setdefault(name, errors.printable(errors.one_line(why)))
 
     def report(
         self,
@@ -167,17 +161,17 @@ class Findings:
     ) -> VerifyReport:
         """Returns the report on the checkpoint `path`."""
         return VerifyReport(
-            str(path),
-            format_name,
-            step,
-            _told(self.problems),
-            _told(self.unread),
-            _told(self.unchecked),
-            leaves,
-            _told(unreadable),
-            tuple(sorted(extra)),
-            self.counter.done,
-            secs,
+            path=str(path),
+            format=format_name,
+            step=step,
+            problems=_sort(self.problems),
+            unread=_sort(self.unread),
+            unchecked=_sort(self.unchecked),
+            leaves=leaves,
+            unreadable=_sort(unreadable),
+            extra=tuple(sorted(extra)),
+            bytes_checked=self.counter.done,
+            secs=secs,
         )
 
     def run(self, checks: Sequence[tuple[str, Callable[[], object]]]) -> None:
@@ -185,53 +179,9 @@ class Findings:
         _util.threads.each(lambda check: self.attempt(*check), checks, threads=_THREADS)
 
 
-def _told(found: Mapping[str, str]) -> Mapping[str, str]:
-    return MappingProxyType(dict(sorted(found.items())))
+def _sort(findings: Mapping[str, str]) -> Mapping[str, str]:
+    return MappingProxyType(dict(sorted(findings.items())))
 
 
 def _file_of(error: OSError) -> str:
     return Path(error.filename).name if error.filename else "a file"
-
-
-# ---- files ------------------------------------------------------------------------
-
-
-def stream(
-    file: Path,
-    root: Path,
-    count: Callable[[int], object],
-    take: Callable[[memoryview], object],
-    size: int = 0,
-) -> None:
-    """Reads a file from beginning to end, part by part.
-
-    Args:
-        file: The file.
-        root: Directory that must contain the file.
-        count: Called with the size of each part.
-        take: Called with each part.
-        size: Expected size in bytes, which saves a request to a store; 0 if the file
-            may be small.
-    """
-    for part in _storage.of(file).stream(file, root, size):
-        take(part)
-        count(len(part))
-
-
-def names(root: Path, directory: Path) -> set[str]:
-    """Returns the paths of all files below `directory`, relative to `root`."""
-    below = _storage.of(directory).files_below(directory)
-    return {f"{(directory / name).relative_to(root)}" for name in below}
-
-
-def unreadable(path: Path) -> str | None:
-    """Returns the reason why files of a checkpoint cannot be read, or None."""
-    storage = _storage.of(path)
-    try:
-        for file in storage.all_files(path):
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                for _ in storage.stream(file, path, LARGE):
-                    pass
-    except OSError as error:
-        return str(error)
-    return None

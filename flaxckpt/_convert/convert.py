@@ -8,7 +8,6 @@ after an interruption.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import tempfile
 import time
@@ -20,9 +19,9 @@ from flaxckpt import _arrays, _checkpoint, _steps, _storage, _util, errors
 from flaxckpt._arrays.blockwise import Piece
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._arrays.zarr.metadata import Array
-from flaxckpt._checkpoint.result import SaveResult
-from flaxckpt._convert import journal as convert_journal
+from flaxckpt._checkpoint.handle import SaveResult
 from flaxckpt._convert import plan, source_files, writers
+from flaxckpt._convert.journal import Journal
 from flaxckpt._convert.plan import ConvertOptions
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _locate
@@ -99,103 +98,101 @@ def convert(
     """
     final = _storage.paths.resolve(dst)
     options = ConvertOptions(
-        plan.format_of(final, format),
-        transforms,
-        ArrayLayout() if layout is None else layout,
-        overwrite,
-        max_shard_bytes,
-        max_concurrent_bytes,
-        progress,
+        format=plan.choose_format(final, format),
+        transforms=transforms,
+        layout=ArrayLayout() if layout is None else layout,
+        overwrite=overwrite,
+        max_shard_bytes=max_shard_bytes,
+        max_concurrent_bytes=max_concurrent_bytes,
+        progress=progress,
     )
-    return _run(_storage.paths.resolve(src), step, final, options)
-
-
-def _run(
-    source: Path, step: int | None, final: Path, options: ConvertOptions
-) -> SaveResult:
-    """Converts the checkpoint at `source` into one at `final`."""
+    start = time.monotonic()
+    source = _storage.paths.resolve(src)
     if final.suffix.lower() != f".{options.format}":
         _checkpoint.overwrite.check_name(final, "convert")
+    convert_to = _convert_to_disk
     if not _storage.of(final).can_rename:
-        return _to_store(source, step, final, options)
-    begun = time.monotonic()
+        convert_to = _convert_to_store
+    size = convert_to(source, step, final, options)
+    secs = time.monotonic() - start
+    _log.info("converted %s to %s: %d bytes in %.3f s", source, final, size, secs)
+    return SaveResult(None, str(final), size, secs, secs)
+
+
+def _convert_to_disk(
+    source: Path, step: int | None, final: Path, options: ConvertOptions
+) -> int:
+    """Converts the checkpoint at `source` to `final`; returns the written bytes."""
     located = _locate.locate(source, step)
-    found, number = located.path, located.step
-    source_files.check_apart(final, [found], ())
+    source, number = located.path, located.step
+    source_files.check_apart(final, [source], ())
     _checkpoint.overwrite.check_target_free(final, overwrite=options.overwrite)
-    files = source_files.stamps(found)
+    files = source_files.stamps(source)
     stored = located.open()
-    # Under a number of its own, it is no step of the run that it comes from.
+    # With another step number, the new checkpoint is not a step of the source's run.
     is_other = _steps.names.number(final.name) not in (number, None)
-    state = plan.state(stored, None if is_other else number, options)
-    roots = plan.roots(state)
-    files += tuple([f for r in roots if r != found for f in source_files.stamps(r)])
+    state = plan.make_state(stored, None if is_other else number, options)
+    roots = plan.source_roots(state)
+    files += tuple([f for r in roots if r != source for f in source_files.stamps(r)])
     source_files.check_apart(final, roots, files)
     temporary = final.with_name(final.name + TEMPORARY)
     plan.check_sources(state)
     plan.check_space(final, temporary, state, options)
     target = writers.MAKERS[options.format](state, final)
-    work = plan.work(stored, state, target, options, files)
-    progress = _Shown(options.progress, final.name)
+    work = plan.describe_work(stored, state, target, options, files)
+    progress = _Progress(options.progress, final.name)
     try:
-        with convert_journal.Journal(temporary, work) as done, progress.begin() as show:
-            kept = target.begin(done.output, done.done)
-            _write(target, kept, done, show)
-            target.finish(done.output)
-            size = _storage.of(done.output).sync_tree(done.output)
+        with Journal(temporary, work) as journal, progress.display() as show:
+            output = journal.output
+            kept = target.begin(output, journal.done)
+            _write_pieces(target, kept, journal, show)
+            target.finish(output)
+            size = _storage.of(output).sync_tree(output)
             _check_current(stored, files)
-            _check_readable(done, target, number)
-            done.forget()
-            _publish(done.output / target.result, final, overwrite=options.overwrite)
-            done.remove()
+            _check_readable(journal, target, number)
+            journal.forget()
+            _publish(output / target.result, final, overwrite=options.overwrite)
+            journal.remove()
     except errors.CheckpointError:
         raise
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         if error is progress.raised:
             raise
+        hint = ""
+        if temporary.is_dir():
+            hint = (
+                f"\nThe finished part is in {temporary}: the same conversion continues"
+                " there; otherwise remove it."
+            )
         raise errors.SaveFailedError(
-            f"{found} could not be converted to {final}:"
-            f" {' '.join(str(error).split())[:300]}{_rest(temporary)}"
+            f"{source} could not be converted to {final}: {errors.one_line(error)}"
+            f"{hint}"
         ) from error
-    secs = time.monotonic() - begun
-    _log.info("converted %s to %s: %d bytes in %.3f s", found, final, size, secs)
-    return SaveResult(None, str(final), size, secs, secs)
+    return size
 
 
-def _to_store(
+def _convert_to_store(
     source: Path, step: int | None, final: Path, options: ConvertOptions
-) -> SaveResult:
-    """Converts on the local disk, then uploads the result to an object store."""
+) -> int:
+    """Converts to the local disk, and uploads the result; returns the written bytes."""
     if options.format != "orbax":
         raise errors.OptionError(
-            f"{final}: in stores, wanted format='orbax', found {options.format!r}:"
-            " convert to a local path, and copy the result"
+            f"{final}: wanted format='orbax' in a store, found {options.format!r}:"
+            " convert to a local path, then copy the result"
         )
-    begun = time.monotonic()
     _checkpoint.overwrite.check_target_free(final, overwrite=options.overwrite)
     with tempfile.TemporaryDirectory(prefix="flaxckpt-convert-") as directory:
-        made = Path(directory) / final.name
-        _run(source, step, made, options)
-        size = _storage.of(final).copy_checkpoint(
-            made, final, overwrite=options.overwrite
+        local = Path(directory) / final.name
+        _convert_to_disk(source, step, local, options)
+        return _storage.of(final).copy_checkpoint(
+            local, final, overwrite=options.overwrite
         )
-    secs = time.monotonic() - begun
-    return SaveResult(None, str(final), size, secs, secs)
 
 
-def _rest(temporary: Path) -> str:
-    if not temporary.is_dir():
-        return ""
-    return (
-        f"\nThe finished part is in {temporary}: the same conversion continues there;"
-        " otherwise remove it."
-    )
-
-
-def _write(
+def _write_pieces(
     target: writers.Target,
     kept: Collection[str],
-    journal: convert_journal.Journal,
+    journal: Journal,
     show: Callable[[int, int], object],
 ) -> None:
     missing = [piece for piece in target.pieces if piece.name not in kept]
@@ -204,30 +201,26 @@ def _write(
     done = total - sum(piece.nbytes for piece in missing)
     show(done, total)
     # Reads the next batch while the previous batch is written.
-    waiting: list[tuple[Piece, Array]] = []
+    ready: list[tuple[Piece, Array]] = []
+
+    def write() -> None:
+        if ready:
+            target.write(ready)
+            # A function may differ at the next call, so its results are not kept.
+            journal.add(piece.name for piece, _ in ready if piece.leaf.fn is None)
+
     for batch in batches:
         values: list[Array] = []
-        with _util.threads.beside(functools.partial(_finish, target, journal, waiting)):
+        with _util.threads.beside(write):
             values += _arrays.blockwise.read(batch, max_bytes=target.batch_bytes)
-        done += sum(piece.nbytes for piece, _ in waiting)
+        done += sum(piece.nbytes for piece, _ in ready)
         show(done, total)
-        waiting = list(zip(batch, values, strict=True))
-    _finish(target, journal, waiting)
+        ready = list(zip(batch, values, strict=True))
+    write()
     show(total, total)
 
 
-def _finish(
-    target: writers.Target,
-    journal: convert_journal.Journal,
-    ready: Sequence[tuple[Piece, Array]],
-) -> None:
-    if ready:
-        target.write(ready)
-        # A function may differ at the next call, so its results are not kept.
-        journal.add(piece.name for piece, _ in ready if piece.leaf.fn is None)
-
-
-class _Shown:
+class _Progress:
     """Progress of a conversion.
 
     Attributes:
@@ -240,12 +233,12 @@ class _Shown:
         self.raised: Exception | None = None
 
     @contextlib.contextmanager
-    def begin(self) -> Iterator[Callable[[int, int], object]]:
+    def display(self) -> Iterator[Callable[[int, int], object]]:
         """Yields a function to call with the bytes done and the total bytes."""
         if callable(self._progress):
             yield self._call
         elif self._progress == "auto":
-            with _util.progress.shown(self._counter):
+            with _util.progress.bar(self._counter):
                 yield self._counter.set
         elif not self._progress:
             yield lambda done, total: None
@@ -281,19 +274,17 @@ def _check_current(stored: Stored, files: Sequence[_storage.Stamp]) -> None:
         )
 
 
-def _check_readable(
-    done: convert_journal.Journal, target: writers.Target, step: int | None
-) -> None:
+def _check_readable(journal: Journal, target: writers.Target, step: int | None) -> None:
     """Reads the metadata of the new checkpoint, like a load.
 
     Raises:
         SaveFailedError: The new checkpoint is unreadable, and was removed.
     """
     try:
-        _locate.read_stored(done.output / target.result, step)
+        _locate.read_stored(journal.output / target.result, step)
     except (errors.DamagedCheckpointError, errors.CheckpointFormatError) as error:
-        done.forget()
-        done.remove()
+        journal.forget()
+        journal.remove()
         raise errors.SaveFailedError(
             f"the new checkpoint is unreadable, and was removed: {error}\n"
             "Drop leaves with transforms, or convert to another format."
@@ -301,7 +292,7 @@ def _check_readable(
 
 
 def _publish(made: Path, final: Path, *, overwrite: bool) -> None:
-    """Moves what was made to its place, in one step."""
+    """Moves the new checkpoint to its final path."""
     _checkpoint.overwrite.check_target_free(final, overwrite=overwrite)
     if made.is_dir() and overwrite and final.is_dir():
         _storage.rename.exchange(made, final)

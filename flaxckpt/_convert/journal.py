@@ -45,7 +45,7 @@ class Journal:
         except BlockingIOError:
             os.close(self._lock)
             raise errors.CheckpointExistsError(
-                f"another process is at work in {directory}: wait for its end"
+                f"another process uses {directory}: wait until it ends"
             ) from None
         except OSError:
             pass  # a file system without locks

@@ -34,28 +34,17 @@ _SUFFIXES = {".safetensors": "safetensors", ".msgpack": "msgpack"}
 Progress: TypeAlias = Literal["auto"] | bool | Callable[[int, int], object]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """How to convert.
+    """Options of a conversion; `convert` documents them."""
 
-    Attributes:
-        format: Format of the new checkpoint.
-        transforms: Changes to apply.
-        layout: Chunks and encoding of the arrays of an Orbax checkpoint.
-        overwrite: Whether to replace an existing checkpoint.
-        max_shard_bytes: Upper bound on the arrays in one file of safetensors.
-        max_concurrent_bytes: Bytes of arrays in memory at one time.
-        progress: Whether to show a progress bar, `auto` after some seconds on a
-            terminal; or a function called with the bytes done and the total bytes.
-    """
-
-    format: Literal["orbax", "safetensors", "msgpack"] = "orbax"
-    transforms: Sequence[Transform] = ()
-    layout: ArrayLayout = dataclasses.field(default_factory=ArrayLayout)
-    overwrite: bool = False
-    max_shard_bytes: int = 5 * 10**9
-    max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES
-    progress: Progress = "auto"
+    format: Literal["orbax", "safetensors", "msgpack"]
+    transforms: Sequence[Transform]
+    layout: ArrayLayout
+    overwrite: bool
+    max_shard_bytes: int
+    max_concurrent_bytes: int
+    progress: Progress
 
     def __post_init__(self) -> None:
         if self.format not in tuple(writers.MAKERS):
@@ -77,7 +66,7 @@ class ConvertOptions:
             )
 
 
-def format_of(final: Path, format: str | None) -> Any:
+def choose_format(final: Path, format: str | None) -> Any:
     """Returns `format`, by default from the suffix of the path.
 
     Raises:
@@ -88,7 +77,7 @@ def format_of(final: Path, format: str | None) -> Any:
         return suffix or "orbax"
     if suffix is not None and format in tuple(writers.MAKERS) and format != suffix:
         raise errors.OptionError(
-            f"{final} ends in {final.suffix}, which is not a file of format={format!r}:"
+            f"{final} ends in {final.suffix}, but files of format={format!r} do not:"
             f" pass format={suffix!r}, or choose another path"
         )
     return format
@@ -118,28 +107,24 @@ def check_space(
     """
     if options.format == "orbax" and options.layout.codec != "none":
         return
-    wanted = sum(_arrays.layout.stored_bytes(info) for info in state.infos)
-    if wanted <= _LARGE:
+    needed = sum(_arrays.layout.stored_bytes(info) for info in state.infos)
+    if needed <= _LARGE:
         return
     directory = next(path for path in final.parents if path.is_dir())
-    found = os.statvfs(directory)
+    disk = os.statvfs(directory)
     done = sum(p.lstat().st_blocks * 512 for p in temporary.rglob("*"))
-    free = found.f_bavail * found.f_frsize + done
-    if wanted > free:
+    free = disk.f_bavail * disk.f_frsize + done
+    if needed > free:
         raise errors.SaveFailedError(
-            f"{final} would have {wanted} bytes, and {free} are free in {directory}:"
-            " free space, choose another place, or drop leaves with transforms"
+            f"{final} would have {needed} bytes, and {free} are free in {directory}:"
+            " free space, choose another path, or drop leaves with transforms"
         )
 
 
-def state(stored: Stored, step: int | None, options: ConvertOptions) -> writers.State:
-    """What is to be made of a checkpoint.
-
-    Args:
-        stored: The source checkpoint.
-        step: Step of the new checkpoint.
-        options: Options of the conversion.
-    """
+def make_state(
+    stored: Stored, step: int | None, options: ConvertOptions
+) -> writers.State:
+    """Returns the state to write as `step`: transformed leaves, and other contents."""
     table = _transforms.apply(options.transforms, stored.table)
     structure = _state.containers.of(stored.structure, stored.table, table)
     keys = dict(_state.tree.key_paths(structure))
@@ -147,37 +132,32 @@ def state(stored: Stored, step: int | None, options: ConvertOptions) -> writers.
         info = dataclasses.replace(leaf.info, keys=keys[path])
         info = _arrays.layout.with_chunk_shape(info, options.layout)
         table[path] = Leaf(info, leaf.sources, leaf.fn)
-    found = _storage.paths.from_text(stored.metadata.path)
-    has_dataset = stored.metadata.has_dataset and options.format == "orbax"
+    sources = {
+        p: leaf.source for p, leaf in table.items() if leaf.info.kind == "string"
+    }
+    strings = {
+        path: str(source.value if isinstance(source, StoredLeaf) else source)
+        for path, source in sources.items()
+    }
+    metadata, dataset = stored.metadata, {}
+    if metadata.has_dataset and options.format == "orbax":
+        source_dir = _storage.paths.from_text(metadata.path)
+        dataset = _native.checkpoint.read_dataset(source_dir, stored.digests)
+    transforms = *metadata.transforms, *_transforms.describe(options.transforms)
     return writers.State(
-        table,
-        structure,
-        {
-            path: _text(leaf)
-            for path, leaf in table.items()
-            if leaf.info.kind == "string"
-        },
-        dataclasses.replace(
-            stored.metadata,
-            transforms=(
-                *stored.metadata.transforms,
-                *_transforms.describe(options.transforms),
-            ),
-        ),
-        step,
-        _native.checkpoint.read_dataset(found, stored.digests) if has_dataset else {},
-        options.layout,
-        options.max_shard_bytes,
-        min(_BATCH_BYTES, max(1, options.max_concurrent_bytes // 2)),
+        table=table,
+        structure=structure,
+        strings=strings,
+        metadata=dataclasses.replace(metadata, transforms=transforms),
+        step=step,
+        dataset=dataset,
+        layout=options.layout,
+        max_shard_bytes=options.max_shard_bytes,
+        batch_bytes=min(_BATCH_BYTES, max(1, options.max_concurrent_bytes // 2)),
     )
 
 
-def _text(leaf: Leaf) -> str:
-    source = leaf.source
-    return str(source.value if isinstance(source, StoredLeaf) else source)
-
-
-def work(
+def describe_work(
     stored: Stored,
     state: writers.State,
     target: writers.Target,
@@ -196,7 +176,9 @@ def work(
         for leaf in state.table.values()
     ]
     # Changes of other checkpoints are not detected, so their work is never equal.
-    others = [str(root) for root in roots(state) if str(root) != stored.metadata.path]
+    others = [
+        str(root) for root in source_roots(state) if str(root) != stored.metadata.path
+    ]
     identity = None if stored.stamp is None else stored.stamp.identity
     content = _native.orbax_json.dumps([rows, _state.treedef.to_json(state.structure)])
     return {
@@ -215,7 +197,7 @@ def work(
     }
 
 
-def roots(state: writers.State) -> list[Path]:
+def source_roots(state: writers.State) -> list[Path]:
     """Returns the checkpoints with the sources of the leaves."""
     stored = [source for leaf in state.table.values() for source in _stored(leaf)]
     return list(dict.fromkeys(source.root for source in stored))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flaxckpt import _steps, _storage, errors
-from flaxckpt._checkpoint.overwrite import shards
 from flaxckpt.formats import _safetensors, _t5x
 
 _MAX_FILES = 200_000
@@ -15,13 +15,8 @@ _MAX_FILES = 200_000
 
 def stamps(source: Path) -> tuple[_storage.Stamp, ...]:
     """Returns the stamps of all files of a checkpoint, in order, up to a limit."""
-    found: list[_storage.Stamp] = []
-    for path in _files(source):
-        if len(found) == _MAX_FILES:
-            break
-        if not _steps.markers.is_mark(path.name):
-            found.append(_storage.stamp(path))
-    return tuple(found)
+    files = (path for path in _files(source) if not _steps.markers.is_marker(path.name))
+    return tuple([_storage.stamp(path) for path in itertools.islice(files, _MAX_FILES)])
 
 
 def _files(source: Path) -> Iterator[Path]:
@@ -32,7 +27,7 @@ def _files(source: Path) -> Iterator[Path]:
         return
     yield source
     if source.name.endswith(_safetensors.header.INDEX_SUFFIX):
-        for name in sorted(shards(source)):
+        for name in sorted(_safetensors.reader.shard_names(source)):
             yield source.parent / name
     elif _t5x.recognises(source):
         for path in sorted(source.resolve().parent.iterdir()):
@@ -40,9 +35,9 @@ def _files(source: Path) -> Iterator[Path]:
                 yield from _files(path)
 
 
-def changed(found: Iterable[_storage.Stamp]) -> list[str]:
+def changed(stamps: Iterable[_storage.Stamp]) -> list[str]:
     """Returns the paths of files changed since their stamps."""
-    return [str(stamp.path) for stamp in found if not stamp.is_current()]
+    return [str(stamp.path) for stamp in stamps if not stamp.is_current()]
 
 
 def check_apart(
@@ -58,22 +53,22 @@ def check_apart(
     Raises:
         OptionError: The target is a source, or is inside or above a source.
     """
-    made = _storage.of(final).real_path(final)
+    target = _storage.of(final).real_path(final)
     for source in sources:
         real = _storage.of(source).real_path(source)
-        if made == real or _holds(made, real) or _holds(real, made):
+        if target == real or _contains(target, real) or _contains(real, target):
             raise errors.OptionError(
                 f"{final} is inside the checkpoint {source}, or contains it: choose"
                 " a path beside it"
             )
     for stamp in files:
         real = _storage.of(stamp.path).real_path(stamp.path)
-        if made == real or _holds(made, real):
+        if target == real or _contains(target, real):
             raise errors.OptionError(
                 f"{final} is or contains the source file {stamp.path}: choose another"
                 " path"
             )
 
 
-def _holds(directory: str, path: str) -> bool:
+def _contains(directory: str, path: str) -> bool:
     return path.startswith(directory.rstrip("/") + "/")

@@ -27,7 +27,7 @@ _SYNCING_THREADS = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class State:
-    """The state to write.
+    """The new checkpoint in any format: leaves, metadata, and limits.
 
     Attributes:
         table: The leaves, with the chunks to write.
@@ -122,7 +122,7 @@ class _FlatTarget:
         if not all((output / layout.name).is_file() for layout in self._layouts):
             done = ()
         for layout in self._layouts:
-            with _opened(output / layout.name, os.O_CREAT) as descriptor:
+            with _file_descriptor(output / layout.name, os.O_CREAT) as descriptor:
                 os.ftruncate(descriptor, layout.size)
                 os.fsync(descriptor)
         _storage.of(output).sync_directory(output)
@@ -133,7 +133,7 @@ class _FlatTarget:
             inside = [item for item in ready if item[0].path in layout.runs]
             if not inside:
                 continue
-            with _opened(self._output / layout.name) as descriptor:
+            with _file_descriptor(self._output / layout.name) as descriptor:
                 for piece, array in inside:
                     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
                     runs = layout.runs[piece.path]
@@ -144,7 +144,7 @@ class _FlatTarget:
 
     def finish(self, output: Path) -> None:
         for layout in self._layouts:
-            with _opened(output / layout.name) as descriptor:
+            with _file_descriptor(output / layout.name) as descriptor:
                 _file_layout.write_literals(descriptor, layout)
 
 
@@ -155,7 +155,7 @@ def _literals_digest(layout: _file_layout.FileLayout) -> str:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, flags: int = 0) -> Iterator[int]:
+def _file_descriptor(path: Path, flags: int = 0) -> Iterator[int]:
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
     try:
         yield descriptor
@@ -216,7 +216,7 @@ class _OrbaxTarget:
         self.batch_bytes = state.batch_bytes
 
     def begin(self, output: Path, done: Collection[str]) -> Collection[str]:
-        self._root = output / _native.checkpoint.STATE
+        self._root = output / _native.items.STATE
         self._root.mkdir(exist_ok=True)
         if self._ocdbt:
             return done if (self._root / _arrays.zarr.ocdbt.MANIFEST).is_file() else ()
@@ -235,29 +235,24 @@ class _OrbaxTarget:
         parts = [self._host_array(*item) for item in ready if not item[0].is_whole]
         if self._ocdbt:
             whole, parts = [], [*whole, *parts]
-        encoding, limit = self._state.layout.encoding, self.batch_bytes
-        if whole:
-            _arrays.write.write(
-                self._root,
-                whole,
-                encoding=encoding,
-                ocdbt=False,
-                max_concurrent_bytes=limit,
-            )
-        if parts:
-            _arrays.write.write_parts(
-                self._root,
-                parts,
-                encoding=encoding,
-                ocdbt=self._ocdbt,
-                max_concurrent_bytes=limit,
-            )
+        for write, arrays in (
+            (_arrays.write.write, whole),
+            (_arrays.write.write_parts, parts),
+        ):
+            if arrays:
+                write(
+                    self._root,
+                    arrays,
+                    encoding=self._state.layout.encoding,
+                    ocdbt=self._ocdbt,
+                    max_concurrent_bytes=self.batch_bytes,
+                )
+        storage = _storage.of(self._root)
         if self._ocdbt:
-            _storage.of(self._root).sync_tree(self._root)
+            storage.sync_tree(self._root)
         else:
             names = {array.name for array in (*whole, *parts)}
             directories = [self._root / name for name in names]
-            storage = _storage.of(self._root)
             _util.threads.each(storage.sync_tree, directories, threads=_SYNCING_THREADS)
             storage.sync_directory(self._root)
 
@@ -265,22 +260,16 @@ class _OrbaxTarget:
         info = piece.leaf.info
         shards = (HostShard(piece.region, array),) if array.size else ()
         return HostArray(
-            self._names[piece.path],
-            _arrays.layout.stored_form(info)[0],
-            info.dtype or "",
-            info.chunk_shape or (),
-            shards,
+            name=self._names[piece.path],
+            shape=_arrays.layout.stored_form(info)[0],
+            dtype=info.dtype or "",
+            chunk_shape=info.chunk_shape or (),
+            shards=shards,
         )
 
     def finish(self, output: Path) -> None:
-        contents = self._contents()
-        made = _native.checkpoint.files(contents)
-        _write_anew(output, made)
-        _write_anew(output, _native.checkpoint.seal(contents, made, output))
-
-    def _contents(self) -> _native.checkpoint.Contents:
         state, metadata = self._state, self._state.metadata
-        return _native.checkpoint.Contents(
+        contents = _native.checkpoint.Contents(
             step=state.step,
             infos=state.infos,
             structure=state.structure,
@@ -294,6 +283,9 @@ class _OrbaxTarget:
             lineage=metadata.lineage,
             transforms=metadata.transforms,
         )
+        files = _native.checkpoint.make_files(contents)
+        _write_anew(output, files)
+        _write_anew(output, _native.checkpoint.seal(contents, files, output))
 
 
 def _write_anew(root: Path, files: Mapping[str, bytes]) -> None:

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flaxckpt import errors
-from flaxckpt._distributed import messages, operation
+from flaxckpt._distributed import messages
 from flaxckpt._distributed.messages import ApartError, Failure
-from flaxckpt._distributed.operation import Operation
+from flaxckpt._distributed.operation import TIMEOUT_SECS, Operation, find_group
 
 T = TypeVar("T")
 
 
 def begin(
-    kind: str, directory: Path, what: str, timeout_secs: float = operation.TIMEOUT_SECS
+    kind: str, directory: Path, what: str, timeout_secs: float = TIMEOUT_SECS
 ) -> Operation | None:
     """Begins a joint operation of all processes; returns None for a single process.
 
@@ -29,13 +29,13 @@ def begin(
     Raises:
         OptionError: The processes do not share the directory.
     """
-    group = operation.group(directory)
+    group = find_group(directory)
     if group is None:
         return None
     if str(directory).startswith("memory://"):
         raise errors.OptionError(
-            f"{directory}: each process has a memory of its own; several processes"
-            " save to a directory or a store that all of them see"
+            f"{directory}: each process has its own memory://; several processes must"
+            " use a directory or a store that all of them can access"
         )
     return group.begin(kind, directory, what, timeout_secs=timeout_secs)
 
@@ -59,7 +59,9 @@ class Processes:
 
 
 @contextlib.contextmanager
-def telling(together: Operation | None, *, saving: bool = True) -> Iterator[None]:
+def report_failure(
+    operation: Operation | None, *, saving: bool = True
+) -> Iterator[None]:
     """Reports a failure of the block to the other processes and raises the error.
 
     Raises:
@@ -68,39 +70,40 @@ def telling(together: Operation | None, *, saving: bool = True) -> Iterator[None
     try:
         yield
     except ApartError as apart:
-        assert together is not None
-        _give_up(together, apart)
-        failed = not_saved if saving else _not_restored
-        raise failed(together, apart) from None
+        assert operation is not None
+        _give_up(operation, apart)
+        failed = save_error if saving else _restore_error
+        raise failed(operation, apart) from None
     except BaseException as error:
-        if together is not None:
-            _give_up(together, error)
+        if operation is not None:
+            _give_up(operation, error)
         raise
 
 
-def _give_up(together: Operation, error: BaseException) -> None:
-    together.fail(error)
-    together.close()
+def _give_up(operation: Operation, error: BaseException) -> None:
+    operation.fail(error)
+    operation.close()
 
 
 @contextlib.contextmanager
-def ending(together: Operation | None, *, saving: bool = True) -> Iterator[None]:
+def closing(operation: Operation | None, *, saving: bool = True) -> Iterator[None]:
     """Reports a failure of the block to the other processes; ends the operation."""
-    with telling(together, saving=saving):
+    with report_failure(operation, saving=saving):
         yield
-    if together is not None:
-        together.close()
+    if operation is not None:
+        operation.close()
 
 
-def not_saved(together: Operation, apart: ApartError) -> errors.CheckpointError:
+def save_error(operation: Operation, apart: ApartError) -> errors.CheckpointError:
     """Returns the error of a save after the failure of a process."""
     if (exists := _as(apart, errors.CheckpointExistsError)) is not None:
         return exists
     return errors.SaveFailedError(
-        f"{together.what} could not be saved by all {together.count} processes:\n"
+        f"{operation.what} could not be saved by all {operation.count} processes:\n"
         + errors.rows(map(str, apart.failures))
-        + "\nNothing of it is kept and earlier checkpoints are untouched, unless it was"
-        " committed already; see what became of these processes, then save again."
+        + "\nUnless it was already committed, nothing of it is kept; earlier"
+        " checkpoints are untouched. Find out why these processes failed, then save"
+        " again."
     )
 
 
@@ -114,71 +117,73 @@ def _as(apart: ApartError, kind: type[T]) -> T | None:
 # ---- restoring ---------------------------------------------------------------------
 
 
-def first_says(together: Operation | None, stage: str, say: Callable[[], Any]) -> Any:
+def broadcast(operation: Operation | None, stage: str, say: Callable[[], Any]) -> Any:
     """Returns the result of `say` on process 0, as JSON, on all processes."""
-    if together is None:
+    if operation is None:
         return say()
-    return json.loads(together.first(stage, lambda: json.dumps(say())))
+    return json.loads(operation.first(stage, lambda: json.dumps(say())))
 
 
-def check_asked(together: Operation | None, what: str) -> None:
+def check_same_request(operation: Operation | None, what: str) -> None:
     """Checks that all processes make the same request.
 
     Raises:
         OptionError: The requests differ.
     """
-    if together is None:
+    if operation is None:
         return
-    asked = together.exchange("asked", what)
+    asked = operation.exchange("asked", what)
     if len(set(asked)) > 1:
         rows = [f"process {i}: {each}" for i, each in enumerate(asked)]
         raise errors.OptionError(
-            "all processes must restore the same step, and they ask for\n"
+            "all processes must restore the same step, but they requested\n"
             + errors.rows(rows)
         )
 
 
-def attempt(together: Operation | None, work: Callable[[Callable[[], object]], T]) -> T:
+def attempt(
+    operation: Operation | None, work: Callable[[Callable[[], object]], T]
+) -> T:
     """Runs `work` on all processes, and fails on all if it fails on any.
 
     Args:
-        together: The joint operation; None for a single process.
+        operation: The joint operation; None for a single process.
         work: The work. Must call its argument after reading everything, before the
             first device collective.
 
     Raises:
         CheckpointError: The error of this process, or the errors of other processes.
     """
-    if together is None:
+    if operation is None:
         return work(lambda: None)
-    with contextlib.closing(together):
+    with contextlib.closing(operation):
         try:
-            result = work(lambda: together.exchange("read"))
-            together.exchange("restored")
+            result = work(lambda: operation.exchange("read"))
+            operation.exchange("restored")
             return result
         except ApartError as apart:
-            together.fail(apart)
-            raise _not_restored(together, apart) from None
+            operation.fail(apart)
+            raise _restore_error(operation, apart) from None
         except Exception as error:
-            together.fail(error)
-            raise _agreed(together, error, together.outcome()) from error
+            operation.fail(error)
+            raise _agreed(operation, error, operation.outcome()) from error
         except BaseException as error:
-            together.fail(error)
+            operation.fail(error)
             raise
 
 
-def _agreed(together: Operation, error: Exception, apart: ApartError) -> Exception:
+def _agreed(operation: Operation, error: Exception, apart: ApartError) -> Exception:
     """Returns this process's own error if all processes failed alike."""
-    common = _not_restored(together, apart)
+    common = _restore_error(operation, apart)
     is_damage = isinstance(error, errors.DamagedCheckpointError)
     if is_damage is isinstance(common, errors.DamagedCheckpointError):
         return error
     return common
 
 
-def _not_restored(together: Operation, apart: ApartError) -> errors.CheckpointError:
+def _restore_error(operation: Operation, apart: ApartError) -> errors.CheckpointError:
     text = (
-        f"{together.what} could not be restored by all {together.count} processes:\n"
+        f"{operation.what} could not be restored by all {operation.count} processes:\n"
         + errors.rows(map(str, apart.failures))
     )
     damage = errors.DamagedCheckpointError.__name__
@@ -186,7 +191,7 @@ def _not_restored(together: Operation, apart: ApartError) -> errors.CheckpointEr
         return errors.DamagedCheckpointError(f"{text}\nRestore another step.")
     if any(failure.kind == messages.LATE for failure in apart.failures):
         return errors.CheckpointTimeoutError(
-            f"{text}\nSee what became of these processes, then start the job again."
+            f"{text}\nFind out why these processes ended, then restart the job."
         )
     kinds: Mapping[str, type[errors.CheckpointError]] = {
         kind.__name__: kind

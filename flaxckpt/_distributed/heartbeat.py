@@ -26,7 +26,7 @@ _BEATS = 6
 _KEY = "flaxckpt/beat"
 
 
-class Beats:
+class Heartbeats:
     """Sends the heartbeats of this process, and monitors other processes.
 
     Process 0 monitors all processes; other processes monitor process 0.
@@ -38,7 +38,7 @@ class Beats:
     """
 
     def __init__(
-        self, texts: key_value.Texts, index: int, look: Callable[[], bool]
+        self, texts: key_value.KeyValueStore, index: int, look: Callable[[], bool]
     ) -> None:
         self._texts = texts
         self._index = index
@@ -78,10 +78,10 @@ class Beats:
                     self._listen()
                 is_busy = self._look()
             except ConnectionError as error:
-                _log.debug("no more beats: %s", error)
+                _log.debug("heartbeats have ended: %s", error)
                 return
             except OSError as error:  # a file system may fail for a moment
-                _log.debug("a beat is left out: %s", error)
+                _log.debug("a heartbeat was skipped: %s", error)
                 is_busy = True
             # Without an operation in progress, only heartbeats are sent.
             self._wake.wait(max(0.0, due - time.monotonic()))

@@ -15,7 +15,7 @@ from typing import Protocol
 from urllib.parse import quote, unquote
 
 
-class Texts(Protocol):
+class KeyValueStore(Protocol):
     """Key-value store of short texts, shared by all processes."""
 
     def set(self, key: str, text: str) -> None:
@@ -35,7 +35,7 @@ class Texts(Protocol):
         ...
 
 
-class Files:
+class FileStore:
     """Key-value store in files of a shared directory."""
 
     def __init__(self, directory: Path) -> None:

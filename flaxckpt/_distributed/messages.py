@@ -70,7 +70,7 @@ class Notes:
         index: Index of this process.
     """
 
-    def __init__(self, texts: key_value.Texts, name: str, index: int) -> None:
+    def __init__(self, texts: key_value.KeyValueStore, name: str, index: int) -> None:
         self._texts = texts
         self._name = name
         self._index = index

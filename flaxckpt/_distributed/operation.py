@@ -66,7 +66,7 @@ class ProcessGroup:
         count: Number of processes.
     """
 
-    def __init__(self, texts: key_value.Texts, index: int, count: int) -> None:
+    def __init__(self, texts: key_value.KeyValueStore, index: int, count: int) -> None:
         self.texts = texts
         self.index = index
         self.count = count
@@ -74,7 +74,7 @@ class ProcessGroup:
         self._open: set[Operation] = set()
         # Directory -> operations whose messages process 0 deletes later.
         self._over: dict[str, list[str]] = {}
-        self._beats = heartbeat.Beats(texts, index, self._look)
+        self._beats = heartbeat.Heartbeats(texts, index, self._look)
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -97,8 +97,8 @@ class ProcessGroup:
         if os.getpid() != self._pid:
             raise errors.OptionError(
                 f"cannot begin {what}: this is a fork of process {self.index} of"
-                f" {self.count} that train together, and none of them: save and restore"
-                " in those"
+                f" {self.count}, not a process of the job; save and restore in the"
+                " processes of the job"
             )
         place = hashlib.sha256(
             str(directory).encode(errors="surrogateescape")
@@ -291,7 +291,7 @@ class Operation:
                     self._settle(stage)
                 self._end(self._notes.failures())
         except OSError as lost:
-            _log.debug("%s: nobody could be told: %s", self.what, lost)
+            _log.debug("%s: could not report the failure: %s", self.what, lost)
 
     def outcome(self) -> ApartError:
         """Returns the failures that process 0 announced; call after `fail`."""
@@ -331,7 +331,7 @@ class Operation:
         silent = self._group.silent_secs(process)
         if silent > heartbeat.SILENT_SECS:
             return (
-                f"has not been heard of for {silent:.0f} s, and has not reached"
+                f"has sent no heartbeat for {silent:.0f} s, and has not reached"
                 f" {stage!r} of {self.what}"
             )
         now = time.monotonic()
@@ -351,7 +351,7 @@ class Operation:
                     self._is_over = True
                     raise apart
             except OSError as error:
-                lost = f"its coordination service is gone: {error}"
+                lost = f"its coordination service has ended: {error}"
                 raise ApartError([Failure(0, LATE, lost)]) from None
             if why := self._is_late(0, stage, begun, deadline):
                 raise ApartError([Failure(0, LATE, why)])
@@ -362,13 +362,13 @@ class Operation:
 _groups: dict[Path | None, ProcessGroup] = {}
 
 
-def group(directory: Path) -> ProcessGroup | None:
+def find_group(directory: Path) -> ProcessGroup | None:
     """Returns the processes of this job; None for a single process.
 
     All processes call this at the same point of the program, on the training thread:
     without the coordination service they agree on a directory by a collective.
     """
-    if not _util.processes.is_together():
+    if not _util.processes.is_distributed():
         return None
     service = None if USES_FILES else _util.processes.service()
     key = directory if service is None else None
@@ -387,16 +387,16 @@ def attend(directory: Path) -> None:
     """
     if USES_FILES or _util.processes.service() is None:
         return
-    if (found := group(directory)) is not None:
+    if (found := find_group(directory)) is not None:
         found.attend()
 
 
-def _files(directory: Path) -> key_value.Files:
+def _files(directory: Path) -> key_value.FileStore:
     if not _storage.of(directory).has_directories:
         raise errors.OptionError(
-            f"{directory}: this jax does not tell of its coordination service, without"
-            " which several processes save to a file system only"
+            f"{directory}: this version of jax has no accessible coordination service,"
+            " so several processes can save only to a file system"
         )
     # A unique name: files left by an earlier run must not be read.
-    token = _util.processes.same_bytes(secrets.token_bytes(8)).hex()
-    return key_value.Files(directory / f"together.orbax-checkpoint-tmp-{token}")
+    token = _util.processes.broadcast_bytes(secrets.token_bytes(8)).hex()
+    return key_value.FileStore(directory / f"together.orbax-checkpoint-tmp-{token}")

@@ -34,7 +34,7 @@ _VALUES: Mapping[str, Any] = {
 }
 
 
-class Wanted(NamedTuple):
+class Target(NamedTuple):
     """The target state of a restore.
 
     Attributes:
@@ -46,7 +46,7 @@ class Wanted(NamedTuple):
     has_roles: bool
 
 
-def wanted(target: PathLike, *, step: int | None = None) -> Wanted:
+def read_target(target: PathLike, *, step: int | None = None) -> Target:
     """Returns the target state of a restore.
 
     Args:
@@ -62,32 +62,35 @@ def wanted(target: PathLike, *, step: int | None = None) -> Wanted:
     """
     root = _storage.paths.resolve(target)
     if root.suffix == ".json" and root.is_file() and not formats.recognises(root):
-        return Wanted(_of_file(root), has_roles=False)
+        return Target(_read_file(root), has_roles=False)
     stored = _locate.open_checkpoint(root, step)
     values = {path: _abstract(row.info) for path, row in stored.table.items()}
     has_roles = any(row.info.role is not None for row in stored.table.values())
-    return Wanted(_state.tree.unflatten(stored.structure, values), has_roles)
+    return Target(_state.tree.unflatten(stored.structure, values), has_roles)
 
 
-def _of_file(file: Path) -> PyTree:
+def _read_file(file: Path) -> PyTree:
     raw = _storage.of(file).read(file, max_bytes=_MAX_FILE_BYTES)
     try:
-        found = json.loads(raw)
+        content = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise errors.OptionError(f"{file} is no JSON: {error}") from None
-    shown = found.get("leaves") if isinstance(found, dict) else None
-    if isinstance(shown, dict) and "format" in found:
-        leaves = {path: _leaf(file, path, _text(leaf)) for path, leaf in shown.items()}
-        return _nested(leaves)
-    return _filled(file, found, ())
+        raise errors.OptionError(f"{file} is not valid JSON: {error}") from None
+    shown = content.get("leaves") if isinstance(content, dict) else None
+    if isinstance(shown, dict) and "format" in content:
+        leaves = {
+            path: _parse_leaf(file, path, _type_of(leaf))
+            for path, leaf in shown.items()
+        }
+        return _nest(leaves)
+    return _parse_tree(file, content, ())
 
 
-def _text(leaf: object) -> object:
+def _type_of(leaf: object) -> object:
     """Returns the type of a leaf as printed by `flaxckpt show --json`."""
     return leaf.get("type") if isinstance(leaf, dict) else leaf
 
 
-def _nested(leaves: Mapping[str, Any]) -> PyTree:
+def _nest(leaves: Mapping[str, Any]) -> PyTree:
     """Builds nested dicts from leaf paths."""
     root: dict[str, Any] = {}
     for path, leaf in leaves.items():
@@ -101,21 +104,21 @@ def _nested(leaves: Mapping[str, Any]) -> PyTree:
     return root
 
 
-def _filled(file: Path, found: Any, above: tuple[str, ...]) -> PyTree:
+def _parse_tree(file: Path, tree: Any, above: tuple[str, ...]) -> PyTree:
     if len(above) > _state.tree.MAX_DEPTH:
         raise errors.OptionError(f"{file} is nested too deeply")
-    if isinstance(found, dict):
-        return {k: _filled(file, v, (*above, k)) for k, v in found.items()}
-    if isinstance(found, list):
-        return [_filled(file, v, (*above, str(i))) for i, v in enumerate(found)]
-    return _leaf(file, "/".join(above), found)
+    if isinstance(tree, dict):
+        return {k: _parse_tree(file, v, (*above, k)) for k, v in tree.items()}
+    if isinstance(tree, list):
+        return [_parse_tree(file, v, (*above, str(i))) for i, v in enumerate(tree)]
+    return _parse_leaf(file, "/".join(above), tree)
 
 
-def _leaf(file: Path, path: str, found: object) -> Any:
+def _parse_leaf(file: Path, path: str, leaf: object) -> Any:
     """Parses a leaf's type, such as "float32[8, 4]", also as messages print it."""
-    if found is None or found == "None":
+    if leaf is None or leaf == "None":
         return None
-    text = str(found)
+    text = str(leaf)
     if text in _EMPTY:
         return _EMPTY[text]()
     text = text.removeprefix("a ").removeprefix("Python ")
@@ -126,14 +129,14 @@ def _leaf(file: Path, path: str, found: object) -> Any:
     try:
         if array := _ARRAY.fullmatch(text):
             dtype = _state.dtypes.to_numpy(array[1])
-            return jax.ShapeDtypeStruct(_shape(array[2]), dtype)
+            return jax.ShapeDtypeStruct(_parse_shape(array[2]), dtype)
         if keys := _KEYS.fullmatch(text):
-            return _abstract_keys(_shape(keys[2]), keys[1])
+            return _abstract_keys(_parse_shape(keys[2]), keys[1])
     except (TypeError, ValueError, AttributeError):
         pass  # not a valid type
     raise errors.OptionError(
         f"{file}: {path or 'the file'} must be a text such as 'float32[8, 4]', 'int' or"
-        f" 'str', found {found!r:.80}"
+        f" 'str', found {leaf!r:.80}"
     )
 
 
@@ -144,7 +147,7 @@ _EMPTY: Mapping[str, Callable[[], Any]] = {
 }
 
 
-def _shape(text: str) -> tuple[int, ...]:
+def _parse_shape(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split(",") if size.strip())
 
 

@@ -58,7 +58,7 @@ class LeafDiff:
             return f"{self.a} -> {self.b}"
         types = f"{self.a.dtype} -> {self.b.dtype}, " if self.kind == "dtype" else ""
         if self.a.kind == "string":
-            return "another text"
+            return "different text"
         count = math.prod(_arrays.layout.stored_form(self.a)[0])
         return (
             f"{types}{self.different} of {count} elements, by {self.max_abs:.3g} at"
@@ -105,15 +105,15 @@ class CheckpointDiff:
             return f"all {len(self.same)} leaves are equal"
         return (
             f"{len(self.changed)} leaves differ, {len(self.same)} are equal,"
-            f" {len(self.only_in_a) + len(self.only_in_b)} are in one of them only"
+            f" {len(self.only_in_a) + len(self.only_in_b)} are in only one of them"
         )
 
 
-def _rows(title: str, found: Mapping[LeafPath, object]) -> list[str]:
-    if not found:
+def _rows(title: str, leaves: Mapping[LeafPath, object]) -> list[str]:
+    if not leaves:
         return []
     rows = [
-        f"  {path}: {what}" if what else f"  {path}" for path, what in found.items()
+        f"  {path}: {text}" if text else f"  {path}" for path, text in leaves.items()
     ]
     more = len(rows) - _ROWS_PRINTED
     return [
@@ -168,7 +168,7 @@ def diff(
         elif values and pair[0].info.kind != "empty":
             pairs.append(pair)
     counter = _util.progress.Counter(f"comparing {sides[0].metadata.path}")
-    with _util.progress.shown(counter):
+    with _util.progress.bar(counter):
         changed |= _compare(pairs, counter)
     ranked = sorted(changed.items(), key=lambda item: -_rank(item[1]))
     return CheckpointDiff(
@@ -186,8 +186,8 @@ def _only(table: LeafTable, other: LeafTable) -> tuple[LeafPath, ...]:
     return tuple([path for path in table if path not in other])
 
 
-def _rank(found: LeafDiff) -> float:
-    return math.inf if found.kind in ("kind", "shape") else found.rel_norm
+def _rank(difference: LeafDiff) -> float:
+    return math.inf if difference.kind in ("kind", "shape") else difference.rel_norm
 
 
 def _kind(a: LeafInfo, b: LeafInfo) -> Kind | None:
@@ -218,7 +218,7 @@ def _compare(
         else:
             arrays.append((a, b))
     counter.total = sum(_arrays.layout.stored_bytes(a.info) for a, _ in arrays)
-    sums = {a.info.path: _Sums() for a, _ in arrays}
+    differences = {a.info.path: _Differences() for a, _ in arrays}
     others = {a.info.path: b for a, b in arrays}
     pieces = [
         piece
@@ -230,14 +230,14 @@ def _compare(
         left = _arrays.blockwise.read(batch, max_bytes=_AT_ONCE)
         right = _arrays.blockwise.read(beside, max_bytes=_AT_ONCE)
         for piece, x, y in zip(batch, left, right, strict=True):
-            sums[piece.path].add(x, y)
+            differences[piece.path].add(x, y)
             counter.add(piece.nbytes)
     for a, b in arrays:
-        found = sums[a.info.path]
+        total = differences[a.info.path]
         if a.info.dtype != b.info.dtype:
-            changed[a.info.path] = found.told("dtype", a.info, b.info)
-        elif found.different:
-            changed[a.info.path] = found.told("values", a.info, b.info)
+            changed[a.info.path] = total.leaf_diff("dtype", a.info, b.info)
+        elif total.different:
+            changed[a.info.path] = total.leaf_diff("values", a.info, b.info)
     return changed
 
 
@@ -247,8 +247,8 @@ def _text(leaf: Leaf) -> str:
 
 
 @dataclasses.dataclass(slots=True)
-class _Sums:
-    """Sums over the compared parts of a leaf."""
+class _Differences:
+    """Differences summed over the compared parts of a leaf."""
 
     different: int = 0
     max_abs: float = 0.0
@@ -279,7 +279,7 @@ class _Sums:
         self.max_rel = max(self.max_rel, float(relative.max()))
         self.changes += _square(change) if np.isfinite(change).all() else math.inf
 
-    def told(self, kind: Kind, a: LeafInfo, b: LeafInfo) -> LeafDiff:
+    def leaf_diff(self, kind: Kind, a: LeafInfo, b: LeafInfo) -> LeafDiff:
         """Returns the difference of the whole leaf."""
         norm = math.sqrt(self.squares)
         change = math.sqrt(self.changes)

@@ -31,7 +31,6 @@ _PACKAGES = (
 )
 _FILE_BYTES = 2**24
 _SMALL_FILES = 9
-_NOT_INSTALLED = "not installed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ def examine(
     """
     root = _storage.paths.resolve(directory)
     if _storage.of(root).has_directories and not root.is_dir():
-        raise errors.OptionError(f"{root} is no directory: pass one that is there")
+        raise errors.OptionError(f"{root} is not a directory: pass an existing one")
     free, problems = _storage.of(root).free_bytes(root), []
     if free is not None:
         max_bytes = min(max_bytes, free // 10)
@@ -93,7 +92,7 @@ def examine(
             write_rate, read_rate = _rates(scratch, max_bytes, max_secs)
             features = _features(scratch) if free is not None else {}
     except OSError as error:
-        problems.append(f"{root} cannot be written to: {error.strerror or error}")
+        problems.append(f"cannot write to {root}: {error.strerror or error}")
     return Diagnosis(
         _versions(),
         str(root),
@@ -108,13 +107,13 @@ def examine(
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = _NOT_INSTALLED
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
 @contextlib.contextmanager
@@ -132,15 +131,14 @@ def _scratch(root: Path) -> Iterator[Path]:
 
 
 def _sync_secs(scratch: Path) -> float:
-    def write(number: int) -> float:
-        return _timed(lambda: _write_small(scratch / f"small-{number}"))
+    storage = _storage.of(scratch)
 
-    return median(write(number) for number in range(_SMALL_FILES))
+    def write(file: Path) -> None:
+        storage.write(file, b"x" * 4096)
+        storage.sync_directory(scratch)
 
-
-def _write_small(file: Path) -> None:
-    _storage.of(file).write(file, b"x" * 4096)
-    _storage.of(file.parent).sync_directory(file.parent)
+    files = [scratch / f"small-{number}" for number in range(_SMALL_FILES)]
+    return median(_time(write, file) for file in files)
 
 
 def _rates(scratch: Path, max_bytes: int, max_secs: float) -> tuple[float, float]:
@@ -157,29 +155,25 @@ def _rates(scratch: Path, max_bytes: int, max_secs: float) -> tuple[float, float
     write_rate = _rate(write, files, size, max_secs)
     for file in written:
         _storage.of(file).forget_cached(file)
-    return write_rate, _rate(_read, written, size, max_secs)
+    return write_rate, _rate(Path.read_bytes, written, size, max_secs)
 
 
 def _rate(
-    work: Callable[[Path], None], files: list[Path], size: int, max_secs: float
+    work: Callable[[Path], object], files: list[Path], size: int, max_secs: float
 ) -> float:
     secs, done = 0.0, 0
     for file in files:
-        secs += _timed(lambda file=file: work(file))  # type: ignore[misc]
+        secs += _time(work, file)
         done += size
         if secs > max_secs:
             break
     return done / max(secs, 1e-9)
 
 
-def _timed(work: Callable[[], object]) -> float:
+def _time(work: Callable[[Path], object], file: Path) -> float:
     start = time.perf_counter()
-    work()
+    work(file)
     return time.perf_counter() - start
-
-
-def _read(file: Path) -> None:
-    file.read_bytes()
 
 
 # ---- features of the file system ----------------------------------------------------
@@ -218,4 +212,4 @@ def _link(scratch: Path) -> bool:
 def _exchange(scratch: Path) -> bool:
     (scratch / "one").mkdir()
     (scratch / "other").mkdir()
-    return _storage.rename.exchanged_at_once(scratch / "one", scratch / "other")
+    return _storage.rename.exchange_atomically(scratch / "one", scratch / "other")

@@ -87,15 +87,15 @@ def leaf_statistics(
         return LeafStatistics(leaf.info, int(value is not None), values=value)
     counter = _util.progress.Counter(f"reading {leaf_path}")
     counter.total = 2 * _arrays.layout.stored_bytes(leaf.info)
-    with _util.progress.shown(counter):
-        return _of_numbers(leaf, bins, counter)
+    with _util.progress.bar(counter):
+        return _statistics_of(leaf, bins, counter)
 
 
-def _of_numbers(
+def _statistics_of(
     leaf: Leaf, bins: int, counter: _util.progress.Counter
 ) -> LeafStatistics:
     count = math.prod(_arrays.layout.stored_form(leaf.info)[0])
-    sums = _Sums()
+    sums = _RunningSums()
     few: list[Any] = []
     for values in _read(leaf, counter):
         sums.add(values)
@@ -131,11 +131,11 @@ def _read(leaf: Leaf, counter: _util.progress.Counter) -> Any:
     for batch in _arrays.blockwise.batches(pieces, _AT_ONCE):
         read = _arrays.blockwise.read(batch, max_bytes=_AT_ONCE)
         for piece, values in zip(batch, read, strict=True):
-            yield _numbers(values)
+            yield _to_numeric(values)
             counter.add(piece.nbytes)
 
 
-def _numbers(values: Array) -> Array:
+def _to_numeric(values: Array) -> Array:
     if np.iscomplexobj(values):
         values = np.abs(values)
     if values.dtype.kind in "iu":
@@ -157,12 +157,12 @@ def _edges(least: float, largest: float, bins: int) -> tuple[float, ...]:
         return (least, math.nextafter(least, math.inf))
     width = largest / bins - least / bins  # the difference may overflow
     inner = [least + width * n for n in range(1, bins)]
-    found = [least, *inner, largest]
+    edges = [least, *inner, largest]
     # Leave out bins narrower than the floating-point precision.
-    return tuple([edge for n, edge in enumerate(found) if not n or edge > found[n - 1]])
+    return tuple([edge for n, edge in enumerate(edges) if not n or edge > edges[n - 1]])
 
 
-class _Sums:
+class _RunningSums:
     """Running sums over the values.
 
     Means and spreads of parts are merged, which keeps the digits that squares of large

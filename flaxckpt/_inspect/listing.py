@@ -89,36 +89,36 @@ def listing(
     root = _storage.paths.resolve(path)
     if step_format is None and root.exists() and formats.recognises(root):
         usage = _run.disk_usage.on_disk(root, set())
-        step = _described(None, root, usage)
+        step = _describe(None, root, usage)
         return Listing(str(root), False, (step,), step.bytes)
-    found = run_view.survey(root, step_format)
-    reasons = run_view.explain(root, found, keep)
+    view = run_view.survey(root, step_format)
+    reasons = view.explain(keep)
     best = {str(policy) for policy in keep if isinstance(policy, policies.BestN)}
     counted: set[_run.disk_usage.FileId] = set()
     steps, total = [], 0
-    for number, step_path in _watched([*run_view.all_steps(found).items()], root):
+    for number, step_path in _shown([*view.paths.items()], root):
         usage = _run.disk_usage.on_disk(step_path, counted)
         total += 0 if usage is None else usage.own
         why = reasons.get(number, [])
-        step = _described(
+        step = _describe(
             number,
             step_path,
             usage,
             why=why,
             is_best=not best.isdisjoint(why),
-            doubt=found.doubtful.get(number, (step_path, None))[1],
+            doubt=view.doubtful.get(number),
         )
         steps.append(step)
     is_known = all(step.bytes is not None for step in steps)
-    return Listing(str(root), True, _newest_marked(steps), total if is_known else None)
+    return Listing(str(root), True, _mark_newest(steps), total if is_known else None)
 
 
-def _watched(steps: Sequence[_Step], root: Path) -> Iterator[_Step]:
+def _shown(steps: Sequence[_Step], root: Path) -> Iterator[_Step]:
     """Yields steps, and shows a progress bar if this takes long."""
     counter = _util.progress.Counter(
         f"looking at {root.name}", of_bytes=False, total=len(steps)
     )
-    with _util.progress.shown(counter):
+    with _util.progress.bar(counter):
         for step in steps:
             yield step
             counter.add(1)
@@ -127,23 +127,23 @@ def _watched(steps: Sequence[_Step], root: Path) -> Iterator[_Step]:
 # ---- one step ---------------------------------------------------------------------
 
 
-def _described(
+def _describe(
     number: int | None,
     path: Path,
     usage: _run.disk_usage.Usage | None,
     *,
     why: Sequence[str] = (),
     is_best: bool = False,
-    doubt: str | None = None,
+    doubt: _steps.index.Entry[formats.Detected] | None = None,
 ) -> Step:
     is_directory = path.is_dir()
-    found = _marks_of(path) if is_directory else None
+    markers = _read_markers(path) if is_directory else None
     damage = run_view.damage(path, doubt)
     marks = {
         "best": is_best,
-        "pinned": found is not None and found.pinned,
-        "temporary": found is not None and found.temporary,
-        "being read": found is not None and bool(found.readers),
+        "pinned": markers is not None and markers.pinned,
+        "temporary": markers is not None and markers.temporary,
+        "being read": markers is not None and bool(markers.readers),
         "damaged": damage is not None,
     }
     return Step(
@@ -159,7 +159,7 @@ def _described(
     )
 
 
-def _newest_marked(steps: Sequence[Step]) -> tuple[Step, ...]:
+def _mark_newest(steps: Sequence[Step]) -> tuple[Step, ...]:
     """Returns the steps with `latest` on the newest undamaged step."""
     good = [step for step in steps if step.damage is None]
     return tuple(
@@ -168,7 +168,7 @@ def _newest_marked(steps: Sequence[Step]) -> tuple[Step, ...]:
     )
 
 
-def _marks_of(path: Path) -> _steps.markers.Marks | None:
+def _read_markers(path: Path) -> _steps.markers.Status | None:
     """Returns the markers of a step; None without permission to read them."""
     try:
         names = _storage.of(path).names(path)
@@ -176,7 +176,7 @@ def _marks_of(path: Path) -> _steps.markers.Marks | None:
         names = []
     except PermissionError:
         return None
-    return _steps.markers.of(path, names, dataset=_native.checkpoint.DATASET)
+    return _steps.markers.status(path, names, dataset=_native.items.DATASET)
 
 
 def _format(path: Path) -> str:
@@ -245,10 +245,11 @@ def disk_usage(
     root = _storage.paths.resolve(path)
     paths: list[tuple[int | None, Path]] = [(None, root)]
     if step_format is not None or not (root.exists() and formats.recognises(root)):
-        paths = [*run_view.all_steps(run_view.survey(root, step_format)).items()]
+        paths = [*run_view.survey(root, step_format).paths.items()]
     counted: set[_run.disk_usage.FileId] = set()
     steps = tuple(
-        _usage(number, path, counted) for number, path in _watched(paths, root)
+        StepUsage(number, *(_run.disk_usage.on_disk(path, counted) or (None, None)))
+        for number, path in _shown(paths, root)
     )
     sizes = [step.own for step in steps]
     total = None if None in sizes else sum(size or 0 for size in sizes)
@@ -258,10 +259,3 @@ def disk_usage(
     trees = _run.disk_usage.subtrees(described.leaves)
     shown = [tree for tree in trees if tree.depth <= depth]
     return DiskUsage(str(root), steps, total, described.path, tuple(shown))
-
-
-def _usage(
-    step: int | None, path: Path, counted: set[_run.disk_usage.FileId]
-) -> StepUsage:
-    usage = _run.disk_usage.on_disk(path, counted)
-    return StepUsage(step, *(usage or (None, None)))

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from flaxckpt import _run, _steps, _storage, errors, formats, policies
 from flaxckpt._run.checkpointer import Checkpointer
@@ -19,21 +18,80 @@ from flaxckpt.formats import _locate, _native
 from flaxckpt.policies import PreservationPolicy
 
 
-class Survey(NamedTuple):
-    """The steps under a run directory.
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """The steps under a run directory, as seen from outside of the run.
 
     Attributes:
+        root: The run directory.
         steps: Step -> the checkpoint, ascending.
-        doubtful: Step -> the path that may be a damaged step, and why. Ascending.
-        step_format: How the steps are called, if that was given.
+        doubtful: Step -> the entry of a possibly damaged step, ascending.
+        step_format: The format of step names, if given by the caller.
     """
 
-    steps: dict[int, Path]
-    doubtful: dict[int, tuple[Path, str]]
+    root: Path
+    steps: Mapping[int, Path]
+    doubtful: Mapping[int, _steps.index.Entry[formats.Detected]]
     step_format: str | None = None
 
+    @property
+    def paths(self) -> dict[int, Path]:
+        """The paths of the steps and doubtful steps, ascending."""
+        doubtful = {step: entry.path for step, entry in self.doubtful.items()}
+        return dict(sorted({**doubtful, **self.steps}.items()))
 
-def survey(root: Path, step_format: str | None = None) -> Survey:
+    @property
+    def has_damage(self) -> bool:
+        """True if a step is known to be damaged."""
+        return any(
+            damage(path, self.doubtful.get(step)) is not None
+            for step, path in self.paths.items()
+        )
+
+    def explain(self, keep: Sequence[PreservationPolicy]) -> dict[int, list[str]]:
+        """Returns the reasons to keep each step by the policies `keep`, oldest first.
+
+        A step without reasons would be deleted.
+        """
+        name = self.checkpointer_format()
+        if name is not None:
+            run = Checkpointer(self.root, keep=keep, step_format=name, read_only=True)
+            with _storage.permissions.explain_errors(self.root):
+                reasons = run.explain()
+        else:
+            reasons = policies.decide(
+                keep, [_ranked_step(*item) for item in self.steps.items()]
+            )
+        for step, entry in self.doubtful.items():
+            reasons[step] = [f"damaged: {damage(entry.path, entry)}"]
+        return dict(sorted(reasons.items()))
+
+    def checkpointer_format(self) -> str | None:
+        """Returns the format of step names for a `Checkpointer`, or None."""
+        if not all(path.is_dir() for path in self.steps.values()):
+            return None
+        if self.step_format is not None:
+            return self.step_format
+        for template in self._possible_formats():
+            step_format = _steps.names.StepFormat(template)
+            if all(step_format.step(p.name) == step for step, p in self.steps.items()):
+                return template
+        return None
+
+    def _possible_formats(self) -> list[str]:
+        if not self.steps:
+            return ["{step}"]
+        # The smallest number has the most leading zeros, if any.
+        name = self.steps[min(self.steps)].name
+        digits = re.search("[0-9]+$", name)
+        assert digits is not None, name
+        prefix = name[: digits.start()]
+        if any(char in prefix for char in "{}/\\\0"):
+            return []
+        return [f"{prefix}{{step}}", f"{prefix}{{step:0{len(digits[0])}d}}"]
+
+
+def survey(root: Path, step_format: str | None = None) -> RunView:
     """Finds the steps of a run directory; none in a run that has just started.
 
     Args:
@@ -49,27 +107,32 @@ def survey(root: Path, step_format: str | None = None) -> Survey:
     if not root.is_dir() or formats.recognises(root):
         formats.detect(root)
         raise errors.OptionError(
-            f"{root} is one checkpoint, not a directory of steps: pass its parent"
+            f"{root} is a checkpoint, not a directory of steps: pass its parent"
         )
-    with _storage.permissions.explained(root):
+    with _storage.permissions.explain_errors(root):
         number = _locate.number_of(step_format)
         index = _steps.index.StepIndex(root, formats.identify, number)
-        doubtful = {s: (d.path, d.why) for s, d in index.doubtful.items()}
-        doubtful = {s: doubt for s, doubt in doubtful.items() if not _is_empty(*doubt)}
-        found = Survey(index.steps, doubtful, step_format)
-        if not all_steps(found) and not _has_only_begun(root):
+        doubtful = {
+            step: entry
+            for step, entry in index.doubtful.items()
+            if entry.why or not _is_empty(entry.path)
+        }
+        if not index.steps and not doubtful and not _has_only_begun(root):
             if step_format is None:
                 formats.detect(root)  # raises
             raise errors.CheckpointNotFoundError(
-                f"{root} has no steps called like {step_format!r}: see that directory"
-                " and format are right"
+                f"{root} has no steps named like {step_format!r}: check the directory"
+                " and the format"
             )
-    return found
+        return RunView(root, index.steps, doubtful, step_format)
 
 
-def _is_empty(path: Path, why: str) -> bool:
+def _is_empty(path: Path) -> bool:
     """Returns True for an empty directory; committed steps are never empty."""
-    return not why and path.is_dir() and not any(path.iterdir())
+    return path.is_dir() and not any(path.iterdir())
+
+
+_BEFORE_STEPS = (_steps.journal.NAME, "metadata", "params_only")
 
 
 def _has_only_begun(root: Path) -> bool:
@@ -77,40 +140,30 @@ def _has_only_begun(root: Path) -> bool:
     return all(
         child.name in _BEFORE_STEPS
         or _storage.temporary.TEMPORARY in child.name
-        or _is_empty(child, "")
+        or _is_empty(child)
         for child in root.iterdir()
     )
 
 
-_BEFORE_STEPS = (_steps.journal.NAME, "metadata", "params_only")
-
-
-def all_steps(found: Survey) -> dict[int, Path]:
-    """Returns the steps and doubtful steps, ascending."""
-    doubtful = {step: path for step, (path, _) in found.doubtful.items()}
-    return dict(sorted({**doubtful, **found.steps}.items()))
-
-
 def numbers(path: PathLike, step_format: str | None = None) -> list[int]:
     """Returns the numbers of a run's steps and doubtful steps, ascending."""
-    return list(all_steps(survey(_storage.paths.resolve(path), step_format)))
+    return list(survey(_storage.paths.resolve(path), step_format).paths)
 
 
-def damage(path: Path, doubt: str | None) -> str | None:
+def damage(
+    path: Path, doubt: _steps.index.Entry[formats.Detected] | None
+) -> str | None:
     """Returns the known damage of a step, or None.
 
     Args:
         path: The step.
-        doubt: The reason why only the name is that of a step; None for a step.
+        doubt: The entry of a doubtful step; None for a step.
     """
-    if doubt:
-        return doubt
     if doubt is None:
-        return (
-            _steps.markers.why_damaged(path)
-            if _steps.markers.is_damaged(path)
-            else None
-        )
+        is_damaged = _steps.markers.is_damaged(path)
+        return _steps.markers.damage_reason(path) if is_damaged else None
+    if doubt.why:
+        return doubt.why
     try:
         formats.detect(path)
     except errors.CheckpointError as error:
@@ -118,81 +171,17 @@ def damage(path: Path, doubt: str | None) -> str | None:
     return None
 
 
-def has_damage(found: Survey) -> bool:
-    """Returns True if a step is known to be damaged."""
-    return any(
-        damage(path, found.doubtful.get(step, (path, None))[1]) is not None
-        for step, path in all_steps(found).items()
-    )
-
-
 def created(path: Path) -> float | None:
     """Returns the recorded time of a step's save; None if unknown or deleted."""
     try:
         if path.is_dir():
-            return _native.items.read_created(path)
+            return _native.metadata.read_created(path)
         return path.stat().st_mtime
     except (OSError, ValueError):  # deleted, or an empty directory
         return None
 
 
-# ---- reasons ----------------------------------------------------------------------
-
-
-def explain(
-    root: Path, found: Survey, keep: Sequence[PreservationPolicy]
-) -> dict[int, list[str]]:
-    """Returns the reasons to keep each step, oldest first.
-
-    A step without reasons would be deleted.
-
-    Args:
-        root: The run directory.
-        found: The existing steps.
-        keep: The policies of the run.
-    """
-    name = step_format(found)
-    if name is not None:
-        run = Checkpointer(root, keep=keep, step_format=name, read_only=True)
-        with _storage.permissions.explained(root):
-            reasons = run.explain()
-    else:
-        reasons = policies.decide(
-            keep, [_ranked(*item) for item in found.steps.items()]
-        )
-    for step, (path, why) in found.doubtful.items():
-        reasons[step] = [f"damaged: {damage(path, why)}"]
-    return dict(sorted(reasons.items()))
-
-
-def step_format(found: Survey) -> str | None:
-    """Returns the format of step names for a `Checkpointer`, or None."""
-    if not all(path.is_dir() for path in found.steps.values()):
-        return None
-    if found.step_format is not None:
-        return found.step_format
-    for template in _templates(found):
-        known = _steps.names.StepFormat(template)
-        if all(known.step(path.name) == step for step, path in found.steps.items()):
-            return template
-    return None
-
-
-def _templates(found: Survey) -> list[str]:
-    """Returns possible formats for the names of all steps."""
-    if not found.steps:
-        return ["{step}"]
-    # The smallest number has the most leading zeros, if any.
-    name = found.steps[min(found.steps)].name
-    digits = re.search("[0-9]+$", name)
-    assert digits is not None, name
-    prefix = name[: digits.start()]
-    if any(char in prefix for char in "{}/\\\0"):
-        return []
-    return [f"{prefix}{{step}}", f"{prefix}{{step:0{len(digits[0])}d}}"]
-
-
-def _ranked(step: int, path: Path) -> _run.metrics.RankedStep:
+def _ranked_step(step: int, path: Path) -> _run.metrics.RankedStep:
     """Returns a step for policies if no `Checkpointer` can open the run."""
     return _run.metrics.RankedStep(
         step,
@@ -206,13 +195,13 @@ def _ranked(step: int, path: Path) -> _run.metrics.RankedStep:
 # ---- changes ----------------------------------------------------------------------
 
 
-def opened(
+def open_run(
     path: PathLike,
     *,
     keep: Sequence[PreservationPolicy] = (),
     keep_dataset: Sequence[PreservationPolicy] = (),
     read_only: bool = False,
-    called: str | None = None,
+    step_format: str | None = None,
 ) -> Checkpointer:
     """Opens an existing run directory.
 
@@ -221,7 +210,7 @@ def opened(
         keep: As for `Checkpointer`.
         keep_dataset: As for `Checkpointer`.
         read_only: As for `Checkpointer`.
-        called: The format of step names; detected by default.
+        step_format: The format of step names; detected by default.
 
     Raises:
         CheckpointNotFoundError, CheckpointFormatError: The path is not a run directory.
@@ -229,12 +218,12 @@ def opened(
             names of its steps.
     """
     root = _storage.paths.resolve(path)
-    name = step_format(survey(root, called))
+    name = survey(root, step_format).checkpointer_format()
     if name is None:
         raise errors.OptionError(
             f"the steps of {root} are not directories with names such as 100, step_100"
-            " or 00000100, all of one format: only such are pinned and pruned. If names"
-            " are mixed, say which are meant, as in --step-format 'step_{step}'"
+            " or 00000100, all of one format: only such steps can be pinned and pruned."
+            " If names are mixed, choose one format, as in --step-format 'step_{step}'"
         )
     return Checkpointer(
         root,
@@ -286,14 +275,14 @@ def prune(
     Raises:
         OptionError: A policy uses a metric that no step has.
         SaveFailedError: The newest step is damaged, so older steps are kept.
-        CheckpointError: As for `opened`.
+        CheckpointError: As for `open_run`.
     """
-    with opened(
+    with open_run(
         path,
         keep=keep,
         keep_dataset=keep_dataset,
         read_only=dry_run,
-        called=step_format,
+        step_format=step_format,
     ) as run:
         reasons = run.explain()
         _check_metrics(run, reasons)
@@ -313,11 +302,11 @@ def _check_metrics(run: Checkpointer, reasons: Mapping[int, Sequence[str]]) -> N
             continue  # keeps all steps
         if any(str(policy) in why for why in reasons.values()):
             continue
-        known = sorted({name for step in run.steps() for name in run.metrics(step)})
+        names = sorted({name for step in run.steps() for name in run.metrics(step)})
         raise errors.OptionError(
             f"no step of {run.directory} has a finite metric {policy.metric!r}, so the"
-            f" best cannot be told and would go; there"
-            f" {'are ' + ', '.join(known) if known else 'is none'}"
+            " best step is unknown and would be deleted; the steps have"
+            f" {', '.join(names) or 'no metrics at all'}"
         )
 
 
@@ -329,13 +318,13 @@ def _own_sizes(
     Files hard-linked by a kept step do not count.
     """
     counted: set[_run.disk_usage.FileId] = set()
-    found = {}
+    sizes = {}
     for step in sorted(steps, key=lambda step: not reasons.get(step)):
         usage = _run.disk_usage.on_disk(steps[step], counted)
         if usage is None:
             return None
-        found[step] = usage.own
-    return found
+        sizes[step] = usage.own
+    return sizes
 
 
 def set_pinned(
@@ -359,14 +348,14 @@ def set_pinned(
     Raises:
         CheckpointNotFoundError: A step does not exist.
         SaveFailedError: The change could not be written.
-        CheckpointError: As for `opened`.
+        CheckpointError: As for `open_run`.
     """
-    with opened(path, read_only=True, called=step_format) as run:
-        known = {*run.steps(), *run.damaged()}
+    with open_run(path, read_only=True, step_format=step_format) as run:
+        existing = {*run.steps(), *run.damaged()}
         for step in steps:
-            if step not in known:
+            if step not in existing:
                 run.metadata(step)  # raises
-    with opened(path, called=step_format) as run:
+    with open_run(path, step_format=step_format) as run:
         for step in steps:
             (run.pin if pinned else run.unpin)(step)
         return str(run.directory)

@@ -76,30 +76,36 @@ class Simulation:
 
     def __str__(self) -> str:
         mean = self.total_bytes / self.processes
-        files = self.written_files
+        files, size = self.written_files, _util.humanize.size
         rows = (
             ("processes", f"{self.processes:,}"),
             ("leaves", f"{self.leaves:,}"),
-            ("arrays", _size(self.total_bytes)),
+            ("arrays", size(self.total_bytes)),
             ("store", self.store),
-            ("written by a process", f"{_size(mean)} on average"),
-            ("", f"{_size(max(self.written_bytes))} at most ({self.balance:.3f} x)"),
+            ("written by a process", f"{size(mean)} on average"),
+            (
+                "",
+                f"{size(max(self.written_bytes))} at most ({self.balance:.3f} x)",
+            ),
             ("files of a process", f"{sum(files) / len(files):,.0f} on average"),
             ("", f"{max(files):,} at most"),
-            ("metadata", _size(self.metadata_bytes)),
+            ("metadata", size(self.metadata_bytes)),
             ("exchanges", f"{self.exchanges}"),
-            ("read by a process", f"{_size(max(self.read_bytes))} at most"),
+            (
+                "read by a process",
+                f"{size(max(self.read_bytes))} at most",
+            ),
             ("save", f"{self.save_secs:.1f} s"),
             ("restore", f"{self.restore_secs:.1f} s"),
         )
         lines = [f"{name:21} {value}" for name, value in rows]
         if self.balance > _GOOD_BALANCE:
-            why = "shards under 1 MiB, or without an axis that divides, are not cut"
+            why = "shards under 1 MiB, or without a divisible axis, are not divided"
             lines.insert(6, f"{'':21} {why}")
         return "\n".join(lines)
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def simulate(
     abstract_state: PyTree,
     *,
@@ -138,8 +144,8 @@ def simulate(
             divided among the processes.
         UnsupportedLeafError, LeafNameError: As for `save`.
     """
-    options = _checkpoint.request.SaveOptions(layout=checked_layout(layout))
-    table, structure = _checkpoint.save.planned(
+    options = _checkpoint.commit.SaveOptions(layout=checked_layout(layout))
+    table, structure = _checkpoint.save.plan_leaves(
         _state.flax_state.flatten(abstract_state), options
     )
     infos = tuple([leaf.info for leaf in table.values()])
@@ -187,8 +193,8 @@ def _check_meshes(infos: Sequence[LeafInfo], processes: int) -> None:
     [mesh] = meshes if len(meshes) == 1 else [None]
     if not isinstance(mesh, AbstractMesh):
         raise errors.OptionError(
-            "simulate wants all shardings to be NamedShardings over one"
-            f" jax.sharding.AbstractMesh, found {len(meshes)} meshes:"
+            "all shardings must be NamedShardings over one jax.sharding.AbstractMesh,"
+            f" found {len(meshes)} meshes:"
             f" {', '.join(sorted({_kind(mesh) for mesh in meshes})) or 'none'}"
         )
     if processes < 1 or mesh.size % processes:
@@ -217,15 +223,15 @@ def _files(
             -(-size // _DATA_FILE_BYTES) + _DATABASE_FILES if size else 0
             for size in written
         ]
-    found = np.zeros(len(written), np.int64)
-    found[0] = len(infos)  # zarr.json of each array
+    counts = np.zeros(len(written), np.int64)
+    counts[0] = len(infos)  # zarr.json of each array
     for info, task, chosen in zip(infos, tasks, places, strict=True):
         shape = _arrays.layout.write_shape(info, _arrays.layout.stored_form(info)[0])
         chunks = _arrays.zarr.chunk_shape.chunk_count(shape, info.chunk_shape or shape)
         np.add.at(
-            found, _arrays.zarr.writer_assignment.chosen(task, chosen, place), chunks
+            counts, _arrays.zarr.writer_assignment.chosen(task, chosen, place), chunks
         )
-    return [int(count) for count in found]
+    return [int(count) for count in counts]
 
 
 def _read_bytes(
@@ -234,19 +240,11 @@ def _read_bytes(
     place: _arrays.zarr.writer_assignment.Place,
 ) -> list[int]:
     """Returns the bytes each process reads: every shard of its devices, once."""
-    found = np.zeros(processes, np.int64)
+    sizes = np.zeros(processes, np.int64)
     for task in tasks:
         if task.sharding is None:
-            found += task.part_bytes
+            sizes += task.part_bytes
         else:
             shards = _arrays.zarr.writer_assignment.shards(task, processes, place)
-            found += shards * (task.part_bytes * task.parts)
-    return [int(size) for size in found]
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.4g} TB"
+            sizes += shards * (task.part_bytes * task.parts)
+    return [int(size) for size in sizes]

@@ -45,7 +45,7 @@ def read(path: Path, step: int | None) -> Position | None:
 
 
 def _files(path: Path) -> list[Path]:
-    item = path / _native.checkpoint.DATASET
+    item = path / _native.items.DATASET
     if not path.is_dir() or not item.is_dir():
         return []
     return [file for file in item.iterdir() if file.is_file()]

@@ -68,7 +68,7 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         raise errors.OptionError(
             "--no-diff compares nothing: leave out --no-diff, or --step-a and --step-b"
         )
-    with _storage.paths.looking(root):
+    with _storage.paths.listing_cache(root):
         listing = _inspect.listing.listing(
             root, keep=options.keep, step_format=options.step_format
         )

@@ -75,7 +75,7 @@ def _verify(step: Step) -> Integrity:
         try:
             report = _checkpoint.verify.verify_checkpoint(path, step.step)
         except errors.DamagedCheckpointError as error:
-            report = _checkpoint.verify.lost(path, step.step, error)
+            report = _checkpoint.verify.report_lost(path, step.step, error)
     except (errors.CheckpointError, OSError) as error:
         return _of_error(step, error)
     faults = {**report.problems, **report.unread}

@@ -41,11 +41,11 @@ def of_run(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
         path_of: Returns the path of a step.
     """
     try:
-        with _storage.paths.looking(run.directory):
+        with _storage.paths.listing_cache(run.directory):
             return _card(run, path_of)
     except Exception as error:  # a notebook would show a traceback instead
-        _log.warning("%s cannot be shown: %s", run.directory, error)
-        told = _util.html.element("div", f"cannot be looked at: {error}", style=_SOFT)
+        _log.warning("cannot show %s: %s", run.directory, error)
+        told = _util.html.element("div", f"cannot be read: {error}", style=_SOFT)
         return _framed(run, told)
 
 
@@ -68,7 +68,7 @@ def _card(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
             str(step),
             *[_number(metrics[step], name) for name in names],
             "" if usage is None else _util.humanize.size(usage.bytes),
-            ", ".join(reasons[step]) or "nothing: it goes",
+            ", ".join(reasons[step]) or "none: to be deleted",
         ]
         is_best = not best.isdisjoint(reasons[step])
         rows.append(_row("td", cells, len(names) + 2, step, is_best=is_best))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, Self
 
 from flaxckpt import (
     _arrays,
@@ -21,8 +21,7 @@ from flaxckpt import (
     policies,
 )
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
-from flaxckpt._checkpoint.handle import SaveHandle
-from flaxckpt._checkpoint.result import SaveResult
+from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
 from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._run import (
     card,
@@ -115,7 +114,7 @@ class Checkpointer:
         staging: PathLike | None = None,
         keep_staging: Sequence[PreservationPolicy] = run_staging.KEEP,
     ) -> None:
-        options = _checkpoint.request.SaveOptions(
+        options = _checkpoint.commit.SaveOptions(
             layout=checked_layout(layout),
             transforms=_transforms.checked(transforms),
             max_concurrent_bytes=max_concurrent_bytes,
@@ -129,8 +128,8 @@ class Checkpointer:
             staging=staging,
             keep_staging=keep_staging,
         )
-        _util.arguments.positive("max_concurrent_bytes", max_concurrent_bytes)
-        _util.arguments.positive("peer_timeout_secs", peer_timeout_secs)
+        _util.arguments.check_positive("max_concurrent_bytes", max_concurrent_bytes)
+        _util.arguments.check_positive("peer_timeout_secs", peer_timeout_secs)
         self.directory = self._run.directory
         self.events = self._run.events
         self.keep = rules.keep
@@ -165,8 +164,8 @@ class Checkpointer:
             if _util.processes.is_first():
                 self._saves.tidy()
         if metadata is not None:
-            self._session.check_writable("keep metadata")
-            plain = _checkpoint.save.json_of(metadata)
+            self._session.check_writable("write metadata")
+            plain = _checkpoint.save.copy_json(metadata)
             if _util.processes.is_first():
                 edit.write_run_metadata(self._run.saves_in, plain)
 
@@ -315,19 +314,23 @@ class Checkpointer:
             CheckpointNotFoundError: The run has no steps, or not this step.
             CheckpointError: See `flaxckpt.load`.
         """
-        return self._restored(
-            abstract_state,
-            step=step,
-            dataset=dataset,
-            fallback=fallback,
-            missing=missing,
-            unused=unused,
-            optimizer=optimizer,
-            transforms=transforms,
-            types=types,
-            verify=verify,
-            memory_map=memory_map,
-        )
+        with self.events.delivery():
+            restored = self._restores.restore(
+                abstract_state,
+                step=step,
+                dataset=dataset,
+                fallback=fallback,
+                missing=missing,
+                unused=unused,
+                optimizer=optimizer,
+                transforms=transforms,
+                types=types,
+                verify=verify,
+                memory_map=memory_map,
+            )
+            self.lineage, self.restored_step = restored.lineage, restored.step
+            self._saves.own(restored.step)
+        return restored.state
 
     def restore_latest(
         self, abstract_state: PyTree, *, dataset: Any = None
@@ -337,33 +340,10 @@ class Checkpointer:
         Raises:
             CheckpointError: As for `restore`.
         """
-        state = self._restored(
-            abstract_state, step=None, dataset=dataset, fallback=True
-        )
+        state = self.restore(abstract_state, dataset=dataset)
         assert self.restored_step is not None
         self._saves.forget_beyond(self.restored_step)
         return state, self.restored_step
-
-    def _restored(
-        self,
-        abstract_state: PyTree | None,
-        *,
-        step: int | None,
-        dataset: Any,
-        fallback: bool,
-        **options: Unpack[restoring.RestoreKeywords],
-    ) -> PyTree:
-        with self.events.delivery():
-            restored = self._restores.restore(
-                abstract_state,
-                step=step,
-                dataset=dataset,
-                fallback=fallback,
-                **options,
-            )
-            self.lineage, self.restored_step = restored.lineage, restored.step
-            self._saves.own(restored.step)
-        return restored.state
 
     def restore_dataset(self, dataset: Any, *, step: int | None = None) -> None:
         """Moves an iterator to its position at a step, by default the newest.
@@ -423,7 +403,7 @@ class Checkpointer:
 
     def has_dataset(self, step: int) -> bool:
         """Returns True if the directory of a step has a dataset state."""
-        return (self._run.path(step) / _native.checkpoint.DATASET).is_dir()
+        return (self._run.path(step) / _native.items.DATASET).is_dir()
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Returns the metrics stored with a step."""
@@ -433,8 +413,8 @@ class Checkpointer:
     def run_metadata(self) -> Mapping[str, JSON]:
         """The metadata of the whole run."""
         for directory in (self._run.saves_in, self.directory):
-            with _storage.permissions.explained(directory):
-                if found := _native.checkpoint.read_run_metadata(directory):
+            with _storage.permissions.explain_errors(directory):
+                if found := _native.metadata.read_run_metadata(directory):
                     return found
         return {}
 
@@ -593,8 +573,8 @@ class Checkpointer:
         try:
             self._session.settle()
         except errors.CheckpointError as failure:
-            _log.error("the save under way failed, too: %s", failure)
-            error.add_note(f"The save under way failed, too: {failure}")
+            _log.error("the save in progress also failed: %s", failure)
+            error.add_note(f"The save in progress also failed: {failure}")
         for trainer in self._session.trainers:
             trainer.abandon(error)
 

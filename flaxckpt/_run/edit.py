@@ -20,23 +20,23 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
     """Adds metrics to the step `path`; locks the file against other processes."""
     added = run_metrics.as_metrics(metrics)
     with (
-        _writing(path, "metrics cannot be added to it"),
-        _storage.of(_native.checkpoint.file_to_lock(path)).locked(
-            _native.checkpoint.file_to_lock(path)
+        _changing(path, "add metrics to"),
+        _storage.of(_native.items.file_to_lock(path)).lock_file(
+            _native.items.file_to_lock(path)
         ),
     ):
         try:
-            found = _native.checkpoint.metrics_in(path)
+            found = _native.metadata.load_metrics(path)
         except errors.DamagedCheckpointError as error:
             if os.path.lexists(path / run_metrics.METRICS_FILE):
                 raise errors.SaveFailedError(
                     f"{path / run_metrics.METRICS_FILE} is damaged, so nothing can be"
-                    " added to it: delete it, and add all metrics of the step anew"
+                    " added to it: delete it, and add all metrics of the step again"
                 ) from None
-            _log.warning("only the metrics added now are there: %s", error)
+            _log.warning("only the metrics added now are kept: %s", error)
             found = {}
-        _native.checkpoint.write_metrics(
-            path, _native.checkpoint.with_metrics(found, added)
+        _native.metadata.write_metrics(
+            path, _native.metadata.merge_metrics(found, added)
         )
 
 
@@ -47,40 +47,40 @@ def write_run_metadata(directory: Path, metadata: Mapping[str, JSON]) -> None:
         SaveFailedError: The metadata cannot be written.
     """
     try:
-        _native.checkpoint.write_run_metadata(directory, metadata)
+        _native.metadata.write_run_metadata(directory, metadata)
     except (OSError, ValueError) as error:
         raise errors.SaveFailedError(
-            f"the metadata of {directory} cannot be written: {error}; see that the"
+            f"cannot write the metadata of {directory}: {error}; check that the"
             " directory is writable and has space, then try again"
         ) from error
 
 
 def pin(path: Path) -> None:
     """Keeps the step `path` regardless of the policies."""
-    with _writing(path, "it cannot be pinned"):
+    with _changing(path, "pin"):
         _steps.markers.pin(path)
 
 
 def unpin(path: Path) -> None:
     """Removes the pin of the step `path`."""
-    with _writing(path, "it cannot be unpinned"):
+    with _changing(path, "unpin"):
         _steps.markers.unpin(path)
 
 
 def make_permanent(path: Path) -> None:
     """Makes a temporary step permanent: only policies delete the step."""
-    with _writing(path, "it cannot be made permanent"):
+    with _changing(path, "keep"):
         _steps.markers.make_permanent(path)
 
 
 def delete(path: Path) -> None:
     """Deletes the step `path`, even if pinned, unless a reader holds a lease."""
-    with _writing(path, "it cannot be deleted"):
+    with _changing(path, "delete"):
         _steps.delete.delete(path, even_pinned=True)
 
 
 @contextlib.contextmanager
-def _writing(path: Path, what: str) -> Iterator[None]:
+def _changing(path: Path, action: str) -> Iterator[None]:
     """Converts OSError and ValueError of the block to SaveFailedError.
 
     Raises:
@@ -92,6 +92,6 @@ def _writing(path: Path, what: str) -> Iterator[None]:
         if isinstance(error, errors.CheckpointError):
             raise
         raise errors.SaveFailedError(
-            f"{path}: {what}: {error}; see that the step is still there, and that its"
-            " directory is writable and has space, then try again"
+            f"cannot {action} {path}: {error}; check that the step still exists and"
+            " that its directory is writable and has space, then try again"
         ) from error

@@ -24,7 +24,7 @@ class RunStep(NamedTuple):
     """
 
     path: Path
-    marks: _steps.markers.Marks
+    marks: _steps.markers.Status
     ranked: run_metrics.RankedStep
 
 
@@ -51,7 +51,7 @@ class RunIndex:
             run_metrics.METRICS_FILE, run_metrics.read_metrics
         )
         self._created = run_metrics.Remembered(
-            _native.items.CHECKPOINT, _native.checkpoint.read_created
+            _native.items.CHECKPOINT, _native.metadata.read_created
         )
 
     def listed(self) -> dict[int, Path]:
@@ -60,14 +60,14 @@ class RunIndex:
 
     def damaged(self) -> dict[int, Path]:
         """Returns the steps marked as damaged, ascending."""
-        return _steps.index.damaged(self._directory, self._format)
+        return _steps.index.list_damaged(self._directory, self._format)
 
     def _entries(self) -> list[_Entry]:
         """Returns undamaged entries with the content, not only the name, of a step."""
-        with _storage.paths.looking(self._directory):
+        with _storage.paths.listing_cache(self._directory):
             entries = [
                 entry
-                for entry in _steps.index.committed(
+                for entry in _steps.index.list_committed(
                     self._directory, self._format, formats.identify
                 )
                 if not entry.is_damaged
@@ -109,8 +109,8 @@ class RunIndex:
     def found(self) -> dict[int, RunStep]:
         """Returns the current steps, without unrecognised directories."""
         with (
-            _storage.permissions.explained(self._directory),
-            _storage.paths.looking(self._directory),
+            _storage.permissions.explain_errors(self._directory),
+            _storage.paths.listing_cache(self._directory),
         ):
             return self._looked_at()
 
@@ -126,8 +126,8 @@ class RunIndex:
         for entry in entries:
             if not entry.is_step:
                 continue
-            marks = _steps.markers.of(
-                entry.path, entry.files, dataset=_native.checkpoint.DATASET
+            marks = _steps.markers.status(
+                entry.path, entry.files, dataset=_native.items.DATASET
             )
             ranked = run_metrics.RankedStep(
                 entry.step,

@@ -13,7 +13,7 @@ from flaxckpt.formats import _native
 
 _log = logging.getLogger(__name__)
 
-METRICS_FILE = f"{_native.checkpoint.METRICS}/{_native.checkpoint.METRICS}"
+METRICS_FILE = f"{_native.items.METRICS}/{_native.items.METRICS}"
 
 T = TypeVar("T")
 MetricsByStep: TypeAlias = Mapping[int, Mapping[str, float]]
@@ -85,7 +85,7 @@ class RankedStep:
 def read_metrics(path: Path) -> dict[str, float] | None:
     """Returns the metrics stored with the step `path`; None if unreadable."""
     try:
-        return _native.checkpoint.numbers_in(_native.checkpoint.metrics_in(path))
+        return _native.metadata.flatten_metrics(_native.metadata.load_metrics(path))
     except (errors.DamagedCheckpointError, OSError) as error:
         _log.warning("the metrics of %s cannot be read: %s", path, error)
         return None
@@ -108,7 +108,7 @@ def by_step(given: object) -> dict[int, dict[str, float]]:
             step = int(key) if is_text else operator.index(key)
         except (TypeError, ValueError):
             raise errors.OptionError(
-                f"metrics_from must return numbers of steps as keys, got {key!r:.80}"
+                f"the keys returned by metrics_from must be steps, got {key!r:.80}"
             ) from None
         found[step] = as_metrics(metrics)
     return found
@@ -123,7 +123,8 @@ def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """
     if not isinstance(metrics, Mapping | None):
         raise errors.OptionError(
-            f"metrics must be numbers by name, as {{'loss': 0.5}}, got {metrics!r:.80}"
+            "metrics must be numbers by name, such as {'loss': 0.5}, got"
+            f" {metrics!r:.80}"
         )
     flat: dict[str, float] = {}
     try:
@@ -143,22 +144,21 @@ def _add_metrics(
 ) -> None:
     if depth > _util.json_limits.MAX_DEPTH:
         raise errors.OptionError(
-            f"the metrics {prefix[:80]!r} are nested more than"
-            f" {_util.json_limits.MAX_DEPTH} deep,"
-            " or hold themselves"
+            f"the metrics {prefix[:80]!r} contain themselves, or are nested more than"
+            f" {_util.json_limits.MAX_DEPTH} levels deep"
         )
     for key, value in metrics.items():
         if not isinstance(key, str):
             raise errors.OptionError(
                 f"names of metrics must be str, got {key!r:.80}: write str({key!r:.80})"
             )
-        name = f"{prefix}{_util.json_limits.text(key, 'a name')}"
+        name = f"{prefix}{_util.json_limits.check_text(key, 'a name')}"
         if isinstance(value, Mapping):
             _add_metrics(flat, value, f"{name}/", depth + 1)
             continue
         if name in flat:
             raise errors.OptionError(
-                f"two metrics are called {name!r:.80}, one of them nested; rename one"
+                f"two metrics are named {name!r:.80}, one of them nested: rename one"
             )
         try:
             if isinstance(value, str | bytes | bytearray):  # float() would accept these
@@ -166,6 +166,6 @@ def _add_metrics(
             number = float(value)
         except (TypeError, ValueError, OverflowError):
             raise errors.OptionError(
-                f"the metric {name!r:.80} must be one number, got {value!r:.80}"
+                f"the metric {name!r:.80} must be a single number, got {value!r:.80}"
             ) from None
         flat[name] = number

@@ -36,24 +36,24 @@ class ParamsOnly:
         """
         if self._directory.is_symlink():  # the target belongs to others
             raise errors.SaveFailedError(
-                f"{self._directory} is a symbolic link, and nothing is written or"
-                " deleted behind one: remove it, then save again"
+                f"{self._directory} is a symbolic link, and flaxckpt writes and deletes"
+                " nothing behind symbolic links: remove it, then save again"
             )
         return self._directory / self._format.name(step)
 
     def latest(self) -> tuple[int, Path] | None:
         """Returns the newest step and its path; None without any."""
-        listed = _steps.index.listed(self._directory, self._format)
+        listed = _steps.index.list_steps(self._directory, self._format)
         return max(listed.items(), default=None)
 
     def keep_only(self, path: Path) -> None:
         """Deletes all states except `path`; logs states that cannot be deleted."""
-        others = _steps.index.listed(self._directory, self._format).values()
+        others = _steps.index.list_steps(self._directory, self._format).values()
         for other in [other for other in others if other != path]:
             try:
                 _steps.delete.delete(other)
             except OSError as error:
-                _log.warning("%s stays for now: %s", other, error)
+                _log.warning("cannot delete %s: %s", other, error)
 
     def tidy(self) -> None:
         """Removes files left by crashes."""

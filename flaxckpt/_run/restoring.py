@@ -61,7 +61,7 @@ class _Wanted(NamedTuple):
 
     state: PyTree | None
     dataset: Any
-    options: _checkpoint.plan.RestoreOptions
+    options: _checkpoint.planner.RestoreOptions
 
 
 _Marked: TypeAlias = dict[int, str]
@@ -101,7 +101,7 @@ class Restores:
         self._max_concurrent_bytes = max_concurrent_bytes
         self._read_once = read_once
 
-    @_util.gc_pause.paused()
+    @_util.gc_pause.pause()
     def restore(
         self,
         abstract_state: PyTree | None,
@@ -113,7 +113,7 @@ class Restores:
     ) -> Restored:
         """Restores a step; see `Checkpointer.restore`."""
         wanted = _Wanted(abstract_state, dataset, self._planned(options))
-        with _storage.paths.looking(self._run.directory):
+        with _storage.paths.listing_cache(self._run.directory):
             candidates, marked = self._agreed(step)
             if not fallback:  # try both copies of a step
                 candidates = self._run.copies(*candidates[0])
@@ -144,8 +144,8 @@ class Restores:
 
     def _planned(
         self, options: RestoreKeywords, *, keeps_steps: bool = False
-    ) -> _checkpoint.plan.RestoreOptions:
-        return _checkpoint.plan.RestoreOptions(
+    ) -> _checkpoint.planner.RestoreOptions:
+        return _checkpoint.planner.RestoreOptions(
             max_concurrent_bytes=self._max_concurrent_bytes,
             read_once=self._read_once,
             keeps_steps=keeps_steps,
@@ -175,12 +175,12 @@ class Restores:
         """
         what = "the newest step" if step is None else f"step {step}"
         together = self._processes.begin("find", what)
-        with _distributed.agreement.ending(together, saving=False):
+        with _distributed.agreement.closing(together, saving=False):
             self._wait()
             if self._run.has_staging:
                 candidates = self._run.candidates(step)
                 return candidates, self._marked_beyond(step, candidates)
-            _distributed.agreement.check_asked(together, what)
+            _distributed.agreement.check_same_request(together, what)
 
             def look() -> list[list[tuple[int, str]]]:
                 candidates = self._run.candidates(step)
@@ -188,7 +188,7 @@ class Restores:
                 named = [(number, path.name) for number, path in candidates]
                 return [named, list(marked.items())]
 
-            named, marked = _distributed.agreement.first_says(together, "found", look)
+            named, marked = _distributed.agreement.broadcast(together, "found", look)
         found = [(number, self._run.directory / name) for number, name in named]
         return found, dict(marked)
 
@@ -210,7 +210,7 @@ class Restores:
         """
         if marked:
             raise errors.DamagedCheckpointError(
-                f"{self._run.directory} has newer steps than {newest}, which are marked"
+                f"{self._run.directory} has steps newer than {newest} that are marked"
                 " as damaged:\n"
                 + errors.rows(f"{step}: {why}" for step, why in marked.items())
                 + f"\nfallback=True restores step {newest}. restore(step=…) tries a"
@@ -222,7 +222,7 @@ class Restores:
             path = self._run.directory / self._run.format.name(step)
             self._run.events.emit("fell_back", step, path=path, error=why, marked=True)
             _log.warning(
-                "step %d is left out: it was marked as damaged before: %s", step, why
+                "step %d is left out, because it is marked as damaged: %s", step, why
             )
 
     def _first(
@@ -267,9 +267,9 @@ class Restores:
         steps = ", ".join(str(step) for step in dict.fromkeys(newer) if step != number)
         if steps:
             _log.warning(
-                "restored step %d of %s, and not the newer step %s, which is damaged"
+                "restored step %d of %s instead of the newer step %s, which is damaged"
                 if steps.isdigit()
-                else "restored step %d of %s, and not the newer steps %s, which are"
+                else "restored step %d of %s instead of the newer steps %s, which are"
                 " damaged",
                 number,
                 self._run.directory,
@@ -296,7 +296,7 @@ class Restores:
             detected = formats.identify(path)
             if detected is None:
                 raise errors.DamagedCheckpointError(
-                    f"{path} is called like a step, but holds no checkpoint"
+                    f"{path} is named like a step, but is not a checkpoint"
                 )
             located = _locate.Located(path, number, detected)
             stored = located.open(wanted.options.types)
@@ -311,14 +311,13 @@ class Restores:
             if isinstance(error, errors.CheckpointError):
                 raise
             raise errors.DamagedCheckpointError(
-                f"{path} cannot be read: {error}; see that the disk is sound, or"
-                " restore another step"
+                f"cannot read {path}: {error}; check the disk, or restore another step"
             ) from error
         return stored, state
 
     def _undone(
         self, metadata: CheckpointMetadata, wanted: _Wanted
-    ) -> _checkpoint.plan.RestoreOptions:
+    ) -> _checkpoint.planner.RestoreOptions:
         """Returns the options, with transforms that undo the transforms of the save."""
         if wanted.state is None or not self._transforms:
             return wanted.options
@@ -341,11 +340,11 @@ class Restores:
         if changed:
             made = ", ".join(metadata.transforms)
             raise errors.OptionError(
-                f"{metadata.path} was saved with {made[:500]}, which cannot be undone:"
-                f" the values of {len(changed)} leaves are not those of the run:\n"
+                f"{metadata.path} was saved with {made[:500]}, which cannot be undone;"
+                f" the values of {len(changed)} leaves differ from those of the run:\n"
                 + errors.rows(changed)
-                + "\nPass to restore what undoes that, as transforms=[...], or give"
-                " map_leaf its inverse=. flaxckpt.load takes the values as they are."
+                + "\nPass transforms=[...] that undo it to restore, or pass inverse= to"
+                " map_leaf. flaxckpt.load returns the values as saved."
             )
 
     # ---- damage markers ----------------------------------------------------------
@@ -365,15 +364,17 @@ class Restores:
                 and _checkpoint.verify.verify_checkpoint(path, number).ok
             ):
                 _steps.markers.unmark_damaged(path)
-                _log.warning("step %d is good, and marked as damaged no more", number)
+                _log.warning("step %d is good, and no longer marked as damaged", number)
             for worse, there in left_out:
-                if (reason := _checkpoint.verify.damage(there, worse)) is None:
-                    _log.warning("step %d may be good: it is not marked", worse)
+                if (reason := _checkpoint.verify.find_damage(there, worse)) is None:
+                    _log.warning(
+                        "step %d may be good: it is not marked as damaged", worse
+                    )
                     continue
                 _steps.markers.mark_damaged(there, reason)
                 _log.warning(
-                    "step %d is marked as damaged: it is not counted as a step any"
-                    " more, and replaced when the run gets there",
+                    "step %d is marked as damaged: it no longer counts as a step, and"
+                    " is replaced when the run reaches it",
                     worse,
                 )
         except OSError as error:

@@ -46,8 +46,8 @@ class Rules(NamedTuple):
         """
         if metrics_from is not None and not callable(metrics_from):
             raise errors.OptionError(
-                "metrics_from wants a function that returns step -> name -> number, got"
-                f" {metrics_from!r:.80}: write metrics_from=lambda: measured"
+                "metrics_from must be a function that returns step -> name -> number,"
+                f" got {metrics_from!r:.80}: write metrics_from=lambda: measured"
             )
         return cls(
             policies.checked(keep, "keep"),
@@ -162,7 +162,7 @@ class Retention:
         Raises:
             SaveFailedError: The checked step is incomplete or damaged.
         """
-        with _storage.paths.looking(self._directory):
+        with _storage.paths.listing_cache(self._directory):
             return self._apply(just_saved, is_awaited)
 
     def _apply(
@@ -178,7 +178,7 @@ class Retention:
         is_told = self._tell_of_unmeasured(judged)
         is_any_to_go = bool(judged.going or judged.datasets)
         if is_told and is_any_to_go and just_saved is not None:
-            _log.warning("nothing is deleted after step %d, this once", just_saved)
+            _log.warning("nothing is deleted after step %d this time", just_saved)
             return ()
         if is_any_to_go:
             if just_saved is None:
@@ -187,7 +187,7 @@ class Retention:
                 self._check_whole(just_saved, _checkpoint.file_sizes.check)
         is_over = _out_of_time(is_awaited)
         deleted = tuple(self._delete(judged, just_saved, is_over))
-        what = "what deletions before have left"
+        what = "the remainder of earlier deletions"
         if not is_over():
             self._attempt(what, _steps.delete.sweep, self._directory, self._format)
         return deleted
@@ -212,7 +212,7 @@ class Retention:
                 try:
                     judged, is_new = self._judge(just_saved), True
                 except Exception as error:
-                    _log.error("no more is deleted: %s", error)
+                    _log.error("no more steps are deleted: %s", error)
                     return
                 continue
             if is_over():
@@ -228,7 +228,7 @@ class Retention:
             what = f"the dataset state of step {step}"
             path = judged.found[step].path
             self._attempt(
-                what, _steps.delete.delete_dataset, path, _native.checkpoint.DATASET
+                what, _steps.delete.delete_dataset, path, _native.items.DATASET
             )
 
     def _tell_of_unmeasured(self, judged: _Judged) -> bool:
@@ -252,9 +252,9 @@ class Retention:
                 continue
             self._told.add(policy)
             _log.warning(
-                "no step of %s has a finite metric %r yet, so %s keeps nothing, and"
-                " other policies let steps go of which one may be the best; there are"
-                " %s. Give it by save(…, metrics=…), add_metrics or metrics_from",
+                "no step of %s has a finite metric %r yet, so %s keeps nothing, and the"
+                " best step may be deleted; the steps have %s. Pass the metric to"
+                " save(…, metrics=…) or add_metrics, or set metrics_from",
                 self._directory,
                 policy.metric,
                 policy,
@@ -278,7 +278,7 @@ class Retention:
         """Returns True if rules or temporary steps make a deletion possible."""
         if self.rules.keep or self.rules.keep_dataset:
             return True
-        with _storage.permissions.explained(self._directory):
+        with _storage.permissions.explain_errors(self._directory):
             return any(map(_steps.markers.is_temporary, self.steps.listed().values()))
 
     def _check_whole(self, step: int, check: Callable[[Path], None]) -> None:
@@ -287,8 +287,8 @@ class Retention:
             check(path)
         except (errors.CheckpointError, OSError) as error:
             raise errors.SaveFailedError(
-                f"step {step} is not whole on the disk, so no other is deleted: {error}"
-                f"\nDelete {path} if it stays so, see that the disk is sound, and save"
+                f"step {step} is incomplete, so no other step is deleted: {error}"
+                f"\nIf this happens again, delete {path}, check the disk, and save"
                 " again."
             ) from error
 
@@ -312,7 +312,7 @@ class Retention:
             _log.info("%s stays for now: %s", what, error)
             return False
         except FileNotFoundError as error:
-            _log.info("%s was deleted by somebody else: %s", what, error)
+            _log.info("%s was deleted by another process: %s", what, error)
             return False
         except OSError as error:
             _log.error("%s could not be deleted: %s", what, error)

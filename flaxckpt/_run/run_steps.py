@@ -67,8 +67,8 @@ class RunSteps:
             self._make_directory()
         except OSError as error:
             raise errors.SaveFailedError(
-                f"{self.saves_in} cannot be made: {error}; choose another directory,"
-                " or pass read_only=True to look at one that is there"
+                f"cannot make {self.saves_in}: {error}; choose another directory, or"
+                " pass read_only=True to read an existing one"
             ) from error
 
     def _make_directory(self) -> None:
@@ -117,7 +117,7 @@ class RunSteps:
     def reasons(self) -> dict[int, str]:
         """Returns the reason for each damage marker: step -> reason."""
         return {
-            step: _steps.markers.why_damaged(p) for step, p in self.damaged().items()
+            step: _steps.markers.damage_reason(p) for step, p in self.damaged().items()
         }
 
     def path(self, step: int) -> Path:
@@ -154,17 +154,17 @@ class RunSteps:
         candidates = self._newest_first()
         if not candidates and (damaged := self.reasons()):
             raise errors.DamagedCheckpointError(
-                f"{self.directory} has damaged steps only:\n"
+                f"{self.directory} has only damaged steps:\n"
                 + errors.rows(f"{step}: {why}" for step, why in damaged.items())
-                + "\nrestore(step=…) tries one of them; delete(step) removes it, and"
-                " without steps a run begins anew."
+                + "\nrestore(step=…) tries one of them, and delete(step) removes it; a"
+                " run without steps starts from the beginning."
             )
         if not candidates:
             advice = "save one first, or check the directory and step_format"
             if self.saves_in.is_dir():
                 advice = formats.advice_on_saves(self.saves_in) or advice
             raise errors.CheckpointNotFoundError(
-                f"{self.directory} has no steps called like {self.format.template!r}:"
+                f"{self.directory} has no steps named like {self.format.template!r}:"
                 f" {advice}"
             )
         return candidates
@@ -206,9 +206,9 @@ class RunSteps:
         """
         if formats.recognises(self.saves_in):
             raise errors.OptionError(
-                f"{self.saves_in} is one checkpoint, and steps saved into it would go"
-                " with it: choose another directory for the run; source= has it begin"
-                " from this checkpoint"
+                f"{self.saves_in} is itself a checkpoint; overwriting it would delete"
+                " the steps inside: choose another directory for the run, and pass"
+                " this one as source= to begin from it"
             )
 
     def marks_of_new(self, *, overwrite: bool) -> dict[str, bytes]:
@@ -288,7 +288,7 @@ class RunSteps:
         step = _steps.names.check(step)
         path = self.path(step)
         self._delete(step, path)
-        self.events.emit("deleted", step, path=path, reason="it was asked for")
+        self.events.emit("deleted", step, path=path, reason="deleted on request")
 
     def _delete(self, step: int, path: Path) -> None:
         edit.delete(path)

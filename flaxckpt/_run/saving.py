@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from flaxckpt import _arrays, _checkpoint, _distributed, _steps, _storage, _util
-from flaxckpt._checkpoint.handle import SaveHandle
-from flaxckpt._checkpoint.request import SaveRequest
-from flaxckpt._checkpoint.result import SaveResult
+from flaxckpt._checkpoint.commit import SaveRequest
+from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt._run import params_only, run_steps
 from flaxckpt._types import PyTree
@@ -39,7 +38,7 @@ class Saves:
     def __init__(
         self,
         run: run_steps.RunSteps,
-        options: _checkpoint.request.SaveOptions,
+        options: _checkpoint.commit.SaveOptions,
         processes: _distributed.agreement.Processes,
     ) -> None:
         self.lineage: tuple[Lineage, ...] = ()
@@ -69,9 +68,9 @@ class Saves:
         """Waits for the previous save, and begins a save."""
         with self._lock.get():
             together = self._processes.begin("save", f"step {request.step}")
-            with _distributed.agreement.telling(together):
+            with _distributed.agreement.report_failure(together):
                 self.end()
-                with _checkpoint.commit.beginning(request.path):
+                with _checkpoint.commit.store_errors(request.path):
                     return self._begin(request, state, together)
 
     def _begin(
@@ -81,7 +80,7 @@ class Saves:
         together: _distributed.operation.Operation | None,
     ) -> SaveHandle:
         step, path = request.number, request.path
-        if request.on_exists == "skip" and _distributed.agreement.first_says(
+        if request.on_exists == "skip" and _distributed.agreement.broadcast(
             together, "there", lambda: step in self._run.seen()
         ):
             if together is not None:
@@ -92,14 +91,14 @@ class Saves:
         counter = _util.progress.Counter(f"saving step {step}")
         with self._failing(step, path):
             request = self._completed(request, counter, together)
-            snapshot = _checkpoint.save.take(request, state)
+            snapshot = _checkpoint.save.take_snapshot(request, state)
             self._try_undoing(state)
         counter.total = snapshot.nbytes
         blocked = request.elapsed()
         self._run.events.emit("snapshot", step, path=path, blocked_secs=blocked)
 
         @self._failing(step, path)
-        @_distributed.agreement.ending(together)
+        @_distributed.agreement.closing(together)
         def work() -> SaveResult:
             return self._execute(snapshot, blocked)
 
@@ -139,10 +138,10 @@ class Saves:
             request,
             metrics=run_metrics.as_metrics(request.metrics),
             on_exists="overwrite" if overwrite else "error",
-            planned=planned,
+            on_planned=planned,
             count=counter.add,
-            together=together,
-            marks=self._run.marks_of_new(overwrite=overwrite),
+            operation=together,
+            markers=self._run.marks_of_new(overwrite=overwrite),
         )
 
     def _try_undoing(self, state: PyTree) -> None:
@@ -150,17 +149,21 @@ class Saves:
         if self._has_undone or not self._shared.transforms:
             return
         self._has_undone = True
-        if problem := _checkpoint.save.trouble_undoing(state, self._shared.transforms):
+        if problem := _checkpoint.save.find_undo_problem(
+            state, self._shared.transforms
+        ):
             _log.warning("%s", problem)
 
     def _execute(
-        self, snapshot: _checkpoint.request.Snapshot, blocked: float
+        self, snapshot: _checkpoint.commit.Snapshot, blocked: float
     ) -> SaveResult:
         """Writes a snapshot, and deletes steps that no policy keeps."""
         request = snapshot.request
         step, final = request.number, request.path
         with self._run.replacing(final):
-            written, self._saved = _checkpoint.save.execute(snapshot, self._previous())
+            written, self._saved = _checkpoint.save.write_snapshot(
+                snapshot, self._previous()
+            )
         self._own.add(step)
         tier = self._run.tier(final)
         said = {"tier": tier} if self._run.has_staging else {}
@@ -175,8 +178,8 @@ class Saves:
             **said,
         )
         deleted = tuple(
-            _distributed.agreement.first_says(
-                request.together, "deleted", lambda: self._retired(step)
+            _distributed.agreement.broadcast(
+                request.operation, "deleted", lambda: self._retired(step)
             )
         )
         total = request.elapsed()
@@ -206,7 +209,7 @@ class Saves:
         saved = self._saved
         if saved is not None and saved.root.parent == newest and saved.is_current():
             return saved
-        return _arrays.write.Previous(newest / _native.checkpoint.STATE, {})
+        return _arrays.write.Previous(newest / _native.items.STATE, {})
 
     def _retired(self, just_saved: int) -> tuple[int, ...]:
         return self._run.retire(just_saved=just_saved, is_awaited=self._is_awaited)
@@ -220,7 +223,7 @@ class Saves:
         reason = f"step {step} exists"
         self._run.events.emit("skipped", step, path=final, reason=reason)
         directory = self._run.directory
-        _log.warning("step %d is not saved: %s has one already", step, directory)
+        _log.warning("step %d is not saved: %s already has it", step, directory)
         elapsed = request.elapsed()
         path = self._run.seen().get(step, final)
         tier = self._run.tier(path)
@@ -242,8 +245,8 @@ class Saves:
 
     def tidy(self) -> None:
         """Removes files left by crashes."""
-        with _storage.paths.looking(self._run.directory):
-            items = (_native.checkpoint.METRICS, "metadata")
+        with _storage.paths.listing_cache(self._run.directory):
+            items = (_native.items.METRICS, "metadata")
             _steps.delete.tidy(self._run.saves_in, self._run.format, items)
             if self._run.open_uploads():
                 self.params_only.tidy()
@@ -262,7 +265,7 @@ class Saves:
         request = self.request(0, dataset=dataset)
         path = self._run.saves_in / "rehearsal" / self._run.format.name(0)
         request = dataclasses.replace(request, path=path)
-        size = _checkpoint.save.take(request, state).stored_bytes
+        size = _checkpoint.save.take_snapshot(request, state).stored_bytes
         self._try_undoing(state)
         return size
 
@@ -272,10 +275,10 @@ class Saves:
             return None
         what = f"the parameters of step {step}"
         together = self._processes.begin("params", what)
-        with self._lock.get(), _distributed.agreement.ending(together):
+        with self._lock.get(), _distributed.agreement.closing(together):
             self.wait()
             path = self.params_only.path(step)
-            request = self.request(step, on_exists="overwrite", together=together)
+            request = self.request(step, on_exists="overwrite", operation=together)
             options = dataclasses.replace(
                 request.options,
                 transforms=(
@@ -284,9 +287,9 @@ class Saves:
                 ),
             )
             request = dataclasses.replace(request, path=path, options=options)
-            with _checkpoint.commit.beginning(path):
-                snapshot = _checkpoint.save.take(request, state)
-            _checkpoint.save.execute(snapshot)
+            with _checkpoint.commit.store_errors(path):
+                snapshot = _checkpoint.save.take_snapshot(request, state)
+            _checkpoint.save.write_snapshot(snapshot)
             if _util.processes.is_first():
                 self.params_only.keep_only(path)
         return path
@@ -313,7 +316,7 @@ class Saves:
             pending = self._pending
             if pending is None:
                 return None
-            is_told = pending.done() and not pending.has_untold_error()
+            is_told = pending.done() and not pending.has_unreported_error()
             # Forget the save last: a wait may be interrupted and repeated.
             try:
                 result = pending.wait()
@@ -331,7 +334,7 @@ class Saves:
 
     def has_failed(self) -> bool:
         """Returns True if the last save failed and the error was not yet raised."""
-        return self._pending is not None and self._pending.has_untold_error()
+        return self._pending is not None and self._pending.has_unreported_error()
 
     # ---- own steps ----------------------------------------------------------------
 
@@ -340,9 +343,9 @@ class Saves:
         step = _steps.names.check(step)
         pending = self._pending
         if pending is not None and self._pending_step == step:
-            return not pending.has_untold_error()
+            return not pending.has_unreported_error()
         # Processes may see a new step at different times.
-        is_there = _util.processes.is_together() or step in self._run.seen()
+        is_there = _util.processes.is_distributed() or step in self._run.seen()
         return step in self._own and is_there
 
     def own(self, step: int) -> None:

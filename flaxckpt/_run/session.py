@@ -119,8 +119,8 @@ class Session:
         All processes call this at the same point.
         """
         together = self._processes.begin("once", action)
-        with _distributed.agreement.ending(together):
-            return _distributed.agreement.first_says(together, "done", act)
+        with _distributed.agreement.closing(together):
+            return _distributed.agreement.broadcast(together, "done", act)
 
     def has_steps(self) -> bool:
         """Returns True if process 0 sees steps of the run, good or damaged.
@@ -128,10 +128,10 @@ class Session:
         All processes call this at the same point.
         """
         together = self._processes.begin("look", "the steps")
-        with _distributed.agreement.ending(together, saving=False):
+        with _distributed.agreement.closing(together, saving=False):
             self.saves.end()
             return bool(
-                _distributed.agreement.first_says(together, "there", self.run.has_any)
+                _distributed.agreement.broadcast(together, "there", self.run.has_any)
             )
 
     # ---- the end ----------------------------------------------------------------
@@ -159,6 +159,7 @@ class Session:
             if not self.saves.is_under_way():
                 return
         _log.warning(
-            "a sink of events begins a save whenever one has ended: it is told no more"
+            "an event sink begins another save after each save, so no more events are"
+            " delivered to the sinks"
         )
         self.saves.end()

@@ -59,7 +59,9 @@ def open_steps(
         near = _resolve(staging, path)
         return StagedSteps(path, near, rules, keep, named, read_only=read_only)
     if keep != KEEP:
-        raise errors.OptionError("keep_staging is for a staging directory: set it")
+        raise errors.OptionError(
+            "keep_staging needs a staging directory: pass staging="
+        )
     return run_steps.RunSteps(path, rules, named, read_only=read_only)
 
 
@@ -72,17 +74,19 @@ def _resolve(staging: PathLike, directory: Path) -> Path:
     path = _storage.paths.resolve(staging)
     if not _storage.of(path).has_directories:
         raise errors.OptionError(
-            f"staging wants a directory of this machine, got {path}: pass the path of"
-            " a fast disk"
+            f"staging must be a directory on this machine, got {path}: pass the path"
+            " of a fast disk"
         )
-    if _util.processes.is_together():
+    if _util.processes.is_distributed():
         raise errors.OptionError(
-            f"staging={path} is for one process: a machine's disk would have only its"
-            " part of a step. Leave staging out, so that all save to the directory"
+            f"staging={path} supports only one process: the disk of each machine would"
+            " have only a part of each step. Leave out staging, so that all processes"
+            " save to the run directory"
         )
     if path == directory or path in directory.parents or directory in path.parents:
         raise errors.OptionError(
-            f"staging={path} and {directory} must lie apart, neither in the other"
+            f"staging={path} and {directory} must be separate directories; neither may"
+            " contain the other"
         )
     _check_owner(path, directory)
     return path
@@ -90,12 +94,12 @@ def _resolve(staging: PathLike, directory: Path) -> Path:
 
 def _check_owner(path: Path, directory: Path) -> None:
     try:
-        found = (path / _OWNER).read_text(encoding="utf-8").strip()
+        owner = (path / _OWNER).read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
         return
-    if found != str(directory):
+    if owner != str(directory):
         raise errors.OptionError(
-            f"staging={path} is that of {found}, not of {directory}: choose another"
+            f"staging={path} belongs to {owner}, not to {directory}: choose another"
             f" path. If the run has moved, correct {path / _OWNER}"
         )
 
@@ -112,9 +116,9 @@ def _make(path: Path, directory: Path, listed: Mapping[int, Path]) -> None:
         return
     if listed:
         raise errors.OptionError(
-            f"staging={path} has steps, such as {max(listed)}, and no file {_OWNER}"
-            " that says whose they are: choose an empty directory, or write"
-            f" {directory} into that file if they are of this run"
+            f"staging={path} has steps, such as {max(listed)}, but no file {_OWNER}"
+            " that names their run: choose an empty directory, or, if the steps belong"
+            f" to this run, write {directory} into that file"
         )
     _storage.of(path).replace(path / _OWNER, f"{directory}\n".encode())
 
@@ -247,7 +251,7 @@ class StagedSteps(run_steps.RunSteps):
         if self.tier(path) == "directory":
             return [(step, path)]
         found = [(step, path)]
-        if step in self.uploads.known or not _steps.markers.is_waiting(path):
+        if step in self.uploads.known or not _steps.markers.is_marked_for_upload(path):
             with contextlib.suppress(OSError):
                 if not self._is_another(path):
                     found.append((step, self.directory / path.name))
@@ -318,11 +322,11 @@ class StagedSteps(run_steps.RunSteps):
             return
         with self.uploads.changing.get():
             try:
-                _steps.markers.wait_for_upload(path, removed)
+                _steps.markers.mark_for_upload(path, removed)
             except OSError as error:
                 raise errors.SaveFailedError(
-                    f"{path} cannot be changed: {error}; see that the step is still"
-                    " there, and that its disk has space, then try again"
+                    f"cannot change {path}: {error}; check that the step still exists"
+                    " and that its disk has space, then try again"
                 ) from error
             yield path
         self.uploads.start()
@@ -330,7 +334,9 @@ class StagedSteps(run_steps.RunSteps):
     def marks_of_new(self, *, overwrite: bool) -> dict[str, bytes]:
         """Returns the marker for a pending upload: file name -> content."""
         return {
-            _steps.markers.NOT_UPLOADED: _steps.markers.Waiting(overwrite).content()
+            _steps.markers.NOT_UPLOADED: _steps.markers.UploadMarker(
+                overwrite
+            ).content()
         }
 
     def open_uploads(self) -> bool:
@@ -375,7 +381,7 @@ class StagedSteps(run_steps.RunSteps):
         except errors.CheckpointExistsError:
             raise
         except OSError as error:
-            _log.warning("%s could not be looked at for now: %s", path, error)
+            _log.warning("%s cannot be checked before the upload: %s", path, error)
 
     @contextlib.contextmanager
     def replacing(self, path: Path) -> Iterator[None]:

@@ -36,7 +36,9 @@ def compare(path: Path, final: Path) -> Relation:
     if marker is None and manifest is None:
         is_there = _storage.of(final).exists(final)
         return "other" if is_there and _is_foreign(final) else "none"
-    is_intact = manifest is not None and marker == _native.checkpoint.seal_of(manifest)
+    is_intact = manifest is not None and marker == _native.checkpoint.commit_marker(
+        manifest
+    )
     return "other" if is_intact else "damaged"
 
 
@@ -78,9 +80,9 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
     if overwrite and _storage.of(final).exists(final):
         _checkpoint.overwrite.check_replaceable(final)
     is_temporary = _steps.markers.is_temporary(path)
-    marks = _steps.markers.of_new(final, temporary=is_temporary)
+    marks = _steps.markers.for_new_step(final, temporary=is_temporary)
     if _steps.markers.is_pinned(path):
-        marks |= _steps.markers.of_new(path, temporary=is_temporary)
+        marks |= _steps.markers.for_new_step(path, temporary=is_temporary)
     files = [
         file for file in path.rglob("*") if file.is_file() and _belongs(path, file)
     ]
@@ -88,10 +90,10 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
         path,
         final,
         files=files,
-        marks=marks,
+        markers=marks,
         overwrite=overwrite,
         keep=lambda name: name == _steps.markers.PIN,
-        publish=functools.partial(_checkpoint.commit.name, overwrite=overwrite),
+        publish=functools.partial(_checkpoint.commit.publish, overwrite=overwrite),
     )
 
 
@@ -101,11 +103,11 @@ def _belongs(path: Path, file: Path) -> bool:
     where = name.rpartition("/")[0]
     is_leftover = where in (
         "",
-        _native.checkpoint.METRICS,
+        _native.items.METRICS,
     ) and _storage.files.is_replacing(file.name)
     is_mark = (
         not where
-        and _steps.markers.is_mark(name)
-        and not _steps.markers.goes_along(name)
+        and _steps.markers.is_marker(name)
+        and not _steps.markers.is_copied(name)
     )
     return not (is_leftover or is_mark)

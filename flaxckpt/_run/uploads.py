@@ -92,7 +92,11 @@ class Uploads:
     def waiting(self) -> dict[int, Path]:
         """Returns the steps with pending uploads."""
         listed = self._near.steps.listed().items()
-        return {step: path for step, path in listed if _steps.markers.is_waiting(path)}
+        return {
+            step: path
+            for step, path in listed
+            if _steps.markers.is_marked_for_upload(path)
+        }
 
     def look(self) -> dict[int, Path]:
         """Lists the steps of the run directory."""
@@ -121,7 +125,7 @@ class Uploads:
             self._reach()
         except OSError as error:
             _log.warning(
-                "%s cannot be reached for now, so steps stay in %s: %s",
+                "cannot reach %s now, so steps stay in %s: %s",
                 self._directory,
                 self._staging,
                 error,
@@ -136,7 +140,7 @@ class Uploads:
         self.look()
         if not self._is_tidy:
             _steps.delete.tidy(
-                self._directory, self._format, (_native.checkpoint.METRICS, "metadata")
+                self._directory, self._format, (_native.items.METRICS, "metadata")
             )
             self._is_tidy = True
 
@@ -152,8 +156,8 @@ class Uploads:
         elif not self._is_left:
             self._is_left = True
             _log.warning(
-                "steps in %s are uploaded by the process that opened the run, of which"
-                " this is a fork",
+                "this process is a fork: the process that opened the run uploads the"
+                " steps in %s",
                 self._staging,
             )
 
@@ -168,13 +172,14 @@ class Uploads:
         if self._is_left and (waiting := self.waiting()):
             raise errors.SaveFailedError(
                 f"steps {errors.first_few([str(s) for s in waiting])} stay in"
-                f" {self._staging}, as this is a fork of the process that uploads them:"
-                " call wait_for_uploads() in that one"
+                f" {self._staging}: this process is a fork of the process that uploads"
+                " them; call wait_for_uploads() there"
             )
         if failures is None:
             raise errors.CheckpointTimeoutError(
                 f"steps of {self._staging} are still being uploaded to"
-                f" {self._directory} after {timeout_secs} s; wait again to wait longer"
+                f" {self._directory} after {timeout_secs} s; call wait_for_uploads()"
+                " again to wait longer"
             )
         if failures:
             raise self._failed_uploads(failures) from failures[max(failures)]
@@ -266,7 +271,7 @@ class Uploads:
         """Reports a failure; returns True if other steps would fail the same way."""
         text = _steps.event.first_lines(error)
         self._events.emit("failed", step, path=self._directory / path.name, error=text)
-        _log.warning("step %d is not uploaded, and stays in staging: %s", step, text)
+        _log.warning("step %d was not uploaded and stays in staging: %s", step, text)
         of_it_alone = (
             errors.DamagedCheckpointError,
             FileExistsError,
@@ -279,7 +284,7 @@ class Uploads:
     def _upload(self, step: int, path: Path, *, is_begin: bool) -> None:
         """Uploads a step, or its changes since the last upload."""
         begun, size = time.monotonic(), 0
-        with self.busy.get(), _storage.temporary.claimed(path) as is_ours:
+        with self.busy.get(), _storage.temporary.claim(path) as is_ours:
             mark = self._mark(path)
             if mark is None:
                 return
@@ -319,7 +324,7 @@ class Uploads:
         if not overwrite and not _steps.markers.is_damaged(final):
             relation = upload_copies.compare(path, final)
             if relation in ("other", "damaged"):
-                raise _TakenError(f"{final} is a step that another writer saved")
+                raise _TakenError(f"{final} was saved by another writer")
         try:
             return upload_copies.make(path, final, overwrite=overwrite)
         except FileExistsError as error:
@@ -329,9 +334,7 @@ class Uploads:
                 "other",
                 "damaged",
             ):
-                raise _TakenError(f"{final} is a step that another writer saved") from (
-                    error
-                )
+                raise _TakenError(f"{final} was saved by another writer") from (error)
             raise
 
     def _retire_after(self, step: int, path: Path) -> None:
@@ -339,32 +342,37 @@ class Uploads:
             self.retire(step)
         except errors.SaveFailedError:  # the copy is incomplete: upload it again
             with self.changing.get(), contextlib.suppress(FileNotFoundError):
-                _steps.markers.wait_for_upload(path)
+                _steps.markers.mark_for_upload(path)
             raise
 
-    def _mark(self, path: Path) -> _steps.markers.Waiting | None:
+    def _mark(self, path: Path) -> _steps.markers.UploadMarker | None:
         with self.changing.get():  # wait for a change in progress
-            return _steps.markers.waiting(path)
+            return _steps.markers.read_upload_marker(path)
 
-    def _skip(self, step: int, path: Path, mark: _steps.markers.Waiting) -> None:
+    def _skip(self, step: int, path: Path, mark: _steps.markers.UploadMarker) -> None:
         """Skips the upload of a step that no policy keeps in the run directory."""
         if self._unmark(path, mark) is None:
             reason = f"no policy would keep it in {self._directory}"
             self._events.emit("skipped", step, path=path, reason=reason)
             _log.info("step %d is not uploaded: %s", step, reason)
 
-    def _drop(self, step: int, path: Path, mark: _steps.markers.Waiting) -> None:
+    def _drop(self, step: int, path: Path, mark: _steps.markers.UploadMarker) -> None:
         """Skips a step that was uploaded, and replaced in the run directory since."""
         if self._unmark(path, mark) is None:
-            reason = f"{self._directory} has had another step {step} since"
+            reason = f"another step {step} was saved in {self._directory} since"
             self._events.emit("skipped", step, path=path, reason=reason)
             _log.warning("step %d is not uploaded again: %s", step, reason)
 
     def _settle(
-        self, path: Path, final: Path, mark: _steps.markers.Waiting, *, is_new: bool
+        self,
+        path: Path,
+        final: Path,
+        mark: _steps.markers.UploadMarker,
+        *,
+        is_new: bool,
     ) -> None:
         """Uploads changes until the upload marker can be removed."""
-        now: _steps.markers.Waiting | None = mark
+        now: _steps.markers.UploadMarker | None = mark
         if is_new:
             now = self._unmark(path, mark)
         while now is not None:
@@ -372,21 +380,23 @@ class Uploads:
             now = self._unmark(path, now)
 
     def _unmark(
-        self, path: Path, mark: _steps.markers.Waiting
-    ) -> _steps.markers.Waiting | None:
+        self, path: Path, mark: _steps.markers.UploadMarker
+    ) -> _steps.markers.UploadMarker | None:
         """Removes the upload marker unless changed since its last read.
 
         Returns:
             None, or the current marker.
         """
         with self.changing.get():
-            now = _steps.markers.waiting(path)
+            now = _steps.markers.read_upload_marker(path)
             if now != mark:
                 return now
-            _steps.markers.uploaded(path)
+            _steps.markers.unmark_upload(path)
             return None
 
-    def _bring(self, path: Path, final: Path, mark: _steps.markers.Waiting) -> None:
+    def _bring(
+        self, path: Path, final: Path, mark: _steps.markers.UploadMarker
+    ) -> None:
         """Writes changed metrics and markers to the copy in the run directory."""
         metrics = run_metrics.read_metrics(path)
         if metrics and not metrics.items() <= self._far.steps.metrics(final).items():
@@ -405,14 +415,12 @@ class Uploads:
         """Writes the journal and the run metadata to the run directory."""
         try:
             there = self._directory / _steps.journal.NAME
-            _steps.journal.pass_on(self._staging / _steps.journal.NAME, there)
-            custom = _native.checkpoint.read_run_metadata(self._staging)
-            if custom and custom != _native.checkpoint.read_run_metadata(
-                self._directory
-            ):
-                _native.checkpoint.write_run_metadata(self._directory, custom)
+            _steps.journal.append_new_events(self._staging / _steps.journal.NAME, there)
+            custom = _native.metadata.read_run_metadata(self._staging)
+            if custom and custom != _native.metadata.read_run_metadata(self._directory):
+                _native.metadata.write_run_metadata(self._directory, custom)
         except OSError as error:
-            _log.warning("%s does not get the journal: %s", self._directory, error)
+            _log.warning("cannot copy the journal to %s: %s", self._directory, error)
 
 
 def _advice(error: Exception) -> str:
@@ -435,8 +443,8 @@ def _advice(error: Exception) -> str:
                 " wait_for_uploads(). To drop the upload, delete {names} in {staging}."
             )
         case errors.DamagedCheckpointError():
-            return "Delete {names} in {staging}: the run goes on without."
+            return "Delete {names} in {staging}; the run continues without."
     return (
-        "See that {directory} can be reached and written, then call"
-        " wait_for_uploads(), or open it again with this staging."
+        "Check that {directory} is reachable and writable, then call"
+        " wait_for_uploads(), or open the run again with the same staging=."
     )

@@ -26,8 +26,8 @@ def new_steps(
             never ends.
         poll_secs: Seconds between two calls of `listed`.
     """
-    _util.arguments.seconds("timeout_secs", timeout_secs)
-    _util.arguments.not_negative("poll_secs", poll_secs)
+    _util.arguments.check_timeout("timeout_secs", timeout_secs)
+    _util.arguments.check_not_negative("poll_secs", poll_secs)
     seen: set[int] = set()
     is_warned = False
     since = time.monotonic()
@@ -43,13 +43,13 @@ def new_steps(
             except OSError as error:
                 if not is_warned:
                     _log.warning(
-                        "steps may be deleted while they are read, as nothing can be"
-                        " written there: %s",
+                        "steps may be deleted while they are read, because no lease can"
+                        " be written: %s",
                         error,
                     )
                 is_warned = True
             try:
-                if _storage.leases.is_going(path):
+                if _storage.leases.is_being_deleted(path):
                     continue  # yielded later if not deleted
                 seen.add(step)
                 yield step

@@ -8,32 +8,28 @@ from flaxckpt import _doors
 
 if TYPE_CHECKING:
     from flaxckpt._state import (
-        classes,
         containers,
         dtypes,
         flax_state,
         leaf,
-        leaf_info,
         object_graph,
+        optax_containers,
         optax_state,
         optimizer_roles,
-        optimizer_states,
         step_counter,
         tree,
         treedef,
     )
 
 __all__ = [
-    "classes",
     "containers",
     "dtypes",
     "flax_state",
     "leaf",
-    "leaf_info",
     "object_graph",
+    "optax_containers",
     "optax_state",
     "optimizer_roles",
-    "optimizer_states",
     "step_counter",
     "tree",
     "treedef",

@@ -54,6 +54,8 @@ _STORED_AS_BYTES = frozenset(
 )
 """One byte per element in numpy, unknown to TensorStore: stored as uint8 bits."""
 
+_WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
+
 
 @functools.lru_cache(maxsize=256)
 def name(dtype: Any) -> str:
@@ -69,7 +71,7 @@ def to_numpy(dtype_name: str) -> np.dtype[Any]:
         OptionError: Leaves of such a type cannot be stored.
     """
     if dtype_name not in _STORED_AS_IS and dtype_name not in _STORED_AS_BYTES:
-        raise errors.OptionError(f"{dtype_name!r} is no element type that is stored")
+        raise errors.OptionError(f"{dtype_name!r} is not a supported element type")
     return np.dtype(getattr(ml_dtypes, dtype_name, dtype_name))
 
 
@@ -151,7 +153,12 @@ def kind(dtype_name: str) -> str:
     for prefix in ("bfloat", "float", "uint", "int", "complex", "bool"):
         if dtype_name.startswith(prefix):
             return prefix.removeprefix("b") if prefix == "bfloat" else prefix
-    raise errors.OptionError(f"{dtype_name!r} is no element type that is stored")
+    raise errors.OptionError(f"{dtype_name!r} is not a supported element type")
+
+
+def is_wide(dtype_name: str | None) -> bool:
+    """Returns True if jax truncates values of this type without 64-bit mode."""
+    return dtype_name in _WIDE
 
 
 def restores_as(found: str, wanted: str) -> bool:

@@ -21,7 +21,7 @@ from flax.linen import spmd
 from jax.sharding import PartitionSpec
 
 from flaxckpt import errors
-from flaxckpt._state import leaf_info
+from flaxckpt._state import leaf as state_leaf
 from flaxckpt._state import tree as state_tree
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._types import LeafPath, PyTree
@@ -75,12 +75,12 @@ def flatten(state: PyTree) -> FlatState:
     table: LeafTable = {}
     faults: dict[LeafPath, str] = {}
 
-    def enter(path: LeafPath, entry: state_tree.Entry) -> None:
-        info = leaf_info.of(path, entry)
+    def enter(path: LeafPath, leaf: state_tree.TreeLeaf) -> None:
+        info = state_leaf.describe(path, leaf)
         if isinstance(info, str):
             faults[path] = info
         else:
-            table[path] = Leaf(info, (None if entry.is_empty else entry.value,))
+            table[path] = Leaf(info, (None if leaf.is_empty else leaf.value,))
 
     structure = state_tree.walk(tree, enter, boxes=boxes())
     if faults:
@@ -139,7 +139,7 @@ _LEAF: Any = jax.tree.structure(0)
 def values(tree: PyTree) -> dict[LeafPath, Any]:
     """Returns the leaves of any pytree by path, of any type."""
     plain, _ = _split_objects(tree)
-    entries = state_tree.flatten(plain, boxes=boxes()).entries
+    entries = state_tree.flatten(plain, boxes=boxes()).leaves
     return {path: entry.value for path, entry in entries.items()}
 
 
@@ -151,7 +151,7 @@ def _nodes(state: PyTree, wanted: Callable[[Any], bool]) -> list[tuple[Keys, Any
     found = jax.tree_util.tree_leaves_with_path(
         state, is_leaf=lambda node: wanted(node) or is_object(node)
     )
-    return [(state_tree.keys(path), node) for path, node in found if wanted(node)]
+    return [(state_tree.to_keys(path), node) for path, node in found if wanted(node)]
 
 
 def _is_nnx_optimizer(node: object) -> bool:
@@ -478,7 +478,7 @@ def _fits(params: PyTree, optimizer: Any) -> bool:
 
 
 def _shapes(tree: PyTree) -> dict[LeafPath, Any]:
-    entries = state_tree.flatten(tree, boxes=boxes()).entries
+    entries = state_tree.flatten(tree, boxes=boxes()).leaves
     return {
         path: getattr(entry.value, "shape", None)
         for path, entry in entries.items()

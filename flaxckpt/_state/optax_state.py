@@ -126,7 +126,7 @@ def specs_by_types(
                 entry.value.dtype,
                 sharding=NamedSharding(mesh, specs[path]),
             )
-            for path, entry in flat.entries.items()
+            for path, entry in flat.leaves.items()
             if not entry.is_empty
         }
         with jax.sharding.use_abstract_mesh(mesh):
@@ -136,7 +136,7 @@ def specs_by_types(
         return {}
     return {
         entry.keys: _spec_of(entry.value)
-        for entry in tree.flatten(state, boxes=boxes).entries.values()
+        for entry in tree.flatten(state, boxes=boxes).leaves.values()
         if not entry.is_empty
     }
 

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 from flaxckpt import _util
-from flaxckpt._state import optimizer_states as state_optimizer_states
-from flaxckpt._state import tree
+from flaxckpt._state import optax_containers, tree
 from flaxckpt._state.leaf import Leaf, LeafTable, Role
 from flaxckpt._types import LeafPath
 
@@ -172,9 +171,7 @@ class _Roles:
         if isinstance(node, str):
             self._outside.append(node)
             return
-        if state_optimizer_states.is_state_of_optax(
-            node
-        ) or state_optimizer_states.is_chain(node):
+        if optax_containers.is_state_of_optax(node) or optax_containers.is_chain(node):
             self._optimizers.append((keys, node))
             return
         self._types.add(node.type)
@@ -219,10 +216,9 @@ class _Roles:
         nodes = by_key.values()
         if len(nodes) < 2:
             return "one"
-        if not state_optimizer_states.is_plain(node):
+        if not optax_containers.is_plain(node):
             are_states = all(
-                state_optimizer_states.is_state_of_optax(n)
-                or state_optimizer_states.is_chain(n)
+                optax_containers.is_state_of_optax(n) or optax_containers.is_chain(n)
                 for n in nodes
             )
             is_own = not node.type.startswith("optax")
@@ -230,9 +226,7 @@ class _Roles:
             return "several" if is_holder else "one"
         if node.type == "list":
             return "several"  # optax creates no lists
-        complete = [
-            child for child in nodes if state_optimizer_states.is_complete(child)
-        ]
+        complete = [child for child in nodes if optax_containers.is_complete(child)]
         carriers = {
             key: child
             for key, child in by_key.items()
@@ -241,13 +235,13 @@ class _Roles:
         if (
             not carriers
             and node.type != "tuple"
-            and not state_optimizer_states.has_state_class(node)
+            and not optax_containers.has_state_class(node)
         ):
             return self._held_without_classes(node)
         candidates = [
             n
             for k, n in by_key.items()
-            if k in carriers or state_optimizer_states.is_complete(n)
+            if k in carriers or optax_containers.is_complete(n)
         ]
         if len(candidates) < 2 or (node.type == "tuple" and not carriers):
             return "one"
@@ -276,7 +270,7 @@ class _Roles:
 
     def _held_without_classes(self, node: tree.Node) -> Literal["one", "several"]:
         """Counts the optimizers in a dict without states of known classes."""
-        if self._is_unnamed_state(node) or state_optimizer_states.has_indices(node):
+        if self._is_unnamed_state(node) or optax_containers.has_indices(node):
             return "one"
         nodes = [child for child in node.children if isinstance(child, tree.Node)]
         holders = [child for child in nodes if self._has_unnamed_state(child)]
@@ -348,17 +342,13 @@ class _Roles:
                 continue
             if is_transform and key.name in NAMED_VALUES:
                 continue
-            inner = (
-                state_optimizer_states.holds_states(key)
-                if is_transform
-                else may_be_state
-            )
+            inner = optax_containers.holds_states(key) if is_transform else may_be_state
             if self._has_moments(child, may_be_state=inner):
                 return True
             if (
                 is_transform
                 and not inner
-                and next(state_optimizer_states.leaves(child), None) is not None
+                and next(optax_containers.leaves(child), None) is not None
             ):
                 return True
         return False
@@ -390,7 +380,7 @@ class _Roles:
             param = path[known.skip :]
             if known.state_class and param and known.field not in NAMED_VALUES:
                 by_field.setdefault((known.place, known.field), []).append(param)
-        is_masked = state_optimizer_states.is_masked(node)
+        is_masked = optax_containers.is_masked(node)
         outside = self._outside_set
         for params in by_field.values():
             first = params[0]
@@ -437,10 +427,10 @@ class _Roles:
             return
         is_transform = self._is_transform(node, may_be_state)
         is_unnamed = not is_transform and may_be_state and self._is_unnamed_state(node)
-        if not is_transform and not state_optimizer_states.is_plain(node):
+        if not is_transform and not optax_containers.is_plain(node):
             may_be_state = False
             if not node.is_box:
-                self.parameter_classes.add(state_optimizer_states.class_name(node))
+                self.parameter_classes.add(optax_containers.class_name(node))
         place = tree.join(keys) if is_transform or is_unnamed else ""
         fields = frozenset([str(key.name) for key in node.keys])
         for key, child in zip(node.keys, node.children, strict=True):
@@ -448,7 +438,7 @@ class _Roles:
             child_owner, inner_may_be_state = owner, may_be_state
             if is_transform or is_unnamed:
                 child_owner = Known(
-                    state_optimizer_states.class_name(node) if is_transform else "",
+                    optax_containers.class_name(node) if is_transform else "",
                     str(key.name),
                     fields,
                     place,
@@ -457,7 +447,7 @@ class _Roles:
                     owner.group,
                     owner.seat,
                 )
-                inner_may_be_state = state_optimizer_states.holds_states(key)
+                inner_may_be_state = optax_containers.holds_states(key)
             if isinstance(child, str):
                 self._found[prefix + child] = child_owner
             else:
@@ -473,11 +463,11 @@ class _Roles:
         parameters. A field such as `mu` contains no states, whatever the class of the
         parameters.
         """
-        if state_optimizer_states.is_state_of_optax(node):
+        if optax_containers.is_state_of_optax(node):
             return True
         return (
             may_be_state
-            and not state_optimizer_states.is_plain(node)
+            and not optax_containers.is_plain(node)
             and node.type not in self._types
         )
 
@@ -490,15 +480,15 @@ class _Roles:
         if (
             node.is_box
             or node.type in ("tuple", "list")
-            or not state_optimizer_states.is_plain(node)
+            or not optax_containers.is_plain(node)
         ):
             return False
         fields = frozenset([str(key.name) for key in node.keys])
         return fields in self._fields_of_optax and not any(
             isinstance(child, tree.Node)
             and (
-                state_optimizer_states.is_state_of_optax(child)
-                or state_optimizer_states.is_chain(child)
+                optax_containers.is_state_of_optax(child)
+                or optax_containers.is_chain(child)
             )
             for child in node.children
         )
@@ -511,7 +501,7 @@ class _Roles:
 
     @_util.forks.lazy
     def _fields_of_optax(self) -> frozenset[frozenset[str]]:
-        return state_optimizer_states.fields_of_states(
+        return optax_containers.fields_of_states(
             tuple(sorted(name for name in sys.modules if name.startswith("optax")))
         )
 

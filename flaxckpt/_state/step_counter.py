@@ -29,7 +29,7 @@ def whole(step: Any) -> int:
     is_bool = isinstance(step, bool) or getattr(step, "dtype", None) == np.bool_
     if number is None or number != step or is_bool:
         raise errors.OptionError(
-            f"a step must be a whole number, got {_util.arguments.found(step)}"
+            f"a step must be a whole number, got {_util.arguments.describe(step)}"
         )
     return number
 

@@ -66,8 +66,8 @@ class Node:
     is_box: bool = False
 
 
-class Entry(NamedTuple):
-    """A leaf, or an empty container, in the table of a state.
+class TreeLeaf(NamedTuple):
+    """A leaf, or an empty container, of a flattened pytree.
 
     Attributes:
         keys: The keys of the leaf, without boxes.
@@ -85,11 +85,11 @@ class FlatTree:
     """A flattened pytree.
 
     Attributes:
-        entries: Leaf path -> leaf, in the order of the tree, empty containers included.
+        leaves: Leaf path -> leaf, in the order of the tree, empty containers included.
         structure: The containers; a bare leaf path if the tree is a leaf.
     """
 
-    entries: dict[LeafPath, Entry]
+    leaves: dict[LeafPath, TreeLeaf]
     structure: Node | LeafPath
 
 
@@ -119,8 +119,8 @@ def unescape(part: LeafPath) -> str:
     return part.replace("%2F", "/").replace("%25", "%")
 
 
-def keys(path: Sequence[Any]) -> tuple[Key, ...]:
-    """Converts a path of `jax.tree_util` to our keys."""
+def to_keys(path: Sequence[Any]) -> tuple[Key, ...]:
+    """Converts a path of `jax.tree_util` to keys."""
     return tuple(_key(key, i) for i, key in enumerate(path))
 
 
@@ -231,13 +231,13 @@ def flatten(tree: PyTree, *, boxes: tuple[type, ...] = ()) -> FlatTree:
             containers are nested too deep.
         UnsupportedLeafError: Static fields take too much text.
     """
-    entries: dict[LeafPath, Entry] = {}
-    return FlatTree(entries, walk(tree, entries.__setitem__, boxes=boxes))
+    leaves: dict[LeafPath, TreeLeaf] = {}
+    return FlatTree(leaves, walk(tree, leaves.__setitem__, boxes=boxes))
 
 
 def walk(
     tree: PyTree,
-    enter: Callable[[LeafPath, Entry], None],
+    enter: Callable[[LeafPath, TreeLeaf], None],
     *,
     boxes: tuple[type, ...] = (),
 ) -> Node | LeafPath:
@@ -265,7 +265,7 @@ class _Walker(NamedTuple):
     collector runs.
     """
 
-    enter: Callable[[LeafPath, Entry], None]
+    enter: Callable[[LeafPath, TreeLeaf], None]
     boxes: tuple[type, ...]
     make_key: Callable[[Any, Any], Key]
     leaf_types: set[type]
@@ -290,7 +290,7 @@ def _visit(
         if path in walker.seen:
             walker.faults[path] = "two leaves have this path"
         walker.seen.add(path)
-        walker.enter(path, Entry(keys, value, parts is not None))
+        walker.enter(path, TreeLeaf(keys, value, parts is not None))
         if parts is None:
             walker.leaf_types.add(type(value))
             return path
@@ -363,7 +363,7 @@ def _static_bytes(field: JSON) -> int:
         ValueError: JSON would return another text.
     """
     if isinstance(field, str):
-        _util.json_limits.text(field, "it")
+        _util.json_limits.check_text(field, "it")
         return len(field) if len(field) < _SHORT else len(json.dumps(field))
     if isinstance(field, list):
         return 2 + sum([1 + _static_bytes(item) for item in field])

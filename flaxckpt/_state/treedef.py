@@ -1,20 +1,36 @@
-"""Writes the containers of a pytree to JSON, and reads them back.
+"""Writes the containers of a pytree to JSON, and rebuilds them by the names of classes.
 
-The JSON is untrusted: only classes known to the caller are built.
+The JSON is untrusted: only classes known to the caller, and of flax and optax, are
+built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+import importlib
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from flaxckpt._state import tree
+from flaxckpt import _util, errors
+from flaxckpt._state import flax_state, tree
 from flaxckpt._types import JSON, LeafPath
 
-Resolve: TypeAlias = Callable[
-    [str], Callable[[dict[str | int, Any], Mapping[str, JSON]], Any] | None
-]
-"""Class name -> builder from named children and static fields, or None."""
+_log = logging.getLogger(__name__)
+
+_TRUSTED_PACKAGES = ("flax", "optax")
+_NO_STATE = re.compile(r"_test$|\.testing(\.|$)")
+"""Modules without state classes, whose import may have side effects."""
+
+Build: TypeAlias = Callable[[dict[str | int, Any], Mapping[str, JSON]], Any]
+"""Builds a container from named children and static fields."""
+
+Resolve: TypeAlias = Callable[[str], Build | None]
+"""Class name -> builder, or None."""
 
 
 def to_json(structure: tree.Node | LeafPath) -> JSON:
@@ -79,7 +95,9 @@ def _described_node(
     names: list[str | int] = ["value"] if is_box else _names(type_name, keys)
     if len(names) != len(children):
         raise ValueError(f"{type_name} has {len(names)} keys, {len(children)} children")
-    rebuild = _builder(type_name, static, resolve)
+    rebuild = tree.MAKERS.get(type_name)
+    if rebuild is None and (build := resolve(type_name)) is not None:
+        rebuild = functools.partial(_rebuild, build, static)
     if rebuild is None:
         unknown.add(type_name)
         rebuild = _plain(names, is_box)
@@ -105,15 +123,13 @@ def _names(type_name: str, keys: JSON) -> list[str | int]:
     return names
 
 
-def _builder(
-    type_name: str, static: Mapping[str, JSON], resolve: Resolve
-) -> tree.Rebuild | None:
-    if type_name in tree.MAKERS:
-        return tree.MAKERS[type_name]
-    build = resolve(type_name)
-    if build is None:
-        return None
-    return lambda keys, new: build(tree.make_dict(keys, new), static)
+def _rebuild(
+    build: Build,
+    static: Mapping[str, JSON],
+    keys: Sequence[tree.Key],
+    children: Sequence[Any],
+) -> Any:
+    return build(tree.make_dict(keys, children), static)
 
 
 def _plain(names: list[str | int], is_box: bool) -> tree.Rebuild:
@@ -122,3 +138,113 @@ def _plain(names: list[str | int], is_box: bool) -> tree.Rebuild:
     if names and names == list(range(len(names))):
         return tree.make_list
     return tree.make_dict
+
+
+# ---- classes ---------------------------------------------------------------------
+
+
+def resolver(types: Sequence[type] = ()) -> Resolve:
+    """Returns a function that finds the builder of a class by its stored name.
+
+    Args:
+        types: The caller's own classes that may be built.
+
+    Raises:
+        OptionError: `types` is not a list of classes.
+    """
+    if not _util.arguments.is_list(types):
+        raise errors.OptionError(
+            f"types must be a list of classes, got {_util.arguments.describe(types)}"
+        )
+    for cls in types:
+        if not inspect.isclass(cls):
+            raise errors.OptionError(
+                f"types must be a list of classes, got"
+                f" {_util.arguments.describe(cls)} in it"
+            )
+    by_name = {f"{cls.__module__}:{cls.__qualname__}": cls for cls in types}
+
+    def find(type_name: str) -> Build | None:
+        cls = by_name.get(type_name)
+        return resolve(type_name) if cls is None else _lenient_builder(cls)
+
+    return find
+
+
+def resolve(type_name: str) -> Build | None:
+    """Returns the builder of a class by its stored name, or None.
+
+    Only containers defined by flax, optax or the standard library's `collections` are
+    found; no other module is imported, whatever names the file holds.
+    """
+    module_name, _, qualname = type_name.partition(":")
+    package = module_name.split(".")[0]
+    if package not in _TRUSTED_PACKAGES and module_name != "collections":
+        return None
+    if _NO_STATE.search(module_name):
+        return None
+    try:
+        cls: Any = sys.modules.get(module_name) or importlib.import_module(module_name)
+        for part in qualname.split("."):
+            cls = getattr(cls, part)
+    except (ImportError, AttributeError, ValueError):
+        return None
+    if not isinstance(cls, type) or cls.__module__.split(".")[0] != package:
+        return None  # imported there from another package
+    return _lenient_builder(cls)
+
+
+def _lenient_builder(cls: Any) -> Build | None:
+    """Returns a builder of `cls` that returns a dict if the fields have changed."""
+    exact = _exact_builder(cls)
+
+    def build(children: dict[str | int, Any], static: Mapping[str, JSON]) -> Any:
+        assert exact is not None
+        try:
+            return exact(children, static)
+        except (TypeError, ValueError) as error:
+            _log.warning("%s cannot be built (%s): returning a dict", cls, error)
+            return children
+
+    return None if exact is None else build
+
+
+def _exact_builder(cls: Any) -> Build | None:
+    nnx = flax_state.loaded_nnx()
+    if nnx is not None and issubclass(cls, nnx.Variable):
+        return lambda children, static: _variable(cls, children["value"], static)
+    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        return lambda children, _: cls(**_named(children))
+    if dataclasses.is_dataclass(cls):
+        return lambda children, static: _dataclass(cls, _named(children), static)
+    if issubclass(cls, Mapping):
+        return lambda children, _: cls(children)
+    return None
+
+
+def _named(children: Mapping[str | int, Any]) -> dict[str, Any]:
+    return {str(name): child for name, child in children.items()}
+
+
+def _variable(cls: Any, value: Any, metadata: Mapping[str, JSON]) -> Any:
+    # The mesh of the saved variable may not exist in this process.
+    variable = cls(value, **{**metadata, "eager_sharding": False})
+    variable.set_metadata(eager_sharding=metadata.get("eager_sharding", False))
+    return variable
+
+
+def _dataclass(
+    cls: Any, children: Mapping[str, Any], static: Mapping[str, JSON]
+) -> Any:
+    """Builds an instance; fields that were not saved, such as `tx`, are None."""
+    fields = {
+        **{name: flax_state.tuples(value) for name, value in static.items()},
+        **children,
+    }
+    required = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    return cls(**{**dict.fromkeys(required), **fields})

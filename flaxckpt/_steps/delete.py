@@ -40,7 +40,9 @@ def delete_dataset(path: Path, dataset: str) -> None:
     Raises:
         SaveFailedError: The step is being read.
     """
-    _storage.of(path).delete_part(path, dataset, lambda: markers.let_dataset_go(path))
+    _storage.of(path).delete_part(
+        path, dataset, lambda: markers.mark_dataset_deleted(path)
+    )
 
 
 def sweep(root: Path, step_format: names.StepFormat) -> None:
@@ -65,10 +67,10 @@ def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> Non
         # Replacing a file leaves temporary files only in storage with renames.
         inside = items if _storage.of(root).can_rename else ()
         directories = [root / name for name in inside]
-        for step in index.listed(root, step_format).values():
+        for step in index.list_steps(root, step_format).values():
             directories += [step, *(step / name for name in inside)]
         for directory in directories:
             if not directory.is_symlink():
                 _storage.of(directory).sweep_files(directory)
     except OSError as error:
-        _log.warning("what a crash has left in %s is there still: %s", root, error)
+        _log.warning("could not remove what a crash left in %s: %s", root, error)

@@ -108,12 +108,12 @@ class StepIndex(Generic[_T]):
             entry = Entry(step, path, recognise)
             self._named.setdefault(step, []).append(entry)
         for step, entries in self._named.items():
-            found = [e.path for e in entries if len(entries) > 1 and e.is_step]
-            if len(found) > 1:
+            paths = [e.path for e in entries if len(entries) > 1 and e.is_step]
+            if len(paths) > 1:
                 raise errors.CheckpointFormatError(
-                    f"{root} holds step {step} twice, as"
-                    f" {errors.printable(found[0].name)} and"
-                    f" {errors.printable(found[1].name)}: pass the path of one of them"
+                    f"{root} contains step {step} twice, as"
+                    f" {errors.printable(paths[0].name)} and"
+                    f" {errors.printable(paths[1].name)}: pass the path of one of them"
                 )
 
     @property
@@ -157,7 +157,7 @@ class StepIndex(Generic[_T]):
         return {step: entry for step, entry in found.items() if entry is not None}
 
 
-def committed(
+def list_committed(
     root: Path,
     step_format: names.StepFormat,
     recognise: Callable[[Path], _T | None],
@@ -171,7 +171,7 @@ def committed(
         step_format: The format of step names.
         recognise: Recognises an entry on demand.
     """
-    with _storage.permissions.explained(root):
+    with _storage.permissions.explain_errors(root):
         storage = _storage.of(root)
         try:
             contents = storage.contents(
@@ -189,15 +189,15 @@ def committed(
         return sorted(entries, key=lambda entry: entry.step)
 
 
-def listed(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
+def list_steps(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
     """Returns the committed steps under `root`, except damaged steps, ascending."""
-    entries = committed(root, step_format, Path.is_dir)
+    entries = list_committed(root, step_format, Path.is_dir)
     return {e.step: e.path for e in entries if not e.is_damaged}
 
 
-def damaged(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
+def list_damaged(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
     """Returns the committed steps under `root` with a damage marker, ascending."""
-    entries = committed(root, step_format, Path.is_dir)
+    entries = list_committed(root, step_format, Path.is_dir)
     return {e.step: e.path for e in entries if e.is_damaged}
 
 
@@ -209,7 +209,7 @@ def sign(path: Path) -> str | None:
     return next((name for name in _SIGNS if (path / name).is_file()), None)
 
 
-def usually_called(root: Path, step: int) -> Path | None:
+def find_usual_name(root: Path, step: int) -> Path | None:
     """Returns the path under `root` with a usual name of `step`, or None."""
     return next(
         (
@@ -221,7 +221,7 @@ def usually_called(root: Path, step: int) -> Path | None:
     )
 
 
-def with_any_name(
+def checkpoints_by_number(
     root: Path, is_checkpoint: Callable[[Path], object]
 ) -> dict[int, list[Path]]:
     """Maps each number to the checkpoints with names ending in the number.

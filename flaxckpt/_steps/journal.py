@@ -86,7 +86,7 @@ def _line(event: Event) -> bytes:
     return line
 
 
-def pass_on(journal: Path, other: Path) -> None:
+def append_new_events(journal: Path, other: Path) -> None:
     """Appends the new events of a journal to another journal.
 
     New events come after the last line that both journals have.
@@ -127,7 +127,7 @@ def read(path: Path) -> list[Event]:
     events: list[Event] = []
     if not path.is_file():
         return events
-    with _storage.of(path).opened(path) as file:
+    with _storage.of(path).open_file(path) as file:
         is_begin = True
         while line := file.readline(_MAX_LINE_BYTES):
             if is_begin and (event := _parse(line)):

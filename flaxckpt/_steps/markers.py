@@ -36,7 +36,7 @@ _MAX_MARK_BYTES = 2**16
 _MAX_REASON = 1000
 
 
-class Marks(NamedTuple):
+class Status(NamedTuple):
     """Status of a step by the names of the files beside the arrays.
 
     Attributes:
@@ -56,7 +56,7 @@ class Marks(NamedTuple):
     waiting: bool
 
 
-def of(path: Path, names: Collection[str], *, dataset: str) -> Marks:
+def status(path: Path, names: Collection[str], *, dataset: str) -> Status:
     """Returns the status of the step at `path`.
 
     Args:
@@ -65,22 +65,22 @@ def of(path: Path, names: Collection[str], *, dataset: str) -> Marks:
         dataset: The name of the dataset state's directory in the step.
     """
     reading = [name for name in names if name.startswith(_storage.leases.READING)]
-    return Marks(
+    return Status(
         PIN in names,
         UNTIL_NEXT in names,
         dataset in names,
         WITHOUT_DATASET in names,
-        tuple(map(_storage.leases.reader, _storage.leases.living(path, reading))),
+        tuple(map(_storage.leases.reader, _storage.leases.unexpired(path, reading))),
         NOT_UPLOADED in names,
     )
 
 
-def is_mark(name: str) -> bool:
+def is_marker(name: str) -> bool:
     """Returns True for the name of a marker, or of the file of a reader."""
     return name in _MARKS_OF_STAYING or name.startswith(_storage.leases.READING)
 
 
-def goes_along(name: str) -> bool:
+def is_copied(name: str) -> bool:
     """Returns True for the name of a marker to copy with the step."""
     return name in (WITHOUT_DATASET, MEASURED)
 
@@ -98,7 +98,7 @@ _MARKS_OF_STAYING = frozenset(
 )
 
 
-def of_new(final: Path, *, temporary: bool) -> dict[str, bytes]:
+def for_new_step(final: Path, *, temporary: bool) -> dict[str, bytes]:
     """Returns the markers of a new step for the name `final`: file name -> content.
 
     A pin belongs to the name: the replacement of a pinned step is pinned.
@@ -132,7 +132,7 @@ def make_permanent(path: Path) -> None:
     _remove_mark(path, UNTIL_NEXT)
 
 
-def let_dataset_go(path: Path) -> None:
+def mark_dataset_deleted(path: Path) -> None:
     """Marks the dataset state of the step at `path` as deleted on purpose."""
     if not (path / WITHOUT_DATASET).is_file():
         _storage.of(path).replace(path / WITHOUT_DATASET, _MARK)
@@ -144,7 +144,7 @@ def is_measured(path: Path) -> bool:
 
 
 def mark_measured(path: Path) -> None:
-    """Marks the step at `path` as a step with added metrics; add the metrics before."""
+    """Records that metrics were added to the step at `path`; add the metrics first."""
     if not is_measured(path):
         _storage.of(path).replace(path / MEASURED, _MARK)
 
@@ -165,7 +165,7 @@ def unmark_damaged(path: Path) -> None:
     _remove_mark(path, DAMAGED)
 
 
-def why_damaged(path: Path) -> str:
+def damage_reason(path: Path) -> str:
     """Returns the reason in the marker of a damaged step, or a substitute."""
     try:
         told = json.loads(
@@ -173,10 +173,10 @@ def why_damaged(path: Path) -> str:
         )
         return errors.printable(str(told["reason"])[:_MAX_REASON])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "its mark does not say why"
+        return "its marker gives no reason"
 
 
-class Waiting(NamedTuple):
+class UploadMarker(NamedTuple):
     """Content of the marker of a step still to be uploaded.
 
     Attributes:
@@ -198,14 +198,14 @@ class Waiting(NamedTuple):
         return json.dumps(row).encode()
 
 
-def waiting(path: Path) -> Waiting | None:
+def read_upload_marker(path: Path) -> UploadMarker | None:
     """Returns the upload marker of the step at `path`, or None."""
     try:
         found = json.loads(
             _storage.of(path).read(path / NOT_UPLOADED, max_bytes=_MAX_MARK_BYTES)
         )
         removed = tuple(map(str, found["removed"]))
-        return Waiting(
+        return UploadMarker(
             bool(found["overwrite"]),
             removed,
             str(found["change"]),
@@ -221,28 +221,28 @@ def waiting(path: Path) -> Waiting | None:
         AttributeError,
         RecursionError,
     ):
-        return Waiting()  # an unreadable marker counts, too
+        return UploadMarker()  # an unreadable marker counts, too
 
 
-def is_waiting(path: Path) -> bool:
+def is_marked_for_upload(path: Path) -> bool:
     """Returns True for a step still to be uploaded."""
     return (path / NOT_UPLOADED).is_file()
 
 
 def is_settled(path: Path) -> bool:
     """Returns True for a step uploaded, or left in staging, before the last change."""
-    mark = waiting(path)
+    mark = read_upload_marker(path)
     return mark is None or mark.settled
 
 
-def wait_for_upload(path: Path, removed: Collection[str] = ()) -> None:
+def mark_for_upload(path: Path, removed: Collection[str] = ()) -> None:
     """Marks the step at `path` as still to be uploaded, or as changed again."""
-    now = waiting(path) or Waiting(settled=True)
+    now = read_upload_marker(path) or UploadMarker(settled=True)
     both = tuple(sorted({*now.removed, *removed}))
     _storage.of(path).replace(path / NOT_UPLOADED, now._replace(removed=both).content())
 
 
-def uploaded(path: Path) -> None:
+def unmark_upload(path: Path) -> None:
     """Removes the upload marker of the step at `path`."""
     _remove_mark(path, NOT_UPLOADED)
 

@@ -41,14 +41,14 @@ class StepFormat:
     def __post_init__(self) -> None:
         if not isinstance(self.template, str):
             raise errors.OptionError(
-                "step_format must be a text such as 'step_{step}', got"
-                f" {_util.arguments.found(self.template)}"
+                "step_format must be a string such as 'step_{step}', got"
+                f" {_util.arguments.describe(self.template)}"
             )
         fields = _FIELD.findall(self.template)
         rest = _FIELD.sub("", self.template)
         if len(fields) != 1 or any(char in rest for char in "{}/\\\0"):
             raise errors.OptionError(
-                f"step_format must hold {{step}} or {{step:08d}} once and no '/', got"
+                "step_format must contain {step} or {step:08d} once, and no '/', got"
                 f" {self.template!r}; for example 'step_{{step}}'"
             )
 
@@ -81,7 +81,7 @@ def check(step: Any) -> int:
     if isinstance(step, bool) or not 0 <= number < 10**18:
         raise errors.OptionError(
             "a step is the number of completed training steps, 0 or more, as an int,"
-            f" got {_util.arguments.found(step)}"
+            f" got {_util.arguments.describe(step)}"
         )
     return number
 

@@ -43,13 +43,13 @@ _RETRIES_ALONE: dict[str, JSON] = {
 }
 """TensorStore's retries in reads without attempts of ours, until our deadline."""
 
-_LASTING = re.compile(
+_PERMANENT = re.compile(
     "PERMISSION_DENIED|UNAUTHENTICATED|NOT_FOUND|INVALID_ARGUMENT|OUT_OF_RANGE"
     "|UNIMPLEMENTED|InvalidAccessKey|SignatureDoesNotMatch"
 )
 """Errors of a store that retries do not fix."""
 
-_PASSING = re.compile("ABORTED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|CURL")
+_TEMPORARY = re.compile("ABORTED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|CURL")
 """Temporary errors of TensorStore, not due to a wrong value."""
 
 
@@ -88,15 +88,16 @@ class StoreOptions:
     concurrency: int = 32
 
     def __post_init__(self) -> None:
-        _util.arguments.positive("deadline_secs", self.deadline_secs)
+        _util.arguments.check_positive("deadline_secs", self.deadline_secs)
         if self.retries is not None:
-            _util.arguments.whole("retries", self.retries, least=0)
-        _util.arguments.whole("concurrency", self.concurrency, least=1)
+            _util.arguments.check_int("retries", self.retries, least=0)
+        _util.arguments.check_int("concurrency", self.concurrency, least=1)
         for name in ("endpoint", "region", "profile", "credentials_file"):
             value = getattr(self, name)
             if not isinstance(value, str | None):
                 raise errors.OptionError(
-                    f"{name} must be a text or None, got {_util.arguments.found(value)}"
+                    f"{name} must be a string or None, got"
+                    f" {_util.arguments.describe(value)}"
                 )
 
 
@@ -145,9 +146,10 @@ def use_threads() -> None:
     if _user != os.getpid():
         raise ForkedError(
             "TensorStore, which reads and writes object stores, databases and"
-            f" compressed arrays, works in no fork: process {_user} had used it"
-            " before this one was forked. Start processes by multiprocessing's"
-            " 'spawn' or 'forkserver', or use ArrayLayout(store='files')"
+            " compressed arrays, does not work in a forked process if its parent"
+            f" (process {_user}) used TensorStore before the fork. Start processes with"
+            " multiprocessing's 'spawn' or 'forkserver', or use"
+            " ArrayLayout(store='files')"
         )
 
 
@@ -171,9 +173,9 @@ class Connection:
         self._bucket = bucket
         self._opened: ts.KvStore | None = None
         self._has_answered = False
-        self._resources = self._named(_OWN_RETRIES)
+        self._resources = self._name_resources(_OWN_RETRIES)
         alone = _OWN_RETRIES if options.retries is not None else _RETRIES_ALONE
-        self._resources_alone = self._named(alone)
+        self._resources_alone = self._name_resources(alone)
         _shared.update(self._resources)
         _shared.update(self._resources_alone)
 
@@ -199,31 +201,31 @@ class Connection:
             spec["aws_region"] = self.options.region
         return spec
 
-    def _named(self, retries: Mapping[str, JSON]) -> dict[str, JSON]:
+    def _name_resources(self, retries: Mapping[str, JSON]) -> dict[str, JSON]:
         """Returns context resources (retries, credentials) under unique names."""
         if self._scheme == "memory":
             return {}
         driver = "gcs" if self._scheme == "gs" else "s3"
-        found: dict[str, JSON] = {
+        resources: dict[str, JSON] = {
             f"{driver}_request_retries": dict(retries),
             f"{driver}_request_concurrency": {"limit": self.options.concurrency},
         }
         if driver == "s3":
-            found["aws_credentials"] = self._credentials()
+            resources["aws_credentials"] = self._credentials()
         number = next(_numbers)
-        return {f"{name}#{number}": value for name, value in found.items()}
+        return {f"{name}#{number}": value for name, value in resources.items()}
 
     def _credentials(self) -> JSON:
         options = self.options
         if options.anonymous:
             return {"type": "anonymous"}
         if options.profile or options.credentials_file:
-            found: dict[str, JSON] = {"type": "profile"}
+            credentials: dict[str, JSON] = {"type": "profile"}
             if options.profile:
-                found["profile"] = options.profile
+                credentials["profile"] = options.profile
             if options.credentials_file:
-                found["credentials_file"] = options.credentials_file
-            return found
+                credentials["credentials_file"] = options.credentials_file
+            return credentials
         if os.environ.get("AWS_ACCESS_KEY_ID"):
             return {"type": "environment"}
         return {"type": "default"}
@@ -239,7 +241,9 @@ class Connection:
 
     # ---- waiting ------------------------------------------------------------------
 
-    def ask(self, what: str, begin: Callable[[], ts.Future[_T]], size: int = 0) -> _T:
+    def request(
+        self, what: str, begin: Callable[[], ts.Future[_T]], size: int = 0
+    ) -> _T:
         """Makes a request with retries until a deadline.
 
         Args:
@@ -251,32 +255,32 @@ class Connection:
             StoreError: The request failed, or exceeded its deadline.
         """
         self._use_threads()
-        until = time.monotonic() + self._allowed(size)
+        until = time.monotonic() + self._timeout_secs(size)
         for tries, pause in enumerate(self._pauses(), 1):
             try:
                 future = begin()
-                found = future.result(timeout=max(0.0, until - time.monotonic()))
+                result = future.result(timeout=max(0.0, until - time.monotonic()))
             except TimeoutError:
-                raise self._late(what, size) from None
+                raise self._timeout_error(what, size) from None
             except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
                 left = until - time.monotonic()
-                if left <= pause or not self._may_pass(error, tries):
-                    raise self._failed(what, error) from None
+                if left <= pause or not self._is_retried(error, tries):
+                    raise self._request_error(what, error) from None
             else:
                 self._has_answered = True
-                return found
+                return result
             time.sleep(pause)
         raise AssertionError
 
-    def _may_pass(self, error: Exception, tries: int) -> bool:
+    def _is_retried(self, error: Exception, tries: int) -> bool:
         """Returns True if a request should be retried after `tries` failures."""
-        if _LASTING.search(str(error)):
+        if _PERMANENT.search(str(error)):
             self._has_answered = True
             return False
         if self.options.retries is not None:
             return tries <= self.options.retries
-        is_away = self._has_answered and _PASSING.search(str(error))
-        return bool(is_away) or tries <= _FIRST_RETRIES
+        is_temporary = self._has_answered and _TEMPORARY.search(str(error))
+        return bool(is_temporary) or tries <= _FIRST_RETRIES
 
     def wait(self, what: str, future: ts.Future[_T], size: int = 0) -> _T:
         """Waits for a single attempt until a deadline.
@@ -287,19 +291,19 @@ class Connection:
         """
         self._use_threads()
         try:
-            return future.result(timeout=self._allowed(size))
+            return future.result(timeout=self._timeout_secs(size))
         except TimeoutError:
-            raise self._late(what, size) from None
+            raise self._timeout_error(what, size) from None
         except (ValueError, RuntimeError) as error:
-            if _PASSING.search(str(error)):
-                raise PassingError(str(self._failed(what, error))) from None
+            if _TEMPORARY.search(str(error)):
+                raise PassingError(str(self._request_error(what, error))) from None
             raise
 
     def _use_threads(self) -> None:
         if self._scheme != "memory":
             use_threads()
 
-    def _allowed(self, size: int) -> float:
+    def _timeout_secs(self, size: int) -> float:
         return self.options.deadline_secs + size / _SLOWEST_BYTES_PER_SEC
 
     def _pauses(self) -> Iterator[float]:
@@ -308,20 +312,20 @@ class Connection:
             yield pause
             pause = min(2 * pause, _LONGEST_PAUSE_SECS)
 
-    def _late(self, what: str, size: int) -> errors.StoreError:
+    def _timeout_error(self, what: str, size: int) -> errors.StoreError:
         # The late request may delay later requests of this connection for long.
         self._opened = None
         return errors.StoreError(
             f"cannot {what}{self._where()}: wanted an answer within"
-            f" {self._allowed(size):g} s, found none; see that the store can be"
-            " reached, or set a longer StoreOptions.deadline_secs"
+            f" {self._timeout_secs(size):g} s, found none; check that the store can be"
+            " reached, or increase StoreOptions.deadline_secs"
         )
 
-    def _failed(self, what: str, error: Exception) -> errors.StoreError:
-        said = " ".join(str(error).split(" [")[0].split())[:200]
+    def _request_error(self, what: str, error: Exception) -> errors.StoreError:
+        message = " ".join(str(error).split(" [")[0].split())[:200]
         return errors.StoreError(
-            f"cannot {what}{self._where()}: {said}; see that bucket, region, endpoint"
-            " and credentials are right, and that the store can be reached"
+            f"cannot {what}{self._where()}: {message}; check bucket, region, endpoint"
+            " and credentials, and that the store can be reached"
         )
 
     def _where(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from flaxckpt import errors
 from flaxckpt._storage import locks
@@ -21,11 +21,13 @@ _log = logging.getLogger(__name__)
 MARKER = "commit_success.txt"
 """The commit marker, named by Orbax's convention for buckets."""
 
+_LATE_TRIES = 8
+
+_locks: dict[RemotePath, locks.Lock] = {}
+"""The locks of the checkpoints that this process writes."""
+
 
 # ---- writing ----------------------------------------------------------------------
-
-
-_making: dict[RemotePath, locks.Lock] = {}
 
 
 def is_committed(path: RemotePath) -> bool:
@@ -38,16 +40,12 @@ def is_unfinished(path: RemotePath) -> bool:
 
     Also for a commit marker without other objects, a late write of an abandoned save.
     """
-    there = path.keys()
-    return _is_late(there) or (MARKER not in there and locks.is_locked(path))
-
-
-def _is_late(there: Sequence[str]) -> bool:
-    return list(there) == [MARKER]
+    keys = path.keys()
+    return keys == [MARKER] or (MARKER not in keys and locks.is_locked(path))
 
 
 @contextlib.contextmanager
-def made(
+def new_checkpoint(
     final: RemotePath, *, overwrite: bool, keep: Callable[[str], bool]
 ) -> Iterator[RemotePath]:
     """Locks a checkpoint for writing in the `with` block; see `commit`.
@@ -62,9 +60,9 @@ def made(
     Raises:
         CheckpointExistsError: The checkpoint exists, or another process writes it.
     """
-    with locks.held(final) as lock:
+    with locks.lock(final) as lock:
         _make_room(lock, overwrite=overwrite, keep=keep)
-        _making[final] = lock
+        _locks[final] = lock
         try:
             with final.store.counted(final.prefix):
                 yield final
@@ -74,29 +72,30 @@ def made(
             lock.is_left = lock.is_left or isinstance(error, errors.StoreError)
             raise
         finally:
-            del _making[final]
+            del _locks[final]
 
 
 def _make_room(
     lock: locks.Lock, *, overwrite: bool, keep: Callable[[str], bool]
 ) -> None:
     final = lock.path
-    there = final.keys()
-    if not there:
+    keys = final.keys()
+    if not keys:
         return
-    is_there = MARKER in there and not _is_late(there)
-    if is_there and not overwrite:
+    is_late = keys == [MARKER]
+    is_checkpoint = MARKER in keys and not is_late
+    if is_checkpoint and not overwrite:
         raise errors.CheckpointExistsError(
-            f"{final} was created by another writer meanwhile"
+            f"{final} was created by another writer in the meantime"
         )
-    if not (is_there or lock.is_inherited or _is_late(there)):
+    if not (is_checkpoint or lock.is_inherited or is_late):
         raise errors.CheckpointExistsError(
-            f"{final} exists and is no checkpoint, so it is not overwritten:"
+            f"{final} exists but is not a checkpoint, so it is not overwritten:"
             " remove it yourself, or choose another path"
         )
     lock.is_left = True  # until removal is complete: a sweep continues after a failure
     (final / MARKER).unlink(missing_ok=True)
-    final.store.delete_all(final.prefix + key for key in there if not keep(key))
+    final.store.delete_all(final.prefix + key for key in keys if not keep(key))
     lock.is_left = False
 
 
@@ -110,11 +109,11 @@ def _clear(lock: locks.Lock) -> None:
         return
     except errors.StoreError as error:
         lock.is_left = True
-        _log.warning("%s is left for now: %s", lock.path, error)
+        _log.warning("could not remove %s for now: %s", lock.path, error)
 
 
 def commit(final: RemotePath, marker: bytes) -> int:
-    """Commits the checkpoint written in `made`.
+    """Commits the checkpoint written in `new_checkpoint`.
 
     Returns:
         Number of bytes written.
@@ -123,7 +122,7 @@ def commit(final: RemotePath, marker: bytes) -> int:
         CheckpointExistsError: Another process took over the lock.
         StoreError: The result of the commit is unknown.
     """
-    _making[final].confirm()
+    _locks[final].confirm()
     write_new(final / MARKER, marker)
     return final.store.counted_bytes(final.prefix)
 
@@ -140,32 +139,31 @@ def write_new(path: RemotePath, content: bytes) -> None:
     if path.store.create(path.key, content) is not None:
         return
     for _ in range(_LATE_TRIES):
-        found = path.store.read(path.key)
-        if found is None:
+        present = path.store.read(path.key)
+        if present is None:
             generation = path.store.create(path.key, content)
         else:
-            generation = path.store.exchange(path.key, content, found.generation)
+            generation = path.store.exchange(path.key, content, present.generation)
         if generation is not None:
             return
-    raise errors.CheckpointExistsError(f"{path} is written by somebody else, too")
-
-
-_LATE_TRIES = 8
+    raise errors.CheckpointExistsError(
+        f"{path} is also being written by another process"
+    )
 
 
 # ---- deleting ---------------------------------------------------------------------
 
 
 def withdraw(path: RemotePath) -> bytes | None:
-    """Removes the commit marker and returns the content for `put_back`."""
-    found = path.store.read((path / MARKER).key)
-    if found is None:
+    """Removes the commit marker and returns the content for `restore`."""
+    marker = path.store.read((path / MARKER).key)
+    if marker is None:
         return None
     path.store.delete((path / MARKER).key)
-    return found.value
+    return marker.value
 
 
-def put_back(path: RemotePath, marker: bytes | None) -> None:
+def restore(path: RemotePath, marker: bytes | None) -> None:
     """Restores the commit marker."""
     if marker is not None:
         write_new(path / MARKER, marker)
@@ -177,7 +175,7 @@ def remove(lock: locks.Lock) -> None:
         lock.path.store.delete_under(lock.path.prefix)
     except errors.StoreError as error:
         lock.is_left = True
-        _log.warning("%s is left for now: %s", lock.path, error)
+        _log.warning("could not remove %s for now: %s", lock.path, error)
 
 
 # ---- leftovers of crashes ---------------------------------------------------------
@@ -197,17 +195,11 @@ def sweep(root: RemotePath, is_ours: Callable[[str], bool]) -> None:
         if is_directory or not name.endswith(locks.LOCK):
             continue
         path = root / name.removesuffix(locks.LOCK)
-        if is_ours(path.name):
-            _sweep(path)
-
-
-def _sweep(path: RemotePath) -> None:
-    lock = locks.inherited(path)
-    if lock is None:
-        return
-    try:
-        if not is_committed(path):
-            remove(lock)
-            _log.info("removed %s, which a crash had left", path)
-    finally:
-        lock.release()
+        if not is_ours(path.name) or (lock := locks.take_over(path)) is None:
+            continue
+        try:
+            if not is_committed(path):
+                remove(lock)
+                _log.info("removed %s, left by a crash", path)
+        finally:
+            lock.release()

@@ -39,14 +39,16 @@ def kind(path: str) -> str:
         return ""
     holding: dict[str, str] = {}
     for line in mounts:
-        where, _, kind = os.fsdecode(line).partition(" - ")
-        fields = where.split(" ")
-        if len(fields) > 4 and kind:
+        before, _, after = os.fsdecode(line).partition(" - ")
+        fields = before.split(" ")
+        if len(fields) > 4 and after:
             mount = fields[4].rstrip("/") + "/"
             if "\\" in mount:
                 mount = _unescaped(mount)
             if path.startswith(mount):
-                holding[mount] = kind.split(" ")[0]  # the last mount hides earlier ones
+                holding[mount] = after.split(" ")[
+                    0
+                ]  # the last mount hides earlier ones
     return holding[max(holding, key=len)] if holding else ""
 
 

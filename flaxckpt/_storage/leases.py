@@ -70,13 +70,13 @@ class Lease:
             if not path.is_dir():
                 raise FileNotFoundError(errno.ENOENT, "no such checkpoint", str(path))
             self._directory = -1
-            _say_now(self._remote)
+            _write_time(self._remote)
         else:
             self._directory = self._make_file(path)
         self._heartbeat = _util.threads.Heartbeat(
             self._refresh, _EXPIRES_SECS / _TOUCHES, "flaxckpt lease"
         )
-        _held.add(self)
+        _leases.add(self)
 
     def _make_file(self, path: Path) -> int:
         """Makes the reader's file; returns the descriptor of the directory."""
@@ -94,7 +94,7 @@ class Lease:
         # Without times: the file system sets the time by its own clock.
         with contextlib.suppress(OSError):
             if self._remote is not None:
-                _say_now(self._remote)
+                _write_time(self._remote)
             else:
                 os.utime(self._name, dir_fd=self._directory)
 
@@ -103,7 +103,7 @@ class Lease:
         if self._is_released:
             return
         self._is_released = True
-        _held.discard(self)
+        _leases.discard(self)
         if os.getpid() == self._pid:  # not in a forked child
             self._heartbeat.stop()
             with contextlib.suppress(OSError):  # the checkpoint may have been deleted
@@ -115,13 +115,13 @@ class Lease:
             os.close(self._directory)
 
 
-_held: set[Lease] = set()
+_leases: set[Lease] = set()
 """Leases to release at exit, where abandoned generators are closed too late."""
 
 
 @atexit.register
 def _release_all() -> None:
-    for lease in list(_held):
+    for lease in list(_leases):
         lease.release()
 
 
@@ -136,7 +136,7 @@ def reader(name: str) -> str:
     return errors.printable(f"{host}:{rest}" if host else name)
 
 
-def living(path: Path, names: Iterable[str]) -> list[str]:
+def unexpired(path: Path, names: Iterable[str]) -> list[str]:
     """Returns the unexpired files among `names` in the checkpoint `path`.
 
     Files with a time in the future, beyond the limit, are expired, too.
@@ -145,11 +145,16 @@ def living(path: Path, names: Iterable[str]) -> list[str]:
     if not names:
         return []
     if paths.is_remote(path):
-        return [name for name in names if _is_said_lately(path / name)]
-    now, limit = _now(path), _EXPIRES_SECS
+        return [name for name in names if _is_recent(path / name)]
+    now, limit = _file_system_time(path), _EXPIRES_SECS
     if now is None:  # use this machine's clock, with a margin
         now, limit = time.time(), limit + _CLOCKS_DIFFER_SECS
-    return [name for name in names if _is_living(path / name, now, limit)]
+    present = []
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            if abs(now - (path / name).stat().st_mtime) <= limit:
+                present.append(name)
+    return present
 
 
 def is_older(path: Path, secs: float) -> bool:
@@ -157,26 +162,26 @@ def is_older(path: Path, secs: float) -> bool:
 
     By the clock of the file system; False if unknown, or for a missing path.
     """
-    now = _now(path.parent)
+    now = _file_system_time(path.parent)
     try:
         return now is not None and now - path.lstat().st_mtime > secs
     except FileNotFoundError:
         return False
 
 
-def _say_now(file: RemotePath) -> None:
+def _write_time(file: RemotePath) -> None:
     """Writes the present time; modification times of objects cannot be relied on."""
     file.write_bytes(json.dumps({"time": time.time()}).encode())
 
 
-def _is_said_lately(file: RemotePath) -> bool:
+def _is_recent(file: RemotePath) -> bool:
     try:
-        said = float(json.loads(file.read_bytes())["time"])
+        written = float(json.loads(file.read_bytes())["time"])
     except FileNotFoundError:
         return False
     except (ValueError, KeyError, TypeError, RecursionError):
         return True  # unknown time: assume the file is current
-    return abs(time.time() - said) <= _EXPIRES_SECS + _MACHINES_DIFFER_SECS
+    return abs(time.time() - written) <= _EXPIRES_SECS + _MACHINES_DIFFER_SECS
 
 
 def sweep(directory: RemotePath) -> None:
@@ -186,19 +191,12 @@ def sweep(directory: RemotePath) -> None:
         StoreError: The store is unreachable.
     """
     for name, is_directory in directory.names().items():
-        is_mark = name == DELETING or name.startswith(READING)
-        if is_mark and not is_directory and not _is_said_lately(directory / name):
+        is_lease = name == DELETING or name.startswith(READING)
+        if is_lease and not is_directory and not _is_recent(directory / name):
             (directory / name).unlink(missing_ok=True)
 
 
-def _is_living(file: Path, now: float, limit: float) -> bool:
-    try:
-        return abs(now - file.stat().st_mtime) <= limit
-    except FileNotFoundError:
-        return False
-
-
-def _now(directory: Path) -> float | None:
+def _file_system_time(directory: Path) -> float | None:
     """Returns the file system's time; None if no file can be made in `directory`."""
     try:
         with tempfile.TemporaryFile(dir=directory) as probe:
@@ -209,25 +207,25 @@ def _now(directory: Path) -> float | None:
 
 def readers(path: Path) -> list[str]:
     """Returns the readers of the checkpoint `path`, as `host:pid`; empty if missing."""
-    return [reader(name) for name in living(path, _files(path, READING))]
+    return [reader(name) for name in unexpired(path, _names(path, READING))]
 
 
-def _files(path: Path, prefix: str) -> list[str]:
+def _names(path: Path, prefix: str) -> list[str]:
+    """Returns the names in `path` with this prefix; none for a missing path."""
     try:
-        names = path.names() if paths.is_remote(path) else os.listdir(path)  # noqa: PTH208
-        return [name for name in names if name.startswith(prefix)]
+        return [entry.name for entry in path.iterdir() if entry.name.startswith(prefix)]
     except FileNotFoundError:
         return []
 
 
-def is_going(path: Path) -> bool:
+def is_being_deleted(path: Path) -> bool:
     """Returns True if the checkpoint `path` was, or will soon be, deleted.
 
     Raises:
         DamagedCheckpointError: The checkpoint is inaccessible.
     """
-    with permissions.explained(path):
-        return not path.is_dir() or bool(living(path, _files(path, DELETING)))
+    with permissions.explain_errors(path):
+        return not path.is_dir() or bool(unexpired(path, _names(path, DELETING)))
 
 
 @contextlib.contextmanager
@@ -238,29 +236,29 @@ def deletion(path: Path) -> Iterator[None]:
         SaveFailedError: The checkpoint is being read.
         OSError: The deletion cannot be announced.
     """
-    mark = path / DELETING
+    file = path / DELETING
     try:
-        if paths.is_remote(mark):
-            _say_now(mark)
+        if paths.is_remote(file):
+            _write_time(file)
         else:
-            mark.touch()
+            file.touch()
     except OSError as error:
         # On a full disk, delete without announcing: readers cannot make files, either.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
     try:
-        if found := readers(path):
-            raise in_use(path, found)
+        if present := readers(path):
+            raise in_use_error(path, present)
         yield
     finally:
         with contextlib.suppress(OSError):  # deleted along with the checkpoint
-            mark.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
 
 
-def in_use(path: Path, found: Iterable[str]) -> errors.SaveFailedError:
+def in_use_error(path: Path, present: Iterable[str]) -> errors.SaveFailedError:
     """Returns the error for the deletion of a checkpoint with readers."""
     return errors.SaveFailedError(
-        f"{path} is not deleted: it is being read by {', '.join(sorted(found))};"
-        " delete it when they are done (a reader that is gone is forgotten after"
+        f"{path} is not deleted: it is being read by {', '.join(sorted(present))};"
+        " delete it when they are done (the lease of a dead reader expires after"
         f" {_EXPIRES_SECS:g} s)"
     )

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import hashlib
 import io
 import os
+import secrets
 import shutil
+import stat
 from collections.abc import (
     Callable,
     Collection,
@@ -17,24 +21,35 @@ from collections.abc import (
 )
 from pathlib import Path
 from types import MappingProxyType
+from typing import NoReturn
 
 from flaxckpt import _util, errors
 from flaxckpt._storage import (
     commit_marker,
+    files,
     filesystem,
     leases,
     rename,
     symlinks,
     temporary,
 )
-from flaxckpt._storage import files as storage_files
 from flaxckpt._types import JSON
 
+_STREAM_BYTES = 2**20
+_CALL_BYTES = 2**30
+"""Maximal number of bytes that a single system call reads or writes."""
+
+_SYNCED_AT_ONCE = 2**20
+_SYNCING_THREADS = 8
 _COPYING_THREADS = 8
 
 
 class LocalStorage:
-    """Files and directories; a checkpoint counts when renamed to the final name."""
+    """Files and directories; a checkpoint counts when renamed to the final name.
+
+    A write is complete when the file, its directory, and all new parent directories are
+    synced. Deletion and replacement never follow symbolic links.
+    """
 
     has_directories = True
     has_hard_links = True
@@ -50,12 +65,11 @@ class LocalStorage:
     def names(self, directory: Path, /) -> list[str]:
         return os.listdir(directory)  # noqa: PTH208
 
-    def directories(self, directory: Path, /) -> Iterator[str]:
-        return storage_files.directories(directory)
+    directories = staticmethod(files.directories)
 
     def identity(self, path: Path, /) -> tuple[int, ...] | None:
         try:
-            return storage_files.identity(path.stat())
+            return files.identity(path.stat())
         except OSError:
             return None
 
@@ -65,13 +79,11 @@ class LocalStorage:
     def contents(
         self, directory: Path, wanted: Callable[[str], bool], /
     ) -> dict[str, Collection[str]]:
-        found: dict[str, Collection[str]] = {}
-        for name in filter(wanted, list(storage_files.directories(directory))):
-            try:
-                found[name] = os.listdir(directory / name)  # noqa: PTH208
-            except FileNotFoundError:  # just deleted
-                continue
-        return found
+        contents: dict[str, Collection[str]] = {}
+        for name in filter(wanted, list(self.directories(directory))):
+            with contextlib.suppress(FileNotFoundError):  # just deleted
+                contents[name] = os.listdir(directory / name)  # noqa: PTH208
+        return contents
 
     def files_below(self, directory: Path, /) -> Iterator[str]:
         root = str(directory)
@@ -82,16 +94,28 @@ class LocalStorage:
                 yield inside + name
 
     def entries_below(self, directory: Path, /) -> Iterator[tuple[str, bool]]:
-        return storage_files.entries_below(str(directory), "")
+        return _entries_below(str(directory), "")
 
     def files_and_links(self, directory: Path, /) -> dict[str, bool]:
-        return storage_files.files_and_links(str(directory))
+        root = str(directory)
+        links: dict[str, bool] = {}
+        for path, directories, names in os.walk(root):
+            inside = f"{path[len(root) :].strip('/')}/".lstrip("/")
+            for name in directories + names:
+                is_link = os.path.islink(f"{path}/{name}")  # noqa: PTH114
+                if is_link or name not in directories:
+                    links[inside + name] = is_link
+        return dict(sorted(links.items()))
 
     def all_files(self, path: Path, /) -> Iterator[Path]:
-        return storage_files.all_files(path)
+        if path.is_file():
+            yield path
+            return
+        for directory, _, names in os.walk(path, onerror=_raise):
+            yield from (Path(directory, name) for name in names)
 
     def known_size(self, file: Path, within: Path | None, /) -> int | None:
-        descriptor = storage_files.open_regular_file(file, within=within)
+        descriptor = files.open_regular_file(file, within=within)
         try:
             return os.fstat(descriptor).st_size
         finally:
@@ -105,11 +129,21 @@ class LocalStorage:
         return total
 
     def disk_files(self, path: Path, /) -> dict[tuple[int, int], int] | None:
-        return storage_files.disk_files(os.fspath(path))
+        sizes: dict[tuple[int, int], int] = {}
+        waiting = [os.fspath(path)]
+        while waiting:
+            entry = waiting.pop()
+            with contextlib.suppress(OSError):
+                status = os.lstat(entry)
+                if stat.S_ISREG(status.st_mode):
+                    sizes[status.st_dev, status.st_ino] = status.st_size
+                elif stat.S_ISDIR(status.st_mode):
+                    waiting += [f"{entry}/{name}" for name in os.listdir(entry)]  # noqa: PTH208
+        return sizes
 
     def fingerprint(self, file: Path, /) -> tuple[tuple[int, ...], int]:
-        found = file.stat()
-        return (found.st_ino, found.st_mtime_ns), found.st_size
+        status = file.stat()
+        return (status.st_ino, status.st_mtime_ns), status.st_size
 
     def real_path(self, path: Path, /) -> str:
         return os.path.realpath(path)
@@ -117,20 +151,14 @@ class LocalStorage:
     def kind(self, path: Path, /) -> str:
         return filesystem.kind(os.fspath(path))
 
-    def is_local(self, path: Path, /) -> bool:
-        return filesystem.is_local(path)
+    is_local = staticmethod(filesystem.is_local)
 
     def free_bytes(self, path: Path, /) -> int | None:
         return shutil.disk_usage(path).free
 
-    def check_root(self, root: Path, checkpoint: Path, /) -> int:
-        return symlinks.check_root(root, checkpoint)
-
-    def check_array(self, root: Path, name: str, checkpoint: Path, /) -> int:
-        return symlinks.check_array(root, name, checkpoint)
-
-    def check_file(self, path: Path, checkpoint: Path, /) -> None:
-        symlinks.check_file(path, checkpoint)
+    check_root = staticmethod(symlinks.check_root)
+    check_array = staticmethod(symlinks.check_array)
+    check_file = staticmethod(symlinks.check_file)
 
     def kvstore(self, directory: Path, below: str, /) -> dict[str, JSON]:
         return {"driver": "file", "path": f"{directory}/{below}"}
@@ -138,90 +166,214 @@ class LocalStorage:
     # ---- reading ------------------------------------------------------------------
 
     def read(self, file: Path, /, *, max_bytes: int) -> bytes:
-        return storage_files.read(file, max_bytes=max_bytes)
+        with self.open_file(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size <= max_bytes:
+                content = opened.read(max_bytes + 1)
+                size = len(content)
+            if size > max_bytes:  # the file may have grown since it was opened
+                raise errors.DamagedCheckpointError(
+                    f"{file}: wanted a file of at most {max_bytes} bytes, found {size}"
+                )
+            return content
 
-    def opened(
+    @contextlib.contextmanager
+    def open_file(
         self, file: Path, /, *, buffer_bytes: int = 2**13
-    ) -> contextlib.AbstractContextManager[io.BufferedReader]:
-        return storage_files.opened(file, buffer_bytes=buffer_bytes)
+    ) -> Iterator[io.BufferedReader]:
+        try:
+            descriptor = files.open_regular_file(file)
+        except ValueError as error:
+            raise errors.DamagedCheckpointError(str(error)) from None
+        try:
+            with io.FileIO(descriptor, closefd=False) as opened:
+                yield io.BufferedReader(opened, buffer_bytes)
+        finally:
+            os.close(descriptor)
 
     def digest_file(self, file: Path, /, *, max_bytes: int) -> str | None:
-        return storage_files.digest_file(file, max_bytes=max_bytes)
+        with self.open_file(file) as opened:
+            if os.fstat(opened.fileno()).st_size > max_bytes:
+                return None
+            return "sha256:" + hashlib.file_digest(opened, "sha256").hexdigest()
 
     def stream(self, file: Path, within: Path, size: int, /) -> Iterator[memoryview]:
-        return storage_files.stream(file, within)
+        buffer = memoryview(bytearray(_STREAM_BYTES))
+        descriptor = files.open_regular_file(file, within=within)
+        try:
+            while count := os.readv(descriptor, [buffer]):
+                yield buffer[:count]
+        finally:
+            os.close(descriptor)
 
     def read_small(self, file: Path, max_bytes: int, within: Path, /) -> bytes:
-        return storage_files.read_range(file, 0, max_bytes, within=within)
+        return self.read_range(file, 0, max_bytes, within=within)
 
-    def read_range(self, file: Path, offset: int, size: int, /) -> bytes:
-        return storage_files.read_range(file, offset, size)
+    def read_range(
+        self, file: Path, offset: int, size: int, /, *, within: Path | None = None
+    ) -> bytes:
+        descriptor = files.open_regular_file(file, within=within)
+        content = bytearray()
+        try:
+            # A call may read less than it was asked for.
+            while part := os.pread(
+                descriptor, size - len(content), offset + len(content)
+            ):
+                content += part
+            return bytes(content)
+        finally:
+            os.close(descriptor)
 
     def read_into(self, file: Path, views: Sequence[memoryview], /) -> None:
-        storage_files.read_into(file, views, within=file.parent.parent)
+        wanted = sum(view.nbytes for view in views)
+        descriptor = files.open_regular_file(file, within=file.parent.parent)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != wanted:
+                raise ValueError(f"{file.name} has {size} bytes instead of {wanted}")
+            offset = 0
+            for view in views:
+                while view:
+                    count = os.preadv(descriptor, [view[:_CALL_BYTES]], offset)
+                    if count == 0:
+                        raise ValueError(f"{file.name} was truncated during the read")
+                    view = view[count:]
+                    offset += count
+        finally:
+            os.close(descriptor)
 
     def last_lines(self, file: Path, max_bytes: int, /) -> list[bytes]:
-        with storage_files.opened(file) as opened:
+        with self.open_file(file) as opened:
             size = opened.seek(0, os.SEEK_END)
             opened.seek(max(0, size - max_bytes))
-            found = opened.read()
-        is_cut = size > max_bytes
-        whole = found[: found.rfind(b"\n") + 1]
-        return whole.splitlines(keepends=True)[1 if is_cut else 0 :]
+            content = opened.read()
+        lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+        return lines[1:] if size > max_bytes else lines
 
     def forget_cached(self, file: Path, /) -> None:
-        storage_files.forget_cached(file)
+        if not hasattr(os, "posix_fadvise"):
+            return
+        with contextlib.suppress(OSError):
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
 
     # ---- writing ------------------------------------------------------------------
 
     def write(self, file: Path, content: bytes, /) -> None:
-        storage_files.write(file, content)
+        with file.open("xb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
 
     def replace(self, file: Path, content: bytes, /) -> None:
-        storage_files.replace(file, content)
+        new = file.with_name(f"{file.name}.{secrets.token_hex(4)}{files.REPLACING}")
+        try:
+            self.write(new, content)
+            new.replace(file)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        self.sync_directory(file.parent)
 
-    def locked(self, file: Path, /) -> contextlib.AbstractContextManager[None]:
-        return storage_files.locked(file)
+    @contextlib.contextmanager
+    def lock_file(self, file: Path, /) -> Iterator[None]:
+        try:
+            descriptor = os.open(file, os.O_RDWR | os.O_NONBLOCK)  # NFS needs O_RDWR
+        except (PermissionError, IsADirectoryError):
+            descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     def make_directory(self, path: Path, /) -> None:
-        storage_files.make_directory(path)
+        missing = []
+        while not path.is_dir():
+            missing.append(path)
+            path = path.parent
+        for directory in reversed(missing):
+            directory.mkdir(exist_ok=True)
+            self.sync_directory(directory.parent)
 
-    def sync_directory(self, path: Path, /) -> None:
-        storage_files.sync_directory(path)
+    sync_directory = staticmethod(files.sync_directory)
+    remove_tree = staticmethod(files.remove_tree)
 
     def sync_tree(self, root: Path, /) -> int:
-        return storage_files.sync_tree(root)
+        sizes: list[int] = []
 
-    def remove_tree(self, path: Path, /) -> None:
-        storage_files.remove_tree(path)
+        def sync(path: str) -> None:
+            status = _sync(path)
+            if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+                sizes.append(status.st_size)
+
+        paths = [
+            os.path.join(directory, name)  # noqa: PTH118
+            for directory, _, names in os.walk(root, topdown=False)
+            for name in (*names, "")
+        ]
+        # Several at a time, so that the disk writes them together.
+        _util.threads.each(sync, paths, threads=_SYNCING_THREADS)
+        return sum(sizes)
 
     def write_parts(self, file: Path, parts: Sequence[memoryview], /) -> None:
-        storage_files.write_parts(file, parts)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(file, flags, 0o666)
+        try:
+            size = 0
+            for view in parts:
+                while view:
+                    written = os.write(descriptor, view[:_CALL_BYTES])
+                    view = view[written:]
+                    size += written
+            # Syncing a large file now lets the disk work while others are written.
+            if size >= _SYNCED_AT_ONCE:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def append_lines(self, file: Path, lines: bytes, max_bytes: int, /) -> None:
-        storage_files.append_lines(file, lines)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        descriptor = os.open(file, flags | os.O_NOFOLLOW, 0o666)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(file))
+            size = status.st_size
+            end = os.pread(descriptor, 1, size - 1) if size else b"\n"
+            # A crash or a full disk may have cut off the last line.
+            content = lines if end == b"\n" else b"\n" + lines
+            # In a single write: concurrent lines do not mix.
+            if os.write(descriptor, content) < len(content):
+                raise OSError(errno.ENOSPC, "no space left", str(file))
+        finally:
+            os.close(descriptor)
 
     def sync_files(self, paths: Iterable[Path], threads: int, /) -> None:
-        _util.threads.each(storage_files.sync, list(paths), threads=threads)
+        _util.threads.each(_sync, list(paths), threads=threads)
 
     def add_directory(self, path: Path, files: Mapping[str, bytes], /) -> bool:
         is_first = True
-        with temporary.made(path.parent) as made:
+        with temporary.new_directory(path.parent) as made:
             for name, content in files.items():
-                storage_files.write(made / name, content)
-            storage_files.sync_directory(made)
+                self.write(made / name, content)
+            self.sync_directory(made)
             try:
                 made.rename(path)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
                 is_first = False
-        storage_files.sync_directory(path.parent)
+        self.sync_directory(path.parent)
         return is_first
 
     def withdraw_name(self, directory: Path, aside: Path, /) -> Path:
         directory.rename(aside)
-        storage_files.sync_directory(directory.parent)
+        self.sync_directory(directory.parent)
         return aside
 
     # ---- checkpoints --------------------------------------------------------------
@@ -237,19 +389,11 @@ class LocalStorage:
     ) -> bool:
         return True
 
-    def temporary_directory(
-        self, final: Path, /
-    ) -> contextlib.AbstractContextManager[Path]:
-        return temporary.made(final)
+    temporary_directory = staticmethod(temporary.new_directory)
 
-    def discard(self, directory: Path, /) -> None:
-        temporary.discard(directory, self.remove_tree)
-
-    def sweep(self, directory: Path, is_ours: Callable[[str], bool], /) -> None:
-        temporary.sweep(directory, is_ours)
-
-    def sweep_files(self, directory: Path, /) -> None:
-        temporary.sweep_files(directory)
+    discard = staticmethod(temporary.discard)
+    sweep = staticmethod(temporary.sweep)
+    sweep_files = staticmethod(temporary.sweep_files)
 
     @contextlib.contextmanager
     def new_checkpoint(
@@ -262,20 +406,20 @@ class LocalStorage:
         check: Callable[[Path], object],
     ) -> Iterator[Path]:
         temporary.sweep(final.parent, lambda name: name == final.name)
-        with temporary.made(final) as made:
+        with temporary.new_directory(final) as made:
             yield made
 
     def commit(
         self,
-        made: Path,
+        directory: Path,
         final: Path,
         marker: bytes,
         publish: Callable[[Path, Path], object],
         /,
     ) -> int:
-        storage_files.write(made / commit_marker.MARKER, marker)
-        size = storage_files.sync_tree(made)
-        publish(made, final)
+        self.write(directory / commit_marker.MARKER, marker)
+        size = self.sync_tree(directory)
+        publish(directory, final)
         return size
 
     def copy_checkpoint(
@@ -285,14 +429,14 @@ class LocalStorage:
         /,
         *,
         files: Sequence[Path] | None = None,
-        marks: Mapping[str, bytes] = MappingProxyType({}),
+        markers: Mapping[str, bytes] = MappingProxyType({}),
         overwrite: bool,
         keep: Callable[[str], bool] = lambda name: False,
         publish: Callable[[Path, Path], object] = rename.publish,
     ) -> int:
         if files is None:
             files = [path for path in source.rglob("*") if path.is_file()]
-        with temporary.made(final) as made:
+        with temporary.new_directory(final) as made:
             for directory in sorted({file.parent for file in files}):
                 copied = made / directory.relative_to(source)
                 copied.mkdir(parents=True, exist_ok=True)
@@ -301,35 +445,61 @@ class LocalStorage:
                 shutil.copyfile(file, made / file.relative_to(source))
 
             _util.threads.each(copy, files, threads=_COPYING_THREADS)
-            for name, content in marks.items():
-                storage_files.write(made / name, content)
-            size = storage_files.sync_tree(made)
+            for name, content in markers.items():
+                self.write(made / name, content)
+            size = self.sync_tree(made)
             publish(made, final)
             return size
 
     def delete(self, path: Path, check: Callable[[Path], object], /) -> None:
-        aside = temporary.beside(path, temporary.DELETED)
-        with temporary.claimed(path):
+        aside = temporary.new_path(path, temporary.DELETED)
+        with temporary.claim(path):
             with leases.deletion(path):
                 check(path)
                 rename.withdraw(path, aside)
                 try:
                     # A reader or a pin may have come before the rename.
                     if late := leases.readers(aside):
-                        raise leases.in_use(path, late)
+                        raise leases.in_use_error(path, late)
                     check(aside)
                 except errors.SaveFailedError:
                     aside.rename(path)
-                    storage_files.sync_directory(path.parent)
+                    self.sync_directory(path.parent)
                     raise
             self.discard(aside)
 
     def delete_part(
         self, path: Path, name: str, announce: Callable[[], object], /
     ) -> None:
-        aside = temporary.beside(path, temporary.DELETED)
-        with temporary.claimed(path / name):
+        aside = temporary.new_path(path, temporary.DELETED)
+        with temporary.claim(path / name):
             with leases.deletion(path):
                 announce()
                 self.withdraw_name(path / name, aside)
             self.discard(aside)
+
+
+def _entries_below(directory: str, prefix: str) -> Iterator[tuple[str, bool]]:
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            path = prefix + entry.name
+            yield path, entry.is_file()
+            if not entry.is_dir():
+                continue
+            if entry.is_symlink():  # it may lead in circles
+                raise ValueError(f"{path} is a link to a directory")
+            yield from _entries_below(entry.path, path + "/")
+
+
+def _sync(path: Path | str) -> os.stat_result:
+    """Syncs a file or a directory, by any writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        os.fsync(descriptor)
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error

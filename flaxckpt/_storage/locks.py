@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flaxckpt import _util, errors
 from flaxckpt._storage import object_store
@@ -85,13 +85,13 @@ class Lock:
     def _renew(self) -> bool:
         with self._guard:
             self._holder = self._holder._replace(beat=self._holder.beat + 1)
-            found = self.path.store.exchange(
+            generation = self.path.store.exchange(
                 _key(self.path), self._holder.content(), self._generation
             )
-            if found is None:
+            if generation is None:
                 self._is_lost = True
                 return False
-            self._generation = found
+            self._generation = generation
             return True
 
     def confirm(self) -> None:
@@ -102,8 +102,9 @@ class Lock:
         """
         if self._is_lost or not self._renew():
             raise errors.CheckpointExistsError(
-                f"{self.path} was taken over by another writer, as this one was not"
-                f" heard of for {_ABANDONED_SECS:g} s; nothing of it is committed here"
+                f"{self.path} was taken over by another writer, because this process"
+                f" did not renew its lock for {_ABANDONED_SECS:g} s; this process"
+                " commits nothing"
             )
 
     def release(self) -> None:
@@ -116,9 +117,11 @@ class Lock:
         if self.is_left or self._is_lost:
             return
         try:
-            self.path.store.remove(_key(self.path), self._generation)
+            self.path.store.delete(_key(self.path), self._generation)
         except errors.StoreError as error:
-            _log.warning("the lock of %s is left for now: %s", self.path, error)
+            _log.warning(
+                "could not remove the lock of %s for now: %s", self.path, error
+            )
 
 
 _living: set[str] = set()
@@ -132,7 +135,7 @@ def _key(path: RemotePath) -> str:
 
 
 @contextlib.contextmanager
-def held(path: RemotePath, *, patient: bool = False) -> Iterator[Lock]:
+def lock(path: RemotePath, *, patient: bool = False) -> Iterator[Lock]:
     """Holds the lock of a checkpoint in the `with` block.
 
     Args:
@@ -153,39 +156,38 @@ def held(path: RemotePath, *, patient: bool = False) -> Iterator[Lock]:
 def _acquire(path: RemotePath, *, patient: bool) -> Lock:
     store, key, holder = path.store, _key(path), _self()
     watched: object_store.StoredValue | None = None
-    begun = since = last_there = time.monotonic()
+    begin = unchanged_since = last_seen = time.monotonic()
     while True:
-        if (made := store.create(key, holder.content())) is not None:
-            return Lock(path, holder, made, inherited=False)
-        asked = time.monotonic()
-        found = store.read(key)
-        if time.monotonic() - asked > _BEAT_SECS:
-            since = time.monotonic()  # the holder could not renew, either
-        if found is None:  # released just now, or the bucket is missing
-            if time.monotonic() - last_there > store.options.deadline_secs:
+        if (generation := store.create(key, holder.content())) is not None:
+            return Lock(path, holder, generation, inherited=False)
+        read_begin = time.monotonic()
+        current = store.read(key)
+        if time.monotonic() - read_begin > _BEAT_SECS:
+            unchanged_since = time.monotonic()  # the holder could not renew, either
+        if current is None:  # released just now, or the bucket is missing
+            if time.monotonic() - last_seen > store.options.deadline_secs:
                 raise errors.StoreError(
-                    f"cannot lock {path}: for {store.options.deadline_secs:g} s"
-                    f" {store.url}/{key} could not be made, and is not there either;"
-                    " see that the bucket exists"
+                    f"cannot lock {path}: could not create {store.url}/{key} for"
+                    f" {store.options.deadline_secs:g} s, although it does not exist;"
+                    " check that the bucket exists"
                 )
             time.sleep(_LOOK_SECS)
             continue
-        last_there = time.monotonic()
-        is_gone = _is_gone(found)
-        if watched is None or watched.generation != found.generation:
-            has_moved = watched is not None
-            watched, since = found, time.monotonic()
-            if is_gone is False or has_moved:
-                now = time.monotonic()
-                if not patient or now - begun > _PATIENCE_SECS:
-                    raise errors.CheckpointExistsError(
-                        f"{path} is being written by {_name(found)}: wait for it, or"
-                        " save another step"
-                    )
-        if is_gone or time.monotonic() - since > _ABANDONED_SECS:
-            taken = store.exchange(key, holder.content(), found.generation)
-            if taken is not None:
-                return Lock(path, holder, taken, inherited=True)
+        last_seen = time.monotonic()
+        is_dead = _is_dead(current)
+        if watched is None or watched.generation != current.generation:
+            has_changed = watched is not None
+            watched, unchanged_since = current, time.monotonic()
+            is_patient = patient and unchanged_since - begin <= _PATIENCE_SECS
+            if (is_dead is False or has_changed) and not is_patient:
+                raise errors.CheckpointExistsError(
+                    f"{path} is being written by {_name(current)}: wait for it, or"
+                    " save another step"
+                )
+        if is_dead or time.monotonic() - unchanged_since > _ABANDONED_SECS:
+            generation = store.exchange(key, holder.content(), current.generation)
+            if generation is not None:
+                return Lock(path, holder, generation, inherited=True)
             continue
         time.sleep(_LOOK_SECS)
 
@@ -197,11 +199,11 @@ def _self() -> _Holder:
 
 def _machine() -> str:
     """Returns an ID of this machine, boot and PID namespace (container)."""
-    found = [socket.gethostname()]
+    parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        found.append(f"{Path('/proc/self/ns/pid').readlink()}")
-    return " ".join(found)
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(f"{Path('/proc/self/ns/pid').readlink()}")
+    return " ".join(parts)
 
 
 def _started(pid: int) -> str:
@@ -213,25 +215,25 @@ def _started(pid: int) -> str:
     return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
 
 
-def _parsed(content: bytes) -> _Holder | None:
+def _holder(lock: object_store.StoredValue) -> _Holder | None:
+    """Returns the holder of a lock; None if unreadable."""
     try:
-        row: dict[str, Any] = json.loads(content)
-        return _Holder(**row)
+        return _Holder(**json.loads(lock.value))
     except (ValueError, TypeError, RecursionError):
         return None
 
 
-def _name(found: object_store.StoredValue) -> str:
-    holder = _parsed(found.value)
+def _name(lock: object_store.StoredValue) -> str:
+    holder = _holder(lock)
     if holder is None:
-        return "somebody"
+        return "an unknown process"
     host = str(holder.machine).partition(" ")[0]
     return errors.printable(f"{host}:{holder.pid}"[:100])
 
 
-def _is_gone(found: object_store.StoredValue) -> bool | None:
+def _is_dead(lock: object_store.StoredValue) -> bool | None:
     """Returns True if the holder of a lock died; None if unknown on this machine."""
-    holder = _parsed(found.value)
+    holder = _holder(lock)
     if holder is None or holder.machine != _machine():
         return None
     if holder.pid == os.getpid():
@@ -246,31 +248,31 @@ _seen: dict[tuple[str, bytes], float] = {}
 """Locks of other machines -> the time since which they have not changed."""
 
 
-def inherited(path: RemotePath) -> Lock | None:
+def take_over(path: RemotePath) -> Lock | None:
     """Takes over the lock of a checkpoint from a dead holder; None if not possible.
 
     Raises:
         StoreError: The store is unreachable.
     """
     store, key = path.store, _key(path)
-    asked = time.monotonic()
-    found = store.read(key)
-    if found is None:
+    begin = time.monotonic()
+    current = store.read(key)
+    if current is None:
         return None
-    is_gone = _is_gone(found)
-    if is_gone is None:
-        if time.monotonic() - asked > _BEAT_SECS:
+    is_dead = _is_dead(current)
+    if is_dead is None:
+        if time.monotonic() - begin > _BEAT_SECS:
             _seen.clear()  # the holders could not renew, either
-        seen = _seen.setdefault((f"{path}", found.generation), time.monotonic())
-        is_gone = time.monotonic() - seen > _ABANDONED_SECS
-    if not is_gone:
+        seen = _seen.setdefault((f"{path}", current.generation), time.monotonic())
+        is_dead = time.monotonic() - seen > _ABANDONED_SECS
+    if not is_dead:
         return None
     holder = _self()
-    taken = store.exchange(key, holder.content(), found.generation)
-    if taken is None:
+    generation = store.exchange(key, holder.content(), current.generation)
+    if generation is None:
         return None
-    _seen.pop((f"{path}", found.generation), None)
-    return Lock(path, holder, taken, inherited=True)
+    _seen.pop((f"{path}", current.generation), None)
+    return Lock(path, holder, generation, inherited=True)
 
 
 def is_locked(path: RemotePath) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import logging
 import zlib
 from collections.abc import (
     Callable,
@@ -18,20 +19,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import cast
 
-from flaxckpt import errors
+from flaxckpt import _util, errors
 from flaxckpt._storage import (
     commit_marker,
     leases,
     locks,
     rename,
     temporary,
-    upload,
 )
 from flaxckpt._storage import files as storage_files
 from flaxckpt._storage.paths import RemotePath
 from flaxckpt._types import JSON
 
+_log = logging.getLogger(__name__)
+
 _APPEND_TRIES = 20
+_COPYING_THREADS = 8  # each holds a whole file
 _UNKNOWN_BYTES = 2**62
 
 
@@ -46,8 +49,7 @@ class ObjectStorage:
 
     # ---- listing ------------------------------------------------------------------
 
-    def exists(self, path: RemotePath, /) -> bool:
-        return path.exists()
+    exists = staticmethod(RemotePath.exists)
 
     def names(self, directory: RemotePath, /) -> list[str]:
         return list(directory.names())
@@ -57,18 +59,19 @@ class ObjectStorage:
 
     def identity(self, path: RemotePath, /) -> tuple[int, ...] | None:
         for key in (path.key, f"{path.prefix}{commit_marker.MARKER}"):
-            found = path.store.read(key, start=0, stop=0)
-            if found is not None:
-                return tuple(found.generation)
+            stored = path.store.read(key, start=0, stop=0)
+            if stored is not None:
+                return tuple(stored.generation)
         return None
 
-    def is_taken(self, path: RemotePath, /) -> bool:
-        return path.is_file()
+    is_taken = staticmethod(RemotePath.is_file)
 
     def contents(
         self, directory: RemotePath, wanted: Callable[[str], bool], /
     ) -> dict[str, Collection[str]]:
-        return {name: found for name, found in directory.tree().items() if wanted(name)}
+        return {
+            name: inside for name, inside in directory.tree().items() if wanted(name)
+        }
 
     def files_below(self, directory: RemotePath, /) -> Iterator[str]:
         return iter(directory.keys())
@@ -136,7 +139,7 @@ class ObjectStorage:
         return content
 
     @contextlib.contextmanager
-    def opened(
+    def open_file(
         self, file: RemotePath, /, *, buffer_bytes: int = 2**13
     ) -> Iterator[io.BufferedReader]:
         # BytesIO has all methods of a BufferedReader that callers use.
@@ -160,18 +163,18 @@ class ObjectStorage:
         return file.store.part(file.key, offset, offset + size) or b""
 
     def read_into(self, file: RemotePath, views: Sequence[memoryview], /) -> None:
-        size, found = sum(view.nbytes for view in views), 0
+        size, wanted = 0, sum(view.nbytes for view in views)
         views = [view for view in views if view]
-        for part in file.pieces(size):
-            found += len(part)
+        for part in file.pieces(wanted):
+            size += len(part)
             left = memoryview(part)
             while views and left:
                 count = min(len(left), len(views[0]))
                 views[0][:count] = left[:count]
                 left, views[0] = left[count:], views[0][count:]
                 views = views if views[0] else views[1:]
-        if found != size:
-            raise ValueError(f"{file.name} has {found} bytes instead of {size}")
+        if size != wanted:
+            raise ValueError(f"{file.name} has {size} bytes instead of {wanted}")
 
     def last_lines(self, file: RemotePath, max_bytes: int, /) -> list[bytes]:
         return file.read_bytes().splitlines(keepends=True)
@@ -188,8 +191,8 @@ class ObjectStorage:
         file.write_bytes(content)
 
     @contextlib.contextmanager
-    def locked(self, file: RemotePath, /) -> Iterator[None]:
-        with locks.held(file.parent, patient=True):
+    def lock_file(self, file: RemotePath, /) -> Iterator[None]:
+        with locks.lock(file.parent, patient=True):
             yield
 
     def make_directory(self, path: RemotePath, /) -> None:
@@ -208,21 +211,21 @@ class ObjectStorage:
         path.store.delete_under(path.prefix)
 
     def write_parts(self, file: RemotePath, parts: Sequence[memoryview], /) -> None:
-        commit_marker.write_new(file, b"".join(parts))
+        self.write(file, b"".join(parts))
 
     def append_lines(self, file: RemotePath, lines: bytes, max_bytes: int, /) -> None:
         for _ in range(_APPEND_TRIES):
-            found = file.store.read(file.key)
-            if found is None:
+            present = file.store.read(file.key)
+            if present is None:
                 if file.store.create(file.key, lines) is not None:
                     return
                 continue
-            content = found.value + lines
+            content = present.value + lines
             if len(content) > max_bytes:
                 content = content[-max_bytes // 2 :].partition(b"\n")[2]
-            if file.store.exchange(file.key, content, found.generation) is not None:
+            if file.store.exchange(file.key, content, present.generation) is not None:
                 return
-        raise OSError(errno.EAGAIN, "others write all the time", str(file))
+        raise OSError(errno.EAGAIN, "other processes keep writing to it", str(file))
 
     def sync_files(self, paths: Iterable[RemotePath], threads: int, /) -> None:
         return  # an object is durable when it is written
@@ -237,11 +240,8 @@ class ObjectStorage:
 
     # ---- checkpoints --------------------------------------------------------------
 
-    def is_committed(self, path: RemotePath, /) -> bool:
-        return commit_marker.is_committed(path)
-
-    def is_unfinished(self, path: RemotePath, /) -> bool:
-        return commit_marker.is_unfinished(path)
+    is_committed = staticmethod(commit_marker.is_committed)
+    is_unfinished = staticmethod(commit_marker.is_unfinished)
 
     def lists_committed(
         self, names: Collection[str], unmarked: Collection[str], /
@@ -253,10 +253,15 @@ class ObjectStorage:
     def temporary_directory(
         self, final: RemotePath, /
     ) -> contextlib.AbstractContextManager[Path]:
-        return commit_marker.made(final, overwrite=False, keep=lambda name: False)
+        return commit_marker.new_checkpoint(
+            final, overwrite=False, keep=lambda name: False
+        )
 
     def discard(self, directory: RemotePath, /) -> None:
-        temporary.discard(directory, self.remove_tree)
+        try:
+            self.remove_tree(directory)
+        except errors.StoreError as error:
+            _log.warning("could not remove %s for now: %s", directory, error)
 
     def sweep(self, directory: RemotePath, is_ours: Callable[[str], bool], /) -> None:
         commit_marker.sweep(directory, is_ours)
@@ -264,8 +269,7 @@ class ObjectStorage:
         for name in temporary.leftovers(self.directories(directory), is_ours):
             self.remove_tree(directory / name)
 
-    def sweep_files(self, directory: RemotePath, /) -> None:
-        leases.sweep(directory)
+    sweep_files = staticmethod(leases.sweep)
 
     @contextlib.contextmanager
     def new_checkpoint(
@@ -278,19 +282,21 @@ class ObjectStorage:
         check: Callable[[Path], object],
     ) -> Iterator[Path]:
         if overwrite and commit_marker.is_committed(final):
-            check(final)  # `made` removes it at once
-        with commit_marker.made(final, overwrite=overwrite, keep=keep) as made:
+            check(final)  # `commit_marker.new_checkpoint` removes it at once
+        with commit_marker.new_checkpoint(
+            final, overwrite=overwrite, keep=keep
+        ) as made:
             yield made
 
     def commit(
         self,
-        made: RemotePath,
+        directory: RemotePath,
         final: RemotePath,
         marker: bytes,
         publish: Callable[[Path, Path], object],
         /,
     ) -> int:
-        return commit_marker.commit(made, marker)
+        return commit_marker.commit(directory, marker)
 
     def copy_checkpoint(
         self,
@@ -299,26 +305,37 @@ class ObjectStorage:
         /,
         *,
         files: Sequence[Path] | None = None,
-        marks: Mapping[str, bytes] = MappingProxyType({}),
+        markers: Mapping[str, bytes] = MappingProxyType({}),
         overwrite: bool,
         keep: Callable[[str], bool] = lambda name: False,
         publish: Callable[[Path, Path], object] = rename.publish,
     ) -> int:
-        return upload.upload(
-            source, final, files=files, marks=marks, overwrite=overwrite, keep=keep
-        )
+        if files is None:
+            files = [path for path in source.rglob("*") if path.is_file()]
+        marker = source / commit_marker.MARKER
+        content = marker.read_bytes()
+
+        def copy(file: Path) -> None:
+            self.write(final / file.relative_to(source), file.read_bytes())
+
+        with commit_marker.new_checkpoint(final, overwrite=overwrite, keep=keep):
+            before_marker = [file for file in files if file != marker]
+            _util.threads.each(copy, before_marker, threads=_COPYING_THREADS)
+            for name, added in markers.items():
+                self.write(final / name, added)
+            return commit_marker.commit(final, content)
 
     def delete(self, path: RemotePath, check: Callable[[Path], object], /) -> None:
-        with locks.held(path) as lock, leases.deletion(path):
+        with locks.lock(path) as lock, leases.deletion(path):
             check(path)
             marker = commit_marker.withdraw(path)
             try:
                 # A reader may have come before the marker was removed.
                 if late := leases.readers(path):
-                    raise leases.in_use(path, late)
+                    raise leases.in_use_error(path, late)
                 check(path)
             except errors.SaveFailedError:
-                commit_marker.put_back(path, marker)
+                commit_marker.restore(path, marker)
                 raise
             commit_marker.remove(lock)
 

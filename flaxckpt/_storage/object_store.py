@@ -39,7 +39,7 @@ def _nothing() -> bytes:
     return bytes(empty.read("none").result().stamp.generation)
 
 
-class _Look:
+class _Listing:
     """A cached listing of the keys under a prefix."""
 
     def __init__(self, prefix: str) -> None:
@@ -57,10 +57,8 @@ class _Look:
         """Returns the listed keys with this prefix."""
         keys = self.keys or []
         start = bisect.bisect_left(keys, prefix)
-        begin_so = itertools.takewhile(
-            lambda key: key.startswith(prefix), itertools.islice(keys, start, None)
-        )
-        return list(begin_so)
+        rest = itertools.islice(keys, start, None)
+        return list(itertools.takewhile(lambda key: key.startswith(prefix), rest))
 
 
 class Store:
@@ -85,7 +83,7 @@ class Store:
         self.options = self.connection.options
         self._lock = _util.forks.PerProcess(threading.Lock)
         self._counts: dict[str, int] = {}
-        self._looks = threading.local()
+        self._listings = threading.local()
         self._changes = 0
 
     # ---- requests -----------------------------------------------------------------
@@ -104,14 +102,14 @@ class Store:
         the generation. `size` is the expected size, for the deadline.
         """
         part = None if start is None and stop is None else slice(start, stop)
-        found = self.connection.ask(
+        answer = self.connection.request(
             f"read {self.url}/{key}",
             lambda: self.connection.kv().read(key, byte_range=part),
             size=size,
         )
-        if found.state == "missing":
+        if answer.state == "missing":
             return None
-        return StoredValue(bytes(found.value), bytes(found.stamp.generation))
+        return StoredValue(bytes(answer.value), bytes(answer.stamp.generation))
 
     def part(self, key: str, start: int, stop: int) -> bytes | None:
         """Returns a byte range of a value, cut off at the end; None if missing.
@@ -121,8 +119,8 @@ class Store:
             start: First byte.
             stop: End of the range, exclusive.
         """
-        found = self._span(key, start, stop)
-        return found and found.value[: stop - start]
+        stored = self._span(key, start, stop)
+        return stored and stored.value[: stop - start]
 
     def pieces(self, key: str, size: int) -> Iterator[bytes]:
         """Yields a value part by part.
@@ -135,20 +133,20 @@ class Store:
             StoreError: The value was replaced during the read, or the store is
                 unreachable.
         """
-        known: bytes | None = None
+        generation: bytes | None = None
         for start in itertools.count(0, _PART_BYTES):
             stop = start + _PART_BYTES
-            found = self._span(key, start, stop if stop < size else None)
-            if found is None and known is None:
+            part = self._span(key, start, stop if stop < size else None)
+            if part is None and generation is None:
                 return
-            if found is None or (known is not None and known != found.generation):
+            if part is None or generation not in (None, part.generation):
                 raise errors.StoreError(
-                    f"cannot read {self.url}/{key}: it was replaced meanwhile; try"
-                    " again"
+                    f"cannot read {self.url}/{key}: it was replaced during the"
+                    " read; try again"
                 )
-            known = found.generation
-            yield found.value
-            if len(found.value) != _PART_BYTES or stop >= size:
+            generation = part.generation
+            yield part.value
+            if len(part.value) != _PART_BYTES or stop >= size:
                 return
 
     def _span(self, key: str, start: int, stop: int | None) -> StoredValue | None:
@@ -161,8 +159,8 @@ class Store:
                 if _BEYOND not in str(error):
                     raise
         # The value ends before `start`: return only the generation.
-        found = self.read(key, start=0, stop=0)
-        return found and StoredValue(b"", found.generation)
+        empty = self.read(key, start=0, stop=0)
+        return empty and StoredValue(b"", empty.generation)
 
     def write(self, key: str, value: bytes) -> bytes:
         """Writes a value unconditionally; returns the generation."""
@@ -179,20 +177,20 @@ class Store:
         return self._write(key, value, generation)
 
     def _write(self, key: str, value: bytes, generation: bytes | None) -> bytes | None:
-        with self._changing():
-            found = self.connection.ask(
+        with self._change():
+            stamp = self.connection.request(
                 f"write {self.url}/{key}",
                 lambda: self.connection.kv().write(key, value, if_equal=generation),
                 size=len(value),
             )
-        if found.generation:
+        if stamp.generation:
             self._count(key, len(value))
-            return bytes(found.generation)
+            return bytes(stamp.generation)
         # After a lost answer, the retry finds the value of the first attempt.
-        there = self.read(key)
-        if there is not None and there.value == value:
+        present = self.read(key)
+        if present is not None and present.value == value:
             self._count(key, len(value))
-            return there.generation
+            return present.generation
         return None
 
     # ---- counting written bytes ---------------------------------------------------
@@ -216,20 +214,12 @@ class Store:
                 if key.startswith(prefix):
                     self._counts[prefix] += size
 
-    # ---- more requests ------------------------------------------------------------
+    # ---- deleting and listing -----------------------------------------------------
 
-    def delete(self, key: str) -> None:
-        """Removes a key; does nothing for a missing key."""
-        with self._changing():
-            self.connection.ask(
-                f"delete {self.url}/{key}",
-                lambda: self.connection.kv().write(key, None),
-            )
-
-    def remove(self, key: str, generation: bytes) -> None:
-        """Removes the value of `generation`, but no newer value."""
-        with self._changing():
-            self.connection.ask(
+    def delete(self, key: str, generation: bytes | None = None) -> None:
+        """Removes a key if present; with `generation`, removes no newer value."""
+        with self._change():
+            self.connection.request(
                 f"delete {self.url}/{key}",
                 lambda: self.connection.kv().write(key, None, if_equal=generation),
             )
@@ -238,68 +228,65 @@ class Store:
         """Removes all keys with a prefix."""
         self.delete_all(self.keys(prefix))
 
-    def delete_all(self, given: Iterable[str]) -> None:
+    def delete_all(self, keys: Iterable[str]) -> None:
         """Removes keys, many at a time."""
-        keys = list(given)
-        with self._changing():
-            for begin in range(0, len(keys), _DELETED_AT_ONCE):
-                self._delete_some(keys[begin : begin + _DELETED_AT_ONCE])
-
-    def _delete_some(self, keys: list[str]) -> None:
-        started = [self.connection.kv().write(key, None) for key in keys]
-        for key, future in zip(keys, started, strict=True):
-            try:
-                self.connection.wait(f"delete {self.url}/{key}", future)
-            except (PassingError, ValueError, RuntimeError):
-                self.delete(key)  # with retries
+        waiting = iter(keys)
+        with self._change():
+            while batch := list(itertools.islice(waiting, _DELETED_AT_ONCE)):
+                futures = [self.connection.kv().write(key, None) for key in batch]
+                for key, future in zip(batch, futures, strict=True):
+                    try:
+                        self.connection.wait(f"delete {self.url}/{key}", future)
+                    except (PassingError, ValueError, RuntimeError):
+                        self.delete(key)  # with retries
 
     def keys(self, prefix: str) -> list[str]:
         """Returns the keys with a prefix, in ascending order."""
-        look = self._look(prefix)
-        return self._listed(prefix) if look is None else look.under(prefix)
+        listing = self._listing(prefix)
+        return self._list(prefix) if listing is None else listing.under(prefix)
 
-    def _listed(self, prefix: str) -> list[str]:
-        until = ts.KvStore.KeyRange(prefix, _after(prefix))
-        found = self.connection.ask(
-            f"list {self.url}/{prefix}", lambda: self.connection.kv().list(until)
+    def _list(self, prefix: str) -> list[str]:
+        key_range = ts.KvStore.KeyRange(prefix, _after(prefix))
+        keys = self.connection.request(
+            f"list {self.url}/{prefix}", lambda: self.connection.kv().list(key_range)
         )
-        return sorted(key.decode(errors="surrogateescape") for key in found)
+        return sorted(key.decode(errors="surrogateescape") for key in keys)
 
     def has(self, key: str) -> bool:
         """Returns True if the key exists."""
-        if (look := self._look(key)) is not None:
-            return look.has(key)
+        if (listing := self._listing(key)) is not None:
+            return listing.has(key)
         return self.read(key, start=0, stop=0) is not None
 
     # ---- cached listings ----------------------------------------------------------
 
     @contextlib.contextmanager
-    def looking(self, prefix: str) -> Iterator[None]:
+    def listing_cache(self, prefix: str) -> Iterator[None]:
         """Caches a listing of `prefix` during the `with` block.
 
         `keys` and `has` use the cache on this thread, until this process writes to the
         store or deletes from it. Changes by other processes are not seen.
         """
-        looks: list[_Look] = self._looks.__dict__.setdefault("all", [])
-        looks.append(_Look(prefix))
+        listings: list[_Listing] = self._listings.__dict__.setdefault("all", [])
+        listings.append(_Listing(prefix))
         try:
             yield
         finally:
-            looks.pop()
+            listings.pop()
 
-    def _look(self, prefix: str) -> _Look | None:
-        """Returns the outermost valid cached listing around `prefix`."""
-        looks: list[_Look] = self._looks.__dict__.get("all", [])
-        for look in looks:
-            if prefix.startswith(look.prefix):
-                if look.keys is None or look.changes != self._changes:
-                    look.changes = self._changes
-                    look.keys = self._listed(look.prefix)
-                return look
+    def _listing(self, prefix: str) -> _Listing | None:
+        """Returns the outermost cached listing around `prefix`, brought up to date."""
+        listings: list[_Listing] = self._listings.__dict__.get("all", [])
+        for listing in listings:
+            if prefix.startswith(listing.prefix):
+                if listing.keys is None or listing.changes != self._changes:
+                    listing.changes = self._changes
+                    listing.keys = self._list(listing.prefix)
+                return listing
         return None
 
     @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
+    def _change(self) -> Iterator[None]:
         try:
             yield
         finally:  # after an error, the change may have happened, too
@@ -315,5 +302,5 @@ _DELETED_AT_ONCE = 256
 
 def _after(prefix: str) -> str | bytes:
     """Returns the end of the key range of `prefix`; empty for an open range."""
-    found = prefix.encode(errors="surrogateescape").rstrip(b"\xff")
-    return found[:-1] + bytes([found[-1] + 1]) if found else b""
+    end = prefix.encode(errors="surrogateescape").rstrip(b"\xff")
+    return end[:-1] + bytes([end[-1] + 1]) if end else b""

@@ -53,13 +53,13 @@ class RemotePath(_Base):
     __slots__ = ()
 
     def __str__(self) -> str:
-        scheme, found, bucket = self.parts[0].partition(":") if self.parts else [""] * 3
-        if not found:
+        scheme, colon, bucket = self.parts[0].partition(":") if self.parts else [""] * 3
+        if not colon:
             return "/".join(self.parts) or "."
         return "/".join((f"{scheme}://{bucket}", *self.parts[1:]))
 
     def __fspath__(self) -> NoReturn:
-        raise TypeError(f"{self} is no path of the file system")
+        raise TypeError(f"{self} is not a path in the file system")
 
     # ---- keys ---------------------------------------------------------------------
 
@@ -104,21 +104,21 @@ class RemotePath(_Base):
 
     def names(self) -> dict[str, bool]:
         """Maps each name in this directory to True for a directory."""
-        found: dict[str, bool] = {}
+        names: dict[str, bool] = {}
         for key in self.keys():
-            name, inside, _ = key.partition("/")
+            name, slash, _ = key.partition("/")
             if name:
-                found[name] = found.get(name, False) or bool(inside)
-        return found
+                names[name] = names.get(name, False) or bool(slash)
+        return names
 
     def tree(self) -> dict[str, set[str]]:
         """Maps each subdirectory to the names inside, from a single listing."""
-        found: dict[str, set[str]] = {}
+        directories: dict[str, set[str]] = {}
         for key in self.keys():
-            name, inside, rest = key.partition("/")
-            if name and inside:
-                found.setdefault(name, set()).add(rest.partition("/")[0])
-        return found
+            name, slash, rest = key.partition("/")
+            if name and slash:
+                directories.setdefault(name, set()).add(rest.partition("/")[0])
+        return directories
 
     def iterdir(self) -> Iterator[RemotePath]:  # type: ignore[override]
         """Yields the paths of the entries in this directory."""
@@ -130,12 +130,10 @@ class RemotePath(_Base):
 
         Compares part by part: `*` does not match `/`.
         """
-        wanted = PurePosixPath(pattern).parts
-        found = {tuple(key.split("/")[: len(wanted)]): None for key in self.keys()}
-        for parts in found:
-            if len(parts) == len(wanted) and all(
-                map(fnmatch.fnmatchcase, parts, wanted)
-            ):
+        patterns = PurePosixPath(pattern).parts
+        depth = len(patterns)
+        for parts in {tuple(key.split("/")[:depth]): None for key in self.keys()}:
+            if len(parts) == depth and all(map(fnmatch.fnmatchcase, parts, patterns)):
                 yield self.joinpath(*parts)
 
     def rglob(self, pattern: str) -> Iterator[RemotePath]:  # type: ignore[override]
@@ -150,9 +148,9 @@ class RemotePath(_Base):
         Raises:
             FileNotFoundError: Neither an object nor keys below exist.
         """
-        found = self.store.read(self.key)
-        if found is not None:
-            return Status(stat.S_IFREG, len(found.value))
+        stored = self.store.read(self.key)
+        if stored is not None:
+            return Status(stat.S_IFREG, len(stored.value))
         if self.is_dir():
             return Status(stat.S_IFDIR, 0)
         raise _missing(self)
@@ -167,32 +165,33 @@ class RemotePath(_Base):
         Raises:
             FileNotFoundError: The object is missing.
         """
-        found = self.store.read(self.key)
-        if found is None:
+        stored = self.store.read(self.key)
+        if stored is None:
             raise _missing(self)
-        return found.value
+        return stored.value
 
     def pieces(self, size: int) -> Iterator[bytes]:
         """Yields the content of the object part by part; see `Store.pieces`.
 
         Raises:
             FileNotFoundError: The object is missing.
-            StoreError: The object was replaced meanwhile, or the store is unreachable.
+            StoreError: The object was replaced during the read, or the store is
+                unreachable.
         """
-        found = None
-        for found in self.store.pieces(self.key, size):
-            yield found
-        if found is None:
+        piece = None
+        for piece in self.store.pieces(self.key, size):
+            yield piece
+        if piece is None:
             raise _missing(self)
 
     def read_text(self, encoding: str = "utf-8") -> str:  # type: ignore[override]
         """Returns the content of the object as text."""
         return self.read_bytes().decode(encoding)
 
-    def open(self, mode: str = "r", **given: Any) -> IO[Any]:  # type: ignore[override]
+    def open(self, mode: str = "r", **options: Any) -> IO[Any]:  # type: ignore[override]
         """Reads the object into memory and returns a file for reading."""
         if mode not in ("r", "rb"):
-            raise OSError(errno.EINVAL, "objects are not written in parts", str(self))
+            raise OSError(errno.EINVAL, "cannot open an object for writing", str(self))
         content = io.BytesIO(self.read_bytes())
         return content if mode == "rb" else io.TextIOWrapper(content, "utf-8")
 
@@ -234,10 +233,10 @@ def is_remote(path: object) -> TypeGuard[RemotePath]:
     return isinstance(path, RemotePath)
 
 
-def looking(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Caches the listing of a path in an object store; see `Store.looking`."""
+def listing_cache(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Caches the listing of a path in an object store; see `Store.listing_cache`."""
     if is_remote(path):
-        return path.store.looking(path.prefix)
+        return path.store.listing_cache(path.prefix)
     return contextlib.nullcontext()
 
 
@@ -254,9 +253,9 @@ def result(future: ts.Future[_T], path: Path, size: int = 0) -> _T:
 
 def from_text(text: str) -> Path:
     """Converts the result of `str(path)` back to the path."""
-    if text.partition("://")[0] in store_settings.SCHEMES and "://" in text:
-        return parse(text)
-    return Path(text)
+    scheme, separator, _ = text.partition("://")
+    is_remote = separator and scheme in store_settings.SCHEMES
+    return parse(text) if is_remote else Path(text)
 
 
 def parse(url: str) -> Path:
@@ -270,13 +269,13 @@ def parse(url: str) -> Path:
     try:
         url.encode()
     except UnicodeEncodeError:
-        raise errors.OptionError(f"{url!a} is no valid Unicode") from None
+        raise errors.OptionError(f"{url!a} is not valid Unicode") from None
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     parts = [part for part in key.split("/") if part]
     if not bucket or ":" in bucket or "." in parts or ".." in parts or "\0" in key:
         raise errors.OptionError(
-            f"{url}: wanted {scheme}://bucket/path, without '.' and '..' in it"
+            f"{url}: wanted {scheme}://bucket/path, without '.' or '..'"
         )
     return RemotePath(f"{scheme}:{bucket}", *parts)
 
@@ -292,12 +291,12 @@ def resolve(path: PathLike) -> Path:
     if not _util.arguments.is_path(path):
         raise errors.OptionError(
             "wanted a path, as a str or a pathlib.Path, found"
-            f" {_util.arguments.found(path)}; the path comes before the state"
+            f" {_util.arguments.describe(path)}; the path comes before the state"
         )
     text = os.fspath(path)
     if not text:
         raise errors.OptionError(
-            "wanted a path, found an empty text: '.' is the current directory"
+            "wanted a path, found an empty string: use '.' for the current directory"
         )
     if "://" in text:
         url = urlsplit(text)
@@ -311,13 +310,13 @@ def resolve(path: PathLike) -> Path:
         text = unquote(url.path)
     elif _URL_IN_A_PATH.match(text):
         raise errors.OptionError(
-            f"{text!r} was a URL before it was a Path, which takes one '/' away: pass"
-            " it as a str"
+            f"{text!r} looks like a URL that was converted to a Path, which removes a"
+            " '/': pass the URL as a str"
         )
-    found = os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
-    if "\\" in found:  # TensorStore would write to another directory
+    absolute = os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
+    if "\\" in absolute:  # TensorStore would write to another directory
         raise errors.OptionError(
-            f"{found!r}: wanted a path without backslashes, which TensorStore takes for"
-            " '/': rename that directory, or use another"
+            f"{absolute!r}: wanted a path without backslashes, which TensorStore reads"
+            " as '/': rename the directory, or use another"
         )
-    return Path(found)
+    return Path(absolute)

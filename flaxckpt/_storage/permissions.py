@@ -9,21 +9,8 @@ from pathlib import Path
 from flaxckpt import errors
 
 
-def denied(path: Path, error: PermissionError) -> errors.DamagedCheckpointError:
-    """Returns the error for a file without read permission.
-
-    Args:
-        path: The file, if `error` does not name the file.
-        error: The system's error.
-    """
-    return errors.DamagedCheckpointError(
-        f"{_where(path, error)} cannot be read: permission denied; change its mode, or"
-        " run as its owner"
-    )
-
-
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explain_errors(path: Path) -> Iterator[None]:
     """Converts system errors while reading `path` to checkpoint errors.
 
     Leaves FileNotFoundError to the caller, because its meaning depends on the file.
@@ -37,10 +24,13 @@ def explained(path: Path) -> Iterator[None]:
         if isinstance(error, (errors.CheckpointError, *_MISSING)):
             raise
         if isinstance(error, PermissionError):
-            raise denied(path, error) from error
+            raise errors.DamagedCheckpointError(
+                f"{_where(path, error)} cannot be read: permission denied; change its"
+                " mode, or run as its owner"
+            ) from error
         raise errors.DamagedCheckpointError(
             f"{_where(path, error)} cannot be read: {error.strerror or error}; try"
-            " again, and see that the disk is sound"
+            " again, and check the disk"
         ) from error
 
 
@@ -55,7 +45,7 @@ def reading(path: Path) -> Iterator[None]:
         CheckpointNotFoundError: The checkpoint was deleted during the read.
         DamagedCheckpointError: A file is missing or unreadable.
     """
-    with explained(path):
+    with explain_errors(path):
         try:
             yield
         except _MISSING as error:
@@ -63,7 +53,7 @@ def reading(path: Path) -> Iterator[None]:
                 raise
             if not path.exists():
                 raise errors.CheckpointNotFoundError(
-                    f"{path} was deleted or replaced while it was read: try again, or"
+                    f"{path} was deleted or replaced during the read: try again, or"
                     " load another step"
                 ) from error
             raise errors.DamagedCheckpointError(
@@ -74,11 +64,11 @@ def reading(path: Path) -> Iterator[None]:
 
 def is_unread(error: BaseException) -> bool:
     """Returns True for a system error while reading, not proof of damage."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, OSError) and not isinstance(found, errors.CheckpointError):
-            return not isinstance(found, _MISSING)
-        found = found.__cause__ or found.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and not isinstance(cause, errors.CheckpointError):
+            return not isinstance(cause, _MISSING)
+        cause = cause.__cause__ or cause.__context__
     return False
 
 

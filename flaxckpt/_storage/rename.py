@@ -30,7 +30,7 @@ def publish(temporary: Path, final: Path) -> None:
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise errors.CheckpointExistsError(
-                f"{final} was created by another writer meanwhile"
+                f"{final} was created by another writer in the meantime"
             ) from None
         raise
     _settle(final, lambda: final.rename(temporary))
@@ -70,7 +70,7 @@ def withdraw(final: Path, aside: Path) -> None:
     _settle(final, lambda: aside.rename(final))
 
 
-def exchanged_at_once(one: Path, other: Path) -> bool:
+def exchange_atomically(one: Path, other: Path) -> bool:
     """Exchanges the names of two directories atomically; False if unsupported.
 
     Raises:
@@ -107,7 +107,7 @@ def _settle(final: Path, undo: Callable[[], object]) -> None:
 
 
 def _swap(temporary: Path, final: Path, aside: Path) -> None:
-    if exchanged_at_once(temporary, final):
+    if exchange_atomically(temporary, final):
         return
     final.rename(aside)
     try:

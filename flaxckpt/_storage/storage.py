@@ -197,7 +197,7 @@ class Storage(Protocol[_Path]):
             DamagedCheckpointError: The file is larger than `max_bytes`, or not regular.
         """
 
-    def opened(
+    def open_file(
         self, file: _Path, /, *, buffer_bytes: int = 2**13
     ) -> AbstractContextManager[io.BufferedReader]:
         """Opens a regular file for reading, `buffer_bytes` at a time.
@@ -274,7 +274,7 @@ class Storage(Protocol[_Path]):
         If several processes write at a time, the last write counts.
         """
 
-    def locked(self, file: _Path, /) -> AbstractContextManager[None]:
+    def lock_file(self, file: _Path, /) -> AbstractContextManager[None]:
         """Locks a file against concurrent callers during the `with` block.
 
         Does nothing on a file system without file locks. In an object store, locks the
@@ -416,19 +416,19 @@ class Storage(Protocol[_Path]):
 
     def commit(
         self,
-        made: _Path,
+        directory: _Path,
         final: _Path,
         marker: bytes,
         publish: Callable[[Path, Path], object],
         /,
     ) -> int:
-        """Commits the checkpoint written in `made` durably; returns the size in bytes.
+        """Commits the checkpoint in `directory` durably; returns the size in bytes.
 
         Args:
-            made: The directory from `new_checkpoint`.
+            directory: The directory from `new_checkpoint`.
             final: The checkpoint.
             marker: The content of the commit marker, the last file.
-            publish: Renames the directory `made` to `final`, in storage that commits by
+            publish: Renames `directory` to `final`, in storage that commits by
                 renaming.
 
         Raises:
@@ -443,7 +443,7 @@ class Storage(Protocol[_Path]):
         /,
         *,
         files: Sequence[Path] | None = None,
-        marks: Mapping[str, bytes] = MappingProxyType({}),
+        markers: Mapping[str, bytes] = MappingProxyType({}),
         overwrite: bool,
         keep: Callable[[str], bool] = lambda name: False,
         publish: Callable[[Path, Path], object] = rename.publish,
@@ -454,7 +454,7 @@ class Storage(Protocol[_Path]):
             source: The checkpoint.
             final: The path of the copy.
             files: The files to copy; by default all.
-            marks: Additional files, by name.
+            markers: Additional files, by name.
             overwrite: Whether to replace an existing checkpoint.
             keep: Selects files of the replaced checkpoint to keep, by name.
             publish: Renames a copied directory to `final`, in storage that commits by
@@ -494,14 +494,14 @@ class Storage(Protocol[_Path]):
         """
 
 
-_LOCAL: Storage[Path] = LocalStorage()
+LOCAL: Storage[Path] = LocalStorage()
 # Typed for all paths, but `of` returns it for a `RemotePath` only.
 _OBJECTS = cast("Storage[Path]", ObjectStorage())
 
 
 def of(path: Path) -> Storage[Path]:
     """Returns the storage of `path`: a file system, or an object store."""
-    return _OBJECTS if isinstance(path, RemotePath) else _LOCAL
+    return _OBJECTS if isinstance(path, RemotePath) else LOCAL
 
 
 class Stamp(NamedTuple):

@@ -33,15 +33,15 @@ def set_store_options(url: str, options: StoreOptions | None) -> None:
     if not isinstance(url, str):
         raise errors.OptionError(
             "wanted the URL of a bucket, such as s3://bucket, found"
-            f" {_util.arguments.found(url)}; it comes before the options"
+            f" {_util.arguments.describe(url)}; it comes before the options"
         )
     if not isinstance(options, StoreOptions | None):
         raise errors.OptionError(
             "options must be a flaxckpt.StoreOptions or None, got"
-            f" {_util.arguments.found(options)}"
+            f" {_util.arguments.describe(options)}"
         )
-    scheme, found, bucket = url.partition("://")
-    if scheme not in SCHEMES or not found or "/" in bucket:
+    scheme, separator, bucket = url.partition("://")
+    if scheme not in SCHEMES or not separator or "/" in bucket:
         raise errors.OptionError(
             f"wanted the URL of a bucket, such as s3://bucket, found {url!r}"
         )
@@ -57,8 +57,8 @@ def forget(store: Store) -> None:
 
 def of(scheme: str, bucket: str) -> Store:
     """Returns the store of a URL, with the present options."""
-    given = _options.get(f"{scheme}://{bucket}") or _options.get(f"{scheme}://")
-    options = _completed(scheme, given or StoreOptions())
+    chosen = _options.get(f"{scheme}://{bucket}") or _options.get(f"{scheme}://")
+    options = _completed(scheme, chosen or StoreOptions())
     key = (f"{scheme}://{bucket}", options)
     if key not in _stores:
         _stores.setdefault(key, Store(scheme, bucket, options))
@@ -82,4 +82,5 @@ def _completed(scheme: str, options: StoreOptions) -> StoreOptions:
 
 
 def _variable(*names: str) -> str | None:
-    return next((found for name in names if (found := os.environ.get(name))), None)
+    values = (os.environ.get(name) for name in names)
+    return next((value for value in values if value), None)

@@ -15,28 +15,13 @@ _BEST_RATIO = 64
 
 
 def check_root(root: Path, checkpoint: Path) -> int:
-    """Checks the directory of the arrays for links out of a checkpoint.
-
-    Does not check the directories of single arrays: see `check_array`. One listing
-    serves all arrays that are read before the directory changes.
-
-    Args:
-        root: The directory of the arrays, or of the database of arrays.
-        checkpoint: The directory that must contain the target of every link.
-
-    Returns:
-        The size of the database, or of the few files directly in `root`.
-
-    Raises:
-        ValueError: A link leads out of `checkpoint`.
-        OSError: The directory is missing.
-    """
+    """Checks the directory of the arrays; see `Storage.check_root`."""
     status = root.stat()
-    return _checked(root, checkpoint, status.st_ino, status.st_mtime_ns)
+    return _check_root(root, checkpoint, status.st_ino, status.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=64)
-def _checked(root: Path, checkpoint: Path, inode: int, modified: int) -> int:
+def _check_root(root: Path, checkpoint: Path, inode: int, modified: int) -> int:
     del inode, modified  # only keys of the cache
     if root.is_symlink():
         _check(str(root), checkpoint)
@@ -46,15 +31,7 @@ def _checked(root: Path, checkpoint: Path, inode: int, modified: int) -> int:
 
 
 def check_array(root: Path, name: str, checkpoint: Path) -> int:
-    """Checks the directory of an array for links out of a checkpoint.
-
-    Returns:
-        The size of all files in the directory.
-
-    Raises:
-        ValueError: A link leads out of `checkpoint`.
-        OSError: The directory is missing.
-    """
+    """Checks the directory of an array; see `Storage.check_array`."""
     directory = f"{root}/{name}"
     if "/" in name:
         _check(directory, checkpoint)  # `check_root` saw only the first part of `name`
@@ -65,18 +42,15 @@ def check_file(path: Path, checkpoint: Path) -> None:
     """Raises ValueError for a non-regular file, or a link out of the checkpoint.
 
     Call this before opening: opening a pipe would wait for its writer.
-
-    Raises:
-        ValueError: The file is not regular, or a link leads out of `checkpoint`.
     """
-    at = path
-    while at != checkpoint and at != at.parent:
-        if at.is_symlink():
+    parent = path
+    while parent not in (checkpoint, parent.parent):
+        if parent.is_symlink():
             _check(str(path), checkpoint)
             break
-        at = at.parent
+        parent = parent.parent
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no plain file")
+        raise ValueError(f"{path} is not a regular file")
 
 
 def _size(directory: str, checkpoint: Path, *, deep: bool) -> int:
@@ -92,10 +66,10 @@ def _size(directory: str, checkpoint: Path, *, deep: bool) -> int:
     waiting = [directory]
     while waiting:
         directory = waiting.pop()
-        found = os.stat(directory)  # noqa: PTH116
-        if (found.st_dev, found.st_ino) in seen:
+        status = os.stat(directory)  # noqa: PTH116
+        if (status.st_dev, status.st_ino) in seen:
             continue
-        seen.add((found.st_dev, found.st_ino))
+        seen.add((status.st_dev, status.st_ino))
         with os.scandir(directory) as entries:
             for entry in entries:
                 if entry.is_symlink():
@@ -105,7 +79,7 @@ def _size(directory: str, checkpoint: Path, *, deep: bool) -> int:
                     _check_holes(entry.path, status)
                     size += status.st_size
                 elif not stat.S_ISDIR(status.st_mode):
-                    raise ValueError(f"{entry.path} is no plain file")
+                    raise ValueError(f"{entry.path} is not a regular file")
                 elif deep:
                     waiting.append(entry.path)
     return size
@@ -130,5 +104,6 @@ def is_inside(path: str, directory: Path) -> bool:
 
     False for a link to itself, or to a missing target.
     """
-    found = Path(os.path.realpath(path))
-    return found.exists() and f"{found}/".startswith(f"{os.path.realpath(directory)}/")
+    target = Path(os.path.realpath(path))
+    parent = os.path.realpath(directory)
+    return target.exists() and f"{target}/".startswith(f"{parent}/")

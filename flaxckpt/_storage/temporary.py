@@ -18,13 +18,11 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from flaxckpt import _util
-from flaxckpt._storage import files, filesystem, leases, paths, rename
+from flaxckpt._storage import files, filesystem, leases, rename
 
 _log = logging.getLogger(__name__)
-_Path = TypeVar("_Path", bound=Path)
 
 TEMPORARY = ".orbax-checkpoint-tmp"
 """Part of the name of an uncommitted directory, as in Orbax."""
@@ -44,46 +42,45 @@ RESUME = "resume"
 _TRIALS = frozenset((PREFLIGHT, RESUME))
 """Names of temporary directories at the start of a run, not of checkpoints."""
 
-_TEXTS = re.compile(rf"together{re.escape(TEMPORARY)}-.+", re.DOTALL)
+_UNFINISHED = re.compile(rf"|-[0-9]+|-{WRITING}(?:-[0-9a-f]{{8}})?")
+"""End of the name of an unfinished save, after `TEMPORARY`."""
+
+_MESSAGES = re.compile(rf"together{re.escape(TEMPORARY)}-.+", re.DOTALL)
 """Directories of messages between processes, which no process locks."""
 
 _TOUCHED_EVERY_SECS = 15.0
 _ABANDONED_SECS = 600.0
 _BRIEF_SECS = 60.0
-_TEXTS_SECS = 86_400.0
+_MESSAGES_SECS = 86_400.0
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def beside(path: Path, what: str) -> Path:
+def new_path(path: Path, what: str) -> Path:
     """Returns a new temporary name beside `path`, for unfinished or old content."""
     return path.with_name(f"{path.name}{TEMPORARY}-{what}-{secrets.token_hex(4)}")
 
 
-def being_written(root: Path) -> list[str]:
+def unfinished_names(root: Path) -> list[str]:
     """Returns the final names of unfinished saves under `root`, in any storage.
 
     Includes interrupted saves.
 
     Source: Orbax ends the names of its temporary directories in this way, too.
     """
-    found = set()
-    names = root.names() if paths.is_remote(root) else os.listdir(root)  # noqa: PTH208
-    for name in names:
-        stem, temporary, rest = name.partition(TEMPORARY)
-        if temporary and stem and stem not in _TRIALS and _IS_WRITING.fullmatch(rest):
-            found.add(stem)
-    return sorted(found)
-
-
-_IS_WRITING = re.compile(rf"|-[0-9]+|-{WRITING}(?:-[0-9a-f]{{8}})?")
+    stems = set()
+    for path in root.iterdir():
+        stem, temporary, rest = path.name.partition(TEMPORARY)
+        if temporary and stem and stem not in _TRIALS and _UNFINISHED.fullmatch(rest):
+            stems.add(stem)
+    return sorted(stems)
 
 
 # ---- directories in use ----------------------------------------------------------
 
 
 @contextlib.contextmanager
-def made(final: Path) -> Iterator[Path]:
+def new_directory(final: Path) -> Iterator[Path]:
     """Yields a new directory, to be renamed to `final` in the `with` block.
 
     At the end, removes any directory with the temporary name: the unfinished directory,
@@ -93,9 +90,9 @@ def made(final: Path) -> Iterator[Path]:
         OSError: The directory cannot be made.
     """
     while True:
-        path = beside(final, WRITING)
+        path = new_path(final, WRITING)
         path.mkdir()
-        with claimed(path) as is_ours:
+        with claim(path) as is_ours:
             if not is_ours:  # another process swept it at once
                 continue
             try:
@@ -110,7 +107,7 @@ def made(final: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def claimed(path: Path) -> Iterator[bool]:
+def claim(path: Path) -> Iterator[bool]:
     """Protects a directory from sweeps in the `with` block, even if renamed.
 
     Yields:
@@ -125,8 +122,12 @@ def claimed(path: Path) -> Iterator[bool]:
         yield False
         return
     try:
-        with _touching(path, descriptor):
-            yield _lock(descriptor) and _is_at(path, descriptor)
+        with _regular_touches(path, descriptor):
+            is_ours = False
+            if _lock(descriptor):
+                with contextlib.suppress(FileNotFoundError):
+                    is_ours = os.path.samestat(path.lstat(), os.fstat(descriptor))
+            yield is_ours
     finally:
         with contextlib.suppress(OSError):
             # Closing alone does not unlock if a fork has inherited the descriptor.
@@ -148,15 +149,8 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.lstat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
 @contextlib.contextmanager
-def _touching(path: Path, descriptor: int) -> Iterator[None]:
+def _regular_touches(path: Path, descriptor: int) -> Iterator[None]:
     """Touches a directory regularly where sweeps depend on age."""
     if filesystem.is_local(path):
         yield
@@ -179,12 +173,12 @@ def _touching(path: Path, descriptor: int) -> Iterator[None]:
             heartbeat.stop()
 
 
-def discard(path: _Path, remove_tree: Callable[[_Path], object] | None = None) -> None:
+def discard(path: Path) -> None:
     """Removes a directory; a later sweep removes any rest."""
     try:
-        (remove_tree or files.remove_tree)(path)
+        files.remove_tree(path)
     except OSError as error:
-        _log.warning("%s is left for now: %s", path, error)
+        _log.warning("could not remove %s for now: %s", path, error)
 
 
 # ---- leftovers of crashes --------------------------------------------------------
@@ -200,15 +194,15 @@ def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
     Raises:
         OSError: A directory could not be removed.
     """
-    found = leftovers(files.directories(root), is_ours)
-    if not found:
+    abandoned = leftovers(files.directories(root), is_ours)
+    if not abandoned:
         return
     # Their replacements, or deletions, may not be durable yet.
     files.sync_directory(root)
-    for path in (root / name for name in found):
-        with claimed(path) as is_free:
+    for path in (root / name for name in abandoned):
+        with claim(path) as is_free:
             if is_free and _is_abandoned(path):
-                _end(path)
+                _remove_or_restore(path)
 
 
 def leftovers(names: Iterable[str], is_ours: Callable[[str], bool]) -> list[str]:
@@ -216,7 +210,7 @@ def leftovers(names: Iterable[str], is_ours: Callable[[str], bool]) -> list[str]
     return [
         name
         for name in names
-        if _TEXTS.fullmatch(name)
+        if _MESSAGES.fullmatch(name)
         or (
             (match := _NAME.fullmatch(name))
             and (match["stem"] in _TRIALS or is_ours(match["stem"]))
@@ -232,21 +226,22 @@ def _is_abandoned(path: Path) -> bool:
             return True
         limit = _ABANDONED_SECS
     else:
-        limit = _BRIEF_SECS if match else _TEXTS_SECS
+        limit = _BRIEF_SECS if match else _MESSAGES_SECS
     return leases.is_older(path, limit)
 
 
-def _end(path: Path) -> None:
+def _remove_or_restore(path: Path) -> None:
+    """Removes a leftover, or gives a replaced checkpoint its name again."""
     match = _NAME.fullmatch(path.name)
     if match and match["what"] == REPLACED:
         final = path.with_name(match["stem"])
         if not os.path.lexists(final):  # interrupted before the new one got its name
             path.rename(final)
             files.sync_directory(final.parent)
-            _log.warning("%s has its name again: replacing it was cut off", final)
+            _log.warning("restored %s, because its replacement was interrupted", final)
             return
     files.remove_tree(path)
-    _log.info("removed %s, which a crash had left", path)
+    _log.info("removed %s, left by a crash", path)
 
 
 def sweep_files(directory: Path) -> None:

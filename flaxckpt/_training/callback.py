@@ -121,7 +121,7 @@ class CheckpointCallback:
             )
         if temporary and every_secs is None:
             raise errors.OptionError(
-                "temporary=True is for the saves that every_secs calls for: pass it too"
+                "temporary=True applies only to saves by every_secs: pass every_secs"
             )
         self.checkpointer = checkpointer
         self.last_save: SaveHandle | None = None
@@ -188,7 +188,7 @@ class CheckpointCallback:
         for name, get in given.items():
             if get is not None and not callable(get):
                 raise errors.OptionError(
-                    f"bind wants functions, got a {type(get).__name__} for {name}:"
+                    f"bind takes functions, got a {type(get).__name__} for {name}:"
                     f" write bind({name}=lambda: {name})"
                 )
         self._getters |= {name: get for name, get in given.items() if get is not None}
@@ -237,9 +237,9 @@ class CheckpointCallback:
         if isinstance(state, numbers.Real) or (is_bound and arguments.is_number(state)):
             if is_flag or not is_bound:
                 raise errors.OptionError(
-                    f"wanted a state at step {step}, got {state!r:.80}: pass it as"
-                    " on_step(step, state), or, to loops that call hook(step, t), tell"
-                    " where it is by on_step.bind(state=lambda: state)"
+                    f"wanted a state at step {step}, got {state!r:.80}: call"
+                    " on_step(step, state), or, for loops that call hook(step, t), pass"
+                    " the state with on_step.bind(state=lambda: state)"
                 )
             state = None
         return self._after(completed, state, metrics, dataset, force)
@@ -331,7 +331,7 @@ class CheckpointCallback:
         if seen.fault:
             _log.warning(
                 "the last step will not be saved at the end unless it is due: the state"
-                " has %s. Pass force=True with the last step",
+                " %s. Pass force=True with the last step",
                 seen.fault,
             )
         if self._preflight:
@@ -356,11 +356,11 @@ class CheckpointCallback:
             return
         if restored[1].has_changed(state):
             raise errors.OptionError(
-                f"the run began with {step} completed steps, and the first step of the"
-                f" loop is called {step}, too, though the state has changed: each"
-                " restart would repeat a step. If the loop counts from 0, pass"
-                f" step_is='index'; else let it run over range({step + 1}, total + 1),"
-                " that is from start + 1. If no step was trained yet, pass"
+                f"the run began with {step} completed steps, and the loop calls its"
+                f" first step {step} too, although the state has changed: each restart"
+                " would repeat a step. If the loop counts from 0, pass"
+                " step_is='index'; otherwise begin it at start + 1, as in"
+                f" range({step + 1}, total + 1). If no step was trained yet, pass"
                 " check_step=False"
             )
 
@@ -375,7 +375,7 @@ class CheckpointCallback:
     def _save(self, seen: Completed, *, temporary: bool = False) -> bool:
         step = seen.step
         if self._session.saves.has_saved(step):
-            self._skip(step, "this run has saved or restored it already")
+            self._skip(step, "this run has already saved or restored it")
             return False
         state, dataset = seen.get("state"), seen.get("dataset")
         if self._check_step:
@@ -423,7 +423,7 @@ class CheckpointCallback:
         try:
             self.checkpointer.wait()
         except errors.CheckpointError as error:
-            _log.error("a save has failed, and another is tried: %s", error)
+            _log.error("a save failed, and another is tried: %s", error)
         what, has_saved = self._save_in_time(seen, notice)
         self.checkpointer.wait()
         self._tell_of_stop(seen.step, notice, what)
@@ -441,18 +441,18 @@ class CheckpointCallback:
             step.
         """
         if self._session.saves.has_saved(seen.step):
-            return "was saved already", False
+            return "was already saved", False
         self._note_duration()
         # Use the clock of process 0, so that all processes save the same.
         if not _util.processes.gather_flags([self._grace.is_enough(notice)])[0][0]:
             path = self.checkpointer.save_params_only(seen.step, seen.get("state"))
             if path is not None:
-                return f"is saved without its optimizer, as {path}", False
+                return f"is saved without its optimizer, in {path}", False
         try:
             return "is saved", self._save(seen)
         except errors.OptionError as error:
             # A wrong step or metric must not prevent the last save before the exit.
-            _log.error("saved all the same, without metrics: %s", error)
+            _log.error("saving nevertheless, without metrics: %s", error)
             self.last_save = self.checkpointer.save(
                 seen.step,
                 seen.get("state"),
@@ -511,8 +511,8 @@ class CheckpointCallback:
         _state.flax_state.check_state(state)
         if isinstance(state, str | os.PathLike):
             raise errors.OptionError(
-                f"wanted a state to begin with, got {state!r:.80}: a checkpoint to"
-                " begin from is passed as source="
+                f"wanted an initial state, got {state!r:.80}: pass a checkpoint to"
+                " begin from as source="
             )
         self._start()
         for trainer in self._session.trainers:
@@ -548,9 +548,9 @@ class CheckpointCallback:
             counters := _state.step_counter.mismatch(state, step)
         ):
             _log.warning(
-                "step %d of %s is restored, and %s: its steps were numbered otherwise,"
-                " such as from 0. Begin the loop where the state says, or pass"
-                " check_step=False if it counts something else",
+                "step %d of %s is restored, but %s: its steps were numbered"
+                " differently, such as from 0. Begin the loop at the step of the state,"
+                " or pass check_step=False if the state counts something else",
                 step,
                 self.checkpointer.directory,
                 counters,
@@ -596,7 +596,7 @@ class CheckpointCallback:
         Raises:
             ResumeMismatchError: Some leaves differ; all are named.
         """
-        self._session.check_writable("try out a resume")
+        self._session.check_writable("check a resume")
         dataset = self._getters["dataset"]() if dataset is None else dataset
         resume_check.check(
             self.checkpointer, state, step_fn, dataset=dataset, fresh=fresh
@@ -658,7 +658,7 @@ class CheckpointCallback:
         """Stops saving; called by the checkpointer after an error in a `with` block."""
         last, saves = self._last, self._session.saves
         if last is not None and not saves.has_saved(last.step):
-            self._skip(last.step, f"the block ended by {type(error).__name__}")
+            self._skip(last.step, f"the with block raised {type(error).__name__}")
         self.give_way()
 
     def give_way(self) -> None:
@@ -678,8 +678,8 @@ class CheckpointCallback:
         last = self._to_be_saved()
         if last is not None and not self._session.saves.has_saved(last.step):
             _log.warning(
-                "the program ends, and step %d is not saved: close the Checkpointer or"
-                " the CheckpointCallback, best by a with block",
+                "the program ends without saving step %d: close the Checkpointer or the"
+                " CheckpointCallback, preferably with a with block",
                 last.step,
             )
 

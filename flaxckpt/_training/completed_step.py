@@ -41,8 +41,8 @@ class Completed:
         self.is_bound = given["state"] is None
         if self.is_bound and "state" not in getters:
             raise errors.OptionError(
-                "there is no state to save: call on_step(step, state), or tell"
-                " where it is with on_step.bind(state=lambda: state)"
+                "there is no state to save: call on_step(step, state), or pass the"
+                " state with on_step.bind(state=lambda: state)"
             )
 
     def get(self, name: str) -> Any:
@@ -87,7 +87,7 @@ class Completed:
         if metrics is not None:
             known = None if before is None else before._metrics
             self._metrics = Held(metrics, known)
-        self._given["dataset"] = datasets.held(self.get("dataset"))
+        self._given["dataset"] = datasets.copy_position(self.get("dataset"))
 
     def says_itself(self) -> bool:
         """Returns True if the state's own step counter makes keeping it unnecessary.
@@ -123,7 +123,7 @@ class Completed:
             return ""
         # The step may be right, but the bound state has changed since the report.
         mismatch = _state.step_counter.mismatch(self.get("state"), self.step)
-        return f"its state is bound, and was changed after the report: {mismatch} now"
+        return f"its bound state was changed after the report: {mismatch} now"
 
     def _why_wrong(self, check_step: bool, offset: int) -> str:
         """Returns the reason why the reported state does not belong to the step."""
@@ -142,7 +142,7 @@ class Completed:
         """Restores the reported values for the duration of the `with` block."""
         metrics = self._given["metrics"]
         has_later = metrics is None and "metrics" in self._getters
-        gone = "those that are bound may be of a later step"
+        gone = "the bound metrics may be those of a later step"
         if self._metrics is not None:
             has_later, gone = True, self._metrics.why_gone()
         elif has_later and self._is_last():
@@ -181,7 +181,7 @@ class Completed:
                 self._given["state"] = given
 
 
-_UNKNOWN = "it is bound, and nothing in it says of which step it is"
+_UNKNOWN = "its state is bound, and has no counter that tells the step"
 
 
 def values(metrics: Any) -> Mapping[str, Any] | None:

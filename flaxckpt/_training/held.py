@@ -53,7 +53,7 @@ class Held:
         try:
             self._leaves, self._tree = _flatten(state, before)
         except (TypeError, ValueError) as error:  # the save reports the details
-            self.fault = f"jax cannot flatten it ({error})"
+            self.fault = f"cannot be flattened by jax ({error})"
             return
         objects: list[Any] = []
         if not _IMMUTABLE.issuperset(map(type, self._leaves)):
@@ -92,7 +92,7 @@ class Held:
         size = sum(array.nbytes for array in large)
         if size > _SUMMED_BYTES:
             self.fault = (
-                f"{len(large)} numpy arrays of {size / 1e6:.1f} MB, which may be"
+                f"has {len(large)} numpy arrays of {size / 1e6:.1f} MB, which may be"
                 " changed in place after the step is reported"
             )
             return
@@ -105,11 +105,11 @@ class Held:
     def why_gone(self) -> str:
         """Returns the reason why the reported state is lost, or an empty string."""
         if self.fault:
-            return f"it has {self.fault}"
+            return f"the state {self.fault}"
         if any(map(_is_deleted, (*self._leaves, *self._values))):
             return "its arrays were donated to a step that was not reported"
         if self._graph is not None and not self._graph.is_current():
-            return "its NNX objects have got other variables since"
+            return "the variables of its NNX objects were replaced since"
         if changed := self._changed_numpy():
             return (
                 f"{changed} of its large numpy arrays were changed in place after it"

@@ -31,7 +31,7 @@ class Stopping:
         self.is_heeded = False
         self._watch = Watch(clock) if watches else None
         if exit_code is not None and (
-            _util.arguments.whole("exit_code", exit_code) not in range(256)
+            _util.arguments.check_int("exit_code", exit_code) not in range(256)
         ):
             raise errors.OptionError(
                 f"exit_code must be None or from 0 to 255, got {exit_code}"
@@ -101,7 +101,7 @@ class Stopping:
             what: The outcome.
             at: The step in the count of the loop.
         """
-        goes = "leaves" if self.leaves else "goes on"
+        goes = "exits" if self.leaves else "continues"
         _log.warning("%s: step %d %s; the program %s", notice.name, step, what, goes)
         events.emit("preempted", step, reason=notice.name, saved=what)
         events.deliver(at)

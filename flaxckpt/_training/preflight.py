@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flaxckpt import _storage, errors, policies
+from flaxckpt import _storage, _util, errors, policies
 from flaxckpt._run.checkpointer import Checkpointer, session_of
 from flaxckpt._types import PyTree
 from flaxckpt.policies import PreservationPolicy
@@ -82,24 +82,24 @@ def _check(checkpointer: Checkpointer, state: PyTree, dataset: Any) -> Preflight
         return _probe(place)
 
     rate = session.on_first_process("the preflight", probe)
-    kept = most_kept(session.run.retention.rules.keep)
-    there = len(session.run.retention.steps.listed())
+    kept = max_kept(session.run.retention.rules.keep)
+    existing = len(session.run.retention.steps.listed())
     free = _storage.of(place).free_bytes(place)
-    more = 1 if kept is None else max(1, kept + 1 - there)
-    found = Preflight(
+    more_saves = 1 if kept is None else max(1, kept + 1 - existing)
+    preflight = Preflight(
         size,
         sys.maxsize if free is None else free,  # a bucket has no limit
-        more * size,
+        more_saves * size,
         kept,
         blocking_secs,
         blocking_secs + size / rate,
     )
-    checkpointer.events.emit("preflight", **found._asdict())
-    _tell(place, found)
-    return found
+    checkpointer.events.emit("preflight", **preflight._asdict())
+    _report(place, preflight)
+    return preflight
 
 
-def most_kept(keep: Sequence[PreservationPolicy]) -> int | None:
+def max_kept(keep: Sequence[PreservationPolicy]) -> int | None:
     """Returns the maximal number of steps that policies keep; None if unlimited."""
     total = 0
     for policy in keep:
@@ -112,31 +112,39 @@ def most_kept(keep: Sequence[PreservationPolicy]) -> int | None:
     return total or None
 
 
-def _tell(directory: Path, found: Preflight) -> None:
+def _report(directory: Path, preflight: Preflight) -> None:
+    """Logs the expected saves, and warns of unlimited saves.
+
+    Raises:
+        SaveFailedError: The directory has not enough space.
+    """
+    size = _util.humanize.size(preflight.bytes)
+    free = _util.humanize.size(preflight.free_bytes)
     _log.info(
         "each save: %s, blocks training for about %.3f s, durable after about %.1f s;"
         " %s free",
-        _text(found.bytes),
-        found.blocking_secs,
-        found.total_secs,
-        _text(found.free_bytes),
+        size,
+        preflight.blocking_secs,
+        preflight.total_secs,
+        free,
     )
-    if found.needed_bytes > found.free_bytes:
-        kept = "" if found.saves_kept is None else f", {found.saves_kept} are kept"
+    kept = preflight.saves_kept
+    if preflight.needed_bytes > preflight.free_bytes:
+        limit = "" if kept is None else f", {kept} are kept"
         raise errors.SaveFailedError(
-            f"{directory} has {_text(found.free_bytes)} free, and"
-            f" {_text(found.needed_bytes)} are needed: a save takes up to"
-            f" {_text(found.bytes)}{kept}, and the next is written before an old one"
-            " goes. Make room, keep fewer steps, or, if much of the state never"
-            " changes and is linked, pass preflight='warn'."
+            f"{directory} has {free} free, and"
+            f" {_util.humanize.size(preflight.needed_bytes)} are needed: a save takes"
+            f" up to {size}{limit}, and each save is written before an old one is"
+            " deleted. Free some space, keep fewer steps, or, if much of the state"
+            " never changes and is hard-linked, pass preflight='warn'."
         )
-    if found.saves_kept is None and found.free_bytes < _FEW_SAVES * found.bytes:
+    if kept is None and preflight.free_bytes < _FEW_SAVES * preflight.bytes:
         _log.warning(
-            "%s has room for %d more saves of %s, and nothing limits how many are"
-            " kept: pass keep=[LatestN(3)], for example",
+            "%s has room for %d more saves of %s, and no policy limits the number of"
+            " kept steps: pass keep=[LatestN(3)], for example",
             directory,
-            found.free_bytes // found.bytes,
-            _text(found.bytes),
+            preflight.free_bytes // preflight.bytes,
+            size,
         )
 
 
@@ -150,30 +158,22 @@ def _probe(directory: Path) -> float:
         SaveFailedError: An operation failed.
     """
     final = directory / _storage.temporary.PREFLIGHT
-    renamed = _storage.temporary.beside(final, _storage.temporary.WRITING)
-    doing = "make a directory in"
+    renamed = _storage.temporary.new_path(final, _storage.temporary.WRITING)
+    action = "make a directory in"
     try:
         with _storage.of(final).temporary_directory(final) as made:
-            doing = "write and sync a file in"
+            action = "write and sync a file in"
             start = time.monotonic()
             _storage.of(made).write(made / "probe", bytes(_PROBE_BYTES))
             secs = time.monotonic() - start
-            doing = "rename a directory in"
+            action = "rename a directory in"
             renamed = _storage.of(made).withdraw_name(made, renamed)
-            doing = "remove a directory from"
+            action = "remove a directory from"
             _storage.of(renamed).remove_tree(renamed)
     except OSError as error:
         _storage.of(renamed).discard(renamed)
         raise errors.SaveFailedError(
-            f"cannot {doing} {directory}: {error}; no step could be saved there. Choose"
-            " another directory, or see that this one is writable and has space"
+            f"cannot {action} {directory}: {error}; no step could be saved there."
+            " Choose another directory, or check that it is writable and has space"
         ) from error
     return _PROBE_BYTES / max(secs, 1e-6)
-
-
-def _text(size: float) -> str:
-    units = ["TB", "GB", "MB", "kB", "B"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        units.pop()
-    return f"{size:.3g} {units[-1]}"

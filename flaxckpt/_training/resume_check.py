@@ -39,7 +39,7 @@ def check(
     if not callable(step_fn):
         raise errors.OptionError(
             "step_fn must be a function of a state and a batch, got"
-            f" {_util.arguments.found(step_fn)}"
+            f" {_util.arguments.describe(step_fn)}"
         )
     with _directory(checkpointer) as directory:
         trial = beside(checkpointer, directory)
@@ -60,10 +60,10 @@ def check(
             _compare(
                 straight,
                 step(_copied(state)),
-                "when the step is done twice from one state",
-                "step_fn or the data are not deterministic, so that no run can be"
-                " repeated: look for numpy's random numbers, the time, or a dataset"
-                " that does not come back to where it was.",
+                "when the step is repeated from the same state",
+                "step_fn or the data are not deterministic, so no run can be repeated:"
+                " look for numpy's random numbers, the time, or a dataset that does"
+                " not return to its position.",
             )
             begin = trial.restore(
                 state if fresh is None else fresh, step=_STEP, dataset=dataset
@@ -71,9 +71,9 @@ def check(
             _compare(
                 straight,
                 step(begin),
-                "when the step is done from the restored state",
-                "What differs is not saved, or comes back otherwise: see that it is a"
-                " leaf of the state, or in the state of the dataset.",
+                "when the step is repeated from the restored state",
+                "These values are not saved, or are restored differently: check that"
+                " they are leaves of the state, or part of the dataset's state.",
             )
         finally:
             _rewind(trial, state, dataset)
@@ -95,7 +95,7 @@ def _directory(checkpointer: Checkpointer) -> Iterator[Path]:
         except OSError as error:
             raise errors.SaveFailedError(
                 f"cannot make a directory in {place}: {error}; no step could be saved"
-                " there, either. See that it is writable and has space"
+                " there, either. Check that it is writable and has space"
             ) from error
         yield directory
 
@@ -122,8 +122,8 @@ def _next(dataset: Any) -> Any:
         return next(dataset)
     except StopIteration:
         raise errors.DatasetStateError(
-            "the dataset has no batch left to try a step with: pass one that has, as"
-            " dataset="
+            "the dataset has no batch left for a trial step: pass dataset= with at"
+            " least one more batch"
         ) from None
 
 

@@ -160,8 +160,8 @@ def _install() -> None:
     if threading.current_thread() is not threading.main_thread():
         if not _previous:
             _log.warning(
-                "signals are not watched, which only the main thread can do: call"
-                " restore_or_init there, or pass on_preemption=False"
+                "signals are not watched, because only the main thread can watch them:"
+                " call restore_or_init there, or pass on_preemption=False"
             )
         return
     is_jaxs = _util.processes.has_preemption_service()
@@ -241,7 +241,7 @@ class Grace:
 
     def __init__(self, secs: float | None, clock: Callable[[], float]) -> None:
         if secs is not None:
-            _util.arguments.positive("grace_secs", secs)
+            _util.arguments.check_positive("grace_secs", secs)
         self.save_secs: float | None = None
         self._secs = secs
         self._clock = clock
@@ -253,7 +253,7 @@ class Grace:
         left = self._secs - (self._clock() - notice.at)
         if self.save_secs > left:
             _log.warning(
-                "%s: %.1f s are left, and a save takes %.1f s",
+                "%s: %.1f s are left, but a save takes %.1f s",
                 notice.name,
                 max(left, 0.0),
                 self.save_secs,

@@ -46,8 +46,9 @@ def restore_or_init(
         restored, step = checkpointer.restore_latest(state, dataset=dataset)
         if dataset is None and checkpointer.has_dataset(step):
             _log.warning(
-                "step %d has the state of a dataset, and no dataset is restored: the"
-                " data begin anew. Pass dataset= to go on where they stood",
+                "step %d has the state of a dataset, but no dataset was passed: the"
+                " data start from the beginning. Pass dataset= to restore their"
+                " position",
                 step,
             )
         return restored, step
@@ -59,10 +60,10 @@ def restore_or_init(
     if abstract:
         raise errors.CheckpointNotFoundError(
             f"{checkpointer.directory} has no checkpoint to restore, and"
-            f" {len(abstract)} leaves of the state have no values to begin with: pass"
-            " an initialised state"
+            f" {len(abstract)} leaves of the state are abstract: pass an initialized"
+            " state"
         )
-    _log.info("no checkpoint in %s: starting anew", checkpointer.directory)
+    _log.info("no checkpoint in %s: starting a new run", checkpointer.directory)
     return state, 0
 
 
@@ -77,12 +78,12 @@ def _check_other_names(session: Session) -> None:
     run = session.run
     if run.listed() or not run.directory.is_dir():
         return
-    others = _steps.index.with_any_name(run.directory, formats.recognises)
+    others = _steps.index.checkpoints_by_number(run.directory, formats.recognises)
     if others:
         newest = others[max(others)][0]
         raise errors.CheckpointFormatError(
-            f"{run.directory} holds steps that are not called like"
-            f" {run.format.template!r}, such as {newest.name}: go on with"
+            f"{run.directory} has steps that are not named like"
+            f" {run.format.template!r}, such as {newest.name}: continue with"
             f" step_format={_step_format(newest.name, max(others))!r} if they are"
             " directories, or begin another run from them with source="
         )
@@ -104,8 +105,8 @@ def _warn_of_params_only(latest: int | None, left: tuple[int, Path] | None) -> N
     """
     if left is not None and (latest is None or left[0] > latest):
         _log.warning(
-            "there was no time to save step %d whole: its parameters, without the"
-            " optimizer, are in %s. The run goes on from %s",
+            "there was no time to save all of step %d: its parameters, without the"
+            " optimizer, are in %s. The run continues from %s",
             *left,
             "the beginning" if latest is None else f"step {latest}",
         )
@@ -136,20 +137,20 @@ def check(
     if begun is None:
         if latest is not None and latest >= step:
             raise errors.CheckpointExistsError(
-                f"{directory} holds steps up to {latest} of an earlier run, and this"
-                f" one is at {step}: go on from there with restore_or_init, or choose"
-                " another directory"
+                f"{directory} has steps up to {latest} of an earlier run, and this run"
+                f" is at {step}: continue the earlier run with restore_or_init, or"
+                " choose another directory"
             )
         return latest or 0
     if step < begun:
         raise errors.OptionError(
-            f"this run has restored step {begun}, and is at {step} now: begin the loop"
+            f"this run restored step {begun}, and is at step {step} now: begin the loop"
             " at the step that restore_or_init returns"
         )
     if latest is not None and latest > begun and (again or began_at is None):
         raise errors.CheckpointExistsError(
-            f"{directory} holds steps up to {latest}, beyond step {begun} that this run"
-            f" goes on from; a restart would go on from {latest}. Delete what is beyond"
+            f"{directory} has steps up to {latest}, but this run continues from step"
+            f" {begun}; a restart would continue from {latest}. Delete the newer steps"
             " (checkpointer.delete(step)), call restore_or_init, or begin another run"
             " with source="
         )

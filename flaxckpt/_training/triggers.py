@@ -42,11 +42,11 @@ class Triggers:
         clock: Callable[[], float],
     ) -> None:
         if every_secs is not None:
-            _util.arguments.positive("every_secs", every_secs)
+            _util.arguments.check_positive("every_secs", every_secs)
         if not _util.arguments.is_list(on_steps):
             raise errors.OptionError(
                 "on_steps must be a list of steps, got"
-                f" {_util.arguments.found(on_steps)}"
+                f" {_util.arguments.describe(on_steps)}"
             )
         steps = () if every_steps is None else (every_steps,)
         for name, numbers in (("every_steps", steps), ("on_steps", on_steps)):

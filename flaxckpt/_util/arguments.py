@@ -17,7 +17,7 @@ _PLAIN = (bool, int, float, complex, str, bytes)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 
-def found(value: Any) -> str:
+def describe(value: Any) -> str:
     """Describes an unexpected value in a few words, without contents."""
     if value is None or type(value) in _PLAIN:
         return f"{value!r:.80}"
@@ -45,7 +45,7 @@ def is_path(value: Any) -> bool:
     return isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)
 
 
-def whole(name: str, value: Any, *, least: int | None = None) -> int:
+def check_int(name: str, value: Any, *, least: int | None = None) -> int:
     """Returns `value` as a plain int.
 
     Raises:
@@ -58,12 +58,12 @@ def whole(name: str, value: Any, *, least: int | None = None) -> int:
     if number is None or (least is not None and number < least):
         bound = "" if least is None else f" of at least {least}"
         raise errors.OptionError(
-            f"{name} must be a whole number{bound}, got {found(value)}"
+            f"{name} must be a whole number{bound}, got {describe(value)}"
         )
     return number
 
 
-def wholes(
+def check_ints(
     name: str, values: Any, *, least: int | None = None, or_none: bool = False
 ) -> tuple[Any, ...]:
     """Returns `values` as a tuple of plain ints, and of None if `or_none`.
@@ -73,17 +73,17 @@ def wholes(
     """
     if not is_list(values):
         raise errors.OptionError(
-            f"{name} must be a list of whole numbers, got {found(values)}"
+            f"{name} must be a list of whole numbers, got {describe(values)}"
         )
     return tuple(
         [
-            None if value is None and or_none else whole(name, value, least=least)
+            None if value is None and or_none else check_int(name, value, least=least)
             for value in values
         ]
     )
 
 
-def number(name: str, value: Any) -> None:
+def check_number(name: str, value: Any) -> None:
     """Checks that `value` is a real number.
 
     Raises:
@@ -94,38 +94,38 @@ def number(name: str, value: Any) -> None:
     except (TypeError, ValueError):
         is_number = False
     if not is_number:
-        raise errors.OptionError(f"{name} must be a number, got {found(value)}")
+        raise errors.OptionError(f"{name} must be a number, got {describe(value)}")
 
 
-def positive(name: str, value: Any) -> None:
+def check_positive(name: str, value: Any) -> None:
     """Checks that `value` is a number above 0.
 
     Raises:
         OptionError: `value` is not a positive number.
     """
-    number(name, value)
+    check_number(name, value)
     if value <= 0:
         raise errors.OptionError(f"{name} must be positive, got {value}")
 
 
-def not_negative(name: str, value: Any) -> None:
+def check_not_negative(name: str, value: Any) -> None:
     """Checks that `value` is a number of at least 0.
 
     Raises:
         OptionError: `value` is negative, or not a number.
     """
-    number(name, value)
+    check_number(name, value)
     if value < 0:
         raise errors.OptionError(f"{name} must be 0 or more, got {value}")
 
 
-def seconds(name: str, value: Any) -> None:
+def check_timeout(name: str, value: Any) -> None:
     """Checks that `value` is a timeout in seconds, or None.
 
     Raises:
         OptionError: `value` is negative, or not a number.
     """
     if value is not None:
-        number(name, value)
+        check_number(name, value)
         if value < 0:
             raise errors.OptionError(f"{name} must be 0 or more seconds, got {value}")

@@ -17,7 +17,7 @@ _pauses: list[None] = []
 
 
 @contextlib.contextmanager
-def paused() -> Iterator[None]:
+def pause() -> Iterator[None]:
     """Pauses the garbage collector of the process until the block ends.
 
     For short blocks that only compute: the garbage of other threads waits meanwhile.

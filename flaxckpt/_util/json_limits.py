@@ -27,7 +27,7 @@ _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 """A surrogate pair, which JSON cannot distinguish from the character."""
 
 
-def copied(value: Mapping[str, Any], at: str) -> dict[str, JSON]:
+def copy(value: Mapping[str, Any], at: str) -> dict[str, JSON]:
     """Returns a deep copy of a mapping in JSON types; tuples become lists.
 
     Args:
@@ -43,7 +43,7 @@ def copied(value: Mapping[str, Any], at: str) -> dict[str, JSON]:
 def _copied(value: Any, at: str, depth: int) -> JSON:
     if depth > MAX_DEPTH:
         raise ValueError(
-            f"{at[:80]} … is nested more than {MAX_DEPTH} deep, or holds itself"
+            f"{at[:80]} … is nested more than {MAX_DEPTH} deep, or contains itself"
         )
     if value is None or isinstance(value, bool):
         return value
@@ -54,7 +54,7 @@ def _copied(value: Any, at: str, depth: int) -> JSON:
             raise ValueError(f"{at} is an int of more than {_MAX_INT_BITS} bits")
         return int(value)
     if isinstance(value, str):
-        return text(value, at)
+        return check_text(value, at)
     if isinstance(value, list | tuple):
         return [_copied(item, f"{at}[{i}]", depth + 1) for i, item in enumerate(value)]
     if not isinstance(value, Mapping):
@@ -67,14 +67,14 @@ def _copied_dict(value: Mapping[str, Any], at: str, depth: int) -> dict[str, JSO
     made: dict[str, JSON] = {}
     for key, item in value.items():
         if not isinstance(key, str):
-            raise ValueError(f"{at} has the key {key!r:.80}, which is no str")
-        made[text(key, at)] = _copied(item, f"{at}[{key!r:.80}]", depth + 1)
+            raise ValueError(f"{at} has the key {key!r:.80}, which is not a str")
+        made[check_text(key, at)] = _copied(item, f"{at}[{key!r:.80}]", depth + 1)
     if len(made) < len(value):
-        raise ValueError(f"{at} has two keys of the same text")
+        raise ValueError(f"{at} has two keys with the same text")
     return made
 
 
-def text(value: str, at: str) -> str:
+def check_text(value: str, at: str) -> str:
     """Returns a string as a plain `str`; an Enum as its value.
 
     Raises:
@@ -82,7 +82,7 @@ def text(value: str, at: str) -> str:
     """
     plain = str.__str__(value)
     if not plain.isascii() and _PAIR.search(plain):
-        raise ValueError(f"{at} has a text with two halves of a character in it")
+        raise ValueError(f"{at} has a text with a surrogate pair")
     return plain
 
 
@@ -96,7 +96,7 @@ def check(text: bytes, *, max_containers: int = MAX_CONTAINERS) -> None:
         raise ValueError("it has too many strings")
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Builds an object for `json.loads`, rejecting duplicate keys.
 
     Raises:

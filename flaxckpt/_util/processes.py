@@ -55,12 +55,12 @@ def reached_preemption(step: int) -> bool:
     return bool(multihost_utils.reached_preemption_sync_point(step))
 
 
-def is_together() -> bool:
+def is_distributed() -> bool:
     """Returns True in a multi-process job; starts no backend otherwise."""
     return jax.distributed.is_initialized() and process_count() > 1
 
 
-def same_bytes(content: bytes) -> bytes:
+def broadcast_bytes(content: bytes) -> bytes:
     """Returns process 0's `content`; a collective, with equal lengths everywhere."""
     found = multihost_utils.broadcast_one_to_all(np.frombuffer(content, np.uint8))
     return bytes(np.asarray(found).astype(np.uint8))
@@ -81,7 +81,7 @@ class Service:
 
     def set(self, key: str, text: str) -> None:
         """Sets or replaces a text."""
-        with _told_as_oserror():
+        with _jax_errors_as_oserror():
             self._client.key_value_set(key, text, allow_overwrite=True)
 
     def get(self, key: str, timeout_secs: float) -> str:
@@ -90,19 +90,19 @@ class Service:
         Raises:
             TimeoutError: No text was set in time.
         """
-        with _told_as_oserror():
+        with _jax_errors_as_oserror():
             milliseconds = max(1, int(timeout_secs * 1000))
             return str(self._client.blocking_key_value_get(key, milliseconds))
 
     def list(self, prefix: str) -> dict[str, str]:
         """Returns all texts below `prefix`, by the rest of their keys."""
-        with _told_as_oserror():
+        with _jax_errors_as_oserror():
             found = self._client.key_value_dir_get(f"{prefix}/")
         return {key.rpartition(f"{prefix}/")[2]: text for key, text in found}
 
     def delete(self, prefix: str) -> None:
         """Deletes all texts below `prefix`."""
-        with _told_as_oserror():
+        with _jax_errors_as_oserror():
             self._client.key_value_delete(f"{prefix}/")
 
 
@@ -121,7 +121,7 @@ def service() -> Service | None:
 
 
 @contextlib.contextmanager
-def _told_as_oserror() -> Iterator[None]:
+def _jax_errors_as_oserror() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

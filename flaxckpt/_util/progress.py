@@ -62,7 +62,7 @@ def ignore(size: int) -> None:
 
 
 @contextlib.contextmanager
-def shown(counter: Counter) -> Iterator[None]:
+def bar(counter: Counter) -> Iterator[None]:
     """Shows a progress bar during a long block if a person watches the terminal."""
     if not _is_watched():
         yield

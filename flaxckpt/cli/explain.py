@@ -27,9 +27,9 @@ def explain(
 
     policies = _policies.parse_policies(keep, config, group)
     root = _storage.paths.resolve(path)
-    steps = _inspect.run_view.survey(root, step_format)
-    reasons = _inspect.run_view.explain(root, steps, policies)
-    code = _app.FINDING if _inspect.run_view.has_damage(steps) else _app.SUCCESS
+    view = _inspect.run_view.survey(root, step_format)
+    reasons = view.explain(policies)
+    code = _app.FINDING if view.has_damage else _app.SUCCESS
     if json:
         _output.print_document(reasons)
         return code

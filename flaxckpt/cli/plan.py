@@ -57,7 +57,7 @@ def plan(
     from flaxckpt import _checkpoint, _inspect
 
     path, step = _app.locate_step(path, step, step_format)
-    target_state = _inspect.abstract_file.wanted(target, step=target_step)
+    target_state = _inspect.abstract_file.read_target(target, step=target_step)
     restore_plan = _checkpoint.restore.plan(
         path,
         target_state.state,

@@ -13,7 +13,7 @@ from flaxckpt.datasets._files import DESCRIPTION as DESCRIPTION
 from flaxckpt.datasets._files import set_state as set_state
 from flaxckpt.datasets._files import state_files as state_files
 from flaxckpt.datasets._iterators import Restarting, SaveableIterator, StepIndexed
-from flaxckpt.datasets._iterators import held as held
+from flaxckpt.datasets._iterators import copy_position as copy_position
 from flaxckpt.datasets._json_codec import MAX_STATE_BYTES as MAX_STATE_BYTES
 
 __all__ = ["Buffered", "Restarting", "SaveableIterator", "StepIndexed"]

@@ -107,7 +107,7 @@ def not_taken(
 
 def first(error: Exception) -> str:
     """Returns the message of another library's error, shortened to a line."""
-    return errors.printable(" ".join(str(error).split())[:300])
+    return errors.printable(errors.one_line(error))
 
 
 # ---- warnings -------------------------------------------------------------------

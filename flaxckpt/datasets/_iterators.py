@@ -58,10 +58,10 @@ class StepIndexed(Generic[Batch]):
         if not callable(fn):
             raise errors.OptionError(
                 "StepIndexed wants a function that makes batch i, got"
-                f" {_util.arguments.found(fn)}: StepIndexed(lambda i: batches[i])"
+                f" {_util.arguments.describe(fn)}: StepIndexed(lambda i: batches[i])"
             )
         self._fn = fn
-        self._next = _util.arguments.whole("start", start, least=0)
+        self._next = _util.arguments.check_int("start", start, least=0)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -116,7 +116,7 @@ class Restarting:
     iterator: Any
 
 
-def held(dataset: Any) -> Any:
+def copy_position(dataset: Any) -> Any:
     """Returns a copy of a dataset at its current position, if cheap.
 
     Copies `StepIndexed`, alone or among others. Other iterators are returned
@@ -125,7 +125,7 @@ def held(dataset: Any) -> Any:
     if isinstance(dataset, StepIndexed):
         return copy.copy(dataset)
     if isinstance(dataset, Restarting):
-        return Restarting(held(dataset.iterator))
+        return Restarting(copy_position(dataset.iterator))
     if isinstance(dataset, list | tuple):
-        return [held(iterator) for iterator in dataset]
+        return [copy_position(iterator) for iterator in dataset]
     return dataset

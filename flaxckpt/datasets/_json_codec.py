@@ -115,7 +115,7 @@ def _encode(state: Any, at: str, depth: int) -> Any:
     if isinstance(state, np.generic) and not isinstance(state, str | bytes):
         return {_SCALAR: _array(np.asarray(state), at)}
     if isinstance(state, str):
-        return _util.json_limits.text(state, at)
+        return _util.json_limits.check_text(state, at)
     if state is None or isinstance(state, bool | int | float):
         return state
     if isinstance(state, bytes):
@@ -146,7 +146,7 @@ def _dict(state: Mapping[Any, Any], at: str, depth: int) -> Any:
         for key, value in state.items()
     ]
     for key in state if plain else ():
-        _util.json_limits.text(key, f"{at}.keys()")
+        _util.json_limits.check_text(key, f"{at}.keys()")
     if plain and not _is_tagged(made := dict(encoded)):
         return made
     rows = [[_encode(key, f"{at}.keys()", depth + 1), value] for key, value in encoded]

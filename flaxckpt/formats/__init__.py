@@ -11,7 +11,7 @@ from flaxckpt._types import PathLike
 from flaxckpt.formats import _signatures, _t5x
 from flaxckpt.formats._msgpack import reader as msgpack_reader
 from flaxckpt.formats._msgpack import stream
-from flaxckpt.formats._native import checkpoint
+from flaxckpt.formats._native import checkpoint, items
 from flaxckpt.formats._npz import reader as npz_reader
 from flaxckpt.formats._reader import Reader
 from flaxckpt.formats._safetensors import reader as safetensors_reader
@@ -30,12 +30,14 @@ READERS: dict[str, Reader] = {
 }
 """Format name -> reader, in the order in which `identify` tries them."""
 
-_READ_HERE = (
+_SUPPORTED = (
     "flaxckpt or Orbax (a directory with a _METADATA file in it or in its state/),"
     " T5X (a directory with a file 'checkpoint'), safetensors (a file, or a directory"
     " with an index), an .npz of numpy (a file), Flax's old msgpack (a file), or a"
     " stream of EasyLM or fjformer (a file)"
 )
+_MAX_TRIED = 20
+"""The most entries of a directory to try for an error message."""
 
 
 def _readers(path: Path) -> dict[str, Reader]:
@@ -65,7 +67,7 @@ class Detected(NamedTuple):
 
 def identify(path: Path) -> Detected | None:
     """Returns the format of the checkpoint `path`; None if not recognised."""
-    with _storage.permissions.reading(path), _storage.paths.looking(path):
+    with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
         for name, reader in _readers(path).items():
             if why := reader.recognises(path):
                 return Detected(name, why, reader)
@@ -89,102 +91,131 @@ def detect(path: PathLike) -> Detected:
         DamagedCheckpointError: The checkpoint is incomplete, or may not be read.
     """
     path = _storage.paths.resolve(path)
-    with _storage.permissions.reading(path), _storage.paths.looking(path):
-        return _detect(path)
-
-
-def _detect(path: Path) -> Detected:
-    if not path.exists():
-        raise errors.CheckpointNotFoundError(
-            f"there is no checkpoint at {path}: "
-            + (
-                "a save to it is under way, or was cut off, and is not committed"
-                if path.parent.is_dir() and is_being_written(path)
-                else "the path does not exist"
-            )
-        )
-    return identify(path) or _explain_unrecognised(path)
+    with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
+        detected = identify(path) if path.exists() else None
+        return detected or _explain_unrecognised(path)
 
 
 def _explain_unrecognised(path: Path) -> NoReturn:
-    """Raises the error for an existing path without a recognised checkpoint."""
-    if path.is_dir() and (steps := _steps.index.StepIndex(path, identify).steps):
+    """Raises the error for a path without a recognised checkpoint."""
+    is_dir = path.is_dir()
+    if is_dir and (steps := _steps.index.StepIndex(path, identify).steps):
         raise errors.CheckpointFormatError(
-            f"{path} is no checkpoint but a directory of {len(steps)} steps: pass one"
-            f" of them, as {steps[max(steps)]}"
+            f"{path} is a directory of {len(steps)} steps, not a checkpoint: pass one"
+            f" of them, such as {steps[max(steps)]}"
         )
-    if is_being_written(path):
+    if path.parent.is_dir() and is_being_written(path):
         raise errors.CheckpointNotFoundError(
             f"there is no checkpoint at {path} yet: a save to it is under way, or was"
-            " cut off, and is not committed"
+            " interrupted, and is not committed"
         )
-    if path.is_dir() and (advice := advice_on_saves(path)):
+    if not path.exists():
+        raise errors.CheckpointNotFoundError(
+            f"there is no checkpoint at {path}: the path does not exist"
+        )
+    if is_dir and (advice := advice_on_saves(path)):
         raise errors.CheckpointNotFoundError(
             f"{path} has no committed step yet: {advice}"
         )
-    if path.is_dir() and _storage.of(path).names(path) == [_steps.journal.NAME]:
+    if is_dir and _storage.of(path).names(path) == [_steps.journal.NAME]:
         raise errors.CheckpointNotFoundError(
-            f"{path} has no committed step yet: a run has only begun there"
+            f"{path} has no committed step yet: a run was started there"
         )
-    if path.is_dir() and checkpoint.is_json_item(path):
+    if is_dir and items.is_json_item(path):
         raise errors.CheckpointFormatError(
-            f"{path} is an item of JSON, which Orbax's JsonSave wrote, and no tree of"
-            f" arrays: {checkpoint.json_advice(path)}"
+            f"{path} is a JSON item of Orbax, not a tree of arrays:"
+            f" {items.json_advice(path)}"
         )
-    mark = _steps.index.sign(path) if path.is_dir() else None
-    if mark and not _storage.of(path).is_committed(path):
+    marker = _storage.commit_marker.MARKER
+    sign = _steps.index.sign(path) if is_dir else None
+    if sign and not _storage.of(path).is_committed(path):
         raise errors.DamagedCheckpointError(
-            f"{path} has {mark}, but no {_storage.commit_marker.MARKER}, without which"
-            " nothing in a"
-            " store counts: it was not finished, or not copied whole; restore another"
+            f"{path} has {sign}, but not {marker}, which completes a checkpoint in a"
+            " store: it was not finished, or not copied as a whole; restore another"
             " step"
         )
-    if mark:
+    if sign:
         raise errors.DamagedCheckpointError(
-            f"{path} has the file {mark}, so it was a checkpoint, but neither"
-            f" state/_METADATA nor another description of its leaves is there; found"
-            f" {_content(path)}; restore another step"
+            f"{path} was a checkpoint, as it has the file {sign}, but the description"
+            f" of its leaves is missing: wanted state/_METADATA, found"
+            f" {_describe_content(path)}; restore another step"
         )
     if _readers(path) is not READERS:
         raise errors.CheckpointFormatError(
-            f"{path} is no checkpoint that is read from a store: wanted one of flaxckpt"
-            f" or Orbax, with {_storage.commit_marker.MARKER} in it; found"
-            f" {_content(path)}. Copy"
-            " those of other formats to a disk first"
+            f"{path} is not a checkpoint that can be read from a store: wanted flaxckpt"
+            f" or Orbax, with the file {marker}; found {_describe_content(path)}. Copy"
+            " checkpoints of other formats to a disk first"
         )
-    if refused := _refused(path):
-        raise errors.CheckpointFormatError(f"{path} is {refused}")
+    if description := _describe_unsupported(path):
+        raise errors.CheckpointFormatError(f"{path} is {description}")
     raise errors.CheckpointFormatError(
-        f"{path} is no checkpoint that is read here: wanted one of {_READ_HERE}; found"
-        f" {_content(path)}"
+        f"{path} is not a checkpoint of a supported format: wanted {_SUPPORTED}; found"
+        f" {_describe_content(path)}"
     )
 
 
-def _refused(path: Path) -> str | None:
+def _describe_content(path: Path) -> str:
+    if path.is_file():
+        start = _signatures.first_bytes(path)
+        if start and not any(start):
+            return "a file that begins with zeros, as if never written to the disk"
+        return f"a file that begins with {start[:8]!r}" if start else "an empty file"
+    if not path.is_dir():
+        return "neither a file nor a directory"
+    names = sorted(child.name for child in path.iterdir())
+    return (
+        f"a directory with {errors.first_few(names)}" if names else "an empty directory"
+    )
+
+
+# ---- known but unsupported ----------------------------------------------------------
+
+
+_ABOUT_PICKLES = (
+    "Pickles run code when they are opened, so flaxckpt never opens one; save the"
+    " arrays in another format, such as numpy.savez or safetensors, with the program"
+    " that wrote it"
+)
+_TENSORFLOW = b"model_checkpoint_path"
+_TENSORFLOW_CHECKPOINT = (
+    "a TensorFlow checkpoint, which flaxckpt does not read: load it with tf.train or"
+    " with T5X's importer, and save the arrays from there"
+)
+
+
+def _describe_unsupported(path: Path) -> str | None:
     """Describes content in a known but unsupported form, with advice; else None."""
     if path.is_dir():
-        if flax := _of_clu(path):
-            return flax
+        if description := _describe_clu(path):
+            return description
         if _signatures.first_bytes(path / "checkpoint").startswith(_TENSORFLOW) or any(
             path.glob("*.ckpt*.index")
         ):
-            return _OF_TENSORFLOW
-        return safetensors_reader.refusal(path) or _with_points(path) or _above(path)
-    first = _signatures.first_bytes(path)
-    if first.startswith(_TENSORFLOW) or path.with_name(path.name + ".index").is_file():
-        return _OF_TENSORFLOW
-    if path.suffix == ".index" or ".data-" in path.suffix:
-        return _OF_TENSORFLOW
-    if first.startswith(_signatures.LFS):
-        return _signatures.OF_LFS
-    if first[:1] == b"\x80" and b"\x02" <= first[1:2] <= b"\x05":
-        return f"a pickle. {_OF_PICKLES}"
-    if first.startswith(_signatures.ARCHIVE):
+            return _TENSORFLOW_CHECKPOINT
         return (
-            "a zip archive that does not begin with an array of numpy, and may hold"
-            f" pickles, as torch's do. {_OF_PICKLES}"
+            safetensors_reader.refusal(path)
+            or _describe_decimal_steps(path)
+            or _describe_parent(path)
+            or _describe_runs(path)
         )
-    if first.startswith(_signatures.ARRAY):
+    start = _signatures.first_bytes(path)
+    if (
+        start.startswith(_TENSORFLOW)
+        or path.with_name(path.name + ".index").is_file()
+        or path.suffix == ".index"
+        or ".data-" in path.suffix
+    ):
+        return _TENSORFLOW_CHECKPOINT
+    if start.startswith(_signatures.LFS):
+        return _signatures.OF_LFS
+    if start[:1] == b"\x80" and b"\x02" <= start[1:2] <= b"\x05":
+        return f"a pickle. {_ABOUT_PICKLES}"
+    if start.startswith(_signatures.ARCHIVE):
+        return (
+            "a zip archive that does not begin with a numpy array, and may hold"
+            f" pickles, like torch's. {_ABOUT_PICKLES}"
+        )
+    if start.startswith(_signatures.ARRAY):
         return (
             "a single numpy array, without a name: wanted an .npz, which has names."
             " Read it with numpy.load(path, allow_pickle=False), and save it with"
@@ -194,46 +225,54 @@ def _refused(path: Path) -> str | None:
         return (
             "a single array in msgpack, without a name: wanted a map of names and"
             " values. Read it with flax.serialization.msgpack_restore, and save it in"
-            " one"
+            " a dict"
         )
     return None
 
 
-def _of_clu(directory: Path) -> str | None:
+def _describe_clu(directory: Path) -> str | None:
     """Describes a directory written by `clu.checkpoint`."""
-    found = {path.name: path for path in directory.glob("*-*.flax")}
-    numbers = {name[:-5].rpartition("-")[2]: name for name in found}
-    if plain := [number for number in numbers if number.isdecimal()]:
-        newest = found[numbers[max(plain, key=int)]]
-        return (
-            "a directory of clu.checkpoint, which has each state in a file: pass the"
-            f" path of one, such as {newest}"
-        )
-    return None
-
-
-def _with_points(directory: Path) -> str | None:
-    """Describes a directory of steps with a decimal point in their numbers."""
-    found = sorted(p for p in directory.glob("*[0-9].[0-9]*") if p.name[-1].isdigit())
-    if step := next(filter(recognises, found[-_MAX_TRIED:]), None):
-        return (
-            "a directory of steps whose numbers have a point, which no step= can mean:"
-            f" pass the path of one, such as {step}"
-        )
-    return None
-
-
-def _above(directory: Path) -> str | None:
-    """Describes a directory of checkpoints without step names, or of runs."""
-    if (found := _below(directory)) is None:
-        return _of_runs(directory)
+    names = (path.name for path in directory.glob("*-*.flax"))
+    numbers = {name: name[:-5].rpartition("-")[2] for name in names}
+    steps = {int(n): name for name, n in numbers.items() if n.isdecimal()}
+    if not steps:
+        return None
     return (
-        "a directory with checkpoints in it that are not called like steps: pass"
-        f" the path of one, such as {found}{advice_on_names(directory)}"
+        "a directory of clu.checkpoint, with a file for each state: pass the path of"
+        f" one, such as {directory / steps[max(steps)]}"
     )
 
 
-def _of_runs(directory: Path) -> str | None:
+def _describe_decimal_steps(directory: Path) -> str | None:
+    """Describes a directory of steps with a decimal point in their numbers."""
+    names = directory.glob("*[0-9].[0-9]*")
+    paths = sorted(path for path in names if path.name[-1].isdigit())
+    if step := next(filter(recognises, paths[-_MAX_TRIED:]), None):
+        return (
+            "a directory of steps with decimal points in their numbers, which step="
+            f" cannot name: pass the path of one, such as {step}"
+        )
+    return None
+
+
+def _describe_parent(directory: Path) -> str | None:
+    """Describes a directory of checkpoints without step names."""
+    children = sorted(
+        (c for c in directory.iterdir() if _storage.temporary.TEMPORARY not in c.name),
+        key=lambda path: (not path.is_dir(), path.name),
+    )
+    for child in children[:_MAX_TRIED]:
+        with contextlib.suppress(errors.CheckpointFormatError):
+            if recognises(child):
+                return (
+                    "a directory of checkpoints whose names are not names of steps:"
+                    f" pass the path of one, such as {child}"
+                    f"{advice_on_names(directory)}"
+                )
+    return None
+
+
+def _describe_runs(directory: Path) -> str | None:
     """Describes a directory of run directories; None if no run is found."""
     children = sorted(child for child in directory.iterdir() if child.is_dir())
     for child in children[:_MAX_TRIED]:
@@ -243,13 +282,16 @@ def _of_runs(directory: Path) -> str | None:
     return None
 
 
+# ---- advice -------------------------------------------------------------------------
+
+
 def advice_on_names(directory: Path) -> str:
     """Returns advice for a directory of steps with unusual names.
 
     Empty if no checkpoint in the directory may be a step.
     """
-    found = _steps.index.with_any_name(directory, identify)
-    names = [path.name for paths in found.values() for path in paths]
+    steps = _steps.index.checkpoints_by_number(directory, identify)
+    names = [path.name for paths in steps.values() for path in paths]
     if not names:
         return ""
     name = errors.printable(min(names))
@@ -257,9 +299,9 @@ def advice_on_names(directory: Path) -> str:
     digits = name.removeprefix(prefix)
     field = f"{{step:0{len(digits)}d}}" if digits[:-1].startswith("0") else "{step}"
     return (
-        f". If {name} is a step of a run, say how its steps are called:"
-        f" Checkpointer(…, step_format='{prefix}{field}'), or --step-format of the"
-        " command"
+        f". If {name} is a step of a run, pass the format of its step names:"
+        f" Checkpointer(…, step_format='{prefix}{field}'), or --step-format on the"
+        " command line"
     )
 
 
@@ -267,55 +309,15 @@ def is_being_written(path: Path) -> bool:
     """Returns True if `path` has an unfinished save and no committed checkpoint."""
     if _storage.of(path).is_committed(path):
         return False
-    return path.name in _storage.temporary.being_written(path.parent)
+    return path.name in _storage.temporary.unfinished_names(path.parent)
 
 
 def advice_on_saves(directory: Path) -> str:
     """Describes the unfinished saves under a directory; empty without any."""
-    names = _storage.temporary.being_written(directory)
+    names = _storage.temporary.unfinished_names(directory)
     if not names:
         return ""
     return (
-        f"a save of {errors.first_few(names)} is under way, or was cut off; wait until"
-        " it is committed"
-    )
-
-
-def _below(directory: Path) -> Path | None:
-    """Returns a checkpoint among the first entries of a directory, or None."""
-    children = sorted(
-        (c for c in directory.iterdir() if _storage.temporary.TEMPORARY not in c.name),
-        key=lambda path: (not path.is_dir(), path.name),
-    )
-    for child in children[:_MAX_TRIED]:
-        with contextlib.suppress(errors.CheckpointFormatError):
-            if recognises(child):
-                return child
-    return None
-
-
-_MAX_TRIED = 20
-_OF_PICKLES = (
-    "Pickles run code when they are opened, so none ever is here; save the arrays in"
-    " another format, such as numpy.savez or safetensors, with the program that wrote"
-    " it"
-)
-_TENSORFLOW = b"model_checkpoint_path"
-_OF_TENSORFLOW = (
-    "a TensorFlow checkpoint, which is not read here: load it with tf.train or with"
-    " T5X's importer, and save the arrays from there"
-)
-
-
-def _content(path: Path) -> str:
-    if path.is_file():
-        first = _signatures.first_bytes(path)
-        if first and not any(first):
-            return "a file that begins with zeros, as if never written to the disk"
-        return f"a file that begins with {first[:8]!r}" if first else "an empty file"
-    if not path.is_dir():
-        return "no plain file"
-    names = sorted(child.name for child in path.iterdir())
-    return (
-        f"a directory with {errors.first_few(names)}" if names else "an empty directory"
+        f"a save of {errors.first_few(names)} is under way, or was interrupted; wait"
+        " until it is committed"
     )

@@ -41,12 +41,15 @@ class Located(NamedTuple):
             CheckpointFormatError: The checkpoint is of an unsupported kind.
             DamagedCheckpointError: The checkpoint is not intact, or may not be read.
         """
-        with _storage.permissions.reading(self.path), _storage.paths.looking(self.path):
+        with (
+            _storage.permissions.reading(self.path),
+            _storage.paths.listing_cache(self.path),
+        ):
             return self._read(types)
 
     def _read(self, types: Sequence[type]) -> Stored:
         return self.detected.reader.read(
-            self.path, step=self.step, resolve=_state.classes.resolver(types)
+            self.path, step=self.step, resolve=_state.treedef.resolver(types)
         )
 
 
@@ -62,7 +65,7 @@ def open_checkpoint(
     See `locate` and `Located.open`.
     """
     root = _storage.paths.resolve(path)
-    with _storage.permissions.reading(root), _storage.paths.looking(root):
+    with _storage.permissions.reading(root), _storage.paths.listing_cache(root):
         located = _locate(root, step, step_format)
         try:
             return located._read(types)
@@ -91,7 +94,7 @@ def locate(
         OptionError: `step` is not a step number, or `path` is a single checkpoint.
     """
     root = _storage.paths.resolve(path)
-    with _storage.permissions.reading(root), _storage.paths.looking(root):
+    with _storage.permissions.reading(root), _storage.paths.listing_cache(root):
         return _locate(root, step, step_format)
 
 
@@ -101,40 +104,44 @@ def number_of(step_format: str | None) -> _steps.names.Number | None:
 
 
 def _locate(path: Path, step: int | None, step_format: str | None) -> Located:
-    wanted = None if step is None else _steps.names.check(step)
+    step = None if step is None else _steps.names.check(step)
     number = number_of(step_format)
-    one = formats.identify(path) if path.exists() else None
-    if one is not None and wanted is None:
-        return Located(path, None, one)
+    detected = formats.identify(path) if path.exists() else None
+    if detected is not None and step is None:
+        return Located(path, None, detected)
     if not path.is_dir():
-        if one is None:
+        if detected is None:
             formats.detect(path)  # raises
-        raise _is_one(path)
+        raise _not_a_directory(path)
     index = _steps.index.StepIndex(path, formats.identify, number)
-    if wanted is None:
+    if step is None:
         return _newest(path, index)
-    if (entry := index.find(wanted)) is not None:
+    if (entry := index.find(step)) is not None:
         return _located(entry)
-    if one is not None:
-        raise _is_one(path)
-    if (doubt := index.find_doubtful(wanted)) is not None:
+    if detected is not None:
+        raise _not_a_directory(path)
+    if (doubt := index.find_doubtful(step)) is not None:
         if formats.is_being_written(doubt.path):
             raise errors.CheckpointNotFoundError(
-                f"{path} has no step {wanted} yet: {formats.advice_on_saves(path)}"
+                f"{path} has no step {step} yet: {formats.advice_on_saves(path)}"
             )
         raise _damaged(doubt.path, doubt.why)
-    if number is None and (other := _steps.index.usually_called(path, wanted)):
+    if number is None and (other := _steps.index.find_usual_name(path, step)):
         raise _damaged(other, "")
+    advice = formats.advice_on_saves(path)
+    if advice:
+        advice = f"; {advice}"
+    elif not index.steps:
+        advice = formats.advice_on_names(path)
     raise errors.CheckpointNotFoundError(
-        f"{path} has no step {wanted}: it has {summary(list(index.steps))}"
-        + _advice(path, index)
+        f"{path} has no step {step}: it has {summary(list(index.steps))}{advice}"
     )
 
 
-def _is_one(path: Path) -> errors.OptionError:
+def _not_a_directory(path: Path) -> errors.OptionError:
     return errors.OptionError(
-        f"{path} is one checkpoint, not a directory of steps: leave step out, or"
-        " pass its parent"
+        f"{path} is a single checkpoint, not a directory of steps: leave step out,"
+        " or pass its parent"
     )
 
 
@@ -148,12 +155,6 @@ def _located(entry: _Entry) -> Located:
         assert entry.error is not None, entry
         raise entry.error
     return Located(entry.path, entry.step, entry.checkpoint)
-
-
-def _advice(path: Path, index: _Index) -> str:
-    if advice := formats.advice_on_saves(path):
-        return f"; {advice}"
-    return "" if index.steps else formats.advice_on_names(path)
 
 
 def _newest(root: Path, index: _Index) -> Located:
@@ -174,34 +175,29 @@ def _newest(root: Path, index: _Index) -> Located:
     damaged = [
         _damaged(doubt.path, doubt.why)
         for doubt in doubts
-        if (doubt.why or not doubt.path.is_dir() or not _is_empty(doubt.path))
+        # A commit is never empty.
+        if (doubt.why or not doubt.path.is_dir() or any(doubt.path.iterdir()))
         and not formats.is_being_written(doubt.path)
     ]
-    damaged += [_marked(path) for path in marked]
+    damaged += [
+        errors.DamagedCheckpointError(
+            f"{path} is marked as damaged: {_steps.markers.damage_reason(path)}; pass"
+            " its number as step= to try it anyway"
+        )
+        for path in marked
+    ]
     if newest is None:
         if damaged:
             raise damaged[-1]
         formats.detect(root)  # raises
-        raise errors.CheckpointNotFoundError(f"{root} has changed: try again")
+        raise errors.CheckpointNotFoundError(
+            f"{root} changed while it was read: try again"
+        )
     for error in damaged:
         _log.warning(
-            "a newer step is left out, step %d is taken: %s", newest.step, error
+            "a newer step is left out, and step %d is used: %s", newest.step, error
         )
     return _located(newest)
-
-
-def _marked(path: Path) -> errors.DamagedCheckpointError:
-    """Returns the error for a step already marked as damaged."""
-    return errors.DamagedCheckpointError(
-        f"{path} is marked as damaged: {_steps.markers.why_damaged(path)}; pass its"
-        " number as"
-        " step= to try it all the same"
-    )
-
-
-def _is_empty(path: Path) -> bool:
-    # A commit is never empty.
-    return not any(path.iterdir())
 
 
 def _damaged(path: Path, why: str) -> errors.DamagedCheckpointError:
@@ -212,7 +208,7 @@ def _damaged(path: Path, why: str) -> errors.DamagedCheckpointError:
         except errors.CheckpointError as error:
             why = str(error)
     return errors.DamagedCheckpointError(
-        f"{path} is called like a step, but cannot be read: {why or 'it was changed'}"
+        f"{path} has the name of a step, but cannot be read: {why or 'it has changed'}"
     )
 
 
@@ -228,7 +224,7 @@ def summary(steps: list[int]) -> str:
 
 def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
     """Reads everything but the arrays of the checkpoint at exactly `path`."""
-    with _storage.permissions.reading(path), _storage.paths.looking(path):
+    with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
         return Located(path, step, formats.detect(path)).open(types)
 
 
@@ -251,6 +247,6 @@ def check_step(path: Path, step: int, stored: Stored) -> None:
     """
     if stored.recorded_step not in (step, None):
         raise errors.DamagedCheckpointError(
-            f"{path} is called like step {step} and was saved as step"
-            f" {stored.recorded_step}: restore another step, or load it by its own path"
+            f"{path} has the name of step {step}, but was saved as step"
+            f" {stored.recorded_step}: restore another step, or load this path directly"
         )

@@ -17,7 +17,9 @@ from flaxckpt._types import LeafPath
 from flaxckpt.formats import _zarr2
 from flaxckpt.formats._msgpack import leaves, scanner
 from flaxckpt.formats._native import arrays as native_arrays
-from flaxckpt.formats._native import items, orbax_json, orbax_rows
+from flaxckpt.formats._native import items, orbax_json
+from flaxckpt.formats._native import metadata as native_metadata
+from flaxckpt.formats._native.arrays import ArrayForm
 from flaxckpt.formats._reader import Stored
 
 _log = logging.getLogger(__name__)
@@ -38,7 +40,8 @@ class _Row:
 
     @property
     def is_array(self) -> bool:
-        return self.value_type != "string" and orbax_rows.empty(self.value_type) is None
+        is_empty = orbax_json.empty_type(self.value_type) is not None
+        return self.value_type != "string" and not is_empty
 
 
 _MAX_CHUNK_BYTES = 64 * 2**20  # if the array is smaller; old releases never cut arrays
@@ -61,23 +64,23 @@ def read(path: Path, step: int | None) -> Stored:
         return _read_aggregate(path, item, step)
     stamp = _storage.stamp(item / items.TREE)
     metadata = items.json_file(item / items.TREE, path)
-    rows = _rows(item, metadata)
-    inline = _inline(path, item)
+    rows = _read_rows(item, metadata)
+    inline = _inline_leaves(path, item)
     version = 3 if metadata.get("use_zarr3") else 2
     ocdbt = metadata.get("use_ocdbt")
     if ocdbt is None:
         ocdbt = (item / _arrays.zarr.ocdbt.MANIFEST).is_file()
     names = [row.name for row in rows if row.is_array and row.path not in inline]
-    arrays, blosc = _array_specs(item, path, names, version=version, ocdbt=bool(ocdbt))
+    forms, blosc = _array_forms(item, path, names, version=version, ocdbt=bool(ocdbt))
     impls = _prng_impls(item)
     splits = _splits(item, path)
     infos = [
         dataclasses.replace(inline[row.path].info, keys=row.keys)
         if row.path in inline
-        else _with_split(_info(item, row, arrays, impls), splits.get(row.name))
+        else _add_split(_leaf_info(item, row, forms, impls), splits.get(row.name))
         for row in rows
     ]
-    kept = native_arrays.Arrays(
+    arrays = native_arrays.Arrays(
         item,
         version,
         bool(ocdbt),
@@ -86,15 +89,14 @@ def read(path: Path, step: int | None) -> Stored:
         blosc=blosc,
     )
     others = [info for info in infos if info.path not in inline]
-    table = native_arrays.table(
-        path, others, kept, items.read_strings(item, path, others, {})
-    )
+    strings = items.read_strings(item, path, others, {})
+    table = native_arrays.table(path, others, arrays, strings)
     for info in infos:
         if info.path in inline:
             source = dataclasses.replace(inline[info.path], info=info)
             table[info.path] = Leaf(info, (source,))
     return Stored(
-        items.checkpoint_info(path, "orbax", step, infos, {}),
+        native_metadata.checkpoint_metadata(path, "orbax", step, infos, {}),
         {info.path: table[info.path] for info in infos},
         _state.tree.plain_structure(
             (i.path, i.keys, i.python_type if i.kind == "empty" else None)
@@ -111,17 +113,16 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
     """Reads a checkpoint without `_METADATA`, with only the aggregate file."""
     file = item / items.AGGREGATE
     stamp = _storage.stamp(file)
-    tree = _aggregate(file)
-    names = list(dict.fromkeys(_names(tree)))
+    tree = _read_tree(file)
+    names = list(dict.fromkeys(_array_names(tree)))
     ocdbt = (item / _arrays.zarr.ocdbt.MANIFEST).is_file()
     opened: dict[str, leaves.Opened] = {}
     if ocdbt:
         # Without `_METADATA` the flag is unknown, but these releases wrote all chunks.
-        arrays, blosc = _array_specs(item, path, names, version=2, ocdbt=True)
-        kept = native_arrays.Arrays(item, 2, ocdbt=True, is_checked=True, blosc=blosc)
-        for name, found in arrays.items():
-            form = native_arrays.ArrayForm(*found)
-            opened[name] = leaves.Opened(*found, kept.opener(name, form, path))
+        forms, blosc = _array_forms(item, path, names, version=2, ocdbt=True)
+        arrays = native_arrays.Arrays(item, 2, ocdbt=True, is_checked=True, blosc=blosc)
+        for name, form in forms.items():
+            opened[name] = leaves.Opened(*form, arrays.opener(name, form, path))
     else:
         faults = {}
         for name in names:
@@ -133,31 +134,31 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
                 faults[name] = str(error)[:200]
         if faults:
             raise leaves.unreadable(item, faults)
-    tree = _filled(tree, opened)
-    found_here = leaves.stored(
+    tree = _insert(tree, opened)
+    stored = leaves.stored(
         path, file, tree, format_name="orbax", step=step, stamp=stamp
     )
-    infos = [leaf.info for leaf in found_here.table.values()]
-    metadata = items.checkpoint_info(path, "orbax", step, infos, {})
-    return dataclasses.replace(found_here, metadata=metadata)
+    infos = [leaf.info for leaf in stored.table.values()]
+    metadata = native_metadata.checkpoint_metadata(path, "orbax", step, infos, {})
+    return dataclasses.replace(stored, metadata=metadata)
 
 
-def _inline(path: Path, item: Path) -> dict[LeafPath, StoredLeaf]:
+def _inline_leaves(path: Path, item: Path) -> dict[LeafPath, StoredLeaf]:
     """Returns the leaves with values in the aggregate file, beside `_METADATA`."""
     file = item / items.AGGREGATE
     if not file.is_file():
         return {}
-    tree = _filled(_aggregate(file), {})
+    tree = _insert(_read_tree(file), {})
     stamp = _storage.stamp(file)
-    found = leaves.stored(path, file, tree, format_name="", step=None, stamp=stamp)
+    stored = leaves.stored(path, file, tree, format_name="", step=None, stamp=stamp)
     return {
         name: leaf.source
-        for name, leaf in found.table.items()
+        for name, leaf in stored.table.items()
         if isinstance(leaf.source, StoredLeaf) and leaf.info.kind != "empty"
     }
 
 
-def _aggregate(file: Path) -> scanner.Value:
+def _read_tree(file: Path) -> scanner.Value:
     try:
         _zarr2.inside(file.parent, file)
     except ValueError as error:
@@ -168,18 +169,18 @@ def _aggregate(file: Path) -> scanner.Value:
     return tree
 
 
-def _names(value: scanner.Value) -> Iterator[str]:
+def _array_names(value: scanner.Value) -> Iterator[str]:
     for _, leaf in leaves.walk(value):
         if isinstance(leaf, str) and leaf.startswith(_STANDS_FOR):
             yield leaf.partition("://")[2]
 
 
-def _filled(value: scanner.Value, arrays: Mapping[str, leaves.Opened]) -> scanner.Value:
+def _insert(value: scanner.Value, arrays: Mapping[str, leaves.Opened]) -> scanner.Value:
     """Returns `value` with arrays in place of their names; None if not in `arrays`."""
     if isinstance(value, dict):
-        return {key: _filled(child, arrays) for key, child in value.items()}
+        return {key: _insert(child, arrays) for key, child in value.items()}
     if isinstance(value, list):
-        return [_filled(child, arrays) for child in value]
+        return [_insert(child, arrays) for child in value]
     if isinstance(value, str) and value.startswith(_STANDS_FOR):
         return arrays.get(value.partition("://")[2])
     return value
@@ -188,10 +189,10 @@ def _filled(value: scanner.Value, arrays: Mapping[str, leaves.Opened]) -> scanne
 # ---- the tree in `_METADATA` ------------------------------------------------------
 
 
-def _rows(item: Path, metadata: Mapping[str, Any]) -> list[_Row]:
+def _read_rows(item: Path, metadata: Mapping[str, Any]) -> list[_Row]:
     try:
         rows = [
-            _Row(orbax_rows.keys(row), str(row["value_metadata"]["value_type"]))
+            _Row(orbax_json.parse_keys(row), str(row["value_metadata"]["value_type"]))
             for row in metadata["tree_metadata"].values()
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -200,12 +201,12 @@ def _rows(item: Path, metadata: Mapping[str, Any]) -> list[_Row]:
         ) from None
     # A partial save leaves placeholders at the prefixes of paths saved later.
     inner = {row.keys[:n] for row in rows for n in range(len(row.keys))}
-    found = sorted(
+    rows = sorted(
         (row for row in rows if row.keys not in inner or len(rows) == 1),
         key=lambda row: [_rank(key) for key in row.keys],
     )
-    _check_places(item, found)
-    return found
+    _check_places(item, rows)
+    return rows
 
 
 def _check_places(item: Path, rows: Sequence[_Row]) -> None:
@@ -220,10 +221,10 @@ def _check_places(item: Path, rows: Sequence[_Row]) -> None:
     for row in rows:
         path = row.path
         if path in paths:
-            faults[path] = "is there twice"
+            faults[path] = "appears twice"
         paths.add(path)
         if row.is_array and (other := seen.setdefault(row.name, path)) != path:
-            faults[path] = f"is kept where {other} is"
+            faults[path] = f"has the same place as {other}"
     if faults:
         raise leaves.unreadable(item, faults)
 
@@ -232,45 +233,44 @@ def _rank(key: _state.tree.Key) -> tuple[str, int]:
     return ("", int(key.name)) if key.kind == "index" else (str(key.name), 0)
 
 
-def _array_specs(
+def _array_forms(
     item: Path, checkpoint: Path, names: Sequence[str], *, version: int, ocdbt: bool
-) -> tuple[dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]], set[str]]:
+) -> tuple[dict[str, ArrayForm], set[str]]:
     """Reads the forms of arrays from their zarr metadata.
 
     Returns:
-        Array name -> shape, dtype and chunk shape; and the names of the arrays
-        compressed by blosc.
+        Array name -> form; and the names of the arrays compressed by blosc.
     """
     native_arrays.check_names(item, names, ocdbt=ocdbt)
     file = "zarr.json" if version == 3 else ".zarray"
     texts = native_arrays.texts(item, checkpoint, names, file, ocdbt=ocdbt)
-    found = {}
+    forms = {}
     blosc = set()
     faults = {}
-    for name, give in texts.items():
+    for name, read_text in texts.items():
         try:
-            text = give()
-            found[name] = _checked(*native_arrays.form_in(text))
-            if _arrays.zarr.chunk_headers.described(text).codec == "blosc":
+            text = read_text()
+            forms[name] = native_arrays.form_in(text)
+            _check_chunks(forms[name])
+            if _arrays.zarr.chunk_headers.parse(text).codec == "blosc":
                 blosc.add(name)
         except PermissionError:
             raise
         except (ValueError, KeyError, TypeError, OSError, errors.CheckpointError) as e:
-            words = str(e).split(" [tensorstore_spec")[0].split(" [source")[0]
-            faults[name] = words[:200]
+            message = str(e).split(" [tensorstore_spec")[0].split(" [source")[0]
+            faults[name] = message[:200]
     if faults:
         raise leaves.unreadable(item, faults)
-    return found, blosc
+    return forms, blosc
 
 
-def _checked(
-    shape: tuple[int, ...], dtype: str, chunk_shape: tuple[int, ...]
-) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
-    """Returns the arguments unless TensorStore would abort over too large chunks.
+def _check_chunks(form: ArrayForm) -> None:
+    """Raises ValueError if TensorStore would abort over too large chunks.
 
     Raises:
-        ValueError: The chunk shape is too large, or does not fit the shape.
+        ValueError: The chunk shape is too large, or does not match the shape.
     """
+    shape, dtype, chunk_shape = form
     itemsize = _state.dtypes.to_numpy(dtype).itemsize
     chunk_bytes = math.prod(chunk_shape) * itemsize
     if (
@@ -278,8 +278,7 @@ def _checked(
         or 0 in chunk_shape
         or chunk_bytes > max(math.prod(shape) * itemsize, _MAX_CHUNK_BYTES)
     ):
-        raise ValueError(f"chunks {list(chunk_shape)} of an array {list(shape)}")
-    return shape, dtype, chunk_shape
+        raise ValueError(f"chunks {list(chunk_shape)} in an array {list(shape)}")
 
 
 def _prng_impls(item: Path) -> dict[str, str]:
@@ -302,43 +301,37 @@ def _prng_impls(item: Path) -> dict[str, str]:
     return impls
 
 
-def _splits(item: Path, checkpoint: Path) -> dict[str, orbax_rows.Split]:
+def _splits(item: Path, checkpoint: Path) -> dict[str, orbax_json.Split]:
     """Returns the splits of arrays, as far as recorded: param name -> split."""
     file = item / items.SHARDING
     if not file.is_file():
         return {}
     try:
-        return orbax_rows.splits(items.json_file(file, checkpoint))
+        return orbax_json.parse_splits(items.json_file(file, checkpoint))
     except errors.DamagedCheckpointError as error:
-        _log.info("how arrays were split is not known: %s", error)
+        _log.info("the shardings of arrays are not known: %s", error)
         return {}
 
 
-def _with_split(info: LeafInfo, split: orbax_rows.Split | None) -> LeafInfo:
+def _add_split(info: LeafInfo, split: orbax_json.Split | None) -> LeafInfo:
     if split is None or len(split.parts) > len(info.shape):
         return info
     shard_shape = split.shard_shape(info.shape)
     return dataclasses.replace(info, spec=split.spec, shard_shape=shard_shape)
 
 
-def _info(
-    item: Path,
-    row: _Row,
-    arrays: Mapping[str, tuple[tuple[int, ...], str, tuple[int, ...]]],
-    impls: Mapping[str, str],
+def _leaf_info(
+    item: Path, row: _Row, forms: Mapping[str, ArrayForm], impls: Mapping[str, str]
 ) -> LeafInfo:
-    path = _state.tree.join(row.keys)
-    if empty := orbax_rows.empty(row.value_type):
+    path = row.path
+    if empty := orbax_json.empty_type(row.value_type):
         return LeafInfo(path, row.keys, "empty", empty)
     if row.value_type == "string":
         return LeafInfo(path, row.keys, "string", "str")
-    shape, dtype, chunk_shape = arrays[row.name]
-    try:
-        python_type = orbax_rows.python_type(row.value_type, dtype)
-    except ValueError as error:
-        raise errors.DamagedCheckpointError(f"{item}: {path}: {error}") from None
+    shape, dtype, chunk_shape = forms[row.name]
     impl = impls.get(row.name)
     try:
+        python_type = orbax_json.python_type(row.value_type, dtype)
         if impl:
             _arrays.layout.check_keys(impl, shape, dtype)
     except ValueError as error:

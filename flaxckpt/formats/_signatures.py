@@ -11,7 +11,7 @@ from flaxckpt.formats._msgpack import scanner
 LFS = b"version https://git-lfs"
 """Beginning of a Git LFS pointer, which takes the place of a file not downloaded."""
 
-OF_LFS = "a pointer of Git LFS, not the file itself: run git lfs pull there"
+OF_LFS = "a Git LFS pointer, not the file itself: run git lfs pull there"
 
 ARRAY = b"\x93NUMPY"
 """Beginning of a `.npy` file."""
@@ -26,7 +26,7 @@ _FIRST_BYTES = 512
 def first_bytes(path: Path, count: int = 64) -> bytes:
     """Returns at most `count` first bytes of a regular file; else empty."""
     try:
-        with _storage.of(path).opened(path) as file:
+        with _storage.of(path).open_file(path) as file:
             return file.read(count)
     except PermissionError:
         raise
@@ -62,7 +62,7 @@ def first_keys(path: Path) -> Sequence[str] | None:
     reader refuses are included. Empty for a file that is only an empty map; None if
     `path` is not a regular file, or does not begin with a map with string keys.
     """
-    found: list[str] = []
+    keys: list[str] = []
     try:
         with scanner.scanner(path, buffer_bytes=_FIRST_BYTES) as scan:
             kind, size = scan.head()
@@ -71,15 +71,15 @@ def first_keys(path: Path) -> Sequence[str] | None:
             if size == 0:
                 return [] if scan.size == 1 else None
             for _ in range(min(size, 2)):
-                found.append(scan.text(*scan.head()))
+                keys.append(scan.text(*scan.head()))
                 kind, length = scan.head()
                 if kind == "str":
                     scan.text(kind, length)
                 elif kind != "number":
                     break
     except errors.DamagedCheckpointError:
-        return found or None
-    return found or None
+        return keys or None
+    return keys or None
 
 
 def begins_with_array(path: Path) -> bool:

@@ -92,15 +92,15 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
             f" {', '.join(sorted(tree)[:5])}; wanted version 2 or 3 and the keys"
             " 'version' and 'optimizer'. Restore it with T5X, and save it again."
         )
-    finder = _Finder(file.parent, version)
-    state = finder.replaced(tree["optimizer"], ())
-    if finder.faults:
-        raise leaves.unreadable(path, finder.faults)
+    replacer = _SpecReplacer(file.parent, version)
+    state = replacer.replace(tree["optimizer"], ())
+    if replacer.faults:
+        raise leaves.unreadable(path, replacer.faults)
     return leaves.stored(path, file, state, format_name="t5x", step=step, stamp=stamp)
 
 
-class _Finder:
-    """Finds the array directories of a checkpoint.
+class _SpecReplacer:
+    """Replaces the TensorStore specs in a checkpoint by the arrays.
 
     Attributes:
         faults: Leaf path -> reason why its directory cannot be read.
@@ -112,13 +112,13 @@ class _Finder:
         self._version = version
         self._leaves: dict[str, LeafPath] = {}
 
-    def replaced(self, value: Any, keys: tuple[str, ...]) -> Any:
+    def replace(self, value: Any, keys: tuple[str, ...]) -> Any:
         """Returns `value` with each TensorStore spec replaced by the array."""
         if not isinstance(value, dict):
             return value
         if not _is_spec(value):
             return {
-                key: self.replaced(child, (*keys, key)) for key, child in value.items()
+                key: self.replace(child, (*keys, key)) for key, child in value.items()
             }
         leaf = _state.tree.join([_state.tree.Key(key, "key") for key in keys])
         try:
@@ -135,7 +135,7 @@ class _Finder:
             raise ValueError(f"shares the directory {name} with {other}")
         self._leaves[name] = leaf
         array = _zarr2.find(self._root, name)
-        shape = _arrays.zarr.limits.sizes(spec["metadata"].get("shape"))
+        shape = _arrays.zarr.metadata.sizes(spec["metadata"].get("shape"))
         dtype = spec.get("dtype", array.dtype)
         if array.shape != shape or array.dtype != dtype:
             raise ValueError(
@@ -168,14 +168,14 @@ def _directory(spec: dict[str, Any]) -> str:
     """
     kvstore, metadata = spec["kvstore"], spec["metadata"]
     if not isinstance(kvstore, dict):
-        raise ValueError(f"its specification has the URL {kvstore[:40]!r}, not of T5X")
+        raise ValueError(f"its specification is the URL {kvstore[:40]!r}, unlike T5X")
     for part, allowed in (
         (spec, _SPEC_KEYS),
         (kvstore, _KVSTORE_KEYS),
         (metadata, _METADATA_KEYS),
     ):
         if unknown := sorted(set(part) - allowed):
-            raise ValueError(f"its specification has {unknown[0][:40]!r}, not of T5X")
+            raise ValueError(f"its specification has {unknown[0][:40]!r}, unlike T5X")
     if spec["driver"] != "zarr" or kvstore.get("driver") not in _STORES:
         raise ValueError(
             f"wanted the driver zarr in files, found {spec['driver'][:40]!r} in"
@@ -185,7 +185,7 @@ def _directory(spec: dict[str, Any]) -> str:
         raise ValueError("its specification has no path, or two")
     path = spec.get("path", kvstore.get("path"))
     if not isinstance(path, str):
-        raise ValueError("its specification has a path that is no string")
+        raise ValueError("its specification has a path that is not a string")
     return _zarr2.check_name(path.removesuffix("/"))
 
 

@@ -90,7 +90,9 @@ def check_name(name: str) -> str:
         ValueError: The name is empty, too long, hidden, or has a separator.
     """
     if not name or len(name) > 1024 or name[0] == "." or set(name) & set("/\\\0"):
-        raise ValueError(f"its directory {name[:80]!r} is not one in the checkpoint")
+        raise ValueError(
+            f"its directory {name[:80]!r} is not a directory in the checkpoint"
+        )
     return name
 
 
@@ -125,11 +127,13 @@ def _parse(root: Path, name: str, data: Mapping[str, Any]) -> _Zarr2:
         ("dimension_separator", (".", None)),
     ):
         if data.get(key) not in allowed or isinstance(data.get(key), bool):
-            raise ValueError(f".zarray has the {key} {str(data.get(key))[:40]!r}")
+            raise ValueError(
+                f".zarray has the unsupported {key} {str(data.get(key))[:40]!r}"
+            )
     if "shape" not in data or "chunks" not in data:
         raise ValueError(".zarray has no shape or no chunks")
     shape, chunk_shape = (
-        _arrays.zarr.limits.sizes(data[key]) for key in ("shape", "chunks")
+        _arrays.zarr.metadata.sizes(data[key]) for key in ("shape", "chunks")
     )
     array = _Zarr2(
         root,
@@ -141,7 +145,7 @@ def _parse(root: Path, name: str, data: Mapping[str, Any]) -> _Zarr2:
         _codec(data.get("compressor")),
     )
     if len(chunk_shape) != len(shape) or 0 in chunk_shape:
-        raise ValueError(f"chunks {list(chunk_shape)} of an array {list(shape)}")
+        raise ValueError(f"chunks {list(chunk_shape)} in an array {list(shape)}")
     if array.chunk_bytes > _MAX_CHUNK_BYTES:
         raise ValueError(
             f"chunks of {array.chunk_bytes} bytes; at most {_MAX_CHUNK_BYTES} are read"
@@ -163,7 +167,7 @@ def _dtype(name: object) -> np.dtype[Any]:
             return _state.dtypes.to_numpy(name)
         except errors.OptionError:
             pass
-    raise ValueError(f"element type {str(name)[:40]!r} is not read")
+    raise ValueError(f"unsupported element type {str(name)[:40]!r}")
 
 
 def _codec(compressor: Any) -> str | None:
@@ -171,7 +175,7 @@ def _codec(compressor: Any) -> str | None:
         return None
     name = compressor.get("id") if isinstance(compressor, dict) else None
     if name not in (*_DECODED_HERE, *_LEFT_TO_TENSORSTORE) or name is None:
-        raise ValueError(f"compressor {str(compressor)[:40]!r} is not read")
+        raise ValueError(f"unsupported compressor {str(compressor)[:40]!r}")
     return str(name)
 
 
@@ -186,9 +190,6 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
             ocdbt=False,
             strict=True,
         )
-    promise: ts.Promise[ts.TensorStore]
-    future: ts.Future[ts.TensorStore]
-    promise, future = ts.Promise.new()
 
     def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
         region = tuple(zip(domain.inclusive_min, domain.exclusive_max, strict=True))
@@ -203,12 +204,12 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
                 (i * size, (i + 1) * size)
                 for i, size in zip(index, array.chunk_shape, strict=True)
             )
-            values = _chunk(array, _key(index))
+            values = _read_chunk(array, _key(index))
             target[_arrays.zarr.metadata.within(chunk.bounds, region)] = values[
                 _arrays.zarr.metadata.within(chunk.bounds, cell)
             ]
 
-    promise.set_result(
+    return leaves.completed(
         ts.virtual_chunked(
             read,
             dtype=ts.dtype(_state.dtypes.stored_name(array.dtype.name) or ""),
@@ -217,7 +218,6 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
             context=context,
         )
     )
-    return future
 
 
 def _key(index: Shape) -> str:
@@ -233,31 +233,31 @@ def _check_files(array: _Zarr2) -> None:
         ValueError: A chunk is missing, has an implausible size, or a symlink leads out
             of the checkpoint.
     """
-    wanted = _arrays.zarr.chunk_shape.chunk_count(array.shape, array.chunk_shape)
-    there: dict[str, int] = {}
+    count = _arrays.zarr.chunk_shape.chunk_count(array.shape, array.chunk_shape)
+    sizes: dict[str, int] = {}
     with os.scandir(array.root / array.name) as entries:
         for entry in entries:
             if entry.is_symlink():
                 inside(array.root, Path(entry.path))
             if entry.is_file():
-                there[entry.name] = entry.stat().st_size
-    if wanted > len(there):
-        raise ValueError(f"of {wanted} chunks, at most {len(there)} are there")
+                sizes[entry.name] = entry.stat().st_size
+    if count > len(sizes):
+        raise ValueError(f"wanted {count} chunks, found at most {len(sizes)}")
     for chunk in _arrays.zarr.metadata.chunks(
         _arrays.zarr.metadata.whole(array.shape), array.chunk_shape
     ):
         key = chunk.key.removeprefix("c").removeprefix(".") or "0"
-        if key not in there:
+        if key not in sizes:
             raise ValueError(f"chunk {key} is missing")
         ratio = _BEST_RATIO.get(array.codec, _ANY_RATIO)
-        if not array.chunk_bytes / ratio <= there[key] <= 2 * array.chunk_bytes + 2**16:
+        if not array.chunk_bytes / ratio <= sizes[key] <= 2 * array.chunk_bytes + 2**16:
             raise ValueError(
-                f"chunk {key} has {there[key]} bytes instead of those of"
-                f" {array.chunk_bytes}"
+                f"chunk {key} has {sizes[key]} bytes, too few or too many for a chunk"
+                f" of {array.chunk_bytes}"
             )
 
 
-def _chunk(array: _Zarr2, key: str) -> Array:
+def _read_chunk(array: _Zarr2, key: str) -> Array:
     """Returns the values of a chunk.
 
     Raises:
@@ -266,10 +266,10 @@ def _chunk(array: _Zarr2, key: str) -> Array:
     path = array.root / array.name / key
     content = path.read_bytes()
     if array.codec is not None:
-        content = _decoded(array, key, content)
+        content = _decode(array, key, content)
     if len(content) != array.chunk_bytes:
         raise ValueError(
-            f"chunk {key} has {len(content)} bytes instead of {array.chunk_bytes}"
+            f"chunk {key} has {len(content)} bytes, wanted {array.chunk_bytes}"
         )
     values = np.frombuffer(content, array.dtype)
     _state.dtypes.check_bools(values)
@@ -278,7 +278,7 @@ def _chunk(array: _Zarr2, key: str) -> Array:
     return values.reshape(array.chunk_shape, order="C" if array.order == "C" else "F")
 
 
-def _decoded(array: _Zarr2, key: str, content: bytes) -> bytes:
+def _decode(array: _Zarr2, key: str, content: bytes) -> bytes:
     # 47 = 32 + 15: zlib or gzip, by the header. The checksum covers the whole stream,
     # so decoding must reach its end.
     codec = bz2.BZ2Decompressor() if array.codec == "bz2" else zlib.decompressobj(47)
@@ -287,5 +287,5 @@ def _decoded(array: _Zarr2, key: str, content: bytes) -> bytes:
     except (zlib.error, OSError) as error:
         raise ValueError(f"chunk {key} is damaged ({error})") from None
     if not codec.eof or codec.unused_data:
-        raise ValueError(f"chunk {key} is cut short or goes on behind its end")
+        raise ValueError(f"chunk {key} is cut short or has extra bytes at its end")
     return decoded

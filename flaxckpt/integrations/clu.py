@@ -143,7 +143,7 @@ def import_metric_writers() -> ModuleType:
 
 
 class _NoSummaryWriter:
-    """Stands for CLU's `SummaryWriter` where TensorFlow is not installed."""
+    """Replaces CLU's `SummaryWriter` where TensorFlow is not installed."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise errors.OptionError(
@@ -171,7 +171,7 @@ def _merge(
     """Returns the metrics of all batches so far.
 
     Raises:
-        OptionError: The update is no collection, or of another class than before.
+        OptionError: The update is not a collection, or of another class than before.
     """
     if not isinstance(update, clu_metrics.Collection):
         raise errors.OptionError(

@@ -17,7 +17,7 @@ try:
     import keras
 except ImportError as error:
     raise errors.OptionError(
-        f"there is no Keras here ({error}):\n  pip install 'flaxckpt[keras]'"
+        f"Keras cannot be imported ({error}):\n  pip install 'flaxckpt[keras]'"
     ) from error
 
 __all__ = ["EpochBatches", "KerasCheckpoint"]
@@ -70,7 +70,7 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         if keras.backend.backend() != "jax":
             raise errors.OptionError(
-                f"Keras runs on {keras.backend.backend()}, where JAX is wanted: set the"
+                f"Keras runs on {keras.backend.backend()}, not on JAX: set the"
                 " environment variable KERAS_BACKEND=jax before keras is imported"
             )
         for name, value in (
@@ -97,8 +97,9 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         steps = self.data.steps_per_epoch
         if self.params.get("steps") != steps:
             raise errors.OptionError(
-                f"fit takes {self.params.get('steps')} steps an epoch, and the callback"
-                f" {steps}: call fit(checkpoint.data, …) without steps_per_epoch"
+                f"fit takes {self.params.get('steps')} steps per epoch, but the"
+                f" callback {steps}: call fit(checkpoint.data, …) without"
+                " steps_per_epoch"
             )
         # Reading the state from Keras is slow; at the end of an epoch it is passed.
         self._on_step.bind(

@@ -71,7 +71,9 @@ class EventFiles:
             OSError: An event file cannot be read.
         """
         if not self._log_dir.is_dir():
-            _log.warning("%s is not there: no metrics from it", self._log_dir)
+            _log.warning(
+                "%s does not exist: no metrics are read from it", self._log_dir
+            )
         # Names contain the creation time of a file: the newest is last.
         for file in sorted(self._log_dir.rglob("*tfevents*")):
             if file.is_file() and file not in self._damaged:
@@ -96,7 +98,7 @@ class EventFiles:
             except (ValueError, DecodeError) as error:
                 self._damaged.add(file)
                 _log.warning(
-                    "%s is damaged after %d bytes (%s): metrics behind are not read",
+                    "%s is damaged after %d bytes (%s): later metrics are not read",
                     file,
                     self._read_to.get(file, 0),
                     error,

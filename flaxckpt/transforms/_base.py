@@ -134,7 +134,7 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 def _shown(transform: object) -> str:
     is_ours = isinstance(transform, TableTransform)
-    return f"{transform!s:.80}" if is_ours else _util.arguments.found(transform)
+    return f"{transform!s:.80}" if is_ours else _util.arguments.describe(transform)
 
 
 def _with_containers(table: LeafTable) -> LeafTable:

@@ -63,7 +63,7 @@ class _Function(TableTransform):
             if not isinstance(result, Mapping):
                 raise errors.OptionError(
                     f"{self} must return the state as nested dicts, got"
-                    f" {_util.arguments.found(result)}"
+                    f" {_util.arguments.describe(result)}"
                 )
             found = list(_flat(result))
             shape[:] = [
@@ -74,7 +74,7 @@ class _Function(TableTransform):
 
         # Python numbers need at most 32 bits, as in jax.
         is_wide = any(
-            leaf.info.kind == "array" and _arrays.lazy.needs_64_bits(leaf.info)
+            leaf.info.kind == "array" and _state.dtypes.is_wide(leaf.info.dtype)
             for leaf in traced
         )
         try:

@@ -112,12 +112,14 @@ def fuse(
         (compile_pattern(pattern), check_replacement(pattern, replacement))
         for pattern in patterns
     )
-    axis = _util.arguments.whole("axis", axis)
+    axis = _util.arguments.check_int("axis", axis)
     return _Fuse(parts, axis, _checked_sizes(sizes))
 
 
 def _checked_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if sizes is None else _util.arguments.wholes("sizes", sizes, least=0)
+    return (
+        None if sizes is None else _util.arguments.check_ints("sizes", sizes, least=0)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +203,7 @@ def split(
     return _Split(
         compile_pattern(pattern),
         tuple([check_replacement(pattern, part) for part in replacements]),
-        _util.arguments.whole("axis", axis),
+        _util.arguments.check_int("axis", axis),
         checked,
     )
 

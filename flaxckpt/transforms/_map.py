@@ -92,7 +92,7 @@ def cast(pattern: str, dtype: Any, *, lossy: bool = False) -> TableTransform:
     if not wanted:
         raise errors.OptionError(
             "cast wants an element type, by name or as jax.numpy.bfloat16, got"
-            f" {_util.arguments.found(dtype)}"
+            f" {_util.arguments.describe(dtype)}"
         )
     wanted = _state.dtypes.name(_state.dtypes.to_numpy(wanted))
     return _Cast(compile_pattern(pattern), wanted, lossy)
@@ -321,7 +321,7 @@ def transpose(pattern: str, axes: Sequence[int] | None = None) -> TableTransform
     Raises:
         OptionError: As for `map_leaf`.
     """
-    order = None if axes is None else _util.arguments.wholes("axes", axes)
+    order = None if axes is None else _util.arguments.check_ints("axes", axes)
     if order is not None and len(set(order)) < len(order):
         raise errors.OptionError(f"axes must be different ones, got {order}")
 
@@ -362,8 +362,8 @@ def pad(
         OptionError: As for `map_leaf`; or a leaf has another number of axes, or is
             already larger.
     """
-    wanted = _util.arguments.wholes("shape", shape, least=0, or_none=True)
-    _util.arguments.number("value", value)
+    wanted = _util.arguments.check_ints("shape", shape, least=0, or_none=True)
+    _util.arguments.check_number("value", value)
 
     def padded(x: jax.Array, fill: float) -> jax.Array:
         widths = [(0, new - old) for old, new in _extents(x, wanted)]
@@ -391,7 +391,7 @@ def slice(pattern: str, shape: Sequence[int | None]) -> TableTransform:
         OptionError: As for `map_leaf`; or a leaf has another number of axes, or is
             already smaller.
     """
-    wanted = _util.arguments.wholes("shape", shape, least=0, or_none=True)
+    wanted = _util.arguments.check_ints("shape", shape, least=0, or_none=True)
 
     def cut(x: jax.Array) -> jax.Array:
         extents = list(_extents(x, wanted))
@@ -438,10 +438,10 @@ def grow(
             f"init must be 'mean', 'normal' or 'zeros', got {init!r}"
         )
     axis, seed = (
-        _util.arguments.whole("axis", axis),
-        _util.arguments.whole("seed", seed),
+        _util.arguments.check_int("axis", axis),
+        _util.arguments.check_int("seed", seed),
     )
-    size = _util.arguments.whole("size", size, least=0)
+    size = _util.arguments.check_int("size", size, least=0)
 
     def grown(x: jax.Array, how: str, path: LeafPath = "") -> jax.Array:
         if not -x.ndim <= axis < x.ndim:

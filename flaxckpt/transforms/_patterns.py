@@ -18,7 +18,7 @@ _NEAREST_AMONG = 5_000
 
 def _shown(value: object) -> str:
     is_short = isinstance(value, list | tuple)
-    return f"{value!r:.80}" if is_short else _util.arguments.found(value)
+    return f"{value!r:.80}" if is_short else _util.arguments.describe(value)
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
@@ -48,7 +48,7 @@ def check_replacement(pattern: str, replacement: str) -> str:
     if not isinstance(replacement, str):
         raise errors.OptionError(
             f"what replaces {pattern!r} must be a path as text, got"
-            f" {_util.arguments.found(replacement)}"
+            f" {_util.arguments.describe(replacement)}"
         )
     return replacement
 

@@ -91,8 +91,8 @@ def _as_rules(
     if not isinstance(pattern, str) or not isinstance(replacement, str):
         raise errors.OptionError(
             "wanted a pattern and its replacement, or a dict of them, got"
-            f" {_util.arguments.found(pattern)} and"
-            f" {_util.arguments.found(replacement)}"
+            f" {_util.arguments.describe(pattern)} and"
+            f" {_util.arguments.describe(replacement)}"
         )
     return _rules([(pattern, replacement)])
 

@@ -113,7 +113,7 @@ def stack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
             shapes or types do not fit.
     """
     compile_pattern(pattern)
-    axis = _util.arguments.whole("axis", axis)
+    axis = _util.arguments.check_int("axis", axis)
     named = compile_pattern(name_index(pattern))
     return _Stack(named, check_replacement(pattern, replacement), axis, pattern)
 
@@ -192,7 +192,7 @@ def unstack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
         OptionError: `pattern` is not a valid regular expression, or `{i}` is missing.
             When applied: nothing matches, or a leaf does not have the axis.
     """
-    axis = _util.arguments.whole("axis", axis)
+    axis = _util.arguments.check_int("axis", axis)
     if INDEX not in check_replacement(pattern, replacement):
         raise errors.OptionError(
             f"unstack needs {INDEX} in the path of a part, got {replacement!r}"

@@ -21,12 +21,10 @@ from flaxckpt._arrays import to_host as arrays_to_host
 from flaxckpt._arrays import write as arrays_write
 from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
-from flaxckpt._arrays.zarr.metadata import Encoding
-from flaxckpt._arrays.zarr.raw_array import RawArray
+from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
 from flaxckpt._state import dtypes as state_dtypes
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._storage import filesystem as storage_filesystem
-from flaxckpt._util import progress as util_progress
 from tests.helpers import strategies
 from tests.helpers.files import flip_bit
 
@@ -124,11 +122,12 @@ def test_we_write_what_tensorstore_would(tmp_path, dtype):
     for root in (ours, theirs):
         root.mkdir()
     written = host("w", array, (2, 3))
-    budget = arrays_write._util.threads.Budget(1)
     arrays_write._write_files(
-        ours, [written], encoding, None, budget, util_progress.ignore
+        arrays_write._Target(ours, encoding, ts.Context(), 1), [written]
     )
-    arrays_write._write_encoded(theirs, [written], encoding, ts.Context(), 1)
+    arrays_write._write_encoded(
+        arrays_write._Target(theirs, encoding, ts.Context()), [written], 1
+    )
     for file in theirs.rglob("c*"):
         assert (ours / "w" / file.name).read_bytes() == file.read_bytes()
     assert (
@@ -536,7 +535,7 @@ def test_a_step_replaced_while_it_is_linked_to_fails_the_save(tmp_path, monkeypa
         return found
 
     monkeypatch.setattr(arrays_write, "_is_unchanged", is_unchanged)
-    with pytest.raises(errors.SaveFailedError, match="replaced by somebody else"):
+    with pytest.raises(errors.SaveFailedError, match="was replaced during the save"):
         ours.save(2, state).wait()
     assert ours.steps() == [1]
     ours.close()

@@ -13,9 +13,9 @@ from flax import nnx
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._steps import markers as steps_markers
-from flaxckpt._storage import files as storage_files
 from flaxckpt._storage import leases as storage_leases
 from flaxckpt._storage import paths as storage_paths
+from flaxckpt._storage.storage import LOCAL
 from flaxckpt.datasets import StepIndexed
 from tests import GOLDEN
 
@@ -35,7 +35,7 @@ def add_files(step, names=USERS):
 
 def assert_refused(info, *names):
     text = str(info.value)
-    assert "not the checkpoint's and would be lost" in text
+    assert "do not belong to the checkpoint and would be lost" in text
     for name in names:
         assert f"\n  {name}\n" in text
     assert "Move them elsewhere" in text
@@ -133,7 +133,7 @@ def test_a_damaged_step_with_files_of_others_is_set_aside(tmp_path, caplog, name
             assert run.restore()["n"] == 2
         aside = tmp_path / f"1.{number}damaged"
         assert all((aside / name).read_bytes() == b"mine" for name in names)
-        assert f"is called {aside.name} now" in caplog.text
+        assert f"it was renamed to {aside.name}" in caplog.text
         with flaxckpt.Checkpointer(tmp_path) as run:
             assert run.steps() == [1]
             run.delete(1)
@@ -168,13 +168,13 @@ def test_an_upload_sets_a_damaged_step_with_files_of_others_aside(tmp_path):
 
 def test_what_comes_while_a_save_is_under_way_is_not_deleted(tmp_path, monkeypatch):
     flaxckpt.save(tmp_path / "a", STATE)
-    real = storage_files.sync_tree
+    real = LOCAL.sync_tree
 
     def sync_tree(path):
         add_files(tmp_path / "a", ["notes.txt"])
         return real(path)
 
-    monkeypatch.setattr(storage_files, "sync_tree", sync_tree)
+    monkeypatch.setattr(LOCAL, "sync_tree", sync_tree)
     with pytest.raises(errors.CheckpointExistsError) as info:
         flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
     assert_refused(info, "notes.txt")
@@ -375,7 +375,7 @@ def test_no_conversion_replaces_a_file_of_another_format(tmp_path, suffix, forma
     with data.open("wb") as file:
         np.savez(file, images=np.ones(3))
     before = data.read_bytes()
-    with pytest.raises(errors.OptionError, match="called like a file"):
+    with pytest.raises(errors.OptionError, match="has the name of a file"):
         flaxckpt.convert(tmp_path / "source", data, format=format_name, overwrite=True)
     assert data.read_bytes() == before
     new = tmp_path / f"new.{suffix}"
@@ -385,11 +385,11 @@ def test_no_conversion_replaces_a_file_of_another_format(tmp_path, suffix, forma
 
 
 def test_a_run_makes_no_directories_that_are_called_like_files(tmp_path):
-    with pytest.raises(errors.OptionError, match="called like a file"):
+    with pytest.raises(errors.OptionError, match="has the name of a file"):
         flaxckpt.Checkpointer(tmp_path / "y.json")
-    with pytest.raises(errors.OptionError, match="called like a file"):
+    with pytest.raises(errors.OptionError, match="has the name of a file"):
         flaxckpt.Checkpointer(tmp_path / "run", step_format="{step}.zip")
-    with pytest.raises(errors.OptionError, match="called like a file"):
+    with pytest.raises(errors.OptionError, match="has the name of a file"):
         flaxckpt.Checkpointer(tmp_path / "run", staging=tmp_path / "x.gz")
     assert list(tmp_path.iterdir()) == []
 

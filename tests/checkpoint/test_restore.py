@@ -150,7 +150,7 @@ def test_a_state_that_stands_higher_in_the_checkpoint_is_told_where(tmp_path):
     with pytest.raises(errors.RestoreMismatchError, match=r'as \{"params": state\}'):
         flaxckpt.load(tmp_path / "keys", params)
     with pytest.raises(
-        errors.RestoreMismatchError, match="ask for them below opt_state/0/"
+        errors.RestoreMismatchError, match="nest the state below opt_state/0/"
     ):
         flaxckpt.load(tmp_path / "keys", moments[0])
     with pytest.raises(errors.RestoreMismatchError, match='missing="init"'):
@@ -290,7 +290,7 @@ def test_missing_leaves_may_keep_their_values(path):
     found = flaxckpt.load(path, wanted, missing="init")
     strategies.assert_same(wanted, found)
     abstract = {**STATE, "head": jax.ShapeDtypeStruct((3,), jnp.float32)}
-    with pytest.raises(errors.RestoreMismatchError, match="no value to start from"):
+    with pytest.raises(errors.RestoreMismatchError, match="no initial value"):
         flaxckpt.load(path, abstract, missing="init")
 
 

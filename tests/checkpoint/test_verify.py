@@ -16,6 +16,7 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import files as storage_files
+from flaxckpt._storage.storage import LOCAL
 from flaxckpt.formats._native import checkpoint as native_checkpoint
 from flaxckpt.policies import LatestN
 from tests.helpers import strategies
@@ -202,7 +203,7 @@ def test_files_that_are_no_part_of_it_are_named_and_do_no_harm(tmp_path, layout)
     report = flaxckpt.verify(tmp_path / "1")
     assert report.extra == ("notes.txt", "state/.c.0.rsync")
     assert report.ok
-    assert "no part of it: notes.txt" in str(report)
+    assert "not in the checkpoint: notes.txt" in str(report)
 
 
 def test_problems_are_named_by_leaf_and_by_file(tmp_path):
@@ -259,7 +260,7 @@ def test_a_report_without_a_description_says_that_no_leaf_can_be_read(tmp_path):
     flip_bit(tmp_path / "1/flaxckpt.json", 100)
     report = flaxckpt.verify(tmp_path, step=1)
     assert (report.leaves, report.unreadable) == (None, {})
-    assert "none of its leaves can be read" in str(report)
+    assert "no leaf can be read" in str(report)
 
 
 def test_files_beside_the_arrays_cost_no_leaf(tmp_path, layout):
@@ -384,7 +385,7 @@ def test_what_is_missing_in_a_sound_database_is_named(tmp_path, monkeypatch, cod
         problems = flaxckpt.verify(tmp_path / "1").problems
         name = chunks[2].removeprefix("table/")
         rest = " and 1 more are missing" if number else " is missing"
-        assert problems == {"table": f"{name}{rest} in the database"}
+        assert problems == {"table": f"{name}{rest} from the database"}
     values.write("w/zarr.json", None).result()
     assert flaxckpt.verify(tmp_path / "1").problems.keys() == {"table", "w"}
 
@@ -514,7 +515,7 @@ def test_a_run_with_damaged_steps_only_does_not_begin_anew(tmp_path):
     ckpt.restore()
     ckpt.delete(1)
     on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
-    with pytest.raises(errors.DamagedCheckpointError, match="damaged steps only"):
+    with pytest.raises(errors.DamagedCheckpointError, match="only damaged steps"):
         on_step.restore_or_init(state(0))
 
 
@@ -557,8 +558,8 @@ def test_a_file_that_may_not_be_read_proves_nothing(tmp_path, monkeypatch):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return read(path, max_bytes=max_bytes)
 
-    read = storage_files.read
-    monkeypatch.setattr(storage_files, "read", denied)
+    read = LOCAL.read
+    monkeypatch.setattr(LOCAL, "read", denied)
     monkeypatch.setattr(os, "open", fail)
     strategies.assert_same(state(1), ckpt.restore())
     monkeypatch.undo()
@@ -572,7 +573,7 @@ def test_a_mark_that_cannot_be_made_is_told_of(tmp_path, monkeypatch, caplog):
     def fail(path, content):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(storage_files, "replace", fail)
+    monkeypatch.setattr(LOCAL, "replace", fail)
     strategies.assert_same(state(1), ckpt.restore())
     assert "could not be marked: [Errno 30]" in caplog.text
 
@@ -588,7 +589,7 @@ def test_the_mark_counts_for_load_and_for_other_processes(tmp_path, caplog):
     assert "is marked as damaged" in caplog.text
     assert flaxckpt.Checkpointer(tmp_path, read_only=True).damaged().keys() == {2}
     (tmp_path / "2/DAMAGED").write_text("")
-    assert ckpt.damaged() == {2: "its mark does not say why"}
+    assert ckpt.damaged() == {2: "its marker gives no reason"}
     seen = list(ckpt.new_steps(timeout_secs=0, poll_secs=0.01))
     assert seen == [1]
 

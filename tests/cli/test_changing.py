@@ -30,7 +30,7 @@ def test_explain_says_why_each_step_stays(here, command):
     assert found == {"100": [], "200": ["EveryNSteps(200)"], "300": ["newest"]}
     assert command.json("explain", "run")["100"] == ["no policy"]
     assert command.text("explain", "empty") == ["empty has no steps yet"]
-    assert "is one checkpoint" in command.refuses("explain", "w.msgpack")
+    assert "is a checkpoint" in command.refuses("explain", "w.msgpack")
 
 
 def test_explain_exits_with_1_if_a_step_is_known_to_be_damaged(here, command):
@@ -128,7 +128,7 @@ def test_prune_of_a_run_whose_newest_step_is_not_whole_is_1(here, command):
     [file] = (here / "run" / "300" / "state" / "params.dense.kernel").glob("c*")
     file.unlink()
     told = command.refuses("prune", "run", "-k", "latest:1", "--yes", code=1)
-    assert "step 300 is not whole" in told
+    assert "step 300 is incomplete" in told
     assert steps("run") == [100, 200, 300]
 
 

@@ -127,7 +127,7 @@ def test_ls_of_a_run_that_has_just_begun(here, command):
 def test_what_is_no_checkpoint_is_bad_use(here, command):
     for verb in ("ls", "show", "verify", "du", "explain"):
         assert "does not exist" in command.refuses(verb, "nowhere")
-        assert "is no checkpoint that is read here" in command.refuses(
+        assert "is not a checkpoint of a supported format" in command.refuses(
             verb, "notes.txt"
         )
     assert "did you mean" not in command.refuses("ls", "run", "--bogus")
@@ -395,7 +395,7 @@ def test_doctor_finds_a_directory_that_works(here, command):
     lines = command.text("doctor", "empty", "--max-mb", 1)
     assert any(line.startswith("a small file is durable after") for line in lines)
     assert not [*(here / "empty").iterdir()]
-    assert "is no directory" in command.refuses("doctor", "nowhere")
+    assert "is not a directory" in command.refuses("doctor", "nowhere")
 
 
 def test_verify_goes_on_after_a_step_of_orbax_without_arrays(here, command):

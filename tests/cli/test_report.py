@@ -85,7 +85,7 @@ def test_report_takes_every_format(here, command, name):
 
 def test_bad_use_is_2_and_nothing_is_written(here, command, monkeypatch):
     assert "does not exist" in command.refuses("report", "nowhere")
-    assert "is no checkpoint" in command.refuses("report", "notes.txt")
+    assert "is not a checkpoint" in command.refuses("report", "notes.txt")
     assert "has no step 7" in command.refuses("report", "run", "-a", 7)
     assert "with itself" in command.refuses("report", "run", "-a", 300)
     assert "--no-diff" in command.refuses("report", "run", "--no-diff", "-a", 100)

@@ -43,7 +43,7 @@ def test_names_that_end_in_a_number_are_no_steps(models, look):
     with pytest.raises(errors.CheckpointFormatError) as info:
         look(models)
     text = str(info.value)
-    assert "not called like steps" in text
+    assert "not names of steps" in text
     assert f"{models / 'model1'}" in text
     assert "step_format='model{step}'" in text
     assert sorted(path.name for path in models.iterdir()) == ["model1", "model2"]
@@ -74,7 +74,7 @@ def test_such_names_are_steps_if_that_is_asked_for(models, command):
     command("prune", models, "-k", "latest:1", "--yes", *asked)
     assert sorted(p.name for p in models.glob("model*")) == ["model2", "model3"]
     told = command.refuses("ls", models, "--step-format", "other{step}")
-    assert "no steps called like 'other{step}'" in told
+    assert "no steps named like 'other{step}'" in told
     assert "step_format must" in command.refuses("ls", models, "--step-format", "x")
 
 
@@ -104,7 +104,7 @@ def test_a_run_says_how_its_steps_are_called(tmp_path, template):
     (tmp_path / "events.jsonl").unlink()
     with pytest.raises(errors.CheckpointNotFoundError):
         flaxckpt.load(tmp_path, step=10)
-    with inspect_run_view.opened(tmp_path, called=template) as run:
+    with inspect_run_view.open_run(tmp_path, step_format=template) as run:
         assert run.steps() == [10]
 
 
@@ -151,7 +151,7 @@ def test_files_are_steps_under_a_format_that_is_given(tmp_path):
     found = inspect_listing.listing(tmp_path, step_format="export_{step}.msgpack")
     assert [step.step for step in found.steps] == [7, 8]
     with pytest.raises(errors.OptionError, match="not directories"):
-        inspect_run_view.opened(tmp_path, called="export_{step}.msgpack")
+        inspect_run_view.open_run(tmp_path, step_format="export_{step}.msgpack")
 
 
 def test_damage_of_a_name_that_is_no_steps_is_not_told(models):

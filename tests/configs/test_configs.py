@@ -295,7 +295,7 @@ def test_references_in_a_config_dict_are_followed():
         ({"save_dtype": [{"pattern": ".*", "dtype": "floaty"}]}, "floaty"),
         ({"read_only": 1}, r"read_only must be true or false, found 1 \(int\)"),
         ({"directory": 7}, r"directory must be a path, found 7 \(int\)"),
-        ({"step_format": "{number}"}, "step_format must hold {step}"),
+        ({"step_format": "{number}"}, "step_format must contain {step}"),
         ({"on_steps": 5}, "on_steps must be a list"),
         ({"on_steps": [-5]}, r"on_steps\[0\] must be a whole number"),
         ({"step_is": "epoch"}, "step_is must be one of 'completed', 'index'"),

@@ -22,7 +22,8 @@ from safetensors import numpy as safetensors
 import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt._arrays import blockwise as arrays_blockwise
-from flaxckpt._convert import convert as convert_convert
+from flaxckpt._convert import convert
+from flaxckpt._storage.storage import LOCAL
 from flaxckpt.formats import _locate
 from flaxckpt.formats._msgpack import writer as msgpack_writer
 from tests import GOLDEN
@@ -552,7 +553,7 @@ def kill_halfway(source, target, format_name, layout):
     ended = subprocess.run([sys.executable, "-c", code], check=False, timeout=300)
     assert ended.returncode == -signal.SIGKILL
     assert not target.exists()
-    return target.with_name(target.name + convert_convert.TEMPORARY)
+    return target.with_name(target.name + convert.TEMPORARY)
 
 
 @pytest.mark.parametrize(
@@ -641,14 +642,14 @@ def test_an_error_leaves_what_is_done(tmp_path, monkeypatch, format_name, fault)
 
     with monkeypatch.context() as patch:
         if fault == "write":
-            patch.setattr(convert_convert.convert_journal.Journal, "add", fail)
+            patch.setattr(convert.Journal, "add", fail)
         else:
-            patch.setattr(convert_convert._storage.files, "sync_tree", fail)
+            patch.setattr(LOCAL, "sync_tree", fail)
         with pytest.raises(errors.SaveFailedError, match="no space left"):
             flaxckpt.convert(source, target, format=format_name)
     assert not target.exists()
     flaxckpt.convert(source, target, format=format_name)
-    assert not target.with_name("new" + convert_convert.TEMPORARY).exists()
+    assert not target.with_name("new" + convert.TEMPORARY).exists()
     if format_name != "msgpack":
         assert_equal(source, target)
 
@@ -658,7 +659,7 @@ def test_what_was_moved_away_is_made_again(tmp_path, monkeypatch, format_name):
     """As if it was killed after the last step, and the result then removed."""
     source, target = big_source(tmp_path), tmp_path / "x"
     with monkeypatch.context() as patch:
-        journal = convert_convert.convert_journal.Journal
+        journal = convert.Journal
         patch.setattr(journal, "remove", lambda journal: None)
         flaxckpt.convert(source, target, format=format_name)
     target.rename(tmp_path / "moved")
@@ -673,7 +674,7 @@ def test_two_at_once_are_refused(source, tmp_path):
     target = tmp_path / "m.safetensors"
 
     def again(done, total):
-        with pytest.raises(errors.CheckpointExistsError, match="at work"):
+        with pytest.raises(errors.CheckpointExistsError, match="another process uses"):
             flaxckpt.convert(source, target, format="safetensors")
 
     flaxckpt.convert(source, target, format="safetensors", progress=again)
@@ -743,7 +744,7 @@ def test_what_is_there_is_replaced_only_when_asked(source, tmp_path):
         assert_equal(tmp_path / "other", target)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
-    with pytest.raises(errors.CheckpointExistsError, match="no checkpoint"):
+    with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
         flaxckpt.convert(source, tmp_path / "mine", overwrite=True)
     assert not list(tmp_path.glob("*tmp*"))
 

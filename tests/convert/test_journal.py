@@ -3,18 +3,18 @@
 import pytest
 
 from flaxckpt import errors
-from flaxckpt._convert import journal as convert_journal
+from flaxckpt._convert.journal import Journal
 
 WORK = {"from": "a", "to": "b"}
 
 
 def test_what_is_done_is_known_to_the_next(tmp_path):
-    with convert_journal.Journal(tmp_path / "j", WORK) as journal:
+    with Journal(tmp_path / "j", WORK) as journal:
         assert journal.done == set()
         (journal.output / "file").write_text("x")
         journal.add(["one", "two words"])
         journal.add(["three"])
-    with convert_journal.Journal(tmp_path / "j", WORK) as journal:
+    with Journal(tmp_path / "j", WORK) as journal:
         assert journal.done == {"one", "two words", "three"}
         assert (journal.output / "file").read_text() == "x"
         journal.remove()
@@ -22,20 +22,20 @@ def test_what_is_done_is_known_to_the_next(tmp_path):
 
 
 def test_a_line_that_was_cut_off_is_not_done(tmp_path):
-    with convert_journal.Journal(tmp_path / "j", WORK) as journal:
+    with Journal(tmp_path / "j", WORK) as journal:
         journal.add(["one"])
     with (tmp_path / "j" / "done.txt").open("a") as file:
         file.write("tw")
-    with convert_journal.Journal(tmp_path / "j", WORK) as journal:
+    with Journal(tmp_path / "j", WORK) as journal:
         assert journal.done == {"one"}
         journal.add(["three"])
-    with convert_journal.Journal(tmp_path / "j", WORK) as journal:
+    with Journal(tmp_path / "j", WORK) as journal:
         assert journal.done == {"one", "three"}
 
 
 @pytest.mark.parametrize("change", ["work", "forgotten", "output", "damaged"])
 def test_anything_else_starts_over(tmp_path, change):
-    with convert_journal.Journal(tmp_path / "j", WORK) as journal:
+    with Journal(tmp_path / "j", WORK) as journal:
         (journal.output / "file").write_text("x")
         journal.add(["one"])
         if change == "forgotten":
@@ -45,22 +45,22 @@ def test_anything_else_starts_over(tmp_path, change):
         elif change == "damaged":
             (tmp_path / "j" / "work.json").write_text("{")
     work = WORK | {"to": "c"} if change == "work" else WORK
-    with convert_journal.Journal(tmp_path / "j", work) as journal:
+    with Journal(tmp_path / "j", work) as journal:
         assert journal.done == set()
         assert list(journal.output.iterdir()) == []
 
 
 def test_one_at_a_time(tmp_path):
     with (
-        convert_journal.Journal(tmp_path / "j", WORK),
-        pytest.raises(errors.CheckpointExistsError, match="at work"),
+        Journal(tmp_path / "j", WORK),
+        pytest.raises(errors.CheckpointExistsError, match="another process uses"),
     ):
-        convert_journal.Journal(tmp_path / "j", WORK)
-    convert_journal.Journal(tmp_path / "j", WORK).__exit__(None, None, None)
+        Journal(tmp_path / "j", WORK)
+    Journal(tmp_path / "j", WORK).__exit__(None, None, None)
 
 
 def test_a_file_in_its_place_is_left_alone(tmp_path):
     (tmp_path / "j").write_text("mine")
     with pytest.raises(OSError, match="j"):
-        convert_journal.Journal(tmp_path / "j", WORK)
+        Journal(tmp_path / "j", WORK)
     assert (tmp_path / "j").read_text() == "mine"

@@ -14,7 +14,7 @@ from safetensors import numpy as safetensors
 import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt._arrays import blockwise as arrays_blockwise
-from flaxckpt._convert import convert as convert_convert
+from flaxckpt._convert import convert
 from tests import GOLDEN
 from tests.helpers import strategies
 
@@ -109,7 +109,7 @@ def flaxckpt_of(path):
 def test_a_file_that_is_no_checkpoint_stays(source, tmp_path):
     for name in ("thesis.tex", "x.msgpack"):
         (tmp_path / name).write_text("words")
-        with pytest.raises(errors.CheckpointExistsError, match="no checkpoint"):
+        with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
             flaxckpt.convert(source, tmp_path / name, format="msgpack", overwrite=True)
         assert (tmp_path / name).read_text() == "words"
 
@@ -175,7 +175,7 @@ def stopped(source, target, **options):
         flaxckpt.convert(
             source, target, progress=stop, max_concurrent_bytes=100, **options
         )
-    temporary = target.with_name(target.name + convert_convert.TEMPORARY)
+    temporary = target.with_name(target.name + convert.TEMPORARY)
     assert (temporary / "done.txt").read_text()
 
 
@@ -250,7 +250,7 @@ def test_nothing_is_said_of_work_that_is_not_there(source, tmp_path, monkeypatch
     def fail(directory, work):
         raise OSError("no space left")
 
-    monkeypatch.setattr(convert_convert.convert_journal, "Journal", fail)
+    monkeypatch.setattr(convert, "Journal", fail)
     with pytest.raises(errors.SaveFailedError, match="no space left") as caught:
         flaxckpt.convert(source, tmp_path / "c")
     assert "What is done" not in str(caught.value)
@@ -428,11 +428,11 @@ def test_advice_for_numbers_works(tmp_path):
         "w": np.ones(1),
     }
     flaxckpt.save(tmp_path / "a", tree)
-    with pytest.raises(errors.UnsupportedLeafError, match="map_leaf it") as caught:
+    with pytest.raises(errors.UnsupportedLeafError, match="use map_leaf") as caught:
         flaxckpt.convert(tmp_path / "a", tmp_path / "b", format="safetensors")
     assert caught.value.leaves.keys() == {"c", "n", "f"}
     changes = [
-        transforms.map_leaf(path, eval(text.split("map_leaf it with ")[1]))
+        transforms.map_leaf(path, eval(text.split("use map_leaf with ")[1]))
         for path, text in caught.value.leaves.items()
     ]
     flaxckpt.convert(

@@ -521,7 +521,7 @@ def check_small(state, step):
 def lost():
     """The last process is killed before it does anything with others."""
     with flaxckpt.Checkpointer(DIRECTORY) as ckpt:
-        distributed_operation.group(DIRECTORY).texts.get(
+        distributed_operation.find_group(DIRECTORY).texts.get(
             f"{distributed_heartbeat._KEY}/{RANK}", 20
         )
         say(opened=True)
@@ -556,8 +556,8 @@ def together():
     from tests.distributed import exercise_together
 
     DIRECTORY.mkdir(parents=True, exist_ok=True)
-    group = distributed_operation.group(DIRECTORY)
-    is_files = type(group.texts) is distributed_key_value.Files
+    group = distributed_operation.find_group(DIRECTORY)
+    is_files = type(group.texts) is distributed_key_value.FileStore
     assert is_files == GIVEN["files"]
     exercise_together.exercise(group)
     say(ok=True)

@@ -13,7 +13,7 @@ from tests.distributed import exercise_together
 
 
 def test_files_have_texts_by_key_and_nothing_of_others(tmp_path):
-    files = distributed_key_value.Files(tmp_path / "texts")
+    files = distributed_key_value.FileStore(tmp_path / "texts")
     assert files.list("a") == {}
     files.delete("a")
     files.set("a/b", "one")
@@ -30,7 +30,7 @@ def test_files_have_texts_by_key_and_nothing_of_others(tmp_path):
 
 
 def test_a_text_that_comes_later_is_waited_for(tmp_path):
-    files = distributed_key_value.Files(tmp_path)
+    files = distributed_key_value.FileStore(tmp_path)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         waiting = pool.submit(files.get, "later", 60)
         time.sleep(0.05)
@@ -42,7 +42,7 @@ def test_a_text_that_comes_later_is_waited_for(tmp_path):
 def test_all_know_how_it_ended_for_all(tmp_path, count):
     groups = [
         distributed_operation.ProcessGroup(
-            distributed_key_value.Files(tmp_path), index, count
+            distributed_key_value.FileStore(tmp_path), index, count
         )
         for index in range(count)
     ]
@@ -54,7 +54,7 @@ def test_all_know_how_it_ended_for_all(tmp_path, count):
 
 def test_who_beats_no_more_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr(distributed_heartbeat, "SILENT_SECS", 0.3)
-    files = distributed_key_value.Files(tmp_path)
+    files = distributed_key_value.FileStore(tmp_path)
     files.set("flaxckpt/beat/1", "7")  # the last that was heard of it
     operation = exercise_together.begin(
         distributed_operation.ProcessGroup(files, 0, 2), timeout_secs=60
@@ -64,4 +64,4 @@ def test_who_beats_no_more_is_gone(tmp_path, monkeypatch):
     operation.close()
     [failure] = raised.value.failures
     assert (failure.process, failure.kind) == (1, distributed_messages.LATE)
-    assert "has not been heard of for" in failure.text
+    assert "has sent no heartbeat for" in failure.text

@@ -219,7 +219,7 @@ def test_who_is_lost_before_the_first_save_is_named(tmp_path):
         (tmp_path / "lost/killed").touch()
         (code, said, complaint), _ = job.ends(30)
     assert code == 3, complaint[-1500:]
-    assert "process 1: has not been heard of for " in jobs.rows(said)[-1]["told"]
+    assert "process 1: has sent no heartbeat for " in jobs.rows(said)[-1]["told"]
 
 
 @pytest.mark.slow

@@ -214,7 +214,7 @@ def test_a_clock_that_jumps_deletes_nothing_that_is_to_stay(tmp_path, clock, jum
     keep = [LatestN(2), EveryNSecs(3600)]
     ckpt = flaxckpt.Checkpointer(tmp_path, layout=scenarios.SMALL, keep=keep)
     step = 0
-    with storage_temporary.made(tmp_path / "900") as at_work:
+    with storage_temporary.new_directory(tmp_path / "900") as at_work:
         for jump in (0.0, *jumps):
             clock(jump)
             for _ in range(4):

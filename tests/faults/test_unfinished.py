@@ -32,7 +32,7 @@ TRYING = """
 import os, signal, sys
 import numpy as np
 import flaxckpt
-from flaxckpt._storage import files
+from flaxckpt._storage.storage import LOCAL
 
 def stop(*ignored):
     print("in the middle", flush=True)
@@ -43,7 +43,7 @@ ckpt = flaxckpt.Checkpointer(sys.argv[1])
 on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
 state = {"w": np.ones(3), "step": 1}
 if sys.argv[2] == "preflight":
-    files.write = stop  # of the probe
+    LOCAL.write = stop  # of the probe
     on_step(1, state)
 else:
     on_step.check_resume(state, stop)
@@ -88,7 +88,7 @@ def test_what_was_to_be_replaced_gets_its_name_back(tmp_path, caplog):
     (step / "flaxckpt.json").touch()
     leave(tmp_path, LEFT)
     assert flaxckpt.Checkpointer(tmp_path).steps() == [7]
-    assert "has its name again" in caplog.text
+    assert "its replacement was interrupted" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["7"]
 
 
@@ -126,7 +126,7 @@ def test_what_nobody_locks_goes_by_its_age(tmp_path, name, secs):
 
 def test_what_is_worked_with_stays(tmp_path):
     left = leave(tmp_path, LEFT)
-    with storage_temporary.claimed(left) as is_ours:
+    with storage_temporary.claim(left) as is_ours:
         assert is_ours
         flaxckpt.Checkpointer(tmp_path)
         assert left.exists()
@@ -144,7 +144,7 @@ def test_where_others_may_write_age_counts(tmp_path, monkeypatch):
     other = left.with_name(LEFT.replace("0123", "4567"))
     left.rename(other)
     grow_old(other, 700)
-    with storage_temporary.claimed(other):
+    with storage_temporary.claim(other):
         while time.time() - other.stat().st_mtime > 60:
             time.sleep(0.01)
     grow_old(other, 700)

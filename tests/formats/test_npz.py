@@ -69,7 +69,7 @@ def test_names_without_slashes_are_leaves(tmp_path):
 def test_names_that_continue_one_another_stay_whole(tmp_path, caplog):
     np.savez(tmp_path / "a.npz", **{"a": VALUES, "a/b": VALUES})
     assert list(flaxckpt.load(tmp_path / "a.npz")) == ["a", "a/b"]
-    assert "stay whole" in caplog.text
+    assert "are not split" in caplog.text
 
 
 @SAVES
@@ -97,7 +97,7 @@ def test_what_is_no_number_is_named_and_never_unpickled(tmp_path):
     with pytest.raises(errors.CheckpointFormatError) as caught:
         flaxckpt.load(tmp_path / "a.npz")
     assert "o: holds Python objects, which are pickled" in str(caught.value)
-    assert "s: has structures, which are not read: [('x', '<f4')]" in str(caught.value)
+    assert "s: has the element type [('x', '<f4')]" in str(caught.value)
     assert "t: is an array of" in str(caught.value)
     assert "numpy.savez" in str(caught.value)
 
@@ -138,9 +138,9 @@ def test_a_changed_bit_is_noticed_by_load_verify_and_convert(tmp_path):
     np.savez(tmp_path / "a.npz", w=VALUES, v=VALUES + 100)
     path = changed_in_row_0(tmp_path / "a.npz")
     for abstract in (None, {"w": jnp.zeros((4, 6))}):
-        with pytest.raises(errors.DamagedCheckpointError, match=r"w: .*its CRC-32 is"):
+        with pytest.raises(errors.DamagedCheckpointError, match=r"w: .* the CRC-32"):
             flaxckpt.load(path, abstract, unused="ignore")
-    with pytest.raises(errors.DamagedCheckpointError, match=r"w: .*its CRC-32 is"):
+    with pytest.raises(errors.DamagedCheckpointError, match=r"w: .* the CRC-32"):
         flaxckpt.convert(path, tmp_path / "b")
     report = flaxckpt.verify(path)
     assert list(report.problems) == ["w"]

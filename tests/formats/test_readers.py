@@ -665,7 +665,7 @@ def test_items_of_orbax_that_are_left_out_are_named(tmp_path, caplog):
     assert not caplog.records
     flaxckpt.load(step)
     [record] = caplog.records
-    assert f"by their own paths: {step / 'ema'}" in record.message
+    assert f"to load another, pass its path: {step / 'ema'}" in record.message
 
 
 @pytest.mark.parametrize("name", ["streaming_params", "streaming_train_state"])

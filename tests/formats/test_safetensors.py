@@ -133,7 +133,7 @@ def test_names_stay_whole_where_one_continues_another(tmp_path, caplog):
     safetensors.save_file(arrays, path)
     with caplog.at_level(logging.WARNING):
         found = flaxckpt.load(path)
-    assert "stay whole" in caplog.text
+    assert "are not split" in caplog.text
     assert found.keys() == arrays.keys()
 
 
@@ -327,7 +327,8 @@ def test_types_of_less_than_a_byte_are_known_but_not_read(tmp_path, dtype):
     rows = {"w": {"dtype": dtype, "shape": [8], "data_offsets": [0, size]}}
     path = hostile.file(tmp_path / "m.safetensors", rows, bytes(size))
     with pytest.raises(
-        errors.CheckpointFormatError, match=rf"(?s)not read.*'w': {dtype}"
+        errors.CheckpointFormatError,
+        match=rf"(?s)unsupported element types.*'w': {dtype}",
     ):
         flaxckpt.load(path)
 

@@ -31,7 +31,7 @@ def file_of(tmp_path, content):
 
 def test_a_checkpoint_fits_what_it_wants_itself(tmp_path):
     flaxckpt.save(tmp_path / "one", STATE)
-    found = inspect_abstract_file.wanted(tmp_path / "one")
+    found = inspect_abstract_file.read_target(tmp_path / "one")
     assert jax.tree.structure(found.state) == jax.tree.structure(STATE)
     assert not found.has_roles
     assert not flaxckpt.plan(tmp_path / "one", found.state).problems
@@ -42,7 +42,7 @@ def test_a_state_with_an_optimizer_keeps_its_classes(tmp_path):
     params = {"w": jnp.ones(3)}
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
     flaxckpt.save(tmp_path / "run" / "1", state)
-    found = inspect_abstract_file.wanted(tmp_path / "run", step=1)
+    found = inspect_abstract_file.read_target(tmp_path / "run", step=1)
     assert found.has_roles
     assert isinstance(found.state.opt_state[0], optax.ScaleByAdamState)
     other = state.replace(opt_state=optax.sgd(1.0).init(params))
@@ -59,7 +59,9 @@ def test_what_show_prints_is_the_same_state(tmp_path):
         "leaves": {path: _output.leaf(leaf) for path, leaf in shown.leaves.items()},
     }
     file.write_text(json.dumps(content))
-    found = flaxckpt.plan(tmp_path / "one", inspect_abstract_file.wanted(file).state)
+    found = flaxckpt.plan(
+        tmp_path / "one", inspect_abstract_file.read_target(file).state
+    )
     assert not found.problems
     filled = {p for p, leaf in shown.leaves.items() if leaf.kind != "empty"}
     assert found.leaves.keys() == filled
@@ -67,12 +69,12 @@ def test_what_show_prints_is_the_same_state(tmp_path):
 
 def test_leaves_are_texts_in_nested_dicts(tmp_path):
     wanted = {"a": {"w": "float32[3, 4]", "n": "int"}, "b": ["int8[]", None, "str"]}
-    state = inspect_abstract_file.wanted(file_of(tmp_path, wanted)).state
+    state = inspect_abstract_file.read_target(file_of(tmp_path, wanted)).state
     assert state == {
         "a": {"w": jax.ShapeDtypeStruct((3, 4), jnp.float32), "n": 0},
         "b": [jax.ShapeDtypeStruct((), jnp.int8), None, ""],
     }
-    [key] = inspect_abstract_file.wanted(
+    [key] = inspect_abstract_file.read_target(
         file_of(tmp_path, ["threefry2x32 keys [2]"])
     ).state
     assert (key.shape, key.dtype) == ((2,), jax.random.key(0).dtype)
@@ -84,16 +86,16 @@ def test_leaves_are_texts_in_nested_dicts(tmp_path):
 )
 def test_a_leaf_that_says_something_else_is_named(tmp_path, leaf):
     with pytest.raises(errors.OptionError, match=r"a/w must be a text such as"):
-        inspect_abstract_file.wanted(file_of(tmp_path, {"a": {"w": leaf}}))
+        inspect_abstract_file.read_target(file_of(tmp_path, {"a": {"w": leaf}}))
 
 
 def test_a_file_that_is_no_json_is_an_error(tmp_path):
     file = tmp_path / "wanted.json"
     file.write_text("{")
-    with pytest.raises(errors.OptionError, match="is no JSON"):
-        inspect_abstract_file.wanted(file)
+    with pytest.raises(errors.OptionError, match="is not valid JSON"):
+        inspect_abstract_file.read_target(file)
     file.write_text('{"a":' * 200 + "1" + "}" * 200)
     with pytest.raises(errors.OptionError, match="too deeply"):
-        inspect_abstract_file.wanted(file)
+        inspect_abstract_file.read_target(file)
     with pytest.raises(errors.CheckpointNotFoundError):
-        inspect_abstract_file.wanted(tmp_path / "nowhere.json")
+        inspect_abstract_file.read_target(tmp_path / "nowhere.json")

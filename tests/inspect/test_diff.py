@@ -168,7 +168,7 @@ floats = hnp.arrays(
 
 @given(floats)
 def test_values_are_equal_to_themselves(values):
-    sums = inspect_diff._Sums()
+    sums = inspect_diff._Differences()
     sums.add(values, values.copy())
     assert sums.different == 0
 
@@ -177,7 +177,7 @@ def test_values_are_equal_to_themselves(values):
 def test_what_differs_is_what_numpy_says(a, b):
     if a.shape != b.shape:
         return
-    sums = inspect_diff._Sums()
+    sums = inspect_diff._Differences()
     sums.add(a, b)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     assert sums.different == np.count_nonzero(~same)

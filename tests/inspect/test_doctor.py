@@ -6,6 +6,7 @@ import pytest
 
 from flaxckpt import errors
 from flaxckpt._inspect import doctor as inspect_doctor
+from flaxckpt._storage.storage import LOCAL
 
 
 def test_a_directory_is_tried_out_and_left_as_it_was(tmp_path):
@@ -28,13 +29,13 @@ def test_a_directory_is_tried_out_and_left_as_it_was(tmp_path):
 
 def test_no_more_is_written_than_was_allowed(tmp_path, monkeypatch):
     sizes = []
-    real = inspect_doctor._storage.files.write
+    real = LOCAL.write
 
     def write(file, content):
         sizes.append(len(content))
         real(file, content)
 
-    monkeypatch.setattr(inspect_doctor._storage.files, "write", write)
+    monkeypatch.setattr(LOCAL, "write", write)
     inspect_doctor.examine(tmp_path, max_bytes=40 * 2**20, max_secs=1e9)
     assert sum(sizes) <= 40 * 2**20 + inspect_doctor._SMALL_FILES * 4096
     assert sizes.count(2**24) == 2
@@ -44,12 +45,12 @@ def test_a_directory_that_cannot_be_written_to_is_a_problem(tmp_path, monkeypatc
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(inspect_doctor._storage.files, "make_directory", refuse)
+    monkeypatch.setattr(LOCAL, "make_directory", refuse)
     found = inspect_doctor.examine(tmp_path)
-    assert found.problems == (f"{tmp_path} cannot be written to: Permission denied",)
+    assert found.problems == (f"cannot write to {tmp_path}: Permission denied",)
     assert found.write_rate is None
 
 
 def test_what_is_no_directory_is_an_error(tmp_path):
-    with pytest.raises(errors.OptionError, match="is no directory"):
+    with pytest.raises(errors.OptionError, match="is not a directory"):
         inspect_doctor.examine(tmp_path / "nowhere")

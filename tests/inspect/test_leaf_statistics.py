@@ -26,7 +26,7 @@ def of(tmp_path, value, **options):
     st.integers(1, 40),
 )
 def test_sums_in_parts_are_those_of_the_whole(values, cut):
-    sums = inspect_leaf_statistics._Sums()
+    sums = inspect_leaf_statistics._RunningSums()
     for start in range(0, len(values), cut):
         sums.add(values[start : start + cut])
     kept = values[np.isfinite(values)].astype(np.float64)

@@ -31,7 +31,7 @@ def make_run(root, steps=(10, 20, 30), **options):
 )
 def test_runs_are_opened_whatever_their_steps_are_called(tmp_path, template):
     make_run(tmp_path / "run", step_format=template)
-    with inspect_run_view.opened(tmp_path / "run", read_only=True) as run:
+    with inspect_run_view.open_run(tmp_path / "run", read_only=True) as run:
         assert run.steps() == [10, 20, 30]
     found = inspect_listing.listing(tmp_path / "run", keep=[EveryNSteps(20)])
     assert [step.why for step in found.steps] == [(), ("EveryNSteps(20)",), ("newest",)]
@@ -47,7 +47,7 @@ def test_names_of_steps_are_found_out(tmp_path_factory, prefix, width, steps):
     paths = {step: root / f"{prefix}{step:0{width}d}" for step in steps}
     for path in paths.values():
         path.mkdir()
-    found = inspect_run_view.step_format(inspect_run_view.Survey(paths, {}))
+    found = inspect_run_view.RunView(root, paths, {}).checkpointer_format()
     assert found is not None
     for step, path in paths.items():
         assert steps_names.StepFormat(found).name(step) == path.name
@@ -57,7 +57,8 @@ def test_names_of_two_kinds_are_none_of_ours(tmp_path):
     paths = {1: tmp_path / "1", 2: tmp_path / "002"}
     for path in paths.values():
         path.mkdir()
-    assert inspect_run_view.step_format(inspect_run_view.Survey(paths, {})) is None
+    view = inspect_run_view.RunView(tmp_path, paths, {})
+    assert view.checkpointer_format() is None
 
 
 def test_a_listing_is_what_the_checkpointer_says(tmp_path):

@@ -81,7 +81,7 @@ def test_few_small_leaves_are_divided_by_their_shards():
             {"a": leaf, "b": leaf}, processes=8, layout=ArrayLayout(store=store)
         )
         assert found.balance == 1
-    assert "are not cut" not in str(found)
+    assert "are not divided" not in str(found)
 
 
 def test_the_report_says_why_small_leaves_are_written_by_few():

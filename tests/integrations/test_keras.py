@@ -348,7 +348,7 @@ def test_a_step_is_an_iteration_of_the_optimizer(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps_per_epoch": 5}, "5 steps an epoch"),
+        ({"steps_per_epoch": 5}, "5 steps per epoch"),
         ({"initial_epoch": 1}, "pass initial_epoch=0"),
     ],
 )

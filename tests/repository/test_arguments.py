@@ -178,7 +178,7 @@ def test_transforms_are_a_list_wherever_there_are_some(here, transforms, says):
     ),
     nan_for_bytes=(lambda: Checkpointer("n", max_concurrent_bytes=NAN), "got nan"),
     none_for_secs=(lambda: Checkpointer("n", peer_timeout_secs=None), "got None"),
-    number_for_format=(lambda: Checkpointer("n", step_format=8), "a text such as"),
+    number_for_format=(lambda: Checkpointer("n", step_format=8), "a string such as"),
     bare_sink=(lambda: Checkpointer("n", sinks=print), "sinks must be a list, got the"),
     no_sinks=(lambda: Checkpointer("n", sinks=None), "sinks must be a list, got None"),
     number_for_staging=(lambda: Checkpointer("n", staging=3), "wanted a path"),

@@ -20,7 +20,7 @@ from flaxckpt._checkpoint import commit as checkpoint_commit
 from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._steps import delete as steps_delete
 from flaxckpt._storage import commit_marker as storage_commit_marker
-from flaxckpt._storage import files as storage_files
+from flaxckpt._storage.storage import LOCAL
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
 from tests.helpers import store_servers, strategies
 from tests.helpers.files import flip_bit
@@ -206,7 +206,7 @@ def broken_disk(monkeypatch):
     def fail(*args):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(storage_files, "sync_tree", fail)
+    monkeypatch.setattr(LOCAL, "sync_tree", fail)
     monkeypatch.setattr(storage_commit_marker, "commit", fail)  # in object stores
     return monkeypatch
 
@@ -248,11 +248,11 @@ def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(run_dir, broken_di
 
     with pytest.raises(ZeroDivisionError) as info:
         run()
-    assert "The save under way failed, too" in info.value.__notes__[0]
+    assert "The save in progress also failed" in info.value.__notes__[0]
 
 
 def test_saves_from_several_threads_follow_one_another(run_dir, monkeypatch):
-    real, running, most = checkpoint_save.execute, [], []
+    real, running, most = checkpoint_save.write_snapshot, [], []
 
     def execute(snapshot, previous):
         running.append(snapshot)
@@ -261,7 +261,7 @@ def test_saves_from_several_threads_follow_one_another(run_dir, monkeypatch):
         running.remove(snapshot)
         return real(snapshot, previous)
 
-    monkeypatch.setattr(checkpoint_save, "execute", execute)
+    monkeypatch.setattr(checkpoint_save, "write_snapshot", execute)
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         threads = [
             threading.Thread(target=ckpt.save, args=(step, state(step)))
@@ -277,13 +277,13 @@ def test_saves_from_several_threads_follow_one_another(run_dir, monkeypatch):
 
 def test_an_interrupted_wait_can_be_taken_up_again(run_dir, monkeypatch):
     release = threading.Event()
-    real = checkpoint_save.execute
+    real = checkpoint_save.write_snapshot
 
     def held_up(snapshot, previous):
         release.wait()
         return real(snapshot, previous)
 
-    monkeypatch.setattr(checkpoint_save, "execute", held_up)
+    monkeypatch.setattr(checkpoint_save, "write_snapshot", held_up)
     ckpt = flaxckpt.Checkpointer(run_dir)
     handle = ckpt.save(1, state(1))
 
@@ -315,20 +315,20 @@ def test_a_step_that_cannot_be_deleted_does_not_fail_the_save(
 def test_a_file_is_no_run_directory(run_dir):
     (run_dir / "file").touch()
     for path in (run_dir / "file", run_dir / "file" / "run"):
-        with pytest.raises(errors.SaveFailedError, match="cannot be made"):
+        with pytest.raises(errors.SaveFailedError, match="cannot make"):
             flaxckpt.Checkpointer(path)
     with pytest.raises(errors.SaveFailedError, match="could not be saved"):
         flaxckpt.save(run_dir / "file" / "c", state(1))
 
 
 def test_waiting_may_time_out(run_dir, monkeypatch):
-    real = checkpoint_save.execute
+    real = checkpoint_save.write_snapshot
 
     def slow(snapshot):
         time.sleep(0.3)
         return real(snapshot)
 
-    monkeypatch.setattr(checkpoint_save, "execute", slow)
+    monkeypatch.setattr(checkpoint_save, "write_snapshot", slow)
     handle = flaxckpt.save_async(run_dir / "c", state(1))
     with pytest.raises(errors.CheckpointTimeoutError) as info:
         handle.wait(timeout_secs=0.01)
@@ -368,7 +368,7 @@ def test_a_state_in_the_place_of_the_step_is_named_by_its_class(run_dir):
 def test_a_path_in_the_place_of_the_first_state_is_told(run_dir):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         callback = flaxckpt.CheckpointCallback(ckpt)
-        with pytest.raises(errors.OptionError, match="passed as source="):
+        with pytest.raises(errors.OptionError, match="as source="):
             callback.restore_or_init("pretrained")
 
 
@@ -465,9 +465,9 @@ def test_a_step_that_was_marked_before_is_told_of_at_each_restart(run_dir, caplo
             callback.give_way()
         assert "fallback=True restores step 2" in str(raised.value)
         told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-        assert "step 3 is left out: it was marked as damaged before" in told[0]
+        assert "step 3 is left out, because it is marked as damaged" in told[0]
         assert "restored step 2 of" in told[-1]
-        assert "and not the newer step 3" in told[-1]
+        assert "instead of the newer step 3" in told[-1]
         assert [(e.kind, e.step) for e in seen] == [("fell_back", 3), ("restored", 2)]
     caplog.clear()
     with flaxckpt.Checkpointer(run_dir, layout=layout) as ckpt:
@@ -610,10 +610,10 @@ def test_metrics_are_numbers_and_may_be_nested(run_dir):
             "eval/loss": 0.5,
             "n": 3.0,
         }
-        with pytest.raises(errors.OptionError, match="'bad' must be one number"):
+        with pytest.raises(errors.OptionError, match="'bad' must be a single number"):
             ckpt.save(2, state(2), metrics={"bad": np.ones(3)})
         for metrics in ({"a/b": 1, "a": {"b": 2}}, {"a": {"b/c": 1, "b": {"c": 2}}}):
-            with pytest.raises(errors.OptionError, match="two metrics are called"):
+            with pytest.raises(errors.OptionError, match="two metrics are named"):
                 ckpt.save(2, state(2), metrics=metrics)
 
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._run.events import stream as events_stream
 from flaxckpt._steps import journal as steps_journal
+from flaxckpt._storage.storage import LOCAL
 from flaxckpt.formats import _locate
 from flaxckpt.policies import LatestN
 from tests.helpers import strategies
@@ -92,7 +92,7 @@ def test_a_save_that_fails_tells_why(tmp_path, monkeypatch):
     with flaxckpt.Checkpointer(tmp_path, sinks=[seen.append]) as ckpt:
         with pytest.raises(errors.UnsupportedLeafError):
             ckpt.save(1, {"f": object()})
-        monkeypatch.setattr(checkpoint_save._storage.files, "sync_tree", fail)
+        monkeypatch.setattr(LOCAL, "sync_tree", fail)
         ckpt.save(2, state(2))
         with pytest.raises(errors.SaveFailedError):
             ckpt.wait()
@@ -118,7 +118,7 @@ def test_a_damaged_step_and_a_source_are_told(tmp_path):
     ]
     assert told(seen)[-3:] == [("fell_back", 2), ("restored", 1), ("deleted", 2)]
     [fell_back] = [event for event in seen if event.kind == "fell_back"]
-    assert "holds no checkpoint" in fell_back.details["error"]
+    assert "is not a checkpoint" in fell_back.details["error"]
     assert "\n" not in fell_back.details["error"]
 
 

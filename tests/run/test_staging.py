@@ -19,7 +19,6 @@ from flaxckpt import _storage, errors
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import client as storage_client
-from flaxckpt._storage import upload as storage_upload
 from flaxckpt._util import processes as util_processes
 from flaxckpt.configs import CheckpointConfig
 from flaxckpt.datasets import StepIndexed
@@ -246,7 +245,9 @@ def test_a_step_is_deleted_from_both_and_replaced_on_both(store_path, tmp_path, 
 
 
 def test_what_changes_while_a_step_is_uploaded_follows(tmp_path, monkeypatch):
-    path, real = faulty.new_path("tiers-changes"), storage_upload.upload
+    path = faulty.new_path("tiers-changes")
+    store = _storage.of(_storage.paths.resolve(path))
+    real = store.copy_checkpoint
     with flaxckpt.Checkpointer(path, staging=tmp_path / "ssd") as ckpt:
 
         def upload(*given, **options):
@@ -256,7 +257,7 @@ def test_what_changes_while_a_step_is_uploaded_follows(tmp_path, monkeypatch):
             ckpt.pin(1)
             return size
 
-        monkeypatch.setattr(storage_upload, "upload", upload)
+        monkeypatch.setattr(store, "copy_checkpoint", upload)
         ckpt.save(1, state(1), metrics={"loss": 1.0}, temporary=True).wait()
         ckpt.wait_for_uploads()
         monkeypatch.undo()
@@ -435,7 +436,7 @@ def test_what_is_changed_of_an_old_copy_does_not_go_to_what_replaced_it(
         replace(path, 1)
     ckpt.close()
     [skipped] = [event for event in told if event.kind == "skipped"]
-    assert "another step 1 since" in skipped.details["reason"]
+    assert "another step 1 was saved in" in skipped.details["reason"]
     found = flaxckpt.Checkpointer(path)
     assert (found.metrics(1), steps_markers.is_pinned(path / "1")) == ({}, False)
     strategies.assert_same(state(1, "b"), found.restore())
@@ -471,7 +472,7 @@ def refused(request, tmp_path):
             ckpt.wait_for_uploads()
     replace(path, 1, "other")
     for _ in range(2):
-        with pytest.raises(errors.SaveFailedError, match="step that another") as told:
+        with pytest.raises(errors.SaveFailedError, match="by another writer") as told:
             ckpt.close()
     if request.param != "open":
         ckpt = flaxckpt.Checkpointer(path, staging=staging)
@@ -479,7 +480,7 @@ def refused(request, tmp_path):
         ckpt.save(2, state(2)).wait()
     strategies.assert_same(state(1, "other"), flaxckpt.load(path, step=1))
     assert len(str(told.value).splitlines()) < 15
-    assert "can be reached" not in str(told.value)
+    assert "is reachable" not in str(told.value)
     return ckpt, path, staging, str(told.value)
 
 
@@ -698,7 +699,7 @@ def test_a_program_ends_though_its_directory_is_dead(tmp_path, monkeypatch):
         process = run_apart(save_and_end, "s3://nowhere/run", str(staging), quick)
         process.join(60)
         assert process.exitcode == 0
-    assert steps_markers.is_waiting(staging / "1")
+    assert steps_markers.is_marked_for_upload(staging / "1")
     (staging / "STAGING_OF").write_text(f"{tmp_path / 'run'}\n")  # it has moved
     with flaxckpt.Checkpointer(tmp_path / "run", staging=staging) as ckpt:
         ckpt.wait_for_uploads()
@@ -775,17 +776,17 @@ def test_what_is_acknowledged_survives_a_kill_at_any_moment(
 def test_staging_that_cannot_be_is_refused(tmp_path):
     run = tmp_path / "run"
     for staging, why in (
-        ("memory://x/y", "of this machine"),
-        (run, "apart"),
-        (run / "ssd", "apart"),
-        (tmp_path, "apart"),
+        ("memory://x/y", "on this machine"),
+        (run, "separate directories"),
+        (run / "ssd", "separate directories"),
+        (tmp_path, "separate directories"),
     ):
         with pytest.raises(errors.OptionError, match=why):
             flaxckpt.Checkpointer(run, staging=staging)
     with pytest.raises(errors.OptionError, match="keep_staging"):
         flaxckpt.Checkpointer(run, keep_staging=[LatestN(2)])
     flaxckpt.Checkpointer(run, staging=tmp_path / "ssd").close()
-    with pytest.raises(errors.OptionError, match=r"is that of .*run, not of .*other"):
+    with pytest.raises(errors.OptionError, match=r"belongs to .*run, not to .*other"):
         flaxckpt.Checkpointer(tmp_path / "other", staging=tmp_path / "ssd")
     with flaxckpt.Checkpointer(tmp_path / "plain") as ckpt:
         ckpt.save(1, state(1))
@@ -796,8 +797,8 @@ def test_staging_that_cannot_be_is_refused(tmp_path):
 
 
 def test_staging_is_for_one_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(util_processes, "is_together", lambda: True)
-    with pytest.raises(errors.OptionError, match="for one process"):
+    monkeypatch.setattr(util_processes, "is_distributed", lambda: True)
+    with pytest.raises(errors.OptionError, match="supports only one process"):
         flaxckpt.Checkpointer(tmp_path / "run", staging=tmp_path / "ssd")
 
 

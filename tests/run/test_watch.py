@@ -274,7 +274,7 @@ def test_steps_come_unprotected_where_nothing_can_be_written(
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", not_to_write)
         assert ready(tmp_path) == [1, 2]
-    assert caplog.text.count("nothing can be written there") == 1
+    assert caplog.text.count("no lease can be written") == 1
 
 
 def not_to_write(path, flags, *args, real=os.open, **kwargs):

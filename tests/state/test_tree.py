@@ -9,7 +9,6 @@ import pytest
 from hypothesis import strategies as st
 
 from flaxckpt import errors
-from flaxckpt._state import classes as state_classes
 from flaxckpt._state import tree as state_tree
 from flaxckpt._state import treedef as state_treedef
 from tests.helpers import strategies
@@ -18,7 +17,7 @@ Point = collections.namedtuple("Point", "x y")
 
 
 def values(flat):
-    return {path: entry.value for path, entry in flat.entries.items()}
+    return {path: entry.value for path, entry in flat.leaves.items()}
 
 
 @hypothesis.given(strategies.trees)
@@ -34,10 +33,10 @@ def test_a_tree_comes_back_from_its_written_description(tree):
     flat = state_tree.flatten(tree)
     written = json.loads(json.dumps(state_treedef.to_json(flat.structure)))
     unknown = set()
-    structure = state_treedef.from_json(written, state_classes.resolve, unknown)
+    structure = state_treedef.from_json(written, state_treedef.resolve, unknown)
     assert not unknown
     strategies.assert_same(tree, state_tree.unflatten(structure, values(flat)))
-    assert [path for path, _ in state_tree.key_paths(structure)] == list(flat.entries)
+    assert [path for path, _ in state_tree.key_paths(structure)] == list(flat.leaves)
 
 
 def is_nameable(tree):
@@ -60,13 +59,13 @@ def test_different_keys_have_different_leaf_paths(one, other):
 def test_leaf_paths_name_keys_fields_and_indices():
     tree = {"a": [Point(1, {"b/c": 2, "50%": 3})], 7: None, "empty": {}}
     flat = state_tree.flatten(tree)
-    assert list(flat.entries) == ["a/0/x", "a/0/y/b%2Fc", "a/0/y/50%25", "7", "empty"]
-    assert [path for path, e in flat.entries.items() if e.is_empty] == ["7", "empty"]
+    assert list(flat.leaves) == ["a/0/x", "a/0/y/b%2Fc", "a/0/y/50%25", "7", "empty"]
+    assert [path for path, e in flat.leaves.items() if e.is_empty] == ["7", "empty"]
 
 
 def test_a_bare_leaf_has_the_empty_path():
     flat = state_tree.flatten(3)
-    assert list(flat.entries) == [""]
+    assert list(flat.leaves) == [""]
     assert state_tree.unflatten(flat.structure, {"": 4}) == 4
 
 
@@ -125,7 +124,7 @@ def test_an_unknown_class_becomes_a_dict_and_is_reported():
 )
 def test_rubbish_is_no_description(description):
     with pytest.raises(ValueError, match=r"."):
-        state_treedef.from_json(description, state_classes.resolve, set())
+        state_treedef.from_json(description, state_treedef.resolve, set())
 
 
 def test_a_description_nested_too_deep_is_refused():
@@ -133,4 +132,4 @@ def test_a_description_nested_too_deep_is_refused():
     for _ in range(state_tree.MAX_DEPTH + 2):
         description = ["list", [0], [description]]
     with pytest.raises(ValueError, match="nested"):
-        state_treedef.from_json(description, state_classes.resolve, set())
+        state_treedef.from_json(description, state_treedef.resolve, set())

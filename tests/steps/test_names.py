@@ -11,7 +11,7 @@ from flaxckpt import errors
 from flaxckpt._steps import delete as steps_delete
 from flaxckpt._steps import index as steps_index
 from flaxckpt._steps import names as steps_names
-from flaxckpt._storage import files as storage_files
+from flaxckpt._storage import files
 
 TEMPLATES = ["{step}", "step_{step}", "{step:08d}", "ckpt-{step:05d}", "{step}.done"]
 
@@ -66,8 +66,12 @@ def test_only_filled_directories_are_listed(tmp_path):
     (tmp_path / "8").mkdir()
     (tmp_path / "6").touch()
     (tmp_path / "5").symlink_to(tmp_path / "10")
-    assert list(steps_index.listed(tmp_path, steps_names.StepFormat())) == [0, 9, 10]
-    assert steps_index.listed(tmp_path / "missing", steps_names.StepFormat()) == {}
+    assert list(steps_index.list_steps(tmp_path, steps_names.StepFormat())) == [
+        0,
+        9,
+        10,
+    ]
+    assert steps_index.list_steps(tmp_path / "missing", steps_names.StepFormat()) == {}
 
 
 def test_steps_are_found_however_they_are_called(tmp_path):
@@ -102,10 +106,10 @@ def test_delete_takes_the_name_away_first(tmp_path, monkeypatch, caplog):
         if path.exists():
             raise OSError("interrupted")
 
-    monkeypatch.setattr(storage_files, "remove_tree", fail)
+    monkeypatch.setattr(files, "remove_tree", fail)
     steps_delete.delete(step)
     assert "interrupted" in caplog.text
-    assert not steps_index.listed(tmp_path, steps_names.StepFormat())
+    assert not steps_index.list_steps(tmp_path, steps_names.StepFormat())
     assert not steps_index.StepIndex(tmp_path, _has_files).steps
 
 

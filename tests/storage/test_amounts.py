@@ -40,7 +40,7 @@ def test_few_requests_are_made_whatever_is_asked_for():
 def test_what_was_listed_is_listed_again_after_a_change():
     path = faulty.new_path("looked-at")
     (path / "a/1").write_bytes(b"x")
-    with path.store.looking(path.prefix):
+    with path.store.listing_cache(path.prefix):
         assert [path.is_dir(), (path / "a/1").is_file()] == [True, True]
         (path / "a/2").write_bytes(b"x")
         assert (path / "a").keys() == ["1", "2"]

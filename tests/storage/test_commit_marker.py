@@ -142,7 +142,7 @@ def test_whoever_lives_keeps_its_lock_and_whoever_is_gone_does_not(monkeypatch):
     path = faulty.new_path("locks")
     step = path / "1"
     with (
-        storage_locks.held(step),
+        storage_locks.lock(step),
         pytest.raises(errors.CheckpointExistsError, match="wait"),
     ):
         flaxckpt.Checkpointer(path).save(1, state(1)).wait()
@@ -165,7 +165,9 @@ def test_a_lock_that_was_taken_over_commits_nothing():
     path = faulty.new_path("taken")
 
     def write():
-        with storage_commit_marker.made(path / "1", overwrite=False, keep=bool) as made:
+        with storage_commit_marker.new_checkpoint(
+            path / "1", overwrite=False, keep=bool
+        ) as made:
             (made / "state/w/c.0.0").write_bytes(b"mine")
             other = storage_locks._Holder("x", "elsewhere", 1, "1")
             path.store.write(made.key + storage_locks.LOCK, other.content())
@@ -211,4 +213,4 @@ def test_a_step_counts_by_its_marker():
         strategies.assert_same(state(1), flaxckpt.load(path))
         with pytest.raises(errors.CheckpointError):
             flaxckpt.load(path / "2")
-    assert steps_index.listed(path, steps_names.StepFormat()).keys() == {1}
+    assert steps_index.list_steps(path, steps_names.StepFormat()).keys() == {1}

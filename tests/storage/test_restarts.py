@@ -236,7 +236,7 @@ def test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock(
     )
     monkeypatch.setattr(storage_locks, "time", clock)
     monkeypatch.setattr(storage_locks, "_machine", lambda: "the holder's")
-    with storage_locks.held(path) as lock:
+    with storage_locks.lock(path) as lock:
         monkeypatch.setattr(storage_locks, "_machine", lambda: "another")
 
         def read(key, **given):
@@ -251,10 +251,10 @@ def test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock(
 
         monkeypatch.setattr(path.store, "read", read)
         if look == "acquire":
-            with pytest.raises(errors.CheckpointExistsError), storage_locks.held(path):
+            with pytest.raises(errors.CheckpointExistsError), storage_locks.lock(path):
                 pass
         else:
-            assert [storage_locks.inherited(path) for _ in range(3)] == [None] * 3
+            assert [storage_locks.take_over(path) for _ in range(3)] == [None] * 3
         assert len(reads) > slow
         lock.confirm()
 
@@ -270,7 +270,7 @@ def test_a_store_that_never_answers_is_told_of_soon(tmp_path, monkeypatch):
         )
         pauses = []
         monkeypatch.setattr(time, "sleep", pauses.append)
-        with pytest.raises(errors.SaveFailedError, match="see that bucket, region"):
+        with pytest.raises(errors.SaveFailedError, match="check bucket, region"):
             flaxckpt.save("s3://typo/run", state(1))
     assert len([pause for pause in pauses if pause < 1]) == 4
 

@@ -14,7 +14,7 @@ from flax.training import train_state
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._storage import files as storage_files
+from flaxckpt._storage.storage import LOCAL
 
 
 class Clock:
@@ -221,7 +221,7 @@ def test_the_last_save_failing_is_what_the_program_ends_with(ckpt, monkeypatch):
 
     on_step = flaxckpt.CheckpointCallback(ckpt)
     on_step(1, {"n": 1})
-    monkeypatch.setattr(storage_files, "sync_tree", fail)
+    monkeypatch.setattr(LOCAL, "sync_tree", fail)
     send()
     with pytest.raises(errors.SaveFailedError, match="No space left"):
         on_step(2, {"n": 2})
@@ -237,7 +237,7 @@ def test_a_save_that_failed_before_does_not_hinder_the_last(ckpt, monkeypatch):
     on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=2)
     on_step(1, {"n": 1})
     with monkeypatch.context() as patch:
-        patch.setattr(storage_files, "sync_tree", fail)
+        patch.setattr(LOCAL, "sync_tree", fail)
         on_step(2, {"n": 2})
         while not on_step.last_save.done():
             pass
@@ -258,7 +258,7 @@ def test_wrong_metrics_do_not_cost_the_last_save(ckpt, caplog):
 
 
 def test_a_signal_while_the_last_save_is_written_waits_for_it(ckpt, monkeypatch):
-    real = storage_files.sync_tree
+    real = LOCAL.sync_tree
 
     def sync(path):
         send()
@@ -267,7 +267,7 @@ def test_a_signal_while_the_last_save_is_written_waits_for_it(ckpt, monkeypatch)
     def train():
         with ckpt, flaxckpt.CheckpointCallback(ckpt) as on_step:
             on_step(1, {"n": 1})
-            monkeypatch.setattr(storage_files, "sync_tree", sync)
+            monkeypatch.setattr(LOCAL, "sync_tree", sync)
 
     with pytest.raises(SystemExit) as left:
         train()
@@ -443,7 +443,7 @@ def test_else_the_parameters_alone_and_that_is_said(ckpt, caplog):
     again = flaxckpt.CheckpointCallback(flaxckpt.Checkpointer(ckpt.directory))
     state, start = again.restore_or_init(train_state_at(0))
     assert (start, int(state.step)) == (2, 2)
-    assert "no time to save step 3" in caplog.text
+    assert "no time to save all of step 3" in caplog.text
     again.close()
 
     stop_with(flaxckpt.Checkpointer(ckpt.directory), grace_secs=30, took_secs=60)

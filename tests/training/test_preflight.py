@@ -47,7 +47,7 @@ def free(monkeypatch):
     ],
 )
 def test_policies_say_how_many_steps_they_keep(keep, kept):
-    assert training_preflight.most_kept(keep) == kept
+    assert training_preflight.max_kept(keep) == kept
 
 
 def test_too_little_space_for_what_is_kept_is_told_before_training(tmp_path, free):

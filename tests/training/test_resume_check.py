@@ -104,7 +104,9 @@ def test_state_outside_of_the_state_is_found(ckpt):
         return {"w": state["w"] + momentum["v"]}
 
     batches = StepIndexed(lambda i: i)
-    with pytest.raises(errors.ResumeMismatchError, match="twice") as told:
+    with pytest.raises(
+        errors.ResumeMismatchError, match="repeated from the same state"
+    ) as told:
         callback(ckpt, batches).check_resume({"w": jnp.zeros(3)}, step)
     [mismatch] = told.value.mismatches
     assert mismatch.leaf == "state/w"

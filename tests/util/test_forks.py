@@ -222,7 +222,7 @@ BEGIN = """
 import faulthandler, os, sys, threading, time
 import numpy as np
 import flaxckpt
-from flaxckpt._storage import files
+from flaxckpt._storage.storage import LOCAL
 
 faulthandler.dump_traceback_later(100, exit=True)
 FILES = flaxckpt.ArrayLayout(store="files")
@@ -295,7 +295,7 @@ def test_a_fork_works_while_threads_of_its_parent_save_and_tell(run, tmp_path):
         teller = threading.Thread(target=ckpt.events.deliver)
         teller.start()
         telling.wait()
-        files.sync_tree = held_up(files.sync_tree)
+        LOCAL.sync_tree = held_up(LOCAL.sync_tree)
 
         def save():
             ckpt.save(2, state(2))
@@ -393,7 +393,7 @@ def test_a_fork_of_a_program_that_has_used_tensorstore_is_told_so(run):
             try:
                 ckpt.save(3, state(3)).wait()
             except errors.SaveFailedError as error:
-                print("works in no fork" in str(error), len(str(error).splitlines()))
+                print("in a forked process" in str(error), len(str(error).splitlines()))
             try:
                 ckpt.restore()
             except errors.StoreError as error:

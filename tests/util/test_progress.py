@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import transforms
-from flaxckpt._checkpoint import plan as checkpoint_plan
-from flaxckpt._checkpoint import request as checkpoint_request
+from flaxckpt._checkpoint import commit as checkpoint_commit
+from flaxckpt._checkpoint import planner as checkpoint_planner
 from flaxckpt._checkpoint import restore as checkpoint_restore
 from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._util import progress as util_progress
@@ -240,16 +240,16 @@ def test_all_bytes_are_counted_once(tmp_path, options, verify):
     saved = util_progress.Counter("saving")
     layout = flaxckpt.ArrayLayout(**options)
     half = [transforms.cast("large", "float32")]
-    options = checkpoint_request.SaveOptions(layout=layout, transforms=half)
-    request = checkpoint_request.SaveRequest(
+    options = checkpoint_commit.SaveOptions(layout=layout, transforms=half)
+    request = checkpoint_commit.SaveRequest(
         path=tmp_path / "c", options=options, count=saved.add
     )
-    snapshot = checkpoint_save.take(request, state())
-    checkpoint_save.execute(snapshot)
+    snapshot = checkpoint_save.take_snapshot(request, state())
+    checkpoint_save.write_snapshot(snapshot)
     assert saved.done == snapshot.nbytes > 0
     loaded = util_progress.Counter("loading")
     stored = _locate.read_stored(tmp_path / "c", None)
     checkpoint_restore.restore(
-        stored, state(), checkpoint_plan.RestoreOptions(verify=verify), loaded
+        stored, state(), checkpoint_planner.RestoreOptions(verify=verify), loaded
     )
     assert loaded.done == loaded.total > 0

@@ -12,10 +12,8 @@ if TYPE_CHECKING:
         chunk_file,
         chunk_headers,
         chunk_shape,
-        limits,
         metadata,
         ocdbt,
-        raw_array,
         writer_assignment,
     )
 
@@ -24,10 +22,8 @@ __all__ = [
     "chunk_file",
     "chunk_headers",
     "chunk_shape",
-    "limits",
     "metadata",
     "ocdbt",
-    "raw_array",
     "writer_assignment",
 ]
 

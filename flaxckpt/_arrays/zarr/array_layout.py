@@ -32,7 +32,7 @@ class ArrayLayout:
     zarr_version: Literal[2, 3] = 3
 
     def __post_init__(self) -> None:
-        _util.arguments.whole("chunk_bytes", self.chunk_bytes, least=1)
+        _util.arguments.check_int("chunk_bytes", self.chunk_bytes, least=1)
         for name, allowed in (
             ("store", ("auto", "files", "ocdbt")),
             ("codec", ("none", "compact", "zstd")),
@@ -61,7 +61,7 @@ def checked_layout(layout: ArrayLayout | None) -> ArrayLayout:
     if not isinstance(layout, ArrayLayout):
         raise errors.OptionError(
             "layout must be a flaxckpt.ArrayLayout, got"
-            f" {_util.arguments.found(layout)}:"
+            f" {_util.arguments.describe(layout)}:"
             " pass layout=ArrayLayout(store='files')"
         )
     return layout

@@ -45,25 +45,25 @@ class Chunks(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)  # many arrays are alike
-def described(text: bytes) -> Chunks:
+def parse(text: bytes) -> Chunks:
     """Returns the chunks described by a `zarr.json` or a `.zarray`.
 
     Raises:
         ValueError: The metadata is invalid or unsupported.
     """
     try:
-        return _described(json.loads(text))
+        return _parse(json.loads(text))
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"its metadata is not read: {str(error)[:150]}") from None
+        raise ValueError(f"invalid zarr metadata: {str(error)[:150]}") from None
 
 
-def _described(data: Mapping[str, Any]) -> Chunks:
-    shape, dtype, chunk_shape = metadata.array(data)
+def _parse(data: Mapping[str, Any]) -> Chunks:
+    shape, dtype, chunk_shape = metadata.parse(data)
     size = math.prod(chunk_shape) * _state.dtypes.to_numpy(dtype).itemsize
     if data["zarr_format"] == 3:
-        codecs = [_name(codec) for codec in data["codecs"]]
-        known = [name for name in codecs if name in _BEST_RATIO]
-        return Chunks(_pattern_3(data, len(shape)), known[0] if known else None, size)
+        codecs = map(metadata.codec_name, data["codecs"])
+        codec = next((name for name in codecs if name in _BEST_RATIO), None)
+        return Chunks(_pattern_3(data, len(shape)), codec, size)
     compressor = data["compressor"]
     separator = re.escape(str(data.get("dimension_separator") or "."))
     pattern = separator.join(["[0-9]+"] * len(shape)) or "0"
@@ -73,15 +73,11 @@ def _described(data: Mapping[str, Any]) -> Chunks:
 
 def _pattern_3(data: Mapping[str, Any], rank: int) -> re.Pattern[str]:
     encoding = data["chunk_key_encoding"]
-    is_default = _name(encoding) == "default"
+    is_default = metadata.codec_name(encoding) == "default"
     options = encoding.get("configuration") if isinstance(encoding, dict) else None
     separator = (options or {}).get("separator", "/" if is_default else ".")
     parts = ["c"] * is_default + ["[0-9]+"] * rank
     return re.compile(re.escape(str(separator)).join(parts) or "0")
-
-
-def _name(codec: Any) -> str:
-    return str(codec if isinstance(codec, str) else codec["name"])
 
 
 def check_files(directory: Path, chunks: Chunks) -> None:
@@ -104,7 +100,9 @@ def check_files(directory: Path, chunks: Chunks) -> None:
         if ratio and chunks.size > _LONG_BYTES:
             size = storage.known_size(file, None)
             if size is not None and size * ratio < chunks.size:
-                raise ValueError(f"{key} has {size} bytes instead of {chunks.size}")
+                raise ValueError(
+                    f"{key} has {size} bytes, too few for a chunk of {chunks.size}"
+                )
         if chunks.codec == "blosc":
             header = storage.read_range(file, 0, _HEADER_BYTES)
             _check_blosc(key, header, chunks.size)
@@ -131,6 +129,8 @@ def check_values(store: ts.KvStore, name: str, chunks: Chunks) -> None:
 
 
 def _check_blosc(key: str, header: bytes, size: int) -> None:
-    found = int.from_bytes(header[4:8], "little")
-    if len(header) < _HEADER_BYTES or not size <= found <= size + _SPARE_BYTES:
-        raise ValueError(f"{key} is said to have {found} bytes instead of {size}")
+    declared = int.from_bytes(header[4:8], "little")
+    if len(header) < _HEADER_BYTES or not size <= declared <= size + _SPARE_BYTES:
+        raise ValueError(
+            f"{key} has {declared} bytes according to its header, wanted {size}"
+        )

@@ -1,4 +1,4 @@
-"""Metadata, chunks and keys of zarr arrays, as flaxckpt writes them.
+"""Metadata, chunks and keys of zarr arrays, as flaxckpt writes and accepts them.
 
 An uncompressed chunk of zarr 3 consists of the values, little endian and in C order,
 and their CRC-32C. Such *raw* arrays are written and read without TensorStore, but in
@@ -14,21 +14,39 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from flaxckpt import _state, _storage
-from flaxckpt._arrays.zarr import codecs as zarr_codecs
-from flaxckpt._arrays.zarr import limits
 from flaxckpt._types import JSON, Shape
 
 METADATA = "zarr.json"
 
 CODECS = ("none", "compact", "zstd")
 
-COMPRESSED_FROM = 4096
+_COMPRESSED_FROM = 4096
 """Size in bytes below which arrays are not compressed."""
+
+MAX_AXES = 32
+"""Maximal number of axes of a stored array: TensorStore's limit."""
+
+MAX_SIZE = 2**48
+"""Exclusive bound on the elements along an axis."""
+
+MAX_CHUNKS = 2**20
+"""Maximal number of chunks of an array; more names would take gigabytes."""
+
+_COMPRESSORS = frozenset(("blosc", "gzip", "zstd"))
+_CODECS = frozenset(("bytes", "crc32c", "transpose", *_COMPRESSORS))
+_COMPRESSORS_OF_2 = frozenset(("blosc", "bz2", "gzip", "zlib", "zstd"))
+_MAX_CODECS = 8
+_MAX_PARTS = 2**20
+"""Maximal number of parts of a sharded chunk; each takes 16 bytes in the index."""
+
+_ZARR_2_NUMBER = re.compile(r"[<>|][biufc][0-9]{1,2}")
+"""Simple element types of zarr 2."""
 
 _NEVER_RAW = frozenset(("int2", "int4", "float4_e2m1fn"))
 """Types of less than a byte, with different bits in memory and on disk."""
@@ -52,6 +70,24 @@ class Encoding(NamedTuple):
     version: int = 3
 
 
+class RawArray(NamedTuple):
+    """An array with chunks of plain values, optionally followed by a checksum.
+
+    Attributes:
+        root: The directory or database with the arrays.
+        name: Name of the array.
+        ocdbt: True if `root` is a database.
+        encoding: Encoding of the chunks.
+        digests: File of the database -> digest; empty if not recorded.
+    """
+
+    root: Path
+    name: str
+    ocdbt: bool
+    encoding: Encoding
+    digests: Mapping[str, str] = MappingProxyType({})
+
+
 def is_raw(encoding: Encoding, shape: Shape, dtype: str) -> bool:
     """Returns True if chunks hold the values as in memory, without encoding."""
     return (
@@ -63,7 +99,7 @@ def is_raw(encoding: Encoding, shape: Shape, dtype: str) -> bool:
 
 def _codec(encoding: Encoding, shape: Shape, dtype: str) -> str:
     size = math.prod(shape) * _state.dtypes.item_bits(dtype) // 8
-    return "none" if size < COMPRESSED_FROM else encoding.codec
+    return "none" if size < _COMPRESSED_FROM else encoding.codec
 
 
 def metadata(
@@ -275,33 +311,108 @@ def kvstore(root: Path, name: str, *, ocdbt: bool) -> dict[str, JSON]:
     return _storage.of(root).kvstore(root, below)
 
 
-ZARR_2_NUMBER = re.compile(r"[<>|][biufc][0-9]{1,2}")
+# ---- checks of others' metadata ----------------------------------------------------
 
 
-def array(
-    metadata: Mapping[str, Any],
-) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
+def parse(metadata: Mapping[str, Any]) -> tuple[Shape, str, Shape]:
     """Returns shape, dtype and chunk shape from a `zarr.json` or a `.zarray`.
+
+    Some codecs make TensorStore abort the process or exhaust memory. Only those written
+    by Orbax and flaxckpt are accepted, and a few more.
 
     Raises:
         ValueError, KeyError, TypeError: The metadata is invalid or unsupported.
     """
+    shape = sizes(metadata["shape"])
     if metadata["zarr_format"] == 3:
         dtype = metadata["data_type"]
-        chunks = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        chunk_shape = sizes(metadata["chunk_grid"]["configuration"]["chunk_shape"])
+        _check_3(metadata, chunk_shape)
     else:
-        dtype, chunks = metadata["dtype"], metadata["chunks"]
-    shape, chunk_shape = (
-        limits.sizes(metadata["shape"]),
-        limits.sizes(chunks),
-    )
-    zarr_codecs.check(metadata, chunk_shape)
+        dtype, chunk_shape = metadata["dtype"], sizes(metadata["chunks"])
+        _check_2(metadata)
     return shape, _element_type(dtype), chunk_shape
+
+
+def sizes(value: Any) -> Shape:
+    """Returns the shape in a JSON value.
+
+    Raises:
+        ValueError: `value` is not a list of sizes within the limits.
+    """
+    is_shape = isinstance(value, list) and len(value) <= MAX_AXES
+    for size in value if is_shape else ():
+        is_shape = is_shape and type(size) is int and 0 <= size < MAX_SIZE
+    if not is_shape:
+        raise ValueError(f"{str(value)[:80]} is not a shape")
+    return tuple(value)
 
 
 def _element_type(name: Any) -> str:
     if not isinstance(name, str):
-        raise ValueError(f"element type {str(name)[:80]} is not read")
-    if ZARR_2_NUMBER.fullmatch(name):  # numpy accepts too many other texts
-        return _state.dtypes.name(_state.dtypes.to_numpy(np.dtype(name).name))
+        raise ValueError(f"element type {str(name)[:80]} is not supported")
+    if _ZARR_2_NUMBER.fullmatch(name):  # numpy accepts too many other texts
+        name = np.dtype(name).name
     return _state.dtypes.name(_state.dtypes.to_numpy(name))
+
+
+def _check_2(metadata: Mapping[str, Any]) -> None:
+    compressor = metadata["compressor"]
+    name = None if compressor is None else compressor["id"]
+    if name is not None and name not in _COMPRESSORS_OF_2:
+        raise ValueError(f"compressor {str(name)[:40]!r} is not supported")
+    if metadata.get("filters"):
+        raise ValueError("filters are not supported")
+
+
+def _check_3(metadata: Mapping[str, Any], chunk_shape: Shape) -> None:
+    if metadata["node_type"] != "array" or metadata["chunk_grid"]["name"] != "regular":
+        raise ValueError("it is not an array with regular chunks")
+    if metadata.get("storage_transformers"):
+        raise ValueError("storage transformers are not supported")
+    codecs = metadata["codecs"]
+    if "sharding_indexed" in _codec_names(codecs):
+        [codec] = codecs
+        _check_sharding(codec["configuration"], chunk_shape)
+    else:
+        _check_codecs(codecs)
+
+
+def _check_sharding(sharding: Mapping[str, Any], chunk_shape: Shape) -> None:
+    parts = sizes(sharding["chunk_shape"])
+    fault = f"chunks {list(chunk_shape)} cannot be cut into {list(parts)}"
+    if len(parts) != len(chunk_shape) or 0 in parts:
+        raise ValueError(fault)
+    counts = [-(-size // part) for size, part in zip(chunk_shape, parts, strict=True)]
+    if math.prod(counts) > _MAX_PARTS:
+        raise ValueError(f"{fault}: too many parts")
+    if "blosc" in _check_codecs(sharding["codecs"]):
+        # Each part declares its own decoded size, and cannot be checked before.
+        raise ValueError("blosc is not supported in sharded chunks")
+    if not {"bytes", "crc32c"} >= set(_check_codecs(sharding["index_codecs"])):
+        raise ValueError("the index of sharded chunks is compressed")
+
+
+def _check_codecs(codecs: Any) -> list[str]:
+    """Returns the names of supported codecs."""
+    names = _codec_names(codecs)
+    if unknown := [name for name in names if name not in _CODECS]:
+        raise ValueError(f"codec {unknown[0][:40]!r} is not supported")
+    # Nested compression allows arbitrary ratios.
+    if sum(name in _COMPRESSORS for name in names) > 1:
+        raise ValueError("chunks that are compressed twice are not supported")
+    return names
+
+
+def _codec_names(codecs: Any) -> list[str]:
+    if not isinstance(codecs, list) or len(codecs) > _MAX_CODECS:
+        raise ValueError(f"{str(codecs)[:80]} is not a list of codecs")
+    return list(map(codec_name, codecs))
+
+
+def codec_name(codec: Any) -> str:
+    """Returns the name of a codec, or of another extension of zarr 3."""
+    name = codec if isinstance(codec, str) else codec["name"]
+    if not isinstance(name, str):
+        raise ValueError(f"{str(name)[:40]} is not the name of a codec")
+    return name

@@ -74,7 +74,7 @@ def _checked(root: Path, fingerprint: tuple[int, ...], size: int) -> None:
         tree.walk(place, height)
 
 
-def opened(root: Path, context: ts.Context) -> ts.KvStore:
+def open(root: Path, context: ts.Context) -> ts.KvStore:
     """Opens a database, for reading or writing.
 
     Args:
@@ -92,10 +92,10 @@ def merge(root: Path, writers: int) -> None:
     Values stay in their files, and can be found only by the merged database.
     """
     context = _storage.client.context()  # must be shared, or nothing is copied
-    whole = opened(root, context)
+    whole = open(root, context)
     transaction = ts.Transaction(atomic=True)
     taken = [
-        opened(root / f"{PART}{writer}", context).experimental_copy_range_to(
+        open(root / f"{PART}{writer}", context).experimental_copy_range_to(
             whole.with_transaction(transaction)
         )
         for writer in range(writers)
@@ -118,7 +118,7 @@ def keys(root: Path) -> set[str]:
         OSError: The database is missing or unreadable.
     """
     check(root)
-    store = opened(root, _storage.client.context())
+    store = open(root, _storage.client.context())
     found = _storage.paths.result(store.list(), root)
     return {key.decode(errors="surrogateescape") for key in found}
 

@@ -53,7 +53,7 @@ class Teller:
             self.failures += 1
             if self.failures == 1:
                 _log.warning(
-                    "%s failed, which changes nothing for checkpoints:",
+                    "%s failed; checkpoints are not affected:",
                     self.name,
                     exc_info=error,
                 )
@@ -67,7 +67,7 @@ def listed(sinks: Iterable[Sink]) -> tuple[Sink, ...]:
     """
     if not _util.arguments.is_list(sinks):
         raise errors.OptionError(
-            f"sinks must be a list, got {_util.arguments.found(sinks)}: write"
+            f"sinks must be a list, got {_util.arguments.describe(sinks)}: write"
             " sinks=[sink]"
         )
     return tuple(sinks)
@@ -121,7 +121,7 @@ def _telling(sink: Sink) -> Callable[[Event, int], object]:
         if callable(sink):
             return lambda event, step: sink(event)
     raise errors.OptionError(
-        f"{sink!r:.80} is no sink for events; wanted one of\n"
+        f"{sink!r:.80} is not an event sink; wanted one of\n"
         "  a function of a flaxckpt.Event\n"
         "  a clu writer: write_scalars(step, dict)\n"
         "  a W&B run: log(dict, step=)\n"

@@ -58,7 +58,7 @@ def walk(tree: Value) -> Iterator[tuple[tuple[_state.tree.Key, ...], Value]]:
 def _walk(
     value: Value, keys: tuple[_state.tree.Key, ...]
 ) -> Iterator[tuple[tuple[_state.tree.Key, ...], Value]]:
-    value = _without_name(value)
+    value = _unwrap_named_tuple(value)
     if isinstance(value, dict) and _is_sequence(value):
         value = [value[str(i)] for i in range(len(value))]
     if not value or not isinstance(value, dict | list):
@@ -71,7 +71,7 @@ def _walk(
             yield from _walk(child, (*keys, _state.tree.Key(name, "key")))
 
 
-def _without_name(value: Value) -> Value:
+def _unwrap_named_tuple(value: Value) -> Value:
     """Returns a named tuple of Flax before 0.3 as a map, and other values unchanged."""
     if not isinstance(value, dict) or set(value) != {"name", "fields", "values"}:
         return value
@@ -113,20 +113,20 @@ def stored(
     leaves: dict[LeafPath, StoredLeaf] = {}
     faults: dict[LeafPath, str] = {}
     path_bytes = 0
-    of_file = stamp if stamp.path == file else _storage.Stamp(file, None)
+    file_stamp = stamp if stamp.path == file else _storage.Stamp(file, None)
     for keys, value in walk(tree):
         name = _state.tree.join(keys)
         path_bytes += len(name)
         if len(leaves) >= _MAX_LEAVES or path_bytes > _MAX_PATH_BYTES:
             raise errors.DamagedCheckpointError(
-                f"{file} holds more than {_MAX_LEAVES} leaves, or absurdly long names"
+                f"{file} holds more than {_MAX_LEAVES} leaves, or too long names"
             )
         if isinstance(value, Run):
-            faults[name] = f"is {value.size} bytes without a type"
+            faults[name] = f"is {value.size} bytes without an element type"
         elif name in leaves:
-            faults[name] = "is there twice"
+            faults[name] = "appears twice"
         else:
-            leaves[name] = _leaf(path, of_file, name, keys, value)
+            leaves[name] = _leaf(path, file_stamp, name, keys, value)
     if faults:
         raise unreadable(file, faults)
     infos = [leaf.info for leaf in leaves.values()]
@@ -223,14 +223,19 @@ def _leaf(
                 chunk_shape=(),
                 weak_type=True,
             )
-            return StoredLeaf(path, info, functools.partial(_constant, number))
+            return StoredLeaf(path, info, functools.partial(_open_number, number))
 
 
-def _constant(
+def _open_number(
     number: np.ndarray[Any, Any], context: ts.Context
 ) -> ts.Future[ts.TensorStore]:
+    return completed(ts.array(number, context=context))
+
+
+def completed(store: ts.TensorStore) -> ts.Future[ts.TensorStore]:
+    """Returns a future with the result `store`."""
     promise: ts.Promise[ts.TensorStore]
     future: ts.Future[ts.TensorStore]
     promise, future = ts.Promise.new()
-    promise.set_result(ts.array(number, context=context))
+    promise.set_result(store)
     return future

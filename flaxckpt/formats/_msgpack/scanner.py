@@ -105,9 +105,9 @@ def scanner(path: Path, *, buffer_bytes: int = 2**16) -> Iterator[Scanner]:
     """
     if not path.is_file():
         raise errors.DamagedCheckpointError(
-            f"{path} is no plain file; restore another step"
+            f"{path} is not a regular file; restore another step"
         )
-    with _storage.of(path).opened(path, buffer_bytes=buffer_bytes) as file:
+    with _storage.of(path).open_file(path, buffer_bytes=buffer_bytes) as file:
         yield Scanner(file, path)
 
 
@@ -155,7 +155,7 @@ class Scanner:
         if byte in _FIXED_EXT:
             return "ext", _FIXED_EXT[byte]
         if byte not in _HEADS:
-            raise self.fault(f"the byte {byte:#x}, which begins nothing", back=1)
+            raise self.fault(f"the byte {byte:#x}, which is not valid msgpack", back=1)
         kind, layout = _HEADS[byte]
         [size] = struct.unpack(layout, self._bytes(struct.calcsize(layout)))
         return kind, size
@@ -167,14 +167,14 @@ class Scanner:
     def text(self, kind: str, size: int) -> str:
         """Returns a string; called with the result of `head`."""
         if kind != "str":
-            raise self.fault(f"{_a(kind)} where a string belongs")
+            raise self.fault(f"the type {kind!r} in place of a string")
         self._text_bytes += self._left(size)
         if self._text_bytes > _MAX_TEXT_BYTES:
             raise self.fault(f"more than {_MAX_TEXT_BYTES} bytes of text")
         try:
             return self._bytes(size).decode()
         except UnicodeDecodeError:
-            raise self.fault("a string that is no UTF-8", back=size) from None
+            raise self.fault("a string that is not UTF-8", back=size) from None
 
     def key(self) -> str:
         """Returns the next value, a string valid as a part of a leaf path."""
@@ -200,7 +200,7 @@ class Scanner:
         The scan may continue up to `end`, by default the end of the file.
         """
         if self.position != self._end:
-            raise self.fault(f"{self._end - self.position} bytes more than belong here")
+            raise self.fault(f"{self._end - self.position} extra bytes")
         self._end = self.size if end is None else end
 
     def fault(self, found: str, *, back: int = 0) -> errors.DamagedCheckpointError:
@@ -229,13 +229,13 @@ class Scanner:
 
     def _map(self, size: int, depth: int) -> Value:
         self._count(self._left(2 * size), add=False)
-        found: dict[str, Value] = {}
+        items: dict[str, Value] = {}
         for _ in range(size):
             key = self.key()
-            if key in found:
+            if key in items:
                 raise self.fault(f"the key {key[:60]!r} for the second time")
-            found[key] = self._value(depth + 1)
-        return self._joined(found) if _PARTS in found else found
+            items[key] = self._value(depth + 1)
+        return self._join_parts(items) if _PARTS in items else items
 
     def _ext(self, size: int, depth: int) -> Value:
         code = self.value_type()
@@ -251,11 +251,11 @@ class Scanner:
             self._deepen(depth)
             kind, count = self.head()
             if kind != "array":
-                raise self.fault("a tuple that is none")
+                raise self.fault("a malformed tuple")
             self._count(self._left(count), add=False)
             value = [self._value(depth + 1) for _ in range(count)]
         elif code == _TIMESTAMP:
-            raise self.fault("a timestamp, which no state holds")
+            raise self.fault("a timestamp")
         else:
             raise self.fault(f"a value of the unknown extension type {code}")
         self.leave(end=end)
@@ -263,7 +263,7 @@ class Scanner:
 
     def _array(self, *, is_scalar: bool) -> Array:
         if self.head() != ("array", 3):
-            raise self.fault("an array that is not its shape, type and values")
+            raise self.fault("an array without its shape, type and values")
         shape = self._shape(self._value(_state.tree.MAX_DEPTH - 2))
         kind, size = self.head()
         name = self.text(kind, size)
@@ -301,18 +301,18 @@ class Scanner:
                 raise self.fault("a complex number that is not two numbers")
         return complex(*parts)
 
-    def _joined(self, found: Mapping[str, Value]) -> Array:
+    def _join_parts(self, items: Mapping[str, Value]) -> Array:
         """Returns the array of a map with the parts of a large array."""
-        parts = found.get("chunks")
-        if set(found) != {_PARTS, "shape", "chunks"} or not isinstance(parts, dict):
-            raise self.fault("an array in parts that lacks some of them")
-        shape = self._shape(found["shape"])
+        parts = items.get("chunks")
+        if set(items) != {_PARTS, "shape", "chunks"} or not isinstance(parts, dict):
+            raise self.fault("an array in parts, some of which are missing")
+        shape = self._shape(items["shape"])
         if list(parts) != [str(i) for i in range(len(parts))] or not parts:
-            raise self.fault("an array in parts that lacks some of them")
+            raise self.fault("an array in parts, some of which are missing")
         arrays = list(parts.values())
         for part in arrays:
             if not isinstance(part, Array) or part.is_scalar or len(part.shape) != 1:
-                raise self.fault("an array in parts that are none")
+                raise self.fault("an array in parts that are not arrays")
         types = {part.dtype for part in arrays}
         count = sum(part.shape[0] for part in arrays)
         if len(types) != 1 or count != math.prod(shape):
@@ -341,7 +341,7 @@ class Scanner:
         """Returns `size`, or raises the error if fewer bytes remain."""
         if size > self._end - self.position:
             raise self.fault(
-                f"the beginning of {size} bytes or more, but only"
+                f"a value of at least {size} bytes, of which only"
                 f" {self._end - self.position} follow"
             )
         return size
@@ -359,9 +359,5 @@ class Scanner:
         content = self._file.read(self._left(size))
         self.position += size
         if len(content) != size:
-            raise self.fault("the end of the file, which has become shorter")
+            raise self.fault("the end of the file, which became shorter")
         return content
-
-
-def _a(kind: str) -> str:
-    return f"an {kind}" if kind[0] in "ae" else f"a {kind}"

@@ -35,13 +35,13 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     tree: dict[str, Value] = {}
     with scanner.scanner(path) as scan:
         while scan.position < scan.size:
-            _enter(scan, tree)
+            _read_record(scan, tree)
     return leaves.stored(
         path, path, tree, format_name="streaming", step=step, stamp=stamp
     )
 
 
-def _enter(scan: Scanner, tree: dict[str, Value]) -> None:
+def _read_record(scan: Scanner, tree: dict[str, Value]) -> None:
     """Scans the next record into `tree`."""
     start = scan.position
     keys = _keys(scan)
@@ -54,22 +54,24 @@ def _enter(scan: Scanner, tree: dict[str, Value]) -> None:
     scan.leave()
     assert scan.position == end, (scan.position, end)
     if isinstance(value, dict | list | Run):
-        raise scan.fault("a record whose value is no leaf", back=end - start)
+        raise scan.fault("a record whose value is not a leaf", back=end - start)
     inner = tree
     for key in keys[:-1]:
         inner = inner.setdefault(key, {})
         if not isinstance(inner, dict):
-            raise scan.fault(f"{_name(keys)}, below a leaf", back=end - start)
+            raise scan.fault(
+                f"a record below the leaf of another: {_name(keys)}", back=end - start
+            )
     if keys[-1] in inner:
         is_leaf = not isinstance(inner[keys[-1]], dict)
-        again = "a second time" if is_leaf else "where others are below it"
-        raise scan.fault(f"{_name(keys)} {again}", back=end - start)
+        other = "for the second time" if is_leaf else "above the leaves of others"
+        raise scan.fault(f"the record {_name(keys)} {other}", back=end - start)
     inner[keys[-1]] = value
 
 
 def _keys(scan: Scanner) -> list[str]:
     if scan.head() != ("array", 2):
-        raise scan.fault("what is no record of keys and a value")
+        raise scan.fault("something else than a record of keys and a value")
     kind, size = scan.head()
     if kind != "array" or not 0 < size <= _state.tree.MAX_DEPTH:
         raise scan.fault("a record without keys, or with too many")

@@ -79,37 +79,36 @@ def _check(contents: Contents) -> None:
     """Raises an error for names or values that readers would refuse or misread."""
     root = contents.structure
     if isinstance(root, str) or root.type == "None" or not root.children:
-        what = (
+        root_text = (
             str(contents.infos[root]) if isinstance(root, str) else "an empty container"
         )
         raise errors.UnsupportedLeafError(
-            {"": f"{what} that is all of the state; msgpack files hold a dict"},
-            "Put it into a dict, or convert to another format.",
+            {"": f"{root_text} as the whole state; msgpack files hold a dict"},
+            "Put it in a dict, or convert to another format.",
         )
     names: dict[LeafPath, str] = {}
     keys = [key for key, _ in _parts(root)]
     if set(keys) == _T5X or set(keys[:2]) == _T5X:
         names |= dict.fromkeys(
             _leaves(root, ()),
-            "is in a dict of 'version' and 'optimizer', as T5X's files",
+            "is in a dict of 'version' and 'optimizer', like T5X's files",
         )
     _check_names(contents, root, (), 0, names)
     if names:
         raise errors.LeafNameError(
             names,
-            "Rename them on the way, as transforms=[rename(pattern, new)], or convert"
+            "Rename them, as transforms=[rename(pattern, new)], or convert"
             " to another format.",
         )
     values = {
-        path: f"the text {text[:40]!r}, which {reason}"
+        path: f"the string {text[:40]!r}, which {reason}"
         for path, text in contents.strings.items()
         if (reason := _fault_of_text(text))
     }
     if values:
         raise errors.UnsupportedLeafError(
             values,
-            "Drop them on the way, as transforms=[drop(pattern)], or convert to another"
-            " format.",
+            "Drop them, as transforms=[drop(pattern)], or convert to another format.",
         )
 
 
@@ -137,10 +136,10 @@ def _check_names(
         return
     parts = dict(_parts(node))
     if _CHUNKED in parts:
-        reason = f"is in a dict with the key {_CHUNKED!r}, as arrays in parts are"
+        reason = f"is in a dict with the key {_CHUNKED!r}, like arrays in parts"
         faults |= dict.fromkeys(_leaves(node, path), reason)
     elif set(parts) == _NAMED_TUPLE and _is_named_tuple(contents, parts):
-        reason = "is in a dict of 'name', 'fields' and 'values', as old named tuples"
+        reason = "is in a dict of 'name', 'fields' and 'values', like old named tuples"
         faults |= dict.fromkeys(_leaves(node, path), reason)
     for (name, child), key in zip(parts.items(), node.keys, strict=True):
         inner = path if node.is_box else (*path, key)
@@ -162,7 +161,7 @@ def _fault_of_key(key: str) -> str | None:
     if not key:
         return "has an empty key"
     if _SURROGATES.search(key):
-        return "is no valid Unicode"
+        return "is not valid Unicode"
     if len(key.encode()) > _MAX_KEY_BYTES:
         return f"has a key of more than {_MAX_KEY_BYTES} bytes"
     if "/" in key:
@@ -172,8 +171,8 @@ def _fault_of_key(key: str) -> str | None:
 
 def _fault_of_text(text: str) -> str | None:
     if text.startswith(_ELSEWHERE):
-        return "stands for an array that is elsewhere"
-    return "is no valid Unicode" if _SURROGATES.search(text) else None
+        return "stands for an array in another file"
+    return "is not valid Unicode" if _SURROGATES.search(text) else None
 
 
 def _leaves(

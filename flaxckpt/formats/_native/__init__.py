@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING
 from flaxckpt import _doors
 
 if TYPE_CHECKING:
-    from flaxckpt.formats._native import checkpoint, items, manifest, names, orbax_json
+    from flaxckpt.formats._native import (
+        checkpoint,
+        items,
+        manifest,
+        metadata,
+        names,
+        orbax_json,
+    )
 
-__all__ = ["checkpoint", "items", "manifest", "names", "orbax_json"]
+__all__ = ["checkpoint", "items", "manifest", "metadata", "names", "orbax_json"]
 
 if not TYPE_CHECKING:
     __getattr__ = _doors.opener(__name__, __all__)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import tensorstore as ts
 
 from flaxckpt import _arrays, _state, _storage, _util, errors
-from flaxckpt._arrays.zarr.raw_array import RawArray
+from flaxckpt._arrays.zarr.metadata import RawArray
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.formats._native import orbax_json
@@ -48,7 +48,7 @@ def check_size(form: ArrayForm, stored_bytes: int) -> None:
     itemsize = _state.dtypes.to_numpy(form.dtype).itemsize
     size = math.prod(form.shape) * itemsize
     if size > _MAX_ZEROS_BYTES and size > stored_bytes * _BEST_RATIO:
-        raise ValueError(f"{size} bytes, of which only {stored_bytes} are stored")
+        raise ValueError(f"it has {size} bytes, but only {stored_bytes} are stored")
     _util.memory.check(math.prod(form.chunk_shape) * itemsize)
 
 
@@ -58,12 +58,12 @@ def _check_form(text: bytes, form: ArrayForm) -> None:
     Raises:
         ValueError: The forms differ, or the metadata are unsupported.
     """
-    found = form_in(text)
-    if found != form:
+    stored = form_in(text)
+    if stored != form:
         raise ValueError(
             f"recorded as {form.dtype}{list(form.shape)} in chunks"
-            f" {list(form.chunk_shape)}, stored as {found.dtype}{list(found.shape)} in"
-            f" {list(found.chunk_shape)}"
+            f" {list(form.chunk_shape)}, stored as {stored.dtype}{list(stored.shape)}"
+            f" in chunks {list(stored.chunk_shape)}"
         )
 
 
@@ -82,10 +82,12 @@ def form_in(text: bytes) -> ArrayForm:
         raise ValueError("its metadata is too large")
     try:
         # TensorStore parses it again, and may pick the other of two equal keys.
-        data = json.loads(text.decode(), object_pairs_hook=_util.json_limits.unique)
-        return ArrayForm(*_arrays.zarr.metadata.array(data))
+        data = json.loads(
+            text.decode(), object_pairs_hook=_util.json_limits.refuse_duplicates
+        )
+        return ArrayForm(*_arrays.zarr.metadata.parse(data))
     except (errors.CheckpointError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"its metadata is not read: {str(error)[:150]}") from None
+        raise ValueError(f"its metadata is not supported: {str(error)[:150]}") from None
 
 
 def texts(
@@ -110,7 +112,7 @@ def texts(
     if not (names := list(names)):  # Orbax writes no database without arrays
         return {}
     _check_database(root, checkpoint)
-    store = _arrays.zarr.ocdbt.opened(root, _storage.client.context())
+    store = _arrays.zarr.ocdbt.open(root, _storage.client.context())
     reads = {
         name: store.read(_arrays.zarr.metadata.database_key(name, file))
         for name in names
@@ -132,10 +134,10 @@ def _text_of_file(path: Path, checkpoint: Path) -> bytes:
 def _text_of_value(
     read: ts.Future[ts.KvStore.ReadResult], root: Path, file: str
 ) -> bytes:
-    found = _storage.paths.result(read, root)
-    if found.state != "value":
+    result = _storage.paths.result(read, root)
+    if result.state != "value":
         raise ValueError(f"{file} is missing")
-    return bytes(found.value)
+    return bytes(result.value)
 
 
 def _check_database(root: Path, checkpoint: Path) -> None:
@@ -182,7 +184,7 @@ def check_names(path: Path, names: Iterable[str], *, ocdbt: bool) -> None:
     faults = [n for n in names if orbax_json.UNSAFE.search(n)] if not ocdbt else []
     if faults:
         raise errors.DamagedCheckpointError(
-            f"{path} has arrays in places that are not in it:\n"
+            f"{path} has arrays with names that lead out of it:\n"
             + errors.rows(repr(name[:80]) for name in faults)
         )
 
@@ -246,7 +248,7 @@ class Arrays:
             text = _arrays.zarr.chunk_file.small(self.root / name / file)
             _check_form(text, form)
             _arrays.zarr.chunk_headers.check_files(
-                self.root / name, _arrays.zarr.chunk_headers.described(text)
+                self.root / name, _arrays.zarr.chunk_headers.parse(text)
             )
             return opened()
         if self._is_blosc(name):
@@ -265,8 +267,8 @@ class Arrays:
                 if found.state != "value":
                     raise ValueError(f"{file} is missing")
                 _check_form(found.value, form)
-                if _arrays.zarr.chunk_headers.described(found.value).codec == "blosc":
-                    raise ValueError("it is compressed by blosc, unlike what was saved")
+                if _arrays.zarr.chunk_headers.parse(found.value).codec == "blosc":
+                    raise ValueError("it is compressed by blosc, unlike when saved")
                 opened().add_done_callback(handed_over)
             except BaseException as error:
                 promise.set_exception(error)
@@ -295,7 +297,7 @@ class Arrays:
         read = store.read(_arrays.zarr.metadata.database_key(name, file))
         text = _text_of_value(read, self.root, file)
         _check_form(text, form)
-        chunks = _arrays.zarr.chunk_headers.described(text)
+        chunks = _arrays.zarr.chunk_headers.parse(text)
         if chunks.codec == "blosc":
             _arrays.zarr.chunk_headers.check_values(store, name, chunks)
 

@@ -9,34 +9,20 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flaxckpt import _arrays, _state, _storage, datasets, errors
 from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._storage.commit_marker import MARKER
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _orbax
 from flaxckpt.formats._native import arrays as native_arrays
-from flaxckpt.formats._native import items as native_items
+from flaxckpt.formats._native import items, orbax_json
 from flaxckpt.formats._native import manifest as native_manifest
-from flaxckpt.formats._native import metrics as native_metrics
-from flaxckpt.formats._native import orbax_json
+from flaxckpt.formats._native import metadata as native_metadata
+from flaxckpt.formats._native.items import DATASET, METRICS, STATE
 from flaxckpt.formats._reader import Lineage, Stored
-
-COMMITTED = _storage.commit_marker.MARKER
-_ROOT_METADATA = "metadata/_ROOT_METADATA"
-_OLD_ROOT_METADATA = "metadata/metadata"
-"""File of Orbax before 0.11 that contains only the user's metadata of a run."""
-
-STATE, DATASET, METRICS = native_items.STATE, native_items.DATASET, native_items.METRICS
-UNDIGESTED = frozenset(
-    (
-        orbax_json.MANIFEST,
-        COMMITTED,
-        f"{METRICS}/{METRICS}",
-        native_items.METRICS_DIGESTS,
-    )
-)
-"""Files without digests in the manifest, apart from arrays."""
 
 _DATABASE = re.compile(
     rf"{STATE}/(?:manifest\.ocdbt|(?:{re.escape(_arrays.zarr.ocdbt.PART)}\d+/)?d/.+)",
@@ -84,7 +70,7 @@ class Contents:
     transforms: Sequence[str] = ()
 
 
-def files(contents: Contents) -> dict[str, bytes]:
+def make_files(contents: Contents) -> dict[str, bytes]:
     """Returns the files of a checkpoint: relative path -> content.
 
     Without the arrays, and without the files that `seal` makes once all others exist.
@@ -92,39 +78,38 @@ def files(contents: Contents) -> dict[str, bytes]:
     Raises:
         SaveFailedError: `read` would not accept a file.
     """
-    made = {
-        native_items.CHECKPOINT: _checkpoint_metadata(contents),
-        f"{STATE}/{native_items.TREE}": orbax_json.tree_metadata(
+    files = {
+        items.CHECKPOINT: _checkpoint_metadata(contents),
+        f"{STATE}/{items.TREE}": orbax_json.tree_metadata(
             contents.infos,
             ocdbt=contents.ocdbt,
             zarr_version=contents.encoding.version,
         ),
-        f"{STATE}/{native_items.SHARDING}": orbax_json.shardings(contents.infos),
-        f"{STATE}/{native_items.ARRAYS}": orbax_json.array_metadatas(contents.infos),
+        f"{STATE}/{items.SHARDING}": orbax_json.shardings(contents.infos),
+        f"{STATE}/{items.ARRAYS}": orbax_json.array_metadatas(contents.infos),
     }
     if contents.strings:
-        made[f"{STATE}/{native_items.STRINGS}"] = orbax_json.strings(contents.strings)
+        files[f"{STATE}/{items.STRINGS}"] = orbax_json.strings(contents.strings)
     for name, content in contents.dataset.items():
-        made[f"{DATASET}/{name}"] = content
+        files[f"{DATASET}/{name}"] = content
     if contents.metrics:
-        text = orbax_json.dumps(dict(contents.metrics))
-        made[f"{METRICS}/{METRICS}"] = text
-        made[native_items.METRICS_DIGESTS] = native_metrics.digests_of(text)
-    for name in _PARSED & made.keys():
-        with _readable(name):
-            orbax_json.check_size(made[name])
-            found = orbax_json.loads(made[name], name)
-        if name.endswith(native_items.STRINGS):
-            with _readable(name):
+        metrics = orbax_json.dumps(dict(contents.metrics))
+        files[f"{METRICS}/{METRICS}"] = metrics
+        files[items.METRICS_DIGESTS] = native_metadata.metrics_digests(metrics)
+    for name in _PARSED & files.keys():
+        with _trial_parse(name):
+            orbax_json.check_size(files[name])
+            data = orbax_json.loads(files[name], name)
+            if name.endswith(items.STRINGS):
                 for leaf in contents.strings:
-                    orbax_json.string_at(found, leaf)
-    return made
+                    orbax_json.string_at(data, leaf)
+    return files
 
 
 _PARSED = frozenset(
     (
-        native_items.CHECKPOINT,
-        f"{STATE}/{native_items.STRINGS}",
+        items.CHECKPOINT,
+        f"{STATE}/{items.STRINGS}",
         f"{METRICS}/{METRICS}",
     )
 )
@@ -132,7 +117,7 @@ _PARSED = frozenset(
 
 
 @contextlib.contextmanager
-def _readable(name: str) -> Iterator[None]:
+def _trial_parse(name: str) -> Iterator[None]:
     """Context of a trial parse of the file `name`, before the commit.
 
     Raises:
@@ -145,41 +130,47 @@ def _readable(name: str) -> Iterator[None]:
         errors.DamagedCheckpointError,
     ) as error:
         raise errors.SaveFailedError(
-            f"no reader would take {name} as it is to be written:"
+            f"readers would refuse {name} with this content:"
             f" {errors.printable(str(error)[:300])}\n"
-            "Nothing is saved, and earlier checkpoints are untouched; leave out or"
-            " shorten what it is about, or save it in several checkpoints."
+            "Nothing is saved, and earlier checkpoints are unchanged; leave out or"
+            " shorten the value at fault, or save several checkpoints."
         ) from error
 
 
 def seal(
     contents: Contents,
-    made: Mapping[str, bytes],
+    files: Mapping[str, bytes],
     root: Path,
-    others: Mapping[str, str] | None = None,
+    digests: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, bytes]:
     """Returns the manifest and the commit marker: relative path -> content.
 
-    The manifest has the digests of all files in `made` except the metrics, which may
-    be replaced later, and of a small database under `root`, which is faster to verify
-    as a whole than by its values. For zarr 2, whose chunks have no checksums, it has
-    the digests of all array files. `others` are digests of files of other processes.
+    The manifest has the digests of all `files` except the metrics, which may be
+    replaced later, and of a small database under `root`, which is faster to verify as
+    a whole than by its values. For zarr 2, whose chunks have no checksums, it has the
+    digests of all array files.
+
+    Args:
+        contents: Contents of the checkpoint.
+        files: Result of `make_files`.
+        root: The directory with the arrays.
+        digests: Digests of files written by other processes: name -> digest.
 
     Raises:
         SaveFailedError: `read` would not accept the manifest.
     """
-    digests = {
-        name: _storage.files.digest(text)
-        for name, text in made.items()
+    recorded = {
+        name: _storage.files.digest(content)
+        for name, content in files.items()
         if not name.startswith(METRICS)
     }
-    digests |= {**(others or {}), **_digests_of_arrays(contents, root)}
-    with _readable(orbax_json.MANIFEST):
-        manifest = _manifest_text(contents, digests)
+    recorded |= {**digests, **_digests_of_arrays(contents, root)}
+    with _trial_parse(orbax_json.MANIFEST):
+        manifest = _manifest_text(contents, recorded)
         orbax_json.check_size(manifest)
         data = orbax_json.loads(manifest, orbax_json.MANIFEST)
         native_manifest.check_readable(data, contents.infos)
-    return {orbax_json.MANIFEST: manifest, COMMITTED: seal_of(manifest)}
+    return {orbax_json.MANIFEST: manifest, MARKER: commit_marker(manifest)}
 
 
 def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
@@ -187,28 +178,28 @@ def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
 
     Other arrays rely on the checksums of their chunks.
     """
-    is_bare = contents.encoding.version == 2
+    is_zarr2 = contents.encoding.version == 2
+    state = root / STATE
     if contents.ocdbt:
-        state = root / STATE
-        found = [state / _arrays.zarr.ocdbt.MANIFEST, *state.glob("d/*")]
-        found += state.glob(f"{_arrays.zarr.ocdbt.PART}*/d/*")
-    elif is_bare:
+        files = [state / _arrays.zarr.ocdbt.MANIFEST, *state.glob("d/*")]
+        files += state.glob(f"{_arrays.zarr.ocdbt.PART}*/d/*")
+    elif is_zarr2:
         names = {orbax_json.param_name(info.keys) for info in contents.infos}
-        found = [file for name in names for file in (root / STATE / name).glob("*")]
+        files = [file for name in names for file in (state / name).glob("*")]
     else:
         return {}
-    found = [file for file in found if file.is_file()]  # empty without arrays
-    size = sum(file.stat().st_size for file in found)
-    if not is_bare and size > _SMALL_DATABASE_BYTES:
+    files = [file for file in files if file.is_file()]  # empty without arrays
+    size = sum(file.stat().st_size for file in files)
+    if not is_zarr2 and size > _SMALL_DATABASE_BYTES:
         return {}
     return {
         file.relative_to(root).as_posix(): digest
-        for file in found
+        for file in files
         if (digest := _storage.of(file).digest_file(file, max_bytes=sys.maxsize))
     }
 
 
-def seal_of(manifest: bytes) -> bytes:
+def commit_marker(manifest: bytes) -> bytes:
     """Returns the content of `commit_success.txt`."""
     return orbax_json.dumps({orbax_json.MANIFEST: _storage.files.digest(manifest)})
 
@@ -232,15 +223,15 @@ def _checkpoint_metadata(contents: Contents) -> bytes:
 
 
 def _manifest_text(contents: Contents, digests: Mapping[str, str]) -> bytes:
-    origin: dict[str, JSON] = {}  # and other optional fields
+    optional: dict[str, JSON] = {}
     if contents.lineage:
-        origin["lineage"] = [
-            native_manifest.lineage_row(each) for each in contents.lineage
+        optional["lineage"] = [
+            native_manifest.lineage_row(origin) for origin in contents.lineage
         ]
     if contents.transforms:
-        origin["transforms"] = list(contents.transforms)
+        optional["transforms"] = list(contents.transforms)
     if contents.metrics:
-        origin["metrics"] = True
+        optional["metrics"] = True
     return orbax_json.dumps(
         {
             "format": "flaxckpt",
@@ -252,7 +243,7 @@ def _manifest_text(contents: Contents, digests: Mapping[str, str]) -> bytes:
             "leaves": [native_manifest.leaf_row(info) for info in contents.infos],
             "structure": _state.treedef.to_json(contents.structure),
             "digests": digests,
-            **origin,
+            **optional,
         }
     )
 
@@ -262,23 +253,15 @@ def _manifest_text(contents: Contents, digests: Mapping[str, str]) -> bytes:
 
 def recognises(path: Path) -> str | None:
     """Returns the evidence for a native or Orbax checkpoint, or an item; else None."""
-    item = native_items.item(path)
+    item = items.item(path)
     if item is None:
         return None
     if (path / orbax_json.MANIFEST).is_file():
         return f"it has the manifest {orbax_json.MANIFEST}"
-    file = item / native_items.TREE
+    file = item / items.TREE
     if not file.is_file():
-        file = item / native_items.AGGREGATE
+        file = item / items.AGGREGATE
     return f"it has the file {file.relative_to(path)}"
-
-
-def is_whole(path: Path) -> bool:
-    """Returns True if `path` itself is a checkpoint, not just a parent directory."""
-    names = (orbax_json.MANIFEST, native_items.CHECKPOINT, native_items.TREE)
-    return native_items.item(path) is not None and any(
-        (path / name).is_file() for name in names
-    )
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
@@ -289,31 +272,13 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
             recorded digest.
     """
     if _storage.of(path).exists(path / orbax_json.MANIFEST):
-        return _read_own(path, step, resolve)
-    if orbax_json.MANIFEST in _committed(path):
+        return _read_native(path, step, resolve)
+    if orbax_json.MANIFEST in _read_marker(path):
         raise errors.DamagedCheckpointError(
-            f"{path / orbax_json.MANIFEST} is missing, as {COMMITTED} tells; restore"
-            " another step"
+            f"{path / orbax_json.MANIFEST} is missing, although {MARKER} names it;"
+            " restore another step"
         )
     return _orbax.read(path, step)
-
-
-read_metrics = native_items.read_metrics
-metrics_in = native_items.metrics_in
-numbers_in = native_items.numbers_in
-with_metrics = native_items.with_metrics
-read_created = native_items.read_created
-is_json_item = native_items.is_json_item
-json_advice = native_items.json_advice
-has_let_go_dataset = native_items.has_let_go_dataset
-write_metrics = native_metrics.write
-are_digests_of_metrics = native_metrics.are_digests
-
-
-def file_to_lock(path: Path) -> Path:
-    """Returns a file to lock for the checkpoint `path`: never missing or replaced."""
-    names = (orbax_json.MANIFEST, native_items.CHECKPOINT)
-    return next((path / name for name in names if (path / name).is_file()), path)
 
 
 def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
@@ -322,112 +287,86 @@ def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
     Also empty after they were deleted on purpose. Orbax lets its users name the item,
     so any item with grain's files counts.
     """
-    if native_items.has_let_go_dataset(path):
+    if native_metadata.is_dataset_deleted(path):
         return {}
     for name in digests:
         if name.startswith(f"{DATASET}/") and not (path / name).is_file():
-            native_items.read_file(path / name, path)  # raises
-    items = [
+            items.read_file(path / name, path)  # raises
+    directories = [
         path / DATASET,
         *(path / name for name in _storage.of(path).directories(path)),
     ]
-    item = next((i for i in items if any(i.glob("process_*-of-*.json"))), None)
-    if item is None:
-        return {}
     files = {}
-    for file in sorted(item.iterdir()):
-        if file.is_file():
-            files[file.name] = native_items.read_file(
-                file, path, max_bytes=datasets.MAX_STATE_BYTES
-            )
-            recorded = digests.get(f"{DATASET}/{file.name}")
-            native_items.check_digest(file, recorded, files[file.name])
+    for item in directories:
+        if not any(item.glob("process_*-of-*.json")):
+            continue
+        for file in sorted(item.iterdir()):
+            if file.is_file():
+                content = items.read_file(
+                    file, path, max_bytes=datasets.MAX_STATE_BYTES
+                )
+                items.check_digest(file, digests.get(f"{DATASET}/{file.name}"), content)
+                files[file.name] = content
+        break
     return files
 
 
-def read_run_metadata(root: Path) -> dict[str, JSON]:
-    """Returns the user's metadata of a whole run, from Orbax's file."""
-    if (path := root / _ROOT_METADATA).is_file():
-        return native_items.custom_in(native_items.json_file(path, root))
-    if (path := root / _OLD_ROOT_METADATA).is_file():
-        return native_items.json_file(path, root)
-    return {}
-
-
-def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
-    """Writes the user's metadata of a whole run atomically.
-
-    Raises:
-        ValueError: The path of the file leads out of the run through a symlink.
-    """
-    path = root / _ROOT_METADATA
-    _storage.of(path).check_file(path, root)
-    _storage.of(path.parent).make_directory(path.parent)
-    _storage.of(path).replace(
-        path,
-        orbax_json.dumps({"internal_metadata": {}, "custom_metadata": dict(custom)}),
-    )
-
-
-def _read_own(path: Path, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
-    stamp = _storage.stamp(path / orbax_json.MANIFEST)
-    raw = native_items.read_file(path / orbax_json.MANIFEST, path)
-    if _storage.of(path).exists(path / COMMITTED):
-        recorded = _committed(path).get(orbax_json.MANIFEST, "")
-        native_items.check_digest(path / orbax_json.MANIFEST, recorded, raw)
-    manifest = orbax_json.loads(raw, path / orbax_json.MANIFEST)
-    version = manifest.get("version")
+def _read_native(
+    path: Path, step: int | None, resolve: _state.treedef.Resolve
+) -> Stored:
+    file = path / orbax_json.MANIFEST
+    stamp = _storage.stamp(file)
+    content = items.read_file(file, path)
+    if _storage.of(path).exists(path / MARKER):
+        recorded = _read_marker(path).get(orbax_json.MANIFEST, "")
+        items.check_digest(file, recorded, content)
+    data = orbax_json.loads(content, file)
+    version = data.get("version")
     if version != native_manifest.VERSION:
         raise errors.CheckpointFormatError(
-            f"{path} has manifest version {repr(version)[:20]}, this flaxckpt reads"
-            f" {native_manifest.VERSION}; use the flaxckpt that wrote it"
-            f" ({repr(manifest.get('versions'))[:200]}) or a newer one"
+            f"{path} has manifest version {repr(version)[:20]}; this flaxckpt reads"
+            f" version {native_manifest.VERSION}: use the flaxckpt that wrote it"
+            f" ({repr(data.get('versions'))[:200]}) or a newer one"
         )
     try:
-        said = native_manifest.parse(manifest, resolve)
+        manifest = native_manifest.parse(data, resolve)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise errors.DamagedCheckpointError(
-            f"{path / orbax_json.MANIFEST} is not a manifest:"
-            f" {errors.printable(str(error)[:200])}"
+            f"{file} is not a manifest: {errors.printable(str(error)[:200])}"
         ) from None
-    strings = native_items.read_strings(path / STATE, path, said.infos, said.digests)
+    infos, digests = manifest.infos, manifest.digests
+    strings = items.read_strings(path / STATE, path, infos, digests)
     arrays = native_arrays.Arrays(
         path / STATE,
-        3 if said.encoding is None else said.encoding.version,
-        said.ocdbt,
-        encoding=said.encoding,
+        3 if manifest.encoding is None else manifest.encoding.version,
+        manifest.ocdbt,
+        encoding=manifest.encoding,
         digests={
             name.removeprefix(f"{STATE}/"): digest
-            for name, digest in said.digests.items()
+            for name, digest in digests.items()
             if name.startswith(f"{STATE}/")
-            and (not said.ocdbt or _DATABASE.fullmatch(name))
+            and (not manifest.ocdbt or _DATABASE.fullmatch(name))
         },
     )
-    described = dataclasses.replace(
-        native_items.checkpoint_info(path, "flaxckpt", step, said.infos, said.digests),
-        lineage=said.lineage,
-        transforms=said.transforms,
+    metadata = dataclasses.replace(
+        native_metadata.checkpoint_metadata(path, "flaxckpt", step, infos, digests),
+        lineage=manifest.lineage,
+        transforms=manifest.transforms,
     )
     return Stored(
-        described,
-        native_arrays.table(path, said.infos, arrays, strings),
-        said.structure,
-        said.unknown_types,
-        said.digests,
+        metadata,
+        native_arrays.table(path, infos, arrays, strings),
+        manifest.structure,
+        manifest.unknown_types,
+        digests,
         stamp,
-        said.step,
+        manifest.step,
     )
 
 
-def _committed(path: Path) -> Mapping[str, Any]:
+def _read_marker(path: Path) -> Mapping[str, Any]:
     """Returns our commit marker's content, manifest -> digest; empty for Orbax's."""
     try:
-        return native_items.json_file(path / COMMITTED, path)
+        return items.json_file(path / MARKER, path)
     except errors.DamagedCheckpointError:
         return {}  # Orbax writes a sentence, or no such file
-
-
-def is_of_arrays(name: str) -> bool:
-    """Returns True if the file `name` of a checkpoint contains only array data."""
-    root, _, rest = name.partition("/")
-    return root == STATE and rest not in native_items.DESCRIPTIONS

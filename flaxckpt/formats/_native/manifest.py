@@ -12,7 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from flaxckpt import _arrays, _state, errors
-from flaxckpt._arrays.zarr.limits import sizes
+from flaxckpt._arrays.zarr.metadata import sizes
 from flaxckpt._state.leaf import LeafInfo, Role
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats._native import orbax_json
@@ -62,7 +62,8 @@ def parse(data: Mapping[str, Any], resolve: _state.treedef.Resolve) -> Manifest:
     infos = with_trusted_roles(
         [leaf_info(row, keys) for row in data["leaves"]], structure
     )
-    found = Manifest(
+    check_leaves(infos, keys, structure)
+    return Manifest(
         infos,
         structure,
         frozenset(unknown),
@@ -73,8 +74,6 @@ def parse(data: Mapping[str, Any], resolve: _state.treedef.Resolve) -> Manifest:
         texts(data.get("transforms", [])),
         _step(data),
     )
-    check_leaves(infos, keys, structure)
-    return found
 
 
 def check_arrays(infos: Sequence[LeafInfo]) -> None:
@@ -174,7 +173,7 @@ def leaf_info(
         raise ValueError(f"{path} has the unknown type {python_type!r}")
     shape, chunk_shape = sizes(row["shape"]), sizes(row["chunks"])
     if len(chunk_shape) != len(shape) + bool(impl) or 0 in chunk_shape:
-        raise ValueError(f"{path} has chunks {chunk_shape} of an array {shape}")
+        raise ValueError(f"{path} has chunks {chunk_shape} in an array {shape}")
     if impl:
         _arrays.layout.check_keys(impl, (*shape, _arrays.layout.key_words(impl)), dtype)
     info = LeafInfo(
@@ -220,7 +219,7 @@ def _dtype(name: str) -> str:
 
 def _spec(parts: Any) -> PartitionSpec:
     if not isinstance(parts, list):
-        raise ValueError(f"{str(parts)[:80]} is no partition spec")
+        raise ValueError(f"{str(parts)[:80]} is not a partition spec")
     return PartitionSpec(
         *(tuple(part) if isinstance(part, list) else part for part in parts)
     )
@@ -231,7 +230,7 @@ def _role(row: Any) -> Role:
     for part in row if is_role else ():
         is_role = is_role and type(part) is str
     if not is_role:
-        raise ValueError(f"{str(row)[:80]} is no role")
+        raise ValueError(f"{str(row)[:80]} is not a role")
     return Role(*row)
 
 
@@ -252,7 +251,7 @@ def key_paths(
     if len(keys) != len(places) or not all(
         name in (None, path) for name, (path, _) in zip(names, places, strict=True)
     ):
-        raise ValueError("its structure has leaves in places that are not theirs")
+        raise ValueError("its structure has leaves at wrong paths")
     return keys
 
 
@@ -270,7 +269,7 @@ def check_leaves(
     leaves = {name for name in _names(structure) if name is not None}
     full = {info.path for info in infos if info.kind != "empty"}
     if len(paths) != len(infos) or paths != keys.keys() or full != leaves:
-        raise ValueError("its leaves and its structure do not agree")
+        raise ValueError("its leaves do not match its structure")
 
 
 def _names(structure: _state.tree.Node | LeafPath) -> list[LeafPath | None]:
@@ -296,12 +295,12 @@ def encoding(manifest: Mapping[str, Any]) -> _arrays.zarr.metadata.Encoding | No
     row = manifest["encoding"]
     version = row.get("zarr_version", 3)
     if version not in (2, 3):
-        raise ValueError(f"its arrays are of zarr {str(version)[:20]}")
+        raise ValueError(f"its arrays are in zarr {str(version)[:20]}, wanted 2 or 3")
     if (
         row["codec"] not in _arrays.zarr.metadata.CODECS
         or type(row["checksum"]) is not bool
     ):
-        raise ValueError(f"its arrays are encoded as {str(row)[:80]}")
+        raise ValueError(f"its arrays have the unknown encoding {str(row)[:80]}")
     return _arrays.zarr.metadata.Encoding(row["codec"], row["checksum"], int(version))
 
 
@@ -311,18 +310,18 @@ def encoding_row(encoding: _arrays.zarr.metadata.Encoding) -> JSON:
     return row if encoding.version == 3 else {**row, "zarr_version": encoding.version}
 
 
-def digests(found: Any) -> dict[str, str]:
+def digests(value: Any) -> dict[str, str]:
     """Returns the digests in the manifest: file name -> digest.
 
     Raises:
         ValueError: The digests are malformed, or of files outside of the checkpoint.
     """
-    if not isinstance(found, dict):
-        raise ValueError(f"{str(found)[:80]} are no digests")
-    for name in found:
+    if not isinstance(value, dict):
+        raise ValueError(f"{str(value)[:80]} is not a map of digests")
+    for name in value:
         if orbax_json.UNSAFE.search(name):
-            raise ValueError(f"it has the digest of {name[:80]!r}")
-    return dict(found)
+            raise ValueError(f"it has the digest of the unsafe name {name[:80]!r}")
+    return dict(value)
 
 
 def lineage_row(lineage: Lineage) -> JSON:
@@ -336,13 +335,13 @@ def lineage(manifest: Mapping[str, Any]) -> tuple[Lineage, ...]:
     Raises:
         ValueError, KeyError, TypeError: The lineage is malformed.
     """
-    found = []
+    origins = []
     for row in manifest.get("lineage", []):
         path, step, digest = row["path"], row["step"], row["digest"]
         if type(step) not in (int, type(None)) or type(digest) not in (str, type(None)):
-            raise ValueError(f"{str(row)[:80]} is no lineage")
-        found.append(Lineage(str(path), step, digest, texts(row["transforms"])))
-    return tuple(found)
+            raise ValueError(f"{str(row)[:80]} is not a lineage")
+        origins.append(Lineage(str(path), step, digest, texts(row["transforms"])))
+    return tuple(origins)
 
 
 def _step(manifest: Mapping[str, Any]) -> int | None:
@@ -351,10 +350,10 @@ def _step(manifest: Mapping[str, Any]) -> int | None:
     Raises:
         ValueError: The step is neither an integer nor null.
     """
-    found = manifest.get("step")
-    if type(found) not in (int, type(None)):
-        raise ValueError(f"{str(found)[:80]} is no step")
-    return found
+    step = manifest.get("step")
+    if type(step) not in (int, type(None)):
+        raise ValueError(f"{str(step)[:80]} is not a step number")
+    return step
 
 
 def texts(value: Any) -> tuple[str, ...]:
@@ -364,17 +363,17 @@ def texts(value: Any) -> tuple[str, ...]:
         ValueError: `value` is not a list of strings.
     """
     if not isinstance(value, list) or not all(type(text) is str for text in value):
-        raise ValueError(f"{str(value)[:80]} is no list of texts")
+        raise ValueError(f"{str(value)[:80]} is not a list of strings")
     return tuple(value)
 
 
 @functools.cache
 def versions() -> dict[str, str]:
     """Returns the versions of the packages used in a save."""
-    found = {"jax": jax.__version__}
+    versions = {"jax": jax.__version__}
     for name in ("flaxckpt", "flax", "optax", "tensorstore"):
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "unknown"
-    return found
+            versions[name] = "unknown"
+    return versions

@@ -44,7 +44,7 @@ def check(infos: Sequence[LeafInfo], names: Sequence[str], *, ocdbt: bool) -> No
     strings = []
     for info, name in zip(infos, names, strict=True):
         if name in seen:
-            faults[info.path] = f"is called {name!r} on disk, as {seen[name]} is"
+            faults[info.path] = f"is called {name!r} on disk, like {seen[name]}"
         seen[name] = info.path
         if info.kind == "string":
             strings.append(name)
@@ -53,9 +53,10 @@ def check(infos: Sequence[LeafInfo], names: Sequence[str], *, ocdbt: bool) -> No
         elif info.kind == "string" and "~" in name:
             faults[info.path] = "is a string leaf with a '~', which Orbax cannot read"
         elif info.chunk_shape is not None and name.endswith("/"):
-            faults[info.path] = "ends in '/', so Orbax cannot read the array"
+            slash = "ends in '/', so Orbax cannot read the array: remove the '/'"
+            faults[info.path] = slash
         elif _SURROGATES.search(name):
-            faults[info.path] = "is no valid Unicode"
+            faults[info.path] = "is not valid Unicode"
         elif len(name.encode()) > _MAX_DATABASE_NAME_BYTES:
             long = f"is longer than {_MAX_DATABASE_NAME_BYTES} bytes on disk"
             faults[f"{info.path[:60]} …"] = long
@@ -64,22 +65,23 @@ def check(infos: Sequence[LeafInfo], names: Sequence[str], *, ocdbt: bool) -> No
             and info.chunk_shape is not None
             and (not _is_file_safe(name) or (not name and len(infos) > 1))
         ):
-            faults[info.path] = "is no name of a directory; store='ocdbt' takes it"
+            faults[info.path] = "is not a valid name of a directory; use store='ocdbt'"
     for name, outer in _nested_names(strings):
-        faults[seen[name]] = f"would stand inside the string {outer!r}"
+        faults[seen[name]] = f"continues the name of the string {outer!r} after a '/'"
     if faults:
-        raise errors.LeafNameError(
-            faults, "Rename these keys; on disk, keys are joined by dots."
-        )
+        advice = "Rename these keys, as transforms=[rename(pattern, new)]."
+        if len(seen) < len(infos):
+            advice += " On disk, keys are joined by dots."
+        raise errors.LeafNameError(faults, advice)
 
 
 def _nested_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yields each name that continues another name after a `/`, and the other name."""
-    known = set(names)
-    for name in known:
+    names = set(names)
+    for name in names:
         end = name.find("/")
         while end >= 0:
-            if name[:end] in known:
+            if name[:end] in names:
                 yield name, name[:end]
             end = name.find("/", end + 1)
 

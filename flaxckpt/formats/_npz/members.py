@@ -28,6 +28,7 @@ import numpy as np
 from flaxckpt import _state, _storage, _util, errors
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
+from flaxckpt.formats import _signatures
 
 SUFFIX = ".npy"
 """Suffix of the names of all members."""
@@ -44,11 +45,9 @@ _LOCAL = struct.Struct("<4s2xHH16xHH")
 """A member's own header: signature, flags, method, and the lengths of its name and its
 extra fields. It repeats the sizes in the directory, or leaves them out."""
 
-_LOCAL_SIGNATURE = b"PK\x03\x04"
 _ENCRYPTED = 0x1
 _UTF_8 = 0x800
 _AT_FIRST = 256  # enough for most headers
-_MAGIC = b"\x93NUMPY"
 _KEYS = ("shape", "fortran_order", "descr")
 _LONG = re.compile(r"([0-9])L\b")
 _NUMBER = re.compile(r"[<>|=][A-Za-z][0-9]{0,6}")
@@ -122,29 +121,29 @@ def members(
         ValueError: The file is not an archive, or members overlap.
     """
     try:
-        with zipfile.ZipFile(cast("IO[bytes]", _Sparing(file))) as archive:
+        with zipfile.ZipFile(cast("IO[bytes]", _LimitedReads(file))) as archive:
             infos, start = archive.infolist(), archive.start_dir
     except (
         *(zipfile.BadZipFile, NotImplementedError, struct.error),
         *(OverflowError, EOFError),
     ) as error:
         if str(error) == "File is not a zip file":
-            raise ValueError("its end is missing, where its directory is") from None
+            raise ValueError("its end, which holds its directory, is missing") from None
         raise ValueError(f"its directory cannot be read ({error})") from None
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        raise ValueError("its directory is said to be where no file has any") from None
+        raise ValueError("the recorded place of its directory is invalid") from None
     if not 0 <= start <= size:
         raise ValueError("its directory is not within the file")
-    found: list[Member] = []
+    intact: list[Member] = []
     faults: dict[str, str] = {}
-    known: set[str] = set()
+    seen: set[str] = set()
     end, before = 0, ""
     for info in sorted(infos, key=lambda info: info.header_offset):
         name = info.filename[:100]
         if info.header_offset < 0:
-            raise ValueError(f"its member {name!r} is not where it should be")
+            raise ValueError(f"its member {name!r} is not at the recorded place")
         if info.header_offset < end:
             raise ValueError(f"its members {before!r} and {name!r} overlap")
         member = _member(file, stamp, info)
@@ -153,13 +152,13 @@ def members(
             raise ValueError(f"its member {name!r} does not end before the directory")
         if info.is_dir() and not info.file_size:
             continue  # other programs write entries for directories
-        why = "is there twice" if info.filename in known else _fault(info, member)
-        known.add(info.filename)
-        if why:
-            faults[info.filename] = why
+        fault = "appears twice" if info.filename in seen else _fault(info, member)
+        seen.add(info.filename)
+        if fault:
+            faults[info.filename] = fault
         else:
-            found.append(member)
-    return found, faults
+            intact.append(member)
+    return intact, faults
 
 
 def _member(file: IO[bytes], stamp: _storage.Stamp, info: zipfile.ZipInfo) -> Member:
@@ -170,9 +169,9 @@ def _member(file: IO[bytes], stamp: _storage.Stamp, info: zipfile.ZipInfo) -> Me
     """
     file.seek(info.header_offset)
     content = file.read(_LOCAL.size)
-    if len(content) < _LOCAL.size or content[:4] != _LOCAL_SIGNATURE:
+    if len(content) < _LOCAL.size or not content.startswith(_signatures.ARCHIVE):
         raise ValueError(
-            f"its member {info.filename[:100]!r} is not where it should be"
+            f"its member {info.filename[:100]!r} is not at the recorded place"
         )
     _, flags, method, name_bytes, extra_bytes = _LOCAL.unpack(content)
     name = file.read(name_bytes)
@@ -197,28 +196,28 @@ def _fault(info: zipfile.ZipInfo, member: Member) -> str | None:
     """Returns the reason why an archive member cannot be an array, or None."""
     parts = member.name.split("/")
     if not info.filename.endswith(SUFFIX):
-        return f"is no array: its name does not end in {SUFFIX}"
+        return f"is not an array: its name does not end in {SUFFIX}"
     if len(member.name) > _MAX_NAME_BYTES:
         return f"has a name of {len(member.name)} characters"
     if not all(parts):
         return "has a name with an empty part"
     if not {".", ".."}.isdisjoint(parts):
-        return "has a name that leads elsewhere"
+        return "has a name with '.' or '..' as a part"
     if info.flag_bits & _ENCRYPTED:
         return "is encrypted"
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         return f"is compressed by method {info.compress_type}, which numpy never uses"
     if not member.is_deflated and member.nbytes != member.stored_bytes:
-        return f"has {member.stored_bytes} bytes instead of {member.nbytes}"
+        return f"has {member.stored_bytes} bytes, wanted {member.nbytes}"
     if member.nbytes > _BEST_RATIO * member.stored_bytes:
         return (
-            f"is said to be {member.nbytes} bytes, to which no {member.stored_bytes}"
-            " bytes expand"
+            f"has {member.nbytes} bytes according to the directory, more than"
+            f" {member.stored_bytes} bytes can expand to"
         )
     return None
 
 
-class _Sparing:
+class _LimitedReads:
     """A file that limits each read to the largest size of an archive directory."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -230,8 +229,8 @@ class _Sparing:
     def read(self, size: int = -1) -> bytes:
         if size > _MAX_DIRECTORY_BYTES:
             raise ValueError(
-                f"its directory is said to have {size} bytes, and at most"
-                f" {_MAX_DIRECTORY_BYTES} are read"
+                f"its directory has {size} bytes; at most {_MAX_DIRECTORY_BYTES} are"
+                " read"
             )
         return self._file.read(_MAX_DIRECTORY_BYTES if size < 0 else size)
 
@@ -279,8 +278,12 @@ def header_place(head: bytes) -> tuple[int, int]:
     Raises:
         ValueError: Not a numpy array, or the header is too long.
     """
-    if not head.startswith(_MAGIC) or len(head) < 12 or head[6] not in (1, 2, 3):
-        raise ValueError("is no array of numpy")
+    if (
+        not head.startswith(_signatures.ARRAY)
+        or len(head) < 12
+        or head[6] not in (1, 2, 3)
+    ):
+        raise ValueError("is not a numpy array")
     start = 10 if head[6] == 1 else 12
     size = int.from_bytes(head[8:start], "little")
     if size > _MAX_HEADER_BYTES:
@@ -299,10 +302,10 @@ def parse(text: bytes) -> tuple[Shape, bool, np.dtype[Any]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # from Python's parser
             # Python 2 wrote sizes as 3L.
-            found = ast.literal_eval(_LONG.sub(r"\1", text.decode("latin-1")))
-        shape, is_fortran, descr = (found[key] for key in _KEYS)
+            data = ast.literal_eval(_LONG.sub(r"\1", text.decode("latin-1")))
+        shape, is_fortran, descr = (data[key] for key in _KEYS)
     except (ValueError, TypeError, KeyError, SyntaxError):
-        raise ValueError("has a header that is not numpy's") from None
+        raise ValueError("has a header that numpy did not write") from None
     except (RecursionError, MemoryError):
         raise ValueError("has a header that is nested too deep") from None
     if (
@@ -312,20 +315,15 @@ def parse(text: bytes) -> tuple[Shape, bool, np.dtype[Any]]:
     ):
         raise ValueError(f"has the shape {reprlib.repr(shape)}")
     if type(is_fortran) is not bool or type(descr) not in (str, list, tuple):
-        raise ValueError("has a header that is not numpy's")
+        raise ValueError("has a header that numpy did not write")
     if type(descr) is not str or not _NUMBER.fullmatch(descr):
-        what = (
-            "an element type that is" if type(descr) is str else "structures, which are"
-        )
-        raise UnsupportedError(f"has {what} not read: {reprlib.repr(descr)}")
+        raise UnsupportedError(f"has the element type {reprlib.repr(descr)}")
     if descr[1] == "O":
         raise UnsupportedError("holds Python objects, which are pickled")
     try:
         return shape, is_fortran, np.dtype(descr)
     except TypeError:
-        raise UnsupportedError(
-            f"has an element type that numpy does not know: {descr!r}"
-        ) from None
+        raise UnsupportedError(f"has the unknown element type {descr!r}") from None
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
@@ -338,8 +336,7 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
         return "bfloat16"  # the only type of two bytes that numpy writes as `V2`
     if dtype.kind == "V":
         raise UnsupportedError(
-            f"has elements of {dtype.itemsize} bytes whose type numpy has not written"
-            " down"
+            f"has elements of {dtype.itemsize} bytes without a recorded type"
         )
     if dtype.kind not in "biufc" or _state.dtypes.stored_name(dtype.name) is None:
         raise UnsupportedError(f"is an array of {dtype.name}")
@@ -349,22 +346,22 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
 # ---- values -----------------------------------------------------------------------
 
 
-def expanded(member: Member, start: int, stop: int) -> Array:
+def expand(member: Member, start: int, stop: int) -> Array:
     """Expands and checks a whole member; returns the bytes from `start` to `stop`.
 
     Raises:
         ValueError, OSError: The member is damaged, or the archive was replaced.
     """
     _util.memory.check(stop - start)
-    wanted = np.empty(stop - start, np.uint8)
+    values = np.empty(stop - start, np.uint8)
     position = 0
     for part in _parts(member):
         first, last = max(start, position), min(stop, position + len(part))
         if first < last:
             content = part[first - position : last - position]
-            wanted[first - start : last - start] = np.frombuffer(content, np.uint8)
+            values[first - start : last - start] = np.frombuffer(content, np.uint8)
         position += len(part)
-    return wanted
+    return values
 
 
 def check(member: Member) -> None:
@@ -379,7 +376,7 @@ def check(member: Member) -> None:
 
 def _parts(member: Member) -> Iterator[bytes]:
     """Yields the content of a member in parts; compares the CRC-32 at the end."""
-    with _storage.of(member.archive.path).opened(member.archive.path) as file:
+    with _storage.of(member.archive.path).open_file(member.archive.path) as file:
         check_unchanged(file.fileno(), member.archive)
         file.seek(member.offset)
         codec = zlib.decompressobj(-zlib.MAX_WBITS) if member.is_deflated else None
@@ -391,7 +388,7 @@ def _parts(member: Member) -> Iterator[bytes]:
                 waiting = file.read(min(left, _PART_BYTES))
                 left -= len(waiting)
                 if not waiting:
-                    raise ValueError(f"{member.archive.path} ends in the middle of it")
+                    raise ValueError(f"{member.archive.path} ends inside it")
             if codec is None:
                 part, waiting = waiting, b""
             else:
@@ -411,11 +408,13 @@ def _parts(member: Member) -> Iterator[bytes]:
                 break
         is_whole = codec is None or (codec.eof and not codec.unused_data)
         if size != member.nbytes or left or not is_whole:
-            raise ValueError(f"it does not expand to the {member.nbytes} bytes it says")
+            raise ValueError(
+                f"it does not expand to the recorded {member.nbytes} bytes"
+            )
         if crc != member.crc:
             raise ValueError(
-                f"it has changed since it was written: its CRC-32 is {crc:08x}, wanted"
-                f" {member.crc:08x}"
+                f"it has changed since it was written: wanted the CRC-32"
+                f" {member.crc:08x}, found {crc:08x}"
             )
 
 
@@ -434,6 +433,6 @@ def check_unchanged(descriptor: int, stamp: _storage.Stamp) -> None:
 def damaged(path: Path, error: object) -> errors.DamagedCheckpointError:
     """Returns the error for a damaged archive."""
     return errors.DamagedCheckpointError(
-        f"{path} is no intact archive of numpy: {str(error)[:300]}; get it again from"
-        " where it came"
+        f"{path} is not an intact archive of numpy: {str(error)[:300]}; get another"
+        " copy"
     )

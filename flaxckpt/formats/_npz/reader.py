@@ -50,7 +50,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     faults: dict[str, str] = {}
     unsupported: dict[str, str] = {}
     try:
-        with _storage.of(path).opened(path) as file:
+        with _storage.of(path).open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             members, faults = npz_members.members(file, stamp, size)
             for member in members:
@@ -68,9 +68,9 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         raise _refused(path, unsupported)
     # A member is compared with its checksum once, even if read in several parts.
     check = functools.lru_cache(maxsize=None)(npz_members.check)
-    arrays = {m.name: _opened(m, h, check) for m, h in headers.items()}
+    arrays = {m.name: _array(m, h, check) for m, h in headers.items()}
     return leaves.stored(
-        path, path, _tree_of(path, arrays), format_name="npz", step=step, stamp=stamp
+        path, path, _nest(path, arrays), format_name="npz", step=step, stamp=stamp
     )
 
 
@@ -79,7 +79,7 @@ def _unreadable(path: Path, faults: Mapping[str, str]) -> errors.CheckpointError
     return errors.DamagedCheckpointError(
         f"{count} of {path} cannot be read:\n"
         + errors.rows(f"{name[:200]}: {why}" for name, why in faults.items())
-        + "\nGet it again from where it came, or save it again with numpy.savez."
+        + "\nGet another copy, or save it again with numpy.savez."
     )
 
 
@@ -88,13 +88,13 @@ def _refused(path: Path, unsupported: Mapping[str, str]) -> errors.CheckpointErr
     return errors.CheckpointFormatError(
         f"{count} of {path} cannot be read:\n"
         + errors.rows(f"{name[:200]}: {why}" for name, why in unsupported.items())
-        + "\nWanted arrays of numbers. Pickles run code when they are opened, so none"
-        " ever is here: save the archive again with numpy.savez, without these arrays"
+        + "\nOnly arrays of numbers are read. Pickles run code when they are opened, so"
+        " they never are: save the archive again with numpy.savez, without these arrays"
         " or with numbers instead of them."
     )
 
 
-def _tree_of(
+def _nest(
     path: Path, arrays: Mapping[str, leaves.Opened]
 ) -> dict[str, leaves.Opened | dict[str, Any]]:
     """Returns the arrays in nested dicts, by their names split at `/`.
@@ -109,8 +109,8 @@ def _tree_of(
         len(parts) > _state.tree.MAX_DEPTH // 2 for parts in split.values()
     ):
         _log.warning(
-            "the names of the arrays in %s stay whole: one continues another one after"
-            " a slash, or has too many slashes",
+            "the names of the arrays in %s are not split at slashes: one name continues"
+            " another after a slash, or has too many slashes",
             path,
         )
         return dict(arrays)
@@ -123,7 +123,7 @@ def _tree_of(
     return tree
 
 
-def _opened(
+def _array(
     member: Member, header: Header, check: Callable[[Member], None]
 ) -> leaves.Opened:
     shape = header.shape
@@ -135,7 +135,7 @@ def _opened(
             header.dtype,
             chunk_shape,
             functools.partial(_open_deflated, member, header),
-            _checks_itself,
+            _skip_check,
         )
     # Single rows can be read along the slowest axis.
     slowest = len(shape) - 1 if header.is_fortran else 0
@@ -151,7 +151,7 @@ def _opened(
     )
 
 
-def _checks_itself() -> None:
+def _skip_check() -> None:
     """Does nothing: every read of the array includes the comparison."""
 
 
@@ -172,7 +172,7 @@ def _open_stored(
         is_big_endian=header.is_big_endian,
     )
     store = _arrays.byte_ranges.opened((span,), context).result()
-    return _done(store.T if header.is_fortran else store)
+    return leaves.completed(store.T if header.is_fortran else store)
 
 
 def _open_deflated(
@@ -186,7 +186,7 @@ def _open_deflated(
         rows = domain[0] if shape else ts.Dim(size=1)
         start = header.nbytes + rows.inclusive_min * row_bytes
         stop = header.nbytes + rows.exclusive_max * row_bytes
-        values = npz_members.expanded(member, start, stop).view(dtype)
+        values = npz_members.expand(member, start, stop).view(dtype)
         if header.is_big_endian:
             values.byteswap(inplace=True)
         _state.dtypes.check_bools(values)
@@ -203,12 +203,4 @@ def _open_deflated(
         ),
         context=context,
     )
-    return _done(store.T if header.is_fortran else store)
-
-
-def _done(store: ts.TensorStore) -> ts.Future[ts.TensorStore]:
-    promise: ts.Promise[ts.TensorStore]
-    future: ts.Future[ts.TensorStore]
-    promise, future = ts.Promise.new()
-    promise.set_result(store)
-    return future
+    return leaves.completed(store.T if header.is_fortran else store)

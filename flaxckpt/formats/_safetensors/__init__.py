@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from flaxckpt import _doors
 
 if TYPE_CHECKING:
-    from flaxckpt.formats._safetensors import header, writer
+    from flaxckpt.formats._safetensors import header, reader, writer
 
-__all__ = ["header", "writer"]
+__all__ = ["header", "reader", "writer"]
 
 if not TYPE_CHECKING:
     __getattr__ = _doors.opener(__name__, __all__)

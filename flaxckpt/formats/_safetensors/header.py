@@ -1,6 +1,6 @@
 """Headers and indices of safetensors files, in JSON.
 
-Pure functions that convert text to tensors and back; `files` opens the files.
+Pure functions that convert text to tensors and back; `reader` opens the files.
 
 Source: the format section of the safetensors README, and its `tensor.rs`.
 """
@@ -142,7 +142,7 @@ def parse_header(text: bytes, *, file_size: int) -> Header:
     check_count(text.count(b'"data_offsets"'))  # before parsing takes memory
     if _LONG_SHAPE.search(text):
         raise ValueError(f"it has a shape of more than {_MAX_RANK} axes")
-    data = load(text)
+    data = parse_object(text)
     metadata = data.pop(METADATA, None)
     metadata = {} if metadata is None else metadata
     _check_names(text, data)
@@ -156,19 +156,21 @@ def parse_header(text: bytes, *, file_size: int) -> Header:
     if not isinstance(metadata, dict) or not all(
         type(value) is str for value in metadata.values()
     ):
-        raise ValueError(f"{METADATA} holds something else than text")
+        raise ValueError(f"{METADATA} holds values that are not strings")
     begin = 8 + len(text)
-    found = [_tensor(name, row, begin) for name, row in data.items()]
-    found.sort(key=lambda item: (item[1].offset, item[2]))
+    rows = [_parse_tensor(name, row, begin) for name, row in data.items()]
+    rows.sort(key=lambda row: (row[1].offset, row[2]))
     end = begin
-    for name, tensor, stop in found:
+    for name, tensor, stop in rows:
         if tensor.offset != end:
-            problem = "overlaps another" if tensor.offset < end else "follows a hole"
-            raise ValueError(f"{short(name)} {problem}, at byte {tensor.offset}")
+            fault = (
+                "overlaps another tensor" if tensor.offset < end else "follows a gap"
+            )
+            raise ValueError(f"{short(name)} at byte {tensor.offset} {fault}")
         end = stop
     if end != file_size:
         raise ValueError(f"the tensors end at byte {end}, the file at {file_size}")
-    return Header({name: tensor for name, tensor, _ in found}, metadata)
+    return Header({name: tensor for name, tensor, _ in rows}, metadata)
 
 
 def _is_small(dtype: object) -> bool:
@@ -181,23 +183,19 @@ def _check_names(text: bytes, names: Collection[str]) -> None:
     if b"\\u" in text:  # only an escape can be a lone surrogate
         for name in names:
             if not name.isascii() and _SURROGATE.search(name):
-                raise ValueError(f"the name {short(name)} is no valid Unicode")
+                raise ValueError(f"the name {short(name)} is not valid Unicode")
 
 
 def check_count(count: int) -> None:
-    """Raises ValueError for too many tensors.
-
-    Raises:
-        ValueError: Names the limit.
-    """
+    """Raises ValueError for too many tensors."""
     if count > _MAX_TENSORS:
         raise ValueError(f"it has more than {_MAX_TENSORS} tensors")
 
 
-def _tensor(name: str, row: Any, begin: int) -> tuple[str, Tensor, int]:
+def _parse_tensor(name: str, row: Any, begin: int) -> tuple[str, Tensor, int]:
     """Parses a row of a header; returns name, tensor and end offset."""
     if not isinstance(row, dict) or row.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{short(name)} is described by {reprlib.repr(row)}")
+        raise ValueError(f"{short(name)} has the malformed entry {reprlib.repr(row)}")
     dtype = row["dtype"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(
@@ -207,12 +205,12 @@ def _tensor(name: str, row: Any, begin: int) -> tuple[str, Tensor, int]:
     if not _are_sizes(shape) or len(shape) > _MAX_RANK:
         raise ValueError(f"{short(name)} has the shape {reprlib.repr(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{short(name)} lies at {reprlib.repr(offsets)}")
+        raise ValueError(f"{short(name)} has the data_offsets {reprlib.repr(offsets)}")
     start, stop = offsets
     size = math.prod(shape) * _state.dtypes.to_numpy(DTYPES[dtype]).itemsize
     if size != stop - start:
         raise ValueError(
-            f"{short(name)} is {dtype}{reprlib.repr(shape)}, {size} bytes, and takes"
+            f"{short(name)} is {dtype}{reprlib.repr(shape)}: wanted {size} bytes, found"
             f" {stop - start}"
         )
     return name, Tensor(tuple(shape), DTYPES[dtype], begin + start), begin + stop
@@ -224,7 +222,7 @@ def parse_index(text: bytes) -> Index:
     Raises:
         ValueError: The index is malformed, or names files in other directories.
     """
-    data = load(text)
+    data = parse_object(text)
     files, metadata = data.get("weight_map"), data.get("metadata")
     metadata = {} if metadata is None else metadata
     if not isinstance(files, dict) or not isinstance(metadata, dict):
@@ -234,12 +232,12 @@ def parse_index(text: bytes) -> Index:
     for tensor, name in files.items():
         if type(name) is not str or not _is_plain_name(name):
             raise ValueError(
-                f"{short(tensor)} is said to be in {reprlib.repr(name)}, which is no"
-                f" name of a {SUFFIX} file beside the index"
+                f"{short(tensor)}: wanted the name of a {SUFFIX} file beside the index,"
+                f" found {reprlib.repr(name)}"
             )
         names.add(name)
     if len(names) > MAX_SHARDS:
-        raise ValueError(f"it names {len(names)} files")
+        raise ValueError(f"it names {len(names)} files; at most {MAX_SHARDS} are read")
     return Index(files, metadata)
 
 
@@ -253,7 +251,7 @@ def _is_plain_name(name: str) -> bool:
     )
 
 
-def load(text: bytes) -> dict[str, Any]:
+def parse_object(text: bytes) -> dict[str, Any]:
     """Parses a JSON object within limits.
 
     Raises:
@@ -263,13 +261,15 @@ def load(text: bytes) -> dict[str, Any]:
         raise ValueError("wanted a JSON object")
     _util.json_limits.check(text, max_containers=_MAX_CONTAINERS)
     try:
-        data = json.loads(text.decode(), object_pairs_hook=_util.json_limits.unique)
+        data = json.loads(
+            text.decode(), object_pairs_hook=_util.json_limits.refuse_duplicates
+        )
     except RecursionError:
         raise ValueError("its JSON is nested too deep") from None
     except UnicodeDecodeError:
-        raise ValueError("it is no UTF-8") from None
+        raise ValueError("it is not UTF-8") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"it is no JSON ({error})") from None
+        raise ValueError(f"it is not JSON ({error})") from None
     assert isinstance(data, dict), text[:64]
     return data
 
@@ -297,7 +297,7 @@ def _is_exact(info: LeafInfo) -> bool:
     return info.kind == "prng_key" or _arrays.layout.stored_form(info)[1] == info.dtype
 
 
-def header(
+def make_header(
     tensors: Iterable[tuple[str, LeafInfo]], metadata: Mapping[str, str]
 ) -> bytes:
     """Returns the beginning of a file: the length of the header, and the header.
@@ -321,7 +321,7 @@ def header(
     return len(text).to_bytes(8, "little") + text
 
 
-def index(files: Mapping[str, str], metadata: Mapping[str, JSON]) -> bytes:
+def make_index(files: Mapping[str, str], metadata: Mapping[str, JSON]) -> bytes:
     """Returns an index in the style of Hugging Face's libraries."""
     data = {"metadata": dict(metadata), "weight_map": dict(files)}
     text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False)

@@ -73,8 +73,8 @@ def describe_foreign(
     structure = _state.tree.plain_structure(
         (info.path, info.keys, None) for info in infos
     )
-    found = Described(tuple(infos), names, structure, {}, {}, dict(metadata))
-    return found, is_split
+    described = Described(tuple(infos), names, structure, {}, {}, dict(metadata))
+    return described, is_split
 
 
 def _foreign_info(
@@ -93,7 +93,7 @@ class LaterVersionError(ValueError):
     """The metadata have a version of a later flaxckpt."""
 
 
-def describe_own(
+def describe_native(
     text: str,
     tensors: Mapping[str, Tensor],
     resolve: _state.treedef.Resolve,
@@ -102,7 +102,7 @@ def describe_own(
     """Returns the leaves of a checkpoint written by flaxckpt.
 
     Args:
-        text: The text of `own_metadata`, not trusted.
+        text: The text of `native_metadata`, not trusted.
         tensors: The tensors in the files.
         resolve: Finds the builder of a class.
         unknown: Gets the names of classes unknown to `resolve`.
@@ -112,17 +112,17 @@ def describe_own(
         ValueError: The text is malformed, or does not fit the tensors.
     """
     try:
-        data = header.load(text.encode(errors="surrogatepass"))
+        data = header.parse_object(text.encode(errors="surrogatepass"))
         _check_version(data["version"])
         structure = _state.treedef.from_json(data["structure"], resolve, unknown)
         keys = manifest.key_paths(structure)
-        own = [_own_info(row, keys) for row in data["leaves"]]
-        infos = tuple(manifest.with_trusted_roles(own, structure))
+        rows = [_native_info(row, keys) for row in data["leaves"]]
+        infos = tuple(manifest.with_trusted_roles(rows, structure))
         strings, metrics, custom = data["strings"], data["metrics"], data["custom"]
         manifest.check_leaves(infos, keys, structure)
-        _check_own(infos, strings, metrics)
+        _check_values(infos, strings, metrics)
         if not isinstance(custom, dict):
-            raise ValueError(f"it has the metadata {reprlib.repr(custom)}")
+            raise ValueError(f"its custom metadata is {reprlib.repr(custom)}")
         names = {
             info.path: orbax_json.param_name(info.keys)
             for info in infos
@@ -139,7 +139,7 @@ def describe_own(
         *(OverflowError, RecursionError),
     ) as error:
         raise ValueError(
-            f"its {header.OURS!r} metadata is not what was written: {str(error)[:200]}"
+            f"its {header.OURS!r} metadata is malformed: {str(error)[:200]}"
         ) from None
     return Described(
         infos, names, structure, strings, numbers, custom, lineage, changes
@@ -147,17 +147,17 @@ def describe_own(
 
 
 def _check_version(version: Any) -> None:
-    told = reprlib.repr(version)
+    text = reprlib.repr(version)
     if type(version) is int and version > _VERSION:
         raise LaterVersionError(
-            f"its {header.OURS!r} metadata has version {told}, this flaxckpt"
+            f"its {header.OURS!r} metadata has version {text}, this flaxckpt"
             f" reads {_VERSION}; use a newer one"
         )
-    if told != str(_VERSION):
-        raise ValueError(f"it has version {told}, and {_VERSION} is read")
+    if text != str(_VERSION):
+        raise ValueError(f"it has version {text}; wanted {_VERSION}")
 
 
-def _own_info(
+def _native_info(
     row: Any, keys: Mapping[LeafPath, tuple[_state.tree.Key, ...]]
 ) -> LeafInfo:
     info = manifest.leaf_info(row, keys)
@@ -166,12 +166,12 @@ def _own_info(
     return dataclasses.replace(info, chunk_shape=_each(info.chunk_shape))
 
 
-def _check_own(infos: Sequence[LeafInfo], strings: Any, metrics: Any) -> None:
+def _check_values(infos: Sequence[LeafInfo], strings: Any, metrics: Any) -> None:
     wanted = {info.path for info in infos if info.kind == "string"}
     if strings.keys() != wanted or not all(type(s) is str for s in strings.values()):
-        raise ValueError("its strings are not those of its leaves")
+        raise ValueError("its strings do not match its leaves")
     if not all(type(value) in (int, float) for value in metrics.values()):
-        raise ValueError("it has metrics that are no numbers")
+        raise ValueError("it has metrics that are not numbers")
 
 
 def _check_tensors(
@@ -182,7 +182,7 @@ def _check_tensors(
     if len(set(names.values())) != len(names) or set(names.values()) != set(tensors):
         different = set(names.values()) ^ set(tensors)
         raise ValueError(
-            "its leaves and the tensors do not agree:"
+            "its leaves do not match its tensors:"
             f" {', '.join(map(header.short, sorted(different)[:3]))}"
         )
     for info in infos:
@@ -201,13 +201,13 @@ def _each(shape: Shape) -> Shape:
     return (1,) * len(shape)
 
 
-def own_metadata(
+def native_metadata(
     infos: Iterable[LeafInfo],
     structure: _state.tree.Node | LeafPath,
     strings: Mapping[LeafPath, str],
     metadata: CheckpointMetadata,
 ) -> str:
-    """Returns our metadata as text, for `describe_own`."""
+    """Returns our metadata as text, for `describe_native`."""
     data: dict[str, JSON] = {
         "version": _VERSION,
         "leaves": [manifest.leaf_row(_whole(info)) for info in infos],

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,18 +16,22 @@ from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
 from flaxckpt.formats import _signatures
 from flaxckpt.formats._reader import CheckpointMetadata, Stored
-from flaxckpt.formats._safetensors import files as safetensors_files
 from flaxckpt.formats._safetensors import header as safetensors_header
 from flaxckpt.formats._safetensors import metadata as safetensors_metadata
-from flaxckpt.formats._safetensors.header import INDEX_SUFFIX, OURS, SUFFIX, Tensor
+from flaxckpt.formats._safetensors.header import (
+    INDEX_SUFFIX,
+    OURS,
+    SUFFIX,
+    Header,
+    Index,
+    Tensor,
+)
 from flaxckpt.formats._safetensors.metadata import Described
 
 _log = logging.getLogger(__name__)
 
-
 _IN_STEPS = ("_CHECKPOINT_METADATA", "_METADATA", "checkpoint")
 """Every step of Orbax, T5X or flaxckpt has at least one of these files."""
-
 
 _BEGINNING = re.compile(rb'\s*\{\s*["}]')
 _SHARD = re.compile(r"(.+)-(\d{5,6})-of-(\d{5,6})\.safetensors", re.DOTALL)
@@ -65,7 +71,7 @@ def refusal(directory: Path) -> str | None:
 
 def _is_something_else(path: Path, start: bytes) -> bool:
     """Returns True if a file begins like a file of another format."""
-    others = (_signatures.LFS, b"PK\x03\x04", b"\x80\x02", b"\x80\x04")
+    others = (_signatures.LFS, _signatures.ARCHIVE, b"\x80\x02", b"\x80\x04")
     return start.startswith(others) or _signatures.is_msgpack(path)
 
 
@@ -94,9 +100,9 @@ def _main_file(directory: Path) -> Path | None:
 
 def _are_shards(names: list[str]) -> bool:
     """Returns True for an incomplete set of shards of the same checkpoint."""
-    found = [_SHARD.fullmatch(name) for name in names]
-    wholes = {(match[1], match[3]) if match else None for match in found}
-    return len(wholes) == 1 and None not in wholes and bool(_missing(names))
+    matches = [_SHARD.fullmatch(name) for name in names]
+    sets = {(match[1], match[3]) if match else None for match in matches}
+    return len(sets) == 1 and None not in sets and bool(_missing(names))
 
 
 def _missing(names: list[str]) -> list[str]:
@@ -109,8 +115,8 @@ def _missing(names: list[str]) -> list[str]:
         f"{stem}-{number:0{digits}d}-of-{count}{SUFFIX}"
         for number in range(1, int(count) + 1)
     )
-    known = set(names)
-    return [name for name in wanted if name not in known]
+    present = set(names)
+    return [name for name in wanted if name not in present]
 
 
 def _is_beside(path: Path) -> bool:
@@ -135,23 +141,23 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     """
     main = path
     if path.is_dir():
-        found = _main_file(path)
-        if found is None:
+        file = _main_file(path)
+        if file is None:
             raise errors.CheckpointFormatError(
-                f"{path} holds no single safetensors file or index any more"
+                f"{path} no longer holds a single safetensors file or index"
             )
         _check_shards(path, _candidates(path))
-        main = safetensors_files.inside(path, found.name)
+        main = _locate_file(path, file.name)
     stamp = _storage.stamp(main)
     files: dict[str, Stamp] = {}
     tensors: dict[str, Tensor] = {}
     metadata: Mapping[str, JSON]
     if main.name.endswith(INDEX_SUFFIX):
-        metadata = safetensors_files.read_shards(main, tensors, files)
+        metadata = _read_shards(main, tensors, files)
     else:
-        header = safetensors_files.read_header(main)
+        header = _read_header(main)
         if _missing([main.name]):
-            _log.warning("%s is one of several shards, the others are not read", main)
+            _log.warning("%s is one of several shards; the others are not read", main)
         tensors.update(header.tensors)
         files = dict.fromkeys(tensors, stamp)
         metadata = header.metadata
@@ -193,9 +199,8 @@ def _check_shards(path: Path, names: list[str]) -> None:
     if missing := _missing(names):
         raise errors.DamagedCheckpointError(
             f"{path} holds {len(names)} of {len(names) + len(missing)} shards and no"
-            f" index; these are missing:\n{errors.rows(missing)}\nGet them, and the"
-            f" index *{INDEX_SUFFIX}, again from where they came, or pass the path of"
-            " one to load it alone."
+            f" index; these are missing:\n{errors.rows(missing)}\nGet them and the"
+            f" index *{INDEX_SUFFIX}, or pass the path of one shard to load it alone."
         )
 
 
@@ -209,16 +214,16 @@ def _describe(
     ours = metadata.get(OURS)
     if isinstance(ours, str):
         try:
-            return safetensors_metadata.describe_own(ours, tensors, resolve, unknown)
+            return safetensors_metadata.describe_native(ours, tensors, resolve, unknown)
         except safetensors_metadata.LaterVersionError as error:
             raise errors.CheckpointFormatError(f"{path}: {error}") from None
         except ValueError as error:
-            raise safetensors_files.damaged(path, error) from None
+            raise _damaged(path, error) from None
     described, is_split = safetensors_metadata.describe_foreign(tensors, metadata)
     if not is_split:
         _log.warning(
-            "the names of the tensors in %s stay whole: one continues another one"
-            " after a dot, or has too many dots",
+            "the names of the tensors in %s are not split at dots: one name continues"
+            " another after a dot, or has too many dots",
             path,
         )
     return described
@@ -235,13 +240,12 @@ def _table(
         stored = StoredLeaf(path, info, value=described.strings.get(info.path))
         if info.dtype is not None:
             name = described.names[info.path]
-            place = tensors[name]
-            file = files[name]
+            tensor, file = tensors[name], files[name]
             span = _arrays.byte_ranges.Span(
                 file.path,
-                place.offset,
-                place.shape,
-                place.dtype,
+                tensor.offset,
+                tensor.shape,
+                tensor.dtype,
                 identity=file.identity,
             )
             stored = StoredLeaf(
@@ -249,3 +253,168 @@ def _table(
             )
         table[info.path] = Leaf(info, (stored,))
     return table
+
+
+# ---- files ------------------------------------------------------------------------
+
+
+def _read_header(path: Path) -> Header:
+    """Reads the header of a file, after a check of its limits.
+
+    Raises:
+        DamagedCheckpointError: The file is missing, malformed or truncated.
+        CheckpointFormatError: A Git LFS pointer, or tensors of unsupported types.
+    """
+    try:
+        text, size = _header_text(path)
+        return safetensors_header.parse_header(text, file_size=size)
+    except errors.CheckpointFormatError:
+        raise
+    except safetensors_header.NotReadError as error:
+        rows = [
+            f"{safetensors_header.short(name)}: {dtype}"
+            for name, dtype in error.tensors.items()
+        ]
+        raise errors.CheckpointFormatError(
+            f"{path} has tensors of unsupported element types:\n"
+            f"{errors.rows(rows)}\nDequantize them with the program that wrote them,"
+            " and save them again."
+        ) from None
+    except PermissionError:
+        raise
+    except (ValueError, OSError) as error:
+        raise _damaged(path, _reason(error)) from None
+
+
+def _header_text(path: Path) -> tuple[bytes, int]:
+    """Returns the header of a file, and the size of the file in bytes."""
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
+        raise ValueError("it is not a regular file")
+    with _storage.of(path).open_file(path) as file:
+        file_size = os.fstat(file.fileno()).st_size
+        start = file.read(8)
+        if (
+            start == _signatures.LFS[:8]
+            and start + file.read(len(_signatures.LFS) - 8) == _signatures.LFS
+        ):
+            raise errors.CheckpointFormatError(f"{path} is {_signatures.OF_LFS}")
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > file_size - 8:
+            raise ValueError(
+                f"wanted a header of {length} bytes, found a file of {file_size}"
+            )
+        if length > safetensors_header.MAX_HEADER_BYTES:
+            raise ValueError(
+                f"its header has {length} bytes; at most"
+                f" {safetensors_header.MAX_HEADER_BYTES} are read"
+            )
+        text = file.read(length)
+    if len(text) != length:
+        raise ValueError("it became shorter while it was read")
+    return text, file_size
+
+
+def _read_shards(
+    index_file: Path, tensors: dict[str, Tensor], files: dict[str, Stamp]
+) -> Mapping[str, JSON]:
+    """Reads an index and its shards' headers into `tensors` and `files`, by tensor.
+
+    Returns the metadata of the index.
+    """
+    index = _read_index(index_file)
+    faults = []
+    unlisted = 0
+    headers: dict[str, Header] = {}
+    stamps: dict[str, Stamp] = {}
+    for name in sorted(set(index.files.values())):
+        shard = _locate_file(index_file.parent, name)
+        stamps[name] = _storage.stamp(shard)
+        headers[name] = _read_header(shard)
+        listed = [index.files.get(tensor) == name for tensor in headers[name].tensors]
+        unlisted += listed.count(False)
+        try:
+            safetensors_header.check_count(len(index.files) + unlisted)
+        except ValueError as error:
+            raise _damaged(index_file, error) from None
+    for tensor, name in index.files.items():
+        if tensor not in headers[name].tensors:
+            faults.append(f"{tensor[:80]}: wanted in {name}, found none")
+            continue
+        tensors[tensor] = headers[name].tensors[tensor]
+        files[tensor] = stamps[name]
+    if faults:
+        raise errors.DamagedCheckpointError(
+            f"{index_file} does not match the files beside it:\n"
+            f"{errors.rows(faults)}\nGet another copy of all of them."
+        )
+    if unlisted:
+        _log.warning(
+            "%d tensors in the files of %s are not listed in it", unlisted, index_file
+        )
+    return index.metadata
+
+
+def shard_names(index: Path) -> set[str]:
+    """Returns the file names in an index; empty for an unreadable index."""
+    try:
+        text = _storage.of(index).read(
+            index, max_bytes=safetensors_header.MAX_HEADER_BYTES
+        )
+        return set(safetensors_header.parse_index(text).files.values())
+    except (OSError, ValueError):
+        return set()
+
+
+def _read_index(index_file: Path) -> Index:
+    try:
+        if not stat.S_ISREG(index_file.stat().st_mode):
+            raise ValueError("it is not a regular file")
+        text = _storage.of(index_file).read(
+            index_file, max_bytes=safetensors_header.MAX_HEADER_BYTES
+        )
+        if text.startswith(_signatures.LFS):
+            raise errors.CheckpointFormatError(f"{index_file} is {_signatures.OF_LFS}")
+        return safetensors_header.parse_index(text)
+    except errors.CheckpointFormatError:
+        raise
+    except (ValueError, FileNotFoundError) as error:
+        raise _damaged(index_file, _reason(error)) from None
+
+
+def _locate_file(directory: Path, name: str) -> Path:
+    """Returns the path of the file `name` in `directory`.
+
+    Raises:
+        DamagedCheckpointError: The file is missing, or a symlink out of the directory.
+            Symlinks into the blobs of Hugging Face's hub cache are allowed.
+    """
+    path = directory / name
+    try:
+        real = path.resolve(strict=True)
+    except PermissionError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise _damaged(path, _reason(error)) from None
+    home = directory.resolve()
+    snapshots = next((each for each in home.parents if each.name == "snapshots"), None)
+    blobs = None if snapshots is None else snapshots.parent / "blobs"
+    if real.parent not in (home, blobs):
+        raise errors.DamagedCheckpointError(
+            f"{path} is a link to {real}, outside of its directory: copy that file here"
+        )
+    return path
+
+
+def _damaged(path: Path, error: object) -> errors.DamagedCheckpointError:
+    return errors.DamagedCheckpointError(
+        f"{path} is not an intact safetensors checkpoint: {str(error)[:300]};"
+        " get another copy"
+    )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "it is missing"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)

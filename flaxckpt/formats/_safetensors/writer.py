@@ -49,7 +49,7 @@ def layouts(
     names = {info.path: orbax_json.param_name(info.keys) for info in arrays}
     _check_names(names)
     _check_types(arrays)
-    ours = safetensors_metadata.own_metadata(infos, structure, strings, metadata)
+    ours = safetensors_metadata.native_metadata(infos, structure, strings, metadata)
     shards = list(_shards(arrays, max_shard_bytes))
     if len(shards) == 1:
         text = {**_FORMAT, header.OURS: ours}
@@ -63,8 +63,8 @@ def layouts(
         weight_map |= {names[info.path]: name for info in shard}
     size = sum(_arrays.layout.stored_bytes(info) for info in arrays)
     index = _file_layout.FileLayout(f"{NAME}{header.INDEX_SUFFIX}")
-    of_index: dict[str, JSON] = {"total_size": size, header.OURS: ours}
-    index.add(_limited(header.index(weight_map, of_index), index.name))
+    index_metadata: dict[str, JSON] = {"total_size": size, header.OURS: ours}
+    index.add(_check_size(header.make_index(weight_map, index_metadata), index.name))
     return [*files, index]
 
 
@@ -73,16 +73,17 @@ def _check_names(names: Mapping[LeafPath, str]) -> None:
     seen: dict[str, LeafPath] = {}
     for path, name in names.items():
         if name in seen:
-            faults[path] = f"is called {name!r} in the file, as {seen[name]} is"
+            faults[path] = f"is called {name!r} in the file, like {seen[name]}"
         elif name == header.METADATA:
             faults[path] = "is the name of the file's own metadata"
         elif not name.isascii() and name.encode(errors="replace").decode() != name:
-            faults[path] = "is no valid Unicode"
+            faults[path] = "is not valid Unicode"
         seen[name] = path
     if faults:
         raise errors.LeafNameError(
             faults,
-            "Rename these keys on the way; in the file, keys are joined by dots.",
+            "Rename these keys, as transforms=[rename(pattern, new)]; in the file, keys"
+            " are joined by dots.",
         )
 
 
@@ -95,7 +96,7 @@ def _check_types(arrays: Sequence[LeafInfo]) -> None:
     if faults:
         raise errors.UnsupportedLeafError(
             faults,
-            "Change them on the way, as transforms=[cast(pattern, dtype, lossy=True)]"
+            "Change them, as transforms=[cast(pattern, dtype, lossy=True)]"
             " or [map_leaf(pattern, function)], or convert to another format.",
         )
 
@@ -109,7 +110,7 @@ def _advice(info: LeafInfo) -> str:
         function = "lambda x: jnp.stack([x.real, x.imag])"
     else:
         function = f"lambda x: x.astype({_nearest(dtype)!r})"
-    return f"map_leaf it with {function}"
+    return f"use map_leaf with {function}"
 
 
 def _nearest(dtype: str) -> str:
@@ -153,17 +154,16 @@ def _file(
     )
     file = _file_layout.FileLayout(name)
     tensors = [(names[info.path], info) for info in ordered]
-    file.add(_limited(header.header(tensors, metadata), name))
+    file.add(_check_size(header.make_header(tensors, metadata), name))
     for info in ordered:
         file.add_values(info.path, 0, _arrays.layout.stored_bytes(info))
     return file
 
 
-def _limited(content: bytes, name: str) -> bytes:
+def _check_size(content: bytes, name: str) -> bytes:
     if len(content) > header.MAX_HEADER_BYTES:
         raise errors.OptionError(
-            f"{name} would describe its tensors in {len(content)} bytes, and readers"
-            f" take {header.MAX_HEADER_BYTES}: leave out leaves, or convert"
-            " to another format"
+            f"{name} would describe its tensors in {len(content)} bytes; readers take"
+            f" {header.MAX_HEADER_BYTES}: drop leaves, or convert to another format"
         )
     return content

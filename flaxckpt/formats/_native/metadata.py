@@ -1,0 +1,288 @@
+"""Reads and writes the metadata of a checkpoint: times, the user's own, and metrics."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flaxckpt import _arrays, _steps, _storage, errors
+from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._types import JSON
+from flaxckpt.formats._native import items, orbax_json
+from flaxckpt.formats._native.items import CHECKPOINT, DATASET, METRICS, METRICS_DIGESTS
+from flaxckpt.formats._reader import CheckpointMetadata
+
+_log = logging.getLogger(__name__)
+
+_RUN_METADATA = "metadata/_ROOT_METADATA"
+_OLD_RUN_METADATA = "metadata/metadata"
+"""File of Orbax before 0.11 that contains only the user's metadata of a run."""
+
+
+def checkpoint_metadata(
+    path: Path,
+    format_name: str,
+    step: int | None,
+    infos: Sequence[LeafInfo],
+    digests: Mapping[str, str],
+) -> CheckpointMetadata:
+    """Returns the metadata of a checkpoint with the leaves `infos`.
+
+    Raises:
+        DamagedCheckpointError: A file with a recorded digest is missing, malformed, or
+            has changed.
+    """
+    file = path / CHECKPOINT
+    fields: dict[str, Any] = {}
+    if CHECKPOINT in digests or _storage.of(path).exists(file):
+        content = items.read_file(file, path)
+        items.check_digest(file, digests.get(CHECKPOINT), content)
+        try:
+            fields = orbax_json.loads(content, file)
+        except errors.DamagedCheckpointError:
+            # Orbax tolerates invalid content here, and the state does not need it.
+            if CHECKPOINT in digests:
+                raise
+    return CheckpointMetadata(
+        str(path),
+        format_name,
+        step,
+        {info.path: info for info in infos},
+        read_metrics(path),
+        _seconds(fields.get("init_timestamp_nsecs")),
+        _seconds(fields.get("commit_timestamp_nsecs")),
+        user_metadata(fields),
+        (path / DATASET).is_dir() and not is_dataset_deleted(path),
+        sum(_arrays.layout.stored_bytes(info) for info in infos),
+    )
+
+
+def user_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the user's own metadata from the metadata of a step or a run.
+
+    Source: `custom` was the field's name in Orbax 0.11.0 to 0.11.5.
+    """
+    custom = metadata.get("custom_metadata", metadata.get("custom"))
+    return custom if isinstance(custom, dict) else {}
+
+
+def read_created(path: Path) -> float:
+    """Returns the time of the start of the save of `path`, in seconds since 1970.
+
+    If not recorded, the modification time of the oldest file.
+    """
+    created = None
+    with contextlib.suppress(errors.DamagedCheckpointError):
+        fields = items.json_file(path / CHECKPOINT, path)
+        created = _seconds(fields.get("init_timestamp_nsecs"))
+    if created is None:
+        with contextlib.suppress(FileNotFoundError):  # just deleted
+            return min(file.lstat().st_mtime for file in path.iterdir())
+        return time.time()
+    return created
+
+
+def _seconds(nanoseconds: object) -> float | None:
+    if not isinstance(nanoseconds, int | float) or not abs(nanoseconds) < 1e30:
+        return None  # not NaN, either
+    return nanoseconds / 1e9
+
+
+def is_dataset_deleted(path: Path) -> bool:
+    """Returns True if the dataset state of `path` was deleted on purpose."""
+    return (path / _steps.markers.WITHOUT_DATASET).is_file()
+
+
+def read_run_metadata(root: Path) -> dict[str, JSON]:
+    """Returns the user's metadata of a whole run, from Orbax's file."""
+    if (path := root / _RUN_METADATA).is_file():
+        return user_metadata(items.json_file(path, root))
+    if (path := root / _OLD_RUN_METADATA).is_file():
+        return items.json_file(path, root)
+    return {}
+
+
+def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
+    """Writes the user's metadata of a whole run atomically.
+
+    Raises:
+        ValueError: The path of the file leads out of the run through a symlink.
+    """
+    path = root / _RUN_METADATA
+    _storage.of(path).check_file(path, root)
+    _storage.of(path.parent).make_directory(path.parent)
+    _storage.of(path).replace(
+        path,
+        orbax_json.dumps({"internal_metadata": {}, "custom_metadata": dict(custom)}),
+    )
+
+
+# ---- metrics ----------------------------------------------------------------------
+
+
+def read_metrics(path: Path) -> dict[str, float]:
+    """Returns the numeric metrics of the checkpoint `path`.
+
+    A damaged file of metrics is logged and counts as empty, so that the state remains
+    readable.
+    """
+    try:
+        return flatten_metrics(load_metrics(path))
+    except errors.DamagedCheckpointError as error:
+        _log.warning("the metrics of %s are lost: %s", path, error)
+        return {}
+
+
+def load_metrics(path: Path) -> dict[str, Any]:
+    """Returns the content of the metrics file of the checkpoint `path`.
+
+    Empty for a checkpoint without metrics.
+
+    Raises:
+        DamagedCheckpointError: The file is missing, malformed, or differs from its
+            recorded digests.
+    """
+    file = path / METRICS / METRICS
+    if not _storage.of(file).exists(file):
+        evidence = _evidence_of_metrics(path)
+        if evidence and not _storage.of(file).exists(file):
+            raise errors.DamagedCheckpointError(
+                f"{file} is missing, but {evidence} records that the step had metrics;"
+                " add all metrics of the step again"
+            )
+        return {}
+    content = items.read_file(file, path)
+    if not _has_digest(path, content):
+        # A writer may have replaced the file at this moment.
+        previous, content = content, items.read_file(file, path)
+        if content == previous or not _has_digest(path, content):
+            raise errors.DamagedCheckpointError(
+                f"{file} or {METRICS_DIGESTS} has changed since it was written"
+            )
+    return orbax_json.loads(content, file)
+
+
+def _evidence_of_metrics(path: Path) -> str | None:
+    """Returns the file that records metrics of a native checkpoint, or None."""
+    if _steps.markers.is_measured(path):
+        return _steps.markers.MEASURED
+    if not (path / orbax_json.MANIFEST).is_file():  # Orbax records no digests
+        return None
+    handlers = items.json_file(path / CHECKPOINT, path).get("item_handlers")
+    return CHECKPOINT if isinstance(handlers, dict) and METRICS in handlers else None
+
+
+def _has_digest(path: Path, metrics: bytes) -> bool:
+    """Returns True if `metrics` match a recorded digest, or none was recorded."""
+    if not _storage.of(path).exists(path / METRICS_DIGESTS):
+        return True
+    digests = items.json_file(path / METRICS_DIGESTS, path).get(METRICS)
+    return isinstance(digests, list) and _storage.files.digest(metrics) in digests
+
+
+def flatten_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers among `metrics`, except numbers too large for a float.
+
+    Nested names are joined by `/`, as in `eval/loss`; the name of a list item is its
+    index. If two metrics get the same name, the less nested metric counts.
+    """
+    numbers: dict[str, float] = {}
+    queue: collections.deque[tuple[str, Any]] = collections.deque(metrics.items())
+    while queue:
+        name, value = queue.popleft()
+        if isinstance(value, dict):
+            queue.extend((f"{name}/{key}", inner) for key, inner in value.items())
+        elif isinstance(value, list):
+            queue.extend((f"{name}/{i}", inner) for i, inner in enumerate(value))
+        elif isinstance(value, float) or (
+            isinstance(value, int) and abs(value) < 2**1023
+        ):
+            numbers.setdefault(name, float(value))
+    return numbers
+
+
+def merge_metrics(
+    metrics: Mapping[str, Any], added: Mapping[str, float]
+) -> dict[str, Any]:
+    """Returns a copy of a file's `metrics` with the numbers `added`.
+
+    A nested number is replaced in its place, where Orbax looks for it.
+    `flatten_metrics` returns the added numbers under the same names.
+    """
+    merged: dict[str, Any] = _copy(metrics)
+    for name, number in added.items():
+        if name in merged or not _replace_nested(merged, name, number):
+            merged[name] = number
+    return merged
+
+
+def _copy(value: Any) -> Any:
+    """Returns a copy of nested dicts and lists."""
+    if isinstance(value, dict):
+        return {key: _copy(inner) for key, inner in value.items()}
+    return [_copy(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _replace_nested(metrics: dict[str, Any], name: str, number: float) -> bool:
+    """Replaces the nested number `name`; returns False if not found."""
+    for key, value in metrics.items():
+        if not name.startswith(f"{key}/") or not isinstance(value, dict):
+            continue
+        rest = name.removeprefix(f"{key}/")
+        if isinstance(value.get(rest), int | float):
+            value[rest] = number
+            return True
+        if _replace_nested(value, rest, number):
+            return True
+    return False
+
+
+def metrics_digests(*contents: bytes) -> bytes:
+    """Returns the content of `metrics/digests` that accepts any of `contents`."""
+    digests = [_storage.files.digest(content) for content in contents]
+    return orbax_json.dumps({METRICS: digests})
+
+
+def check_metrics_digests(path: Path) -> None:
+    """Raises ValueError if `metrics/digests` has changed since it was written.
+
+    Raises:
+        ValueError: The file has other content.
+        DamagedCheckpointError: The file is missing, or not a JSON object.
+    """
+    content = items.read_file(path / METRICS_DIGESTS, path)
+    digests = orbax_json.loads(content, path / METRICS_DIGESTS).get(METRICS)
+    is_list = isinstance(digests, list)
+    if not is_list or content != orbax_json.dumps({METRICS: digests}):
+        raise ValueError("its content has changed since it was written")
+
+
+def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
+    """Replaces the metrics of the committed checkpoint `path` atomically.
+
+    Raises:
+        ValueError: The path of the metrics leads out of the checkpoint through a
+            symlink, or the metrics are too large for readers.
+    """
+    storage, file = _storage.of(path), path / METRICS / METRICS
+    storage.check_file(file, path)
+    content = orbax_json.dumps(dict(metrics))
+    orbax_json.check_size(content)
+    files = {METRICS: content, "digests": metrics_digests(content)}
+    # Atomically: Orbax reports a directory without the file as damage.
+    is_there = (path / METRICS).is_dir()
+    if is_there or not storage.add_directory(path / METRICS, files):
+        valid = [content]
+        with contextlib.suppress(errors.DamagedCheckpointError):
+            valid.append(items.read_file(file, path))
+        # Both digests count until the new metrics are written, even after an
+        # interruption.
+        storage.replace(path / METRICS_DIGESTS, metrics_digests(*valid))
+        storage.replace(file, content)
+        storage.replace(path / METRICS_DIGESTS, metrics_digests(content))
+    _steps.markers.mark_measured(path)
