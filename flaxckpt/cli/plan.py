@@ -27,8 +27,7 @@ def plan(
     step: _app.StepOption = None,
     step_format: _app.StepFormatOption = None,
     target_step: Annotated[
-        int | None,
-        typer.Option("--target-step", min=0, help="Step of TARGET."),
+        int | None, typer.Option("--target-step", min=0, help="Step of TARGET.")
     ] = None,
     optimizer: Annotated[
         Literal["match", "exact", "reinit"] | None,
