@@ -75,7 +75,7 @@ def plan(
 
 def _show(restore_plan: RestorePlan) -> None:
     if _output.is_terminal():
-        _output.print_rich(restore_plan)
+        _output.console().print(restore_plan)
     else:
         _output.print_lines(str(restore_plan))
     if count := len(restore_plan.problems):

@@ -85,14 +85,6 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-# Modules that are still to move -> their new place.
-# homes begin
-HOMES: dict[str, str] = {
-    "formats._orbax": "formats._native.checkpoint",
-}
-# homes end
-
-
 MODULES = {module_name(file): file for file in sorted(PACKAGE.rglob("*.py"))}
 INNER = sorted(MODULES.keys() - {""})
 
@@ -130,11 +122,7 @@ def own_module(name: str) -> str | None:
 
 
 def top(module: str) -> str:
-    return home(module).partition(".")[0]
-
-
-def home(module: str) -> str:
-    return HOMES.get(module, module)
+    return module.partition(".")[0]
 
 
 def import_is_fine(importer: str, imported: str) -> bool:
@@ -191,7 +179,7 @@ def handed_on(package: str) -> set[str]:
 def past_the_door(module: str, used: str) -> bool:
     """Returns True if `module` uses the module `used` past its package's door."""
     steps = used.split(".")
-    if top(module) == top(used) or used in HOMES:
+    if top(module) == top(used):
         return False
     packages = [".".join(steps[:depth]) for depth in range(1, len(steps))]
     return any(
@@ -239,14 +227,14 @@ def test_heavy_packages_are_imported_through_their_doors(module):
         for found in imports(parse(module))
         if not found.for_types
         and (doors := DOORS.get(top(found.name))) is not None
-        and not {home(module), top(module)} & doors
+        and not {module, top(module)} & doors
     ]
     assert not wrong, f"{module} is no door to these packages"
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_only_one_module_reaches_into_private_jax(module):
-    if home(module) == PRIVATE_JAX_DOOR:
+    if module == PRIVATE_JAX_DOOR:
         return
     tree = parse(module)
     names = [*imports(tree), *attributes(tree)]
