@@ -50,7 +50,7 @@ class RestoreOptions:
     read_once: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "transforms", _transforms.checked(self.transforms))
+        object.__setattr__(self, "transforms", _transforms.check(self.transforms))
         for name, allowed in (
             ("missing", ("error", "init")),
             ("unused", ("warn", "error", "ignore")),
@@ -162,7 +162,7 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
             problems.append(problem)
         size = builder.add(leaf, wanted)
         leaves[path] = _leaf_plan(wanted, leaf, path, size)
-    structure = _state.containers.of(stored.structure, stored.table, table)
+    structure = _state.containers.build(stored.structure, stored.table, table)
     plan = RestorePlan(
         path=stored.metadata.path,
         leaves=leaves,
@@ -364,7 +364,12 @@ class _Planner:
         if path in self._roles and self._options.optimizer != "exact":
             return self._finder.find(path)
         exact = self._at(path)
-        return [] if exact is None else [exact]
+        if exact is None or (
+            self._options.optimizer != "exact"
+            and self._finder.is_of_another_state(exact, self._flat.structure)
+        ):
+            return []
+        return [exact]
 
     def _at(self, path: LeafPath) -> LeafPath | None:
         """Returns the path of the stored leaf at `path`, or in a box there, or None.
@@ -413,7 +418,7 @@ class _Planner:
     @_util.forks.lazy
     def _boxed(self) -> frozenset[LeafPath]:
         """The wanted leaves in boxes."""
-        return frozenset(_state.tree.boxed(self._flat.structure))
+        return frozenset(_state.tree.boxed_leaves(self._flat.structure))
 
     def _take(self, path: LeafPath, leaf: Leaf, source_path: LeafPath) -> None:
         wanted, found = leaf.info, self._table[source_path]
@@ -433,7 +438,7 @@ class _Planner:
         self._leaves[path] = _leaf_plan(wanted, found, source_path, size)
 
     def _start_afresh(
-        self, leaf: Leaf, known: _state.optimizer_roles.Known | None
+        self, leaf: Leaf, known: _state.optimizer_roles.LeafFacts | None
     ) -> None:
         """Plans a leaf without a stored leaf: the state's value, or `tx.init`."""
         info = leaf.info
@@ -451,7 +456,8 @@ class _Planner:
             lacking = missing(
                 info, self._table, nearest=len(self._problems) < errors.ROWS_SHOWN
             )
-            if is_optimizer and self._at(info.path) is not None:
+            is_matched = self._options.optimizer != "exact"
+            if is_matched and self._at(info.path) is not None:
                 found = (
                     f'{lacking.found} of another transform (optimizer="exact" takes it)'
                 )
@@ -489,7 +495,7 @@ class _Planner:
 
 
 def step_counters(
-    roles: Mapping[LeafPath, _state.optimizer_roles.Known],
+    roles: Mapping[LeafPath, _state.optimizer_roles.LeafFacts],
 ) -> set[LeafPath]:
     """Returns the paths of possible step counters: `step` beside each optimizer."""
     optimizers = {known.group for known in roles.values()}

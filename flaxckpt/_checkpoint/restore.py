@@ -270,7 +270,7 @@ def restore(
         )
     jobs: Sequence[_arrays.read.ReadJob] = recipe.jobs
     if options.read_once and _util.processes.process_count() > 1:
-        jobs = _arrays.read_once.divided(jobs)
+        jobs = _arrays.read_once.divide(jobs)
     counter.total = planned.bytes_here
     if abstract_state is not None:
         _warn_of_differences(planned, recipe, options)
@@ -280,7 +280,7 @@ def restore(
             found = _arrays.read.read(jobs, reading)
             has_read()
             if jobs is not recipe.jobs:
-                found = _arrays.read_once.gathered(found, recipe.jobs)
+                found = _arrays.read_once.gather(found, recipe.jobs)
             values = {**recipe.given, **found}
             values |= _arrays.evaluate.read(recipe.derived, reading)
             values |= _convert_numbers(planned.path, recipe.numbers, values)

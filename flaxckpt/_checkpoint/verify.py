@@ -333,7 +333,7 @@ def _array_checks(
     if metadata not in digests:
 
         def check_metadata() -> None:
-            text = _arrays.zarr.chunk_file.small(path / metadata)
+            text = _arrays.zarr.chunk_file.read_small(path / metadata)
             _arrays.zarr.metadata.check_metadata(
                 text, encoding, shape, dtype, chunk_shape
             )

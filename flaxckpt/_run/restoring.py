@@ -323,7 +323,7 @@ class Restores:
             return wanted.options
         if metadata.transforms != _transforms.describe(self._transforms):
             return wanted.options
-        undoing = _transforms.undoing(self._transforms)
+        undoing = _transforms.invert_for_restore(self._transforms)
         if undoing is None:
             if not wanted.options.transforms:  # the caller may undo them
                 self._check_unchanged(metadata, wanted.state)

@@ -232,7 +232,7 @@ class CheckpointCallback:
         """
         if others:
             arguments.check_extra(others)
-        completed = _state.step_counter.whole(step) + self._offset
+        completed = _state.step_counter.to_int(step) + self._offset
         is_flag, is_bound = isinstance(state, bool), "state" in self._getters
         if isinstance(state, numbers.Real) or (is_bound and arguments.is_number(state)):
             if is_flag or not is_bound:
@@ -254,13 +254,13 @@ class CheckpointCallback:
         """
         completed = getattr(info, "next_step", None)
         if completed is None:
-            completed = _state.step_counter.whole(info.step) + 1
+            completed = _state.step_counter.to_int(info.step) + 1
         metrics = getattr(info, "metrics", None)
         loss = getattr(info, "loss", None)
         if metrics is None and loss is not None:
             metrics = {"loss": loss}
         return self._after(
-            _state.step_counter.whole(completed), info.state, metrics, None, force
+            _state.step_counter.to_int(completed), info.state, metrics, None, force
         )
 
     def should_stop(self) -> bool:
@@ -352,7 +352,11 @@ class CheckpointCallback:
             OptionError: The loop counts from 0.
         """
         restored, self._restored = self._restored, None
-        if restored is None or restored[0] != step or _state.step_counter.found(state):
+        if (
+            restored is None
+            or restored[0] != step
+            or _state.step_counter.read_counters(state)
+        ):
             return
         if restored[1].has_changed(state):
             raise errors.OptionError(
@@ -545,7 +549,7 @@ class CheckpointCallback:
         with contextlib.suppress(TypeError, ValueError):  # the save reports the error
             self._restored = step, held.Trace(state)
         if self._began_at is not None and (
-            counters := _state.step_counter.mismatch(state, step)
+            counters := _state.step_counter.describe_mismatch(state, step)
         ):
             _log.warning(
                 "step %d of %s is restored, but %s: its steps were numbered"
@@ -565,7 +569,7 @@ class CheckpointCallback:
         """
         named = completed_step.values(metrics) or {}
         self.checkpointer.add_metrics(
-            _state.step_counter.whole(step) + self._offset, named
+            _state.step_counter.to_int(step) + self._offset, named
         )
 
     def check_resume(

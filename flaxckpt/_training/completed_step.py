@@ -96,7 +96,7 @@ class Completed:
         """
         state = self.get("state")
         is_one = self.is_bound and held.is_replaced_whole(state)
-        return is_one and bool(_state.step_counter.found(state))
+        return is_one and bool(_state.step_counter.read_counters(state))
 
     def let_state_go(self) -> None:
         """Releases the kept state."""
@@ -116,13 +116,15 @@ class Completed:
         """
         if self._state is not None:
             return self._state.why_gone() or self._why_wrong(check_step, offset)
-        counts = _state.step_counter.found(self.get("state")) if check_step else {}
+        counts = (
+            _state.step_counter.read_counters(self.get("state")) if check_step else {}
+        )
         if not counts:
             return _UNKNOWN
         if self.step in counts.values():
             return ""
         # The step may be right, but the bound state has changed since the report.
-        mismatch = _state.step_counter.mismatch(self.get("state"), self.step)
+        mismatch = _state.step_counter.describe_mismatch(self.get("state"), self.step)
         return f"its bound state was changed after the report: {mismatch} now"
 
     def _why_wrong(self, check_step: bool, offset: int) -> str:

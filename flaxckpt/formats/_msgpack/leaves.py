@@ -198,7 +198,7 @@ def _leaf(
                 ),
             )
             return StoredLeaf(
-                path, info, functools.partial(_arrays.byte_ranges.opened, [span])
+                path, info, functools.partial(_arrays.byte_ranges.open, [span])
             )
         case Opened():
             info = LeafInfo(

@@ -249,7 +249,7 @@ def _table(
                 identity=file.identity,
             )
             stored = StoredLeaf(
-                path, info, functools.partial(_arrays.byte_ranges.opened, (span,))
+                path, info, functools.partial(_arrays.byte_ranges.open, (span,))
             )
         table[info.path] = Leaf(info, (stored,))
     return table
