@@ -107,16 +107,12 @@ def _verify(
                 raise
             findings.add(findings.unread, verify_report.HERE, str(error))
     secs = time.monotonic() - start
-    if stored is None:
-        return findings.report(path, format_name, step, extra, secs)
+    leaves, unreadable = None, {}
+    if stored is not None:
+        leaves = sum(leaf.info.kind != "empty" for leaf in stored.table.values())
+        unreadable = _unreadable(stored, findings)
     return findings.report(
-        path,
-        format_name,
-        step,
-        extra,
-        secs,
-        leaves=sum(leaf.info.kind != "empty" for leaf in stored.table.values()),
-        unreadable=_unreadable(stored, findings),
+        path, format_name, step, extra, secs, leaves=leaves, unreadable=unreadable
     )
 
 

@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
-
-from flaxckpt import _arrays, _state, _storage, errors
+from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._convert import writers
 from flaxckpt._state.leaf import Leaf, StoredLeaf
@@ -52,11 +50,7 @@ class ConvertOptions:
                 f"format must be one of {tuple(writers.MAKERS)}, got {self.format!r}"
             )
         for name in ("max_shard_bytes", "max_concurrent_bytes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise errors.OptionError(f"{name} must be an int, got {value!r}")
-            if value <= 0:
-                raise errors.OptionError(f"{name} must be positive, got {value}")
+            _util.arguments.check_int(name, getattr(self, name), least=1)
         check_layout(self.layout)
         _transforms.check(self.transforms)
         is_known = isinstance(self.progress, bool) or self.progress == "auto"

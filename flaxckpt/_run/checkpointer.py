@@ -155,7 +155,7 @@ class Checkpointer:
         for sink in events_sinks.listed(sinks):
             self.events.subscribe(sink)
         self._prepare_directory(metadata)
-        _distributed.operation.attend(self.directory)
+        _distributed.operation.start_heartbeats(self.directory)
 
     def _prepare_directory(self, metadata: Mapping[str, JSON] | None) -> None:
         """Makes the directory, removes leftovers, and writes the run metadata."""

@@ -109,7 +109,7 @@ class Session:
                 path, step, abstract_state, **options
             )
         is_new = options.get("optimizer") == "reinit"
-        return state, 0 if is_new else _checkpoint.restore.step_of(state)
+        return state, 0 if is_new else _checkpoint.restore.find_step(state)
 
     # ---- several processes ------------------------------------------------------
 

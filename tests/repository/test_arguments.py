@@ -319,7 +319,7 @@ def test_a_function_of_a_tree_returns_one(here, made_of):
         lambda: po.decide([], [1, 2]),
         "checkpoints must be a list of objects with",
     ),
-    no_function=(lambda: ds.StepIndexed([1, 2]), "StepIndexed wants a function"),
+    no_function=(lambda: ds.StepIndexed([1, 2]), "StepIndexed needs a function"),
     start_text=(lambda: ds.StepIndexed(lambda i: i, start="0"), "start must be a who"),
     start_less=(lambda: ds.StepIndexed(lambda i: i, start=-1), "of at least 0, got -1"),
     no_transform=(

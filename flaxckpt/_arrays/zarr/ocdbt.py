@@ -3,7 +3,7 @@
 The manifest and the nodes of the tree are mostly compressed: a few kilobytes may expand
 to gigabytes, and TensorStore allocates the expanded size. So the maximal expanded size
 is first computed from the zstd frames. TensorStore itself rejects paths that lead out
-of a database; `_storage.symlinks` checks links.
+of a database; `_storage.files` checks links.
 
 Source: TensorStore's description of the format, and RFC 8878.
 """
