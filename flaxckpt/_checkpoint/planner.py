@@ -257,7 +257,7 @@ class _Planner:
         stored: Stored,
         table: LeafTable,
         flat: _state.flax_state.FlatState,
-        roles: Mapping[LeafPath, _state.optimizer_roles.Known],
+        roles: Mapping[LeafPath, _state.optimizer_roles.LeafFacts],
         abstract_state: PyTree,
         options: RestoreOptions,
     ) -> None:
