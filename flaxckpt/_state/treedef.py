@@ -159,8 +159,8 @@ def resolver(types: Sequence[type] = ()) -> Resolve:
     for cls in types:
         if not inspect.isclass(cls):
             raise errors.OptionError(
-                f"types must be a list of classes, got"
-                f" {_util.arguments.describe(cls)} in it"
+                "types must be a list of classes, but contains"
+                f" {_util.arguments.describe(cls)}"
             )
     by_name = {f"{cls.__module__}:{cls.__qualname__}": cls for cls in types}
 

@@ -116,7 +116,7 @@ def check(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
         if inspect.isclass(transform) or not callable(transform):
             raise errors.OptionError(
                 "transforms must be a list of transforms, such as"
-                f" drop('opt_state/.*'), got {_shown(transform)} in it"
+                f" drop('opt_state/.*'), but contains {_shown(transform)}"
             )
         module = getattr(transform, "__module__", None) or ""
         if inspect.isfunction(transform) and module.startswith(_PACKAGE):
