@@ -223,7 +223,7 @@ def _verify_own(
 ) -> list[str]:
     """Compares every file with a checksum; returns files not in the checkpoint."""
     manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
-    encoding = _native.manifest.encoding(manifest)
+    encoding = _native.manifest.parse_encoding(manifest)
     digests = file_sizes.digests(path, stored)
     checks: list[tuple[str, Check]] = [
         (

@@ -632,7 +632,7 @@ def test_the_same_array_saved_as_another_type_is_written(tmp_path):
         if step == 0:
             ckpt = flaxckpt.Checkpointer(tmp_path, layout=layout)
         saves = ckpt._saves
-        saves._shared = dataclasses.replace(saves._shared, transforms=(cast,))
+        saves._options = dataclasses.replace(saves._options, transforms=(cast,))
         ckpt.save(step, {"w": array}).wait()
     np.testing.assert_array_equal(ckpt.restore()["w"].astype(int), [0, 1, 3, 2])
     ckpt.close()

@@ -1,4 +1,4 @@
-"""Plausible mistakes in a call are told at the call, in its words.
+"""Plausible mistakes in a call raise an error at the call, which names the argument.
 
 Each row is a mistake, and what its error must say. None may be an error of Python from
 deep inside, print the values of a state, or be longer than a screen.
@@ -32,7 +32,7 @@ def create() -> TrainState:
 
 
 STATE = create()
-"""Has values that no message may print."""
+"""Has values that no message may contain."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def here(made, monkeypatch):
 
 
 def told(call: Callable[[], Any]) -> str:
-    """What the error of a call says, which must be one of ours and short."""
+    """Returns the error message of a call, which must be short and from flaxckpt."""
     with pytest.raises(errors.CheckpointError) as caught:
         call()
     text = str(caught.value)
