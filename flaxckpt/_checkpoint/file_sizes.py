@@ -43,7 +43,7 @@ def check(path: Path) -> None:
             )
         with _storage.permissions.explain_errors(path):
             manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
-            encoding = _native.manifest.encoding(manifest)
+            encoding = _native.manifest.parse_encoding(manifest)
             # Zarr 2 has a digest for each chunk: this check would read everything.
             skips_arrays = encoding is not None and (
                 encoding.version == 2 or storage.costs_requests

@@ -54,7 +54,7 @@ class RestoreOptions:
     read_once: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "transforms", _transforms.checked(self.transforms))
+        object.__setattr__(self, "transforms", _transforms.check(self.transforms))
         for name, allowed in (
             ("missing", ("error", "init")),
             ("unused", ("warn", "error", "ignore")),
@@ -166,7 +166,7 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
             problems.append(problem)
         size = builder.add(leaf, wanted)
         leaves[path] = _leaf_plan(wanted, leaf, path, size)
-    structure = _state.containers.of(stored.structure, stored.table, table)
+    structure = _state.containers.build(stored.structure, stored.table, table)
     plan = RestorePlan(
         path=stored.metadata.path,
         leaves=leaves,
@@ -257,7 +257,7 @@ class _Planner:
         stored: Stored,
         table: LeafTable,
         flat: _state.flax_state.FlatState,
-        roles: Mapping[LeafPath, _state.optimizer_roles.Known],
+        roles: Mapping[LeafPath, _state.optimizer_roles.LeafFacts],
         abstract_state: PyTree,
         options: RestoreOptions,
     ) -> None:
@@ -421,7 +421,7 @@ class _Planner:
     @_util.forks.lazy
     def _boxed(self) -> frozenset[LeafPath]:
         """The wanted leaves in boxes."""
-        return frozenset(_state.tree.boxed(self._flat.structure))
+        return frozenset(_state.tree.boxed_leaves(self._flat.structure))
 
     def _take(self, path: LeafPath, leaf: Leaf, source_path: LeafPath) -> None:
         wanted, source = leaf.info, self._table[source_path]
@@ -438,7 +438,7 @@ class _Planner:
         self._leaves[path] = _leaf_plan(wanted, source, source_path, size)
 
     def _start_afresh(
-        self, leaf: Leaf, known: _state.optimizer_roles.Known | None
+        self, leaf: Leaf, known: _state.optimizer_roles.LeafFacts | None
     ) -> None:
         """Plans a leaf without a stored leaf: the state's value, or `tx.init`."""
         info = leaf.info
@@ -495,7 +495,7 @@ class _Planner:
 
 
 def step_counters(
-    roles: Mapping[LeafPath, _state.optimizer_roles.Known],
+    roles: Mapping[LeafPath, _state.optimizer_roles.LeafFacts],
 ) -> set[LeafPath]:
     """Returns the paths of possible step counters: `step` beside each optimizer."""
     optimizers = {known.group for known in roles.values()}

@@ -271,7 +271,7 @@ def restore(
         )
     jobs: Sequence[_arrays.read.ReadJob] = recipe.jobs
     if options.read_once and _util.processes.process_count() > 1:
-        jobs = _arrays.read_once.divided(jobs)
+        jobs = _arrays.read_once.divide(jobs)
     counter.total = planned.bytes_here
     if abstract_state is not None:
         _warn_of_differences(planned, recipe, options)
@@ -281,7 +281,7 @@ def restore(
             arrays = _arrays.read.read(jobs, reading)
             has_read()
             if jobs is not recipe.jobs:
-                arrays = _arrays.read_once.gathered(arrays, recipe.jobs)
+                arrays = _arrays.read_once.gather(arrays, recipe.jobs)
             values = {**recipe.given, **arrays}
             values |= _arrays.evaluate.read(recipe.derived, reading)
             values |= _convert_numbers(planned.path, recipe.numbers, values)

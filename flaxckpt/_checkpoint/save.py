@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from flaxckpt import _arrays, _distributed, _state, _storage, _util, datasets, errors
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._checkpoint import commit, save_distributed
 from flaxckpt._checkpoint.commit import SaveOptions, SaveRequest, Snapshot, Written
 from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
@@ -94,7 +94,7 @@ def save_async(
     operation = _distributed.agreement.begin("save", final, str(final))
     request = SaveRequest(
         path=final,
-        options=SaveOptions(layout=checked_layout(layout), transforms=transforms),
+        options=SaveOptions(layout=check_layout(layout), transforms=transforms),
         metadata=metadata or {},
         on_exists="overwrite" if overwrite else "error",
         started=started,
@@ -142,7 +142,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     """
     created = time.time()
     path, options, operation = request.path, request.options, request.operation
-    transforms = _transforms.checked(options.transforms)
+    transforms = _transforms.check(options.transforms)
     if operation is None or operation.is_first:
         with (
             _storage.permissions.explain_errors(path),
@@ -274,7 +274,7 @@ def find_undo_problem(state: PyTree, transforms: Sequence[Transform]) -> str | N
     try:
         left = _transforms.not_restored(transforms, table)
         changed = []
-        if _transforms.undoing(transforms) is None:
+        if _transforms.invert_for_restore(transforms) is None:
             changed = _transforms.changed_in_place(transforms, table)
     except errors.OptionError as error:
         return (
@@ -308,8 +308,10 @@ def plan_leaves(
         table = _state.optimizer_roles.with_roles(
             table, roles
         )  # roles let moments follow their parameters
-        table = _arrays.evaluate.of_state(_transforms.apply(options.transforms, table))
-        structure = _state.containers.of(structure, flat.table, table)
+        table = _arrays.evaluate.evaluate_state(
+            _transforms.apply(options.transforms, table)
+        )
+        structure = _state.containers.build(structure, flat.table, table)
         keys = dict(_state.tree.key_paths(structure))
         table = {
             path: Leaf(dataclasses.replace(leaf.info, keys=keys[path]), leaf.sources)

@@ -174,7 +174,7 @@ def _follow(
     try:
         temporary = snapshot.request.path.parent / operation.first("made", str)
         digests = _write_part(snapshot, temporary, previous, operation)
-        operation.tell("written", json.dumps(digests))
+        operation.report("written", json.dumps(digests))
     except BaseException as error:
         operation.fail(error)
         if isinstance(error, Exception):

@@ -223,7 +223,7 @@ def _verify_own(
 ) -> list[str]:
     """Compares every file with a checksum; returns files not in the checkpoint."""
     manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
-    encoding = _native.manifest.encoding(manifest)
+    encoding = _native.manifest.parse_encoding(manifest)
     digests = file_sizes.digests(path, stored)
     checks: list[tuple[str, Check]] = [
         (
@@ -329,7 +329,7 @@ def _array_checks(
     if metadata not in digests:
 
         def check_metadata() -> None:
-            text = _arrays.zarr.chunk_file.small(path / metadata)
+            text = _arrays.zarr.chunk_file.read_small(path / metadata)
             _arrays.zarr.metadata.check_metadata(
                 text, encoding, shape, dtype, chunk_shape
             )

@@ -92,7 +92,7 @@ def read(make, n, *, with_roles=True):
     for row in data["leaves"]:
         if not with_roles:
             row = {name: value for name, value in row.items() if name != "role"}
-        info = native_manifest.leaf_info(row, keys)
+        info = native_manifest.parse_leaf(row, keys)
         table[info.path] = state_leaf.Leaf(
             info, (state_leaf.StoredLeaf(NOWHERE, info),)
         )
