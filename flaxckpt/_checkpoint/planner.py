@@ -271,10 +271,7 @@ class _Planner:
         self._builder = _RecipeBuilder()
         self._problems: list[Mismatch] = []
         self._used: set[LeafPath] = set()
-
-    @_util.forks.lazy
-    def _finder(self) -> Finder:
-        return Finder(self._table, self._stored.structure, self._roles, self._at)
+        self._finder = Finder(table, stored.structure, roles, self._at)
 
     @_util.forks.lazy
     def _can_init(self) -> tuple[str, ...]:
