@@ -45,7 +45,7 @@ def _check(path: Path) -> None:
             f"{path / _native.orbax_json.MANIFEST} is missing; restore another step"
         )
     with _storage.permissions.explain_errors(path):
-        manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
+        manifest = _native.items.read_json(path / _native.orbax_json.MANIFEST, path)
         encoding = _native.manifest.parse_encoding(manifest)
         for name, digest in digests(path, stored).items():
             # Zarr 2 has a digest for each chunk: checking them would read everything.
