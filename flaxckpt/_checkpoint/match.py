@@ -53,7 +53,7 @@ class _Transform:
         moments: Paths of leaves that may mirror parameters, relative to the state.
     """
 
-    def __init__(self, known: _state.optimizer_roles.Known) -> None:
+    def __init__(self, known: _state.optimizer_roles.LeafFacts) -> None:
         self.known = known
         self.leaf_fields: set[str] = set()
         self.moments: list[LeafPath] = []
@@ -94,7 +94,7 @@ class Finder:
         self,
         table: LeafTable,
         structure: _state.tree.Node | LeafPath,
-        known: Mapping[LeafPath, _state.optimizer_roles.Known],
+        known: Mapping[LeafPath, _state.optimizer_roles.LeafFacts],
         at: Callable[[LeafPath], LeafPath | None],
     ) -> None:
         self._at = at
@@ -559,7 +559,7 @@ def _below(place: LeafPath, path: LeafPath) -> LeafPath:
     return path[len(place) + 1 :] if place else path
 
 
-def _is_moment(tail: LeafPath, known: _state.optimizer_roles.Known) -> bool:
+def _is_moment(tail: LeafPath, known: _state.optimizer_roles.LeafFacts) -> bool:
     """Returns True if a leaf of a transform may mirror a parameter."""
     return "/" in tail and known.field not in _state.optimizer_roles.NAMED_VALUES
 

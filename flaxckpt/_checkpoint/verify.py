@@ -107,16 +107,12 @@ def _verify(
                 raise
             findings.add(findings.unread, verify_report.HERE, str(error))
     secs = time.monotonic() - start
-    if stored is None:
-        return findings.report(path, format_name, step, extra, secs)
+    leaves, unreadable = None, {}
+    if stored is not None:
+        leaves = sum(leaf.info.kind != "empty" for leaf in stored.table.values())
+        unreadable = _unreadable(stored, findings)
     return findings.report(
-        path,
-        format_name,
-        step,
-        extra,
-        secs,
-        leaves=sum(leaf.info.kind != "empty" for leaf in stored.table.values()),
-        unreadable=_unreadable(stored, findings),
+        path, format_name, step, extra, secs, leaves=leaves, unreadable=unreadable
     )
 
 
@@ -333,7 +329,7 @@ def _array_checks(
     if metadata not in digests:
 
         def check_metadata() -> None:
-            text = _arrays.zarr.chunk_file.small(path / metadata)
+            text = _arrays.zarr.chunk_file.read_small(path / metadata)
             _arrays.zarr.metadata.check_metadata(
                 text, encoding, shape, dtype, chunk_shape
             )

@@ -45,8 +45,8 @@ def of_run(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
             return _card(run, path_of)
     except Exception as error:  # a notebook would show a traceback instead
         _log.warning("cannot show %s: %s", run.directory, error)
-        told = _util.html.element("div", f"cannot be read: {error}", style=_SOFT)
-        return _framed(run, told)
+        message = _util.html.element("div", f"cannot be read: {error}", style=_SOFT)
+        return _frame(run, message)
 
 
 def _card(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
@@ -55,39 +55,39 @@ def _card(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
     shown = sorted(reasons)[-_ROWS:]
     metrics = {step: run.metrics(step) for step in shown}
     bests = [policy for policy in run.keep if isinstance(policy, policies.BestN)]
-    there = dict.fromkeys(n for found in metrics.values() for n in found)
-    asked_for = dict.fromkeys(p.metric for p in bests if p.metric in there)
-    names = list(asked_for | there)[:_MOST_METRICS]
+    names = dict.fromkeys(name for step in metrics.values() for name in step)
+    ranking = dict.fromkeys(p.metric for p in bests if p.metric in names)
+    columns = list(ranking | names)[:_MOST_METRICS]
     sizes = {step: disk_usage.on_disk(path_of(step), set()) for step in shown}
     best = {str(policy) for policy in bests}
-    titles = ["step", *names, "size", "kept by"]
-    rows = [_row("th", titles, len(names) + 2, None)]
+    titles = ["step", *columns, "size", "kept by"]
+    rows = [_row("th", titles, len(columns) + 2, None)]
     for step in reversed(shown):
         usage = sizes[step]
         cells = [
             str(step),
-            *[_number(metrics[step], name) for name in names],
+            *[_number(metrics[step], name) for name in columns],
             "" if usage is None else _util.humanize.size(usage.bytes),
             ", ".join(reasons[step]) or "none: to be deleted",
         ]
         is_best = not best.isdisjoint(reasons[step])
-        rows.append(_row("td", cells, len(names) + 2, step, is_best=is_best))
-    told = [_util.humanize.count(len(steps), "step")]
+        rows.append(_row("td", cells, len(columns) + 2, step, is_best=is_best))
+    summary = [_util.humanize.count(len(steps), "step")]
     if steps:
-        told.append(f"newest {max(steps)}")
-    found = [step for step, why in reasons.items() if not best.isdisjoint(why)]
-    if found:
-        told.append(f"best {', '.join(map(str, found))}")
+        summary.append(f"newest {max(steps)}")
+    best_steps = [step for step, why in reasons.items() if not best.isdisjoint(why)]
+    if best_steps:
+        summary.append(f"best {', '.join(map(str, best_steps))}")
     if len(reasons) > len(shown):
-        told.append(f"the newest {len(shown)} are shown")
+        summary.append(f"the newest {len(shown)} are shown")
     table = _util.html.element(
         "table", *rows, style="border-collapse:collapse;margin:0"
     )
-    said = _util.html.element("div", ", ".join(told), style=_SOFT)
-    return _framed(run, said, *([table] if shown else []))
+    line = _util.html.element("div", ", ".join(summary), style=_SOFT)
+    return _frame(run, line, *([table] if shown else []))
 
 
-def _framed(run: Checkpointer, *parts: Markup) -> str:
+def _frame(run: Checkpointer, *parts: Markup) -> str:
     name = run.directory.name or str(run.directory)
     return _util.html.element(
         "div",
@@ -107,11 +107,11 @@ def _row(
     is_best: bool = False,
 ) -> Markup:
     weight = ";font-weight:600" if is_best else ""
-    made = [
+    elements = [
         _util.html.element(tag, cell, style=(_RIGHT if n < numbers else _LEFT) + weight)
         for n, cell in enumerate(cells)
     ]
-    return _util.html.element("tr", *made, data_step=step)
+    return _util.html.element("tr", *elements, data_step=step)
 
 
 def _number(metrics: Mapping[str, float], name: str) -> str:

@@ -20,7 +20,7 @@ from flaxckpt import (
     errors,
     policies,
 )
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
 from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._run import (
@@ -31,9 +31,9 @@ from flaxckpt._run import (
     saving,
     watch,
 )
+from flaxckpt._run import events as run_events
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt._run import staging as run_staging
-from flaxckpt._run.events import sinks as events_sinks
 from flaxckpt._run.session import Session
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.formats import _locate, _native
@@ -106,7 +106,7 @@ class Checkpointer:
         step_format: str = "{step}",
         read_only: bool = False,
         metadata: Mapping[str, JSON] | None = None,
-        sinks: Sequence[events_sinks.Sink] = (),
+        sinks: Sequence[run_events.Sink] = (),
         keep_dataset: Sequence[PreservationPolicy] = (),
         metrics_from: Callable[[], run_metrics.MetricsByStep] | None = None,
         peer_timeout_secs: float = _distributed.operation.TIMEOUT_SECS,
@@ -115,8 +115,8 @@ class Checkpointer:
         keep_staging: Sequence[PreservationPolicy] = run_staging.KEEP,
     ) -> None:
         options = _checkpoint.commit.SaveOptions(
-            layout=checked_layout(layout),
-            transforms=_transforms.checked(transforms),
+            layout=check_layout(layout),
+            transforms=_transforms.check(transforms),
             max_concurrent_bytes=max_concurrent_bytes,
         )
         rules = retention.Rules.of(keep, keep_dataset, metrics_from)
@@ -150,9 +150,9 @@ class Checkpointer:
             read_once=read_once,
         )
         self._session = Session(
-            self._run, self._saves, self._restores, processes, read_only=read_only
+            self._run, self._saves, self._restores, processes, read_only
         )
-        for sink in events_sinks.listed(sinks):
+        for sink in run_events.list_sinks(sinks):
             self.events.subscribe(sink)
         self._prepare_directory(metadata)
         _distributed.operation.start_heartbeats(self.directory)
@@ -329,7 +329,7 @@ class Checkpointer:
                 memory_map=memory_map,
             )
             self.lineage, self.restored_step = restored.lineage, restored.step
-            self._saves.own(restored.step)
+            self._saves.add_own(restored.step)
         return restored.state
 
     def restore_latest(
@@ -364,15 +364,15 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Returns the committed steps without damage markers, ascending."""
-        return list(self._run.listed())
+        return list(self._run.paths())
 
     def latest_step(self) -> int | None:
         """Returns the newest of `steps()`; None without steps."""
-        return max(self._run.listed(), default=None)
+        return max(self._run.paths(), default=None)
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
         """Returns the newest step with the best finite `metric`; None without any."""
-        best = self._run.best(policies.BestN(1, metric, mode))
+        best = self._run.best_steps(policies.BestN(1, metric, mode))
         return next(iter(best), None)
 
     def damaged(self) -> dict[int, str]:
@@ -382,7 +382,7 @@ class Checkpointer:
         neither count nor delete a marked step. A later save of the same step replaces
         the marked step, `delete` deletes it, and `restore(step=…)` still tries it.
         """
-        return self._run.reasons()
+        return self._run.damage_reasons()
 
     def verify(self, step: int) -> VerifyReport:
         """Reads a whole step, and compares the content with its checksums.
@@ -414,8 +414,8 @@ class Checkpointer:
         """The metadata of the whole run."""
         for directory in (self._run.saves_in, self.directory):
             with _storage.permissions.explain_errors(directory):
-                if found := _native.metadata.read_run_metadata(directory):
-                    return found
+                if metadata := _native.metadata.read_run_metadata(directory):
+                    return metadata
         return {}
 
     @property
@@ -449,7 +449,7 @@ class Checkpointer:
             poll_secs: Seconds between two listings of the directory.
         """
         return watch.new_steps(
-            self._run.listed,
+            self._run.paths,
             timeout_secs=timeout_secs,
             poll_secs=poll_secs,
         )
@@ -465,7 +465,7 @@ class Checkpointer:
         self._session.check_writable("add metrics")
         self.wait()
         if _util.processes.is_first():
-            with self._run.changing(step) as path:
+            with self._run.step_change(step) as path:
                 edit.add_metrics(path, metrics)
 
     def explain(self) -> dict[int, list[str]]:
@@ -478,9 +478,9 @@ class Checkpointer:
         for keeping the step there, and "staging: not uploaded" means a pending
         upload.
         """
-        found = self._run.explain()
-        found |= {step: [f"damaged: {why}"] for step, why in self.damaged().items()}
-        return dict(sorted(found.items()))
+        reasons = self._run.explain()
+        reasons |= {step: [f"damaged: {why}"] for step, why in self.damaged().items()}
+        return dict(sorted(reasons.items()))
 
     def prune(self, *, dry_run: bool = False) -> tuple[int, ...]:
         """Deletes the steps and dataset states that no policy keeps.
@@ -531,14 +531,14 @@ class Checkpointer:
         """
         self._session.check_writable("pin")
         if _util.processes.is_first():
-            with self._run.changing(step) as path:
+            with self._run.step_change(step) as path:
                 edit.pin(path)
 
     def unpin(self, step: int) -> None:
         """Removes the pin of a step; raises the errors of `pin`."""
         self._session.check_writable("unpin")
         if _util.processes.is_first():
-            with self._run.changing(step, _steps.markers.PIN) as path:
+            with self._run.step_change(step, _steps.markers.PIN) as path:
                 edit.unpin(path)
 
     # ---- the end -------------------------------------------------------------

@@ -57,15 +57,15 @@ def subtrees(
             above = prefix
         counts[above][0] += 1
         counts[above][1] += size
-    found: list[Subtree] = []
+    trees: list[Subtree] = []
     waiting = [(below, below.count("/") + 1 if below else 0)] if below in counts else []
     while waiting:
         path, depth = waiting.pop()
-        found.append(
+        trees.append(
             Subtree(path, depth, counts[path][0], counts[path][1], leaves.get(path))
         )
         waiting += [(child, depth + 1) for child in reversed(inner.get(path, []))]
-    return found
+    return trees
 
 
 def shown(trees: Sequence[Subtree], *, depth: int | None, rows: int) -> list[Subtree]:
@@ -86,8 +86,8 @@ def shown(trees: Sequence[Subtree], *, depth: int | None, rows: int) -> list[Sub
         fewest = rows // _SHARE_SHOWN
         while sum(d <= depth for d in depths) < min(fewest, len(trees)):
             depth += 1
-    found = [tree for tree, d in zip(trees, depths, strict=True) if d <= depth]
-    return found[:rows] if is_cut else found
+    kept = [tree for tree, d in zip(trees, depths, strict=True) if d <= depth]
+    return kept[:rows] if is_cut else kept
 
 
 _SHARE_SHOWN = 5
@@ -100,11 +100,11 @@ def _prefixes(path: LeafPath) -> list[LeafPath]:
     return ["/".join(parts[: n + 1]) for n in range(len(parts))]
 
 
-def nothing_there(found: CheckpointMetadata, path: LeafPath) -> str:
+def missing_path(metadata: CheckpointMetadata, path: LeafPath) -> str:
     """Returns the error message for a path missing in a checkpoint."""
-    near = difflib.get_close_matches(path, list(found.leaves)[:_NEAREST_AMONG], n=1)
+    near = difflib.get_close_matches(path, list(metadata.leaves)[:_NEAREST_AMONG], n=1)
     advice = f"did you mean {near[0]}?" if near else "show without it lists them all"
-    return f"{found.path} has neither a leaf nor a container {path}: {advice}"
+    return f"{metadata.path} has neither a leaf nor a container {path}: {advice}"
 
 
 _NEAREST_AMONG = 5_000
@@ -132,9 +132,9 @@ def on_disk(path: Path, counted: set[FileId]) -> Usage | None:
         path: A directory or a file. Symbolic links are not followed.
         counted: Files already counted; the files at `path` are added.
     """
-    found = _storage.of(path).disk_files(path)
-    if found is None:
+    sizes = _storage.of(path).disk_files(path)
+    if sizes is None:
         return None
-    own = sum(size for file, size in found.items() if file not in counted)
-    counted.update(found)
-    return Usage(sum(found.values()), own)
+    own = sum(size for file, size in sizes.items() if file not in counted)
+    counted.update(sizes)
+    return Usage(sum(sizes.values()), own)

@@ -20,13 +20,11 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
     """Adds metrics to the step `path`; locks the file against other processes."""
     added = run_metrics.as_metrics(metrics)
     with (
-        _changing(path, "add metrics to"),
-        _storage.of(_native.items.file_to_lock(path)).lock_file(
-            _native.items.file_to_lock(path)
-        ),
+        _change(path, "add metrics to"),
+        _storage.of(path).lock_file(_native.items.file_to_lock(path)),
     ):
         try:
-            found = _native.metadata.load_metrics(path)
+            stored = _native.metadata.load_metrics(path)
         except errors.DamagedCheckpointError as error:
             if os.path.lexists(path / run_metrics.METRICS_FILE):
                 raise errors.SaveFailedError(
@@ -34,9 +32,9 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
                     " added to it: delete it, and add all metrics of the step again"
                 ) from None
             _log.warning("only the metrics added now are kept: %s", error)
-            found = {}
+            stored = {}
         _native.metadata.write_metrics(
-            path, _native.metadata.merge_metrics(found, added)
+            path, _native.metadata.merge_metrics(stored, added)
         )
 
 
@@ -57,30 +55,30 @@ def write_run_metadata(directory: Path, metadata: Mapping[str, JSON]) -> None:
 
 def pin(path: Path) -> None:
     """Keeps the step `path` regardless of the policies."""
-    with _changing(path, "pin"):
+    with _change(path, "pin"):
         _steps.markers.pin(path)
 
 
 def unpin(path: Path) -> None:
     """Removes the pin of the step `path`."""
-    with _changing(path, "unpin"):
+    with _change(path, "unpin"):
         _steps.markers.unpin(path)
 
 
 def make_permanent(path: Path) -> None:
     """Makes a temporary step permanent: only policies delete the step."""
-    with _changing(path, "keep"):
+    with _change(path, "keep"):
         _steps.markers.make_permanent(path)
 
 
 def delete(path: Path) -> None:
     """Deletes the step `path`, even if pinned, unless a reader holds a lease."""
-    with _changing(path, "delete"):
+    with _change(path, "delete"):
         _steps.delete.delete(path, even_pinned=True)
 
 
 @contextlib.contextmanager
-def _changing(path: Path, action: str) -> Iterator[None]:
+def _change(path: Path, action: str) -> Iterator[None]:
     """Converts OSError and ValueError of the block to SaveFailedError.
 
     Raises:

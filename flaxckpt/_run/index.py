@@ -19,12 +19,12 @@ class RunStep(NamedTuple):
 
     Attributes:
         path: The directory of the step.
-        marks: The markers of the step.
+        markers: The markers of the step.
         ranked: The step as seen by policies.
     """
 
     path: Path
-    marks: _steps.markers.Status
+    markers: _steps.markers.Status
     ranked: run_metrics.RankedStep
 
 
@@ -46,19 +46,19 @@ class RunIndex:
         self._directory = directory
         self._format = step_format
         self._metrics_from = metrics_from
-        self._known: dict[Path, _storage.Stamp] = {}  # recognised steps
-        self._metrics = run_metrics.Remembered(
+        self._stamps: dict[Path, _storage.Stamp] = {}  # recognised steps
+        self._metrics = run_metrics.FileCache(
             run_metrics.METRICS_FILE, run_metrics.read_metrics
         )
-        self._created = run_metrics.Remembered(
+        self._created = run_metrics.FileCache(
             _native.items.CHECKPOINT, _native.metadata.read_created
         )
 
-    def listed(self) -> dict[int, Path]:
+    def paths(self) -> dict[int, Path]:
         """Returns the steps without damage markers, ascending."""
         return {entry.step: entry.path for entry in self._entries()}
 
-    def damaged(self) -> dict[int, Path]:
+    def damaged_paths(self) -> dict[int, Path]:
         """Returns the steps marked as damaged, ascending."""
         return _steps.index.list_damaged(self._directory, self._format)
 
@@ -75,15 +75,15 @@ class RunIndex:
             if _storage.of(self._directory).costs_requests:
                 # Looking at a step costs less than a stamp there.
                 return [entry for entry in entries if entry.was_step]
-        known: dict[Path, _storage.Stamp] = {}
-        found = []
-        for entry in entries:
-            stamp = _storage.stamp(entry.path)
-            if self._known.get(entry.path) == stamp or entry.was_step:
-                known[entry.path] = stamp
-                found.append(entry)
-        self._known = known
-        return found
+        # An unchanged directory that was a step still is.
+        stamps = {entry.path: _storage.stamp(entry.path) for entry in entries}
+        steps = [
+            entry
+            for entry in entries
+            if self._stamps.get(entry.path) == stamps[entry.path] or entry.was_step
+        ]
+        self._stamps = {entry.path: stamps[entry.path] for entry in steps}
+        return steps
 
     def metrics(self, path: Path) -> Mapping[str, float]:
         """Returns the metrics stored with the step `path`; empty if unreadable."""
@@ -94,47 +94,46 @@ class RunIndex:
         self._metrics.forget()
         self._created.forget()
 
-    def best(self, policy: policies.BestN) -> set[int]:
+    def best_steps(self, policy: policies.BestN) -> set[int]:
         """Returns the steps that `policy` preserves."""
-        return policy.preserved(list(self.ranked().values()))
+        return policy.preserved(list(self.ranked_steps().values()))
 
-    def ranked(self) -> dict[int, run_metrics.RankedStep]:
+    def ranked_steps(self) -> dict[int, run_metrics.RankedStep]:
         """Returns the steps as seen by policies."""
-        return {step: found.ranked for step, found in self.found().items()}
+        return {number: step.ranked for number, step in self.steps().items()}
 
     def has_changed(self, path: Path) -> bool:
         """Returns True if the metrics of the step `path` changed since last read."""
         return self._metrics.has_changed(path)
 
-    def found(self) -> dict[int, RunStep]:
+    def steps(self) -> dict[int, RunStep]:
         """Returns the current steps, without unrecognised directories."""
         with (
             _storage.permissions.explain_errors(self._directory),
             _storage.paths.listing_cache(self._directory),
         ):
-            return self._looked_at()
+            elsewhere: run_metrics.MetricsByStep = {}
+            if self._metrics_from is not None:
+                elsewhere = run_metrics.parse_by_step(self._metrics_from())
+            entries = self._entries()
+            paths = {entry.path for entry in entries}
+            for cache in (self._metrics, self._created):
+                cache.forget(all_but=paths)
+            return {
+                entry.step: self._read_step(entry, elsewhere.get(entry.step, {}))
+                for entry in entries
+                if entry.is_step
+            }
 
-    def _looked_at(self) -> dict[int, RunStep]:
-        elsewhere: run_metrics.MetricsByStep = {}
-        if self._metrics_from is not None:
-            elsewhere = run_metrics.by_step(self._metrics_from())
-        found = {}
-        entries = self._entries()
-        paths = {entry.path for entry in entries}
-        for remembered in (self._metrics, self._created):
-            remembered.forget(all_but=paths)
-        for entry in entries:
-            if not entry.is_step:
-                continue
-            marks = _steps.markers.status(
-                entry.path, entry.files, dataset=_native.items.DATASET
-            )
-            ranked = run_metrics.RankedStep(
-                entry.step,
-                temporary=marks.temporary,
-                elsewhere=elsewhere.get(entry.step, {}),
-                metrics=functools.partial(self._metrics, entry.path),
-                created=functools.partial(self._created, entry.path),
-            )
-            found[entry.step] = RunStep(entry.path, marks, ranked)
-        return found
+    def _read_step(self, entry: _Entry, elsewhere: Mapping[str, float]) -> RunStep:
+        markers = _steps.markers.status(
+            entry.path, entry.files, dataset=_native.items.DATASET
+        )
+        ranked = run_metrics.RankedStep(
+            entry.step,
+            temporary=markers.temporary,
+            elsewhere=elsewhere,
+            metrics=functools.partial(self._metrics, entry.path),
+            created=functools.partial(self._created, entry.path),
+        )
+        return RunStep(entry.path, markers, ranked)

@@ -19,31 +19,31 @@ T = TypeVar("T")
 MetricsByStep: TypeAlias = Mapping[int, Mapping[str, float]]
 
 
-class Remembered(Generic[T]):
+class FileCache(Generic[T]):
     """Cache of a value read from a small file of each step, until the file changes."""
 
     def __init__(self, file: str, read: Callable[[Path], T]) -> None:
         self._file = file
         self._read = read
-        self._known: dict[Path, tuple[_storage.Stamp, T]] = {}
+        self._values: dict[Path, tuple[_storage.Stamp, T]] = {}
 
     def __call__(self, path: Path) -> T:
         stamp = _storage.stamp(path / self._file)
-        known = self._known.get(path)
-        if known is None or known[0] != stamp:
-            known = self._known[path] = (stamp, self._read(path))
-        return known[1]
+        cached = self._values.get(path)
+        if cached is None or cached[0] != stamp:
+            cached = self._values[path] = (stamp, self._read(path))
+        return cached[1]
 
     def has_changed(self, path: Path) -> bool:
         """Returns True if the file was read and has changed since."""
-        known = self._known.get(path)
-        return known is not None and not known[0].is_current()
+        cached = self._values.get(path)
+        return cached is not None and not cached[0].is_current()
 
     def forget(self, *, all_but: Collection[Path] = ()) -> None:
         """Forgets the values of all steps except `all_but`."""
-        for path in list(self._known):  # other threads may add to it
+        for path in list(self._values):  # other threads may add to it
             if path not in all_but:
-                self._known.pop(path, None)
+                self._values.pop(path, None)
 
 
 class RankedStep:
@@ -91,18 +91,18 @@ def read_metrics(path: Path) -> dict[str, float] | None:
         return None
 
 
-def by_step(given: object) -> dict[int, dict[str, float]]:
+def parse_by_step(by_step: object) -> dict[int, dict[str, float]]:
     """Returns the result of `metrics_from` with int keys; accepts keys as text.
 
     Raises:
-        OptionError: `given` is not step -> name -> number.
+        OptionError: `by_step` is not step -> name -> number.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(by_step, Mapping):
         raise errors.OptionError(
-            f"metrics_from must return step -> name -> number, got {given!r:.80}"
+            f"metrics_from must return step -> name -> number, got {by_step!r:.80}"
         )
-    found: dict[int, dict[str, float]] = {}
-    for key, metrics in given.items():
+    numbers: dict[int, dict[str, float]] = {}
+    for key, metrics in by_step.items():
         try:
             is_text = isinstance(key, str) and key.isascii() and key.isdigit()
             step = int(key) if is_text else operator.index(key)
@@ -110,8 +110,8 @@ def by_step(given: object) -> dict[int, dict[str, float]]:
             raise errors.OptionError(
                 f"the keys returned by metrics_from must be steps, got {key!r:.80}"
             ) from None
-        found[step] = as_metrics(metrics)
-    return found
+        numbers[step] = as_metrics(metrics)
+    return numbers
 
 
 def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:

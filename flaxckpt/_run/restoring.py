@@ -56,7 +56,7 @@ class RestoreKeywords(TypedDict, total=False):
     memory_map: Literal["auto"] | bool
 
 
-class _Wanted(NamedTuple):
+class _Request(NamedTuple):
     """The request of a restore: an abstract state, an iterator and options."""
 
     state: PyTree | None
@@ -112,14 +112,14 @@ class Restores:
         **options: Unpack[RestoreKeywords],
     ) -> Restored:
         """Restores a step; see `Checkpointer.restore`."""
-        wanted = _Wanted(abstract_state, dataset, self._planned(options))
+        request = _Request(abstract_state, dataset, self._make_options(options))
         with _storage.paths.listing_cache(self._run.directory):
-            candidates, marked = self._agreed(step)
+            candidates, marked = self._agree_on_steps(step)
             if not fallback:  # try both copies of a step
                 candidates = self._run.copies(*candidates[0])
                 self._check_unmarked(candidates[0][0], marked)
-            self._tell_of_marked(marked)
-            return self._first(candidates, wanted, list(marked))
+            self._report_marked(marked)
+            return self._restore_first(candidates, request, list(marked))
 
     def load_source(
         self,
@@ -133,16 +133,16 @@ class Restores:
         With `optimizer="reinit"`, step counters beside optimizers keep their values.
         """
         keeps_steps = options.get("optimizer") == "reinit"
-        planned = self._planned(options, keeps_steps=keeps_steps)
+        restore_options = self._make_options(options, keeps_steps=keeps_steps)
         start = time.monotonic()
         counter = _util.progress.Counter(f"loading {path.name}")
         state, lineage = _checkpoint.restore.load_source(
-            path, step, abstract_state, planned, counter
+            path, step, abstract_state, restore_options, counter
         )
-        self._tell(lineage[0].step, lineage[0].path, counter, start)
+        self._report_restored(lineage[0].step, lineage[0].path, counter, start)
         return state, lineage
 
-    def _planned(
+    def _make_options(
         self, options: RestoreKeywords, *, keeps_steps: bool = False
     ) -> _checkpoint.planner.RestoreOptions:
         return _checkpoint.planner.RestoreOptions(
@@ -152,7 +152,7 @@ class Restores:
             **options,
         )
 
-    def _tell(
+    def _report_restored(
         self,
         step: int | None,
         path: Path | str,
@@ -166,7 +166,9 @@ class Restores:
 
     # ---- choosing a step -----------------------------------------------------
 
-    def _agreed(self, step: int | None) -> tuple[list[tuple[int, Path]], _Marked]:
+    def _agree_on_steps(
+        self, step: int | None
+    ) -> tuple[list[tuple[int, Path]], _Marked]:
         """Returns the steps to restore, as seen by process 0.
 
         Returns:
@@ -174,13 +176,13 @@ class Restores:
             newest first.
         """
         what = "the newest step" if step is None else f"step {step}"
-        together = self._processes.begin("find", what)
-        with _distributed.agreement.closing(together, saving=False):
+        operation = self._processes.begin("find", what)
+        with _distributed.agreement.closing(operation, saving=False):
             self._wait()
             if self._run.has_staging:
                 candidates = self._run.candidates(step)
                 return candidates, self._marked_beyond(step, candidates)
-            _distributed.agreement.check_same_request(together, what)
+            _distributed.agreement.check_same_request(operation, what)
 
             def look() -> list[list[tuple[int, str]]]:
                 candidates = self._run.candidates(step)
@@ -188,9 +190,9 @@ class Restores:
                 named = [(number, path.name) for number, path in candidates]
                 return [named, list(marked.items())]
 
-            named, marked = _distributed.agreement.broadcast(together, "found", look)
-        found = [(number, self._run.directory / name) for number, name in named]
-        return found, dict(marked)
+            named, marked = _distributed.agreement.broadcast(operation, "found", look)
+        candidates = [(number, self._run.directory / name) for number, name in named]
+        return candidates, dict(marked)
 
     def _marked_beyond(
         self, step: int | None, candidates: Sequence[tuple[int, Path]]
@@ -199,7 +201,7 @@ class Restores:
         if step is not None:
             return {}
         newest = candidates[0][0]
-        marked = {s: why for s, why in self._run.reasons().items() if s > newest}
+        marked = {s: why for s, why in self._run.damage_reasons().items() if s > newest}
         return dict(sorted(marked.items(), reverse=True))
 
     def _check_unmarked(self, newest: int, marked: _Marked) -> None:
@@ -217,7 +219,7 @@ class Restores:
                 " marked step, and delete(step) removes it."
             )
 
-    def _tell_of_marked(self, marked: _Marked) -> None:
+    def _report_marked(self, marked: _Marked) -> None:
         for step, why in marked.items():
             path = self._run.directory / self._run.format.name(step)
             self._run.events.emit("fell_back", step, path=path, error=why, marked=True)
@@ -225,17 +227,17 @@ class Restores:
                 "step %d is left out, because it is marked as damaged: %s", step, why
             )
 
-    def _first(
+    def _restore_first(
         self,
         candidates: Sequence[tuple[int, Path]],
-        wanted: _Wanted,
+        request: _Request,
         marked: Sequence[int],
     ) -> Restored:
         """Restores the first undamaged step of `candidates`.
 
         Args:
             candidates: The steps and their paths, best first.
-            wanted: The request.
+            request: The state, iterator and options of the restore.
             marked: Newer steps marked as damaged.
         """
         damage: errors.DamagedCheckpointError | None = None
@@ -243,10 +245,12 @@ class Restores:
         for number, path in candidates:
             start = time.monotonic()
             counter = _util.progress.Counter(f"loading {path.name}")
-            one = functools.partial(self._one, number, path, wanted, counter)
-            together = self._processes.begin("restore", f"step {number}")
+            restore = functools.partial(
+                self._restore_one, number, path, request, counter
+            )
+            operation = self._processes.begin("restore", f"step {number}")
             try:
-                stored, state = _distributed.agreement.attempt(together, one)
+                stored, state = _distributed.agreement.attempt(operation, restore)
             except errors.DamagedCheckpointError as error:
                 damage = damage or error
                 left_out.append((number, path))
@@ -254,15 +258,15 @@ class Restores:
                 self._run.events.emit("fell_back", number, path=path, error=text)
                 _log.warning("step %d is damaged and left out: %s", number, error)
             else:
-                self._tell(number, path, counter, start)
+                self._report_restored(number, path, counter, start)
                 # Mark damaged steps only after another step was restored.
-                self._settle_marks(number, path, left_out)
-                self._tell_of_older(number, [*marked, *(n for n, _ in left_out)])
+                self._update_markers(number, path, left_out)
+                self._warn_of_older(number, [*marked, *(n for n, _ in left_out)])
                 return Restored(number, state, stored.metadata.lineage)
         assert damage is not None
         raise damage
 
-    def _tell_of_older(self, number: int, newer: Sequence[int]) -> None:
+    def _warn_of_older(self, number: int, newer: Sequence[int]) -> None:
         """Warns, as the last message, of a restore of an older step."""
         steps = ", ".join(str(step) for step in dict.fromkeys(newer) if step != number)
         if steps:
@@ -278,11 +282,11 @@ class Restores:
 
     # ---- a step -----------------------------------------------------------------
 
-    def _one(
+    def _restore_one(
         self,
         number: int,
         path: Path,
-        wanted: _Wanted,
+        request: _Request,
         counter: _util.progress.Counter,
         has_read: Callable[[], object],
     ) -> tuple[Stored, PyTree]:
@@ -299,14 +303,14 @@ class Restores:
                     f"{path} is named like a step, but is not a checkpoint"
                 )
             located = _locate.Located(path, number, detected)
-            stored = located.open(wanted.options.types)
+            stored = located.open(request.options.types)
             _locate.check_step(path, number, stored)
-            undone = self._undone(stored.metadata, wanted)
+            options = self._with_undoing(stored.metadata, request)
             state = _checkpoint.restore.restore(
-                stored, wanted.state, undone, counter, has_read
+                stored, request.state, options, counter, has_read
             )
-            if wanted.dataset is not None:
-                _checkpoint.restore.restore_dataset(stored, wanted.dataset)
+            if request.dataset is not None:
+                _checkpoint.restore.restore_dataset(stored, request.dataset)
         except OSError as error:
             if isinstance(error, errors.CheckpointError):
                 raise
@@ -315,21 +319,21 @@ class Restores:
             ) from error
         return stored, state
 
-    def _undone(
-        self, metadata: CheckpointMetadata, wanted: _Wanted
+    def _with_undoing(
+        self, metadata: CheckpointMetadata, request: _Request
     ) -> _checkpoint.planner.RestoreOptions:
         """Returns the options, with transforms that undo the transforms of the save."""
-        if wanted.state is None or not self._transforms:
-            return wanted.options
+        if request.state is None or not self._transforms:
+            return request.options
         if metadata.transforms != _transforms.describe(self._transforms):
-            return wanted.options
-        undoing = _transforms.undoing(self._transforms)
+            return request.options
+        undoing = _transforms.invert_for_restore(self._transforms)
         if undoing is None:
-            if not wanted.options.transforms:  # the caller may undo them
-                self._check_unchanged(metadata, wanted.state)
-            return wanted.options
+            if not request.options.transforms:  # the caller may undo them
+                self._check_unchanged(metadata, request.state)
+            return request.options
         return dataclasses.replace(
-            wanted.options, transforms=(*undoing, *wanted.options.transforms)
+            request.options, transforms=(*undoing, *request.options.transforms)
         )
 
     def _check_unchanged(self, metadata: CheckpointMetadata, state: PyTree) -> None:
@@ -349,7 +353,7 @@ class Restores:
 
     # ---- damage markers ----------------------------------------------------------
 
-    def _settle_marks(
+    def _update_markers(
         self, number: int, path: Path, left_out: Sequence[tuple[int, Path]]
     ) -> None:
         """Marks steps proved to be damaged, and unmarks a step proved to be good.

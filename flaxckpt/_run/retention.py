@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flaxckpt import _checkpoint, _steps, _storage, errors, policies
-from flaxckpt._run import index, metrics
+from flaxckpt._run import index as run_index
+from flaxckpt._run import metrics
 from flaxckpt.formats import _native
 from flaxckpt.policies import PreservationPolicy
 
@@ -50,24 +51,29 @@ class Rules(NamedTuple):
                 f" got {metrics_from!r:.80}: write metrics_from=lambda: measured"
             )
         return cls(
-            policies.checked(keep, "keep"),
-            policies.checked(keep_dataset, "keep_dataset"),
+            policies.check(keep, "keep"),
+            policies.check(keep_dataset, "keep_dataset"),
             metrics_from,
         )
 
 
-class _Judged(NamedTuple):
+class _Decision(NamedTuple):
     """A decision of retention.
 
     Attributes:
-        found: All steps.
-        going: The steps to delete.
+        steps: All steps.
+        doomed: The steps to delete.
         datasets: The steps to delete the dataset state of.
     """
 
-    found: Mapping[int, index.RunStep]
-    going: Sequence[int]
+    steps: Mapping[int, run_index.RunStep]
+    doomed: Sequence[int]
     datasets: Sequence[int]
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is to be deleted."""
+        return not (self.doomed or self.datasets)
 
 
 class Retention:
@@ -80,7 +86,7 @@ class Retention:
 
     Attributes:
         rules: Rules of retention.
-        steps: The steps in the directory.
+        index: The steps in the directory.
     """
 
     def __init__(
@@ -89,8 +95,8 @@ class Retention:
         self.rules = rules
         self._directory = directory
         self._format = step_format
-        self.steps = index.RunIndex(directory, step_format, rules.metrics_from)
-        self._told: set[PreservationPolicy] = set()
+        self.index = run_index.RunIndex(directory, step_format, rules.metrics_from)
+        self._warned: set[PreservationPolicy] = set()
 
     # ---- decisions ----------------------------------------------------------
 
@@ -101,38 +107,38 @@ class Retention:
             step: A step of `coming`.
             coming: The other directory; its pending uploads count as steps here.
         """
-        others = {s: f for s, f in coming.steps.found().items() if f.marks.waiting}
-        both = self.steps.found() | others
-        return bool(self._decided(self.rules.keep, both).get(step))
+        pending = {s: f for s, f in coming.index.steps().items() if f.markers.waiting}
+        steps = self.index.steps() | pending
+        return bool(self._reasons(self.rules.keep, steps).get(step))
 
     def explain(self) -> dict[int, list[str]]:
         """Returns the reasons for keeping each step, oldest first.
 
         Steps without reasons are to be deleted.
         """
-        return self._explained(self.steps.found())
+        return self._explain(self.index.steps())
 
-    def _decided(
-        self, keep: Sequence[PreservationPolicy], found: Mapping[int, index.RunStep]
+    def _reasons(
+        self, keep: Sequence[PreservationPolicy], steps: Mapping[int, run_index.RunStep]
     ) -> dict[int, list[str]]:
-        """Returns the reasons for keeping each step of `found`."""
+        """Returns the reasons of the policies `keep` for keeping each step."""
         reasons = policies.decide(
             keep,
-            [each.ranked for each in found.values()],
-            pinned=[step for step, each in found.items() if each.marks.pinned],
-            readers={step: each.marks.readers for step, each in found.items()},
+            [step.ranked for step in steps.values()],
+            pinned=[n for n, step in steps.items() if step.markers.pinned],
+            readers={n: step.markers.readers for n, step in steps.items()},
         )
-        for step, why in reasons.items():
-            if found[step].ranked.is_doubtful:  # may be the best
+        for number, why in reasons.items():
+            if steps[number].ranked.is_doubtful:  # may be the best
                 why.append("metrics damaged")
         return reasons
 
-    def _explained(self, found: Mapping[int, index.RunStep]) -> dict[int, list[str]]:
-        reasons = self._decided(self.rules.keep, found)
-        for step, why in reasons.items():
-            if found[step].marks.waiting:
+    def _explain(self, steps: Mapping[int, run_index.RunStep]) -> dict[int, list[str]]:
+        reasons = self._reasons(self.rules.keep, steps)
+        for number, why in reasons.items():
+            if steps[number].markers.waiting:
                 why.append("not uploaded")
-            if why and found[step].marks.let_go:
+            if why and steps[number].markers.let_go:
                 why.append("dataset let go")
         return reasons
 
@@ -169,48 +175,47 @@ class Retention:
         self, just_saved: int | None, is_awaited: Callable[[], bool]
     ) -> tuple[int, ...]:
         try:
-            judged = self._judge(just_saved)
+            decision = self._decide(just_saved)
         except Exception as error:
             if just_saved is None:
                 raise
             _log.error("nothing is deleted after step %d: %s", just_saved, error)
             return ()
-        is_told = self._tell_of_unmeasured(judged)
-        is_any_to_go = bool(judged.going or judged.datasets)
-        if is_told and is_any_to_go and just_saved is not None:
+        has_warned = self._warn_of_missing_metrics(decision)
+        if has_warned and not decision.is_empty and just_saved is not None:
             _log.warning("nothing is deleted after step %d this time", just_saved)
             return ()
-        if is_any_to_go:
+        if not decision.is_empty:
             if just_saved is None:
-                self._check_whole(max(judged.found), _checkpoint.verify.check)
+                self._check_complete(max(decision.steps), _checkpoint.verify.check)
             else:
-                self._check_whole(just_saved, _checkpoint.file_sizes.check)
-        is_over = _out_of_time(is_awaited)
-        deleted = tuple(self._delete(judged, just_saved, is_over))
+                self._check_complete(just_saved, _checkpoint.file_sizes.check)
+        is_over = _deadline(is_awaited)
+        deleted = tuple(self._delete(decision, just_saved, is_over))
         what = "the remainder of earlier deletions"
         if not is_over():
             self._attempt(what, _steps.delete.sweep, self._directory, self._format)
         return deleted
 
-    def _judge(self, just_saved: int | None) -> _Judged:
+    def _decide(self, just_saved: int | None) -> _Decision:
         """Returns the current decision of retention."""
-        found = self.steps.found() if self._anything_may_go() else {}
-        reasons = self._explained(found)
-        going = [s for s, why in reasons.items() if not why and s != just_saved]
-        staying = {s: each for s, each in found.items() if s not in going}
-        return _Judged(found, going, self._datasets(staying, just_saved))
+        steps = self.index.steps() if self._may_delete() else {}
+        reasons = self._explain(steps)
+        doomed = [n for n, why in reasons.items() if not why and n != just_saved]
+        staying = {n: step for n, step in steps.items() if n not in doomed}
+        return _Decision(steps, doomed, self._datasets_to_delete(staying, just_saved))
 
     def _delete(
-        self, judged: _Judged, just_saved: int | None, is_over: Callable[[], bool]
+        self, decision: _Decision, just_saved: int | None, is_over: Callable[[], bool]
     ) -> Iterator[int]:
         """Deletes steps, then dataset states; yields the deleted steps."""
         tried: set[int] = set()
         is_new = False  # decide again once per deletion, or none would happen
-        while waiting := [step for step in judged.going if step not in tried]:
-            step = waiting[0]
-            if not is_new and self._are_measured_anew(judged, step):
+        while remaining := [step for step in decision.doomed if step not in tried]:
+            step = remaining[0]
+            if not is_new and self._have_metrics_changed(decision, step):
                 try:
-                    judged, is_new = self._judge(just_saved), True
+                    decision, is_new = self._decide(just_saved), True
                 except Exception as error:
                     _log.error("no more steps are deleted: %s", error)
                     return
@@ -219,19 +224,19 @@ class Retention:
                 return
             is_new = False
             tried.add(step)
-            path = judged.found[step].path
+            path = decision.steps[step].path
             if self._attempt(f"step {step}", _steps.delete.delete, path):
                 yield step
-        for step in judged.datasets:
+        for step in decision.datasets:
             if is_over():
                 return
             what = f"the dataset state of step {step}"
-            path = judged.found[step].path
+            path = decision.steps[step].path
             self._attempt(
                 what, _steps.delete.delete_dataset, path, _native.items.DATASET
             )
 
-    def _tell_of_unmeasured(self, judged: _Judged) -> bool:
+    def _warn_of_missing_metrics(self, decision: _Decision) -> bool:
         """Warns, once per policy, if no step has the metric of a `BestN` policy.
 
         If no step has any metrics, warns only when steps are to be deleted: metrics may
@@ -240,17 +245,18 @@ class Retention:
         Returns:
             True if a warning was logged.
         """
-        checkpoints = [found.ranked for found in judged.found.values()]
-        told = len(self._told)
+        ranked = [step.ranked for step in decision.steps.values()]
+        has_warned = False
         for policy in (*self.rules.keep, *self.rules.keep_dataset):
-            if not isinstance(policy, policies.BestN) or policy in self._told:
+            if not isinstance(policy, policies.BestN) or policy in self._warned:
                 continue
-            if not checkpoints or policy.preserved(checkpoints):
+            if not ranked or policy.preserved(ranked):
                 continue
-            known = sorted({name for each in checkpoints for name in each.metrics})
-            if not (known or judged.going or judged.datasets):
+            names = sorted({name for step in ranked for name in step.metrics})
+            if not names and decision.is_empty:
                 continue
-            self._told.add(policy)
+            self._warned.add(policy)
+            has_warned = True
             _log.warning(
                 "no step of %s has a finite metric %r yet, so %s keeps nothing, and the"
                 " best step may be deleted; the steps have %s. Pass the metric to"
@@ -258,30 +264,30 @@ class Retention:
                 self._directory,
                 policy.metric,
                 policy,
-                ", ".join(known) or "no metrics at all",
+                ", ".join(names) or "no metrics at all",
             )
-        return len(self._told) > told
+        return has_warned
 
-    def _are_measured_anew(self, judged: _Judged, step: int) -> bool:
+    def _have_metrics_changed(self, decision: _Decision, step: int) -> bool:
         """Returns True if the metrics of `step`, or of a kept step, have changed.
 
         Other steps to be deleted are checked before their own deletion.
         """
-        going = set(judged.going)
+        doomed = set(decision.doomed)
         return any(
-            self.steps.has_changed(each.path)
-            for other, each in judged.found.items()
-            if other == step or other not in going
+            self.index.has_changed(other.path)
+            for number, other in decision.steps.items()
+            if number == step or number not in doomed
         )
 
-    def _anything_may_go(self) -> bool:
+    def _may_delete(self) -> bool:
         """Returns True if rules or temporary steps make a deletion possible."""
         if self.rules.keep or self.rules.keep_dataset:
             return True
         with _storage.permissions.explain_errors(self._directory):
-            return any(map(_steps.markers.is_temporary, self.steps.listed().values()))
+            return any(map(_steps.markers.is_temporary, self.index.paths().values()))
 
-    def _check_whole(self, step: int, check: Callable[[Path], None]) -> None:
+    def _check_complete(self, step: int, check: Callable[[Path], None]) -> None:
         path = self._directory / self._format.name(step)
         try:
             check(path)
@@ -292,17 +298,17 @@ class Retention:
                 " again."
             ) from error
 
-    def _datasets(
-        self, staying: Mapping[int, index.RunStep], just_saved: int | None
+    def _datasets_to_delete(
+        self, staying: Mapping[int, run_index.RunStep], just_saved: int | None
     ) -> list[int]:
         """Returns the steps to delete the dataset state of."""
-        states = {s: each for s, each in staying.items() if each.marks.has_dataset}
+        steps = {n: step for n, step in staying.items() if step.markers.has_dataset}
         # Finish deletions that were begun.
-        going = {step for step, each in states.items() if each.marks.let_go}
+        doomed = {number for number, step in steps.items() if step.markers.let_go}
         if self.rules.keep_dataset:
-            reasons = self._decided(self.rules.keep_dataset, states)
-            going |= {s for s, why in reasons.items() if not why and s != just_saved}
-        return sorted(going)
+            reasons = self._reasons(self.rules.keep_dataset, steps)
+            doomed |= {n for n, why in reasons.items() if not why and n != just_saved}
+        return sorted(doomed)
 
     def _attempt(self, what: str, delete: Callable[..., None], *args: Any) -> bool:
         """Calls `delete`; logs a failure and returns False."""
@@ -320,17 +326,17 @@ class Retention:
         return True
 
 
-def _out_of_time(is_awaited: Callable[[], bool]) -> Callable[[], bool]:
+def _deadline(is_awaited: Callable[[], bool]) -> Callable[[], bool]:
     """Returns a function that returns True to stop; call before each deletion.
 
     Two deletions are always allowed, as each save adds a single step.
     """
     end = time.monotonic() + _DELETING_SECS
-    asked = itertools.count()
+    calls = itertools.count()
 
     def is_over() -> bool:
         return (
-            next(asked) >= _LEAST_DELETED and time.monotonic() >= end and is_awaited()
+            next(calls) >= _LEAST_DELETED and time.monotonic() >= end and is_awaited()
         )
 
     return is_over

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from flaxckpt import _checkpoint, _steps, _storage, _util, errors, formats, policies
-from flaxckpt._run import edit, retention
-from flaxckpt._run.events import stream
+from flaxckpt._run import edit, events, retention
 from flaxckpt.formats import _locate
 
 Tier = Literal["directory", "staging"]
@@ -53,7 +52,7 @@ class RunSteps:
         self.format = step_format
         self.retention = retention.Retention(self.saves_in, step_format, rules)
         journal = None if read_only else self.saves_in / _steps.journal.NAME
-        self.events = stream.Stream(directory, journal)
+        self.events = events.Stream(directory, journal)
 
     def make_directory(self) -> None:
         """Makes the directory where steps are saved.
@@ -86,38 +85,39 @@ class RunSteps:
 
     # ---- finding ----------------------------------------------------------------
 
-    def listed(self) -> dict[int, Path]:
+    def paths(self) -> dict[int, Path]:
         """Returns the steps without damage markers, ascending."""
-        return self.retention.steps.listed()
+        return self.retention.index.paths()
 
-    def seen(self) -> dict[int, Path]:
+    def known_paths(self) -> dict[int, Path]:
         """Returns the known steps without listing a directory behind staging."""
-        return self.listed()
+        return self.paths()
 
-    def damaged(self) -> dict[int, Path]:
+    def damaged_paths(self) -> dict[int, Path]:
         """Returns the steps marked as damaged, ascending."""
-        return self.retention.steps.damaged()
+        return self.retention.index.damaged_paths()
 
     def metrics(self, path: Path) -> Mapping[str, float]:
         """Returns the metrics stored with the step at `path`."""
-        return self.retention.steps.metrics(path)
+        return self.retention.index.metrics(path)
 
-    def best(self, policy: policies.BestN) -> set[int]:
+    def best_steps(self, policy: policies.BestN) -> set[int]:
         """Returns the steps that `policy` preserves."""
-        return self.retention.steps.best(policy)
+        return self.retention.index.best_steps(policy)
 
     def forget(self) -> None:
         """Forgets all values read until now."""
-        self.retention.steps.forget()
+        self.retention.index.forget()
 
     def has_any(self) -> bool:
         """Returns True if the run has steps, good or damaged."""
-        return bool(self.listed() or self.damaged())
+        return bool(self.paths() or self.damaged_paths())
 
-    def reasons(self) -> dict[int, str]:
+    def damage_reasons(self) -> dict[int, str]:
         """Returns the reason for each damage marker: step -> reason."""
         return {
-            step: _steps.markers.damage_reason(p) for step, p in self.damaged().items()
+            step: _steps.markers.damage_reason(path)
+            for step, path in self.damaged_paths().items()
         }
 
     def path(self, step: int) -> Path:
@@ -128,15 +128,15 @@ class RunSteps:
             OptionError: `step` is not a valid step number.
         """
         step = _steps.names.check(step)
-        listed = self.listed()
-        if step not in listed:
-            listed |= self.damaged()
-        if step not in listed:
+        paths = self.paths()
+        if step not in paths:
+            paths |= self.damaged_paths()
+        if step not in paths:
             raise errors.CheckpointNotFoundError(
                 f"{self.directory} has no step {step}:"
-                f" it has {_locate.summarize(list(listed))}"
+                f" it has {_locate.summarize(list(paths))}"
             )
-        return listed[step]
+        return paths[step]
 
     def candidates(self, step: int | None) -> list[tuple[int, Path]]:
         """Returns the steps to try in a restore, best first.
@@ -152,7 +152,7 @@ class RunSteps:
             step = _steps.names.check(step)
             return self.copies(step, self.path(step))
         candidates = self._newest_first()
-        if not candidates and (damaged := self.reasons()):
+        if not candidates and (damaged := self.damage_reasons()):
             raise errors.DamagedCheckpointError(
                 f"{self.directory} has only damaged steps:\n"
                 + errors.rows(f"{step}: {why}" for step, why in damaged.items())
@@ -170,7 +170,7 @@ class RunSteps:
         return candidates
 
     def _newest_first(self) -> list[tuple[int, Path]]:
-        return sorted(self.listed().items(), reverse=True)
+        return sorted(self.paths().items(), reverse=True)
 
     def copies(self, step: int, path: Path) -> list[tuple[int, Path]]:
         """Returns the step at `path`, and its copy behind staging if it exists."""
@@ -211,11 +211,11 @@ class RunSteps:
                 " this one as source= to begin from it"
             )
 
-    def marks_of_new(self, *, overwrite: bool) -> dict[str, bytes]:
+    def markers_of_new(self, *, overwrite: bool) -> dict[str, bytes]:
         """Returns the markers of a new step: file name -> content."""
         return {}
 
-    def replacing(self, path: Path) -> contextlib.AbstractContextManager[None]:
+    def upload_pause(self, path: Path) -> contextlib.AbstractContextManager[None]:
         """Keeps uploads from reading a step during the `with` block."""
         return contextlib.nullcontext()
 
@@ -232,7 +232,7 @@ class RunSteps:
     # ---- keeping and deleting ---------------------------------------------------
 
     @contextlib.contextmanager
-    def changing(self, step: int, *removed: str) -> Iterator[Path]:
+    def step_change(self, step: int, *removed: str) -> Iterator[Path]:
         """Yields the path of a step, for changes in the `with` block.
 
         Args:
@@ -248,7 +248,7 @@ class RunSteps:
             SaveFailedError: The marker could not be changed.
         """
         if _util.processes.is_first():
-            with self.changing(step, _steps.markers.UNTIL_NEXT) as path:
+            with self.step_change(step, _steps.markers.UNTIL_NEXT) as path:
                 edit.make_permanent(path)
 
     def retire(

@@ -43,74 +43,74 @@ class Saves:
     ) -> None:
         self.lineage: tuple[Lineage, ...] = ()
         self._run = run
-        self._shared = options
+        self._options = options
         self._processes = processes
         self.params_only = params_only.ParamsOnly(run.directory, run.format)
         # One save at a time, for all threads.
         self._lock = _util.forks.PerProcess(threading.RLock)
-        self._pending: SaveHandle | None = None
-        self._pending_step: int | None = None
-        self._saved: _arrays.write.Previous | None = None  # by our last save
-        self._own: set[int] = set()
-        self._has_undone = False  # its transforms, as a test
+        self._handle: SaveHandle | None = None
+        self._handle_step: int | None = None
+        self._last_arrays: _arrays.write.Previous | None = None  # by our last save
+        self._own_steps: set[int] = set()
+        self._has_tried_undoing = False  # its transforms, as a test
 
-    def request(self, step: int, **given: Any) -> SaveRequest:
-        """Returns the request of a save; `given` are more fields of the request."""
+    def request(self, step: int, **fields: Any) -> SaveRequest:
+        """Returns the request of a save, with further fields."""
         return SaveRequest(
             path=self._run.saves_in / self._run.format.name(step),
-            options=self._shared,
+            options=self._options,
             step=step,
             lineage=self.lineage,
-            **given,
+            **fields,
         )
 
     def save(self, request: SaveRequest, state: PyTree) -> SaveHandle:
         """Waits for the previous save, and begins a save."""
         with self._lock.get():
-            together = self._processes.begin("save", f"step {request.step}")
-            with _distributed.agreement.report_failure(together):
+            operation = self._processes.begin("save", f"step {request.step}")
+            with _distributed.agreement.report_failure(operation):
                 self.end()
                 with _checkpoint.commit.store_errors(request.path):
-                    return self._begin(request, state, together)
+                    return self._begin(request, state, operation)
 
     def _begin(
         self,
         request: SaveRequest,
         state: PyTree,
-        together: _distributed.operation.Operation | None,
+        operation: _distributed.operation.Operation | None,
     ) -> SaveHandle:
         step, path = request.number, request.path
         if request.on_exists == "skip" and _distributed.agreement.broadcast(
-            together, "there", lambda: step in self._run.seen()
+            operation, "there", lambda: step in self._run.known_paths()
         ):
-            if together is not None:
-                together.close()
+            if operation is not None:
+                operation.close()
             if not request.temporary:
                 self._run.make_permanent(step)
-            return self._skipped(request)
+            return self._skip(request)
         counter = _util.progress.Counter(f"saving step {step}")
-        with self._failing(step, path):
-            request = self._completed(request, counter, together)
+        with self._failure_event(step, path):
+            request = self._complete_request(request, counter, operation)
             snapshot = _checkpoint.save.take_snapshot(request, state)
             self._try_undoing(state)
         counter.total = snapshot.nbytes
         blocked = request.elapsed()
         self._run.events.emit("snapshot", step, path=path, blocked_secs=blocked)
 
-        @self._failing(step, path)
-        @_distributed.agreement.closing(together)
+        @self._failure_event(step, path)
+        @_distributed.agreement.closing(operation)
         def work() -> SaveResult:
             return self._execute(snapshot, blocked)
 
-        self._pending = SaveHandle(work, name=f"save of {path}", counter=counter)
-        self._pending_step = step
-        return self._pending
+        self._handle = SaveHandle(work, name=f"save of {path}", counter=counter)
+        self._handle_step = step
+        return self._handle
 
-    def _completed(
+    def _complete_request(
         self,
         request: SaveRequest,
         counter: _util.progress.Counter,
-        together: _distributed.operation.Operation | None,
+        operation: _distributed.operation.Operation | None,
     ) -> SaveRequest:
         """Returns the request with the fields that depend on the steps that exist.
 
@@ -118,10 +118,10 @@ class Saves:
             CheckpointExistsError: The step exists and may not be replaced.
         """
         step, path = request.number, request.path
-        if not self._own:
+        if not self._own_steps:
             self._run.check_no_checkpoint()
         is_damaged = _steps.markers.is_damaged(path)
-        if is_damaged and (together is None or together.is_first):
+        if is_damaged and (operation is None or operation.is_first):
             _checkpoint.overwrite.set_aside(path)
         overwrite = request.overwrite or is_damaged
         if overwrite:
@@ -129,28 +129,28 @@ class Saves:
         else:
             self._run.check_free(step)
 
-        def planned(**found: Any) -> None:
+        def emit_started(**details: Any) -> None:
             self._run.events.emit(
-                "started", step, path=path, overwrite=overwrite, **found
+                "started", step, path=path, overwrite=overwrite, **details
             )
 
         return dataclasses.replace(
             request,
             metrics=run_metrics.as_metrics(request.metrics),
             on_exists="overwrite" if overwrite else "error",
-            on_planned=planned,
+            on_planned=emit_started,
             count=counter.add,
-            operation=together,
-            markers=self._run.marks_of_new(overwrite=overwrite),
+            operation=operation,
+            markers=self._run.markers_of_new(overwrite=overwrite),
         )
 
     def _try_undoing(self, state: PyTree) -> None:
         """Warns, once, of leaves that a restore by this run would not bring back."""
-        if self._has_undone or not self._shared.transforms:
+        if self._has_tried_undoing or not self._options.transforms:
             return
-        self._has_undone = True
+        self._has_tried_undoing = True
         if problem := _checkpoint.save.find_undo_problem(
-            state, self._shared.transforms
+            state, self._options.transforms
         ):
             _log.warning("%s", problem)
 
@@ -160,13 +160,13 @@ class Saves:
         """Writes a snapshot, and deletes steps that no policy keeps."""
         request = snapshot.request
         step, final = request.number, request.path
-        with self._run.replacing(final):
-            written, self._saved = _checkpoint.save.write_snapshot(
+        with self._run.upload_pause(final):
+            written, self._last_arrays = _checkpoint.save.write_snapshot(
                 snapshot, self._previous()
             )
-        self._own.add(step)
+        self._own_steps.add(step)
         tier = self._run.tier(final)
-        said = {"tier": tier} if self._run.has_staging else {}
+        details = {"tier": tier} if self._run.has_staging else {}
         self._run.events.emit(
             "committed",
             step,
@@ -175,12 +175,14 @@ class Saves:
             blocked_secs=blocked,
             total_secs=request.elapsed(),
             metrics=len(request.metrics),
-            **said,
+            **details,
         )
+
+        def retire() -> tuple[int, ...]:
+            return self._run.retire(just_saved=step, is_awaited=self._is_awaited)
+
         deleted = tuple(
-            _distributed.agreement.broadcast(
-                request.operation, "deleted", lambda: self._retired(step)
-            )
+            _distributed.agreement.broadcast(request.operation, "deleted", retire)
         )
         total = request.elapsed()
         _log.info(
@@ -200,32 +202,28 @@ class Saves:
             return None
         try:
             # Only in `saves_in`: hard links cannot leave a file system.
-            listed = self._run.retention.steps.listed()
+            paths = self._run.retention.index.paths()
         except OSError:
             return None
-        if not listed:
+        if not paths:
             return None
-        newest = listed[max(listed)]
-        saved = self._saved
-        if saved is not None and saved.root.parent == newest and saved.is_current():
-            return saved
+        newest = paths[max(paths)]
+        last = self._last_arrays
+        if last is not None and last.root.parent == newest and last.is_current():
+            return last
         return _arrays.write.Previous(newest / _native.items.STATE, {})
-
-    def _retired(self, just_saved: int) -> tuple[int, ...]:
-        return self._run.retire(just_saved=just_saved, is_awaited=self._is_awaited)
 
     def _is_awaited(self) -> bool:
         """Returns True if a caller waits for the save in progress."""
-        return self._pending is not None and self._pending.is_awaited()
+        return self._handle is not None and self._handle.is_awaited()
 
-    def _skipped(self, request: SaveRequest) -> SaveHandle:
+    def _skip(self, request: SaveRequest) -> SaveHandle:
         step, final = request.number, request.path
         reason = f"step {step} exists"
         self._run.events.emit("skipped", step, path=final, reason=reason)
-        directory = self._run.directory
-        _log.warning("step %d is not saved: %s already has it", step, directory)
+        _log.warning("step %d is not saved: %s has it", step, self._run.directory)
         elapsed = request.elapsed()
-        path = self._run.seen().get(step, final)
+        path = self._run.known_paths().get(step, final)
         tier = self._run.tier(path)
         result = SaveResult(
             step, str(path), 0, elapsed, elapsed, skipped=reason, tier=tier
@@ -234,7 +232,7 @@ class Saves:
         return SaveHandle(lambda: result, name=f"save of {final}", counter=counter)
 
     @contextlib.contextmanager
-    def _failing(self, step: int, final: Path) -> Iterator[None]:
+    def _failure_event(self, step: int, final: Path) -> Iterator[None]:
         """Emits an event for a failure of the block, and raises the error."""
         try:
             yield
@@ -273,17 +271,16 @@ class Saves:
         """Saves a state without its optimizer; see `Checkpointer.save_params_only`."""
         if not _checkpoint.save.has_optimizer(state):
             return None
-        what = f"the parameters of step {step}"
-        together = self._processes.begin("params", what)
-        with self._lock.get(), _distributed.agreement.closing(together):
+        operation = self._processes.begin("params", f"the parameters of step {step}")
+        with self._lock.get(), _distributed.agreement.closing(operation):
             self.wait()
             path = self.params_only.path(step)
-            request = self.request(step, on_exists="overwrite", operation=together)
+            request = self.request(step, on_exists="overwrite", operation=operation)
             options = dataclasses.replace(
                 request.options,
                 transforms=(
                     _checkpoint.save.without_optimizer,
-                    *self._shared.transforms,
+                    *self._options.transforms,
                 ),
             )
             request = dataclasses.replace(request, path=path, options=options)
@@ -313,45 +310,44 @@ class Saves:
             CheckpointError: The save failed.
         """
         with self._lock.get():
-            pending = self._pending
-            if pending is None:
+            handle = self._handle
+            if handle is None:
                 return None
-            is_told = pending.done() and not pending.has_unreported_error()
+            has_raised = handle.done() and not handle.has_unreported_error()
             # Forget the save last: a wait may be interrupted and repeated.
             try:
-                result = pending.wait()
+                result = handle.wait()
             except Exception:
-                self._pending = None
-                if is_told:
+                self._handle = None
+                if has_raised:
                     return None
                 raise
-            self._pending = None
+            self._handle = None
             return result
 
     def is_under_way(self) -> bool:
         """Returns True if a save has begun and no caller has waited for the save."""
-        return self._pending is not None
+        return self._handle is not None
 
     def has_failed(self) -> bool:
         """Returns True if the last save failed and the error was not yet raised."""
-        return self._pending is not None and self._pending.has_unreported_error()
+        return self._handle is not None and self._handle.has_unreported_error()
 
     # ---- own steps ----------------------------------------------------------------
 
     def has_saved(self, step: int) -> bool:
         """Returns True if this object saved, restored or is about to save a step."""
         step = _steps.names.check(step)
-        pending = self._pending
-        if pending is not None and self._pending_step == step:
-            return not pending.has_unreported_error()
+        if self._handle is not None and self._handle_step == step:
+            return not self._handle.has_unreported_error()
         # Processes may see a new step at different times.
-        is_there = _util.processes.is_distributed() or step in self._run.seen()
-        return step in self._own and is_there
+        is_there = _util.processes.is_distributed() or step in self._run.known_paths()
+        return step in self._own_steps and is_there
 
-    def own(self, step: int) -> None:
+    def add_own(self, step: int) -> None:
         """Counts a restored step as an own step."""
-        self._own.add(step)
+        self._own_steps.add(step)
 
     def forget_beyond(self, step: int) -> None:
-        """Forgets own steps after `step`: the run goes on from `step`."""
-        self._own = {own for own in self._own if own <= step}
+        """Forgets own steps after `step`: the run continues from `step`."""
+        self._own_steps = {s for s in self._own_steps if s <= step}

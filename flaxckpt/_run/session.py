@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol, Unpack
@@ -36,41 +37,29 @@ class Trainer(Protocol):
         ...
 
 
+@dataclasses.dataclass
 class Session:
     """The parts of a `Checkpointer`, for its training loop.
 
-    Args:
+    Attributes:
         run: The steps of the run.
         saves: The saves of the run.
         restores: The restores of the run.
         processes: The processes that train together.
         read_only: True to forbid writes and deletions.
-
-    Attributes:
-        run: The steps of the run.
-        saves: The saves of the run.
         trainers: The loops called when the checkpointer closes.
     """
 
-    def __init__(
-        self,
-        run: run_steps.RunSteps,
-        saves: saving.Saves,
-        restores: restoring.Restores,
-        processes: _distributed.agreement.Processes,
-        *,
-        read_only: bool,
-    ) -> None:
-        self.run = run
-        self.saves = saves
-        self.trainers: tuple[Trainer, ...] = ()
-        self._restores = restores
-        self._processes = processes
-        self._read_only = read_only
+    run: run_steps.RunSteps
+    saves: saving.Saves
+    restores: restoring.Restores
+    processes: _distributed.agreement.Processes
+    read_only: bool
+    trainers: tuple[Trainer, ...] = ()
 
     def check_writable(self, action: str) -> None:
         """Raises ReadOnlyError if the checkpointer is read-only."""
-        if self._read_only:
+        if self.read_only:
             raise errors.ReadOnlyError(
                 f"cannot {action} in {self.run.directory}: it was opened with"
                 " read_only=True"
@@ -86,14 +75,8 @@ class Session:
     ) -> tuple[PyTree, int]:
         """Loads another checkpoint as the initial state of this run.
 
-        Every later step records the source in its lineage.
-
-        Args:
-            source: A checkpoint in any format, or a run directory.
-            abstract_state: The state to load; see `flaxckpt.load`.
-            step: The step of a run directory; None for the newest.
-            **options: See `flaxckpt.load`. With `optimizer="reinit"`, the step counter
-                beside the optimizer also keeps its value in `abstract_state`.
+        Every later step records the source in its lineage. With `optimizer="reinit"`,
+        the step counter beside the optimizer also keeps its value in `abstract_state`.
 
         Returns:
             The state and its step, by its counters: 0 with `reinit`, or without
@@ -105,11 +88,11 @@ class Session:
         """
         path = _storage.paths.resolve(source)
         with self.run.events.delivery():
-            state, self.saves.lineage = self._restores.load_source(
+            state, self.saves.lineage = self.restores.load_source(
                 path, step, abstract_state, **options
             )
-        is_new = options.get("optimizer") == "reinit"
-        return state, 0 if is_new else _checkpoint.restore.step_of(state)
+        is_reset = options.get("optimizer") == "reinit"
+        return state, 0 if is_reset else _checkpoint.restore.find_step(state)
 
     # ---- several processes ------------------------------------------------------
 
@@ -118,20 +101,20 @@ class Session:
 
         All processes call this at the same point.
         """
-        together = self._processes.begin("once", action)
-        with _distributed.agreement.closing(together):
-            return _distributed.agreement.broadcast(together, "done", act)
+        operation = self.processes.begin("once", action)
+        with _distributed.agreement.closing(operation):
+            return _distributed.agreement.broadcast(operation, "done", act)
 
     def has_steps(self) -> bool:
         """Returns True if process 0 sees steps of the run, good or damaged.
 
         All processes call this at the same point.
         """
-        together = self._processes.begin("look", "the steps")
-        with _distributed.agreement.closing(together, saving=False):
+        operation = self.processes.begin("look", "the steps")
+        with _distributed.agreement.closing(operation, saving=False):
             self.saves.end()
             return bool(
-                _distributed.agreement.broadcast(together, "there", self.run.has_any)
+                _distributed.agreement.broadcast(operation, "there", self.run.has_any)
             )
 
     # ---- the end ----------------------------------------------------------------

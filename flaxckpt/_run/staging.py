@@ -54,7 +54,7 @@ def open_steps(
     """
     path = _storage.paths.resolve(directory)
     named = _steps.names.StepFormat(step_format)
-    keep = policies.checked(keep_staging, "keep_staging")
+    keep = policies.check(keep_staging, "keep_staging")
     if staging is not None:
         near = _resolve(staging, path)
         return StagedSteps(path, near, rules, keep, named, read_only=read_only)
@@ -104,7 +104,7 @@ def _check_owner(path: Path, directory: Path) -> None:
         )
 
 
-def _make(path: Path, directory: Path, listed: Mapping[int, Path]) -> None:
+def _make_staging(path: Path, directory: Path, steps: Mapping[int, Path]) -> None:
     """Makes the staging directory of a run, or checks an existing directory.
 
     Raises:
@@ -114,9 +114,9 @@ def _make(path: Path, directory: Path, listed: Mapping[int, Path]) -> None:
     _storage.of(path).make_directory(path)
     if (path / _OWNER).is_file():
         return
-    if listed:
+    if steps:
         raise errors.OptionError(
-            f"staging={path} has steps, such as {max(listed)}, but no file {_OWNER}"
+            f"staging={path} has steps, such as {max(steps)}, but no file {_OWNER}"
             " that names their run: choose an empty directory, or, if the steps belong"
             f" to this run, write {directory} into that file"
         )
@@ -126,7 +126,7 @@ def _make(path: Path, directory: Path, listed: Mapping[int, Path]) -> None:
 # ---- both directories ------------------------------------------------------------
 
 
-class _Measured(NamedTuple):
+class _MergedStep(NamedTuple):
     """A step in both directories, with the metrics of both."""
 
     step: int
@@ -166,18 +166,23 @@ class StagedSteps(run_steps.RunSteps):
         super().__init__(
             directory, near, step_format, read_only=read_only, saves_in=staging
         )
-        self._near = self.retention.steps
-        self._far = retention.Retention(directory, step_format, rules)
+        self._far_retention = retention.Retention(directory, step_format, rules)
+        self._near, self._far = self.retention.index, self._far_retention.index
         self.uploads = uploads.Uploads(
-            staging, directory, step_format, self.retention, self._far, self.events
+            staging,
+            directory,
+            step_format,
+            self.retention,
+            self._far_retention,
+            self.events,
         )
 
     def _make_directory(self) -> None:
-        _make(self.saves_in, self.directory, self._near.listed())
+        _make_staging(self.saves_in, self.directory, self._near.paths())
 
     # ---- finding ----------------------------------------------------------------
 
-    def listed(self) -> dict[int, Path]:
+    def paths(self) -> dict[int, Path]:
         """Returns the steps of both directories.
 
         Prefers the step in staging, unless the run directory replaced it after its
@@ -188,8 +193,8 @@ class StagedSteps(run_steps.RunSteps):
 
     def _both(self) -> tuple[dict[int, Path], dict[int, Path]]:
         """Returns the current steps of staging, and the steps of the run directory."""
-        near = self._near.listed()  # first: steps leave staging for `far`
-        far = self.uploads.look()
+        near = self._near.paths()  # first: steps leave staging for `far`
+        far = self.uploads.list_directory()
         current = {
             step: path
             for step, path in near.items()
@@ -214,24 +219,24 @@ class StagedSteps(run_steps.RunSteps):
         except OSError:  # an unreadable file proves nothing
             return False
 
-    def seen(self) -> dict[int, Path]:
+    def known_paths(self) -> dict[int, Path]:
         """Returns the known steps without listing the run directory."""
-        return dict(sorted((self.uploads.known | self._near.listed()).items()))
+        return dict(sorted((self.uploads.last_listed | self._near.paths()).items()))
 
-    def damaged(self) -> dict[int, Path]:
+    def damaged_paths(self) -> dict[int, Path]:
         """Returns the steps marked as damaged in either directory, ascending."""
-        found = self._far.steps.damaged() | self._near.damaged()
-        good = self.listed().keys()
-        return {step: path for step, path in sorted(found.items()) if step not in good}
+        paths = self._far.damaged_paths() | self._near.damaged_paths()
+        good = self.paths().keys()
+        return {step: path for step, path in sorted(paths.items()) if step not in good}
 
     def _newest_first(self) -> list[tuple[int, Path]]:
         """Returns the steps, newest first; for the same step, staging comes first."""
         near, far = self._both()
         return [
-            (step, found[step])
+            (step, paths[step])
             for step in sorted(near.keys() | far.keys(), reverse=True)
-            for found in (near, far)
-            if step in found
+            for paths in (near, far)
+            if step in paths
         ]
 
     def path(self, step: int) -> Path:
@@ -240,7 +245,7 @@ class StagedSteps(run_steps.RunSteps):
         With the run directory out of reach, the step in staging counts as current.
         """
         step = _steps.names.check(step)
-        path = self._near.listed().get(step)
+        path = self._near.paths().get(step)
         with contextlib.suppress(OSError):
             if path is not None and self._is_stale(path):
                 path = None
@@ -250,77 +255,60 @@ class StagedSteps(run_steps.RunSteps):
         """Returns the step at `path`, and its copy in the run directory, if any."""
         if self.tier(path) == "directory":
             return [(step, path)]
-        found = [(step, path)]
-        if step in self.uploads.known or not _steps.markers.is_marked_for_upload(path):
+        copies = [(step, path)]
+        if step in self.uploads.last_listed or not _steps.markers.is_marked_for_upload(
+            path
+        ):
             with contextlib.suppress(OSError):
                 if not self._is_another(path):
-                    found.append((step, self.directory / path.name))
-        return found
-
-    def _wherever(self, step: int) -> list[Path]:
-        """Returns the paths of a step in both directories, good or damaged."""
-        found = []
-        for steps in (self._near, self._far.steps):
-            there = steps.damaged() | steps.listed()
-            found += [there[step]] if step in there else []
-        return found
+                    copies.append((step, self.directory / path.name))
+        return copies
 
     def tier(self, path: Path) -> run_steps.Tier:
-        """Returns the tier of a step: staging or the run directory."""
         return "staging" if path.parent == self.saves_in else "directory"
 
     def metrics(self, path: Path) -> dict[str, float]:
         """Returns the metrics of a step, merged if both directories have the step."""
-        found = self._near.metrics(path)
+        near = self._near.metrics(path)
         is_near = self.tier(path) == "staging"
         if is_near and not _steps.markers.is_settled(path) and self._is_another(path):
-            return dict(found)
-        return {**self._far.steps.metrics(self.directory / path.name), **found}
+            return dict(near)
+        return {**self._far.metrics(self.directory / path.name), **near}
 
     def forget(self) -> None:
-        """Forgets all values read until now."""
         self._near.forget()
-        self._far.steps.forget()
+        self._far.forget()
 
-    def best(self, policy: policies.BestN) -> set[int]:
+    def best_steps(self, policy: policies.BestN) -> set[int]:
         """Returns the steps of both directories that `policy` preserves."""
-        near, far = self._near.ranked(), self._far.steps.ranked()
+        near, far = self._near.ranked_steps(), self._far.ranked_steps()
         ranked: dict[int, policies.Ranked] = {**far, **near}
         for step in near.keys() & far.keys():
             path = self.saves_in / self.format.name(step)
             if self._is_another(path):
                 ranked[step] = (far if _steps.markers.is_settled(path) else near)[step]
                 continue
-            both = {**far[step].metrics, **near[step].metrics}
+            metrics = {**far[step].metrics, **near[step].metrics}
             is_temporary = near[step].temporary
-            ranked[step] = _Measured(step, both, near[step].created, is_temporary)
+            ranked[step] = _MergedStep(step, metrics, near[step].created, is_temporary)
         return policy.preserved([ranked[step] for step in sorted(ranked)])
 
     def explain(self) -> dict[int, list[str]]:
         """Returns the reasons for keeping steps in the run directory and in staging."""
-        found = self._far.explain()
+        reasons = self._far_retention.explain()
         for step, why in self.retention.explain().items():
-            found.setdefault(step, []).extend(f"staging: {reason}" for reason in why)
-        return found
+            reasons.setdefault(step, []).extend(f"staging: {reason}" for reason in why)
+        return reasons
 
     # ---- changing -----------------------------------------------------------------
 
     @contextlib.contextmanager
-    def changing(self, step: int, *removed: str) -> Iterator[Path]:
-        """Yields the path of a step; uploads changes made in the `with` block.
-
-        Args:
-            step: The step to change.
-            *removed: Markers that the block removes.
-
-        Raises:
-            SaveFailedError: The step cannot be marked for upload.
-        """
+    def step_change(self, step: int, *removed: str) -> Iterator[Path]:
         path = self.path(step)
         if self.tier(path) == "directory":
             yield path
             return
-        with self.uploads.changing.get():
+        with self.uploads.change_lock.get():
             try:
                 _steps.markers.mark_for_upload(path, removed)
             except OSError as error:
@@ -331,8 +319,7 @@ class StagedSteps(run_steps.RunSteps):
             yield path
         self.uploads.start()
 
-    def marks_of_new(self, *, overwrite: bool) -> dict[str, bytes]:
-        """Returns the marker for a pending upload: file name -> content."""
+    def markers_of_new(self, *, overwrite: bool) -> dict[str, bytes]:
         return {
             _steps.markers.NOT_UPLOADED: _steps.markers.UploadMarker(
                 overwrite
@@ -340,26 +327,18 @@ class StagedSteps(run_steps.RunSteps):
         }
 
     def open_uploads(self) -> bool:
-        """Starts pending uploads; returns False without access to the run directory."""
         return self.uploads.open()
 
     def upload(self) -> None:
-        """Starts to upload new steps from staging, in the background."""
         self.uploads.start()
 
     def wait_for_uploads(self, timeout_secs: float | None) -> None:
-        """Waits for all pending uploads; see `Uploads.wait`."""
         self.uploads.wait(timeout_secs)
 
     def check_free(self, step: int) -> None:
-        """Raises an error if the run directory is known to have a step.
-
-        Raises:
-            CheckpointExistsError: The step exists.
-        """
-        if step in self.uploads.known:
+        if step in self.uploads.last_listed:
             raise errors.CheckpointExistsError(
-                f"{self.uploads.known[step]} exists: choose another step, or pass"
+                f"{self.uploads.last_listed[step]} exists: choose another step, or pass"
                 " on_exists='overwrite'"
             )
 
@@ -371,7 +350,7 @@ class StagedSteps(run_steps.RunSteps):
         Raises:
             CheckpointExistsError: The step has files of others.
         """
-        path = self.uploads.known.get(step)
+        path = self.uploads.last_listed.get(step)
         try:
             if path is None or not _storage.of(path).exists(path):
                 return
@@ -384,9 +363,11 @@ class StagedSteps(run_steps.RunSteps):
             _log.warning("%s cannot be checked before the upload: %s", path, error)
 
     @contextlib.contextmanager
-    def replacing(self, path: Path) -> Iterator[None]:
+    def upload_pause(self, path: Path) -> Iterator[None]:
         """Keeps uploads from reading a step in staging during the `with` block."""
-        with self.uploads.busy.get() if path.exists() else contextlib.nullcontext():
+        with (
+            self.uploads.step_lock.get() if path.exists() else contextlib.nullcontext()
+        ):
             yield
 
     def _delete(self, step: int, path: Path) -> None:
@@ -395,10 +376,12 @@ class StagedSteps(run_steps.RunSteps):
         Raises:
             SaveFailedError: The step could not be deleted.
         """
-        with self.uploads.busy.get():
-            for found in self._wherever(step):
-                edit.delete(found)
-            self.uploads.known.pop(step, None)
+        with self.uploads.step_lock.get():
+            for index in (self._near, self._far):
+                paths = index.damaged_paths() | index.paths()
+                if step in paths:
+                    edit.delete(paths[step])
+            self.uploads.last_listed.pop(step, None)
 
     def prune(self) -> tuple[int, ...]:
         """Deletes the steps that no policy keeps; returns the steps gone from both.
@@ -407,6 +390,6 @@ class StagedSteps(run_steps.RunSteps):
             SaveFailedError: The newest step of either directory is damaged.
         """
         deleted = {*super().prune()}
-        with self.uploads.busy.get():
+        with self.uploads.step_lock.get():
             deleted |= {*self.uploads.retire()}
-        return tuple(sorted(deleted - self.listed().keys()))
+        return tuple(sorted(deleted - self.paths().keys()))

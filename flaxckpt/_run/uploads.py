@@ -18,8 +18,8 @@ from pathlib import Path
 
 from flaxckpt import _checkpoint, _doors, _steps, _storage, _util, errors
 from flaxckpt._run import edit, retention, upload_copies
+from flaxckpt._run import events as run_events
 from flaxckpt._run import metrics as run_metrics
-from flaxckpt._run.events import stream
 from flaxckpt.formats import _native
 
 _log = logging.getLogger(__name__)
@@ -60,9 +60,9 @@ class Uploads:
         events: Stream for the events of uploads.
 
     Attributes:
-        known: The steps of the run directory at its last listing.
-        changing: Lock for changing a step in staging, or its marker.
-        busy: Lock for working with a step in both directories.
+        last_listed: The steps of the run directory at its last listing.
+        change_lock: Lock for changing a step in staging, or its marker.
+        step_lock: Lock for working with a step in both directories.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Uploads:
         step_format: _steps.names.StepFormat,
         near: retention.Retention,
         far: retention.Retention,
-        events: stream.Stream,
+        events: run_events.Stream,
     ) -> None:
         self._staging = staging
         self._directory = directory
@@ -80,34 +80,34 @@ class Uploads:
         self._near = near
         self._far = far
         self._events = events
-        self.known: dict[int, Path] = {}
-        self.changing = _util.forks.PerProcess(threading.Lock)
-        self.busy = _util.forks.PerProcess(threading.Lock)
+        self.last_listed: dict[int, Path] = {}
+        self.change_lock = _util.forks.PerProcess(threading.Lock)
+        self.step_lock = _util.forks.PerProcess(threading.Lock)
         self._is_tidy = False
         self._guard = _util.forks.PerProcess(threading.Lock)
         self._turn: _Turn | None = None
         self._pid = os.getpid()
         self._is_left = False
 
-    def waiting(self) -> dict[int, Path]:
+    def pending(self) -> dict[int, Path]:
         """Returns the steps with pending uploads."""
-        listed = self._near.steps.listed().items()
+        paths = self._near.index.paths().items()
         return {
             step: path
-            for step, path in listed
+            for step, path in paths
             if _steps.markers.is_marked_for_upload(path)
         }
 
-    def look(self) -> dict[int, Path]:
+    def list_directory(self) -> dict[int, Path]:
         """Lists the steps of the run directory."""
-        self.known = found = self._far.steps.listed()
-        return found
+        self.last_listed = self._far.index.paths()
+        return self.last_listed
 
     def retire(self, just_saved: int | None = None) -> tuple[int, ...]:
-        """Deletes steps that no policy keeps in the run directory; hold `busy`."""
+        """Deletes steps that no policy keeps in the run directory; hold `step_lock`."""
         deleted = self._far.apply(just_saved=just_saved)
         for step in deleted:
-            self.known.pop(step, None)
+            self.last_listed.pop(step, None)
             path = self._directory / self._format.name(step)
             self._events.emit("deleted", step, path=path, reason="no policy keeps it")
         return deleted
@@ -137,7 +137,7 @@ class Uploads:
     def _reach(self) -> None:
         """Lists the run directory, and removes leftovers the first time."""
         _storage.of(self._directory).make_directory(self._directory)
-        self.look()
+        self.list_directory()
         if not self._is_tidy:
             _steps.delete.tidy(
                 self._directory, self._format, (_native.items.METRICS, "metadata")
@@ -149,7 +149,7 @@ class Uploads:
 
         A fork only logs a warning, once: the process that opened the run uploads.
         """
-        if not self.waiting():
+        if not self.pending():
             return
         if os.getpid() == self._pid:
             self._begin()
@@ -168,10 +168,10 @@ class Uploads:
             CheckpointTimeoutError: Uploads are still pending after `timeout_secs`.
             SaveFailedError: A step could not be uploaded.
         """
-        failures = self._waited(timeout_secs)
-        if self._is_left and (waiting := self.waiting()):
+        failures = self._await_uploads(timeout_secs)
+        if self._is_left and (pending := self.pending()):
             raise errors.SaveFailedError(
-                f"steps {errors.first_few([str(s) for s in waiting])} stay in"
+                f"steps {errors.first_few([str(s) for s in pending])} stay in"
                 f" {self._staging}: this process is a fork of the process that uploads"
                 " them; call wait_for_uploads() there"
             )
@@ -182,32 +182,32 @@ class Uploads:
                 " again to wait longer"
             )
         if failures:
-            raise self._failed_uploads(failures) from failures[max(failures)]
+            raise self._upload_error(failures) from failures[max(failures)]
 
-    def _failed_uploads(
+    def _upload_error(
         self, failures: Mapping[int, Exception]
     ) -> errors.SaveFailedError:
         """Returns an error with the failed steps, the reasons and advice."""
-        told: list[str] = []
+        rows: list[str] = []
         advice: dict[str, list[int]] = {}
         for step in sorted(failures, reverse=True):
             advice.setdefault(_advice(failures[step]), []).append(step)
-            lines = 1 if told else 3
-            text = _steps.event.first_lines(failures[step], lines)
-            told.append(f"step {step} could not be uploaded: {text}")
-        waiting = errors.first_few([str(step) for step in self.waiting()], 8)
-        helps = [
-            each.format(
+            text = _steps.event.first_lines(failures[step], 1 if rows else 3)
+            rows.append(f"step {step} could not be uploaded: {text}")
+        if len(rows) > 4:
+            rows[4:] = [f"… and {len(rows) - 4} more"]
+        pending = errors.first_few([str(step) for step in self.pending()], 8)
+        rows.append(f"Steps {pending} stay in {self._staging}.")
+        rows += [
+            template.format(
                 step=steps[0],
                 names=errors.first_few([self._format.name(s) for s in steps], 8),
                 staging=self._staging,
                 directory=self._directory,
             )
-            for each, steps in advice.items()
+            for template, steps in advice.items()
         ]
-        more = [f"… and {len(told) - 4} more"] if len(told) > 4 else []
-        stay = f"Steps {waiting} stay in {self._staging}."
-        return errors.SaveFailedError("\n".join([*told[:4], *more, stay, *helps]))
+        return errors.SaveFailedError("\n".join(rows))
 
     def _begin(self) -> _Turn:
         """Starts the upload thread unless running; returns the current run."""
@@ -225,16 +225,18 @@ class Uploads:
             run()
         return turn
 
-    def _waited(self, timeout_secs: float | None) -> Mapping[int, Exception] | None:
+    def _await_uploads(
+        self, timeout_secs: float | None
+    ) -> Mapping[int, Exception] | None:
         """Waits for uploads; returns the failures, or None after the timeout."""
         until = None if timeout_secs is None else time.monotonic() + timeout_secs
         earlier = self._turn  # its failures may be older than the latest changes
         while os.getpid() == self._pid:
-            turn = self._begin() if self.waiting() else self._turn
+            turn = self._begin() if self.pending() else self._turn
             left = None if until is None else max(0.0, until - time.monotonic())
             if turn is not None and not turn.ended.wait(left):
                 return None
-            if not self.waiting():
+            if not self.pending():
                 break
             if turn is not None and turn.failures and turn is not earlier:
                 return turn.failures
@@ -243,50 +245,45 @@ class Uploads:
     def _run(self, turn: _Turn) -> None:
         try:
             is_begin = True
-            while (found := self._next(turn)) is not None:
-                step, path = found
+            while (pending := self._next(turn)) is not None:
+                step, path = pending
                 try:
                     self._upload(step, path, is_begin=is_begin)
                 except Exception as error:
                     turn.failures[step] = error
-                    if self._failed(step, path, error):
+                    if self._report_failure(step, path, error):
                         return
                 is_begin = False
         finally:
-            self._end(turn)
+            with self._guard.get():
+                turn.is_over = True
+            turn.ended.set()
 
     def _next(self, turn: _Turn) -> tuple[int, Path] | None:
         """Returns the newest pending step; without any, ends the turn, returns None."""
         with self._guard.get():
-            waiting = [w for w in self.waiting().items() if w[0] not in turn.failures]
-            turn.is_over = not waiting
-            return max(waiting, default=None)
+            steps = [s for s in self.pending().items() if s[0] not in turn.failures]
+            turn.is_over = not steps
+            return max(steps, default=None)
 
-    def _end(self, turn: _Turn) -> None:
-        with self._guard.get():
-            turn.is_over = True
-        turn.ended.set()
-
-    def _failed(self, step: int, path: Path, error: Exception) -> bool:
+    def _report_failure(self, step: int, path: Path, error: Exception) -> bool:
         """Reports a failure; returns True if other steps would fail the same way."""
         text = _steps.event.first_lines(error)
         self._events.emit("failed", step, path=self._directory / path.name, error=text)
         _log.warning("step %d was not uploaded and stays in staging: %s", step, text)
-        of_it_alone = (
-            errors.DamagedCheckpointError,
-            FileExistsError,
-            FileNotFoundError,
+        is_of_step = isinstance(
+            error, errors.DamagedCheckpointError | FileExistsError | FileNotFoundError
         )
-        return isinstance(error, OSError) and not isinstance(error, of_it_alone)
+        return isinstance(error, OSError) and not is_of_step
 
     # ---- an upload -----------------------------------------------------------
 
     def _upload(self, step: int, path: Path, *, is_begin: bool) -> None:
         """Uploads a step, or its changes since the last upload."""
         begun, size = time.monotonic(), 0
-        with self.busy.get(), _storage.temporary.claim(path) as is_ours:
-            mark = self._mark(path)
-            if mark is None:
+        with self.step_lock.get(), _storage.temporary.claim(path) as is_ours:
+            marker = self._read_marker(path)
+            if marker is None:
                 return
             if not is_ours:
                 raise _ElsewhereError(f"{path} is being uploaded by another process")
@@ -295,24 +292,27 @@ class Uploads:
             final = self._directory / path.name
             relation = upload_copies.compare(path, final)
             is_there = relation == "same" and upload_copies.is_whole(final)
-            if relation == "other" and mark.settled:
-                self._drop(step, path, mark)
+            if relation == "other" and marker.settled:
+                reason = f"another step {step} was saved in {self._directory} since"
+                self._skip(step, path, marker, reason, logging.WARNING)
                 return
             if not is_there:
                 _checkpoint.file_sizes.check(path)
                 if not self._far.would_keep(step, self._near):
-                    self._skip(step, path, mark)
+                    reason = f"no policy would keep it in {self._directory}"
+                    self._skip(step, path, marker, reason, logging.INFO)
                     return
-                is_ours = relation == "same" or (relation == "damaged" and mark.settled)
-                size = self._copy(path, final, overwrite=mark.overwrite or is_ours)
-                self.known[step] = final
-            self._settle(path, final, mark, is_new=not is_there)
+                overwrite = marker.overwrite or relation == "same"
+                overwrite |= relation == "damaged" and marker.settled
+                size = self._copy(path, final, overwrite=overwrite)
+                self.last_listed[step] = final
+            self._settle(path, final, marker, is_new=not is_there)
             secs = time.monotonic() - begun
             if not is_there:
                 self._events.emit("uploaded", step, path=final, bytes=size, secs=secs)
                 _log.info("uploaded step %d: %d bytes in %.3f s", step, size, secs)
                 self._retire_after(step, path)
-            self._pass_on()
+            self._copy_journal()
 
     def _copy(self, path: Path, final: Path, *, overwrite: bool) -> int:
         """Copies a step to the run directory; returns its size in bytes.
@@ -321,97 +321,97 @@ class Uploads:
             CheckpointExistsError: The run directory has another step of the same
                 number, or files that are not a checkpoint.
         """
-        if not overwrite and not _steps.markers.is_damaged(final):
-            relation = upload_copies.compare(path, final)
-            if relation in ("other", "damaged"):
-                raise _TakenError(f"{final} was saved by another writer")
+        if not overwrite:
+            self._check_free(path, final)
         try:
             return upload_copies.make(path, final, overwrite=overwrite)
-        except FileExistsError as error:
+        except FileExistsError:
             # With overwrite, the error names the files of others in the way.
-            may_replace = overwrite or _steps.markers.is_damaged(final)
-            if not may_replace and upload_copies.compare(path, final) in (
-                "other",
-                "damaged",
-            ):
-                raise _TakenError(f"{final} was saved by another writer") from (error)
+            if not overwrite:
+                self._check_free(path, final)
             raise
+
+    def _check_free(self, path: Path, final: Path) -> None:
+        """Raises _TakenError if the run directory has another step of the number."""
+        if not _steps.markers.is_damaged(final) and (
+            upload_copies.compare(path, final) in ("other", "damaged")
+        ):
+            raise _TakenError(f"{final} was saved by another writer")
 
     def _retire_after(self, step: int, path: Path) -> None:
         try:
             self.retire(step)
         except errors.SaveFailedError:  # the copy is incomplete: upload it again
-            with self.changing.get(), contextlib.suppress(FileNotFoundError):
+            with self.change_lock.get(), contextlib.suppress(FileNotFoundError):
                 _steps.markers.mark_for_upload(path)
             raise
 
-    def _mark(self, path: Path) -> _steps.markers.UploadMarker | None:
-        with self.changing.get():  # wait for a change in progress
+    def _read_marker(self, path: Path) -> _steps.markers.UploadMarker | None:
+        with self.change_lock.get():  # wait for a change in progress
             return _steps.markers.read_upload_marker(path)
 
-    def _skip(self, step: int, path: Path, mark: _steps.markers.UploadMarker) -> None:
-        """Skips the upload of a step that no policy keeps in the run directory."""
-        if self._unmark(path, mark) is None:
-            reason = f"no policy would keep it in {self._directory}"
+    def _skip(
+        self,
+        step: int,
+        path: Path,
+        marker: _steps.markers.UploadMarker,
+        reason: str,
+        level: int,
+    ) -> None:
+        """Skips the upload of a step, unless the step has changed."""
+        if self._remove_marker(path, marker) is None:
             self._events.emit("skipped", step, path=path, reason=reason)
-            _log.info("step %d is not uploaded: %s", step, reason)
-
-    def _drop(self, step: int, path: Path, mark: _steps.markers.UploadMarker) -> None:
-        """Skips a step that was uploaded, and replaced in the run directory since."""
-        if self._unmark(path, mark) is None:
-            reason = f"another step {step} was saved in {self._directory} since"
-            self._events.emit("skipped", step, path=path, reason=reason)
-            _log.warning("step %d is not uploaded again: %s", step, reason)
+            _log.log(level, "step %d is not uploaded: %s", step, reason)
 
     def _settle(
         self,
         path: Path,
         final: Path,
-        mark: _steps.markers.UploadMarker,
+        marker: _steps.markers.UploadMarker,
         *,
         is_new: bool,
     ) -> None:
         """Uploads changes until the upload marker can be removed."""
-        now: _steps.markers.UploadMarker | None = mark
+        now: _steps.markers.UploadMarker | None = marker
         if is_new:
-            now = self._unmark(path, mark)
+            now = self._remove_marker(path, marker)
         while now is not None:
-            self._bring(path, final, now)
-            now = self._unmark(path, now)
+            self._copy_changes(path, final, now)
+            now = self._remove_marker(path, now)
 
-    def _unmark(
-        self, path: Path, mark: _steps.markers.UploadMarker
+    def _remove_marker(
+        self, path: Path, marker: _steps.markers.UploadMarker
     ) -> _steps.markers.UploadMarker | None:
         """Removes the upload marker unless changed since its last read.
 
         Returns:
             None, or the current marker.
         """
-        with self.changing.get():
+        with self.change_lock.get():
             now = _steps.markers.read_upload_marker(path)
-            if now != mark:
+            if now != marker:
                 return now
             _steps.markers.unmark_upload(path)
             return None
 
-    def _bring(
-        self, path: Path, final: Path, mark: _steps.markers.UploadMarker
+    def _copy_changes(
+        self, path: Path, final: Path, marker: _steps.markers.UploadMarker
     ) -> None:
         """Writes changed metrics and markers to the copy in the run directory."""
         metrics = run_metrics.read_metrics(path)
-        if metrics and not metrics.items() <= self._far.steps.metrics(final).items():
+        if metrics and not metrics.items() <= self._far.index.metrics(final).items():
             edit.add_metrics(final, metrics)
         if _steps.markers.is_pinned(path) and not _steps.markers.is_pinned(final):
             edit.pin(final)
-        if _steps.markers.PIN in mark.removed and not _steps.markers.is_pinned(path):
+        if _steps.markers.PIN in marker.removed and not _steps.markers.is_pinned(path):
             edit.unpin(final)
         if (
-            _steps.markers.UNTIL_NEXT in mark.removed
+            _steps.markers.UNTIL_NEXT in marker.removed
             and not _steps.markers.is_temporary(path)
         ):
             edit.make_permanent(final)
 
-    def _pass_on(self) -> None:
+    def _copy_journal(self) -> None:
         """Writes the journal and the run metadata to the run directory."""
         try:
             there = self._directory / _steps.journal.NAME

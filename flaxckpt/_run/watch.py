@@ -33,7 +33,8 @@ def new_steps(
     since = time.monotonic()
     while True:
         for step, path in listed().items():
-            if step in seen or not _is_step(step, path):
+            entry = _steps.index.Entry(step, path, formats.recognises)
+            if step in seen or not entry.is_step:
                 continue
             lease: _storage.leases.Lease | None = None
             try:
@@ -60,7 +61,3 @@ def new_steps(
         if timeout_secs is not None and time.monotonic() - since >= timeout_secs:
             return
         time.sleep(poll_secs)
-
-
-def _is_step(step: int, path: Path) -> bool:
-    return _steps.index.Entry(step, path, formats.recognises).is_step

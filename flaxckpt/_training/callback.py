@@ -16,11 +16,11 @@ from typing import Any, Literal, Self
 from flaxckpt import _run, _state, _util, datasets, errors
 from flaxckpt._checkpoint.handle import SaveHandle
 from flaxckpt._run.checkpointer import Checkpointer, session_of
-from flaxckpt._training import arguments, completed_step, held, resume_check
+from flaxckpt._training import arguments, completed_step, resume_check
 from flaxckpt._training import preflight as training_preflight
 from flaxckpt._training import start as training_start
-from flaxckpt._training.completed_step import Completed
-from flaxckpt._training.preemption import Stopping
+from flaxckpt._training.completed_step import CompletedStep
+from flaxckpt._training.preemption import Preemption
 from flaxckpt._training.signals import Grace, Notice
 from flaxckpt._training.triggers import Due, Triggers
 from flaxckpt._types import PathLike, PyTree
@@ -126,7 +126,7 @@ class CheckpointCallback:
         self.checkpointer = checkpointer
         self.last_save: SaveHandle | None = None
         self._session = session_of(checkpointer)
-        self._stopping = Stopping(
+        self._preemption = Preemption(
             watches=on_preemption, exit_code=exit_code, clock=clock
         )
         self._triggers = Triggers(
@@ -142,19 +142,17 @@ class CheckpointCallback:
         self._offset = 1 if step_is == "index" else 0
         self._check_step = check_step
         self._preflight = preflight
-        self._sinks = _run.events.sinks.listed(sinks)
-        for sink in self._sinks:
-            _run.events.sinks.check(sink)
+        self._sinks = _run.events.list_sinks(sinks)
         self._subscribed: list[Any] = []
         # Name -> function that returns a value not passed by the loop.
         self._getters: dict[str, Callable[[], Any]] = {"dataset": lambda: dataset}
         # Whether each report calls the bound function for the state; None until known.
-        self._asks: bool | None = None
-        self._asks_metrics = True
-        self._seen = 0
+        self._gets_state: bool | None = None
+        self._gets_metrics = True
+        self._previous = 0
         self._began_at: int | None = None
-        self._last: Completed | None = None
-        self._restored: tuple[int, held.Trace] | None = None
+        self._last: CompletedStep | None = None
+        self._first_state: training_start.FirstState | None = None
         self._consumption = _state.step_counter.Consumption()
 
     # ---- in the loop -----------------------------------------------------------------
@@ -184,16 +182,16 @@ class CheckpointCallback:
                 False for slow functions: the end then saves only a state whose own step
                 counter agrees, and its metrics if no later step was reported.
         """
-        given = {"state": state, "dataset": dataset, "metrics": metrics}
-        for name, get in given.items():
+        getters = {"state": state, "dataset": dataset, "metrics": metrics}
+        for name, get in getters.items():
             if get is not None and not callable(get):
                 raise errors.OptionError(
                     f"bind takes functions, got a {type(get).__name__} for {name}:"
                     f" write bind({name}=lambda: {name})"
                 )
-        self._getters |= {name: get for name, get in given.items() if get is not None}
-        self._asks = None if each_step else False
-        self._asks_metrics = each_step
+        self._getters |= {name: get for name, get in getters.items() if get is not None}
+        self._gets_state = None if each_step else False
+        self._gets_metrics = each_step
 
     def __call__(
         self,
@@ -232,7 +230,7 @@ class CheckpointCallback:
         """
         if others:
             arguments.check_extra(others)
-        completed = _state.step_counter.whole(step) + self._offset
+        completed = _state.step_counter.to_int(step) + self._offset
         is_flag, is_bound = isinstance(state, bool), "state" in self._getters
         if isinstance(state, numbers.Real) or (is_bound and arguments.is_number(state)):
             if is_flag or not is_bound:
@@ -254,13 +252,13 @@ class CheckpointCallback:
         """
         completed = getattr(info, "next_step", None)
         if completed is None:
-            completed = _state.step_counter.whole(info.step) + 1
+            completed = _state.step_counter.to_int(info.step) + 1
         metrics = getattr(info, "metrics", None)
         loss = getattr(info, "loss", None)
         if metrics is None and loss is not None:
             metrics = {"loss": loss}
         return self._after(
-            _state.step_counter.whole(completed), info.state, metrics, None, force
+            _state.step_counter.to_int(completed), info.state, metrics, None, force
         )
 
     def should_stop(self) -> bool:
@@ -270,45 +268,45 @@ class CheckpointCallback:
         the callback with the present step. With several processes, all processes must
         call this at the same places.
         """
-        return self._stopping.is_told()
+        return self._preemption.is_requested()
 
     def _after(
-        self, completed: int, state: PyTree, metrics: Any, dataset: Any, force: bool
+        self, step: int, state: PyTree, metrics: Any, dataset: Any, force: bool
     ) -> bool:
         """Saves the completed step if due; returns True after a save."""
-        given = {"state": state, "metrics": metrics, "dataset": dataset}
-        self.checkpointer.events.deliver(completed - self._offset)
-        seen = Completed(completed, given, self._getters)
-        self._hold(seen)
-        if self._last is None or completed < self._last.step:
-            self._check_beginning(seen, is_forced=force)
-        time_is_up, notice = self._stopping.agreed(self._triggers)
-        due = self._triggers.due(completed, self._seen, time_is_up=time_is_up)
+        self.checkpointer.events.deliver(step - self._offset)
+        values = {"state": state, "metrics": metrics, "dataset": dataset}
+        completed = CompletedStep(step, values, self._getters)
+        if self._save_last:
+            self._keep_values(completed)
+        if self._last is None or step < self._last.step:
+            self._check_beginning(completed, is_forced=force)
+        time_is_up, notice = self._preemption.agree(self._triggers)
+        due = self._triggers.due(step, self._previous, time_is_up=time_is_up)
         if force:
             due = Due("forced")
-        self._seen, self._last = completed, seen
-        if notice is not None and not self._stopping.is_heeded:
-            return self._stop(seen, notice)
+        self._previous, self._last = step, completed
+        if notice is not None and not self._preemption.is_handled:
+            return self._stop(completed, notice)
         self.checkpointer.raise_if_failed()
         if due is None:
             return False
-        return self._save(seen, temporary=due.temporary and self._temporary)
+        return self._save(completed, temporary=due.temporary and self._temporary)
 
-    def _hold(self, seen: Completed) -> None:
+    def _keep_values(self, completed: CompletedStep) -> None:
         """Keeps the values of a step for a save at the end of the loop."""
-        if not self._save_last:
-            return
-        seen.hold(
+        completed.keep_values(
             self._last,
-            ask=self._asks is not False,
-            ask_metrics=self._asks_metrics,
+            get_state=self._gets_state is not False,
+            get_metrics=self._gets_metrics,
         )
-        if self._asks is None and seen.is_bound:
-            self._asks = not (self._check_step and seen.says_itself())
-            if not self._asks:
-                seen.let_state_go()
+        if self._gets_state is None and completed.is_bound:
+            has_counter = self._check_step and completed.has_own_counter()
+            self._gets_state = not has_counter
+            if has_counter:
+                completed.release_state()
 
-    def _check_beginning(self, seen: Completed, *, is_forced: bool) -> None:
+    def _check_beginning(self, completed: CompletedStep, *, is_forced: bool) -> None:
         """Checks at the first call that saves will succeed and do no harm.
 
         Raises:
@@ -319,50 +317,31 @@ class CheckpointCallback:
         self._start()
         ckpt = self.checkpointer
         self._session.check_writable("save")
-        self._seen = training_start.check(
-            ckpt, seen.step, self._began_at, again=self._last is not None
+        self._previous = training_start.check(
+            ckpt, completed.step, self._began_at, again=self._last is not None
         )
-        _run.metrics.as_metrics(seen.metrics())
-        state, dataset = seen.get("state"), seen.get("dataset")
+        _run.metrics.as_metrics(completed.metrics())
+        state, dataset = completed.get("state"), completed.get("dataset")
         if self._check_step:
-            _state.step_counter.check(state, seen.step, offset=self._offset)
-            if not is_forced:  # a forced save of a converted state is intended
-                self._check_counted(state, seen.step)
-        if seen.fault:
+            _state.step_counter.check(state, completed.step, offset=self._offset)
+            # A forced save of a converted state is intended.
+            if self._first_state is not None and not is_forced:
+                first, self._first_state = self._first_state, None
+                first.check_counted(state, completed.step)
+        if completed.fault:
             _log.warning(
                 "the last step will not be saved at the end unless it is due: the state"
                 " %s. Pass force=True with the last step",
-                seen.fault,
+                completed.fault,
             )
         if self._preflight:
-            found = training_preflight.check(
+            preflight = training_preflight.check(
                 ckpt, state, dataset, only_warn=self._preflight == "warn"
             )
-            if found is not None and self._grace.save_secs is None:
-                self._grace.save_secs = found.total_secs
+            if preflight is not None and self._grace.save_secs is None:
+                self._grace.save_secs = preflight.total_secs
         if self._consumption.wants:
-            self._consumption.note(seen.step, datasets.position(dataset))
-
-    def _check_counted(self, state: PyTree, step: int) -> None:
-        """Raises OptionError if the restored step is reported again with another state.
-
-        Does not check states with their own step counter.
-
-        Raises:
-            OptionError: The loop counts from 0.
-        """
-        restored, self._restored = self._restored, None
-        if restored is None or restored[0] != step or _state.step_counter.found(state):
-            return
-        if restored[1].has_changed(state):
-            raise errors.OptionError(
-                f"the run began with {step} completed steps, and the loop calls its"
-                f" first step {step} too, although the state has changed: each restart"
-                " would repeat a step. If the loop counts from 0, pass"
-                " step_is='index'; otherwise begin it at start + 1, as in"
-                f" range({step + 1}, total + 1). If no step was trained yet, pass"
-                " check_step=False"
-            )
+            self._consumption.note(completed.step, datasets.position(dataset))
 
     def _start(self) -> None:
         """Starts watching for signals and for the end of the checkpointer."""
@@ -370,14 +349,14 @@ class CheckpointCallback:
         subscribe = self.checkpointer.events.subscribe
         self._subscribed += [sink for sink in self._sinks if subscribe(sink)]
         _begun.add(self)
-        self._stopping.begin()
+        self._preemption.begin()
 
-    def _save(self, seen: Completed, *, temporary: bool = False) -> bool:
-        step = seen.step
+    def _save(self, completed: CompletedStep, *, temporary: bool = False) -> bool:
+        step = completed.step
         if self._session.saves.has_saved(step):
             self._skip(step, "this run has already saved or restored it")
             return False
-        state, dataset = seen.get("state"), seen.get("dataset")
+        state, dataset = completed.get("state"), completed.get("dataset")
         if self._check_step:
             _state.step_counter.check(state, step, offset=self._offset)
         if self._consumption.wants:
@@ -386,7 +365,7 @@ class CheckpointCallback:
         self.last_save = self.checkpointer.save(
             step,
             state,
-            metrics=seen.metrics(),
+            metrics=completed.metrics(),
             dataset=dataset,
             on_exists=self._on_exists,
             temporary=temporary,
@@ -410,7 +389,7 @@ class CheckpointCallback:
 
     # ---- stopping --------------------------------------------------------------------
 
-    def _stop(self, seen: Completed, notice: Notice) -> bool:
+    def _stop(self, completed: CompletedStep, notice: Notice) -> bool:
         """Saves after a signal, waits until the save is durable, and ends the program.
 
         Returns:
@@ -419,51 +398,60 @@ class CheckpointCallback:
         Raises:
             SystemExit, KeyboardInterrupt: The save is durable, and the program ends.
         """
-        self._stopping.is_heeded = True
+        self._preemption.is_handled = True
         try:
             self.checkpointer.wait()
         except errors.CheckpointError as error:
             _log.error("a save failed, and another is tried: %s", error)
-        what, has_saved = self._save_in_time(seen, notice)
+        outcome, has_saved = self._save_in_time(completed, notice)
         self.checkpointer.wait()
-        self._tell_of_stop(seen.step, notice, what)
-        if self._stopping.leaves:
+        self._report_stop(completed.step, notice, outcome)
+        if self._preemption.exits:
             self._last = None
             self._end()
-            self._stopping.leave(notice)
+            self._preemption.exit_program(notice)
         return has_saved
 
-    def _save_in_time(self, seen: Completed, notice: Notice) -> tuple[str, bool]:
+    def _save_in_time(
+        self, completed: CompletedStep, notice: Notice
+    ) -> tuple[str, bool]:
         """Saves the step, or only its parameters if the time is short.
 
         Returns:
             The end of the sentence "step 3 …", and True if this call saved the whole
             step.
         """
-        if self._session.saves.has_saved(seen.step):
+        if self._session.saves.has_saved(completed.step):
             return "was already saved", False
         self._note_duration()
         # Use the clock of process 0, so that all processes save the same.
         if not _util.processes.gather_flags([self._grace.is_enough(notice)])[0][0]:
-            path = self.checkpointer.save_params_only(seen.step, seen.get("state"))
+            path = self.checkpointer.save_params_only(
+                completed.step, completed.get("state")
+            )
             if path is not None:
                 return f"is saved without its optimizer, in {path}", False
         try:
-            return "is saved", self._save(seen)
+            return "is saved", self._save(completed)
         except errors.OptionError as error:
             # A wrong step or metric must not prevent the last save before the exit.
             _log.error("saving nevertheless, without metrics: %s", error)
             self.last_save = self.checkpointer.save(
-                seen.step,
-                seen.get("state"),
-                dataset=seen.get("dataset"),
+                completed.step,
+                completed.get("state"),
+                dataset=completed.get("dataset"),
                 on_exists=self._on_exists,
             )
             return "is saved", True
 
-    def _tell_of_stop(self, step: int, notice: Notice, what: str) -> None:
-        at, events = step - self._offset, self.checkpointer.events
-        self._stopping.tell(events, step, notice, what, at=at)
+    def _report_stop(self, step: int, notice: Notice, outcome: str) -> None:
+        action = "exits" if self._preemption.exits else "continues"
+        _log.warning(
+            "%s: step %d %s; the program %s", notice.name, step, outcome, action
+        )
+        events = self.checkpointer.events
+        events.emit("preempted", step, reason=notice.name, saved=outcome)
+        events.deliver(step - self._offset)
 
     # ---- beginning and ending --------------------------------------------------------
 
@@ -534,27 +522,14 @@ class CheckpointCallback:
         )
         self._consumption.begin(step, datasets.position(dataset))
         self._began_at = self.checkpointer.restored_step
-        self._seen, self._last = step, None
+        self._previous, self._last = step, None
         if self._check_step:
-            self._note_restored(restored, step)
+            with contextlib.suppress(TypeError, ValueError):  # a save reports the error
+                self._first_state = training_start.FirstState(restored, step)
+            if self._began_at is not None:
+                training_start.warn_of_other_numbers(self.checkpointer, restored, step)
         self._triggers.restart_clock()
         return restored, step
-
-    def _note_restored(self, state: PyTree, step: int) -> None:
-        """Records the first state of the loop, and warns of a wrong step counter."""
-        with contextlib.suppress(TypeError, ValueError):  # the save reports the error
-            self._restored = step, held.Trace(state)
-        if self._began_at is not None and (
-            counters := _state.step_counter.mismatch(state, step)
-        ):
-            _log.warning(
-                "step %d of %s is restored, but %s: its steps were numbered"
-                " differently, such as from 0. Begin the loop at the step of the state,"
-                " or pass check_step=False if the state counts something else",
-                step,
-                self.checkpointer.directory,
-                counters,
-            )
 
     def add_metrics(self, step: int, metrics: Any) -> None:
         """Adds metrics to a committed step, such as from an evaluation after the save.
@@ -563,9 +538,9 @@ class CheckpointCallback:
             step: The step in the count of the loop; see `step_is`.
             metrics: Numbers by name, or a clu metric collection.
         """
-        named = completed_step.values(metrics) or {}
         self.checkpointer.add_metrics(
-            _state.step_counter.whole(step) + self._offset, named
+            _state.step_counter.to_int(step) + self._offset,
+            completed_step.metric_values(metrics) or {},
         )
 
     def check_resume(
@@ -621,7 +596,7 @@ class CheckpointCallback:
 
     def before_close(self) -> None:
         """Saves the last step; called first when the checkpointer closes."""
-        last, self._last = self._to_be_saved(), None
+        last, self._last = self._step_to_save(), None
         if last is None:
             return
         if self._session.saves.has_saved(last.step):
@@ -636,10 +611,10 @@ class CheckpointCallback:
             return
         position = datasets.position(last.get("dataset"))
         self._consumption.check_end(last.step, position)
-        with last.as_reported():
+        with last.reported_values():
             self._save(last)
 
-    def _to_be_saved(self) -> Completed | None:
+    def _step_to_save(self) -> CompletedStep | None:
         """Returns the last step, if the end of the loop saves it."""
         last = self._last
         is_due = self._save_last and last is not None and last.step > 0
@@ -647,12 +622,12 @@ class CheckpointCallback:
 
     def after_close(self) -> None:
         """Restores signal handlers; called by the checkpointer after all saves."""
-        stopping, notice = self._stopping, self._stopping.notice
+        preemption, notice = self._preemption, self._preemption.notice
         self._end()
-        if notice is not None and not stopping.is_heeded and stopping.leaves:
-            stopping.is_heeded = True
-            self._tell_of_stop(self._seen, notice, "is the last of the run")
-            stopping.leave(notice)
+        if notice is not None and not preemption.is_handled and preemption.exits:
+            preemption.is_handled = True
+            self._report_stop(self._previous, notice, "is the last of the run")
+            preemption.exit_program(notice)
 
     def abandon(self, error: BaseException) -> None:
         """Stops saving; called by the checkpointer after an error in a `with` block."""
@@ -667,7 +642,7 @@ class CheckpointCallback:
         self._end()
 
     def _end(self) -> None:
-        self._stopping.end()
+        self._preemption.end()
         self._session.detach(self)
         while self._subscribed:
             self.checkpointer.events.unsubscribe(self._subscribed.pop())
@@ -675,7 +650,7 @@ class CheckpointCallback:
 
     def _warn_if_lost(self) -> None:
         """Logs a warning at the end of the program about an unsaved last step."""
-        last = self._to_be_saved()
+        last = self._step_to_save()
         if last is not None and not self._session.saves.has_saved(last.step):
             _log.warning(
                 "the program ends without saving step %d: close the Checkpointer or the"

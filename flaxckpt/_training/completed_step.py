@@ -8,18 +8,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flaxckpt import _state, datasets, errors
-from flaxckpt._training import held
-from flaxckpt._training.held import Held
+from flaxckpt._training import kept_state
+from flaxckpt._training.kept_state import KeptState
 
 _log = logging.getLogger(__name__)
 
 
-class Completed:
+class CompletedStep:
     """A completed step, with the values to save or functions to get them.
 
     Args:
         step: Number of the step.
-        given: The passed values: `state`, `metrics` and `dataset`, or None.
+        values: The passed values: `state`, `metrics` and `dataset`, or None.
         getters: Bound functions for values not passed, by the same names.
 
     Attributes:
@@ -31,14 +31,14 @@ class Completed:
     """
 
     def __init__(
-        self, step: int, given: Mapping[str, Any], getters: Mapping[str, Any]
+        self, step: int, values: Mapping[str, Any], getters: Mapping[str, Any]
     ) -> None:
         self.step = step
-        self._given = dict(given)
+        self._values = dict(values)
         self._getters = getters
-        self._state: Held | None = None
-        self._metrics: Held | None = None
-        self.is_bound = given["state"] is None
+        self._state: KeptState | None = None
+        self._metrics: KeptState | None = None
+        self.is_bound = values["state"] is None
         if self.is_bound and "state" not in getters:
             raise errors.OptionError(
                 "there is no state to save: call on_step(step, state), or pass the"
@@ -51,7 +51,7 @@ class Completed:
         Does not call the function again for a state or metrics already kept at the
         report.
         """
-        value = self._given[name]
+        value = self._values[name]
         if name == "state" and value is None and self._state is not None:
             return self._state.state
         if name == "metrics" and value is None and self._metrics is not None:
@@ -65,40 +65,42 @@ class Completed:
         Raises:
             OptionError: The metrics are not numbers by name.
         """
-        return values(self.get("metrics"))
+        return metric_values(self.get("metrics"))
 
     # ---- for the end of the loop --------------------------------------------------
 
-    def hold(self, before: Completed | None, *, ask: bool, ask_metrics: bool) -> None:
+    def keep_values(
+        self, before: CompletedStep | None, *, get_state: bool, get_metrics: bool
+    ) -> None:
         """Keeps the state, metrics and dataset position for the end of the loop.
 
         Args:
             before: The step that was reported before.
-            ask: Whether to get a bound state now. Otherwise it is read at the end, and
-                belongs to this step if its own step counter agrees.
-            ask_metrics: Whether to get bound metrics now.
+            get_state: Whether to get a bound state now. Otherwise it is read at the
+                end, and belongs to this step if its own step counter agrees.
+            get_metrics: Whether to get bound metrics now.
         """
-        if ask or not self.is_bound:
-            known = None if before is None else before._state
-            self._state = Held(self.get("state"), known)
-        metrics = self._given["metrics"]
-        if ask_metrics or metrics is not None:
+        if get_state or not self.is_bound:
+            kept = None if before is None else before._state
+            self._state = KeptState(self.get("state"), kept)
+        metrics = self._values["metrics"]
+        if get_metrics or metrics is not None:
             metrics = self.get("metrics")
         if metrics is not None:
-            known = None if before is None else before._metrics
-            self._metrics = Held(metrics, known)
-        self._given["dataset"] = datasets.copy_position(self.get("dataset"))
+            kept = None if before is None else before._metrics
+            self._metrics = KeptState(metrics, kept)
+        self._values["dataset"] = datasets.copy_position(self.get("dataset"))
 
-    def says_itself(self) -> bool:
+    def has_own_counter(self) -> bool:
         """Returns True if the state's own step counter makes keeping it unnecessary.
 
         True for a bound state that the loop replaces whole, such as a `TrainState`.
         """
         state = self.get("state")
-        is_one = self.is_bound and held.is_replaced_whole(state)
-        return is_one and bool(_state.step_counter.found(state))
+        is_replaced = self.is_bound and kept_state.is_replaced_whole(state)
+        return is_replaced and bool(_state.step_counter.read_counters(state))
 
-    def let_state_go(self) -> None:
+    def release_state(self) -> None:
         """Releases the kept state."""
         self._state = None
 
@@ -115,85 +117,81 @@ class Completed:
             offset: Difference of the completed step and the step of the loop.
         """
         if self._state is not None:
-            return self._state.why_gone() or self._why_wrong(check_step, offset)
-        counts = _state.step_counter.found(self.get("state")) if check_step else {}
+            reason = self._state.why_gone()
+            if check_step and not reason:
+                with self._reported_state():
+                    state = self.get("state")
+                    try:
+                        _state.step_counter.check(state, self.step, offset=offset)
+                    except errors.OptionError as error:
+                        reason = str(error)
+            return reason
+        counts = (
+            _state.step_counter.read_counters(self.get("state")) if check_step else {}
+        )
         if not counts:
-            return _UNKNOWN
+            return "its state is bound, and has no counter that tells the step"
         if self.step in counts.values():
             return ""
         # The step may be right, but the bound state has changed since the report.
-        mismatch = _state.step_counter.mismatch(self.get("state"), self.step)
+        mismatch = _state.step_counter.describe_mismatch(self.get("state"), self.step)
         return f"its bound state was changed after the report: {mismatch} now"
 
-    def _why_wrong(self, check_step: bool, offset: int) -> str:
-        """Returns the reason why the reported state does not belong to the step."""
-        if check_step:
-            with self._as_reported():
-                try:
-                    _state.step_counter.check(
-                        self.get("state"), self.step, offset=offset
-                    )
-                except errors.OptionError as error:
-                    return str(error)
-        return ""
-
     @contextlib.contextmanager
-    def as_reported(self) -> Iterator[None]:
+    def reported_values(self) -> Iterator[None]:
         """Restores the reported values for the duration of the `with` block."""
-        metrics = self._given["metrics"]
-        has_later = metrics is None and "metrics" in self._getters
-        gone = "the bound metrics may be those of a later step"
+        metrics = self._values["metrics"]
+        reason = ""  # why the reported metrics are lost
         if self._metrics is not None:
-            has_later, gone = True, self._metrics.why_gone()
-        elif has_later and self._is_last():
-            gone = ""
-        with self._as_reported(), contextlib.ExitStack() as stack:
-            if has_later and gone:
+            reason = self._metrics.why_gone()
+        elif metrics is None and "metrics" in self._getters and not self._is_last():
+            reason = "the bound metrics may be those of a later step"
+        with self._reported_state(), contextlib.ExitStack() as stack:
+            if reason:
                 _log.warning(
-                    "step %d is saved without its metrics: %s", self.step, gone
+                    "step %d is saved without its metrics: %s", self.step, reason
                 )
-                self._given["metrics"] = {}
+                self._values["metrics"] = {}
             elif self._metrics is not None:
-                self._given["metrics"] = stack.enter_context(self._metrics.put_back())
+                self._values["metrics"] = stack.enter_context(
+                    self._metrics.reported_state()
+                )
             try:
                 yield
             finally:
-                self._given["metrics"] = metrics
+                self._values["metrics"] = metrics
 
     def _is_last(self) -> bool:
         """Returns True if the state certainly did not change since the report."""
         if self._state is None:
             return True  # `why_gone` has compared the state's step counter
         if self.is_bound:
-            return self._state.is_of(self._getters["state"]())
-        return self._state.has_objects and self._state.is_of(self._given["state"])
+            return self._state.matches(self._getters["state"]())
+        return self._state.has_objects and self._state.matches(self._values["state"])
 
     @contextlib.contextmanager
-    def _as_reported(self) -> Iterator[None]:
+    def _reported_state(self) -> Iterator[None]:
         if self._state is None:
             yield
             return
-        given = self._given["state"]
-        with self._state.put_back() as self._given["state"]:
+        passed = self._values["state"]
+        with self._state.reported_state() as self._values["state"]:
             try:
                 yield
             finally:
-                self._given["state"] = given
+                self._values["state"] = passed
 
 
-_UNKNOWN = "its state is bound, and has no counter that tells the step"
-
-
-def values(metrics: Any) -> Mapping[str, Any] | None:
+def metric_values(metrics: Any) -> Mapping[str, Any] | None:
     """Returns metrics as numbers by name; computes clu's metric collections.
 
     Raises:
         OptionError: The metrics are not numbers by name.
     """
     compute = getattr(metrics, "compute", None)
-    found = compute() if compute else metrics
-    if found is None or isinstance(found, Mapping):
-        return found
+    numbers = compute() if compute else metrics
+    if numbers is None or isinstance(numbers, Mapping):
+        return numbers
     raise errors.OptionError(
-        f"metrics must be numbers by name, such as {{'loss': 0.5}}, got {found!r:.80}"
+        f"metrics must be numbers by name, such as {{'loss': 0.5}}, got {numbers!r:.80}"
     )

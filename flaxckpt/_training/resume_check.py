@@ -41,25 +41,25 @@ def check(
             "step_fn must be a function of a state and a batch, got"
             f" {_util.arguments.describe(step_fn)}"
         )
-    with _directory(checkpointer) as directory:
+    with _trial_directory(checkpointer) as directory:
         trial = beside(checkpointer, directory)
         trial.save(_STEP, state, dataset=dataset).wait()
 
         def step(begin: PyTree) -> Values:
-            batch = () if dataset is None else (_next(dataset),)
-            made = step_fn(begin, *batch)
+            batch = () if dataset is None else (_next_batch(dataset),)
+            returned = step_fn(begin, *batch)
             # A function that changes NNX objects in place may return None.
-            result = begin if made is None else made
-            return _state.flax_state.values(
+            result = begin if returned is None else returned
+            return _state.flax_state.leaves_by_path(
                 {"state": result, _GIVEN: begin, "batch": batch}
             )
 
         try:
-            straight = step(_copied(state))
+            expected = step(_copy_state(state))
             _rewind(trial, state, dataset)
             _compare(
-                straight,
-                step(_copied(state)),
+                expected,
+                step(_copy_state(state)),
                 "when the step is repeated from the same state",
                 "step_fn or the data are not deterministic, so no run can be repeated:"
                 " look for numpy's random numbers, the time, or a dataset that does"
@@ -69,7 +69,7 @@ def check(
                 state if fresh is None else fresh, step=_STEP, dataset=dataset
             )
             _compare(
-                straight,
+                expected,
                 step(begin),
                 "when the step is repeated from the restored state",
                 "These values are not saved, or are restored differently: check that"
@@ -80,7 +80,7 @@ def check(
 
 
 @contextlib.contextmanager
-def _directory(checkpointer: Checkpointer) -> Iterator[Path]:
+def _trial_directory(checkpointer: Checkpointer) -> Iterator[Path]:
     """Creates a directory beside the steps; removes the directory at the end.
 
     Raises:
@@ -105,19 +105,21 @@ def _rewind(trial: Checkpointer, state: PyTree, dataset: Any) -> None:
         trial.restore_dataset(dataset, step=_STEP)
 
 
-def _copied(state: PyTree) -> PyTree:
+def _copy_state(state: PyTree) -> PyTree:
     """Returns a copy of a state, to be donated or changed in place."""
     flat = _state.flax_state.flatten(state)
-    return flat.rebuild({path: _copy(leaf.source) for path, leaf in flat.table.items()})
+    return flat.rebuild(
+        {path: _copy_leaf(leaf.source) for path, leaf in flat.table.items()}
+    )
 
 
-def _copy(value: Any) -> Any:
+def _copy_leaf(value: Any) -> Any:
     if isinstance(value, jax.Array):
         return jax.random.clone(value) if _is_key(value) else jnp.copy(value)
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def _next(dataset: Any) -> Any:
+def _next_batch(dataset: Any) -> Any:
     try:
         return next(dataset)
     except StopIteration:
@@ -129,7 +131,7 @@ def _next(dataset: Any) -> Any:
 
 def _compare(wanted: Values, found: Values, how: str, advice: str) -> None:
     mismatches = [
-        Mismatch(path, _text(wanted, path), _text(found, path))
+        Mismatch(path, _describe(wanted, path), _describe(found, path))
         for path in wanted | found
         if not _is_donated(wanted, path)
         and not _is_donated(found, path)
@@ -157,7 +159,7 @@ def _bits(values: Values, path: LeafPath) -> object:
     return path in values, type(value), repr(value) if is_plain else None
 
 
-def _text(values: Values, path: LeafPath) -> str:
+def _describe(values: Values, path: LeafPath) -> str:
     if path not in values:
         return "nothing"
     value = _data(values[path])

@@ -139,13 +139,13 @@ def _running_program() -> _Program | None:
     if threading.current_thread() is not threading.main_thread():
         return None
     names = vars(sys.modules["__main__"])
-    found = None
+    program = None
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_globals is names:
-            found = _Program(id(frame), frame.f_code)  # the outermost in the end
+            program = _Program(id(frame), frame.f_code)  # the outermost in the end
         frame = frame.f_back
-    return found
+    return program
 
 
 # ---- one handler for all watches ----------------------------------------------------

@@ -8,9 +8,10 @@ from typing import Any, Unpack
 
 import jax
 
-from flaxckpt import _run, _steps, errors, formats
+from flaxckpt import _run, _state, _steps, errors, formats
 from flaxckpt._run.checkpointer import Checkpointer, session_of
 from flaxckpt._run.session import Session
+from flaxckpt._training import kept_state
 from flaxckpt._types import PathLike, PyTree
 
 _log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def _check_other_names(session: Session) -> None:
         CheckpointFormatError: There are steps, but no name matches `step_format`.
     """
     run = session.run
-    if run.listed() or not run.directory.is_dir():
+    if run.paths() or not run.directory.is_dir():
         return
     others = _steps.index.checkpoints_by_number(run.directory, formats.recognises)
     if others:
@@ -84,12 +85,12 @@ def _check_other_names(session: Session) -> None:
         raise errors.CheckpointFormatError(
             f"{run.directory} has steps that are not named like"
             f" {run.format.template!r}, such as {newest.name}: continue with"
-            f" step_format={_step_format(newest.name, max(others))!r} if they are"
+            f" step_format={_guess_step_format(newest.name, max(others))!r} if they are"
             " directories, or begin another run from them with source="
         )
 
 
-def _step_format(name: str, step: int) -> str:
+def _guess_step_format(name: str, step: int) -> str:
     """Returns the step format that names the directory of `step` `name`."""
     before = name.rstrip("0123456789")
     digits = name.removeprefix(before)
@@ -155,3 +156,49 @@ def check(
             " with source="
         )
     return begun
+
+
+class FirstState:
+    """The state that a loop begins with, to detect a loop that counts from 0.
+
+    Args:
+        state: The restored or initial state.
+        step: The number of completed steps.
+    """
+
+    def __init__(self, state: PyTree, step: int) -> None:
+        self._step = step
+        self._trace = kept_state.Trace(state)
+
+    def check_counted(self, state: PyTree, step: int) -> None:
+        """Raises OptionError if the same step is reported again with another state.
+
+        Does not check states with their own step counter.
+
+        Raises:
+            OptionError: The loop counts from 0.
+        """
+        if self._step != step or _state.step_counter.read_counters(state):
+            return
+        if self._trace.has_changed(state):
+            raise errors.OptionError(
+                f"the run began with {step} completed steps, and the loop calls its"
+                f" first step {step} too, although the state has changed: each restart"
+                " would repeat a step. If the loop counts from 0, pass"
+                " step_is='index'; otherwise begin it at start + 1, as in"
+                f" range({step + 1}, total + 1). If no step was trained yet, pass"
+                " check_step=False"
+            )
+
+
+def warn_of_other_numbers(checkpointer: Checkpointer, state: PyTree, step: int) -> None:
+    """Logs a warning if the step counters of a restored state have other values."""
+    if counters := _state.step_counter.describe_mismatch(state, step):
+        _log.warning(
+            "step %d of %s is restored, but %s: its steps were numbered differently,"
+            " such as from 0. Begin the loop at the step of the state, or pass"
+            " check_step=False if the state counts something else",
+            step,
+            checkpointer.directory,
+            counters,
+        )

@@ -81,25 +81,25 @@ class Triggers:
             and self._clock() - self._saved_at >= self._every_secs
         )
 
-    def due(self, completed: int, seen: int, *, time_is_up: bool) -> Due | None:
+    def due(self, completed: int, previous: int, *, time_is_up: bool) -> Due | None:
         """Returns the reason to save after step `completed`, or None.
 
         Args:
             completed: The completed step. Loops may skip steps, so the steps between
-                `seen` and `completed` count.
-            seen: The previously reported step.
+                `previous` and `completed` count.
+            previous: The previously reported step.
             time_is_up: Whether the processes agreed that `every_secs` have passed.
         """
         is_first, self._has_begun = not self._has_begun, True
         if completed <= 0:
             return None
         n = self._every_steps
-        if n is not None and completed // n > seen // n:
+        if n is not None and completed // n > previous // n:
             return Due(f"every {n} steps")
         passed = bisect.bisect_right(self._on_steps, completed)
-        if passed and self._on_steps[passed - 1] > seen:
+        if passed and self._on_steps[passed - 1] > previous:
             return Due(f"step {self._on_steps[passed - 1]} of on_steps")
-        if is_first and self._save_first and seen == 0:
+        if is_first and self._save_first and previous == 0:
             return Due("the first step")
         if time_is_up:
             return Due(f"{self._every_secs:g} s since the last save", temporary=True)

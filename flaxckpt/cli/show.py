@@ -64,7 +64,7 @@ def show(
         return _app.SUCCESS
     trees = _run.disk_usage.subtrees(metadata.leaves, below=leaf or "")
     if not trees:
-        raise errors.OptionError(_run.disk_usage.nothing_there(metadata, leaf or ""))
+        raise errors.OptionError(_run.disk_usage.missing_path(metadata, leaf or ""))
     if json:
         _output.print_document(metadata if leaf is None else trees)
         return _app.SUCCESS

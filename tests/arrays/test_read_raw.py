@@ -299,8 +299,8 @@ def test_without_maps_left_files_are_read(saved, monkeypatch):
     def refuse(*_):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(zarr_chunk_file, "mapped", refuse)
-    monkeypatch.setattr(zarr_chunk_file, "mapped_as_one", refuse)
+    monkeypatch.setattr(zarr_chunk_file, "map_block", refuse)
+    monkeypatch.setattr(zarr_chunk_file, "map_blocks", refuse)
     strategies.assert_same(flaxckpt.load(saved, memory_map=True), big_state())
 
 
@@ -632,7 +632,7 @@ def test_the_same_array_saved_as_another_type_is_written(tmp_path):
         if step == 0:
             ckpt = flaxckpt.Checkpointer(tmp_path, layout=layout)
         saves = ckpt._saves
-        saves._shared = dataclasses.replace(saves._shared, transforms=(cast,))
+        saves._options = dataclasses.replace(saves._options, transforms=(cast,))
         ckpt.save(step, {"w": array}).wait()
     np.testing.assert_array_equal(ckpt.restore()["w"].astype(int), [0, 1, 3, 2])
     ckpt.close()

@@ -30,7 +30,7 @@ time_is_up = []
 stop = None
 for step in range(1, 1000):
     now += 1.0 if rank == 0 else 0.1
-    is_up, notice = hook._stopping.agreed(hook._triggers)
+    is_up, notice = hook._preemption.agree(hook._triggers)
     if is_up:
         time_is_up.append(step)
         hook._triggers.restart_clock()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._run.events import stream as events_stream
+from flaxckpt._run import events as run_events
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt.formats import _locate
@@ -39,7 +39,7 @@ def told(events):
 
 @pytest.fixture
 def stream(tmp_path):
-    return events_stream.Stream(tmp_path, tmp_path / "events.jsonl")
+    return run_events.Stream(tmp_path, tmp_path / "events.jsonl")
 
 
 # ---- what is told ------------------------------------------------------------------
@@ -375,8 +375,8 @@ from pathlib import Path
 import jax
 rank, port, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
-from flaxckpt._run.events import stream as events_stream
-stream = events_stream.Stream(directory, directory / "events.jsonl")
+from flaxckpt._run import events as run_events
+stream = run_events.Stream(directory, directory / "events.jsonl")
 seen = []
 stream.subscribe(seen.append)
 stream.emit("failed", rank)
@@ -492,7 +492,7 @@ def test_what_is_no_json_is_told_as_text(stream, tmp_path):
 )
 def test_details_come_back_from_the_journal(tmp_path_factory, details):
     directory = tmp_path_factory.mktemp("run")
-    stream = events_stream.Stream(directory, directory / "events.jsonl")
+    stream = run_events.Stream(directory, directory / "events.jsonl")
     seen = []
     stream.subscribe(seen.append)
     stream.emit("preflight", **details)

@@ -261,7 +261,7 @@ def test_what_changes_while_a_step_is_uploaded_follows(tmp_path, monkeypatch):
         ckpt.save(1, state(1), metrics={"loss": 1.0}, temporary=True).wait()
         ckpt.wait_for_uploads()
         monkeypatch.undo()
-        assert not ckpt._run.uploads.waiting()
+        assert not ckpt._run.uploads.pending()
         assert flaxckpt.Checkpointer(path).metrics(1) == {"loss": 1.0, "late": 2.0}
         assert steps_markers.is_pinned(path / "1")
         assert not steps_markers.is_temporary(path / "1")
@@ -273,7 +273,7 @@ def test_a_step_is_not_replaced_while_it_is_uploaded(tmp_path):
     path = faulty.new_path("tiers-replaced")
     with flaxckpt.Checkpointer(path, staging=tmp_path / "ssd") as ckpt:
         ckpt.save(1, state(1)).wait()
-        with ckpt._run.uploads.busy.get():
+        with ckpt._run.uploads.step_lock.get():
             replacing = ckpt.save(1, state(1, "b"), on_exists="overwrite")
             with pytest.raises(errors.CheckpointTimeoutError):
                 replacing.wait(timeout_secs=0.2)
@@ -430,7 +430,7 @@ def test_what_is_changed_of_an_old_copy_does_not_go_to_what_replaced_it(
     ckpt = flaxckpt.Checkpointer(path, staging=staging, sinks=[told.append])
     ckpt.save(1, state(1)).wait()
     ckpt.wait_for_uploads()
-    with ckpt._run.uploads.busy.get():
+    with ckpt._run.uploads.step_lock.get():
         ckpt.add_metrics(1, {"loss": 1.0})
         ckpt.pin(1)
         replace(path, 1)
@@ -653,7 +653,7 @@ def test_waiting_for_uploads_has_an_end(tmp_path, monkeypatch):
     path = faulty.new_path("tiers-slow")
     ckpt = flaxckpt.Checkpointer(path, staging=tmp_path / "ssd")
     ckpt.save(1, state(1)).wait()
-    with ckpt._run.uploads.busy.get():
+    with ckpt._run.uploads.step_lock.get():
         ckpt.save(2, state(2)).wait()
         with pytest.raises(errors.CheckpointTimeoutError, match=r"0\.01 s"):
             ckpt.wait_for_uploads(timeout_secs=0.01)

@@ -28,7 +28,7 @@ from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import step_counter as state_step_counter
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._storage.storage import LOCAL
-from flaxckpt._training import held as training_held
+from flaxckpt._training import kept_state as training_kept_state
 from flaxckpt.datasets import StepIndexed
 from tests.helpers import strategies
 
@@ -243,7 +243,7 @@ def test_a_loop_that_reports_before_it_trains_may_move_the_state(ckpt, kind, mov
 @pytest.mark.parametrize("move", ["sharded", "jitted", "fetched"])
 def test_a_state_that_was_moved_and_trained_has_changed(ckpt, move, monkeypatch):
     monkeypatch.setattr(
-        training_held, "_COMPARED_BYTES", 1000
+        training_kept_state, "_COMPARED_BYTES", 1000
     )  # of the large ones, a part
     large = {f"w{i}": jnp.full(100, float(i)) for i in range(10)}
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=4)
@@ -578,7 +578,7 @@ def test_a_save_under_another_step_than_the_states_own_is_refused(ckpt, state):
     assert not callback(3, state(2)), "nothing is saved, so nothing is looked at"
     with pytest.raises(errors.OptionError, match="step_is='index'"):
         callback(4, state(5))
-    with pytest.raises(errors.OptionError, match=r"called step 6, but .* is 3"):
+    with pytest.raises(errors.OptionError, match=r"for step 6, but .* is 3"):
         callback(6, state(3))
     ckpt.wait()
     assert ckpt.steps() == [2]
@@ -599,7 +599,7 @@ def test_of_several_counters_one_has_to_agree(ckpt):
 
 @pytest.mark.parametrize("step", [True, 0.5, jnp.ones(3), "third", len])
 def test_what_is_no_counter_does_not_count(ckpt, step):
-    assert not list(state_step_counter._found({"step": step}))
+    assert not list(state_step_counter.read_counters({"step": step}))
 
 
 def test_a_call_can_force_a_save_even_of_step_0(ckpt):
@@ -872,7 +872,7 @@ def copied(state):
     """The leaves by their paths, as numpy arrays of their own."""
     return {
         path: np.array(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-        for path, leaf in state_flax_state.values(state).items()
+        for path, leaf in state_flax_state.leaves_by_path(state).items()
     }
 
 
@@ -932,7 +932,7 @@ def test_small_numpy_arrays_are_kept_beside_large_ones(ckpt):
 def test_huge_numpy_arrays_are_not_kept_and_that_is_said_at_the_beginning(
     ckpt, caplog, monkeypatch
 ):
-    monkeypatch.setattr(training_held, "_SUMMED_BYTES", 2**22)
+    monkeypatch.setattr(training_kept_state, "_SUMMED_BYTES", 2**22)
     state = {"w": np.zeros(10**6)}
     with flaxckpt.CheckpointCallback(ckpt, every_steps=2) as callback:
         callback(1, state)
@@ -1078,8 +1078,8 @@ def test_bound_metrics_that_take_long_are_saved_if_nothing_came_after(ckpt, capl
 
 def test_holding_a_state_copies_no_jax_array():
     state = {"w": jnp.ones(10**6), "n": 1}
-    held = training_held.Held(state)
-    with held.put_back() as found:
+    held = training_kept_state.KeptState(state)
+    with held.reported_state() as found:
         assert found["w"] is state["w"]
 
 

@@ -356,8 +356,8 @@ def test_a_fork_works_while_its_parent_uploads(run):
         ckpt.save(2, state(2)).wait()
         inside.wait()
         locks = ckpt._run.uploads
-        assert locks.busy.get().locked()
-        locks.changing.get().acquire()
+        assert locks.step_lock.get().locked()
+        locks.change_lock.get().acquire()
 
         def act():
             ckpt.save(3, state(3)).wait()
@@ -370,7 +370,7 @@ def test_a_fork_works_while_its_parent_uploads(run):
                 print("fork" in str(error), "steps 2, 3 stay" in str(error))
 
         print(in_fork(act))
-        locks.changing.get().release()
+        locks.change_lock.get().release()
         leave.set()
         ckpt.close()
         print(flaxckpt.Checkpointer(directory, read_only=True).steps())

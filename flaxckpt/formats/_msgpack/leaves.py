@@ -194,7 +194,7 @@ def _leaf(
                 ),
             )
             return StoredLeaf(
-                path, info, functools.partial(_arrays.byte_ranges.opened, [span])
+                path, info, functools.partial(_arrays.byte_ranges.open, [span])
             )
         case Opened():
             info = LeafInfo(

@@ -231,7 +231,7 @@ class Arrays:
         # Before TensorStore reads the metadata, some of which abort the process.
         file = "zarr.json" if self.version == 3 else ".zarray"
         if not self.ocdbt:
-            text = _arrays.zarr.chunk_file.small(self.root / name / file)
+            text = _arrays.zarr.chunk_file.read_small(self.root / name / file)
             _check_form(text, form)
             _arrays.zarr.chunk_headers.check_files(
                 self.root / name, _arrays.zarr.chunk_headers.parse(text)

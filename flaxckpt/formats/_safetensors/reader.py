@@ -245,7 +245,7 @@ def _leaf_table(
                 identity=file.identity,
             )
             stored = StoredLeaf(
-                path, info, functools.partial(_arrays.byte_ranges.opened, (span,))
+                path, info, functools.partial(_arrays.byte_ranges.open, (span,))
             )
         table[info.path] = Leaf(info, (stored,))
     return table

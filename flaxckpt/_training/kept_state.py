@@ -30,7 +30,7 @@ _IMMUTABLE: set[type] = {type(None), bool, int, float, complex, str, bytes}
 """Types of immutable leaves; types of jax arrays are added at their first use."""
 
 
-class Held:
+class KeptState:
     """The leaves of a state at the time of the report.
 
     Args:
@@ -43,13 +43,13 @@ class Held:
         fault: The reason why the state cannot be kept, or an empty string.
     """
 
-    def __init__(self, state: PyTree, before: Held | None = None) -> None:
+    def __init__(self, state: PyTree, before: KeptState | None = None) -> None:
         self.fault = ""
         self.state = state
         self._graph: _state.object_graph.ObjectGraph | None = None
         self._values: list[Any] = []
         self._values_tree: Any = None
-        self._prints: list[tuple[np.ndarray, Any]] = []
+        self._fingerprints: list[tuple[np.ndarray, Any]] = []
         try:
             self._leaves, self._tree = _flatten(state, before)
         except (TypeError, ValueError) as error:  # the save reports the details
@@ -61,23 +61,22 @@ class Held:
                 leaf for leaf in self._leaves if _state.flax_state.is_object(leaf)
             ]
         if objects:
-            known = None if before is None else before._graph
+            graph = None if before is None else before._graph
             if (
-                known is None
-                or not known.is_of(objects)
-                or not known.has_same_contents()
+                graph is None
+                or not graph.is_of(objects)
+                or not graph.has_same_contents()
             ):
-                known = _state.object_graph.ObjectGraph(objects)
-            self._graph = known
-            self._values, self._values_tree = jax.tree.flatten(known.values())
-        self._keep_numpy()
+                graph = _state.object_graph.ObjectGraph(objects)
+            self._graph = graph
+            self._values, self._values_tree = jax.tree.flatten(graph.values())
+        self._copy_numpy()
 
-    def _keep_numpy(self) -> None:
+    def _copy_numpy(self) -> None:
         """Copies small writable numpy arrays; computes checksums of large arrays."""
-        kept = (self._leaves, self._values)
         places = [
             (leaves, i)
-            for leaves in kept
+            for leaves in (self._leaves, self._values)
             if not _IMMUTABLE.issuperset(map(type, leaves))
             for i, leaf in enumerate(leaves)
             if type(leaf) not in _IMMUTABLE and _may_change(leaf)
@@ -96,17 +95,20 @@ class Held:
                 " changed in place after the step is reported"
             )
             return
-        self._prints = [(array, _print(array)) for array in large]
+        self._fingerprints = [(array, _fingerprint(array)) for array in large]
 
     def _changed_numpy(self) -> int:
         """Returns the number of changed large numpy arrays."""
-        return sum(_print(array) != before for array, before in self._prints)
+        return sum(
+            _fingerprint(array) != before for array, before in self._fingerprints
+        )
 
     def why_gone(self) -> str:
         """Returns the reason why the reported state is lost, or an empty string."""
         if self.fault:
-            return f"the state {self.fault}"
-        if any(map(_is_deleted, (*self._leaves, *self._values))):
+            return f"it {self.fault}"
+        leaves = (*self._leaves, *self._values)
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
             return "its arrays were donated to a step that was not reported"
         if self._graph is not None and not self._graph.is_current():
             return "the variables of its NNX objects were replaced since"
@@ -122,27 +124,25 @@ class Held:
         """True for a state with NNX objects, which change in place."""
         return self._graph is not None
 
-    def is_of(self, state: PyTree) -> bool:
+    def matches(self, state: PyTree) -> bool:
         """Returns True if `state` still has the reported values."""
         if self.fault:
             return False
-        now = Held(state, self)
-        if now.fault or not _are_equal(now._tree, self._tree):
-            return False
-        if not _are_equal(now._values_tree, self._values_tree):
-            return False
-        if self._graph is not None and not self._graph.is_current():
-            return False
-        if self._changed_numpy():
-            return False
-        return _are_same(now._leaves, self._leaves) and _are_same(
-            now._values, self._values
+        now = KeptState(state, self)
+        return (
+            not now.fault
+            and _are_equal(now._tree, self._tree)
+            and _are_equal(now._values_tree, self._values_tree)
+            and (self._graph is None or self._graph.is_current())
+            and not self._changed_numpy()
+            and _are_same(now._leaves, self._leaves)
+            and _are_same(now._values, self._values)
         )
 
     @contextlib.contextmanager
-    def put_back(self) -> Iterator[PyTree]:
+    def reported_state(self) -> Iterator[PyTree]:
         """Yields the reported state; NNX objects have the reported values meanwhile."""
-        if self.is_of(self.state):
+        if self.matches(self.state):
             yield self.state  # unflattened dictionaries would have sorted keys
             return
         state = self._tree.unflatten(self._leaves)
@@ -157,7 +157,7 @@ class Held:
             self._graph.set_values(now)
 
 
-def _flatten(state: PyTree, before: Held | None) -> tuple[list[Any], Any]:
+def _flatten(state: PyTree, before: KeptState | None) -> tuple[list[Any], Any]:
     """Returns leaves and tree of a state; faster for the same tree as before."""
     if before is not None and before._graph is None and not before.fault:
         leaves, tree = jax.tree.flatten(state)
@@ -176,10 +176,12 @@ class Trace:
     def __init__(self, state: PyTree) -> None:
         leaves = _all_leaves(state)
         self._arrays = [weakref.ref(x) for x in leaves if isinstance(x, jax.Array)]
-        self._plain = [None if _is_array(leaf) else _print(leaf) for leaf in leaves]
+        self._plain = [
+            None if _is_array(leaf) else _fingerprint(leaf) for leaf in leaves
+        ]
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
-        compared = _compared(arrays)
-        self._contents = {_content(array) for array in compared}
+        compared = _choose_arrays(arrays)
+        self._contents = {_fingerprint_values(array) for array in compared}
         # Compare all arrays of a kind or none: a new array may replace any of them.
         chosen = {id(array) for array in compared}
         self._kinds = {_kind(array) for array in compared} - {
@@ -189,15 +191,15 @@ class Trace:
     def has_changed(self, state: PyTree) -> bool:
         """Returns True if `state` certainly differs from the first state."""
         leaves = _all_leaves(state)
-        known = {id(array) for ref in self._arrays if (array := ref()) is not None}
-        others = [x for x in leaves if _is_array(x) and id(x) not in known]
+        first = {id(array) for ref in self._arrays if (array := ref()) is not None}
+        others = [x for x in leaves if _is_array(x) and id(x) not in first]
         compared = [x for x in others if _kind(x) in self._kinds and _is_readable(x)]
-        if any(_content(array) not in self._contents for array in compared):
+        if any(_fingerprint_values(array) not in self._contents for array in compared):
             return True
         if len(leaves) != len(self._plain):  # a part of the state, or other containers
             return False
         return any(
-            before is not None and not _is_array(leaf) and _print(leaf) != before
+            before is not None and not _is_array(leaf) and _fingerprint(leaf) != before
             for leaf, before in zip(leaves, self._plain, strict=True)
         )
 
@@ -206,7 +208,7 @@ _COMPARED_BYTES = 64 * 2**20
 _COMPARED_ARRAYS = 1000
 
 
-def _compared(arrays: Iterable[Any]) -> list[Any]:
+def _choose_arrays(arrays: Iterable[Any]) -> list[Any]:
     """Returns the arrays to compare by checksum: reading all would take too long."""
     chosen: list[Any] = [
         x for x in arrays if isinstance(x, np.ndarray) and not x.dtype.hasobject
@@ -238,9 +240,9 @@ def _kind(array: Any) -> tuple[Any, tuple[int, ...]]:
     return array.dtype, array.shape
 
 
-def _content(array: Any) -> Any:
+def _fingerprint_values(array: Any) -> Any:
     """Returns a fingerprint of the values of an array."""
-    return _print(np.asarray(array))
+    return _fingerprint(np.asarray(array))
 
 
 def is_replaced_whole(state: PyTree) -> bool:
@@ -263,7 +265,7 @@ def _all_leaves(state: PyTree) -> list[Any]:
     return plain + jax.tree.leaves(_state.object_graph.ObjectGraph(objects).values())
 
 
-def _print(leaf: Any) -> Any:
+def _fingerprint(leaf: Any) -> Any:
     """Returns a fingerprint of a leaf; a change of the leaf changes the fingerprint."""
     if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
         content = np.ascontiguousarray(leaf).view(np.uint8).data if leaf.size else b""
@@ -298,10 +300,6 @@ def _are_equal(tree: Any, other: Any) -> bool:
         return False
 
 
-def _is_deleted(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
-
-
 def _are_same(leaves: list[Any], others: list[Any]) -> bool:
     return len(leaves) == len(others) and all(map(_is_same, leaves, others))
 
@@ -311,4 +309,4 @@ def _is_same(leaf: Any, other: Any) -> bool:
         return True
     if isinstance(leaf, jax.Array) or isinstance(other, jax.Array):
         return False
-    return bool(_print(leaf) == _print(other))
+    return bool(_fingerprint(leaf) == _fingerprint(other))
