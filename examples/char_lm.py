@@ -4,11 +4,10 @@ Needs no download: every CPython ships the manual's text in `pydoc_data.topics`.
 
     python -m examples.char_lm --config=configs/char_lm.py --workdir=runs/char_lm
 
-Stop it whenever you like, even with `kill -9`, and start the same line again: it
-goes on from its newest checkpoint, and ends with the very same parameters, bit for
-bit, as a run that was never stopped. Four things have to survive for that, and all
-four are in each checkpoint: parameters, optimizer state, dropout key, and the
-position of the dataset iterator.
+Stop it at any time, even with `kill -9`, and run the same command again: training
+continues from the newest checkpoint, and ends with the same parameters, bit for bit,
+as an uninterrupted run. Each checkpoint has everything that this needs: parameters,
+optimizer state, dropout key, and the position of the dataset iterator.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ def main(config: ConfigDict) -> tuple[TrainState, dict[str, float]]:
     ):
         state, start = on_step.restore_or_init(state)
         if start:
-            print(f"found step {start} in {config.workdir}: going on from there")
+            print(f"found step {start} in {config.workdir}: continuing from there")
             metrics = dict(ckpt.metrics(start))
         for step in range(start + 1, config.total_steps + 1):
             state, loss = train_step(state, next(train_iter))
 
-            # Evaluated before the save, so that the metrics are a part of it.
-            evaluated = step % config.eval_every == 0 or step == config.total_steps
-            if evaluated:
+            # Evaluate before the save, so that the checkpoint has the metrics.
+            is_evaluated = step % config.eval_every == 0 or step == config.total_steps
+            if is_evaluated:
                 metrics = evaluate(state, corpus, config)
                 print(
                     f"step {step:5d}   train loss {loss:.3f}"
@@ -67,14 +66,14 @@ def main(config: ConfigDict) -> tuple[TrainState, dict[str, float]]:
                     f"   ({metrics['eval/bits_per_char']:.2f} bits per character)"
                 )
             previous = on_step.last_save
-            if on_step(step, state, metrics=metrics if evaluated else None):
-                log_save(previous, config.workdir)  # over: there is one at a time
+            if on_step(step, state, metrics=metrics if is_evaluated else None):
+                log_save(previous, config.workdir)  # finished: saves do not overlap
     log_save(on_step.last_save, config.workdir)
     return state, metrics
 
 
 def log_save(save: flaxckpt.SaveHandle | None, workdir: str) -> None:
-    """Appends what a save did, and how long it took, to `saves.jsonl`."""
+    """Appends the result of a save to `saves.jsonl`."""
     if save is not None:
         with Path(workdir, "saves.jsonl").open("a") as file:
             file.write(json.dumps(dataclasses.asdict(save.wait())) + "\n")
@@ -88,9 +87,9 @@ class Corpus:
     """A text as windows of character numbers, split by topic.
 
     Attributes:
-        alphabet: The characters that occur; a character's number is its index.
-        train: Every window of the training topics, `[windows, context + 1]`.
-        validation: Windows of the other topics that do not overlap.
+        alphabet: The characters of the text; a character's number is its index.
+        train: All windows of the training topics, `[windows, context + 1]`.
+        validation: Windows of the other topics, without overlap.
     """
 
     alphabet: str
@@ -99,7 +98,7 @@ class Corpus:
 
 
 def load_corpus(context: int) -> Corpus:
-    """Reads the language reference; one topic in eight is kept for validation."""
+    """Reads the language reference; one topic in eight is for validation."""
     texts = distinct_topics()
     alphabet = "".join(sorted(set("".join(texts))))
     numbers = {char: i for i, char in enumerate(alphabet)}
@@ -113,10 +112,10 @@ def load_corpus(context: int) -> Corpus:
 
 
 def distinct_topics() -> list[str]:
-    """Topics, longest first, without those that are a part of a longer one.
+    """Returns the topics, longest first, without topics that are part of a longer one.
 
-    The topic `for` is a section of `compound`, for example: with one of the two in
-    each split, the validation loss would flatter the model.
+    For example, the topic `for` is a section of `compound`: if each split had one of
+    them, the validation loss would be too low.
     """
     distinct: list[str] = []
     for text in sorted(pydoc_data.topics.topics.values(), key=len, reverse=True):
@@ -127,7 +126,7 @@ def distinct_topics() -> list[str]:
 
 
 def train_batches(corpus: Corpus, config: ConfigDict) -> Iterator[np.ndarray]:
-    """Shuffled batches without end; the iterator can save where it stands."""
+    """Returns an infinite iterator of shuffled batches that can save its position."""
     dataset = grain.MapDataset.source(corpus.train).seed(config.seed).shuffle()
     batches: Iterator[np.ndarray] = iter(dataset.repeat().batch(config.batch_size))
     return batches
@@ -137,7 +136,7 @@ def train_batches(corpus: Corpus, config: ConfigDict) -> Iterator[np.ndarray]:
 
 
 class TrainState(train_state.TrainState):
-    """Adds the key that the next step's dropout is derived from."""
+    """Adds the dropout key of the next step."""
 
     dropout_key: jax.Array
 
@@ -164,7 +163,7 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Describes each character by what stands before it."""
+    """Computes features of each character from the characters before it."""
 
     alphabet_size: int
     context: int
@@ -187,7 +186,7 @@ class Trunk(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predicts each next character from those before it."""
+    """Predicts each character from the characters before it."""
 
     trunk: Trunk
     alphabet_size: int
@@ -201,7 +200,7 @@ class Transformer(nn.Module):
 
 
 def create_trunk(config: ConfigDict, alphabet_size: int) -> Trunk:
-    """The part of the model that other models can be built on."""
+    """Returns the part of the model that other models can share."""
     return Trunk(
         alphabet_size=alphabet_size,
         context=config.context,
@@ -219,8 +218,8 @@ def create_train_state(
 
     Args:
         config: The settings.
-        alphabet_size: How many characters there are.
-        model: What to train; by default a `Transformer`.
+        alphabet_size: The number of characters.
+        model: The model; by default a `Transformer`.
     """
     if model is None:
         model = Transformer(create_trunk(config, alphabet_size), alphabet_size)
@@ -250,9 +249,9 @@ def create_train_state(
 
 @functools.partial(jax.jit, donate_argnames="state")
 def train_step(state: TrainState, windows: jax.Array) -> tuple[TrainState, jax.Array]:
-    """One optimizer step on windows `[batch, context + 1]`.
+    """Takes an optimizer step on windows `[batch, context + 1]`.
 
-    Donates `state`: its buffers are reused for the new one.
+    Donates `state`: the new state reuses its buffers.
     """
     next_key, dropout_key = jax.random.split(state.dropout_key)
 
@@ -274,19 +273,19 @@ def train_step(state: TrainState, windows: jax.Array) -> tuple[TrainState, jax.A
 
 @jax.jit
 def eval_step(state: TrainState, windows: jax.Array) -> jax.Array:
-    """The loss on windows `[batch, context + 1]`, without dropout."""
+    """Returns the loss on windows `[batch, context + 1]`, without dropout."""
     logits = state.apply_fn({"params": state.params}, windows[:, :-1])
     return cross_entropy(logits, windows)
 
 
 def cross_entropy(logits: jax.Array, windows: jax.Array) -> jax.Array:
-    """Mean loss, in nats a character, of predicting all but the first character."""
+    """Returns the mean loss of all but the first character, in nats per character."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
     return jnp.mean(losses)
 
 
 def evaluate(state: TrainState, corpus: Corpus, config: ConfigDict) -> dict[str, float]:
-    """Metrics on validation windows that are the same at every call."""
+    """Returns the metrics on the validation windows, the same at every call."""
     windows = corpus.validation[: config.eval_windows]
     loss = float(eval_step(state, windows))
     return {"eval/loss": loss, "eval/bits_per_char": loss / math.log(2)}
@@ -296,15 +295,15 @@ def evaluate(state: TrainState, corpus: Corpus, config: ConfigDict) -> dict[str,
 def complete(
     state: TrainState, chars: jax.Array, key: jax.Array, *, length: int
 ) -> jax.Array:
-    """Writes on where `chars` (as many as the model looks back) end.
+    """Continues a text from `chars`, as many characters as the model's context.
 
     Returns:
-        The numbers of the `length` characters that follow, drawn with `key`.
+        The numbers of the next `length` characters, drawn with `key`.
     """
 
     def write_one(chars: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = state.apply_fn({"params": state.params}, chars[None])[0, -1]
-        char = jax.random.categorical(key, logits / 0.5)  # likely ones more often
+        char = jax.random.categorical(key, logits / 0.5)  # prefers likely characters
         return jnp.append(chars[1:], char), char
 
     return jax.lax.scan(write_one, chars, jax.random.split(key, length))[1]

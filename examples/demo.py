@@ -3,12 +3,12 @@
     python -m examples.demo                     # in ./demo-run, one to two minutes
     python -m examples.demo --workdir=/tmp/demo
 
-Trains the transformer of `examples/char_lm.py` in a process of its own, and kills
-that process with SIGKILL while it writes a checkpoint. A new process goes on from the
-newest whole checkpoint to the end. Then a twin is trained without interruption, and
-everything in the two final checkpoints is compared, bit for bit.
+Trains the transformer of `examples/char_lm.py` in a separate process, and kills the
+process with SIGKILL while it writes a checkpoint. A new process continues from the
+newest complete checkpoint to the end. Then a twin is trained without interruption, and
+the two final checkpoints are compared bit for bit.
 
-Started again, it goes on from where it stands; when all is there, it compares again.
+A second start continues where the first stopped, or compares the finished runs again.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from flaxckpt.configs import CheckpointConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPORARY = ".orbax-checkpoint-tmp"
-"""How the name of a checkpoint ends until it is committed."""
+"""The end of the name of a checkpoint that is not committed."""
 
 console = Console(highlight=False)
 
 
 def main(workdir: Path, config: ConfigDict) -> None:
-    """Does what is left to do under `workdir`, and compares the two runs.
+    """Completes the two runs in `workdir`, and compares them.
 
     Args:
-        workdir: Holds the runs `killed/` and `twin/`, and a note of the kill.
-        config: Of `examples/char_lm.py`, except that its `workdir` is not used.
+        workdir: A directory for the runs `killed/` and `twin/`, and a note of the kill.
+        config: The settings of `examples/char_lm.py`; ignores its `workdir`.
 
     Raises:
         SystemExit: The runs differ, or a training process failed.
@@ -60,37 +60,40 @@ def main(workdir: Path, config: ConfigDict) -> None:
     killed, twin, note = workdir / "killed", workdir / "twin", workdir / "kill.json"
     workdir.mkdir(parents=True, exist_ok=True)
     console.print(
-        f"[bold]flaxckpt demo[/] in {workdir}: {found(workdir, config)}", soft_wrap=True
+        f"[bold]flaxckpt demo[/] in {workdir}: {describe(workdir, config)}",
+        soft_wrap=True,
     )
 
     if not note.exists():
-        heading("Train a small transformer, and kill it in the middle of a save")
+        print_heading("Train a small transformer, and kill it in the middle of a save")
         note.write_text(json.dumps({"step": kill_in_a_save(killed, config)}))
     if latest_step(killed) < config.total_steps:
-        heading("Start it again: it goes on from the newest whole checkpoint")
+        print_heading(
+            "Start it again: it continues from the newest complete checkpoint"
+        )
         train(killed, config)
     if latest_step(twin) < config.total_steps:
-        heading("Train a twin that nobody interrupts")
+        print_heading("Train a twin without interruption")
         train(twin, config)
-    heading("Compare the two final checkpoints, bit for bit")
+    print_heading("Compare the two final checkpoints, bit for bit")
     compare(killed, twin)
-    heading("What the killed run keeps, and why")
+    print_heading("The steps that the killed run keeps, and the reasons")
     show_steps(killed, note, config)
-    heading("What the model writes after a text that it has never seen")
+    print_heading("A text that the model has never seen, and its continuation")
     show_text(killed, config)
 
 
-def found(workdir: Path, config: ConfigDict) -> str:
-    """What an earlier start has left, in a few words."""
+def describe(workdir: Path, config: ConfigDict) -> str:
+    """Describes the state of the two runs in a few words."""
     if not any(workdir.iterdir()):
-        return "nothing there yet, starting"
+        return "an empty directory, starting"
     steps = [latest_step(workdir / name) for name in ("killed", "twin")]
     if min(steps) == config.total_steps:
         return "both runs are finished, comparing them again"
     was_killed = "killed" if (workdir / "kill.json").exists() else "not killed yet"
     return (
         f"found one run at step {steps[0]} ({was_killed}) and its twin at step"
-        f" {steps[1]} of {config.total_steps}, going on"
+        f" {steps[1]} of {config.total_steps}, continuing"
     )
 
 
@@ -98,15 +101,15 @@ def found(workdir: Path, config: ConfigDict) -> str:
 
 
 def train(directory: Path, config: ConfigDict, *, kill_in: int | None = None) -> None:
-    """Runs `examples/char_lm.py` in a process, and shows what it prints.
+    """Runs `examples/char_lm.py` in a process, and shows its output.
 
     Args:
-        directory: Where the run keeps its checkpoints.
-        config: Its settings.
-        kill_in: The process is killed in the middle of the save of this step.
+        directory: The directory of the run.
+        config: The settings of the run.
+        kill_in: A step; the process is killed in the middle of its save.
 
     Raises:
-        SystemExit: The process failed, other than by being killed.
+        SystemExit: The process failed and was not killed.
     """
     settings = {**config.to_dict(), "workdir": str(directory.resolve())}
     every = settings.pop("checkpoint")["every_steps"]
@@ -136,16 +139,16 @@ def train(directory: Path, config: ConfigDict, *, kill_in: int | None = None) ->
         sys.exit(f"the training process failed with exit code {process.returncode}")
 
 
-def unfinished(directory: Path, step: int) -> Path | None:
-    """Where `step` is being written, or was when that was cut off."""
+def unfinished_save(directory: Path, step: int) -> Path | None:
+    """Returns the directory of an unfinished save of `step`, or None."""
     return next(directory.glob(f"{step}{TEMPORARY}*"), None)
 
 
 def kill_halfway(process: subprocess.Popen[str], directory: Path, step: int) -> None:
-    """Kills `process` once it has written half as many files as a checkpoint has."""
+    """Kills `process` when it has written half of the files of a checkpoint."""
     while process.poll() is None:
-        found = unfinished(directory, step)
-        written = count_files(found) if found else 0
+        unfinished = unfinished_save(directory, step)
+        written = count_files(unfinished) if unfinished else 0
         if written and written >= count_files(newest_checkpoint(directory)) // 2:
             process.kill()
             return
@@ -153,33 +156,35 @@ def kill_halfway(process: subprocess.Popen[str], directory: Path, step: int) -> 
 
 
 def kill_in_a_save(directory: Path, config: ConfigDict) -> int:
-    """Trains from where the run stands, and kills it while it writes a checkpoint.
+    """Continues the run, and kills it while it writes a checkpoint.
 
     Returns:
-        The step whose save was cut off.
+        The step whose save was interrupted.
 
     Raises:
-        SystemExit: Every save was committed before the kill came.
+        SystemExit: Every save was committed before the kill.
     """
     every = config.checkpoint.every_steps
     middle = config.total_steps // (2 * every) * every
     for step in range(middle, config.total_steps, every):
         if step <= latest_step(directory):
             continue
-        # There is one already if the demo itself was stopped right here.
-        if not unfinished(directory, step):
+        # An unfinished save exists if the demo itself was stopped here.
+        if not unfinished_save(directory, step):
             train(directory, config, kill_in=step)
         if (directory / str(step)).exists():
-            console.print(f"  The save of step {step} was faster than the kill: again.")
+            console.print(
+                f"  The save of step {step} was faster than the kill: trying again."
+            )
             continue
         newest = newest_checkpoint(directory)
-        left = unfinished(directory, step)
-        assert left is not None
+        unfinished = unfinished_save(directory, step)
+        assert unfinished is not None
         assert int(newest.name) < step
         console.print(
-            f"  [red]SIGKILL[/] in the save of step {step}: {count_files(left)}"
-            f" of {count_files(newest)} files are in {left.name}.\n  Nothing"
-            f" takes that for a checkpoint; the newest is still step {newest.name}.",
+            f"  [red]SIGKILL[/] in the save of step {step}: {count_files(unfinished)}"
+            f" of {count_files(newest)} files are in {unfinished.name}.\n  This is"
+            f" no checkpoint: the newest is still step {newest.name}.",
             soft_wrap=True,
         )
         return step
@@ -187,36 +192,36 @@ def kill_in_a_save(directory: Path, config: ConfigDict) -> int:
 
 
 def count_files(directory: Path) -> int:
-    """How many files are under `directory`, 0 if it is not there."""
+    """Returns the number of files in `directory`; 0 if it does not exist."""
     return sum(len(files) for _, _, files in os.walk(directory))
 
 
 def newest_checkpoint(directory: Path) -> Path:
-    """The newest committed step of a run."""
+    """Returns the path of the newest committed step of a run."""
     return directory / str(latest_step(directory))
 
 
 def latest_step(directory: Path) -> int:
-    """The newest committed step of a run, 0 if there is none."""
+    """Returns the newest committed step of a run; 0 if there is none."""
     if not directory.exists():
         return 0
     with flaxckpt.Checkpointer(directory, read_only=True) as ckpt:
         return ckpt.latest_step() or 0
 
 
-# --- What it shows --------------------------------------------------------------
+# --- Output ---------------------------------------------------------------------
 
 
-def heading(text: str) -> None:
-    """Starts a part of the demo."""
+def print_heading(text: str) -> None:
+    """Prints the heading of a part of the demo."""
     console.print(f"\n[bold cyan]{text}[/]")
 
 
 def compare(killed: Path, twin: Path) -> None:
-    """Shows, part by part, whether two runs ended with the same bits.
+    """Compares the final states of two runs bit by bit, and prints a table.
 
     Raises:
-        SystemExit: They did not.
+        SystemExit: They differ.
     """
     # Loaded without an abstract state, so that every leaf on disk is compared.
     ours, theirs = final_bits(killed), final_bits(twin)
@@ -231,11 +236,11 @@ def compare(killed: Path, twin: Path) -> None:
     console.print(table)
     if differing:
         sys.exit(f"the runs differ in {len(differing)} leaves: {differing[:8]}")
-    console.print("  [green]Equal in every bit: the kill has left no trace.[/]")
+    console.print("  [green]Equal in every bit: the kill has changed nothing.[/]")
 
 
 class Bits(NamedTuple):
-    """A leaf in a form in which `==` tells apart all that can differ."""
+    """A leaf as values that `==` compares bit by bit."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -243,44 +248,44 @@ class Bits(NamedTuple):
 
 
 def final_bits(directory: Path) -> dict[str, Bits]:
-    """Every leaf of a run's newest checkpoint, and the position in its dataset."""
-    found = {}
+    """Returns all leaves of a run's newest checkpoint, and its dataset position."""
+    bits = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(flaxckpt.load(directory)):
         array = jnp.asarray(leaf)
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             array = jax.random.key_data(array)
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        found[name] = Bits(str(array.dtype), array.shape, np.asarray(array).tobytes())
+        bits[name] = Bits(str(array.dtype), array.shape, np.asarray(array).tobytes())
     dataset = newest_checkpoint(directory) / "dataset"
     position = (dataset / "process_0-of-1.json").read_bytes()
-    return {**found, "dataset": Bits("json", (), position)}
+    return {**bits, "dataset": Bits("json", (), position)}
 
 
 def part_of(leaf_path: str) -> str:
-    """`params` of `params/head/kernel`."""
+    """Returns the first key of a path: `params` of `params/head/kernel`."""
     return leaf_path.split("/")[0]
 
 
 def show_steps(directory: Path, note: Path, config: ConfigDict) -> None:
-    """Shows what became of every save, and what it took."""
+    """Prints a table of all saves and their costs."""
     log = (directory / "saves.jsonl").read_text().splitlines()
     saves = {save["step"]: save for save in map(json.loads, log)}
     killed_at = json.loads(note.read_text())["step"]
     checkpointing = CheckpointConfig.from_mapping(config.checkpoint)
     with checkpointing.checkpointer(directory, read_only=True) as ckpt:
         reasons = ckpt.explain()
-    columns = ("step", "stays because", "size", "blocked", "durable after")
+    columns = ("step", "kept by", "size", "blocked", "durable after")
     table = Table(*columns, box=SIMPLE)
     for step in sorted(reasons | saves):
         why = ", ".join(reasons.get(step, ())) or "[dim](deleted)[/]"
         if step == killed_at:
-            why += " [red]first try killed[/]"
-        table.add_row(str(step), why, *what_it_took(saves.get(step)))
+            why += " [red]first save killed[/]"
+        table.add_row(str(step), why, *format_costs(saves.get(step)))
     console.print(table)
 
 
-def what_it_took(save: Mapping[str, Any] | None) -> tuple[str, str, str]:
-    """Size, blocked and total time; dashes if the process was killed before its log."""
+def format_costs(save: Mapping[str, Any] | None) -> tuple[str, str, str]:
+    """Formats size, blocked time and total time; dashes for a save without a record."""
     if save is None:
         return "-", "-", "-"
     return (
@@ -291,27 +296,29 @@ def what_it_took(save: Mapping[str, Any] | None) -> tuple[str, str, str]:
 
 
 def show_text(directory: Path, config: ConfigDict) -> None:
-    """Prints how the trained model goes on from a text of the validation split."""
+    """Prints a text of the validation split, and the model's continuation."""
     corpus = char_lm.load_corpus(config.context)
     state = char_lm.create_train_state(config, len(corpus.alphabet))
     params = flaxckpt.load(directory, {"params": state.params})["params"]
     seen = corpus.validation[0, :-1]
-    written = char_lm.complete(
+    continuation = char_lm.complete(
         state.replace(params=params), seen, jax.random.key(0), length=240
     )
-    text = ["".join(corpus.alphabet[i] for i in chars) for chars in (seen, written)]
+    text = [
+        "".join(corpus.alphabet[i] for i in chars) for chars in (seen, continuation)
+    ]
     console.print(Panel(f"[dim]{escape(text[0])}[/]{escape(text[1])}", width=80))
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_string("workdir", "demo-run", "Where to train.")
+    _WORKDIR = flags.DEFINE_string("workdir", "demo-run", "Directory of the runs.")
 
     def _run(argv: list[str]) -> None:
         del argv
-        logging.set_verbosity(logging.ERROR)  # what it does is on the console
+        logging.set_verbosity(logging.ERROR)  # the console shows the progress
         try:
             main(Path(_WORKDIR.value), get_config())
         except KeyboardInterrupt:
-            sys.exit("\nstopped; the same command goes on from here")
+            sys.exit("\nstopped; run the same command to continue")
 
     app.run(_run)

@@ -4,10 +4,9 @@ Needs no download: scikit-learn ships the 1797 images of 8x8 pixels.
 
     python -m examples.digits_nnx --config=configs/digits_nnx.py --workdir=runs/digits
 
-Model and optimizer are saved as they are, as the pair `(model, optimizer)`: the
-parameters, the running statistics of BatchNorm, the counters of the dropout keys and
-the moments of Adam. The dataset is a function of the batch number, so that its whole
-state is one integer.
+The pair `(model, optimizer)` is saved directly: the parameters, the running statistics
+of BatchNorm, the counters of the dropout keys and the moments of Adam. The dataset is a
+function of the batch number, so its state is one integer.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ def main(config: ConfigDict) -> tuple[tuple[CNN, nnx.Optimizer[CNN]], dict[str, 
     ):
         (model, optimizer), start = on_step.restore_or_init((model, optimizer))
         if start:
-            print(f"found step {start} in {config.workdir}: going on from there")
+            print(f"found step {start} in {config.workdir}: continuing from there")
         for step in range(start + 1, config.total_steps + 1):
             loss = train_step(model, optimizer, next(train_iter))
 
-            # Evaluated before the save, so that the metrics are part of it.
+            # Evaluate before the save, so that the checkpoint has the metrics.
             metrics = None
             is_last = step == config.total_steps
             if is_last or step % config.checkpoint.every_steps == 0:
@@ -85,10 +84,10 @@ class Data:
     test: Batch
 
     def train_batch(self, i: int, config: ConfigDict) -> Batch:
-        """The `i`-th training batch, counted over all epochs.
+        """Returns the `i`-th training batch, counted over all epochs.
 
-        Every epoch goes through the images in an order of its own, which depends
-        on nothing but the seed and the epoch's number.
+        Each epoch has its own order of the images, which depends only on the seed and
+        the number of the epoch.
         """
         images, labels = self.train
         epoch, place = divmod(i, len(labels) // config.batch_size)
@@ -134,7 +133,7 @@ class CNN(nnx.Module):
 
 @nnx.jit
 def train_step(model: CNN, optimizer: nnx.Optimizer[CNN], batch: Batch) -> jax.Array:
-    """One optimizer step; changes `model` and `optimizer`, returns the loss."""
+    """Updates `model` and `optimizer`, and returns the loss."""
     images, labels = batch
 
     def loss_fn(model: CNN) -> jax.Array:
@@ -147,7 +146,7 @@ def train_step(model: CNN, optimizer: nnx.Optimizer[CNN], batch: Batch) -> jax.A
 
 
 def evaluate(model: CNN, batch: Batch) -> clu_metrics.Collection:
-    """Loss and accuracy, without dropout and with the running statistics."""
+    """Computes metrics without dropout and with the running statistics."""
     return eval_step(
         nnx.view(model, deterministic=True, use_running_average=True), batch
     )
@@ -155,7 +154,7 @@ def evaluate(model: CNN, batch: Batch) -> clu_metrics.Collection:
 
 @nnx.jit
 def eval_step(model: CNN, batch: Batch) -> clu_metrics.Collection:
-    """Metrics of a model that is set to evaluation."""
+    """Computes the metrics of a model in evaluation mode."""
     images, labels = batch
     logits = model(images)
     return Metrics.single_from_model_output(
@@ -164,7 +163,7 @@ def eval_step(model: CNN, batch: Batch) -> clu_metrics.Collection:
 
 
 def cross_entropy(logits: jax.Array, labels: Array) -> jax.Array:
-    """The loss of every example, `[batch]`."""
+    """Returns the loss of every example, `[batch]`."""
     losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return losses
 

@@ -1,13 +1,13 @@
-"""Fine-tunes a transformer from a safetensors file, and compares it with a fresh one.
+"""Fine-tunes a transformer from a safetensors file, and trains another from scratch.
 
     python -m examples.finetune --config=configs/finetune.py --workdir=runs/finetune
 
 Pre-trains on one half of the Python reference manual, in lower case, and exports the
-parameters as one `.safetensors` file, which stands for a model of somebody else. Then
-another model is trained on the other half as it is written: its trunk has another name,
-its alphabet is larger, because it has capitals, and its head is its own. So the trunk
-is renamed on the way, the embedding grows by the mean of its rows, and the head of the
-file stays behind. The same model trained from scratch for as many steps does worse.
+parameters as one `.safetensors` file, in place of a published model. Then another model
+is trained on the other half, with capitals: its trunk has another name, its alphabet is
+larger, and its head is new. So the restore renames the trunk, grows the embedding by
+the mean of its rows, and drops the head of the file. The same model trained from
+scratch for the same number of steps has a higher loss.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def main(config: ConfigDict) -> dict[str, float]:
     """Pre-trains, exports, fine-tunes, and trains from scratch.
 
     Returns:
-        Validation losses, in nats a character: `pretrained`, `finetuned`, `scratch`.
+        Validation losses, in nats per character: `pretrained`, `finetuned`, `scratch`.
     """
     topics = distinct_topics()
     general = [text.lower() for text in topics[::2]]
     special = topics[1::2]
     alphabet = alphabet_of(general)
-    extended = alphabet + alphabet_of(special, known=alphabet)
+    extended = alphabet + alphabet_of(special, without=alphabet)
     workdir = Path(config.workdir)
 
     longer = config.copy_and_resolve_references()
@@ -81,7 +81,7 @@ def main(config: ConfigDict) -> dict[str, float]:
 
 
 def export(run: Path, file: Path) -> Path:
-    """Writes the parameters of a run's newest step, less `params/` in their names."""
+    """Writes the parameters of a run's newest step, without the prefix `params/`."""
     flaxckpt.convert(
         run,
         file,
@@ -93,7 +93,7 @@ def export(run: Path, file: Path) -> Path:
 
 
 def fine_tuning_changes(alphabet_size: int) -> Sequence[Transform]:
-    """What makes of the exported parameters those that `Special` begins with."""
+    """Returns the transforms from the exported parameters to those of `Special`."""
     return [
         drop("head/.*"),
         rename("trunk/(.*)", r"params/reader/\1"),
@@ -102,7 +102,7 @@ def fine_tuning_changes(alphabet_size: int) -> Sequence[Transform]:
 
 
 class Special(nn.Module):
-    """A trunk under another name, and a head of its own."""
+    """A trunk with another name, and a new head."""
 
     reader: Trunk
     alphabet_size: int
@@ -116,7 +116,7 @@ class Special(nn.Module):
 
 
 def create_special_state(config: ConfigDict, alphabet_size: int) -> TrainState:
-    """A fresh state of `Special`."""
+    """Creates an initial state of `Special`."""
     model = Special(create_trunk(config, alphabet_size), alphabet_size)
     return create_train_state(config, alphabet_size, model)
 
@@ -133,12 +133,12 @@ def train(
     """Trains, from the newest checkpoint in `directory` if there is one.
 
     Args:
-        state: Where to begin; what `source` has takes the place of what is in it.
-        corpus: What to train on.
+        state: The initial state; leaves of `source` replace its leaves.
+        corpus: The text.
         config: The settings.
-        directory: Of the run's checkpoints.
-        source: A checkpoint to begin from, in any format.
-        changes: What to change in the source.
+        directory: The run directory.
+        source: A checkpoint to start from, in any format.
+        changes: Transforms of the source.
 
     Returns:
         The final state, and its loss on validation windows.
@@ -158,13 +158,13 @@ def train(
     return state, evaluate(state, corpus, config)["eval/loss"]
 
 
-def alphabet_of(texts: Sequence[str], known: str = "") -> str:
-    """The characters that occur and are not known, sorted."""
-    return "".join(sorted(set("".join(texts)) - set(known)))
+def alphabet_of(texts: Sequence[str], without: str = "") -> str:
+    """Returns the characters of texts, sorted, without those in `without`."""
+    return "".join(sorted(set("".join(texts)) - set(without)))
 
 
 def corpus_of(texts: Sequence[str], alphabet: str, config: ConfigDict) -> Corpus:
-    """Windows of texts; one in eight is kept for validation."""
+    """Returns the windows of texts; one text in eight is for validation."""
     numbers = {char: i for i, char in enumerate(alphabet)}
     length = config.context + 1
 

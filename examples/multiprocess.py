@@ -1,10 +1,10 @@
-"""Two processes train, one of them is killed, and four go on from its last step.
+"""Two processes train, one is killed, and four continue from the last saved step.
 
     python -m examples.multiprocess [DIRECTORY]
 
-The processes are on this machine, and have two devices each. On a cluster, whatever
-starts them does what `main` does here: it ends the rest when one is gone, and starts
-them again, with as many as there are.
+The processes run on this machine, with two devices each. On a cluster, the launcher
+takes the role of `main`: it ends the other processes when one is lost, and starts the
+job again with the available processes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ STEPS = 20
 
 
 def train(directory: str, *, stop_at: int | None = None) -> None:
-    """What each process of a job does.
+    """Trains, in each process of a job.
 
     Args:
-        directory: Of the run, which all processes see.
-        stop_at: Process 1 is killed, as by a machine that fails, when it has completed
-            this step.
+        directory: The run directory, which all processes share.
+        stop_at: A step after which process 1 is killed, as if its machine failed.
     """
     mesh = Mesh(np.array(jax.devices()), ("data",))
     by_rows, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
@@ -69,7 +68,7 @@ def train(directory: str, *, stop_at: int | None = None) -> None:
         loss, grads = jax.value_and_grad(loss_of)(state.params)
         return state.apply_gradients(grads=grads), loss
 
-    batches = StepIndexed(global_batch)  # elastic: all processes count the same
+    batches = StepIndexed(global_batch)  # elastic: all processes have the same index
     with flaxckpt.Checkpointer(directory, keep=[LatestN(2)]) as checkpointer:
         on_step = flaxckpt.CheckpointCallback(
             checkpointer, every_steps=SAVE_EVERY, dataset=batches
@@ -88,14 +87,14 @@ def train(directory: str, *, stop_at: int | None = None) -> None:
 
 
 def start(rank: int, count: int, port: int, directory: str, stop_at: int) -> None:
-    """Joins the job, and trains."""
+    """Joins the job and trains."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", count, rank)
     train(directory, stop_at=stop_at or None)
 
 
 def run_job(count: int, directory: Path, *, stop_at: int = 0) -> bool:
-    """Starts the processes of a job; whether all of them came to the end."""
+    """Runs the processes of a job; returns True if all of them succeed."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -103,16 +102,16 @@ def run_job(count: int, directory: Path, *, stop_at: int = 0) -> bool:
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     }
-    given = [str(count), str(port), str(directory), str(stop_at)]
+    arguments = [str(count), str(port), str(directory), str(stop_at)]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "examples.multiprocess", str(rank), *given],
+            [sys.executable, "-m", "examples.multiprocess", str(rank), *arguments],
             env=environment,
         )
         for rank in range(count)
     ]
     try:
-        # The last one first: it is the one that is killed.
+        # The last process first, because it is killed.
         codes = [process.wait() for process in reversed(processes[1:])]
         if any(codes):
             print(f"a process ended with {codes[0]}: the job ends", flush=True)
@@ -125,9 +124,9 @@ def run_job(count: int, directory: Path, *, stop_at: int = 0) -> bool:
 
 
 def main(directory: Path) -> None:
-    """Two processes, until one is killed; then four."""
+    """Runs two processes until one is killed, then four."""
     if run_job(2, directory, stop_at=KILLED_AFTER):
-        sys.exit("nobody was killed")
+        sys.exit("no process was killed")
     print(f"the newest step is {flaxckpt.metadata(directory).step}", flush=True)
     if not run_job(4, directory):
         sys.exit("the second job failed")

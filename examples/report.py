@@ -1,11 +1,11 @@
-"""Pre-trains and fine-tunes a small model, and draws a report on the second run.
+"""Pre-trains and fine-tunes a small model, and writes a report of the second run.
 
     python -m examples.report                   # in ./report-run, half a minute
     python -m examples.report --workdir=other-run
 
-The second run begins from the first, with another head; it is stopped halfway, and goes
-on where it was. Old steps go as its policies say. `report.html` shows all of that: how
-long training waited for saves, its metrics, which steps stay and why, what has changed.
+The second run starts from the first, with another head; it is stopped halfway, and
+resumes. Its policies delete old steps. `report.html` shows how long training waited for
+saves, the metrics, the kept steps with the reasons, and the changes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps activations `[batch, width]` to others."""
+        """Maps activations `[batch, width]` to the same shape."""
         inner = nn.gelu(nn.Dense(4 * WIDTH, name="up")(nn.LayerNorm(name="norm")(x)))
         return x + jnp.asarray(nn.Dense(WIDTH, name="down")(inner))
 
@@ -57,17 +57,17 @@ class Classifier(nn.Module):
         return logits
 
 
-def examples_of(classes: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """A batch: points about the centres of classes, which are bent."""
-    centres = np.random.default_rng(classes).normal(size=(classes, FEATURES))
+def make_batch(classes: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns batch `index`: distorted points around the centers of classes."""
+    centers = np.random.default_rng(classes).normal(size=(classes, FEATURES))
     rng = np.random.default_rng((classes, index))
     labels = rng.integers(classes, size=BATCH)
-    points = centres[labels] + 1.3 * rng.normal(size=(BATCH, FEATURES))
+    points = centers[labels] + 1.3 * rng.normal(size=(BATCH, FEATURES))
     return np.tanh(points).astype(np.float32), labels
 
 
 def create_state(classes: int, steps: int) -> TrainState:
-    """A fresh state."""
+    """Creates an initial state."""
     model = Classifier(classes)
     params = model.init(jax.random.key(classes), jnp.zeros((1, FEATURES)))["params"]
     schedule = optax.warmup_cosine_decay_schedule(0.0, 2e-3, steps // 10, steps)
@@ -76,10 +76,10 @@ def create_state(classes: int, steps: int) -> TrainState:
     return state
 
 
-def losses(
+def compute_loss(
     state: TrainState, params: object, batch: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean cross entropy, and accuracy."""
+    """Returns the mean cross entropy and the accuracy."""
     points, labels = batch
     logits = state.apply_fn({"params": params}, points)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -90,8 +90,8 @@ def losses(
 def train_step(
     state: TrainState, batch: tuple[jax.Array, jax.Array]
 ) -> tuple[TrainState, jax.Array]:
-    """One update; gives the loss before it."""
-    compute = functools.partial(losses, state)
+    """Takes one step; returns the new state and the loss before the step."""
+    compute = functools.partial(compute_loss, state)
     (loss, _), grads = jax.value_and_grad(compute, has_aux=True)(state.params, batch)
     updated: TrainState = state.apply_gradients(grads=grads)
     return updated, loss
@@ -101,8 +101,8 @@ def train_step(
 def evaluate(
     state: TrainState, batch: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Loss and accuracy on a batch."""
-    return losses(state, state.params, batch)
+    """Returns loss and accuracy on a batch."""
+    return compute_loss(state, state.params, batch)
 
 
 def train(
@@ -117,15 +117,15 @@ def train(
     """Trains, from the newest step in `directory` if there is one.
 
     Args:
-        directory: Of the run.
-        classes: How many there are to tell apart.
-        steps: How many in all.
-        stop_at: Leaves off there, as if time were up.
-        source: A run to begin from.
-        changes: What to change in it.
+        directory: The run directory.
+        classes: The number of classes.
+        steps: The number of steps.
+        stop_at: A step to stop at, as at a time limit.
+        source: A run to start from.
+        changes: Transforms of the source.
     """
-    batches = StepIndexed(functools.partial(examples_of, classes))
-    held_out = examples_of(classes, 10**6)
+    batches = StepIndexed(functools.partial(make_batch, classes))
+    held_out = make_batch(classes, 10**6)
     with flaxckpt.Checkpointer(directory, keep=KEEP) as checkpointer:
         on_step = flaxckpt.CheckpointCallback(
             checkpointer, every_steps=10, dataset=batches
@@ -140,14 +140,14 @@ def train(
             state, loss = train_step(state, next(batches))
             metrics = {}
             if step % 10 == 0:
-                found, accuracy = evaluate(state, held_out)
-                metrics = {"train/loss": loss, "eval/loss": found}
+                eval_loss, accuracy = evaluate(state, held_out)
+                metrics = {"train/loss": loss, "eval/loss": eval_loss}
                 metrics["eval/accuracy"] = accuracy
             on_step(step, state, metrics={k: float(v) for k, v in metrics.items()})
 
 
 def make(workdir: Path, first_steps: int = 120, second_steps: int = 300) -> Path:
-    """Makes both runs, of that many steps, and returns the second."""
+    """Creates both runs, and returns the second."""
     first, second = workdir / "pretrained", workdir / "finetuned"
     changes = [drop("params/head/.*")]
     train(first, classes=24, steps=first_steps)
@@ -160,7 +160,7 @@ def make(workdir: Path, first_steps: int = 120, second_steps: int = 300) -> Path
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_string("workdir", "report-run", "Where both runs are.")
+    _WORKDIR = flags.DEFINE_string("workdir", "report-run", "Directory of the runs.")
 
     def _run(argv: list[str]) -> None:
         import sys

@@ -130,9 +130,9 @@ class PartitionError(CheckpointError, ValueError):
     def __init__(self, leaves: dict[str, str]) -> None:
         self.leaves = dict(leaves)
         super().__init__(
-            f"{_count(leaves, 'partition spec', 'partition specs')} cannot be:\n"
+            f"{_count(leaves, 'partition spec', 'partition specs')} cannot be used:\n"
             + rows(f"{leaf}: {problem}" for leaf, problem in leaves.items())
-            + '\nChange rules or leaf_rules; (".*", P()) last replicates the rest.'
+            + '\nChange rules or leaf_rules. End with (".*", P()) to replicate others.'
         )
 
 
@@ -202,7 +202,7 @@ class RestoreMismatchError(CheckpointError, ValueError):
             f"{_count(mismatches, 'leaf', 'leaves')} of {path}"
             f" {'does' if len(mismatches) == 1 else 'do'} not fit the state:\n"
             + rows(shown)
-            + f"\n{advice or 'Change the state that is passed to fit the checkpoint.'}"
+            + f"\n{advice or 'Change the state to fit the checkpoint.'}"
         )
 
 

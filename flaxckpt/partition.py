@@ -19,7 +19,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flaxckpt import _arrays, _state, _util, errors
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.transforms._patterns import compile_pattern
@@ -90,19 +90,19 @@ def abstract_state(
     elif args:
         raise errors.OptionError(
             f"{_util.arguments.describe(init_fn_or_state)} takes no arguments, got"
-            f" {len(args)}: pass them with a function that makes the state, or none"
+            f" {len(args)}: pass arguments only with a function that creates the state"
         )
     axis_rules = _axis_rules(rules)
     compiled = _leaf_rules(leaf_rules)
     if mesh is None and (axis_rules or compiled):
         raise errors.OptionError(
-            "rules and leaf_rules say how leaves are split over a mesh: pass mesh=..."
+            "rules and leaf_rules split leaves over a mesh: pass mesh=..."
         )
-    return _abstracted(state, mesh, axis_rules, compiled)
+    return _make_abstract(state, mesh, axis_rules, compiled)
 
 
 @_util.gc_pause.pause()
-def _abstracted(
+def _make_abstract(
     state: PyTree,
     mesh: AnyMesh | None,
     rules: Sequence[tuple[str, MeshAxes]],
@@ -142,7 +142,7 @@ def parameter_infos(state: PyTree, *, layout: ArrayLayout | None = None) -> PyTr
         The same tree, with each NNX object as an `nnx.State` and each leaf as a
         `LeafInfo`: name, shape, dtype, partition spec and chunk shape.
     """
-    layout = checked_layout(layout)
+    layout = check_layout(layout)
     flat = _state.flax_state.flatten(state)
     infos = {
         path: _arrays.layout.with_chunk_shape(leaf.info, layout)
@@ -172,7 +172,7 @@ def _leaf_rules(leaf_rules: LeafRules) -> list[_Rule]:
     for pattern, spec in pairs:
         if not isinstance(spec, PartitionSpec):
             raise errors.OptionError(
-                f"leaf_rules must give a jax.sharding.PartitionSpec for {pattern!r},"
+                f"leaf_rules must map {pattern!r} to a jax.sharding.PartitionSpec,"
                 f" got {spec!r:.80}"
             )
     return [_Rule(compile_pattern(pattern), spec) for pattern, spec in pairs]
@@ -191,8 +191,8 @@ def _axis_rules(rules: AxisRules) -> list[tuple[str, MeshAxes]]:
             isinstance(axis, str | None) for axis in names
         ):
             raise errors.OptionError(
-                "rules must give an axis of the mesh, a tuple of them, or None, for"
-                f" each logical axis, got {(name, axes)!r:.80}"
+                "rules must map each logical axis to a mesh axis, a tuple of mesh axes"
+                f" or None, got {(name, axes)!r:.80}"
             )
     return [
         (name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in pairs
@@ -208,8 +208,8 @@ def _pairs(rules: Any, what: str, example: str) -> list[tuple[Any, Any]]:
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise errors.OptionError(
-                f"{what} must be pairs, as [{example}], or a dict of the same, got"
-                f" {pair!r:.80}"
+                f"{what} must be pairs, such as [{example}], or a dict,"
+                f" got {pair!r:.80}"
             )
     return [(name, value) for name, value in pairs]
 
@@ -244,7 +244,7 @@ def _specs(
     if not faults:
         specs |= _optimizer_specs(state, infos, optimizer, specs, mesh, compiled)
     _check_rules(compiled, flat.table, infos, mesh, faults)
-    _tell_of_unused(rules, axis_names.values(), mesh)
+    _warn_of_unused(rules, axis_names.values(), mesh)
     return specs
 
 
@@ -256,7 +256,7 @@ def _decide(
     leaf_rules: Iterable[_Rule],
 ) -> PartitionSpec | None:
     """Returns the spec from the rules, the model or the current sharding, or None."""
-    matching = _matching(info.path, leaf_rules)
+    matching = _match_rule(info.path, leaf_rules)
     if math.prod(info.shape) <= 1:
         return PartitionSpec()
     if matching is not None:
@@ -268,7 +268,7 @@ def _decide(
     return None
 
 
-def _matching(path: LeafPath, leaf_rules: Iterable[_Rule]) -> PartitionSpec | None:
+def _match_rule(path: LeafPath, leaf_rules: Iterable[_Rule]) -> PartitionSpec | None:
     matching = [rule for rule in leaf_rules if rule.pattern.fullmatch(path)]
     for rule in matching:
         rule.is_used = True
@@ -290,7 +290,7 @@ def _problem(info: LeafInfo, spec: PartitionSpec, mesh: AnyMesh) -> str | None:
     sizes = dict(mesh.shape)
     axes = [axis for part in spec for axis in _part_axes(part)]
     if missing := [axis for axis in axes if axis not in sizes]:
-        return f"{spec} names {missing[0]!r}, {_has(missing[0], sizes)}"
+        return f"{spec} names {missing[0]!r}, {_list_axes(missing[0], sizes)}"
     if len(spec) > len(info.shape):
         return f"{spec} has more parts than {info} has axes"
     if len(set(axes)) < len(axes):
@@ -298,7 +298,7 @@ def _problem(info: LeafInfo, spec: PartitionSpec, mesh: AnyMesh) -> str | None:
     for size, part in zip(info.shape, spec, strict=False):
         ways = math.prod(sizes[axis] for axis in _part_axes(part))
         if size % ways:
-            return f"{spec} splits {size} into {ways} parts, of {info}"
+            return f"{spec} cannot split {size} into {ways} equal parts, in {info}"
     return None
 
 
@@ -314,22 +314,22 @@ def _optimizer_specs(
     derived = derive(state, infos, optimizer, specs, mesh)
     # A rule that also matches parameters is meant for the parameters, and reaches
     # optimizer leaves only through them: (".*", P()) does not undo derived specs.
-    own = [
+    optimizer_rules = [
         rule
         for rule in leaf_rules
         if not any(rule.pattern.fullmatch(path) for path in specs)
     ]
-    found: dict[LeafPath, PartitionSpec] = {}
+    chosen: dict[LeafPath, PartitionSpec] = {}
     replicated: list[str] = []
     for path in infos:
         if path not in optimizer:
             continue
-        info, asked = infos[path], _matching(path, own)
-        found[path] = derived[path].spec if asked is None else asked
-        if problem := _problem(info, found[path], mesh):
+        info, ruled = infos[path], _match_rule(path, optimizer_rules)
+        chosen[path] = derived[path].spec if ruled is None else ruled
+        if problem := _problem(info, chosen[path], mesh):
             replicated.append(f"{path}: {problem}")
-            found[path] = PartitionSpec()
-        elif asked is None and derived[path].rule == "replicated":
+            chosen[path] = PartitionSpec()
+        elif ruled is None and derived[path].rule == "replicated":
             replicated.append(f"{path}: {info} follows no parameter")
     if replicated:
         _log.warning(
@@ -337,7 +337,7 @@ def _optimizer_specs(
             len(replicated),
             errors.rows(replicated),
         )
-    return found
+    return chosen
 
 
 def derive(
@@ -410,7 +410,7 @@ def _check_rules(
             faults[pattern] = f"matches no leaf{_nearest(rule.pattern, table, infos)}"
         elif lacking and not any(map(rule.pattern.fullmatch, faults)):
             name = lacking[0]
-            faults[pattern] = f"{rule.spec} names {name!r}, {_has(name, sizes)}"
+            faults[pattern] = f"{rule.spec} names {name!r}, {_list_axes(name, sizes)}"
     if faults:
         raise errors.PartitionError(faults)
 
@@ -426,14 +426,14 @@ def _nearest(
     return f" (nearest: {near[0]})" if near else ""
 
 
-def _has(name: str, axes: Iterable[str]) -> str:
+def _list_axes(name: str, axes: Iterable[str]) -> str:
     """Lists the axes of the mesh, and the closest match to `name`."""
     listed = tuple(axes)
     near = difflib.get_close_matches(str(name), listed, n=1)
     return f"the mesh has {listed}" + (f"; nearest: {near[0]!r}" if near else "")
 
 
-def _tell_of_unused(
+def _warn_of_unused(
     rules: Sequence[tuple[str, MeshAxes]],
     axis_names: Iterable[_state.flax_state.AxisNames],
     mesh: AnyMesh,
@@ -450,13 +450,13 @@ def _tell_of_unused(
         own |= {name for name, _ in axes.rules}
     given = {name for name, _ in rules}
     unused = [name for name in given if name not in names]
-    found = []
+    warnings = []
     if rules and not names.keys() & given:
         has = f"its axes are {', '.join(names)}" if names else "no axis has a name"
-        found.append(f"none of the rules names an axis of the state: {has}")
+        warnings.append(f"none of the rules names an axis of the state: {has}")
     else:
         without = names.keys() - given - own - set(mesh.axis_names)
-        found += [
+        warnings += [
             f"the axis {name!r} has no rule; nearest: {near[0]!r}"
             for name in without
             if (near := difflib.get_close_matches(name, unused, n=1))
@@ -465,8 +465,9 @@ def _tell_of_unused(
     for name, axes_of_mesh in rules:
         lacking = [axis for axis in _part_axes(axes_of_mesh) if axis not in sizes]
         if lacking:
-            found.append(
-                f"the rule of {name!r} names {lacking[0]!r}, {_has(lacking[0], sizes)}"
-            )
-    if found:
-        _log.warning("partition rules without effect:\n%s", errors.rows(sorted(found)))
+            available = _list_axes(lacking[0], sizes)
+            warnings.append(f"the rule of {name!r} names {lacking[0]!r}, {available}")
+    if warnings:
+        _log.warning(
+            "partition rules without effect:\n%s", errors.rows(sorted(warnings))
+        )

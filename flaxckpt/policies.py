@@ -206,7 +206,7 @@ class OnSteps(PreservationPolicy):
         return {c.step for c in checkpoints if c.step in self.steps}
 
 
-def checked(policies: object, option: str) -> tuple[PreservationPolicy, ...]:
+def check(policies: object, option: str) -> tuple[PreservationPolicy, ...]:
     """Returns `policies` as a tuple.
 
     Args:
@@ -221,19 +221,19 @@ def checked(policies: object, option: str) -> tuple[PreservationPolicy, ...]:
         raise errors.OptionError(
             f"{option} must be a list of policies, got {policies!r:.80}: {example}"
         )
-    found = tuple(policies)
-    for policy in found:
+    listed = tuple(policies)
+    for policy in listed:
         if isinstance(policy, type) or not callable(getattr(policy, "preserved", None)):
             raise errors.OptionError(
-                f"{option} must be a list of policies, got {_shown(policy)} in it:"
+                f"{option} must be a list of policies, got {_describe(policy)} in it:"
                 f" {example}"
             )
-    return found
+    return listed
 
 
-def _shown(policy: object) -> str:
+def _describe(policy: object) -> str:
     if isinstance(policy, type):
-        return f"the class {policy.__name__}, not one of its objects"
+        return f"the class {policy.__name__} instead of an instance"
     return f"{policy!r:.80}"
 
 
@@ -261,11 +261,11 @@ def decide(
         two newest steps, until a newer permanent step exists), "pinned", "no policy",
         "being read by …" or a policy such as "LatestN(3)".
     """
-    policies = checked(policies, "policies")
+    policies = check(policies, "policies")
     listed = tuple(checkpoints) if _util.arguments.is_list(checkpoints) else None
     if listed is None or not all(hasattr(each, "step") for each in listed):
         raise errors.OptionError(
-            "checkpoints must be a list of what has a step and metrics, such as"
+            "checkpoints must be a list of objects with step and metrics, such as"
             f" flaxckpt.CheckpointMetadata, got {_util.arguments.describe(checkpoints)}"
         )
     ordered = sorted(listed, key=lambda c: c.step)
@@ -297,19 +297,19 @@ def _is_temporary(checkpoint: Ranked) -> bool:
     return bool(getattr(checkpoint, "temporary", False))
 
 
-def _whole(number: object, least: int) -> int | None:
+def _to_int(number: object, least: int) -> int | None:
     """Returns `number` as an int; None if not an integer, or less than `least`."""
     if isinstance(number, bool):
         return None
     try:
-        found = operator.index(number)  # type: ignore[arg-type]
+        whole = operator.index(number)  # type: ignore[arg-type]
     except TypeError:
         return None
-    return found if found >= least else None
+    return whole if whole >= least else None
 
 
 def _count(name: str, n: object) -> int:
-    count = _whole(n, 1)
+    count = _to_int(n, 1)
     if count is None:
         raise errors.OptionError(
             f"{name} wants a whole number of at least 1, got {n!r}. To keep everything,"
@@ -321,12 +321,12 @@ def _count(name: str, n: object) -> int:
 def _secs(secs: object) -> float:
     # numpy.float32 is a Real, too.
     is_number = isinstance(secs, numbers.Real) and not isinstance(secs, bool)
-    if not is_number or not 0 < (found := float(secs)) < math.inf:  # type: ignore[arg-type]
+    if not is_number or not 0 < (seconds := float(secs)) < math.inf:  # type: ignore[arg-type]
         raise errors.OptionError(
             f"EveryNSecs wants a positive number of seconds, got {secs!r}. To keep"
             " everything, pass no policy at all"
         )
-    return found
+    return seconds
 
 
 def _steps(steps: object) -> frozenset[int]:
@@ -336,7 +336,7 @@ def _steps(steps: object) -> frozenset[int]:
         )
     chosen = set()
     for step in steps:
-        number = _whole(step, 0)
+        number = _to_int(step, 0)
         if number is None:
             raise errors.OptionError(
                 f"OnSteps wants whole numbers from 0, got {step!r}"

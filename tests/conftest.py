@@ -1,4 +1,4 @@
-"""What all tests share: 8 CPU devices, and hypothesis without a clock."""
+"""Shared setup: 8 CPU devices, and hypothesis without deadlines."""
 
 import itertools
 import os
@@ -12,7 +12,7 @@ import pytest
 from tests import ROOT
 from tests.helpers import run_guard
 
-# Before anything imports jax. Child processes inherit all of them.
+# Set before jax is imported; child processes inherit these variables.
 _flags = re.sub(
     r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", "")
 )
@@ -23,7 +23,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([_path] if _path else [
 
 run_guard.start()
 
-# A shell that starts the tests behind it (&) has Ctrl-C ignored in all that they start.
+# A shell that starts the tests in the background ignores Ctrl-C in all its children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def store_server(tmp_path_factory):
-    """Gives the server of a kind, `moto` or `seaweed`; it is started once."""
+    """A function that returns the server of a kind, `moto` or `seaweed`."""
     from tests.helpers import store_servers
 
     with store_servers.all_ended():
@@ -54,10 +54,10 @@ def store_server(tmp_path_factory):
 
 @pytest.fixture
 def store_path(tmp_path_factory, store_server):
-    """Gives a new path in a store of a kind: `file`, `memory`, `moto` or `seaweed`."""
+    """A function that returns a new path in a `file`, `memory`, `moto` or `seaweed`."""
     from flaxckpt import _storage
 
-    # Its own: a test may undo the other one in the middle.
+    # Separate, because a test may undo its own `monkeypatch`.
     environment = pytest.MonkeyPatch()
 
     def path(kind):
@@ -80,7 +80,7 @@ _counter = itertools.count()
 
 @pytest.fixture(autouse=True)
 def _signals_are_put_back():
-    """A callback that a test has not closed watches for signals no longer."""
+    """Removes the signal handlers of callbacks that a test has not closed."""
     yield
     if "flaxckpt._training.signals" in sys.modules:
         sys.modules["flaxckpt._training.signals"]._forget()

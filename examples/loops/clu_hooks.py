@@ -1,10 +1,10 @@
-"""The hook as the function of a `PeriodicCallback` of clu, which decides when to save.
+"""The callback as the function of clu's `PeriodicCallback`, which decides when to save.
 
     python -m examples.loops.clu_hooks
 
-The hook can be called as clu's actions are, so it may also be one of them itself, as in
-`examples.loops.hooks` and `examples.loops.clu_metrics`. Then it sees every step: it
-saves the last one, too, and heeds signals at once.
+The callback has the signature of clu's actions, so it can also be an action itself, as
+in `examples.loops.hooks` and `examples.loops.clu_metrics`. Then it sees every step,
+saves the last step and handles signals at once.
 """
 
 from __future__ import annotations

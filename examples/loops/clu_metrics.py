@@ -2,9 +2,10 @@
 
     python -m examples.loops.clu_metrics
 
-The metrics of a checkpoint are those of all batches since the checkpoint before it. The
-checkpoint with the lowest loss is kept, beside the newest. The log shows the metrics,
-the progress of the training and the duration of each save. TensorFlow is not needed.
+The metrics of a checkpoint cover all batches since the previous checkpoint. The
+checkpoint with the lowest loss is kept in addition to the newest. The log shows
+the metrics, the progress of the training and the duration of each save. TensorFlow is
+not needed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def train(directory: Path, lose_after: int | None) -> Any:
     """Trains to the end, from the newest checkpoint if there is one.
 
     Returns:
-        The final state, and the metrics that were saved with it.
+        The final state, and its saved metrics.
     """
     batches = toy.batches()
     writer = metric_writers.create_default_writer(just_logging=True)

@@ -1,10 +1,9 @@
-"""A job that evaluates each checkpoint while another one trains.
+"""A job that evaluates each checkpoint while another job trains.
 
     python -m examples.loops.evaluation
 
-The trainer keeps the newest two steps and the best one. What is best, only the
-evaluation can say: it adds its metrics to the steps. While it works on a step, that
-step stays.
+The trainer keeps the two newest steps and the best step. The evaluation adds the
+metrics that define the best. No step is deleted while the evaluation reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ KEEP = (LatestN(2), BestN(1, "eval/loss", mode="min"))
 
 
 def train(directory: str) -> None:
-    """The job that trains: a bare loop."""
+    """Trains, in a bare loop."""
     batches = toy.batches()
     with (
         flaxckpt.Checkpointer(directory, keep=KEEP) as checkpointer,
@@ -38,8 +37,8 @@ def train(directory: str) -> None:
 
 
 def evaluate(directory: str) -> None:
-    """The job that evaluates, until the last step has come."""
-    batch = toy.make_batch(10**6)  # none of those trained on
+    """Evaluates each new step, up to the last step."""
+    batch = toy.make_batch(10**6)  # not used in training
     params = jax.eval_shape(toy.create).params
     with flaxckpt.Checkpointer(directory) as checkpointer:
         for step in checkpointer.new_steps(timeout_secs=120, poll_secs=0.2):

@@ -1,4 +1,4 @@
-"""A list of hooks that get the step alone, counted from 0: bind where the state is.
+"""A list of hooks that receive only the step, counted from 0: bind the state.
 
 python -m examples.loops.hooks
 """
@@ -24,7 +24,7 @@ def train(directory: Path, lose_after: int | None) -> Any:
     ):
         state, start = checkpoint.restore_or_init(toy.create())
         metrics = None
-        # Functions, because the loop puts new objects in the place of these.
+        # Functions, because the loop replaces these objects.
         checkpoint.bind(state=lambda: state, metrics=lambda: metrics)
 
         hooks: list[Callable[[int], Any]] = [checkpoint, progress]
@@ -37,7 +37,7 @@ def train(directory: Path, lose_after: int | None) -> Any:
 
 
 def progress(step: int) -> None:
-    """Another hook."""
+    """Prints the step, as another hook."""
     if step % 10 == 0:
         print(f"step {step}")
 

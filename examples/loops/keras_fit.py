@@ -1,4 +1,4 @@
-"""Keras 3 on JAX: `fit` goes on in the middle of an epoch.
+"""Keras 3 on JAX: `fit` resumes in the middle of an epoch.
 
 python -m examples.loops.keras_fit
 """
@@ -29,13 +29,13 @@ STEPS_PER_EPOCH = 5
 
 
 def make_batch(i: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs `[8, 4]` and targets `[8, 1]`."""
+    """Returns inputs `[8, 4]` and targets `[8, 1]`."""
     x = np.random.default_rng(i).normal(size=(8, 4)).astype(np.float32)
     return x, np.sin(x.sum(axis=1, keepdims=True))
 
 
 def create() -> keras.Model:
-    """Layers have names: those that Keras counts up would differ the second time."""
+    """Creates a model with named layers: default names would differ the second time."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     layers = [

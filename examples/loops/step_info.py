@@ -1,4 +1,4 @@
-"""A trainer that describes each step by an object, as Levanter's does.
+"""A trainer that describes each step in an object, as in Levanter.
 
 python -m examples.loops.step_info
 """
@@ -15,7 +15,7 @@ from examples.loops import toy
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """What this trainer tells its hooks; `step` is the index of the step just done."""
+    """The argument of hooks; `step` is the index of the completed step."""
 
     state: toy.TrainState
     step: int
@@ -23,15 +23,15 @@ class StepInfo:
 
     @property
     def next_step(self) -> int:
-        """How many steps are completed."""
+        """The number of completed steps."""
         return self.step + 1
 
 
 class Hook(Protocol):
-    """What this trainer calls."""
+    """A hook of this trainer."""
 
     def on_step(self, info: StepInfo, force: bool = False) -> Any:
-        """After each step, and with `force` after the last one."""
+        """Called after each step, with `force` after the last."""
 
 
 def train(directory: Path, lose_after: int | None) -> Any:

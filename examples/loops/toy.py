@@ -1,4 +1,4 @@
-"""What the loops train: a small network with dropout, on batches made by number."""
+"""A small network with dropout, and batches that are functions of their number."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOTAL = 20
 
 
 class TrainState(train_state.TrainState):
-    """With the key of the next step's dropout."""
+    """Adds the dropout key of the next step."""
 
     key: jax.Array
 
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 def create() -> TrainState:
-    """The state that every run begins with."""
+    """Creates the initial state of all runs."""
     init_key, key = jax.random.split(jax.random.key(0))
     params = Model().init(init_key, jnp.zeros((1, 4)))["params"]
     state: TrainState = TrainState.create(  # type: ignore[no-untyped-call]
@@ -50,27 +50,27 @@ def create() -> TrainState:
 
 
 def make_batch(i: int) -> np.ndarray:
-    """Batch `i`, of `[8, 4]`."""
+    """Returns batch `i`, `[8, 4]`."""
     return np.random.default_rng(i).normal(size=(8, 4)).astype(np.float32)
 
 
 def batches() -> StepIndexed[np.ndarray]:
-    """Batches that depend on nothing but their number."""
+    """Returns the iterator of batches."""
     return StepIndexed(make_batch)
 
 
 def loss_of(params: Any, batch: jax.Array | np.ndarray, **options: Any) -> jax.Array:
-    """How badly the sine of the sum is predicted."""
+    """Returns the mean squared error of predicting the sine of the sum."""
     predicted = Model().apply({"params": params}, batch, **options)
-    wanted = jnp.sin(batch.sum(axis=1, keepdims=True))
-    return jnp.mean((jnp.asarray(predicted) - wanted) ** 2)
+    target = jnp.sin(batch.sum(axis=1, keepdims=True))
+    return jnp.mean((jnp.asarray(predicted) - target) ** 2)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def train_step(
     state: TrainState, batch: jax.Array | np.ndarray
 ) -> tuple[TrainState, Mapping[str, jax.Array]]:
-    """One step; donates `state`."""
+    """Takes one step; donates `state`."""
     key, next_key = jax.random.split(state.key)
     options = {"deterministic": False, "rngs": {"dropout": key}}
     loss, grads = jax.value_and_grad(loss_of)(state.params, batch, **options)
@@ -81,21 +81,25 @@ def train_step(
 
 
 class LostError(Exception):
-    """Stands for whatever ends a process."""
+    """Simulates the loss of a process."""
 
 
 def lose_if(lost: bool) -> None:
-    """Loses the process, or what stands for it here."""
+    """Simulates the loss of the process.
+
+    Raises:
+        LostError: `lost` is true.
+    """
     if lost:
         raise LostError
 
 
 def compare(train: Callable[[Path, int | None], Any]) -> None:
-    """Trains in one go, then with a loss in the middle, and compares all bits.
+    """Trains without and with an interruption, and compares the results bit for bit.
 
     Args:
-        train: `train(directory, lose_after)` returns what the run ends with. It loses
-            the process after step `lose_after`, unless that is None.
+        train: `train(directory, lose_after)` returns the result of a run; it loses the
+            process after step `lose_after`, unless that is None.
 
     Raises:
         SystemExit: The runs differ.
@@ -107,8 +111,8 @@ def compare(train: Callable[[Path, int | None], Any]) -> None:
         resumed = train(Path(directory, "lost"), None)
     pairs = zip(*map(jax.tree.leaves, (whole, resumed)), strict=True)
     if not all(_bits(a) == _bits(b) for a, b in pairs):
-        sys.exit("the resumed run ends otherwise than the one that was not interrupted")
-    print("The resumed run equals the one that was not interrupted, bit for bit.")
+        sys.exit("the resumed run differs from the uninterrupted run")
+    print("The resumed run equals the uninterrupted run, bit for bit.")
 
 
 def _bits(leaf: Any) -> bytes:

@@ -154,8 +154,8 @@ def batches(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
         alone = piece.leaf.fn is None or not sources
         groups.setdefault(n if alone else sources, []).append(piece)
     sized = ((group, sum(piece.nbytes for piece in group)) for group in groups.values())
-    for together in _util.memory.batches(sized, max_bytes):
-        yield [piece for group in together for piece in group]
+    for batch in _util.memory.batches(sized, max_bytes):
+        yield [piece for group in batch for piece in group]
 
 
 def read(pieces: Sequence[Piece], *, max_bytes: int) -> list[Array]:
@@ -171,30 +171,32 @@ def read(pieces: Sequence[Piece], *, max_bytes: int) -> list[Array]:
     """
     whole = [p for p in pieces if p.leaf.fn is None and p.is_whole]
     parts = [p for p in pieces if p.leaf.fn is None and not p.is_whole]
-    found = {p.name: v for p, v in zip(whole, _whole(whole, max_bytes), strict=True)}
-    found |= {p.name: v for p, v in zip(parts, _parts(parts), strict=True)}
+    values_of = {
+        p.name: v for p, v in zip(whole, _read_whole(whole, max_bytes), strict=True)
+    }
+    values_of |= {p.name: v for p, v in zip(parts, _read_parts(parts), strict=True)}
     computed = [p for p in pieces if p.leaf.fn is not None]
-    values = _made([piece.leaf for piece in computed], max_bytes)
-    found |= {p.name: v for p, v in zip(computed, values, strict=True)}
-    return [found[piece.name] for piece in pieces]
+    values = _compute([piece.leaf for piece in computed], max_bytes)
+    values_of |= {p.name: v for p, v in zip(computed, values, strict=True)}
+    return [values_of[piece.name] for piece in pieces]
 
 
-def _whole(pieces: Sequence[Piece], max_bytes: int) -> list[Array]:
+def _read_whole(pieces: Sequence[Piece], max_bytes: int) -> list[Array]:
     jobs = {
         piece.path: arrays_read.ReadJob(source, _as_numpy(source.info, piece.path))
         for piece in pieces
         if isinstance(source := piece.leaf.source, StoredLeaf)
     }
     if not jobs:
-        return [_given(piece.leaf) for piece in pieces]
+        return [_given_value(piece.leaf) for piece in pieces]
     root = next(iter(jobs.values())).stored.root
     is_local = _storage.of(root).is_local(root)
     options = arrays_read.ReadOptions(is_local, True, max_bytes)
     values = arrays_read.read(tuple(jobs.values()), options)
     return [
-        _converted(values[piece.path], piece.leaf.info)
+        _convert(values[piece.path], piece.leaf.info)
         if piece.path in values
-        else _given(piece.leaf)
+        else _given_value(piece.leaf)
         for piece in pieces
     ]
 
@@ -213,10 +215,10 @@ def _as_numpy(info: LeafInfo, path: LeafPath) -> LeafInfo:
     )
 
 
-def _parts(pieces: Sequence[Piece]) -> list[Array]:
+def _read_parts(pieces: Sequence[Piece]) -> list[Array]:
     context = _storage.client.context()
     faults = arrays_read.Faults()
-    started = _begun(pieces, context, faults)
+    started = _start_reads(pieces, context, faults)
     values = []
     for piece, future in zip(pieces, started, strict=True):
         try:
@@ -225,7 +227,7 @@ def _parts(pieces: Sequence[Piece]) -> list[Array]:
                 assert isinstance(source, StoredLeaf), piece.path
                 read = _storage.paths.result(future, source.root, piece.nbytes)
                 array = _state.dtypes.from_stored(read, source.info.dtype or "")
-                values.append(_converted(array, piece.leaf.info))
+                values.append(_convert(array, piece.leaf.info))
             elif future is not None:
                 values.append(future)
         except errors.StoreError:
@@ -238,7 +240,7 @@ def _parts(pieces: Sequence[Piece]) -> list[Array]:
     return values
 
 
-def _begun(
+def _start_reads(
     pieces: Sequence[Piece], context: ts.Context, faults: arrays_read.Faults
 ) -> list[Any]:
     """Returns, for each piece, values, a future, or None with a recorded fault."""
@@ -259,8 +261,7 @@ def _begun(
                     source.open(context), source.root
                 )
             store = opened[piece.path]
-            if (store.shape, store.dtype.name) != layout.stored_form(source.info):
-                raise ValueError(f"recorded as {source.info}, stored as another")
+            arrays_read.check_form(source.info, store)
             region = tuple(slice(*bounds) for bounds in piece.region)
             begun.append(store[region].read())
         except errors.StoreError:
@@ -273,18 +274,18 @@ def _begun(
 
 def _given_part(piece: Piece) -> Array:
     shape = layout.stored_form(piece.leaf.info)[0]
-    part: Array = _given(piece.leaf)[
+    part: Array = _given_value(piece.leaf)[
         metadata.within(piece.region, metadata.whole(shape))
     ]
     return part
 
 
-def _given(leaf: Leaf) -> Array:
+def _given_value(leaf: Leaf) -> Array:
     """Returns the value of a leaf held in memory."""
     return _as_array(leaf.source, leaf.info)
 
 
-def _converted(array: Array, info: LeafInfo) -> Array:
+def _convert(array: Array, info: LeafInfo) -> Array:
     return (
         array
         if info.kind == "prng_key"
@@ -292,7 +293,7 @@ def _converted(array: Array, info: LeafInfo) -> Array:
     )
 
 
-def _made(leaves: Sequence[Leaf], max_bytes: int) -> list[Array]:
+def _compute(leaves: Sequence[Leaf], max_bytes: int) -> list[Array]:
     """Returns the values of leaves computed from other leaves."""
     if not leaves:
         return []
@@ -317,4 +318,4 @@ def _made(leaves: Sequence[Leaf], max_bytes: int) -> list[Array]:
 def _as_array(value: Any, info: LeafInfo) -> Array:
     if info.kind == "prng_key":
         value = jax.random.key_data(value)
-    return _converted(np.asarray(value), info)
+    return _convert(np.asarray(value), info)

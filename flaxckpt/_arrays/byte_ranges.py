@@ -57,7 +57,7 @@ class Span(NamedTuple):
         return _state.dtypes.to_numpy(self.dtype).itemsize
 
 
-def opened(spans: Sequence[Span], context: ts.Context) -> ts.Future[ts.TensorStore]:
+def open(spans: Sequence[Span], context: ts.Context) -> ts.Future[ts.TensorStore]:
     """Opens an array, read-only.
 
     Args:
@@ -67,18 +67,18 @@ def opened(spans: Sequence[Span], context: ts.Context) -> ts.Future[ts.TensorSto
     promise: ts.Promise[ts.TensorStore]
     future: ts.Future[ts.TensorStore]
     promise, future = ts.Promise.new()
-    stores = [_opened(span, context) for span in spans]
+    stores = [_open_span(span, context) for span in spans]
     promise.set_result(stores[0] if len(stores) == 1 else ts.concat(stores, axis=0))
     return future
 
 
-def _opened(span: Span, context: ts.Context) -> ts.TensorStore:
+def _open_span(span: Span, context: ts.Context) -> ts.TensorStore:
     def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
         # A few whole rows of the array, or a part of a row: few runs of bytes.
         outer = _outer_axes(span.shape, domain.shape)
         with _storage.of(span.file).open_file(span.file) as file:
-            found = _storage.files.identity(os.fstat(file.fileno()))
-            if span.identity not in (None, found):
+            identity = _storage.files.identity(os.fstat(file.fileno()))
+            if span.identity not in (None, identity):
                 raise OSError(
                     f"{span.file} was replaced or changed since it was opened; load it"
                     " again"

@@ -27,34 +27,36 @@ _AT_ONCE = 256 * 2**20
 # ---- before a save ---------------------------------------------------------------
 
 
-def of_state(table: LeafTable) -> LeafTable:
+def evaluate_state(table: LeafTable) -> LeafTable:
     """Returns the leaf table of a state with computed leaves evaluated.
 
     Runs without jit: a training loop saves repeatedly, each table has new functions,
     and jax has compiled their operations already.
     """
     for leaf in table.values():
-        _check_given(leaf)
+        _check_no_stored(leaf)
     return {
-        path: leaf if leaf.fn is None else _computed(leaf)
+        path: leaf if leaf.fn is None else _evaluate(leaf)
         for path, leaf in table.items()
     }
 
 
-def _check_given(leaf: Leaf) -> None:
+def _check_no_stored(leaf: Leaf) -> None:
     stored = [s for s in leaf.sources if isinstance(s, StoredLeaf)]
     if stored:
         raise errors.OptionError(
-            f"{leaf.info.path} is to come from {stored[0].root}: a save has only the"
-            " state; load the other checkpoint first, or convert"
+            f"{leaf.info.path} would be read from {stored[0].root}, but a save has only"
+            " the state: load the other checkpoint first, or use convert"
         )
 
 
-def _computed(leaf: Leaf) -> Leaf:
+def _evaluate(leaf: Leaf) -> Leaf:
     info = leaf.info
     is_wide = lazy.has_wide_fn(leaf)
-    with lazy.wide(is_wide):
-        args = _together([_as_array(s, is_wide, info.path) for s in leaf.sources])
+    with lazy.x64(is_wide):
+        args = _on_common_devices(
+            [_as_array(s, is_wide, info.path) for s in leaf.sources]
+        )
         value: Any = lazy.value_fn(leaf)(*args)
     if info.python_type != "jax.Array":
         value = np.asarray(value)
@@ -69,7 +71,7 @@ def _computed(leaf: Leaf) -> Leaf:
 
 def _as_array(value: Any, is_wide: bool, path: LeafPath) -> jax.Array:
     if isinstance(value, jax.Array):
-        sharding = _automatic(value.sharding)
+        sharding = _with_automatic_axes(value.sharding)
         same = sharding is value.sharding or sharding is None
         return value if same else jax.device_put(value, sharding)
     _check_width(np.asarray(value), is_wide, path)
@@ -82,12 +84,12 @@ def _check_width(array: Array, is_wide: bool, path: LeafPath) -> None:
         return
     if int(array.max()) >= 2**31 or int(array.min()) < -(2**31):
         raise errors.OptionError(
-            f"{path} is computed of the number {array.max()}, which needs 64 bits: pass"
-            " it as a numpy array, or set jax_enable_x64"
+            f"{path} is computed from the number {array.max()}, which needs 64 bits:"
+            " pass it as a numpy array, or set jax_enable_x64"
         )
 
 
-def _together(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+def _on_common_devices(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Returns arrays on common devices, moving others through the host."""
     committed = {frozenset(x.sharding.device_set) for x in arrays if x.committed}
     if len(committed) <= 1:
@@ -174,11 +176,11 @@ def _read_batch(
         alike.setdefault((devices, lazy.has_wide_fn(leaf)), []).append(leaf)
     values: dict[LeafPath, Any] = {}
     for some in alike.values():
-        values |= _make(some, options)
+        values |= _read_and_compute(some, options)
     return values
 
 
-def _make(
+def _read_and_compute(
     leaves: Sequence[Leaf], options: arrays_read.ReadOptions
 ) -> dict[LeafPath, Any]:
     is_wide = lazy.has_wide_fn(leaves[0])
@@ -192,12 +194,12 @@ def _make(
             if name in names:  # also in another checkpoint
                 name = f"{name} of {source.root}"
             names.add(name)
-            wanted = _wanted_of_source(source, user.info, name)
+            wanted = _request_source(source, user.info, name)
             jobs[key] = arrays_read.ReadJob(source, wanted)
         else:
-            given[key] = _given(source, user.info)
-    found = arrays_read.read(tuple(jobs.values()), options)
-    arrays = given | {key: found[job.wanted.path] for key, job in jobs.items()}
+            given[key] = _on_device(source, user.info)
+    stored = arrays_read.read(tuple(jobs.values()), options)
+    arrays = given | {key: stored[job.wanted.path] for key, job in jobs.items()}
     for key, array in arrays.items():
         if isinstance(array, np.ndarray):
             _check_width(array, is_wide, users[key][1].info.path)
@@ -209,9 +211,9 @@ def _make(
             for leaf in leaves
         ]
 
-    shardings = [_automatic(leaf.info.sharding) for leaf in leaves]
+    shardings = [_with_automatic_axes(leaf.info.sharding) for leaf in leaves]
     split: dict[str, Any] = {"out_shardings": shardings} if any(shardings) else {}
-    with lazy.wide(is_wide):
+    with lazy.x64(is_wide):
         made = jax.jit(make, **split)(list(arrays.values()))
         # Otherwise the next sources are read with these still in memory.
         jax.block_until_ready(made)
@@ -223,7 +225,7 @@ def _make(
     }
 
 
-def _given(value: Any, user: LeafInfo) -> Any:
+def _on_device(value: Any, user: LeafInfo) -> Any:
     """Returns a given value on the devices of the computation."""
     if not isinstance(value, jax.Array) or not value.committed:
         return value
@@ -232,17 +234,19 @@ def _given(value: Any, user: LeafInfo) -> Any:
         value.dtype, jax.dtypes.prng_key
     ):
         return np.asarray(value)
-    sharding = _automatic(value.sharding)
+    sharding = _with_automatic_axes(value.sharding)
     return value if sharding is value.sharding else jax.device_put(value, sharding)
 
 
-def _wanted_of_source(source: StoredLeaf, user: LeafInfo, name: str) -> LeafInfo:
+def _request_source(source: StoredLeaf, user: LeafInfo, name: str) -> LeafInfo:
     """Returns the info to read a source of `user`, sharded alike if possible."""
     info = source.info
     # Outside of a computation, jax would make it narrower.
     is_wide = _state.dtypes.is_wide(info.dtype)
     python_type = "numpy.ndarray" if is_wide else "jax.Array"
-    sharding = None if is_wide else _alike(user.sharding, user.shape, info.shape)
+    sharding = (
+        None if is_wide else _similar_sharding(user.sharding, user.shape, info.shape)
+    )
     return dataclasses.replace(
         info,
         path=name,
@@ -253,11 +257,11 @@ def _wanted_of_source(source: StoredLeaf, user: LeafInfo, name: str) -> LeafInfo
     )
 
 
-def _alike(
+def _similar_sharding(
     sharding: Sharding | None, shape: tuple[int, ...], other: tuple[int, ...]
 ) -> Sharding | None:
     """Returns a sharding for another shape, split along the axes of equal size."""
-    sharding = _automatic(sharding)
+    sharding = _with_automatic_axes(sharding)
     if not isinstance(sharding, NamedSharding) or shape == other:
         return sharding
     parts = list(sharding.spec) + [None] * (len(shape) - len(sharding.spec))
@@ -280,7 +284,7 @@ def _alike(
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
-def _automatic(sharding: Sharding | None) -> Sharding | None:
+def _with_automatic_axes(sharding: Sharding | None) -> Sharding | None:
     """Returns the sharding with automatic instead of explicit mesh axes."""
     if not isinstance(sharding, NamedSharding):
         return sharding

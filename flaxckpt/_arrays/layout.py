@@ -45,7 +45,7 @@ class Writing(NamedTuple):
         return len(self.slices.bounds) if self.slices else 1
 
 
-def writing(info: LeafInfo, shape: Shape) -> Writing:
+def divide_writing(info: LeafInfo, shape: Shape) -> Writing:
     """Divides the shards of a leaf among the writing replicas.
 
     Args:
@@ -54,11 +54,11 @@ def writing(info: LeafInfo, shape: Shape) -> Writing:
     """
     if info.sharding is None:
         return Writing(None, shape, 1)
-    return _shared_writing(info.sharding, info.shape, shape, info.dtype or "")
+    return _divide_writing(info.sharding, info.shape, shape, info.dtype or "")
 
 
 @functools.lru_cache(maxsize=4096)
-def _shared_writing(
+def _divide_writing(
     sharding: Sharding, leaf_shape: Shape, shape: Shape, dtype: str
 ) -> Writing:
     shard = sharding.shard_shape(leaf_shape)
@@ -80,7 +80,7 @@ def _shared_writing(
 def task(info: LeafInfo) -> writer_assignment.Task:
     """Returns the task of writing a leaf, for division among processes."""
     shape, dtype = stored_form(info)
-    part = writing(info, shape)
+    part = divide_writing(info, shape)
     nbytes = math.prod(part.shape) * _state.dtypes.item_bits(dtype) // 8
     return writer_assignment.Task(info.sharding, info.shape, part.parts, nbytes)
 
@@ -113,7 +113,7 @@ def check_keys(impl: str, shape: Shape, dtype: str) -> None:
     """
     words = key_words(impl)
     if dtype != "uint32" or shape[-1:] != (words,):
-        raise ValueError(f"{dtype}{list(shape)} is no array of {impl[:40]} keys")
+        raise ValueError(f"{dtype}{list(shape)} is not an array of {impl[:40]} keys")
 
 
 def write_shape(info: LeafInfo, shape: Shape) -> Shape:
@@ -125,7 +125,7 @@ def write_shape(info: LeafInfo, shape: Shape) -> Shape:
         info: The leaf.
         shape: Stored shape; for PRNG keys with one more axis than the leaf.
     """
-    return tuple([size or 1 for size in writing(info, shape).shape])
+    return tuple([size or 1 for size in divide_writing(info, shape).shape])
 
 
 def with_chunk_shape(
@@ -182,15 +182,15 @@ def fault(info: LeafInfo) -> str | None:
 def _fault(shape: Shape, chunk_shape: Shape) -> str | None:
     axes = len(chunk_shape)  # a PRNG key has an axis more than its shape
     if axes > metadata.MAX_AXES:
-        return f"{axes} axes, and readers take {metadata.MAX_AXES}"
+        return f"{axes} axes; readers accept at most {metadata.MAX_AXES}"
     if max(shape, default=0) >= metadata.MAX_SIZE:
         return (
-            f"{max(shape)} elements along an axis, and readers take"
+            f"{max(shape)} elements along an axis; readers accept at most"
             f" {metadata.MAX_SIZE - 1}"
         )
     chunks = zarr_chunk_shape.chunk_count(shape, chunk_shape[: len(shape)])
     if chunks > metadata.MAX_CHUNKS:
-        return f"{chunks} chunks, and readers take {metadata.MAX_CHUNKS}"
+        return f"{chunks} chunks; readers accept at most {metadata.MAX_CHUNKS}"
     return None
 
 

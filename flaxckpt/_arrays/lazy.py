@@ -64,7 +64,7 @@ class Deriver:
                 has_wide_fn(leaf) for leaf in leaves
             )
         try:
-            made = self._shape(fn, infos, is_wide)
+            result = self._shape(fn, infos, is_wide)
         except jax.errors.JAXTypeError as error:
             raise errors.OptionError(
                 f"{self._what} cannot be traced for {base.path}: use jax.numpy, which"
@@ -73,12 +73,12 @@ class Deriver:
         except errors.CheckpointError:
             raise
         except Exception as error:
-            found = ", ".join(str(info) for info in infos[:3])
+            forms = ", ".join(str(info) for info in infos[:3])
             raise errors.OptionError(
-                f"{self._what} does not go with {base.path}, {found}:"
+                f"{self._what} cannot be applied to {base.path}, {forms}:"
                 f" {_first_line(error)}"
             ) from None
-        info = _derived_info(base, made, self._what)
+        info = _result_info(base, result, self._what)
         sources = tuple(source for leaf in leaves for source in leaf.sources)
         return Leaf(info, sources, _Computation(tuple(leaves), fn, is_wide))
 
@@ -86,9 +86,9 @@ class Deriver:
         form = tuple((info.shape, info.dtype, info.prng_impl) for info in infos)
         if (id(fn), form, is_wide) not in self._shapes:
             self._fns.append(fn)
-            with wide(is_wide):
-                made = jax.eval_shape(fn, *map(abstract, infos))
-            self._shapes[id(fn), form, is_wide] = made
+            with x64(is_wide):
+                result = jax.eval_shape(fn, *map(to_abstract, infos))
+            self._shapes[id(fn), form, is_wide] = result
         return self._shapes[id(fn), form, is_wide]
 
 
@@ -134,7 +134,7 @@ def value_fn(leaf: Leaf) -> Fn:
     return value
 
 
-def abstract(info: LeafInfo) -> jax.ShapeDtypeStruct:
+def to_abstract(info: LeafInfo) -> jax.ShapeDtypeStruct:
     """Returns the abstract value of a leaf for tracing."""
     if info.kind == "prng_key":
         key = jax.eval_shape(lambda: jax.random.key(0, impl=info.prng_impl))
@@ -143,25 +143,24 @@ def abstract(info: LeafInfo) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(info.shape, dtype)
 
 
-def _derived_info(base: LeafInfo, made: Any, what: str) -> LeafInfo:
-    found = made
-    if isinstance(made, jax.ShapeDtypeStruct):
-        found = _state.leaf.describe(
-            base.path, _state.tree.TreeLeaf(base.keys, made, False)
-        )
-    if not isinstance(found, LeafInfo):
+def _result_info(base: LeafInfo, result: Any, what: str) -> LeafInfo:
+    info: LeafInfo | str = str(result)
+    if isinstance(result, jax.ShapeDtypeStruct):
+        leaf = _state.tree.TreeLeaf(base.keys, result, False)
+        info = _state.leaf.describe(base.path, leaf)
+    if isinstance(info, str):
         raise errors.OptionError(
-            f"{what} must give one array for {base.path}, got {str(found)[:80]}"
+            f"{what} must return one array for {base.path}, got {info[:80]}"
         )
-    is_number = base.kind == "scalar" and not found.shape
-    if found.kind == "array" and (is_number or base.python_type == "numpy.ndarray"):
-        found = dataclasses.replace(found, kind=base.kind, python_type=base.python_type)
-    is_cut = _state.dtypes.is_wide(found.dtype) and found.python_type == "jax.Array"
+    is_number = base.kind == "scalar" and not info.shape
+    if info.kind == "array" and (is_number or base.python_type == "numpy.ndarray"):
+        info = dataclasses.replace(info, kind=base.kind, python_type=base.python_type)
+    is_cut = _state.dtypes.is_wide(info.dtype) and info.python_type == "jax.Array"
     if is_cut and base.kind == "scalar":  # an array of Python numbers
-        found = dataclasses.replace(found, python_type="numpy.ndarray")
-    return dataclasses.replace(found, weak_type=False, role=base.role)
+        info = dataclasses.replace(info, python_type="numpy.ndarray")
+    return dataclasses.replace(info, weak_type=False, role=base.role)
 
 
-def wide(is_wide: bool) -> AbstractContextManager[Any]:
+def x64(is_wide: bool) -> AbstractContextManager[Any]:
     """Lets jax compute in 64 bits."""
     return jax.enable_x64(True) if is_wide else contextlib.nullcontext()

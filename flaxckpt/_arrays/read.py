@@ -125,7 +125,7 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
         store = _storage.paths.result(
             _open(stored, _storage.client.context()), stored.root
         )
-        _check_form(stored.info, store)
+        check_form(stored.info, store)
     except errors.StoreError:
         raise  # the leaf itself may be intact
     except (ValueError, OSError) as error:
@@ -338,9 +338,9 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
     except errors.StoreError:
         raise  # the leaf itself may be intact
     except (ValueError, OSError) as error:
-        return read_raw.failed(error)
+        return read_raw.failed_reading(error)
     except MemoryError:
-        return read_raw.failed(_util.memory.TooLargeError())
+        return read_raw.failed_reading(_util.memory.TooLargeError())
 
 
 def _from_store(
@@ -353,7 +353,7 @@ def _from_store(
 
     def start() -> None:
         store = _storage.paths.result(opened, job.stored.root)
-        _check_form(job.found, store)
+        check_form(job.found, store)
         if _is_cast_by_tensorstore(job):
             store = ts.cast(store, job.wanted.dtype or "")
         dtype = store.dtype.numpy_dtype
@@ -392,7 +392,12 @@ def _open(stored: StoredLeaf, context: ts.Context) -> ts.Future[ts.TensorStore]:
     return stored.open(context)
 
 
-def _check_form(found: LeafInfo, store: ts.TensorStore) -> None:
+def check_form(found: LeafInfo, store: ts.TensorStore) -> None:
+    """Compares an opened array with the record of its leaf.
+
+    Raises:
+        ValueError: The array has another shape or element type.
+    """
     shape, dtype = layout.stored_form(found)
     if store.shape != shape or store.dtype.name != dtype:
         raise ValueError(

@@ -19,23 +19,23 @@ _MIN_PART_BYTES = 2**20
 """Smaller parts are read by all processes, which is faster than sending them."""
 
 
-def divided(jobs: Sequence[ReadJob]) -> list[ReadJob]:
+def divide(jobs: Sequence[ReadJob]) -> list[ReadJob]:
     """Returns the jobs with replicated leaves split into a part per device.
 
     Args:
         jobs: Leaves to read, with the caller's shardings.
     """
-    found = []
+    divided = []
     for job in jobs:
-        sharding = parted(job.wanted)
+        sharding = divided_sharding(job.wanted)
         if sharding is not None:
             wanted = dataclasses.replace(job.wanted, sharding=sharding)
             job = job._replace(wanted=wanted)
-        found.append(job)
-    return found
+        divided.append(job)
+    return divided
 
 
-def parted(info: LeafInfo) -> NamedSharding | None:
+def divided_sharding(info: LeafInfo) -> NamedSharding | None:
     """Returns a sharding of a leaf with fewer replicas.
 
     Splits the first axis with the most parts; returns None without such an axis, or
@@ -48,7 +48,7 @@ def parted(info: LeafInfo) -> NamedSharding | None:
         return None
     shard = sharding.shard_shape(info.shape)
     spare = _spare_axes(sharding)
-    split = _parts(info.shape, shard)
+    split = _count_parts(info.shape, shard)
     for count in range(len(spare), 0, -1):
         names = spare[:count]  # the first axes span processes
         parts = math.prod(sharding.mesh.shape[name] for name in names)
@@ -58,13 +58,13 @@ def parted(info: LeafInfo) -> NamedSharding | None:
             if size % parts == 0:
                 return NamedSharding(
                     sharding.mesh,
-                    _with_axes(sharding.spec, axis, names, len(shard)),
+                    _split_axis(sharding.spec, axis, names, len(shard)),
                     memory_kind=sharding.memory_kind,
                 )
     return None
 
 
-def _parts(shape: Sequence[int], shard: Sequence[int]) -> int:
+def _count_parts(shape: Sequence[int], shard: Sequence[int]) -> int:
     """Returns the number of parts of an array."""
     return math.prod(
         whole // part for whole, part in zip(shape, shard, strict=True) if part
@@ -80,17 +80,17 @@ def _spare_axes(sharding: NamedSharding) -> list[str]:
     return [name for name in sizes if name not in used and sizes[name] > 1]
 
 
-def _with_axes(
+def _split_axis(
     spec: PartitionSpec, axis: int, names: Sequence[str], rank: int
 ) -> PartitionSpec:
     entries: list[Any] = [*spec, *[None] * (rank - len(spec))]
     before = entries[axis]
-    own = before if isinstance(before, tuple) else () if before is None else (before,)
-    entries[axis] = (*own, *names)
+    current = before if isinstance(before, tuple) else (before,) if before else ()
+    entries[axis] = (*current, *names)
     return PartitionSpec(*entries)
 
 
-def gathered(
+def gather(
     values: Mapping[LeafPath, Any], jobs: Sequence[ReadJob]
 ) -> dict[LeafPath, Any]:
     """Returns values with the caller's shardings, from values read in parts.
@@ -100,12 +100,12 @@ def gathered(
 
     Args:
         values: Leaf path -> value read.
-        jobs: The jobs before `divided`.
+        jobs: The jobs before `divide`.
     """
     parts = {
         job.wanted.path: job.wanted.sharding
         for job in jobs
-        if parted(job.wanted) is not None
+        if divided_sharding(job.wanted) is not None
     }
     paths = list(parts)
     whole = jax.device_put(

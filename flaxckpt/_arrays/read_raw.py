@@ -74,7 +74,7 @@ class Reading:
         return self._arrays()
 
 
-def failed(error: Exception) -> Reading:
+def failed_reading(error: Exception) -> Reading:
     """Returns a reading with an error as its result."""
 
     def fail() -> None:
@@ -137,16 +137,12 @@ class _Form:
         )
 
 
-@functools.lru_cache(maxsize=1024)  # many arrays are alike
-def _form(
-    encoding: zarr_metadata.Encoding, shape: Shape, stored: str, chunk_shape: Shape
-) -> _Form:
-    return _Form(encoding, shape, stored, chunk_shape)
+_make_form = functools.lru_cache(maxsize=1024)(_Form)  # many arrays are alike
 
 
 def _form_of(raw: RawArray, info: LeafInfo) -> _Form:
     assert info.chunk_shape is not None, info
-    return _form(raw.encoding, *layout.stored_form(info), info.chunk_shape)
+    return _make_form(raw.encoding, *layout.stored_form(info), info.chunk_shape)
 
 
 # ---- from files -----------------------------------------------------------------
@@ -171,7 +167,7 @@ def from_files(
     if verify:
         tasks.append(
             lambda: form.check_metadata(
-                chunk_file.small(directory / zarr_metadata.METADATA)
+                chunk_file.read_small(directory / zarr_metadata.METADATA)
             )
         )
     arrays: dict[Region, Array] = {}
@@ -209,8 +205,8 @@ def _map(form: _Form, blocks: Sequence[Block]) -> Bytes | None:
         return None
     try:
         if len(blocks) == 1:
-            return chunk_file.mapped(blocks[0])
-        return chunk_file.mapped_as_one(blocks)
+            return chunk_file.map_block(blocks[0])
+        return chunk_file.map_blocks(blocks)
     except OSError as error:
         if error.errno in (errno.ENOMEM, errno.ENODEV):
             return None  # no more maps, or no support by the file system
@@ -341,42 +337,35 @@ def from_database(
         for region in regions
     }
 
-    got = _storage.paths.result
+    def result(key: str, future: ts.Future[ts.KvStore.ReadResult]) -> bytes:
+        read = _storage.paths.result(future, raw.root)
+        if read.state != "value":
+            raise ValueError(f"{key} is missing")
+        return read.value
 
     def arrays() -> Mapping[Region, Array]:
         if metadata is not None:
-            form.check_metadata(
-                _value(
-                    zarr_metadata.METADATA, _storage.paths.result(metadata, raw.root)
-                )
-            )
-        found = {}
+            form.check_metadata(result(zarr_metadata.METADATA, metadata))
+        arrays = {}
         for region, chunks in pending.items():
             parts = [
                 (
                     bounds,
                     form.values(
-                        _content(form, key, _value(key, got(future, raw.root)), verify),
-                        bounds,
+                        _content(form, key, result(key, future), verify), bounds
                     ),
                 )
                 for key, bounds, future in chunks
             ]
             if len(parts) == 1:
-                found[region] = parts[0][1]
+                arrays[region] = parts[0][1]
                 continue
-            found[region] = target = empty(zarr_metadata.extent(region), form.dtype)
+            arrays[region] = target = empty(zarr_metadata.extent(region), form.dtype)
             for bounds, values in parts:
                 target[zarr_metadata.within(bounds, region)] = values
-        return found
+        return arrays
 
     return Reading([], arrays)
-
-
-def _value(key: str, found: ts.KvStore.ReadResult) -> bytes:
-    if found.state != "value":
-        raise ValueError(f"{key} is missing")
-    return found.value
 
 
 def _content(form: _Form, key: str, value: bytes, verify: bool) -> Bytes:

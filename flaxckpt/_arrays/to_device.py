@@ -36,7 +36,7 @@ def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) 
     """
     if wanted.kind == "prng_key":
         [data] = blocks.values()
-        return _keys(data, wanted)
+        return _make_keys(data, wanted)
     dtype = wanted.dtype or ""
     # A Python number has no width: check the range now.
     is_number = wanted.is_python_number or found.is_python_number
@@ -54,17 +54,17 @@ def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) 
     return array.item()
 
 
-def _keys(data: Array, wanted: LeafInfo) -> jax.Array:
+def _make_keys(data: Array, wanted: LeafInfo) -> jax.Array:
     sharding, impl = wanted.sharding, wanted.prng_impl
     if sharding is not None and not sharding.is_fully_addressable:
-        everywhere: jax.Array = _wrapping(impl, sharding)(data)
+        everywhere: jax.Array = _compile_wrap(impl, sharding)(data)
         return everywhere
     keys: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
     return keys if sharding is None else _put(keys, sharding)
 
 
 @functools.lru_cache(maxsize=64)
-def _wrapping(impl: str | None, sharding: Sharding) -> Any:
+def _compile_wrap(impl: str | None, sharding: Sharding) -> Any:
     """Wraps key data as PRNG keys on devices of several processes."""
     wrap = functools.partial(jax.random.wrap_key_data, impl=impl)
     return jax.jit(wrap, out_shardings=sharding)
@@ -112,13 +112,13 @@ def _to_devices(blocks: Mapping[Region, Array], wanted: LeafInfo) -> jax.Array:
             [
                 _put(
                     blocks[region_of(index or (), wanted.shape)],
-                    _single(device, sharding),
+                    SingleDeviceSharding(device, memory_kind=sharding.memory_kind),
                 )
                 for device, index in indices.items()
             ],
             dtype=_state.dtypes.to_numpy(wanted.dtype or ""),
         )
-    return _weak(placed, sharding) if wanted.weak_type else placed
+    return _make_weak(placed, sharding) if wanted.weak_type else placed
 
 
 def place(value: Any, wanted: LeafInfo) -> Any:
@@ -134,7 +134,7 @@ def place(value: Any, wanted: LeafInfo) -> Any:
     elif wanted.kind == "array" and value.committed:
         # Committed to a device, unlike restored arrays.
         value = _put(np.asarray(value), None)
-    return _weak(value, wanted.sharding) if wanted.weak_type else value
+    return _make_weak(value, wanted.sharding) if wanted.weak_type else value
 
 
 def _put_computed(value: jax.Array, sharding: Sharding) -> jax.Array:
@@ -152,11 +152,7 @@ def _put(array: Array | jax.Array, sharding: Sharding | None) -> jax.Array:
     return placed
 
 
-def _single(device: jax.Device, sharding: Sharding) -> SingleDeviceSharding:
-    return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-
-
-def _weak(array: jax.Array, sharding: Sharding | None) -> jax.Array:
+def _make_weak(array: jax.Array, sharding: Sharding | None) -> jax.Array:
     """Returns a weakly typed array with the same values."""
     if isinstance(array, jax.core.Tracer):
         return array  # of a traced function, where older jax gives no values
@@ -170,12 +166,14 @@ def _weak(array: jax.Array, sharding: Sharding | None) -> jax.Array:
             and np.asarray(scalar).tobytes() == value.tobytes()
         ):
             return scalar if sharding is None else jax.device_put(scalar, sharding)
-    weak: jax.Array = _weakening(array.shape, array.dtype, sharding)(array)
+    weak: jax.Array = _compile_weakening(array.shape, array.dtype, sharding)(array)
     return weak
 
 
 @functools.lru_cache(maxsize=256)
-def _weakening(shape: Shape, dtype: np.dtype[Any], sharding: Sharding | None) -> Any:
+def _compile_weakening(
+    shape: Shape, dtype: np.dtype[Any], sharding: Sharding | None
+) -> Any:
     """Compiles a function that returns its argument as a weakly typed array.
 
     A compiled function accepts arguments that differ only in weakness. On devices of

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -94,36 +94,40 @@ def to_host(
         UnsupportedLeafError: A leaf is abstract, donated or deleted.
     """
     faults = {
-        leaf.info.path: reason for _, _, leaf in leaves if (reason := _gone(leaf))
+        leaf.info.path: reason
+        for _, _, leaf in leaves
+        if (reason := _missing_values(leaf))
     }
     if faults:
         raise errors.UnsupportedLeafError(faults)
     parts = [
-        _view(leaf) or _sources(leaf, places.get(name, 0)) for name, _, leaf in leaves
+        _view(leaf) or _parts_to_write(leaf, places.get(name, 0))
+        for name, _, leaf in leaves
     ]
-    elsewhere = [
-        part.data
-        for some in parts
-        if not isinstance(some, tuple)
-        for part in some
-        if isinstance(part, _DevicePart)
+    on_devices = [
+        shard.data
+        for shards in parts
+        for shard in shards
+        if not isinstance(shard.data, np.ndarray)
     ]
-    copies = iter(_from_devices(elsewhere) if elsewhere else ())
+    copies = iter(_from_devices(on_devices) if on_devices else ())
     return [
         HostArray(
             name,
             layout.stored_form(leaf.info)[0],
             leaf.info.dtype or "",
             chunk_shape,
-            some
-            if isinstance(some, tuple)
-            else tuple(
-                part if isinstance(part, HostShard) else part.as_copied(copies)
-                for part in some
+            tuple(
+                [
+                    shard
+                    if isinstance(shard.data, np.ndarray)
+                    else shard._replace(data=next(copies))
+                    for shard in shards
+                ]
             ),
             weakref.ref(leaf.source) if isinstance(leaf.source, jax.Array) else None,
         )
-        for (name, chunk_shape, leaf), some in zip(leaves, parts, strict=True)
+        for (name, chunk_shape, leaf), shards in zip(leaves, parts, strict=True)
     ]
 
 
@@ -139,16 +143,16 @@ def places(leaves: Sequence[Named], processes: int) -> dict[str, int]:
         `_arrays.zarr.writer_assignment`.
     """
     tasks = tuple([_task(leaf.info) for _, _, leaf in leaves])
-    found = _assigned(tasks, processes)
+    assigned = _assign(tasks, processes)
     return {
-        name: place for (name, _, _), place in zip(leaves, found, strict=True) if place
+        name: place
+        for (name, _, _), place in zip(leaves, assigned, strict=True)
+        if place
     }
 
 
 @functools.lru_cache(maxsize=4)
-def _assigned(
-    tasks: tuple[writer_assignment.Task, ...], processes: int
-) -> Sequence[int]:
+def _assign(tasks: tuple[writer_assignment.Task, ...], processes: int) -> Sequence[int]:
     return writer_assignment.assign(tasks, processes)[0]
 
 
@@ -165,7 +169,7 @@ def is_of_several(sharding: Sharding) -> bool:
     return len({device.process_index for device in devices}) > 1
 
 
-def _gone(leaf: Leaf) -> str | None:
+def _missing_values(leaf: Leaf) -> str | None:
     """Returns the reason why a leaf lacks values, or None."""
     if isinstance(leaf.source, jax.ShapeDtypeStruct):
         return "an abstract leaf, which has no values"
@@ -174,7 +178,7 @@ def _gone(leaf: Leaf) -> str | None:
     return None
 
 
-def _view(leaf: Leaf) -> tuple[HostShard] | None:
+def _view(leaf: Leaf) -> list[HostShard] | None:
     """Returns a view of an array held whole on the CPU; None for other arrays.
 
     A fast path for the most common kind of leaf.
@@ -187,7 +191,7 @@ def _view(leaf: Leaf) -> tuple[HostShard] | None:
     ):
         return None
     array = np.asarray(value)
-    return (HostShard(whole(array.shape), array),) if array.size else None
+    return [HostShard(whole(array.shape), array)] if array.size else None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -230,24 +234,10 @@ def _is_on_cpu(sharding: Sharding) -> bool:
     return all(device.platform == "cpu" for device in devices)
 
 
-class _DevicePart(NamedTuple):
-    """A part of an array that this process writes, still on an accelerator.
-
-    Attributes:
-        region: Region in the whole array.
-        data: The values.
-    """
-
-    region: Region
-    data: jax.Array
-
-    def as_copied(self, copies: Iterator[Array | jax.Array]) -> HostShard:
-        """Returns this part with the next of `copies` as its values."""
-        return HostShard(self.region, next(copies))
-
-
-def _sources(leaf: Leaf, place: int) -> list[HostShard | _DevicePart]:
+def _parts_to_write(leaf: Leaf, place: int) -> list[HostShard]:
     """Returns the parts of an array that this process writes; none for size 0.
+
+    The values of arrays on accelerators stay there.
 
     Args:
         leaf: The array.
@@ -261,7 +251,7 @@ def _sources(leaf: Leaf, place: int) -> list[HostShard | _DevicePart]:
         return [HostShard(whole(array.shape), array)] if array.size else []
     if leaf.info.kind == "prng_key":
         value = jax.random.key_data(value)
-    writing = layout.writing(leaf.info, value.shape)
+    writing = layout.divide_writing(leaf.info, value.shape)
     if not value.size:
         return []
     grid = [
@@ -302,7 +292,7 @@ def _part(
     shape: Shape,
     slices: zarr_chunk_shape.ReplicaSlices | None,
     part: int,
-) -> HostShard | _DevicePart:
+) -> HostShard:
     region = region_of(shard.index, shape)
     data = shard.data
     if _is_on_cpu(data.sharding):
@@ -314,6 +304,4 @@ def _part(
         region = (*region[: slices.axis], bounds, *region[slices.axis + 1 :])
         # On an accelerator, cut there: only this part is transferred.
         data = data[(*[slice(None)] * slices.axis, slice(start, stop))]
-    if isinstance(data, jax.Array):
-        return _DevicePart(region, data)
     return HostShard(region, data)

@@ -301,15 +301,16 @@ def _write_files(target: _Target, arrays: Sequence[HostArray]) -> None:
     def write_chunk(chunk: _Chunk, is_unchanged: bool) -> None:
         name = chunk.array.name
         new = root / name / chunk.key
-        old = previous and previous.root / name / chunk.key
+        old = None if previous is None else previous.root / name / chunk.key
         # A jax array may share memory with a numpy array that its owner has changed.
         # jax does not report this, so compare checksums.
-        is_same = is_unchanged and encoding.checksum
-        link = chunk_file.link_unchanged if is_same else chunk_file.link_equal
+        compare_all = not (is_unchanged and encoding.checksum)
         copies = chunk.needs_copy() + _COPIES_IN_REQUESTS * costs_requests
         with budget.hold(chunk.size * copies):
             parts = chunk.parts(encoding)
-            if not (old and link(old, new, parts)):
+            if old is None or not chunk_file.link_if_equal(
+                old, new, parts, compare_all=compare_all
+            ):
                 chunk_file.write(new, parts)
         target.report(chunk.nbytes)
 
@@ -341,7 +342,7 @@ def _is_unchanged(array: HostArray, metadata: bytes, previous: Previous) -> bool
         return False
     try:
         path = previous.root / array.name / zarr_metadata.METADATA
-        return chunk_file.small(path) == metadata
+        return chunk_file.read_small(path) == metadata
     except (ValueError, OSError):
         return False
 
@@ -350,7 +351,7 @@ def _link_files(old: Path, new: Path) -> None:
     """Replaces files of an array by links to equal files of an earlier checkpoint."""
     for file in [path for path in new.iterdir() if path.is_file()]:
         link = file.with_name(file.name + ".link")
-        if chunk_file.link_equal(
+        if chunk_file.link_if_equal(
             old / file.name, link, [memoryview(file.read_bytes())]
         ):
             link.replace(file)

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from flaxckpt import _arrays, _distributed, _steps, _storage, _util, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
-from flaxckpt._checkpoint import overwrite as checkpoint_overwrite
+from flaxckpt._checkpoint.overwrite import check_replaceable
 from flaxckpt._types import JSON
 from flaxckpt.formats import _native
 from flaxckpt.formats._reader import Lineage
@@ -150,12 +150,8 @@ def _lock(final: Path) -> threading.Lock:
         return _locks.setdefault(final, threading.Lock())
 
 
-def _forget_locks() -> None:
-    """Drops all locks in a forked child: the threads with the locks do not exist."""
-    _locks.clear()
-
-
-os.register_at_fork(after_in_child=_forget_locks)
+# In a forked child, the threads with the locks do not exist.
+os.register_at_fork(after_in_child=_locks.clear)
 
 
 @contextlib.contextmanager
@@ -168,10 +164,10 @@ def store_errors(final: Path) -> Iterator[None]:
     try:
         yield
     except errors.StoreError as error:
-        raise _of_store(final, error, "Nothing was written") from error
+        raise _store_failure(final, error, "Nothing was written") from error
 
 
-def _of_store(
+def _store_failure(
     final: Path, error: errors.StoreError, left: str
 ) -> errors.SaveFailedError:
     """Returns the error of a save to a store; `left` describes the rest of the save."""
@@ -196,8 +192,8 @@ def write_lock(final: Path) -> Iterator[None]:
     except errors.CheckpointError as error:
         if not isinstance(error, errors.StoreError):
             raise
-        left = "Nothing was saved, unless only the commit marker is unconfirmed"
-        raise _of_store(final, error, left) from error
+        left = "Nothing was saved, unless an unconfirmed commit marker was written"
+        raise _store_failure(final, error, left) from error
     except _storage.rename.NotDurableError as error:
         raise errors.SaveFailedError(
             f"{final} was written, but the disk did not confirm the rename: {error}\n"
@@ -221,7 +217,7 @@ def temporary_directory(snapshot: Snapshot) -> Iterator[Path]:
         final,
         overwrite=snapshot.request.overwrite,
         keep=lambda name: name == _steps.markers.PIN,
-        check=checkpoint_overwrite.check_replaceable,
+        check=check_replaceable,
     ) as temporary:
         (temporary / _native.items.STATE).mkdir()
         yield temporary
@@ -304,7 +300,7 @@ def publish(temporary: Path, final: Path, *, overwrite: bool) -> None:
     """Renames the finished directory `temporary` to `final`, durably."""
     if overwrite and final.exists():
         # Other files may have appeared there since the save began.
-        checkpoint_overwrite.check_replaceable(final)
+        check_replaceable(final)
         aside = _storage.temporary.new_path(final, _storage.temporary.REPLACED)
         with _storage.temporary.claim(final):
             _storage.rename.exchange(temporary, final, aside)
@@ -330,8 +326,8 @@ def metadata_files(
     contents: _native.checkpoint.Contents, path: Path
 ) -> dict[str, bytes]:
     """Returns the files of the checkpoint `path` without arrays, for size checks."""
-    made = _native.checkpoint.make_files(contents)
-    return made | _native.checkpoint.seal(contents, made, path)
+    files = _native.checkpoint.make_files(contents)
+    return files | _native.checkpoint.seal(contents, files, path)
 
 
 def write_new(root: Path, files: Mapping[str, bytes]) -> None:

@@ -34,37 +34,32 @@ def check(path: Path) -> None:
         DamagedCheckpointError: A metadata file is missing or has changed, or a chunk
             is missing or has the wrong size.
     """
+    storage = _storage.of(path)
     with _storage.paths.listing_cache(path):
-        _check(path)
-
-
-def _check(path: Path) -> None:
-    stored = _locate.read_stored(path, None)
-    if stored.metadata.format != "flaxckpt":
-        raise errors.DamagedCheckpointError(
-            f"{path / _native.orbax_json.MANIFEST} is missing; restore another step"
-        )
-    with _storage.permissions.explain_errors(path):
-        manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
-        encoding = _native.manifest.encoding(manifest)
-        for name, digest in digests(path, stored).items():
-            # Zarr 2 has a digest for each chunk: checking them would read everything.
-            is_much = encoding and (
-                encoding.version == 2 or _storage.of(path).costs_requests
+        stored = _locate.read_stored(path, None)
+        if stored.metadata.format != "flaxckpt":
+            raise errors.DamagedCheckpointError(
+                f"{path / _native.orbax_json.MANIFEST} is missing; restore another step"
             )
-            if not (is_much and _native.items.is_of_arrays(name)):
-                _native.items.check_digest(path / name, digest)
-        if _storage.of(path).costs_requests:
-            _check_names(path, stored, manifest, encoding)
-            return
-        arrays = [i for i in stored.metadata.leaves.values() if i.dtype is not None]
-        if encoding is None or not arrays:
-            return
-        if manifest["ocdbt"]:
-            _check_database(path / _native.items.STATE, encoding, arrays)
-            return
-        for info in arrays:
-            _check_array(path / _native.items.STATE, encoding, info)
+        with _storage.permissions.explain_errors(path):
+            manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
+            encoding = _native.manifest.parse_encoding(manifest)
+            # Zarr 2 has a digest for each chunk: this check would read everything.
+            skips_arrays = encoding is not None and (
+                encoding.version == 2 or storage.costs_requests
+            )
+            for name, digest in digests(path, stored).items():
+                if not (skips_arrays and _native.items.is_of_arrays(name)):
+                    _native.items.check_digest(path / name, digest)
+            arrays = [i for i in stored.metadata.leaves.values() if i.dtype is not None]
+            root = path / _native.items.STATE
+            if storage.costs_requests:
+                _check_names(path, stored, manifest, encoding)
+            elif encoding is not None and arrays and manifest["ocdbt"]:
+                _check_database(root, encoding, arrays)
+            elif encoding is not None:
+                for info in arrays:
+                    _check_array(root, encoding, info)
 
 
 def _check_names(

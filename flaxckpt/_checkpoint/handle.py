@@ -157,7 +157,7 @@ if not threading.main_thread().is_alive():
     _is_ending.set()
 
 
-def _exit_with_failure() -> None:
+def _report_at_exit() -> None:
     """Exits with a nonzero code if a failed save was never reported."""
     _is_ending.set()
     try:
@@ -173,10 +173,10 @@ def _exit_if_failed() -> None:
         _exit(f"the {each._name}: {each._error}" for each in list(_unreported))
 
 
-def _exit(told: Iterable[str]) -> NoReturn:
+def _exit(messages: Iterable[str]) -> NoReturn:
     """Prints the errors if possible, and ends the program as failed."""
     try:
-        for stream, lines in ((sys.stdout, ()), (sys.stderr, told)):
+        for stream, lines in ((sys.stdout, ()), (sys.stderr, messages)):
             # The stream may be closed, on a full disk, or None.
             with contextlib.suppress(Exception):
                 stream.writelines(f"flaxckpt: {line}\n" for line in lines)
@@ -185,7 +185,7 @@ def _exit(told: Iterable[str]) -> NoReturn:
         os._exit(1)
 
 
-atexit.register(_exit_with_failure)
+atexit.register(_report_at_exit)
 
 _registered_in: set[int] = set()
 """The `multiprocessing` processes with a registered exit handler."""
@@ -197,7 +197,7 @@ def _register_in_child() -> None:
         return
     _registered_in.add(os.getpid())
     # Run after multiprocessing's own finalizers, which empty queues.
-    multiprocessing.util.Finalize(None, _exit_with_failure, exitpriority=-1000)
+    multiprocessing.util.Finalize(None, _report_at_exit, exitpriority=-1000)
 
 
 def _forget_other_process() -> None:

@@ -53,7 +53,7 @@ class _Transform:
         moments: Paths of leaves that may mirror parameters, relative to the state.
     """
 
-    def __init__(self, known: _state.optimizer_roles.Known) -> None:
+    def __init__(self, known: _state.optimizer_roles.LeafFacts) -> None:
         self.known = known
         self.leaf_fields: set[str] = set()
         self.moments: list[LeafPath] = []
@@ -94,7 +94,7 @@ class Finder:
         self,
         table: LeafTable,
         structure: _state.tree.Node | LeafPath,
-        known: Mapping[LeafPath, _state.optimizer_roles.Known],
+        known: Mapping[LeafPath, _state.optimizer_roles.LeafFacts],
         at: Callable[[LeafPath], LeafPath | None],
     ) -> None:
         self._at = at
@@ -125,6 +125,25 @@ class Finder:
         if match.is_ambiguous and len(all_found) == 1:
             return all_found * 2
         return all_found
+
+    def is_of_another_state(
+        self, path: LeafPath, wanted: _state.tree.Node | LeafPath
+    ) -> bool:
+        """Returns True if `wanted` has another class where the checkpoint has a state.
+
+        Args:
+            path: A stored leaf, in the state of a transform or elsewhere.
+            wanted: The containers of the wanted state.
+        """
+        role, place = self._table[path].info.role, _place(self._table[path].info)
+        if role is None or place is None:
+            return False
+        node = _node_at(wanted, place)
+        return (
+            node is not None
+            and not _state.optax_containers.is_plain(node)
+            and _state.optax_containers.class_name(node) != role.state_class
+        )
 
     def _outside_of_transforms(self, path: LeafPath) -> list[LeafPath]:
         """Returns the stored leaf at a path outside of all transforms."""
@@ -194,14 +213,35 @@ class Finder:
 
     @_util.forks.lazy
     def _stored(self) -> dict[_Kind, list[LeafPath]]:
-        """Kind -> paths of the stored states with roles."""
+        """Kind -> paths of the stored states of known classes."""
         stored: dict[_Kind, list[LeafPath]] = {}
         for optimizer, state_class, place in self._places:
             kind = _Kind(
                 self._optimizer(place, optimizer), state_class, _hyperparameter(place)
             )
             stored.setdefault(kind, []).append(place)
+        for place, state_class in self._classes.items():
+            kind = _Kind(
+                self._optimizer(place, ""), state_class, _hyperparameter(place)
+            )
+            stored.setdefault(kind, []).append(place)
         return stored
+
+    @_util.forks.lazy
+    def _classes(self) -> dict[LeafPath, str]:
+        """Path -> class of each stored container with a class and without roles.
+
+        The state of a user's own transform has no roles if no optimizer was recognised
+        around it.
+        """
+        known = {place for _, _, place in self._places}
+        return {
+            path: _state.optax_containers.class_name(node)
+            for path, node in _containers(self._structure, ())
+            if not _state.optax_containers.is_plain(node)
+            and not _state.optax_containers.is_gone(node.type)
+            and known.isdisjoint((path, *_above(path)))
+        }
 
     @_util.forks.lazy
     def _seats(self) -> set[LeafPath]:
@@ -250,7 +290,9 @@ class Finder:
         known = {place for _, _, place in self._places}
         children = self._children()
         unnamed = dict.fromkeys(
-            path for path in children if known.isdisjoint((path, *_above(path)))
+            path
+            for path in children
+            if path not in self._classes and known.isdisjoint((path, *_above(path)))
         )
         for path, node in _containers(self._structure, ()):
             if path in known and _state.optax_containers.is_gone(node.type):
@@ -517,7 +559,7 @@ def _below(place: LeafPath, path: LeafPath) -> LeafPath:
     return path[len(place) + 1 :] if place else path
 
 
-def _is_moment(tail: LeafPath, known: _state.optimizer_roles.Known) -> bool:
+def _is_moment(tail: LeafPath, known: _state.optimizer_roles.LeafFacts) -> bool:
     """Returns True if a leaf of a transform may mirror a parameter."""
     return "/" in tail and known.field not in _state.optimizer_roles.NAMED_VALUES
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from flaxckpt import _arrays, _state
+from flaxckpt import _arrays, _state, errors
 from flaxckpt._checkpoint.plan import RestorePlan
 from flaxckpt._state.leaf import LeafInfo, LeafTable
-from flaxckpt._types import LeafPath, PyTree
+from flaxckpt._types import LeafPath
 from flaxckpt.errors import Mismatch
 
 _NEAREST_AMONG = 5_000
@@ -22,7 +22,9 @@ _X64 = "jax_enable_x64"
 _TOPS_SHOWN = 6
 
 
-def missing(wanted: LeafInfo, table: LeafTable, *, nearest: bool = True) -> Mismatch:
+def describe_missing(
+    wanted: LeafInfo, table: LeafTable, *, nearest: bool = True
+) -> Mismatch:
     """Returns the problem of a leaf missing in `table`, with the most similar name."""
     if wanted.path in table:
         return Mismatch(wanted.path, str(wanted), str(table[wanted.path].info))
@@ -35,7 +37,7 @@ def missing(wanted: LeafInfo, table: LeafTable, *, nearest: bool = True) -> Mism
     return Mismatch(wanted.path, str(wanted), found, "missing")
 
 
-def misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
+def find_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
     """Returns the problem of restoring `found` as `wanted`, or None."""
     if not _fits(wanted, found):
         return Mismatch(wanted.path, str(wanted), str(found))
@@ -53,7 +55,7 @@ def misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
     return None
 
 
-def too_wide(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
+def find_excess_width(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
     """Returns the problem of a wanted 64-bit jax array while x64 is off, or None.
 
     Without `jax_enable_x64`, jax cuts 64-bit values to 32 bits without an error.
@@ -64,15 +66,15 @@ def too_wide(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
     """
     if wanted.python_type != "jax.Array" or not _state.dtypes.is_wide(wanted.dtype):
         return None
-    widest = _widest(wanted)
+    widest = _widest_dtype(wanted)
     if widest == wanted.dtype:
         return None
-    asked = f"{wanted}, but jax without {_X64} has at most {widest}"
+    text = f"{wanted}, but jax without {_X64} has at most {widest}"
     stored = "nothing" if found is None else str(found)
-    return Mismatch(wanted.path, asked, stored, "too_wide")
+    return Mismatch(wanted.path, text, stored, "too_wide")
 
 
-def _widest(wanted: LeafInfo) -> str:
+def _widest_dtype(wanted: LeafInfo) -> str:
     """Returns jax's type for the wanted type, as configured by `jax_enable_x64`."""
     return _state.dtypes.name(jax.dtypes.canonicalize_dtype(wanted.dtype))
 
@@ -127,10 +129,10 @@ class Moved(NamedTuple):
         """Returns code of the `rename` call that moves the leaves; None if too long."""
         pattern = f"{re.escape(self.found)}/(.*)"
         if not self.found:
-            own = {name.split("/")[0] for name in self.names}
+            moved = {name.split("/")[0] for name in self.names}
             tops = dict.fromkeys(path.split("/")[0] for path in table)
-            others = [re.escape(top) for top in tops if top not in own]
-            some = [re.escape(top) for top in tops if top in own]
+            others = [re.escape(top) for top in tops if top not in moved]
+            some = [re.escape(top) for top in tops if top in moved]
             if min(len(others), len(some)) > _TOPS_SHOWN:
                 return None
             if not others:
@@ -144,16 +146,36 @@ class Moved(NamedTuple):
         return f'rename(r"{pattern}", r"{replacement}")'
 
 
-def moved(
-    lacking: Mapping[LeafPath, LeafInfo], used: Container[LeafPath], table: LeafTable
-) -> list[Moved]:
-    """Returns groups of missing leaves stored in another container.
+def make_error(
+    planned: RestorePlan, table: LeafTable, *, has_transforms: bool, has_state: bool
+) -> errors.RestoreMismatchError:
+    """Returns the error of a plan with problems: its rows and advice.
 
     Args:
-        lacking: The missing leaves: wanted path -> leaf.
-        used: The stored leaves that are restored to other leaves.
+        planned: The plan.
         table: The leaves of the checkpoint.
+        has_transforms: Whether the caller passed transforms.
+        has_state: Whether the caller passed an abstract state.
     """
+    groups = [] if has_transforms else _find_moved(planned, table)
+    return errors.RestoreMismatchError(
+        planned.path,
+        planned.problems,
+        _give_advice(planned, table, groups, has_state=has_state),
+        shown=_format_rows(planned.problems, groups),
+    )
+
+
+def _find_moved(planned: RestorePlan, table: LeafTable) -> list[Moved]:
+    """Returns groups of missing leaves stored in another container."""
+    lacking: dict[LeafPath, LeafInfo] = {}
+    used: set[LeafPath] = set()
+    for path, plan in planned.leaves.items():
+        if plan.wanted is None:
+            continue
+        used.update(plan.sources)
+        if plan.actions == ("conflict",) and not plan.sources:
+            lacking[path] = plan.wanted
     if not lacking:
         return []
     free = {
@@ -161,16 +183,18 @@ def moved(
         for path, leaf in table.items()
         if leaf.info.kind != "empty" and path not in used
     }
-    if all_of_them := _moved(lacking, free):
+    if all_of_them := _find_container(lacking, free):
         return [all_of_them]
     branches: dict[str, dict[LeafPath, LeafInfo]] = {}
     for path, info in lacking.items():
         branches.setdefault(path.split("/")[0], {})[path] = info
-    some = [_moved(branch, free) for branch in branches.values() if len(branch) > 1]
-    return [found for found in some if found is not None]
+    groups = [
+        _find_container(branch, free) for branch in branches.values() if len(branch) > 1
+    ]
+    return [group for group in groups if group is not None]
 
 
-def _moved(
+def _find_container(
     lacking: Mapping[LeafPath, LeafInfo], free: Mapping[LeafPath, LeafInfo]
 ) -> Moved | None:
     """Finds a container of `free` leaves with all `lacking` leaves; None without."""
@@ -209,14 +233,16 @@ def _below(container: LeafPath, path: LeafPath) -> LeafPath | None:
     return path[len(container) + 1 :] if inside else None
 
 
-def rows(problems: Sequence[Mismatch], found: Sequence[Moved]) -> list[str] | None:
+def _format_rows(
+    problems: Sequence[Mismatch], groups: Sequence[Moved]
+) -> list[str] | None:
     """Returns lines that show `problems`, with a single line for leaves moved together.
 
     None if no leaves moved.
     """
-    if not found:
+    if not groups:
         return None
-    several = [each for each in found if len(each.names) > 1]
+    several = [each for each in groups if len(each.names) > 1]
     elsewhere = {
         f"{each.wanted}/{name}" if each.wanted else name
         for each in several
@@ -226,36 +252,31 @@ def rows(problems: Sequence[Mismatch], found: Sequence[Moved]) -> list[str] | No
     return [*map(str, several), *others]
 
 
-def advice(
-    planned: RestorePlan,
-    abstract_state: PyTree,
-    table: LeafTable,
-    found_elsewhere: Sequence[Moved] = (),
+def _give_advice(
+    planned: RestorePlan, table: LeafTable, groups: Sequence[Moved], *, has_state: bool
 ) -> str:
     """Returns advice on the problems of a plan with the leaves of `table`."""
-    found = planned.problems
-    kinds = {problem.kind for problem in found}
+    problems = planned.problems
+    kinds = {problem.kind for problem in problems}
     if "too_wide" in kinds:
         wide = [
             wanted
-            for problem in found
+            for problem in problems
             if problem.kind == "too_wide"
             and (wanted := planned.leaves[problem.leaf].wanted) is not None
         ]
-        return _advice_on_width(wide, is_alone=abstract_state is None)
-    renames = [each.rename(table) for each in found_elsewhere]
-    if found_elsewhere and sum(len(each.names) for each in found_elsewhere) == len(
-        found
-    ):
-        return _move(found_elsewhere, renames, are_all=True)
+        return _advise_on_width(wide, has_state=has_state)
+    renames = [each.rename(table) for each in groups]
+    if groups and sum(len(each.names) for each in groups) == len(problems):
+        return _advise_move(groups, renames, are_all=True)
     if "unused" in kinds:
         return 'Add these leaves to the state, or pass unused="ignore".'
     if "several" in kinds:
         return 'Load into the old optimizer first, or pass optimizer="reinit".'
     if kinds == {"missing"}:
         first = ""
-        if found_elsewhere:
-            first = _move(found_elsewhere, renames, are_all=False) + " "
+        if groups:
+            first = _advise_move(groups, renames, are_all=False) + " "
         return (
             f"{first}Pass a state with only the leaves of the checkpoint, or a state"
             ' with values and missing="init" to keep them.'
@@ -267,11 +288,11 @@ def advice(
     )
 
 
-def _advice_on_width(wide: Sequence[LeafInfo], *, is_alone: bool) -> str:
+def _advise_on_width(wide: Sequence[LeafInfo], *, has_state: bool) -> str:
     """Returns advice on 64-bit leaves: how to keep all bits, or how to load 32 bits."""
     first: dict[str, LeafPath] = {}
     for wanted in wide:
-        first.setdefault(_widest(wanted), wanted.path)
+        first.setdefault(_widest_dtype(wanted), wanted.path)
     casts = ", ".join(
         f'cast("{path}", "{dtype}"{"" if dtype == "float32" else ", lossy=True"})'
         for dtype, path in first.items()
@@ -279,7 +300,7 @@ def _advice_on_width(wide: Sequence[LeafInfo], *, is_alone: bool) -> str:
     if len(wide) > len(first):
         casts += ", and the same for the others"
     limit = " (values above 3.4e38 become inf)" if "float32" in first else ""
-    if is_alone:
+    if not has_state:
         return (
             f"To keep all bits, set {_X64}, or pass a state with numpy arrays for these"
             f" leaves; for 32 bits, pass transforms=[{casts}]{limit}."
@@ -291,23 +312,23 @@ def _advice_on_width(wide: Sequence[LeafInfo], *, is_alone: bool) -> str:
     )
 
 
-def _move(
-    found: Sequence[Moved], renames: Sequence[str | None], *, are_all: bool
+def _advise_move(
+    groups: Sequence[Moved], renames: Sequence[str | None], *, are_all: bool
 ) -> str:
     """Returns advice on leaves stored in another container."""
     ways = []
     if all(renames):
         ways.append(f"pass transforms=[{', '.join(map(str, renames))}]")
-    [only] = found if len(found) == 1 else [None]
+    [only] = groups if len(groups) == 1 else [None]
     if are_all and only is not None and not only.wanted:
-        ways.append(f"nest the state below {only.found}/{_within(only.found)}")
+        ways.append(f"nest the state below {only.found}/{_nesting_hint(only.found)}")
     elif not ways:
         ways.append("pass transforms=[rename({...})]")
     text = ", or ".join(ways)
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _within(above: LeafPath) -> str:
+def _nesting_hint(above: LeafPath) -> str:
     """Returns text that shows how to nest a state below `above`; empty if long."""
     if above == "0":
         return ", as (state,)"

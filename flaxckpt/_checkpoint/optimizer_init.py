@@ -17,7 +17,7 @@ from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 
 
-def values(
+def init_leaves(
     recipe: planner.Recipe,
     abstract_state: PyTree,
     restored: Mapping[LeafPath, Any],
@@ -42,17 +42,17 @@ def values(
             state has no values for them.
     """
     assert recipe.flat is not None
-    made = _made(abstract_state, restored)
-    found = {}
-    own = []
+    initial = _init_optimizers(abstract_state, restored)
+    values = {}
+    kept = []
     for info in recipe.fresh:
-        value = made.get(info.path)
+        value = initial.get(info.path)
         if value is not None and np.shape(value) == info.shape:
-            found[info.path] = _arrays.to_device.place(value, info)
+            values[info.path] = _arrays.to_device.place(value, info)
             continue
-        found[info.path] = recipe.flat.table[info.path].source
-        own.append(info)
-    lacking = [i for i in own if isinstance(found[i.path], jax.ShapeDtypeStruct)]
+        values[info.path] = recipe.flat.table[info.path].source
+        kept.append(info)
+    lacking = [i for i in kept if isinstance(values[i.path], jax.ShapeDtypeStruct)]
     if lacking:
         nothing = "nothing, and tx.init of all params does not make it"
         raise errors.RestoreMismatchError(
@@ -60,14 +60,14 @@ def values(
             [Mismatch(info.path, str(info), nothing) for info in lacking],
             "Pass a state with values for them.",
         )
-    return found, [info.path for info in own]
+    return values, [info.path for info in kept]
 
 
-def _made(
+def _init_optimizers(
     abstract_state: PyTree, values: Mapping[LeafPath, Any]
 ) -> dict[LeafPath, Any]:
     """Returns optimizer leaves initialized by `init` of their transforms."""
-    made: dict[LeafPath, Any] = {}
+    initial: dict[LeafPath, Any] = {}
     for part in _state.flax_state.optimizers(abstract_state):
         flat = _state.tree.flatten(part.params, boxes=_state.flax_state.boxes())
         params = {
@@ -80,8 +80,8 @@ def _made(
         for entry in _state.tree.flatten(
             state, boxes=_state.flax_state.boxes()
         ).leaves.values():
-            made[_state.tree.join((*part.state_keys, *entry.keys))] = entry.value
-    return made
+            initial[_state.tree.join((*part.state_keys, *entry.keys))] = entry.value
+    return initial
 
 
 def _mesh_of(leaves: Iterable[Any]) -> AbstractContextManager[Any]:

@@ -302,18 +302,18 @@ def _is_orbax(directory: Path) -> bool:
 
 def _flaxckpt_files(files: Collection[str]) -> set[str]:
     """Returns the files of a flaxckpt checkpoint with a manifest."""
-    found = set(files) & _FILES
+    expected = set(files) & _FILES
     for name, inside in _by_directory(files).items():
         if name == _native.items.STATE:
-            expected = _tree_files(inside, is_damaged=True)
+            inner = _tree_files(inside, is_damaged=True)
         elif name in (_native.items.METRICS, _native.items.DATASET):
-            expected = {
+            inner = {
                 file for file in inside if _OTHER_DIRECTORIES[name].fullmatch(file)
             }
         else:
             continue
-        found |= {f"{name}/{file}" for file in expected}
-    return found
+        expected |= {f"{name}/{file}" for file in inner}
+    return expected
 
 
 def _orbax_files(directory: Path, files: Collection[str]) -> set[str]:
@@ -332,24 +332,24 @@ def _orbax_files(directory: Path, files: Collection[str]) -> set[str]:
             expected |= _json_files(files)
     expected |= {name for name in files if re.fullmatch(_CONTROL, name)}
     for name, inside in _by_directory(files).items():
-        found: set[str] = set()
+        inner: set[str] = set()
         handler = handlers.get(name) if isinstance(handlers, dict) else None
         kind = _handler_kind(handler) if isinstance(handler, str) else None
         if kind == "unknown":
-            found = set(inside)
+            inner = set(inside)
         elif kind == "json":
-            found = _json_files(inside)
+            inner = _json_files(inside)
         elif (
             kind == "tree"
             or _native.items.TREE in inside
             or (not handlers and _is_item(directory / name))
         ):
-            found = _tree_files(inside, is_damaged=is_damaged)
+            inner = _tree_files(inside, is_damaged=is_damaged)
         if not handlers and _native.items.is_json_item(directory / name):
-            found |= _json_files(inside)
-        if known := _OTHER_DIRECTORIES.get(name):
-            found |= {file for file in inside if known.fullmatch(file)}
-        expected |= {f"{name}/{file}" for file in found}
+            inner |= _json_files(inside)
+        if pattern := _OTHER_DIRECTORIES.get(name):
+            inner |= {file for file in inside if pattern.fullmatch(file)}
+        expected |= {f"{name}/{file}" for file in inner}
     return expected
 
 
@@ -375,18 +375,18 @@ def _is_item(directory: Path) -> bool:
 
 def _by_directory(files: Iterable[str]) -> dict[str, list[str]]:
     """Returns the name of each directory -> relative paths of its files."""
-    found: dict[str, list[str]] = {}
+    directories: dict[str, list[str]] = {}
     for file in files:
         name, is_inside, rest = file.partition("/")
         if is_inside:
-            found.setdefault(name, []).append(rest)
-    return found
+            directories.setdefault(name, []).append(rest)
+    return directories
 
 
 def _tree_files(files: Collection[str], *, is_damaged: bool) -> set[str]:
     """Returns the files of an item with arrays or metadata of arrays."""
-    found = {name for name in files if _TREE_FILE.fullmatch(name)}
-    return found | _array_files(files, is_damaged=is_damaged)
+    metadata = {name for name in files if _TREE_FILE.fullmatch(name)}
+    return metadata | _array_files(files, is_damaged=is_damaged)
 
 
 def _json_files(files: Collection[str]) -> set[str]:

@@ -98,25 +98,25 @@ class RestorePlan:
 
     def _summary(self) -> str:
         counts = collections.Counter(a for p in self.leaves.values() for a in p.actions)
-        told = ", ".join(f"{n} {action}" for action, n in counts.items())
+        listed = ", ".join(f"{n} {action}" for action, n in counts.items())
         size = f"{self.bytes_to_read:,} bytes to read"
         if self.bytes_here != self.bytes_to_read:
             size += f", {self.bytes_here:,} here"
-        return f"{self.path}: {told or 'nothing to load'}; {size}"
+        return f"{self.path}: {listed or 'nothing to load'}; {size}"
 
     def _rows(self) -> list[tuple[str, str, str, str]]:
         """Returns table rows of all leaves with other actions than `loaded`."""
         problems = {problem.leaf: problem for problem in self.problems}
-        telling = [
+        rows = [
             _row(path, leaf, problems.get(path))
             for path, leaf in self.leaves.items()
             if leaf.actions != ("loaded",)
         ]
-        if not telling:
+        if not rows:
             return []
-        shown = [("leaf", "action", "wanted", "found"), *telling[:_ROWS_PRINTED]]
-        if len(telling) > _ROWS_PRINTED:
-            shown.append((f"… and {len(telling) - _ROWS_PRINTED} more", "", "", ""))
+        shown = [("leaf", "action", "wanted", "found"), *rows[:_ROWS_PRINTED]]
+        if len(rows) > _ROWS_PRINTED:
+            shown.append((f"… and {len(rows) - _ROWS_PRINTED} more", "", "", ""))
         return shown
 
 

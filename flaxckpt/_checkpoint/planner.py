@@ -14,7 +14,11 @@ from jax.sharding import PartitionSpec
 
 from flaxckpt import _arrays, _state, _util, errors
 from flaxckpt._checkpoint.match import Finder
-from flaxckpt._checkpoint.mismatch import misfit, missing, too_wide
+from flaxckpt._checkpoint.mismatch import (
+    describe_missing,
+    find_excess_width,
+    find_misfit,
+)
 from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PyTree
@@ -50,7 +54,7 @@ class RestoreOptions:
     read_once: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "transforms", _transforms.checked(self.transforms))
+        object.__setattr__(self, "transforms", _transforms.check(self.transforms))
         for name, allowed in (
             ("missing", ("error", "init")),
             ("unused", ("warn", "error", "ignore")),
@@ -113,12 +117,12 @@ def make_plan(
     if not options.transforms:
         _check_template(stored, abstract_state)
     flat = _state.flax_state.flatten(abstract_state)
+    roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
     wanted = None
     if options.transforms:  # roles let moments follow their parameters
-        roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
         wanted = _state.optimizer_roles.with_roles(flat.table, roles)
     table = _transforms.apply(options.transforms, stored.table, wanted)
-    return _Planner(stored, table, flat, abstract_state, options).plan()
+    return _Planner(stored, table, flat, roles, abstract_state, options).plan()
 
 
 def _check_template(stored: Stored, abstract_state: PyTree) -> None:
@@ -158,11 +162,11 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
         wanted = leaf.info
         if wanted.sharding is not None:
             wanted = dataclasses.replace(wanted, sharding=None)
-        if problem := too_wide(leaf.info, leaf.info):
+        if problem := find_excess_width(leaf.info, leaf.info):
             problems.append(problem)
         size = builder.add(leaf, wanted)
         leaves[path] = _leaf_plan(wanted, leaf, path, size)
-    structure = _state.containers.of(stored.structure, stored.table, table)
+    structure = _state.containers.build(stored.structure, stored.table, table)
     plan = RestorePlan(
         path=stored.metadata.path,
         leaves=leaves,
@@ -224,7 +228,7 @@ class _RecipeBuilder:
             return 0
         job = _arrays.read.ReadJob(stored[0], wanted)
         self._jobs.append(job)
-        self.bytes_to_read += _arrays.layout.stored_bytes(job.found)
+        self.bytes_to_read += _arrays.layout.stored_bytes(stored[0].info)
         return _arrays.read.bytes_here(job)
 
     def build(
@@ -253,6 +257,7 @@ class _Planner:
         stored: Stored,
         table: LeafTable,
         flat: _state.flax_state.FlatState,
+        roles: Mapping[LeafPath, _state.optimizer_roles.LeafFacts],
         abstract_state: PyTree,
         options: RestoreOptions,
     ) -> None:
@@ -261,14 +266,15 @@ class _Planner:
         self._abstract_state = abstract_state
         self._options = options
         self._flat = flat
-        self._roles = _state.optimizer_roles.roles(
-            self._flat.structure, self._flat.optimizer_states
-        )
+        self._roles = roles
         self._leaves: dict[LeafPath, LeafPlan] = {}
         self._builder = _RecipeBuilder()
         self._problems: list[Mismatch] = []
         self._used: set[LeafPath] = set()
-        self._finder = Finder(table, stored.structure, self._roles, self._at)
+
+    @_util.forks.lazy
+    def _finder(self) -> Finder:
+        return Finder(self._table, self._stored.structure, self._roles, self._at)
 
     @_util.forks.lazy
     def _can_init(self) -> tuple[str, ...]:
@@ -329,7 +335,7 @@ class _Planner:
             self._used.update(candidates)
             value = leaf.source
             if isinstance(value, jax.ShapeDtypeStruct):
-                if problem := too_wide(leaf.info, None):
+                if problem := find_excess_width(leaf.info, None):
                     self._conflict(problem, leaf.info, None, ())
                     return
                 value = _arrays.to_device.place(
@@ -364,7 +370,12 @@ class _Planner:
         if path in self._roles and self._options.optimizer != "exact":
             return self._finder.find(path)
         exact = self._at(path)
-        return [] if exact is None else [exact]
+        if exact is None or (
+            self._options.optimizer != "exact"
+            and self._finder.is_of_another_state(exact, self._flat.structure)
+        ):
+            return []
+        return [exact]
 
     def _at(self, path: LeafPath) -> LeafPath | None:
         """Returns the path of the stored leaf at `path`, or in a box there, or None.
@@ -413,34 +424,31 @@ class _Planner:
     @_util.forks.lazy
     def _boxed(self) -> frozenset[LeafPath]:
         """The wanted leaves in boxes."""
-        return frozenset(_state.tree.boxed(self._flat.structure))
+        return frozenset(_state.tree.boxed_leaves(self._flat.structure))
 
     def _take(self, path: LeafPath, leaf: Leaf, source_path: LeafPath) -> None:
-        wanted, found = leaf.info, self._table[source_path]
+        wanted, source = leaf.info, self._table[source_path]
         self._used.add(source_path)
-        problem = misfit(wanted, found.info)
-        if problem is None and (problem := too_wide(wanted, found.info)):
-            self._conflict(problem, wanted, found.info, (source_path,))
-            return
-        if problem and found.fn is not None and path in self._roles:
+        problem = find_misfit(wanted, source.info)
+        if problem and source.fn is not None and path in self._roles:
             # A transform replaced the optimizer leaf, such as by a placeholder.
             self._start_afresh(leaf, self._roles[path])
             return
-        if problem:
-            self._conflict(problem, wanted, found.info, (source_path,))
+        if problem := problem or find_excess_width(wanted, source.info):
+            self._conflict(problem, wanted, source.info, (source_path,))
             return
-        size = self._builder.add(found, wanted)
-        self._leaves[path] = _leaf_plan(wanted, found, source_path, size)
+        size = self._builder.add(source, wanted)
+        self._leaves[path] = _leaf_plan(wanted, source, source_path, size)
 
     def _start_afresh(
-        self, leaf: Leaf, known: _state.optimizer_roles.Known | None
+        self, leaf: Leaf, known: _state.optimizer_roles.LeafFacts | None
     ) -> None:
         """Plans a leaf without a stored leaf: the state's value, or `tx.init`."""
         info = leaf.info
         is_optimizer = known is not None and self._options.optimizer != "exact"
         has_value = not isinstance(leaf.source, jax.ShapeDtypeStruct)
         if is_optimizer and info.path.startswith(self._can_init):
-            if problem := too_wide(info, None):
+            if problem := find_excess_width(info, None):
                 self._conflict(problem, info, None, ())
                 return
             self._builder.fresh.append(info)
@@ -448,10 +456,11 @@ class _Planner:
             self._builder.given[info.path] = leaf.source
         else:
             # Finding the nearest name is slow, and messages show only a few leaves.
-            lacking = missing(
+            lacking = describe_missing(
                 info, self._table, nearest=len(self._problems) < errors.ROWS_SHOWN
             )
-            if is_optimizer and self._at(info.path) is not None:
+            is_matched = self._options.optimizer != "exact"
+            if is_matched and self._at(info.path) is not None:
                 found = (
                     f'{lacking.found} of another transform (optimizer="exact" takes it)'
                 )
@@ -489,7 +498,7 @@ class _Planner:
 
 
 def step_counters(
-    roles: Mapping[LeafPath, _state.optimizer_roles.Known],
+    roles: Mapping[LeafPath, _state.optimizer_roles.LeafFacts],
 ) -> set[LeafPath]:
     """Returns the paths of possible step counters: `step` beside each optimizer."""
     optimizers = {known.group for known in roles.values()}
@@ -511,7 +520,8 @@ def _leaf_plan(
         actions += ("renamed",)
     if leaf.fn is not None:
         actions += ("transformed",)
-    if wanted.path not in (source_path, _state.tree.without_box(source_path)):
+    is_here = wanted.path == source_path
+    if not is_here and wanted.path != _state.tree.without_box(source_path):
         actions += ("matched",)
     if wanted.shard_shape != stored.shard_shape or (
         wanted.spec is not None and _trim_spec(wanted.spec) != _trim_spec(stored.spec)

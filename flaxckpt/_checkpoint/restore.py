@@ -13,7 +13,7 @@ import numpy as np
 from flaxckpt import _arrays, _state, _storage, _util, datasets, errors
 from flaxckpt._checkpoint import mismatch, optimizer_init, planner
 from flaxckpt._checkpoint.plan import RestorePlan
-from flaxckpt._state.leaf import LeafInfo, LeafTable, StoredLeaf
+from flaxckpt._state.leaf import LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.formats import _locate, _native
@@ -130,7 +130,7 @@ def load_source(
     return state, (origin, *stored.metadata.lineage)[:_MAX_LINEAGE]
 
 
-def step_of(state: PyTree) -> int:
+def find_step(state: PyTree) -> int:
     """Returns the step from the counters beside the optimizers; 0 without counters.
 
     Raises:
@@ -138,16 +138,18 @@ def step_of(state: PyTree) -> int:
     """
     flat = _state.flax_state.flatten(state)
     roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
-    found = {
+    counters = {
         path: set(np.asarray(flat.table[path].source).ravel().tolist())
         for path in planner.step_counters(roles)
         if path in flat.table
     }
-    steps = set().union(*found.values())
+    steps = set().union(*counters.values())
     if len(steps) > 1:
         raise errors.OptionError(
             "the step counters of the source disagree:\n"
-            + errors.rows(f"{path}: {sorted(n)[:5]}" for path, n in found.items())
+            + errors.rows(
+                f"{path}: {sorted(values)[:5]}" for path, values in counters.items()
+            )
             + '\nPass optimizer="reinit" to begin at step 0.'
         )
     return int(steps.pop()) if steps else 0
@@ -231,11 +233,11 @@ def open_leaf(
             f" {_util.arguments.describe(leaf_path)}"
         )
     stored = _locate.open_checkpoint(path, step)
-    found = stored.table.get(leaf_path)
-    source = None if found is None else found.source
+    leaf = stored.table.get(leaf_path)
+    source = None if leaf is None else leaf.source
     if not isinstance(source, StoredLeaf) or source.open is None:
         wanted = LeafInfo(leaf_path, (), "array", "jax.Array")
-        nothing = mismatch.missing(wanted, stored.table)
+        nothing = mismatch.describe_missing(wanted, stored.table)
         raise errors.RestoreMismatchError(
             stored.metadata.path,
             [Mismatch(leaf_path, "an array", nothing.found)],
@@ -261,34 +263,33 @@ def restore(
     start = time.monotonic()
     planned, recipe = planner.make_plan(stored, abstract_state, options)
     if planned.problems:
-        elsewhere = [] if options.transforms else _find_moved(planned, stored.table)
-        raise errors.RestoreMismatchError(
-            planned.path,
-            planned.problems,
-            mismatch.advice(planned, abstract_state, stored.table, elsewhere),
-            shown=mismatch.rows(planned.problems, elsewhere),
+        raise mismatch.make_error(
+            planned,
+            stored.table,
+            has_transforms=bool(options.transforms),
+            has_state=abstract_state is not None,
         )
     jobs: Sequence[_arrays.read.ReadJob] = recipe.jobs
     if options.read_once and _util.processes.process_count() > 1:
-        jobs = _arrays.read_once.divided(jobs)
+        jobs = _arrays.read_once.divide(jobs)
     counter.total = planned.bytes_here
     if abstract_state is not None:
         _warn_of_differences(planned, recipe, options)
     try:
         with _util.progress.bar(counter):
             reading = _read_options(planned.path, options, counter.add)
-            found = _arrays.read.read(jobs, reading)
+            arrays = _arrays.read.read(jobs, reading)
             has_read()
             if jobs is not recipe.jobs:
-                found = _arrays.read_once.gathered(found, recipe.jobs)
-            values = {**recipe.given, **found}
+                arrays = _arrays.read_once.gather(arrays, recipe.jobs)
+            values = {**recipe.given, **arrays}
             values |= _arrays.evaluate.read(recipe.derived, reading)
             values |= _convert_numbers(planned.path, recipe.numbers, values)
             state = _build_state(recipe, abstract_state, planned.path, values)
     except errors.DamagedCheckpointError:
-        _check_current(stored)
+        check_current(stored)
         raise
-    _check_current(stored)
+    check_current(stored)
     _log.info(
         "restored %s: %d of %d leaves, %d bytes in %.3f s",
         planned.path,
@@ -326,30 +327,12 @@ def _convert_numbers(
     return placed
 
 
-def _find_moved(planned: RestorePlan, table: LeafTable) -> list[mismatch.Moved]:
-    """Returns groups of missing leaves stored in another container."""
-    lacking = {
-        path: leaf.wanted
-        for path, leaf in planned.leaves.items()
-        if leaf.wanted is not None
-        and leaf.actions == ("conflict",)
-        and not leaf.sources
-    }
-    used = {
-        source
-        for leaf in planned.leaves.values()
-        if leaf.wanted is not None
-        for source in leaf.sources
-    }
-    return mismatch.moved(lacking, used, table)
-
-
-def _check_current(stored: Stored) -> None:
+def check_current(stored: Stored, action: str = "load") -> None:
     """Raises DamagedCheckpointError if the checkpoint was replaced while being read."""
     if stored.stamp is not None and not stored.stamp.is_current():
         raise errors.DamagedCheckpointError(
             f"{stored.metadata.path} was replaced or deleted while it was read;"
-            " load it again"
+            f" {action} it again"
         )
 
 
@@ -392,7 +375,7 @@ def _build_state(
     if recipe.flat is None:
         return _state.tree.unflatten(recipe.structure, values)
     if recipe.fresh:
-        fresh, kept = optimizer_init.values(recipe, abstract_state, values, path)
+        fresh, kept = optimizer_init.init_leaves(recipe, abstract_state, values, path)
         if kept:
             _warn(path, "keep the values of the state", kept)
         values |= fresh

@@ -8,11 +8,11 @@ import time
 from collections.abc import Mapping, Sequence
 
 from flaxckpt import _arrays, _distributed, _state, _storage, _util, datasets, errors
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._checkpoint import commit, save_distributed
-from flaxckpt._checkpoint import overwrite as checkpoint_overwrite
 from flaxckpt._checkpoint.commit import SaveOptions, SaveRequest, Snapshot, Written
 from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
+from flaxckpt._checkpoint.overwrite import check_free, check_name
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt.formats import _native
@@ -89,12 +89,12 @@ def save_async(
     """
     started = time.monotonic()
     final = _storage.paths.resolve(path)
-    checkpoint_overwrite.check_name(final, "save")
+    check_name(final, "save")
     counter = _util.progress.Counter(f"saving {final.name}")
     operation = _distributed.agreement.begin("save", final, str(final))
     request = SaveRequest(
         path=final,
-        options=SaveOptions(layout=checked_layout(layout), transforms=transforms),
+        options=SaveOptions(layout=check_layout(layout), transforms=transforms),
         metadata=metadata or {},
         on_exists="overwrite" if overwrite else "error",
         started=started,
@@ -117,7 +117,13 @@ def save_async(
             total,
             blocked,
         )
-        return SaveResult(None, str(final), written, blocked, total)
+        return SaveResult(
+            step=None,
+            path=str(final),
+            bytes_written=written,
+            blocked_secs=blocked,
+            total_secs=total,
+        )
 
     return SaveHandle(work, name=f"save of {final}", counter=counter)
 
@@ -136,13 +142,13 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     """
     created = time.time()
     path, options, operation = request.path, request.options, request.operation
-    transforms = _transforms.checked(options.transforms)
+    transforms = _transforms.check(options.transforms)
     if operation is None or operation.is_first:
         with (
             _storage.permissions.explain_errors(path),
             _storage.paths.listing_cache(path),
         ):
-            checkpoint_overwrite.check_free(path, overwrite=request.overwrite)
+            check_free(path, overwrite=request.overwrite)
     metadata = copy_json(request.metadata)
     table, structure = plan_leaves(_state.flax_state.flatten(state), options)
     infos = tuple([leaf.info for leaf in table.values()])
@@ -150,10 +156,9 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     ocdbt = uses_ocdbt(infos, names, options.layout)
     _native.names.check(infos, names, ocdbt=ocdbt)
     _native.manifest.check_arrays(infos)
+    leaves = list(zip(names, table.values(), strict=True))
     strings = {
-        name: str(leaf.source)
-        for name, leaf in zip(names, table.values(), strict=True)
-        if leaf.info.kind == "string"
+        name: str(leaf.source) for name, leaf in leaves if leaf.info.kind == "string"
     }
     _check_strings(infos, strings)
     if request.on_planned is not None:
@@ -165,7 +170,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
         )
     arrays = [
         (name, leaf.info.chunk_shape, leaf)
-        for name, leaf in zip(names, table.values(), strict=True)
+        for name, leaf in leaves
         if leaf.info.chunk_shape is not None
     ]
     places = {}
@@ -233,8 +238,8 @@ def _check_strings(infos: Sequence[LeafInfo], strings: Mapping[str, str]) -> Non
         large = sorted(sizes, key=lambda path: -sizes[path])[: errors.ROWS_SHOWN]
         raise errors.UnsupportedLeafError(
             {path: f"a str of {sizes[path]} characters" for path in large},
-            f"All strings of a state are one JSON file, and {error}. Keep long ones as"
-            " arrays: np.frombuffer(text.encode(), np.uint8).",
+            f"All strings of a state are one JSON file, and {error}. Save long strings"
+            " as arrays: np.frombuffer(text.encode(), np.uint8).",
         ) from None
 
 
@@ -269,7 +274,7 @@ def find_undo_problem(state: PyTree, transforms: Sequence[Transform]) -> str | N
     try:
         left = _transforms.not_restored(transforms, table)
         changed = []
-        if _transforms.undoing(transforms) is None:
+        if _transforms.invert_for_restore(transforms) is None:
             changed = _transforms.changed_in_place(transforms, table)
     except errors.OptionError as error:
         return (
@@ -303,9 +308,15 @@ def plan_leaves(
         table = _state.optimizer_roles.with_roles(
             table, roles
         )  # roles let moments follow their parameters
-        table = _arrays.evaluate.of_state(_transforms.apply(options.transforms, table))
-        structure = _state.containers.of(structure, flat.table, table)
-        table = _with_keys(table, dict(_state.tree.key_paths(structure)))
+        table = _arrays.evaluate.evaluate_state(
+            _transforms.apply(options.transforms, table)
+        )
+        structure = _state.containers.build(structure, flat.table, table)
+        keys = dict(_state.tree.key_paths(structure))
+        table = {
+            path: Leaf(dataclasses.replace(leaf.info, keys=keys[path]), leaf.sources)
+            for path, leaf in table.items()
+        }
         roles = {}
     for path, leaf in table.items():
         known = roles.get(path)
@@ -313,15 +324,6 @@ def plan_leaves(
         info = _arrays.layout.with_chunk_shape(leaf.info, options.layout, role=role)
         table[path] = Leaf(info, leaf.sources)
     return table, structure
-
-
-def _with_keys(
-    table: LeafTable, keys: Mapping[LeafPath, tuple[_state.tree.Key, ...]]
-) -> LeafTable:
-    return {
-        path: Leaf(dataclasses.replace(leaf.info, keys=keys[path]), leaf.sources)
-        for path, leaf in table.items()
-    }
 
 
 def uses_ocdbt(

@@ -42,18 +42,18 @@ def select_own(
     Raises:
         SaveFailedError: This process saves another step or another tree than process 0.
     """
-    mine = [leaf for leaf in arrays if operation.is_first or _is_on_devices(leaf)]
+    candidates = [leaf for leaf in arrays if operation.is_first or _is_on_devices(leaf)]
     checksums = [_checksum(info) for info in infos]
     digest = hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
 
     def describe() -> str:
-        elsewhere = [leaf[0] for leaf in mine if not _is_here(leaf)]
+        elsewhere = [leaf[0] for leaf in candidates if not _is_here(leaf)]
         each = checksums if len(checksums) <= _MAX_CHECKSUMS else None
         return json.dumps([operation.what, elsewhere, digest, each])
 
     what, elsewhere, first_digest, each = json.loads(operation.first("begun", describe))
     if operation.is_first:
-        return mine
+        return candidates
     if what != operation.what:
         raise errors.SaveFailedError(
             f"process {operation.index} saves {operation.what}, and process 0 saves"
@@ -64,7 +64,7 @@ def select_own(
     absent = set(elsewhere)
     return [
         leaf
-        for leaf in mine
+        for leaf in candidates
         if _is_here(leaf) and (leaf[0] in absent or _is_of_several(leaf))
     ]
 
@@ -174,7 +174,7 @@ def _follow(
     try:
         temporary = snapshot.request.path.parent / operation.first("made", str)
         digests = _write_part(snapshot, temporary, previous, operation)
-        operation.tell("written", json.dumps(digests))
+        operation.report("written", json.dumps(digests))
     except BaseException as error:
         operation.fail(error)
         if isinstance(error, Exception):

@@ -107,16 +107,12 @@ def _verify(
                 raise
             findings.add(findings.unread, verify_report.HERE, str(error))
     secs = time.monotonic() - start
-    if stored is None:
-        return findings.report(path, format_name, step, extra, secs)
+    leaves, unreadable = None, {}
+    if stored is not None:
+        leaves = sum(leaf.info.kind != "empty" for leaf in stored.table.values())
+        unreadable = _unreadable(stored, findings)
     return findings.report(
-        path,
-        format_name,
-        step,
-        extra,
-        secs,
-        leaves=sum(leaf.info.kind != "empty" for leaf in stored.table.values()),
-        unreadable=_unreadable(stored, findings),
+        path, format_name, step, extra, secs, leaves=leaves, unreadable=unreadable
     )
 
 
@@ -227,7 +223,7 @@ def _verify_own(
 ) -> list[str]:
     """Compares every file with a checksum; returns files not in the checkpoint."""
     manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
-    encoding = _native.manifest.encoding(manifest)
+    encoding = _native.manifest.parse_encoding(manifest)
     digests = file_sizes.digests(path, stored)
     checks: list[tuple[str, Check]] = [
         (
@@ -333,7 +329,7 @@ def _array_checks(
     if metadata not in digests:
 
         def check_metadata() -> None:
-            text = _arrays.zarr.chunk_file.small(path / metadata)
+            text = _arrays.zarr.chunk_file.read_small(path / metadata)
             _arrays.zarr.metadata.check_metadata(
                 text, encoding, shape, dtype, chunk_shape
             )

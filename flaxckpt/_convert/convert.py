@@ -116,7 +116,13 @@ def convert(
     size = convert_to(source, step, final, options)
     secs = time.monotonic() - start
     _log.info("converted %s to %s: %d bytes in %.3f s", source, final, size, secs)
-    return SaveResult(None, str(final), size, secs, secs)
+    return SaveResult(
+        step=None,
+        path=str(final),
+        bytes_written=size,
+        blocked_secs=secs,
+        total_secs=secs,
+    )
 
 
 def _convert_to_disk(
@@ -262,11 +268,7 @@ class _Progress:
 
 
 def _check_current(stored: Stored, files: Sequence[_storage.Stamp]) -> None:
-    if stored.stamp is not None and not stored.stamp.is_current():
-        raise errors.DamagedCheckpointError(
-            f"{stored.metadata.path} was replaced or deleted during the conversion;"
-            " convert it again"
-        )
+    _checkpoint.restore.check_current(stored, "convert")
     if names := source_files.changed(files):
         raise errors.DamagedCheckpointError(
             f"{len(names)} files were changed or deleted during the conversion:\n"
@@ -291,16 +293,16 @@ def _check_readable(journal: Journal, target: writers.Target, step: int | None) 
         ) from error
 
 
-def _publish(made: Path, final: Path, *, overwrite: bool) -> None:
+def _publish(output: Path, final: Path, *, overwrite: bool) -> None:
     """Moves the new checkpoint to its final path."""
     _checkpoint.overwrite.check_target_free(final, overwrite=overwrite)
-    if made.is_dir() and overwrite and final.is_dir():
-        _storage.rename.exchange(made, final)
-    elif made.is_dir() and not (overwrite and final.exists()):
-        _storage.rename.publish(made, final)
+    if output.is_dir() and overwrite and final.is_dir():
+        _storage.rename.exchange(output, final)
+    elif output.is_dir() and not (overwrite and final.exists()):
+        _storage.rename.publish(output, final)
     else:
-        if made.is_dir() or final.is_dir():
-            aside = made.with_name("replaced")
+        if output.is_dir() or final.is_dir():
+            aside = output.with_name("replaced")
             final.rename(aside)
-        made.rename(final)
+        output.rename(final)
         _storage.of(final.parent).sync_directory(final.parent)

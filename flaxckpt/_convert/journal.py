@@ -62,9 +62,9 @@ class Journal:
         if not done.is_file() or done.is_symlink():
             # Appending to a pipe would wait for a reader.
             done.unlink(missing_ok=True)
-        if self.output.is_dir() and _content(directory / _WORK) == work:
+        if self.output.is_dir() and _read_if_exists(directory / _WORK) == work:
             # A crash has truncated the last line if it has no line end.
-            whole, _, rest = _content(done).rpartition(b"\n")
+            whole, _, rest = _read_if_exists(done).rpartition(b"\n")
             if rest:
                 _storage.of(done).replace(done, whole + b"\n" if whole else b"")
             return set(whole.decode(errors="replace").split("\n")) - {""}
@@ -105,7 +105,7 @@ class Journal:
         os.close(self._lock)
 
 
-def _content(path: Path) -> bytes:
+def _read_if_exists(path: Path) -> bytes:
     try:
         return _storage.of(path).read(path, max_bytes=_MAX_BYTES)
     except (FileNotFoundError, errors.DamagedCheckpointError):

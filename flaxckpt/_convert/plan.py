@@ -8,10 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
-
-from flaxckpt import _arrays, _state, _storage, errors
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
+from flaxckpt import _arrays, _state, _storage, _util, errors
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._convert import writers
 from flaxckpt._state.leaf import Leaf, StoredLeaf
 from flaxckpt._types import JSON
@@ -52,13 +50,9 @@ class ConvertOptions:
                 f"format must be one of {tuple(writers.MAKERS)}, got {self.format!r}"
             )
         for name in ("max_shard_bytes", "max_concurrent_bytes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise errors.OptionError(f"{name} must be an int, got {value!r}")
-            if value <= 0:
-                raise errors.OptionError(f"{name} must be positive, got {value}")
-        checked_layout(self.layout)
-        _transforms.checked(self.transforms)
+            _util.arguments.check_int(name, getattr(self, name), least=1)
+        check_layout(self.layout)
+        _transforms.check(self.transforms)
         is_known = isinstance(self.progress, bool) or self.progress == "auto"
         if not is_known and not callable(self.progress):
             raise errors.OptionError(
@@ -126,7 +120,7 @@ def make_state(
 ) -> writers.State:
     """Returns the state to write as `step`: transformed leaves, and other contents."""
     table = _transforms.apply(options.transforms, stored.table)
-    structure = _state.containers.of(stored.structure, stored.table, table)
+    structure = _state.containers.build(stored.structure, stored.table, table)
     keys = dict(_state.tree.key_paths(structure))
     for path, leaf in table.items():
         info = dataclasses.replace(leaf.info, keys=keys[path])

@@ -165,7 +165,7 @@ def _file_descriptor(path: Path, flags: int = 0) -> Iterator[int]:
 
 def _safetensors_target(state: State, final: Path) -> Target:
     is_file = final.suffix == _safetensors.header.SUFFIX
-    layouts = _safetensors.writer.layouts(
+    layouts = _safetensors.writer.make_layouts(
         state.infos,
         state.structure,
         state.strings,
@@ -189,7 +189,7 @@ def _msgpack_target(state: State, final: Path) -> Target:
         {p.path: v.item() for p, v in zip(numbers, values, strict=True)},
         state.strings,
     )
-    layout = _msgpack.writer.layout("state.msgpack", contents)
+    layout = _msgpack.writer.make_layout("state.msgpack", contents)
     target = _FlatTarget(state, [layout], layout.name)
     target.pieces = [piece for piece in target.pieces if piece.path in layout.runs]
     return target

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flaxckpt import errors
 from flaxckpt._distributed import messages
-from flaxckpt._distributed.messages import ApartError, Failure
+from flaxckpt._distributed.messages import ApartError
 from flaxckpt._distributed.operation import TIMEOUT_SECS, Operation, find_group
 
 T = TypeVar("T")
@@ -96,8 +96,9 @@ def closing(operation: Operation | None, *, saving: bool = True) -> Iterator[Non
 
 def save_error(operation: Operation, apart: ApartError) -> errors.CheckpointError:
     """Returns the error of a save after the failure of a process."""
-    if (exists := _as(apart, errors.CheckpointExistsError)) is not None:
-        return exists
+    exists = errors.CheckpointExistsError
+    if all(failure.kind == exists.__name__ for failure in apart.failures):
+        return exists(apart.failures[0].text)
     return errors.SaveFailedError(
         f"{operation.what} could not be saved by all {operation.count} processes:\n"
         + errors.rows(map(str, apart.failures))
@@ -107,21 +108,16 @@ def save_error(operation: Operation, apart: ApartError) -> errors.CheckpointErro
     )
 
 
-def _as(apart: ApartError, kind: type[T]) -> T | None:
-    """Returns the common error of all failures; None for different kinds."""
-    if any(failure.kind != kind.__name__ for failure in apart.failures):
-        return None
-    return kind(apart.failures[0].text)  # type: ignore[call-arg]
-
-
 # ---- restoring ---------------------------------------------------------------------
 
 
-def broadcast(operation: Operation | None, stage: str, say: Callable[[], Any]) -> Any:
-    """Returns the result of `say` on process 0, as JSON, on all processes."""
+def broadcast(
+    operation: Operation | None, stage: str, compute: Callable[[], Any]
+) -> Any:
+    """Returns the result of `compute` on process 0, as JSON, on all processes."""
     if operation is None:
-        return say()
-    return json.loads(operation.first(stage, lambda: json.dumps(say())))
+        return compute()
+    return json.loads(operation.first(stage, lambda: json.dumps(compute())))
 
 
 def check_same_request(operation: Operation | None, what: str) -> None:
@@ -132,9 +128,9 @@ def check_same_request(operation: Operation | None, what: str) -> None:
     """
     if operation is None:
         return
-    asked = operation.exchange("asked", what)
-    if len(set(asked)) > 1:
-        rows = [f"process {i}: {each}" for i, each in enumerate(asked)]
+    requests = operation.exchange("asked", what)
+    if len(set(requests)) > 1:
+        rows = [f"process {i}: {request}" for i, request in enumerate(requests)]
         raise errors.OptionError(
             "all processes must restore the same step, but they requested\n"
             + errors.rows(rows)
@@ -166,19 +162,20 @@ def attempt(
             raise _restore_error(operation, apart) from None
         except Exception as error:
             operation.fail(error)
-            raise _agreed(operation, error, operation.outcome()) from error
+            raise _shared_error(operation, error, operation.outcome()) from error
         except BaseException as error:
             operation.fail(error)
             raise
 
 
-def _agreed(operation: Operation, error: Exception, apart: ApartError) -> Exception:
+def _shared_error(
+    operation: Operation, error: Exception, apart: ApartError
+) -> Exception:
     """Returns this process's own error if all processes failed alike."""
     common = _restore_error(operation, apart)
-    is_damage = isinstance(error, errors.DamagedCheckpointError)
-    if is_damage is isinstance(common, errors.DamagedCheckpointError):
-        return error
-    return common
+    damage = errors.DamagedCheckpointError
+    is_alike = isinstance(error, damage) is isinstance(common, damage)
+    return error if is_alike else common
 
 
 def _restore_error(operation: Operation, apart: ApartError) -> errors.CheckpointError:
@@ -193,12 +190,7 @@ def _restore_error(operation: Operation, apart: ApartError) -> errors.Checkpoint
         return errors.CheckpointTimeoutError(
             f"{text}\nFind out why these processes ended, then restart the job."
         )
-    kinds: Mapping[str, type[errors.CheckpointError]] = {
-        kind.__name__: kind
-        for kind in (errors.CheckpointNotFoundError, errors.DatasetStateError)
-    }
-    return kinds.get(_kind(apart.failures), errors.CheckpointError)(text)
-
-
-def _kind(failures: Sequence[Failure]) -> str:
-    return failures[0].kind if len({f.kind for f in failures}) == 1 else ""
+    for kind in (errors.CheckpointNotFoundError, errors.DatasetStateError):
+        if all(failure.kind == kind.__name__ for failure in apart.failures):
+            return kind(text)
+    return errors.CheckpointError(text)

@@ -32,17 +32,17 @@ class Heartbeats:
     Process 0 monitors all processes; other processes monitor process 0.
 
     Args:
-        texts: Key-value store for the heartbeats.
+        store: Key-value store for the heartbeats.
         index: Index of this process.
-        look: Called each second until it reports that no operation is in progress.
+        poll: Called each second until it reports that no operation is in progress.
     """
 
     def __init__(
-        self, texts: key_value.KeyValueStore, index: int, look: Callable[[], bool]
+        self, store: key_value.KeyValueStore, index: int, poll: Callable[[], bool]
     ) -> None:
-        self._texts = texts
+        self._store = store
         self._index = index
-        self._look = look
+        self._poll = poll
         self._heard: dict[int, tuple[str, float]] = {}
         self._listened = 0.0
         self._thread: threading.Thread | None = None
@@ -52,11 +52,11 @@ class Heartbeats:
     def silent_secs(self, process: int) -> float:
         """Returns the seconds since the last heartbeat of a process; 0 without any."""
         # Count from the last look at heartbeats: this process may have been suspended.
-        known = self._heard.get(process)
-        return 0.0 if known is None else self._listened - known[1]
+        heard = self._heard.get(process)
+        return 0.0 if heard is None else self._listened - heard[1]
 
-    def go_on(self) -> None:
-        """Starts heartbeats, and calls `look` again."""
+    def resume(self) -> None:
+        """Starts heartbeats, and calls `poll` again."""
         self._wake.set()
         with self._lock:
             if self._thread is not None:
@@ -74,9 +74,9 @@ class Heartbeats:
             try:
                 if time.monotonic() >= due:
                     number, due = number + 1, time.monotonic() + every
-                    self._texts.set(f"{_KEY}/{self._index}", str(number))
+                    self._store.set(f"{_KEY}/{self._index}", str(number))
                     self._listen()
-                is_busy = self._look()
+                is_busy = self._poll()
             except ConnectionError as error:
                 _log.debug("heartbeats have ended: %s", error)
                 return
@@ -93,12 +93,12 @@ class Heartbeats:
     def _listen(self) -> None:
         beats = {}
         if self._index == 0:
-            beats = self._texts.list(_KEY)
+            beats = self._store.list(_KEY)
         else:
             with contextlib.suppress(TimeoutError):
-                beats["0"] = self._texts.get(f"{_KEY}/0", 0.001)
+                beats["0"] = self._store.get(f"{_KEY}/0", 0.001)
         self._listened = time.monotonic()
         for process, beat in beats.items():
-            known = self._heard.get(int(process))
-            if known is None or known[0] != beat:
+            heard = self._heard.get(int(process))
+            if heard is None or heard[0] != beat:
                 self._heard[int(process)] = beat, self._listened

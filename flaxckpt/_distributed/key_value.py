@@ -45,9 +45,9 @@ class FileStore:
         """Sets or replaces a text atomically."""
         self._directory.mkdir(exist_ok=True)
         path = self._path(key)
-        made = path.with_name(f"{path.name}.{secrets.token_hex(4)}~")
-        made.write_text(text, encoding="utf-8")
-        made.replace(path)
+        new = path.with_name(f"{path.name}.{secrets.token_hex(4)}~")
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
 
     def get(self, key: str, timeout_secs: float) -> str:
         """Polls for a text until the timeout, then raises TimeoutError."""
@@ -64,12 +64,12 @@ class FileStore:
 
     def list(self, prefix: str) -> dict[str, str]:
         """Returns the texts below `prefix`: the rest of each key -> text."""
-        found = {}
+        texts = {}
         for name, key in self._below(prefix):
             with contextlib.suppress(FileNotFoundError):
                 text = (self._directory / name).read_text(encoding="utf-8")
-                found[key.removeprefix(f"{prefix}/")] = text
-        return found
+                texts[key.removeprefix(f"{prefix}/")] = text
+        return texts
 
     def delete(self, prefix: str) -> None:
         """Deletes all texts below `prefix`."""

@@ -31,8 +31,8 @@ from flaxckpt._distributed.messages import (
     STOPPED,
     ApartError,
     Failure,
-    Notes,
-    failed_in,
+    Messages,
+    failed_processes,
 )
 
 _log = logging.getLogger(__name__)
@@ -61,20 +61,20 @@ class ProcessGroup:
     """The processes of a job.
 
     Args:
-        texts: Key-value store for their messages.
+        store: Key-value store for their messages.
         index: Index of this process.
         count: Number of processes.
     """
 
-    def __init__(self, texts: key_value.KeyValueStore, index: int, count: int) -> None:
-        self.texts = texts
+    def __init__(self, store: key_value.KeyValueStore, index: int, count: int) -> None:
+        self.store = store
         self.index = index
         self.count = count
-        self._begun: collections.Counter[str] = collections.Counter()
+        self._counts: collections.Counter[str] = collections.Counter()
         self._open: set[Operation] = set()
         # Directory -> operations whose messages process 0 deletes later.
-        self._over: dict[str, list[str]] = {}
-        self._beats = heartbeat.Heartbeats(texts, index, self._look)
+        self._ended: dict[str, list[str]] = {}
+        self.heartbeats = heartbeat.Heartbeats(store, index, self._poll_failures)
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -106,40 +106,36 @@ class ProcessGroup:
         # Count failed operations too, so that all processes use the same numbers.
         name = f"flaxckpt/{place}/{kind}"
         with self._lock:
-            number = self._begun[name]
-            self._begun[name] += 1
+            number = self._counts[name]
+            self._counts[name] += 1
         operation = Operation(self, f"{name}/{number}", what, timeout_secs)
         self._open.add(operation)
-        self._beats.go_on()
+        self.heartbeats.resume()
         return operation
 
-    def attend(self) -> None:
+    def start_heartbeats(self) -> None:
         """Starts heartbeats before the first operation; does nothing in a fork."""
         if os.getpid() == self._pid:
-            self._beats.go_on()
+            self.heartbeats.resume()
 
-    def ended(self, operation: Operation, *, all_came: bool) -> None:
+    def end(self, operation: Operation, *, all_reported: bool) -> None:
         """Forgets an operation; deletes its messages when no process needs them."""
         self._open.discard(operation)
         if self.index != 0:
             return
         place = operation.name.split("/")[1]
         with self._lock:
-            over = self._over.pop(place, []) if all_came else []
-            self._over.setdefault(place, []).append(operation.name)
-        for name in over:
+            ended = self._ended.pop(place, []) if all_reported else []
+            self._ended.setdefault(place, []).append(operation.name)
+        for name in ended:
             with contextlib.suppress(OSError):
-                self.texts.delete(name)
+                self.store.delete(name)
 
-    def silent_secs(self, process: int) -> float:
-        """Returns the seconds since the last heartbeat of a process; 0 without any."""
-        return self._beats.silent_secs(process)
-
-    def _look(self) -> bool:
-        under_way = list(self._open)
-        for operation in under_way:
-            operation.look()
-        return bool(under_way)
+    def _poll_failures(self) -> bool:
+        operations = list(self._open)
+        for operation in operations:
+            operation.poll_failures()
+        return bool(operations)
 
 
 class Operation:
@@ -156,11 +152,11 @@ class Operation:
         self.what = what
         self.is_first = group.index == 0
         self._group = group
-        self._notes = Notes(group.texts, name, group.index)
+        self._messages = Messages(group.store, name, group.index)
         self._timeout_secs = timeout_secs
-        self._seen: tuple[Failure, ...] = ()
+        self._failures: tuple[Failure, ...] = ()
         self._is_over = False
-        self._all_came = False
+        self._all_reported = False
         self._apart: ApartError | None = None
 
     @property
@@ -188,7 +184,7 @@ class Operation:
 
     def close(self) -> None:
         """Ends the operation for this process."""
-        self._group.ended(self, all_came=self._all_came)
+        self._group.end(self, all_reported=self._all_reported)
 
     # ---- stages ------------------------------------------------------------------
 
@@ -200,14 +196,14 @@ class Operation:
         """
         if self.is_first:
             text = mine()
-            self._notes.say(stage, text)
+            self._messages.announce(stage, text)
             return text
         return self._await(stage)
 
-    def tell(self, stage: str, mine: str = "") -> None:
+    def report(self, stage: str, mine: str = "") -> None:
         """Reports to process 0 that this process has reached a stage."""
         if not self.is_first:
-            self._notes.tell(stage, mine)
+            self._messages.report(stage, mine)
 
     def gather(self, stage: str, mine: str = "") -> list[str]:
         """Waits, as process 0, until all processes have reached a stage.
@@ -216,33 +212,34 @@ class Operation:
             ApartError: A process has failed or is late. All processes receive the
                 error.
         """
-        found = {0: mine}
-        begun = time.monotonic()
-        deadline = begun + self._timeout_secs
+        reports = {0: mine}
+        begin = time.monotonic()
+        deadline = begin + self._timeout_secs
         late: dict[int, Failure] = {}
         waiting = collections.deque(range(1, self.count))
         while waiting:
-            told = self._notes.told(stage, waiting[0], _SLICE_SECS)
-            if told is not None:
-                found[waiting.popleft()] = told
+            report = self._messages.get_report(stage, waiting[0], _SLICE_SECS)
+            if report is not None:
+                reports[waiting.popleft()] = report
                 continue
-            failed = failed_in(self._notes.failures())
+            failed = failed_processes(self._messages.failures())
             if failed or late:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECS)
             for process in list(waiting):
                 if process in failed:
                     waiting.remove(process)
-                elif why := self._is_late(process, stage, begun, deadline):
+                elif reason := self._lateness(process, stage, begin, deadline):
                     waiting.remove(process)
-                    late[process] = Failure(process, LATE, why)
-                    self._notes.fail(late[process])
-        failures = self._notes.failures()
-        self._all_came = not late
+                    late[process] = Failure(process, LATE, reason)
+                    self._messages.fail(late[process])
+        failures = self._messages.failures()
+        self._all_reported = not late
         if failures:
             apart = self._end(failures)
-            self._notes.wait_until_heard(found.keys() - {0, *failed_in(failures)})
+            failed = failed_processes(failures)
+            self._messages.wait_for_confirmations(reports.keys() - failed - {0})
             raise apart
-        return [found[process] for process in range(self.count)]
+        return [reports[process] for process in range(self.count)]
 
     def exchange(self, stage: str, mine: str = "") -> list[str]:
         """Returns the texts of all processes, in all processes.
@@ -250,16 +247,16 @@ class Operation:
         Raises:
             ApartError: A process has failed or is late.
         """
-        self.tell(stage, mine)
+        self.report(stage, mine)
         texts: list[str] = json.loads(
             self.first(stage, lambda: json.dumps(self.gather(stage, mine)))
         )
         return texts
 
-    def look(self) -> None:
+    def poll_failures(self) -> None:
         """Records failures of other processes; called each second by the heartbeat."""
-        if not self._seen:
-            self._seen = self._notes.failures()
+        if not self._failures:
+            self._failures = self._messages.failures()
 
     def check(self) -> None:
         """Raises an error if another process has failed.
@@ -267,8 +264,8 @@ class Operation:
         Raises:
             ApartError: A process has failed.
         """
-        if self._seen:
-            raise ApartError(self._seen)
+        if self._failures:
+            raise ApartError(self._failures)
 
     # ---- its end -----------------------------------------------------------------
 
@@ -285,25 +282,25 @@ class Operation:
             return
         self._is_over = True
         try:
-            self._notes.fail(self._own(error))
+            self._messages.fail(self._failure(error))
             if self.is_first:
                 if stage:
                     self._settle(stage)
-                self._end(self._notes.failures())
-        except OSError as lost:
-            _log.debug("%s: could not report the failure: %s", self.what, lost)
+                self._end(self._messages.failures())
+        except OSError as unreported:
+            _log.debug("%s: could not report the failure: %s", self.what, unreported)
 
     def outcome(self) -> ApartError:
         """Returns the failures that process 0 announced; call after `fail`."""
         if self.is_first:
-            return self._apart or ApartError(self._seen)
+            return self._apart or ApartError(self._failures)
         try:
             self._await("nothing")
         except ApartError as apart:
             return apart
         raise AssertionError(self.name)
 
-    def _own(self, error: BaseException) -> Failure:
+    def _failure(self, error: BaseException) -> Failure:
         kind = STOPPED if isinstance(error, ApartError) else type(error).__name__
         text = " ".join(str(error).split())[:_LONGEST_TEXT]
         return Failure(self.index, kind, text or kind)
@@ -311,24 +308,26 @@ class Operation:
     def _settle(self, stage: str) -> None:
         deadline = time.monotonic() + _GRACE_SECS
         for process in range(1, self.count):
-            while self._notes.told(stage, process, _SLICE_SECS) is None:
-                gone = self._group.silent_secs(process) > heartbeat.SILENT_SECS
-                stopped = process in failed_in(self._notes.failures())
-                if gone or stopped or time.monotonic() > deadline:
+            while self._messages.get_report(stage, process, _SLICE_SECS) is None:
+                is_dead = (
+                    self._group.heartbeats.silent_secs(process) > heartbeat.SILENT_SECS
+                )
+                has_stopped = process in failed_processes(self._messages.failures())
+                if is_dead or has_stopped or time.monotonic() > deadline:
                     break
 
     def _end(self, failures: Sequence[Failure]) -> ApartError:
         """Announces the end of the operation and its failures to all processes."""
         self._is_over = True
         self._apart = ApartError(failures)
-        self._notes.end(self._apart)
+        self._messages.end(self._apart)
         return self._apart
 
-    def _is_late(
-        self, process: int, stage: str, begun: float, deadline: float
+    def _lateness(
+        self, process: int, stage: str, begin: float, deadline: float
     ) -> str | None:
         """Returns why a process counts as late; None if it may still come."""
-        silent = self._group.silent_secs(process)
+        silent = self._group.heartbeats.silent_secs(process)
         if silent > heartbeat.SILENT_SECS:
             return (
                 f"has sent no heartbeat for {silent:.0f} s, and has not reached"
@@ -337,24 +336,24 @@ class Operation:
         now = time.monotonic()
         if now <= deadline:
             return None
-        return f"has not reached {stage!r} of {self.what} after {now - begun:.0f} s"
+        return f"has not reached {stage!r} of {self.what} after {now - begin:.0f} s"
 
     def _await(self, stage: str) -> str:
         """Waits for the message of process 0 about a stage, and returns it."""
-        begun = time.monotonic()
-        deadline = begun + _MARGIN * self._timeout_secs + _GRACE_SECS
+        begin = time.monotonic()
+        deadline = begin + _MARGIN * self._timeout_secs + _GRACE_SECS
         while True:
             try:
                 with contextlib.suppress(TimeoutError):
-                    return self._notes.said(stage, _SLICE_SECS)
-                if (apart := self._notes.ended()) is not None:
+                    return self._messages.announcement(stage, _SLICE_SECS)
+                if (apart := self._messages.get_end()) is not None:
                     self._is_over = True
                     raise apart
             except OSError as error:
-                lost = f"its coordination service has ended: {error}"
-                raise ApartError([Failure(0, LATE, lost)]) from None
-            if why := self._is_late(0, stage, begun, deadline):
-                raise ApartError([Failure(0, LATE, why)])
+                message = f"its coordination service has ended: {error}"
+                raise ApartError([Failure(0, LATE, message)]) from None
+            if reason := self._lateness(0, stage, begin, deadline):
+                raise ApartError([Failure(0, LATE, reason)])
 
 
 # ---- which way ---------------------------------------------------------------------
@@ -374,12 +373,12 @@ def find_group(directory: Path) -> ProcessGroup | None:
     key = directory if service is None else None
     if key not in _groups:
         index, count = _util.processes.process_index(), _util.processes.process_count()
-        made = ProcessGroup(service or _files(directory), index, count)
-        _groups.setdefault(key, made)
+        group = ProcessGroup(service or _file_store(directory), index, count)
+        _groups.setdefault(key, group)
     return _groups[key]
 
 
-def attend(directory: Path) -> None:
+def start_heartbeats(directory: Path) -> None:
     """Starts heartbeats, to notice the loss of a process from now on.
 
     Waits for no process. Without the coordination service, heartbeats start with the
@@ -387,11 +386,11 @@ def attend(directory: Path) -> None:
     """
     if USES_FILES or _util.processes.service() is None:
         return
-    if (found := find_group(directory)) is not None:
-        found.attend()
+    if (group := find_group(directory)) is not None:
+        group.start_heartbeats()
 
 
-def _files(directory: Path) -> key_value.FileStore:
+def _file_store(directory: Path) -> key_value.FileStore:
     if not _storage.of(directory).has_directories:
         raise errors.OptionError(
             f"{directory}: this version of jax has no accessible coordination service,"

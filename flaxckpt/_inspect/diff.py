@@ -155,7 +155,7 @@ def diff(
     sides = [
         _locate.open_checkpoint(path, step) for path, step in ((a, step_a), (b, step_b))
     ]
-    table_a = _transforms.apply(_transforms.checked(transforms), sides[0].table)
+    table_a = _transforms.apply(_transforms.check(transforms), sides[0].table)
     table_b = sides[1].table
     both = [path for path in table_a if path in table_b]
     changed: dict[LeafPath, LeafDiff] = {}

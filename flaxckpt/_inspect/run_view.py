@@ -110,7 +110,7 @@ def survey(root: Path, step_format: str | None = None) -> RunView:
             f"{root} is a checkpoint, not a directory of steps: pass its parent"
         )
     with _storage.permissions.explain_errors(root):
-        number = _locate.number_of(step_format)
+        number = _locate.step_parser(step_format)
         index = _steps.index.StepIndex(root, formats.identify, number)
         doubtful = {
             step: entry

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flaxckpt import _arrays, _checkpoint, _state, _util, errors
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import PyTree
 from flaxckpt.formats import _native
@@ -144,7 +144,7 @@ def simulate(
             divided among the processes.
         UnsupportedLeafError, LeafNameError: As for `save`.
     """
-    options = _checkpoint.commit.SaveOptions(layout=checked_layout(layout))
+    options = _checkpoint.commit.SaveOptions(layout=check_layout(layout))
     table, structure = _checkpoint.save.plan_leaves(
         _state.flax_state.flatten(abstract_state), options
     )
@@ -160,7 +160,7 @@ def simulate(
 
     stored = [info for info in infos if info.chunk_shape is not None]
     tasks = [_arrays.layout.task(info) for info in stored]
-    place = _arrays.zarr.writer_assignment.in_order(processes)
+    place = _arrays.zarr.writer_assignment.placement_in_order(processes)
     places, written = _arrays.zarr.writer_assignment.assign(tasks, processes, place)
     files = _files(stored, tasks, places, written, place, ocdbt=ocdbt)
     files[0] += len(metadata)
@@ -229,7 +229,9 @@ def _files(
         shape = _arrays.layout.write_shape(info, _arrays.layout.stored_form(info)[0])
         chunks = _arrays.zarr.chunk_shape.chunk_count(shape, info.chunk_shape or shape)
         np.add.at(
-            counts, _arrays.zarr.writer_assignment.chosen(task, chosen, place), chunks
+            counts,
+            _arrays.zarr.writer_assignment.writing_processes(task, chosen, place),
+            chunks,
         )
     return [int(count) for count in counts]
 

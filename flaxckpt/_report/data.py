@@ -41,6 +41,13 @@ class Save(NamedTuple):
             return None
         return max(0.0, self.total_secs - (self.blocked_secs or 0.0))
 
+    @property
+    def failure(self) -> str | None:
+        """The error, or a note that the save never ended; None if durable."""
+        if self.outcome == "durable":
+            return None
+        return f"failed: {self.error}" if self.error else "never became durable"
+
 
 class OtherEvent(NamedTuple):
     """Another event in the journal: `restored`, `fell_back`, `preempted`, `deleted`.

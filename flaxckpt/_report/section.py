@@ -84,25 +84,27 @@ def legend(items: Sequence[tuple[str, str]]) -> html.Markup:
 
     An empty class shows no mark.
     """
-    entries = []
-    for class_, name in items:
-        swatch = html.NOTHING
-        if class_:  # drawn as in the picture
-            square = html.element(
-                "rect", x=1, y=1, width=10, height=10, rx=2, class_=class_
-            )
-            if class_ == "point best":
-                places = "6,0.5 11.5,6 6,11.5 0.5,6"
-                square = html.element("polygon", points=places, class_=class_)
-            elif class_.startswith("point"):
-                square = html.element("circle", cx=6, cy=6, r=4.2, class_=class_)
-            elif class_ == "gone":
-                square = html.element("line", x1=6, x2=6, y1=0, y2=12, class_=class_)
-            swatch = html.element(
-                "svg", square, viewBox="0 0 12 12", class_="swatch", aria_hidden="true"
-            )
-        entries.append(html.element("li", swatch, name))
+    entries = [
+        html.element("li", _swatch(class_) if class_ else html.NOTHING, name)
+        for class_, name in items
+    ]
     return html.element("ul", *entries, class_="legend", aria_label="Key")
+
+
+def _swatch(class_: str) -> html.Markup:
+    """Draws a small mark of a class, as in the picture."""
+    if class_ == "point best":
+        corners = "6,0.5 11.5,6 6,11.5 0.5,6"
+        mark = html.element("polygon", points=corners, class_=class_)
+    elif class_.startswith("point"):
+        mark = html.element("circle", cx=6, cy=6, r=4.2, class_=class_)
+    elif class_ == "gone":
+        mark = html.element("line", x1=6, x2=6, y1=0, y2=12, class_=class_)
+    else:
+        mark = html.element("rect", x=1, y=1, width=10, height=10, rx=2, class_=class_)
+    return html.element(
+        "svg", mark, viewBox="0 0 12 12", class_="swatch", aria_hidden="true"
+    )
 
 
 def display_name(path: str | None) -> str:

@@ -19,13 +19,13 @@ def dataset(report: Report) -> Section | None:
     note = report.notes.get("dataset", "")
     if not report.positions:
         return Section("dataset", "Dataset", note) if note else None
-    types = [each.type for each in report.positions if each.type]
+    types = [position.type for position in report.positions if position.type]
     kinds = dict.fromkeys(name.rpartition(".")[2] for name in types)
     steps = humanize.count(len(report.positions), "step")
     summary = f"The dataset position is stored with {steps}"
     summary += f": {', '.join(kinds)}." if kinds else "."
     names = list(
-        dict.fromkeys(name for each in report.positions for name in each.values)
+        dict.fromkeys(name for position in report.positions for name in position.values)
     )[:4]
     columns = [
         html.Column("step", is_number=True),
@@ -34,15 +34,17 @@ def dataset(report: Report) -> Section | None:
         html.Column("size", is_number=True),
     ]
     rows = []
-    for each in report.positions[::-1]:
-        values = ["" if n not in each.values else str(each.values[n]) for n in names]
-        size = "" if each.bytes is None else humanize.size(each.bytes)
-        step = "" if each.step is None else str(each.step)
+    for position in report.positions[::-1]:
+        values = [
+            "" if n not in position.values else str(position.values[n]) for n in names
+        ]
+        size = "" if position.bytes is None else humanize.size(position.bytes)
+        step = "" if position.step is None else str(position.step)
         data: dict[str, object] = {
-            "data_step": each.step,
-            "data_values": "; ".join(f"{k}={v}" for k, v in each.values.items()),
+            "data_step": position.step,
+            "data_values": "; ".join(f"{k}={v}" for k, v in position.values.items()),
         }
-        processes = str(each.processes) if each.processes else ""
+        processes = str(position.processes) if position.processes else ""
         rows.append(html.Row([step, *values, processes, size], data))
     return Section(
         "dataset",
@@ -83,7 +85,8 @@ def _origin(source: Lineage) -> html.Markup:
         parts.append(html.element("p", ", ".join(identity), class_="digest"))
     if source.transforms:
         changes = [
-            html.element("li", html.element("code", each)) for each in source.transforms
+            html.element("li", html.element("code", transform))
+            for transform in source.transforms
         ]
         parts.append(html.element("ul", *changes, aria_label="Changes"))
     return html.element("li", *parts, data_path=source.path, data_step=source.step)
@@ -96,7 +99,7 @@ def integrity(report: Report) -> Section | None:
     """Returns the section on damage, and on the checks made."""
     if not report.integrity:
         return None
-    counts = collections.Counter(each.state for each in report.integrity)
+    counts = collections.Counter(check.state for check in report.integrity)
     parts = [f"{counts[state]:,} {_NAMES[state]}" for state in _NAMES if counts[state]]
     summary = f"{', '.join(parts).capitalize()}."
     if checked := counts["unknown"] and report.checked_count:
@@ -110,16 +113,16 @@ def integrity(report: Report) -> Section | None:
         html.Column("finding"),
     ]
     rows = []
-    for each in report.integrity[::-1]:
-        state = html.element("span", _NAMES[each.state], class_=f"state {each.state}")
-        step = "" if each.step is None else str(each.step)
-        kind = "bad" if each.state in ("damaged", "unread") else None
+    for check in report.integrity[::-1]:
+        state = html.element("span", _NAMES[check.state], class_=f"state {check.state}")
+        step = "" if check.step is None else str(check.step)
+        kind = "bad" if check.state in ("damaged", "unread") else None
         data: dict[str, object] = {
-            "data_step": each.step,
-            "data_state": each.state,
-            "data_bytes": each.bytes_checked,
+            "data_step": check.step,
+            "data_state": check.state,
+            "data_bytes": check.bytes_checked,
         }
-        rows.append(html.Row([step, state, each.detail], data, kind))
+        rows.append(html.Row([step, state, check.detail], data, kind))
     rows.sort(key=lambda row: row.kind is None)  # problems come first
     return Section(
         "integrity", "Integrity", summary, section.table("Each step", columns, rows)

@@ -17,16 +17,6 @@ def saves(report: Report) -> Section:
     if not report.saves:
         note = report.notes.get("saves", "The journal records no saves.")
         return Section("saves", "Saves", note)
-    bars = [
-        timeline.Bar(
-            save.step,
-            save.began,
-            save.blocked_secs or 0.0,
-            save.behind_secs,
-            _failure(save),
-        )
-        for save in report.saves
-    ]
     others = [
         timeline.Event(event.time, event.kind, _describe(event.step, event.why))
         for event in report.happened
@@ -38,7 +28,8 @@ def saves(report: Report) -> Section:
         if save.outcome == "failed"
     ]
     pictures = [
-        timeline.timeline(bars, others, w) for w in (section.WIDE, section.NARROW)
+        timeline.timeline(report.saves, others, w)
+        for w in (section.WIDE, section.NARROW)
     ]
     key = section.legend(
         [
@@ -55,12 +46,6 @@ def saves(report: Report) -> Section:
     return Section(
         "saves", "Saves", _summary(report.saves), [key, html.both(*pictures), *rows]
     )
-
-
-def _failure(save: Save) -> str | None:
-    if save.outcome == "durable":
-        return None
-    return f"failed: {save.error}" if save.error else "never became durable"
 
 
 def _describe(step: int | None, why: str) -> str:
@@ -122,7 +107,7 @@ def _save_row(save: Save) -> html.Row:
         *map(_secs, (save.blocked_secs, save.behind_secs, save.total_secs)),
         "" if save.bytes is None else humanize.size(save.bytes),
         _secs(save.uploaded_secs),
-        _failure(save) or "",
+        save.failure or "",
     ]
     data = {
         "data_step": save.step,

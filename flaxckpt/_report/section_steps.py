@@ -22,9 +22,9 @@ _MOST_COLUMNS = 3
 def metrics(report: Report) -> Section:
     """Returns the section with each metric over the existing steps."""
     drawn = {
-        name: [curves.Point(p.step, p.value, p.stays, p.best) for p in points]
-        for name, points in report.metrics.items()
-        if any(math.isfinite(point.value) for point in points)
+        name: values
+        for name, values in report.metrics.items()
+        if any(math.isfinite(point.value) for point in values)
     }
     if not report.metrics:
         return Section("metrics", "Metrics", "No metrics are stored with the steps.")

@@ -20,7 +20,7 @@ from flaxckpt import (
     errors,
     policies,
 )
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
 from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._run import (
@@ -115,8 +115,8 @@ class Checkpointer:
         keep_staging: Sequence[PreservationPolicy] = run_staging.KEEP,
     ) -> None:
         options = _checkpoint.commit.SaveOptions(
-            layout=checked_layout(layout),
-            transforms=_transforms.checked(transforms),
+            layout=check_layout(layout),
+            transforms=_transforms.check(transforms),
             max_concurrent_bytes=max_concurrent_bytes,
         )
         rules = retention.Rules.of(keep, keep_dataset, metrics_from)
@@ -155,7 +155,7 @@ class Checkpointer:
         for sink in run_events.list_sinks(sinks):
             self.events.subscribe(sink)
         self._prepare_directory(metadata)
-        _distributed.operation.attend(self.directory)
+        _distributed.operation.start_heartbeats(self.directory)
 
     def _prepare_directory(self, metadata: Mapping[str, JSON] | None) -> None:
         """Makes the directory, removes leftovers, and writes the run metadata."""

@@ -327,7 +327,7 @@ class Restores:
             return request.options
         if metadata.transforms != _transforms.describe(self._transforms):
             return request.options
-        undoing = _transforms.undoing(self._transforms)
+        undoing = _transforms.invert_for_restore(self._transforms)
         if undoing is None:
             if not request.options.transforms:  # the caller may undo them
                 self._check_unchanged(metadata, request.state)

@@ -51,8 +51,8 @@ class Rules(NamedTuple):
                 f" got {metrics_from!r:.80}: write metrics_from=lambda: measured"
             )
         return cls(
-            policies.checked(keep, "keep"),
-            policies.checked(keep_dataset, "keep_dataset"),
+            policies.check(keep, "keep"),
+            policies.check(keep_dataset, "keep_dataset"),
             metrics_from,
         )
 

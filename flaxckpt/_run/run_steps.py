@@ -134,7 +134,7 @@ class RunSteps:
         if step not in paths:
             raise errors.CheckpointNotFoundError(
                 f"{self.directory} has no step {step}:"
-                f" it has {_locate.summary(list(paths))}"
+                f" it has {_locate.summarize(list(paths))}"
             )
         return paths[step]
 

@@ -92,7 +92,7 @@ class Session:
                 path, step, abstract_state, **options
             )
         is_reset = options.get("optimizer") == "reinit"
-        return state, 0 if is_reset else _checkpoint.restore.step_of(state)
+        return state, 0 if is_reset else _checkpoint.restore.find_step(state)
 
     # ---- several processes ------------------------------------------------------
 

@@ -54,7 +54,7 @@ def open_steps(
     """
     path = _storage.paths.resolve(directory)
     named = _steps.names.StepFormat(step_format)
-    keep = policies.checked(keep_staging, "keep_staging")
+    keep = policies.check(keep_staging, "keep_staging")
     if staging is not None:
         near = _resolve(staging, path)
         return StagedSteps(path, near, rules, keep, named, read_only=read_only)

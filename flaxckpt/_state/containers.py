@@ -12,7 +12,7 @@ from flaxckpt._state.leaf import Leaf, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath
 
 
-def of(
+def build(
     structure: tree.Node | LeafPath, old: LeafTable, table: LeafTable
 ) -> tree.Node | LeafPath:
     """Returns the containers of a table that transforms have changed.
@@ -31,7 +31,7 @@ def of(
     if table.keys() == old.keys():
         return structure
     if not table:
-        raise errors.OptionError("the transforms leave nothing of the checkpoint")
+        raise errors.OptionError("the transforms remove all leaves of the checkpoint")
     empties = dict(_empties(structure, ()))
     root: _Parts = {}
     for path, leaf in table.items():
@@ -45,7 +45,7 @@ def of(
             assert isinstance(inner, dict), path
             parts = inner
         parts[last[0]] = last[1], part
-    return _built(root, structure)
+    return _build(root, structure)
 
 
 _Parts: TypeAlias = "dict[str, tuple[tree.Key, _Parts | tree.Node | LeafPath]]"
@@ -72,19 +72,19 @@ def _empty(
     return empties.get(before) or tree.empty_node(leaf.info.python_type)
 
 
-def _built(
+def _build(
     part: _Parts | tree.Node | LeafPath, old: tree.Node | LeafPath | None
 ) -> tree.Node | LeafPath:
     """Returns the new container in the place of `old`, which may be None."""
     if isinstance(old, tree.Node) and old.is_box and not isinstance(part, dict):
-        return dataclasses.replace(old, children=(_built(part, old.children[0]),))
+        return dataclasses.replace(old, children=(_build(part, old.children[0]),))
     if not isinstance(part, dict):
         return part
     before: dict[str, tree.Node | LeafPath] = {}
     if isinstance(old, tree.Node) and not old.is_box:
         names = (tree.join((key,)) for key in old.keys)
         before = dict(zip(names, old.children, strict=True))
-    new = {name: _built(inner, before.get(name)) for name, (_, inner) in part.items()}
+    new = {name: _build(inner, before.get(name)) for name, (_, inner) in part.items()}
     if isinstance(old, tree.Node) and new.keys() == before.keys():
         children = tuple(new[name] for name in before)
         return dataclasses.replace(old, children=children)

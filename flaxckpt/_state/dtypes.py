@@ -114,7 +114,7 @@ def check_bools(array: np.ndarray[Any, Any]) -> None:
     if array.dtype == np.bool_ and array.size:
         largest = int(array.view(np.uint8).max())
         if largest > 1:
-            raise ValueError(f"it has the byte {largest} where a bool is 0 or 1")
+            raise ValueError(f"an array of bools has the byte {largest}, wanted 0 or 1")
 
 
 def convert(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any, Any]:

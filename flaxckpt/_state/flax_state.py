@@ -87,12 +87,12 @@ def flatten(state: PyTree) -> FlatState:
         advice = ""
         if "" in faults and callable(state):
             advice = (
-                "Wanted a state, concrete or abstract: call what makes it, or pass"
-                " jax.eval_shape of it."
+                "Wanted a concrete or abstract state: call the function that creates"
+                " it, or pass jax.eval_shape of it."
             )
         raise errors.UnsupportedLeafError(faults, advice)
     # Without NNX objects, the state has no NNX optimizers.
-    optimizers = () if tree is state else _nodes(state, _is_nnx_optimizer)
+    optimizers = () if tree is state else _find_nodes(state, _is_nnx_optimizer)
     return FlatState(
         table,
         structure,
@@ -123,20 +123,20 @@ def check_state(state: PyTree) -> None:
     elif isinstance(state, linen.Module):
         raise errors.OptionError(
             f"wanted a state, got the linen module {name}, which holds no parameters:"
-            " pass what init returns, or a TrainState made of that"
+            " pass the result of init, or a TrainState with it"
         )
     else:
         what = f"the function {name}"
     raise errors.OptionError(
-        f"wanted a state, got {what}: pass what it returns, or, where shapes are enough"
-        " to restore into, jax.eval_shape of it"
+        f"wanted a state, got {what}: pass its result, or, if shapes are enough,"
+        " jax.eval_shape of it"
     )
 
 
 _LEAF: Any = jax.tree.structure(0)
 
 
-def values(tree: PyTree) -> dict[LeafPath, Any]:
+def leaves_by_path(tree: PyTree) -> dict[LeafPath, Any]:
     """Returns the leaves of any pytree by path, of any type."""
     plain, _ = _split_objects(tree)
     entries = state_tree.flatten(plain, boxes=boxes()).leaves
@@ -146,12 +146,14 @@ def values(tree: PyTree) -> dict[LeafPath, Any]:
 _OPT_STATE = state_tree.Key("opt_state", "attr")
 
 
-def _nodes(state: PyTree, wanted: Callable[[Any], bool]) -> list[tuple[Keys, Any]]:
-    """Returns the nodes of a state that satisfy `wanted`, each with its keys."""
-    found = jax.tree_util.tree_leaves_with_path(
-        state, is_leaf=lambda node: wanted(node) or is_object(node)
+def _find_nodes(
+    state: PyTree, predicate: Callable[[Any], bool]
+) -> list[tuple[Keys, Any]]:
+    """Returns the nodes of a state that satisfy `predicate`, each with its keys."""
+    nodes = jax.tree_util.tree_leaves_with_path(
+        state, is_leaf=lambda node: predicate(node) or is_object(node)
     )
-    return [(state_tree.to_keys(path), node) for path, node in found if wanted(node)]
+    return [(state_tree.to_keys(path), node) for path, node in nodes if predicate(node)]
 
 
 def _is_nnx_optimizer(node: object) -> bool:
@@ -170,7 +172,7 @@ def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     except (TypeError, ValueError) as error:
         raise errors.LeafNameError(
             {"the state": f"jax cannot flatten it ({error})"},
-            "Give each dictionary keys of one sortable type.",
+            "Use keys of a single sortable type in each dictionary.",
         ) from None
     places = [i for i, node in enumerate(nodes) if is_object(node)]
     shared = _shared_variables(nodes, places)
@@ -245,9 +247,9 @@ def _shared_variables(
         first.setdefault(id(variable), path)
     shared = {}
     for i, variable in beside.items():
-        known = first.setdefault(id(variable), i)
-        if known != i:
-            shared[i] = known
+        place = first.setdefault(id(variable), i)
+        if place != i:
+            shared[i] = place
     return shared
 
 
@@ -277,8 +279,8 @@ def _share_variables(
     if not shared:
         return
     by_path = dict(_variables(objects))
-    for i, known in shared.items():
-        other = leaves[known] if isinstance(known, int) else by_path[known]
+    for i, place in shared.items():
+        other = leaves[place] if isinstance(place, int) else by_path[place]
         values = jax.tree.leaves((leaves[i], other))
         if len(values) == 2 and _is_equal(*values):
             leaves[i] = other
@@ -360,34 +362,34 @@ class AxisNames(NamedTuple):
 
 def axis_names(structure: state_tree.Node | LeafPath) -> dict[LeafPath, AxisNames]:
     """Returns the axis names from linen's boxes and NNX metadata, by leaf path."""
-    found: dict[LeafPath, AxisNames] = {}
-    _collect_axis_names(structure, found)
-    return found
+    names: dict[LeafPath, AxisNames] = {}
+    _collect_axis_names(structure, names)
+    return names
 
 
 def _collect_axis_names(
-    node: state_tree.Node | LeafPath, found: dict[LeafPath, AxisNames]
+    node: state_tree.Node | LeafPath, collected: dict[LeafPath, AxisNames]
 ) -> None:
     if isinstance(node, str):
         return
     for child in node.children:
-        _collect_axis_names(child, found)
+        _collect_axis_names(child, collected)
         if node.is_box and isinstance(child, str):
             static = node.static
             names = static.get("names") or static.get("out_sharding")
             names = names or static.get("sharding_names")  # before flax 0.12.4
             rules = static.get("rules") or static.get("sharding_rules") or ()
             if isinstance(names, list | tuple):
-                found[child] = AxisNames(
-                    tuples(names),
-                    tuples(rules),
+                collected[child] = AxisNames(
+                    to_tuples(names),
+                    to_tuples(rules),
                     node.type.endswith(":LogicallyPartitioned") or bool(rules),
                 )
 
 
-def tuples(value: Any) -> Any:
+def to_tuples(value: Any) -> Any:
     """Converts JSON lists back to tuples, recursively."""
-    return tuple(map(tuples, value)) if isinstance(value, list | tuple) else value
+    return tuple(map(to_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def mesh_spec(axes: AxisNames, rules: Sequence[tuple[str, Any]]) -> PartitionSpec:
@@ -395,11 +397,11 @@ def mesh_spec(axes: AxisNames, rules: Sequence[tuple[str, Any]]) -> PartitionSpe
 
     A name without a rule is not split if logical; otherwise it is a mesh axis.
     """
-    known = (*rules, *axes.rules)
-    if not known and not axes.are_logical:
+    all_rules = (*rules, *axes.rules)
+    if not all_rules and not axes.are_logical:
         return PartitionSpec(*axes.names)
-    mentioned = {logical for logical, _ in known}
-    spec = spmd.logical_to_mesh_axes(axes.names, known) or ()
+    mentioned = {logical for logical, _ in all_rules}
+    spec = spmd.logical_to_mesh_axes(axes.names, all_rules) or ()
     return PartitionSpec(
         *(
             name
@@ -448,11 +450,11 @@ def optimizers(state: PyTree) -> list[OptimizerPart]:
             (*keys, state_tree.Key("params", "attr")),
             node.params,
         )
-        for keys, node in _nodes(state, _is_train_state)
+        for keys, node in _find_nodes(state, _is_train_state)
         if node.tx is not None  # None in a state restored without classes
     ]
-    modules = _nodes(state, _is_module)
-    optimizers = _nodes(state, _is_nnx_optimizer)
+    modules = _find_nodes(state, _is_module)
+    optimizers = _find_nodes(state, _is_nnx_optimizer)
     for n, (keys, optimizer) in enumerate(optimizers):
         fitting = [
             OptimizerPart((*keys, _OPT_STATE), optimizer.tx.init, module_keys, params)

@@ -172,7 +172,7 @@ _PYTHON_NUMBERS: dict[type, str] = {
 }
 
 _SURROGATES = (
-    "a str with two surrogates that would come back as one character: write that"
+    "a str with two surrogates that would be restored as one character: write that"
     " character, or keep the text as bytes in a numpy array"
 )
 
@@ -234,8 +234,8 @@ def _describe_subclass(value: np.ndarray[Any, Any] | np.generic) -> str:
         )
     cls = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, np.generic):
-        return f"a {cls}, which would come back as a plain numpy {value.dtype}"
-    return f"a {cls}, which would come back as a plain array: save np.asarray(x)"
+        return f"a {cls}, which would be restored as a plain numpy {value.dtype}"
+    return f"a {cls}, which would be restored as a plain array: save np.asarray(x)"
 
 
 def _describe_jax(

@@ -17,7 +17,7 @@ from flaxckpt._types import LeafPath
 Keys: TypeAlias = tuple[tree.Key, ...]
 
 
-class Known(NamedTuple):
+class LeafFacts(NamedTuple):
     """Facts about the leaves in a field of a transform's state.
 
     Attributes:
@@ -62,7 +62,7 @@ _LONGEST = 64
 """An upper bound on the transforms in the chain of an optimizer."""
 
 
-def with_roles(table: LeafTable, known: Mapping[LeafPath, Known]) -> LeafTable:
+def with_roles(table: LeafTable, known: Mapping[LeafPath, LeafFacts]) -> LeafTable:
     """Returns the table of a state with the role of each optimizer leaf."""
     return {
         path: Leaf(
@@ -77,7 +77,7 @@ def with_roles(table: LeafTable, known: Mapping[LeafPath, Known]) -> LeafTable:
 def roles(
     structure: tree.Node | LeafPath,
     optimizer_states: Iterable[tuple[Keys, tree.Node | LeafPath]] = (),
-) -> dict[LeafPath, Known]:
+) -> dict[LeafPath, LeafFacts]:
     """Returns the facts about all leaves of optimizer states, by leaf path.
 
     An optimizer state is the state of an optax transform, a tuple of such states, or
@@ -149,19 +149,19 @@ class _Roles:
         self._types: set[str] = set()
         self._optimizers: list[tuple[Keys, tree.Node | LeafPath]] = []
         self._structure = structure
-        self._found: dict[LeafPath, Known] = {}
+        self._found: dict[LeafPath, LeafFacts] = {}
         self._find_optimizers(structure, ())
 
     def all(
         self, optimizer_states: Iterable[tuple[Keys, tree.Node | LeafPath]]
-    ) -> dict[LeafPath, Known]:
+    ) -> dict[LeafPath, LeafFacts]:
         """Returns the facts of all optimizer leaves; see `roles`."""
         for keys, node in self._optimizers:
             self._enter(node, keys, tree.join(keys))
         for keys, node in optimizer_states:
             path = tree.join(keys)
             prefix = f"{path}/" if keys else ""
-            owner = Known("", "", frozenset(), "", _skip(keys), path, path)
+            owner = LeafFacts("", "", frozenset(), "", _skip(keys), path, path)
             self._collect(node, keys, prefix, owner, may_be_state=True)
         return self._found
 
@@ -185,22 +185,24 @@ class _Roles:
     def _enter(self, node: tree.Node | LeafPath, keys: Keys, group: LeafPath) -> None:
         """Collects the leaves of an optimizer, or of several side by side."""
         path = tree.join(keys)
-        owner = Known("", "", frozenset(), "", _skip(keys), path, group)
-        held = "one" if isinstance(node, str) else self._held(node, keys)
-        if isinstance(node, str) or held == "one":
+        owner = LeafFacts("", "", frozenset(), "", _skip(keys), path, group)
+        count = "one" if isinstance(node, str) else self._count_optimizers(node, keys)
+        if isinstance(node, str) or count == "one":
             self._collect(node, keys, "", owner, may_be_state=True)
             return
         for key, child in zip(node.keys, node.children, strict=True):
             inner = (*keys, key)
             if isinstance(child, str):
                 self._found[child] = owner
-            elif held == "several":
+            elif count == "several":
                 self._enter(child, inner, group)
             else:
                 seated = owner._replace(seat=tree.join(inner))
                 self._collect(child, inner, "", seated, may_be_state=True)
 
-    def _held(self, node: tree.Node, keys: Keys) -> Literal["one", "several", "either"]:
+    def _count_optimizers(
+        self, node: tree.Node, keys: Keys
+    ) -> Literal["one", "several", "either"]:
         """Returns the number of optimizers in `node`: one, several, or either.
 
         A chain is a tuple of states, or a dict (`named_chain`), and so are optimizers
@@ -237,7 +239,7 @@ class _Roles:
             and node.type != "tuple"
             and not optax_containers.has_state_class(node)
         ):
-            return self._held_without_classes(node)
+            return self._count_without_classes(node)
         candidates = [
             n
             for k, n in by_key.items()
@@ -250,13 +252,13 @@ class _Roles:
         if node.type == "tuple":
             n = len(node.children)
             is_full, are_complete = len(candidates) == n, len(complete) == n
-            return self._held_in_tuple(
+            return self._count_in_tuple(
                 carriers, keys, n, is_full=is_full, are_complete=are_complete
             )
         classes = {child.type for child in carriers.values()}
         if len(carriers) > 1 and classes == {"tuple"}:
             return "several"
-        beside = _beside(keys)
+        beside = _prefix_beside(keys)
         mirrors = self._mirrors(carriers, keys)
         known = set[LeafPath]().union(*[mirror.roots for mirror in mirrors])
         if len(known) == 1 and (len(classes) != 1 or len(carriers) < 2):
@@ -268,7 +270,7 @@ class _Roles:
             return "one" if is_of_params or len(complete) < 2 else "several"
         return "several"  # distinguished by their names
 
-    def _held_without_classes(self, node: tree.Node) -> Literal["one", "several"]:
+    def _count_without_classes(self, node: tree.Node) -> Literal["one", "several"]:
         """Counts the optimizers in a dict without states of known classes."""
         if self._is_unnamed_state(node) or optax_containers.has_indices(node):
             return "one"
@@ -276,7 +278,7 @@ class _Roles:
         holders = [child for child in nodes if self._has_unnamed_state(child)]
         return "several" if len(holders) > 1 else "one"
 
-    def _held_in_tuple(
+    def _count_in_tuple(
         self,
         carriers: Mapping[tree.Key, tree.Node],
         keys: Keys,
@@ -294,7 +296,7 @@ class _Roles:
             is_full: True if each element has moments or is complete.
             are_complete: True if each element may be a whole optimizer.
         """
-        beside = _beside(keys)
+        beside = _prefix_beside(keys)
         mirrors = self._mirrors(carriers, keys)
         pairs = list(itertools.combinations(mirrors, 2))
         if any(self._are_apart(one, other) for one, other in pairs):
@@ -358,7 +360,7 @@ class _Roles:
     ) -> list[_Mirror]:
         """Returns the parameters of each element with moments of a container."""
         return [
-            self._mirror(child, (*keys, key), _beside(keys))
+            self._mirror(child, (*keys, key), _prefix_beside(keys))
             for key, child in carriers.items()
         ]
 
@@ -373,7 +375,7 @@ class _Roles:
         """
         part = _Roles("")
         part._types = self._types
-        owner = Known("", "", frozenset(), "", 0, "", "")
+        owner = LeafFacts("", "", frozenset(), "", 0, "", "")
         part._collect(node, keys, "", owner, may_be_state=True)
         by_field: dict[tuple[LeafPath, str], list[LeafPath]] = {}
         for path, known in part._found.items():
@@ -409,7 +411,7 @@ class _Roles:
         node: tree.Node | LeafPath,
         keys: Keys,
         prefix: LeafPath,
-        owner: Known,
+        owner: LeafFacts,
         *,
         may_be_state: bool,
     ) -> None:
@@ -437,7 +439,7 @@ class _Roles:
             inner = keys if node.is_box else (*keys, key)
             child_owner, inner_may_be_state = owner, may_be_state
             if is_transform or is_unnamed:
-                child_owner = Known(
+                child_owner = LeafFacts(
                     optax_containers.class_name(node) if is_transform else "",
                     str(key.name),
                     fields,
@@ -506,7 +508,7 @@ class _Roles:
         )
 
 
-def _beside(keys: Keys) -> LeafPath:
+def _prefix_beside(keys: Keys) -> LeafPath:
     """Returns the path prefix of all leaves beside the container at `keys`."""
     return tree.join(keys[:-1]) + "/" if keys[:-1] else ""
 

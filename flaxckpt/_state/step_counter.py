@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from flaxckpt._types import PyTree
 _log = logging.getLogger(__name__)
 
 
-def whole(step: Any) -> int:
+def to_int(step: Any) -> int:
     """Converts a step number to an int: an int, a whole float, or a 0-d array.
 
     Raises:
@@ -50,10 +50,10 @@ def check(state: PyTree, completed: int, *, offset: int = 0) -> None:
     Raises:
         OptionError: No counter agrees.
     """
-    counts = found(state)
+    counts = read_counters(state)
     if counts and completed not in counts.values():
         raise errors.OptionError(
-            f"this save is called step {completed}, but {_listed(counts)}:"
+            f"this save is for step {completed}, but {_format(counts)}:"
             f" {_hint(counts, completed, offset)}"
         )
 
@@ -63,40 +63,36 @@ def _hint(counts: Mapping[str, int], completed: int, offset: int) -> str:
     ahead = [name for name, count in counts.items() if count == completed + 1]
     if ahead and not offset:
         return (
-            "the loop counts from 0: pass step_is='index'. If the run goes on from a"
-            f" step that was numbered from 0, begin the loop at int({ahead[0]}) + 1"
+            "the loop counts from 0: pass step_is='index'. If the run continues from a"
+            f" step that was numbered from 0, start the loop at int({ahead[0]}) + 1"
         )
     if ahead:
         return (
             "the state is one step ahead of the loop, whose index is"
-            f" {completed - offset}: if the run goes on from a step that was numbered"
-            f" from 0, begin the loop at index int({ahead[0]})"
+            f" {completed - offset}: if the run continues from a step that was"
+            f" numbered from 0, start the loop at index int({ahead[0]})"
         )
     if offset and completed - offset in counts.values():
-        return "the loop counts completed steps: leave step_is='index' out"
+        return "the loop counts completed steps: remove step_is='index'"
     return (
         "pass the number of completed steps, or check_step=False if the state counts"
         " otherwise"
     )
 
 
-def mismatch(state: PyTree, step: int) -> str:
+def describe_mismatch(state: PyTree, step: int) -> str:
     """Describes a restored state's counters if none equals `step`; else empty."""
-    counts = found(state)
-    return "" if not counts or step in counts.values() else _listed(counts)
+    counts = read_counters(state)
+    return "" if not counts or step in counts.values() else _format(counts)
 
 
-def found(state: PyTree) -> dict[str, int]:
-    """Returns the value of each step counter of a state, by path."""
-    return dict(_found(state))
-
-
-def _listed(counts: Mapping[str, int]) -> str:
+def _format(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} is {count}" for name, count in counts.items())
 
 
-def _found(state: PyTree) -> Iterator[tuple[str, int]]:
-    """Yields the path and the value of each step counter of a state."""
+def read_counters(state: PyTree) -> dict[str, int]:
+    """Returns the value of each step counter of a state, by path."""
+    counts: dict[str, int] = {}
     parts: dict[str, Any] = {"state": state}
     if isinstance(state, Mapping):
         parts |= {f"state[{name!r}]": part for name, part in state.items()}
@@ -108,7 +104,8 @@ def _found(state: PyTree) -> Iterator[tuple[str, int]]:
         else:
             count, label = _count(getattr(part, "step", None)), f"{name}.step"
         if count is not None:
-            yield label, count
+            counts[label] = count
+    return counts
 
 
 def _count(step: Any) -> int | None:
@@ -161,9 +158,9 @@ class Consumption:
             self._each = each
         if each > 0 and rest == 0 and ahead > 0:
             _log.warning(
-                "the dataset is %d batches ahead of the loop: a run that is resumed"
-                " will skip them. Save the state of what the loop takes batches from,"
-                " such as datasets.Buffered(iterator), not of what is inside it",
+                "the dataset is %d batches ahead of the loop: a resumed run will skip"
+                " them. Save the state of the iterator that the loop takes batches"
+                " from, such as datasets.Buffered(iterator), not of the iterator in it",
                 ahead,
             )
 
@@ -180,10 +177,10 @@ class Consumption:
         more = position - begun - each * (step - start)
         if more > 0:
             _log.warning(
-                "the loop has taken %d more batches than it has used until its last"
-                " step, %d, which is saved with the dataset behind them: a run that is"
-                " resumed from there will skip them. Call next(batches) when a step"
-                " needs them, and not in the head of the loop",
+                "the loop has taken %d more batches than it used up to its last step,"
+                " %d. The dataset is saved after these batches, so a resumed run will"
+                " skip them. Call next(batches) when a step needs them, not in the head"
+                " of the loop",
                 more,
                 step,
             )

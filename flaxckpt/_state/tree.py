@@ -152,7 +152,7 @@ def check_nesting(tree: PyTree, is_leaf: Callable[[object], bool]) -> None:
             return
     raise errors.LeafNameError(
         dict([_too_deep(tree, is_leaf)]),
-        "Take the reference out, or flatten the state.",
+        "Remove the reference, or flatten the state.",
     )
 
 
@@ -253,7 +253,7 @@ def walk(
     if walker.faults:
         raise errors.LeafNameError(
             walker.faults,
-            "Use str or int keys, each of them once when written as text.",
+            "Use str or int keys that differ when written as text.",
         )
     return structure
 
@@ -280,8 +280,8 @@ def _visit(
     if len(keys) >= _MAX_KEYS or depth > MAX_DEPTH:
         raise errors.LeafNameError(
             {f"{path[:60]} …": f"is nested {max(len(keys), depth)} deep"},
-            f"Flatten the state: readers take {_MAX_KEYS - 1} keys, and {MAX_DEPTH}"
-            " containers with boxes and modules.",
+            f"Flatten the state: readers accept {_MAX_KEYS - 1} keys, and {MAX_DEPTH}"
+            " containers including boxes and modules.",
         )
     # The class alone decides if a value is a leaf, as in jax.
     is_leaf = type(value) in walker.leaf_types
@@ -340,14 +340,14 @@ def _count_static(walker: _Walker, path: LeafPath, static: Mapping[str, JSON]) -
         except ValueError:
             raise errors.UnsupportedLeafError(
                 {path: f"the static field {name!r} with two surrogates"},
-                "They would come back as one character: write that character.",
+                "They would be restored as one character: write that character.",
             ) from None
         if total > _MAX_STATIC_BYTES:
             raise errors.UnsupportedLeafError(
                 {path: f"the static field {name!r} of {_static_bytes(field)} bytes"},
                 "All static fields of a state may take"
-                f" {_MAX_STATIC_BYTES} bytes as JSON. Keep large ones elsewhere, or as"
-                " arrays: np.frombuffer(text.encode(), np.uint8).",
+                f" {_MAX_STATIC_BYTES} bytes as JSON. Store large fields elsewhere, or"
+                " as arrays: np.frombuffer(text.encode(), np.uint8).",
             )
     walker.static_bytes[0] = total
 
@@ -392,14 +392,16 @@ def key_paths(
         yield from key_paths(child, keys if structure.is_box else (*keys, key))
 
 
-def boxed(structure: Node | LeafPath, *, is_box: bool = False) -> Iterator[LeafPath]:
+def boxed_leaves(
+    structure: Node | LeafPath, *, is_box: bool = False
+) -> Iterator[LeafPath]:
     """Yields the leaves of `structure` that are in boxes."""
     if isinstance(structure, str):
         if is_box:
             yield structure
         return
     for child in structure.children:
-        yield from boxed(child, is_box=structure.is_box)
+        yield from boxed_leaves(child, is_box=structure.is_box)
 
 
 def plain_structure(

@@ -238,7 +238,7 @@ def _dataclass(
 ) -> Any:
     """Builds an instance; fields that were not saved, such as `tx`, are None."""
     fields = {
-        **{name: flax_state.tuples(value) for name, value in static.items()},
+        **{name: flax_state.to_tuples(value) for name, value in static.items()},
         **children,
     }
     required = [

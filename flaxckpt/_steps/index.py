@@ -133,10 +133,10 @@ class StepIndex(Generic[_T]):
         """
         if self.find(step) is not None:
             return None
-        found = reversed(self._named.get(step, ()))
-        return next(
-            (e for e in found if e.why or self._is_alike(e.path) or sign(e.path)), None
-        )
+        for entry in reversed(self._named.get(step, ())):
+            if entry.why or self._is_alike(entry.path) or sign(entry.path):
+                return entry
+        return None
 
     def _is_alike(self, path: Path) -> bool:
         """Returns True if a step differs from `path` only in the number."""
@@ -147,14 +147,14 @@ class StepIndex(Generic[_T]):
     @functools.cached_property
     def steps(self) -> dict[int, Path]:
         """Step -> path of the checkpoint, ascending."""
-        found = {step: self.find(step) for step in self.numbers}
-        return {step: entry.path for step, entry in found.items() if entry is not None}
+        entries = ((step, self.find(step)) for step in self.numbers)
+        return {step: entry.path for step, entry in entries if entry is not None}
 
     @functools.cached_property
     def doubtful(self) -> dict[int, Entry[_T]]:
         """Step -> entry of a possibly damaged step, ascending."""
-        found = {step: self.find_doubtful(step) for step in self.numbers}
-        return {step: entry for step, entry in found.items() if entry is not None}
+        entries = ((step, self.find_doubtful(step)) for step in self.numbers)
+        return {step: entry for step, entry in entries if entry is not None}
 
 
 def list_committed(
@@ -211,14 +211,10 @@ def sign(path: Path) -> str | None:
 
 def find_usual_name(root: Path, step: int) -> Path | None:
     """Returns the path under `root` with a usual name of `step`, or None."""
-    return next(
-        (
-            path
-            for path in _finished(root)
-            if names.number(path.name) == step and names.is_usual(path.name)
-        ),
-        None,
-    )
+    for path in _finished(root):
+        if names.number(path.name) == step and names.is_usual(path.name):
+            return path
+    return None
 
 
 def checkpoints_by_number(
@@ -228,7 +224,7 @@ def checkpoints_by_number(
 
     Includes checkpoints that are not steps.
     """
-    found: dict[int, list[Path]] = {}
+    checkpoints: dict[int, list[Path]] = {}
     for path in _finished(root):
         step = names.number(path.name)
         if step is None:
@@ -238,8 +234,8 @@ def checkpoints_by_number(
         except errors.CheckpointFormatError:  # a checkpoint of several items
             is_one = True
         if is_one:
-            found.setdefault(step, []).append(path)
-    return found
+            checkpoints.setdefault(step, []).append(path)
+    return checkpoints
 
 
 def _named_like_steps(
@@ -261,21 +257,21 @@ def _named_like_steps(
 
 def _recorded_prefixes(root: Path) -> set[str]:
     """Returns the prefixes of step names in the run's journal."""
-    found = set()
+    prefixes = set()
     for event in journal.recent(root / journal.NAME):
         name = event.path.rstrip("/").rpartition("/")[2]
         if event.kind == "committed" and names.number(name) == event.step is not None:
-            found.add(names.prefix(name))
-    return found
+            prefixes.add(names.prefix(name))
+    return prefixes
 
 
 def _finished(root: Path) -> Iterator[Path]:
     """Yields the entries under `root`, except links and temporary entries."""
     for path in sorted(root.iterdir()):
-        is_temporary = _storage.temporary.TEMPORARY in path.name or names.is_temporary(
-            path.name
-        )
-        if not is_temporary and not path.is_symlink():
+        name = path.name
+        if _storage.temporary.TEMPORARY in name or names.is_temporary(name):
+            continue
+        if not path.is_symlink():
             yield path
 
 

@@ -36,7 +36,7 @@ class EventJournal:
         self._path = path
         self._storage = _storage.of(path)
         # Used only where each write is a request. A fork does not inherit events.
-        self._unwritten = _util.forks.PerProcess(_no_lines)
+        self._unwritten = _util.forks.PerProcess(list[bytes])
         self._writing = _util.forks.PerProcess(threading.Lock)
 
     def __str__(self) -> str:
@@ -68,10 +68,6 @@ class EventJournal:
             unwritten.clear()
 
 
-def _no_lines() -> list[bytes]:
-    return []
-
-
 def _line(event: Event) -> bytes:
     row = {
         "time": event.time,
@@ -96,8 +92,8 @@ def append_new_events(journal: Path, other: Path) -> None:
     """
     lines = _last_lines(journal)
     numbers = {line: number for number, line in enumerate(lines, 1)}
-    known = (numbers[line] for line in reversed(_last_lines(other)) if line in numbers)
-    new = b"".join(lines[next(known, 0) :])
+    common = (numbers[line] for line in reversed(_last_lines(other)) if line in numbers)
+    new = b"".join(lines[next(common, 0) :])
     if new:
         _storage.of(other).append_lines(other, new, _MAX_BYTES)
 
@@ -124,15 +120,15 @@ def read(path: Path) -> list[Event]:
 
     Leaves out incomplete lines, and lines of other programs.
     """
-    events: list[Event] = []
     if not path.is_file():
-        return events
+        return []
+    events: list[Event] = []
     with _storage.of(path).open_file(path) as file:
-        is_begin = True
+        is_start = True
         while line := file.readline(_MAX_LINE_BYTES):
-            if is_begin and (event := _parse(line)):
+            if is_start and (event := _parse(line)):
                 events.append(event)
-            is_begin = line.endswith(b"\n")  # otherwise the line is too long for ours
+            is_start = line.endswith(b"\n")  # otherwise the line is too long for ours
     return events
 
 

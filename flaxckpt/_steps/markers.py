@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flaxckpt import _storage, errors
 
@@ -30,9 +30,9 @@ NOT_UPLOADED = "NOT_UPLOADED"
 """Marker of a step to keep in the staging directory, with content in JSON: the run
 directory lacks the step, or the latest markers and metrics of the step."""
 
-_MARK = b"1\n"
+_CONTENT = b"1\n"
 
-_MAX_MARK_BYTES = 2**16
+_MAX_BYTES = 2**16
 _MAX_REASON = 1000
 
 
@@ -77,7 +77,7 @@ def status(path: Path, names: Collection[str], *, dataset: str) -> Status:
 
 def is_marker(name: str) -> bool:
     """Returns True for the name of a marker, or of the file of a reader."""
-    return name in _MARKS_OF_STAYING or name.startswith(_storage.leases.READING)
+    return name in _NAMES or name.startswith(_storage.leases.READING)
 
 
 def is_copied(name: str) -> bool:
@@ -85,7 +85,7 @@ def is_copied(name: str) -> bool:
     return name in (WITHOUT_DATASET, MEASURED)
 
 
-_MARKS_OF_STAYING = frozenset(
+_NAMES = frozenset(
     (
         PIN,
         UNTIL_NEXT,
@@ -103,8 +103,8 @@ def for_new_step(final: Path, *, temporary: bool) -> dict[str, bytes]:
 
     A pin belongs to the name: the replacement of a pinned step is pinned.
     """
-    found = {UNTIL_NEXT: _MARK} if temporary else {}
-    return found | ({PIN: _MARK} if is_pinned(final) else {})
+    markers = {UNTIL_NEXT: _CONTENT} if temporary else {}
+    return markers | ({PIN: _CONTENT} if is_pinned(final) else {})
 
 
 def is_pinned(path: Path) -> bool:
@@ -119,23 +119,23 @@ def is_temporary(path: Path) -> bool:
 
 def pin(path: Path) -> None:
     """Keeps the step at `path` until unpinned."""
-    _storage.of(path).replace(path / PIN, _MARK)
+    _storage.of(path).replace(path / PIN, _CONTENT)
 
 
 def unpin(path: Path) -> None:
     """Leaves the step at `path` to the policies again."""
-    _remove_mark(path, PIN)
+    _remove(path, PIN)
 
 
 def make_permanent(path: Path) -> None:
     """Makes a temporary step permanent."""
-    _remove_mark(path, UNTIL_NEXT)
+    _remove(path, UNTIL_NEXT)
 
 
 def mark_dataset_deleted(path: Path) -> None:
     """Marks the dataset state of the step at `path` as deleted on purpose."""
     if not (path / WITHOUT_DATASET).is_file():
-        _storage.of(path).replace(path / WITHOUT_DATASET, _MARK)
+        _storage.of(path).replace(path / WITHOUT_DATASET, _CONTENT)
 
 
 def is_measured(path: Path) -> bool:
@@ -146,7 +146,7 @@ def is_measured(path: Path) -> bool:
 def mark_measured(path: Path) -> None:
     """Records that metrics were added to the step at `path`; add the metrics first."""
     if not is_measured(path):
-        _storage.of(path).replace(path / MEASURED, _MARK)
+        _storage.of(path).replace(path / MEASURED, _CONTENT)
 
 
 def is_damaged(path: Path) -> bool:
@@ -156,22 +156,20 @@ def is_damaged(path: Path) -> bool:
 
 def mark_damaged(path: Path, reason: str) -> None:
     """Marks the step at `path` as damaged, durably: lists leave out the step."""
-    told = {"reason": reason[:_MAX_REASON], "time": time.time()}
-    _storage.of(path).replace(path / DAMAGED, json.dumps(told).encode())
+    row = {"reason": reason[:_MAX_REASON], "time": time.time()}
+    _storage.of(path).replace(path / DAMAGED, json.dumps(row).encode())
 
 
 def unmark_damaged(path: Path) -> None:
     """Removes the damage marker: lists include the step at `path` again."""
-    _remove_mark(path, DAMAGED)
+    _remove(path, DAMAGED)
 
 
 def damage_reason(path: Path) -> str:
     """Returns the reason in the marker of a damaged step, or a substitute."""
     try:
-        told = json.loads(
-            _storage.of(path).read(path / DAMAGED, max_bytes=_MAX_MARK_BYTES)
-        )
-        return errors.printable(str(told["reason"])[:_MAX_REASON])
+        row = _read_json(path / DAMAGED)
+        return errors.printable(str(row["reason"])[:_MAX_REASON])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "its marker gives no reason"
 
@@ -201,15 +199,12 @@ class UploadMarker(NamedTuple):
 def read_upload_marker(path: Path) -> UploadMarker | None:
     """Returns the upload marker of the step at `path`, or None."""
     try:
-        found = json.loads(
-            _storage.of(path).read(path / NOT_UPLOADED, max_bytes=_MAX_MARK_BYTES)
-        )
-        removed = tuple(map(str, found["removed"]))
+        row = _read_json(path / NOT_UPLOADED)
         return UploadMarker(
-            bool(found["overwrite"]),
-            removed,
-            str(found["change"]),
-            bool(found.get("settled", False)),
+            bool(row["overwrite"]),
+            tuple(map(str, row["removed"])),
+            str(row["change"]),
+            bool(row.get("settled", False)),
         )
     except FileNotFoundError:
         return None
@@ -231,23 +226,27 @@ def is_marked_for_upload(path: Path) -> bool:
 
 def is_settled(path: Path) -> bool:
     """Returns True for a step uploaded, or left in staging, before the last change."""
-    mark = read_upload_marker(path)
-    return mark is None or mark.settled
+    marker = read_upload_marker(path)
+    return marker is None or marker.settled
 
 
 def mark_for_upload(path: Path, removed: Collection[str] = ()) -> None:
     """Marks the step at `path` as still to be uploaded, or as changed again."""
-    now = read_upload_marker(path) or UploadMarker(settled=True)
-    both = tuple(sorted({*now.removed, *removed}))
-    _storage.of(path).replace(path / NOT_UPLOADED, now._replace(removed=both).content())
+    marker = read_upload_marker(path) or UploadMarker(settled=True)
+    marker = marker._replace(removed=tuple(sorted({*marker.removed, *removed})))
+    _storage.of(path).replace(path / NOT_UPLOADED, marker.content())
 
 
 def unmark_upload(path: Path) -> None:
     """Removes the upload marker of the step at `path`."""
-    _remove_mark(path, NOT_UPLOADED)
+    _remove(path, NOT_UPLOADED)
 
 
-def _remove_mark(path: Path, name: str) -> None:
+def _read_json(file: Path) -> Any:
+    return json.loads(_storage.of(file).read(file, max_bytes=_MAX_BYTES))
+
+
+def _remove(path: Path, name: str) -> None:
     try:
         (path / name).unlink()
     except FileNotFoundError:

@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import tensorstore as ts
@@ -256,10 +256,10 @@ class Connection:
         """
         self._use_threads()
         until = time.monotonic() + self._timeout_secs(size)
-        for tries, pause in enumerate(self._pauses(), 1):
+        tries, pause = 1, _FIRST_PAUSE_SECS
+        while True:
             try:
-                future = begin()
-                result = future.result(timeout=max(0.0, until - time.monotonic()))
+                result = begin().result(timeout=max(0.0, until - time.monotonic()))
             except TimeoutError:
                 raise self._timeout_error(what, size) from None
             except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
@@ -270,7 +270,7 @@ class Connection:
                 self._has_answered = True
                 return result
             time.sleep(pause)
-        raise AssertionError
+            tries, pause = tries + 1, min(2 * pause, _LONGEST_PAUSE_SECS)
 
     def _is_retried(self, error: Exception, tries: int) -> bool:
         """Returns True if a request should be retried after `tries` failures."""
@@ -305,12 +305,6 @@ class Connection:
 
     def _timeout_secs(self, size: int) -> float:
         return self.options.deadline_secs + size / _SLOWEST_BYTES_PER_SEC
-
-    def _pauses(self) -> Iterator[float]:
-        pause = _FIRST_PAUSE_SECS
-        while True:
-            yield pause
-            pause = min(2 * pause, _LONGEST_PAUSE_SECS)
 
     def _timeout_error(self, what: str, size: int) -> errors.StoreError:
         # The late request may delay later requests of this connection for long.

@@ -136,15 +136,12 @@ def write_new(path: RemotePath, content: bytes) -> None:
     Raises:
         CheckpointExistsError: Another process writes the checkpoint.
     """
-    if path.store.create(path.key, content) is not None:
-        return
+    store, key = path.store, path.key
     for _ in range(_LATE_TRIES):
-        present = path.store.read(path.key)
-        if present is None:
-            generation = path.store.create(path.key, content)
-        else:
-            generation = path.store.exchange(path.key, content, present.generation)
-        if generation is not None:
+        if store.create(key, content) is not None:
+            return
+        present = store.read(key)
+        if present and store.exchange(key, content, present.generation) is not None:
             return
     raise errors.CheckpointExistsError(
         f"{path} is also being written by another process"

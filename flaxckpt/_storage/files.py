@@ -1,12 +1,14 @@
-"""System calls on files and directories: safe opening, syncing, removal.
+"""System calls on files and directories: safe opening, checks, syncing, removal.
 
 Checkpoint files are opened for reading by `open_regular_file`: opening a pipe never
-waits for its writer, and symbolic links may be restricted to the checkpoint.
+waits for its writer. Symbolic links within a checkpoint are followed, links out of it
+are refused. Hard links look like any file.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import os
 import re
@@ -15,10 +17,12 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from flaxckpt._storage import symlinks
-
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _REMOVALS = 100
+
+_LONG_BYTES = 64 * 2**20
+_BEST_RATIO = 64
+"""No file system compresses a long file to a smaller part than `1 / _BEST_RATIO`."""
 
 REPLACING = ".tmp"
 """Suffix of the temporary files of `Storage.replace`, after a random part."""
@@ -46,15 +50,107 @@ def open_regular_file(path: Path | str, *, within: Path | None = None) -> int:
         descriptor = -1
     if descriptor < 0 and within is not None:
         # Not in the handler: `is_unread` would take the error for one of the system.
-        if not symlinks.is_inside(str(path), within):
-            raise ValueError(
-                f"{path} is a symbolic link that leads out of the checkpoint"
-            )
+        _check_link(str(path), within)
         descriptor = os.open(path, _READ_FLAGS)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise ValueError(f"{path} is not a regular file")
     return descriptor
+
+
+# ---- links out of a checkpoint -------------------------------------------------------
+
+
+def check_root(root: Path, checkpoint: Path) -> int:
+    """Checks the directory of the arrays; see `Storage.check_root`."""
+    status = root.stat()
+    return _check_root(root, checkpoint, status.st_ino, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _check_root(root: Path, checkpoint: Path, inode: int, modified: int) -> int:
+    del inode, modified  # only keys of the cache
+    if root.is_symlink():
+        _check_link(str(root), checkpoint)
+    # A database may store its values anywhere below its directory.
+    is_database = os.path.lexists(root / "manifest.ocdbt")
+    return _checked_size(str(root), checkpoint, deep=is_database)
+
+
+def check_array(root: Path, name: str, checkpoint: Path) -> int:
+    """Checks the directory of an array; see `Storage.check_array`."""
+    directory = f"{root}/{name}"
+    if "/" in name:
+        # `check_root` saw only the first part of `name`.
+        _check_link(directory, checkpoint)
+    return _checked_size(directory, checkpoint, deep=bool(name))
+
+
+def check_file(path: Path, checkpoint: Path) -> None:
+    """Raises ValueError for a non-regular file, or a link out of the checkpoint.
+
+    Call this before opening: opening a pipe would wait for its writer.
+    """
+    parent = path
+    while parent not in (checkpoint, parent.parent):
+        if parent.is_symlink():
+            _check_link(str(path), checkpoint)
+            break
+        parent = parent.parent
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
+
+
+def _checked_size(directory: str, checkpoint: Path, *, deep: bool) -> int:
+    """Returns the size of the files in a directory, or also below if `deep`.
+
+    Follows links to directories, too: these may contain links that lead out.
+
+    Raises:
+        ValueError: A link leads out, or an entry is neither file nor directory.
+    """
+    size = 0
+    seen: set[tuple[int, int]] = set()
+    waiting = [directory]
+    while waiting:
+        directory = waiting.pop()
+        status = os.stat(directory)  # noqa: PTH116
+        if (status.st_dev, status.st_ino) in seen:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    _check_link(entry.path, checkpoint)
+                status = entry.stat()
+                if stat.S_ISREG(status.st_mode):
+                    _check_holes(entry.path, status)
+                    size += status.st_size
+                elif not stat.S_ISDIR(status.st_mode):
+                    raise ValueError(f"{entry.path} is not a regular file")
+                elif deep:
+                    waiting.append(entry.path)
+    return size
+
+
+def _check_holes(path: str, status: os.stat_result) -> None:
+    """Raises ValueError for a long file of almost nothing but holes.
+
+    TensorStore would allocate memory for all of it.
+    """
+    if status.st_size > max(_LONG_BYTES, status.st_blocks * 512 * _BEST_RATIO):
+        raise ValueError(f"{path} has {status.st_size} bytes, most of which are holes")
+
+
+def _check_link(path: str, directory: Path) -> None:
+    """Raises ValueError unless `path`, with links resolved, exists in `directory`."""
+    target = Path(os.path.realpath(path))
+    parent = os.path.realpath(directory)
+    if not target.exists() or not f"{target}/".startswith(f"{parent}/"):
+        raise ValueError(f"{path} is a symbolic link that leads out of the checkpoint")
+
+
+# ---- changes -------------------------------------------------------------------------
 
 
 def is_replacing(name: str) -> bool:
@@ -112,20 +208,20 @@ def digest(content: bytes) -> str:
     return "sha256:" + hashlib.sha256(content).hexdigest()
 
 
-def check_digest(name: object, found: str | None, recorded: object) -> None:
+def check_digest(name: object, digest: str | None, recorded: object) -> None:
     """Compares the digest of a file with the recorded digest.
 
     Args:
         name: The file, for the message.
-        found: Digest of the file; None if missing or too large.
+        digest: Digest of the file; None if missing or too large.
         recorded: The recorded digest, not trusted.
 
     Raises:
         ValueError: The digests differ.
     """
-    if found != recorded:
+    if digest != recorded:
         # Twelve hexadecimal digits are enough to tell digests apart.
-        wanted, have = (str(digest)[:19] for digest in (recorded, found or "none"))
+        wanted, found = str(recorded)[:19], str(digest or "none")[:19]
         raise ValueError(
-            f"{name} has changed since it was saved: wanted {wanted}, found {have}"
+            f"{name} has changed since it was saved: wanted {wanted}, found {found}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import io
 import os
@@ -30,7 +31,6 @@ from flaxckpt._storage import (
     filesystem,
     leases,
     rename,
-    symlinks,
     temporary,
 )
 from flaxckpt._types import JSON
@@ -77,10 +77,10 @@ class LocalStorage:
         return os.path.lexists(path)
 
     def contents(
-        self, directory: Path, wanted: Callable[[str], bool], /
+        self, directory: Path, select: Callable[[str], bool], /
     ) -> dict[str, Collection[str]]:
         contents: dict[str, Collection[str]] = {}
-        for name in filter(wanted, list(self.directories(directory))):
+        for name in filter(select, list(self.directories(directory))):
             with contextlib.suppress(FileNotFoundError):  # just deleted
                 contents[name] = os.listdir(directory / name)  # noqa: PTH208
         return contents
@@ -156,9 +156,9 @@ class LocalStorage:
     def free_bytes(self, path: Path, /) -> int | None:
         return shutil.disk_usage(path).free
 
-    check_root = staticmethod(symlinks.check_root)
-    check_array = staticmethod(symlinks.check_array)
-    check_file = staticmethod(symlinks.check_file)
+    check_root = staticmethod(files.check_root)
+    check_array = staticmethod(files.check_array)
+    check_file = staticmethod(files.check_file)
 
     def kvstore(self, directory: Path, below: str, /) -> dict[str, JSON]:
         return {"driver": "file", "path": f"{directory}/{below}"}
@@ -305,12 +305,7 @@ class LocalStorage:
 
     def sync_tree(self, root: Path, /) -> int:
         sizes: list[int] = []
-
-        def sync(path: str) -> None:
-            status = _sync(path)
-            if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
-                sizes.append(status.st_size)
-
+        sync = functools.partial(_sync, sizes=sizes)
         paths = [
             os.path.join(directory, name)  # noqa: PTH118
             for directory, _, names in os.walk(root, topdown=False)
@@ -354,16 +349,17 @@ class LocalStorage:
             os.close(descriptor)
 
     def sync_files(self, paths: Iterable[Path], threads: int, /) -> None:
-        _util.threads.each(_sync, list(paths), threads=threads)
+        sync = functools.partial(_sync, sizes=[])
+        _util.threads.each(sync, paths, threads=threads)
 
     def add_directory(self, path: Path, files: Mapping[str, bytes], /) -> bool:
         is_first = True
-        with temporary.new_directory(path.parent) as made:
+        with temporary.new_directory(path.parent) as new:
             for name, content in files.items():
-                self.write(made / name, content)
-            self.sync_directory(made)
+                self.write(new / name, content)
+            self.sync_directory(new)
             try:
-                made.rename(path)
+                new.rename(path)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
@@ -406,8 +402,8 @@ class LocalStorage:
         check: Callable[[Path], object],
     ) -> Iterator[Path]:
         temporary.sweep(final.parent, lambda name: name == final.name)
-        with temporary.new_directory(final) as made:
-            yield made
+        with temporary.new_directory(final) as directory:
+            yield directory
 
     def commit(
         self,
@@ -436,19 +432,18 @@ class LocalStorage:
     ) -> int:
         if files is None:
             files = [path for path in source.rglob("*") if path.is_file()]
-        with temporary.new_directory(final) as made:
+        with temporary.new_directory(final) as new:
             for directory in sorted({file.parent for file in files}):
-                copied = made / directory.relative_to(source)
-                copied.mkdir(parents=True, exist_ok=True)
+                (new / directory.relative_to(source)).mkdir(parents=True, exist_ok=True)
 
             def copy(file: Path) -> None:
-                shutil.copyfile(file, made / file.relative_to(source))
+                shutil.copyfile(file, new / file.relative_to(source))
 
             _util.threads.each(copy, files, threads=_COPYING_THREADS)
             for name, content in markers.items():
-                self.write(made / name, content)
-            size = self.sync_tree(made)
-            publish(made, final)
+                self.write(new / name, content)
+            size = self.sync_tree(new)
+            publish(new, final)
             return size
 
     def delete(self, path: Path, check: Callable[[Path], object], /) -> None:
@@ -491,14 +486,16 @@ def _entries_below(directory: str, prefix: str) -> Iterator[tuple[str, bool]]:
             yield from _entries_below(entry.path, path + "/")
 
 
-def _sync(path: Path | str) -> os.stat_result:
-    """Syncs a file or a directory, by any writer."""
+def _sync(path: Path | str, *, sizes: list[int]) -> None:
+    """Syncs a file or a directory; adds the size of a file without other hard links."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)
-        return os.fstat(descriptor)
+        status = os.fstat(descriptor)
     finally:
         os.close(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+        sizes.append(status.st_size)
 
 
 def _raise(error: OSError) -> NoReturn:

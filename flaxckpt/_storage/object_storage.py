@@ -67,10 +67,10 @@ class ObjectStorage:
     is_taken = staticmethod(RemotePath.is_file)
 
     def contents(
-        self, directory: RemotePath, wanted: Callable[[str], bool], /
+        self, directory: RemotePath, select: Callable[[str], bool], /
     ) -> dict[str, Collection[str]]:
         return {
-            name: inside for name, inside in directory.tree().items() if wanted(name)
+            name: inside for name, inside in directory.tree().items() if select(name)
         }
 
     def files_below(self, directory: RemotePath, /) -> Iterator[str]:
@@ -285,8 +285,8 @@ class ObjectStorage:
             check(final)  # `commit_marker.new_checkpoint` removes it at once
         with commit_marker.new_checkpoint(
             final, overwrite=overwrite, keep=keep
-        ) as made:
-            yield made
+        ) as directory:
+            yield directory
 
     def commit(
         self,

@@ -164,7 +164,7 @@ class Store:
 
     def write(self, key: str, value: bytes) -> bytes:
         """Writes a value unconditionally; returns the generation."""
-        generation = self._write(key, value, None)
+        generation = self.exchange(key, value, None)
         assert generation is not None
         return generation
 
@@ -172,11 +172,14 @@ class Store:
         """Creates a value; returns the generation, or None for an existing key."""
         return self.exchange(key, value, _nothing())
 
-    def exchange(self, key: str, value: bytes, generation: bytes) -> bytes | None:
-        """Replaces the value of `generation`; returns the new generation, or None."""
-        return self._write(key, value, generation)
+    def exchange(
+        self, key: str, value: bytes, generation: bytes | None
+    ) -> bytes | None:
+        """Replaces the value of `generation`, or any value if `generation` is None.
 
-    def _write(self, key: str, value: bytes, generation: bytes | None) -> bytes | None:
+        Returns:
+            The new generation; None if the present value has another generation.
+        """
         with self._change():
             stamp = self.connection.request(
                 f"write {self.url}/{key}",

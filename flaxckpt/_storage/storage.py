@@ -76,9 +76,9 @@ class Storage(Protocol[_Path]):
         """Returns True if a file written to `path` would replace an existing entry."""
 
     def contents(
-        self, directory: _Path, wanted: Callable[[str], bool], /
+        self, directory: _Path, select: Callable[[str], bool], /
     ) -> dict[str, Collection[str]]:
-        """Maps each subdirectory with a `wanted` name to the names inside.
+        """Maps each subdirectory whose name `select` accepts to the names inside.
 
         Raises:
             FileNotFoundError: `directory` is missing.

@@ -230,7 +230,7 @@ class CheckpointCallback:
         """
         if others:
             arguments.check_extra(others)
-        completed = _state.step_counter.whole(step) + self._offset
+        completed = _state.step_counter.to_int(step) + self._offset
         is_flag, is_bound = isinstance(state, bool), "state" in self._getters
         if isinstance(state, numbers.Real) or (is_bound and arguments.is_number(state)):
             if is_flag or not is_bound:
@@ -252,13 +252,13 @@ class CheckpointCallback:
         """
         completed = getattr(info, "next_step", None)
         if completed is None:
-            completed = _state.step_counter.whole(info.step) + 1
+            completed = _state.step_counter.to_int(info.step) + 1
         metrics = getattr(info, "metrics", None)
         loss = getattr(info, "loss", None)
         if metrics is None and loss is not None:
             metrics = {"loss": loss}
         return self._after(
-            _state.step_counter.whole(completed), info.state, metrics, None, force
+            _state.step_counter.to_int(completed), info.state, metrics, None, force
         )
 
     def should_stop(self) -> bool:
@@ -539,7 +539,7 @@ class CheckpointCallback:
             metrics: Numbers by name, or a clu metric collection.
         """
         self.checkpointer.add_metrics(
-            _state.step_counter.whole(step) + self._offset,
+            _state.step_counter.to_int(step) + self._offset,
             completed_step.metric_values(metrics) or {},
         )
 

@@ -98,7 +98,7 @@ class CompletedStep:
         """
         state = self.get("state")
         is_replaced = self.is_bound and kept_state.is_replaced_whole(state)
-        return is_replaced and bool(_state.step_counter.found(state))
+        return is_replaced and bool(_state.step_counter.read_counters(state))
 
     def release_state(self) -> None:
         """Releases the kept state."""
@@ -126,13 +126,15 @@ class CompletedStep:
                     except errors.OptionError as error:
                         reason = str(error)
             return reason
-        counts = _state.step_counter.found(self.get("state")) if check_step else {}
+        counts = (
+            _state.step_counter.read_counters(self.get("state")) if check_step else {}
+        )
         if not counts:
             return "its state is bound, and has no counter that tells the step"
         if self.step in counts.values():
             return ""
         # The step may be right, but the bound state has changed since the report.
-        mismatch = _state.step_counter.mismatch(self.get("state"), self.step)
+        mismatch = _state.step_counter.describe_mismatch(self.get("state"), self.step)
         return f"its bound state was changed after the report: {mismatch} now"
 
     @contextlib.contextmanager

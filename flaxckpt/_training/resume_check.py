@@ -50,7 +50,7 @@ def check(
             returned = step_fn(begin, *batch)
             # A function that changes NNX objects in place may return None.
             result = begin if returned is None else returned
-            return _state.flax_state.values(
+            return _state.flax_state.leaves_by_path(
                 {"state": result, _GIVEN: begin, "batch": batch}
             )
 

@@ -168,7 +168,7 @@ class FirstState:
         Raises:
             OptionError: The loop counts from 0.
         """
-        if self._step != step or _state.step_counter.found(state):
+        if self._step != step or _state.step_counter.read_counters(state):
             return
         if self._trace.has_changed(state):
             raise errors.OptionError(
@@ -183,7 +183,7 @@ class FirstState:
 
 def warn_of_other_numbers(checkpointer: Checkpointer, state: PyTree, step: int) -> None:
     """Logs a warning if the step counters of a restored state have other values."""
-    if counters := _state.step_counter.mismatch(state, step):
+    if counters := _state.step_counter.describe_mismatch(state, step):
         _log.warning(
             "step %d of %s is restored, but %s: its steps were numbered differently,"
             " such as from 0. Begin the loop at the step of the state, or pass"

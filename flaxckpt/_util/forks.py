@@ -31,14 +31,14 @@ class PerProcess(Generic[T]):
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        self._made: dict[int, T] = {}
+        self._objects: dict[int, T] = {}
 
     def get(self) -> T:
         """Returns the object of this process."""
         pid = os.getpid()
-        if pid not in self._made:
-            self._made.setdefault(pid, self._make())  # atomic: threads share the object
-        return self._made[pid]
+        if pid not in self._objects:
+            self._objects.setdefault(pid, self._make())  # atomic: threads share it
+        return self._objects[pid]
 
 
 class lazy(Generic[T]):  # noqa: N801
@@ -63,5 +63,5 @@ class lazy(Generic[T]):  # noqa: N801
     def __get__(self, instance: object | None, owner: type) -> T | lazy[T]:
         if instance is None:
             return self
-        found = instance.__dict__[self._name] = self._compute(instance)
-        return found
+        value = instance.__dict__[self._name] = self._compute(instance)
+        return value

@@ -29,14 +29,14 @@ def element(name: str, *children: object, **attributes: object) -> Markup:
         **attributes: Attributes by name: a trailing `_` is dropped, any other `_`
             becomes `-`. None omits the attribute.
     """
-    given = "".join(
+    markup = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{text(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
     if name in _VOID:
-        return Markup(f"<{name}{given}>")
-    return Markup(f"<{name}{given}>{join(children)}</{name}>")
+        return Markup(f"<{name}{markup}>")
+    return Markup(f"<{name}{markup}>{join(children)}</{name}>")
 
 
 _VOID = frozenset(("meta", "link", "br"))
@@ -102,10 +102,10 @@ class Row(NamedTuple):
 
 def table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Markup:
     """Returns a table in a box with a scroll bar for wide tables."""
-    used = [n for n in range(len(columns)) if any(str(row.cells[n]) for row in rows)]
+    shown = [n for n in range(len(columns)) if any(str(row.cells[n]) for row in rows)]
     heads = [
         element("th", columns[n].title, scope="col", class_=_class(columns[n]))
-        for n in used
+        for n in shown
     ]
     body = []
     for row in rows:
@@ -116,17 +116,17 @@ def table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Markup:
                 scope=None if n else "row",
                 class_=_class(columns[n]),
             )
-            for n in used
+            for n in shown
         ]
         body.append(element("tr", *cells, class_=row.kind, **row.data))
-    made = element(
+    content = element(
         "table",
         element("caption", title),
         element("thead", element("tr", *heads)),
         element("tbody", *body),
     )
     return element(
-        "div", made, class_="scroll", tabindex=0, role="region", aria_label=title
+        "div", content, class_="scroll", tabindex=0, role="region", aria_label=title
     )
 
 

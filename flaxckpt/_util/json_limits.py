@@ -27,20 +27,28 @@ _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 """A surrogate pair, which JSON cannot distinguish from the character."""
 
 
-def copy(value: Mapping[str, Any], at: str) -> dict[str, JSON]:
+def copy(value: Mapping[str, Any], at: str, depth: int = 0) -> dict[str, JSON]:
     """Returns a deep copy of a mapping in JSON types; tuples become lists.
 
     Args:
         value: A mapping that the caller may change afterwards.
         at: The name of the mapping, for messages: `metadata`.
+        depth: Number of containers around the mapping.
 
     Raises:
         ValueError: JSON would not return an equal value; the message names the item.
     """
-    return _copied_dict(value, at, 0)
+    copied: dict[str, JSON] = {}
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise ValueError(f"{at} has the key {key!r:.80}, which is not a str")
+        copied[check_text(key, at)] = _copy(item, f"{at}[{key!r:.80}]", depth + 1)
+    if len(copied) < len(value):
+        raise ValueError(f"{at} has two keys with the same text")
+    return copied
 
 
-def _copied(value: Any, at: str, depth: int) -> JSON:
+def _copy(value: Any, at: str, depth: int) -> JSON:
     if depth > MAX_DEPTH:
         raise ValueError(
             f"{at[:80]} … is nested more than {MAX_DEPTH} deep, or contains itself"
@@ -56,22 +64,11 @@ def _copied(value: Any, at: str, depth: int) -> JSON:
     if isinstance(value, str):
         return check_text(value, at)
     if isinstance(value, list | tuple):
-        return [_copied(item, f"{at}[{i}]", depth + 1) for i, item in enumerate(value)]
+        return [_copy(item, f"{at}[{i}]", depth + 1) for i, item in enumerate(value)]
     if not isinstance(value, Mapping):
         cls = type(value)
         raise ValueError(f"{at} is a {cls.__module__}.{cls.__qualname__}")
-    return _copied_dict(value, at, depth)
-
-
-def _copied_dict(value: Mapping[str, Any], at: str, depth: int) -> dict[str, JSON]:
-    made: dict[str, JSON] = {}
-    for key, item in value.items():
-        if not isinstance(key, str):
-            raise ValueError(f"{at} has the key {key!r:.80}, which is not a str")
-        made[check_text(key, at)] = _copied(item, f"{at}[{key!r:.80}]", depth + 1)
-    if len(made) < len(value):
-        raise ValueError(f"{at} has two keys with the same text")
-    return made
+    return copy(value, at, depth)
 
 
 def check_text(value: str, at: str) -> str:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-_ASKED_FROM = 2**30
+_CHECKED_FROM = 2**30
 """Smaller arrays are not checked."""
 
 
@@ -21,7 +21,7 @@ class TooLargeError(ValueError):
 
 
 def is_too_large(error: BaseException) -> bool:
-    """Whether an error says that memory was short, itself or by its cause."""
+    """Returns True if an error, or its cause, reports a lack of memory."""
     kinds = (TooLargeError, MemoryError)
     return isinstance(error, kinds) or isinstance(error.__cause__, kinds)
 
@@ -38,7 +38,7 @@ def check(size: int) -> None:
     Raises:
         TooLargeError: The memory is not free.
     """
-    if size <= _ASKED_FROM:
+    if size <= _CHECKED_FROM:
         return
     free = free_bytes()
     if free is not None and size > free:
@@ -49,11 +49,11 @@ def check(size: int) -> None:
 
 def free_bytes() -> int | None:
     """Returns the bytes still available to this process, None if unknown."""
-    limits = [_of_system(), _of_process()]
+    limits = [_system_bytes(), _process_bytes()]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _of_system() -> int | None:
+def _system_bytes() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -63,7 +63,7 @@ def _of_system() -> int | None:
     return sum(int(size.split()[0]) * 1024 for size in free) if free else None
 
 
-def _of_process() -> int | None:
+def _process_bytes() -> int | None:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None
@@ -83,11 +83,11 @@ def batches(sized: Iterable[tuple[_T, int]], max_bytes: int) -> Iterator[list[_T
     """
     batch: list[_T] = []
     total = 0
-    for thing, size in sized:
+    for item, size in sized:
         if batch and total + size > max_bytes:
             yield batch
             batch, total = [], 0
-        batch.append(thing)
+        batch.append(item)
         total += size
     if batch:
         yield batch

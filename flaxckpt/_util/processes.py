@@ -62,8 +62,8 @@ def is_distributed() -> bool:
 
 def broadcast_bytes(content: bytes) -> bytes:
     """Returns process 0's `content`; a collective, with equal lengths everywhere."""
-    found = multihost_utils.broadcast_one_to_all(np.frombuffer(content, np.uint8))
-    return bytes(np.asarray(found).astype(np.uint8))
+    received = multihost_utils.broadcast_one_to_all(np.frombuffer(content, np.uint8))
+    return bytes(np.asarray(received).astype(np.uint8))
 
 
 # ---- jax's coordination service ----------------------------------------------------
@@ -97,8 +97,8 @@ class Service:
     def list(self, prefix: str) -> dict[str, str]:
         """Returns all texts below `prefix`, by the rest of their keys."""
         with _jax_errors_as_oserror():
-            found = self._client.key_value_dir_get(f"{prefix}/")
-        return {key.rpartition(f"{prefix}/")[2]: text for key, text in found}
+            rows = self._client.key_value_dir_get(f"{prefix}/")
+        return {key.rpartition(f"{prefix}/")[2]: text for key, text in rows}
 
     def delete(self, prefix: str) -> None:
         """Deletes all texts below `prefix`."""
@@ -114,10 +114,10 @@ def service() -> Service | None:
         client = distributed.global_state.client
     except (ImportError, AttributeError):
         return None
-    needed = ("key_value_set", "blocking_key_value_get", "key_value_dir_get")
-    if not all(hasattr(client, name) for name in (*needed, "key_value_delete")):
-        return None
-    return Service(client)
+    names = ("set", "dir_get", "delete")
+    methods = ("blocking_key_value_get", *(f"key_value_{name}" for name in names))
+    is_usable = all(hasattr(client, method) for method in methods)
+    return Service(client) if is_usable else None
 
 
 @contextlib.contextmanager

@@ -67,16 +67,16 @@ def bar(counter: Counter) -> Iterator[None]:
     if not _is_watched():
         yield
         return
-    over = threading.Event()
+    ended = threading.Event()
     painter = threading.Thread(
-        target=_show, args=(counter, over), name="flaxckpt progress", daemon=True
+        target=_show, args=(counter, ended), name="flaxckpt progress", daemon=True
     )
     try:
         with contextlib.suppress(RuntimeError):  # Python is exiting, or out of threads
             painter.start()
         yield
     finally:
-        over.set()
+        ended.set()
         if painter.ident is not None:
             painter.join(_JOIN_SECS)
 
@@ -92,19 +92,19 @@ def _is_watched() -> bool:
     return in_front and processes.is_first()
 
 
-def _show(counter: Counter, over: threading.Event) -> None:
+def _show(counter: Counter, ended: threading.Event) -> None:
     showing = _showing.get()
-    if over.wait(_DELAY_SECS) or not showing.acquire(blocking=False):
+    if ended.wait(_DELAY_SECS) or not showing.acquire(blocking=False):
         return
     try:
-        _draw(counter, over)
+        _draw(counter, ended)
     except Exception:  # such as a closed terminal
         _log.debug("no progress is shown", exc_info=True)
     finally:
         showing.release()
 
 
-def _draw(counter: Counter, over: threading.Event) -> None:
+def _draw(counter: Counter, ended: threading.Event) -> None:
     import rich.console
     import rich.progress
 
@@ -136,7 +136,7 @@ def _draw(counter: Counter, over: threading.Event) -> None:
         redirect_stderr=False,
     ) as bar:
         task = bar.add_task(**_state(counter))
-        while not over.wait(_REFRESH_SECS):
+        while not ended.wait(_REFRESH_SECS):
             bar.update(task, refresh=True, **_state(counter))
 
 

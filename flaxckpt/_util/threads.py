@@ -37,8 +37,8 @@ def each(function: Callable[[T], object], items: Iterable[T], *, threads: int) -
         except BaseException as error:
             raised.append(error)
 
-    wanted = min(threads, len(items)) - 1  # the calling thread also works
-    helpers = [helper for _ in range(wanted) if (helper := _start(work))]
+    count = min(threads, len(items)) - 1  # the calling thread also works
+    helpers = [helper for _ in range(count) if (helper := _start(work))]
     work()
     for helper in helpers:
         helper.join()

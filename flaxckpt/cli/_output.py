@@ -23,7 +23,7 @@ from flaxckpt._util.humanize import size as size
 from flaxckpt._util.humanize import when as when
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
 
     from flaxckpt._state.leaf import LeafInfo
 
@@ -111,13 +111,15 @@ def print_lines(text: str) -> None:
 
 
 def print_table(
-    columns: Sequence[TextColumn], rows: Sequence[Sequence[str | Cell]]
+    columns: Sequence[TextColumn],
+    rows: Sequence[Sequence[str | Cell]],
+    most: int | None = None,
 ) -> None:
     """Prints a table: by rich on a terminal, elsewhere as aligned text.
 
-    Omits empty columns.
+    Omits empty columns, and rows beyond the first `most`.
     """
-    cells = [[_cell(cell) for cell in row] for row in rows]
+    cells = [[_cell(cell) for cell in row] for row in rows[:most]]
     used = [n for n in range(len(columns)) if any(row[n].text for row in cells)]
     columns = [columns[n] for n in used]
     cells = [[row[n] for n in used] for row in cells]
@@ -127,6 +129,8 @@ def print_table(
         _print_rich_table(columns, cells)
     else:
         _print_plain_table(columns, cells)
+    if len(rows) > len(cells):
+        print_line(f"… and {len(rows) - len(cells)} more: --json lists them all")
 
 
 def _cell(cell: str | Cell) -> Cell:
@@ -197,11 +201,6 @@ def _least_widths(
             break
         least = wider
     return least
-
-
-def print_rich(renderable: RenderableType) -> None:
-    """Prints a rich renderable."""
-    console().print(renderable)
 
 
 def console() -> Console:

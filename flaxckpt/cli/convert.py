@@ -32,12 +32,10 @@ def convert(
     step: _app.StepOption = None,
     step_format: _app.StepFormatOption = None,
     only: Annotated[
-        _Patterns,
-        typer.Option("--only", metavar="PATTERN", help="Leaves to keep."),
+        _Patterns, typer.Option("--only", metavar="PATTERN", help="Leaves to keep.")
     ] = None,
     drop: Annotated[
-        _Patterns,
-        typer.Option("--drop", metavar="PATTERN", help="Leaves to drop."),
+        _Patterns, typer.Option("--drop", metavar="PATTERN", help="Leaves to drop.")
     ] = None,
     rename: Annotated[
         _Patterns,

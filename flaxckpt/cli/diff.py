@@ -85,9 +85,7 @@ def _show(result: CheckpointDiff) -> None:
         TextColumn("at most", is_number=True),
         TextColumn("norm", is_number=True),
     ]
-    _output.print_table(columns, rows[:_ROWS])
-    if len(rows) > _ROWS:
-        _output.print_line(f"… and {len(rows) - _ROWS} more: --json lists them all")
+    _output.print_table(columns, rows, most=_ROWS)
     _output.print_line(_summary(result))
 
 

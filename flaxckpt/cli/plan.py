@@ -27,8 +27,7 @@ def plan(
     step: _app.StepOption = None,
     step_format: _app.StepFormatOption = None,
     target_step: Annotated[
-        int | None,
-        typer.Option("--target-step", min=0, help="Step of TARGET."),
+        int | None, typer.Option("--target-step", min=0, help="Step of TARGET.")
     ] = None,
     optimizer: Annotated[
         Literal["match", "exact", "reinit"] | None,
@@ -76,7 +75,7 @@ def plan(
 
 def _show(restore_plan: RestorePlan) -> None:
     if _output.is_terminal():
-        _output.print_rich(restore_plan)
+        _output.console().print(restore_plan)
     else:
         _output.print_lines(str(restore_plan))
     if count := len(restore_plan.problems):

@@ -90,11 +90,8 @@ def _show(report: VerifyReport) -> None:
         ("yellow", "could not be read: ", report.unread),
     ):
         rows += [[name, Cell(prefix + why, style)] for name, why in faults.items()]
-    _output.print_table(
-        [TextColumn("where"), TextColumn("what is wrong")], rows[:_ROWS]
-    )
-    if len(rows) > _ROWS:
-        _output.print_line(f"… and {len(rows) - _ROWS} more: --json lists them all")
+    columns = [TextColumn("where"), TextColumn("what is wrong")]
+    _output.print_table(columns, rows, most=_ROWS)
     if report.unchecked:
         _output.print_line(f"  {len(report.unchecked)} without checksums: only read")
     if report.extra:

@@ -54,14 +54,14 @@ def find(iterator: Any) -> Adapter:
     if _duck_types.is_a(
         iterator, _TORCHDATA_ITERATOR
     ):  # only some of them accept a state
-        raise _diagnostics.refusal(iterator)
+        raise _diagnostics.no_state_error(iterator)
     if _duck_types.has(iterator, "state_dict", "load_state_dict"):
         return _StateDict()
     if _duck_types.is_a(iterator, *_TENSORFLOW):
         return _TensorFlow()
     if _duck_types.is_a(iterator, _CLU):
         return _Clu()
-    raise _diagnostics.refusal(iterator)
+    raise _diagnostics.no_state_error(iterator)
 
 
 def position(iterator: Any) -> int | None:
@@ -76,8 +76,8 @@ def position(iterator: Any) -> int | None:
         state = iterator.get_state()
     except Exception:  # reported when the state is saved
         return None
-    found = state.get("next_index") if isinstance(state, Mapping) else None
-    return found if type(found) is int else None
+    index = state.get("next_index") if isinstance(state, Mapping) else None
+    return index if type(index) is int else None
 
 
 class _GetState:
@@ -108,8 +108,8 @@ class _StateDict:
         if not _duck_types.is_a(dataset, _diagnostics.HF):
             _load(iterator, state)
             return
-        if dataset is iterator and _is_begun(dataset):
-            _warn_of_begun(iterator)
+        if dataset is iterator and _is_started(dataset):
+            _warn_of_started_loop(iterator)
         before = dataset.epoch
         try:
             # The state contains an epoch, and is ignored in any other epoch.
@@ -157,7 +157,7 @@ def _check_workers(loader: Any, state: Mapping[str, Any]) -> None:
     saved = state.get("_snapshot", {}).get("_main_snapshot", {}).get("_num_workers", 0)
     if saved != loader.num_workers:
         raise ValueError(
-            f"saved with {saved} workers, and this has {loader.num_workers}"
+            f"saved with {saved} workers, but this loader has {loader.num_workers}"
         )
 
 
@@ -168,10 +168,10 @@ def _warn_of_live_iterator(iterator: Any) -> None:
         and not getattr(iterator, "_initial_iter_for_state_dict", False)
         and not getattr(live, "_finished", False)
     ):
-        _warn_of_begun(iterator)
+        _warn_of_started_loop(iterator)
 
 
-def _is_begun(dataset: Any) -> bool:
+def _is_started(dataset: Any) -> bool:
     """Returns True if a Hugging Face dataset moved after `load_state_dict`.
 
     A loop that has already ended cannot be detected.
@@ -183,9 +183,9 @@ def _is_begun(dataset: Any) -> bool:
     return now != repr(dataset.state_dict())
 
 
-def _warn_of_begun(iterator: Any) -> None:
+def _warn_of_started_loop(iterator: Any) -> None:
     _log.warning(
-        "a loop over this %s has begun and does not see the restored state:"
+        "a loop over this %s has started and does not use the restored state:"
         " call iter() on it again, or restore before the first iter()",
         _duck_types.type_name(iterator),
     )
@@ -221,7 +221,7 @@ class _Clu:
         name = _duck_types.type_name(iterator)
         if _has_peeked(iterator):
             raise errors.DatasetStateError(
-                f"{name} has a batch that was peeked at and not taken, which would be"
+                f"{name} has a batch that was peeked at but not taken, which would be"
                 " lost: call next() before saving"
             )
         with tempfile.TemporaryDirectory() as directory:
@@ -229,14 +229,13 @@ class _Clu:
                 iterator.save(_epath(directory))
             except NotImplementedError:
                 raise errors.DatasetStateError(
-                    f"{name} does not save its state: give it the methods save and"
+                    f"{name} does not save its state: implement the methods save and"
                     " restore of a DatasetIterator, or pass dataset=None"
                 ) from None
             files = _files_in(directory)
         if not files:
             raise errors.DatasetStateError(
-                f"{name} saved nothing; a TfDatasetIterator does so only if it is made"
-                " with checkpoint=True"
+                f"{name} saved nothing; create a TfDatasetIterator with checkpoint=True"
             )
         return files
 

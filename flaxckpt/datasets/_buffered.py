@@ -7,7 +7,6 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import operator
 import os
 import threading
 import time
@@ -16,13 +15,13 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from flaxckpt import errors
+from flaxckpt import _util, errors
 from flaxckpt.datasets import _adapters, _duck_types
 
 Batch = TypeVar("Batch")
 
 _SECONDS_AT_EXIT = 5.0
-_SECONDS_BETWEEN_LOOKS = 10.0
+_POLL_SECS = 10.0
 
 
 class Buffered(Generic[Batch]):
@@ -62,7 +61,7 @@ class Buffered(Generic[Batch]):
     ) -> None:
         self.iterator = iterator
         self._adapter = _adapters.find(iterator)
-        self._depth = _checked_depth(depth)
+        self._depth = _util.arguments.check_int("depth", depth, least=1)
         if transform is not None and not callable(transform):
             raise errors.OptionError(
                 f"transform must be a function of a batch, got {transform!r:.80}"
@@ -86,20 +85,20 @@ class Buffered(Generic[Batch]):
     def __next__(self) -> Batch:
         if self._ended:
             raise StopIteration
-        self._check_own()
+        self._check_not_forked()
         if self._worker is None:
             self._start()
         assert self._worker is not None
-        made = self._worker.take()
-        if made.error is not None:
+        result = self._worker.take()
+        if result.error is not None:
             self._stop()  # the thread ends after an error
-            if not made.is_end:
-                raise made.error
+            if not result.is_end:
+                raise result.error
             self._batches, self._ended = None, True
-        self._state = made.state
+        self._state = result.state
         if self._ended:
             raise StopIteration
-        return made.batch  # type: ignore[no-any-return]
+        return result.batch  # type: ignore[no-any-return]
 
     def get_state(self) -> Any:
         """Returns the state of `iterator` after the last returned batch."""
@@ -110,7 +109,7 @@ class Buffered(Generic[Batch]):
     def set_state(self, state: Any) -> None:
         """Drops prefetched batches, and continues at a state from `get_state`."""
         self._set(lambda: self._adapter.set_state(self.iterator, copy.deepcopy(state)))
-        if _has_shards(self.iterator):
+        if _duck_types.has_shards(self.iterator):
             self._state = _state(self._adapter, self.iterator)
         else:
             self._state = _State(copy.deepcopy(state))
@@ -118,7 +117,7 @@ class Buffered(Generic[Batch]):
     @property
     def get_shard_states(self) -> Callable[[], list[Any]] | None:
         """A function that returns the states of `iterator`'s shards, or None."""
-        if not _has_shards(self.iterator):
+        if not _duck_types.has_shards(self.iterator):
             return None
         return lambda: list(
             (self._state or _state(self._adapter, self.iterator)).shards
@@ -127,7 +126,7 @@ class Buffered(Generic[Batch]):
     @property
     def set_shard_states(self) -> Callable[[list[Any]], None] | None:
         """A function that sets the states of `iterator`'s shards, or None."""
-        return self._set_shard_states if _has_shards(self.iterator) else None
+        return self._set_shard_states if _duck_types.has_shards(self.iterator) else None
 
     def _set_shard_states(self, states: list[Any]) -> None:
         self._set(lambda: self.iterator.set_shard_states(copy.deepcopy(states)))
@@ -135,7 +134,7 @@ class Buffered(Generic[Batch]):
 
     def _set(self, set_inner: Callable[[], None]) -> None:
         self._check_open()
-        self._check_own()
+        self._check_not_forked()
         self._stop()
         self._batches = None
         try:
@@ -193,30 +192,18 @@ class Buffered(Generic[Batch]):
     def _check_open(self) -> None:
         if self._closed:
             raise errors.DatasetStateError(
-                "this Buffered is closed, and its iterator is ahead of what was taken:"
-                " make a new one, and restore its state"
+                "this Buffered is closed, and its iterator is ahead of the batches"
+                " taken: create a new Buffered and restore its state"
             )
 
-    def _check_own(self) -> None:
+    def _check_not_forked(self) -> None:
         """Raises DatasetStateError if the thread was lost in a fork."""
-        if self._worker is not None and not self._worker.is_own():
+        if self._worker is not None and not self._worker.is_in_this_process():
             raise errors.DatasetStateError(
-                "this Buffered has begun in another process, and its thread did not"
-                " come along with the fork: make it, and its iterator, in the process"
-                " that takes the batches"
+                "this Buffered was started in another process, and a fork does not copy"
+                " its thread: create it, and its iterator, in the process that uses the"
+                " batches"
             )
-
-
-def _checked_depth(depth: object) -> int:
-    try:
-        number = 0 if isinstance(depth, bool) else operator.index(depth)  # type: ignore[arg-type]
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise errors.OptionError(
-            f"depth must be a whole number of at least 1, got {depth!r}"
-        )
-    return number
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -229,16 +216,12 @@ class _State:
 
 def _state(adapter: _adapters.Adapter, iterator: Any) -> _State:
     """Returns a copy of the current state."""
-    shards = iterator.get_shard_states() if _has_shards(iterator) else ()
+    shards = iterator.get_shard_states() if _duck_types.has_shards(iterator) else ()
     return copy.deepcopy(_State(adapter.get_state(iterator), tuple(shards)))
 
 
-def _has_shards(iterator: Any) -> bool:
-    return _duck_types.has(iterator, "get_shard_states", "set_shard_states")
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Made:
+class _Result:
     """A batch with the state after the batch, or an error."""
 
     batch: Any
@@ -261,7 +244,7 @@ class _Worker:
         self._state = state
         self._transform = transform
         self._depth = depth
-        self._ready: collections.deque[_Made] = collections.deque()
+        self._ready: collections.deque[_Result] = collections.deque()
         self._stopped = False
         self._changed = threading.Condition()
         self._pid = os.getpid()
@@ -271,27 +254,27 @@ class _Worker:
         _running.add(self)
         self._thread.start()
 
-    def take(self) -> _Made:
+    def take(self) -> _Result:
         """Returns the next batch, waiting until ready."""
         with self._changed:
             while not self._ready:
-                self._changed.wait(_SECONDS_BETWEEN_LOOKS)
+                self._changed.wait(_POLL_SECS)
                 if not self._ready and not self._thread.is_alive():
                     raise errors.DatasetStateError(
-                        "the thread that makes batches has ended without a word: the"
+                        "the thread that prefetches batches ended without an error: the"
                         " program is about to exit"
                     )
-            made = self._ready.popleft()
+            result = self._ready.popleft()
             self._changed.notify_all()
-            return made
+            return result
 
-    def is_own(self) -> bool:
+    def is_in_this_process(self) -> bool:
         """Returns True if the thread belongs to this process, not to a parent."""
         return os.getpid() == self._pid
 
     def stop(self) -> None:
         """Ends the thread after the current batch."""
-        if not self.is_own():
+        if not self.is_in_this_process():
             return  # a fork copies neither threads nor the release of locks
         with self._changed:
             self._stopped = True
@@ -304,11 +287,11 @@ class _Worker:
 
     def _run(self) -> None:
         while self._has_room():
-            made = self._make()
+            result = self._fetch()
             with self._changed:
-                self._ready.append(made)
+                self._ready.append(result)
                 self._changed.notify_all()
-            if made.error is not None:
+            if result.error is not None:
                 return
 
     def _has_room(self) -> bool:
@@ -316,25 +299,27 @@ class _Worker:
             while not self._stopped and len(self._ready) >= self._depth:
                 # Garbage collection may stop this worker inside of wait itself, where
                 # the notification is missed: check again after a while.
-                self._changed.wait(_SECONDS_BETWEEN_LOOKS)
+                self._changed.wait(_POLL_SECS)
             return not self._stopped
 
-    def _make(self) -> _Made:
+    def _fetch(self) -> _Result:
         try:
             try:
                 batch = next(self._batches)
             except StopIteration as end:
-                return _Made(None, self._state(), end, is_end=True)
+                return _Result(None, self._state(), end, is_end=True)
             state = self._state()
             if self._transform is not None:
                 batch = self._transform(batch)
-            return _Made(batch, state)
+            return _Result(batch, state)
         except StopIteration as error:  # as in a generator: it would end the loop
-            told = RuntimeError("the transform of a Buffered raised StopIteration")
-            told.__cause__ = error
-            return _Made(None, None, told)
+            unexpected = RuntimeError(
+                "the transform of a Buffered raised StopIteration"
+            )
+            unexpected.__cause__ = error
+            return _Result(None, None, unexpected)
         except BaseException as error:
-            return _Made(None, None, error)
+            return _Result(None, None, error)
 
 
 _running: weakref.WeakSet[_Worker] = weakref.WeakSet()

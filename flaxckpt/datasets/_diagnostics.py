@@ -36,7 +36,7 @@ _BY_CLASS = {
     " which takes the same arguments, and pass the loader itself.",
     "torch.utils.data.dataloader._BaseDataLoaderIter": "Use torchdata's"
     " StatefulDataLoader, and pass the loader itself: iter(loader) has no state.",
-    "tensorflow.python.data.ops.dataset_ops.DatasetV2": "Make one iterator,"
+    "tensorflow.python.data.ops.dataset_ops.DatasetV2": "Create one iterator,"
     " x.as_numpy_iterator() or iter(x), train with it, and pass it.",
     "seqio.dataset_providers.DatasetProviderBase": "Pass the iterator that you train"
     " with, x.get_dataset(…).as_numpy_iterator().",
@@ -44,68 +44,67 @@ _BY_CLASS = {
 _GENERATORS = {
     "datasets.iterable_dataset": "Pass the dataset itself, which keeps the state, and"
     " call iter() on it after the restore.",
-    "flax.jax_utils": "It runs ahead of what is trained on. Use"
-    " flaxckpt.datasets.Buffered(iterator, transform=jax.device_put), which does not.",
+    "flax.jax_utils": "Its position is ahead of the training. Use"
+    " flaxckpt.datasets.Buffered(iterator, transform=jax.device_put) instead.",
 }
 
 
-def refusal(thing: Any) -> errors.DatasetStateError:
+def no_state_error(obj: Any) -> errors.DatasetStateError:
     """Returns the error for an object without a saveable state."""
     return errors.DatasetStateError(
-        f"{_duck_types.type_name(thing)} cannot be saved: wanted an iterator with"
-        " get_state"
-        f" and set_state, found neither.\n{_way_out(thing)}\nOr pass dataset=None, and"
-        " the data starts from the beginning after a restart."
+        f"{_duck_types.type_name(obj)} cannot be saved: wanted an iterator with"
+        f" get_state and set_state, found neither.\n{_way_out(obj)}\nOr pass"
+        " dataset=None; the data then starts from the beginning after a restart."
     )
 
 
-def _way_out(thing: Any) -> str:
-    if isinstance(thing, type):
+def _way_out(obj: Any) -> str:
+    if isinstance(obj, type):
         return "It is a class: pass an object of it."
-    if isinstance(thing, types.GeneratorType):
-        frame = thing.gi_frame
+    if isinstance(obj, types.GeneratorType):
+        frame = obj.gi_frame
         made_by = frame.f_globals.get("__name__") if frame else None
         return _GENERATORS.get(str(made_by), _WAYS_OUT)
-    if _duck_types.package(thing) == "grain":
-        return f"Pass iter(x) instead of the {type(thing).__name__} x."
-    if _duck_types.package(thing) == "torchdata":
+    if _duck_types.package(obj) == "grain":
+        return f"Pass iter(x) instead of the {type(obj).__name__} x."
+    if _duck_types.package(obj) == "torchdata":
         return "Pass the loader itself, and call iter() on it after the restore."
-    for cls in type(thing).__mro__:
+    for cls in type(obj).__mro__:
         if hint := _BY_CLASS.get(_duck_types.full_name(cls)):
             return hint
     return _WAYS_OUT
 
 
-def no_state(thing: Any, error: Exception) -> errors.DatasetStateError:
+def get_state_error(obj: Any, error: Exception) -> errors.DatasetStateError:
     """Returns the error for an iterator after a failure of `get_state`."""
-    advice = "See that it is not closed, or pass dataset=None."
-    if _duck_types.package(thing) == "tensorflow":
+    advice = "Check that it is not closed, or pass dataset=None."
+    if _duck_types.package(obj) == "tensorflow":
         advice = (
             "TensorFlow cannot save Python functions inside a pipeline (from_generator,"
-            " py_function): build it from TensorFlow's own, or pass dataset=None."
+            " py_function): use TensorFlow operations only, or pass dataset=None."
         )
     if isinstance(error, RecursionError):
-        advice = "It is nested too deep, or holds itself."
+        advice = "It is nested too deep, or contains itself."
     return errors.DatasetStateError(
-        f"{_duck_types.type_name(thing)} gives no state that can be saved:"
-        f" {type(error).__name__}: {first(error)}\n{advice}"
+        f"{_duck_types.type_name(obj)} has no state that can be saved:"
+        f" {type(error).__name__}: {first_line(error)}\n{advice}"
     )
 
 
-def not_taken(
-    thing: Any, error: Exception, *, saved_by: str, path: object
+def set_state_error(
+    obj: Any, error: Exception, *, saved_by: str, path: object
 ) -> errors.DatasetStateError:
     """Returns the error for an iterator after a failure of `set_state`."""
     advice = "Pass an iterator over the same data, built the same way, or dataset=None."
     if "worker" in str(error).lower():
-        advice = "Use as many workers as when it was saved, or pass dataset=None."
+        advice = "Use as many workers as at the save, or pass dataset=None."
     return errors.DatasetStateError(
-        f"{_duck_types.type_name(thing)} does not take the state saved in {path}"
-        f" ({saved_by}): {type(error).__name__}: {first(error)}\n{advice}"
+        f"{_duck_types.type_name(obj)} does not accept the state saved in {path}"
+        f" ({saved_by}): {type(error).__name__}: {first_line(error)}\n{advice}"
     )
 
 
-def first(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Returns the message of another library's error, shortened to a line."""
     return errors.printable(errors.one_line(error))
 
@@ -117,21 +116,21 @@ _warned: collections.defaultdict[str, weakref.WeakSet[Any]] = collections.defaul
 )
 
 
-def warn_of_traps(thing: Any) -> None:
+def warn_of_traps(obj: Any) -> None:
     """Warns, once per iterator, of a state without the full position."""
-    if any(_is_buffer(part) for part in _parts(thing)):
+    if any(_is_buffer(part) for part in _parts(obj)):
         _warn_once(
-            thing,
-            "%s shuffles in a buffer whose content is not in its state: after a restore"
-            " those examples do not come again. Shuffle before to_iterable_dataset(),"
+            obj,
+            "the shuffle buffer of %s is not part of its state: after a restore, the"
+            " examples in the buffer are lost. Shuffle before to_iterable_dataset(),"
             " or with buffer_size=1.",
         )
-    if _duck_types.package(thing) == "torchdata" and _shuffles_untold(thing):
+    if _duck_types.package(obj) == "torchdata" and _has_hidden_order(obj):
         _warn_once(
-            thing,
-            "the order in which %s shuffles is not all in its state: after a restore,"
-            " later epochs may come in another. Make it with shuffle=True and without"
-            " generator=, or with torchdata's own RandomSampler.",
+            obj,
+            "the state of %s does not include its whole shuffle order: after a restore,"
+            " later epochs may have another order. Use shuffle=True and without"
+            " generator=, or torchdata's RandomSampler.",
         )
 
 
@@ -140,7 +139,7 @@ def _is_buffer(part: Any) -> bool:
     return _duck_types.is_a(part, _HF_BUFFER) and getattr(part, "buffer_size", 0) != 1
 
 
-def _shuffles_untold(loader: Any) -> bool:
+def _has_hidden_order(loader: Any) -> bool:
     """Returns True for a sampler without state, or with the loader's generator."""
     sampler = getattr(loader, "sampler", None)
     generator = getattr(sampler, "generator", None)
@@ -149,28 +148,28 @@ def _shuffles_untold(loader: Any) -> bool:
     )
 
 
-def warn_of_size(thing: Any, size: int) -> None:
+def warn_of_size(obj: Any, size: int) -> None:
     """Warns, once per iterator, of a large state."""
     if size > LARGE_STATE_BYTES:
         _warn_once(
-            thing,
-            "the state of %s takes %d bytes, written anew with every checkpoint: a"
-            " smaller shuffle buffer makes it smaller",
+            obj,
+            "the state of %s takes %d bytes in every checkpoint: a smaller shuffle"
+            " buffer reduces it",
             size,
         )
 
 
-def _warn_once(thing: Any, message: str, *values: object) -> None:
+def _warn_once(obj: Any, message: str, *values: object) -> None:
     with contextlib.suppress(TypeError):  # without weak references, warn every time
-        if thing in _warned[message]:
+        if obj in _warned[message]:
             return
-        _warned[message].add(thing)
-    _log.warning(message, _duck_types.type_name(thing), *values)
+        _warned[message].add(obj)
+    _log.warning(message, _duck_types.type_name(obj), *values)
 
 
-def _parts(thing: Any) -> Iterator[Any]:
+def _parts(obj: Any) -> Iterator[Any]:
     """Yields the stages of a Hugging Face pipeline, including inside torch loaders."""
-    waiting = [getattr(thing, "dataset", thing)]
+    waiting = [getattr(obj, "dataset", obj)]
     while waiting:
         part = waiting.pop()
         if _duck_types.package(part) != "datasets":

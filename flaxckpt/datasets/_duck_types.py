@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 
-def type_name(thing: Any) -> str:
-    """Returns `package.module.Class` of the type of `thing`."""
-    return full_name(type(thing))
+def type_name(obj: Any) -> str:
+    """Returns `package.module.Class` of the type of `obj`."""
+    return full_name(type(obj))
 
 
 def full_name(cls: type) -> str:
@@ -17,31 +17,36 @@ def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def is_a(thing: Any, *names: str) -> bool:
-    """Returns True if `thing` is an instance of a class with one of the names."""
-    return any(full_name(cls) in names for cls in type(thing).__mro__)
+def is_a(obj: Any, *names: str) -> bool:
+    """Returns True if `obj` is an instance of a class with one of the names."""
+    return any(full_name(cls) in names for cls in type(obj).__mro__)
 
 
-def package(thing: Any) -> str:
-    """Returns the top-level package of the class of `thing`."""
-    return type(thing).__module__.partition(".")[0]
+def package(obj: Any) -> str:
+    """Returns the top-level package of the class of `obj`."""
+    return type(obj).__module__.partition(".")[0]
 
 
-def has(thing: Any, *names: str) -> bool:
+def has(obj: Any, *names: str) -> bool:
     """Returns True for an instance with all of the named methods."""
-    return not isinstance(thing, type) and all(
-        callable(getattr(thing, name, None)) for name in names
+    return not isinstance(obj, type) and all(
+        callable(getattr(obj, name, None)) for name in names
     )
 
 
-def version(thing: Any) -> str | None:
-    """Returns the version of the library of `thing`; None for flaxckpt."""
-    if package(thing) == "flaxckpt":
+def has_shards(obj: Any) -> bool:
+    """Returns True for an iterator that can get and set the state of each shard."""
+    return has(obj, "get_shard_states", "set_shard_states")
+
+
+def version(obj: Any) -> str | None:
+    """Returns the version of the library of `obj`; None for flaxckpt."""
+    if package(obj) == "flaxckpt":
         return None
-    found = getattr(sys.modules.get(package(thing)), "__version__", None)
-    if isinstance(found, str):
-        return found
+    version = getattr(sys.modules.get(package(obj)), "__version__", None)
+    if isinstance(version, str):
+        return version
     try:
-        return importlib.metadata.version(package(thing))
+        return importlib.metadata.version(package(obj))
     except importlib.metadata.PackageNotFoundError:
         return None

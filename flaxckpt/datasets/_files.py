@@ -40,7 +40,7 @@ def state_files(dataset: Any) -> dict[str, bytes]:
     iterators, _ = _iterators(dataset)
     states = [_state(iterator) for iterator in iterators]
     as_bytes = all(isinstance(state, bytes) for state in states)
-    names = _shards.own_names(len(iterators))
+    names = _shards.state_names(len(iterators))
     files: dict[str, bytes] = {}
     for name, iterator, state in zip(names, iterators, states, strict=True):
         files[name] = _content(iterator, state, as_bytes=as_bytes)
@@ -74,7 +74,7 @@ def set_state(dataset: Any, files: Mapping[str, bytes], *, path: Path) -> None:
     """
     iterators, restarting = _iterators(dataset)
     adapters = [_adapters.find(iterator) for iterator in iterators]
-    described = _description(files)
+    description = _read_description(files)
     try:
         names = _shards.choose(iterators, files, path)
     except errors.DatasetStateError as error:
@@ -82,24 +82,24 @@ def set_state(dataset: Any, files: Mapping[str, bytes], *, path: Path) -> None:
             raise
         _log.warning("the data starts from the beginning: %s", error)
         return
-    _warn_of_version(_innermost(iterators[0]), described, path)
-    saved_by = errors.printable(str(described.get("type", "by Orbax")))
+    _warn_of_version(_innermost(iterators[0]), description, path)
+    saved_by = errors.printable(str(description.get("type", "by Orbax")))
     for iterator in iterators:
         _diagnostics.warn_of_traps(_innermost(iterator))
-    decoded: list[Any] = []
+    states: list[Any] = []
     at = iterators[0]
     try:
         if names is None:
-            _set_shards(iterators[0], files, described)
+            _set_shards(iterators[0], files, description)
             return
         for at, adapter, name in zip(iterators, adapters, names, strict=True):
-            decoded.append(_decoded(at, adapter, files[name], described))
-        for at, adapter, state in zip(iterators, adapters, decoded, strict=True):
+            states.append(_decode(at, adapter, files[name], description))
+        for at, adapter, state in zip(iterators, adapters, states, strict=True):
             adapter.set_state(at, state)
     except errors.DatasetStateError:
         raise
     except Exception as error:
-        raise _diagnostics.not_taken(
+        raise _diagnostics.set_state_error(
             _innermost(at), error, saved_by=saved_by, path=path
         ) from error
 
@@ -131,7 +131,7 @@ def _state(iterator: Any) -> Any:
     except errors.DatasetStateError:
         raise
     except Exception as error:
-        raise _diagnostics.no_state(_innermost(iterator), error) from error
+        raise _diagnostics.get_state_error(_innermost(iterator), error) from error
 
 
 def _content(iterator: Any, state: Any, *, as_bytes: bool = False) -> bytes:
@@ -142,57 +142,59 @@ def _content(iterator: Any, state: Any, *, as_bytes: bool = False) -> bytes:
             content = _json_codec.dumps(state)
         _json_codec.check_size(content)
     except Exception as error:
-        raise _diagnostics.no_state(_innermost(iterator), error) from error
+        raise _diagnostics.get_state_error(_innermost(iterator), error) from error
     _diagnostics.warn_of_size(_innermost(iterator), len(content))
     return content
 
 
-def _decoded(
+def _decode(
     iterator: Any,
     adapter: _adapters.Adapter,
     content: bytes,
-    described: Mapping[str, Any],
+    description: Mapping[str, Any],
 ) -> Any:
     # Without our description, the type of the iterator's own state decides.
-    as_bytes = described.get("is_bytes")
+    as_bytes = description.get("is_bytes")
     if as_bytes is None:
         as_bytes = isinstance(adapter.get_state(iterator), bytes)
-    is_raw = described.get("is_raw", as_bytes and _json_codec.is_own_json(content))
+    is_raw = description.get("is_raw", as_bytes and _json_codec.is_own_json(content))
     state = (
         content
         if is_raw
-        else _json_codec.loads(content, version=_version_of(described))
+        else _json_codec.loads(content, version=_codec_version(description))
     )
     if as_bytes and not isinstance(state, bytes):
         raise TypeError(f"wanted bytes, found {type(state).__name__}")
     return state
 
 
-def _version_of(described: Mapping[str, Any]) -> int:
+def _codec_version(description: Mapping[str, Any]) -> int:
     """Returns the codec version: 1 for the first releases, 0 for Orbax."""
-    return int(described.get("codec", 1 if described else 0))
+    return int(description.get("codec", 1 if description else 0))
 
 
-def _description(files: Mapping[str, bytes]) -> dict[str, Any]:
+def _read_description(files: Mapping[str, bytes]) -> dict[str, Any]:
     content = files.get(DESCRIPTION, b"{}")
     try:
         _json_codec.check_size(content)
-        found = json.loads(content)
+        description = json.loads(content)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return description if isinstance(description, dict) else {}
 
 
-def _warn_of_version(iterator: Any, described: Mapping[str, Any], path: Path) -> None:
-    now, then = _duck_types.version(iterator), described.get("version")
-    same = str(described.get("type")).startswith(f"{_duck_types.package(iterator)}.")
-    if same and now and then and now != then:
+def _warn_of_version(iterator: Any, description: Mapping[str, Any], path: Path) -> None:
+    now, saved = _duck_types.version(iterator), description.get("version")
+    is_same = str(description.get("type")).startswith(
+        f"{_duck_types.package(iterator)}."
+    )
+    if is_same and now and saved and now != saved:
         _log.warning(
-            "the dataset's state in %s is of %s %s, and this is %s, which may read it"
-            " otherwise: compare the first batches",
+            "the dataset state in %s was saved by %s %s; version %s may read it"
+            " differently: compare the first batches",
             path,
             _duck_types.package(iterator),
-            errors.printable(str(then)),
+            errors.printable(str(saved)),
             now,
         )
 
@@ -204,7 +206,7 @@ def _shard_files(iterator: Any) -> dict[str, bytes]:
     try:
         states = list(iterator.get_shard_states())
     except Exception as error:
-        raise _diagnostics.no_state(iterator, error) from error
+        raise _diagnostics.get_state_error(iterator, error) from error
     return {
         _shards.shard_name(i): _content(iterator, state)
         for i, state in enumerate(states)
@@ -212,10 +214,10 @@ def _shard_files(iterator: Any) -> dict[str, bytes]:
 
 
 def _set_shards(
-    iterator: Any, files: Mapping[str, bytes], described: Mapping[str, Any]
+    iterator: Any, files: Mapping[str, bytes], description: Mapping[str, Any]
 ) -> None:
-    names = _shards.own_shards(iterator, files)
-    version = _version_of(described)
+    names = _shards.shard_names(iterator, files)
+    version = _codec_version(description)
     iterator.set_shard_states(
         [_json_codec.loads(files[n], version=version) for n in names]
     )

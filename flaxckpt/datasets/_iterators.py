@@ -57,7 +57,7 @@ class StepIndexed(Generic[Batch]):
     def __init__(self, fn: Callable[[int], Batch], *, start: int = 0) -> None:
         if not callable(fn):
             raise errors.OptionError(
-                "StepIndexed wants a function that makes batch i, got"
+                "StepIndexed needs a function that returns batch i, got"
                 f" {_util.arguments.describe(fn)}: StepIndexed(lambda i: batches[i])"
             )
         self._fn = fn
@@ -81,13 +81,13 @@ class StepIndexed(Generic[Batch]):
         Raises:
             DatasetStateError: The index is not a whole number from 0.
         """
-        found: Any = state.get("next_index") if isinstance(state, Mapping) else None
-        if not _is_index(found):
+        index: Any = state.get("next_index") if isinstance(state, Mapping) else None
+        if not _is_index(index):
             raise errors.DatasetStateError(
-                "the state of a StepIndexed is {'next_index': n}, where n is a whole"
-                f" number from 0, got {state!r:.80}"
+                "the state of a StepIndexed must be {'next_index': n}, where n is a"
+                f" whole number from 0, got {state!r:.80}"
             )
-        self._next = int(found)
+        self._next = int(index)
 
 
 def _is_index(value: Any) -> bool:

@@ -63,7 +63,7 @@ def loads(content: bytes, *, version: int = VERSION) -> Any:
     """
     check_size(content)
     if not 0 <= version < len(_TAGS):
-        raise ValueError(f"tags of version {version}: use a newer flaxckpt")
+        raise ValueError(f"it has tags of version {version}: use a newer flaxckpt")
     return json.loads(
         content, object_hook=functools.partial(_untag, tags=_TAGS[version])
     )
@@ -83,24 +83,22 @@ def check_size(content: bytes) -> None:
     try:
         _util.json_limits.check(content)
     except ValueError as error:
-        raise ValueError(f"{error}: keep what is long in numpy arrays") from None
+        raise ValueError(f"{error}: store long lists as numpy arrays") from None
 
 
 def is_own_json(content: bytes) -> bool:
     """Returns True if bytes can be stored as JSON unchanged, as an untagged object."""
     try:
         check_size(content)
-        found = json.loads(content)
+        data = json.loads(content)
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and not _is_tagged(found)
+    return isinstance(data, dict) and not _is_tagged(data)
 
 
-def _is_tagged(found: Any) -> bool:
+def _is_tagged(data: dict[str, Any]) -> bool:
     """Returns True for a JSON object in the form of a tag."""
-    return (
-        isinstance(found, dict) and len(found) == 1 and not _TAGS[-1].isdisjoint(found)
-    )
+    return len(data) == 1 and not _TAGS[-1].isdisjoint(data)
 
 
 # ---- writing --------------------------------------------------------------------
@@ -110,7 +108,7 @@ def _encode(state: Any, at: str, depth: int) -> Any:
     if depth > _util.json_limits.MAX_DEPTH:
         raise TypeError(
             f"{at[:80]} … is nested more than {_util.json_limits.MAX_DEPTH} deep, or"
-            " holds itself"
+            " contains itself"
         )
     if isinstance(state, np.generic) and not isinstance(state, str | bytes):
         return {_SCALAR: _array(np.asarray(state), at)}
@@ -121,7 +119,7 @@ def _encode(state: Any, at: str, depth: int) -> Any:
     if isinstance(state, bytes):
         return {_BYTES: _text(state)}
     if isinstance(state, np.ma.MaskedArray):  # the mask would be lost
-        raise _refused(state, at)
+        raise _type_error(state, at)
     if isinstance(state, np.ndarray):
         return {_ARRAY: _array(state, at)}
     if isinstance(state, Mapping):
@@ -132,7 +130,7 @@ def _encode(state: Any, at: str, depth: int) -> Any:
         return {_TUPLE: _items(state, at, depth)}
     if _duck_types.is_a(state, "torch.Tensor"):
         return {_TENSOR: _tensor(state)}
-    raise _refused(state, at)
+    raise _type_error(state, at)
 
 
 def _items(state: Sequence[Any], at: str, depth: int) -> list[Any]:
@@ -147,15 +145,15 @@ def _dict(state: Mapping[Any, Any], at: str, depth: int) -> Any:
     ]
     for key in state if plain else ():
         _util.json_limits.check_text(key, f"{at}.keys()")
-    if plain and not _is_tagged(made := dict(encoded)):
-        return made
+    if plain and not _is_tagged(data := dict(encoded)):
+        return data
     rows = [[_encode(key, f"{at}.keys()", depth + 1), value] for key, value in encoded]
     return {_DICT: rows}
 
 
 def _array(array: np.ndarray[Any, Any], at: str) -> dict[str, Any]:
     if _state.dtypes.stored_name(array.dtype.name) is None:
-        raise _refused(array, at)
+        raise _type_error(array, at)
     native = _state.dtypes.to_stored(array)
     return {
         "dtype": ("" if array.dtype.isnative else ">") + array.dtype.name,
@@ -177,23 +175,23 @@ def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _refused(found: Any, at: str) -> TypeError:
-    what = f"{_duck_types.type_name(found)} at {at}"
-    if isinstance(found, np.ndarray) and not isinstance(found, np.ma.MaskedArray):
-        what = f"numpy array of {found.dtype} at {at}"
+def _type_error(value: Any, at: str) -> TypeError:
+    kind = _duck_types.type_name(value)
+    if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
+        kind = f"numpy array of {value.dtype}"
     return TypeError(
-        f"it holds a {what}: wanted dicts, lists, tuples, numbers, strings, bytes,"
-        " numpy arrays or torch tensors"
+        f"it contains a {kind} at {at}: wanted dicts, lists, tuples, numbers, strings,"
+        " bytes, numpy arrays or torch tensors"
     )
 
 
 # ---- reading --------------------------------------------------------------------
 
 
-def _untag(found: dict[str, Any], *, tags: frozenset[str]) -> Any:
-    if len(found) != 1 or tags.isdisjoint(found):
-        return found
-    [(tag, value)] = found.items()
+def _untag(data: dict[str, Any], *, tags: frozenset[str]) -> Any:
+    if len(data) != 1 or tags.isdisjoint(data):
+        return data
+    [(tag, value)] = data.items()
     match tag, value:
         case "__bytes__", str():
             return _data(value)
@@ -207,30 +205,30 @@ def _untag(found: dict[str, Any], *, tags: frozenset[str]) -> Any:
             return _to_tensor(value)
         case "__dict__", list():
             return dict(value)
-    return found
+    return data
 
 
 def _data(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def _to_array(found: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    name = found["dtype"]
+def _to_array(row: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    name = row["dtype"]
     dtype = _state.dtypes.to_numpy(name.removeprefix(">"))
-    array = np.frombuffer(_data(found["data"]), dtype).reshape(found["shape"])
+    array = np.frombuffer(_data(row["data"]), dtype).reshape(row["shape"])
     _state.dtypes.check_bools(array)
     swapped = name.startswith(">")
     return array.astype(dtype.newbyteorder(">")) if swapped else array.copy()
 
 
-def _to_tensor(found: Mapping[str, Any]) -> Any:
+def _to_tensor(row: Mapping[str, Any]) -> Any:
     torch = sys.modules.get("torch")
     if torch is None:
-        raise ValueError("it holds torch tensors, and torch is not imported")
-    dtype = getattr(torch, found["dtype"], None)
+        raise ValueError("it contains torch tensors, but torch is not imported")
+    dtype = getattr(torch, row["dtype"], None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch has no type {found['dtype']!r}")
-    data = bytearray(_data(found["data"]))
+        raise ValueError(f"torch has no type {row['dtype']!r}")
+    data = bytearray(_data(row["data"]))
     if not data:
-        return torch.empty(found["shape"], dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).reshape(found["shape"])
+        return torch.empty(row["shape"], dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).reshape(row["shape"])

@@ -14,7 +14,7 @@ _STATE = re.compile(r"process_(\d+)-of-(\d+)\.json")
 _SHARD = re.compile(r"shard_state_(\d+)\.json")
 
 
-def own_names(iterators: int) -> list[str]:
+def state_names(iterators: int) -> list[str]:
     """Returns the file names of this process, numbered by parts of the data."""
     processes = _util.processes.process_count()
     return [
@@ -33,14 +33,14 @@ def choose(
         DatasetStateError: No file fits, as the number of processes has changed.
         DamagedCheckpointError: The state of a process is missing.
     """
-    own = own_names(len(iterators))
-    if all(name in files for name in own):
-        return own
+    names = state_names(len(iterators))
+    if all(name in files for name in names):
+        return names
     saved = sorted(name for name in files if _STATE.fullmatch(name))
     count = int(match[2]) if saved and (match := _STATE.fullmatch(saved[0])) else 0
     if count == _util.processes.process_count() * len(iterators) or len(saved) != count:
         raise errors.DamagedCheckpointError(
-            f"{path} has the dataset states {saved[: errors.ROWS_SHOWN]}, and not all"
+            f"{path} has the dataset states {saved[: errors.ROWS_SHOWN]}, but not all"
             f" {count}; restore another step"
         )
     if has_shards(iterators) and any(_SHARD.fullmatch(name) for name in files):
@@ -48,7 +48,7 @@ def choose(
     equal = len({files[name] for name in saved}) == 1
     if equal and all(_is_elastic(it, files[saved[0]]) for it in iterators):
         return [saved[0]] * len(iterators)
-    raise _other_count(path, count, len(iterators))
+    raise _process_count_error(path, count, len(iterators))
 
 
 def _is_elastic(iterator: Any, content: bytes) -> bool:
@@ -56,25 +56,27 @@ def _is_elastic(iterator: Any, content: bytes) -> bool:
     if getattr(iterator, "elastic", False):
         return True
     try:
-        found = _json_codec.loads(content, version=0)
+        state = _json_codec.loads(content, version=0)
     except (ValueError, RecursionError):
         return False
     # grain's ElasticIterator, with any later stages.
-    return isinstance(found, dict) and found.keys() == {"global_next_index"}
+    return isinstance(state, dict) and state.keys() == {"global_next_index"}
 
 
-def _other_count(path: Path, count: int, iterators: int) -> errors.DatasetStateError:
+def _process_count_error(
+    path: Path, count: int, iterators: int
+) -> errors.DatasetStateError:
     processes = _util.processes.process_count()
     ways = []
     if count % iterators == 0:
         ways.append(f"restart with {count // iterators} processes")
     if count % processes == 0:
         ways.append(
-            f"pass a list of {count // processes} iterators: those of process K over"
-            f" the parts K, K + {processes}, … of {count} of the data"
+            f"pass a list of {count // processes} iterators: on process K, over parts"
+            f" K, K + {processes}, … of the {count} parts of the data"
         )
     ways += [
-        "use an iterator that is elastic: grain's ElasticIterator, or StepIndexed with"
+        "use an elastic iterator: grain's ElasticIterator, or StepIndexed with"
         " global batches",
         "start the data from the beginning: datasets.Restarting(iterator), or"
         " dataset=None",
@@ -82,7 +84,7 @@ def _other_count(path: Path, count: int, iterators: int) -> errors.DatasetStateE
     now = f"{processes} processes" if processes > 1 else "one process"
     each = f" with {iterators} iterators each" if iterators > 1 else ""
     return errors.DatasetStateError(
-        f"{path} has the dataset states of {count} processes, and this run has"
+        f"{path} has the dataset states of {count} processes, but this run has"
         f" {now}{each}: a state belongs to its part of the data.\nEither\n"
         + errors.rows(ways)
     )
@@ -93,9 +95,7 @@ def _other_count(path: Path, count: int, iterators: int) -> errors.DatasetStateE
 
 def has_shards(iterators: Sequence[Any]) -> bool:
     """Returns True if the iterator can get and set the state of each shard."""
-    return len(iterators) == 1 and _duck_types.has(
-        iterators[0], "get_shard_states", "set_shard_states"
-    )
+    return len(iterators) == 1 and _duck_types.has_shards(iterators[0])
 
 
 def shard_name(i: int) -> str:
@@ -104,7 +104,7 @@ def shard_name(i: int) -> str:
     return f"shard_state_{index}.json"
 
 
-def own_shards(iterator: Any, files: Mapping[str, bytes]) -> list[str]:
+def shard_names(iterator: Any, files: Mapping[str, bytes]) -> list[str]:
     """Returns the files of the shards of this process.
 
     Raises:
@@ -113,11 +113,11 @@ def own_shards(iterator: Any, files: Mapping[str, bytes]) -> list[str]:
     count = sum(_SHARD.fullmatch(name) is not None for name in files)
     index, step = _util.processes.process_index(), _util.processes.process_count()
     wanted = len(list(iterator.get_shard_states()))
-    own = [f"shard_state_{i}.json" for i in range(index, count, step)]
-    if len(own) != wanted or not all(name in files for name in own):
+    names = [f"shard_state_{i}.json" for i in range(index, count, step)]
+    if len(names) != wanted or not all(name in files for name in names):
         raise errors.DatasetStateError(
-            f"{count} shards of the data were saved, of which process {index} of {step}"
-            f" takes {len(own)}, and its iterator has {wanted}.\nGive it the shards"
+            f"{count} shards of the data were saved. Process {index} of {step} takes"
+            f" {len(names)} of them, but its iterator has {wanted}.\nGive it the shards"
             f" {index}, {index + step}, … of the same data."
         )
-    return own
+    return names

@@ -156,7 +156,7 @@ def _explain_unrecognised(path: Path) -> NoReturn:
 
 def _describe_content(path: Path) -> str:
     if path.is_file():
-        start = _signatures.first_bytes(path)
+        start = _signatures.read_start(path)
         if start and not any(start):
             return "a file that begins with zeros, as if never written to the disk"
         return f"a file that begins with {start[:8]!r}" if start else "an empty file"
@@ -188,17 +188,17 @@ def _describe_unsupported(path: Path) -> str | None:
     if path.is_dir():
         if description := _describe_clu(path):
             return description
-        if _signatures.first_bytes(path / "checkpoint").startswith(_TENSORFLOW) or any(
+        if _signatures.read_start(path / "checkpoint").startswith(_TENSORFLOW) or any(
             path.glob("*.ckpt*.index")
         ):
             return _TENSORFLOW_CHECKPOINT
         return (
-            safetensors_reader.refusal(path)
+            safetensors_reader.describe_ambiguity(path)
             or _describe_decimal_steps(path)
             or _describe_parent(path)
             or _describe_runs(path)
         )
-    start = _signatures.first_bytes(path)
+    start = _signatures.read_start(path)
     if (
         start.startswith(_TENSORFLOW)
         or path.with_name(path.name + ".index").is_file()

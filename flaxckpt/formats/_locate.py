@@ -98,14 +98,14 @@ def locate(
         return _locate(root, step, step_format)
 
 
-def number_of(step_format: str | None) -> _steps.names.Number | None:
+def step_parser(step_format: str | None) -> _steps.names.Number | None:
     """Returns the function from names to step numbers; None without `step_format`."""
     return None if step_format is None else _steps.names.StepFormat(step_format).step
 
 
 def _locate(path: Path, step: int | None, step_format: str | None) -> Located:
     step = None if step is None else _steps.names.check(step)
-    number = number_of(step_format)
+    number = step_parser(step_format)
     detected = formats.identify(path) if path.exists() else None
     if detected is not None and step is None:
         return Located(path, None, detected)
@@ -117,7 +117,7 @@ def _locate(path: Path, step: int | None, step_format: str | None) -> Located:
     if step is None:
         return _newest(path, index)
     if (entry := index.find(step)) is not None:
-        return _located(entry)
+        return _to_located(entry)
     if detected is not None:
         raise _not_a_directory(path)
     if (doubt := index.find_doubtful(step)) is not None:
@@ -125,16 +125,16 @@ def _locate(path: Path, step: int | None, step_format: str | None) -> Located:
             raise errors.CheckpointNotFoundError(
                 f"{path} has no step {step} yet: {formats.advice_on_saves(path)}"
             )
-        raise _damaged(doubt.path, doubt.why)
+        raise _damaged_error(doubt.path, doubt.why)
     if number is None and (other := _steps.index.find_usual_name(path, step)):
-        raise _damaged(other, "")
+        raise _damaged_error(other, "")
     advice = formats.advice_on_saves(path)
     if advice:
         advice = f"; {advice}"
     elif not index.steps:
         advice = formats.advice_on_names(path)
     raise errors.CheckpointNotFoundError(
-        f"{path} has no step {step}: it has {summary(list(index.steps))}{advice}"
+        f"{path} has no step {step}: it has {summarize(list(index.steps))}{advice}"
     )
 
 
@@ -145,7 +145,7 @@ def _not_a_directory(path: Path) -> errors.OptionError:
     )
 
 
-def _located(entry: _Entry) -> Located:
+def _to_located(entry: _Entry) -> Located:
     """Returns the checkpoint of a step.
 
     Raises:
@@ -173,7 +173,7 @@ def _newest(root: Path, index: _Index) -> Located:
             break
     doubts = [doubt for step in unknown if (doubt := index.find_doubtful(step))]
     damaged = [
-        _damaged(doubt.path, doubt.why)
+        _damaged_error(doubt.path, doubt.why)
         for doubt in doubts
         # A commit is never empty.
         if (doubt.why or not doubt.path.is_dir() or any(doubt.path.iterdir()))
@@ -197,10 +197,10 @@ def _newest(root: Path, index: _Index) -> Located:
         _log.warning(
             "a newer step is left out, and step %d is used: %s", newest.step, error
         )
-    return _located(newest)
+    return _to_located(newest)
 
 
-def _damaged(path: Path, why: str) -> errors.DamagedCheckpointError:
+def _damaged_error(path: Path, why: str) -> errors.DamagedCheckpointError:
     """Returns the error for an unreadable path with the name of a step."""
     if not why:
         try:
@@ -212,7 +212,7 @@ def _damaged(path: Path, why: str) -> errors.DamagedCheckpointError:
     )
 
 
-def summary(steps: list[int]) -> str:
+def summarize(steps: list[int]) -> str:
     """Returns a short list of steps, for messages."""
     if not steps:
         return "no steps"
@@ -240,11 +240,7 @@ def read_step(path: Path, step: int, types: Sequence[type] = ()) -> Stored:
 
 
 def check_step(path: Path, step: int, stored: Stored) -> None:
-    """Raises DamagedCheckpointError if `stored` was saved as another step.
-
-    Raises:
-        DamagedCheckpointError: Names both steps.
-    """
+    """Raises DamagedCheckpointError if `stored` was saved as another step."""
     if stored.recorded_step not in (step, None):
         raise errors.DamagedCheckpointError(
             f"{path} has the name of step {step}, but was saved as step"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import logging
 import math
 import os
@@ -56,7 +57,7 @@ def read(path: Path, step: int | None) -> Stored:
         DamagedCheckpointError: A file is missing or malformed.
         FileNotFoundError: The checkpoint was deleted after its format was recognised.
     """
-    item = items.item(path)
+    item = items.find_item(path)
     if item is None:  # deleted since it was recognised
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     items.warn_of_others(path, item)
@@ -90,7 +91,7 @@ def read(path: Path, step: int | None) -> Stored:
     )
     others = [info for info in infos if info.path not in inline]
     strings = items.read_strings(item, path, others, {})
-    table = native_arrays.table(path, others, arrays, strings)
+    table = native_arrays.leaf_table(path, others, arrays, strings)
     for info in infos:
         if info.path in inline:
             source = dataclasses.replace(inline[info.path], info=info)
@@ -122,20 +123,21 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
         forms, blosc = _array_forms(item, path, names, version=2, ocdbt=True)
         arrays = native_arrays.Arrays(item, 2, ocdbt=True, is_checked=True, blosc=blosc)
         for name, form in forms.items():
-            opened[name] = leaves.Opened(*form, arrays.opener(name, form, path))
+            open_array = functools.partial(arrays.open, name, form, path)
+            opened[name] = leaves.Opened(*form, open_array)
     else:
         faults = {}
         for name in names:
             try:
-                opened[name] = _zarr2.find(item, name)
+                opened[name] = _zarr2.find_array(item, name)
             except PermissionError:
                 raise
             except (ValueError, OSError) as error:
                 faults[name] = str(error)[:200]
         if faults:
-            raise leaves.unreadable(item, faults)
+            raise leaves.unreadable_error(item, faults)
     tree = _insert(tree, opened)
-    stored = leaves.stored(
+    stored = leaves.make_stored(
         path, file, tree, format_name="orbax", step=step, stamp=stamp
     )
     infos = [leaf.info for leaf in stored.table.values()]
@@ -150,7 +152,9 @@ def _inline_leaves(path: Path, item: Path) -> dict[LeafPath, StoredLeaf]:
         return {}
     tree = _insert(_read_tree(file), {})
     stamp = _storage.stamp(file)
-    stored = leaves.stored(path, file, tree, format_name="", step=None, stamp=stamp)
+    stored = leaves.make_stored(
+        path, file, tree, format_name="", step=None, stamp=stamp
+    )
     return {
         name: leaf.source
         for name, leaf in stored.table.items()
@@ -160,7 +164,7 @@ def _inline_leaves(path: Path, item: Path) -> dict[LeafPath, StoredLeaf]:
 
 def _read_tree(file: Path) -> scanner.Value:
     try:
-        _zarr2.inside(file.parent, file)
+        _zarr2.check_inside(file.parent, file)
     except ValueError as error:
         raise errors.DamagedCheckpointError(str(error)) from None
     with scanner.scanner(file) as scan:
@@ -210,11 +214,7 @@ def _read_rows(item: Path, metadata: Mapping[str, Any]) -> list[_Row]:
 
 
 def _check_places(item: Path, rows: Sequence[_Row]) -> None:
-    """Raises DamagedCheckpointError for leaves that share a path or an array.
-
-    Raises:
-        DamagedCheckpointError: Lists all leaves at fault.
-    """
+    """Raises DamagedCheckpointError for leaves that share a path or an array."""
     faults: dict[LeafPath, str] = {}
     seen: dict[str, LeafPath] = {}
     paths: set[LeafPath] = set()
@@ -226,7 +226,7 @@ def _check_places(item: Path, rows: Sequence[_Row]) -> None:
         if row.is_array and (other := seen.setdefault(row.name, path)) != path:
             faults[path] = f"has the same place as {other}"
     if faults:
-        raise leaves.unreadable(item, faults)
+        raise leaves.unreadable_error(item, faults)
 
 
 def _rank(key: _state.tree.Key) -> tuple[str, int]:
@@ -243,14 +243,14 @@ def _array_forms(
     """
     native_arrays.check_names(item, names, ocdbt=ocdbt)
     file = "zarr.json" if version == 3 else ".zarray"
-    texts = native_arrays.texts(item, checkpoint, names, file, ocdbt=ocdbt)
+    readers = native_arrays.metadata_readers(item, checkpoint, names, file, ocdbt=ocdbt)
     forms = {}
     blosc = set()
     faults = {}
-    for name, read_text in texts.items():
+    for name, read_text in readers.items():
         try:
             text = read_text()
-            forms[name] = native_arrays.form_in(text)
+            forms[name] = native_arrays.parse_form(text)
             _check_chunks(forms[name])
             if _arrays.zarr.chunk_headers.parse(text).codec == "blosc":
                 blosc.add(name)
@@ -260,16 +260,12 @@ def _array_forms(
             message = str(e).split(" [tensorstore_spec")[0].split(" [source")[0]
             faults[name] = message[:200]
     if faults:
-        raise leaves.unreadable(item, faults)
+        raise leaves.unreadable_error(item, faults)
     return forms, blosc
 
 
 def _check_chunks(form: ArrayForm) -> None:
-    """Raises ValueError if TensorStore would abort over too large chunks.
-
-    Raises:
-        ValueError: The chunk shape is too large, or does not match the shape.
-    """
+    """Raises ValueError if TensorStore would abort over too large chunks."""
     shape, dtype, chunk_shape = form
     itemsize = _state.dtypes.to_numpy(dtype).itemsize
     chunk_bytes = math.prod(chunk_shape) * itemsize

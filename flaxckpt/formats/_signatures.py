@@ -23,7 +23,7 @@ _FIRST_BYTES = 512
 """Buffer size for recognising a file."""
 
 
-def first_bytes(path: Path, count: int = 64) -> bytes:
+def read_start(path: Path, count: int = 64) -> bytes:
     """Returns at most `count` first bytes of a regular file; else empty."""
     try:
         with _storage.of(path).open_file(path) as file:
@@ -36,7 +36,7 @@ def first_bytes(path: Path, count: int = 64) -> bytes:
 
 def is_archive_of_arrays(path: Path) -> bool:
     """Returns True for a zip archive with a `.npy` file as its first member."""
-    head = first_bytes(path, _NAME_OFFSET + _LONGEST_NAME)
+    head = read_start(path, _NAME_OFFSET + _LONGEST_NAME)
     if not head.startswith(ARCHIVE):
         return False
     size = int.from_bytes(head[_NAME_OFFSET - 4 : _NAME_OFFSET - 2], "little")
@@ -52,10 +52,10 @@ _LONGEST_NAME = 8192
 
 def is_msgpack(path: Path) -> bool:
     """Returns True if a file begins like a supported msgpack file."""
-    return first_keys(path) is not None or begins_with_record(path)
+    return read_first_keys(path) is not None or begins_with_record(path)
 
 
-def first_keys(path: Path) -> Sequence[str] | None:
+def read_first_keys(path: Path) -> Sequence[str] | None:
     """Returns up to two first keys of the msgpack map at the start of a file.
 
     The second key only if the first value is a number or a string. Keys that the

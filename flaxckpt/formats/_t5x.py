@@ -53,7 +53,7 @@ def recognises(path: Path) -> str | None:
 
 
 def _is_ours(file: Path) -> bool:
-    keys = _signatures.first_keys(file)
+    keys = _signatures.read_first_keys(file)
     if not keys or keys[0] not in _KEYS:
         return False
     if set(keys) == _KEYS:
@@ -79,7 +79,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     file = path / _FILE if path.is_dir() else path.resolve()
     stamp = _storage.stamp(file)
     try:
-        _zarr2.inside(file.parent, file)
+        _zarr2.check_inside(file.parent, file)
     except ValueError as error:
         raise errors.DamagedCheckpointError(str(error)) from None
     with scanner.scanner(file) as scan:
@@ -95,8 +95,10 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     replacer = _SpecReplacer(file.parent, version)
     state = replacer.replace(tree["optimizer"], ())
     if replacer.faults:
-        raise leaves.unreadable(path, replacer.faults)
-    return leaves.stored(path, file, state, format_name="t5x", step=step, stamp=stamp)
+        raise leaves.unreadable_error(path, replacer.faults)
+    return leaves.make_stored(
+        path, file, state, format_name="t5x", step=step, stamp=stamp
+    )
 
 
 class _SpecReplacer:
@@ -134,7 +136,7 @@ class _SpecReplacer:
         if other := self._leaves.get(name):
             raise ValueError(f"shares the directory {name} with {other}")
         self._leaves[name] = leaf
-        array = _zarr2.find(self._root, name)
+        array = _zarr2.find_array(self._root, name)
         shape = _arrays.zarr.metadata.sizes(spec["metadata"].get("shape"))
         dtype = spec.get("dtype", array.dtype)
         if array.shape != shape or array.dtype != dtype:
@@ -190,11 +192,7 @@ def _directory(spec: dict[str, Any]) -> str:
 
 
 def _check_transform(transform: Any, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless the transform of a spec is the identity.
-
-    Raises:
-        ValueError: The transform changes or cuts the array.
-    """
+    """Raises ValueError unless the transform of a spec is the identity."""
     if transform is None:
         return
     axes = [{"input_dimension": axis} for axis in range(len(shape))]

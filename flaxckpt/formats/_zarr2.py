@@ -9,6 +9,7 @@ TensorStore decodes only zstd and blosc, which fail on chunks cut short.
 from __future__ import annotations
 
 import bz2
+import contextlib
 import dataclasses
 import functools
 import math
@@ -68,7 +69,7 @@ class _Zarr2:
         return math.prod(self.chunk_shape) * self.dtype.itemsize
 
 
-def find(root: Path, name: str) -> leaves.Opened:
+def find_array(root: Path, name: str) -> leaves.Opened:
     """Returns the array in the directory `name` of a checkpoint, values unread.
 
     Raises:
@@ -97,7 +98,7 @@ def check_name(name: str) -> str:
 
 
 def _metadata(root: Path, name: str) -> Mapping[str, Any]:
-    file = inside(root, root / check_name(name) / ".zarray")
+    file = check_inside(root, root / check_name(name) / ".zarray")
     if not file.is_file():
         raise ValueError(f"{name}/.zarray is missing")
     try:
@@ -107,7 +108,7 @@ def _metadata(root: Path, name: str) -> Mapping[str, Any]:
         raise ValueError(str(error)) from None
 
 
-def inside(root: Path, path: Path) -> Path:
+def check_inside(root: Path, path: Path) -> Path:
     """Returns `path`; raises ValueError if a symlink on the way leads out of `root`."""
     if not path.resolve().is_relative_to(root.resolve()):
         raise ValueError(f"{path} is a symbolic link that leads out of the checkpoint")
@@ -154,19 +155,13 @@ def _parse(root: Path, name: str, data: Mapping[str, Any]) -> _Zarr2:
 
 
 def _dtype(name: object) -> np.dtype[Any]:
-    if isinstance(name, str) and _NUMBER.fullmatch(name):
-        try:
+    if isinstance(name, str):
+        with contextlib.suppress(TypeError, errors.OptionError):
+            if not _NUMBER.fullmatch(name):
+                return _state.dtypes.to_numpy(name)
             dtype = np.dtype(name)
             _state.dtypes.to_numpy(dtype.name)
-        except (TypeError, errors.OptionError):
-            pass
-        else:
             return dtype
-    elif isinstance(name, str):
-        try:
-            return _state.dtypes.to_numpy(name)
-        except errors.OptionError:
-            pass
     raise ValueError(f"unsupported element type {str(name)[:40]!r}")
 
 
@@ -194,22 +189,18 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
     def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
         region = tuple(zip(domain.inclusive_min, domain.exclusive_max, strict=True))
         for chunk in _arrays.zarr.metadata.chunks(region, array.chunk_shape):
-            index = tuple(
-                start // size
+            whole = tuple(
+                (start - start % size, start - start % size + size)
                 for (start, _), size in zip(
                     chunk.bounds, array.chunk_shape, strict=True
                 )
             )
-            cell = tuple(
-                (i * size, (i + 1) * size)
-                for i, size in zip(index, array.chunk_shape, strict=True)
-            )
-            values = _read_chunk(array, _key(index))
+            values = _read_chunk(array, _chunk_name(chunk))
             target[_arrays.zarr.metadata.within(chunk.bounds, region)] = values[
-                _arrays.zarr.metadata.within(chunk.bounds, cell)
+                _arrays.zarr.metadata.within(chunk.bounds, whole)
             ]
 
-    return leaves.completed(
+    return leaves.completed_future(
         ts.virtual_chunked(
             read,
             dtype=ts.dtype(_state.dtypes.stored_name(array.dtype.name) or ""),
@@ -220,8 +211,8 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
     )
 
 
-def _key(index: Shape) -> str:
-    return ".".join(map(str, index)) or "0"
+def _chunk_name(chunk: _arrays.zarr.metadata.Chunk) -> str:
+    return chunk.key.removeprefix("c").removeprefix(".") or "0"
 
 
 def _check_files(array: _Zarr2) -> None:
@@ -238,7 +229,7 @@ def _check_files(array: _Zarr2) -> None:
     with os.scandir(array.root / array.name) as entries:
         for entry in entries:
             if entry.is_symlink():
-                inside(array.root, Path(entry.path))
+                check_inside(array.root, Path(entry.path))
             if entry.is_file():
                 sizes[entry.name] = entry.stat().st_size
     if count > len(sizes):
@@ -246,7 +237,7 @@ def _check_files(array: _Zarr2) -> None:
     for chunk in _arrays.zarr.metadata.chunks(
         _arrays.zarr.metadata.whole(array.shape), array.chunk_shape
     ):
-        key = chunk.key.removeprefix("c").removeprefix(".") or "0"
+        key = _chunk_name(chunk)
         if key not in sizes:
             raise ValueError(f"chunk {key} is missing")
         ratio = _BEST_RATIO.get(array.codec, _ANY_RATIO)

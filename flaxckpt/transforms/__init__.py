@@ -53,7 +53,7 @@ def inverse(transforms: Sequence[Transform]) -> list[Transform]:
         OptionError: A transform has no inverse.
     """
     undone: list[Transform] = []
-    for transform in reversed(_base.checked(transforms)):
+    for transform in reversed(_base.check(transforms)):
         if not isinstance(transform, TableTransform):
             [name] = describe([transform])
             raise errors.OptionError(f"{name} cannot be inverted: it is a function")

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from flaxckpt import _state, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
-from flaxckpt.transforms._moments import Mirror, Mirrors, Slot, beginnings
-from flaxckpt.transforms._moments import mirrors as find_mirrors
+from flaxckpt.transforms._moments import Mirror, Mirrors, Slot, find_mirrors, prefixes
 from flaxckpt.transforms._patterns import no_match
 
 _log = logging.getLogger(__name__)
@@ -52,9 +51,7 @@ class TableTransform(abc.ABC):
         Raises:
             OptionError: The transform has no inverse.
         """
-        raise errors.OptionError(
-            f"{self} cannot be inverted: it loses what was there before"
-        )
+        raise errors.OptionError(f"{self} cannot be inverted: it loses information")
 
 
 def apply(
@@ -70,11 +67,11 @@ def apply(
         wanted: On restore, the table of the state to fill.
     """
     for transform in transforms:
-        table = _with_containers(_applied(transform, table, wanted))
+        table = _with_containers(_apply_one(transform, table, wanted))
     return table
 
 
-def _applied(
+def _apply_one(
     transform: Transform, table: LeafTable, wanted: LeafTable | None
 ) -> LeafTable:
     if isinstance(transform, TableTransform):
@@ -102,7 +99,7 @@ def _is_table(made: object) -> bool:
     )
 
 
-def checked(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
+def check(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
     """Returns the `transforms` argument of a user as a tuple.
 
     Raises:
@@ -123,7 +120,7 @@ def checked(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
         module = getattr(transform, "__module__", None) or ""
         if inspect.isfunction(transform) and module.startswith(_PACKAGE):
             raise errors.OptionError(
-                f"transforms has the function {transform.__name__} in it: call it, as"
+                f"transforms contains the function {transform.__name__}: call it, as in"
                 f" transforms=[{transform.__name__}(…)]"
             )
     return listed
@@ -143,21 +140,21 @@ def _with_containers(table: LeafTable) -> LeafTable:
     Raises:
         OptionError: A leaf has the path of a container.
     """
-    containers = {beginning for path in table for beginning in beginnings(path)}
+    containers = {beginning for path in table for beginning in prefixes(path)}
     both = [path for path in table if path and path in containers]
     faults = [path for path in both if table[path].info.kind != "empty"]
     if faults:
         inner = {p: next(q for q in table if q.startswith(f"{p}/")) for p in faults}
         raise errors.OptionError(
-            f"{len(faults)} leaves would stand where others have a container:\n"
-            + errors.rows(f"{path}: beside {other}" for path, other in inner.items())
+            f"{len(faults)} leaf paths are also containers of other leaves:\n"
+            + errors.rows(f"{path}: contains {other}" for path, other in inner.items())
             + "\nRename or drop one of each."
         )
     filled = set(both)
     return {path: leaf for path, leaf in table.items() if path not in filled}
 
 
-def undoing(transforms: Sequence[Transform]) -> list[Transform] | None:
+def invert_for_restore(transforms: Sequence[Transform]) -> list[Transform] | None:
     """Returns the inverses for a run that restores its own saves.
 
     None if a transform has no inverse.
@@ -185,10 +182,10 @@ def not_restored(transforms: Sequence[Transform], table: LeafTable) -> list[Leaf
     Raises:
         OptionError: The inverses cannot be applied to the transformed `table`.
     """
-    undo = undoing(transforms)
+    undo = invert_for_restore(transforms)
     if not undo:
         return []
-    made = before = _traced(table)
+    made = before = _trace(table)
     dropped: set[LeafPath] = set()
     for transform in transforms:
         new = apply([transform], made)
@@ -222,7 +219,7 @@ def changed_in_place(
         transforms: The transforms; transforms that do not apply to `table` are skipped.
         table: Of a state, or of a part of a state.
     """
-    made = before = _traced(table)
+    made = before = _trace(table)
     for transform in transforms:
         try:
             made = apply([transform], made)
@@ -238,7 +235,7 @@ def changed_in_place(
     ]
 
 
-def _traced(table: LeafTable) -> LeafTable:
+def _trace(table: LeafTable) -> LeafTable:
     """Returns the table with leaf paths in the place of values."""
     return {
         path: leaf
@@ -330,14 +327,14 @@ def replace(
     mirrored = find_mirrors(table)
     direct = {path: path for path in chosen}
     members: dict[Slot | None, dict[LeafPath, LeafPath]] = {None: direct}
-    known = {**mirrored.known, **_agreed(mirrored, direct)}
+    known = {**mirrored.known, **_resolve_ambiguous(mirrored, direct)}
     for path, mirror in known.items():
         if mirror.param in direct and (path not in direct or not moves):
             members.setdefault(mirror.slot, {})[mirror.param] = path
     for paths in list(members.values())[1:]:
         for path in paths.values():
             direct.pop(path, None)
-    _tell_of_lost(mirrored, direct, table)
+    _warn_of_lost(mirrored, direct, table)
     rows: dict[LeafPath, list[NewLeaf]] = {}
     gone: set[LeafPath] = set()
     new_paths: dict[LeafPath, list[LeafPath]] = {}
@@ -355,11 +352,11 @@ def replace(
             rows.setdefault(where, []).append(NewLeaf(where, new, leaf))
     for path in direct.keys() & known.keys():
         names = [known[path].renamed(p) for p in new_paths.get(known[path].param, ())]
-        rows[path] = [_retargeted(row, names) for row in rows.get(path, ())]
-    return _assembled(table, gone, rows)
+        rows[path] = [_retarget(row, names) for row in rows.get(path, ())]
+    return _assemble(table, gone, rows)
 
 
-def _agreed(
+def _resolve_ambiguous(
     mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath]
 ) -> dict[LeafPath, Mirror]:
     """Returns mirrors with several possible parameters, all of them chosen.
@@ -375,17 +372,17 @@ def _agreed(
             root, param = next(iter(candidates.items()))
             agreed[path] = Mirror(param, param.removeprefix(root), slot)
         elif any(of_chosen) and path not in chosen:
-            faults[path] = " or of ".join(candidates.values())
+            faults[path] = " or ".join(candidates.values())
     if faults:
         raise errors.OptionError(
-            f"nobody knows whose moments {len(faults)} leaves are:\n"
-            + errors.rows(f"{path}: of {which}" for path, which in faults.items())
-            + "\nHave the pattern match them, too, or drop them first."
+            f"the parameters of {len(faults)} moments are ambiguous:\n"
+            + errors.rows(f"{path}: {which}" for path, which in faults.items())
+            + "\nLet the pattern match the moments as well, or drop them first."
         )
     return agreed
 
 
-def _tell_of_lost(
+def _warn_of_lost(
     mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath], table: LeafTable
 ) -> None:
     """Warns of moments that resemble changed parameters' moments but do not follow."""
@@ -399,14 +396,14 @@ def _tell_of_lost(
     ]
     if left:
         _log.warning(
-            "%d leaves of an optimizer may mirror what is changed, and stay as they"
-            " are, as nobody knows of which parameters they are: %s",
+            "%d optimizer leaves may be moments of changed parameters, and stay"
+            " unchanged because their parameters are unknown: %s",
             len(left),
             errors.first_few(left),
         )
 
 
-def _retargeted(row: NewLeaf, names: Sequence[LeafPath]) -> NewLeaf:
+def _retarget(row: NewLeaf, names: Sequence[LeafPath]) -> NewLeaf:
     """Returns a mirror that was moved by itself with the role of its new parameter."""
     for name in names:
         ends = (name, *(f"{name}/{field}" for field in _state.tree.BOX_FIELDS))
@@ -432,7 +429,7 @@ def _with_role_of(leaf: Leaf, param: LeafPath, old: LeafPath | None = None) -> L
     return dataclasses.replace(leaf, info=info)
 
 
-def _assembled(
+def _assemble(
     table: LeafTable, gone: set[LeafPath], rows: Mapping[LeafPath, Sequence[NewLeaf]]
 ) -> LeafTable:
     new: LeafTable = {}
@@ -449,10 +446,10 @@ def _assembled(
         if path not in gone:
             add(path, leaf, path)
         for row in rows.get(path, ()):
-            add(row.path, moved(row.leaf, row.path), path)
+            add(row.path, move(row.leaf, row.path), path)
     if faults:
         raise errors.OptionError(
-            f"{len(faults)} leaf paths would be taken twice:\n"
+            f"{len(faults)} leaf paths would be used twice:\n"
             + errors.rows(
                 f"{path}: by {', '.join(all_)}" for path, all_ in faults.items()
             )
@@ -461,14 +458,14 @@ def _assembled(
     return new
 
 
-def moved(leaf: Leaf, path: LeafPath) -> Leaf:
+def move(leaf: Leaf, path: LeafPath) -> Leaf:
     """Returns `leaf` with another path."""
     info = leaf.info
     if info.path == path:
         return leaf
     role = info.role
     if role is not None:
-        optimizer = _optimizer(role.optimizer, info.path, path)
+        optimizer = _moved_optimizer(role.optimizer, info.path, path)
         # A moment of an unknown parameter.
         is_lost = role.param and not f"{path}/".endswith(
             (f"{role.param}/", "/value/", "/raw_value/")
@@ -479,7 +476,9 @@ def moved(leaf: Leaf, path: LeafPath) -> Leaf:
     return dataclasses.replace(leaf, info=renamed)
 
 
-def _optimizer(optimizer: LeafPath, old: LeafPath, new: LeafPath) -> LeafPath | None:
+def _moved_optimizer(
+    optimizer: LeafPath, old: LeafPath, new: LeafPath
+) -> LeafPath | None:
     """Returns the path of an optimizer after a move of a leaf; None if unknown."""
     if new.startswith(f"{optimizer}/"):
         return optimizer
@@ -497,7 +496,7 @@ def keys(path: LeafPath, info: LeafInfo) -> tuple[_state.tree.Key, ...]:
         or _state.tree.join([_state.tree.Key(name, "key") for name in names]) != path
     ):
         raise errors.OptionError(
-            f"{path!r} is no leaf path: no part may be empty, and % is written as %25"
+            f"{path!r} is not a leaf path: parts may not be empty, and % is written %25"
         )
     old = info.keys
     old_names = [str(key.name) for key in old]

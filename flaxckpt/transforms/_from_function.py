@@ -40,7 +40,7 @@ class _Function(TableTransform):
         if self.style == "restore":
             if self.wanted is None:
                 raise errors.OptionError(
-                    f"{self} asks for the target's leaves: pass an abstract state"
+                    f"{self} needs the leaves of the target: pass an abstract state"
                 )
             target = self.wanted
         leaves = [*table.values(), *target.values()]
@@ -56,8 +56,8 @@ class _Function(TableTransform):
                 return fixed[id(leaf)] if i is None else values[i]
 
             result = self._call(
-                _nested({path: value(leaf) for path, leaf in table.items()}),
-                _nested({path: value(leaf) for path, leaf in target.items()}),
+                _nest({path: value(leaf) for path, leaf in table.items()}),
+                _nest({path: value(leaf) for path, leaf in target.items()}),
                 table,
             )
             if not isinstance(result, Mapping):
@@ -65,7 +65,7 @@ class _Function(TableTransform):
                     f"{self} must return the state as nested dicts, got"
                     f" {_util.arguments.describe(result)}"
                 )
-            found = list(_flat(result))
+            found = list(_flatten(result))
             shape[:] = [
                 (path, item if isinstance(item, _Constant) else None)
                 for path, item in found
@@ -78,9 +78,9 @@ class _Function(TableTransform):
             for leaf in traced
         )
         try:
-            with _arrays.lazy.wide(is_wide):
+            with _arrays.lazy.x64(is_wide):
                 closed = jax.make_jaxpr(flat)(
-                    [_arrays.lazy.abstract(leaf.info) for leaf in traced]
+                    [_arrays.lazy.to_abstract(leaf.info) for leaf in traced]
                 )
         except jax.errors.JAXTypeError as error:
             raise errors.OptionError(
@@ -88,20 +88,20 @@ class _Function(TableTransform):
                 f" they are read ({str(error).splitlines()[0][:160]})"
             ) from None
         part_of = _Parts(closed, traced, is_wide, self._runs, str(self))
-        return _assembled(table, shape, part_of)
+        return _assemble(table, shape, part_of)
 
     def _call(self, tree: Tree, target: Tree, table: LeafTable) -> Any:
         if self.style == "restore":
             return self.fn(tree, target, is_resuming=self.is_resuming)
         if self.style == "tree":
             return self.fn(tree)
-        infos = _nested({path: leaf.info for path, leaf in table.items()})
+        infos = _nest({path: leaf.info for path, leaf in table.items()})
         result = self.fn(tree, infos)
         if not isinstance(result, tuple) or len(result) != 2:
             raise errors.OptionError(
                 f"{self} must return the state and its infos, got"
-                f" {type(result).__name__}; a function of a checkpoint and a target has"
-                " a parameter is_resuming"
+                f" {type(result).__name__}; a function of a checkpoint and a target"
+                " needs a parameter is_resuming"
             )
         return result[0]
 
@@ -178,7 +178,7 @@ def _is_traced(leaf: Leaf) -> bool:
     return leaf.info.kind not in ("string", "empty")
 
 
-def _nested(leaves: Mapping[LeafPath, Any]) -> Tree:
+def _nest(leaves: Mapping[LeafPath, Any]) -> Tree:
     tree: Tree = {}
     for path, value in leaves.items():
         *parents, last = (_state.tree.unescape(part) for part in path.split("/"))
@@ -191,7 +191,7 @@ def _nested(leaves: Mapping[LeafPath, Any]) -> Tree:
     return tree
 
 
-def _flat(tree: Any) -> list[tuple[LeafPath, Any]]:
+def _flatten(tree: Any) -> list[tuple[LeafPath, Any]]:
     """Flattens a function's result to leaf paths and traced arrays or constants."""
     found: list[tuple[LeafPath, Any]] = []
 
@@ -216,15 +216,15 @@ def _flat(tree: Any) -> list[tuple[LeafPath, Any]]:
             found.append((path, jnp.asarray(value)))
         else:
             raise errors.OptionError(
-                f"a function gave {type(value).__name__} at {path or '(root)'}: wanted"
-                " nested dicts of arrays"
+                f"the function returned {type(value).__name__} at {path or '(root)'},"
+                " wanted nested dicts of arrays"
             )
 
     visit(tree, ())
     return found
 
 
-def _assembled(
+def _assemble(
     table: LeafTable,
     shape: Sequence[tuple[LeafPath, _Constant | None]],
     part_of: _Parts,
@@ -246,7 +246,7 @@ def _assembled(
         found, old = constant.leaf, table.get(path)
         if old and found.info.kind == old.info.kind == "empty":
             found = old  # keeps the kind of the container
-        new[path] = _base.moved(found, path)
+        new[path] = _base.move(found, path)
     return new
 
 
@@ -283,7 +283,7 @@ class _Parts:
         out = self._closed.jaxpr.outvars[number]
         if not isinstance(out, core.Literal) and out in self._inputs:
             leaf = self._inputs[out]
-            return None if _is_abstract(leaf) else _base.moved(leaf, path)
+            return None if _is_abstract(leaf) else _base.move(leaf, path)
         equations, used = self._needed(out)
         leaves = [self._inputs[var] for var in used]
         if any(_is_abstract(leaf) for leaf in leaves):
@@ -301,7 +301,7 @@ class _Parts:
             run = self._runs.setdefault(str(part), jax.jit(run))
         info = LeafInfo(path, _tree_keys(path), "array", "jax.Array")
         if leaves:
-            info = _base.moved(leaves[0], path).info
+            info = _base.move(leaves[0], path).info
         return self._derive(
             leaves, lambda *values: run(*values)[0], base=info, is_wide=self._is_wide
         )

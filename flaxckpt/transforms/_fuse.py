@@ -51,12 +51,16 @@ class _Fuse(TableTransform):
                 _check_axis(value, self.axis)
             found = tuple(value.shape[self.axis] for value in values)
             if self.sizes is None and len(set(found)) > 1:
-                raise ValueError(f"its parts differ: pass sizes={list(found)}")
+                raise ValueError(
+                    f"the parts have different sizes: pass sizes={list(found)}"
+                )
             if self.sizes is not None and found != self.sizes:
-                raise ValueError(f"its parts have the sizes {list(found)}")
+                raise ValueError(
+                    f"the parts have the sizes {list(found)}, wanted {list(self.sizes)}"
+                )
             return jnp.concatenate(values, self.axis)
 
-        return _grouping.joined(
+        return _grouping.join(
             table,
             groups,
             join,
@@ -76,7 +80,7 @@ class _Fuse(TableTransform):
         whole = {pattern for pattern, _ in inverted}
         if len(whole) > 1:
             raise errors.OptionError(
-                f"{self} cannot be inverted: its parts are matched differently"
+                f"{self} cannot be inverted: its parts have different inverse patterns"
             )
         parts = [part for _, part in inverted]
         return split(whole.pop(), parts, axis=self.axis, sizes=self.sizes)
@@ -147,14 +151,16 @@ class _Split(TableTransform):
             )
 
         part_fn = functools.cache(functools.partial(functools.partial, part))
-        return _grouping.parted(table, names, part_fn, lambda *_: None, str(self))
+        return _grouping.split(table, names, part_fn, lambda *_: None, str(self))
 
     def _sizes(self, total: int) -> tuple[int, ...]:
         count = len(self.replacements)
         if self.sizes is None and total % count == 0:
             return (total // count,) * count
         if self.sizes is None or sum(self.sizes) != total:
-            raise ValueError(f"its axis {self.axis} has {total} rows: pass their sizes")
+            raise ValueError(
+                f"axis {self.axis} has {total} rows: pass the sizes of the parts"
+            )
         return self.sizes
 
     def __str__(self) -> str:

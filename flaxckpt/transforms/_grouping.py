@@ -39,10 +39,10 @@ def add(groups: Groups, new: LeafPath, number: int, path: LeafPath, what: str) -
         )
 
 
-def joined(
+def join(
     table: LeafTable,
     groups: Groups,
-    join: Join,
+    join_fn: Join,
     join_mirrors: Callable[[Sequence[Leaf], Shape], Made | None],
     *,
     counts: Mapping[LeafPath, int],
@@ -53,7 +53,7 @@ def joined(
     Args:
         table: Old table.
         groups: The groups to join.
-        join: Maps the values of the parts, in order, to the new value.
+        join_fn: Maps the values of the parts, in order, to the new value.
         join_mirrors: Maps mirrors of another shape than the parts, and the shape of the
             parts, to the joined leaf; None if they cannot be joined.
         counts: Required number of parts of each group.
@@ -61,7 +61,7 @@ def joined(
     """
 
     def whole(*values: jax.Array) -> jax.Array:
-        return join(values)
+        return join_fn(values)
 
     derive = _arrays.lazy.Deriver(what)
     for new, parts in groups.items():
@@ -72,12 +72,12 @@ def joined(
             present = [parts[i] for i in sorted(parts) if parts[i] in leaves]
             some = [leaves[path] for path in present]
             if is_mirror and len(present) < len(parts):
-                yield from _left(present, leaves, groups)
+                yield from _keep_old_paths(present, leaves, groups)
                 continue
             if is_mirror and not _are_like(some, table, present):
                 made = join_mirrors(some, table[present[0]].info.shape)
                 if made is None:
-                    yield from _left(present, leaves, groups)
+                    yield from _keep_old_paths(present, leaves, groups)
                 else:
                     sources, fn = made
                     leaf = derive(sources, fn, base=some[0].info)
@@ -89,7 +89,7 @@ def joined(
             types = {leaf.info.dtype for leaf in some}
             if len(types) > 1:
                 raise errors.OptionError(
-                    f"{what}: the parts of {new} are of different types,"
+                    f"{what}: the parts of {new} have different types,"
                     f" {', '.join(sorted(map(str, types)))}: cast them first"
                 )
             yield NewLeaf(present[0], new, derive(some, whole))
@@ -110,7 +110,7 @@ def _are_like(
     )
 
 
-def _left(
+def _keep_old_paths(
     params: Sequence[LeafPath],
     leaves: Mapping[LeafPath, Leaf],
     taken: Container[LeafPath],
@@ -132,13 +132,13 @@ def _check_complete(
         missing = (str(i) for i in range(count) if i not in parts)
         some = ", ".join(itertools.islice(missing, 8))
         raise errors.OptionError(
-            f"{what}: {new} lacks part{'s' * (',' in some)} {some}; it would be made of"
-            f" {', '.join(list(parts.values())[:3])}. Choose a pattern that leaves out"
-            " what only some of the parts have"
+            f"{what}: {new} lacks part{'s' * (',' in some)} {some}; found"
+            f" {', '.join(list(parts.values())[:3])}. Choose a pattern that excludes"
+            " leaves that only some parts have"
         )
 
 
-def parted(
+def split(
     table: LeafTable,
     names: Mapping[LeafPath, Sequence[LeafPath]],
     part: Callable[[int], PartFn],
@@ -166,7 +166,7 @@ def parted(
             if not is_empty and leaf.info.shape != shape:
                 parts = part_mirror(leaf, shape)
                 if parts is None:
-                    yield from _left([path], leaves, taken)
+                    yield from _keep_old_paths([path], leaves, taken)
                     continue
                 source, part_fn = parts
             for number, new in enumerate(names[path]):

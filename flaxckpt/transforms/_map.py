@@ -43,7 +43,7 @@ class _Cast(TableTransform):
                 + errors.rows(
                     f"{path}: found {found}" for path, found in faults.items()
                 )
-                + "\nPass lossy=True if that is what you want."
+                + "\nPass lossy=True to allow this."
             )
         return {
             path: _cast(leaf, self.dtype, self.lossy) if path in matching else leaf
@@ -91,7 +91,7 @@ def cast(pattern: str, dtype: Any, *, lossy: bool = False) -> TableTransform:
             wanted = ""
     if not wanted:
         raise errors.OptionError(
-            "cast wants an element type, by name or as jax.numpy.bfloat16, got"
+            "cast wants an element type, such as 'bfloat16' or jax.numpy.bfloat16, got"
             f" {_util.arguments.describe(dtype)}"
         )
     wanted = _state.dtypes.name(_state.dtypes.to_numpy(wanted))
@@ -173,7 +173,9 @@ class _Map(TableTransform):
                     of_mirror = None if is_copy else self.mirror_fn
                     yield NewLeaf(path, path, derive([leaf], of_mirror or fn))
                 elif self.order is not None and (
-                    turn := _turned(leaf, before, self.order(len(before)), table)
+                    turn := _transpose_mirror(
+                        leaf, before, self.order(len(before)), table
+                    )
                 ):
                     source, turn_fn = turn
                     yield NewLeaf(path, path, derive([source], turn_fn, base=leaf.info))
@@ -191,12 +193,12 @@ class _Map(TableTransform):
         if self.resizes:
             return super().inverse()
         raise errors.OptionError(
-            f"{self} cannot be inverted, as it was given no inverse: pass the function"
-            " that undoes it, map_leaf(pattern, fn, inverse=...)"
+            f"{self} cannot be inverted without an inverse function: write"
+            " map_leaf(pattern, fn, inverse=...)"
         )
 
 
-def _turned(
+def _transpose_mirror(
     mirror: Leaf, shape: Shape, order: tuple[int, ...], table: LeafTable
 ) -> tuple[Leaf, ArrayFn] | None:
     """Returns the source and function of a transposed mirror of another shape.
@@ -209,11 +211,11 @@ def _turned(
     """
     info = mirror.info
     if not info.shape or _factored.is_placeholder(info, shape, table):
-        return mirror, _same
+        return mirror, _identity
     if info.shape[1:] == shape:  # several moments of a parameter, as in L-BFGS
         return mirror, _transposition((0, *(axis + 1 for axis in order)))
     if (maxima := _factored.maxima_of_axis(info, order, table)) is not None:
-        return maxima, _same
+        return maxima, _identity
     new_shape = [shape[axis] for axis in order]
     found = _factored.source(info, shape, order, new_shape, table)
     if found is None:
@@ -223,7 +225,7 @@ def _turned(
     return found.leaf, _transposition(moved)
 
 
-def _same(x: jax.Array) -> jax.Array:
+def _identity(x: jax.Array) -> jax.Array:
     """Returns `x`: norms, maxima of an axis and placeholders are not transposed."""
     return x
 
@@ -262,8 +264,8 @@ def arrays(paths: Iterable[LeafPath], table: LeafTable, what: str) -> list[LeafP
     strings = [path for path in found if table[path].info.kind == "string"]
     if strings:
         raise errors.OptionError(
-            f"{what} works on arrays, and these are strings: {', '.join(strings[:5])};"
-            " choose a pattern that leaves them out"
+            f"{what} works on arrays, but these leaves are strings:"
+            f" {', '.join(strings[:5])}; choose a pattern that excludes them"
         )
     return found
 
@@ -323,7 +325,7 @@ def transpose(pattern: str, axes: Sequence[int] | None = None) -> TableTransform
     """
     order = None if axes is None else _util.arguments.check_ints("axes", axes)
     if order is not None and len(set(order)) < len(order):
-        raise errors.OptionError(f"axes must be different ones, got {order}")
+        raise errors.OptionError(f"axes must be distinct, got {order}")
 
     def undo() -> Transform:
         if order is None:
@@ -368,7 +370,7 @@ def pad(
     def padded(x: jax.Array, fill: float) -> jax.Array:
         widths = [(0, new - old) for old, new in _extents(x, wanted)]
         if any(width < 0 for _, width in widths):
-            raise ValueError(f"it is larger than {wanted} already; slice cuts")
+            raise ValueError(f"it is already larger than {wanted}: use slice")
         return jnp.pad(x, widths, constant_values=fill)
 
     return _Map(
@@ -396,7 +398,7 @@ def slice(pattern: str, shape: Sequence[int | None]) -> TableTransform:
     def cut(x: jax.Array) -> jax.Array:
         extents = list(_extents(x, wanted))
         if any(new > old for old, new in extents):
-            raise ValueError(f"it is smaller than {wanted} already; pad or grow it")
+            raise ValueError(f"it is already smaller than {wanted}: use pad or grow")
         return jax.lax.slice(x, [0] * x.ndim, [new for _, new in extents])
 
     name = _base.call("slice", pattern, wanted)
@@ -405,7 +407,7 @@ def slice(pattern: str, shape: Sequence[int | None]) -> TableTransform:
 
 def _extents(x: jax.Array, wanted: Sequence[int | None]) -> Iterator[tuple[int, int]]:
     if x.ndim != len(wanted):
-        raise ValueError(f"it has {x.ndim} axes, and {tuple(wanted)} has {len(wanted)}")
+        raise ValueError(f"it has {x.ndim} axes, but {tuple(wanted)} has {len(wanted)}")
     for old, new in zip(x.shape, wanted, strict=True):
         yield old, old if new is None else new
 
@@ -448,9 +450,9 @@ def grow(
             raise ValueError(f"it has no axis {axis}")
         old = x.shape[axis]
         if old == 0 and how != "zeros":
-            raise ValueError(f"its axis {axis} has no rows to go by: init='zeros'")
+            raise ValueError(f"axis {axis} is empty: pass init='zeros'")
         if size < old:
-            raise ValueError(f"its axis {axis} has {old} rows already, not {size}")
+            raise ValueError(f"axis {axis} already has {old} rows, more than {size}")
         shape = (*x.shape[: axis % x.ndim], size - old, *x.shape[axis % x.ndim + 1 :])
         if how == "zeros":
             new = jnp.zeros(shape, x.dtype)

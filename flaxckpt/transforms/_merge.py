@@ -33,7 +33,7 @@ class _Merge(TableTransform):
         twice = [path for path in other if _has_leaf(table, path)]
         if twice and self.on_conflict == "error":
             raise errors.OptionError(
-                f"{len(twice)} leaves of {stored.metadata.path} are there already:\n"
+                f"{len(twice)} leaves of {stored.metadata.path} exist already:\n"
                 + errors.rows(f"{path}: {other[path].info}" for path in twice)
                 + '\nDrop or rename some, or pass on_conflict="first" or "second".'
             )
@@ -83,4 +83,4 @@ def merge(
         )
     resolved = str(_storage.paths.resolve(path))
     step = None if step is None else _steps.names.check(step)
-    return _Merge(resolved, step, _base.checked(transforms), on_conflict)
+    return _Merge(resolved, step, _base.check(transforms), on_conflict)

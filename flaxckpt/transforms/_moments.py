@@ -29,7 +29,7 @@ _CANDIDATES = 8
 
 
 class Slot(NamedTuple):
-    """The place of the mirrors of parameters: between a head and a tail.
+    """The place of the find_mirrors of parameters: between a head and a tail.
 
     Attributes:
         head: The path before the parameter's name, `opt_state/0/mu`.
@@ -45,7 +45,7 @@ class Slot(NamedTuple):
 
 
 class Mirror(NamedTuple):
-    """A leaf that mirrors a parameter.
+    """A leaf that find_mirrors a parameter.
 
     Attributes:
         param: The parameter's leaf path.
@@ -67,7 +67,7 @@ class Mirror(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mirrors:
-    """All mirrors in a table.
+    """All find_mirrors in a table.
 
     Attributes:
         known: Leaf path -> the mirrored parameter.
@@ -90,10 +90,10 @@ def _below_root(path: LeafPath) -> LeafPath:
     return "/".join(parts[1:]) or path
 
 
-def mirrors(table: LeafTable) -> Mirrors:
-    """Finds the mirrors in a table.
+def find_mirrors(table: LeafTable) -> Mirrors:
+    """Finds the find_mirrors in a table.
 
-    Recorded roles identify mirrors. Without roles, a slot is a container in an
+    Recorded roles identify find_mirrors. Without roles, a slot is a container in an
     optimizer's state with the same names as below a root. Of several possible roots,
     the nearest is chosen: a discriminator's moments are beside its own parameters. Next
     comes a root called `params` rather than a copy of the parameters, and then the root
@@ -124,7 +124,7 @@ def mirrors(table: LeafTable) -> Mirrors:
     heads: set[str] = set()
     for slot in sorted(by_path, key=lambda slot: slot.head.count("/")):
         # All names in a slot must match, else the container holds several slots.
-        inside = not heads.isdisjoint(beginnings(slot.head))
+        inside = not heads.isdisjoint(prefixes(slot.head))
         if not inside and found.settle(slot, by_path[slot], strict=True):
             heads.add(slot.head)
     for path in empties:
@@ -163,7 +163,7 @@ def _below_params(
 
 
 class _Found:
-    """The mirrors found so far."""
+    """The find_mirrors found so far."""
 
     def __init__(self, params: Mapping[LeafPath, None], roots: _Roots) -> None:
         self.known: dict[LeafPath, Mirror] = {}
@@ -188,7 +188,7 @@ class _Found:
 
     def settle_empty(self, path: LeafPath) -> None:
         """Records an empty container in a slot as a mirror, such as a masked moment."""
-        for head in beginnings(path):
+        for head in prefixes(path):
             if head in self._root_of_head:
                 slot, root = self._root_of_head[head]
                 name = path[len(head) + 1 :]
@@ -234,7 +234,7 @@ class _Roots:
         for path in params:
             for root, name in _splits(path):
                 if name in wanted:
-                    for beginning in beginnings(root):
+                    for beginning in prefixes(root):
                         found = self._beside.setdefault((name, beginning), [])
                         if len(found) <= _CANDIDATES:
                             found.append(root)
@@ -257,7 +257,7 @@ class _Roots:
             strict: True if every name must exist, not only most names.
         """
         first = self._first(members)
-        for beginning in beginnings(f"{slot.head}/x"):
+        for beginning in prefixes(f"{slot.head}/x"):
             near = self._beside.get((first, beginning), [])
             counts = {
                 root: sum(root + name in self._params for name in members)
@@ -288,7 +288,7 @@ def _splits(path: LeafPath) -> Iterator[tuple[str, LeafPath]]:
         end = path.find("/", end + 1)
 
 
-def beginnings(path: LeafPath) -> Iterator[str]:
+def prefixes(path: LeafPath) -> Iterator[str]:
     """Yields the proper prefixes of a path: for `a/b/c`, `a/b`, `a` and empty."""
     end = path.rfind("/")
     while end >= 0:

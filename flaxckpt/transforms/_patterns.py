@@ -29,13 +29,13 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """
     if not isinstance(pattern, str):
         raise errors.OptionError(
-            f"a pattern must be a regular expression as text, got {_shown(pattern)}"
+            f"a pattern must be a regular expression as a str, got {_shown(pattern)}"
         )
     try:
         return re.compile(pattern)
     except re.error as error:
         raise errors.OptionError(
-            f"{pattern!r} is no regular expression: {error}"
+            f"{pattern!r} is not a valid regular expression: {error}"
         ) from None
 
 
@@ -47,7 +47,7 @@ def check_replacement(pattern: str, replacement: str) -> str:
     """
     if not isinstance(replacement, str):
         raise errors.OptionError(
-            f"what replaces {pattern!r} must be a path as text, got"
+            f"the replacement of {pattern!r} must be a path as a str, got"
             f" {_util.arguments.describe(replacement)}"
         )
     return replacement
@@ -63,8 +63,7 @@ def expand(match: re.Match[str], replacement: str) -> LeafPath:
         return match.expand(replacement)
     except (re.error, IndexError) as error:
         raise errors.OptionError(
-            f"{replacement!r} does not go with the pattern {match.re.pattern!r}:"
-            f" {error}"
+            f"{replacement!r} does not fit the pattern {match.re.pattern!r}: {error}"
         ) from None
 
 
@@ -115,7 +114,7 @@ def invert(pattern: str, replacement: str) -> tuple[str, str]:
     lost = [name for name in groups if name not in used and name != "i"]
     if len(set(used)) < len(used) or lost or not set(used) <= {*groups, "i"}:
         raise _cannot_invert(
-            pattern, f"{replacement!r} does not use each of its groups once"
+            pattern, f"{replacement!r} does not use each group exactly once"
         )
     number = {name: str(i + 1) for i, name in enumerate(used)}
     inverse = "".join(
@@ -164,13 +163,15 @@ def _pattern_parts(pattern: str) -> Iterator[str | _Group]:
             if named := _NAMED.match(source):
                 name, source = named[1], source[named.end() :]
             if source.startswith("?") or _has_group(source):
-                raise _cannot_invert(pattern, f"({source}) holds another group")
+                raise _cannot_invert(pattern, f"({source}) contains another group")
             if pattern[end + 1 : end + 2] in {"*", "+", "?", "{"}:
                 raise _cannot_invert(pattern, f"({source}) is repeated")
             yield _Group(name or str(count), source)
             i = end + 1
         elif char in r"\.^$*+?{}[]|)":
-            raise _cannot_invert(pattern, f"{char!r} outside of a group matches more")
+            raise _cannot_invert(
+                pattern, f"{char!r} outside of a group matches more than one text"
+            )
         else:
             yield char
             i += 1

@@ -11,8 +11,7 @@ from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.transforms import _base
 from flaxckpt.transforms._base import NewLeaf, TableTransform, Transform
-from flaxckpt.transforms._moments import Mirror
-from flaxckpt.transforms._moments import mirrors as find_mirrors
+from flaxckpt.transforms._moments import Mirror, find_mirrors
 from flaxckpt.transforms._patterns import (
     check_replacement,
     compile_pattern,
@@ -59,8 +58,8 @@ class _Rename(TableTransform):
             there = next((expand(m, r) for m, r in matches if m), None)
             if there != path:
                 raise errors.OptionError(
-                    f"{path} may have had several names before it was renamed: {old}"
-                    f" would become {there}. Write the inverse of this rename yourself."
+                    f"the rename of {path} cannot be inverted: {old} would become"
+                    f" {there}. Write the inverse of this rename yourself."
                 )
 
     def __str__(self) -> str:
@@ -90,7 +89,7 @@ def _as_rules(
         return _rules(pattern.items())
     if not isinstance(pattern, str) or not isinstance(replacement, str):
         raise errors.OptionError(
-            "wanted a pattern and its replacement, or a dict of them, got"
+            "wanted a pattern and its replacement, or a dict, got"
             f" {_util.arguments.describe(pattern)} and"
             f" {_util.arguments.describe(replacement)}"
         )
@@ -206,8 +205,8 @@ class _Assign(TableTransform):
     def __call__(self, table: LeafTable) -> LeafTable:
         if self.wanted is None:
             raise errors.OptionError(
-                f"{self} goes by the leaves of a state to fill: pass an abstract state,"
-                " or use rename, which goes by those of the checkpoint"
+                f"{self} matches the leaves of a state: pass an abstract state, or use"
+                " rename, which matches those of the checkpoint"
             )
         assigned = self._assigned(self.wanted)
         lacking = {
@@ -240,7 +239,7 @@ class _Assign(TableTransform):
         }
         for path, source in assigned.items():
             if source is not None:
-                leaf = _base.moved(table[source], path)
+                leaf = _base.move(table[source], path)
                 if path in wanted_mirrors:
                     role = self.wanted[path].info.role
                     info = dataclasses.replace(leaf.info, role=role)

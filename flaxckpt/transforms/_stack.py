@@ -44,8 +44,8 @@ class _Stack(TableTransform):
             number = matches[path]["i"]
             if not number.isascii() or not number.isdigit():
                 raise errors.OptionError(
-                    f"{self}: its group (the first, or the one called i) must match the"
-                    f" number of a part, and matched {number!r} in {path}"
+                    f"{self}: the first group, or the group i, must match the number of"
+                    f" a part; it matched {number!r} in {path}"
                 )
             new = expand(matches[path], self.replacement)
             _grouping.add(groups, new, int(number), path, str(self))
@@ -76,7 +76,7 @@ class _Stack(TableTransform):
             leaves = [source.leaf for source in found]
             return leaves, _stacked(axis - (lacking < axis))
 
-        return _grouping.joined(
+        return _grouping.join(
             table, groups, join, join_mirrors, counts=counts, what=str(self)
         )
 
@@ -158,7 +158,7 @@ class _Unstack(TableTransform):
                 return mirror, functools.partial(_part, axis)
             return None
 
-        return _grouping.parted(
+        return _grouping.split(
             table, names, functools.partial(_part, self.axis), part_mirror, str(self)
         )
 

@@ -36,7 +36,7 @@ def test_any_region_of_any_array_is_read(tmp_path_factory, shape, data, part_byt
     path = tmp_path_factory.mktemp("span") / "file"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrays_byte_ranges, "_PART_BYTES", part_bytes)
-        store = arrays_byte_ranges.opened(write(path, array), ts.Context()).result()
+        store = arrays_byte_ranges.open(write(path, array), ts.Context()).result()
         np.testing.assert_array_equal(store.read().result(), array)
         np.testing.assert_array_equal(store[region].read().result(), array[region])
 
@@ -44,7 +44,7 @@ def test_any_region_of_any_array_is_read(tmp_path_factory, shape, data, part_byt
 def test_parts_follow_one_another(tmp_path):
     whole = np.arange(24, dtype="float32").reshape(6, 4)
     spans = write(tmp_path / "file", whole[:1], whole[1:4], whole[4:])
-    store = arrays_byte_ranges.opened(spans, ts.Context()).result()
+    store = arrays_byte_ranges.open(spans, ts.Context()).result()
     np.testing.assert_array_equal(store.read().result(), whole)
     np.testing.assert_array_equal(store[3:5, 1:].read().result(), whole[3:5, 1:])
 
@@ -62,7 +62,7 @@ def test_the_runs_of_a_flat_array_make_one_of_any_shape(tmp_path, cuts):
     span = arrays_byte_ranges.Span(
         tmp_path / "file", 0, (2, 3, 4), "float32", tuple(pieces)
     )
-    store = arrays_byte_ranges.opened([span], ts.Context()).result()
+    store = arrays_byte_ranges.open([span], ts.Context()).result()
     np.testing.assert_array_equal(store.read().result(), whole)
     np.testing.assert_array_equal(store[1:, 1:, 3].read().result(), whole[1:, 1:, 3])
 
@@ -72,14 +72,14 @@ def test_a_file_cut_short_is_an_error(tmp_path):
     spans = write(path, np.arange(24, dtype="float32").reshape(6, 4))
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(OSError, match=r"ends at byte 98"):
-        arrays_byte_ranges.opened(spans, ts.Context()).result().read().result()
+        arrays_byte_ranges.open(spans, ts.Context()).result().read().result()
 
 
 def test_another_file_in_its_place_is_not_read(tmp_path):
     path = tmp_path / "file"
     [span] = write(path, np.arange(24, dtype="float32"))
     span = span._replace(identity=_storage.stamp(path).identity)
-    store = arrays_byte_ranges.opened([span], ts.Context()).result()
+    store = arrays_byte_ranges.open([span], ts.Context()).result()
     np.testing.assert_array_equal(store.read().result(), np.arange(24))
     other = tmp_path / "other"
     write(other, np.ones(24, "float32"))

@@ -56,7 +56,7 @@ def test_a_block_comes_back(tmp_path, size, has_checksum):
     into = zarr_chunk_file.empty(size)
     zarr_chunk_file.read(block, [into.data], verify=True)
     assert into.tobytes() == content
-    run = zarr_chunk_file.mapped(block)
+    run = zarr_chunk_file.map_block(block)
     zarr_chunk_file.verify_mapped(block, run)
     assert run.tobytes() == content
 
@@ -92,7 +92,7 @@ def test_a_flipped_bit_is_found(tmp_path, place):
     with pytest.raises(ValueError, match="b has changed since it was written"):
         zarr_chunk_file.read(block, [zarr_chunk_file.empty(10_000).data], verify=True)
     with pytest.raises(ValueError, match="b has changed since it was written"):
-        zarr_chunk_file.verify_mapped(block, zarr_chunk_file.mapped(block))
+        zarr_chunk_file.verify_mapped(block, zarr_chunk_file.map_block(block))
     zarr_chunk_file.read(block, [zarr_chunk_file.empty(10_000).data], verify=False)
 
 
@@ -104,8 +104,8 @@ def test_another_size_is_found_before_anything_is_mapped(tmp_path, size):
         lambda: zarr_chunk_file.read(
             block, [zarr_chunk_file.empty(10_000).data], verify=False
         ),
-        lambda: zarr_chunk_file.mapped(block),
-        lambda: zarr_chunk_file.mapped_as_one([block, block]),
+        lambda: zarr_chunk_file.map_block(block),
+        lambda: zarr_chunk_file.map_blocks([block, block]),
     ):
         with pytest.raises(ValueError, match=f"b has {size} bytes instead of 10004"):
             use()
@@ -116,13 +116,13 @@ def test_blocks_are_mapped_side_by_side(tmp_path):
     assert zarr_chunk_file.can_join(sizes)
     assert not zarr_chunk_file.can_join([PAGE + 8, PAGE])
     blocks = [stored(tmp_path / str(n), noise(size, n)) for n, size in enumerate(sizes)]
-    run = zarr_chunk_file.mapped_as_one(blocks)
+    run = zarr_chunk_file.map_blocks(blocks)
     assert run.tobytes() == b"".join(noise(size, n) for n, size in enumerate(sizes))
 
 
 def test_what_is_written_to_a_map_stays_in_memory(tmp_path):
     block = stored(tmp_path / "b", noise(2 * PAGE))
-    for run in (zarr_chunk_file.mapped(block), zarr_chunk_file.mapped_as_one([block])):
+    for run in (zarr_chunk_file.map_block(block), zarr_chunk_file.map_blocks([block])):
         run[:] = 7
         assert set(run.tolist()) == {7}
     assert block.path.read_bytes()[:-4] == noise(2 * PAGE)
@@ -131,8 +131,8 @@ def test_what_is_written_to_a_map_stays_in_memory(tmp_path):
 def test_a_map_outlives_its_file(tmp_path):
     block = stored(tmp_path / "b", noise(2 * PAGE))
     run, joined = (
-        zarr_chunk_file.mapped(block),
-        zarr_chunk_file.mapped_as_one([block, block]),
+        zarr_chunk_file.map_block(block),
+        zarr_chunk_file.map_blocks([block, block]),
     )
     block.path.unlink()
     assert run.tobytes() == noise(2 * PAGE)
@@ -146,8 +146,8 @@ def maps_of(path):
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc here")
 def test_a_map_goes_with_the_last_array_that_uses_it(tmp_path):
     block = stored(tmp_path / "b", noise(2 * PAGE))
-    part = zarr_chunk_file.mapped(block)[10:20]
-    joined = zarr_chunk_file.mapped_as_one([block, block]).view(np.float32)[5:]
+    part = zarr_chunk_file.map_block(block)[10:20]
+    joined = zarr_chunk_file.map_blocks([block, block]).view(np.float32)[5:]
     assert maps_of(block.path) >= 2
     del part, joined
     gc.collect()
@@ -161,7 +161,7 @@ def test_an_equal_file_is_linked(tmp_path, has_checksum):
     parts = views(content[:100], content[100:])
     if has_checksum:
         parts.append(memoryview(zarr_chunk_file.checksum(parts)))
-    assert zarr_chunk_file.link_equal(old, tmp_path / "new", parts)
+    assert zarr_chunk_file.link_if_equal(old, tmp_path / "new", parts)
     assert (tmp_path / "new").samefile(old)
 
 
@@ -175,7 +175,7 @@ def test_a_file_that_differs_is_not_linked(tmp_path, place):
     with old.open("r+b") as file:
         file.seek(place)
         file.write(bytes([content[place] ^ 1]))
-    assert not zarr_chunk_file.link_equal(old, tmp_path / "new", parts)
+    assert not zarr_chunk_file.link_if_equal(old, tmp_path / "new", parts)
     assert not (tmp_path / "new").exists()
 
 
@@ -183,26 +183,30 @@ def test_an_unchanged_file_is_linked_if_its_checksum_is_the_same(tmp_path):
     content = noise(2**20)
     old = stored(tmp_path / "old", content).path
     parts = views(content)
-    assert zarr_chunk_file.link_unchanged(
-        old, tmp_path / "new", [*parts, memoryview(zarr_chunk_file.checksum(parts))]
+    assert zarr_chunk_file.link_if_equal(
+        old,
+        tmp_path / "new",
+        [*parts, memoryview(zarr_chunk_file.checksum(parts))],
+        compare_all=False,
     )
     assert (tmp_path / "new").samefile(old)
     changed = views(content[:-1] + bytes([content[-1] ^ 1]))
-    assert not zarr_chunk_file.link_unchanged(
+    assert not zarr_chunk_file.link_if_equal(
         old,
         tmp_path / "other",
         [*changed, memoryview(zarr_chunk_file.checksum(changed))],
+        compare_all=False,
     )
     assert not (tmp_path / "other").exists()
 
 
 def test_no_link_is_made_of_what_is_not_there(tmp_path):
-    assert not zarr_chunk_file.link_equal(
+    assert not zarr_chunk_file.link_if_equal(
         tmp_path / "old", tmp_path / "new", views(b"x")
     )
     assert not zarr_chunk_file.link(tmp_path / "old", tmp_path / "new", 1)
     (tmp_path / "empty").touch()
-    assert not zarr_chunk_file.link_equal(
+    assert not zarr_chunk_file.link_if_equal(
         tmp_path / "empty", tmp_path / "new", views(b"")
     )
 
@@ -230,7 +234,7 @@ def test_only_whole_plain_files_are_linked(tmp_path, kind):
     else:
         os.mkfifo(old)
     assert not zarr_chunk_file.link(old, tmp_path / "new", len(b"content") + 4)
-    assert not zarr_chunk_file.link_equal(
+    assert not zarr_chunk_file.link_if_equal(
         old, tmp_path / "new", views(b"content", b"crc!")
     )
     assert not (tmp_path / "new").exists()
@@ -241,7 +245,7 @@ def test_a_map_keeps_no_file_open(tmp_path):
         pytest.skip("maps with Python's own function only")
     block = stored(tmp_path / "b", noise(2 * PAGE))
     before = len(list(Path("/proc/self/fd").iterdir()))
-    maps = [zarr_chunk_file.mapped(block) for _ in range(50)]
+    maps = [zarr_chunk_file.map_block(block) for _ in range(50)]
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert len(maps) == 50
 
@@ -252,7 +256,7 @@ from pathlib import Path
 from flaxckpt._arrays.zarr import chunk_file
 
 block = chunk_file.Block(Path(sys.argv[1]), int(sys.argv[2]), True)
-run = chunk_file.mapped(block)
+run = chunk_file.map_block(block)
 os.truncate(block.path, block.size // 2)
 try:
     chunk_file.verify_mapped(block, run)

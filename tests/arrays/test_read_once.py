@@ -40,13 +40,13 @@ def test_parts_are_put_together(spec, kind, tmp_path):
         tmp_path / "a",
         jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding),
     )
-    [part] = arrays_read_once.divided([job])
-    split = arrays_read_once.parted(job.wanted)
+    [part] = arrays_read_once.divide([job])
+    split = arrays_read_once.divided_sharding(job.wanted)
     assert part.wanted.sharding == split
     shard = math.prod(split.shard_shape(value.shape)) if split else value.size
     assert split is None or shard == value.size // 8
 
-    found = arrays_read_once.gathered(arrays_read.read([part], READ_ALONE), [job])["a"]
+    found = arrays_read_once.gather(arrays_read.read([part], READ_ALONE), [job])["a"]
     assert found.sharding == sharding
     np.testing.assert_array_equal(found, value)
 
@@ -60,25 +60,32 @@ def info(shape, spec, dtype="float32", **options):
 
 
 def test_small_arrays_are_read_by_all():
-    assert arrays_read_once.parted(info((512, 512), P())) is None
-    assert arrays_read_once.parted(info((2**21,), P())) is not None
+    assert arrays_read_once.divided_sharding(info((512, 512), P())) is None
+    assert arrays_read_once.divided_sharding(info((2**21,), P())) is not None
 
 
 def test_as_many_take_part_as_an_axis_allows():
     """1,026 rows are for 2 devices, and not for 8."""
-    assert arrays_read_once.parted(info((2 * 513, 4097), P())).spec == P("x", None)
-    assert arrays_read_once.parted(info((4 * 513, 4097), P())).spec == P(
+    assert arrays_read_once.divided_sharding(info((2 * 513, 4097), P())).spec == P(
+        "x", None
+    )
+    assert arrays_read_once.divided_sharding(info((4 * 513, 4097), P())).spec == P(
         ("x", "y"), None
     )
-    assert arrays_read_once.parted(info((513, 8194), P())).spec == P(None, "x")
-    assert arrays_read_once.parted(info((513, 4097), P())) is None
+    assert arrays_read_once.divided_sharding(info((513, 8194), P())).spec == P(
+        None, "x"
+    )
+    assert arrays_read_once.divided_sharding(info((513, 4097), P())) is None
 
 
 def test_what_is_split_already_is_split_on():
-    assert arrays_read_once.parted(info((4096, 1024), P("x"))).spec == P(
+    assert arrays_read_once.divided_sharding(info((4096, 1024), P("x"))).spec == P(
         ("x", "y", "z"), None
     )
-    assert arrays_read_once.parted(info((4096, 1024), P(("x", "y", "z")))) is None
+    assert (
+        arrays_read_once.divided_sharding(info((4096, 1024), P(("x", "y", "z"))))
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +99,7 @@ def test_what_is_split_already_is_split_on():
 )
 def test_what_one_device_wants_is_left_as_it_is(wanted):
     [leaf] = state_flax_state.flatten({"a": wanted}).table.values()
-    assert arrays_read_once.parted(leaf.info) is None
+    assert arrays_read_once.divided_sharding(leaf.info) is None
 
 
 def test_keys_are_left_as_they_are():
@@ -101,4 +108,4 @@ def test_keys_are_left_as_they_are():
     )
     [leaf] = state_flax_state.flatten({"a": keys}).table.values()
     assert isinstance(leaf.info, state_leaf.LeafInfo)
-    assert arrays_read_once.parted(leaf.info) is None
+    assert arrays_read_once.divided_sharding(leaf.info) is None

@@ -299,8 +299,8 @@ def test_without_maps_left_files_are_read(saved, monkeypatch):
     def refuse(*_):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(zarr_chunk_file, "mapped", refuse)
-    monkeypatch.setattr(zarr_chunk_file, "mapped_as_one", refuse)
+    monkeypatch.setattr(zarr_chunk_file, "map_block", refuse)
+    monkeypatch.setattr(zarr_chunk_file, "map_blocks", refuse)
     strategies.assert_same(flaxckpt.load(saved, memory_map=True), big_state())
 
 

@@ -37,7 +37,9 @@ specs = st.permutations(AXES).flatmap(
 def tasks(draw, mesh):
     sharding = NamedSharding(mesh, draw(specs))
     [shards] = {
-        np.unique(zarr_writer_assignment.in_order(1)(sharding, ()), axis=0).shape[1]
+        np.unique(
+            zarr_writer_assignment.placement_in_order(1)(sharding, ()), axis=0
+        ).shape[1]
     }
     replicas = mesh.size // shards
     parts = draw(st.sampled_from([n for n in range(1, 65) if replicas % n == 0]))
@@ -50,7 +52,7 @@ def tasks(draw, mesh):
 def test_every_part_of_every_shard_has_one_writer(drawn, data):
     mesh, processes = drawn
     given_tasks = data.draw(st.lists(tasks(mesh), max_size=6))
-    place = zarr_writer_assignment.in_order(processes)
+    place = zarr_writer_assignment.placement_in_order(processes)
     places, loads = zarr_writer_assignment.assign(given_tasks, processes, place)
     expected = np.zeros(processes, np.int64)
     for task, chosen in zip(given_tasks, places, strict=True):
@@ -75,7 +77,7 @@ def test_equal_arrays_that_all_have_are_divided_equally(drawn, count):
     mesh, processes = drawn
     task = zarr_writer_assignment.Task(NamedSharding(mesh, P()), (), 1, MIB)
     _, loads = zarr_writer_assignment.assign(
-        [task] * count, processes, zarr_writer_assignment.in_order(processes)
+        [task] * count, processes, zarr_writer_assignment.placement_in_order(processes)
     )
     assert max(loads) - min(loads) <= MIB
 
@@ -86,7 +88,7 @@ def test_the_largest_arrays_go_first_to_whoever_has_least():
     sizes = [size * MIB for size in (1, 2, 3, 10, 4)]
     one = [zarr_writer_assignment.Task(everywhere, (), 1, size) for size in sizes]
     places, loads = zarr_writer_assignment.assign(
-        one, 2, zarr_writer_assignment.in_order(2)
+        one, 2, zarr_writer_assignment.placement_in_order(2)
     )
     assert loads == [10 * MIB, 10 * MIB]
     assert [places[i] for i in (3, 4, 2, 1, 0)] == [0, 2, 2, 2, 2]
@@ -97,7 +99,7 @@ def test_an_array_in_shards_is_divided_though_none_is_written_in_parts():
     split = zarr_writer_assignment.Task(NamedSharding(mesh, P("model")), (), 1, MIB)
     for count, most in ((1, MIB), (2, MIB), (3, 2 * MIB), (8, 4 * MIB)):
         _, loads = zarr_writer_assignment.assign(
-            [split] * count, 8, zarr_writer_assignment.in_order(8)
+            [split] * count, 8, zarr_writer_assignment.placement_in_order(8)
         )
         assert (sum(loads), max(loads)) == (count * 4 * MIB, most)
 
@@ -110,7 +112,7 @@ def test_tiny_arrays_are_not_all_written_by_one():
     large.append(zarr_writer_assignment.Task(whole, (), 1, MIB - 4096))
     tiny = [zarr_writer_assignment.Task(whole, (), 1, 4)] * 800
     places, _ = zarr_writer_assignment.assign(
-        [*large, *tiny], 8, zarr_writer_assignment.in_order(8)
+        [*large, *tiny], 8, zarr_writer_assignment.placement_in_order(8)
     )
     files = np.bincount(places[8:], minlength=8)
     assert 95 <= files.min() <= files.max() <= 105
@@ -127,7 +129,7 @@ def test_shards_are_numbered_alike_where_they_are_and_in_plans(spec):
     array = jax.device_put(np.zeros((8, 8)), sharding)
     grid = [8 // size for size in sharding.shard_shape((8, 8))]
     ids = np.array([device.id for device in devices]).reshape(2, 2, 2)
-    holders = zarr_writer_assignment.on_mesh(sharding, ids)
+    holders = zarr_writer_assignment.placement_on_mesh(sharding, ids)
     for shard in array.addressable_shards:
         number = arrays_to_host._number(shard, (8, 8), grid)
         assert holders[shard.replica_id, number] == shard.device.id
@@ -150,7 +152,7 @@ def test_replicas_are_numbered_as_jax_numbers_them(spec):
     sharding = NamedSharding(mesh, spec)
     array = jax.device_put(np.zeros((8, 8)), sharding)
     ids = np.array([device.id for device in devices]).reshape(2, 2, 2)
-    holders = zarr_writer_assignment.on_mesh(sharding, ids)
+    holders = zarr_writer_assignment.placement_on_mesh(sharding, ids)
     found = {}
     for shard in array.addressable_shards:
         found.setdefault(str(shard.index), {})[shard.replica_id] = shard.device.id

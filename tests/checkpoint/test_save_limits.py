@@ -194,7 +194,7 @@ def test_a_manifest_that_cannot_be_parsed_is_not_committed(
         lambda info: {**row_of(info), "role": "none"},
     )
     state = {str(i): None for i in range(leaves)} | {"w": np.zeros(2)}
-    with pytest.raises(errors.SaveFailedError, match="none is no role"):
+    with pytest.raises(errors.SaveFailedError, match="none is not a role"):
         flaxckpt.save(tmp_path / "c", state)
     assert not list(tmp_path.iterdir())
 

@@ -17,8 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._checkpoint import planner as checkpoint_planner
-from flaxckpt._checkpoint import save as checkpoint_save
+from flaxckpt._checkpoint import planner, save
 from flaxckpt._checkpoint.commit import SaveRequest
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import leaf as state_leaf
@@ -69,7 +68,7 @@ def several_optimizers(n):
 
 
 def snapshot(state):
-    return checkpoint_save.take_snapshot(SaveRequest(path=NOWHERE), state)
+    return save.take_snapshot(SaveRequest(path=NOWHERE), state)
 
 
 @functools.cache
@@ -93,7 +92,7 @@ def read(make, n, *, with_roles=True):
     for row in data["leaves"]:
         if not with_roles:
             row = {name: value for name, value in row.items() if name != "role"}
-        info = native_manifest.leaf_info(row, keys)
+        info = native_manifest.parse_leaf(row, keys)
         table[info.path] = state_leaf.Leaf(
             info, (state_leaf.StoredLeaf(NOWHERE, info),)
         )
@@ -104,9 +103,7 @@ def read(make, n, *, with_roles=True):
 
 
 def plan(stored, state, **options):
-    return checkpoint_planner.make_plan(
-        stored, state, checkpoint_planner.RestoreOptions(**options)
-    )
+    return planner.make_plan(stored, state, planner.RestoreOptions(**options))
 
 
 WORK = {
@@ -198,7 +195,7 @@ def test_a_flattened_state_is_freed_without_the_garbage_collector(wrap):
     try:
         state_flax_state.flatten(state)
         state_tree.flatten(state)
-        checkpoint_save.take_snapshot(SaveRequest(path=NOWHERE), {"a": state})
+        save.take_snapshot(SaveRequest(path=NOWHERE), {"a": state})
         del state, leaf
         assert gone() is None
     finally:

@@ -1,4 +1,4 @@
-"""Checkpoints of several formats, and the command to look at them."""
+"""Checkpoints of several formats, and the command line."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ def train_state(step=0):
 
 
 def make_all(root):
-    """A run of ours, one of Orbax, and single files of others."""
+    """Creates a run of flaxckpt, a run of Orbax, and single files of other formats."""
     losses = {100: 3.0, 200: 1.0, 300: 2.0}
     with flaxckpt.Checkpointer(root / "run") as run:
         for step, loss in losses.items():
@@ -53,7 +53,7 @@ def _made(tmp_path_factory):
 
 @pytest.fixture
 def here(_made, tmp_path, monkeypatch):
-    """A directory of its own for each test, with all of them in it."""
+    """A copy of all checkpoints for each test."""
     shutil.copytree(_made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -63,27 +63,29 @@ class Command:
     """Runs the command in this process."""
 
     def __call__(self, *args, code=0):
-        found = CliRunner().invoke(app, [*map(str, args)], catch_exceptions=False)
-        assert found.exit_code == code, found.output
-        return found
+        result = CliRunner().invoke(app, [*map(str, args)], catch_exceptions=False)
+        assert result.exit_code == code, result.output
+        return result
 
     def text(self, *args, code=0):
-        """What it prints for people, line by line."""
+        """Returns the lines of its text output."""
         return self(*args, code=code).stdout.splitlines()
 
     def json(self, *args, code=0):
-        """The one document that it prints."""
-        return json.loads(self(*args, "--json", code=code).stdout, parse_constant=no)
+        """Returns its JSON document."""
+        return json.loads(
+            self(*args, "--json", code=code).stdout, parse_constant=refuse_constant
+        )
 
     def refuses(self, *args, code=2):
-        """What it says on stderr, as stdout stays empty."""
-        found = self(*args, code=code)
-        assert not found.stdout
-        return found.stderr
+        """Returns its stderr; stdout must be empty."""
+        result = self(*args, code=code)
+        assert not result.stdout
+        return result.stderr
 
 
-def no(constant):
-    raise AssertionError(f"{constant} is no JSON")
+def refuse_constant(constant):
+    raise AssertionError(f"{constant} is not JSON")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Verbs that change something: as text, as JSON, and what their exit codes say."""
+"""Verbs that change a run: text, JSON and exit codes."""
 
 import json
 import os
@@ -103,7 +103,7 @@ def test_prune_lets_the_states_of_datasets_go_as_the_settings_say(here, command)
 def test_prune_refuses_a_metric_that_no_step_has(here, command):
     told = command.refuses("prune", "run", "-k", "best:1:los:min", "--yes")
     assert "no step of" in told
-    assert told.endswith("there are loss\n")
+    assert told.endswith("the steps have loss\n")
     assert steps("run") == [100, 200, 300]
 
 

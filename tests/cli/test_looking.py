@@ -1,4 +1,4 @@
-"""Verbs that only look: as text, as JSON, and what their exit codes say."""
+"""Verbs that only read: text, JSON and exit codes."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The command as a process: how it starts, ends, and is piped."""
+"""The command as a process: its start, its end, and pipes."""
 
 import importlib
 import json
@@ -42,7 +42,7 @@ def run(*args, **environment):
 
 
 def modules_of(*args):
-    """What is imported by a process that runs the command."""
+    """Returns the modules that a process of the command imports."""
     found = subprocess.run(
         [sys.executable, "-c", PROBE],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""`flaxckpt report`: what it prints, writes and refuses."""
+"""`flaxckpt report`: its output, its file and its errors."""
 
 import json
 

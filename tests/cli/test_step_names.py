@@ -1,4 +1,4 @@
-"""Steps are called as their run says; a number at the end alone makes none."""
+"""The run defines the names of steps; a final number does not make a step."""
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -15,7 +15,7 @@ from flaxckpt.policies import LatestN
 
 @pytest.fixture
 def models(tmp_path):
-    """Checkpoints that somebody gave names to; none of them is a step."""
+    """Creates checkpoints with other names, which are not steps."""
     for number in (1, 2):
         flaxckpt.save(tmp_path / f"model{number}", {"n": number})
     return tmp_path
@@ -95,7 +95,7 @@ def test_a_run_says_how_its_steps_are_called(tmp_path, template):
     with flaxckpt.Checkpointer(tmp_path, step_format=template) as run:
         for step in (9, 10):
             run.save(step, {"n": step})
-    flaxckpt.save(tmp_path / "model77", {"n": 77})  # beside it, and none of its steps
+    flaxckpt.save(tmp_path / "model77", {"n": 77})  # beside the run, and not a step
     flaxckpt.save(tmp_path / "step_88", {"n": 88})
     assert flaxckpt.load(tmp_path)["n"] == 10
     assert [step.step for step in inspect_listing.listing(tmp_path).steps] == [9, 10]

@@ -1,4 +1,4 @@
-"""Runs in object stores, through every verb that takes one."""
+"""All verbs on runs in object stores."""
 
 import itertools
 

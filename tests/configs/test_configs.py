@@ -1,4 +1,4 @@
-"""A run's options lie in a file, come back as they were, and are checked by name."""
+"""Options of a run are read from files, round-trip, and are validated by name."""
 
 import inspect
 import json
@@ -90,9 +90,9 @@ CONFIG = CheckpointConfig(
     preflight="warn",
 )
 
-# ---- what it covers --------------------------------------------------------------
+# ---- coverage --------------------------------------------------------------------
 
-# Options that no file can hold, and why.
+# Options that a file cannot have, and the reasons.
 NO_DATA = {
     "transforms": "functions; casts are in save_dtype",
     "metadata": "what a run is, where a config says how it is saved",
@@ -249,7 +249,7 @@ def test_references_in_a_config_dict_are_followed():
     assert CheckpointConfig.from_mapping(whole.checkpoint).every_steps == 7
 
 
-# ---- what is refused --------------------------------------------------------------
+# ---- errors -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_a_policy_of_ones_own_is_used_and_not_written():
         config.to_mapping()
 
 
-# ---- what it does ----------------------------------------------------------------
+# ---- behavior --------------------------------------------------------------------
 
 
 def test_a_run_behaves_as_its_config_says(tmp_path):

@@ -275,7 +275,7 @@ def test_another_version_of_the_library_is_warned_of(caplog):
     assert description["version"]
     files["metadata"] = json.dumps(description | {"version": "0.1"}).encode()
     datasets.set_state(batches, files, path="run/1")
-    assert "grain 0.1, and this is" in caplog.text
+    assert "was saved by grain 0.1; version" in caplog.text
 
 
 def test_a_state_that_cannot_be_written_names_what_it_holds(tmp_path):
@@ -297,7 +297,7 @@ def test_a_step_without_a_dataset_cannot_restore_one(tmp_path):
 def test_an_iterator_that_refuses_the_state_says_so(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"x": 1}, dataset=StepIndexed(lambda i: i)).wait()
-        with pytest.raises(errors.DatasetStateError, match="does not take the state"):
+        with pytest.raises(errors.DatasetStateError, match="does not accept the state"):
             ckpt.restore(dataset=Everything())
 
 

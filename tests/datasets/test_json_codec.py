@@ -183,7 +183,7 @@ def test_a_file_that_no_state_gives_is_an_error(content):
         "process_0-of-1.json": content,
         "metadata": b'{"codec": 2, "is_bytes": false}',
     }
-    with pytest.raises(errors.DatasetStateError, match="does not take the state"):
+    with pytest.raises(errors.DatasetStateError, match="does not accept the state"):
         set_and_get(files)
 
 
@@ -207,7 +207,7 @@ def test_what_is_no_data_is_refused_by_its_place(state, found):
 def test_a_state_that_holds_itself_is_refused():
     state = []
     state.append(state)
-    with pytest.raises(errors.DatasetStateError, match="holds itself"):
+    with pytest.raises(errors.DatasetStateError, match="contains itself"):
         datasets.state_files(Holder(state))
 
 

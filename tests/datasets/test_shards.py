@@ -100,7 +100,7 @@ def test_equal_states_do_not_make_an_iterator_elastic(process):
     with pytest.raises(errors.DatasetStateError) as info:
         datasets.set_state(fresh, files, path="run/1")
     message = str(info.value)
-    assert "states of 2 processes, and this run has 4 processes" in message
+    assert "states of 2 processes, but this run has 4 processes" in message
     assert "restart with 2 processes" in message
     assert "ElasticIterator" in message
     assert "Restarting" in message
@@ -147,7 +147,7 @@ def test_a_list_of_which_one_state_does_not_fit_moves_none(process):
     files = save(process, 1, lambda i: [part(0, 2, taken=3), part(1, 2, taken=4)])
     files["process_1-of-2.json"] = b"{"
     fresh = [part(0, 2), part(1, 2)]
-    with pytest.raises(errors.DatasetStateError, match="does not take"):
+    with pytest.raises(errors.DatasetStateError, match="does not accept"):
         datasets.set_state(fresh, files, path="run/1")
     assert rest(fresh) == rest([part(0, 2), part(1, 2)])
 
@@ -172,7 +172,7 @@ def test_restarting_changes_nothing_where_the_states_fit(process, caplog):
     datasets.set_state(Restarting(fresh), files, path="run/1")
     assert rest([fresh]) == rest([part(1, 2, taken=5)])
     assert not caplog.records
-    with pytest.raises(errors.DatasetStateError, match="does not take"):
+    with pytest.raises(errors.DatasetStateError, match="does not accept"):
         datasets.set_state(Restarting(elastic(1, 2)), files, path="run/1")
 
 

@@ -521,7 +521,7 @@ def check_small(state, step):
 def lost():
     """The last process is killed before it does anything with others."""
     with flaxckpt.Checkpointer(DIRECTORY) as ckpt:
-        distributed_operation.find_group(DIRECTORY).texts.get(
+        distributed_operation.find_group(DIRECTORY).store.get(
             f"{distributed_heartbeat._KEY}/{RANK}", 20
         )
         say(opened=True)
@@ -557,7 +557,7 @@ def together():
 
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     group = distributed_operation.find_group(DIRECTORY)
-    is_files = type(group.texts) is distributed_key_value.FileStore
+    is_files = type(group.store) is distributed_key_value.FileStore
     assert is_files == GIVEN["files"]
     exercise_together.exercise(group)
     say(ok=True)

@@ -530,7 +530,7 @@ def test_arrays_of_zarr_2_are_read_as_tensorstore_has_them(tmp_path, compressor,
     ).result()
     values = np.arange(30).reshape(5, 6).astype(store.dtype.numpy_dtype)
     store.write(values).result()
-    opened = _zarr2.find(tmp_path, "a")
+    opened = _zarr2.find_array(tmp_path, "a")
     assert opened.shape == (5, 6)
     found = opened.open(ts.Context()).result()
     for region in (np.s_[:, :], np.s_[1:4, 3:5], np.s_[4:, 5:], np.s_[2:2, :]):

@@ -1,4 +1,4 @@
-"""What the tests of dataset iterators share: runs that are cut off and resumed."""
+"""Interrupted and resumed runs, for the tests of dataset iterators."""
 
 import itertools
 
@@ -8,7 +8,7 @@ import flaxckpt
 
 
 def plain(batch):
-    """A batch of any framework as dicts, lists and numpy arrays."""
+    """Converts a batch of any framework to dicts, lists and numpy arrays."""
     if isinstance(batch, dict):
         return {key: plain(value) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
@@ -17,15 +17,16 @@ def plain(batch):
 
 
 def assert_resumes(directory, make, counts, *, epochs=1, epoch_size=0, begin=None):
-    """A run that is resumed after some batches gives all that were left, and no other.
+    """Asserts that resumed runs yield exactly the remaining batches.
 
     Args:
-        directory: For one checkpoint per count.
-        make: Makes the iterator or loader that is saved, the same each time.
-        counts: After how many batches a run is cut off.
-        epochs: How often a loader is iterated over.
-        epoch_size: How many batches that gives each time.
-        begin: What a loop calls at the beginning of an epoch: `begin(dataset, epoch)`.
+        directory: A directory for one checkpoint per count.
+        make: Creates the iterator or loader to save, the same each time.
+        counts: The numbers of batches after which a run is interrupted.
+        epochs: The number of times that a loader is iterated over.
+        epoch_size: The number of batches of an epoch.
+        begin: A function that a loop calls at the start of an epoch:
+            `begin(dataset, epoch)`.
     """
     straight = [plain(batch) for batch in run(make(), 0, epochs, begin)]
     assert len(straight) >= max(counts) > 0
@@ -39,12 +40,12 @@ def assert_resumes(directory, make, counts, *, epochs=1, epoch_size=0, begin=Non
             ckpt.save(count, {"step": count}, dataset=used)
             ckpt.restore({"step": 0}, dataset=fresh)
         epoch = (count - 1) // epoch_size if epoch_size and count else 0
-        found = [plain(batch) for batch in run(fresh, epoch, epochs, begin)]
-        np.testing.assert_equal(found, straight[count:], f"after {count} batches")
+        resumed = [plain(batch) for batch in run(fresh, epoch, epochs, begin)]
+        np.testing.assert_equal(resumed, straight[count:], f"after {count} batches")
 
 
 def run(dataset, epoch, epochs, begin):
-    """The batches of the epochs from `epoch` on, of which the first may have begun."""
+    """Yields the batches of the epochs from `epoch`, which may have started."""
     for number in range(epoch, epochs):
         if begin is not None:
             begin(dataset, number)

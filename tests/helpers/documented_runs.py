@@ -1,4 +1,4 @@
-"""The directories in which the shell lines of documents are run."""
+"""The directories for the shell commands of the documents."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ LOSSES = {1000: 0.91, 2000: 0.62, 3000: 0.71, 4000: 0.66}
 
 
 def make(root):
-    """A run, one that is damaged, and files beside them."""
+    """Creates a run, a damaged run, and files beside them."""
     rng = np.random.default_rng(0)
     for name in ("7", "8"):
         with flaxckpt.Checkpointer(root / "runs" / name) as run:

@@ -1,4 +1,4 @@
-"""The fenced blocks of documents, and whether a command printed what stands there."""
+"""The fenced blocks of documents, and a comparison with the output of commands."""
 
 import re
 import shlex
@@ -19,11 +19,11 @@ class Block(NamedTuple):
     """A fenced block.
 
     Attributes:
-        language: What stands behind the fence.
-        code: Its lines, below as many empty ones as stand above it in the document. So
-            a traceback gives the line there.
-        is_run: Whether no line `<!-- not run: why -->` stands before it.
-        follows: Whether only empty lines are between it and the block before it.
+        language: The name after the fence.
+        code: The lines of the block, after as many empty lines as the document has
+            lines before it, so that a traceback has the document's line number.
+        is_run: True if no line `<!-- not run: why -->` precedes it.
+        follows: True if only empty lines separate it from the previous block.
     """
 
     language: str
@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A shell line: the line without its comment, its words, and how it shall exit."""
+    """A shell line: without its comment, split into words, and its exit code."""
 
     line: str
     words: list[str]
@@ -59,32 +59,32 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def commands(code: str) -> Iterator[Command]:
-    """The commands of a block of the shell; a line may go on behind a backslash."""
+    """Yields the commands of a shell block; a backslash continues a line."""
     for line in code.replace("\\\n", "").splitlines():
         words = shlex.split(line, comments=True)
         if words:
             exits = CODE.search(line)
-            told, _, _ = line.partition(" #")
-            yield Command(told.strip(), words, int(exits[1]) if exits else 0)
+            command, _, _ = line.partition(" #")
+            yield Command(command.strip(), words, int(exits[1]) if exits else 0)
 
 
-def is_printed(wanted: str, found: str) -> bool:
-    """Whether `found` is what a document says, but for numbers and their units.
+def is_printed(documented: str, printed: str) -> bool:
+    """Compares printed with documented text, except numbers and their units.
 
-    In the document `…` stands for anything in a line, and alone, for any lines.
+    In the document, `…` matches anything in a line; alone in a line, any lines.
     """
-    lines = wanted.strip("\n").splitlines()
+    lines = documented.strip("\n").splitlines()
     parts = [r"(?:.*\n)*" if line == ANYTHING else _pattern(line) for line in lines]
-    measured = "".join(f"{_measured(line)}\n" for line in found.splitlines())
-    return bool(re.fullmatch("".join(parts), measured))
+    normalized = "".join(f"{_normalize(line)}\n" for line in printed.splitlines())
+    return bool(re.fullmatch("".join(parts), normalized))
 
 
 def _pattern(line: str) -> str:
-    return re.escape(_measured(line)).replace(ANYTHING, ".*") + "\n"
+    return re.escape(_normalize(line)).replace(ANYTHING, ".*") + "\n"
 
 
-def _measured(line: str) -> str:
-    """A line without numbers, units, and blanks that depend on these."""
+def _normalize(line: str) -> str:
+    """Removes numbers, units, and spaces that depend on them."""
     line = re.sub(r"-?\d[\d.:e+-]*( (µs|ms|s|B|kB|MB|GB|TB)\b)?", "#", line)
     line = re.sub(r"^file system .*", "file system", line)
     return " ".join(re.sub("█+", "█", line).split())

@@ -1,4 +1,4 @@
-"""A store in memory whose writes fail, come late, twice, torn or without an answer."""
+"""A store in memory whose writes fail, arrive late, twice, torn or unanswered."""
 
 import contextlib
 import random
@@ -14,13 +14,13 @@ FAULTS = ("refused", "unanswered", "late", "twice", "torn")
 
 
 class Faulty:
-    """Stands in for the `ts.KvStore` of a store.
+    """Replaces the `ts.KvStore` of a store.
 
     Args:
-        real: The store itself.
-        seed: Of the faults.
-        rate: How many of 100 writes are faulty.
-        last: The request from which on nothing is answered any more; None: all are.
+        real: The real store.
+        seed: The seed of the faults.
+        rate: The percentage of faulty writes.
+        last: The last answered request; None to answer all.
     """
 
     def __init__(self, real, *, seed=0, rate=0, last=None):
@@ -33,7 +33,7 @@ class Faulty:
         self._lock = threading.Lock()
 
     def _arrive(self):
-        """Counts a request, and lets in what is late."""
+        """Counts a request, and delivers some late writes."""
         with self._lock:
             self.requests += 1
             if self._last is not None and self.requests > self._last:
@@ -44,8 +44,8 @@ class Faulty:
     def _write(self, key, value, if_equal):
         return self._real.write(key, value, if_equal=if_equal)
 
-    def let_in(self):
-        """Lets in all that is late."""
+    def deliver(self):
+        """Delivers all late writes."""
         for given in self._late:
             self._write(*given).result()
         self._late.clear()
@@ -61,13 +61,13 @@ class Faulty:
     def write(self, key, value, if_equal=None):
         self._arrive()
         with self._lock:
-            # What overwrites without a condition must not come late: see the docs.
+            # Unconditional overwrites must not arrive late: see the docs.
             is_safe = if_equal is not None and value is not None
             if not is_safe or self._random.randrange(100) >= self._rate:
                 return self._write(key, value, if_equal)
             fault = self._random.choice(FAULTS)
             if fault == "torn" and key.endswith(storage_locks.LOCK):
-                fault = "refused"  # half a lock is nobody's, and is watched for long
+                fault = "refused"  # half a lock has no owner, and delays everybody
             if fault == "unanswered":
                 self._write(key, value, if_equal).result()
             elif fault == "late":
@@ -82,7 +82,7 @@ class Faulty:
 
 @contextlib.contextmanager
 def faulty(path, **given):
-    """Has the store of a path be faulty while the `with` block lasts."""
+    """The store of a path is faulty in the block."""
     connection = path.store.connection
     real = connection.kv()
     kv = connection._opened = Faulty(real, **given)
@@ -91,11 +91,11 @@ def faulty(path, **given):
     finally:
         connection._opened = real
         kv._last = None
-        kv.let_in()
+        kv.deliver()
 
 
 def new_path(name):
-    """A bucket of its own in memory, whose requests are repeated at once."""
+    """Returns a path in a new bucket in memory, with immediate retries."""
     url = f"memory://{name}"
     storage_store_settings.set_store_options(url, StoreOptions(retries=6))
     path = _storage.paths.resolve(f"{url}/run")

@@ -1,4 +1,4 @@
-"""The golden checkpoints of formats that are read, and what is in them."""
+"""The golden checkpoints of all readable formats, and their contents."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def cases() -> list[Case]:
 
 
 def typed(value: np.ndarray[Any, Any], kind: str) -> Any:
-    """A value of `expected.npz` as what it stands for."""
+    """Decodes a value of `expected.npz`."""
     if kind in PYTHON:
         return PYTHON[kind](value)
     dtype_name, _, scalar = kind.partition(" ")

@@ -1,4 +1,4 @@
-"""A network of its own for a server, which loses packets, resets, and is slow."""
+"""A separate network for a server, with lost packets, resets and delays."""
 
 import contextlib
 import itertools
@@ -16,10 +16,10 @@ _numbers = itertools.count()
 
 
 class Network:
-    """A namespace of Linux, and the wire that leads there.
+    """A network namespace of Linux, and the link to it.
 
     Args:
-        name: Of the namespace; a dozen characters, as Linux allows no more.
+        name: The name of the namespace, of at most a dozen characters.
         net: The first three numbers of its addresses.
     """
 
@@ -29,7 +29,7 @@ class Network:
         self._wires = (f"{name}a", f"{name}b")
 
     def make(self) -> None:
-        """Makes it; raises CalledProcessError where that is not allowed."""
+        """Creates it; raises CalledProcessError without the permission."""
         ours, theirs = self._wires
         _run(f"ip netns add {self._name}")
         _run(f"ip link add {ours} type veth peer name {theirs} netns {self._name}")
@@ -44,33 +44,33 @@ class Network:
         )
 
     def remove(self) -> None:
-        """Removes what there is of it."""
+        """Removes the namespace and the link, if they exist."""
         _run(f"ip link del {self._wires[0]}", check=False)
         _run(f"ip netns del {self._name}", check=False)
 
     def lose(self, percent: int) -> None:
-        """Loses so many of the packets to the server."""
+        """Drops a percentage of the packets to the server."""
         self._rule(f"numgen random mod 100 < {percent} drop")
 
     def reset(self, percent: int) -> None:
-        """Answers so many of the packets to the server with a reset."""
+        """Answers a percentage of the packets to the server with a reset."""
         self._rule(
             f"meta l4proto tcp numgen random mod 100 < {percent} reject with tcp reset"
         )
 
     def swallow(self) -> None:
-        """Loses all packets to the server."""
+        """Drops all packets to the server."""
         self._rule("drop")
 
     def slow(self, bytes_per_sec: int) -> None:
-        """Lets no more through, in each direction."""
+        """Limits the bandwidth in each direction."""
         ours, theirs = self._wires
         shape = f"root tbf rate {8 * bytes_per_sec} burst 32k latency 200ms"
         _run(f"tc qdisc replace dev {ours} {shape}")
         self._inside(f"tc qdisc replace dev {theirs} {shape}")
 
     def heal(self) -> None:
-        """Lets everything through again."""
+        """Removes all faults."""
         ours, theirs = self._wires
         self._inside("nft flush chain inet faults in")
         _run(f"tc qdisc del dev {ours} root", check=False)
@@ -78,7 +78,7 @@ class Network:
 
     @property
     def within(self) -> list[str]:
-        """What runs a command in it."""
+        """The prefix that runs a command in the namespace."""
         return ["ip", "netns", "exec", self._name]
 
     def _rule(self, rule: str) -> None:
@@ -95,7 +95,7 @@ def _run(command: str, *, check: bool = True) -> None:
 
 @contextlib.contextmanager
 def network() -> Iterator[Network]:
-    """A network that is removed in the end; skips where none can be made."""
+    """A network for the block; skips the test if none can be created."""
     missing = [name for name in ("ip", "nft", "tc") if shutil.which(name) is None]
     if missing or os.geteuid() != 0:
         pytest.skip(f"needs root, and ip, nft and tc: {missing or 'no root'}")
@@ -105,23 +105,23 @@ def network() -> Iterator[Network]:
         try:
             made.make()
         except subprocess.CalledProcessError as error:
-            said = error.stderr.decode(errors="replace").strip()
-            pytest.skip(f"no networks of one's own here: {' '.join(error.cmd)}: {said}")
+            reason = error.stderr.decode(errors="replace").strip()
+            pytest.skip(f"cannot create a network: {' '.join(error.cmd)}: {reason}")
         yield made
     finally:
         made.remove()
 
 
 def _free_net(number: int) -> str:
-    """A part of 198.18.0.0/15, which is for tests of networks and never routed."""
-    taken = subprocess.run(
+    """Returns a free part of 198.18.0.0/15, which is reserved for network tests."""
+    used = subprocess.run(
         ["ip", "-4", "addr"], check=True, capture_output=True, text=True
     ).stdout
     for offset in range(256):
         net = f"198.18.{(os.getpid() + number + offset) % 256}"
-        if f" {net}." not in taken:
+        if f" {net}." not in used:
             return net
-    raise AssertionError(taken)
+    raise AssertionError(used)
 
 
 @contextlib.contextmanager

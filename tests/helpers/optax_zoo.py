@@ -1,4 +1,4 @@
-"""Optax transforms whose states must be saved, split and found again.
+"""Optax transforms whose states must be saved, sharded and matched.
 
 Run as a program (`python -m tests.helpers.optax_zoo`), it prints
 `docs/optimizer-specs.md`.
@@ -28,12 +28,12 @@ PARAMS = {
 
 
 def is_matrix(params):
-    """A mask, as a function of the parameters."""
+    """Returns a mask of the parameters."""
     return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
 def labels(params):
-    """Labels for `multi_transform`, as a function of the parameters."""
+    """Returns labels of the parameters for `multi_transform`."""
     return jax.tree.map(lambda p: "matrix" if p.ndim > 1 else "rest", params)
 
 
@@ -107,7 +107,7 @@ ZOO = {
 
 
 def params_for(name):
-    """Parameters in the form that a transform asks for."""
+    """Returns parameters in the form that a transform needs."""
     if name == "lookahead":
         return optax.LookaheadParams.init_synced(PARAMS)
     if name == "muon":
@@ -148,14 +148,14 @@ devices. The numbers count the optimizer leaves whose spec was found by each rul
 
 
 def create(name):
-    """A TrainState whose optimizer is the one called `name`."""
+    """Creates a TrainState with the optimizer `name`."""
     return train_state.TrainState.create(
         apply_fn=None, params=params_for(name), tx=ZOO[name]
     )
 
 
 def rules_found(name):
-    """How many leaves of a transform's state each rule has decided."""
+    """Counts the leaves of a transform's state by the rule that found their spec."""
     state = jax.eval_shape(lambda: create(name))
     flat = state_flax_state.flatten(state)
     roles = state_optimizer_roles.roles(flat.structure)
@@ -171,7 +171,7 @@ def rules_found(name):
 
 
 def table():
-    """The whole document."""
+    """Returns the document."""
     rows = []
     for name in ZOO:
         found = rules_found(name)

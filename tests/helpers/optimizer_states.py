@@ -1,8 +1,8 @@
-"""States whose optimizer leaves say where they are from, and changes of them.
+"""States whose optimizer leaves encode their origin, and changes of such states.
 
-A `Tags` gives every leaf of an optimizer a number that stands for its origin: the
-optimizer, the transform in it, the field and the parameter. So whoever reads a value
-knows whose it is, without asking how flaxckpt finds leaves.
+`Tags` gives every leaf of an optimizer a number for its origin: the optimizer, its
+transform, the field and the parameter. So the value of a leaf shows its origin,
+independently of the matching in flaxckpt.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ import flaxckpt
 
 
 class Pair(NamedTuple):
-    """Parameters, some called like fields of transforms."""
+    """Parameters, some with the names of fields of transforms."""
 
     mu: Any
     b: Any
@@ -55,7 +55,7 @@ class OtherLayer:
 
 
 class Trace(NamedTuple):
-    """Parameters called like the field of a transform's state, and more."""
+    """Parameters with names of fields of a transform's state."""
 
     trace: Any
     count: Any
@@ -82,7 +82,7 @@ def layer(**named):
 
 
 def params_of(kind, *, renamed=False):
-    """Parameters of 5 leaves in containers of a kind; with `renamed`, b is c."""
+    """Returns 5 parameters in containers of a kind; with `renamed`, b is c."""
     make = MAKERS[kind]
     last = "c" if renamed else "b"
     return make(
@@ -92,7 +92,7 @@ def params_of(kind, *, renamed=False):
 
 
 def other_params_of(kind):
-    """Parameters of which some have the paths and shapes of those of `params_of`."""
+    """Returns parameters, some with paths and shapes as from `params_of`."""
     make = MAKERS[kind]
     return make(
         trace=make(mu=jnp.full((2, 3), 0.5), b=jnp.full(3, 0.5)),
@@ -101,7 +101,7 @@ def other_params_of(kind):
 
 
 class Model(nnx.Module):
-    """A module with the parameters of `params_of`, but for the list."""
+    """A module with the parameters of `params_of`, except the list."""
 
     def __init__(self):
         self.mu = nnx.Param(jnp.full((2, 3), 0.5))
@@ -109,7 +109,7 @@ class Model(nnx.Module):
 
 
 def name_of(path):
-    """A leaf's path as text, alike for all classes of containers."""
+    """Returns a leaf path that is equal for all classes of containers."""
     parts = [getattr(key, "key", getattr(key, "name", None)) for key in path]
     parts = [
         str(key.idx if part is None else part)
@@ -122,13 +122,13 @@ def name_of(path):
 
 
 class Origin(NamedTuple):
-    """Where a value is from.
+    """The origin of a value.
 
     Attributes:
-        optimizer: Which of several.
-        transform: Which one in it, as its author knows it.
-        field: Of the transform's state.
-        param: Path of the parameter; empty for a counter.
+        optimizer: The name of the optimizer.
+        transform: The name of its transform.
+        field: The field of the transform's state.
+        param: The path of the parameter; empty for a counter.
     """
 
     optimizer: str
@@ -138,7 +138,7 @@ class Origin(NamedTuple):
 
 
 class Tags:
-    """Numbers that stand for origins."""
+    """Numbers that encode origins."""
 
     FIRST = 10_000
 
@@ -146,13 +146,13 @@ class Tags:
         self._origins = []
 
     def number(self, origin):
-        """The number of an origin."""
+        """Returns the number of an origin."""
         if origin not in self._origins:
             self._origins.append(origin)
         return self.FIRST + self._origins.index(origin)
 
     def origin(self, leaf):
-        """The origin that the values of a leaf stand for; None if there is none."""
+        """Returns the origin that the values of a leaf encode, or None."""
         values = set(np.asarray(leaf).ravel().tolist())
         assert len(values) == 1, values
         n = int(values.pop()) - self.FIRST
@@ -191,7 +191,7 @@ TRANSFORMS = {
     "inject": lambda: optax.inject_hyperparams(optax.scale)(0.5),
 }
 LIKE_ADAM = frozenset(("belief", "mine"))
-"""Transforms whose states have the fields of Adam's, so that Orbax cannot tell."""
+"""Transforms whose states have Adam's fields, which Orbax cannot distinguish."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,10 +199,10 @@ class Part:
     """A transform in a chain.
 
     Attributes:
-        kind: Which.
-        name: Whose leaves these are.
-        wrapper: `mask` leaves out some parameters; `label` has a transform of this kind
-            for each of two groups; `steps` has it every other step.
+        kind: The kind of the transform.
+        name: The name in origins.
+        wrapper: `mask` excludes some parameters; `label` has one transform of this kind
+            for each of two groups; `steps` applies it every other step.
     """
 
     kind: str
@@ -215,9 +215,9 @@ class Optimizer:
     """An optimizer.
 
     Attributes:
-        parts: Its transforms.
+        parts: The transforms.
         form: `chain`, `named` (a chain with names), `nested` (a chain in a chain).
-        wrapper: What is around all of it: as for `Part`, and `finite`.
+        wrapper: The wrapper of the chain: as for `Part`, and `finite`.
     """
 
     parts: tuple[Part, ...]
@@ -225,17 +225,17 @@ class Optimizer:
     wrapper: str = ""
 
     def transform(self, name, tags=None):
-        """The transform of optax; with `tags`, its `init` makes leaves of numbers."""
-        made = [
+        """Returns the optax transform; with `tags`, `init` returns tagged leaves."""
+        transforms = [
             wrapped(part.wrapper, elementary(part, name, tags)) for part in self.parts
         ]
         if self.form == "named":
-            pairs = zip(self.parts, made, strict=True)
+            pairs = zip(self.parts, transforms, strict=True)
             tx = optax.named_chain(*((part.name, tx) for part, tx in pairs))
-        elif self.form == "nested" and len(made) > 1:
-            tx = optax.chain(made[0], optax.chain(*made[1:]))
+        elif self.form == "nested" and len(transforms) > 1:
+            tx = optax.chain(transforms[0], optax.chain(*transforms[1:]))
         else:
-            tx = optax.chain(*made) if len(made) != 1 else made[0]
+            tx = optax.chain(*transforms) if len(transforms) != 1 else transforms[0]
         return wrapped(self.wrapper, lambda _: tx)
 
 
@@ -286,12 +286,12 @@ def wrapped(wrapper, make):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a state is put together.
+    """The structure of a state.
 
     Attributes:
-        kind: Class of the parameters' containers.
-        form: Where the parameters and optimizers are.
-        is_twin: Whether two networks have equal parameters.
+        kind: The class of the parameters' containers.
+        form: The places of the parameters and optimizers.
+        is_twin: True if two networks have equal parameters.
     """
 
     kind: str
@@ -300,12 +300,12 @@ class Layout:
 
     @property
     def names(self):
-        """The optimizers."""
+        """The names of the optimizers."""
         several = ("one key", "tuple", "pair", "beside", "list", "states", "critic")
         return ("g", "d") if self.form in several else ("g",)
 
     def state(self, optimizers, tags=None, *, renamed=False):
-        """The state with these optimizers, by name."""
+        """Creates the state with these optimizers, given by name."""
         txs = {name: optimizers[name].transform(name, tags) for name in self.names}
         if self.form == "nnx":
             model = Model()
@@ -367,7 +367,7 @@ layouts = st.builds(
 
 
 def optimizers(kinds=tuple(TRANSFORMS)):
-    """Optimizers of up to 3 transforms, of which some are of the same kind."""
+    """Returns a strategy of optimizers with up to 3 transforms, some of equal kind."""
 
     def optimizer(kinds, wrappers, form, wrapper):
         parts = [
@@ -390,10 +390,10 @@ def optimizers(kinds=tuple(TRANSFORMS)):
 
 @st.composite
 def changed(draw, optimizer, kinds=tuple(TRANSFORMS)):
-    """The optimizer with transforms either added or removed, and other wrappers.
+    """Draws the optimizer with transforms either added or removed, and other wrappers.
 
-    Not both: nobody can tell a transform from another of its kind that has taken its
-    place. Those of one kind keep their order for the same reason.
+    Not both, because a new transform cannot be distinguished from a removed transform
+    of its kind. For the same reason, transforms of one kind keep their order.
     """
     parts = list(optimizer.parts)
     if draw(st.booleans()):
@@ -421,7 +421,7 @@ def changed(draw, optimizer, kinds=tuple(TRANSFORMS)):
 
 
 def save_with(writer, path, state):
-    """Saves with roles, as `flaxckpt` does, or without, as `orbax` does."""
+    """Saves with `flaxckpt`, with roles, or with `orbax`, without roles."""
     if writer == "flaxckpt":
         flaxckpt.save(path, state)
         return

@@ -1,4 +1,4 @@
-"""Every way in which stock Orbax reads the item `state` of one step."""
+"""All functions of stock Orbax that read the item `state` of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orbax.checkpoint import v1
 
 PyTree: TypeAlias = Any
 Reader: TypeAlias = Callable[[Path, int, PyTree], PyTree]
-"""(run directory, step, abstract state) -> what Orbax made of the state."""
+"""(run directory, step, abstract state) -> the state as Orbax reads it."""
 
 
 def _v0_standard(root: Path, step: int, abstract: PyTree) -> PyTree:
@@ -135,6 +135,6 @@ READERS: Final[dict[str, Reader]] = {
     "v1_training_checkpointables": _v1_training_checkpointables,
     "v1_training_metadata": _v1_training_metadata,
 }
-"""The readers. Those that end in `_target` need an abstract state, with a sharding
+"""The readers. Readers that end in `_target` need an abstract state, with a sharding
 at every array; those that end in `_metadata` return shapes and dtypes, no values;
 the others ignore the abstract state."""

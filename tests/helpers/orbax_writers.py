@@ -1,4 +1,4 @@
-"""Every way in which Orbax writes a state that flaxckpt reads."""
+"""All functions of Orbax that write a state that flaxckpt reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small run with all that a report can tell of, and readers of the page."""
+"""A small run with data for all sections of a report, and a parser of the page."""
 
 import html.parser
 
@@ -16,7 +16,7 @@ KEEP = (LatestN(3), BestN(2, "eval/loss", "min"), EveryNSteps(40))
 KEEP_OPTIONS = ("-k", "latest:3", "-k", "best:2:eval/loss:min", "-k", "every:40")
 LOSSES = {10: 0.9, 20: 0.4, 30: 0.7, 40: 0.6, 50: 0.3, 60: 0.5, 70: 0.55, 80: 0.52}
 LASTS = {20, 40, 50, 60, 70, 80}
-"""The steps that stay."""
+"""The steps that are kept."""
 
 
 def state_at(step, classes=3):
@@ -29,7 +29,7 @@ def state_at(step, classes=3):
 
 
 def make_run(root):
-    """A run that began from another, was resumed, and let steps go."""
+    """Creates a run that started from another, was resumed, and deleted steps."""
     flaxckpt.save(root / "source", state_at(0, classes=5))
     batches = StepIndexed(lambda index: index)
     with flaxckpt.Checkpointer(root / "run", keep=KEEP) as run:
@@ -51,13 +51,13 @@ def make_run(root):
 
 
 def damage(step_directory):
-    """Takes one byte of an array away."""
+    """Removes one byte of an array."""
     largest = largest_file(step_directory / "state")
     largest.write_bytes(largest.read_bytes()[:-1])
 
 
 class Elements(html.parser.HTMLParser):
-    """All elements of a page: tag, attributes, and the text directly in them."""
+    """All elements of a page: tag, attributes, and direct text."""
 
     def __init__(self, page):
         super().__init__()
@@ -72,5 +72,5 @@ class Elements(html.parser.HTMLParser):
             self.found[-1][2] += data
 
     def with_data(self, *names):
-        """The attributes of elements that have all of these."""
+        """Returns the attributes of elements that have all of `names`."""
         return [given for _, given, _ in self.found if all(n in given for n in names)]

@@ -1,8 +1,8 @@
-"""Ends the processes that a test run has started, as soon as the run has ended.
+"""Ends the processes that a test run has started when the run ends.
 
-A run that is interrupted, or killed, leaves servers and children behind otherwise. All
-that it starts inherit a mark in their environment, by which a small process of its own
-finds them when the run is gone. Only Linux has what this needs.
+Otherwise an interrupted or killed run leaves servers and children behind. All its
+processes inherit a mark in their environment, by which a small guard process finds them
+when the run has ended. Works only on Linux.
 """
 
 import contextlib
@@ -16,11 +16,13 @@ import time
 from pathlib import Path
 
 MARK = "FLAXCKPT_TEST_RUN"
-_guard: "subprocess.Popen[bytes] | None" = None  # kept: Popen warns when it is dropped
+_guard: "subprocess.Popen[bytes] | None" = (
+    None  # referenced, because a deleted Popen warns
+)
 
 
 def start() -> None:
-    """Guards this process, unless it is part of a run that is guarded."""
+    """Guards this process, unless it belongs to a guarded run."""
     if MARK in os.environ or not hasattr(os, "pidfd_open"):
         return
     os.environ[MARK] = secrets.token_hex()
@@ -30,30 +32,30 @@ def start() -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is not for it
+        start_new_session=True,  # Ctrl-C does not reach it
     )
 
 
 def guard(run: int, mark: str) -> None:
-    """Waits until the process `run` ends, then kills all that have the mark."""
+    """Waits until the process `run` ends, then kills all processes with the mark."""
     with contextlib.suppress(ProcessLookupError):
         select.select([os.pidfd_open(run)], [], [])
-    while processes := marked(f"{MARK}={mark}".encode()):
+    while processes := find_processes(f"{MARK}={mark}".encode()):
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.05)
 
 
-def marked(variable: bytes) -> list[int]:
-    """The processes, but this one, that have been started with the variable set."""
-    found = []
+def find_processes(variable: bytes) -> list[int]:
+    """Returns all other processes that were started with the environment variable."""
+    processes = []
     for file in Path("/proc").glob("[0-9]*/environ"):
         process = int(file.parent.name)
         with contextlib.suppress(OSError):
             if process != os.getpid() and variable in file.read_bytes().split(b"\0"):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""Loads hostile checkpoints one after another, in a process that may not take much.
+"""Loads hostile checkpoints one after another, in a process with limited memory.
 
     python -m tests.helpers.run_hostile FORMAT DIRECTORY [CASE ...]
 
-Prints a line of JSON before each case and one after it, so that a process which dies
-names the case at fault: `{"case": ..., "begins": true}`, and then its `error`, how
-long the processor worked on it, and by how much the memory of the process has grown at
-most while it did. A module of cases may say by `read` how they are read.
+Prints a line of JSON before and after each case, so that a process that dies names the
+case at fault: `{"case": ..., "begins": true}`, and then its `error`, the processor time
+and the peak of additional memory. A module of cases may define `read` to read them.
 
-Each is also described, planned, opened and converted: all that may be done, but if it
-is not, by an error of ours.
+`metadata`, `plan`, `open_leaf` and `convert` also run for each case: they may succeed,
+or raise an error of flaxckpt.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from typing import Any
 import flaxckpt
 
 ADDRESS_SPACE = 4 * 2**30
-"""Bytes that may be reserved beyond what importing jax has taken."""
+"""Bytes that may be reserved in addition to the imports."""
 
 CONVERTED = 2**32
 """Larger states are not converted, if there is space for them."""
@@ -38,7 +37,7 @@ CONVERTED = 2**32
 def main(format_name: str, directory: str, *names: str) -> None:
     module = importlib.import_module(f"tests.hostile.{format_name}")
     cases, read = module.CASES, getattr(module, "read", load)
-    # What is loaded once and for all is not to be counted.
+    # Modules that are loaded once are not counted.
     flaxckpt.save(Path(directory, "warm"), {"a": 1.0})
     flaxckpt.load(Path(directory, "warm"))
     limit = address_space() + ADDRESS_SPACE
@@ -56,7 +55,7 @@ def main(format_name: str, directory: str, *names: str) -> None:
 
 
 secs: list[float] = []
-"""What each thing that was done with the last case took, of the processor."""
+"""Processor time of each operation on the last case."""
 
 
 @contextlib.contextmanager
@@ -87,7 +86,7 @@ def load(path: Path) -> None:
 
 
 def try_others(path: Path) -> None:
-    """All that can be done with a checkpoint, but to load it."""
+    """Runs all operations on a checkpoint except `load`."""
     size = 0
     with attempt():
         found = flaxckpt.metadata(path)
@@ -98,7 +97,7 @@ def try_others(path: Path) -> None:
     with attempt():
         flaxckpt.plan(path, {"w": 1.0}, missing="init", unused="ignore")
     if size > CONVERTED and size < free_bytes(path):
-        return  # that much can be written, and may be meant: all of it takes long
+        return  # allowed, but takes too long
     with attempt():
         flaxckpt.convert(path, path.parent / "converted")
         raise AssertionError("it was converted")
@@ -121,13 +120,13 @@ def address_space() -> int:
 
 
 def forget_peak() -> None:
-    """What it took to make a case, and to read those before, is not counted."""
+    """Resets the counters: creating and reading earlier cases is not counted."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def memory(name: str) -> int:
-    """Of this process, in bytes: `VmRSS` for now, `VmHWM` for at most."""
+    """Returns memory of this process in bytes: `VmRSS` now, `VmHWM` at its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     [line] = [line for line in lines if line.startswith(f"{name}:")]
     return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Parameters of tests that are left to `make test-all`."""
+"""Parameters of tests that only `make test-all` runs."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 
 def all_but(values: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
-    """All the values as parameters, of which those that are not kept are slow."""
+    """Returns all values as parameters; values not in `kept` are marked as slow."""
     kept = list(kept)
     return [
         value if value in kept else pytest.param(value, marks=pytest.mark.slow)

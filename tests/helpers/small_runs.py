@@ -1,8 +1,8 @@
-"""Two small training programs, to be killed and started again.
+"""Two small training programs, to kill and restart.
 
     python -m tests.helpers.small_runs linen DIRECTORY TOTAL_STEPS
 
-Prints the number of each step that it has done.
+Prints the number of each completed step.
 """
 
 import functools
@@ -40,7 +40,7 @@ class KeyedState(train_state.TrainState):
 
 
 def linen():
-    """TrainState, donated; a grain iterator with a shuffle."""
+    """A donated TrainState, and a shuffled grain iterator."""
     data = np.random.default_rng(0).normal(size=(512, 8)).astype(np.float32)
     rows = grain.MapDataset.source(data).seed(1).shuffle().repeat().batch(16)
     key, dropout_key = jax.random.split(jax.random.key(0))
@@ -79,7 +79,7 @@ class Model(nnx.Module):
 
 
 def nnx_objects():
-    """A model and its optimizer, changed in place; batches that are made ahead."""
+    """A model and its optimizer, changed in place, and prefetched batches."""
 
     def batch(i):
         return np.random.default_rng([2, i]).normal(size=(16, 8)).astype(np.float32)
@@ -122,7 +122,7 @@ def main(kind, directory, total):
             time.sleep(STEP_SECS)
             say(str(step))
             if step % 50 == 0:
-                for _ in range(20):  # an evaluation, which gives way
+                for _ in range(20):  # an evaluation that checks for signals
                     if on_step.should_stop():
                         break
                     time.sleep(STEP_SECS)

@@ -1,4 +1,4 @@
-"""Servers of object stores on this machine, each for one test process."""
+"""Object store servers on this machine, each for one test process."""
 
 import contextlib
 import importlib.util
@@ -31,16 +31,16 @@ _IDENTITY = {
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at, each with one 10,000 above it (gRPC's)."""
-    found: list[int] = []
-    with contextlib.ExitStack() as held:
-        while len(found) < count:
+    """Returns free ports, each with a free port 10,000 above it (for gRPC)."""
+    ports: list[int] = []
+    with contextlib.ExitStack() as sockets:
+        while len(ports) < count:
             with contextlib.suppress(OSError, OverflowError):
-                port = held.enter_context(_bound(0)).getsockname()[1]
+                port = sockets.enter_context(_bound(0)).getsockname()[1]
                 if port < 50_000:
-                    held.enter_context(_bound(port + 10_000))
-                    found.append(port)
-    return found
+                    sockets.enter_context(_bound(port + 10_000))
+                    ports.append(port)
+    return ports
 
 
 def _bound(port: int) -> socket.socket:
@@ -54,7 +54,7 @@ def _bound(port: int) -> socket.socket:
 
 
 class Server:
-    """A server of S3 that can be killed and started again.
+    """An S3 server that can be killed and restarted.
 
     Attributes:
         url: Where it listens.
@@ -77,11 +77,11 @@ class Server:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """By which clients find it."""
+        """The environment variables of clients."""
         return {**CREDENTIALS, "AWS_ENDPOINT_URL": self.url, "AWS_REGION": "us-east-1"}
 
     def start(self) -> None:
-        """Starts it, and waits until it answers."""
+        """Starts the server, and waits until it answers."""
         with (self._directory / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, cwd=self._directory, stdout=log, stderr=log
@@ -123,21 +123,21 @@ class Server:
                 with contextlib.suppress(client.exceptions.ClientError):
                     client.create_bucket(Bucket=self.bucket)
                 client.put_object(Bucket=self.bucket, Key="up", Body=b"up")
-                # What has a body is on a volume, which may come up later than the rest.
+                # Objects are on a volume, which may start later than the server.
                 client.get_object(Bucket=self.bucket, Key="up")["Body"].read()
-            except Exception:  # whatever it says while it comes up
+            except Exception:  # any error while it starts
                 return False
             finally:
                 client.close()
         return True
 
     def signal(self, number: int) -> None:
-        """Sends it a signal."""
+        """Sends a signal to the server."""
         assert self._process is not None
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kills the server."""
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)
             self._process.kill()
@@ -148,7 +148,7 @@ class Server:
 def moto(
     directory: Path, *, host: str = "127.0.0.1", within: Sequence[str] = ()
 ) -> Server:
-    """A server in memory; skips where it is not installed.
+    """A server in memory; skips the test if it is not installed.
 
     Args:
         directory: Of its log.
@@ -164,7 +164,7 @@ def moto(
 
 
 def seaweed(directory: Path) -> Server:
-    """SeaweedFS, which writes to the disk; skips where it is not installed."""
+    """SeaweedFS, which writes to disk; skips the test if it is not installed."""
     beside = str(Path(sys.executable).parent)
     weed = shutil.which("weed", path=f"{beside}{os.pathsep}{os.environ['PATH']}")
     if weed is None or not _has("boto3"):
@@ -184,7 +184,7 @@ def seaweed(directory: Path) -> Server:
 
 @contextlib.contextmanager
 def gcs(directory: Path) -> Iterator[tuple[str, str]]:
-    """An emulator of Google's, with a bucket; skips where it is not installed.
+    """An emulator of Google Cloud Storage with a bucket; skips if not installed.
 
     It takes no conditions on writes and deletions seriously.
     """
@@ -237,7 +237,7 @@ _running: dict[str, Server] = {}
 
 @contextlib.contextmanager
 def all_ended() -> Iterator[None]:
-    """Ends at the end whatever `running` has started."""
+    """Stops all servers of `running` at the end of the block."""
     try:
         yield
     finally:
@@ -247,7 +247,7 @@ def all_ended() -> Iterator[None]:
 
 
 def running(kind: str, factory: pytest.TempPathFactory) -> Server:
-    """The server of a kind that all tests of this process share."""
+    """Returns the server of a kind, which all tests of this process share."""
     if kind not in _running:
         server = _MAKERS[kind](factory.mktemp(kind))
         try:

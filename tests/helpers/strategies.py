@@ -1,4 +1,4 @@
-"""Hypothesis strategies for states, and how to compare two of them."""
+"""Hypothesis strategies for states, and comparisons of states."""
 
 import dataclasses
 import string
@@ -36,7 +36,7 @@ leaves = st.one_of(arrays, numbers, st.text(), st.none())
 
 
 def containers(children):
-    """Dicts with str or with int keys, lists and tuples."""
+    """Returns a strategy of dicts with str or int keys, lists and tuples."""
     return st.one_of(
         st.dictionaries(names, children, max_size=4),
         st.dictionaries(st.integers(0, 20), children, max_size=4),
@@ -88,7 +88,7 @@ def assert_same_state(wanted, found):
             assert_same_bits(one, other, name)
 
 
-# ---- whatever a user may save -------------------------------------------------------
+# ---- any state of a user ------------------------------------------------------------
 
 ML_DTYPES = (
     *("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"),
@@ -111,7 +111,7 @@ RESERVED = (
 )
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=6)
-"""Halves of characters included, which no encoder takes."""
+"""Includes unpaired surrogates, which no encoder accepts."""
 
 any_names = st.one_of(names, names, names, any_text, st.sampled_from(RESERVED))
 int_keys = st.one_of(
@@ -122,19 +122,19 @@ any_shapes = st.one_of(shapes, shapes, shapes, many_axes)
 
 
 class Dtype(NamedTuple):
-    """An element type by its name: what is drawn of it is shown by that, too."""
+    """An element type with a readable name."""
 
     name: str
 
     @property
     def numpy(self):
-        """The type in numpy."""
+        """The numpy type."""
         return np.dtype(getattr(ml_dtypes, self.name, self.name))
 
 
 @st.composite
 def any_arrays(draw, dtype_names, shapes=any_shapes):
-    """Arrays with any bits that are values of their types."""
+    """Draws arrays with any valid bits."""
     dtype = Dtype(draw(st.sampled_from(dtype_names)))
     shape = draw(shapes)
     if dtype.name in ("int2", "int4"):
@@ -149,7 +149,7 @@ def any_arrays(draw, dtype_names, shapes=any_shapes):
 
 
 def jax_arrays(*, x64):
-    """Strong and weak ones, and PRNG keys."""
+    """Draws jax arrays with strong and weak types, and PRNG keys."""
     known = [n for n in ON_JAX if x64 or n not in WIDE]
     weak = st.one_of(
         st.integers(-100, 100), st.floats(width=32), st.booleans()
@@ -175,7 +175,7 @@ numpy_scalars = any_arrays((*DTYPES, *ML_DTYPES), st.just(())).map(lambda a: a[(
 
 
 def any_leaves(*, x64):
-    """Everything that may be in a state, and a little that may not."""
+    """Returns a strategy of all valid leaves, and some invalid ones."""
     return st.one_of(
         any_arrays((*DTYPES, *ML_DTYPES)),
         jax_arrays(x64=x64),
@@ -205,14 +205,14 @@ class Record:
 
 
 class Inner(nnx.Module):
-    """A module in a module."""
+    """A module inside a module."""
 
     def __init__(self, weight):
         self.weight = weight
 
 
 class Module(nnx.Module):
-    """A module, of which parts may be shared."""
+    """A module whose parts may be shared."""
 
     def __init__(self, weight, mean, tied):
         self.weight = nnx.Param(weight)
@@ -228,12 +228,12 @@ static_fields = st.one_of(
     st.integers(),
     st.floats(),
     any_text,
-    st.lists(st.booleans(), max_size=2).map(tuple),  # jax wants them to have hashes
+    st.lists(st.booleans(), max_size=2).map(tuple),  # hashable, as jax requires
 )
 
 
 def any_containers(children):
-    """Dicts of any keys, and containers of Flax, of users and of Python."""
+    """Returns a strategy of dicts with any keys, and containers of all classes."""
     names_of_one_type = st.one_of(any_names, int_keys)
     return st.one_of(
         st.dictionaries(any_names, children, max_size=4),
@@ -318,7 +318,7 @@ def assert_equal(wanted, found, path="state"):
     elif isinstance(wanted, str) or wanted is None:
         assert found == wanted, path
     elif isinstance(wanted, float):
-        is_nan = found != found and wanted != wanted  # JSON has one NaN only
+        is_nan = found != found and wanted != wanted  # JSON has only one NaN
         assert is_nan or binary.pack("<d", found) == binary.pack("<d", wanted), path
     else:
         assert isinstance(wanted, int) is isinstance(found, int), path
@@ -329,7 +329,7 @@ def assert_equal(wanted, found, path="state"):
 
 
 def assert_equal_modules(wanted, found, path):
-    """Compares values, and what is shared."""
+    """Compares values and shared references."""
     assert found.width == wanted.width
     is_tied = wanted.inner.weight is wanted.weight
     assert (found.inner.weight is found.weight) is is_tied, path

@@ -1,4 +1,4 @@
-"""Data for loaders of torch: no other imports, so that their workers start fast."""
+"""Datasets for torch loaders, without other imports, so that workers start fast."""
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -15,7 +15,7 @@ class Numbers(Dataset):
 
 
 class Stream(IterableDataset):
-    """Keeps its own state, as torchdata asks of those that are to resume fast."""
+    """A dataset with a state, which torchdata needs to resume fast."""
 
     def __init__(self):
         self.at = 0

@@ -71,7 +71,7 @@ def test_a_state_of_another_pipeline_is_an_error_and_changes_nothing():
     used, fresh = stream(), mapped()
     used.set_epoch(1)
     next(iter(used))
-    with pytest.raises(errors.DatasetStateError, match="does not take"):
+    with pytest.raises(errors.DatasetStateError, match="does not accept"):
         datasets.set_state(fresh, datasets.state_files(used), path="run/1")
     assert fresh.epoch == 0
     assert list(fresh) == list(mapped())

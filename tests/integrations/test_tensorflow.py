@@ -46,7 +46,7 @@ def test_python_inside_a_pipeline_is_refused_with_the_reason():
 def test_a_state_of_another_pipeline_is_refused():
     files = datasets.state_files(iter(tf.data.Dataset.range(3)))
     other = tf.data.Dataset.range(9).shuffle(4).as_numpy_iterator()
-    with pytest.raises(errors.DatasetStateError, match="does not take"):
+    with pytest.raises(errors.DatasetStateError, match="does not accept"):
         datasets.set_state(other, files, path="run/1")
 
 

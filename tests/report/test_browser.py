@@ -1,4 +1,4 @@
-"""The page of a report in a real browser: what people see is what is so.
+"""The page of a report in a real browser.
 
 Skipped where there is no Chromium. FLAXCKPT_CHROMIUM names one; pictures of the pages
 go to FLAXCKPT_ARTIFACTS, if that is set.
@@ -29,7 +29,7 @@ WIDTHS = (360, 1280)
 
 
 def chromium():
-    """Where a browser is, or None."""
+    """Returns the path of a browser, or None."""
     named = os.environ.get("FLAXCKPT_CHROMIUM")
     names = (named,) if named else ("chromium", "chromium-browser", "google-chrome")
     return next((found for name in names if (found := shutil.which(name))), None)
@@ -56,27 +56,27 @@ def report(tmp_path_factory):
 
 
 class Opened:
-    """A page in the browser, and all that it says and asks for."""
+    """A page in the browser, with its messages and requests."""
 
     def __init__(self, browser, file, width=1280, scheme="light"):
-        self.said, self.asked = [], []
+        self.messages, self.requests = [], []
         self.page = browser.new_page(
             viewport={"width": width, "height": 800}, color_scheme=scheme
         )
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.said.append(dialog.message))
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("console", lambda message: self.messages.append(message.text))
+        self.page.on("pageerror", lambda error: self.messages.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.messages.append(dialog.message))
+        self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(file.as_uri())
 
     def data(self, selector):
-        """What elements have as data-*, by name."""
+        """Returns the data-* attributes of elements, by name."""
         return self.page.eval_on_selector_all(
             selector, "found => found.map(each => ({...each.dataset}))"
         )
 
     def texts(self, selector):
-        """What elements say."""
+        """Returns the texts of elements."""
         return self.page.eval_on_selector_all(
             selector, "found => found.map(each => each.textContent)"
         )
@@ -84,7 +84,7 @@ class Opened:
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """Opens the page of a report."""
+    """A function that opens the page of a report."""
     shown = []
 
     def opened(report, **given):
@@ -112,8 +112,8 @@ def test_the_page_is_quiet_loads_nothing_and_fits(
     show, report, tmp_path, width, scheme
 ):
     opened = show(report, width=width, scheme=scheme)
-    assert opened.said == []
-    assert opened.asked == [opened.page.url]
+    assert opened.messages == []
+    assert opened.requests == [opened.page.url]
     for details in opened.page.query_selector_all("summary"):
         details.click()
     widest = opened.page.evaluate("document.documentElement.scrollWidth")
@@ -138,7 +138,7 @@ def test_the_page_of_a_long_run_is_quiet_and_fits_too(show, report):
     )
     for width in WIDTHS:
         opened = show(long, width=width)
-        assert opened.said == []
+        assert opened.messages == []
         assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
     lines = opened.page.eval_on_selector_all(
         "polyline", "found => found.map(each => each.points.numberOfItems)"
@@ -148,7 +148,7 @@ def test_the_page_of_a_long_run_is_quiet_and_fits_too(show, report):
 
 
 def luminance(colour):
-    """Of `rgb(…)`, as WCAG has it."""
+    """Returns the luminance of `rgb(…)`, as WCAG defines it."""
     channels = [int(n) / 255 for n in colour.strip("rgb()").split(",")[:3]]
     linear = [
         c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
@@ -167,7 +167,14 @@ def test_texts_have_contrast_in_light_and_dark(show, report, scheme):
     style = "(e, name) => getComputedStyle(e)[name]"
     back = opened.page.eval_on_selector("section", style, "backgroundColor")
     assert (luminance(back) < 0.2) == (scheme == "dark")
-    for selector in ("h2", ".said", "td", ".state.verified", ".mark.best", "summary"):
+    for selector in (
+        "h2",
+        ".summary-text",
+        "td",
+        ".state.verified",
+        ".mark.best",
+        "summary",
+    ):
         colour = opened.page.eval_on_selector(selector, style, "color")
         assert contrast(colour, back) >= 4.5, selector
     for selector in (".tick", ".axis-title", ".best-label", ".tile-name"):
@@ -303,8 +310,8 @@ def test_names_that_are_scripts_run_nothing(show, tmp_path):
         directory = run.directory
     found = _report.gather(directory, _report.ReportOptions())
     opened = show(found)
-    assert opened.said == []
-    assert opened.asked == [opened.page.url]
+    assert opened.messages == []
+    assert opened.requests == [opened.page.url]
     assert opened.page.title().endswith("flaxckpt report")
     assert found.is_good
     assert opened.page.query_selector_all("script, img") == []
@@ -319,7 +326,7 @@ def test_the_card_of_a_notebook_is_shown_quietly(browser, report, tmp_path):
         page = f"<!doctype html><meta charset=utf-8>{run._repr_html_()}"
         file.write_text(page, encoding="utf-8")
     opened = Opened(browser, file, width=360)
-    assert opened.said == []
+    assert opened.messages == []
     assert [int(row["step"]) for row in opened.data("tr[data-step]")] == sorted(
         LASTS, reverse=True
     )

@@ -1,4 +1,4 @@
-"""A report tells what is so: its numbers are those of the run, found otherwise here."""
+"""The numbers of a report equal numbers of the run from other sources."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ def journal(run):
     ]
 
 
-# ---- what is gathered ---------------------------------------------------------------
+# ---- gathered data ------------------------------------------------------------------
 
 
 def test_steps_and_reasons_are_those_of_the_run(run):
@@ -199,7 +199,7 @@ def test_lineage_is_what_the_steps_record(run):
 
 
 def _original(run):
-    """Where the run was made, which the steps record."""
+    """Returns the directory where the run was created, as the steps record."""
     [origin] = flaxckpt.metadata(run).lineage
     return Path(origin.path).parent
 
@@ -230,7 +230,7 @@ def test_by_default_files_and_sizes_are_looked_at(run):
 
 
 def _card(page):
-    """The card of integrity: its class, and its texts."""
+    """Returns the class and the texts of the integrity card."""
     elements = Elements(page).found
     at = next(
         n for n, (_, given, _) in enumerate(elements) if given.get("data-card") == CARD
@@ -245,7 +245,7 @@ def test_nothing_is_green_that_was_not_looked_at(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         for step in range(14):
             ckpt.save(step, {"w": np.full(3, step)})
-    damage(tmp_path / "1")  # nobody looks at that
+    damage(tmp_path / "1")  # not checked by default
     found = gather(tmp_path)
     assert found.is_good
     assert (found.checked_count, len(found.integrity)) == (10, 14)

@@ -1,4 +1,4 @@
-"""Plausible mistakes in a call are told at the call, in its words.
+"""Plausible mistakes in a call raise an error at the call, which names the argument.
 
 Each row is a mistake, and what its error must say. None may be an error of Python from
 deep inside, print the values of a state, or be longer than a screen.
@@ -32,7 +32,7 @@ def create() -> TrainState:
 
 
 STATE = create()
-"""Has values that no message may print."""
+"""Has values that no message may contain."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def here(made, monkeypatch):
 
 
 def told(call: Callable[[], Any]) -> str:
-    """What the error of a call says, which must be one of ours and short."""
+    """Returns the error message of a call, which must be short and from flaxckpt."""
     with pytest.raises(errors.CheckpointError) as caught:
         call()
     text = str(caught.value)
@@ -150,7 +150,7 @@ def test_a_layout_is_asked_for_wherever_there_is_one(here, layout):
         ("bfloat16", "must be a list of transforms, got 'bfloat16'"),
         ({"a": "b"}, "must be a list of transforms, got a dict"),
         (None, "must be a list of transforms, got None"),
-        ([tf.drop], "call it, as transforms=[drop(…)]"),
+        ([tf.drop], "call it, as in transforms=[drop(…)]"),
         ([jnp.bfloat16], "got the class bfloat16 in it"),
         ([("a", "b")], "got a tuple in it"),
         ([[tf.rename("a", "b")]], "got a list in it"),
@@ -184,7 +184,7 @@ def test_transforms_are_a_list_wherever_there_are_some(here, transforms, says):
     number_for_staging=(lambda: Checkpointer("n", staging=3), "wanted a path"),
     a_policy_class=(
         lambda: Checkpointer("n", keep=[po.LatestN]),
-        "got the class LatestN, not one of its objects",
+        "got the class LatestN instead of an instance",
     ),
 )
 def test_options_of_a_checkpointer(here, call, says):
@@ -271,12 +271,12 @@ def test_layouts_meshes_and_stores(call, says):
     assign_text=(lambda: tf.assign("a"), "assign wants a list of pairs"),
     assign_texts=(lambda: tf.assign(["ab", "cd"]), "assign wants a list of pairs"),
     assign_three=(lambda: tf.assign([("a", "b", "c")]), "assign wants a list of pairs"),
-    assign_number=(lambda: tf.assign({"a": 3}), "what replaces 'a' must be a path"),
+    assign_number=(lambda: tf.assign({"a": 3}), "replacement of 'a' must be a path"),
     cast_none=(lambda: tf.cast(".*", None), "cast wants an element type"),
     cast_array=(lambda: tf.cast(".*", jnp.ones(3)), "got an array float32[3]"),
     copy_number=(lambda: tf.copy("a", 3), "wanted a pattern and its replacement"),
-    rename_pairs=(lambda: tf.rename([("a", "b")]), "or a dict of them, got a list"),
-    rename_none=(lambda: tf.rename({"a": None}), "what replaces 'a' must be a path"),
+    rename_pairs=(lambda: tf.rename([("a", "b")]), "or a dict, got a list"),
+    rename_none=(lambda: tf.rename({"a": None}), "replacement of 'a' must be a path"),
     fuse_axis=(lambda: tf.fuse(["a", "b"], "x", axis="0"), "axis must be a whole"),
     fuse_sizes=(lambda: tf.fuse(["a", "b"], "x", sizes=3), "sizes must be a list"),
     fuse_none=(lambda: tf.fuse(None, "x"), "fuse needs a list of patterns, got None"),
@@ -293,11 +293,11 @@ def test_layouts_meshes_and_stores(call, says):
     split_axis=(lambda: tf.split("a", ["b", "c"], axis="x"), "axis must be a whole"),
     split_sizes=(lambda: tf.split("a", ["b", "c"], sizes="12"), "sizes must be a list"),
     split_none=(lambda: tf.split("a", None), "split needs a list of parts, got None"),
-    stack_list=(lambda: tf.stack(["a"], "b"), "must be a regular expression as text"),
+    stack_list=(lambda: tf.stack(["a"], "b"), "must be a regular expression as a str"),
     stack_axis=(lambda: tf.stack("l_([0-9])", "b", axis="0"), "axis must be a whole"),
-    unstack_none=(lambda: tf.unstack("a", None), "what replaces 'a' must be a path"),
+    unstack_none=(lambda: tf.unstack("a", None), "replacement of 'a' must be a path"),
     transpose_text=(lambda: tf.transpose("a", "01"), "axes must be a list of whole"),
-    transpose_twice=(lambda: tf.transpose("a", [0, 0]), "axes must be different ones"),
+    transpose_twice=(lambda: tf.transpose("a", [0, 0]), "axes must be distinct"),
 )
 def test_transforms(call, says):
     assert says in told(call)
@@ -312,11 +312,14 @@ def test_a_function_of_a_tree_returns_one(here, made_of):
 
 @mistakes(
     bare_policy=(lambda: po.decide(po.LatestN(1), []), "policies must be a list of"),
-    class_policy=(lambda: po.decide([po.LatestN], []), "got the class LatestN, not"),
+    class_policy=(lambda: po.decide([po.LatestN], []), "got the class LatestN instead"),
     number_policy=(lambda: po.decide([3], []), "policies must be a list of policies"),
     no_checkpoints=(lambda: po.decide([], 3), "checkpoints must be a list of"),
-    numbers=(lambda: po.decide([], [1, 2]), "checkpoints must be a list of what has"),
-    no_function=(lambda: ds.StepIndexed([1, 2]), "StepIndexed wants a function"),
+    numbers=(
+        lambda: po.decide([], [1, 2]),
+        "checkpoints must be a list of objects with",
+    ),
+    no_function=(lambda: ds.StepIndexed([1, 2]), "StepIndexed needs a function"),
     start_text=(lambda: ds.StepIndexed(lambda i: i, start="0"), "start must be a who"),
     start_less=(lambda: ds.StepIndexed(lambda i: i, start=-1), "of at least 0, got -1"),
     no_transform=(

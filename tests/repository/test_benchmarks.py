@@ -1,4 +1,4 @@
-"""The benchmarks run, say where they ran, and judge what they find; never how fast."""
+"""The benchmarks run, describe the machine, and compare results with targets."""
 
 import json
 
@@ -23,7 +23,7 @@ RUN_CASES = ("train_state", "tiny", "steps", "loop", "frozen", "planning", "gpu"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """What a quick run of flaxckpt alone has written, and where."""
+    """Returns the results of a quick run of flaxckpt alone, and their directory."""
     directory = tmp_path_factory.mktemp("bench")
     path = directory / "results" / "run.json"
     main(
@@ -73,7 +73,7 @@ def test_a_run_measures_all_that_a_target_holds_against_flaxckpt(run):
         for row in data["results"]
         if row["contender"].startswith("flaxckpt")
     }
-    # A tiny run has fewer leaves and steps, and they are in the names of the figures.
+    # A tiny run has fewer leaves and steps, which are in the names of figures.
     wanted = {
         (target.measured.case, target.measured.figure)
         for target in TARGETS

@@ -1,4 +1,4 @@
-"""The comparison of what is left when something fails runs, and is won."""
+"""The comparison of failures runs, and flaxckpt loses nothing."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Every fenced block of Python and of the shell in the documents runs, in order.
+"""Every Python and shell block of the documents runs, in order.
 
 Each document has a directory, and its Python one namespace. A block that directly
 follows one of the shell is what is printed. A block after `<!-- not run: why -->` is
@@ -25,13 +25,13 @@ from tests.helpers.documents import (
 
 LANGUAGES = {"python", "sh", "text", "toml", "yaml", "json"}
 
-# What is in the directory of a document before its first line.
+# The contents of a document's directory before its first block.
 PREPARED = dict.fromkeys(("cli.md", "report.md"), documented_runs.make)
 
 BENCHMARKS = "tests/repository/test_benchmarks.py"
 
 # Shell lines that take long, or change the machine -> the file that runs the same, and
-# what it says there.
+# a text in that file.
 RUN_ELSEWHERE = {
     "make demo": (
         "tests/repository/test_examples.py",
@@ -81,7 +81,7 @@ DOCUMENTS = [
 def test_every_block_runs(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     PREPARED.get(document.name, lambda _: None)(tmp_path)
-    # A real module, as dataclasses and flax modules look theirs up by name.
+    # A real module, because dataclasses and flax modules look up their module by name.
     module = ModuleType(f"doc_{document.stem.lower()}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     printed = None
@@ -104,7 +104,7 @@ def test_the_recipes_of_the_readme_run_again_as_one_file(tmp_path, monkeypatch):
         module = ModuleType("doc_recipes")
         monkeypatch.setitem(sys.modules, module.__name__, module)
         exec(code, module.__dict__)
-    assert flaxckpt.Checkpointer("finetuned").steps() == [1, 2]  # it went on
+    assert flaxckpt.Checkpointer("finetuned").steps() == [1, 2]  # it has resumed
 
 
 def test_the_files_in_the_document_of_the_command_are_those_it_is_run_with(tmp_path):
@@ -116,7 +116,7 @@ def test_the_files_in_the_document_of_the_command_are_those_it_is_run_with(tmp_p
 
 
 def run(command):
-    """What a shell line prints; nothing, if it is run elsewhere."""
+    """Returns the output of a shell line; nothing if another test runs it."""
     if command.line in RUN_ELSEWHERE:
         return ""
     program, *args = command.words
@@ -196,7 +196,7 @@ def test_figures_of_the_readme_are_those_that_were_measured():
 
 
 def compared(document):
-    """What stands beside a label for flaxckpt and for Orbax, in tables with both."""
+    """Returns the cells for flaxckpt and Orbax beside a label, in tables with both."""
     found, header = {}, []
     for line in (ROOT / document).read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

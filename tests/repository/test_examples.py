@@ -1,4 +1,4 @@
-"""The examples learn, and a run that was interrupted ends as if it never was."""
+"""The examples learn, and interrupted runs equal uninterrupted runs."""
 
 import importlib
 import itertools
@@ -20,7 +20,7 @@ from tests.helpers import slow
 
 
 class InterruptedTrainingError(Exception):
-    """Stands for whatever stops a training run."""
+    """Simulates an interruption of a training run."""
 
 
 def load(name):
@@ -31,7 +31,7 @@ def load(name):
 
 
 def interrupt_after(steps, example, monkeypatch):
-    """Lets `example` take `steps` training steps, and no more."""
+    """Interrupts `example` after `steps` training steps."""
     train_step, taken = example.train_step, itertools.count()
 
     def interrupted(*args):
@@ -43,7 +43,7 @@ def interrupt_after(steps, example, monkeypatch):
 
 
 def bits(state):
-    """Leaf path -> dtype, shape and bytes of everything in a final state."""
+    """Returns leaf path -> dtype, shape and bytes of a final state."""
     pure = nnx.to_pure_dict(nnx.state(state)) if isinstance(state, tuple) else state
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(pure):
@@ -59,7 +59,7 @@ def bits(state):
     scope="module", params=slow.all_but(["char_lm", "digits_nnx"], ["digits_nnx"])
 )
 def whole_run(request, tmp_path_factory):
-    """An example, its tiny configuration, and how an uninterrupted run ends."""
+    """An example, its tiny configuration, and the end of an uninterrupted run."""
     example, configs = load(request.param)
     config = configs.tiny()
     config.workdir = str(tmp_path_factory.mktemp("whole"))
@@ -127,10 +127,10 @@ def test_no_training_topic_repeats_a_validation_topic():
 
 @pytest.fixture(scope="module")
 def fine_tuning(tmp_path_factory):
-    """The example of fine-tuning, its tiny configuration, and how it ends."""
+    """The fine-tuning example, its tiny configuration, and its result."""
     example, configs = load("finetune")
     config = configs.tiny()
-    config.total_steps = 100  # by then the two are well apart
+    config.total_steps = 100  # enough to separate the two losses
     config.workdir = str(tmp_path_factory.mktemp("finetune"))
     return example, config, example.main(config)
 
@@ -159,7 +159,7 @@ def test_fine_tuning_goes_on_from_its_own_step_without_the_source(
 
     topics = example.distinct_topics()
     alphabet = example.alphabet_of([text.lower() for text in topics[::2]])
-    extended = alphabet + example.alphabet_of(topics[1::2], known=alphabet)
+    extended = alphabet + example.alphabet_of(topics[1::2], without=alphabet)
     corpus = example.corpus_of(topics[1::2], extended, config)
     train_step, taken = example.train_step, itertools.count()
 

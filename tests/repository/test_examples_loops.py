@@ -14,10 +14,10 @@ ELSEWHERE = {"__init__", "toy"}
 
 
 def run(name):
-    """What an example prints; skips if it says that it lacks something."""
-    # Of this checkout, whatever is installed.
+    """Returns the output of an example; skips the test if the example skips itself."""
+    # Use this checkout, not an installed version.
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", f"examples.loops.{name}"],
         capture_output=True,
         text=True,
@@ -25,10 +25,10 @@ def run(name):
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": path},
     )
-    assert found.returncode == 0, found.stderr
-    if found.stdout.startswith("skipped: "):
-        pytest.skip(found.stdout)
-    return found.stdout
+    assert process.returncode == 0, process.stderr
+    if process.stdout.startswith("skipped: "):
+        pytest.skip(process.stdout)
+    return process.stdout
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def run(name):
 )
 def test_a_loop_that_was_lost_ends_as_one_that_was_not(name):
     assert run(name).endswith(
-        "The resumed run equals the one that was not interrupted, bit for bit.\n"
+        "The resumed run equals the uninterrupted run, bit for bit.\n"
     )
 
 

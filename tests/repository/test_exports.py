@@ -1,4 +1,4 @@
-"""What `import flaxckpt` gives, costs and documents."""
+"""The exports of `import flaxckpt`, their cost and their documentation."""
 
 import ast
 import dataclasses
@@ -14,7 +14,7 @@ import pytest
 
 import flaxckpt
 
-# Of the core, none of these may be imported: they are recognised by protocol.
+# The core must not import these packages: it recognizes their objects by protocol.
 NOT_IMPORTED = {"clu", "grain", "keras", "orbax", "tensorboard", "tensorflow", "torch"}
 
 PROBE = """
@@ -30,7 +30,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def fresh() -> dict[str, list[str]]:
-    """What a process sees that has imported flaxckpt and nothing else."""
+    """Returns the state of a process that has imported only flaxckpt."""
     found = subprocess.run(
         [sys.executable, "-c", PROBE], check=True, stdout=subprocess.PIPE, text=True
     )
@@ -76,7 +76,7 @@ def test_import_pulls_in_no_other_framework(fresh):
 
 
 def test_import_is_light(fresh):
-    """These take a tenth of a second each, and not everybody needs them."""
+    """Each takes a tenth of a second, and few programs need them."""
     assert {"flax.nnx", "matplotlib", "typer"}.isdisjoint(fresh["modules"])
 
 
@@ -105,7 +105,7 @@ def test_pythons_own_errors_name_the_public_class(tmp_path):
 
 
 def public_callables() -> Iterator[tuple[str, object]]:
-    """Exported functions and classes, those of exported modules, and their methods."""
+    """Yields exported functions and classes, also of exported modules, and methods."""
     for name in flaxckpt.__all__:
         found = getattr(flaxckpt, name)
         members = own_members(found) if inspect.ismodule(found) else [(name, found)]
@@ -125,7 +125,7 @@ def own_members(module: ModuleType) -> Iterator[tuple[str, object]]:
 
 
 def methods(where: str, cls: type) -> Iterator[tuple[str, object]]:
-    """Public methods and properties, but those that a protocol documents."""
+    """Yields public methods and properties, except those that a protocol documents."""
     fields = {f.name for f in dataclasses.fields(cls)} if is_record(cls) else set()
     for name, found in members(cls).items():
         if name.startswith("_") or name in fields:
@@ -137,7 +137,7 @@ def methods(where: str, cls: type) -> Iterator[tuple[str, object]]:
 
 
 def members(cls: type) -> dict[str, object]:
-    """What a class has, with what it has from our own classes below it."""
+    """Returns the members of a class and of its bases in flaxckpt."""
     ours = [c for c in reversed(cls.__mro__) if c.__module__.startswith("flaxckpt.")]
     return {name: found for one in ours for name, found in vars(one).items()}
 
@@ -151,7 +151,7 @@ def is_protocol(cls: object) -> bool:
 
 
 def protocol_methods(module_name: str) -> set[str]:
-    """Names in the protocols that a module defines or imports."""
+    """Returns the names in the protocols that a module defines or imports."""
     module = importlib.import_module(module_name)
     protocols = [found for found in vars(module).values() if is_protocol(found)]
     return {name for protocol in protocols for name in vars(protocol)}
@@ -159,7 +159,7 @@ def protocol_methods(module_name: str) -> set[str]:
 
 def has_doc(found: object) -> bool:
     if inspect.isclass(found) and dataclasses.is_dataclass(found):
-        # Where there is none, dataclass puts the signature there.
+        # dataclass inserts the signature if there is no docstring.
         return bool(found.__doc__) and not found.__doc__.startswith(
             f"{found.__name__}("
         )

@@ -1,4 +1,4 @@
-"""Each target of `fuzz` for some seconds, with other inputs than the last time.
+"""Runs each target of `fuzz` for some seconds, with new inputs each time.
 
 What they must not do is in `fuzz.targets`; `make fuzz` gives them more time, and leads
 them to code that no input has reached.

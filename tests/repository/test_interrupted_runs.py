@@ -1,4 +1,4 @@
-"""What a test run starts ends with it, however the run ends."""
+"""The processes of a test run end with the run, however it ends."""
 
 import os
 import select

@@ -47,7 +47,7 @@ PASSAGES = {
 }
 
 # Third-party package -> the only modules or packages that may import it; none: nobody
-# may. Types need no door: under `if TYPE_CHECKING:` anything may be imported.
+# may. Under `if TYPE_CHECKING:` anything may be imported.
 DOORS: dict[str, set[str]] = {
     "tensorstore": {
         "_storage.client",
@@ -72,7 +72,7 @@ PRIVATE_JAX_DOOR = "_util.processes"
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name, fully dotted, and where."""
+    """An imported name, fully dotted, and its line."""
 
     name: str
     line: int
@@ -85,20 +85,12 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-# Modules that are still to move -> their new place.
-# homes begin
-HOMES: dict[str, str] = {
-    "formats._orbax": "formats._native.checkpoint",
-}
-# homes end
-
-
 MODULES = {module_name(file): file for file in sorted(PACKAGE.rglob("*.py"))}
 INNER = sorted(MODULES.keys() - {""})
 
 
 def imports(tree: ast.AST) -> Iterator[Import]:
-    """All imports of a module, those in functions and for type checking included."""
+    """Yields all imports of a module, also in functions and for type checking."""
     typing_only = {
         id(inner)
         for node in ast.walk(tree)
@@ -130,15 +122,11 @@ def own_module(name: str) -> str | None:
 
 
 def top(module: str) -> str:
-    return home(module).partition(".")[0]
-
-
-def home(module: str) -> str:
-    return HOMES.get(module, module)
+    return module.partition(".")[0]
 
 
 def import_is_fine(importer: str, imported: str) -> bool:
-    """Whether the table lets module `importer` import `imported`."""
+    """Returns True if the table allows module `importer` to import `imported`."""
     if imported == "":
         return False
     if top(importer) != top(imported):
@@ -173,7 +161,7 @@ def test_no_circle_inside_a_package(package):
             if not found.for_types
             and (own := own_module(found.name)) in inside
             and own != module
-            # A package's __init__ is its door, not a part of what is behind it.
+            # A package's __init__ is its door, not one of its modules.
             and MODULES[own].name != "__init__.py"
         }
         for module in inside
@@ -182,16 +170,16 @@ def test_no_circle_inside_a_package(package):
 
 
 def handed_on(package: str) -> set[str]:
-    """The modules behind a package's door that other packages may use."""
+    """Returns the modules of a package that other packages may use."""
     door = importlib.import_module(f"flaxckpt.{package}")
     public = set(getattr(door, "__all__", ()))
     return public | PASSAGES.get(package, set())
 
 
 def past_the_door(module: str, used: str) -> bool:
-    """Whether `module` reaches the module `used` past the door of its package."""
+    """Returns True if `module` uses the module `used` past its package's door."""
     steps = used.split(".")
-    if top(module) == top(used) or used in HOMES:
+    if top(module) == top(used):
         return False
     packages = [".".join(steps[:depth]) for depth in range(1, len(steps))]
     return any(
@@ -239,14 +227,14 @@ def test_heavy_packages_are_imported_through_their_doors(module):
         for found in imports(parse(module))
         if not found.for_types
         and (doors := DOORS.get(top(found.name))) is not None
-        and not {home(module), top(module)} & doors
+        and not {module, top(module)} & doors
     ]
     assert not wrong, f"{module} is no door to these packages"
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_only_one_module_reaches_into_private_jax(module):
-    if home(module) == PRIVATE_JAX_DOOR:
+    if module == PRIVATE_JAX_DOOR:
         return
     tree = parse(module)
     names = [*imports(tree), *attributes(tree)]
@@ -255,7 +243,7 @@ def test_only_one_module_reaches_into_private_jax(module):
 
 
 def attributes(tree: ast.AST) -> Iterator[Import]:
-    """Dotted uses of a name: `jax._src.distributed` in an expression."""
+    """Yields dotted names in expressions: `jax._src.distributed`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield Import(ast.unparse(node), node.lineno)

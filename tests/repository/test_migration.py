@@ -1,6 +1,6 @@
-"""The migration guides: tables that are complete, and replacements that do the same.
+"""The migration guides: complete tables, and equivalent replacements.
 
-What is not installed is compared with lists, which were read from its source.
+Packages that are not installed are compared with lists from their sources.
 """
 
 import ast
@@ -92,7 +92,7 @@ Table = list[list[str]]
 
 
 def tables(guide: str, heading: str = "") -> list[Table]:
-    """The tables of a guide, or of one section of it, with their headers."""
+    """Yields the tables of a guide, or of one of its sections, with their headers."""
     found: list[Table] = []
     rows: Table = []
     section = ""
@@ -110,7 +110,7 @@ def tables(guide: str, heading: str = "") -> list[Table]:
 
 
 def listed(table: Table) -> set[str]:
-    """What a table says something about: the names at the left."""
+    """Returns the names in the left column of a table."""
     spans = [span for row in table[1:] for span in CODE.findall(row[0])]
     return {NAME.match(span)[0] for span in spans}
 
@@ -258,7 +258,7 @@ def test_every_setting_argument_and_method_of_easylm_and_fjformer_is_there():
     assert listed(methods) == set(STREAMS["methods"].split())
 
 
-# ---- what they say is there --------------------------------------------------------
+# ---- names in the tables -----------------------------------------------------------
 
 OWNERS = {
     "flaxckpt": flaxckpt,
@@ -267,7 +267,7 @@ OWNERS = {
     "on_step": flaxckpt.CheckpointCallback,
     "CheckpointConfig": configs.CheckpointConfig,
 }
-"""What variables in the tables are, and modules."""
+"""The values of variables in the tables, and modules."""
 
 HOMES = [
     *OWNERS.values(),
@@ -283,7 +283,7 @@ CALLED = [
 
 
 def meanings(node: ast.expr) -> list[object]:
-    """What a name or an attribute may be, here or in Python itself."""
+    """Yields the possible values of a name or attribute, here or in Python."""
     if isinstance(node, ast.Name):
         found = [getattr(home, node.id, None) for home in (*HOMES, builtins)]
         return [OWNERS.get(node.id), *found]
@@ -298,7 +298,7 @@ def takes(function: object, keyword: str) -> bool:
 
 
 def unknown(span: str) -> Iterator[str]:
-    """What a piece of code in a table names and flaxckpt does not have."""
+    """Returns the names in a piece of code that flaxckpt does not have."""
     tree = ast.parse(span.replace("…", "..."))
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):  # a keyword alone, as in keep=[…]
@@ -336,7 +336,7 @@ def test_what_is_not_there_is_found(span):
     assert [*unknown(span)]
 
 
-# ---- and does the same -------------------------------------------------------------
+# ---- equivalence ------------------------------------------------------------------
 
 LOSSES = [0.9, 0.8, 0.1, 0.7, 0.6, 0.5, 0.4, 0.45, 0.55, 0.65]
 BEST = {"best_fn": lambda metrics: metrics["loss"], "best_mode": "min"}
@@ -463,7 +463,7 @@ def test_the_same_steps_are_saved_as_with_orbax(tmp_path, options, triggers):
 
 
 def spaced(guide: str) -> type:
-    """The class `Spaced` of a guide, as it is printed there."""
+    """Returns the class `Spaced` from the code of a guide."""
     text = (GUIDES / guide).read_text(encoding="utf-8")
     code = text[text.index("class Spaced:") :].split("\n\n\n", 1)[0]
     found: dict[str, type] = {}

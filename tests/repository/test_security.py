@@ -1,4 +1,4 @@
-"""What SECURITY.md promises of the code, and of a run directory somebody else made.
+"""The guarantees of SECURITY.md on the code, and on run directories of others.
 
 Hostile files are in test_readers.py.
 """
@@ -108,7 +108,7 @@ def test_classes_are_made_only_of_flax_and_optax(name):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run with a step, beside which there is an empty directory `elsewhere`."""
+    """A run with a step, and an empty directory `elsewhere` beside it."""
     (tmp_path / "elsewhere").mkdir()
     flaxckpt.Checkpointer(tmp_path / "run").save(1, {"a": 1}).wait()
     return tmp_path / "run"

@@ -1,4 +1,4 @@
-"""The site builds without a warning, has every page and name, and needs no network."""
+"""The site builds without warnings, has every page and name, and needs no network."""
 
 import os
 import re
@@ -21,7 +21,7 @@ ELSEWHERE = re.compile(r"(https?:)?//")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The directory of a site that was built with every warning an error."""
+    """The directory of a site, built with warnings as errors."""
     directory = tmp_path_factory.mktemp("site")
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(directory)],
@@ -36,7 +36,7 @@ def site(tmp_path_factory):
 
 
 class Page(HTMLParser):
-    """What a page is called by, links to, and makes a browser load."""
+    """The anchors, the links and the loaded files of a page."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def pages(site):
     found = {file: Page(file) for file in site.rglob("*.html")}
-    del found[site / "404.html"]  # its links are for wherever it is shown
+    del found[site / "404.html"]  # its links work from any path
     return found
 
 
@@ -118,7 +118,7 @@ def test_nothing_is_loaded_from_other_hosts(site, pages):
 
 @pytest.fixture(scope="module")
 def public():
-    """Every name that the package and its public modules export, from their source."""
+    """Returns all exports of the package and its public modules, from their source."""
     package = griffe.load("flaxckpt", search_paths=[ROOT])
     modules = [package, *package["integrations"].modules.values()]
     return [found for module in modules for found in exported(module)]
@@ -144,7 +144,7 @@ def test_every_public_name_is_in_the_reference(pages, public):
 
 
 def test_every_method_is_in_the_reference(pages, public):
-    """Those of base classes, too; fields are told of by their class.
+    """Also methods of base classes; the docstring of a class describes its fields.
 
     What implements a protocol, and has no docstring, is told of there.
     """

@@ -1,4 +1,4 @@
-"""A built wheel, installed where nothing else is, saves, loads and has its command."""
+"""A wheel, installed alone, saves and loads, and has its command."""
 
 import os
 import subprocess

@@ -108,6 +108,33 @@ def test_no_value_is_of_another_transform(tmp_path_factory, case):
         check(found, fresh, layout.state(new, tags), tags)
 
 
+@pytest.mark.parametrize("kind", sorted(states.MAKERS))
+@pytest.mark.parametrize("form", ["pair", "beside", "critic", "list"])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (["adam"], ["mine"]),
+        (["adam", "adam"], ["mine", "mine"]),
+        (["mine", "adam"], ["adam", "mine"]),
+    ],
+)
+def test_a_users_state_and_one_of_optax_take_no_value_of_each_other(
+    tmp_path, kind, form, old, new
+):
+    # Nothing around the user's state says that it is the state of an optimizer.
+    layout = Layout(kind, form, is_twin=False)
+    old, new = (
+        Optimizer(tuple(Part(k, f"{k}{n}") for n, k in enumerate(kinds)), "chain")
+        for kinds in (old, new)
+    )
+    tags = Tags()
+    flaxckpt.save(tmp_path / "c", layout.state({"g": old, "d": new}, tags))
+    swapped = {"g": new, "d": old}
+    fresh = layout.state(swapped)
+    if (found := load(tmp_path / "c", fresh)) is not None:
+        check(found, fresh, layout.state(swapped, tags), tags)
+
+
 @hypothesis.settings(
     max_examples=12, suppress_health_check=list(hypothesis.HealthCheck)
 )

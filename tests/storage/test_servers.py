@@ -203,7 +203,7 @@ def test_a_lock_in_a_bucket_that_is_gone_is_an_error_in_time(store_path, reached
     reached_by("s3://deleted", QUICK)
     path = _storage.paths.resolve("s3://deleted/run/1")
     with (
-        pytest.raises(errors.StoreError, match="see that the bucket exists") as told,
+        pytest.raises(errors.StoreError, match="check that the bucket exists") as told,
         storage_locks.lock(path),
     ):
         pass

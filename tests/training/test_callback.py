@@ -578,7 +578,7 @@ def test_a_save_under_another_step_than_the_states_own_is_refused(ckpt, state):
     assert not callback(3, state(2)), "nothing is saved, so nothing is looked at"
     with pytest.raises(errors.OptionError, match="step_is='index'"):
         callback(4, state(5))
-    with pytest.raises(errors.OptionError, match=r"called step 6, but .* is 3"):
+    with pytest.raises(errors.OptionError, match=r"for step 6, but .* is 3"):
         callback(6, state(3))
     ckpt.wait()
     assert ckpt.steps() == [2]
@@ -599,7 +599,7 @@ def test_of_several_counters_one_has_to_agree(ckpt):
 
 @pytest.mark.parametrize("step", [True, 0.5, jnp.ones(3), "third", len])
 def test_what_is_no_counter_does_not_count(ckpt, step):
-    assert not list(state_step_counter._found({"step": step}))
+    assert not list(state_step_counter.read_counters({"step": step}))
 
 
 def test_a_call_can_force_a_save_even_of_step_0(ckpt):
@@ -872,7 +872,7 @@ def copied(state):
     """The leaves by their paths, as numpy arrays of their own."""
     return {
         path: np.array(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-        for path, leaf in state_flax_state.values(state).items()
+        for path, leaf in state_flax_state.leaves_by_path(state).items()
     }
 
 

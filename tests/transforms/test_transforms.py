@@ -178,7 +178,7 @@ def test_two_leaves_of_one_name_are_refused_with_all_of_them(saved):
 
 
 def test_a_leaf_where_others_have_a_container_is_refused(saved):
-    with pytest.raises(errors.OptionError, match="params/head: beside params/head/b"):
+    with pytest.raises(errors.OptionError, match="params/head: contains params/head/b"):
         flaxckpt.load(saved, transforms=[rename("params/layers_0/bias", "params/head")])
 
 
@@ -189,7 +189,7 @@ def test_a_leaf_may_go_where_a_container_was_empty(tmp_path):
 
 
 def test_a_replacement_with_a_group_too_many_is_refused(saved):
-    with pytest.raises(errors.OptionError, match="does not go with the pattern"):
+    with pytest.raises(errors.OptionError, match="does not fit the pattern"):
         flaxckpt.load(saved, transforms=[rename("params/head/(.*)", r"\2")])
 
 
@@ -308,8 +308,8 @@ def test_a_leaf_that_only_some_layers_have_is_not_stacked(tmp_path):
         flaxckpt.save(tmp_path / odd, state)
         with pytest.raises(errors.OptionError) as caught:
             flaxckpt.load(tmp_path / odd, transforms=[both])
-        assert f" {lacking}; it would be made of" in str(caught.value)
-        assert "Choose a pattern that leaves out" in str(caught.value)
+        assert f" {lacking}; found " in str(caught.value)
+        assert "Choose a pattern that excludes" in str(caught.value)
         only_w = stack(r"(\w+)/layers_(?P<i>\d+)/(w)", r"\1/layers/\3")
         found = flaxckpt.load(tmp_path / odd, transforms=[only_w])
         assert found["encoder"][odd]["relative_bias"].shape == (2,)
@@ -414,7 +414,7 @@ def test_a_vocabulary_grows_and_shrinks(tmp_path):
         pad("params/e", (8,)),
         transforms.slice("params/e", (6, 3)),
     ):
-        with pytest.raises(errors.OptionError, match="does not go with params/e"):
+        with pytest.raises(errors.OptionError, match="cannot be applied to params/e"):
             flaxckpt.load(tmp_path / "c", transforms=[wrong])
 
 
@@ -448,7 +448,7 @@ def test_a_map_without_an_inverse_says_how_to_give_it_one(saved):
     plain = map_leaf("params/head/bias", lambda x: x + 1)
     with pytest.raises(errors.OptionError, match=r"map_leaf\(.*, inverse=\.\.\.\)"):
         transforms.inverse([plain])
-    with pytest.raises(errors.OptionError, match="it loses what was there before"):
+    with pytest.raises(errors.OptionError, match="it loses information"):
         transforms.inverse([grow("params/head/bias", 0, 5)])
 
 
@@ -464,13 +464,13 @@ def test_a_map_is_undone_by_the_inverse_that_it_was_given(saved, state):
 def test_functions_must_be_traceable(saved):
     with pytest.raises(errors.OptionError, match=r"use jax\.numpy"):
         flaxckpt.load(saved, transforms=[map_leaf("params/.*", lambda x: np.sort(x))])
-    with pytest.raises(errors.OptionError, match="must give one array"):
+    with pytest.raises(errors.OptionError, match="must return one array"):
         flaxckpt.load(saved, transforms=[map_leaf("params/.*", lambda x: (x, x))])
 
 
 def test_strings_have_no_values_to_compute_with(tmp_path):
     flaxckpt.save(tmp_path / "c", {"name": "x", "w": jnp.ones(3), "none": None})
-    with pytest.raises(errors.OptionError, match="these are strings: name"):
+    with pytest.raises(errors.OptionError, match="these leaves are strings: name"):
         flaxckpt.load(tmp_path / "c", transforms=[map_leaf(".*", lambda x: x)])
     moved = rename("(.*)", r"inner/\1")
     found = flaxckpt.load(tmp_path / "c", transforms=[moved])
@@ -859,7 +859,9 @@ def test_what_loses_something_is_not_inverted(pattern, replacement):
 def test_an_ambiguous_inverse_is_noticed(tmp_path):
     flaxckpt.save(tmp_path / "c", {"a": {"b": {"c": jnp.ones(2)}}})
     swapped = rename("(.*)/(.*)", r"\2/\1")
-    with pytest.raises(errors.OptionError, match="several names"):
+    with pytest.raises(
+        errors.OptionError, match=r"cannot be inverted: .* would become"
+    ):
         flaxckpt.load(tmp_path / "c", transforms=[swapped, swapped.inverse()])
 
 
@@ -938,7 +940,7 @@ def test_where_nobody_knows_whose_moments_they_are_it_is_an_error(tmp_path):
     flaxckpt.save(tmp_path / "c", state)
     with pytest.raises(errors.OptionError) as caught:
         flaxckpt.load(tmp_path / "c", transforms=[rename("g/kernel", "g/weight")])
-    assert "optimizer/opt_state/0/mu/kernel: of g/kernel or of g_ema/kernel" in str(
+    assert "optimizer/opt_state/0/mu/kernel: g/kernel or g_ema/kernel" in str(
         caught.value
     )
     both = rename({r"(g|g_ema)/kernel": r"\1/weight"})
@@ -1000,7 +1002,7 @@ def test_moments_that_nobody_can_tell_apart_are_warned_about(tmp_path, caplog):
     }
     flaxckpt.save(tmp_path / "c", state)
     flaxckpt.load(tmp_path / "c", transforms=[rename("actor/a/(.*)", r"actor/b/\1")])
-    assert "nobody knows of which parameters" in caplog.text
+    assert "because their parameters are unknown" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -1200,7 +1202,7 @@ def test_a_number_that_needs_64_bits_is_refused_where_there_are_32(tmp_path):
 def test_paths_that_cannot_be_are_refused(tmp_path):
     state = {"a": jnp.ones(2)}
     for path in ("acc@50%", "", "x//y", "/x"):
-        with pytest.raises(errors.OptionError, match="is no leaf path"):
+        with pytest.raises(errors.OptionError, match="is not a leaf path"):
             flaxckpt.save(tmp_path / "c", state, transforms=[rename("a", path)])
     odd = {"lin/~/w": jnp.ones(2), "50%": jnp.zeros(1)}
     flaxckpt.save(tmp_path / "d", odd, transforms=[from_function(lambda tree: tree)])
@@ -1251,7 +1253,9 @@ def test_arguments_that_make_no_sense_are_refused_at_once(make):
 
 def test_parts_of_different_types_are_not_stacked(tmp_path):
     flaxckpt.save(tmp_path / "c", {"l_0": jnp.ones(2), "l_1": jnp.ones(2, jnp.int32)})
-    with pytest.raises(errors.OptionError, match="of different types, float32, int32"):
+    with pytest.raises(
+        errors.OptionError, match="have different types, float32, int32"
+    ):
         flaxckpt.load(tmp_path / "c", transforms=[stack(r"l_(\d)", "l")])
 
 
@@ -1383,12 +1387,12 @@ def test_what_applies_is_undone_by_its_inverse(tree, changes):
         except errors.OptionError:
             continue
         applied.append(change)
-    computed = arrays_evaluate.of_state(undone)
+    computed = arrays_evaluate.evaluate_state(undone)
     try:
         computed = _base.apply(transforms.inverse(applied), computed)
     except errors.OptionError:
         return  # it was not silent
-    computed = arrays_evaluate.of_state(computed)
+    computed = arrays_evaluate.evaluate_state(computed)
     if computed.keys() != table.keys():
         return  # an inverse also takes what was under the new name before
     for path, leaf in table.items():

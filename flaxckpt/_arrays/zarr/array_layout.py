@@ -50,7 +50,7 @@ class ArrayLayout:
         return metadata.Encoding(self.codec, has_checksums, self.zarr_version)
 
 
-def checked_layout(layout: ArrayLayout | None) -> ArrayLayout:
+def check_layout(layout: ArrayLayout | None) -> ArrayLayout:
     """Returns `layout`, or the default layout.
 
     Raises:

@@ -74,28 +74,21 @@ def write(path: Path, parts: Sequence[memoryview]) -> None:
     _storage.of(path).write_parts(path, parts)
 
 
-def link_equal(old: Path, new: Path, parts: Sequence[memoryview]) -> bool:
+def link_if_equal(
+    old: Path, new: Path, parts: Sequence[memoryview], *, compare_all: bool = True
+) -> bool:
     """Makes `new` a hard link to the file `old` if its content equals `parts`.
 
-    Compares the last part first: the checksum, in blocks with a checksum.
+    Args:
+        old: An earlier file.
+        new: The path of the link.
+        parts: The content; in blocks with a checksum, the last part is the checksum.
+        compare_all: False to compare only the size and the last part, for values that
+            equal the file unless changed in memory since.
 
     Returns:
         True if the link was made.
     """
-    return _link_if_alike(old, new, parts, compare_all=True)
-
-
-def link_unchanged(old: Path, new: Path, parts: Sequence[memoryview]) -> bool:
-    """Like `link_equal`, but compares only the last part, the checksum.
-
-    For values known to equal the file, unless changed in memory since.
-    """
-    return _link_if_alike(old, new, parts, compare_all=False)
-
-
-def _link_if_alike(
-    old: Path, new: Path, parts: Sequence[memoryview], *, compare_all: bool
-) -> bool:
     size = sum(len(part) for part in parts)
     try:
         if not stat.S_ISREG(os.lstat(old).st_mode):
@@ -121,8 +114,8 @@ def link(old: Path, new: Path, size: int) -> bool:
         True if the link was made.
     """
     try:
-        found = os.lstat(old)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+        status = os.lstat(old)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             return False
         os.link(old, new, follow_symlinks=False)
     except OSError:  # no support, too many links, or `old` is gone
@@ -168,7 +161,7 @@ def read(block: Block, into: Sequence[memoryview], *, verify: bool) -> None:
         check(path.name, into, tail.tobytes())
 
 
-def small(path: Path) -> bytes:
+def read_small(path: Path) -> bytes:
     """Returns the content of a small file, or the first 64 KiB of a large file.
 
     Raises:
@@ -177,7 +170,7 @@ def small(path: Path) -> bytes:
     return _storage.of(path).read_small(path, _SMALL_BYTES, path.parent.parent)
 
 
-def mapped(block: Block) -> Bytes:
+def map_block(block: Block) -> Bytes:
     """Maps a block into memory, copy-on-write.
 
     Raises:
@@ -187,7 +180,7 @@ def mapped(block: Block) -> Bytes:
     if block.size == 0:
         return np.empty(0, np.uint8)
     if _map_function() is not None:
-        return mapped_as_one([block])  # Python's mmap keeps the file open
+        return map_blocks([block])  # Python's mmap keeps the file open
     with _open(block) as file:
         memory = mmap.mmap(
             file,
@@ -203,7 +196,7 @@ def can_join(sizes: Sequence[int]) -> bool:
     return _map_function() is not None and all(s % _PAGE == 0 for s in sizes[:-1])
 
 
-def mapped_as_one(blocks: Sequence[Block]) -> Bytes:
+def map_blocks(blocks: Sequence[Block]) -> Bytes:
     """Maps blocks contiguously; see `can_join`.
 
     Raises:
@@ -220,7 +213,7 @@ def mapped_as_one(blocks: Sequence[Block]) -> Bytes:
     start = run.ctypes.data
     for block in blocks:
         with _open(block) as file:
-            found = map_at(
+            address = map_at(
                 start,
                 block.size,
                 mmap.PROT_READ | mmap.PROT_WRITE,
@@ -228,7 +221,7 @@ def mapped_as_one(blocks: Sequence[Block]) -> Bytes:
                 file,
                 0,
             )
-        if found != start:
+        if address != start:
             raise OSError(ctypes.get_errno(), "cannot be mapped", str(block.path))
         start += block.size
     return run
@@ -268,7 +261,7 @@ def _populate(block: Block, content: Bytes) -> None:
     failed = libc.madvise(*where, _POPULATE_READ) != 0
     # Linux before 5.14 lacks this advice, and returns EINVAL.
     if failed and ctypes.get_errno() == errno.EFAULT:
-        raise OSError(errno.EIO, "a part of it cannot be read", str(block.path))
+        raise OSError(errno.EIO, "a part of the file cannot be read", str(block.path))
 
 
 def check(name: str, parts: Sequence[memoryview], recorded: bytes) -> None:
@@ -277,11 +270,11 @@ def check(name: str, parts: Sequence[memoryview], recorded: bytes) -> None:
     Raises:
         ValueError: The block has changed since it was written.
     """
-    found = checksum(parts)
-    if found != recorded:
+    actual = checksum(parts)
+    if actual != recorded:
         raise ValueError(
             f"{name} has changed since it was written: its CRC-32C is"
-            f" {found[::-1].hex()} instead of {recorded[::-1].hex()}"
+            f" {actual[::-1].hex()} instead of {recorded[::-1].hex()}"
         )
 
 
@@ -291,10 +284,10 @@ def _open(block: Block) -> Iterator[int]:
     path = block.path
     descriptor = _storage.files.open_regular_file(path, within=path.parent.parent)
     try:
-        found = os.fstat(descriptor).st_size
-        if found != block.file_size:
+        size = os.fstat(descriptor).st_size
+        if size != block.file_size:
             raise ValueError(
-                f"{path.name} has {found} bytes instead of {block.file_size}"
+                f"{path.name} has {size} bytes instead of {block.file_size}"
             )
         yield descriptor
     finally:

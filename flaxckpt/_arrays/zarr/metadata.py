@@ -157,7 +157,7 @@ def check_metadata(
     if found == metadata(encoding, shape, dtype, chunk_shape):
         return
     if not isinstance(found, dict):
-        raise ValueError(f"{METADATA} is not what was written there")
+        raise ValueError(f"{METADATA} has changed since it was written")
     raise ValueError(
         f"recorded as {dtype}{list(shape)}, but {METADATA} says"
         f" {str(found.get('data_type'))[:20]}{str(found.get('shape'))[:80]}"
@@ -171,7 +171,7 @@ def check_compact(text: bytes) -> None:
         ValueError: The text was changed, even by a single space.
     """
     if json.dumps(json.loads(text), separators=(",", ":")).encode() != text:
-        raise ValueError(f"{METADATA} says what it must, but was not written so")
+        raise ValueError(f"the formatting of {METADATA} has changed")
 
 
 def _metadata_2(

@@ -3,7 +3,7 @@
 The manifest and the nodes of the tree are mostly compressed: a few kilobytes may expand
 to gigabytes, and TensorStore allocates the expanded size. So the maximal expanded size
 is first computed from the zstd frames. TensorStore itself rejects paths that lead out
-of a database; `_storage.symlinks` checks links.
+of a database; `_storage.files` checks links.
 
 Source: TensorStore's description of the format, and RFC 8878.
 """
@@ -58,19 +58,24 @@ def check(root: Path) -> None:
         ValueError: The tree is damaged or too large.
         OSError: The database is missing or unreadable.
     """
-    _checked(root, *_storage.of(root).fingerprint(root / MANIFEST))
+    _check_tree(root, *_storage.of(root).fingerprint(root / MANIFEST))
 
 
 @functools.lru_cache(maxsize=64)
-def _checked(root: Path, fingerprint: tuple[int, ...], size: int) -> None:
+def _check_tree(root: Path, fingerprint: tuple[int, ...], size: int) -> None:
     del fingerprint  # only a key of the cache
     if size > _MAX_MANIFEST_BYTES:
-        raise ValueError(f"{MANIFEST} has {size} bytes")
+        raise ValueError(
+            f"{MANIFEST} has {size} bytes, wanted at most {_MAX_MANIFEST_BYTES}"
+        )
     tree = _Tree(root)
-    tree.count(MANIFEST, _content(root / MANIFEST, 0, size))
+    tree.count(MANIFEST, _read_part(root / MANIFEST, 0, size))
     for height, place in tree.roots():
         if height > _MAX_HEIGHT:
-            raise ValueError(f"the tree of {root} is said to be {height} nodes high")
+            raise ValueError(
+                f"{MANIFEST} declares a tree of {height} levels,"
+                f" wanted at most {_MAX_HEIGHT}"
+            )
         tree.walk(place, height)
 
 
@@ -163,8 +168,8 @@ class _Tree:
             or self._decoded > _FREE_BYTES + _BEST_RATIO * self._stored
         ):
             raise ValueError(
-                f"{name} expands to {size} bytes, and with the {self._nodes - 1} nodes"
-                f" before it, which have {self._stored} bytes, to {self._decoded}"
+                f"{name} expands to {size} bytes; the {self._nodes} nodes so far expand"
+                f" from {self._stored} to {self._decoded} bytes, more than is supported"
             )
 
     def roots(self) -> Iterator[tuple[int, _Place]]:
@@ -172,23 +177,25 @@ class _Tree:
         found = self._dump(None)
         versions = found.get("versions")
         if not versions:
-            raise ValueError(f"{MANIFEST} is split into several files, not as usual")
+            raise ValueError(
+                f"{MANIFEST} is split into several files, which is not supported"
+            )
         newest = versions[-1]
         if "root" in newest and "location" in newest["root"]:
-            yield newest["root_height"], _place(newest["root"]["location"])
+            yield newest["root_height"], _parse_place(newest["root"]["location"])
 
     def walk(self, place: _Place, height: int) -> None:
         """Counts a node and its descendants."""
         path = self._root / place.file
-        content = _content(path, place.offset, place.size)
+        content = _read_part(path, place.offset, place.size)
         self.count(place.file, content)
         if height == 0:
             return
         if (size := _decoded_bytes(place.file, content)) > _MAX_INNER_BYTES:
-            raise ValueError(f"{place.file} has {size} bytes of nodes below one")
+            raise ValueError(f"{place.file} has an inner node of {size} bytes")
         for entry in self._dump(place.text)["entries"]:
             # At height 0, entries are values instead of nodes.
-            self.walk(_place(str(entry.get("location"))), height - 1)
+            self.walk(_parse_place(str(entry.get("location"))), height - 1)
 
     def _dump(self, node: str | None) -> Any:
         if self._store is None:
@@ -199,17 +206,19 @@ class _Tree:
         return _storage.paths.result(ts.ocdbt.dump(self._store, node), self._root)
 
 
-def _place(text: str) -> _Place:
+def _parse_place(text: str) -> _Place:
     match = _PLACE.fullmatch(text)
     if match is None or ".." in text:
-        raise ValueError(f"a node is said to be in {text[:80]!r}")
+        raise ValueError(f"{text[:80]!r} is not the location of a node")
     base, name, offset, size = match.groups()
     return _Place(text, base + name, int(offset), int(size))
 
 
-def _content(path: Path, offset: int, size: int) -> bytes:
+def _read_part(path: Path, offset: int, size: int) -> bytes:
     if size > _MAX_NODE_BYTES:
-        raise ValueError(f"{path.name} is said to have a node of {size} bytes")
+        raise ValueError(
+            f"{path.name} has a node of {size} bytes according to its manifest"
+        )
     content = _storage.of(path).read_range(path, offset, size)
     if len(content) < size:
         raise ValueError(f"{path.name} is shorter than its manifest says")
@@ -232,7 +241,7 @@ def _decoded_bytes(name: str, content: bytes) -> int:
 def _frame_bytes(name: str, frame: bytes) -> int:
     """Returns the maximal decoded size of a zstd frame, without decoding."""
     if frame[:4] != _FRAME or len(frame) < 6:
-        raise ValueError(f"{name} is damaged: no zstd is where it should be")
+        raise ValueError(f"{name} is damaged: the zstd frame is missing")
     kind = frame[4]
     is_single = kind >> 5 & 1
     size_bytes = (is_single, 2, 4, 8)[kind >> 6]
@@ -241,7 +250,7 @@ def _frame_bytes(name: str, frame: bytes) -> int:
     while True:
         header = int.from_bytes(frame[at : at + 3], "little")
         if at + 3 > len(frame):
-            raise ValueError(f"{name} is damaged: its zstd is cut short")
+            raise ValueError(f"{name} is damaged: the zstd frame is cut short")
         size = header >> 3
         is_compressed, is_repeated = header >> 1 & 2, header >> 1 & 1
         total += _BLOCK_BYTES if is_compressed else size

@@ -68,11 +68,11 @@ class Writers(NamedTuple):
             shard: Number of the shard in C order.
         """
         group = self.replicas // self.parts
-        place = (self.place + _turn(shard, self.shards, group)) % group
+        place = (self.place + _place_offset(shard, self.shards, group)) % group
         return replica // group if replica % group == place else None
 
 
-def _turn(shard: Any, shards: int, group: int) -> Any:
+def _place_offset(shard: Any, shards: int, group: int) -> Any:
     """Returns the offset of a shard's writer from the writer of the first shard."""
     return shard * group // shards
 
@@ -130,7 +130,7 @@ class _Choices(NamedTuple):
 _FIRST = _Choices([0], np.zeros((1, 1), np.int64))
 
 
-def chosen(task: Task, place_in_group: int, place: Place) -> Placement:
+def writing_processes(task: Task, place_in_group: int, place: Place) -> Placement:
     """Returns the process that writes each part of each shard."""
     rows = _choices(task, place)
     found: Placement = rows.processes[rows.places.index(place_in_group)]
@@ -170,7 +170,7 @@ def _groups(place: Place, sharding: Sharding, shape: Shape, parts: int) -> _Choi
     replicas, count = processes.shape
     group = replicas // parts
     shard = np.arange(count)[None, :]
-    turned = (np.arange(group)[:, None] + _turn(shard, count, group)) % group
+    turned = (np.arange(group)[:, None] + _place_offset(shard, count, group)) % group
     by_place = processes.reshape(parts, group, count)[:, turned, shard].swapaxes(0, 1)
     distinct, places = np.unique(
         by_place.reshape(group, parts * count), axis=0, return_index=True
@@ -189,7 +189,7 @@ def placement(sharding: Sharding, shape: Shape) -> Placement:
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         devices = sharding.mesh.devices
         processes = np.array([device.process_index for device in devices.flat])
-        return on_mesh(sharding, processes.reshape(devices.shape))
+        return placement_on_mesh(sharding, processes.reshape(devices.shape))
     holders: dict[tuple[int, ...], list[int]] = {}
     indices: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
     for device, index in indices.items():
@@ -198,7 +198,7 @@ def placement(sharding: Sharding, shape: Shape) -> Placement:
     return np.array([holders[key] for key in sorted(holders)], np.int64).T
 
 
-def in_order(processes: int) -> Place:
+def placement_in_order(processes: int) -> Place:
     """Returns a placement on an abstract mesh with devices in process order."""
 
     def place(sharding: Sharding, shape: Shape) -> Placement:
@@ -206,12 +206,12 @@ def in_order(processes: int) -> Place:
         mesh = sharding.mesh
         assert isinstance(mesh, AbstractMesh)
         devices = np.arange(mesh.size) // (mesh.size // processes)
-        return on_mesh(sharding, devices.reshape(mesh.axis_sizes))
+        return placement_on_mesh(sharding, devices.reshape(mesh.axis_sizes))
 
     return place
 
 
-def on_mesh(sharding: NamedSharding, processes: Placement) -> Placement:
+def placement_on_mesh(sharding: NamedSharding, processes: Placement) -> Placement:
     """Returns the process of each shard.
 
     Args:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from flaxckpt._report.charts import scales
+from flaxckpt._report.charts import points, scales
+from flaxckpt._report.data import MetricValue
 from flaxckpt._util import html, humanize
 
 _WIDTH, _HEIGHT = 320, 206
@@ -14,34 +14,13 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 14, 34
 _MARKERS = 150
 """With more points, only the best points and the ends get markers."""
 
-
-BEST = ("best", "among the best")
-
-
 _PLACES = 400
 """The maximal number of points in a line."""
 
 
-class Point(NamedTuple):
-    """The value of a metric at a step.
-
-    Attributes:
-        step: The step.
-        value: The metric.
-        is_kept: True if the step is kept.
-        best: `best` or `among the best` by a policy; else `lowest` or `highest`; None
-            for other values.
-    """
-
-    step: int
-    value: float
-    is_kept: bool
-    best: str | None
-
-
-def curve(name: str, points: Sequence[Point]) -> html.Markup:
+def curve(name: str, series: Sequence[MetricValue]) -> html.Markup:
     """Draws a metric as a line through its finite values, at least one."""
-    drawn = [point for point in points if math.isfinite(point.value)]
+    drawn = [point for point in series if math.isfinite(point.value)]
     steps = [point.step for point in drawn]
     values = [point.value for point in drawn]
     low, high = _range(values)
@@ -56,8 +35,8 @@ def curve(name: str, points: Sequence[Point]) -> html.Markup:
         description,
         (_WIDTH, _HEIGHT),
         *_axes(x, y),
-        *_lines(points, x, y),
-        *[_marker(name, point, x, y) for point in _with_markers(drawn)],
+        *_lines(series, x, y),
+        *[_draw_point(name, point, x, y) for point in _with_markers(drawn)],
         *_best_labels(drawn, x, y),
     )
 
@@ -89,11 +68,11 @@ def _axes(x: scales.Scale, y: scales.Scale) -> list[html.Markup]:
 
 
 def _lines(
-    points: Sequence[Point], x: scales.Scale, y: scales.Scale
+    series: Sequence[MetricValue], x: scales.Scale, y: scales.Scale
 ) -> list[html.Markup]:
     """Draws the line, with gaps at values that are not finite."""
     pieces: list[list[str]] = [[]]
-    for point in _thinned(points):
+    for point in _thin_out(series):
         if math.isfinite(point.value):
             pieces[-1].append(f"{x(point.step):.1f},{y(point.value):.1f}")
         elif pieces[-1]:
@@ -105,59 +84,46 @@ def _lines(
     ]
 
 
-def _thinned(points: Sequence[Point]) -> Sequence[Point]:
+def _thin_out(series: Sequence[MetricValue]) -> Sequence[MetricValue]:
     """Thins out many points to the lowest and highest of each small group."""
-    size = 2 * -(-len(points) // _PLACES)
+    size = 2 * -(-len(series) // _PLACES)
     if size <= 2:
-        return points
-    thinned: list[Point] = []
-    for n in range(0, len(points), size):
-        few = points[n : n + size]
+        return series
+    thinned: list[MetricValue] = []
+    for n in range(0, len(series), size):
+        few = series[n : n + size]
         ends = {min(few, key=lambda p: p.value), max(few, key=lambda p: p.value)}
         thinned += [point for point in few if point in ends]
     return thinned
 
 
-def _with_markers(drawn: Sequence[Point]) -> Sequence[Point]:
+def _with_markers(drawn: Sequence[MetricValue]) -> Sequence[MetricValue]:
     if len(drawn) <= _MARKERS:
         return drawn
     return [p for p in drawn if p.best or p in (drawn[0], drawn[-1])][-_MARKERS:]
 
 
-def _marker(name: str, point: Point, x: scales.Scale, y: scales.Scale) -> html.Markup:
-    fate = "kept" if point.is_kept else "would be deleted"
+def _draw_point(
+    name: str, point: MetricValue, x: scales.Scale, y: scales.Scale
+) -> html.Markup:
+    fate = "kept" if point.stays else "would be deleted"
     best = f", {point.best}" if point.best else ""
-    tooltip = html.element(
-        "title", f"step {point.step}: {name} {point.value:.6g} ({fate}{best})"
-    )
-    across, down = x(point.step), y(point.value)
-    data = {
-        "data_step": point.step,
-        "data_value": point.value,
-        "data_kept": "yes" if point.is_kept else "no",
-        "data_best": point.best,
-    }
-    if point.best in BEST:
-        size = 6.5
-        corners = [(0, -size), (size, 0), (0, size), (-size, 0)]
-        places = " ".join(f"{across + dx:.1f},{down + dy:.1f}" for dx, dy in corners)
-        return html.element(
-            "polygon", tooltip, points=places, class_="point best", **data
-        )
-    kind = "kept" if point.is_kept else "goes"
-    return html.element(
-        "circle",
-        tooltip,
-        cx=html.px(across),
-        cy=html.px(down),
-        r=3.5,
-        class_=f"point {kind}",
-        **data,
+    kind = "kept" if point.stays else "goes"
+    return points.draw_point(
+        x(point.step),
+        y(point.value),
+        3.5,
+        f"step {point.step}: {name} {point.value:.6g} ({fate}{best})",
+        "best" if point.best in ("best", "among the best") else kind,
+        data_step=point.step,
+        data_value=point.value,
+        data_kept="yes" if point.stays else "no",
+        data_best=point.best,
     )
 
 
 def _best_labels(
-    drawn: Sequence[Point], x: scales.Scale, y: scales.Scale
+    drawn: Sequence[MetricValue], x: scales.Scale, y: scales.Scale
 ) -> list[html.Markup]:
     """Labels the best value or the extremes, if space allows."""
     parts = []

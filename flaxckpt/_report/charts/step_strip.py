@@ -1,10 +1,10 @@
-"""A strip with a mark for each kept or deleted step."""
+"""A strip with a point for each existing step, and a line for each deleted step."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from flaxckpt._report.charts import scales
+from flaxckpt._report.charts import points, scales
 from flaxckpt._util import html, humanize
 
 _HEIGHT, _MIDDLE, _LEFT, _RIGHT = 62, 22, 14, 14
@@ -15,13 +15,13 @@ _LEAST_APART = 2.5
 def strip(
     kept: Mapping[int, str], gone: Sequence[int], best: Collection[int], width: float
 ) -> html.Markup:
-    """Draws a line with a mark for each step.
+    """Draws a line with a point for each existing step.
 
     Args:
         kept: Existing step -> its description; at least one.
         gone: Deleted steps.
         best: Steps with the best value of a metric.
-        width: Of the picture.
+        width: The width of the picture.
     """
     steps = [*kept, *gone]
     x = scales.Scale(min(steps), max(steps), _LEFT, width - _RIGHT)
@@ -34,15 +34,17 @@ def strip(
         for at in sorted(places, key=float)
     ]
     for step in _drawable(kept, best, x):
-        tooltip = html.element("title", f"step {step}: {kept[step]}")
-        parts.append(_draw_step(step, x(step), step in best, tooltip))
+        kind = "best" if step in best else "kept"
+        tooltip = f"step {step}: {kept[step]}"
+        parts.append(
+            points.draw_point(x(step), _MIDDLE, 5, tooltip, kind, data_step=step)
+        )
     for step in scales.whole_ticks(x.low, x.high, max(2, int(width / 90))):
         shown = scales.short(step)
         parts.append(html.label(x(step), _MIDDLE + 28, shown, class_="tick middle"))
     return html.picture(
         "Existing and deleted steps",
-        f"{humanize.count(len(kept), 'step')} there, {len(gone)} deleted, from"
-        " step"
+        f"{humanize.count(len(kept), 'existing step')}, {len(gone)} deleted, from step"
         f" {min(steps)} to {max(steps)}.",
         (width, _HEIGHT),
         *parts,
@@ -59,21 +61,3 @@ def _drawable(
         if step in best or places.get(place) not in best:
             places[place] = step
     return sorted(places.values())
-
-
-def _draw_step(step: int, x: float, is_best: bool, tooltip: html.Markup) -> html.Markup:
-    if is_best:
-        around = [(0, -8), (8, 0), (0, 8), (-8, 0)]
-        places = " ".join(f"{x + dx:.1f},{_MIDDLE + dy}" for dx, dy in around)
-        return html.element(
-            "polygon", tooltip, points=places, class_="point best", data_step=step
-        )
-    return html.element(
-        "circle",
-        tooltip,
-        cx=html.px(x),
-        cy=_MIDDLE,
-        r=5,
-        class_="point kept",
-        data_step=step,
-    )

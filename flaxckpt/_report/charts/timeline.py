@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from flaxckpt._report.charts import scales
+from flaxckpt._report.data import Save
 from flaxckpt._util import html, humanize
 
 _LEAST_PITCH = 3.5
@@ -21,24 +22,6 @@ _PANEL, _GAP, _TOP = 92, 40, 24
 _LANE = 26
 
 
-class Bar(NamedTuple):
-    """A save.
-
-    Attributes:
-        step: The step, or None.
-        began: The start, in seconds since 1970.
-        blocked: Seconds that the caller waited.
-        behind: Seconds of background writing; None if the save never ended.
-        failure: The error, or a note that the save never ended; None if durable.
-    """
-
-    step: int | None
-    began: float
-    blocked: float
-    behind: float | None
-    failure: str | None
-
-
 class Event(NamedTuple):
     """Another event with its time: `restored`, `failed`."""
 
@@ -47,30 +30,32 @@ class Event(NamedTuple):
     text: str
 
 
-def timeline(bars: Sequence[Bar], events: Sequence[Event], width: float) -> html.Markup:
+def timeline(
+    saves: Sequence[Save], events: Sequence[Event], width: float
+) -> html.Markup:
     """Draws two rows of bars for the saves above a time line.
 
     Args:
-        bars: In order; at least one.
+        saves: The saves, in order; at least one.
         events: Further events on the time line.
-        width: Of the picture; a narrow picture has the same font size.
+        width: The width of the picture; a narrow picture has the same font size.
     """
-    groups = _grouped(bars, int((width - _LEFT - _RIGHT) / _LEAST_PITCH))
+    groups = _grouped(saves, int((width - _LEFT - _RIGHT) / _LEAST_PITCH))
     height = _TOP + 2 * _PANEL + 2 * _GAP + _LANE + 22
     place = _Place(_LEFT, width - _RIGHT, len(groups))
-    blocked = [max(bar.blocked for bar in group) for group in groups]
-    behind = [max(bar.behind or 0.0 for bar in group) for group in groups]
+    blocked = [max(save.blocked_secs or 0.0 for save in group) for group in groups]
+    behind = [max(save.behind_secs or 0.0 for save in group) for group in groups]
     second = _TOP + _PANEL + _GAP
     return html.picture(
         "Timeline of saves",
-        f"{humanize.count(len(bars), 'save')}, the oldest first: how long"
+        f"{humanize.count(len(saves), 'save')}, the oldest first: how long"
         " training waited (top), how long the background wrote (middle), and when each"
         " save began (bottom).",
         (width, height),
         *_panel("training waited", "blocked", groups, blocked, place, _TOP),
         *_panel("written in the background", "behind", groups, behind, place, second),
         *_step_labels(groups, place, second + _PANEL + 18),
-        *_lane(bars, events, width, second + _PANEL + _GAP),
+        *_lane(saves, events, width, second + _PANEL + _GAP),
     )
 
 
@@ -96,15 +81,15 @@ class _Place(NamedTuple):
         return max(self.pitch * 0.72, min(self.pitch, 1.2))
 
 
-def _grouped(bars: Sequence[Bar], most: int) -> list[Sequence[Bar]]:
-    size = -(-len(bars) // most)
-    return [bars[n : n + size] for n in range(0, len(bars), size)]
+def _grouped(saves: Sequence[Save], most: int) -> list[Sequence[Save]]:
+    size = -(-len(saves) // most)
+    return [saves[n : n + size] for n in range(0, len(saves), size)]
 
 
 def _panel(
     title: str,
     name: str,
-    groups: Sequence[Sequence[Bar]],
+    groups: Sequence[Sequence[Save]],
     values: Sequence[float],
     place: _Place,
     y: float,
@@ -122,7 +107,7 @@ def _panel(
         )
     for n, (group, value) in enumerate(zip(groups, values, strict=True)):
         at = scale(value)
-        has_failed = any(bar.failure for bar in group)
+        has_failed = any(save.failure for save in group)
         parts.append(
             html.element(
                 "rect",
@@ -144,7 +129,7 @@ def _panel(
     return parts
 
 
-def _describe(group: Sequence[Bar], title: str, value: str) -> str:
+def _describe(group: Sequence[Save], title: str, value: str) -> str:
     first, last = group[0], group[-1]
     if first is last:
         failure = f"; {last.failure}" if last.failure else ""
@@ -154,7 +139,7 @@ def _describe(group: Sequence[Bar], title: str, value: str) -> str:
 
 
 def _step_labels(
-    groups: Sequence[Sequence[Bar]], place: _Place, y: float
+    groups: Sequence[Sequence[Save]], place: _Place, y: float
 ) -> list[html.Markup]:
     most = max(2, int((place.stop - place.start) / 70))
     every = max(1, -(-len(groups) // most))
@@ -170,17 +155,17 @@ def _step_labels(
 
 
 def _lane(
-    bars: Sequence[Bar], events: Sequence[Event], width: float, y: float
+    saves: Sequence[Save], events: Sequence[Event], width: float, y: float
 ) -> list[html.Markup]:
     """Draws the time line of saves and events."""
-    times = [bar.began for bar in bars] + [event.time for event in events]
+    times = [save.began for save in saves] + [event.time for event in events]
     scale = scales.Scale(min(times), max(times), _LEFT + 4, width - _RIGHT - 4)
     middle = y + _LANE / 2
     parts = [
         html.label(_LEFT - 6, middle + 4, "when", class_="tick end"),
         html.line(_LEFT, middle, width - _RIGHT, middle, "baseline"),
     ]
-    ticks = {html.px(scale(bar.began)) for bar in bars}
+    ticks = {html.px(scale(save.began)) for save in saves}
     parts += [
         html.element("line", x1=x, x2=x, y1=y + 5, y2=y + _LANE - 5, class_="save")
         for x in sorted(ticks, key=float)

@@ -46,18 +46,14 @@ def _is_sequence(names: Mapping[str, object]) -> bool:
     return bool(names) and all(str(i) in names for i in range(len(names)))
 
 
-def walk(tree: Value) -> Iterator[tuple[tuple[_state.tree.Key, ...], Value]]:
+def walk(
+    value: Value, keys: tuple[_state.tree.Key, ...] = ()
+) -> Iterator[tuple[tuple[_state.tree.Key, ...], Value]]:
     """Yields the leaves and empty containers of a scanned tree, with their keys.
 
     Maps with keys 0, 1, … become lists, in that order; Flax's old named tuples become
     maps.
     """
-    return _walk(tree, ())
-
-
-def _walk(
-    value: Value, keys: tuple[_state.tree.Key, ...]
-) -> Iterator[tuple[tuple[_state.tree.Key, ...], Value]]:
     value = _unwrap_named_tuple(value)
     if isinstance(value, dict) and _is_sequence(value):
         value = [value[str(i)] for i in range(len(value))]
@@ -65,10 +61,10 @@ def _walk(
         yield keys, value
     elif isinstance(value, list):
         for i, child in enumerate(value):
-            yield from _walk(child, (*keys, _state.tree.Key(i, "index")))
+            yield from walk(child, (*keys, _state.tree.Key(i, "index")))
     else:
         for name, child in value.items():
-            yield from _walk(child, (*keys, _state.tree.Key(name, "key")))
+            yield from walk(child, (*keys, _state.tree.Key(name, "key")))
 
 
 def _unwrap_named_tuple(value: Value) -> Value:
@@ -87,7 +83,7 @@ def _unwrap_named_tuple(value: Value) -> Value:
     return {name: values[str(i)] for i, name in enumerate(names)}
 
 
-def stored(
+def make_stored(
     path: Path,
     file: Path,
     tree: Value,
@@ -128,7 +124,7 @@ def stored(
         else:
             leaves[name] = _leaf(path, file_stamp, name, keys, value)
     if faults:
-        raise unreadable(file, faults)
+        raise unreadable_error(file, faults)
     infos = [leaf.info for leaf in leaves.values()]
     return Stored(
         CheckpointMetadata(
@@ -152,7 +148,7 @@ def stored(
     )
 
 
-def unreadable(
+def unreadable_error(
     path: Path, faults: Mapping[LeafPath, str]
 ) -> errors.DamagedCheckpointError:
     """Returns the error for leaves that cannot be read, with their faults."""
@@ -198,7 +194,7 @@ def _leaf(
                 ),
             )
             return StoredLeaf(
-                path, info, functools.partial(_arrays.byte_ranges.opened, [span])
+                path, info, functools.partial(_arrays.byte_ranges.open, [span])
             )
         case Opened():
             info = LeafInfo(
@@ -229,10 +225,10 @@ def _leaf(
 def _open_number(
     number: np.ndarray[Any, Any], context: ts.Context
 ) -> ts.Future[ts.TensorStore]:
-    return completed(ts.array(number, context=context))
+    return completed_future(ts.array(number, context=context))
 
 
-def completed(store: ts.TensorStore) -> ts.Future[ts.TensorStore]:
+def completed_future(store: ts.TensorStore) -> ts.Future[ts.TensorStore]:
     """Returns a future with the result `store`."""
     promise: ts.Promise[ts.TensorStore]
     future: ts.Future[ts.TensorStore]

@@ -18,7 +18,7 @@ _ELSEWHERE = "//GDAPlaceholder:"
 
 def recognises(path: Path) -> str | None:
     """Returns the evidence for a file with a msgpack map; else None."""
-    keys = _signatures.first_keys(path)
+    keys = _signatures.read_first_keys(path)
     if keys is None or keys == ["version", "optimizer"]:
         return None
     if not keys:
@@ -50,6 +50,6 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
             + errors.rows(elsewhere)
             + "\nRestore it with the Flax that wrote it, and save it in a single file."
         )
-    return leaves.stored(
+    return leaves.make_stored(
         path, path, tree, format_name="msgpack", step=step, stamp=stamp
     )

@@ -36,7 +36,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     with scanner.scanner(path) as scan:
         while scan.position < scan.size:
             _read_record(scan, tree)
-    return leaves.stored(
+    return leaves.make_stored(
         path, path, tree, format_name="streaming", step=step, stamp=stamp
     )
 
@@ -44,7 +44,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
 def _read_record(scan: Scanner, tree: dict[str, Value]) -> None:
     """Scans the next record into `tree`."""
     start = scan.position
-    keys = _keys(scan)
+    keys = _read_keys(scan)
     run = scan.value()
     if not isinstance(run, Run):
         raise scan.fault("a record whose value is not bytes")
@@ -60,16 +60,16 @@ def _read_record(scan: Scanner, tree: dict[str, Value]) -> None:
         inner = inner.setdefault(key, {})
         if not isinstance(inner, dict):
             raise scan.fault(
-                f"a record below the leaf of another: {_name(keys)}", back=end - start
+                f"a record below the leaf of another: {_quote(keys)}", back=end - start
             )
     if keys[-1] in inner:
         is_leaf = not isinstance(inner[keys[-1]], dict)
         other = "for the second time" if is_leaf else "above the leaves of others"
-        raise scan.fault(f"the record {_name(keys)} {other}", back=end - start)
+        raise scan.fault(f"the record {_quote(keys)} {other}", back=end - start)
     inner[keys[-1]] = value
 
 
-def _keys(scan: Scanner) -> list[str]:
+def _read_keys(scan: Scanner) -> list[str]:
     if scan.head() != ("array", 2):
         raise scan.fault("something else than a record of keys and a value")
     kind, size = scan.head()
@@ -78,5 +78,5 @@ def _keys(scan: Scanner) -> list[str]:
     return [scan.key() for _ in range(size)]
 
 
-def _name(keys: list[str]) -> str:
+def _quote(keys: list[str]) -> str:
     return repr("/".join(keys)[:100])

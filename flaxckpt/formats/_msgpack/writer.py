@@ -45,7 +45,7 @@ class Contents(NamedTuple):
     strings: Mapping[LeafPath, str]
 
 
-def layout(name: str, contents: Contents) -> _file_layout.FileLayout:
+def make_layout(name: str, contents: Contents) -> _file_layout.FileLayout:
     """Returns the layout of the file `name` for a state.
 
     Raises:
@@ -90,7 +90,7 @@ def _check(contents: Contents) -> None:
     keys = [key for key, _ in _parts(root)]
     if set(keys) == _T5X or set(keys[:2]) == _T5X:
         names |= dict.fromkeys(
-            _leaves(root, ()),
+            _leaf_paths(root, ()),
             "is in a dict of 'version' and 'optimizer', like T5X's files",
         )
     _check_names(contents, root, (), 0, names)
@@ -132,19 +132,19 @@ def _check_names(
         return
     if depth >= _state.tree.MAX_DEPTH:
         reason = f"is in containers nested more than {_state.tree.MAX_DEPTH} deep"
-        faults |= dict.fromkeys(_leaves(node, path), reason)
+        faults |= dict.fromkeys(_leaf_paths(node, path), reason)
         return
     parts = dict(_parts(node))
     if _CHUNKED in parts:
         reason = f"is in a dict with the key {_CHUNKED!r}, like arrays in parts"
-        faults |= dict.fromkeys(_leaves(node, path), reason)
+        faults |= dict.fromkeys(_leaf_paths(node, path), reason)
     elif set(parts) == _NAMED_TUPLE and _is_named_tuple(contents, parts):
         reason = "is in a dict of 'name', 'fields' and 'values', like old named tuples"
-        faults |= dict.fromkeys(_leaves(node, path), reason)
+        faults |= dict.fromkeys(_leaf_paths(node, path), reason)
     for (name, child), key in zip(parts.items(), node.keys, strict=True):
         inner = path if node.is_box else (*path, key)
         if fault := _fault_of_key(name):
-            faults |= dict.fromkeys(_leaves(child, inner), fault)
+            faults |= dict.fromkeys(_leaf_paths(child, inner), fault)
         _check_names(contents, child, inner, depth + 1, faults)
 
 
@@ -175,7 +175,7 @@ def _fault_of_text(text: str) -> str | None:
     return "is not valid Unicode" if _SURROGATES.search(text) else None
 
 
-def _leaves(
+def _leaf_paths(
     node: _state.tree.Node | LeafPath, path: tuple[_state.tree.Key, ...]
 ) -> list[LeafPath]:
     """Returns the paths of all leaves and empty containers in a node."""

@@ -58,7 +58,7 @@ def _check_form(text: bytes, form: ArrayForm) -> None:
     Raises:
         ValueError: The forms differ, or the metadata are unsupported.
     """
-    stored = form_in(text)
+    stored = parse_form(text)
     if stored != form:
         raise ValueError(
             f"recorded as {form.dtype}{list(form.shape)} in chunks"
@@ -72,7 +72,7 @@ MAX_METADATA_BYTES = 2**16
 
 
 @functools.lru_cache(maxsize=256)  # many arrays have equal metadata
-def form_in(text: bytes) -> ArrayForm:
+def parse_form(text: bytes) -> ArrayForm:
     """Parses the metadata of an array, within the limits of TensorStore.
 
     Raises:
@@ -90,7 +90,7 @@ def form_in(text: bytes) -> ArrayForm:
         raise ValueError(f"its metadata is not supported: {str(error)[:150]}") from None
 
 
-def texts(
+def metadata_readers(
     root: Path, checkpoint: Path, names: Iterable[str], file: str, *, ocdbt: bool
 ) -> dict[str, Callable[[], bytes]]:
     """Returns functions that read the metadata of arrays: array name -> function.
@@ -141,12 +141,7 @@ def _text_of_value(
 
 
 def _check_database(root: Path, checkpoint: Path) -> None:
-    """Raises DamagedCheckpointError for a missing or unsafe database.
-
-    Raises:
-        DamagedCheckpointError: A file is missing, leads out of the checkpoint, or would
-            block.
-    """
+    """Raises DamagedCheckpointError for a missing or unsafe database."""
     try:
         _storage.of(root).check_root(root, checkpoint)
         _arrays.zarr.ocdbt.check(root)
@@ -176,11 +171,7 @@ def _database(root: Path, context: ts.Context) -> ts.KvStore:
 
 
 def check_names(path: Path, names: Iterable[str], *, ocdbt: bool) -> None:
-    """Raises DamagedCheckpointError for array names that lead out of the directory.
-
-    Raises:
-        DamagedCheckpointError: Lists the names.
-    """
+    """Raises DamagedCheckpointError for array names that lead out of the directory."""
     faults = [n for n in names if orbax_json.UNSAFE.search(n)] if not ocdbt else []
     if faults:
         raise errors.DamagedCheckpointError(
@@ -218,22 +209,17 @@ class Arrays:
     is_checked: bool = False
     blosc: Collection[str] = ()
 
-    def opener(
-        self, name: str, form: ArrayForm, checkpoint: Path
-    ) -> Callable[[ts.Context], ts.Future[ts.TensorStore]]:
-        """Returns a function that opens the array `name` after a check of its form."""
-        return functools.partial(self._open, name, form, checkpoint)
-
-    def _open(
+    def open(
         self, name: str, form: ArrayForm, checkpoint: Path, context: ts.Context
     ) -> ts.Future[ts.TensorStore]:
+        """Opens the array `name` after a check of its form."""
         size = _storage.of(self.root).check_root(self.root, checkpoint)
         if self.ocdbt:
             _arrays.zarr.ocdbt.check(self.root)
         else:
             size = _storage.of(self.root).check_array(self.root, name, checkpoint)
         check_size(form, size)
-        opened = functools.partial(
+        open_array = functools.partial(
             _arrays.read.open_zarr,
             context,
             root=self.root,
@@ -245,89 +231,71 @@ class Arrays:
         # Before TensorStore reads the metadata, some of which abort the process.
         file = "zarr.json" if self.version == 3 else ".zarray"
         if not self.ocdbt:
-            text = _arrays.zarr.chunk_file.small(self.root / name / file)
+            text = _arrays.zarr.chunk_file.read_small(self.root / name / file)
             _check_form(text, form)
             _arrays.zarr.chunk_headers.check_files(
                 self.root / name, _arrays.zarr.chunk_headers.parse(text)
             )
-            return opened()
-        if self._is_blosc(name):
-            self._check_values(name, file, form, context)
-            return opened()
-        if self.is_checked:
-            return opened()
+            return open_array()
+        is_compact = self.encoding is not None and self.encoding.codec == "compact"
+        is_blosc = is_compact or name in self.blosc
+        if self.is_checked and not is_blosc:
+            return open_array()
         store = _database(self.root, context)
+        read = store.read(_arrays.zarr.metadata.database_key(name, file))
+        if is_blosc:
+            text = _text_of_value(read, self.root, file)
+            _check_form(text, form)
+            chunks = _arrays.zarr.chunk_headers.parse(text)
+            if chunks.codec == "blosc":
+                _arrays.zarr.chunk_headers.check_values(store, name, chunks)
+            return open_array()
         promise: ts.Promise[ts.TensorStore]
         future: ts.Future[ts.TensorStore]
         promise, future = ts.Promise.new()
 
-        def checked(read: ts.Future[ts.KvStore.ReadResult]) -> None:
+        def check_metadata(read: ts.Future[ts.KvStore.ReadResult]) -> None:
             try:
-                found = read.result()
-                if found.state != "value":
+                result = read.result()
+                if result.state != "value":
                     raise ValueError(f"{file} is missing")
-                _check_form(found.value, form)
-                if _arrays.zarr.chunk_headers.parse(found.value).codec == "blosc":
+                _check_form(result.value, form)
+                if _arrays.zarr.chunk_headers.parse(result.value).codec == "blosc":
                     raise ValueError("it is compressed by blosc, unlike when saved")
-                opened().add_done_callback(handed_over)
+                open_array().add_done_callback(pass_on)
             except BaseException as error:
                 promise.set_exception(error)
 
-        def handed_over(array: ts.Future[ts.TensorStore]) -> None:
+        def pass_on(array: ts.Future[ts.TensorStore]) -> None:
             try:
                 promise.set_result(array.result())
             except BaseException as error:
                 promise.set_exception(error)
 
-        read = store.read(_arrays.zarr.metadata.database_key(name, file))
-        read.add_done_callback(checked)
+        read.add_done_callback(check_metadata)
         read.force()
         return future
 
-    def _is_blosc(self, name: str) -> bool:
-        return name in self.blosc or (
-            self.encoding is not None and self.encoding.codec == "compact"
-        )
-
-    def _check_values(
-        self, name: str, file: str, form: ArrayForm, context: ts.Context
-    ) -> None:
-        """Raises ValueError for blosc chunks of the wrong size in a database."""
-        store = _database(self.root, context)
-        read = store.read(_arrays.zarr.metadata.database_key(name, file))
-        text = _text_of_value(read, self.root, file)
-        _check_form(text, form)
-        chunks = _arrays.zarr.chunk_headers.parse(text)
-        if chunks.codec == "blosc":
-            _arrays.zarr.chunk_headers.check_values(store, name, chunks)
-
-    def checks(self) -> _Checks | None:
-        """Returns the comparison of files with digests, for zarr 2; else None."""
-        if self.version != 2 or not self.digests:
-            return None
-        return _Checks(self.root, self.ocdbt, self.digests)
-
     def raw(self, name: str, info: LeafInfo) -> RawArray | None:
         """Returns the location of the chunks of an uncompressed array, else None."""
-        if self.encoding is None:
-            return None
-        if not _arrays.zarr.metadata.is_raw(
-            self.encoding, *_arrays.layout.stored_form(info)
+        form = _arrays.layout.stored_form(info)
+        if self.encoding is None or not _arrays.zarr.metadata.is_raw(
+            self.encoding, *form
         ):
             return None
         return RawArray(self.root, name, self.ocdbt, self.encoding, self.digests)
 
 
-class _Checks:
+class _DigestChecks:
     """Compares files of arrays with their digests, once each."""
 
     def __init__(self, root: Path, ocdbt: bool, digests: Mapping[str, str]) -> None:
         self._root = root
-        self._of_array: dict[str, dict[str, str]] = {}
+        self._digests: dict[str, dict[str, str]] = {}
         for file, digest in digests.items():
             # Every array depends on all files of a database.
             name = "" if ocdbt else file.rpartition("/")[0]
-            self._of_array.setdefault(name, {})[file] = digest
+            self._digests.setdefault(name, {})[file] = digest
         self._ocdbt = ocdbt
         self._done: set[str] = set()
         self._lock = threading.Lock()
@@ -342,11 +310,11 @@ class _Checks:
         with self._lock:
             if name in self._done:
                 return
-            _arrays.read_raw.check_digests(self._root, self._of_array.get(name, {}))
+            _arrays.read_raw.check_digests(self._root, self._digests.get(name, {}))
             self._done.add(name)
 
 
-def table(
+def leaf_table(
     path: Path,
     infos: Sequence[LeafInfo],
     arrays: Arrays,
@@ -359,20 +327,19 @@ def table(
             listed.
     """
     table = {}
-    check_names(
-        path,
-        (orbax_json.param_name(i.keys) for i in infos if i.dtype is not None),
-        ocdbt=arrays.ocdbt,
-    )
-    checks = arrays.checks()
+    names = (orbax_json.param_name(i.keys) for i in infos if i.dtype is not None)
+    check_names(path, names, ocdbt=arrays.ocdbt)
+    checks = None
+    if arrays.version == 2 and arrays.digests:  # chunks of zarr 2 have no checksums
+        checks = _DigestChecks(arrays.root, arrays.ocdbt, arrays.digests)
     for info in infos:
         stored = StoredLeaf(path, info, value=strings.get(info.path))
         if info.dtype is not None:
             name = orbax_json.param_name(info.keys)
             raw = arrays.raw(name, info)
             form = ArrayForm(*_arrays.layout.stored_form(info), info.chunk_shape or ())
-            opener = arrays.opener(name, form, path)
+            open_array = functools.partial(arrays.open, name, form, path)
             check = None if checks is None else functools.partial(checks, name)
-            stored = StoredLeaf(path, info, opener, raw=raw, check=check)
+            stored = StoredLeaf(path, info, open_array, raw=raw, check=check)
         table[info.path] = Leaf(info, (stored,))
     return table

@@ -225,9 +225,7 @@ def _checkpoint_metadata(contents: Contents) -> bytes:
 def _manifest_text(contents: Contents, digests: Mapping[str, str]) -> bytes:
     optional: dict[str, JSON] = {}
     if contents.lineage:
-        optional["lineage"] = [
-            native_manifest.lineage_row(origin) for origin in contents.lineage
-        ]
+        optional["lineage"] = [origin._asdict() for origin in contents.lineage]
     if contents.transforms:
         optional["transforms"] = list(contents.transforms)
     if contents.metrics:
@@ -253,7 +251,7 @@ def _manifest_text(contents: Contents, digests: Mapping[str, str]) -> bytes:
 
 def recognises(path: Path) -> str | None:
     """Returns the evidence for a native or Orbax checkpoint, or an item; else None."""
-    item = items.item(path)
+    item = items.find_item(path)
     if item is None:
         return None
     if (path / orbax_json.MANIFEST).is_file():
@@ -355,7 +353,7 @@ def _read_native(
     )
     return Stored(
         metadata,
-        native_arrays.table(path, infos, arrays, strings),
+        native_arrays.leaf_table(path, infos, arrays, strings),
         manifest.structure,
         manifest.unknown_types,
         digests,

@@ -46,7 +46,7 @@ PREFERRED_ITEMS = (STATE, "default", "pytree")
 NOT_ITEMS = frozenset((DATASET, METRICS))
 
 
-def item(path: Path) -> Path | None:
+def find_item(path: Path) -> Path | None:
     """Returns the directory with the arrays of the checkpoint `path`; None without it.
 
     On an object store, only with a commit marker in `path` or, for an item, in its
@@ -115,11 +115,7 @@ def item_handlers(path: Path) -> dict[str, Any] | str | None:
 
 
 def _check_tree(path: Path) -> None:
-    """Raises CheckpointFormatError for an Orbax checkpoint without a tree of arrays.
-
-    Raises:
-        CheckpointFormatError: Lists the items and their handlers.
-    """
+    """Raises CheckpointFormatError for an Orbax checkpoint without a tree of arrays."""
     if _storage.of(path).exists(path / orbax_json.MANIFEST):
         return
     try:
@@ -173,7 +169,9 @@ def warn_of_others(path: Path, taken: Path) -> None:
 
 def is_tree(path: Path) -> bool:
     """Returns True if `path` holds a tree of arrays."""
-    return (path / TREE).is_file() or bool(_signatures.first_keys(path / AGGREGATE))
+    return (path / TREE).is_file() or bool(
+        _signatures.read_first_keys(path / AGGREGATE)
+    )
 
 
 def read_file(
@@ -237,17 +235,17 @@ def read_strings(
     digests: Mapping[str, str],
 ) -> dict[LeafPath, str]:
     """Returns the values of the string leaves: leaf path -> string."""
-    wanted = [info for info in infos if info.kind == "string"]
-    if not wanted:
+    leaves = [info for info in infos if info.kind == "string"]
+    if not leaves:
         return {}
     path = item / STRINGS
-    raw = read_file(path, checkpoint)
-    check_digest(path, digests.get(f"{STATE}/{STRINGS}"), raw)
-    data = orbax_json.loads(raw, path)
+    content = read_file(path, checkpoint)
+    check_digest(path, digests.get(f"{STATE}/{STRINGS}"), content)
+    data = orbax_json.loads(content, path)
     try:
         return {
             info.path: orbax_json.string_at(data, orbax_json.param_name(info.keys))
-            for info in wanted
+            for info in leaves
         }
     except KeyError as error:
         raise errors.DamagedCheckpointError(
@@ -258,7 +256,9 @@ def read_strings(
 def is_whole(path: Path) -> bool:
     """Returns True if `path` itself is a checkpoint, not just a parent directory."""
     names = (orbax_json.MANIFEST, CHECKPOINT, TREE)
-    return item(path) is not None and any((path / name).is_file() for name in names)
+    return find_item(path) is not None and any(
+        (path / name).is_file() for name in names
+    )
 
 
 def file_to_lock(path: Path) -> Path:

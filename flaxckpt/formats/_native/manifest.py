@@ -60,30 +60,26 @@ def parse(data: Mapping[str, Any], resolve: _state.treedef.Resolve) -> Manifest:
     structure = _state.treedef.from_json(data["structure"], resolve, unknown)
     keys = key_paths(structure)
     infos = with_trusted_roles(
-        [leaf_info(row, keys) for row in data["leaves"]], structure
+        [parse_leaf(row, keys) for row in data["leaves"]], structure
     )
     check_leaves(infos, keys, structure)
     return Manifest(
         infos,
         structure,
         frozenset(unknown),
-        digests(data["digests"]),
+        parse_digests(data["digests"]),
         bool(data["ocdbt"]),
-        encoding(data),
-        lineage(data),
-        texts(data.get("transforms", [])),
-        _step(data),
+        parse_encoding(data),
+        parse_lineage(data),
+        parse_texts(data.get("transforms", [])),
+        _parse_step(data),
     )
 
 
 def check_arrays(infos: Sequence[LeafInfo]) -> None:
-    """Raises UnsupportedLeafError for arrays that `parse` would not accept.
-
-    Raises:
-        UnsupportedLeafError: Lists all leaves at fault.
-    """
+    """Raises UnsupportedLeafError for arrays that `parse` would not accept."""
     faults = {
-        info.path: f"{_shortened(info)} with {fault}"
+        info.path: f"{_shorten(info)} with {fault}"
         for info in infos
         if info.chunk_shape is not None and (fault := _arrays.layout.fault(info))
     }
@@ -95,7 +91,7 @@ def check_arrays(infos: Sequence[LeafInfo]) -> None:
         )
 
 
-def _shortened(info: LeafInfo) -> str:
+def _shorten(info: LeafInfo) -> str:
     """Returns the type and the shape of a leaf; of many axes, the first."""
     text = str(info)
     return text if len(text) <= 60 else f"{text[:50].rpartition(',')[0]}, …]"
@@ -122,19 +118,19 @@ def check_readable(data: Mapping[str, Any], infos: Sequence[LeafInfo]) -> None:
         for n, i in enumerate(infos)
     }
     for n in kinds.values():
-        leaf_info(data["leaves"][n], {infos[n].path: infos[n].keys})
-    digests(data["digests"])
-    encoding(data)
-    lineage(data)
-    texts(data.get("transforms", []))
-    _step(data)
+        parse_leaf(data["leaves"][n], {infos[n].path: infos[n].keys})
+    parse_digests(data["digests"])
+    parse_encoding(data)
+    parse_lineage(data)
+    parse_texts(data.get("transforms", []))
+    _parse_step(data)
 
 
 # ---- leaves -----------------------------------------------------------------------
 
 
 def leaf_row(info: LeafInfo) -> JSON:
-    """Returns the row of a leaf in the manifest; the inverse of `leaf_info`."""
+    """Returns the row of a leaf in the manifest; the inverse of `parse_leaf`."""
     row: dict[str, JSON] = {"path": info.path, "type": info.python_type}
     if info.kind in ("array", "prng_key", "scalar"):
         row |= {"dtype": info.dtype, "shape": info.shape, "chunks": info.chunk_shape}
@@ -153,7 +149,7 @@ def leaf_row(info: LeafInfo) -> JSON:
     return row
 
 
-def leaf_info(
+def parse_leaf(
     row: Any, keys: Mapping[LeafPath, tuple[_state.tree.Key, ...]]
 ) -> LeafInfo:
     """Parses a row of `leaf_row`.
@@ -167,7 +163,7 @@ def leaf_info(
         return LeafInfo(path, keys[path], "empty", python_type)
     if python_type == "str":
         return LeafInfo(path, keys[path], "string", "str")
-    dtype = _dtype(row["dtype"])
+    dtype = _parse_dtype(row["dtype"])
     is_scalar = python_type in _SCALARS
     if not is_scalar and python_type not in ("jax.Array", "numpy.ndarray"):
         raise ValueError(f"{path} has the unknown type {python_type!r}")
@@ -187,9 +183,9 @@ def leaf_info(
         weak_type=bool(row.get("weak_type", False))
         or (is_scalar and python_type != "numpy.generic"),
         prng_impl=impl,
-        spec=_spec(row["spec"]) if "spec" in row else None,
+        spec=_parse_spec(row["spec"]) if "spec" in row else None,
         shard_shape=sizes(row["shard"]) if "shard" in row else None,
-        role=_role(row["role"]) if "role" in row else None,
+        role=_parse_role(row["role"]) if "role" in row else None,
     )
     if fault := _arrays.layout.fault(info):
         raise ValueError(f"{path} has {fault}")
@@ -213,11 +209,11 @@ def with_trusted_roles(
 
 
 @functools.cache
-def _dtype(name: str) -> str:
+def _parse_dtype(name: str) -> str:
     return _state.dtypes.name(_state.dtypes.to_numpy(name))
 
 
-def _spec(parts: Any) -> PartitionSpec:
+def _parse_spec(parts: Any) -> PartitionSpec:
     if not isinstance(parts, list):
         raise ValueError(f"{str(parts)[:80]} is not a partition spec")
     return PartitionSpec(
@@ -225,7 +221,7 @@ def _spec(parts: Any) -> PartitionSpec:
     )
 
 
-def _role(row: Any) -> Role:
+def _parse_role(row: Any) -> Role:
     is_role = isinstance(row, list) and len(row) == 4
     for part in row if is_role else ():
         is_role = is_role and type(part) is str
@@ -260,11 +256,7 @@ def check_leaves(
     keys: Mapping[LeafPath, object],
     structure: _state.tree.Node | LeafPath,
 ) -> None:
-    """Raises ValueError unless `structure` contains exactly the leaves, once each.
-
-    Raises:
-        ValueError: The leaves and the structure differ.
-    """
+    """Raises ValueError unless `structure` contains exactly the leaves, once each."""
     paths = {info.path for info in infos}
     leaves = {name for name in _names(structure) if name is not None}
     full = {info.path for info in infos if info.kind != "empty"}
@@ -284,15 +276,15 @@ def _names(structure: _state.tree.Node | LeafPath) -> list[LeafPath | None]:
 # ---- other fields -------------------------------------------------------------------
 
 
-def encoding(manifest: Mapping[str, Any]) -> _arrays.zarr.metadata.Encoding | None:
+def parse_encoding(data: Mapping[str, Any]) -> _arrays.zarr.metadata.Encoding | None:
     """Returns the encoding of the chunks of all arrays; None if not recorded.
 
     Raises:
         ValueError, KeyError, TypeError: The encoding is malformed.
     """
-    if "encoding" not in manifest:
+    if "encoding" not in data:
         return None
-    row = manifest["encoding"]
+    row = data["encoding"]
     version = row.get("zarr_version", 3)
     if version not in (2, 3):
         raise ValueError(f"its arrays are in zarr {str(version)[:20]}, wanted 2 or 3")
@@ -305,12 +297,12 @@ def encoding(manifest: Mapping[str, Any]) -> _arrays.zarr.metadata.Encoding | No
 
 
 def encoding_row(encoding: _arrays.zarr.metadata.Encoding) -> JSON:
-    """Returns the encoding for the manifest; the inverse of `encoding`."""
+    """Returns the encoding for the manifest; the inverse of `parse_encoding`."""
     row: dict[str, JSON] = {"codec": encoding.codec, "checksum": encoding.checksum}
     return row if encoding.version == 3 else {**row, "zarr_version": encoding.version}
 
 
-def digests(value: Any) -> dict[str, str]:
+def parse_digests(value: Any) -> dict[str, str]:
     """Returns the digests in the manifest: file name -> digest.
 
     Raises:
@@ -324,39 +316,34 @@ def digests(value: Any) -> dict[str, str]:
     return dict(value)
 
 
-def lineage_row(lineage: Lineage) -> JSON:
-    """Returns the row of an origin in the manifest; the inverse of `lineage`."""
-    return lineage._asdict()
-
-
-def lineage(manifest: Mapping[str, Any]) -> tuple[Lineage, ...]:
+def parse_lineage(data: Mapping[str, Any]) -> tuple[Lineage, ...]:
     """Returns the checkpoints that the run started from.
 
     Raises:
         ValueError, KeyError, TypeError: The lineage is malformed.
     """
     origins = []
-    for row in manifest.get("lineage", []):
+    for row in data.get("lineage", []):
         path, step, digest = row["path"], row["step"], row["digest"]
         if type(step) not in (int, type(None)) or type(digest) not in (str, type(None)):
             raise ValueError(f"{str(row)[:80]} is not a lineage")
-        origins.append(Lineage(str(path), step, digest, texts(row["transforms"])))
+        origins.append(Lineage(str(path), step, digest, parse_texts(row["transforms"])))
     return tuple(origins)
 
 
-def _step(manifest: Mapping[str, Any]) -> int | None:
+def _parse_step(data: Mapping[str, Any]) -> int | None:
     """Returns the step number; None for a checkpoint saved on its own.
 
     Raises:
         ValueError: The step is neither an integer nor null.
     """
-    step = manifest.get("step")
+    step = data.get("step")
     if type(step) not in (int, type(None)):
         raise ValueError(f"{str(step)[:80]} is not a step number")
     return step
 
 
-def texts(value: Any) -> tuple[str, ...]:
+def parse_texts(value: Any) -> tuple[str, ...]:
     """Converts a list of strings to a tuple.
 
     Raises:

@@ -104,7 +104,7 @@ class UnsupportedError(ValueError):
 # ---- the archive ------------------------------------------------------------------
 
 
-def members(
+def read_members(
     file: IO[bytes], stamp: _storage.Stamp, size: int
 ) -> tuple[list[Member], dict[str, str]]:
     """Returns the intact members of an archive, and the reasons against the rest.
@@ -146,7 +146,7 @@ def members(
             raise ValueError(f"its member {name!r} is not at the recorded place")
         if info.header_offset < end:
             raise ValueError(f"its members {before!r} and {name!r} overlap")
-        member = _member(file, stamp, info)
+        member = _locate_member(file, stamp, info)
         end, before = member.offset + member.stored_bytes, name
         if end > start:
             raise ValueError(f"its member {name!r} does not end before the directory")
@@ -161,7 +161,9 @@ def members(
     return intact, faults
 
 
-def _member(file: IO[bytes], stamp: _storage.Stamp, info: zipfile.ZipInfo) -> Member:
+def _locate_member(
+    file: IO[bytes], stamp: _storage.Stamp, info: zipfile.ZipInfo
+) -> Member:
     """Locates the content of a member.
 
     Raises:
@@ -238,18 +240,18 @@ class _LimitedReads:
 # ---- headers ----------------------------------------------------------------------
 
 
-def header(file: IO[bytes], member: Member) -> Header:
+def read_header(file: IO[bytes], member: Member) -> Header:
     """Reads the numpy header of a member.
 
     Raises:
         UnsupportedError: An array of objects, texts, dates or structures.
         ValueError: The member is not an array, or is incomplete.
     """
-    head = _beginning(file, member, _AT_FIRST)
-    start, size = header_place(head)
+    head = _read_start(file, member, _AT_FIRST)
+    start, size = locate_header(head)
     if size > len(head):
-        head = _beginning(file, member, size)
-    shape, is_fortran, dtype = parse(head[start:size])
+        head = _read_start(file, member, size)
+    shape, is_fortran, dtype = parse_header(head[start:size])
     name = _dtype_name(dtype)
     wanted = size + math.prod(shape) * _state.dtypes.to_numpy(name).itemsize
     if wanted != member.nbytes:
@@ -258,7 +260,7 @@ def header(file: IO[bytes], member: Member) -> Header:
     return Header(size, shape, name, is_fortran, is_big_endian)
 
 
-def _beginning(file: IO[bytes], member: Member, count: int) -> bytes:
+def _read_start(file: IO[bytes], member: Member, count: int) -> bytes:
     file.seek(member.offset)
     if not member.is_deflated:
         return file.read(min(count, member.nbytes))
@@ -269,7 +271,7 @@ def _beginning(file: IO[bytes], member: Member, count: int) -> bytes:
         raise ValueError(f"cannot be expanded ({error})") from None
 
 
-def header_place(head: bytes) -> tuple[int, int]:
+def locate_header(head: bytes) -> tuple[int, int]:
     """Returns the start and the end of the header's text.
 
     Args:
@@ -291,7 +293,7 @@ def header_place(head: bytes) -> tuple[int, int]:
     return start, start + size
 
 
-def parse(text: bytes) -> tuple[Shape, bool, np.dtype[Any]]:
+def parse_header(text: bytes) -> tuple[Shape, bool, np.dtype[Any]]:
     """Parses the text of a header to shape, Fortran order and dtype.
 
     Raises:
@@ -355,7 +357,7 @@ def expand(member: Member, start: int, stop: int) -> Array:
     _util.memory.check(stop - start)
     values = np.empty(stop - start, np.uint8)
     position = 0
-    for part in _parts(member):
+    for part in _read_parts(member):
         first, last = max(start, position), min(stop, position + len(part))
         if first < last:
             content = part[first - position : last - position]
@@ -364,17 +366,17 @@ def expand(member: Member, start: int, stop: int) -> Array:
     return values
 
 
-def check(member: Member) -> None:
+def check_member(member: Member) -> None:
     """Compares a member with the recorded CRC-32.
 
     Raises:
         ValueError, OSError: The member is damaged, or the archive was replaced.
     """
-    for _ in _parts(member):
+    for _ in _read_parts(member):
         pass
 
 
-def _parts(member: Member) -> Iterator[bytes]:
+def _read_parts(member: Member) -> Iterator[bytes]:
     """Yields the content of a member in parts; compares the CRC-32 at the end."""
     with _storage.of(member.archive.path).open_file(member.archive.path) as file:
         check_unchanged(file.fileno(), member.archive)
@@ -419,18 +421,14 @@ def _parts(member: Member) -> Iterator[bytes]:
 
 
 def check_unchanged(descriptor: int, stamp: _storage.Stamp) -> None:
-    """Raises OSError if an open file differs from the stamped file.
-
-    Raises:
-        OSError: The file was replaced or changed.
-    """
+    """Raises OSError if an open file differs from the stamped file."""
     if _storage.files.identity(os.fstat(descriptor)) != stamp.identity:
         raise OSError(
             f"{stamp.path} was replaced or changed since it was opened; load it again"
         )
 
 
-def damaged(path: Path, error: object) -> errors.DamagedCheckpointError:
+def damaged_error(path: Path, error: object) -> errors.DamagedCheckpointError:
     """Returns the error for a damaged archive."""
     return errors.DamagedCheckpointError(
         f"{path} is not an intact archive of numpy: {str(error)[:300]}; get another"

@@ -52,24 +52,24 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     try:
         with _storage.of(path).open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
-            members, faults = npz_members.members(file, stamp, size)
+            members, faults = npz_members.read_members(file, stamp, size)
             for member in members:
                 try:
-                    headers[member] = npz_members.header(file, member)
+                    headers[member] = npz_members.read_header(file, member)
                 except npz_members.UnsupportedError as error:
                     unsupported[member.name] = str(error)
                 except ValueError as error:
                     faults[member.name] = str(error)
     except ValueError as error:
-        raise npz_members.damaged(path, error) from None
+        raise npz_members.damaged_error(path, error) from None
     if faults:
         raise _unreadable(path, faults)
     if unsupported:
         raise _refused(path, unsupported)
     # A member is compared with its checksum once, even if read in several parts.
-    check = functools.lru_cache(maxsize=None)(npz_members.check)
+    check = functools.lru_cache(maxsize=None)(npz_members.check_member)
     arrays = {m.name: _array(m, h, check) for m, h in headers.items()}
-    return leaves.stored(
+    return leaves.make_stored(
         path, path, _nest(path, arrays), format_name="npz", step=step, stamp=stamp
     )
 
@@ -171,8 +171,8 @@ def _open_stored(
         identity=member.archive.identity,
         is_big_endian=header.is_big_endian,
     )
-    store = _arrays.byte_ranges.opened((span,), context).result()
-    return leaves.completed(store.T if header.is_fortran else store)
+    store = _arrays.byte_ranges.open((span,), context).result()
+    return leaves.completed_future(store.T if header.is_fortran else store)
 
 
 def _open_deflated(
@@ -203,4 +203,4 @@ def _open_deflated(
         ),
         context=context,
     )
-    return leaves.completed(store.T if header.is_fortran else store)
+    return leaves.completed_future(store.T if header.is_fortran else store)

@@ -146,13 +146,15 @@ def parse_header(text: bytes, *, file_size: int) -> Header:
     metadata = data.pop(METADATA, None)
     metadata = {} if metadata is None else metadata
     _check_names(text, data)
-    small = {
-        name: row["dtype"]
+    unsupported = {
+        name: dtype
         for name, row in data.items()
-        if isinstance(row, dict) and _is_small(row.get("dtype"))
+        if isinstance(row, dict)
+        and isinstance(dtype := row.get("dtype"), str)
+        and dtype in _OF_LESS_THAN_A_BYTE
     }
-    if small:
-        raise NotReadError(small)
+    if unsupported:
+        raise NotReadError(unsupported)
     if not isinstance(metadata, dict) or not all(
         type(value) is str for value in metadata.values()
     ):
@@ -171,10 +173,6 @@ def parse_header(text: bytes, *, file_size: int) -> Header:
     if end != file_size:
         raise ValueError(f"the tensors end at byte {end}, the file at {file_size}")
     return Header({name: tensor for name, tensor, _ in rows}, metadata)
-
-
-def _is_small(dtype: object) -> bool:
-    return isinstance(dtype, str) and dtype in _OF_LESS_THAN_A_BYTE
 
 
 def _check_names(text: bytes, names: Collection[str]) -> None:
@@ -290,11 +288,9 @@ def short(name: str) -> str:
 
 def dtype_name(info: LeafInfo) -> str | None:
     """Returns the safetensors name of a leaf's element type, or None if lacking."""
-    return _NAMES.get(_arrays.layout.stored_form(info)[1]) if _is_exact(info) else None
-
-
-def _is_exact(info: LeafInfo) -> bool:
-    return info.kind == "prng_key" or _arrays.layout.stored_form(info)[1] == info.dtype
+    dtype = _arrays.layout.stored_form(info)[1]
+    is_exact = info.kind == "prng_key" or dtype == info.dtype
+    return _NAMES.get(dtype) if is_exact else None
 
 
 def make_header(

@@ -129,8 +129,8 @@ def describe_native(
             if info.dtype is not None
         }
         _check_tensors(infos, names, tensors)
-        lineage = manifest.lineage(data)
-        changes = manifest.texts(data.get("transforms", []))
+        lineage = manifest.parse_lineage(data)
+        changes = manifest.parse_texts(data.get("transforms", []))
         numbers = {name: float(value) for name, value in metrics.items()}
     except LaterVersionError:
         raise
@@ -160,7 +160,7 @@ def _check_version(version: Any) -> None:
 def _native_info(
     row: Any, keys: Mapping[LeafPath, tuple[_state.tree.Key, ...]]
 ) -> LeafInfo:
-    info = manifest.leaf_info(row, keys)
+    info = manifest.parse_leaf(row, keys)
     if info.chunk_shape is None:
         return info
     return dataclasses.replace(info, chunk_shape=_each(info.chunk_shape))
@@ -217,8 +217,7 @@ def native_metadata(
         "custom": dict(metadata.custom),
     }
     if metadata.lineage:
-        rows = [manifest.lineage_row(origin) for origin in metadata.lineage]
-        data["lineage"] = rows
+        data["lineage"] = [origin._asdict() for origin in metadata.lineage]
     if metadata.transforms:
         data["transforms"] = list(metadata.transforms)
     return json.dumps(data, separators=(",", ":"))

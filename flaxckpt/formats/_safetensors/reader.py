@@ -42,13 +42,13 @@ _MANY = 20
 def recognises(path: Path) -> str | None:
     """Returns the evidence for safetensors (file, index, directory); else None."""
     if path.is_dir():
-        main = _main_file(path)
+        main = _find_main_file(path)
         return None if main is None else f"it holds {main.name}"
     if path.name.endswith(INDEX_SUFFIX) and path.is_file():
         return f"its name ends in {INDEX_SUFFIX}"
     if not path.is_file():
         return None
-    start = _signatures.first_bytes(path, 8 + 64)
+    start = _signatures.read_start(path, 8 + 64)
     length = int.from_bytes(start[:8], "little")
     if _BEGINNING.match(start[8:]) and length <= safetensors_header.MAX_HEADER_BYTES:
         return "it begins with the header of a safetensors file"
@@ -57,9 +57,9 @@ def recognises(path: Path) -> str | None:
     return None
 
 
-def refusal(directory: Path) -> str | None:
+def describe_ambiguity(directory: Path) -> str | None:
     """Describes a directory with several safetensors files or indices; else None."""
-    names = _candidates(directory)
+    names = _list_candidates(directory)
     if len(names) < 2:
         return None
     kind = "indices" if names[0].endswith(INDEX_SUFFIX) else "files"
@@ -75,7 +75,7 @@ def _is_something_else(path: Path, start: bytes) -> bool:
     return start.startswith(others) or _signatures.is_msgpack(path)
 
 
-def _candidates(directory: Path) -> list[str]:
+def _list_candidates(directory: Path) -> list[str]:
     """Returns the names of the indices in a directory, else of safetensors files."""
     names = sorted(
         path.name for path in directory.iterdir() if not path.name.startswith(".")
@@ -84,16 +84,16 @@ def _candidates(directory: Path) -> list[str]:
     return indices or [name for name in names if name.endswith(SUFFIX)]
 
 
-def _main_file(directory: Path) -> Path | None:
+def _find_main_file(directory: Path) -> Path | None:
     """Returns the only index or safetensors file in a directory, or None.
 
     Without an index, the first of an incomplete set of shards, for which `read` raises
     an error. None in a run directory, which has steps beside the file.
     """
-    names = _candidates(directory)
+    names = _list_candidates(directory)
     if not names or (len(names) > 1 and not _are_shards(names)):
         return None
-    if any(_is_beside(path) for path in directory.iterdir()):
+    if any(_is_step(path) for path in directory.iterdir()):
         return None
     return directory / names[0]
 
@@ -102,10 +102,10 @@ def _are_shards(names: list[str]) -> bool:
     """Returns True for an incomplete set of shards of the same checkpoint."""
     matches = [_SHARD.fullmatch(name) for name in names]
     sets = {(match[1], match[3]) if match else None for match in matches}
-    return len(sets) == 1 and None not in sets and bool(_missing(names))
+    return len(sets) == 1 and None not in sets and bool(_missing_shards(names))
 
 
-def _missing(names: list[str]) -> list[str]:
+def _missing_shards(names: list[str]) -> list[str]:
     """Returns the missing shards of the set of `names[0]`; empty if not a shard."""
     match = _SHARD.fullmatch(names[0])
     if match is None or int(match[3]) > safetensors_header.MAX_SHARDS:
@@ -119,7 +119,7 @@ def _missing(names: list[str]) -> list[str]:
     return [name for name in wanted if name not in present]
 
 
-def _is_beside(path: Path) -> bool:
+def _is_step(path: Path) -> bool:
     """Returns True for a step of a run; a safetensors file beside it is an export."""
     try:
         if any((path / name).exists() for name in _IN_STEPS):
@@ -141,12 +141,12 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     """
     main = path
     if path.is_dir():
-        file = _main_file(path)
+        file = _find_main_file(path)
         if file is None:
             raise errors.CheckpointFormatError(
                 f"{path} no longer holds a single safetensors file or index"
             )
-        _check_shards(path, _candidates(path))
+        _check_shards(path, _list_candidates(path))
         main = _locate_file(path, file.name)
     stamp = _storage.stamp(main)
     files: dict[str, Stamp] = {}
@@ -156,14 +156,14 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         metadata = _read_shards(main, tensors, files)
     else:
         header = _read_header(main)
-        if _missing([main.name]):
+        if _missing_shards([main.name]):
             _log.warning("%s is one of several shards; the others are not read", main)
         tensors.update(header.tensors)
         files = dict.fromkeys(tensors, stamp)
         metadata = header.metadata
     unknown: set[str] = set()
     described = _describe(path, tensors, metadata, resolve, unknown)
-    table = _table(path, described, tensors, files)
+    table = _leaf_table(path, described, tensors, files)
     return Stored(
         CheckpointMetadata(
             str(path),
@@ -189,14 +189,10 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
 
 
 def _check_shards(path: Path, names: list[str]) -> None:
-    """Raises DamagedCheckpointError for missing shards without an index.
-
-    Raises:
-        DamagedCheckpointError: Lists the missing shards.
-    """
+    """Raises DamagedCheckpointError for missing shards without an index."""
     if names[0].endswith(INDEX_SUFFIX):
         return
-    if missing := _missing(names):
+    if missing := _missing_shards(names):
         raise errors.DamagedCheckpointError(
             f"{path} holds {len(names)} of {len(names) + len(missing)} shards and no"
             f" index; these are missing:\n{errors.rows(missing)}\nGet them and the"
@@ -218,7 +214,7 @@ def _describe(
         except safetensors_metadata.LaterVersionError as error:
             raise errors.CheckpointFormatError(f"{path}: {error}") from None
         except ValueError as error:
-            raise _damaged(path, error) from None
+            raise _damaged_error(path, error) from None
     described, is_split = safetensors_metadata.describe_foreign(tensors, metadata)
     if not is_split:
         _log.warning(
@@ -229,7 +225,7 @@ def _describe(
     return described
 
 
-def _table(
+def _leaf_table(
     path: Path,
     described: Described,
     tensors: Mapping[str, Tensor],
@@ -249,7 +245,7 @@ def _table(
                 identity=file.identity,
             )
             stored = StoredLeaf(
-                path, info, functools.partial(_arrays.byte_ranges.opened, (span,))
+                path, info, functools.partial(_arrays.byte_ranges.open, (span,))
             )
         table[info.path] = Leaf(info, (stored,))
     return table
@@ -283,7 +279,7 @@ def _read_header(path: Path) -> Header:
     except PermissionError:
         raise
     except (ValueError, OSError) as error:
-        raise _damaged(path, _reason(error)) from None
+        raise _damaged_error(path, _reason(error)) from None
 
 
 def _header_text(path: Path) -> tuple[bytes, int]:
@@ -335,7 +331,7 @@ def _read_shards(
         try:
             safetensors_header.check_count(len(index.files) + unlisted)
         except ValueError as error:
-            raise _damaged(index_file, error) from None
+            raise _damaged_error(index_file, error) from None
     for tensor, name in index.files.items():
         if tensor not in headers[name].tensors:
             faults.append(f"{tensor[:80]}: wanted in {name}, found none")
@@ -378,7 +374,7 @@ def _read_index(index_file: Path) -> Index:
     except errors.CheckpointFormatError:
         raise
     except (ValueError, FileNotFoundError) as error:
-        raise _damaged(index_file, _reason(error)) from None
+        raise _damaged_error(index_file, _reason(error)) from None
 
 
 def _locate_file(directory: Path, name: str) -> Path:
@@ -394,7 +390,7 @@ def _locate_file(directory: Path, name: str) -> Path:
     except PermissionError:
         raise
     except (OSError, RuntimeError) as error:
-        raise _damaged(path, _reason(error)) from None
+        raise _damaged_error(path, _reason(error)) from None
     home = directory.resolve()
     snapshots = next((each for each in home.parents if each.name == "snapshots"), None)
     blobs = None if snapshots is None else snapshots.parent / "blobs"
@@ -405,7 +401,7 @@ def _locate_file(directory: Path, name: str) -> Path:
     return path
 
 
-def _damaged(path: Path, error: object) -> errors.DamagedCheckpointError:
+def _damaged_error(path: Path, error: object) -> errors.DamagedCheckpointError:
     return errors.DamagedCheckpointError(
         f"{path} is not an intact safetensors checkpoint: {str(error)[:300]};"
         " get another copy"

@@ -23,7 +23,7 @@ _FORMAT = {"format": "flax"}
 """Metadata of every file, required by transformers and others."""
 
 
-def layouts(
+def make_layouts(
     infos: Sequence[LeafInfo],
     structure: _state.tree.Node | LeafPath,
     strings: Mapping[LeafPath, str],
@@ -50,16 +50,16 @@ def layouts(
     _check_names(names)
     _check_types(arrays)
     ours = safetensors_metadata.native_metadata(infos, structure, strings, metadata)
-    shards = list(_shards(arrays, max_shard_bytes))
+    shards = list(_split(arrays, max_shard_bytes))
     if len(shards) == 1:
         text = {**_FORMAT, header.OURS: ours}
         name = f"{NAME}{header.SUFFIX}"
-        return [_file(name, shards[0], names, text)]
+        return [_make_layout(name, shards[0], names, text)]
     files = []
     weight_map: dict[str, str] = {}
     for n, shard in enumerate(shards, start=1):
         name = f"{NAME}-{n:05}-of-{len(shards):05}{header.SUFFIX}"
-        files.append(_file(name, shard, names, _FORMAT))
+        files.append(_make_layout(name, shard, names, _FORMAT))
         weight_map |= {names[info.path]: name for info in shard}
     size = sum(_arrays.layout.stored_bytes(info) for info in arrays)
     index = _file_layout.FileLayout(f"{NAME}{header.INDEX_SUFFIX}")
@@ -126,7 +126,7 @@ def _nearest(dtype: str) -> str:
             return "int8"
 
 
-def _shards(
+def _split(
     arrays: Sequence[LeafInfo], max_bytes: int | None
 ) -> Iterator[list[LeafInfo]]:
     """Yields the arrays of each file, in order; at least a single file."""
@@ -142,7 +142,7 @@ def _shards(
     yield shard
 
 
-def _file(
+def _make_layout(
     name: str,
     infos: Sequence[LeafInfo],
     names: Mapping[LeafPath, str],
