@@ -12,8 +12,8 @@
 #                tests with torch, Hugging Face datasets, TensorFlow and keras, which
 #                are large: in an environment of their own, .venv-frameworks
 #   make test-lowest
-#                the tests of other libraries with the lowest versions that pyproject.toml allows, in
-#                .venv-lowest
+#                the tests that depend on other libraries, with the lowest versions that
+#                pyproject.toml allows, in .venv-lowest
 #   make test-newest
 #                the same tests with the newest versions there are for PYTHON, in
 #                .venv-newest; the newest jax wants a newer Python than flaxckpt does
