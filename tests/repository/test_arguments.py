@@ -95,7 +95,7 @@ def test_what_is_no_path_is_named_by_its_kind(here, path):
 
 
 @mistakes(
-    empty_path=(lambda: flaxckpt.load(""), "'.' is the current directory"),
+    empty_path=(lambda: flaxckpt.load(""), "use '.' for the current directory"),
     a_function_for_a_state=(lambda: flaxckpt.save("x", create), "the function create"),
     a_class_for_a_state=(lambda: flaxckpt.save("x", TrainState), "class TrainState"),
     a_function_to_load=(lambda: flaxckpt.load("one", create), "jax.eval_shape of it"),
@@ -257,7 +257,10 @@ MESH = jax.make_mesh((1,), ("x",))
     ),
     deadline=(lambda: flaxckpt.StoreOptions(deadline_secs="60"), "got '60'"),
     retries=(lambda: flaxckpt.StoreOptions(retries=1.5), "retries must be a whole"),
-    endpoint=(lambda: flaxckpt.StoreOptions(endpoint=3), "endpoint must be a text"),
+    endpoint=(
+        lambda: flaxckpt.StoreOptions(endpoint=3),
+        "endpoint must be a string or None",
+    ),
     chunk_text=(lambda: flaxckpt.ArrayLayout(chunk_bytes="64MB"), "got '64MB'"),
     chunk_float=(lambda: flaxckpt.ArrayLayout(chunk_bytes=1.5), "whole number of at"),
     chunk_nan=(lambda: flaxckpt.ArrayLayout(chunk_bytes=NAN), "got nan"),
