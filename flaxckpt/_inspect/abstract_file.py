@@ -34,7 +34,7 @@ _VALUES: Mapping[str, Any] = {
 }
 
 
-class Target(NamedTuple):
+class TargetState(NamedTuple):
     """The target state of a restore.
 
     Attributes:
@@ -46,7 +46,7 @@ class Target(NamedTuple):
     has_roles: bool
 
 
-def read_target(target: PathLike, *, step: int | None = None) -> Target:
+def read_target(target: PathLike, *, step: int | None = None) -> TargetState:
     """Returns the target state of a restore.
 
     Args:
@@ -62,11 +62,11 @@ def read_target(target: PathLike, *, step: int | None = None) -> Target:
     """
     root = _storage.paths.resolve(target)
     if root.suffix == ".json" and root.is_file() and not formats.recognises(root):
-        return Target(_read_file(root), has_roles=False)
+        return TargetState(_read_file(root), has_roles=False)
     stored = _locate.open_checkpoint(root, step)
     values = {path: _abstract(row.info) for path, row in stored.table.items()}
     has_roles = any(row.info.role is not None for row in stored.table.values())
-    return Target(_state.tree.unflatten(stored.structure, values), has_roles)
+    return TargetState(_state.tree.unflatten(stored.structure, values), has_roles)
 
 
 def _read_file(file: Path) -> PyTree:

@@ -18,12 +18,14 @@ def saves(report: Report) -> Section:
         note = report.notes.get("saves", "The journal records no saves.")
         return Section("saves", "Saves", note)
     others = [
-        timeline.Event(event.time, event.kind, _describe(event.step, event.why))
+        timeline.TimelineEvent(event.time, event.kind, _describe(event.step, event.why))
         for event in report.happened
         if event.kind != "deleted"
     ]
     others += [
-        timeline.Event(save.began, "failed", _describe(save.step, save.error or ""))
+        timeline.TimelineEvent(
+            save.began, "failed", _describe(save.step, save.error or "")
+        )
         for save in report.saves
         if save.outcome == "failed"
     ]

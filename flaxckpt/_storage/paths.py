@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 _URL_IN_A_PATH = re.compile(r"(s3|gs|memory|file):/", re.IGNORECASE)
 
 
-class Status(NamedTuple):
+class StatResult(NamedTuple):
     """Result of `RemotePath.stat`, with the field names of `os.stat_result`."""
 
     st_mode: int
@@ -142,7 +142,7 @@ class RemotePath(_Base):
             if (child := self / key).match(pattern):
                 yield child
 
-    def stat(self) -> Status:  # type: ignore[override]
+    def stat(self) -> StatResult:  # type: ignore[override]
         """Returns type and size; reads the whole object for the size.
 
         Raises:
@@ -150,9 +150,9 @@ class RemotePath(_Base):
         """
         stored = self.store.read(self.key)
         if stored is not None:
-            return Status(stat.S_IFREG, len(stored.value))
+            return StatResult(stat.S_IFREG, len(stored.value))
         if self.is_dir():
-            return Status(stat.S_IFDIR, 0)
+            return StatResult(stat.S_IFDIR, 0)
         raise _missing(self)
 
     lstat = stat  # type: ignore[assignment]

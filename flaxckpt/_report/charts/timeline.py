@@ -22,7 +22,7 @@ _PANEL, _GAP, _TOP = 92, 40, 24
 _LANE = 26
 
 
-class Event(NamedTuple):
+class TimelineEvent(NamedTuple):
     """Another event with its time: `restored`, `failed`."""
 
     time: float
@@ -31,7 +31,7 @@ class Event(NamedTuple):
 
 
 def timeline(
-    saves: Sequence[Save], events: Sequence[Event], width: float
+    saves: Sequence[Save], events: Sequence[TimelineEvent], width: float
 ) -> html.Markup:
     """Draws two rows of bars for the saves above a time line.
 
@@ -155,7 +155,7 @@ def _step_labels(
 
 
 def _lane(
-    saves: Sequence[Save], events: Sequence[Event], width: float, y: float
+    saves: Sequence[Save], events: Sequence[TimelineEvent], width: float, y: float
 ) -> list[html.Markup]:
     """Draws the time line of saves and events."""
     times = [save.began for save in saves] + [event.time for event in events]
