@@ -444,10 +444,10 @@ def _warn_of_unused(
     is not a mistake.
     """
     names: dict[str, None] = {}
-    own: set[str] = set()
+    ruled: set[str] = set()
     for axes in axis_names:
         names |= {name: None for name in axes.names if isinstance(name, str)}
-        own |= {name for name, _ in axes.rules}
+        ruled |= {name for name, _ in axes.rules}
     given = {name for name, _ in rules}
     unused = [name for name in given if name not in names]
     warnings = []
@@ -455,7 +455,7 @@ def _warn_of_unused(
         has = f"its axes are {', '.join(names)}" if names else "no axis has a name"
         warnings.append(f"none of the rules names an axis of the state: {has}")
     else:
-        without = names.keys() - given - own - set(mesh.axis_names)
+        without = names.keys() - given - ruled - set(mesh.axis_names)
         warnings += [
             f"the axis {name!r} has no rule; nearest: {near[0]!r}"
             for name in without

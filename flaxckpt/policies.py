@@ -225,8 +225,8 @@ def check(policies: object, option: str) -> tuple[PreservationPolicy, ...]:
     for policy in listed:
         if isinstance(policy, type) or not callable(getattr(policy, "preserved", None)):
             raise errors.OptionError(
-                f"{option} must be a list of policies, got {_describe(policy)} in it:"
-                f" {example}"
+                f"{option} must be a list of policies, but contains"
+                f" {_describe(policy)}: {example}"
             )
     return listed
 

@@ -175,8 +175,8 @@ def _read_batch(
         devices = None if sharding is None else frozenset(sharding.device_set)
         alike.setdefault((devices, lazy.has_wide_fn(leaf)), []).append(leaf)
     values: dict[LeafPath, Any] = {}
-    for some in alike.values():
-        values |= _read_and_compute(some, options)
+    for group in alike.values():
+        values |= _read_and_compute(group, options)
     return values
 
 
@@ -186,7 +186,7 @@ def _read_and_compute(
     is_wide = lazy.has_wide_fn(leaves[0])
     users = {id(s): (s, leaf) for leaf in reversed(leaves) for s in leaf.sources}
     jobs: dict[int, arrays_read.ReadJob] = {}
-    given: dict[int, Any] = {}
+    held: dict[int, Any] = {}
     names: set[str] = set()
     for key, (source, user) in users.items():
         if isinstance(source, StoredLeaf):
@@ -197,9 +197,9 @@ def _read_and_compute(
             wanted = _request_source(source, user.info, name)
             jobs[key] = arrays_read.ReadJob(source, wanted)
         else:
-            given[key] = _on_device(source, user.info)
+            held[key] = _on_device(source, user.info)
     stored = arrays_read.read(tuple(jobs.values()), options)
-    arrays = given | {key: stored[job.wanted.path] for key, job in jobs.items()}
+    arrays = held | {key: stored[job.wanted.path] for key, job in jobs.items()}
     for key, array in arrays.items():
         if isinstance(array, np.ndarray):
             _check_width(array, is_wide, users[key][1].info.path)
@@ -214,14 +214,14 @@ def _read_and_compute(
     shardings = [_with_automatic_axes(leaf.info.sharding) for leaf in leaves]
     split: dict[str, Any] = {"out_shardings": shardings} if any(shardings) else {}
     with lazy.x64(is_wide):
-        made = jax.jit(make, **split)(list(arrays.values()))
+        results = jax.jit(make, **split)(list(arrays.values()))
         # Otherwise the next sources are read with these still in memory.
-        jax.block_until_ready(made)
-    for value, leaf in zip(made, leaves, strict=True):
+        jax.block_until_ready(results)
+    for value, leaf in zip(results, leaves, strict=True):
         assert value.shape == leaf.info.shape, (leaf.info.path, value.shape)
     return {
         leaf.info.path: to_device.place(value, leaf.info)
-        for leaf, value in zip(leaves, made, strict=True)
+        for leaf, value in zip(leaves, results, strict=True)
     }
 
 

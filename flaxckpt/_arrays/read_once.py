@@ -48,7 +48,8 @@ def divided_sharding(info: LeafInfo) -> NamedSharding | None:
         return None
     shard = sharding.shard_shape(info.shape)
     spare = _spare_axes(sharding)
-    split = _count_parts(info.shape, shard)
+    sizes = zip(info.shape, shard, strict=True)
+    split = math.prod(whole // part for whole, part in sizes if part)
     for count in range(len(spare), 0, -1):
         names = spare[:count]  # the first axes span processes
         parts = math.prod(sharding.mesh.shape[name] for name in names)
@@ -62,13 +63,6 @@ def divided_sharding(info: LeafInfo) -> NamedSharding | None:
                     memory_kind=sharding.memory_kind,
                 )
     return None
-
-
-def _count_parts(shape: Sequence[int], shard: Sequence[int]) -> int:
-    """Returns the number of parts of an array."""
-    return math.prod(
-        whole // part for whole, part in zip(shape, shard, strict=True) if part
-    )
 
 
 def _spare_axes(sharding: NamedSharding) -> list[str]:

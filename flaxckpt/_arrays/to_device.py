@@ -41,7 +41,7 @@ def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) 
     # A Python number has no width: check the range now.
     is_number = wanted.is_python_number or found.is_python_number
     typed = {
-        region: _as_dtype(_values(block, found.dtype or "", dtype), dtype, is_number)
+        region: _as_dtype(_decode(block, found.dtype or "", dtype), dtype, is_number)
         for region, block in blocks.items()
     }
     if wanted.python_type == "jax.Array":
@@ -70,7 +70,7 @@ def _compile_wrap(impl: str | None, sharding: Sharding) -> Any:
     return jax.jit(wrap, out_shardings=sharding)
 
 
-def _values(block: Array, found: str, wanted: str) -> Array:
+def _decode(block: Array, found: str, wanted: str) -> Array:
     """Returns the stored values in the stored or the wanted type."""
     is_cast = (
         _state.dtypes.name(block.dtype) == wanted != _state.dtypes.stored_name(found)

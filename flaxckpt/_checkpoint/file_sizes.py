@@ -42,7 +42,7 @@ def check(path: Path) -> None:
                 f"{path / _native.orbax_json.MANIFEST} is missing; restore another step"
             )
         with _storage.permissions.explain_errors(path):
-            manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
+            manifest = _native.items.read_json(path / _native.orbax_json.MANIFEST, path)
             encoding = _native.manifest.parse_encoding(manifest)
             # Zarr 2 has a digest for each chunk: this check would read everything.
             skips_arrays = encoding is not None and (

@@ -259,7 +259,7 @@ def _empty_directories(directory: Path) -> list[str]:
     """Returns the empty foreign directories directly in a checkpoint."""
     if not _storage.of(directory).has_directories:
         return []
-    handlers = _native.items.item_handlers(directory)
+    handlers = _native.items.read_item_handlers(directory)
     items = handlers if isinstance(handlers, dict) else {}
     return sorted(
         f"{child.name}/"
@@ -322,7 +322,7 @@ def _orbax_files(directory: Path, files: Collection[str]) -> set[str]:
     The checkpoint's metadata names the items and their handlers. All files in the item
     of an unknown handler belong to the checkpoint.
     """
-    handlers = _native.items.item_handlers(directory)
+    handlers = _native.items.read_item_handlers(directory)
     is_damaged = _steps.markers.DAMAGED in files
     expected: set[str] = set()
     # The checkpoint may consist of a single item.

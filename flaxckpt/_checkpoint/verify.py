@@ -222,7 +222,7 @@ def _verify_own(
     path: Path, stored: Stored, findings: verify_report.Findings
 ) -> list[str]:
     """Compares every file with a checksum; returns files not in the checkpoint."""
-    manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
+    manifest = _native.items.read_json(path / _native.orbax_json.MANIFEST, path)
     encoding = _native.manifest.parse_encoding(manifest)
     digests = file_sizes.digests(path, stored)
     checks: list[tuple[str, Check]] = [

@@ -106,7 +106,8 @@ def _statistics_of(
         edges = _edges(float(sums.min), float(sums.max), bins)
         counts = np.zeros(len(edges) - 1, np.int64)
         for values in _read(leaf, counter):
-            counts += np.histogram(_finite(values), np.array(edges))[0]
+            finite = values[np.isfinite(values)].astype(np.float64)
+            counts += np.histogram(finite, np.array(edges))[0]
         histogram = tuple(counts.tolist())
     return LeafStatistics(
         leaf.info,
@@ -144,11 +145,6 @@ def _to_numeric(values: Array) -> Array:
         return values.astype(np.int8)
     # Also types of other packages: bfloat16, float8 and int4.
     return np.asarray(values.astype(np.float64))
-
-
-def _finite(values: Array) -> Array:
-    finite: Array = values[np.isfinite(values)].astype(np.float64)
-    return finite
 
 
 def _edges(least: float, largest: float, bins: int) -> tuple[float, ...]:
@@ -191,13 +187,10 @@ class _RunningSums:
         self.max = largest if self.max is None else max(self.max, largest)
         part = kept.astype(np.float64)
         with np.errstate(all="ignore"):
-            self._merge(part.size, float(part.mean()), part)
-
-    def _merge(self, count: int, mean: float, part: Array) -> None:
-        total = self.count + count
-        apart = mean - self.mean
-        self.spread += float(np.square(part - mean).sum())
-        self.spread += apart * apart * self.count * count / total
-        self.mean += apart * count / total
-        self.squares += float(np.square(part).sum())
-        self.count = total
+            mean, total = float(part.mean()), self.count + part.size
+            distance = mean - self.mean
+            self.spread += float(np.square(part - mean).sum())
+            self.spread += distance * distance * self.count * part.size / total
+            self.mean += distance * part.size / total
+            self.squares += float(np.square(part).sum())
+            self.count = total

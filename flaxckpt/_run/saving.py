@@ -178,8 +178,11 @@ class Saves:
             **details,
         )
 
+        def is_awaited() -> bool:
+            return self._handle is not None and self._handle.is_awaited()
+
         def retire() -> tuple[int, ...]:
-            return self._run.retire(just_saved=step, is_awaited=self._is_awaited)
+            return self._run.retire(just_saved=step, is_awaited=is_awaited)
 
         deleted = tuple(
             _distributed.agreement.broadcast(request.operation, "deleted", retire)
@@ -212,10 +215,6 @@ class Saves:
         if last is not None and last.root.parent == newest and last.is_current():
             return last
         return _arrays.write.Previous(newest / _native.items.STATE, {})
-
-    def _is_awaited(self) -> bool:
-        """Returns True if a caller waits for the save in progress."""
-        return self._handle is not None and self._handle.is_awaited()
 
     def _skip(self, request: SaveRequest) -> SaveHandle:
         step, final = request.number, request.path

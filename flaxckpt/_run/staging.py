@@ -88,20 +88,16 @@ def _resolve(staging: PathLike, directory: Path) -> Path:
             f"staging={path} and {directory} must be separate directories; neither may"
             " contain the other"
         )
-    _check_owner(path, directory)
-    return path
-
-
-def _check_owner(path: Path, directory: Path) -> None:
     try:
         owner = (path / _OWNER).read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return path
     if owner != str(directory):
         raise errors.OptionError(
             f"staging={path} belongs to {owner}, not to {directory}: choose another"
             f" path. If the run has moved, correct {path / _OWNER}"
         )
+    return path
 
 
 def _make_staging(path: Path, directory: Path, steps: Mapping[int, Path]) -> None:

@@ -282,7 +282,8 @@ class Uploads:
         """Uploads a step, or its changes since the last upload."""
         begun, size = time.monotonic(), 0
         with self.step_lock.get(), _storage.temporary.claim(path) as is_ours:
-            marker = self._read_marker(path)
+            with self.change_lock.get():  # wait for a change in progress
+                marker = _steps.markers.read_upload_marker(path)
             if marker is None:
                 return
             if not is_ours:
@@ -345,10 +346,6 @@ class Uploads:
             with self.change_lock.get(), contextlib.suppress(FileNotFoundError):
                 _steps.markers.mark_for_upload(path)
             raise
-
-    def _read_marker(self, path: Path) -> _steps.markers.UploadMarker | None:
-        with self.change_lock.get():  # wait for a change in progress
-            return _steps.markers.read_upload_marker(path)
 
     def _skip(
         self,

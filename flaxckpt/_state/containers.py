@@ -32,10 +32,12 @@ def build(
         return structure
     if not table:
         raise errors.OptionError("the transforms remove all leaves of the checkpoint")
-    empties = dict(_empties(structure, ()))
+    empties = dict(_empty_nodes(structure, ()))
     root: _Parts = {}
     for path, leaf in table.items():
-        part = path if leaf.info.kind != "empty" else _empty(path, leaf, empties)
+        part = (
+            path if leaf.info.kind != "empty" else _find_empty_node(path, leaf, empties)
+        )
         if not path:
             return part
         *containers, last = zip(path.split("/"), leaf.info.keys, strict=True)
@@ -52,7 +54,7 @@ _Parts: TypeAlias = "dict[str, tuple[tree.Key, _Parts | tree.Node | LeafPath]]"
 """Children by the last part of their paths, each with its key."""
 
 
-def _empties(
+def _empty_nodes(
     node: tree.Node | LeafPath, keys: tuple[tree.Key, ...]
 ) -> Iterator[tuple[LeafPath, tree.Node]]:
     if isinstance(node, str):
@@ -60,10 +62,10 @@ def _empties(
     if not node.children:
         yield tree.join(keys), node
     for key, child in zip(node.keys, node.children, strict=True):
-        yield from _empties(child, keys if node.is_box else (*keys, key))
+        yield from _empty_nodes(child, keys if node.is_box else (*keys, key))
 
 
-def _empty(
+def _find_empty_node(
     path: LeafPath, leaf: Leaf, empties: Mapping[LeafPath, tree.Node]
 ) -> tree.Node:
     """Returns the node of an empty container, which may have moved."""

@@ -338,11 +338,6 @@ def is_object(node: object) -> bool:
     return nnx is not None and isinstance(node, nnx.Pytree)
 
 
-def _is_module(node: object) -> bool:
-    nnx = loaded_nnx()
-    return nnx is not None and isinstance(node, nnx.Module)
-
-
 # ---- axis names of the model ----------------------------------------------------
 
 
@@ -453,13 +448,16 @@ def optimizers(state: PyTree) -> list[OptimizerPart]:
         for keys, node in _find_nodes(state, _is_train_state)
         if node.tx is not None  # None in a state restored without classes
     ]
-    modules = _find_nodes(state, _is_module)
+    nnx = loaded_nnx()
+    modules = _find_nodes(
+        state, lambda node: nnx is not None and isinstance(node, nnx.Module)
+    )
     optimizers = _find_nodes(state, _is_nnx_optimizer)
     for n, (keys, optimizer) in enumerate(optimizers):
         fitting = [
             OptimizerPart((*keys, _OPT_STATE), optimizer.tx.init, module_keys, params)
             for module_keys, module in modules
-            if _fits(params := loaded_nnx().state(module, optimizer.wrt), optimizer)
+            if _fits(params := nnx.state(module, optimizer.wrt), optimizer)
         ]
         if len(fitting) > 1 and len(modules) == len(optimizers):
             # Networks of equal classes: match optimizers and networks by position.
@@ -472,11 +470,11 @@ def optimizers(state: PyTree) -> list[OptimizerPart]:
 def _fits(params: PyTree, optimizer: Any) -> bool:
     """Returns True if an NNX optimizer was created for these parameters."""
     try:
-        made = jax.eval_shape(optimizer.tx.init, params)
+        fresh = jax.eval_shape(optimizer.tx.init, params)
     except Exception:
         # A transform may raise anything for the parameters of another network.
         return False
-    return _shapes(made) == _shapes(optimizer.opt_state)
+    return _shapes(fresh) == _shapes(optimizer.opt_state)
 
 
 def _shapes(tree: PyTree) -> dict[LeafPath, Any]:

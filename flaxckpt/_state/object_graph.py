@@ -76,14 +76,16 @@ class ObjectGraph:
 
     def is_of(self, objects: Sequence[Any]) -> bool:
         """Returns True if this graph was built from `objects`."""
-        return _are(objects, self._objects)
+        return _are_identical(objects, self._objects)
 
     def is_current(self) -> bool:
         """Returns True if all values of the objects are still at the same places."""
         variables, slots = self._find(self._nodes())
         return (
-            _are(variables, self._variables)
-            and _are([s.container for s in slots], [s.container for s in self._slots])
+            _are_identical(variables, self._variables)
+            and _are_identical(
+                [s.container for s in slots], [s.container for s in self._slots]
+            )
             and [s.key for s in slots] == [s.key for s in self._slots]
         )
 
@@ -97,8 +99,8 @@ class ObjectGraph:
 
     def values(self) -> list[Any]:
         """Returns all values."""
-        found = [_raw_value(variable) for variable in self._variables]
-        return found + [slot.get() for slot in self._slots]
+        values = [_raw_value(variable) for variable in self._variables]
+        return values + [slot.get() for slot in self._slots]
 
     def set_values(self, values: Sequence[Any]) -> None:
         """Replaces all values."""
@@ -111,7 +113,7 @@ class ObjectGraph:
                 slot.set(value)
 
 
-def _are(these: Sequence[Any], others: Sequence[Any]) -> bool:
+def _are_identical(these: Sequence[Any], others: Sequence[Any]) -> bool:
     """Returns True if both sequences hold the same objects."""
     return len(these) == len(others) and all(map(operator.is_, these, others))
 
@@ -138,7 +140,7 @@ class _Contents:
         keys, values = self._now()
         if keys != self._keys or len(values) != len(self._values):
             return True
-        return not _are(values, self._values) and any(
+        return not _are_identical(values, self._values) and any(
             value is not before and _marked(value) is not _marked(before)
             for value, before in zip(values, self._values, strict=True)
         )

@@ -127,9 +127,9 @@ def fields_of_states(modules: tuple[str, ...]) -> frozenset[frozenset[str]]:
     return frozenset(
         frozenset(fields)
         for module in modules
-        for name, found in list(vars(sys.modules[module]).items())
+        for name, cls in list(vars(sys.modules[module]).items())
         if name.endswith("State") or name in _STATES_WITHOUT_SUFFIX
-        if isinstance(found, type) and (fields := getattr(found, "_fields", ()))
+        if isinstance(cls, type) and (fields := getattr(cls, "_fields", ()))
     )
 
 
@@ -138,7 +138,7 @@ def is_gone(type_name: str) -> bool:
     """Returns True for the name of a class that optax has removed or renamed."""
     module, _, name = type_name.partition(":")
     return module.startswith("optax") and not any(
-        hasattr(found, name)
-        for loaded, found in list(sys.modules.items())
+        hasattr(imported, name)
+        for loaded, imported in list(sys.modules.items())
         if loaded.startswith("optax")
     )

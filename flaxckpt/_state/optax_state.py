@@ -68,12 +68,13 @@ def derive_specs(
     derived = {}
     for path, (keys, shape) in leaves.items():
         param = suffixes.find(keys)
-        by_suffix = None if param is None else _adapted(param, shape)
+        by_suffix = None if param is None else _adapt_spec(param, shape)
         typed = by_types.get(path)
         if not shape or all(size == 1 for size in shape):
             derived[path] = Derived(PartitionSpec(), "small")
         elif typed is not None and (
-            _is_split(typed) or (param is not None and by_suffix is None)
+            any(part is not None for part in typed)
+            or (param is not None and by_suffix is None)
         ):
             derived[path] = Derived(typed, "types")
         elif by_suffix is not None:
@@ -83,10 +84,6 @@ def derive_specs(
             rule: Rule = "small" if math.prod(shape) < _SMALL else "replicated"
             derived[path] = Derived(PartitionSpec(), rule)
     return derived
-
-
-def _is_split(spec: Spec) -> bool:
-    return any(part is not None for part in spec)
 
 
 def specs_by_types(
@@ -168,7 +165,7 @@ def _names(keys: Keys) -> tuple[tuple[str, bool], ...]:
     return tuple((str(key.name), key.kind == "index") for key in keys)
 
 
-def _adapted(param: Param, shape: Shape) -> Spec | None:
+def _adapt_spec(param: Param, shape: Shape) -> Spec | None:
     """Returns the parameter's spec for a leaf of another shape, None if ambiguous."""
     parts = (*param.spec, *(None,) * (len(param.shape) - len(param.spec)))
     if shape == param.shape:

@@ -62,13 +62,13 @@ _LONGEST = 64
 """An upper bound on the transforms in the chain of an optimizer."""
 
 
-def with_roles(table: LeafTable, known: Mapping[LeafPath, LeafFacts]) -> LeafTable:
+def with_roles(table: LeafTable, facts: Mapping[LeafPath, LeafFacts]) -> LeafTable:
     """Returns the table of a state with the role of each optimizer leaf."""
     return {
         path: Leaf(
-            dataclasses.replace(leaf.info, role=known[path].role(path)), leaf.sources
+            dataclasses.replace(leaf.info, role=facts[path].role(path)), leaf.sources
         )
-        if path in known
+        if path in facts
         else leaf
         for path, leaf in table.items()
     }
@@ -109,16 +109,16 @@ def trusted_roles(
         Leaf path -> role, for leaves with a wrong recorded role; None for leaves whose
         role is unknown.
     """
-    found = _Roles(structure)
-    known = found.all(())
+    finder = _Roles(structure)
+    known = finder.all(())
     corrected: dict[LeafPath, Role | None] = {}
     for path, role in recorded.items():
-        own = known.get(path)
-        if own is not None and own.state_class:
-            if (better := own.role(path)) != role:
+        facts = known.get(path)
+        if facts is not None and facts.state_class:
+            if (better := facts.role(path)) != role:
                 corrected[path] = better
-        elif role.state_class in found.parameter_classes:
-            corrected[path] = None if own is None else own.role(path)
+        elif role.state_class in finder.parameter_classes:
+            corrected[path] = None if facts is None else facts.role(path)
     return corrected
 
 
@@ -395,8 +395,12 @@ class _Roles:
             roots = {root for root in roots if root.startswith(beside)} or roots
             if roots:
                 # A moving average has the same paths as the parameters.
-                own = {root for root in roots if not _COPY.search(root, len(beside))}
-                return _Mirror(frozenset(own or roots), frozenset(params), is_masked)
+                originals = {
+                    root for root in roots if not _COPY.search(root, len(beside))
+                }
+                return _Mirror(
+                    frozenset(originals or roots), frozenset(params), is_masked
+                )
         every = itertools.chain.from_iterable(by_field.values())
         return _Mirror(frozenset(), frozenset(every), is_masked)
 

@@ -159,8 +159,8 @@ class Consumption:
         if each > 0 and rest == 0 and ahead > 0:
             _log.warning(
                 "the dataset is %d batches ahead of the loop: a resumed run will skip"
-                " them. Save the state of the iterator that the loop takes batches"
-                " from, such as datasets.Buffered(iterator), not of the iterator in it",
+                " them. Save the state of the outermost iterator, from which the loop"
+                " takes batches, such as datasets.Buffered(iterator)",
                 ahead,
             )
 

@@ -174,8 +174,8 @@ def _children(
 
 def _too_deep(tree: PyTree, is_leaf: Callable[[object], bool]) -> tuple[LeafPath, str]:
     """Returns the path of a cycle or of the deepest leaf, and a description."""
-    found = _find_fault(tree, (), {}, set(), is_leaf)
-    keys, first = found or ((), None)
+    fault = _find_fault(tree, (), {}, set(), is_leaf)
+    keys, first = fault or ((), None)
     if first is None:
         name = f"{join(keys)[:60]} …" if keys else "the state"
         return name, f"is nested more than {MAX_DEPTH} deep"
@@ -212,8 +212,8 @@ def _find_fault(
     above[id(node)] = keys
     for key, child in zip(parts.keys, parts.children, strict=True):
         inner = (*keys, key)
-        if found := _find_fault(child, inner, above, done, is_leaf):
-            return found
+        if fault := _find_fault(child, inner, above, done, is_leaf):
+            return fault
     del above[id(node)]
     done.add(id(node))
     return None
@@ -509,17 +509,17 @@ def _decompose_registered(value: Any, boxes: tuple[type, ...]) -> _Parts | None:
     treedef: Any  # jax declares no attributes of it
     # Treat all nodes after the first as leaves, even if a child is `value` itself.
     seen = iter((False,))
-    found, treedef = jax.tree_util.tree_flatten_with_path(
+    nodes, treedef = jax.tree_util.tree_flatten_with_path(
         value, is_leaf=lambda _: next(seen, True)
     )
-    if len(found) == 1 and not found[0][0]:
+    if len(nodes) == 1 and not nodes[0][0]:
         return None
-    keys = tuple([_key(path[0], i) for i, (path, _) in enumerate(found)])
-    is_box = isinstance(value, boxes) and len(found) == 1
+    keys = tuple([_key(path[0], i) for i, (path, _) in enumerate(nodes)])
+    is_box = isinstance(value, boxes) and len(nodes) == 1
     return _Parts(
         _name(type(value)),
         keys,
-        [child for _, child in found],
+        [child for _, child in nodes],
         lambda _, new: treedef.unflatten(new),
         _static_fields(value, {key.name for key in keys}, is_box),
         is_box,

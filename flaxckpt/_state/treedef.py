@@ -159,8 +159,8 @@ def resolver(types: Sequence[type] = ()) -> Resolve:
     for cls in types:
         if not inspect.isclass(cls):
             raise errors.OptionError(
-                f"types must be a list of classes, got"
-                f" {_util.arguments.describe(cls)} in it"
+                "types must be a list of classes, but contains"
+                f" {_util.arguments.describe(cls)}"
             )
     by_name = {f"{cls.__module__}:{cls.__qualname__}": cls for cls in types}
 
@@ -214,15 +214,17 @@ def _exact_builder(cls: Any) -> Build | None:
     if nnx is not None and issubclass(cls, nnx.Variable):
         return lambda children, static: _variable(cls, children["value"], static)
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        return lambda children, _: cls(**_named(children))
+        return lambda children, _: cls(**_by_field_name(children))
     if dataclasses.is_dataclass(cls):
-        return lambda children, static: _dataclass(cls, _named(children), static)
+        return lambda children, static: _dataclass(
+            cls, _by_field_name(children), static
+        )
     if issubclass(cls, Mapping):
         return lambda children, _: cls(children)
     return None
 
 
-def _named(children: Mapping[str | int, Any]) -> dict[str, Any]:
+def _by_field_name(children: Mapping[str | int, Any]) -> dict[str, Any]:
     return {str(name): child for name, child in children.items()}
 
 

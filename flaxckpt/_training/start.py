@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any, Unpack
 
 import jax
@@ -41,7 +40,14 @@ def restore_or_init(
     """
     session = session_of(checkpointer)
     checkpointer.wait()
-    _warn_of_params_only(checkpointer.latest_step(), session.saves.params_only.latest())
+    latest, params_only = checkpointer.latest_step(), session.saves.params_only.latest()
+    if params_only is not None and (latest is None or params_only[0] > latest):
+        _log.warning(
+            "there was no time to save all of step %d: its parameters, without the"
+            " optimizer, are in %s. The run continues from %s",
+            *params_only,
+            "the beginning" if latest is None else f"step {latest}",
+        )
     # With damaged steps, do not begin anew: restoring raises an error with advice.
     if session.has_steps():
         restored, step = checkpointer.restore_latest(state, dataset=dataset)
@@ -95,22 +101,6 @@ def _guess_step_format(name: str, step: int) -> str:
     before = name.rstrip("0123456789")
     digits = name.removeprefix(before)
     return before + ("{step}" if digits == str(step) else f"{{step:0{len(digits)}d}}")
-
-
-def _warn_of_params_only(latest: int | None, left: tuple[int, Path] | None) -> None:
-    """Logs a warning about a newer step saved without the optimizer.
-
-    Args:
-        latest: The newest step of the run.
-        left: The newest step without an optimizer, and its path.
-    """
-    if left is not None and (latest is None or left[0] > latest):
-        _log.warning(
-            "there was no time to save all of step %d: its parameters, without the"
-            " optimizer, are in %s. The run continues from %s",
-            *left,
-            "the beginning" if latest is None else f"step {latest}",
-        )
 
 
 def check(

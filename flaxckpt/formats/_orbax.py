@@ -64,7 +64,7 @@ def read(path: Path, step: int | None) -> Stored:
     if not (item / items.TREE).is_file():
         return _read_aggregate(path, item, step)
     stamp = _storage.stamp(item / items.TREE)
-    metadata = items.json_file(item / items.TREE, path)
+    metadata = items.read_json(item / items.TREE, path)
     rows = _read_rows(item, metadata)
     inline = _inline_leaves(path, item)
     version = 3 if metadata.get("use_zarr3") else 2
@@ -284,7 +284,7 @@ def _prng_impls(item: Path) -> dict[str, str]:
     impls = {}
     for path in sorted(directory.iterdir())[:1]:
         try:
-            for row in items.json_file(path, item).get("array_metadatas", []):
+            for row in items.read_json(path, item).get("array_metadatas", []):
                 array = row.get("array_metadata", {})
                 impl = (array.get("ext_metadata") or {}).get("random_key_impl")
                 if isinstance(impl, str):
@@ -303,7 +303,7 @@ def _splits(item: Path, checkpoint: Path) -> dict[str, orbax_json.Split]:
     if not file.is_file():
         return {}
     try:
-        return orbax_json.parse_splits(items.json_file(file, checkpoint))
+        return orbax_json.parse_splits(items.read_json(file, checkpoint))
     except errors.DamagedCheckpointError as error:
         _log.info("the shardings of arrays are not known: %s", error)
         return {}

@@ -17,11 +17,10 @@ from flaxckpt import errors
 from flaxckpt.transforms import _base
 from flaxckpt.transforms._base import TableTransform, Transform, describe
 from flaxckpt.transforms._from_function import from_function
-from flaxckpt.transforms._fuse import fuse, split
+from flaxckpt.transforms._join import fuse, split, stack, unstack
 from flaxckpt.transforms._map import cast, grow, map_leaf, pad, slice, transpose
 from flaxckpt.transforms._merge import merge
 from flaxckpt.transforms._rename import assign, copy, drop, keep, rename
-from flaxckpt.transforms._stack import stack, unstack
 
 __all__ = [
     "Transform",

@@ -78,24 +78,25 @@ def _apply_one(
         transform = transform.with_wanted(wanted)
     [name] = describe([transform])
     try:
-        made = transform(dict(table))
+        new_table = transform(dict(table))
     except errors.CheckpointError:
         raise
     except Exception as error:
         raise errors.OptionError(
             f"{name[:200]} failed: {type(error).__name__}: {str(error)[:300]}"
         ) from error
-    if not _is_table(made):
+    if not _is_table(new_table):
         raise errors.OptionError(
             f"{name[:200]} must return a leaf table, path -> Leaf of that path,"
-            f" got {str(made)[:80]}"
+            f" got {str(new_table)[:80]}"
         )
-    return made
+    return new_table
 
 
-def _is_table(made: object) -> bool:
-    return isinstance(made, dict) and all(
-        isinstance(leaf, Leaf) and leaf.info.path == path for path, leaf in made.items()
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(leaf, Leaf) and leaf.info.path == path
+        for path, leaf in value.items()
     )
 
 
@@ -115,7 +116,7 @@ def check(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
         if inspect.isclass(transform) or not callable(transform):
             raise errors.OptionError(
                 "transforms must be a list of transforms, such as"
-                f" drop('opt_state/.*'), got {_shown(transform)} in it"
+                f" drop('opt_state/.*'), but contains {_shown(transform)}"
             )
         module = getattr(transform, "__module__", None) or ""
         if inspect.isfunction(transform) and module.startswith(_PACKAGE):
@@ -185,15 +186,15 @@ def not_restored(transforms: Sequence[Transform], table: LeafTable) -> list[Leaf
     undo = invert_for_restore(transforms)
     if not undo:
         return []
-    made = before = _trace(table)
+    transformed = before = _trace(table)
     dropped: set[LeafPath] = set()
     for transform in transforms:
-        new = apply([transform], made)
+        new = apply([transform], transformed)
         assert isinstance(transform, TableTransform)
         if transform.on_restore() is None:
-            dropped |= _origins(made) - _origins(new)
-        made = new
-    back = apply(undo, made)
+            dropped |= _origins(transformed) - _origins(new)
+        transformed = new
+    back = apply(undo, transformed)
     return [
         path
         for path, leaf in before.items()
@@ -219,15 +220,15 @@ def changed_in_place(
         transforms: The transforms; transforms that do not apply to `table` are skipped.
         table: Of a state, or of a part of a state.
     """
-    made = before = _trace(table)
+    transformed = before = _trace(table)
     for transform in transforms:
         try:
-            made = apply([transform], made)
+            transformed = apply([transform], transformed)
         except errors.OptionError:
             continue
     return [
         path
-        for path, leaf in made.items()
+        for path, leaf in transformed.items()
         if leaf.info.kind != "empty"
         and path in before
         and leaf.info.shape == before[path].info.shape
@@ -280,10 +281,10 @@ def matches(
         OptionError: No path matches.
     """
     paths = list(table)
-    found = {path: m for path in paths if (m := pattern.fullmatch(path))}
-    if not found:
+    matching = {path: m for path in paths if (m := pattern.fullmatch(path))}
+    if not matching:
         raise no_match(pattern.pattern, paths)
-    return found
+    return matching
 
 
 # ---- the new table ------------------------------------------------------------------

@@ -85,17 +85,17 @@ def source(
         return None
     if role.field not in _MEANS or min(len(shape), len(new_shape)) < 2:
         return None
-    old = _averaged(shape)
-    new = [origins[axis] for axis in _averaged(new_shape)]
+    old = _averaged_axes(shape)
+    new = [origins[axis] for axis in _averaged_axes(new_shape)]
     if set(old) != set(new):
         return None
     lacking = new[_MEANS.index(role.field)]
     assert lacking is not None  # an old axis, as the sets are equal
     other = _MEANS[old.index(lacking)]
-    found = table.get(_beside(info, role.field, role.param, other))
-    if found is None or found.info.shape != (*shape[:lacking], *shape[lacking + 1 :]):
+    moment = table.get(_beside(info, role.field, role.param, other))
+    if moment is None or moment.info.shape != (*shape[:lacking], *shape[lacking + 1 :]):
         return None
-    return MomentSource(found, lacking)
+    return MomentSource(moment, lacking)
 
 
 def maxima_of_axis(
@@ -120,7 +120,7 @@ def maxima_of_axis(
     return table.get(f"{head}/{order[int(axis)]}{box}")
 
 
-def _averaged(shape: Sequence[int]) -> list[int]:
+def _averaged_axes(shape: Sequence[int]) -> list[int]:
     """Returns the axes of the means `v_row` and `v_col`."""
     order = np.argsort(shape)
     return [int(order[-1]), int(order[-2])]

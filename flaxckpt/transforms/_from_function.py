@@ -65,12 +65,12 @@ class _Function(TableTransform):
                     f"{self} must return the state as nested dicts, got"
                     f" {_util.arguments.describe(result)}"
                 )
-            found = list(_flatten(result))
+            items = list(_flatten(result))
             shape[:] = [
                 (path, item if isinstance(item, _Constant) else None)
-                for path, item in found
+                for path, item in items
             ]
-            return [item for _, item in found if not isinstance(item, _Constant)]
+            return [item for _, item in items if not isinstance(item, _Constant)]
 
         # Python numbers need at most 32 bits, as in jax.
         is_wide = any(
@@ -193,7 +193,7 @@ def _nest(leaves: Mapping[LeafPath, Any]) -> Tree:
 
 def _flatten(tree: Any) -> list[tuple[LeafPath, Any]]:
     """Flattens a function's result to leaf paths and traced arrays or constants."""
-    found: list[tuple[LeafPath, Any]] = []
+    items: list[tuple[LeafPath, Any]] = []
 
     def visit(value: Any, keys: tuple[_state.tree.Key, ...]) -> None:
         path = _state.tree.join(keys)
@@ -206,14 +206,14 @@ def _flatten(tree: Any) -> list[tuple[LeafPath, Any]]:
         elif value is None or isinstance(value, Mapping | tuple | list):
             kind = "None" if value is None else "dict"
             empty = Leaf(LeafInfo(path, keys, "empty", kind), (None,))
-            found.append((path, _Constant(empty)))
+            items.append((path, _Constant(empty)))
         elif isinstance(value, str):
             info = LeafInfo(path, keys, "string", "str")
-            found.append((path, _Constant(Leaf(info, (value,)))))
+            items.append((path, _Constant(Leaf(info, (value,)))))
         elif isinstance(value, _Constant) or hasattr(value, "dtype"):
-            found.append((path, value))
+            items.append((path, value))
         elif isinstance(value, bool | int | float | complex):
-            found.append((path, jnp.asarray(value)))
+            items.append((path, jnp.asarray(value)))
         else:
             raise errors.OptionError(
                 f"the function returned {type(value).__name__} at {path or '(root)'},"
@@ -221,7 +221,7 @@ def _flatten(tree: Any) -> list[tuple[LeafPath, Any]]:
             )
 
     visit(tree, ())
-    return found
+    return items
 
 
 def _assemble(

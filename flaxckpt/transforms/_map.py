@@ -99,19 +99,19 @@ def cast(pattern: str, dtype: Any, *, lossy: bool = False) -> TableTransform:
 
 
 def _is_safe(leaf: Leaf, wanted: str) -> bool:
-    found = leaf.info.dtype
-    if leaf.info.kind != "array" or found is None:
+    stored = leaf.info.dtype
+    if leaf.info.kind != "array" or stored is None:
         return True
-    kinds = (_state.dtypes.kind(found), _state.dtypes.kind(wanted))
-    return kinds[1] == "float" or _state.dtypes.restores_as(found, wanted)
+    kinds = (_state.dtypes.kind(stored), _state.dtypes.kind(wanted))
+    return kinds[1] == "float" or _state.dtypes.restores_as(stored, wanted)
 
 
 def _cast(leaf: Leaf, wanted: str, lossy: bool) -> Leaf:
-    found = leaf.info.dtype
+    stored = leaf.info.dtype
     is_numpy_scalar = leaf.info.python_type == "numpy.generic"
-    if found is None or not (leaf.info.kind == "array" or (lossy and is_numpy_scalar)):
+    if stored is None or not (leaf.info.kind == "array" or (lossy and is_numpy_scalar)):
         return leaf
-    if not lossy and not _state.dtypes.restores_as(found, wanted):
+    if not lossy and not _state.dtypes.restores_as(stored, wanted):
         return leaf
     return dataclasses.replace(
         leaf, info=dataclasses.replace(leaf.info, dtype=wanted, weak_type=False)
@@ -217,12 +217,12 @@ def _transpose_mirror(
     if (maxima := _factored.maxima_of_axis(info, order, table)) is not None:
         return maxima, _identity
     new_shape = [shape[axis] for axis in order]
-    found = _factored.source(info, shape, order, new_shape, table)
-    if found is None:
+    source = _factored.source(info, shape, order, new_shape, table)
+    if source is None:
         return None
-    axes = [axis for axis in range(len(shape)) if axis != found.lacking]
-    moved = tuple(axes.index(axis) for axis in order if axis != found.lacking)
-    return found.leaf, _transposition(moved)
+    axes = [axis for axis in range(len(shape)) if axis != source.lacking]
+    moved = tuple(axes.index(axis) for axis in order if axis != source.lacking)
+    return source.leaf, _transposition(moved)
 
 
 def _identity(x: jax.Array) -> jax.Array:
@@ -260,14 +260,14 @@ def arrays(paths: Iterable[LeafPath], table: LeafTable, what: str) -> list[LeafP
     Raises:
         OptionError: A leaf is a string.
     """
-    found = [path for path in paths if table[path].info.kind != "empty"]
-    strings = [path for path in found if table[path].info.kind == "string"]
+    chosen = [path for path in paths if table[path].info.kind != "empty"]
+    strings = [path for path in chosen if table[path].info.kind == "string"]
     if strings:
         raise errors.OptionError(
             f"{what} works on arrays, but these leaves are strings:"
             f" {', '.join(strings[:5])}; choose a pattern that excludes them"
         )
-    return found
+    return chosen
 
 
 def map_leaf(
@@ -300,14 +300,11 @@ def map_leaf(
 
     # Trainers save repeatedly: compile the function once.
     traced = jax.jit(lambda x: fn(x))
-    name = _base.call("map_leaf", pattern) + f" with {_fn_name(fn)}"
+    fn_name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    name = _base.call("map_leaf", pattern) + f" with {fn_name}"
     return _Map(
         name, compile_pattern(pattern), traced, undo=None if inverse is None else undo
     )
-
-
-def _fn_name(fn: Callable[..., Any]) -> str:
-    return str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)
 
 
 def transpose(pattern: str, axes: Sequence[int] | None = None) -> TableTransform:

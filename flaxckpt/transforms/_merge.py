@@ -8,7 +8,7 @@ from typing import Literal
 
 from flaxckpt import _steps, _storage, errors
 from flaxckpt._state.leaf import LeafTable
-from flaxckpt._types import LeafPath, PathLike
+from flaxckpt._types import PathLike
 from flaxckpt.formats import _locate
 from flaxckpt.transforms import _base
 from flaxckpt.transforms._base import TableTransform, Transform
@@ -30,7 +30,9 @@ class _Merge(TableTransform):
     def __call__(self, table: LeafTable) -> LeafTable:
         stored = _locate.open_checkpoint(self.path, self.step)
         other = _base.apply(self.transforms, stored.table, self.wanted)
-        twice = [path for path in other if _has_leaf(table, path)]
+        twice = [
+            path for path in other if path in table and table[path].info.kind != "empty"
+        ]
         if twice and self.on_conflict == "error":
             raise errors.OptionError(
                 f"{len(twice)} leaves of {stored.metadata.path} exist already:\n"
@@ -47,10 +49,6 @@ class _Merge(TableTransform):
         return _base.call(
             "merge", self.path, step=self.step, transforms=inner, on_conflict=conflict
         )
-
-
-def _has_leaf(table: LeafTable, path: LeafPath) -> bool:
-    return path in table and table[path].info.kind != "empty"
 
 
 def merge(

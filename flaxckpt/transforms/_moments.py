@@ -118,24 +118,24 @@ def find_mirrors(table: LeafTable) -> Mirrors:
             params[path] = None
     by_role = _below_params(by_role, params)
     roots = _Roots(params, [*by_role.values(), *by_path.values()])
-    found = _Found(params, roots)
+    settled = _SettledMirrors(params, roots)
     for slot, members in by_role.items():
-        found.settle(slot, members, strict=False)
+        settled.settle(slot, members, strict=False)
     heads: set[str] = set()
     for slot in sorted(by_path, key=lambda slot: slot.head.count("/")):
         # All names in a slot must match, else the container holds several slots.
         inside = not heads.isdisjoint(prefixes(slot.head))
-        if not inside and found.settle(slot, by_path[slot], strict=True):
+        if not inside and settled.settle(slot, by_path[slot], strict=True):
             heads.add(slot.head)
     for path in empties:
-        found.settle_empty(path)
+        settled.settle_empty(path)
     lost = [
         path
         for members in by_role.values()
         for path in members.values()
-        if path not in found.known and path not in found.unclear
+        if path not in settled.known and path not in settled.unclear
     ]
-    return Mirrors(found.known, found.unclear, lost)
+    return Mirrors(settled.known, settled.unclear, lost)
 
 
 def _below_params(
@@ -162,7 +162,7 @@ def _below_params(
     return divided
 
 
-class _Found:
+class _SettledMirrors:
     """The find_mirrors found so far."""
 
     def __init__(self, params: Mapping[LeafPath, None], roots: _Roots) -> None:
@@ -176,15 +176,15 @@ class _Found:
         self, slot: Slot, members: Mapping[LeafPath, LeafPath], *, strict: bool
     ) -> bool:
         """Finds the root of a slot and returns True if there is a root."""
-        found = self._roots.of(slot, members, strict=strict)
+        candidate_roots = self._roots.of(slot, members, strict=strict)
         for name, path in members.items():
-            if len(found) == 1 and found[0] + name in self._params:
-                self.known[path] = Mirror(found[0] + name, name, slot)
-                self._root_of_head[slot.head] = slot, found[0]
-            elif len(found) > 1:
-                candidates = {root: root + name for root in found}
+            if len(candidate_roots) == 1 and candidate_roots[0] + name in self._params:
+                self.known[path] = Mirror(candidate_roots[0] + name, name, slot)
+                self._root_of_head[slot.head] = slot, candidate_roots[0]
+            elif len(candidate_roots) > 1:
+                candidates = {root: root + name for root in candidate_roots}
                 self.unclear[path] = slot, candidates
-        return bool(found)
+        return bool(candidate_roots)
 
     def settle_empty(self, path: LeafPath) -> None:
         """Records an empty container in a slot as a mirror, such as a masked moment."""
@@ -235,9 +235,9 @@ class _Roots:
             for root, name in _splits(path):
                 if name in wanted:
                     for beginning in prefixes(root):
-                        found = self._beside.setdefault((name, beginning), [])
-                        if len(found) <= _CANDIDATES:
-                            found.append(root)
+                        near_roots = self._beside.setdefault((name, beginning), [])
+                        if len(near_roots) <= _CANDIDATES:
+                            near_roots.append(root)
 
     def _first(self, members: Mapping[LeafPath, LeafPath]) -> LeafPath:
         """Returns the first name shared with a parameter; else the first."""

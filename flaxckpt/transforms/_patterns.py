@@ -162,7 +162,7 @@ def _pattern_parts(pattern: str) -> Iterator[str | _Group]:
             count += 1
             if named := _NAMED.match(source):
                 name, source = named[1], source[named.end() :]
-            if source.startswith("?") or _has_group(source):
+            if source.startswith("?") or re.compile(source).groups:
                 raise _cannot_invert(pattern, f"({source}) contains another group")
             if pattern[end + 1 : end + 2] in {"*", "+", "?", "{"}:
                 raise _cannot_invert(pattern, f"({source}) is repeated")
@@ -194,10 +194,6 @@ def _group_end(pattern: str, start: int) -> int:
                 return i
         i += 1
     raise _cannot_invert(pattern, "a group is not closed")
-
-
-def _has_group(source: str) -> bool:
-    return re.compile(source).groups > 0
 
 
 def _replacement_parts(replacement: str) -> Iterator[str | _Group]:

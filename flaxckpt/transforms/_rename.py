@@ -290,11 +290,11 @@ class _Moments:
 
         A moment in the same slot, else in the same field of the same transform.
         """
-        same = [path for path, found in self.of(param) if found.slot == mirror.slot]
+        same = [path for path, other in self.of(param) if other.slot == mirror.slot]
         alike = same or [
             path
-            for path, found in self.of(param)
-            if self._is_alike(self._table[path].info, found, wanted, mirror)
+            for path, other in self.of(param)
+            if self._is_alike(self._table[path].info, other, wanted, mirror)
         ]
         return alike[0] if len(alike) == 1 else None
 

@@ -78,8 +78,8 @@ def assert_equal_ends(directory, straight):
     ("kind", "kills"),
     [
         ("linen", 3),
-        pytest.param("linen", 20, marks=pytest.mark.slow),
-        pytest.param("nnx", 20, marks=pytest.mark.slow),
+        pytest.param("linen", 8, marks=pytest.mark.slow),
+        pytest.param("nnx", 8, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_killed_at_random_moments_ends_like_a_straight_one(
@@ -101,7 +101,7 @@ def test_a_run_killed_at_random_moments_ends_like_a_straight_one(
 def test_a_run_told_to_stop_saves_leaves_and_goes_on(tmp_path, cache):
     chance = random.Random("stop")
     before = 0
-    for _ in range(20):
+    for _ in range(8):
         number = chance.choice([signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1])
         code, err = interrupt("linen", tmp_path / "run", cache, number, chance)
         assert code == 75, err

@@ -22,7 +22,7 @@ CUT = [
     "AddMetrics",
     "Pins",
 ]
-STATES = 40  # of each, drawn from all that differ
+STATES = 20  # of each, drawn from all that differ
 EVERY = bool(os.environ.get("FLAXCKPT_EVERY_FAULT"))
 
 

@@ -16,7 +16,7 @@ from tests.faults import scenarios, shim
 from tests.helpers import slow
 
 EVERY = bool(os.environ.get("FLAXCKPT_EVERY_FAULT"))
-TRIED = {"read": 6, "written": 3}
+TRIED = {"read": 4, "written": 3}
 """How many calls fail of a scenario that reads, and of one that writes."""
 
 FAULTS = {

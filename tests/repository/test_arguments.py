@@ -95,7 +95,7 @@ def test_what_is_no_path_is_named_by_its_kind(here, path):
 
 
 @mistakes(
-    empty_path=(lambda: flaxckpt.load(""), "'.' is the current directory"),
+    empty_path=(lambda: flaxckpt.load(""), "use '.' for the current directory"),
     a_function_for_a_state=(lambda: flaxckpt.save("x", create), "the function create"),
     a_class_for_a_state=(lambda: flaxckpt.save("x", TrainState), "class TrainState"),
     a_function_to_load=(lambda: flaxckpt.load("one", create), "jax.eval_shape of it"),
@@ -111,7 +111,10 @@ def test_what_is_no_path_is_named_by_its_kind(here, path):
         "types must be a list of classes, got the class TrainState",
     ),
     a_text_for_types=(lambda: flaxckpt.load("one", types="T"), "must be a list of"),
-    a_state_in_types=(lambda: flaxckpt.load("one", types=[STATE]), "a TrainState in"),
+    a_state_in_types=(
+        lambda: flaxckpt.load("one", types=[STATE]),
+        "contains a TrainState",
+    ),
     an_optimizer=(
         lambda: flaxckpt.load("run", STATE, optimizer=optax.adam(1e-3)),
         "('match', 'exact', 'reinit'), got a GradientTransformationExtraArgs",
@@ -151,10 +154,10 @@ def test_a_layout_is_asked_for_wherever_there_is_one(here, layout):
         ({"a": "b"}, "must be a list of transforms, got a dict"),
         (None, "must be a list of transforms, got None"),
         ([tf.drop], "call it, as in transforms=[drop(…)]"),
-        ([jnp.bfloat16], "got the class bfloat16 in it"),
-        ([("a", "b")], "got a tuple in it"),
-        ([[tf.rename("a", "b")]], "got a list in it"),
-        ([None], "got None in it"),
+        ([jnp.bfloat16], "contains the class bfloat16"),
+        ([("a", "b")], "contains a tuple"),
+        ([[tf.rename("a", "b")]], "contains a list"),
+        ([None], "contains None"),
     ],
 )
 def test_transforms_are_a_list_wherever_there_are_some(here, transforms, says):
@@ -184,7 +187,7 @@ def test_transforms_are_a_list_wherever_there_are_some(here, transforms, says):
     number_for_staging=(lambda: Checkpointer("n", staging=3), "wanted a path"),
     a_policy_class=(
         lambda: Checkpointer("n", keep=[po.LatestN]),
-        "got the class LatestN instead of an instance",
+        "contains the class LatestN instead of an instance",
     ),
 )
 def test_options_of_a_checkpointer(here, call, says):
@@ -257,7 +260,7 @@ MESH = jax.make_mesh((1,), ("x",))
     ),
     deadline=(lambda: flaxckpt.StoreOptions(deadline_secs="60"), "got '60'"),
     retries=(lambda: flaxckpt.StoreOptions(retries=1.5), "retries must be a whole"),
-    endpoint=(lambda: flaxckpt.StoreOptions(endpoint=3), "endpoint must be a text"),
+    endpoint=(lambda: flaxckpt.StoreOptions(endpoint=3), "endpoint must be a string"),
     chunk_text=(lambda: flaxckpt.ArrayLayout(chunk_bytes="64MB"), "got '64MB'"),
     chunk_float=(lambda: flaxckpt.ArrayLayout(chunk_bytes=1.5), "whole number of at"),
     chunk_nan=(lambda: flaxckpt.ArrayLayout(chunk_bytes=NAN), "got nan"),
@@ -312,7 +315,10 @@ def test_a_function_of_a_tree_returns_one(here, made_of):
 
 @mistakes(
     bare_policy=(lambda: po.decide(po.LatestN(1), []), "policies must be a list of"),
-    class_policy=(lambda: po.decide([po.LatestN], []), "got the class LatestN instead"),
+    class_policy=(
+        lambda: po.decide([po.LatestN], []),
+        "contains the class LatestN instead",
+    ),
     number_policy=(lambda: po.decide([3], []), "policies must be a list of policies"),
     no_checkpoints=(lambda: po.decide([], 3), "checkpoints must be a list of"),
     numbers=(

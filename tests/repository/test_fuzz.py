@@ -15,7 +15,7 @@ from tests import ROOT
 from tests.fuzz import targets
 from tests.helpers import slow
 
-SECS = float(os.environ.get("FUZZ_SECS", "5"))
+SECS = float(os.environ.get("FUZZ_SECS", "3"))
 
 
 QUICK = ("msgpack", "own")

@@ -365,6 +365,6 @@ def _read_native(
 def _read_marker(path: Path) -> Mapping[str, Any]:
     """Returns our commit marker's content, manifest -> digest; empty for Orbax's."""
     try:
-        return items.json_file(path / MARKER, path)
+        return items.read_json(path / MARKER, path)
     except errors.DamagedCheckpointError:
         return {}  # Orbax writes a sentence, or no such file

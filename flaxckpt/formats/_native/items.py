@@ -102,13 +102,13 @@ def json_advice(path: Path) -> str:
     return f"read it with json.loads(pathlib.Path({file!r}).read_text())"
 
 
-def item_handlers(path: Path) -> dict[str, Any] | str | None:
+def read_item_handlers(path: Path) -> dict[str, Any] | str | None:
     """Returns the recorded Orbax handlers, item -> class, or None.
 
     A single class for a checkpoint that consists of a single item.
     """
     try:
-        handlers = json_file(path / CHECKPOINT, path).get("item_handlers")
+        handlers = read_json(path / CHECKPOINT, path).get("item_handlers")
     except (errors.DamagedCheckpointError, OSError):
         return None
     return handlers if isinstance(handlers, dict | str) else None
@@ -119,7 +119,7 @@ def _check_tree(path: Path) -> None:
     if _storage.of(path).exists(path / orbax_json.MANIFEST):
         return
     try:
-        handlers = json_file(path / CHECKPOINT, path).get("item_handlers")
+        handlers = read_json(path / CHECKPOINT, path).get("item_handlers")
     except errors.DamagedCheckpointError:
         return
     if isinstance(handlers, str):  # a checkpoint of a single item
@@ -194,7 +194,7 @@ def read_file(
         ) from None
 
 
-def json_file(path: Path, checkpoint: Path) -> dict[str, Any]:
+def read_json(path: Path, checkpoint: Path) -> dict[str, Any]:
     """Returns the object in a required JSON file of a checkpoint.
 
     Raises:

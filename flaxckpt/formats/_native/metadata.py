@@ -78,7 +78,7 @@ def read_created(path: Path) -> float:
     """
     created = None
     with contextlib.suppress(errors.DamagedCheckpointError):
-        fields = items.json_file(path / CHECKPOINT, path)
+        fields = items.read_json(path / CHECKPOINT, path)
         created = _seconds(fields.get("init_timestamp_nsecs"))
     if created is None:
         with contextlib.suppress(FileNotFoundError):  # just deleted
@@ -101,9 +101,9 @@ def is_dataset_deleted(path: Path) -> bool:
 def read_run_metadata(root: Path) -> dict[str, JSON]:
     """Returns the user's metadata of a whole run, from Orbax's file."""
     if (path := root / _RUN_METADATA).is_file():
-        return user_metadata(items.json_file(path, root))
+        return user_metadata(items.read_json(path, root))
     if (path := root / _OLD_RUN_METADATA).is_file():
-        return items.json_file(path, root)
+        return items.read_json(path, root)
     return {}
 
 
@@ -173,7 +173,7 @@ def _evidence_of_metrics(path: Path) -> str | None:
         return _steps.markers.MEASURED
     if not (path / orbax_json.MANIFEST).is_file():  # Orbax records no digests
         return None
-    handlers = items.json_file(path / CHECKPOINT, path).get("item_handlers")
+    handlers = items.read_json(path / CHECKPOINT, path).get("item_handlers")
     return CHECKPOINT if isinstance(handlers, dict) and METRICS in handlers else None
 
 
@@ -181,7 +181,7 @@ def _has_digest(path: Path, metrics: bytes) -> bool:
     """Returns True if `metrics` match a recorded digest, or none was recorded."""
     if not _storage.of(path).exists(path / METRICS_DIGESTS):
         return True
-    digests = items.json_file(path / METRICS_DIGESTS, path).get(METRICS)
+    digests = items.read_json(path / METRICS_DIGESTS, path).get(METRICS)
     return isinstance(digests, list) and _storage.files.digest(metrics) in digests
 
 

@@ -255,7 +255,7 @@ def read_header(file: IO[bytes], member: Member) -> Header:
     name = _dtype_name(dtype)
     wanted = size + math.prod(shape) * _state.dtypes.to_numpy(name).itemsize
     if wanted != member.nbytes:
-        raise ValueError(f"has {member.nbytes} bytes, its header says {wanted}")
+        raise ValueError(f"has {member.nbytes} bytes, wanted {wanted} by its header")
     is_big_endian = dtype.kind != "V" and not dtype.isnative
     return Header(size, shape, name, is_fortran, is_big_endian)
 
