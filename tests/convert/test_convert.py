@@ -766,7 +766,7 @@ def test_arguments_that_make_no_sense_are_refused(source, tmp_path):
     for target in (source, source / "inner", tmp_path):
         with pytest.raises(errors.OptionError, match="beside"):
             flaxckpt.convert(source, target)
-    with pytest.raises(errors.OptionError, match="nothing"):
+    with pytest.raises(errors.OptionError, match="remove all leaves"):
         flaxckpt.convert(source, tmp_path / "x", transforms=[transforms.drop(".*")])
     with pytest.raises(errors.CheckpointNotFoundError):
         flaxckpt.convert(tmp_path / "nothing", tmp_path / "x")
