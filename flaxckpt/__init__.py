@@ -17,10 +17,10 @@ if TYPE_CHECKING:
         transforms,
     )
     from flaxckpt._arrays.zarr.array_layout import ArrayLayout
-    from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
     from flaxckpt._checkpoint.plan import LeafPlan, RestorePlan
     from flaxckpt._checkpoint.restore import load, metadata, open_leaf, plan
     from flaxckpt._checkpoint.save import save, save_async
+    from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
     from flaxckpt._checkpoint.verify import verify
     from flaxckpt._checkpoint.verify_report import VerifyReport
     from flaxckpt._convert.convert import convert
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from flaxckpt._run.checkpointer import Checkpointer
     from flaxckpt._state.leaf import LeafInfo
     from flaxckpt._steps.event import Event
-    from flaxckpt._storage.client import StoreOptions
+    from flaxckpt._storage.store_requests import StoreOptions
     from flaxckpt._storage.store_settings import set_store_options
     from flaxckpt._training.callback import CheckpointCallback
     from flaxckpt.formats._reader import CheckpointMetadata
@@ -86,10 +86,10 @@ _HOMES = {
     "LeafInfo": "_state.leaf",
     "LeafPlan": "_checkpoint.plan",
     "RestorePlan": "_checkpoint.plan",
-    "SaveHandle": "_checkpoint.handle",
-    "SaveResult": "_checkpoint.handle",
+    "SaveHandle": "_checkpoint.save_handle",
+    "SaveResult": "_checkpoint.save_handle",
     "Simulation": "_inspect.simulate",
-    "StoreOptions": "_storage.client",
+    "StoreOptions": "_storage.store_requests",
     "VerifyReport": "_checkpoint.verify_report",
     "abstract_state": "partition",
     "convert": "_convert.convert",

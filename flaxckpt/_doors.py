@@ -1,8 +1,8 @@
 """Package doors: modules that a package hands on, imported when first used.
 
-A fork waits until no thread imports: a forked process would wait for ever for the lock
-of an import whose thread it lacks. The wait is bounded, as the import may need a lock
-that the forking thread holds.
+A fork waits until no thread imports: a forked process would wait forever for an import
+lock whose thread does not exist there. The wait is bounded, as the import may need a
+lock that the forking thread holds.
 """
 
 from __future__ import annotations

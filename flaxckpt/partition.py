@@ -346,10 +346,10 @@ def derive(
     optimizer: set[LeafPath],
     specs: Mapping[LeafPath, PartitionSpec],
     mesh: AnyMesh,
-) -> dict[LeafPath, _state.optax_state.Derived]:
+) -> dict[LeafPath, _state.optimizer_specs.Derived]:
     """Returns the spec of each optimizer leaf, and the rule that derived the spec."""
     by_types: dict[LeafPath, PartitionSpec | None] = {}
-    params: list[_state.optax_state.Param] = []
+    params: list[_state.optimizer_specs.Param] = []
     for part in _state.flax_state.optimizers(state):
         entries = _state.tree.flatten(
             part.params, boxes=_state.flax_state.boxes()
@@ -362,12 +362,12 @@ def derive(
         if not all(whole in specs for whole in paths.values()):
             continue
         params += [
-            _state.optax_state.Param(
+            _state.optimizer_specs.Param(
                 entries[path].keys, infos[whole].shape, specs[whole]
             )
             for path, whole in paths.items()
         ]
-        typed = _state.optax_state.specs_by_types(
+        typed = _state.optimizer_specs.specs_by_types(
             part.init,
             part.params,
             {path: specs[whole] for path, whole in paths.items()},
@@ -382,12 +382,12 @@ def derive(
         # Without an optimizer to call, treat all other leaves as parameters, with and
         # without the first key of their path.
         params = [
-            _state.optax_state.Param(keys, infos[path].shape, spec)
+            _state.optimizer_specs.Param(keys, infos[path].shape, spec)
             for path, spec in specs.items()
             for keys in (infos[path].keys, infos[path].keys[1:])
         ]
     leaves = {path: (infos[path].keys, infos[path].shape) for path in optimizer}
-    return _state.optax_state.derive_specs(leaves, params, by_types=by_types)
+    return _state.optimizer_specs.derive_specs(leaves, params, by_types=by_types)
 
 
 def _check_rules(

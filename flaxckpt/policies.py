@@ -98,11 +98,11 @@ class BestN(PreservationPolicy):
         object.__setattr__(self, "n", _count("BestN", self.n))
         if not self.metric or not isinstance(self.metric, str):
             raise errors.OptionError(
-                f"BestN wants the name of a metric, got {self.metric!r}"
+                f"BestN needs the name of a metric, got {self.metric!r}"
             )
         if self.mode not in ("min", "max"):
             raise errors.OptionError(
-                f"BestN wants mode 'min' or 'max', got {self.mode!r}"
+                f"BestN needs mode 'min' or 'max', got {self.mode!r}"
             )
 
     def __str__(self) -> str:
@@ -133,7 +133,7 @@ class WithoutMetric(PreservationPolicy):
     def __post_init__(self) -> None:
         if not self.metric or not isinstance(self.metric, str):
             raise errors.OptionError(
-                f"WithoutMetric wants the name of a metric, got {self.metric!r}"
+                f"WithoutMetric needs the name of a metric, got {self.metric!r}"
             )
 
     def __str__(self) -> str:
@@ -323,7 +323,7 @@ def _secs(secs: object) -> float:
     is_number = isinstance(secs, numbers.Real) and not isinstance(secs, bool)
     if not is_number or not 0 < (seconds := float(secs)) < math.inf:  # type: ignore[arg-type]
         raise errors.OptionError(
-            f"EveryNSecs wants a positive number of seconds, got {secs!r}. To keep"
+            f"EveryNSecs needs a positive number of seconds, got {secs!r}. To keep"
             " everything, pass no policy at all"
         )
     return seconds
@@ -332,14 +332,14 @@ def _secs(secs: object) -> float:
 def _steps(steps: object) -> frozenset[int]:
     if not isinstance(steps, Iterable):
         raise errors.OptionError(
-            f"OnSteps wants a list of steps, got {steps!r:.80}: write OnSteps([1000])"
+            f"OnSteps needs a list of steps, got {steps!r:.80}: write OnSteps([1000])"
         )
     chosen = set()
     for step in steps:
         number = _to_int(step, 0)
         if number is None:
             raise errors.OptionError(
-                f"OnSteps wants whole numbers from 0, got {step!r}"
+                f"OnSteps needs whole numbers from 0, got {step!r}"
             )
         chosen.add(number)
     return frozenset(chosen)

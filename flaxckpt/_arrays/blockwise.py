@@ -216,7 +216,7 @@ def _as_numpy(info: LeafInfo, path: LeafPath) -> LeafInfo:
 
 
 def _read_parts(pieces: Sequence[Piece]) -> list[Array]:
-    context = _storage.client.context()
+    context = _storage.store_requests.context()
     faults = arrays_read.Faults()
     started = _start_reads(pieces, context, faults)
     values = []
@@ -254,7 +254,7 @@ def _start_reads(
         try:
             if piece.path not in opened:
                 assert source.open is not None, piece.path
-                _storage.client.use_threads()
+                _storage.store_requests.use_threads()
                 if source.check is not None:
                     source.check()
                 opened[piece.path] = _storage.paths.result(

@@ -123,7 +123,7 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
     """
     try:
         store = _storage.paths.result(
-            _open(stored, _storage.client.context()), stored.root
+            _open(stored, _storage.store_requests.context()), stored.root
         )
         check_form(stored.info, store)
     except errors.StoreError:
@@ -156,7 +156,7 @@ def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
     values: dict[LeafPath, Any] = {}
     faults = Faults()
     too_large: list[errors.Mismatch] = []
-    context = _storage.client.context({"file_io_concurrency": {"limit": 32}})
+    context = _storage.store_requests.context({"file_io_concurrency": {"limit": 32}})
     databases = read_raw.Databases(context)
     for batch in _batches(jobs, options.max_concurrent_bytes):
         blocks = _read_batch(batch, options, databases, faults)
@@ -388,7 +388,7 @@ def _is_cast_by_tensorstore(job: ReadJob) -> bool:
 
 def _open(stored: StoredLeaf, context: ts.Context) -> ts.Future[ts.TensorStore]:
     assert stored.open is not None, stored
-    _storage.client.use_threads()
+    _storage.store_requests.use_threads()
     return stored.open(context)
 
 

@@ -279,7 +279,7 @@ class Databases:
             ValueError, OSError: The database has changed since it was written, or is
                 missing.
         """
-        _storage.client.use_threads()
+        _storage.store_requests.use_threads()
         root = raw.root
         if root in self._faults:
             raise self._faults[root]

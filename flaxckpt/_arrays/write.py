@@ -114,7 +114,7 @@ def write(
     Raises:
         OSError, ValueError: An array could not be written.
     """
-    context = _storage.client.context()
+    context = _storage.store_requests.context()
     if not _storage.of(root).has_hard_links:
         previous = None
     target = _Target(
@@ -183,7 +183,7 @@ def write_parts(
         OSError, ValueError: An array could not be written.
     """
     transaction = ts.Transaction(atomic=True) if ocdbt else None
-    target = _Target(root, encoding, _storage.client.context())
+    target = _Target(root, encoding, _storage.store_requests.context())
     at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
     _write_encoded(target, arrays, at_once, transaction, may_exist=True)
     if transaction is not None:
@@ -398,7 +398,7 @@ def _write_encoded(
     """Writes arrays by TensorStore, in the transaction if given."""
     encoding = target.encoding
     if arrays:
-        _storage.client.use_threads()
+        _storage.store_requests.use_threads()
     opened = [
         ts.open(
             {

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from flaxckpt._checkpoint import (
         commit,
         file_sizes,
-        handle,
         overwrite,
         plan,
         planner,
         restore,
         save,
+        save_handle,
         verify,
         verify_report,
     )
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 __all__ = [
     "commit",
     "file_sizes",
-    "handle",
     "overwrite",
     "plan",
     "planner",
     "restore",
     "save",
+    "save_handle",
     "verify",
     "verify_report",
 ]

@@ -172,7 +172,7 @@ def _store_failure(
 ) -> errors.SaveFailedError:
     """Returns the error of a save to a store; `left` describes the rest of the save."""
     text = f"{final} could not be saved: {error}"
-    if isinstance(error, _storage.client.ForkedError):
+    if isinstance(error, _storage.store_requests.ForkedError):
         return errors.SaveFailedError(text)
     return errors.SaveFailedError(
         f"{text}\n{left}; check that the store can be reached, then save again."

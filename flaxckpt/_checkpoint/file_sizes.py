@@ -92,11 +92,11 @@ def _check_names(
 
 def digests(path: Path, stored: Stored) -> dict[str, str]:
     """Returns the required files of a checkpoint: name -> recorded digest."""
-    let_go = _native.metadata.is_dataset_deleted(path)
+    is_deleted = _native.metadata.is_dataset_deleted(path)
     return {
         name: digest
         for name, digest in stored.digests.items()
-        if not (let_go and name.startswith(f"{_native.items.DATASET}/"))
+        if not (is_deleted and name.startswith(f"{_native.items.DATASET}/"))
     }
 
 

@@ -197,7 +197,7 @@ def _find_moved(planned: RestorePlan, table: LeafTable) -> list[Moved]:
 def _find_container(
     lacking: Mapping[LeafPath, LeafInfo], free: Mapping[LeafPath, LeafInfo]
 ) -> Moved | None:
-    """Finds a container of `free` leaves with all `lacking` leaves; None without."""
+    """Returns a container in `free` that has all `lacking` leaves, or None."""
     first = next(iter(lacking)).split("/")
     candidates: dict[tuple[LeafPath, LeafPath], int] = {}
     for path in free:

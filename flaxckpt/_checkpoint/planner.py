@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from flaxckpt import _arrays, _state, _util, errors
-from flaxckpt._checkpoint.match import Finder
+from flaxckpt._checkpoint.match_optimizer import Finder
 from flaxckpt._checkpoint.mismatch import (
     describe_missing,
     find_excess_width,

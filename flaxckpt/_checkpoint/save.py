@@ -11,8 +11,8 @@ from flaxckpt import _arrays, _distributed, _state, _storage, _util, datasets, e
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._checkpoint import commit, save_distributed
 from flaxckpt._checkpoint.commit import SaveOptions, SaveRequest, Snapshot, Written
-from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
 from flaxckpt._checkpoint.overwrite import check_free, check_name
+from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt.formats import _native

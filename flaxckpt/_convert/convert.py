@@ -19,7 +19,7 @@ from flaxckpt import _arrays, _checkpoint, _steps, _storage, _util, errors
 from flaxckpt._arrays.blockwise import Piece
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._arrays.zarr.metadata import Array
-from flaxckpt._checkpoint.handle import SaveResult
+from flaxckpt._checkpoint.save_handle import SaveResult
 from flaxckpt._convert import plan, source_files, writers
 from flaxckpt._convert.journal import Journal
 from flaxckpt._convert.plan import ConvertOptions
@@ -144,7 +144,7 @@ def _convert_to_disk(
     temporary = final.with_name(final.name + TEMPORARY)
     plan.check_sources(state)
     plan.check_space(final, temporary, state, options)
-    target = writers.MAKERS[options.format](state, final)
+    target = writers.WRITERS[options.format](state, final)
     work = plan.describe_work(stored, state, target, options, files)
     progress = _Progress(options.progress, final.name)
     try:

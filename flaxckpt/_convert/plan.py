@@ -45,9 +45,9 @@ class ConvertOptions:
     progress: Progress
 
     def __post_init__(self) -> None:
-        if self.format not in tuple(writers.MAKERS):
+        if self.format not in tuple(writers.WRITERS):
             raise errors.OptionError(
-                f"format must be one of {tuple(writers.MAKERS)}, got {self.format!r}"
+                f"format must be one of {tuple(writers.WRITERS)}, got {self.format!r}"
             )
         for name in ("max_shard_bytes", "max_concurrent_bytes"):
             _util.arguments.check_int(name, getattr(self, name), least=1)
@@ -69,7 +69,7 @@ def choose_format(final: Path, format: str | None) -> Any:
     suffix = _SUFFIXES.get(final.suffix)
     if format is None:
         return suffix or "orbax"
-    if suffix is not None and format in tuple(writers.MAKERS) and format != suffix:
+    if suffix is not None and format in tuple(writers.WRITERS) and format != suffix:
         raise errors.OptionError(
             f"{final} ends in {final.suffix}, but files of format={format!r} do not:"
             f" pass format={suffix!r}, or choose another path"

@@ -297,7 +297,7 @@ def _write_anew(root: Path, files: Mapping[str, bytes]) -> None:
         _storage.of(path).write(path, content)
 
 
-MAKERS: dict[str, Callable[[State, Path], Any]] = {
+WRITERS: dict[str, Callable[[State, Path], Any]] = {
     "orbax": _OrbaxTarget,
     "safetensors": _safetensors_target,
     "msgpack": _msgpack_target,

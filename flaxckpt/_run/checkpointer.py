@@ -21,7 +21,7 @@ from flaxckpt import (
     policies,
 )
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
-from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
+from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._run import (
     card,
@@ -473,10 +473,9 @@ class Checkpointer:
 
         `prune` deletes steps without reasons. The reasons come from `policies.decide`.
         Further reasons are "metrics damaged", for a step that may be the best but has
-        unreadable metrics; "dataset let go", for a step without its dataset state; and
-        "damaged: …", see `damaged`. With a staging directory, "staging: …" is a reason
-        for keeping the step there, and "staging: not uploaded" means a pending
-        upload.
+        unreadable metrics; "dataset state deleted"; and "damaged: …", see `damaged`.
+        With a staging directory, "staging: …" is a reason for keeping the step there,
+        and "staging: not uploaded" means a pending upload.
         """
         reasons = self._run.explain()
         reasons |= {step: [f"damaged: {why}"] for step, why in self.damaged().items()}

@@ -138,13 +138,13 @@ class Retention:
         for number, why in reasons.items():
             if steps[number].markers.waiting:
                 why.append("not uploaded")
-            if why and steps[number].markers.let_go:
-                why.append("dataset let go")
+            if why and steps[number].markers.is_dataset_deleted:
+                why.append("dataset state deleted")
         return reasons
 
     # ---- deletions -----------------------------------------------------------
 
-    def apply(
+    def delete_unkept(
         self,
         *,
         just_saved: int | None = None,
@@ -169,9 +169,9 @@ class Retention:
             SaveFailedError: The checked step is incomplete or damaged.
         """
         with _storage.paths.listing_cache(self._directory):
-            return self._apply(just_saved, is_awaited)
+            return self._delete_unkept(just_saved, is_awaited)
 
-    def _apply(
+    def _delete_unkept(
         self, just_saved: int | None, is_awaited: Callable[[], bool]
     ) -> tuple[int, ...]:
         try:
@@ -304,7 +304,9 @@ class Retention:
         """Returns the steps to delete the dataset state of."""
         steps = {n: step for n, step in staying.items() if step.markers.has_dataset}
         # Finish deletions that were begun.
-        doomed = {number for number, step in steps.items() if step.markers.let_go}
+        doomed = {
+            number for number, step in steps.items() if step.markers.is_dataset_deleted
+        }
         if self.rules.keep_dataset:
             reasons = self._reasons(self.rules.keep_dataset, steps)
             doomed |= {n for n, why in reasons.items() if not why and n != just_saved}

@@ -248,17 +248,19 @@ class RunSteps:
             SaveFailedError: The marker could not be changed.
         """
         if _util.processes.is_first():
-            with self.step_change(step, _steps.markers.UNTIL_NEXT) as path:
+            with self.step_change(step, _steps.markers.TEMPORARY) as path:
                 edit.make_permanent(path)
 
-    def retire(
+    def delete_unkept(
         self,
         *,
         just_saved: int | None = None,
         is_awaited: Callable[[], bool] = lambda: False,
     ) -> tuple[int, ...]:
-        """Deletes steps in `saves_in` that no policy keeps; see `Retention.apply`."""
-        deleted = self.retention.apply(just_saved=just_saved, is_awaited=is_awaited)
+        """Deletes steps in `saves_in` that no policy keeps; see `Retention`."""
+        deleted = self.retention.delete_unkept(
+            just_saved=just_saved, is_awaited=is_awaited
+        )
         for step in deleted:
             path = self.saves_in / self.format.name(step)
             self.events.emit("deleted", step, path=path, reason="no policy keeps it")
@@ -277,7 +279,7 @@ class RunSteps:
         Raises:
             SaveFailedError: The newest step is damaged.
         """
-        return self.retire() if _util.processes.is_first() else ()
+        return self.delete_unkept() if _util.processes.is_first() else ()
 
     def delete(self, step: int) -> None:
         """Deletes a step and its copies.

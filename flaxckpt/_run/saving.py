@@ -12,7 +12,7 @@ from typing import Any
 
 from flaxckpt import _arrays, _checkpoint, _distributed, _steps, _storage, _util
 from flaxckpt._checkpoint.commit import SaveRequest
-from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
+from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt._run import params_only, run_steps
 from flaxckpt._types import PyTree
@@ -181,11 +181,13 @@ class Saves:
         def is_awaited() -> bool:
             return self._handle is not None and self._handle.is_awaited()
 
-        def retire() -> tuple[int, ...]:
-            return self._run.retire(just_saved=step, is_awaited=is_awaited)
+        def delete_unkept() -> tuple[int, ...]:
+            return self._run.delete_unkept(just_saved=step, is_awaited=is_awaited)
 
         deleted = tuple(
-            _distributed.agreement.broadcast(request.operation, "deleted", retire)
+            _distributed.agreement.broadcast(
+                request.operation, "deleted", delete_unkept
+            )
         )
         total = request.elapsed()
         _log.info(

@@ -387,5 +387,5 @@ class StagedSteps(run_steps.RunSteps):
         """
         deleted = {*super().prune()}
         with self.uploads.step_lock.get():
-            deleted |= {*self.uploads.retire()}
+            deleted |= {*self.uploads.delete_unkept()}
         return tuple(sorted(deleted - self.paths().keys()))

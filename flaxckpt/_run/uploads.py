@@ -103,9 +103,9 @@ class Uploads:
         self.last_listed = self._far.index.paths()
         return self.last_listed
 
-    def retire(self, just_saved: int | None = None) -> tuple[int, ...]:
+    def delete_unkept(self, just_saved: int | None = None) -> tuple[int, ...]:
         """Deletes steps that no policy keeps in the run directory; hold `step_lock`."""
-        deleted = self._far.apply(just_saved=just_saved)
+        deleted = self._far.delete_unkept(just_saved=just_saved)
         for step in deleted:
             self.last_listed.pop(step, None)
             path = self._directory / self._format.name(step)
@@ -341,7 +341,7 @@ class Uploads:
 
     def _retire_after(self, step: int, path: Path) -> None:
         try:
-            self.retire(step)
+            self.delete_unkept(step)
         except errors.SaveFailedError:  # the copy is incomplete: upload it again
             with self.change_lock.get(), contextlib.suppress(FileNotFoundError):
                 _steps.markers.mark_for_upload(path)
@@ -403,7 +403,7 @@ class Uploads:
         if _steps.markers.PIN in marker.removed and not _steps.markers.is_pinned(path):
             edit.unpin(final)
         if (
-            _steps.markers.UNTIL_NEXT in marker.removed
+            _steps.markers.TEMPORARY in marker.removed
             and not _steps.markers.is_temporary(path)
         ):
             edit.make_permanent(final)

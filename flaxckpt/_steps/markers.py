@@ -14,10 +14,10 @@ from flaxckpt import _storage, errors
 PIN = "PINNED"
 """Marker of a step that all policies keep; a convention of T5X."""
 
-UNTIL_NEXT = "TEMPORARY"
+TEMPORARY = "TEMPORARY"
 """Marker of a step to delete as soon as there is a newer step."""
 
-WITHOUT_DATASET = "DATASET_LET_GO"
+DATASET_DELETED = "DATASET_LET_GO"
 """Marker of a step whose dataset state was deleted on purpose."""
 
 MEASURED = "MEASURED"
@@ -43,7 +43,7 @@ class Status(NamedTuple):
         pinned: All policies keep the step.
         temporary: The step is deleted as soon as there is a newer step.
         has_dataset: The step has a dataset state.
-        let_go: The dataset state was, or will be, deleted on purpose.
+        is_dataset_deleted: The dataset state was, or will be, deleted on purpose.
         readers: The readers of the step, as `host:pid`.
         waiting: The step is in a staging directory, and still to be uploaded.
     """
@@ -51,7 +51,7 @@ class Status(NamedTuple):
     pinned: bool
     temporary: bool
     has_dataset: bool
-    let_go: bool
+    is_dataset_deleted: bool
     readers: tuple[str, ...]
     waiting: bool
 
@@ -67,9 +67,9 @@ def status(path: Path, names: Collection[str], *, dataset: str) -> Status:
     reading = [name for name in names if name.startswith(_storage.leases.READING)]
     return Status(
         PIN in names,
-        UNTIL_NEXT in names,
+        TEMPORARY in names,
         dataset in names,
-        WITHOUT_DATASET in names,
+        DATASET_DELETED in names,
         tuple(map(_storage.leases.reader, _storage.leases.unexpired(path, reading))),
         NOT_UPLOADED in names,
     )
@@ -82,14 +82,14 @@ def is_marker(name: str) -> bool:
 
 def is_copied(name: str) -> bool:
     """Returns True for the name of a marker to copy with the step."""
-    return name in (WITHOUT_DATASET, MEASURED)
+    return name in (DATASET_DELETED, MEASURED)
 
 
 _NAMES = frozenset(
     (
         PIN,
-        UNTIL_NEXT,
-        WITHOUT_DATASET,
+        TEMPORARY,
+        DATASET_DELETED,
         MEASURED,
         DAMAGED,
         NOT_UPLOADED,
@@ -103,7 +103,7 @@ def for_new_step(final: Path, *, temporary: bool) -> dict[str, bytes]:
 
     A pin belongs to the name: the replacement of a pinned step is pinned.
     """
-    markers = {UNTIL_NEXT: _CONTENT} if temporary else {}
+    markers = {TEMPORARY: _CONTENT} if temporary else {}
     return markers | ({PIN: _CONTENT} if is_pinned(final) else {})
 
 
@@ -114,7 +114,7 @@ def is_pinned(path: Path) -> bool:
 
 def is_temporary(path: Path) -> bool:
     """Returns True for a step to delete as soon as a newer step exists."""
-    return (path / UNTIL_NEXT).is_file()
+    return (path / TEMPORARY).is_file()
 
 
 def pin(path: Path) -> None:
@@ -129,13 +129,13 @@ def unpin(path: Path) -> None:
 
 def make_permanent(path: Path) -> None:
     """Makes a temporary step permanent."""
-    _remove(path, UNTIL_NEXT)
+    _remove(path, TEMPORARY)
 
 
 def mark_dataset_deleted(path: Path) -> None:
     """Marks the dataset state of the step at `path` as deleted on purpose."""
-    if not (path / WITHOUT_DATASET).is_file():
-        _storage.of(path).replace(path / WITHOUT_DATASET, _CONTENT)
+    if not (path / DATASET_DELETED).is_file():
+        _storage.of(path).replace(path / DATASET_DELETED, _CONTENT)
 
 
 def is_measured(path: Path) -> bool:

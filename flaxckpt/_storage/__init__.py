@@ -8,13 +8,13 @@ from flaxckpt import _doors
 
 if TYPE_CHECKING:
     from flaxckpt._storage import (
-        client,
         commit_marker,
         files,
         leases,
         paths,
         permissions,
         rename,
+        store_requests,
         store_settings,
         temporary,
         upload,
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Stamp",
-    "client",
     "commit_marker",
     "files",
     "leases",
@@ -32,6 +31,7 @@ __all__ = [
     "permissions",
     "rename",
     "stamp",
+    "store_requests",
     "store_settings",
     "temporary",
     "upload",

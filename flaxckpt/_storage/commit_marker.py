@@ -167,7 +167,7 @@ def restore(path: RemotePath, marker: bytes | None) -> None:
 
 
 def remove(lock: locks.Lock) -> None:
-    """Removes an uncommitted checkpoint; a later sweep removes any rest."""
+    """Removes an uncommitted checkpoint; a later sweep removes what is left."""
     try:
         lock.path.store.delete_under(lock.path.prefix)
     except errors.StoreError as error:

@@ -167,7 +167,7 @@ def _acquire(path: RemotePath, *, patient: bool) -> Lock:
         if current is None:  # released just now, or the bucket is missing
             if time.monotonic() - last_seen > store.options.deadline_secs:
                 raise errors.StoreError(
-                    f"cannot lock {path}: could not create {store.url}/{key} for"
+                    f"cannot lock {path}: could not create {store.url}/{key} within"
                     f" {store.options.deadline_secs:g} s, although it does not exist;"
                     " check that the bucket exists"
                 )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import tensorstore as ts
 
 from flaxckpt import _util, errors
-from flaxckpt._storage.client import Connection, PassingError, StoreOptions
+from flaxckpt._storage.store_requests import Connection, StoreOptions, TransientError
 
 _PART_BYTES = 8 * 2**20
 """Size of a part of a value read part by part."""
@@ -240,7 +240,7 @@ class Store:
                 for key, future in zip(batch, futures, strict=True):
                     try:
                         self.connection.wait(f"delete {self.url}/{key}", future)
-                    except (PassingError, ValueError, RuntimeError):
+                    except (TransientError, ValueError, RuntimeError):
                         self.delete(key)  # with retries
 
     def keys(self, prefix: str) -> list[str]:

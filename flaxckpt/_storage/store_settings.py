@@ -6,8 +6,8 @@ import dataclasses
 import os
 
 from flaxckpt import _util, errors
-from flaxckpt._storage.client import StoreOptions
 from flaxckpt._storage.object_store import Store
+from flaxckpt._storage.store_requests import StoreOptions
 
 SCHEMES = ("s3", "gs", "memory")
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from flaxckpt import _run, _state, _util, datasets, errors
-from flaxckpt._checkpoint.handle import SaveHandle
+from flaxckpt._checkpoint.save_handle import SaveHandle
 from flaxckpt._run.checkpointer import Checkpointer, session_of
 from flaxckpt._training import arguments, completed_step, resume_check
 from flaxckpt._training import preflight as training_preflight

@@ -47,7 +47,7 @@ def _show(usage: DiskUsage) -> None:
     columns = [
         TextColumn("step", is_number=True),
         TextColumn("files", is_number=True),
-        TextColumn("of its own", is_number=True),
+        TextColumn("not shared", is_number=True),
     ]
     rows = [
         [

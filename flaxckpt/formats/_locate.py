@@ -71,7 +71,7 @@ def open_checkpoint(
             return located._read(types)
         except OSError as error:
             unread = error
-    # Only outside `looking`, whose listing still has a file deleted meanwhile.
+    # Only outside `listing_cache`, which still lists a file deleted meanwhile.
     with _storage.permissions.reading(located.path):
         raise unread
 

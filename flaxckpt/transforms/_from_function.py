@@ -139,7 +139,7 @@ def from_function(
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):
         raise errors.OptionError(
-            f"from_function wants a function, got {fn!r}"
+            f"from_function needs a function, got {fn!r}"
         ) from None
     positional = [
         p
@@ -158,7 +158,7 @@ def from_function(
         style = "tree"
     else:
         raise errors.OptionError(
-            "from_function wants fn(checkpoint, target, *, is_resuming),"
+            "from_function needs fn(checkpoint, target, *, is_resuming),"
             f" fn(state, infos) or fn(state), got fn{inspect.signature(fn)}"
         )
     return _Function(fn, style, is_resuming)

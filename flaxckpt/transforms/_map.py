@@ -91,7 +91,7 @@ def cast(pattern: str, dtype: Any, *, lossy: bool = False) -> TableTransform:
             wanted = ""
     if not wanted:
         raise errors.OptionError(
-            "cast wants an element type, such as 'bfloat16' or jax.numpy.bfloat16, got"
+            "cast needs an element type, such as 'bfloat16' or jax.numpy.bfloat16, got"
             f" {_util.arguments.describe(dtype)}"
         )
     wanted = _state.dtypes.name(_state.dtypes.to_numpy(wanted))

@@ -349,7 +349,7 @@ def assign(
         _util.arguments.is_list(pair) and len(pair) == 2 for pair in pairs
     ):
         raise errors.OptionError(
-            "assign wants a list of pairs or a dict: a pattern on the paths of the"
+            "assign needs a list of pairs or a dict: a pattern on the paths of the"
             f" state, and a path in the checkpoint or None; got {rules!r:.80}"
         )
     compiled = tuple(

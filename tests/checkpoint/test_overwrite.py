@@ -101,8 +101,8 @@ def test_what_flaxckpt_writes_itself_is_replaced(tmp_path, state, zarr_version):
         lease = storage_leases.Lease(tmp_path / "1")
         for name in (
             storage_leases.DELETING,
-            steps_markers.UNTIL_NEXT,
-            steps_markers.WITHOUT_DATASET,
+            steps_markers.TEMPORARY,
+            steps_markers.DATASET_DELETED,
         ):
             (tmp_path / "1" / name).touch()
         (tmp_path / "1" / ".nfs00000000000a1b2c00000001").touch()

@@ -8,7 +8,7 @@ from flaxckpt import _storage
 from flaxckpt._storage import locks as storage_locks
 from flaxckpt._storage import paths as storage_paths
 from flaxckpt._storage import store_settings as storage_store_settings
-from flaxckpt._storage.client import StoreOptions
+from flaxckpt._storage.store_requests import StoreOptions
 
 FAULTS = ("refused", "unanswered", "late", "twice", "torn")
 

@@ -271,11 +271,11 @@ def test_layouts_meshes_and_stores(call, says):
 
 
 @mistakes(
-    assign_text=(lambda: tf.assign("a"), "assign wants a list of pairs"),
-    assign_texts=(lambda: tf.assign(["ab", "cd"]), "assign wants a list of pairs"),
-    assign_three=(lambda: tf.assign([("a", "b", "c")]), "assign wants a list of pairs"),
+    assign_text=(lambda: tf.assign("a"), "assign needs a list of pairs"),
+    assign_texts=(lambda: tf.assign(["ab", "cd"]), "assign needs a list of pairs"),
+    assign_three=(lambda: tf.assign([("a", "b", "c")]), "assign needs a list of pairs"),
     assign_number=(lambda: tf.assign({"a": 3}), "replacement of 'a' must be a path"),
-    cast_none=(lambda: tf.cast(".*", None), "cast wants an element type"),
+    cast_none=(lambda: tf.cast(".*", None), "cast needs an element type"),
     cast_array=(lambda: tf.cast(".*", jnp.ones(3)), "got an array float32[3]"),
     copy_number=(lambda: tf.copy("a", 3), "wanted a pattern and its replacement"),
     rename_pairs=(lambda: tf.rename([("a", "b")]), "or a dict, got a list"),

@@ -443,7 +443,7 @@ def save_datasets(root, *steps, **options):
 def test_a_state_that_was_let_go_is_no_damage_and_says_so(tmp_path):
     ckpt = save_datasets(tmp_path, 1, 2, keep_dataset=[LatestN(1)])
     assert ckpt.explain() == {
-        1: ["no policy", "dataset let go"],
+        1: ["no policy", "dataset state deleted"],
         2: ["newest", "no policy"],
     }
     strategies.assert_same(state(1), ckpt.restore(step=1))
@@ -486,7 +486,7 @@ def test_states_stay_with_the_newest_and_the_pinned(tmp_path):
                 ckpt.pin(2)
     found = {1: False, 2: True, 3: True, 4: False, 5: True}
     assert has_datasets(ckpt) == found
-    assert ckpt.explain()[4] == ["no policy", "dataset let go"]
+    assert ckpt.explain()[4] == ["no policy", "dataset state deleted"]
 
 
 def test_the_state_just_saved_stays_even_if_there_are_newer_steps(tmp_path):

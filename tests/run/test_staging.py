@@ -18,7 +18,7 @@ import flaxckpt
 from flaxckpt import _storage, errors
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._steps import markers as steps_markers
-from flaxckpt._storage import client as storage_client
+from flaxckpt._storage import store_requests
 from flaxckpt._util import processes as util_processes
 from flaxckpt.configs import CheckpointConfig
 from flaxckpt.datasets import StepIndexed
@@ -33,8 +33,8 @@ LAYOUTS = [flaxckpt.ArrayLayout(store=store) for store in ("files", "ocdbt")]
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(storage_client, "_FIRST_PAUSE_SECS", 1e-4)
-    monkeypatch.setattr(storage_client, "_LONGEST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr(store_requests, "_FIRST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr(store_requests, "_LONGEST_PAUSE_SECS", 1e-4)
 
 
 def state(step, text="a"):

@@ -7,9 +7,9 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt._steps import index as steps_index
 from flaxckpt._steps import names as steps_names
-from flaxckpt._storage import client as storage_client
 from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage import locks as storage_locks
+from flaxckpt._storage import store_requests
 from flaxckpt.policies import LatestN
 from tests.helpers import faulty_store as faulty
 from tests.helpers import strategies
@@ -17,8 +17,8 @@ from tests.helpers import strategies
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(storage_client, "_FIRST_PAUSE_SECS", 1e-4)
-    monkeypatch.setattr(storage_client, "_LONGEST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr(store_requests, "_FIRST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr(store_requests, "_LONGEST_PAUSE_SECS", 1e-4)
 
 
 def state(step, text="a"):

@@ -8,10 +8,10 @@ import tensorstore as ts
 
 import flaxckpt
 from flaxckpt import _storage, errors
-from flaxckpt._storage import client as storage_client
 from flaxckpt._storage import paths as storage_paths
+from flaxckpt._storage import store_requests
 from flaxckpt._storage import store_settings as storage_store_settings
-from flaxckpt._storage.client import Connection
+from flaxckpt._storage.store_requests import Connection
 from tests.helpers import faulty_store as faulty
 
 
@@ -113,7 +113,7 @@ def test_each_store_is_described_by_what_was_passed(monkeypatch):
 
     def had(spec, name):
         """What a name in a specification means."""
-        return storage_client._shared[spec[name]]
+        return store_requests._shared[spec[name]]
 
     spec = Connection("s3", "bucket", given).spec("run/")
     assert spec["aws_region"] == "eu-west-1"

@@ -14,8 +14,8 @@ from flax.training.train_state import TrainState
 
 import flaxckpt
 from flaxckpt import _storage, errors
-from flaxckpt._storage import client as storage_client
 from flaxckpt._storage import locks as storage_locks
+from flaxckpt._storage import store_requests
 from tests.helpers import faulty_store as faulty
 from tests.helpers import store_servers, strategies
 
@@ -124,9 +124,9 @@ class Proxy:
 def proxy(tmp_path_factory, monkeypatch):
     server = store_servers.running("moto", tmp_path_factory)
     # So that a few repetitions end long before an outage does.
-    monkeypatch.setattr(storage_client, "_FIRST_PAUSE_SECS", 0.01)
-    monkeypatch.setattr(storage_client, "_LONGEST_PAUSE_SECS", 0.05)
-    monkeypatch.setattr(storage_client, "_OWN_RETRIES", {"max_retries": 0})
+    monkeypatch.setattr(store_requests, "_FIRST_PAUSE_SECS", 0.01)
+    monkeypatch.setattr(store_requests, "_LONGEST_PAUSE_SECS", 0.05)
+    monkeypatch.setattr(store_requests, "_OWN_RETRIES", {"max_retries": 0})
     made = Proxy(server)
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
@@ -260,7 +260,7 @@ def test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock(
 
 
 def test_a_store_that_never_answers_is_told_of_soon(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage_client, "_FIRST_PAUSE_SECS", 1e-3)
+    monkeypatch.setattr(store_requests, "_FIRST_PAUSE_SECS", 1e-3)
     for name, value in store_servers.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     with socket.socket() as dead:

@@ -86,7 +86,7 @@ def open(root: Path, context: ts.Context) -> ts.KvStore:
         root: The directory of the database.
         context: Shared by databases that copy values from each other.
     """
-    _storage.client.use_threads()
+    _storage.store_requests.use_threads()
     spec = metadata.kvstore(root, "", ocdbt=True)
     return _storage.paths.result(ts.KvStore.open(spec, context=context), root)
 
@@ -96,7 +96,7 @@ def merge(root: Path, writers: int) -> None:
 
     Values stay in their files, and can be found only by the merged database.
     """
-    context = _storage.client.context()  # must be shared, or nothing is copied
+    context = _storage.store_requests.context()  # must be shared, or nothing is copied
     whole = open(root, context)
     transaction = ts.Transaction(atomic=True)
     taken = [
@@ -123,7 +123,7 @@ def keys(root: Path) -> set[str]:
         OSError: The database is missing or unreadable.
     """
     check(root)
-    store = open(root, _storage.client.context())
+    store = open(root, _storage.store_requests.context())
     found = _storage.paths.result(store.list(), root)
     return {key.decode(errors="surrogateescape") for key in found}
 
@@ -199,9 +199,9 @@ class _Tree:
 
     def _dump(self, node: str | None) -> Any:
         if self._store is None:
-            _storage.client.use_threads()
+            _storage.store_requests.use_threads()
             spec = metadata.kvstore(self._root, "", ocdbt=False)
-            opening = ts.KvStore.open(spec, context=_storage.client.context())
+            opening = ts.KvStore.open(spec, context=_storage.store_requests.context())
             self._store = _storage.paths.result(opening, self._root)
         return _storage.paths.result(ts.ocdbt.dump(self._store, node), self._root)
 

@@ -112,7 +112,7 @@ def metadata_readers(
     if not (names := list(names)):  # Orbax writes no database without arrays
         return {}
     _check_database(root, checkpoint)
-    store = _arrays.zarr.ocdbt.open(root, _storage.client.context())
+    store = _arrays.zarr.ocdbt.open(root, _storage.store_requests.context())
     reads = {
         name: store.read(_arrays.zarr.metadata.database_key(name, file))
         for name in names
@@ -162,7 +162,7 @@ _DATABASES: weakref.WeakKeyDictionary[ts.Context, dict[Path, ts.KvStore]] = (
 def _database(root: Path, context: ts.Context) -> ts.KvStore:
     opened = _DATABASES.setdefault(context, {})
     if root not in opened:
-        _storage.client.use_threads()
+        _storage.store_requests.use_threads()
         spec = _arrays.zarr.metadata.kvstore(root, "", ocdbt=True)
         opened[root] = _storage.paths.result(
             ts.KvStore.open(spec, context=context), root

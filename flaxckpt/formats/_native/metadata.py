@@ -95,7 +95,7 @@ def _seconds(nanoseconds: object) -> float | None:
 
 def is_dataset_deleted(path: Path) -> bool:
     """Returns True if the dataset state of `path` was deleted on purpose."""
-    return (path / _steps.markers.WITHOUT_DATASET).is_file()
+    return (path / _steps.markers.DATASET_DELETED).is_file()
 
 
 def read_run_metadata(root: Path) -> dict[str, JSON]:

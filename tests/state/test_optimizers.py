@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt._state import flax_state as state_flax_state
-from flaxckpt._state import optax_state as state_optax_state
 from flaxckpt._state import optimizer_roles as state_optimizer_roles
+from flaxckpt._state import optimizer_specs
 from flaxckpt._state import tree as state_tree
 from tests import ROOT
 from tests.helpers import optax_zoo, optimizer_states, strategies
@@ -344,7 +344,7 @@ def keys(path):
 
 
 def param(path, shape, *spec):
-    return state_optax_state.Param(keys(path), shape, P(*spec))
+    return optimizer_specs.Param(keys(path), shape, P(*spec))
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_suffixes_decide_only_what_is_beyond_doubt(path, shape, spec, rule):
         param("same", (8, 8), "x", "x"),
         param("list/0", (4,), "y"),
     ]
-    found = state_optax_state.derive_specs(
+    found = optimizer_specs.derive_specs(
         {path: (keys(path), shape)}, params, by_types={}
     )
     assert found[path].rule == rule
@@ -384,7 +384,7 @@ def test_what_jax_knows_wins_unless_it_has_lost_the_sharding():
     params = [param("w", (8, 8), "x", "y")]
     leaves = {p: (keys(p), (8, 8)) for p in ("mu/w", "nu/w")}
     by_types = {"mu/w": P("y", "x"), "nu/w": P(None, None)}
-    found = state_optax_state.derive_specs(leaves, params, by_types=by_types)
+    found = optimizer_specs.derive_specs(leaves, params, by_types=by_types)
     assert found["mu/w"] == (P("y", "x"), "types")
     assert found["nu/w"] == (P("x", "y"), "suffix")
 

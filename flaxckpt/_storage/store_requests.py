@@ -1,7 +1,7 @@
-"""Client of object stores with deadlines, retries and clear errors.
+"""Requests to object stores with deadlines, retries and clear errors.
 
-TensorStore waits minutes for a dead endpoint. This client retries temporary failures
-until a deadline, and its errors name the request and the store.
+TensorStore waits minutes for a dead endpoint. These requests are retried after
+temporary failures until a deadline, and their errors name the request and the store.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RETRIES_ALONE: dict[str, JSON] = {
     "initial_delay": "100ms",
     "max_delay": "2s",
 }
-"""TensorStore's retries in reads without attempts of ours, until our deadline."""
+"""TensorStore's retries of reads without `Connection.request`, until the deadline."""
 
 _PERMANENT = re.compile(
     "PERMISSION_DENIED|UNAUTHENTICATED|NOT_FOUND|INVALID_ARGUMENT|OUT_OF_RANGE"
@@ -119,7 +119,7 @@ def context(spec: Mapping[str, JSON] | None = None) -> ts.Context:
     return ts.Context({**_shared, **(spec or {})}, _MEMORY)
 
 
-class PassingError(errors.StoreError):
+class TransientError(errors.StoreError):
     """A single attempt of a request failed temporarily."""
 
 
@@ -287,7 +287,7 @@ class Connection:
 
         Raises:
             StoreError: The attempt exceeded its deadline, or the store was unreachable
-                (a `PassingError`). Other errors propagate.
+                (a `TransientError`). Other errors propagate.
         """
         self._use_threads()
         try:
@@ -296,7 +296,7 @@ class Connection:
             raise self._timeout_error(what, size) from None
         except (ValueError, RuntimeError) as error:
             if _TEMPORARY.search(str(error)):
-                raise PassingError(str(self._request_error(what, error))) from None
+                raise TransientError(str(self._request_error(what, error))) from None
             raise
 
     def _use_threads(self) -> None:
@@ -310,8 +310,8 @@ class Connection:
         # The late request may delay later requests of this connection for long.
         self._opened = None
         return errors.StoreError(
-            f"cannot {what}{self._where()}: wanted an answer within"
-            f" {self._timeout_secs(size):g} s, found none; check that the store can be"
+            f"cannot {what}{self._where()}: no answer within"
+            f" {self._timeout_secs(size):g} s; check that the store can be"
             " reached, or increase StoreOptions.deadline_secs"
         )
 

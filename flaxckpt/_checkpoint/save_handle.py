@@ -174,7 +174,7 @@ def _exit_if_failed() -> None:
 
 
 def _exit(messages: Iterable[str]) -> NoReturn:
-    """Prints the errors if possible, and ends the program as failed."""
+    """Prints the errors if possible, and ends the program with a failure code."""
     try:
         for stream, lines in ((sys.stdout, ()), (sys.stderr, messages)):
             # The stream may be closed, on a full disk, or None.
