@@ -236,9 +236,9 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
 
-def one_line(text: object) -> str:
-    """Returns a text or the message of an error on one line, cut to 300 characters."""
-    return " ".join(str(text).split())[:300]
+def one_line(text: object, max_chars: int = 300) -> str:
+    """Returns a text or the message of an error on one line, cut to `max_chars`."""
+    return " ".join(str(text).split())[:max_chars]
 
 
 def printable(text: str) -> str:

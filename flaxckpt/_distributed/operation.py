@@ -302,7 +302,7 @@ class Operation:
 
     def _failure(self, error: BaseException) -> Failure:
         kind = STOPPED if isinstance(error, ApartError) else type(error).__name__
-        text = " ".join(str(error).split())[:_LONGEST_TEXT]
+        text = errors.one_line(error, _LONGEST_TEXT)
         return Failure(self.index, kind, text or kind)
 
     def _settle(self, stage: str) -> None:

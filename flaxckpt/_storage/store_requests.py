@@ -316,7 +316,7 @@ class Connection:
         )
 
     def _request_error(self, what: str, error: Exception) -> errors.StoreError:
-        message = " ".join(str(error).split(" [")[0].split())[:200]
+        message = errors.one_line(str(error).split(" [")[0], 200)
         return errors.StoreError(
             f"cannot {what}{self._where()}: {message}; check bucket, region, endpoint"
             " and credentials, and that the store can be reached"

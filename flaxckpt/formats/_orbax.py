@@ -133,7 +133,7 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
             except PermissionError:
                 raise
             except (ValueError, OSError) as error:
-                faults[name] = str(error)[:200]
+                faults[name] = errors.one_line(error, 200)
         if faults:
             raise leaves.unreadable_error(item, faults)
     tree = _insert(tree, opened)
@@ -201,7 +201,8 @@ def _read_rows(item: Path, metadata: Mapping[str, Any]) -> list[_Row]:
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise errors.DamagedCheckpointError(
-            f"{item / items.TREE} does not describe a tree: {str(error)[:200]}"
+            f"{item / items.TREE} does not describe a tree:"
+            f" {errors.one_line(error, 200)}"
         ) from None
     # A partial save leaves placeholders at the prefixes of paths saved later.
     inner = {row.keys[:n] for row in rows for n in range(len(row.keys))}
@@ -291,7 +292,8 @@ def _prng_impls(item: Path) -> dict[str, str]:
                     impls[str(array.get("param_name"))] = impl
         except (AttributeError, TypeError) as error:
             raise errors.DamagedCheckpointError(
-                f"{path} does not describe arrays: {str(error)[:100]}; restore another"
+                f"{path} does not describe arrays:"
+                f" {errors.one_line(error, 100)}; restore another"
                 " step"
             ) from None
     return impls

@@ -128,7 +128,7 @@ class _SpecReplacer:
         except PermissionError:
             raise
         except (ValueError, OSError) as error:
-            self.faults[leaf] = str(error)[:200]
+            self.faults[leaf] = errors.one_line(error, 200)
             return None
 
     def _array(self, spec: dict[str, Any], leaf: LeafPath) -> leaves.Opened:

@@ -83,7 +83,7 @@ def _apply_one(
         raise
     except Exception as error:
         raise errors.OptionError(
-            f"{name[:200]} failed: {type(error).__name__}: {str(error)[:300]}"
+            f"{name[:200]} failed: {type(error).__name__}: {errors.one_line(error)}"
         ) from error
     if not _is_table(new_table):
         raise errors.OptionError(

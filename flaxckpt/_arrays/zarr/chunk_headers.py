@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from flaxckpt import _state, _storage
+from flaxckpt import _state, _storage, errors
 from flaxckpt._arrays.zarr import metadata
 
 _LONG_BYTES = 64 * 2**20
@@ -54,7 +54,9 @@ def parse(text: bytes) -> Chunks:
     try:
         return _parse(json.loads(text))
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"invalid zarr metadata: {str(error)[:150]}") from None
+        raise ValueError(
+            f"invalid zarr metadata: {errors.one_line(error, 150)}"
+        ) from None
 
 
 def _parse(data: Mapping[str, Any]) -> Chunks:

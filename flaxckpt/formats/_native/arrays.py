@@ -87,7 +87,9 @@ def parse_form(text: bytes) -> ArrayForm:
         )
         return ArrayForm(*_arrays.zarr.metadata.parse(data))
     except (errors.CheckpointError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"its metadata is not supported: {str(error)[:150]}") from None
+        raise ValueError(
+            f"its metadata is not supported: {errors.one_line(error, 150)}"
+        ) from None
 
 
 def metadata_readers(

@@ -131,7 +131,7 @@ def _trial_parse(name: str) -> Iterator[None]:
     ) as error:
         raise errors.SaveFailedError(
             f"readers would refuse {name} with this content:"
-            f" {errors.printable(str(error)[:300])}\n"
+            f" {errors.printable(errors.one_line(error))}\n"
             "Nothing is saved, and earlier checkpoints are unchanged; leave out or"
             " shorten the value at fault, or save several checkpoints."
         ) from error
@@ -330,7 +330,7 @@ def _read_native(
         manifest = native_manifest.parse(data, resolve)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise errors.DamagedCheckpointError(
-            f"{file} is not a manifest: {errors.printable(str(error)[:200])}"
+            f"{file} is not a manifest: {errors.printable(errors.one_line(error, 200))}"
         ) from None
     infos, digests = manifest.infos, manifest.digests
     strings = items.read_strings(path / STATE, path, infos, digests)

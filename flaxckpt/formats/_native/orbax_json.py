@@ -79,7 +79,8 @@ def loads(content: bytes, path: object) -> dict[str, Any]:
         data = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise errors.DamagedCheckpointError(
-            f"{path} is not valid JSON ({str(error)[:100]}); restore another step"
+            f"{path} is not valid JSON ({errors.one_line(error, 100)}); restore"
+            " another step"
         ) from None
     if not isinstance(data, dict):
         raise errors.DamagedCheckpointError(

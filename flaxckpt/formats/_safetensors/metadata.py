@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flaxckpt import _arrays, _state
+from flaxckpt import _arrays, _state, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath, Shape
 from flaxckpt.formats._native import manifest, orbax_json
@@ -139,7 +139,7 @@ def describe_native(
         *(OverflowError, RecursionError),
     ) as error:
         raise ValueError(
-            f"its {header.OURS!r} metadata is malformed: {str(error)[:200]}"
+            f"its {header.OURS!r} metadata is malformed: {errors.one_line(error, 200)}"
         ) from None
     return Described(
         infos, names, structure, strings, numbers, custom, lineage, changes

@@ -403,7 +403,7 @@ def _locate_file(directory: Path, name: str) -> Path:
 
 def _damaged_error(path: Path, error: object) -> errors.DamagedCheckpointError:
     return errors.DamagedCheckpointError(
-        f"{path} is not an intact safetensors checkpoint: {str(error)[:300]};"
+        f"{path} is not an intact safetensors checkpoint: {errors.one_line(error)};"
         " get another copy"
     )
 
