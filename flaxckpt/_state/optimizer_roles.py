@@ -245,8 +245,10 @@ class _Roles:
             for k, n in by_key.items()
             if k in carriers or optax_containers.is_complete(n)
         ]
-        if len(candidates) < 2 or (node.type == "tuple" and not carriers):
+        if len(candidates) < 2:
             return "one"
+        if node.type == "tuple" and not carriers:
+            return "either" if len(complete) == len(node.children) else "one"
         if len(carriers) > _LONGEST:
             return "several"
         if node.type == "tuple":

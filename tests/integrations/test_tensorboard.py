@@ -150,7 +150,7 @@ def test_a_length_beyond_the_file_takes_no_memory(tmp_path):
 
 def test_a_directory_that_is_not_there_is_named(tmp_path, caplog):
     assert EventFiles(tmp_path / "logs")() == {}
-    assert "logs is not there" in caplog.text
+    assert "logs does not exist" in caplog.text
 
 
 def test_tensorflow_is_not_imported():

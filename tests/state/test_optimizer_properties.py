@@ -135,6 +135,19 @@ def test_a_users_state_and_one_of_optax_take_no_value_of_each_other(
         check(found, fresh, layout.state(swapped, tags), tags)
 
 
+@pytest.mark.parametrize("form", ["tuple", "one key", "list", "states", "critic"])
+def test_no_counter_goes_to_another_optimizer_without_moments(tmp_path, form):
+    layout = Layout("dict", form, is_twin=False)
+    schedules = Optimizer((Part("schedule", "one"), Part("schedule", "other")))
+    clips = Optimizer((Part("clip", "one"), Part("clip", "other")))
+    tags = Tags()
+    flaxckpt.save(tmp_path / "c", layout.state({"g": schedules, "d": clips}, tags))
+    swapped = {"g": clips, "d": schedules}
+    fresh = layout.state(swapped)
+    if (found := load(tmp_path / "c", fresh)) is not None:
+        check(found, fresh, layout.state(swapped, tags), tags)
+
+
 @hypothesis.settings(
     max_examples=12, suppress_health_check=list(hypothesis.HealthCheck)
 )
