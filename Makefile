@@ -23,7 +23,7 @@
 #   make clean   removes all that these targets made
 
 PYTHON ?= python3
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 3 --dist worksteal
 FUZZ_SECS ?= 300
 # What uses jax, Flax, optax, TensorStore, Orbax and grain in all ways that flaxckpt does.
 VERSION_TESTS := $(addprefix tests/,arrays integrations state test_partition.py \

@@ -229,17 +229,20 @@ class Finder:
 
     @_util.forks.lazy
     def _classes(self) -> dict[LeafPath, str]:
-        """Path -> class of each stored container with a class and without roles.
+        """Path -> class of each stored container with a class and leaves without roles.
 
         The state of a user's own transform has no roles if no optimizer was recognised
         around it.
         """
         known = {place for _, _, place in self._places}
+        wrappers = {above for place in known for above in _above(place)}
         return {
             path: _state.optax_containers.class_name(node)
             for path, node in _containers(self._structure, ())
             if not _state.optax_containers.is_plain(node)
             and not _state.optax_containers.is_gone(node.type)
+            and next(_state.optax_containers.leaves(node), None) is not None
+            and path not in wrappers
             and known.isdisjoint((path, *_above(path)))
         }
 

@@ -1,14 +1,15 @@
 """Whatever call fails, what was acknowledged is there, and what is listed is whole.
 
 The N-th of the file system calls of each scenario fails, for N = 1, 2, … until there
-are no more. By default every call kills, and of other faults a part is tried;
-`FLAXCKPT_EVERY_FAULT=1` tries all, which takes half an hour.
+are no more. By default a part is tried: for kills, the calls with odd or with even
+numbers, by chance; `FLAXCKPT_EVERY_FAULT=1` tries all, which takes half an hour.
 """
 
 import collections
 import errno
 import itertools
 import os
+import random
 import signal
 import zlib
 
@@ -19,7 +20,7 @@ from tests.faults import scenarios, shim
 from tests.helpers import slow
 
 EVERY = bool(os.environ.get("FLAXCKPT_EVERY_FAULT"))
-SAMPLED = 9  # every so many calls, of faults that are not tried at all
+SAMPLED = 13  # every so many calls, of faults other than kills
 
 FAULTS = {
     "killed": {"what": shim.KILL, "sticky": False, "counted": shim.CHANGES},
@@ -34,7 +35,6 @@ FAULTS = {
         "counted": shim.GROWING,
     },
 }
-ALWAYS = {"killed"}
 
 PROMISES = ROOT / "docs" / "reliability.md"
 
@@ -49,7 +49,9 @@ def test_nothing_is_lost_unreadable_or_unreported(worker, directory, scenario, f
     base, work = directory / "base", directory / "work"
     assert worker("prepare", scenario=scenario, base=base)["code"] == 0
     step, first = 1, 1
-    if not EVERY and fault not in ALWAYS:
+    if not EVERY and fault == "killed" and scenario not in QUICK:
+        step, first = 2, random.randint(1, 2)
+    elif not EVERY and fault != "killed":
         step = SAMPLED
         first = 1 + zlib.crc32(f"{scenario} {fault}".encode()) % SAMPLED
     problems, codes = [], collections.Counter()
@@ -64,7 +66,7 @@ def test_nothing_is_lost_unreadable_or_unreported(worker, directory, scenario, f
     assert not problems, "\n".join(problems)
     if fault == "killed":
         assert set(codes) == {-signal.SIGKILL}
-        assert codes.total() >= 10
+        assert codes.total() * step >= 10
     else:
         assert set(codes) <= ENDED | ({1} if scenario == "JustEnds" else set())
 

@@ -135,6 +135,22 @@ def test_a_users_state_and_one_of_optax_take_no_value_of_each_other(
         check(found, fresh, layout.state(swapped, tags), tags)
 
 
+@pytest.mark.parametrize("wrappers", [("", "mask"), ("mask", ""), ("mask", "label")])
+@pytest.mark.parametrize("wrapper", ["", "label", "mask"])
+def test_a_state_whose_leaves_are_all_masked_matches_nothing(
+    tmp_path, wrappers, wrapper
+):
+    layout = Layout("dict", "train state", is_twin=False)
+    parts = [Part("trace", f"trace{n}", each) for n, each in enumerate(wrappers)]
+    same = {"g": Optimizer(tuple(parts), "chain", wrapper)}
+    tags = Tags()
+    saved = layout.state(same, tags)
+    flaxckpt.save(tmp_path / "c", saved)
+    fresh = layout.state(same)
+    found = flaxckpt.load(tmp_path / "c", fresh)
+    assert check(found, fresh, saved, tags) == tagged_leaves(saved, tags)
+
+
 @pytest.mark.parametrize("form", ["tuple", "one key", "list", "states", "critic"])
 def test_no_counter_goes_to_another_optimizer_without_moments(tmp_path, form):
     layout = Layout("dict", form, is_twin=False)
