@@ -359,7 +359,7 @@ def test_plan_into_a_state_in_a_file(here, command):
 
 def test_du_says_what_takes_the_space(here, command):
     lines = command.text("du", "run", "--depth", 1)
-    assert lines[0].split() == ["step", "files", "of", "its", "own"]
+    assert lines[0].split() == ["step", "files", "not", "shared"]
     assert lines[4].endswith(" on the disk")
     assert lines[6] == "arrays of run/300, uncompressed:"
     assert lines[8].split() == ["(all)", "9", "192", "B"]
@@ -383,7 +383,7 @@ def test_du_of_one_checkpoint(here, command):
     [found] = command.json("du", "w.msgpack")["steps"]
     size = (here / "w.msgpack").stat().st_size
     assert found == {"step": None, "bytes": size, "own": size}
-    assert command.text("du", "w.msgpack")[0].split() == ["files", "of", "its", "own"]
+    assert command.text("du", "w.msgpack")[0].split() == ["files", "not", "shared"]
 
 
 def test_doctor_finds_a_directory_that_works(here, command):

@@ -1037,7 +1037,7 @@ def test_without_space_for_one_more_file_steps_are_deleted(tmp_path, monkeypatch
         patch.setattr(os, "open", full)
         patch.setattr(Path, "touch", touch)
         ckpt.delete(1)
-        assert ckpt._run.retention.apply() == (2,)
+        assert ckpt._run.retention.delete_unkept() == (2,)
     assert names(tmp_path) == ["3"]
 
 
