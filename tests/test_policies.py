@@ -211,7 +211,7 @@ def test_a_policy_of_ones_own_is_any_object_with_preserved():
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(make):
-    with pytest.raises(errors.OptionError, match="wants"):
+    with pytest.raises(errors.OptionError, match="needs"):
         make()
 
 

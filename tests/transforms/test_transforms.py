@@ -591,7 +591,7 @@ def test_abstract_leaves_of_the_target_stay_missing(saved, state):
 
 
 def test_functions_of_another_kind_are_refused(saved):
-    with pytest.raises(errors.OptionError, match="from_function wants"):
+    with pytest.raises(errors.OptionError, match="from_function needs"):
         from_function(lambda: None)
     with pytest.raises(errors.OptionError, match=r"use jax\.numpy"):
         flaxckpt.load(
