@@ -312,7 +312,7 @@ def _count(name: str, n: object) -> int:
     count = _to_int(n, 1)
     if count is None:
         raise errors.OptionError(
-            f"{name} wants a whole number of at least 1, got {n!r}. To keep everything,"
+            f"{name} needs a whole number of at least 1, got {n!r}. To keep everything,"
             " pass no policy at all"
         )
     return count

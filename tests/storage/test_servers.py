@@ -207,7 +207,7 @@ def test_a_lock_in_a_bucket_that_is_gone_is_an_error_in_time(store_path, reached
         storage_locks.lock(path),
     ):
         pass
-    assert "for 3 s" in str(told.value)
+    assert "within 3 s" in str(told.value)
 
 
 # ---- how stores are reached -------------------------------------------------------
