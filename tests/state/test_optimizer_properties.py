@@ -54,6 +54,16 @@ def check(found, fresh, wanted, tags, *, old_names=lambda param: param):
     return kept
 
 
+def check_swap(path, layout, one, other):
+    """Asserts that two optimizers that swap places take no value of each other."""
+    tags = Tags()
+    flaxckpt.save(path, layout.state({"g": one, "d": other}, tags))
+    swapped = {"g": other, "d": one}
+    fresh = layout.state(swapped)
+    if (found := load(path, fresh)) is not None:
+        check(found, fresh, layout.state(swapped, tags), tags)
+
+
 def tagged_leaves(state, tags):
     """How many leaves of a state have numbers."""
     found = leaves(state).values()
@@ -127,12 +137,7 @@ def test_a_users_state_and_one_of_optax_take_no_value_of_each_other(
         Optimizer(tuple(Part(k, f"{k}{n}") for n, k in enumerate(kinds)), "chain")
         for kinds in (old, new)
     )
-    tags = Tags()
-    flaxckpt.save(tmp_path / "c", layout.state({"g": old, "d": new}, tags))
-    swapped = {"g": new, "d": old}
-    fresh = layout.state(swapped)
-    if (found := load(tmp_path / "c", fresh)) is not None:
-        check(found, fresh, layout.state(swapped, tags), tags)
+    check_swap(tmp_path / "c", layout, old, new)
 
 
 @pytest.mark.parametrize("wrappers", [("", "mask"), ("mask", ""), ("mask", "label")])
@@ -156,12 +161,7 @@ def test_no_counter_goes_to_another_optimizer_without_moments(tmp_path, form):
     layout = Layout("dict", form, is_twin=False)
     schedules = Optimizer((Part("schedule", "one"), Part("schedule", "other")))
     clips = Optimizer((Part("clip", "one"), Part("clip", "other")))
-    tags = Tags()
-    flaxckpt.save(tmp_path / "c", layout.state({"g": schedules, "d": clips}, tags))
-    swapped = {"g": clips, "d": schedules}
-    fresh = layout.state(swapped)
-    if (found := load(tmp_path / "c", fresh)) is not None:
-        check(found, fresh, layout.state(swapped, tags), tags)
+    check_swap(tmp_path / "c", layout, schedules, clips)
 
 
 @hypothesis.settings(
