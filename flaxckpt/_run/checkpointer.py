@@ -21,6 +21,7 @@ from flaxckpt import (
     policies,
 )
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
+from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._run import (
@@ -320,13 +321,15 @@ class Checkpointer:
                 step=step,
                 dataset=dataset,
                 fallback=fallback,
-                missing=missing,
-                unused=unused,
-                optimizer=optimizer,
-                transforms=transforms,
-                types=types,
-                verify=verify,
-                memory_map=memory_map,
+                options=RestoreOptions(
+                    missing=missing,
+                    unused=unused,
+                    optimizer=optimizer,
+                    transforms=transforms,
+                    types=types,
+                    verify=verify,
+                    memory_map=memory_map,
+                ),
             )
             self.lineage, self.restored_step = restored.lineage, restored.step
             self._saves.add_own(restored.step)

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack
+from typing import Any, NamedTuple, TypeAlias
 
 from flaxckpt import (
     _checkpoint,
@@ -20,6 +20,7 @@ from flaxckpt import (
     errors,
     formats,
 )
+from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._run import run_steps
 from flaxckpt._types import PyTree
 from flaxckpt.formats import _locate
@@ -44,24 +45,12 @@ class Restored(NamedTuple):
     lineage: tuple[Lineage, ...]
 
 
-class RestoreKeywords(TypedDict, total=False):
-    """Options shared by `restore` and `flaxckpt.load`; see `flaxckpt.load`."""
-
-    missing: Literal["error", "init"]
-    unused: Literal["warn", "error", "ignore"]
-    optimizer: Literal["match", "exact", "reinit"]
-    transforms: Sequence[Transform]
-    types: Sequence[type]
-    verify: bool
-    memory_map: Literal["auto"] | bool
-
-
 class _Request(NamedTuple):
     """The request of a restore: an abstract state, an iterator and options."""
 
     state: PyTree | None
     dataset: Any
-    options: _checkpoint.planner.RestoreOptions
+    options: RestoreOptions
 
 
 _Marked: TypeAlias = dict[int, str]
@@ -109,10 +98,10 @@ class Restores:
         step: int | None,
         dataset: Any,
         fallback: bool,
-        **options: Unpack[RestoreKeywords],
+        options: RestoreOptions,
     ) -> Restored:
         """Restores a step; see `Checkpointer.restore`."""
-        request = _Request(abstract_state, dataset, self._make_options(options))
+        request = _Request(abstract_state, dataset, self._complete(options))
         with _storage.paths.listing_cache(self._run.directory):
             candidates, marked = self._agree_on_steps(step)
             if not fallback:  # try both copies of a step
@@ -126,30 +115,28 @@ class Restores:
         path: Path,
         step: int | None,
         abstract_state: PyTree,
-        **options: Unpack[RestoreKeywords],
+        options: RestoreOptions,
     ) -> tuple[PyTree, tuple[Lineage, ...]]:
         """Returns the state of another checkpoint, and its lineage, itself first.
 
         With `optimizer="reinit"`, step counters beside optimizers keep their values.
         """
-        keeps_steps = options.get("optimizer") == "reinit"
-        restore_options = self._make_options(options, keeps_steps=keeps_steps)
+        keeps_steps = options.optimizer == "reinit"
+        options = dataclasses.replace(self._complete(options), keeps_steps=keeps_steps)
         start = time.monotonic()
         counter = _util.progress.Counter(f"loading {path.name}")
         state, lineage = _checkpoint.restore.load_source(
-            path, step, abstract_state, restore_options, counter
+            path, step, abstract_state, options, counter
         )
         self._report_restored(lineage[0].step, lineage[0].path, counter, start)
         return state, lineage
 
-    def _make_options(
-        self, options: RestoreKeywords, *, keeps_steps: bool = False
-    ) -> _checkpoint.planner.RestoreOptions:
-        return _checkpoint.planner.RestoreOptions(
+    def _complete(self, options: RestoreOptions) -> RestoreOptions:
+        """Returns `options` with the options that belong to the whole run."""
+        return dataclasses.replace(
+            options,
             max_concurrent_bytes=self._max_concurrent_bytes,
             read_once=self._read_once,
-            keeps_steps=keeps_steps,
-            **options,
         )
 
     def _report_restored(
@@ -321,7 +308,7 @@ class Restores:
 
     def _with_undoing(
         self, metadata: CheckpointMetadata, request: _Request
-    ) -> _checkpoint.planner.RestoreOptions:
+    ) -> RestoreOptions:
         """Returns the options, with transforms that undo the transforms of the save."""
         if request.state is None or not self._transforms:
             return request.options

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol, Unpack
+from typing import Any, Protocol
 
 from flaxckpt import _checkpoint, _distributed, _storage, errors
+from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._run import restoring, run_steps, saving
 from flaxckpt._types import PathLike, PyTree
 
@@ -69,9 +70,9 @@ class Session:
         self,
         source: PathLike,
         abstract_state: PyTree,
+        options: RestoreOptions,
         *,
         step: int | None = None,
-        **options: Unpack[restoring.RestoreKeywords],
     ) -> tuple[PyTree, int]:
         """Loads another checkpoint as the initial state of this run.
 
@@ -89,9 +90,9 @@ class Session:
         path = _storage.paths.resolve(source)
         with self.run.events.delivery():
             state, self.saves.lineage = self.restores.load_source(
-                path, step, abstract_state, **options
+                path, step, abstract_state, options
             )
-        is_reset = options.get("optimizer") == "reinit"
+        is_reset = options.optimizer == "reinit"
         return state, 0 if is_reset else _checkpoint.restore.find_step(state)
 
     # ---- several processes ------------------------------------------------------

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from flaxckpt import _run, _state, _util, datasets, errors
+from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._checkpoint.save_handle import SaveHandle
 from flaxckpt._run.checkpointer import Checkpointer, session_of
 from flaxckpt._training import arguments, completed_step, resume_check
@@ -515,10 +516,12 @@ class CheckpointCallback:
             dataset=dataset,
             source=source,
             source_step=source_step,
-            missing=missing,
-            unused=unused,
-            optimizer=optimizer,
-            transforms=source_transforms,
+            options=RestoreOptions(
+                missing=missing,
+                unused=unused,
+                optimizer=optimizer,
+                transforms=source_transforms,
+            ),
         )
         self._consumption.begin(step, datasets.position(dataset))
         self._began_at = self.checkpointer.restored_step

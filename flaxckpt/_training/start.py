@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 
-from flaxckpt import _run, _state, _steps, errors, formats
+from flaxckpt import _state, _steps, errors, formats
+from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._run.checkpointer import Checkpointer, session_of
 from flaxckpt._run.session import Session
 from flaxckpt._training import kept_state
@@ -23,7 +24,7 @@ def restore_or_init(
     dataset: Any,
     source: PathLike | None,
     source_step: int | None,
-    **options: Unpack[_run.restoring.RestoreKeywords],
+    options: RestoreOptions,
 ) -> tuple[PyTree, int]:
     """Returns the initial state of a loop, and the number of completed steps.
 
@@ -33,7 +34,7 @@ def restore_or_init(
         dataset: The iterator to restore with a step of the run.
         source: The checkpoint that a run without steps begins from, or None.
         source_step: Step of the source, if the source is a run directory.
-        **options: Options for loading the source.
+        options: Options for loading the source.
 
     Raises:
         CheckpointError: There are checkpoints, but none fits.
@@ -60,7 +61,7 @@ def restore_or_init(
             )
         return restored, step
     if source is not None:
-        return session.load_source(source, state, step=source_step, **options)
+        return session.load_source(source, state, options, step=source_step)
     _check_other_names(session)
     leaves = jax.tree.leaves(state)
     abstract = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import errors
+from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._run import events as run_events
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._storage.storage import LOCAL
@@ -106,7 +107,7 @@ def test_a_damaged_step_and_a_source_are_told(tmp_path):
     flaxckpt.save(tmp_path / "source", state(0))
     seen = []
     with flaxckpt.Checkpointer(tmp_path / "run", sinks=[seen.append]) as ckpt:
-        ckpt._session.load_source(tmp_path / "source", state(1))
+        ckpt._session.load_source(tmp_path / "source", state(1), RestoreOptions())
         for step in (1, 2):
             ckpt.save(step, state(step)).wait()
         (tmp_path / "run/2/state/_METADATA").unlink()
