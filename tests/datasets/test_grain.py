@@ -82,6 +82,7 @@ def test_an_iterator_resumes_exactly(tmp_path, make):
     assert_resumes(tmp_path, lambda: iter(make()), counts)
 
 
+@pytest.mark.slow
 def test_a_loader_with_worker_processes_resumes_exactly(tmp_path):
     assert_resumes(tmp_path, lambda: iter(loader(worker_count=2)), [3, 16])
 

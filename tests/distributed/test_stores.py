@@ -5,14 +5,14 @@ import pytest
 import flaxckpt
 from flaxckpt import _storage
 from tests.distributed import jobs
-from tests.helpers import slow
 
 pytestmark = pytest.mark.multiprocess
 
 LAYOUTS = ["files", "ocdbt", "zstd", "zstd_ocdbt"]
 
 
-@pytest.mark.parametrize("kind", slow.all_but(["moto", "seaweed"], ["moto"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["moto", "seaweed"])
 def test_two_processes_save_into_a_store_as_one(store_path, tmp_path, kind):
     path = store_path(kind)
     said = jobs.run("bucket", 2, tmp_path, layouts=LAYOUTS, url=str(path))

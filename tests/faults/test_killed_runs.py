@@ -77,7 +77,6 @@ def assert_equal_ends(directory, straight):
 @pytest.mark.parametrize(
     ("kind", "kills"),
     [
-        ("linen", 3),
         pytest.param("linen", 8, marks=pytest.mark.slow),
         pytest.param("nnx", 8, marks=pytest.mark.slow),
     ],

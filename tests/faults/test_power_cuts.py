@@ -57,6 +57,7 @@ def test_a_power_cut_loses_nothing_that_was_acknowledged(worker, directory, scen
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.slow
 def test_a_save_that_syncs_nothing_is_found_out(worker, directory):
     problems = list(problems_of(worker, directory, "Careless"))
     assert any("is gone" in problem for problem in problems)

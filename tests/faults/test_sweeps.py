@@ -43,8 +43,13 @@ QUICK = ("FirstSave", "Pins")
 ENDED = {0, 3}  # done, or failed as it should
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("scenario", slow.all_but(scenarios.SCENARIOS, QUICK))
+@pytest.mark.parametrize(
+    ("scenario", "fault"),
+    slow.all_but(
+        itertools.product(scenarios.SCENARIOS, FAULTS),
+        {*itertools.product(QUICK, FAULTS)} - {("FirstSave", "killed")},
+    ),
+)
 def test_nothing_is_lost_unreadable_or_unreported(worker, directory, scenario, fault):
     base, work = directory / "base", directory / "work"
     assert worker("prepare", scenario=scenario, base=base)["code"] == 0

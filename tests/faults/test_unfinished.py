@@ -236,6 +236,7 @@ def test_small_files_behind_links_stay(tmp_path, place):
     assert link.is_symlink()
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments_lose_nothing(worker, directory):
     chance = random.Random("kills")
     assert worker("prepare", scenario="Endless", base=directory / "base")["code"] == 0

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from benchmarks import reliability
 
 
+@pytest.mark.slow
 def test_all_that_needs_no_root_runs_and_loses_nothing(tmp_path):
     path = tmp_path / "results.json"
     reliability.main(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tests.helpers import slow
 
 ELSEWHERE = {"__init__", "toy"}
 
@@ -32,7 +33,11 @@ def run(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["bare", "hooks", "step_info", "keras_fit", "clu_hooks", "clu_metrics"]
+    "name",
+    slow.all_but(
+        ["bare", "hooks", "step_info", "keras_fit", "clu_hooks", "clu_metrics"],
+        ["bare", "clu_hooks"],
+    ),
 )
 def test_a_loop_that_was_lost_ends_as_one_that_was_not(name):
     assert run(name).endswith(

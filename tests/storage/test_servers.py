@@ -15,7 +15,7 @@ import flaxckpt
 from flaxckpt import _storage, errors
 from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage import locks as storage_locks
-from tests.helpers import store_servers, strategies
+from tests.helpers import slow, store_servers, strategies
 from tests.helpers.files import flip_bit
 
 SERVERS = ("moto", "seaweed")
@@ -57,7 +57,7 @@ def write_rounds(url, mark, rounds, barrier, results):
     results.put((mark, won))
 
 
-@pytest.mark.parametrize("kind", SERVERS)
+@pytest.mark.parametrize("kind", slow.all_but(SERVERS, ["moto"]))
 def test_of_two_writers_of_a_step_exactly_one_wins(store_path, kind):
     url, rounds = str(store_path(kind)), 10
     context = multiprocessing.get_context("spawn")
