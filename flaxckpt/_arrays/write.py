@@ -287,7 +287,9 @@ def _write_files(target: _Target, arrays: Sequence[HostArray]) -> None:
     def begin(array: HostArray) -> bool:
         """Makes the directory; returns True if the array is unchanged."""
         directory = root / array.name
-        directory.mkdir(exist_ok=not array.name or target.writer is not None)
+        # The directory of an array without a name is its parent's.
+        is_whole_item = "/" not in array.name
+        directory.mkdir(exist_ok=is_whole_item or target.writer is not None)
         content = _metadata_text(array, encoding)
         if not target.writer:
             chunk_file.write(directory / zarr_metadata.METADATA, [memoryview(content)])

@@ -18,6 +18,7 @@ from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._checkpoint.overwrite import check_replaceable
 from flaxckpt._types import JSON
 from flaxckpt.formats import _native
+from flaxckpt.formats._native.items import Items
 from flaxckpt.formats._reader import Lineage
 from flaxckpt.transforms import Transform
 
@@ -30,11 +31,13 @@ class SaveOptions:
         layout: Chunks and encoding of arrays.
         transforms: Changes to apply to the state before writing.
         max_concurrent_bytes: Memory budget of the writing thread.
+        items: The items with the arrays and the dataset.
     """
 
     layout: ArrayLayout = dataclasses.field(default_factory=ArrayLayout)
     transforms: Sequence[Transform] = ()
     max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
+    items: Items = dataclasses.field(default_factory=Items)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,7 @@ class SaveRequest:
         metrics: Measured numbers by name.
         metadata: The user's JSON.
         dataset: A dataset iterator, or None.
+        json: JSON item -> content.
         on_exists: The action if the step exists; only a run skips steps.
         temporary: Whether to delete the step once there is a newer step.
         lineage: Origins of the run, the nearest first.
@@ -67,6 +71,7 @@ class SaveRequest:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     metadata: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
     dataset: Any = None
+    json: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
     on_exists: Literal["error", "skip", "overwrite"] = "error"
     temporary: bool = False
     lineage: Sequence[Lineage] = ()
@@ -219,7 +224,8 @@ def temporary_directory(snapshot: Snapshot) -> Iterator[Path]:
         keep=lambda name: name == _steps.markers.PIN,
         check=check_replaceable,
     ) as temporary:
-        (temporary / _native.items.STATE).mkdir()
+        for item in snapshot.contents.items.trees:
+            (temporary / item).mkdir(exist_ok=True)
         yield temporary
 
 
@@ -239,8 +245,7 @@ def write_files(
         write_new(temporary, files)
 
     with _util.threads.beside(describe) as check:
-        root = temporary / _native.items.STATE
-        write_arrays(snapshot, root, previous, check)
+        write_arrays(snapshot, temporary, previous, check)
     return files
 
 
@@ -250,16 +255,22 @@ def write_arrays(
     previous: _arrays.write.Previous | None,
     check: Callable[[], object],
 ) -> None:
-    """Writes the arrays of this process; an error from `check` stops the write."""
+    """Writes the arrays of this process; an error from `check` stops the write.
+
+    Args:
+        snapshot: The snapshot.
+        root: The directory of the checkpoint.
+        previous: Arrays of an earlier step; equal arrays are hard-linked.
+        check: Called after every part of an array.
+    """
     operation = snapshot.request.operation
 
     def count(size: int) -> None:
         check()
         snapshot.request.count(size)
 
-    _arrays.write.write(
-        root,
-        snapshot.arrays,
+    write = functools.partial(
+        _arrays.write.write,
         encoding=snapshot.contents.encoding,
         ocdbt=snapshot.contents.ocdbt,
         previous=previous,
@@ -267,6 +278,19 @@ def write_arrays(
         count=count,
         writer=None if operation is None else operation.index,
     )
+    if not snapshot.contents.ocdbt:
+        write(root, snapshot.arrays)
+        return
+    for item in snapshot.contents.items.trees:  # a database each
+        start = _native.items.prefix(item)
+        write(
+            root / item,
+            [
+                array._replace(name=array.name.removeprefix(item).removeprefix("/"))
+                for array in snapshot.arrays
+                if f"{array.name}/".startswith(start)
+            ],
+        )
 
 
 def finish_checkpoint(
@@ -317,9 +341,7 @@ def linkable_arrays(
         for array in snapshot.arrays
         if array.source is not None
     }
-    return _arrays.write.Previous(
-        snapshot.request.path / _native.items.STATE, sources, stamp
-    )
+    return _arrays.write.Previous(snapshot.request.path, sources, stamp)
 
 
 def metadata_files(

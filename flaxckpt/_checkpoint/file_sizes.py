@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +49,20 @@ def check(path: Path) -> None:
                 encoding.version == 2 or storage.costs_requests
             )
             for name, digest in digests(path, stored).items():
-                if not (skips_arrays and _native.items.is_of_arrays(name)):
+                is_of_arrays = stored.items.tree_of_file(name) is not None
+                if not (skips_arrays and is_of_arrays):
                     _native.items.check_digest(path / name, digest)
             arrays = [i for i in stored.metadata.leaves.values() if i.dtype is not None]
-            root = path / _native.items.STATE
             if storage.costs_requests:
                 _check_names(path, stored, manifest, encoding)
-            elif encoding is not None and arrays and manifest["ocdbt"]:
-                _check_database(root, encoding, arrays)
+            elif encoding is not None and manifest["ocdbt"]:
+                for item, infos in stored.items.split(arrays).items():
+                    if infos:
+                        _check_database(path / item, encoding, infos)
             elif encoding is not None:
                 for info in arrays:
-                    _check_array(root, encoding, info)
+                    directory = path / stored.items.array_directory(info)
+                    _check_array(directory, encoding, info)
 
 
 def _check_names(
@@ -72,17 +75,18 @@ def _check_names(
 
     Sizes need no check, because a store has an object completely or not at all.
     """
+    items = stored.items
     wanted = {
-        name for name in digests(path, stored) if _native.items.is_of_arrays(name)
+        name for name in digests(path, stored) if items.tree_of_file(name) is not None
     }
-    if encoding is not None and not manifest["ocdbt"]:
-        for info in stored.metadata.leaves.values():
-            if info.dtype is None:
-                continue
-            directory = array_directory(info)
-            wanted |= {f"{directory}/{name}" for name in array_files(encoding, info)}
-    elif encoding is not None and any(i.dtype for i in stored.metadata.leaves.values()):
-        wanted.add(f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}")
+    for info in stored.metadata.leaves.values():
+        if encoding is None or info.dtype is None:
+            continue
+        if manifest["ocdbt"]:
+            wanted.add(_native.items.database(items.item_of(info)))
+            continue
+        directory = items.array_directory(info)
+        wanted |= {f"{directory}/{name}" for name in array_files(encoding, info)}
     if missing := sorted(wanted.difference(_storage.of(path).files_below(path))):
         raise errors.DamagedCheckpointError(
             f"{path} is incomplete; restore another step:\n"
@@ -96,12 +100,12 @@ def digests(path: Path, stored: Stored) -> dict[str, str]:
     return {
         name: digest
         for name, digest in stored.digests.items()
-        if not (is_deleted and name.startswith(f"{_native.items.DATASET}/"))
+        if not (is_deleted and name.startswith(f"{stored.items.dataset}/"))
     }
 
 
 def _check_database(
-    root: Path, encoding: _arrays.zarr.metadata.Encoding, arrays: list[LeafInfo]
+    root: Path, encoding: _arrays.zarr.metadata.Encoding, arrays: Sequence[LeafInfo]
 ) -> None:
     """Raises DamagedCheckpointError if a database cannot hold the larger arrays."""
     least = sum(
@@ -131,10 +135,9 @@ def chunk_bytes(encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo) -> int
 
 
 def _check_array(
-    root: Path, encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo
+    directory: Path, encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo
 ) -> None:
     """Raises DamagedCheckpointError for missing array files or wrong sizes."""
-    directory = root / _native.orbax_json.param_name(info.keys)
     sizes = _sizes(directory)
     wanted = chunk_bytes(encoding, info)
     metadata, *chunks = array_files(encoding, info)
@@ -149,12 +152,6 @@ def _check_array(
         raise errors.DamagedCheckpointError(
             f"{directory} is incomplete; restore another step:\n" + errors.rows(faults)
         )
-
-
-def array_directory(info: LeafInfo) -> str:
-    """Returns the directory of an array, relative to the checkpoint."""
-    name = _native.orbax_json.param_name(info.keys)
-    return f"{_native.items.STATE}/{name}".rstrip("/")
 
 
 def array_files(encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo) -> list[str]:

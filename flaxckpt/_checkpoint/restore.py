@@ -351,7 +351,9 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
             " to start the data from the beginning"
         )
     else:
-        if files := _native.checkpoint.read_dataset(path, stored.digests):
+        if files := _native.checkpoint.read_dataset(
+            path, stored.digests, stored.items.dataset
+        ):
             datasets.set_state(iterator, files, path=path)
             return
         reason = f"{path} was saved without a dataset iterator"

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from flaxckpt import _arrays, _distributed, _state, _storage, _util, datasets, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
@@ -150,38 +151,41 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
         ):
             check_free(path, overwrite=request.overwrite)
     metadata = copy_json(request.metadata)
+    json_items = copy_json(request.json, "json")
+    _native.names.check_items(options.items, json_items)
     table, structure = plan_leaves(_state.flax_state.flatten(state), options)
     infos = tuple([leaf.info for leaf in table.values()])
-    names = [_native.orbax_json.param_name(info.keys) for info in infos]
-    ocdbt = uses_ocdbt(infos, names, options.layout)
-    _native.names.check(infos, names, ocdbt=ocdbt)
+    places = plan_places(infos, options)
     _native.manifest.check_arrays(infos)
-    leaves = list(zip(names, table.values(), strict=True))
     strings = {
-        name: str(leaf.source) for name, leaf in leaves if leaf.info.kind == "string"
+        path: str(leaf.source)
+        for path, leaf in table.items()
+        if leaf.info.kind == "string"
     }
-    _check_strings(infos, strings)
+    _check_strings(strings)
     if request.on_planned is not None:
         stored = [info for info in infos if info.chunk_shape is not None]
         request.on_planned(
             bytes=sum(map(_arrays.layout.stored_bytes, stored)),
             leaves=len(infos),
-            store="ocdbt" if ocdbt else "files",
+            store="ocdbt" if places.ocdbt else "files",
         )
     arrays = [
-        (name, leaf.info.chunk_shape, leaf)
-        for name, leaf in leaves
+        (directory, leaf.info.chunk_shape, leaf)
+        for directory, leaf in zip(places.directories, table.values(), strict=True)
         if leaf.info.chunk_shape is not None
     ]
-    places = {}
+    devices = {}
     if operation is not None:
-        places = _arrays.to_host.places(arrays, operation.count)
+        devices = _arrays.to_host.places(arrays, operation.count)
         arrays = save_distributed.select_own(operation, infos, arrays)
     dataset = {} if request.dataset is None else datasets.state_files(request.dataset)
     contents = _native.checkpoint.Contents(
         infos=infos,
         structure=structure,
-        ocdbt=ocdbt,
+        ocdbt=places.ocdbt,
+        items=options.items,
+        json=json_items,
         encoding=options.layout.encoding,
         step=request.step,
         strings=strings,
@@ -194,7 +198,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     )
     if _may_be_too_large(infos):
         commit.metadata_files(contents, path)  # raises before the first write
-    values = tuple(_arrays.to_host.to_host(arrays, places))
+    values = tuple(_arrays.to_host.to_host(arrays, devices))
     return Snapshot(request=request, contents=contents, arrays=values)
 
 
@@ -218,7 +222,7 @@ _FEW_CHARACTERS = 2**18
 """This number of characters is within every limit, even with 12 bytes each as JSON."""
 
 
-def _check_strings(infos: Sequence[LeafInfo], strings: Mapping[str, str]) -> None:
+def _check_strings(strings: Mapping[LeafPath, str]) -> None:
     """Raises UnsupportedLeafError if string leaves exceed the limits of readers.
 
     Raises:
@@ -229,12 +233,7 @@ def _check_strings(infos: Sequence[LeafInfo], strings: Mapping[str, str]) -> Non
     try:
         _native.orbax_json.check_size(_native.orbax_json.strings(strings))
     except ValueError as error:
-        sizes = {
-            info.path: len(text)
-            for info, text in zip(
-                (i for i in infos if i.kind == "string"), strings.values(), strict=True
-            )
-        }
+        sizes = {path: len(text) for path, text in strings.items()}
         large = sorted(sizes, key=lambda path: -sizes[path])[: errors.ROWS_SHOWN]
         raise errors.UnsupportedLeafError(
             {path: f"a str of {sizes[path]} characters" for path in large},
@@ -326,33 +325,73 @@ def plan_leaves(
     return table, structure
 
 
-def uses_ocdbt(
-    infos: Sequence[LeafInfo], names: Sequence[str], layout: ArrayLayout
+class Places(NamedTuple):
+    """Where the leaves of a checkpoint are stored.
+
+    Attributes:
+        ocdbt: Whether each item is an OCDBT database.
+        directories: The directory of each leaf, or the item and the key in its
+            database.
+    """
+
+    ocdbt: bool
+    directories: Sequence[str]
+
+
+def plan_places(infos: Sequence[LeafInfo], options: SaveOptions) -> Places:
+    """Returns the places of the leaves.
+
+    Raises:
+        LeafNameError: Leaves collide on disk, readers refuse their names, or they are
+            in none of the items.
+    """
+    items = options.items
+    _native.names.check_branches(items, infos)
+    parts = {
+        item: (leaves, [items.param_name(info) for info in leaves])
+        for item, leaves in items.split(infos).items()
+    }
+    ocdbt = _uses_ocdbt(list(parts.values()), options.layout)
+    for leaves, names in parts.values():
+        _native.names.check(leaves, names, ocdbt=ocdbt)
+    return Places(ocdbt, [items.array_directory(info) for info in infos])
+
+
+def _uses_ocdbt(
+    parts: Sequence[tuple[Sequence[LeafInfo], Sequence[str]]], layout: ArrayLayout
 ) -> bool:
     if layout.store != "auto":
         return layout.store == "ocdbt"
-    sizes = [_arrays.layout.stored_bytes(i) for i in infos if i.chunk_shape is not None]
-    many_small = len(sizes) > _MANY_LEAVES and sum(sizes) < _SMALL_LEAF_BYTES * len(
-        sizes
-    )
-    return many_small or not _native.names.are_file_safe(infos, names)
+    sizes = [
+        _arrays.layout.stored_bytes(info)
+        for infos, _ in parts
+        for info in infos
+        if info.chunk_shape is not None
+    ]
+    if len(sizes) > _MANY_LEAVES and sum(sizes) < _SMALL_LEAF_BYTES * len(sizes):
+        return True
+    return not all(_native.names.are_file_safe(*part) for part in parts)
 
 
-def copy_json(metadata: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Returns a deep copy of a user's metadata, equal to the value after a restore.
+def copy_json(value: Mapping[str, JSON], what: str = "metadata") -> dict[str, JSON]:
+    """Returns a deep copy of a user's JSON, equal to the value after a restore.
+
+    Args:
+        value: The JSON.
+        what: Its name, for errors.
 
     Raises:
-        OptionError: The metadata is not a dict of JSON values, or is larger than
-            readers accept.
+        OptionError: The value is not a dict of JSON values, or is larger than readers
+            accept.
     """
     try:
-        if not isinstance(metadata, Mapping):
-            raise ValueError(f"metadata is a {type(metadata).__name__}")
-        copy = _util.json_limits.copy(metadata, "metadata")
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{what} is a {type(value).__name__}")
+        copy = _util.json_limits.copy(value, what)
         _native.orbax_json.check_size(_native.orbax_json.dumps(copy))
     except ValueError as error:
         raise errors.OptionError(
-            f"the metadata cannot be saved as JSON: {errors.printable(str(error))}"
+            f"the {what} cannot be saved as JSON: {errors.printable(str(error))}"
         ) from None
     return copy
 

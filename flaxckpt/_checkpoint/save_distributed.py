@@ -159,7 +159,8 @@ def _lead(
                 raise operation.outcome() from error
             raise
         if snapshot.contents.ocdbt:
-            _arrays.zarr.ocdbt.merge(temporary / _native.items.STATE, operation.count)
+            for item in snapshot.contents.items.trees:
+                _arrays.zarr.ocdbt.merge(temporary / item, operation.count)
         digests: dict[str, str] = {}
         for text in written_digests[1:]:
             digests |= json.loads(text)
@@ -196,23 +197,25 @@ def _write_part(
     Returns:
         Files of the dataset iterators: name -> digest.
     """
-    root = temporary / _native.items.STATE
-    commit.write_arrays(snapshot, root, previous, operation.check)
+    contents = snapshot.contents
+    commit.write_arrays(snapshot, temporary, previous, operation.check)
+    dataset = contents.items.dataset
     files = {
-        f"{_native.items.DATASET}/{name}": content
-        for name, content in snapshot.contents.dataset.items()
+        f"{dataset}/{name}": content
+        for name, content in contents.dataset.items()
         if name != datasets.DESCRIPTION
     }
     commit.write_new(temporary, files)
+    storage = _storage.of(temporary)
     if files:
-        _storage.of(temporary).sync_directory(temporary / _native.items.DATASET)
-    if snapshot.contents.ocdbt:
-        _storage.of(root).sync_tree(
-            root / f"{_arrays.zarr.ocdbt.PART}{operation.index}"
-        )
-    else:
-        _sync(root, snapshot)
-    _storage.of(root).sync_directory(root)
+        storage.sync_directory(temporary / dataset)
+    if not contents.ocdbt:
+        _sync(temporary, snapshot)
+    for item in contents.items.trees:
+        root = temporary / item
+        if contents.ocdbt:
+            storage.sync_tree(root / f"{_arrays.zarr.ocdbt.PART}{operation.index}")
+        storage.sync_directory(root)
     return {name: _storage.files.digest(content) for name, content in files.items()}
 
 

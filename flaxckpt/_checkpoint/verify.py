@@ -194,7 +194,7 @@ def _unreadable(
         for name, why in faults.items():
             if name in stored.table:
                 unreadable.setdefault(name, why)
-            elif _native.items.is_of_arrays(name):
+            elif stored.items.tree_of_file(name) is not None:
                 state = "missing" if name in findings.missing else default
                 for leaf_path in _leaves_in(name, stored):
                     unreadable.setdefault(leaf_path, f"{name} is {state}")
@@ -203,15 +203,21 @@ def _unreadable(
 
 def _leaves_in(name: str, stored: Stored) -> list[LeafPath]:
     """Returns the leaves that a restore cannot read without the array file `name`."""
-    arrays = {path: leaf for path, leaf in stored.table.items() if _is_array(leaf)}
-    is_index = name == f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
-    if is_index or _has_database(stored.digests):  # a database is read as a whole
-        return list(arrays)
-    directory = name.removeprefix(f"{_native.items.STATE}/").rpartition("/")[0]
+    item = stored.items.tree_of_file(name)
+    arrays = {
+        path: leaf
+        for path, leaf in stored.table.items()
+        if _is_array(leaf) and stored.items.item_of(leaf.info) == item
+    }
+    if item is not None and (
+        name == _native.items.database(item) or _has_database(stored.digests, item)
+    ):
+        return list(arrays)  # a database is read as a whole
+    directory = name.rpartition("/")[0]
     return [
         path
         for path, leaf in arrays.items()
-        if _native.orbax_json.param_name(leaf.info.keys) == directory
+        if stored.items.array_directory(leaf.info) == directory
     ]
 
 
@@ -228,21 +234,30 @@ def _verify_own(
     checks: list[tuple[str, Check]] = [
         (
             name,
-            functools.partial(_check_digest, path, name, digest, findings.counter.add),
+            functools.partial(
+                _check_digest,
+                path,
+                name,
+                digest,
+                findings.counter.add,
+                is_of_arrays=stored.items.tree_of_file(name) is not None,
+            ),
         )
         for name, digest in digests.items()
     ]
     expected = {*digests, *_native.items.UNDIGESTED}
     leaves = {p: leaf for p, leaf in stored.table.items() if _is_array(leaf)}
+    undigested: dict[LeafPath, Leaf] = {}
     if encoding is None or manifest["ocdbt"]:
-        undigested = {} if _has_database(digests) else leaves
-        if undigested:
-            expected |= _names(path, path / _native.items.STATE)
+        for item in stored.items.trees:
+            if not _has_database(digests, item):
+                in_item = _leaves_of(item, stored, leaves)
+                undigested |= in_item
+                expected |= _names(path, path / item) if in_item else set()
     else:
-        undigested = {}
         for leaf_path, leaf in leaves.items():
             files, new_checks = _array_checks(
-                path, encoding, leaf.info, digests, findings
+                path, encoding, leaf.info, stored, findings
             )
             expected |= files
             checks += [(leaf_path, check) for check in new_checks]
@@ -255,8 +270,9 @@ def _verify_own(
     )
     findings.counter.total = _storage.of(path).known_size_below(path)
     findings.run(checks)
-    if encoding is not None and manifest["ocdbt"] and leaves:
-        _check_database_keys(path, encoding, leaves, findings)
+    if encoding is not None and manifest["ocdbt"]:
+        for item in stored.items.trees:
+            _check_database_keys(path, item, encoding, stored, findings)
     if encoding is None or not encoding.checksum:
         for leaf_path in undigested:
             findings.unchecked[leaf_path] = (
@@ -275,32 +291,46 @@ def _is_marker(name: str) -> bool:
     return "/" not in name and _steps.markers.is_marker(name)
 
 
-def _has_database(digests: Mapping[str, str]) -> bool:
-    return f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}" in digests
+def _has_database(digests: Mapping[str, str], item: str) -> bool:
+    return _native.items.database(item) in digests
+
+
+def _leaves_of(
+    item: str, stored: Stored, leaves: Mapping[LeafPath, Leaf]
+) -> dict[LeafPath, Leaf]:
+    return {
+        leaf_path: leaf
+        for leaf_path, leaf in leaves.items()
+        if stored.items.item_of(leaf.info) == item
+    }
 
 
 def _check_database_keys(
     path: Path,
+    item: str,
     encoding: _arrays.zarr.metadata.Encoding,
-    leaves: Mapping[LeafPath, Leaf],
+    stored: Stored,
     findings: verify_report.Findings,
 ) -> None:
     """Records arrays without metadata or with missing chunks in the OCDBT database.
 
     The database itself may be valid without them.
     """
-    if any(_native.items.is_of_arrays(name) for name in findings.problems):
-        return  # the database has changed and may not be readable
+    arrays = {path: leaf for path, leaf in stored.table.items() if _is_array(leaf)}
+    leaves = _leaves_of(item, stored, arrays)
+    if not leaves or any(
+        stored.items.tree_of_file(name) == item for name in findings.problems
+    ):
+        return  # no database, or it has changed and may not be readable
     keys: set[str] = set()
-    manifest = f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
+    manifest = _native.items.database(item)
     findings.attempt(
-        manifest,
-        lambda: keys.update(_arrays.zarr.ocdbt.keys(path / _native.items.STATE)),
+        manifest, lambda: keys.update(_arrays.zarr.ocdbt.keys(path / item))
     )
     if manifest in findings.problems or manifest in findings.unread:
         return
     for leaf_path, leaf in leaves.items():
-        name = _native.orbax_json.param_name(leaf.info.keys)
+        name = stored.items.param_name(leaf.info)
         missing = [
             key
             for key in file_sizes.array_files(encoding, leaf.info)
@@ -316,11 +346,12 @@ def _array_checks(
     path: Path,
     encoding: _arrays.zarr.metadata.Encoding,
     info: LeafInfo,
-    digests: Mapping[str, str],
+    stored: Stored,
     findings: verify_report.Findings,
 ) -> tuple[set[str], list[Check]]:
     """Returns the files of an array, and checks of the files without a digest."""
-    directory = file_sizes.array_directory(info)
+    digests = stored.digests
+    directory = stored.items.array_directory(info)
     shape, dtype = _arrays.layout.stored_form(info)
     chunk_shape = info.chunk_shape or ()
     names = file_sizes.array_files(encoding, info)
@@ -355,11 +386,16 @@ def _array_checks(
 
 
 def _check_digest(
-    path: Path, name: str, recorded: str, count: Callable[[int], object]
+    path: Path,
+    name: str,
+    recorded: str,
+    count: Callable[[int], object],
+    *,
+    is_of_arrays: bool,
 ) -> None:
     """Raises ValueError if the SHA-256 of a file differs from `recorded`."""
     digest = hashlib.sha256()
-    size = _LARGE if _native.items.is_of_arrays(name) else 0
+    size = _LARGE if is_of_arrays else 0
     _stream(path / name, path, count, digest.update, size)
     _storage.files.check_digest("it", f"sha256:{digest.hexdigest()}", recorded)
 

@@ -136,7 +136,9 @@ def make_state(
     metadata, dataset = stored.metadata, {}
     if metadata.has_dataset and options.format == "orbax":
         source_dir = _storage.paths.from_text(metadata.path)
-        dataset = _native.checkpoint.read_dataset(source_dir, stored.digests)
+        dataset = _native.checkpoint.read_dataset(
+            source_dir, stored.digests, stored.items.dataset
+        )
     transforms = *metadata.transforms, *_transforms.describe(options.transforms)
     return writers.State(
         table=table,

@@ -207,8 +207,8 @@ class _OrbaxTarget:
         infos = state.infos
         names = [_native.orbax_json.param_name(info.keys) for info in infos]
         self._names = {i.path: name for i, name in zip(infos, names, strict=True)}
-        self._ocdbt = _checkpoint.save.uses_ocdbt(infos, names, state.layout)
-        _native.names.check(infos, names, ocdbt=self._ocdbt)
+        options = _checkpoint.commit.SaveOptions(layout=state.layout)
+        self._ocdbt = _checkpoint.save.plan_places(infos, options).ocdbt
         _native.manifest.check_arrays(infos)
         self.pieces = state.pieces(by_chunk=True)
         self.files = ["ocdbt" if self._ocdbt else "files"]
@@ -273,7 +273,7 @@ class _OrbaxTarget:
             step=state.step,
             infos=state.infos,
             structure=state.structure,
-            strings={self._names[path]: text for path, text in state.strings.items()},
+            strings=state.strings,
             ocdbt=self._ocdbt,
             encoding=state.layout.encoding,
             metrics=metadata.metrics,

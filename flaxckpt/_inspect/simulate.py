@@ -150,9 +150,7 @@ def simulate(
     )
     infos = tuple([leaf.info for leaf in table.values()])
     _check_meshes(infos, processes)
-    names = [_native.orbax_json.param_name(info.keys) for info in infos]
-    ocdbt = _checkpoint.save.uses_ocdbt(infos, names, options.layout)
-    _native.names.check(infos, names, ocdbt=ocdbt)
+    ocdbt = _checkpoint.save.plan_places(infos, options).ocdbt
     contents = _native.checkpoint.Contents(
         infos=infos, structure=structure, ocdbt=ocdbt, encoding=options.layout.encoding
     )

@@ -45,10 +45,8 @@ def read(path: Path, step: int | None) -> Position | None:
 
 
 def _files(path: Path) -> list[Path]:
-    item = path / _native.items.DATASET
-    if not path.is_dir() or not item.is_dir():
-        return []
-    return [file for file in item.iterdir() if file.is_file()]
+    item = _native.items.find_dataset(path)
+    return [] if item is None else [file for file in item.iterdir() if file.is_file()]
 
 
 def _parse(content: bytes) -> Any:

@@ -214,9 +214,9 @@ class Saves:
             return None
         newest = paths[max(paths)]
         last = self._last_arrays
-        if last is not None and last.root.parent == newest and last.is_current():
+        if last is not None and last.root == newest and last.is_current():
             return last
-        return _arrays.write.Previous(newest / _native.items.STATE, {})
+        return _arrays.write.Previous(newest, {})
 
     def _skip(self, request: SaveRequest) -> SaveHandle:
         step, final = request.number, request.path

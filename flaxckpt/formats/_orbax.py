@@ -90,8 +90,9 @@ def read(path: Path, step: int | None) -> Stored:
         blosc=blosc,
     )
     others = [info for info in infos if info.path not in inline]
-    strings = items.read_strings(item, path, others, {})
-    table = native_arrays.leaf_table(path, others, arrays, strings)
+    names = [orbax_json.param_name(info.keys) for info in others]
+    strings = items.read_strings(item, path, names, others)
+    table = native_arrays.leaf_table(path, names, others, arrays, strings)
     for info in infos:
         if info.path in inline:
             source = dataclasses.replace(inline[info.path], info=info)

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from flaxckpt import _state, _storage
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath
+from flaxckpt.formats._native.items import Items
 
 
 class Lineage(NamedTuple):
@@ -77,6 +78,7 @@ class Stored:
         stamp: Stamp of the file that describes the checkpoint, to notice a
             replacement.
         recorded_step: Step number at the save; None if not recorded.
+        items: The items with the arrays and the dataset.
     """
 
     metadata: CheckpointMetadata
@@ -86,6 +88,7 @@ class Stored:
     digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stamp: _storage.Stamp | None = None
     recorded_step: int | None = None
+    items: Items = dataclasses.field(default_factory=Items)
 
 
 class Reader(Protocol):

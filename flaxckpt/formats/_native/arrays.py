@@ -318,26 +318,35 @@ class _DigestChecks:
 
 def leaf_table(
     path: Path,
+    names: Sequence[str],
     infos: Sequence[LeafInfo],
     arrays: Arrays,
     strings: Mapping[LeafPath, str],
 ) -> LeafTable:
-    """Returns the leaf table of a checkpoint.
+    """Returns the leaf table of a checkpoint, or of an item.
+
+    Args:
+        path: The checkpoint.
+        names: The name of each leaf on disk.
+        infos: The leaves.
+        arrays: The arrays.
+        strings: Leaf path -> value of the string leaves.
 
     Raises:
         DamagedCheckpointError: Names of arrays lead out of the checkpoint; all are
             listed.
     """
     table = {}
-    names = (orbax_json.param_name(i.keys) for i in infos if i.dtype is not None)
-    check_names(path, names, ocdbt=arrays.ocdbt)
+    stored_names = [
+        name for name, info in zip(names, infos, strict=True) if info.dtype is not None
+    ]
+    check_names(path, stored_names, ocdbt=arrays.ocdbt)
     checks = None
     if arrays.version == 2 and arrays.digests:  # chunks of zarr 2 have no checksums
         checks = _DigestChecks(arrays.root, arrays.ocdbt, arrays.digests)
-    for info in infos:
+    for name, info in zip(names, infos, strict=True):
         stored = StoredLeaf(path, info, value=strings.get(info.path))
         if info.dtype is not None:
-            name = orbax_json.param_name(info.keys)
             raw = arrays.raw(name, info)
             form = ArrayForm(*_arrays.layout.stored_form(info), info.chunk_shape or ())
             open_array = functools.partial(arrays.open, name, form, path)

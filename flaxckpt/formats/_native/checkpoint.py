@@ -7,13 +7,13 @@ import dataclasses
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from flaxckpt import _arrays, _state, _storage, datasets, errors
-from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._storage.commit_marker import MARKER
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _orbax
@@ -21,14 +21,13 @@ from flaxckpt.formats._native import arrays as native_arrays
 from flaxckpt.formats._native import items, orbax_json
 from flaxckpt.formats._native import manifest as native_manifest
 from flaxckpt.formats._native import metadata as native_metadata
-from flaxckpt.formats._native.items import DATASET, METRICS, STATE
+from flaxckpt.formats._native.items import METRICS, Items
 from flaxckpt.formats._reader import Lineage, Stored
 
 _DATABASE = re.compile(
-    rf"{STATE}/(?:manifest\.ocdbt|(?:{re.escape(_arrays.zarr.ocdbt.PART)}\d+/)?d/.+)",
-    re.DOTALL,
+    rf"(?:manifest\.ocdbt|(?:{re.escape(_arrays.zarr.ocdbt.PART)}\d+/)?d/.+)", re.DOTALL
 )
-"""A file of the database, or of the database of a single process."""
+"""A file in an item of the database, or of the database of a single process."""
 
 _SMALL_DATABASE_BYTES = 64 * 2**20
 
@@ -45,12 +44,14 @@ class Contents:
         structure: The containers.
         ocdbt: Whether the arrays are in an OCDBT database.
         encoding: Encoding of the chunks.
+        items: The items with the arrays and the dataset.
         step: Step number, or None.
-        strings: Param name -> value of the string leaves.
+        strings: Leaf path -> value of the string leaves.
         metrics: Metrics of the step.
         custom: The user's metadata.
         dataset: File name -> content of the dataset iterator's state; empty if not
             saved.
+        json: JSON item -> content.
         created: Time of the start of the save, in seconds since 1970.
         lineage: Checkpoints that the run started from.
         transforms: The transforms applied to the state, as text.
@@ -60,11 +61,13 @@ class Contents:
     structure: _state.tree.Node | LeafPath
     ocdbt: bool
     encoding: _arrays.zarr.metadata.Encoding
+    items: Items = dataclasses.field(default_factory=Items)
     step: int | None = None
     strings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     custom: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
     dataset: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    json: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
     created: float = 0.0
     lineage: Sequence[Lineage] = ()
     transforms: Sequence[str] = ()
@@ -78,53 +81,58 @@ def make_files(contents: Contents) -> dict[str, bytes]:
     Raises:
         SaveFailedError: `read` would not accept a file.
     """
-    files = {
-        items.CHECKPOINT: _checkpoint_metadata(contents),
-        f"{STATE}/{items.TREE}": orbax_json.tree_metadata(
-            contents.infos,
-            ocdbt=contents.ocdbt,
-            zarr_version=contents.encoding.version,
-        ),
-        f"{STATE}/{items.SHARDING}": orbax_json.shardings(contents.infos),
-        f"{STATE}/{items.ARRAYS}": orbax_json.array_metadatas(contents.infos),
-    }
-    if contents.strings:
-        files[f"{STATE}/{items.STRINGS}"] = orbax_json.strings(contents.strings)
+    files = {items.CHECKPOINT: _checkpoint_metadata(contents)}
+    for item, leaves in contents.items.split(contents.infos).items():
+        infos = contents.items.below(leaves)
+        root = items.prefix(item)
+        files |= {
+            f"{root}{items.TREE}": orbax_json.tree_metadata(
+                infos, ocdbt=contents.ocdbt, zarr_version=contents.encoding.version
+            ),
+            f"{root}{items.SHARDING}": orbax_json.shardings(infos),
+            f"{root}{items.ARRAYS}": orbax_json.array_metadatas(infos),
+        }
+        strings = {
+            orbax_json.param_name(info.keys): contents.strings[info.path]
+            for info in infos
+            if info.kind == "string"
+        }
+        if strings:
+            content = orbax_json.strings(strings)
+            files[f"{root}{items.STRINGS}"] = content
+            with _trial_parse(f"{root}{items.STRINGS}") as parse:
+                data = parse(content)
+                for leaf in strings:
+                    orbax_json.string_at(data, leaf)
     for name, content in contents.dataset.items():
-        files[f"{DATASET}/{name}"] = content
+        files[f"{contents.items.dataset}/{name}"] = content
+    for item, value in contents.json.items():
+        files[f"{item}/{items.JSON_ITEM}"] = orbax_json.dumps(value)
     if contents.metrics:
         metrics = orbax_json.dumps(dict(contents.metrics))
         files[f"{METRICS}/{METRICS}"] = metrics
         files[items.METRICS_DIGESTS] = native_metadata.metrics_digests(metrics)
-    for name in _PARSED & files.keys():
-        with _trial_parse(name):
-            orbax_json.check_size(files[name])
-            data = orbax_json.loads(files[name], name)
-            if name.endswith(items.STRINGS):
-                for leaf in contents.strings:
-                    orbax_json.string_at(data, leaf)
+    for name in (items.CHECKPOINT, f"{METRICS}/{METRICS}"):
+        if name in files:
+            with _trial_parse(name) as parse:
+                parse(files[name])
     return files
 
 
-_PARSED = frozenset(
-    (
-        items.CHECKPOINT,
-        f"{STATE}/{items.STRINGS}",
-        f"{METRICS}/{METRICS}",
-    )
-)
-"""Files besides the manifest that readers parse."""
-
-
 @contextlib.contextmanager
-def _trial_parse(name: str) -> Iterator[None]:
-    """Context of a trial parse of the file `name`, before the commit.
+def _trial_parse(name: str) -> Iterator[Callable[[bytes], dict[str, Any]]]:
+    """Context with a function that parses the file `name` as readers do.
 
     Raises:
-        SaveFailedError: The parse failed; explains why readers cannot read the file.
+        SaveFailedError: The block failed; explains why readers cannot read the file.
     """
+
+    def parse(content: bytes) -> dict[str, Any]:
+        orbax_json.check_size(content)
+        return orbax_json.loads(content, name)
+
     try:
-        yield
+        yield parse
     except (
         *(ValueError, TypeError, KeyError, AttributeError, RecursionError),
         errors.DamagedCheckpointError,
@@ -165,11 +173,9 @@ def seal(
         if not name.startswith(METRICS)
     }
     recorded |= {**digests, **_digests_of_arrays(contents, root)}
-    with _trial_parse(orbax_json.MANIFEST):
+    with _trial_parse(orbax_json.MANIFEST) as parse:
         manifest = _manifest_text(contents, recorded)
-        orbax_json.check_size(manifest)
-        data = orbax_json.loads(manifest, orbax_json.MANIFEST)
-        native_manifest.check_readable(data, contents.infos)
+        native_manifest.check_readable(parse(manifest), contents.infos)
     return {orbax_json.MANIFEST: manifest, MARKER: commit_marker(manifest)}
 
 
@@ -179,15 +185,17 @@ def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
     Other arrays rely on the checksums of their chunks.
     """
     is_zarr2 = contents.encoding.version == 2
-    state = root / STATE
-    if contents.ocdbt:
-        files = [state / _arrays.zarr.ocdbt.MANIFEST, *state.glob("d/*")]
-        files += state.glob(f"{_arrays.zarr.ocdbt.PART}*/d/*")
-    elif is_zarr2:
-        names = {orbax_json.param_name(info.keys) for info in contents.infos}
-        files = [file for name in names for file in (state / name).glob("*")]
-    else:
+    if not (is_zarr2 or contents.ocdbt):
         return {}
+    files: list[Path] = []
+    for item, infos in contents.items.split(contents.infos).items():
+        tree = root / item
+        if contents.ocdbt:
+            files += [tree / _arrays.zarr.ocdbt.MANIFEST, *tree.glob("d/*")]
+            files += tree.glob(f"{_arrays.zarr.ocdbt.PART}*/d/*")
+        else:
+            names = {contents.items.param_name(info) for info in infos}
+            files += [file for name in names for file in (tree / name).glob("*")]
     files = [file for file in files if file.is_file()]  # empty without arrays
     size = sum(file.stat().st_size for file in files)
     if not is_zarr2 and size > _SMALL_DATABASE_BYTES:
@@ -205,11 +213,14 @@ def commit_marker(manifest: bytes) -> bytes:
 
 
 def _checkpoint_metadata(contents: Contents) -> bytes:
-    handlers = {STATE: orbax_json.STATE_HANDLER}
+    handlers: dict[str, JSON] = dict.fromkeys(
+        contents.items.trees, orbax_json.STATE_HANDLER
+    )
     if contents.metrics:
         handlers[METRICS] = orbax_json.JSON_HANDLER
     if contents.dataset:
-        handlers[DATASET] = orbax_json.JSON_HANDLER
+        handlers[contents.items.dataset] = orbax_json.JSON_HANDLER
+    handlers |= dict.fromkeys(contents.json, orbax_json.JSON_HANDLER)
     return orbax_json.dumps(
         {
             "item_handlers": handlers,
@@ -230,10 +241,14 @@ def _manifest_text(contents: Contents, digests: Mapping[str, str]) -> bytes:
         optional["transforms"] = list(contents.transforms)
     if contents.metrics:
         optional["metrics"] = True
+    if contents.items != Items():
+        optional["items"] = native_manifest.items_row(contents.items)
+    if contents.json:
+        optional["json"] = list(contents.json)
     return orbax_json.dumps(
         {
             "format": "flaxckpt",
-            "version": native_manifest.VERSION,
+            "version": native_manifest.version_for(contents.items),
             "step": contents.step,
             "versions": native_manifest.versions(),
             "ocdbt": contents.ocdbt,
@@ -279,33 +294,34 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     return _orbax.read(path, step)
 
 
-def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
+def read_dataset(
+    path: Path, digests: Mapping[str, str], name: str = items.DATASET
+) -> dict[str, bytes]:
     """Returns the files of the dataset iterator saved in `path`; empty without any.
 
     Also empty after they were deleted on purpose. Orbax lets its users name the item,
     so any item with grain's files counts.
+
+    Args:
+        path: The checkpoint.
+        digests: File name -> recorded digest.
+        name: The item of the dataset, as far as recorded.
     """
     if native_metadata.is_dataset_deleted(path):
         return {}
-    for name in digests:
-        if name.startswith(f"{DATASET}/") and not (path / name).is_file():
-            items.read_file(path / name, path)  # raises
-    directories = [
-        path / DATASET,
-        *(path / name for name in _storage.of(path).directories(path)),
-    ]
+    for file_name in digests:
+        is_needed = file_name.startswith(f"{name}/")
+        if is_needed and not (path / file_name).is_file():
+            items.read_file(path / file_name, path)  # raises
+    item = items.find_dataset(path, name)
+    if item is None:
+        return {}
     files = {}
-    for item in directories:
-        if not any(item.glob("process_*-of-*.json")):
-            continue
-        for file in sorted(item.iterdir()):
-            if file.is_file():
-                content = items.read_file(
-                    file, path, max_bytes=datasets.MAX_STATE_BYTES
-                )
-                items.check_digest(file, digests.get(f"{DATASET}/{file.name}"), content)
-                files[file.name] = content
-        break
+    for file in sorted(item.iterdir()):
+        if file.is_file():
+            content = items.read_file(file, path, max_bytes=datasets.MAX_STATE_BYTES)
+            items.check_digest(file, digests.get(f"{item.name}/{file.name}"), content)
+            files[file.name] = content
     return files
 
 
@@ -320,10 +336,10 @@ def _read_native(
         items.check_digest(file, recorded, content)
     data = orbax_json.loads(content, file)
     version = data.get("version")
-    if version != native_manifest.VERSION:
+    if version not in native_manifest.VERSIONS:
         raise errors.CheckpointFormatError(
             f"{path} has manifest version {repr(version)[:20]}; this flaxckpt reads"
-            f" version {native_manifest.VERSION}: use the flaxckpt that wrote it"
+            f" versions {native_manifest.VERSIONS}: use the flaxckpt that wrote it"
             f" ({repr(data.get('versions'))[:200]}) or a newer one"
         )
     try:
@@ -333,19 +349,9 @@ def _read_native(
             f"{file} is not a manifest: {errors.printable(errors.one_line(error, 200))}"
         ) from None
     infos, digests = manifest.infos, manifest.digests
-    strings = items.read_strings(path / STATE, path, infos, digests)
-    arrays = native_arrays.Arrays(
-        path / STATE,
-        3 if manifest.encoding is None else manifest.encoding.version,
-        manifest.ocdbt,
-        encoding=manifest.encoding,
-        digests={
-            name.removeprefix(f"{STATE}/"): digest
-            for name, digest in digests.items()
-            if name.startswith(f"{STATE}/")
-            and (not manifest.ocdbt or _DATABASE.fullmatch(name))
-        },
-    )
+    table: LeafTable = {}
+    for item, leaves in manifest.items.split(infos).items():
+        table |= _item_table(path, item, leaves, manifest)
     metadata = dataclasses.replace(
         native_metadata.checkpoint_metadata(path, "flaxckpt", step, infos, digests),
         lineage=manifest.lineage,
@@ -353,13 +359,45 @@ def _read_native(
     )
     return Stored(
         metadata,
-        native_arrays.leaf_table(path, infos, arrays, strings),
+        {info.path: table[info.path] for info in infos},
         manifest.structure,
         manifest.unknown_types,
         digests,
         stamp,
         manifest.step,
+        manifest.items,
     )
+
+
+def _item_table(
+    path: Path,
+    item: str,
+    infos: Sequence[LeafInfo],
+    manifest: native_manifest.Manifest,
+) -> LeafTable:
+    """Returns the leaf table of an item."""
+    root = items.prefix(item)
+    digests = {
+        name.removeprefix(root): digest
+        for name, digest in manifest.digests.items()
+        if name.startswith(root)
+    }
+    names = [manifest.items.param_name(info) for info in infos]
+    strings = items.read_strings(
+        path / item, path, names, infos, digests.get(items.STRINGS)
+    )
+    arrays = native_arrays.Arrays(
+        path / item,
+        3 if manifest.encoding is None else manifest.encoding.version,
+        manifest.ocdbt,
+        encoding=manifest.encoding,
+        digests={
+            name: digest
+            for name, digest in digests.items()
+            if not manifest.ocdbt or _DATABASE.fullmatch(name)
+        },
+    )
+    return native_arrays.leaf_table(path, names, infos, arrays, strings)
 
 
 def _read_marker(path: Path) -> Mapping[str, Any]:

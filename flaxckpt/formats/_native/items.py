@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _storage, errors
+from flaxckpt import _arrays, _storage, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _signatures
@@ -44,6 +45,85 @@ UNDIGESTED = frozenset(
 
 PREFERRED_ITEMS = (STATE, "default", "pytree")
 NOT_ITEMS = frozenset((DATASET, METRICS))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Items:
+    """The items of a checkpoint with arrays, and the item of the dataset.
+
+    Attributes:
+        state: The item of the whole state, or the top-level branches of the state that
+            are items of their own. The empty string is the checkpoint itself.
+        dataset: The item with the state of the dataset iterator.
+    """
+
+    state: str | tuple[str, ...] = STATE
+    dataset: str = DATASET
+
+    @property
+    def trees(self) -> tuple[str, ...]:
+        """The items with arrays."""
+        return (self.state,) if isinstance(self.state, str) else self.state
+
+    def item_of(self, info: LeafInfo) -> str:
+        """Returns the item of a leaf.
+
+        Raises:
+            ValueError: The leaf is in no item.
+        """
+        if isinstance(self.state, str):
+            return self.state
+        name = str(info.keys[0].name) if info.keys else ""
+        if name not in self.state or len(info.keys) < 2:
+            raise ValueError(f"the leaf {info.path[:80]!r} is in no item")
+        return name
+
+    def split(self, infos: Sequence[LeafInfo]) -> dict[str, Sequence[LeafInfo]]:
+        """Returns the leaves of each item.
+
+        Raises:
+            ValueError: A leaf is in no item.
+        """
+        if isinstance(self.state, str):
+            return {self.state: infos}
+        parts: dict[str, list[LeafInfo]] = {item: [] for item in self.state}
+        for info in infos:
+            parts[self.item_of(info)].append(info)
+        return dict(parts)
+
+    def below(self, infos: Sequence[LeafInfo]) -> Sequence[LeafInfo]:
+        """Returns leaves of an item with their keys in the item."""
+        if isinstance(self.state, str):
+            return infos
+        return [dataclasses.replace(info, keys=info.keys[1:]) for info in infos]
+
+    def param_name(self, info: LeafInfo) -> str:
+        """Returns Orbax's name of a leaf in its item, the keys joined by dots."""
+        keys = info.keys if isinstance(self.state, str) else info.keys[1:]
+        return orbax_json.param_name(keys)
+
+    def array_directory(self, info: LeafInfo) -> str:
+        """Returns the directory of an array, relative to the checkpoint."""
+        return f"{prefix(self.item_of(info))}{self.param_name(info)}".rstrip("/")
+
+    def tree_of_file(self, name: str) -> str | None:
+        """Returns the item with a file of array data, a path in the checkpoint."""
+        for item in self.trees:
+            root = prefix(item)
+            rest = name.removeprefix(root)
+            if name.startswith(root) and rest not in DESCRIPTIONS:
+                return item
+        return None
+
+
+def database(item: str) -> str:
+    """Returns the file that an item's OCDBT database begins with."""
+    return f"{prefix(item)}{_arrays.zarr.ocdbt.MANIFEST}"
+
+
+def prefix(item: str) -> str:
+    """Returns the beginning of the paths of an item's files in the checkpoint."""
+    return f"{item}/" if item else ""
 
 
 def find_item(path: Path) -> Path | None:
@@ -174,6 +254,22 @@ def is_tree(path: Path) -> bool:
     )
 
 
+def find_dataset(path: Path, name: str = DATASET) -> Path | None:
+    """Returns the item of `path` with the files of an iterator; None without any.
+
+    Args:
+        path: The checkpoint.
+        name: Name of the item that comes before others.
+    """
+    if not path.is_dir():
+        return None
+    directories = sorted(_storage.of(path).directories(path), key=lambda n: n != name)
+    for item in directories:
+        if any((path / item).glob("process_*-of-*.json")):
+            return path / item
+    return None
+
+
 def read_file(
     path: Path, checkpoint: Path, *, max_bytes: int = orbax_json.MAX_BYTES
 ) -> bytes:
@@ -231,21 +327,34 @@ def check_digest(path: Path, recorded: object, content: bytes | None = None) -> 
 def read_strings(
     item: Path,
     checkpoint: Path,
+    names: Sequence[str],
     infos: Sequence[LeafInfo],
-    digests: Mapping[str, str],
+    digest: str | None = None,
 ) -> dict[LeafPath, str]:
-    """Returns the values of the string leaves: leaf path -> string."""
-    leaves = [info for info in infos if info.kind == "string"]
+    """Returns the values of the string leaves of an item: leaf path -> string.
+
+    Args:
+        item: The directory of the item.
+        checkpoint: The checkpoint.
+        names: The name of each leaf on disk.
+        infos: The leaves.
+        digest: Recorded digest of the file.
+    """
+    leaves = {
+        info.path: name
+        for name, info in zip(names, infos, strict=True)
+        if info.kind == "string"
+    }
     if not leaves:
         return {}
     path = item / STRINGS
     content = read_file(path, checkpoint)
-    check_digest(path, digests.get(f"{STATE}/{STRINGS}"), content)
+    check_digest(path, digest, content)
     data = orbax_json.loads(content, path)
     try:
         return {
-            info.path: orbax_json.string_at(data, orbax_json.param_name(info.keys))
-            for info in leaves
+            leaf_path: orbax_json.string_at(data, name)
+            for leaf_path, name in leaves.items()
         }
     except KeyError as error:
         raise errors.DamagedCheckpointError(
@@ -265,9 +374,3 @@ def file_to_lock(path: Path) -> Path:
     """Returns a file to lock for the checkpoint `path`: never missing or replaced."""
     names = (orbax_json.MANIFEST, CHECKPOINT)
     return next((path / name for name in names if (path / name).is_file()), path)
-
-
-def is_of_arrays(name: str) -> bool:
-    """Returns True if the file `name` of a checkpoint contains only array data."""
-    root, _, rest = name.partition("/")
-    return root == STATE and rest not in DESCRIPTIONS

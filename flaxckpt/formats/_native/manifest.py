@@ -16,10 +16,13 @@ from flaxckpt._arrays.zarr.metadata import sizes
 from flaxckpt._state.leaf import LeafInfo, Role
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats._native import orbax_json
+from flaxckpt.formats._native.items import Items
 from flaxckpt.formats._native.orbax_json import EMPTIES
 from flaxckpt.formats._reader import Lineage
 
-VERSION = 1
+VERSIONS = (1, 2)
+"""Versions that are read; version 2 names the items other than `state`."""
+
 _PARSED_LEAVES = 20_000  # up to which `check_readable` parses all rows
 _SCALARS = frozenset((*orbax_json.PYTHON_OF_KIND.values(), "numpy.generic"))
 
@@ -37,6 +40,8 @@ class Manifest(NamedTuple):
         lineage: Checkpoints that the run started from.
         transforms: The transforms applied to the state, as text.
         step: Step number; None for a checkpoint saved on its own.
+        items: The items with the arrays and the dataset.
+        json: The names of the JSON items.
     """
 
     infos: Sequence[LeafInfo]
@@ -48,6 +53,8 @@ class Manifest(NamedTuple):
     lineage: tuple[Lineage, ...]
     transforms: tuple[str, ...]
     step: int | None
+    items: Items
+    json: tuple[str, ...]
 
 
 def parse(data: Mapping[str, Any], resolve: _state.treedef.Resolve) -> Manifest:
@@ -63,6 +70,8 @@ def parse(data: Mapping[str, Any], resolve: _state.treedef.Resolve) -> Manifest:
         [parse_leaf(row, keys) for row in data["leaves"]], structure
     )
     check_leaves(infos, keys, structure)
+    items = parse_items(data)
+    items.split(infos)  # raises if a leaf is in no item
     return Manifest(
         infos,
         structure,
@@ -73,6 +82,8 @@ def parse(data: Mapping[str, Any], resolve: _state.treedef.Resolve) -> Manifest:
         parse_lineage(data),
         parse_texts(data.get("transforms", [])),
         _parse_step(data),
+        items,
+        parse_item_names(data.get("json", [])),
     )
 
 
@@ -300,6 +311,50 @@ def encoding_row(encoding: _arrays.zarr.metadata.Encoding) -> JSON:
     """Returns the encoding for the manifest; the inverse of `parse_encoding`."""
     row: dict[str, JSON] = {"codec": encoding.codec, "checksum": encoding.checksum}
     return row if encoding.version == 3 else {**row, "zarr_version": encoding.version}
+
+
+def version_for(items: Items) -> int:
+    """Returns the oldest version of a manifest with these items."""
+    return 1 if items == Items() else 2
+
+
+def items_row(items: Items) -> JSON:
+    """Returns the items for the manifest; the inverse of `parse_items`."""
+    state = items.state
+    return {
+        "state": state if isinstance(state, str) else list(state),
+        "dataset": items.dataset,
+    }
+
+
+def parse_items(data: Mapping[str, Any]) -> Items:
+    """Returns the items with the arrays and the dataset.
+
+    Raises:
+        ValueError, KeyError, TypeError: The items are malformed.
+    """
+    if "items" not in data:
+        return Items()
+    row = data["items"]
+    state, dataset = row["state"], row["dataset"]
+    names = [state] if isinstance(state, str) else state
+    parse_item_names([*(name for name in names if name), dataset])
+    return Items(state if isinstance(state, str) else tuple(state), dataset)
+
+
+def parse_item_names(value: Any) -> tuple[str, ...]:
+    """Converts a list of the names of items to a tuple.
+
+    Raises:
+        ValueError: `value` is not a list of different names of directories.
+    """
+    names = parse_texts(value)
+    if len(set(names)) < len(names):
+        raise ValueError(f"it names an item twice: {str(value)[:80]}")
+    for name in names:
+        if not name or "/" in name or orbax_json.UNSAFE.search(name):
+            raise ValueError(f"it has the unsafe item {name[:80]!r}")
+    return names
 
 
 def parse_digests(value: Any) -> dict[str, str]:

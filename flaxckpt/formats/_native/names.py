@@ -75,6 +75,83 @@ def check(infos: Sequence[LeafInfo], names: Sequence[str], *, ocdbt: bool) -> No
         raise errors.LeafNameError(faults, advice)
 
 
+def check_items(layout: items.Items, json: Iterable[str]) -> None:
+    """Raises OptionError for items that cannot be directories of a checkpoint.
+
+    Args:
+        layout: The items with the arrays and the dataset.
+        json: The JSON items.
+
+    Raises:
+        OptionError: Lists all names at fault.
+    """
+    roles: dict[str, str] = {}
+    faults = {}
+    trees = layout.trees if layout.trees != ("",) else ()
+    for role, names in (
+        ("items", trees),
+        ("dataset_item", (layout.dataset,)),
+        ("json", tuple(json)),
+    ):
+        for name in names:
+            if not _ITEM.fullmatch(str(name)):
+                faults[name] = (
+                    f"{role}: wanted the name of a directory, of letters, digits, '_',"
+                    " '-' and '.', with a letter first"
+                )
+            elif name in _NOT_ITEMS or (
+                name == items.DATASET and role != "dataset_item"
+            ):
+                faults[name] = f"{role}: this name has another use in a checkpoint"
+            elif name in roles:
+                faults[name] = f"{role}: the name is also in {roles[name]}"
+            roles[name] = role
+    if not layout.trees:
+        faults["()"] = "items: wanted at least one name"
+    if faults:
+        raise errors.OptionError(
+            "these items cannot be saved; choose other names:\n"
+            + errors.rows(f"{name!r:.80} in {why}" for name, why in faults.items())
+        )
+
+
+def check_branches(layout: items.Items, infos: Sequence[LeafInfo]) -> None:
+    """Raises LeafNameError unless each leaf is inside of a branch that is an item.
+
+    Raises:
+        LeafNameError: Lists the branches that are in no item, and items without
+            leaves.
+    """
+    if isinstance(layout.state, str):
+        return
+    faults = {}
+    found = set()
+    for info in infos:
+        branch = str(info.keys[0].name) if info.keys else ""
+        found.add(branch)
+        if branch not in layout.state:
+            faults[branch] = "is a branch of the state that is no item"
+        elif len(info.keys) < 2 and info.kind == "empty":
+            faults[branch] = "is empty, which Orbax cannot read as an item"
+        elif len(info.keys) < 2:
+            faults[branch] = "is a single leaf, and an item must be a container"
+    for item in layout.state:
+        if item not in found:
+            faults[item] = "is an item, but no branch of the state"
+    if faults:
+        raise errors.LeafNameError(
+            faults,
+            f"The top-level branches of the state must be items={layout.state}; put"
+            " single leaves into a dict, or save the whole state as items='state'.",
+        )
+
+
+_ITEM = re.compile(r"[^\W\d][\w.-]{0,99}")
+
+_NOT_ITEMS = frozenset((items.METRICS, "metadata", "descriptor"))
+"""Names of other directories in a checkpoint."""
+
+
 def _nested_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yields each name that continues another name after a `/`, and the other name."""
     names = set(names)
