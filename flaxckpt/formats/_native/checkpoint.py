@@ -339,7 +339,7 @@ def _read_native(
     if version not in native_manifest.VERSIONS:
         raise errors.CheckpointFormatError(
             f"{path} has manifest version {repr(version)[:20]}; this flaxckpt reads"
-            f" versions {native_manifest.VERSIONS}: use the flaxckpt that wrote it"
+            f" versions {' and '.join(map(str, native_manifest.VERSIONS))}: use the flaxckpt that wrote it"
             f" ({repr(data.get('versions'))[:200]}) or a newer one"
         )
     try:
