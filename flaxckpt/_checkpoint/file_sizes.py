@@ -48,7 +48,7 @@ def check(path: Path) -> None:
             skips_arrays = encoding is not None and (
                 encoding.version == 2 or storage.costs_requests
             )
-            for name, digest in digests(path, stored).items():
+            for name, digest in digests(stored).items():
                 is_of_arrays = stored.items.tree_of_file(name) is not None
                 if not (skips_arrays and is_of_arrays):
                     _native.items.check_digest(path / name, digest)
@@ -76,9 +76,7 @@ def _check_names(
     Sizes need no check, because a store has an object completely or not at all.
     """
     items = stored.items
-    wanted = {
-        name for name in digests(path, stored) if items.tree_of_file(name) is not None
-    }
+    wanted = {name for name in digests(stored) if items.tree_of_file(name) is not None}
     for info in stored.metadata.leaves.values():
         if encoding is None or info.dtype is None:
             continue
@@ -94,13 +92,13 @@ def _check_names(
         )
 
 
-def digests(path: Path, stored: Stored) -> dict[str, str]:
+def digests(stored: Stored) -> dict[str, str]:
     """Returns the required files of a checkpoint: name -> recorded digest."""
-    is_deleted = _native.metadata.is_dataset_deleted(path)
+    deleted = tuple(f"{item}/" for item in stored.metadata.deleted_items)
     return {
         name: digest
         for name, digest in stored.digests.items()
-        if not (is_deleted and name.startswith(f"{stored.items.dataset}/"))
+        if not name.startswith(deleted)
     }
 
 

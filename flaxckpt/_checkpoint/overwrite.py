@@ -236,7 +236,7 @@ def _find_foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
         return None
     files = _storage.of(directory).files_and_links(directory)
     if is_orbax and _native.orbax_json.MANIFEST in files:
-        expected = _flaxckpt_files(files)
+        expected = _flaxckpt_files(directory, files)
     elif is_orbax:
         expected = _orbax_files(directory, files)
     elif _t5x.recognises(directory):
@@ -300,16 +300,20 @@ def _is_orbax(directory: Path) -> bool:
         return True
 
 
-def _flaxckpt_files(files: Collection[str]) -> set[str]:
+def _flaxckpt_files(directory: Path, files: Collection[str]) -> set[str]:
     """Returns the files of a flaxckpt checkpoint with a manifest."""
+    handlers = _native.items.read_item_handlers(directory)
+    kinds = {_native.items.STATE: "tree"}
+    if isinstance(handlers, dict):
+        kinds |= {name: _handler_kind(str(kind)) for name, kind in handlers.items()}
     expected = set(files) & _FILES
     for name, inside in _by_directory(files).items():
-        if name == _native.items.STATE:
+        if kinds.get(name) == "tree":
             inner = _tree_files(inside, is_damaged=True)
-        elif name in (_native.items.METRICS, _native.items.DATASET):
-            inner = {
-                file for file in inside if _OTHER_DIRECTORIES[name].fullmatch(file)
-            }
+        elif name == _native.items.METRICS:
+            inner = {file for file in inside if _METRICS_FILE.fullmatch(file)}
+        elif name == _native.items.DATASET or kinds.get(name) == "json":
+            inner = {file for file in inside if _DATASET_FILE.fullmatch(file)}
         else:
             continue
         expected |= {f"{name}/{file}" for file in inner}

@@ -355,8 +355,17 @@ class _Planner:
             self._conflict(problem, leaf.info, None, tuple(candidates))
         elif candidates:
             self._take(path, leaf, candidates[0])
+        elif (why := self._why_left_out(path)) and self._options.missing == "error":
+            lacking = Mismatch(path, str(leaf.info), f"nothing: {why}", "missing")
+            self._conflict(lacking, leaf.info, None, ())
         else:
             self._start_afresh(leaf, known)
+
+    def _why_left_out(self, path: LeafPath) -> str | None:
+        """Returns why the item with a leaf is not in the table; None if it is."""
+        item = path.partition("/")[0]
+        why = self._stored.left_out.get(item)
+        return why and f"the item {item} {why}"
 
     def _candidates(self, path: LeafPath) -> list[LeafPath]:
         """Returns stored leaves that may match, by path or by role in the optimizer.

@@ -344,7 +344,7 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
             `keep_dataset`, or the iterator does not accept the state.
     """
     path = _storage.paths.from_text(stored.metadata.path)
-    if _native.metadata.is_dataset_deleted(path):
+    if stored.items.dataset in stored.metadata.deleted_items:
         reason = f"the dataset state of {path} was deleted by keep_dataset"
         advice = (
             "restore a newer step with metadata(step).has_dataset, or pass dataset=None"

@@ -38,6 +38,8 @@ def save(
     layout: ArrayLayout | None = None,
     transforms: Sequence[Transform] = (),
     metadata: Mapping[str, JSON] | None = None,
+    items: str | Sequence[str] = _native.items.STATE,
+    json: Mapping[str, JSON] | None = None,
     overwrite: bool = False,
 ) -> SaveResult:
     """Saves `state` as a checkpoint at `path`; returns once the files are durable.
@@ -50,6 +52,9 @@ def save(
         transforms: Changes to apply to the state first, such as `transforms.cast`.
         metadata: Your own JSON, stored at the place of Orbax's custom metadata, and
             copied at the call.
+        items: The name of the item with the state; or the top-level branches of the
+            state, each saved as an item of its own; see `Checkpointer`.
+        json: Item -> JSON to save as an item of its own; see `metadata(path).json`.
         overwrite: Whether to replace an existing checkpoint. A directory that also
             has other files is not replaced.
 
@@ -70,6 +75,8 @@ def save(
         layout=layout,
         transforms=transforms,
         metadata=metadata,
+        items=items,
+        json=json,
         overwrite=overwrite,
     ).wait()
 
@@ -81,6 +88,8 @@ def save_async(
     layout: ArrayLayout | None = None,
     transforms: Sequence[Transform] = (),
     metadata: Mapping[str, JSON] | None = None,
+    items: str | Sequence[str] = _native.items.STATE,
+    json: Mapping[str, JSON] | None = None,
     overwrite: bool = False,
 ) -> SaveHandle:
     """Starts a save like `save`, and returns once the values of `state` are copied.
@@ -93,10 +102,16 @@ def save_async(
     check_name(final, "save")
     counter = _util.progress.Counter(f"saving {final.name}")
     operation = _distributed.agreement.begin("save", final, str(final))
+    options = SaveOptions(
+        layout=check_layout(layout),
+        transforms=transforms,
+        items=_native.names.make_items(items, _native.items.DATASET),
+    )
     request = SaveRequest(
         path=final,
-        options=SaveOptions(layout=check_layout(layout), transforms=transforms),
+        options=options,
         metadata=metadata or {},
+        json=json or {},
         on_exists="overwrite" if overwrite else "error",
         started=started,
         count=counter.add,

@@ -230,7 +230,7 @@ def _verify_own(
     """Compares every file with a checksum; returns files not in the checkpoint."""
     manifest = _native.items.read_json(path / _native.orbax_json.MANIFEST, path)
     encoding = _native.manifest.parse_encoding(manifest)
-    digests = file_sizes.digests(path, stored)
+    digests = file_sizes.digests(stored)
     checks: list[tuple[str, Check]] = [
         (
             name,

@@ -33,6 +33,7 @@ class Step:
         marks: Some of `latest`, `best`, `pinned`, `temporary`, `being read`, `damaged`.
         why: The reasons to keep it; empty if it would be deleted.
         damage: The known damage, or None.
+        deleted_items: The items that were deleted on purpose.
     """
 
     step: int | None
@@ -44,6 +45,7 @@ class Step:
     marks: tuple[str, ...]
     why: tuple[str, ...]
     damage: str | None
+    deleted_items: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,7 @@ def _describe(
         tuple(name for name, is_so in marks.items() if is_so),
         tuple(why),
         damage,
+        () if markers is None else tuple(sorted(markers.deleted_items)),
     )
 
 
@@ -176,7 +179,7 @@ def _read_markers(path: Path) -> _steps.markers.Status | None:
         names = []
     except PermissionError:
         return None
-    return _steps.markers.status(path, names, dataset=_native.items.DATASET)
+    return _steps.markers.status(path, names)
 
 
 def _format(path: Path) -> str:

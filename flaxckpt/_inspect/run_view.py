@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flaxckpt import _run, _steps, _storage, errors, formats, policies
 from flaxckpt._run.checkpointer import Checkpointer
@@ -198,19 +199,15 @@ def _ranked_step(step: int, path: Path) -> _run.metrics.RankedStep:
 def open_run(
     path: PathLike,
     *,
-    keep: Sequence[PreservationPolicy] = (),
-    keep_dataset: Sequence[PreservationPolicy] = (),
-    read_only: bool = False,
     step_format: str | None = None,
+    **options: Any,
 ) -> Checkpointer:
     """Opens an existing run directory.
 
     Args:
         path: The directory.
-        keep: As for `Checkpointer`.
-        keep_dataset: As for `Checkpointer`.
-        read_only: As for `Checkpointer`.
         step_format: The format of step names; detected by default.
+        **options: Options of `Checkpointer`.
 
     Raises:
         CheckpointNotFoundError, CheckpointFormatError: The path is not a run directory.
@@ -225,13 +222,7 @@ def open_run(
             " or 00000100, all of one format: only such steps can be pinned and pruned."
             " If names are mixed, choose one format, as in --step-format 'step_{step}'"
         )
-    return Checkpointer(
-        root,
-        keep=keep,
-        keep_dataset=keep_dataset,
-        step_format=name,
-        read_only=read_only,
-    )
+    return Checkpointer(root, step_format=name, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,32 +249,24 @@ class Pruned:
 def prune(
     path: PathLike,
     *,
-    keep: Sequence[PreservationPolicy],
-    keep_dataset: Sequence[PreservationPolicy] = (),
     dry_run: bool,
     step_format: str | None = None,
+    **rules: Any,
 ) -> Pruned:
     """Deletes the steps of a run that no policy keeps, or lists them.
 
     Args:
         path: The run directory.
-        keep: Its policies.
-        keep_dataset: As for `Checkpointer`; for the remaining steps.
         dry_run: True to delete nothing.
         step_format: The format of step names; detected by default.
+        **rules: Rules of retention: options of `Checkpointer`.
 
     Raises:
         OptionError: A policy uses a metric that no step has.
         SaveFailedError: The newest step is damaged, so older steps are kept.
         CheckpointError: As for `open_run`.
     """
-    with open_run(
-        path,
-        keep=keep,
-        keep_dataset=keep_dataset,
-        read_only=dry_run,
-        step_format=step_format,
-    ) as run:
+    with open_run(path, step_format=step_format, read_only=dry_run, **rules) as run:
         reasons = run.explain()
         _check_metrics(run, reasons)
         sizes = _own_sizes(survey(run.directory, step_format).steps, reasons)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal, Self
 
 from flaxckpt import (
@@ -65,8 +65,14 @@ class Checkpointer:
         keep_dataset: Policies for the states of dataset iterators. A step that stays
             loses its dataset state if none of these policies keeps the step. Without
             policies, dataset states stay as long as their steps.
+        keep_items: Item -> policies for the item, as `keep_dataset` for the dataset:
+            `{"opt_state": [LatestN(2)]}` keeps the optimizer of the two newest steps.
         metrics_from: Returns metrics measured elsewhere, step -> name -> number; called
             whenever steps are ranked. Metrics stored with a step take precedence.
+        items: The name of the item with the state, a directory in each step. Or several
+            names: the top-level branches of the state, each saved as an item of its own
+            that Orbax restores by name.
+        dataset_item: The name of the item with the state of the dataset iterator.
         layout: Chunks and encoding of arrays.
         max_concurrent_bytes: Bytes in transfer to or from storage at a time.
         transforms: Transforms of the state at every save. A restore into a state undoes
@@ -109,6 +115,9 @@ class Checkpointer:
         metadata: Mapping[str, JSON] | None = None,
         sinks: Sequence[run_events.Sink] = (),
         keep_dataset: Sequence[PreservationPolicy] = (),
+        keep_items: Mapping[str, Sequence[PreservationPolicy]] = MappingProxyType({}),
+        items: str | Sequence[str] = _native.items.STATE,
+        dataset_item: str = _native.items.DATASET,
         metrics_from: Callable[[], run_metrics.MetricsByStep] | None = None,
         peer_timeout_secs: float = _distributed.operation.TIMEOUT_SECS,
         read_once: bool = False,
@@ -119,8 +128,11 @@ class Checkpointer:
             layout=check_layout(layout),
             transforms=_transforms.check(transforms),
             max_concurrent_bytes=max_concurrent_bytes,
+            items=_native.names.make_items(items, dataset_item),
         )
-        rules = retention.Rules.of(keep, keep_dataset, metrics_from)
+        rules = retention.Rules.of(
+            keep, keep_dataset, keep_items, metrics_from, options.items
+        )
         self._run = run_staging.open_steps(
             directory,
             rules,
@@ -180,6 +192,7 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         dataset: Any = None,
         metadata: Mapping[str, JSON] | None = None,
+        json: Mapping[str, JSON] | None = None,
         on_exists: Literal["error", "skip", "overwrite"] = "error",
         temporary: bool = False,
     ) -> SaveHandle:
@@ -194,6 +207,7 @@ class Checkpointer:
             metrics: Name -> number; policies rank steps by metrics.
             dataset: An iterator; its position is saved in the same commit.
             metadata: Your own JSON about this step.
+            json: Item -> JSON to save as an item of its own; see `metadata(step).json`.
             on_exists: Action for an existing step. An overwritten step keeps its pin. A
                 skipped step becomes permanent unless `temporary`.
             temporary: True to delete the step after the next permanent step, or after
@@ -220,6 +234,7 @@ class Checkpointer:
             metrics={} if metrics is None else metrics,
             dataset=dataset,
             metadata=metadata or {},
+            json=json or {},
             on_exists=on_exists,
             temporary=temporary,
             started=started,
@@ -504,17 +519,27 @@ class Checkpointer:
         self._session.check_writable("prune")
         return self._run.prune()
 
-    def delete(self, step: int) -> None:
-        """Deletes a step, even a pinned one.
+    def delete(self, step: int, *, item: str | None = None) -> None:
+        """Deletes a step, even a pinned one, or an item of a step.
+
+        Args:
+            step: The step.
+            item: An item to delete instead of the step; others must remain.
 
         Raises:
+            CheckpointNotFoundError: The step or the item does not exist.
+            OptionError: The item is the only one with arrays.
             SaveFailedError: A loop over `new_steps` in any process reads the step, or
                 the step could not be deleted.
         """
         self._session.check_writable("delete")
         self.wait()
         if _util.processes.is_first():
-            self._run.delete(step)
+            if item is None:
+                self._run.delete(step)
+            else:
+                with self._run.step_change(step) as path:
+                    edit.delete_item(path, item)
 
     def make_permanent(self, step: int) -> None:
         """Makes a temporary step permanent: only policies delete it.

@@ -11,7 +11,7 @@ from pathlib import Path
 from flaxckpt import _steps, _storage, errors
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt._types import JSON
-from flaxckpt.formats import _native
+from flaxckpt.formats import _locate, _native
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +75,29 @@ def delete(path: Path) -> None:
     """Deletes the step `path`, even if pinned, unless a reader holds a lease."""
     with _change(path, "delete"):
         _steps.delete.delete(path, even_pinned=True)
+
+
+def delete_item(path: Path, item: str) -> None:
+    """Deletes an item of the step `path`, unless a reader holds a lease.
+
+    Raises:
+        CheckpointNotFoundError: The step has no such item.
+        OptionError: The step would have no item with arrays.
+    """
+    metadata = _locate.read_stored(path, None).metadata
+    dataset = _native.items.find_dataset(path)
+    others = {*metadata.json, *([] if dataset is None else [dataset.name])}
+    if item not in {*metadata.items, *others}:
+        raise errors.CheckpointNotFoundError(
+            f"{path} has no item {item!r:.80}; it has"
+            f" {', '.join([*metadata.items, *sorted(others)])}"
+        )
+    if metadata.items == (item,):
+        raise errors.OptionError(
+            f"{item} is the only item of {path} with arrays: delete the whole step"
+        )
+    with _change(path, "delete an item of"):
+        _steps.delete.delete_item(path, item)
 
 
 @contextlib.contextmanager

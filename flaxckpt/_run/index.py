@@ -126,9 +126,7 @@ class RunIndex:
             }
 
     def _read_step(self, entry: _Entry, elsewhere: Mapping[str, float]) -> RunStep:
-        markers = _steps.markers.status(
-            entry.path, entry.files, dataset=_native.items.DATASET
-        )
+        markers = _steps.markers.status(entry.path, entry.files)
         ranked = run_metrics.RankedStep(
             entry.step,
             temporary=markers.temporary,

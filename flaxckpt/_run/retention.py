@@ -7,12 +7,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flaxckpt import _checkpoint, _steps, _storage, errors, policies
 from flaxckpt._run import index as run_index
 from flaxckpt._run import metrics
 from flaxckpt.formats import _native
+from flaxckpt.formats._native.items import Items
 from flaxckpt.policies import PreservationPolicy
 
 _log = logging.getLogger(__name__)
@@ -29,30 +31,56 @@ class Rules(NamedTuple):
 
     Attributes:
         keep: Policies for steps; a step stays if any policy keeps it.
-        keep_dataset: Policies for the dataset states of the steps that stay; without
-            policies, all dataset states stay.
+        keep_items: Item -> policies for the item in the steps that stay; items without
+            policies stay.
         metrics_from: Returns metrics of steps measured elsewhere; None for none.
     """
 
     keep: tuple[PreservationPolicy, ...] = ()
-    keep_dataset: tuple[PreservationPolicy, ...] = ()
+    keep_items: Mapping[str, tuple[PreservationPolicy, ...]] = MappingProxyType({})
     metrics_from: Callable[[], metrics.MetricsByStep] | None = None
 
     @classmethod
-    def of(cls, keep: object, keep_dataset: object, metrics_from: object) -> Rules:
+    def of(
+        cls,
+        keep: object,
+        keep_dataset: object,
+        keep_items: object,
+        metrics_from: object,
+        items: Items,
+    ) -> Rules:
         """Returns the rules for the options of these names.
 
         Raises:
-            OptionError: An option has the wrong type.
+            OptionError: An option has the wrong type, or policies for all items with
+                arrays would leave steps without any.
         """
         if metrics_from is not None and not callable(metrics_from):
             raise errors.OptionError(
                 "metrics_from must be a function that returns step -> name -> number,"
                 f" got {metrics_from!r:.80}: write metrics_from=lambda: measured"
             )
+        if not isinstance(keep_items, Mapping):
+            raise errors.OptionError(
+                "keep_items must be a dict, item -> policies, got"
+                f" {keep_items!r:.80}: write keep_items={{'optimizer': [LatestN(2)]}}"
+            )
+        if set(items.trees) <= keep_items.keys():
+            raise errors.OptionError(
+                f"keep_items has policies for all items with arrays, {items.trees}, so"
+                " a step could lose them all: leave one out, and use keep= for steps"
+            )
+        by_item = {items.dataset: policies.check(keep_dataset, "keep_dataset")}
+        for item, some in keep_items.items():
+            if item == items.dataset and keep_dataset:
+                raise errors.OptionError(
+                    f"keep_items has policies for {item!r}, the dataset's item, and so"
+                    " has keep_dataset: pass one of both"
+                )
+            by_item[item] = policies.check(some, f"keep_items[{item!r}]")
         return cls(
             policies.check(keep, "keep"),
-            policies.check(keep_dataset, "keep_dataset"),
+            {item: some for item, some in by_item.items() if some},
             metrics_from,
         )
 
@@ -63,17 +91,17 @@ class _Decision(NamedTuple):
     Attributes:
         steps: All steps.
         doomed: The steps to delete.
-        datasets: The steps to delete the dataset state of.
+        items: The items to delete from steps that stay: step and item.
     """
 
     steps: Mapping[int, run_index.RunStep]
     doomed: Sequence[int]
-    datasets: Sequence[int]
+    items: Sequence[tuple[int, str]]
 
     @property
     def is_empty(self) -> bool:
         """True if nothing is to be deleted."""
-        return not (self.doomed or self.datasets)
+        return not (self.doomed or self.items)
 
 
 class Retention:
@@ -138,8 +166,11 @@ class Retention:
         for number, why in reasons.items():
             if steps[number].markers.waiting:
                 why.append("not uploaded")
-            if why and steps[number].markers.is_dataset_deleted:
-                why.append("dataset state deleted")
+            if why:
+                deleted = sorted(steps[number].markers.deleted_items)
+                why += [
+                    f"{_describe_item(i).removeprefix('the ')} deleted" for i in deleted
+                ]
         return reasons
 
     # ---- deletions -----------------------------------------------------------
@@ -150,7 +181,7 @@ class Retention:
         just_saved: int | None = None,
         is_awaited: Callable[[], bool] = lambda: False,
     ) -> tuple[int, ...]:
-        """Deletes the steps and dataset states that no policy keeps.
+        """Deletes the steps and items that no policy keeps.
 
         Before the first deletion, checks that the files of the step just saved are
         complete; without such a step, verifies every byte of the newest step. Failed
@@ -203,12 +234,12 @@ class Retention:
         reasons = self._explain(steps)
         doomed = [n for n, why in reasons.items() if not why and n != just_saved]
         staying = {n: step for n, step in steps.items() if n not in doomed}
-        return _Decision(steps, doomed, self._datasets_to_delete(staying, just_saved))
+        return _Decision(steps, doomed, self._items_to_delete(staying, just_saved))
 
     def _delete(
         self, decision: _Decision, just_saved: int | None, is_over: Callable[[], bool]
     ) -> Iterator[int]:
-        """Deletes steps, then dataset states; yields the deleted steps."""
+        """Deletes steps, then items of steps; yields the deleted steps."""
         tried: set[int] = set()
         is_new = False  # decide again once per deletion, or none would happen
         while remaining := [step for step in decision.doomed if step not in tried]:
@@ -227,14 +258,12 @@ class Retention:
             path = decision.steps[step].path
             if self._attempt(f"step {step}", _steps.delete.delete, path):
                 yield step
-        for step in decision.datasets:
+        for step, item in decision.items:
             if is_over():
                 return
-            what = f"the dataset state of step {step}"
             path = decision.steps[step].path
-            self._attempt(
-                what, _steps.delete.delete_dataset, path, _native.items.DATASET
-            )
+            what = f"{_describe_item(item)} of step {step}"
+            self._attempt(what, _steps.delete.delete_item, path, item)
 
     def _warn_of_missing_metrics(self, decision: _Decision) -> bool:
         """Warns, once per policy, if no step has the metric of a `BestN` policy.
@@ -247,7 +276,8 @@ class Retention:
         """
         ranked = [step.ranked for step in decision.steps.values()]
         has_warned = False
-        for policy in (*self.rules.keep, *self.rules.keep_dataset):
+        of_items = itertools.chain.from_iterable(self.rules.keep_items.values())
+        for policy in (*self.rules.keep, *of_items):
             if not isinstance(policy, policies.BestN) or policy in self._warned:
                 continue
             if not ranked or policy.preserved(ranked):
@@ -282,7 +312,7 @@ class Retention:
 
     def _may_delete(self) -> bool:
         """Returns True if rules or temporary steps make a deletion possible."""
-        if self.rules.keep or self.rules.keep_dataset:
+        if self.rules.keep or self.rules.keep_items:
             return True
         with _storage.permissions.explain_errors(self._directory):
             return any(map(_steps.markers.is_temporary, self.index.paths().values()))
@@ -298,18 +328,22 @@ class Retention:
                 " again."
             ) from error
 
-    def _datasets_to_delete(
+    def _items_to_delete(
         self, staying: Mapping[int, run_index.RunStep], just_saved: int | None
-    ) -> list[int]:
-        """Returns the steps to delete the dataset state of."""
-        steps = {n: step for n, step in staying.items() if step.markers.has_dataset}
+    ) -> list[tuple[int, str]]:
+        """Returns the items to delete from the steps that stay: step and item."""
         # Finish deletions that were begun.
         doomed = {
-            number for number, step in steps.items() if step.markers.is_dataset_deleted
+            (number, item)
+            for number, step in staying.items()
+            for item in step.markers.deleted_items & step.markers.items
         }
-        if self.rules.keep_dataset:
-            reasons = self._reasons(self.rules.keep_dataset, steps)
-            doomed |= {n for n, why in reasons.items() if not why and n != just_saved}
+        for item, keep in self.rules.keep_items.items():
+            steps = {n: s for n, s in staying.items() if item in s.markers.items}
+            reasons = self._reasons(keep, steps)
+            doomed |= {
+                (n, item) for n, why in reasons.items() if not why and n != just_saved
+            }
         return sorted(doomed)
 
     def _attempt(self, what: str, delete: Callable[..., None], *args: Any) -> bool:
@@ -326,6 +360,10 @@ class Retention:
             _log.error("%s could not be deleted: %s", what, error)
             return False
         return True
+
+
+def _describe_item(item: str) -> str:
+    return "the dataset state" if item == _native.items.DATASET else f"the item {item}"
 
 
 def _deadline(is_awaited: Callable[[], bool]) -> Callable[[], bool]:

@@ -158,7 +158,7 @@ class StagedSteps(run_steps.RunSteps):
         *,
         read_only: bool,
     ) -> None:
-        near = rules._replace(keep=keep, keep_dataset=())
+        near = rules._replace(keep=keep, keep_items={})
         super().__init__(
             directory, near, step_format, read_only=read_only, saves_in=staging
         )

@@ -32,6 +32,16 @@ def build(
         return structure
     if not table:
         raise errors.OptionError("the transforms remove all leaves of the checkpoint")
+    return prune(structure, table)
+
+
+def prune(structure: tree.Node | LeafPath, table: LeafTable) -> tree.Node | LeafPath:
+    """Returns the containers of the leaves in a table; see `build`.
+
+    Args:
+        structure: Containers of the leaves, and of more leaves.
+        table: The table, with at least one leaf.
+    """
     empties = dict(_empty_nodes(structure, ()))
     root: _Parts = {}
     for path, leaf in table.items():

@@ -30,18 +30,18 @@ def delete(path: Path, *, even_pinned: bool = False) -> None:
     _log.info("deleted %s", path)
 
 
-def delete_dataset(path: Path, dataset: str) -> None:
-    """Deletes the dataset state of a step; first marks the deletion, durably.
+def delete_item(path: Path, item: str) -> None:
+    """Deletes an item of a step; first marks the deletion, durably.
 
     Args:
         path: The step.
-        dataset: The name of the state's directory in the step.
+        item: The name of the item's directory in the step.
 
     Raises:
         SaveFailedError: The step is being read.
     """
     _storage.of(path).delete_part(
-        path, dataset, lambda: markers.mark_dataset_deleted(path)
+        path, item, lambda: markers.mark_item_deleted(path, item)
     )
 
 

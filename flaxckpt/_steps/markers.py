@@ -17,8 +17,12 @@ PIN = "PINNED"
 TEMPORARY = "TEMPORARY"
 """Marker of a step to delete as soon as there is a newer step."""
 
+_ITEM_DELETED = "ITEM_DELETED."
+"""Beginning of the marker of an item that was deleted on purpose; the item follows."""
+
+_DATASET = "dataset"
 DATASET_DELETED = "DATASET_LET_GO"
-"""Marker of a step whose dataset state was deleted on purpose."""
+"""Marker of the item `dataset`, by its name in release 0.1."""
 
 MEASURED = "MEASURED"
 """Marker of a step with metrics added after the save."""
@@ -42,34 +46,33 @@ class Status(NamedTuple):
     Attributes:
         pinned: All policies keep the step.
         temporary: The step is deleted as soon as there is a newer step.
-        has_dataset: The step has a dataset state.
-        is_dataset_deleted: The dataset state was, or will be, deleted on purpose.
+        items: The names of the entries in the step, which include the items.
+        deleted_items: The items that were, or will be, deleted on purpose.
         readers: The readers of the step, as `host:pid`.
         waiting: The step is in a staging directory, and still to be uploaded.
     """
 
     pinned: bool
     temporary: bool
-    has_dataset: bool
-    is_dataset_deleted: bool
+    items: frozenset[str]
+    deleted_items: frozenset[str]
     readers: tuple[str, ...]
     waiting: bool
 
 
-def status(path: Path, names: Collection[str], *, dataset: str) -> Status:
+def status(path: Path, names: Collection[str]) -> Status:
     """Returns the status of the step at `path`.
 
     Args:
         path: The step.
         names: The names of the entries directly in the step.
-        dataset: The name of the dataset state's directory in the step.
     """
     reading = [name for name in names if name.startswith(_storage.leases.READING)]
     return Status(
         PIN in names,
         TEMPORARY in names,
-        dataset in names,
-        DATASET_DELETED in names,
+        frozenset(names),
+        deleted_items(names),
         tuple(map(_storage.leases.reader, _storage.leases.unexpired(path, reading))),
         NOT_UPLOADED in names,
     )
@@ -77,12 +80,12 @@ def status(path: Path, names: Collection[str], *, dataset: str) -> Status:
 
 def is_marker(name: str) -> bool:
     """Returns True for the name of a marker, or of the file of a reader."""
-    return name in _NAMES or name.startswith(_storage.leases.READING)
+    return name in _NAMES or name.startswith((_storage.leases.READING, _ITEM_DELETED))
 
 
 def is_copied(name: str) -> bool:
     """Returns True for the name of a marker to copy with the step."""
-    return name in (DATASET_DELETED, MEASURED)
+    return name in (DATASET_DELETED, MEASURED) or name.startswith(_ITEM_DELETED)
 
 
 _NAMES = frozenset(
@@ -132,10 +135,29 @@ def make_permanent(path: Path) -> None:
     _remove(path, TEMPORARY)
 
 
-def mark_dataset_deleted(path: Path) -> None:
-    """Marks the dataset state of the step at `path` as deleted on purpose."""
-    if not (path / DATASET_DELETED).is_file():
-        _storage.of(path).replace(path / DATASET_DELETED, _CONTENT)
+def mark_item_deleted(path: Path, item: str) -> None:
+    """Marks an item of the step at `path` as deleted on purpose."""
+    if not is_item_deleted(path, item):
+        _storage.of(path).replace(path / _deletion_marker(item), _CONTENT)
+
+
+def is_item_deleted(path: Path, item: str) -> bool:
+    """Returns True if an item of the step at `path` was deleted on purpose."""
+    return (path / _deletion_marker(item)).is_file()
+
+
+def deleted_items(names: Collection[str]) -> frozenset[str]:
+    """Returns the items deleted on purpose, by the names of the entries in a step."""
+    deleted = {
+        name.removeprefix(_ITEM_DELETED)
+        for name in names
+        if name.startswith(_ITEM_DELETED)
+    }
+    return frozenset(deleted | ({_DATASET} if DATASET_DELETED in names else set()))
+
+
+def _deletion_marker(item: str) -> str:
+    return DATASET_DELETED if item == _DATASET else f"{_ITEM_DELETED}{item}"
 
 
 def is_measured(path: Path) -> bool:

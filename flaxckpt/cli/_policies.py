@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
@@ -60,13 +61,23 @@ def parse_policies(
     Raises:
         OptionError: An option is not a policy.
     """
-    return parse_both(keep, config, group)[0]
+    if not keep and config is None and group is None:
+        return ()  # without an import of all of flaxckpt
+    return parse_rules(keep, config, group)["keep"]
 
 
-def parse_both(
-    keep: list[str] | None, config: str | None, group: str | None
-) -> tuple[tuple[PreservationPolicy, ...], tuple[PreservationPolicy, ...]]:
-    """Returns the policies of these options for steps and for dataset states.
+class Rules(TypedDict):
+    """Options of retention, as for `Checkpointer`."""
+
+    keep: tuple[PreservationPolicy, ...]
+    keep_dataset: tuple[PreservationPolicy, ...]
+    keep_items: Mapping[str, tuple[PreservationPolicy, ...]]
+    items: str | tuple[str, ...]
+    dataset_item: str
+
+
+def parse_rules(keep: list[str] | None, config: str | None, group: str | None) -> Rules:
+    """Returns the rules of these options, and the items of the config.
 
     Raises:
         OptionError: An option is not a policy.
@@ -75,17 +86,21 @@ def parse_both(
         raise errors.OptionError(
             "--group names a table of the --config file: pass --config, too"
         )
-    if not keep and config is None:
-        return (), ()
     from flaxckpt.configs import CheckpointConfig
 
     parsed = [
         policy for text in keep or () for policy in _parse(CheckpointConfig, text)
     ]
-    if config is None:
-        return tuple(parsed), ()
-    settings = CheckpointConfig.from_file(config, group=group)
-    return (*parsed, *settings.keep), settings.keep_dataset
+    settings = CheckpointConfig()
+    if config is not None:
+        settings = CheckpointConfig.from_file(config, group=group)
+    return {
+        "keep": (*parsed, *settings.keep),
+        "keep_dataset": settings.keep_dataset,
+        "keep_items": settings.keep_items,
+        "items": settings.items,
+        "dataset_item": settings.dataset_item,
+    }
 
 
 def _parse(config: type[Any], text: str) -> tuple[PreservationPolicy, ...]:

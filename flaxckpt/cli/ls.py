@@ -81,12 +81,13 @@ def _row(
     ranked = [policy.metric for policy in policies if isinstance(policy, BestN)]
     style = next((s for mark, s in _STYLES.items() if mark in step.marks), "")
     why = ", ".join(step.why) or "nothing"
+    deleted = [f"{item} deleted" for item in step.deleted_items]
     return [
         "" if step.step is None else str(step.step),
         _output.when(step.created),
         _output.size(step.bytes) if step.bytes is not None else "",
         step.format if with_format else "",
         _output.format_metrics(step.metrics, _MOST_METRICS, ranked),
-        Cell(", ".join(step.marks), style),
+        Cell(", ".join((*step.marks, *deleted)), style),
         why if policies and step.damage is None else "",
     ]

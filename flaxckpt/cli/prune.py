@@ -39,19 +39,15 @@ def prune(
     """
     from flaxckpt import _inspect
 
-    policies, dataset_policies = _policies.parse_both(keep, config, group)
-    if not policies:
+    rules = _policies.parse_rules(keep, config, group)
+    if not rules["keep"]:
         raise errors.OptionError(
             "prune needs policies, and a run directory does not record them: pass"
             " --keep latest:3, --keep best:1:eval/loss:min, --keep every:1000, or the"
             " settings of the run as --config FILE"
         )
     result = _inspect.run_view.prune(
-        path,
-        keep=policies,
-        keep_dataset=dataset_policies,
-        dry_run=not yes,
-        step_format=step_format,
+        path, dry_run=not yes, step_format=step_format, **rules
     )
     code = _app.FINDING if result.left else _app.SUCCESS
     if json:

@@ -89,6 +89,10 @@ def _show_head(metadata: CheckpointMetadata) -> None:
     _output.print_line(
         f"{_output.shorten_path(metadata.path)}: {', '.join(filter(None, parts))}"
     )
+    if len(metadata.items) > 1 or metadata.deleted_items or metadata.json:
+        items = [*metadata.items, *(f"{item} (JSON)" for item in metadata.json)]
+        items += [f"{item} (deleted)" for item in metadata.deleted_items]
+        _output.print_line(f"items: {', '.join(items)}")
     if metadata.metrics:
         _output.print_line(f"metrics: {_output.format_metrics(metadata.metrics)}")
     for origin in metadata.lineage:

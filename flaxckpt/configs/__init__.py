@@ -30,6 +30,7 @@ from flaxckpt._training.callback import CheckpointCallback
 from flaxckpt._types import PathLike
 from flaxckpt.configs import _parsing
 from flaxckpt.configs._parsing import Parser
+from flaxckpt.formats import _native
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform, cast
 
@@ -71,6 +72,9 @@ class CheckpointConfig:
             `{without_metric = "eval/loss"}`,
             `{every_steps = 10000}`, `{every_secs = 3600}`, `{on_steps = [1, 10]}`.
         keep_dataset: As `keep`, for the states of dataset iterators.
+        keep_items: Item -> policies as `keep`, for the item: `{opt_state = [{latest =
+            2}]}`.
+        items: A name, or a list of names.
         staging: A directory on a faster disk, where steps are saved first.
         keep_staging: As `keep`, for the steps in the staging directory.
         layout: Fields of `ArrayLayout`.
@@ -85,6 +89,11 @@ class CheckpointConfig:
     directory: str | None = None
     keep: tuple[PreservationPolicy, ...] = ()
     keep_dataset: tuple[PreservationPolicy, ...] = ()
+    keep_items: Mapping[str, tuple[PreservationPolicy, ...]] = dataclasses.field(
+        default_factory=dict
+    )
+    items: str | tuple[str, ...] = _native.items.STATE
+    dataset_item: str = _native.items.DATASET
     layout: ArrayLayout = _LAYOUT
     save_dtype: tuple[Cast, ...] = ()
     max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
@@ -158,7 +167,7 @@ class CheckpointConfig:
         return {
             field.name: _plain(field.name, value)
             for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) != field.default
+            if (value := getattr(self, field.name)) not in (field.default, {})
         }
 
     def checkpointer(
@@ -254,6 +263,14 @@ def _policy(key: str, value: Any) -> PreservationPolicy:
     return result
 
 
+def _items(key: str, value: Any) -> str | tuple[str, ...]:
+    """Parses the name of an item, or a list of names."""
+    if isinstance(value, str):
+        return _parsing.text(key, value)
+    names: tuple[str, ...] = _parsing.each(_parsing.text)(key, value)
+    return names
+
+
 def _step_format(key: str, value: Any) -> str:
     return _steps.names.StepFormat(_parsing.text(key, value)).template
 
@@ -262,6 +279,9 @@ _PARSERS: Mapping[str, Parser] = {
     "directory": _parsing.optional(_parsing.path),
     "keep": _parsing.each(_policy),
     "keep_dataset": _parsing.each(_policy),
+    "keep_items": _parsing.by_name(_parsing.each(_policy)),
+    "items": _items,
+    "dataset_item": _parsing.text,
     "layout": _parsing.record(ArrayLayout, _LAYOUT_PARSERS),
     "save_dtype": _parsing.each(_parsing.record(Cast, _CAST_PARSERS)),
     "max_concurrent_bytes": _parsing.bytes_,
@@ -294,6 +314,8 @@ def _plain(key: str, value: Any) -> Any:
         return "none"  # only exit_code has another default
     if isinstance(value, tuple):
         return [_plain(f"{key}[{i}]", item) for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {name: _plain(f"{key}.{name}", item) for name, item in value.items()}
     if isinstance(value, ArrayLayout | Cast):
         return {
             field.name: option

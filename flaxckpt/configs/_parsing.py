@@ -151,6 +151,22 @@ def each(parse: Parser) -> Parser:
     return parse_all
 
 
+def by_name(parse: Parser) -> Parser:
+    """Returns a parser of tables with any names, as dicts."""
+
+    def parse_all(key: str, value: Any) -> dict[str, Any]:
+        to_dict = getattr(value, "to_dict", None)
+        mapping = to_dict() if to_dict else value
+        if not isinstance(mapping, Mapping):
+            raise _type_error(key, "a table", value)
+        return {
+            text(key, name): parse(f"{key}.{name}", item)
+            for name, item in mapping.items()
+        }
+
+    return parse_all
+
+
 def steps(key: str, value: Any) -> tuple[int, ...]:
     """Parses a list of steps, sorted and without duplicates."""
     return tuple(sorted(set(each(whole(0))(key, value))))

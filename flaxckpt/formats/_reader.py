@@ -49,6 +49,9 @@ class CheckpointMetadata:
         total_bytes: Size of all arrays, uncompressed.
         lineage: Checkpoints that the run started from, the nearest first.
         transforms: The transforms applied on saving, as text.
+        items: The items with arrays; empty for a format without items.
+        deleted_items: The items that retention or `Checkpointer.delete` removed.
+        json: JSON item -> content.
     """
 
     path: str
@@ -63,6 +66,9 @@ class CheckpointMetadata:
     total_bytes: int
     lineage: tuple[Lineage, ...] = ()
     transforms: tuple[str, ...] = ()
+    items: tuple[str, ...] = ()
+    deleted_items: tuple[str, ...] = ()
+    json: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +85,7 @@ class Stored:
             replacement.
         recorded_step: Step number at the save; None if not recorded.
         items: The items with the arrays and the dataset.
+        left_out: Item without leaves in the table -> the reason.
     """
 
     metadata: CheckpointMetadata
@@ -89,6 +96,7 @@ class Stored:
     stamp: _storage.Stamp | None = None
     recorded_step: int | None = None
     items: Items = dataclasses.field(default_factory=Items)
+    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class Reader(Protocol):

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flaxckpt import _arrays, _state, _storage, datasets, errors
+from flaxckpt import _arrays, _state, _steps, _storage, datasets, errors
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._storage.commit_marker import MARKER
 from flaxckpt._types import JSON, LeafPath
@@ -307,7 +307,7 @@ def read_dataset(
         digests: File name -> recorded digest.
         name: The item of the dataset, as far as recorded.
     """
-    if native_metadata.is_dataset_deleted(path):
+    if _steps.markers.is_item_deleted(path, name):
         return {}
     for file_name in digests:
         is_needed = file_name.startswith(f"{name}/")
@@ -337,9 +337,10 @@ def _read_native(
     data = orbax_json.loads(content, file)
     version = data.get("version")
     if version not in native_manifest.VERSIONS:
+        readable = " and ".join(map(str, native_manifest.VERSIONS))
         raise errors.CheckpointFormatError(
             f"{path} has manifest version {repr(version)[:20]}; this flaxckpt reads"
-            f" versions {' and '.join(map(str, native_manifest.VERSIONS))}: use the flaxckpt that wrote it"
+            f" versions {readable}: use the flaxckpt that wrote it"
             f" ({repr(data.get('versions'))[:200]}) or a newer one"
         )
     try:
@@ -348,24 +349,42 @@ def _read_native(
         raise errors.DamagedCheckpointError(
             f"{file} is not a manifest: {errors.printable(errors.one_line(error, 200))}"
         ) from None
-    infos, digests = manifest.infos, manifest.digests
+    digests, parts = manifest.digests, manifest.items.split(manifest.infos)
+    deleted = native_metadata.read_deleted_items(path)
     table: LeafTable = {}
-    for item, leaves in manifest.items.split(infos).items():
-        table |= _item_table(path, item, leaves, manifest)
+    for item, leaves in parts.items():
+        if item not in deleted:
+            table |= _item_table(path, item, leaves, manifest)
+    infos = [info for info in manifest.infos if info.path in table]
+    structure = manifest.structure
+    if len(infos) < len(manifest.infos):
+        structure = _state.containers.prune(structure, table)
     metadata = dataclasses.replace(
         native_metadata.checkpoint_metadata(path, "flaxckpt", step, infos, digests),
         lineage=manifest.lineage,
         transforms=manifest.transforms,
+        items=tuple(item for item in parts if item not in deleted),
+        json={
+            item: items.read_json_item(path / item, path, digests)
+            for item in manifest.json
+            if item not in deleted
+        },
     )
     return Stored(
         metadata,
         {info.path: table[info.path] for info in infos},
-        manifest.structure,
+        structure,
         manifest.unknown_types,
         digests,
         stamp,
         manifest.step,
         manifest.items,
+        left_out={
+            item: "was deleted from this step; restore another, or pass"
+            ' optimizer="reinit" for the item of an optimizer'
+            for item in parts
+            if item in deleted
+        },
     )
 
 

@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flaxckpt import _arrays, _storage, errors
 from flaxckpt._state.leaf import LeafInfo
-from flaxckpt._types import LeafPath
+from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _signatures
 from flaxckpt.formats._native import orbax_json
 
@@ -147,7 +147,7 @@ def find_item(path: Path) -> Path | None:
     ]
     if not items:
         _check_tree(path)
-    if len(items) > 1:
+    if len(items) > 1 and not (path / orbax_json.MANIFEST).is_file():
         raise errors.CheckpointFormatError(
             f"{path} holds several items, {errors.printable(', '.join(items))}: pass"
             f" the path of one, such as {errors.printable(str(path / items[0]))}"
@@ -297,6 +297,23 @@ def read_json(path: Path, checkpoint: Path) -> dict[str, Any]:
         DamagedCheckpointError: The file is missing, or does not hold a JSON object.
     """
     return orbax_json.loads(read_file(path, checkpoint), path)
+
+
+def read_json_item(item: Path, checkpoint: Path, digests: Mapping[str, str]) -> JSON:
+    """Returns the content of a JSON item.
+
+    Args:
+        item: The directory of the item.
+        checkpoint: The checkpoint.
+        digests: File name in the checkpoint -> recorded digest.
+
+    Raises:
+        DamagedCheckpointError: The file is missing, has changed, or is not JSON.
+    """
+    file = item / JSON_ITEM
+    content = read_file(file, checkpoint)
+    check_digest(file, digests.get(f"{item.name}/{JSON_ITEM}"), content)
+    return orbax_json.parse(content, file)
 
 
 def check_digest(path: Path, recorded: object, content: bytes | None = None) -> None:

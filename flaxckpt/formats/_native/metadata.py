@@ -57,9 +57,16 @@ def checkpoint_metadata(
         _seconds(fields.get("init_timestamp_nsecs")),
         _seconds(fields.get("commit_timestamp_nsecs")),
         user_metadata(fields),
-        (path / DATASET).is_dir() and not is_dataset_deleted(path),
+        (path / DATASET).is_dir() and not _steps.markers.is_item_deleted(path, DATASET),
         sum(_arrays.layout.stored_bytes(info) for info in infos),
+        deleted_items=read_deleted_items(path),
     )
+
+
+def read_deleted_items(path: Path) -> tuple[str, ...]:
+    """Returns the items of the checkpoint `path` that were deleted on purpose."""
+    names = _storage.of(path).names(path)
+    return tuple(sorted(_steps.markers.deleted_items(names)))
 
 
 def user_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,11 +98,6 @@ def _seconds(nanoseconds: object) -> float | None:
     if not isinstance(nanoseconds, int | float) or not abs(nanoseconds) < 1e30:
         return None  # not NaN, either
     return nanoseconds / 1e9
-
-
-def is_dataset_deleted(path: Path) -> bool:
-    """Returns True if the dataset state of `path` was deleted on purpose."""
-    return (path / _steps.markers.DATASET_DELETED).is_file()
 
 
 def read_run_metadata(root: Path) -> dict[str, JSON]:

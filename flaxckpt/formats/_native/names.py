@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 from flaxckpt import _arrays, errors
 from flaxckpt._state.leaf import LeafInfo
@@ -75,6 +76,24 @@ def check(infos: Sequence[LeafInfo], names: Sequence[str], *, ocdbt: bool) -> No
         raise errors.LeafNameError(faults, advice)
 
 
+def make_items(state: object, dataset: object) -> items.Items:
+    """Returns the items for the options `items` and `dataset_item`.
+
+    Raises:
+        OptionError: The options are not names of directories, or not different names.
+    """
+    if not isinstance(state, str):
+        if not isinstance(state, Sequence):
+            raise errors.OptionError(
+                "items must be the name of the item with the state, or the names of the"
+                f" top-level branches of the state, got {state!r:.80}"
+            )
+        state = tuple(state)
+    layout = items.Items(state, cast(str, dataset))
+    check_items(layout, ())
+    return layout
+
+
 def check_items(layout: items.Items, json: Iterable[str]) -> None:
     """Raises OptionError for items that cannot be directories of a checkpoint.
 
@@ -86,7 +105,7 @@ def check_items(layout: items.Items, json: Iterable[str]) -> None:
         OptionError: Lists all names at fault.
     """
     roles: dict[str, str] = {}
-    faults = {}
+    faults: dict[object, str] = {}
     trees = layout.trees if layout.trees != ("",) else ()
     for role, names in (
         ("items", trees),
@@ -107,7 +126,7 @@ def check_items(layout: items.Items, json: Iterable[str]) -> None:
                 faults[name] = f"{role}: the name is also in {roles[name]}"
             roles[name] = role
     if not layout.trees:
-        faults["()"] = "items: wanted at least one name"
+        faults[()] = "items: wanted at least one name"
     if faults:
         raise errors.OptionError(
             "these items cannot be saved; choose other names:\n"

@@ -68,20 +68,30 @@ def dumps(data: JSON) -> bytes:
     return _text(data).encode()
 
 
+def parse(content: bytes, path: object) -> JSON:
+    """Parses JSON of any type.
+
+    Raises:
+        DamagedCheckpointError: `content` is not JSON.
+    """
+    try:
+        _util.json_limits.check(content)
+        data: JSON = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise errors.DamagedCheckpointError(
+            f"{path} is not valid JSON ({errors.one_line(error, 100)}); restore"
+            " another step"
+        ) from None
+    return data
+
+
 def loads(content: bytes, path: object) -> dict[str, Any]:
     """Parses a JSON object.
 
     Raises:
         DamagedCheckpointError: `content` is not a JSON object.
     """
-    try:
-        _util.json_limits.check(content)
-        data = json.loads(content.decode())
-    except (ValueError, RecursionError) as error:
-        raise errors.DamagedCheckpointError(
-            f"{path} is not valid JSON ({errors.one_line(error, 100)}); restore"
-            " another step"
-        ) from None
+    data = parse(content, path)
     if not isinstance(data, dict):
         raise errors.DamagedCheckpointError(
             f"{path}: wanted a JSON object, found a {type(data).__name__}; restore"
