@@ -97,6 +97,35 @@ def save():
     say(bytes=results)
 
 
+def items():
+    """Steps of several items, with a dataset and JSON, of which an item goes later."""
+    for number, layout in enumerate(GIVEN["layouts"]):
+        mesh, other = MESHES[number], MESHES[number + 1]
+
+        def split(state):
+            rest = {name: state[name] for name in state if name != "arrays"}
+            return {"arrays": state["arrays"], "rest": rest}
+
+        with flaxckpt.Checkpointer(
+            DIRECTORY / "items" / layout,
+            layout=LAYOUTS[layout],
+            items=("arrays", "rest"),
+            dataset_item="iter",
+            keep_items={"rest": [LatestN(1)]},
+        ) as ckpt:
+            for step in (1, 2):
+                state = split(states.everything(step, mesh))
+                data = flaxckpt.datasets.StepIndexed(lambda i: i)
+                next(data)
+                ckpt.save(step, state, dataset=data, json={"config": {"seed": step}})
+            ckpt.wait()
+            found = ckpt.restore(split(states.abstract(other)), dataset=data)
+            states.check({"arrays": found["arrays"], **found["rest"]}, 2, other)
+            assert ckpt.metadata(1).items == ("arrays",)
+            assert ckpt.metadata(1).json == {"config": {"seed": 1}}
+    say(ok=True)
+
+
 def bucket():
     """Steps in an object store, of all stores of arrays, on changing meshes."""
     for number, layout in enumerate(GIVEN["layouts"]):

@@ -21,7 +21,7 @@ LAYOUTS = ["files", "ocdbt", "zstd", "zstd_ocdbt"]
 def job(tmp_path_factory):
     """The directory of a job of two, and what they said."""
     directory = tmp_path_factory.mktemp("two")
-    names = "save,train,data,sizes,share,together"
+    names = "save,train,data,sizes,share,together,items"
     return directory, jobs.run(names, 2, directory, layouts=LAYOUTS, files=False)
 
 
@@ -42,6 +42,21 @@ def test_every_leaf_comes_back_on_other_meshes_from_every_store(job):
 
 def test_training_goes_on_while_another_process_has_not_written(job):
     assert job[1]["train"] == ({"steps": [1, 2, 3]},) * 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_steps_of_several_items_are_saved_together(job, layout):
+    directory, said = job
+    assert said["items"] == ({"ok": True},) * 2
+    path = directory / "items" / layout
+    for step in (1, 2):
+        report = flaxckpt.verify(path, step=step)
+        assert report.ok, report
+        assert not report.extra
+        assert not report.unchecked
+    found = flaxckpt.load(path / "2")
+    check_whole({"arrays": found["arrays"], **found["rest"]}, 2)
+    assert list(flaxckpt.load(path / "1")) == ["arrays"]
 
 
 def test_each_process_refuses_what_no_reader_would_take(with_orbax):

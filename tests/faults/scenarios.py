@@ -44,8 +44,21 @@ def state(step, version=0):
     }
 
 
+ITEMS = {"model": ("w", "large"), "opt": ("frozen", "count"), "extra": ("name",)}
+
+
+def in_items(state):
+    """The leaves of a state in three branches, for steps of three items."""
+    return {
+        item: {name: state[name] for name in names} for item, names in ITEMS.items()
+    }
+
+
 def is_state(found, step, version):
     wanted = state(step, version)
+    if "model" in found:  # without an item that may have been deleted
+        wanted = in_items(wanted)
+        wanted = {item: wanted[item] for item in (found.keys() | {"model", "extra"})}
     return json_like(found) == json_like(wanted)
 
 
@@ -85,14 +98,14 @@ class Log:
         return [json.loads(line) for line in text.splitlines()]
 
 
-def save(ckpt, log, step, *, version=0, goes=(), metrics=None, **options):
+def save(ckpt, log, step, *, version=0, goes=(), metrics=None, shape=dict, **options):
     """Saves a step and waits; steps in `goes` may be deleted by policies."""
     log("saving", step, version)
     for other in goes:
         log("deleting", other)
     if metrics:
         log("measuring", step, metrics)
-    ckpt.save(step, state(step, version), metrics=metrics, **options).wait()
+    ckpt.save(step, shape(state(step, version)), metrics=metrics, **options).wait()
     log("saved", step, version)
     if metrics:
         log("measured", step, metrics)
@@ -105,6 +118,7 @@ class Scenario:
     """What is there before, and what is done while something fails."""
 
     options = MappingProxyType({"layout": SMALL})
+    shape = staticmethod(dict)
 
     def open(self, directory, **more):
         return flaxckpt.Checkpointer(directory, **self.options, **more)
@@ -180,6 +194,43 @@ class DatasetsLetGo(Scenario):
 
     def do(self, ckpt, log):
         save(ckpt, log, 2, dataset=batches(2))
+
+
+class Items(Scenario):
+    """A new step of three items, a dataset, JSON and metrics, after another."""
+
+    options = MappingProxyType(
+        {"layout": SMALL, "items": tuple(ITEMS), "dataset_item": "iter"}
+    )
+    shape = staticmethod(in_items)
+
+    def prepare(self, directory, log):
+        self._save(directory, log, 1)
+
+    def act(self, directory, log):
+        self._save(directory, log, 2)
+
+    def _save(self, directory, log, step):
+        with self.open(directory) as ckpt:
+            save(
+                ckpt,
+                log,
+                step,
+                shape=in_items,
+                metrics={"loss": 1 / step},
+                dataset=batches(step),
+                json={"config": {"step": step}},
+            )
+
+
+class ItemsInDatabases(Items):
+    options = MappingProxyType({**Items.options, "layout": DATABASE})
+
+
+class ItemsLetGo(Items):
+    """A new step, for which an item of an old one goes."""
+
+    options = MappingProxyType({**Items.options, "keep_items": {"opt": [LatestN(1)]}})
 
 
 class Overwrite(Scenario):
@@ -363,6 +414,9 @@ SCENARIOS = {
         Retention,
         RetentionOfDatabases,
         DatasetsLetGo,
+        Items,
+        ItemsInDatabases,
+        ItemsLetGo,
         Overwrite,
         OverwriteOfPinned,
         Delete,
@@ -600,7 +654,7 @@ def check_next(directory, scenario):
     try:
         with scenario.open(directory) as ckpt:
             problems += [f"{path} is left" for path in leftovers(directory)]
-            ckpt.save(NEXT, state(NEXT)).wait()
+            ckpt.save(NEXT, scenario.shape(state(NEXT))).wait()
             if not is_state(ckpt.restore(), NEXT, 0):
                 problems.append("the next step is not what was saved")
     except errors.CheckpointError as error:
@@ -616,7 +670,8 @@ def age(directory):
 
 
 _KNOWN = re.compile(
-    r"(\d+|params_only)(/\d+)?(/(state|dataset|metrics)(/.*)?|/[A-Z_]+"
+    r"(\d+|params_only)(/\d+)?"
+    r"(/(state|dataset|metrics|model|opt|extra|iter|config)(/.*)?|/[A-Z_]+(\.opt)?"
     r"|/flaxckpt.json|/commit_success.txt)?|events.jsonl|metadata(/_ROOT_METADATA)?"
 )
 

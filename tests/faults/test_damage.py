@@ -14,15 +14,18 @@ from flaxckpt._steps import markers as steps_markers
 FLIPS, ZEROED, TRUNCATED, REMOVED = 128, 64, 38, 25
 """Of each case."""
 
-CASES = list(
-    itertools.product(("files", "ocdbt"), ("none", "compact"), ("small", "large"))
-)
+CASES = [
+    *itertools.product(("files", "ocdbt"), ("none", "compact"), ("small", "large")),
+    ("files", "none", "items"),
+    ("ocdbt", "none", "items"),
+]
 
-UNREAD = {
-    "state/_METADATA",
-    "state/_sharding",
-    "state/array_metadatas/process_0",
-    "dataset/metadata",
+ITEMS = ("params", "numbers", "texts")
+
+UNREAD = {"dataset/metadata"} | {
+    f"{item}/{name}"
+    for item in ("state", *ITEMS)
+    for name in ("_METADATA", "_sharding", "array_metadatas/process_0")
 }
 """Written for Orbax and grain only: what is in them changes nothing in a state."""
 
@@ -44,8 +47,8 @@ class Iterator:
 def state(size, step):
     """Values of which no two blocks are equal, and that differ in every step."""
     rng = np.random.default_rng(step)
-    rows = 40 if size == "small" else 1500
-    return {
+    rows = 1500 if size == "large" else 40
+    plain = {
         "params": {
             "kernel": rng.standard_normal((rows, 64), np.float32),
             "bias": rng.standard_normal(64, np.float32),
@@ -53,6 +56,13 @@ def state(size, step):
         "count": rng.integers(0, 2**31, (3, 5), np.int32),
         "name": f"step {step}",
         "step": step,
+    }
+    if size != "items":
+        return plain
+    return {
+        "params": plain["params"],
+        "numbers": {"count": plain["count"], "step": plain["step"]},
+        "texts": {"name": plain["name"]},
     }
 
 
@@ -102,12 +112,17 @@ class Run:
 
     def __init__(self, root, store, codec, size):
         layout = flaxckpt.ArrayLayout(store=store, codec=codec, chunk_bytes=2**17)
-        self.ckpt = flaxckpt.Checkpointer(root, layout=layout)
+        items, json = ("state", {}) if size != "items" else (ITEMS, {"config": [1, 2]})
+        self.ckpt = flaxckpt.Checkpointer(root, layout=layout, items=items)
         self.states = {step: state(size, step) for step in (1, 2)}
         for step in self.states:
             dataset = Iterator(10 * step)
             self.ckpt.save(
-                step, self.states[step], metrics={"loss": 0.5}, dataset=dataset
+                step,
+                self.states[step],
+                metrics={"loss": 0.5},
+                dataset=dataset,
+                json=json,
             )
         self.ckpt.wait()
         self.path = root / "2"

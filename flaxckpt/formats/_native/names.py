@@ -113,17 +113,20 @@ def check_items(layout: items.Items, json: Iterable[str]) -> None:
         ("json", tuple(json)),
     ):
         for name in names:
+            fault = None
             if not _ITEM.fullmatch(str(name)):
-                faults[name] = (
-                    f"{role}: wanted the name of a directory, of letters, digits, '_',"
-                    " '-' and '.', with a letter first"
+                fault = (
+                    "wanted the name of a directory, of letters, digits, '_', '-' and"
+                    " '.', with a letter first"
                 )
             elif name in _NOT_ITEMS or (
                 name == items.DATASET and role != "dataset_item"
             ):
-                faults[name] = f"{role}: this name has another use in a checkpoint"
+                fault = "this name has another use in a checkpoint"
             elif name in roles:
-                faults[name] = f"{role}: the name is also in {roles[name]}"
+                fault = f"the name is also in {roles[name]}"
+            if fault is not None:
+                faults.setdefault(name, f"{role}: {fault}")
             roles[name] = role
     if not layout.trees:
         faults[()] = "items: wanted at least one name"
