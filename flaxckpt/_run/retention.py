@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flaxckpt import _checkpoint, _steps, _storage, errors, policies
-from flaxckpt._run import index as run_index
-from flaxckpt._run import metrics
+from flaxckpt._run import metrics, ranked_steps
 from flaxckpt.formats import _native
 from flaxckpt.policies import PreservationPolicy
 
@@ -66,7 +65,7 @@ class _Decision(NamedTuple):
         datasets: The steps to delete the dataset state of.
     """
 
-    steps: Mapping[int, run_index.RunStep]
+    steps: Mapping[int, ranked_steps.RunStep]
     doomed: Sequence[int]
     datasets: Sequence[int]
 
@@ -95,7 +94,9 @@ class Retention:
         self.rules = rules
         self._directory = directory
         self._format = step_format
-        self.index = run_index.RunIndex(directory, step_format, rules.metrics_from)
+        self.index = ranked_steps.RankedSteps(
+            directory, step_format, rules.metrics_from
+        )
         self._warned: set[PreservationPolicy] = set()
 
     # ---- decisions ----------------------------------------------------------
@@ -119,7 +120,9 @@ class Retention:
         return self._explain(self.index.steps())
 
     def _reasons(
-        self, keep: Sequence[PreservationPolicy], steps: Mapping[int, run_index.RunStep]
+        self,
+        keep: Sequence[PreservationPolicy],
+        steps: Mapping[int, ranked_steps.RunStep],
     ) -> dict[int, list[str]]:
         """Returns the reasons of the policies `keep` for keeping each step."""
         reasons = policies.decide(
@@ -133,7 +136,9 @@ class Retention:
                 why.append("metrics damaged")
         return reasons
 
-    def _explain(self, steps: Mapping[int, run_index.RunStep]) -> dict[int, list[str]]:
+    def _explain(
+        self, steps: Mapping[int, ranked_steps.RunStep]
+    ) -> dict[int, list[str]]:
         reasons = self._reasons(self.rules.keep, steps)
         for number, why in reasons.items():
             if steps[number].markers.waiting:
@@ -299,7 +304,7 @@ class Retention:
             ) from error
 
     def _datasets_to_delete(
-        self, staying: Mapping[int, run_index.RunStep], just_saved: int | None
+        self, staying: Mapping[int, ranked_steps.RunStep], just_saved: int | None
     ) -> list[int]:
         """Returns the steps to delete the dataset state of."""
         steps = {n: step for n, step in staying.items() if step.markers.has_dataset}
