@@ -62,7 +62,7 @@ class _Decision(NamedTuple):
     Attributes:
         steps: All steps.
         doomed: The steps to delete.
-        datasets: The steps to delete the dataset state of.
+        datasets: The steps whose dataset state is deleted, and not the rest.
     """
 
     steps: Mapping[int, ranked_steps.RunStep]
