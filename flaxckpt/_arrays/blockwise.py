@@ -1,4 +1,4 @@
-"""Reads leaves in pieces of bounded size.
+"""Reads leaves piece by piece, for work on more arrays than memory holds.
 
 A piece is a few whole rows of an array, or a part of a row: a contiguous run of bytes
 in C order, unless chunks must stay whole. Whole arrays are read as in a restore, parts

@@ -1,4 +1,4 @@
-"""Computed leaves of a checkpoint or of a state.
+"""Defines computed leaves, functions of other leaves; `_arrays.evaluate` runs them.
 
 JAX traces the function of a computed leaf: the shape of the result is known before
 anything is read, and the function runs on the devices of the result.

@@ -1,8 +1,8 @@
 """Reads arrays from storage into memory, within a byte budget.
 
-Each part that a local device needs is read exactly once. Raw chunks (see
-`_arrays.zarr.metadata`) are mapped, or read directly into place; other chunks come
-through TensorStore.
+Each part that a local device needs is read exactly once. `_arrays.read_raw` maps
+uncompressed chunks, or reads them directly into place; other chunks come through
+TensorStore.
 """
 
 from __future__ import annotations

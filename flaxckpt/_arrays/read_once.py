@@ -1,4 +1,7 @@
-"""Reading replicated arrays once: each process reads a part, devices exchange them."""
+"""Splits replicated arrays: each process reads a part, and devices exchange the parts.
+
+This is the option `read_once=True` of a restore; `_arrays.read` reads the parts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads raw arrays, with chunks of plain values.
+"""Reads chunks of plain values, which need no decoding, for `_arrays.read`.
 
 Chunks in files are mapped if possible without a copy. Otherwise chunks are read
 directly into the array, or through a buffer if not contiguous there. Chunks in a

@@ -229,7 +229,7 @@ def open_leaf(
     """
     if not isinstance(leaf_path, str):
         raise errors.OptionError(
-            "leaf_path must be a text such as 'params/dense/kernel', got"
+            "leaf_path must be a string such as 'params/dense/kernel', got"
             f" {_util.arguments.describe(leaf_path)}"
         )
     stored = _locate.open_checkpoint(path, step)

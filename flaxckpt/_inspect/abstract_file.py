@@ -135,8 +135,8 @@ def _parse_leaf(file: Path, path: str, leaf: object) -> Any:
     except (TypeError, ValueError, AttributeError):
         pass  # not a valid type
     raise errors.OptionError(
-        f"{file}: {path or 'the file'} must be a text such as 'float32[8, 4]', 'int' or"
-        f" 'str', found {leaf!r:.80}"
+        f"{file}: {path or 'the file'} must be a string such as 'float32[8, 4]', 'int'"
+        f" or 'str', found {leaf!r:.80}"
     )
 
 

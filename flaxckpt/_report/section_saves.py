@@ -94,7 +94,7 @@ _SAVE_COLUMNS = [
     html.Column("step", is_number=True),
     html.Column("began"),
     html.Column("blocked", is_number=True),
-    html.Column("behind", is_number=True),
+    html.Column("background", is_number=True),
     html.Column("durable after", is_number=True),
     html.Column("written", is_number=True),
     html.Column("upload", is_number=True),

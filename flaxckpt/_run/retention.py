@@ -11,8 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flaxckpt import _checkpoint, _steps, _storage, errors, policies
-from flaxckpt._run import index as run_index
-from flaxckpt._run import metrics
+from flaxckpt._run import metrics, ranked_steps
 from flaxckpt.formats import _native
 from flaxckpt.formats._native.items import Items
 from flaxckpt.policies import PreservationPolicy
@@ -94,7 +93,7 @@ class _Decision(NamedTuple):
         items: The items to delete from steps that stay: step and item.
     """
 
-    steps: Mapping[int, run_index.RunStep]
+    steps: Mapping[int, ranked_steps.RunStep]
     doomed: Sequence[int]
     items: Sequence[tuple[int, str]]
 
@@ -123,7 +122,9 @@ class Retention:
         self.rules = rules
         self._directory = directory
         self._format = step_format
-        self.index = run_index.RunIndex(directory, step_format, rules.metrics_from)
+        self.index = ranked_steps.RankedSteps(
+            directory, step_format, rules.metrics_from
+        )
         self._warned: set[PreservationPolicy] = set()
 
     # ---- decisions ----------------------------------------------------------
@@ -147,7 +148,9 @@ class Retention:
         return self._explain(self.index.steps())
 
     def _reasons(
-        self, keep: Sequence[PreservationPolicy], steps: Mapping[int, run_index.RunStep]
+        self,
+        keep: Sequence[PreservationPolicy],
+        steps: Mapping[int, ranked_steps.RunStep],
     ) -> dict[int, list[str]]:
         """Returns the reasons of the policies `keep` for keeping each step."""
         reasons = policies.decide(
@@ -161,7 +164,9 @@ class Retention:
                 why.append("metrics damaged")
         return reasons
 
-    def _explain(self, steps: Mapping[int, run_index.RunStep]) -> dict[int, list[str]]:
+    def _explain(
+        self, steps: Mapping[int, ranked_steps.RunStep]
+    ) -> dict[int, list[str]]:
         reasons = self._reasons(self.rules.keep, steps)
         for number, why in reasons.items():
             if steps[number].markers.waiting:
@@ -329,7 +334,7 @@ class Retention:
             ) from error
 
     def _items_to_delete(
-        self, staying: Mapping[int, run_index.RunStep], just_saved: int | None
+        self, staying: Mapping[int, ranked_steps.RunStep], just_saved: int | None
     ) -> list[tuple[int, str]]:
         """Returns the items to delete from the steps that stay: step and item."""
         # Finish deletions that were begun.

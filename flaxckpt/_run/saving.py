@@ -222,7 +222,9 @@ class Saves:
         step, final = request.number, request.path
         reason = f"step {step} exists"
         self._run.events.emit("skipped", step, path=final, reason=reason)
-        _log.warning("step %d is not saved: %s has it", step, self._run.directory)
+        _log.warning(
+            "step %d is not saved: %s already has it", step, self._run.directory
+        )
         elapsed = request.elapsed()
         path = self._run.known_paths().get(step, final)
         tier = self._run.tier(path)

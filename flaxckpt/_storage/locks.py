@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flaxckpt import _util, errors
-from flaxckpt._storage import object_store
+from flaxckpt._storage.bucket import StoredValue
 from flaxckpt._storage.paths import RemotePath
 
 _log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ def lock(path: RemotePath, *, patient: bool = False) -> Iterator[Lock]:
 
 def _acquire(path: RemotePath, *, patient: bool) -> Lock:
     store, key, holder = path.store, _key(path), _self()
-    watched: object_store.StoredValue | None = None
+    watched: StoredValue | None = None
     begin = unchanged_since = last_seen = time.monotonic()
     while True:
         if (generation := store.create(key, holder.content())) is not None:
@@ -215,7 +215,7 @@ def _started(pid: int) -> str:
     return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
 
 
-def _holder(lock: object_store.StoredValue) -> _Holder | None:
+def _holder(lock: StoredValue) -> _Holder | None:
     """Returns the holder of a lock; None if unreadable."""
     try:
         return _Holder(**json.loads(lock.value))
@@ -223,7 +223,7 @@ def _holder(lock: object_store.StoredValue) -> _Holder | None:
         return None
 
 
-def _name(lock: object_store.StoredValue) -> str:
+def _name(lock: StoredValue) -> str:
     holder = _holder(lock)
     if holder is None:
         return "an unknown process"
@@ -231,7 +231,7 @@ def _name(lock: object_store.StoredValue) -> str:
     return errors.printable(f"{host}:{holder.pid}"[:100])
 
 
-def _is_dead(lock: object_store.StoredValue) -> bool | None:
+def _is_dead(lock: StoredValue) -> bool | None:
     """Returns True if the holder of a lock died; None if unknown on this machine."""
     holder = _holder(lock)
     if holder is None or holder.machine != _machine():

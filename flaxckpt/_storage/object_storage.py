@@ -1,4 +1,4 @@
-"""Storage in an object store; see `_storage.storage`."""
+"""Storage of files as objects in buckets; see `_storage.storage`."""
 
 from __future__ import annotations
 

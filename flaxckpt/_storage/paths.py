@@ -19,7 +19,8 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard, Type
 from urllib.parse import unquote, urlsplit
 
 from flaxckpt import _util, errors
-from flaxckpt._storage import object_store, store_settings
+from flaxckpt._storage import store_settings
+from flaxckpt._storage.bucket import Bucket
 from flaxckpt._types import PathLike
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class RemotePath(_Base):
     # ---- keys ---------------------------------------------------------------------
 
     @property
-    def store(self) -> object_store.Store:
+    def store(self) -> Bucket:
         """The bucket of the path."""
         scheme, _, bucket = self.parts[0].partition(":")
         return store_settings.of(scheme, bucket)
@@ -171,7 +172,7 @@ class RemotePath(_Base):
         return stored.value
 
     def pieces(self, size: int) -> Iterator[bytes]:
-        """Yields the content of the object part by part; see `Store.pieces`.
+        """Yields the content of the object part by part; see `Bucket.pieces`.
 
         Raises:
             FileNotFoundError: The object is missing.
@@ -234,7 +235,7 @@ def is_remote(path: object) -> TypeGuard[RemotePath]:
 
 
 def listing_cache(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Caches the listing of a path in an object store; see `Store.listing_cache`."""
+    """Caches the listing of a path in an object store; see `Bucket.listing_cache`."""
     if is_remote(path):
         return path.store.listing_cache(path.prefix)
     return contextlib.nullcontext()

@@ -6,13 +6,13 @@ import dataclasses
 import os
 
 from flaxckpt import _util, errors
-from flaxckpt._storage.object_store import Store
+from flaxckpt._storage.bucket import Bucket
 from flaxckpt._storage.store_requests import StoreOptions
 
 SCHEMES = ("s3", "gs", "memory")
 
 _options: dict[str, StoreOptions] = {}
-_stores: dict[tuple[str, StoreOptions], Store] = {}
+_stores: dict[tuple[str, StoreOptions], Bucket] = {}
 
 
 def set_store_options(url: str, options: StoreOptions | None) -> None:
@@ -50,18 +50,18 @@ def set_store_options(url: str, options: StoreOptions | None) -> None:
         _options[url] = options
 
 
-def forget(store: Store) -> None:
-    """Forgets an open store: the next use opens a new connection."""
+def forget(store: Bucket) -> None:
+    """Forgets an open bucket: the next use opens a new connection."""
     _stores.pop((store.url, store.options), None)
 
 
-def of(scheme: str, bucket: str) -> Store:
-    """Returns the store of a URL, with the present options."""
+def of(scheme: str, bucket: str) -> Bucket:
+    """Returns the bucket of a URL, with the present options."""
     chosen = _options.get(f"{scheme}://{bucket}") or _options.get(f"{scheme}://")
     options = _completed(scheme, chosen or StoreOptions())
     key = (f"{scheme}://{bucket}", options)
     if key not in _stores:
-        _stores.setdefault(key, Store(scheme, bucket, options))
+        _stores.setdefault(key, Bucket(scheme, bucket, options))
     return _stores[key]
 
 

@@ -130,7 +130,7 @@ class CompletedStep:
             _state.step_counter.read_counters(self.get("state")) if check_step else {}
         )
         if not counts:
-            return "its state is bound, and has no counter that tells the step"
+            return "its state is bound, and has no counter that gives the step"
         if self.step in counts.values():
             return ""
         # The step may be right, but the bound state has changed since the report.

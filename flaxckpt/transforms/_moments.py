@@ -29,7 +29,7 @@ _CANDIDATES = 8
 
 
 class Slot(NamedTuple):
-    """The place of the find_mirrors of parameters: between a head and a tail.
+    """The place of the mirrors of parameters: between a head and a tail.
 
     Attributes:
         head: The path before the parameter's name, `opt_state/0/mu`.
@@ -45,7 +45,7 @@ class Slot(NamedTuple):
 
 
 class Mirror(NamedTuple):
-    """A leaf that find_mirrors a parameter.
+    """A leaf that mirrors a parameter.
 
     Attributes:
         param: The parameter's leaf path.
@@ -67,7 +67,7 @@ class Mirror(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mirrors:
-    """All find_mirrors in a table.
+    """All mirrors in a table.
 
     Attributes:
         known: Leaf path -> the mirrored parameter.
@@ -91,9 +91,9 @@ def _below_root(path: LeafPath) -> LeafPath:
 
 
 def find_mirrors(table: LeafTable) -> Mirrors:
-    """Finds the find_mirrors in a table.
+    """Finds the mirrors in a table.
 
-    Recorded roles identify find_mirrors. Without roles, a slot is a container in an
+    Recorded roles identify mirrors. Without roles, a slot is a container in an
     optimizer's state with the same names as below a root. Of several possible roots,
     the nearest is chosen: a discriminator's moments are beside its own parameters. Next
     comes a root called `params` rather than a copy of the parameters, and then the root
@@ -163,7 +163,7 @@ def _below_params(
 
 
 class _SettledMirrors:
-    """The find_mirrors found so far."""
+    """The mirrors found so far."""
 
     def __init__(self, params: Mapping[LeafPath, None], roots: _Roots) -> None:
         self.known: dict[LeafPath, Mirror] = {}

@@ -349,7 +349,7 @@ def test_plan_into_a_state_in_a_file(here, command):
     found = command.json("plan", "run", "wanted.json", "--unused", "ignore")
     assert found["leaves"]["params/dense/kernel"]["actions"] == ["loaded", "cast"]
     (here / "wanted.json").write_text('{"w": "float33[1]"}')
-    assert "wanted.json: w must be a text" in command.refuses(
+    assert "wanted.json: w must be a string" in command.refuses(
         "plan", "run", "wanted.json"
     )
 

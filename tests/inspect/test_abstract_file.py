@@ -85,7 +85,7 @@ def test_leaves_are_texts_in_nested_dicts(tmp_path):
     ["float33[2]", "float32", "float32[x]", "nonsense keys []", 3, True, "a[1][2]", ""],
 )
 def test_a_leaf_that_says_something_else_is_named(tmp_path, leaf):
-    with pytest.raises(errors.OptionError, match=r"a/w must be a text such as"):
+    with pytest.raises(errors.OptionError, match=r"a/w must be a string such as"):
         inspect_abstract_file.read_target(file_of(tmp_path, {"a": {"w": leaf}}))
 
 

@@ -104,7 +104,7 @@ def test_what_is_no_path_is_named_by_its_kind(here, path):
         "w: found the class float32",
     ),
     a_text_for_a_state=(lambda: flaxckpt.load("one", "w"), "wanted a state"),
-    a_leaf_path_of_none=(lambda: flaxckpt.open_leaf("one", None), "must be a text"),
+    a_leaf_path_of_none=(lambda: flaxckpt.open_leaf("one", None), "must be a string"),
     a_list_for_a_leaf_path=(lambda: flaxckpt.open_leaf("one", ["w"]), "got a list"),
     a_class_for_types=(
         lambda: flaxckpt.load("one", types=TrainState),

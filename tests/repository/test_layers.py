@@ -51,7 +51,7 @@ PASSAGES = {
 DOORS: dict[str, set[str]] = {
     "tensorstore": {
         "_storage.store_requests",
-        "_storage.object_store",
+        "_storage.bucket",
         "_arrays",
         "formats",
     },

@@ -103,7 +103,9 @@ def loads(content: bytes, path: object) -> dict[str, Any]:
 def check_size(content: bytes) -> None:
     """Raises ValueError if JSON exceeds the limits of our readers."""
     if len(content) > MAX_BYTES:
-        raise ValueError(f"it has {len(content)} bytes; readers take {MAX_BYTES}")
+        raise ValueError(
+            f"it has {len(content)} bytes; readers accept at most {MAX_BYTES}"
+        )
     _util.json_limits.check(content)
 
 

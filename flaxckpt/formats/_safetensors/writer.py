@@ -163,7 +163,8 @@ def _make_layout(
 def _check_size(content: bytes, name: str) -> bytes:
     if len(content) > header.MAX_HEADER_BYTES:
         raise errors.OptionError(
-            f"{name} would describe its tensors in {len(content)} bytes; readers take"
-            f" {header.MAX_HEADER_BYTES}: drop leaves, or convert to another format"
+            f"{name} would describe its tensors in {len(content)} bytes; readers accept"
+            f" at most {header.MAX_HEADER_BYTES}: drop leaves, or convert to another"
+            " format"
         )
     return content

@@ -1,4 +1,4 @@
-"""The index of existing steps, with their markers and metrics."""
+"""The steps of a directory with markers, metrics and times, as policies rank them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunStep(NamedTuple):
     ranked: run_metrics.RankedStep
 
 
-class RunIndex:
+class RankedSteps:
     """The steps of a directory, with cached metrics and times.
 
     Args:

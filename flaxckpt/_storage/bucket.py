@@ -1,4 +1,4 @@
-"""Object stores: keys and values behind TensorStore's drivers."""
+"""The keys and values of a bucket, behind TensorStore's drivers."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class _Listing:
         return list(itertools.takewhile(lambda key: key.startswith(prefix), rest))
 
 
-class Store:
-    """A bucket.
+class Bucket:
+    """A bucket of an object store.
 
     Args:
         scheme: `s3`, `gs` or `memory`.
