@@ -248,7 +248,7 @@ def _manifest_text(contents: Contents, digests: Mapping[str, str]) -> bytes:
     return orbax_json.dumps(
         {
             "format": "flaxckpt",
-            "version": native_manifest.version_for(contents.items),
+            "version": native_manifest.version_for(contents.items, contents.json),
             "step": contents.step,
             "versions": native_manifest.versions(),
             "ocdbt": contents.ocdbt,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -313,9 +313,9 @@ def encoding_row(encoding: _arrays.zarr.metadata.Encoding) -> JSON:
     return row if encoding.version == 3 else {**row, "zarr_version": encoding.version}
 
 
-def version_for(items: Items) -> int:
-    """Returns the oldest version of a manifest with these items."""
-    return 1 if items == Items() else 2
+def version_for(items: Items, json: Collection[str]) -> int:
+    """Returns the oldest version of a manifest with these items and JSON items."""
+    return 1 if items == Items() and not json else 2
 
 
 def items_row(items: Items) -> JSON:
