@@ -100,7 +100,7 @@ def save():
 def items():
     """Steps of several items, with a dataset and JSON, of which an item goes later."""
     for number, layout in enumerate(GIVEN["layouts"]):
-        mesh, other = MESHES[number], MESHES[number + 1]
+        mesh, other = MESHES[number % 4], MESHES[(number + 1) % 4]
 
         def split(state):
             rest = {name: state[name] for name in state if name != "arrays"}
