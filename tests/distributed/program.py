@@ -107,7 +107,7 @@ def items():
             return {"arrays": state["arrays"], "rest": rest}
 
         with flaxckpt.Checkpointer(
-            DIRECTORY / "items" / layout,
+            DIRECTORY / layout,
             layout=LAYOUTS[layout],
             items=("arrays", "rest"),
             dataset_item="iter",
