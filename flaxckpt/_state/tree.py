@@ -447,6 +447,24 @@ def _plain_node(nested: Mapping[Key, Any]) -> Node:
     return Node("dict", keys, children, make_dict)
 
 
+def nest(trees: Mapping[str, Node | LeafPath]) -> Node:
+    """Returns a dict of trees; the leaf paths begin with the keys."""
+    children = tuple(_nest(name, child) for name, child in trees.items())
+    return plain_node("dict", trees, children)
+
+
+def _nest(key: str, tree: Node | LeafPath) -> Node | LeafPath:
+    if isinstance(tree, str):
+        return nest_path(key, tree)
+    children = tuple(_nest(key, child) for child in tree.children)
+    return dataclasses.replace(tree, children=children)
+
+
+def nest_path(key: str, path: LeafPath) -> LeafPath:
+    """Returns the path of a leaf below another key."""
+    return f"{_escape(key)}/{path}" if path else _escape(key)
+
+
 def empty_node(type_name: str) -> Node:
     """Returns an empty container: `None`, `dict`, `list` or `tuple`."""
     return Node(type_name, (), (), MAKERS[type_name])
