@@ -501,7 +501,8 @@ def _verify_foreign(
     extra: list[str] = []
     for item, part in stored.own_items.items():
         names = {
-            leaf_path: _name_in(stored, item, leaf_path) for leaf_path in part.table
+            leaf_path: _path_in(stored, item, leaf.info)
+            for leaf_path, leaf in part.table.items()
         }
         found = verify_report.Findings(findings.counter, thorough=findings.thorough)
         extra += [f"{item}/{name}" for name in _verify_own(path / item, part, found)]
@@ -520,11 +521,11 @@ def _verify_foreign(
     return extra
 
 
-def _name_in(stored: Stored, item: str, leaf_path: LeafPath) -> LeafPath:
-    """Returns the path in the checkpoint of a leaf of an item."""
+def _path_in(stored: Stored, item: str, info: LeafInfo) -> LeafPath:
+    """Returns the path in a checkpoint of a leaf of an item."""
     if isinstance(stored.items.state, str):
-        return leaf_path
-    return _state.tree.nest_path(item, leaf_path)
+        return info.path
+    return _state.tree.join((_state.tree.Key(item, "key"), *info.keys))
 
 
 def _has_checksums(leaf: Leaf) -> bool:

@@ -449,20 +449,19 @@ def _plain_node(nested: Mapping[Key, Any]) -> Node:
 
 def nest(trees: Mapping[str, Node | LeafPath]) -> Node:
     """Returns a dict of trees; the leaf paths begin with the keys."""
-    children = tuple(_nest(name, child) for name, child in trees.items())
+    children = tuple(
+        _escape(name) if isinstance(child, str) else _add_prefix(child, _escape(name))
+        for name, child in trees.items()
+    )
     return plain_node("dict", trees, children)
 
 
-def _nest(key: str, tree: Node | LeafPath) -> Node | LeafPath:
-    if isinstance(tree, str):
-        return nest_path(key, tree)
-    children = tuple(_nest(key, child) for child in tree.children)
+def _add_prefix(tree: Node, prefix: str) -> Node:
+    children = tuple(
+        f"{prefix}/{child}" if isinstance(child, str) else _add_prefix(child, prefix)
+        for child in tree.children
+    )
     return dataclasses.replace(tree, children=children)
-
-
-def nest_path(key: str, path: LeafPath) -> LeafPath:
-    """Returns the path of a leaf below another key."""
-    return f"{_escape(key)}/{path}" if path else _escape(key)
 
 
 def empty_node(type_name: str) -> Node:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from flaxckpt import _state, _storage, errors
+from flaxckpt import _state, _steps, _storage, errors
 from flaxckpt._state.leaf import Leaf, LeafTable, StoredLeaf
 from flaxckpt._types import JSON
 from flaxckpt.formats import _orbax
@@ -132,7 +132,7 @@ def _list_items(path: Path) -> _Listing:
                 why = "was deleted from" if name in deleted else "is missing from"
                 left_out[name] = f"{why} this step; restore another"
                 lost.append(name)
-        elif not item.is_dir():
+        elif not item.is_dir() or _is_temporary(name):
             continue
         elif items.is_tree(item) or items.is_native(item):
             trees.append(name)
@@ -140,7 +140,7 @@ def _list_items(path: Path) -> _Listing:
             texts.append(name)
         elif items.is_tree_handler(handler):
             faults[name] = f"has lost the description of its leaves, {items.TREE}"
-        elif not _is_known(item):
+        elif not _is_beside(item, handler):
             left_out[name] = _explain_unknown(item, handler)
     if faults or not (trees or texts):
         rows = [f"{name!r:.80} {why}" for name, why in (faults or left_out).items()]
@@ -151,13 +151,21 @@ def _list_items(path: Path) -> _Listing:
     return _Listing(listing.handlers, trees, texts, lost, left_out)
 
 
-def _is_known(directory: Path) -> bool:
-    """Returns True for a directory that needs no warning, such as of a dataset."""
+def _is_temporary(name: str) -> bool:
+    return _storage.temporary.TEMPORARY in name or _steps.names.is_temporary(name)
+
+
+def _is_beside(directory: Path, handler: str) -> bool:
+    """Returns True for a directory beside the items of the state.
+
+    It has metrics or the files of a dataset iterator, or is not the item of a handler.
+    """
     name = directory.name
-    if name in _DIRECTORIES or _storage.temporary.TEMPORARY in name:
+    if name == items.METRICS and (directory / items.METRICS).is_file():
         return True
-    is_metrics = name == items.METRICS and (directory / items.METRICS).is_file()
-    return is_metrics or items.is_dataset(directory)
+    if items.is_dataset(directory):
+        return True
+    return not handler and (name in _DIRECTORIES or not any(directory.iterdir()))
 
 
 def _explain_unknown(item: Path, handler: str) -> str:
@@ -270,13 +278,12 @@ def _nest(path: Path, item: str, leaf: Leaf) -> Leaf:
     key = _state.tree.Key(item, "key")
     info, role = leaf.info, leaf.info.role
     if role is not None:
-        role = role._replace(optimizer=_state.tree.nest_path(item, role.optimizer))
-    info = dataclasses.replace(
-        info,
-        path=_state.tree.nest_path(item, info.path),
-        keys=(key, *info.keys),
-        role=role,
-    )
+        container = _state.tree.join((key,))
+        if role.optimizer:
+            container += f"/{role.optimizer}"
+        role = role._replace(optimizer=container)
+    keys = (key, *info.keys)
+    info = dataclasses.replace(info, path=_state.tree.join(keys), keys=keys, role=role)
     sources = tuple(
         dataclasses.replace(source, root=path, info=info)
         if isinstance(source, StoredLeaf)
