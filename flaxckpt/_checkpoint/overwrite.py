@@ -32,7 +32,7 @@ _TREE_FILE = re.compile(
 """Paths in an item of arrays, except paths in the directory of a single array."""
 
 _JSON_FILE = re.compile(
-    rf"{_CONTROL}|{_native.items.JSON_ITEM}|{_native.items.METRICS}"
+    rf"{_CONTROL}|{_native.items.JSON_ITEM}|data\.json|{_native.items.METRICS}"
 )
 _METRICS_FILE = re.compile(rf"{_CONTROL}|{_native.items.METRICS}|digests")
 _DATASET_FILE = re.compile(
@@ -349,7 +349,7 @@ def _orbax_files(directory: Path, files: Collection[str]) -> set[str]:
             or (not handlers and _is_item(directory / name))
         ):
             inner = _tree_files(inside, is_damaged=is_damaged)
-        if not handlers and _native.items.is_json_item(directory / name):
+        if not handlers and _native.items.find_json(directory / name):
             inner |= _json_files(inside)
         if pattern := _OTHER_DIRECTORIES.get(name):
             inner |= {file for file in inside if pattern.fullmatch(file)}

@@ -98,7 +98,7 @@ def _verify(
             if stored is not None and format_name == "flaxckpt":
                 extra = _verify_own(path, stored, findings)
             elif stored is not None:
-                _verify_foreign(path, stored, findings)
+                extra = _verify_foreign(path, stored, findings)
             if stored is not None and step is not None:
                 check = functools.partial(_locate.check_step, path, step, stored)
                 findings.attempt(verify_report.HERE, check)
@@ -489,10 +489,27 @@ def _metrics_checks(
 
 def _verify_foreign(
     path: Path, stored: Stored, findings: verify_report.Findings
-) -> None:
-    """Reads and decodes every array of a checkpoint in another format."""
+) -> list[str]:
+    """Reads and decodes every array of a checkpoint in another format.
+
+    Items in our own format are compared with their checksums instead.
+
+    Returns:
+        Files in these items that are not part of them.
+    """
     leaves = {p: leaf for p, leaf in stored.table.items() if _is_array(leaf)}
-    findings.counter.total = sum(
+    extra: list[str] = []
+    for item, part in stored.own_items.items():
+        names = {
+            leaf_path: _path_in(stored, item, leaf.info)
+            for leaf_path, leaf in part.table.items()
+        }
+        found = verify_report.Findings(findings.counter, thorough=findings.thorough)
+        extra += [f"{item}/{name}" for name in _verify_own(path / item, part, found)]
+        findings.take(found, item, {**names, verify_report.HERE: item})
+        for name in names.values():
+            leaves.pop(name, None)
+    findings.counter.total = findings.counter.done + sum(
         _arrays.layout.stored_bytes(i.info) for i in leaves.values()
     )
     for leaf_path, leaf in leaves.items():
@@ -501,6 +518,14 @@ def _verify_foreign(
                 "its format has no checksums; it was decoded"
             )
     _decode(path, leaves, findings)
+    return extra
+
+
+def _path_in(stored: Stored, item: str, info: LeafInfo) -> LeafPath:
+    """Returns the path in a checkpoint of a leaf of an item."""
+    if isinstance(stored.items.state, str):
+        return info.path
+    return _state.tree.join((_state.tree.Key(item, "key"), *info.keys))
 
 
 def _has_checksums(leaf: Leaf) -> bool:

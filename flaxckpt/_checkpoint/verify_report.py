@@ -148,6 +148,23 @@ class Findings:
         with self._lock:
             findings.setdefault(name, errors.printable(errors.one_line(why)))
 
+    def take(self, other: Findings, item: str, names: Mapping[str, str]) -> None:
+        """Adds the findings in an item.
+
+        Args:
+            other: The findings.
+            item: The item, which the names of other files begin with here.
+            names: Name in the item -> name here.
+        """
+        for mine, findings in (
+            (self.problems, other.problems),
+            (self.unread, other.unread),
+            (self.unchecked, other.unchecked),
+        ):
+            for name, why in findings.items():
+                self.add(mine, names.get(name, f"{item}/{name}"), why)
+        self.missing |= {names.get(name, f"{item}/{name}") for name in other.missing}
+
     def report(
         self,
         path: Path,

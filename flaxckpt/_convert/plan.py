@@ -139,6 +139,11 @@ def make_state(
         dataset = _native.checkpoint.read_dataset(
             source_dir, stored.digests, stored.items.dataset
         )
+    json: dict[str, JSON] = {}
+    if options.format == "orbax":
+        items = _native.items
+        in_state = (*stored.items.trees, items.STATE, items.DATASET, items.METRICS)
+        json = {k: v for k, v in metadata.json.items() if k not in in_state}
     transforms = *metadata.transforms, *_transforms.describe(options.transforms)
     return writers.State(
         table=table,
@@ -147,6 +152,7 @@ def make_state(
         metadata=dataclasses.replace(metadata, transforms=transforms),
         step=step,
         dataset=dataset,
+        json=json,
         layout=options.layout,
         max_shard_bytes=options.max_shard_bytes,
         batch_bytes=min(_BATCH_BYTES, max(1, options.max_concurrent_bytes // 2)),

@@ -18,7 +18,7 @@ from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import LeafInfo, LeafTable
-from flaxckpt._types import LeafPath
+from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _file_layout, _msgpack, _native, _safetensors
 from flaxckpt.formats._reader import CheckpointMetadata
 
@@ -36,6 +36,7 @@ class State:
         metadata: Metadata of the source, with the transforms of the conversion.
         step: Step of the new checkpoint; None for a single checkpoint.
         dataset: File name -> content, of a dataset iterator's state.
+        json: JSON item -> content.
         layout: Chunks and encoding of arrays.
         max_shard_bytes: Upper bound on the arrays in one file of several.
         batch_bytes: Upper bound on pieces.
@@ -47,6 +48,7 @@ class State:
     metadata: CheckpointMetadata
     step: int | None
     dataset: Mapping[str, bytes]
+    json: Mapping[str, JSON]
     layout: ArrayLayout
     max_shard_bytes: int
     batch_bytes: int
@@ -279,6 +281,7 @@ class _OrbaxTarget:
             metrics=metadata.metrics,
             custom=metadata.custom,
             dataset=state.dataset,
+            json=state.json,
             created=metadata.created or time.time(),
             lineage=metadata.lineage,
             transforms=metadata.transforms,

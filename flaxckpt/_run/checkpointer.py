@@ -421,7 +421,7 @@ class Checkpointer:
 
     def has_dataset(self, step: int) -> bool:
         """Returns True if the directory of a step has a dataset state."""
-        return (self._run.path(step) / _native.items.DATASET).is_dir()
+        return _native.items.find_dataset(self._run.path(step)) is not None
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Returns the metrics stored with a step."""

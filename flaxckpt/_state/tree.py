@@ -447,6 +447,23 @@ def _plain_node(nested: Mapping[Key, Any]) -> Node:
     return Node("dict", keys, children, make_dict)
 
 
+def nest(trees: Mapping[str, Node | LeafPath]) -> Node:
+    """Returns a dict of trees; the leaf paths begin with the keys."""
+    children = tuple(
+        _escape(name) if isinstance(child, str) else _add_prefix(child, _escape(name))
+        for name, child in trees.items()
+    )
+    return plain_node("dict", trees, children)
+
+
+def _add_prefix(tree: Node, prefix: str) -> Node:
+    children = tuple(
+        f"{prefix}/{child}" if isinstance(child, str) else _add_prefix(child, prefix)
+        for child in tree.children
+    )
+    return dataclasses.replace(tree, children=children)
+
+
 def empty_node(type_name: str) -> Node:
     """Returns an empty container: `None`, `dict`, `list` or `tuple`."""
     return Node(type_name, (), (), MAKERS[type_name])

@@ -121,10 +121,10 @@ def _explain_unrecognised(path: Path) -> NoReturn:
         raise errors.CheckpointNotFoundError(
             f"{path} has no committed step yet: a run was started there"
         )
-    if is_dir and items.is_json_item(path):
+    if is_dir and (file := items.find_json(path)):
         raise errors.CheckpointFormatError(
             f"{path} is a JSON item of Orbax, not a tree of arrays:"
-            f" {items.json_advice(path)}"
+            f" {items.json_advice(file)}"
         )
     marker = _storage.commit_marker.MARKER
     sign = _steps.index.sign(path) if is_dir else None

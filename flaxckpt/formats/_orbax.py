@@ -1,13 +1,11 @@
-"""Reader of checkpoints written by Orbax: the tree, and the forms of arrays."""
+"""Reader of trees written by Orbax: the leaves, and the forms of arrays."""
 
 from __future__ import annotations
 
 import dataclasses
-import errno
 import functools
 import logging
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from flaxckpt.formats import _zarr2
 from flaxckpt.formats._msgpack import leaves, scanner
 from flaxckpt.formats._native import arrays as native_arrays
 from flaxckpt.formats._native import items, orbax_json
-from flaxckpt.formats._native import metadata as native_metadata
 from flaxckpt.formats._native.arrays import ArrayForm
 from flaxckpt.formats._reader import Stored
 
@@ -50,19 +47,18 @@ _STANDS_FOR = ("PLACEHOLDER://", "AGGREGATED://")
 """Prefixes of strings in the aggregate file that name a zarr array."""
 
 
-def read(path: Path, step: int | None) -> Stored:
-    """Reads everything but arrays.
+def read(path: Path, item: Path) -> Stored:
+    """Reads everything but the arrays of a tree, without the metadata of the step.
+
+    Args:
+        path: The checkpoint.
+        item: The directory of the tree: the checkpoint itself, or an item.
 
     Raises:
         DamagedCheckpointError: A file is missing or malformed.
-        FileNotFoundError: The checkpoint was deleted after its format was recognised.
     """
-    item = items.find_item(path)
-    if item is None:  # deleted since it was recognised
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    items.warn_of_others(path, item)
     if not (item / items.TREE).is_file():
-        return _read_aggregate(path, item, step)
+        return _read_aggregate(path, item)
     stamp = _storage.stamp(item / items.TREE)
     metadata = items.read_json(item / items.TREE, path)
     rows = _read_rows(item, metadata)
@@ -97,21 +93,16 @@ def read(path: Path, step: int | None) -> Stored:
         if info.path in inline:
             source = dataclasses.replace(inline[info.path], info=info)
             table[info.path] = Leaf(info, (source,))
-    return Stored(
-        native_metadata.checkpoint_metadata(path, "orbax", step, infos, {}),
-        {info.path: table[info.path] for info in infos},
-        _state.tree.plain_structure(
-            (i.path, i.keys, i.python_type if i.kind == "empty" else None)
-            for i in infos
-        ),
-        stamp=stamp,
+    table = {info.path: table[info.path] for info in infos}
+    return leaves.make_plain_stored(
+        path, table, format_name="orbax", step=None, stamp=stamp
     )
 
 
 # ---- the tree in msgpack ----------------------------------------------------------
 
 
-def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
+def _read_aggregate(path: Path, item: Path) -> Stored:
     """Reads a checkpoint without `_METADATA`, with only the aggregate file."""
     file = item / items.AGGREGATE
     stamp = _storage.stamp(file)
@@ -138,12 +129,9 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
         if faults:
             raise leaves.unreadable_error(item, faults)
     tree = _insert(tree, opened)
-    stored = leaves.make_stored(
-        path, file, tree, format_name="orbax", step=step, stamp=stamp
+    return leaves.make_stored(
+        path, file, leaves.walk(tree), format_name="orbax", step=None, stamp=stamp
     )
-    infos = [leaf.info for leaf in stored.table.values()]
-    metadata = native_metadata.checkpoint_metadata(path, "orbax", step, infos, {})
-    return dataclasses.replace(stored, metadata=metadata)
 
 
 def _inline_leaves(path: Path, item: Path) -> dict[LeafPath, StoredLeaf]:
@@ -154,7 +142,7 @@ def _inline_leaves(path: Path, item: Path) -> dict[LeafPath, StoredLeaf]:
     tree = _insert(_read_tree(file), {})
     stamp = _storage.stamp(file)
     stored = leaves.make_stored(
-        path, file, tree, format_name="", step=None, stamp=stamp
+        path, file, leaves.walk(tree), format_name="", step=None, stamp=stamp
     )
     return {
         name: leaf.source

@@ -86,6 +86,7 @@ class Stored:
         recorded_step: Step number at the save; None if not recorded.
         items: The items with the arrays and the dataset.
         left_out: Item without leaves in the table -> the reason.
+        own_items: Item of an Orbax step in our own format -> the item opened alone.
     """
 
     metadata: CheckpointMetadata
@@ -97,6 +98,7 @@ class Stored:
     recorded_step: int | None = None
     items: Items = dataclasses.field(default_factory=Items)
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    own_items: Mapping[str, Stored] = dataclasses.field(default_factory=dict)
 
 
 class Reader(Protocol):

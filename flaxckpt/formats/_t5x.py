@@ -97,7 +97,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     if replacer.faults:
         raise leaves.unreadable_error(path, replacer.faults)
     return leaves.make_stored(
-        path, file, state, format_name="t5x", step=step, stamp=stamp
+        path, file, leaves.walk(state), format_name="t5x", step=step, stamp=stamp
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _arrays, _state, _storage, errors
-from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
+from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.formats._msgpack.scanner import Array, Run, Value
 from flaxckpt.formats._reader import CheckpointMetadata, Stored
@@ -86,7 +86,7 @@ def _unwrap_named_tuple(value: Value) -> Value:
 def make_stored(
     path: Path,
     file: Path,
-    tree: Value,
+    rows: Iterable[tuple[tuple[_state.tree.Key, ...], Value]],
     *,
     format_name: str,
     step: int | None,
@@ -97,7 +97,7 @@ def make_stored(
     Args:
         path: The checkpoint.
         file: The scanned file.
-        tree: The scanned tree.
+        rows: The keys and the value of each leaf and empty container, as by `walk`.
         format_name: Value of `CheckpointMetadata.format`.
         step: Step number, or None.
         stamp: Stamp of the file, from before the scan.
@@ -110,7 +110,7 @@ def make_stored(
     faults: dict[LeafPath, str] = {}
     path_bytes = 0
     file_stamp = stamp if stamp.path == file else _storage.Stamp(file, None)
-    for keys, value in walk(tree):
+    for keys, value in rows:
         name = _state.tree.join(keys)
         path_bytes += len(name)
         if len(leaves) >= _MAX_LEAVES or path_bytes > _MAX_PATH_BYTES:
@@ -125,7 +125,30 @@ def make_stored(
             leaves[name] = _leaf(path, file_stamp, name, keys, value)
     if faults:
         raise unreadable_error(file, faults)
-    infos = [leaf.info for leaf in leaves.values()]
+    table = {name: Leaf(leaf.info, (leaf,)) for name, leaf in leaves.items()}
+    return make_plain_stored(
+        path, table, format_name=format_name, step=step, stamp=stamp
+    )
+
+
+def make_plain_stored(
+    path: Path,
+    table: LeafTable,
+    *,
+    format_name: str,
+    step: int | None,
+    stamp: _storage.Stamp,
+) -> Stored:
+    """Returns the checkpoint of a leaf table without recorded containers or metadata.
+
+    Args:
+        path: The checkpoint.
+        table: The leaves.
+        format_name: Value of `CheckpointMetadata.format`.
+        step: Step number, or None.
+        stamp: Stamp of the file that describes the leaves, from before the read.
+    """
+    infos = [leaf.info for leaf in table.values()]
     return Stored(
         CheckpointMetadata(
             str(path),
@@ -139,7 +162,7 @@ def make_stored(
             False,
             sum(_arrays.layout.stored_bytes(info) for info in infos),
         ),
-        {name: Leaf(leaf.info, (leaf,)) for name, leaf in leaves.items()},
+        table,
         _state.tree.plain_structure(
             (i.path, i.keys, i.python_type if i.kind == "empty" else None)
             for i in infos

@@ -51,5 +51,5 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
             + "\nRestore it with the Flax that wrote it, and save it in a single file."
         )
     return leaves.make_stored(
-        path, path, tree, format_name="msgpack", step=step, stamp=stamp
+        path, path, leaves.walk(tree), format_name="msgpack", step=step, stamp=stamp
     )

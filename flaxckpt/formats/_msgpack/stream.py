@@ -37,7 +37,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         while scan.position < scan.size:
             _read_record(scan, tree)
     return leaves.make_stored(
-        path, path, tree, format_name="streaming", step=step, stamp=stamp
+        path, path, leaves.walk(tree), format_name="streaming", step=step, stamp=stamp
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import sys
 import time
@@ -16,7 +17,7 @@ from flaxckpt import _arrays, _state, _steps, _storage, datasets, errors
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._storage.commit_marker import MARKER
 from flaxckpt._types import JSON, LeafPath
-from flaxckpt.formats import _orbax
+from flaxckpt.formats import _composite
 from flaxckpt.formats._native import arrays as native_arrays
 from flaxckpt.formats._native import items, orbax_json
 from flaxckpt.formats._native import manifest as native_manifest
@@ -271,9 +272,8 @@ def recognises(path: Path) -> str | None:
         return None
     if (path / orbax_json.MANIFEST).is_file():
         return f"it has the manifest {orbax_json.MANIFEST}"
-    file = item / items.TREE
-    if not file.is_file():
-        file = item / items.AGGREGATE
+    files = (item / items.TREE, item / orbax_json.MANIFEST, items.find_json(item))
+    file = next((f for f in files if f and f.is_file()), item / items.AGGREGATE)
     return f"it has the file {file.relative_to(path)}"
 
 
@@ -291,7 +291,9 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
             f"{path / orbax_json.MANIFEST} is missing, although {MARKER} names it;"
             " restore another step"
         )
-    return _orbax.read(path, step)
+    return _composite.read(
+        path, step, functools.partial(read, step=None, resolve=resolve)
+    )
 
 
 def read_dataset(
@@ -360,7 +362,9 @@ def _read_native(
     if len(infos) < len(manifest.infos):
         structure = _state.containers.prune(structure, table)
     metadata = dataclasses.replace(
-        native_metadata.checkpoint_metadata(path, "flaxckpt", step, infos, digests),
+        native_metadata.checkpoint_metadata(
+            path, "flaxckpt", step, infos, digests, manifest.items.dataset
+        ),
         lineage=manifest.lineage,
         transforms=manifest.transforms,
         items=tuple(item for item in parts if item not in deleted),

@@ -74,7 +74,7 @@ class Items:
         if isinstance(self.state, str):
             return self.state
         name = str(info.keys[0].name) if info.keys else ""
-        if name not in self.state or len(info.keys) < 2:
+        if name not in self.state:
             raise ValueError(f"the leaf {info.path[:80]!r} is in no item")
         return name
 
@@ -127,10 +127,14 @@ def prefix(item: str) -> str:
 
 
 def find_item(path: Path) -> Path | None:
-    """Returns the directory with the arrays of the checkpoint `path`; None without it.
+    """Returns the directory of an item of the checkpoint `path`; None without it.
 
-    On an object store, only with a commit marker in `path` or, for an item, in its
-    parent.
+    The item is a tree of arrays, the checkpoint itself if it is a tree, or one of
+    several JSON items. On an object store, only with a commit marker in `path` or, for
+    an item, in its parent.
+
+    Raises:
+        CheckpointFormatError: The checkpoint is of other items only.
     """
     storage = _storage.of(path)
     if not (storage.is_committed(path) or storage.is_committed(path.parent)):
@@ -140,46 +144,54 @@ def find_item(path: Path) -> Path | None:
             return path / name
     if not (path / CHECKPOINT).is_file():
         return None
-    items = [
-        name
-        for name in sorted(_storage.of(path).directories(path))
-        if is_tree(path / name) and name not in NOT_ITEMS
-    ]
-    if not items:
-        _check_tree(path)
-    if len(items) > 1 and not (path / orbax_json.MANIFEST).is_file():
-        raise errors.CheckpointFormatError(
-            f"{path} holds several items, {errors.printable(', '.join(items))}: pass"
-            f" the path of one, such as {errors.printable(str(path / items[0]))}"
-        )
-    return path / items[0] if items else None
+    names = sorted(storage.directories(path))
+    for name in names:
+        if is_tree(path / name) or is_native(path / name):
+            return path / name
+    handlers = read_item_handlers(path)
+    recorded = handlers.values() if isinstance(handlers, dict) else ()
+    texts = [path / name for name in names if find_json(path / name)]
+    if len(texts) > 1 and not any(map(is_tree_handler, recorded)):
+        return texts[0]
+    _check_tree(path)
+    return None
 
 
 _TREE_HANDLERS = (
     "StandardCheckpointHandler",
     "PyTreeCheckpointHandler",
     "PyTreeHandler",
+    "flaxckpt.integrations.orbax.CheckpointHandler",
 )
-"""Suffixes of Orbax's handler classes for trees of arrays."""
+"""Ends of the names of handler classes for trees of arrays."""
+
+
+def is_tree_handler(name: object) -> bool:
+    """Returns True for the name of a handler class for trees of arrays."""
+    return str(name).endswith(_TREE_HANDLERS)
+
 
 JSON_ITEM = "metadata"
-"""The file of a JSON item."""
+_JSON_FILES = ("data.json", JSON_ITEM)
+"""Files of a JSON item by Orbax's handlers, the newest first."""
 
 
-def is_json_item(path: Path) -> bool:
-    """Returns True if `path` looks like an item of Orbax's `JsonSave`."""
+def find_json(item: Path) -> Path | None:
+    """Returns the file of a JSON item of Orbax; None for another directory."""
     try:
-        names = set(_storage.of(path).names(path))
-    except NotADirectoryError:
-        return False
-    is_alone = names <= {JSON_ITEM, CHECKPOINT, _storage.commit_marker.MARKER}
-    return is_alone and (path / JSON_ITEM).is_file()
+        names = set(_storage.of(item).names(item))
+    except (NotADirectoryError, FileNotFoundError):
+        return None
+    if not names <= {*_JSON_FILES, CHECKPOINT, _storage.commit_marker.MARKER}:
+        return None
+    files = (item / name for name in _JSON_FILES if name in names)
+    return next((file for file in files if file.is_file()), None)
 
 
-def json_advice(path: Path) -> str:
-    """Returns advice on reading a JSON item."""
-    file = errors.printable(str(path / JSON_ITEM))
-    return f"read it with json.loads(pathlib.Path({file!r}).read_text())"
+def json_advice(file: Path) -> str:
+    """Returns advice on reading the file of a JSON item."""
+    name = errors.printable(str(file))
+    return f"read it with json.loads(pathlib.Path({name!r}).read_text())"
 
 
 def read_item_handlers(path: Path) -> dict[str, Any] | str | None:
@@ -205,19 +217,16 @@ def _check_tree(path: Path) -> None:
     if isinstance(handlers, str):  # a checkpoint of a single item
         handlers = {"": handlers}
     if not isinstance(handlers, dict) or not handlers:  # as before Orbax 0.11
-        names = [
-            n for n in _storage.of(path).directories(path) if is_json_item(path / n)
-        ]
+        names = [n for n in _storage.of(path).directories(path) if find_json(path / n)]
         handlers = dict.fromkeys(names, "JsonCheckpointHandler")
-    kinds = {
-        str(name): str(kind).rpartition(".")[2]
-        for name, kind in handlers.items()
-        if name not in NOT_ITEMS
-    }
-    if not kinds or any(kind.endswith(_TREE_HANDLERS) for kind in kinds.values()):
+    handlers = {n: kind for n, kind in handlers.items() if n not in NOT_ITEMS}
+    if not handlers or any(map(is_tree_handler, handlers.values())):
         return
-    texts = [path / name for name in sorted(kinds) if is_json_item(path / name)]
-    rows = [f"{name or '.'}: {kind}" for name, kind in sorted(kinds.items())]
+    texts = [file for name in sorted(handlers) if (file := find_json(path / str(name)))]
+    rows = [
+        f"{name or '.'}: {str(kind).rpartition('.')[2]}"
+        for name, kind in sorted(handlers.items())
+    ]
     raise errors.CheckpointFormatError(
         f"{path} holds no tree of arrays; other handlers of Orbax wrote its items:\n"
         f"{errors.rows(rows)}\n"
@@ -229,29 +238,16 @@ def _check_tree(path: Path) -> None:
     )
 
 
-def warn_of_others(path: Path, taken: Path) -> None:
-    """Logs a warning about trees of the checkpoint other than the item `taken`."""
-    if taken == path:
-        return
-    others = [
-        errors.printable(str(path / name))
-        for name in sorted(_storage.of(path).directories(path))
-        if name not in NOT_ITEMS and name != taken.name and is_tree(path / name)
-    ]
-    if others:
-        _log.warning(
-            "only the item %s of %s is read; to load another, pass its path: %s",
-            errors.printable(taken.name),
-            path,
-            ", ".join(others[: errors.ROWS_SHOWN]),
-        )
-
-
 def is_tree(path: Path) -> bool:
     """Returns True if `path` holds a tree of arrays."""
     return (path / TREE).is_file() or bool(
         _signatures.read_first_keys(path / AGGREGATE)
     )
+
+
+def is_native(path: Path) -> bool:
+    """Returns True if `path` has our manifest."""
+    return (path / orbax_json.MANIFEST).is_file()
 
 
 def find_dataset(path: Path, name: str = DATASET) -> Path | None:
@@ -263,11 +259,16 @@ def find_dataset(path: Path, name: str = DATASET) -> Path | None:
     """
     if not path.is_dir():
         return None
-    directories = sorted(_storage.of(path).directories(path), key=lambda n: n != name)
-    for item in directories:
-        if any((path / item).glob("process_*-of-*.json")):
+    names = sorted(_storage.of(path).directories(path))
+    for item in sorted(names, key=lambda n: n != name):
+        if is_dataset(path / item):
             return path / item
     return None
+
+
+def is_dataset(path: Path) -> bool:
+    """Returns True if `path` holds the files of a dataset iterator, but no tree."""
+    return not is_tree(path) and any(path.glob("process_*-of-*.json"))
 
 
 def read_file(
@@ -310,9 +311,9 @@ def read_json_item(item: Path, checkpoint: Path, digests: Mapping[str, str]) -> 
     Raises:
         DamagedCheckpointError: The file is missing, has changed, or is not JSON.
     """
-    file = item / JSON_ITEM
+    file = find_json(item) or item / JSON_ITEM
     content = read_file(file, checkpoint)
-    check_digest(file, digests.get(f"{item.name}/{JSON_ITEM}"), content)
+    check_digest(file, digests.get(f"{item.name}/{file.name}"), content)
     return orbax_json.parse(content, file)
 
 

@@ -30,8 +30,17 @@ def checkpoint_metadata(
     step: int | None,
     infos: Sequence[LeafInfo],
     digests: Mapping[str, str],
+    dataset: str | None = DATASET,
 ) -> CheckpointMetadata:
     """Returns the metadata of a checkpoint with the leaves `infos`.
+
+    Args:
+        path: The checkpoint.
+        format_name: Value of `CheckpointMetadata.format`.
+        step: Step number, or None.
+        infos: The leaves.
+        digests: File name -> recorded digest.
+        dataset: The item of the dataset; None without it.
 
     Raises:
         DamagedCheckpointError: A file with a recorded digest is missing, malformed, or
@@ -48,6 +57,7 @@ def checkpoint_metadata(
             # Orbax tolerates invalid content here, and the state does not need it.
             if CHECKPOINT in digests:
                 raise
+    deleted = read_deleted_items(path)
     return CheckpointMetadata(
         str(path),
         format_name,
@@ -57,9 +67,9 @@ def checkpoint_metadata(
         _seconds(fields.get("init_timestamp_nsecs")),
         _seconds(fields.get("commit_timestamp_nsecs")),
         user_metadata(fields),
-        (path / DATASET).is_dir() and not _steps.markers.is_item_deleted(path, DATASET),
+        dataset is not None and dataset not in deleted and (path / dataset).is_dir(),
         sum(_arrays.layout.stored_bytes(info) for info in infos),
-        deleted_items=read_deleted_items(path),
+        deleted_items=deleted,
     )
 
 

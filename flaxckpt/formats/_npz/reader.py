@@ -70,7 +70,12 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     check = functools.lru_cache(maxsize=None)(npz_members.check_member)
     arrays = {m.name: _array(m, h, check) for m, h in headers.items()}
     return leaves.make_stored(
-        path, path, _nest(path, arrays), format_name="npz", step=step, stamp=stamp
+        path,
+        path,
+        leaves.walk(_nest(path, arrays)),
+        format_name="npz",
+        step=step,
+        stamp=stamp,
     )
 
 

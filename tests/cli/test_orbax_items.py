@@ -1,0 +1,50 @@
+"""Every verb works on a run of Orbax with several items in each step."""
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+
+import flaxckpt
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            items = {
+                "params": ocp.args.StandardSave({"w": jnp.full(3, step)}),
+                "optimizer": ocp.args.StandardSave({"mu": jnp.ones(3)}),
+                "config": ocp.args.JsonSave({"lang": "en"}),
+            }
+            manager.save(step, args=ocp.args.Composite(**items))
+    return tmp_path / "run"
+
+
+LEAVES = {"params/w", "optimizer/mu", "config/lang"}
+
+
+def test_verbs_that_look(run, command):
+    assert [step["format"] for step in command.json("ls", run)["steps"]] == [
+        "orbax"
+    ] * 2
+    assert set(command.json("show", run)["leaves"]) == LEAVES
+    assert any(
+        "params, optimizer" in line or "optimizer, params" in line
+        for line in command.text("show", run)
+    )
+    [changed] = command.json("diff", run / "1", run / "2", code=1)["changed"]
+    assert changed == "params/w"
+    assert command.json("verify", run)["ok"]
+    command("du", run)
+    command("doctor", run)
+    command("report", run, "-o", "report.html")
+
+
+def test_verbs_that_change(run, command):
+    command("pin", run, 1)
+    command("unpin", run, 1)
+    command("convert", run, "converted")
+    assert flaxckpt.load("converted")["config"] == {"lang": "en"}
+    command("prune", run, "--keep", "latest:1", "--yes")
+    assert flaxckpt.Checkpointer(run, read_only=True).steps() == [2]

@@ -1,0 +1,390 @@
+"""Steps of Orbax with several items are read as one tree."""
+
+import json
+import logging
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._checkpoint import commit, save
+from flaxckpt.formats._native.items import Items
+from tests.helpers.files import flip_bit
+
+grain = pytest.importorskip("grain")
+ocp = pytest.importorskip("orbax.checkpoint")
+
+# Orbax warns whenever an array is read without a sharding.
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+
+STEP = 7
+CONFIG = {"name": "tiny", "rates": [0.5, 1, None, True, {}, []], "0": {"0": 1, "1": 2}}
+TX = optax.adam(0.1)
+
+
+def params(value=1.0):
+    return {"dense": {"kernel": jnp.full((64, 64), value), "bias": jnp.arange(3)}}
+
+
+def trainer_state(value=1.0):
+    """The state of a trainer that saves parameters and optimizer as items."""
+    model_params = params(value)
+    grads = jax.tree.map(jnp.ones_like, model_params)
+    model_params["dense"]["bias"] = jnp.arange(3.0)
+    _, optimizer_state = TX.update(grads, TX.init(model_params))
+    return {"model_params": model_params, "optimizer_state": optimizer_state}
+
+
+def iterator():
+    return iter(grain.MapDataset.range(20).to_iter_dataset())
+
+
+def write(root, step=STEP, metrics=None, **items):
+    """Saves items with the manager of Orbax; returns the step."""
+    options = ocp.CheckpointManagerOptions(
+        best_fn=(lambda metrics: metrics["loss"]) if metrics else None
+    )
+    with ocp.CheckpointManager(root, options=options) as manager:
+        manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
+    return root / str(step)
+
+
+def write_trainer(root, step=STEP, **others):
+    state = trainer_state()
+    return write(
+        root,
+        step,
+        model_params=ocp.args.StandardSave(state["model_params"]),
+        optimizer_state=ocp.args.PyTreeSave(state["optimizer_state"]),
+        **others,
+    )
+
+
+def assert_same(found, wanted):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for left, right in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_array_equal(left, right, strict=True)
+
+
+@pytest.fixture(scope="module")
+def _trainer(tmp_path_factory):
+    used = iterator()
+    next(used)
+    return write_trainer(
+        tmp_path_factory.mktemp("trainer"),
+        config=ocp.args.JsonSave(CONFIG),
+        iter=grain.checkpoint.CheckpointSave(used),
+        metrics={"loss": 0.5},
+    )
+
+
+@pytest.fixture
+def trainer(_trainer, tmp_path):
+    """A step with two trees, JSON, metrics and an iterator."""
+    return shutil.copytree(_trainer, tmp_path / "run" / str(STEP))
+
+
+# ---- one tree -----------------------------------------------------------------------
+
+
+def test_the_items_are_branches_of_one_tree(trainer):
+    found = flaxckpt.load(trainer)
+    with ocp.CheckpointManager(trainer.parent) as manager:
+        args = ocp.args.Composite(
+            model_params=ocp.args.StandardRestore(),
+            optimizer_state=ocp.args.PyTreeRestore(),
+            config=ocp.args.JsonRestore(),
+        )
+        wanted = manager.restore(STEP, args=args)
+    assert list(found) == ["config", "model_params", "optimizer_state"]
+    assert found["config"] == wanted["config"] == CONFIG
+    assert type(found["config"]["rates"][1]) is int
+    for item in ("model_params", "optimizer_state"):
+        assert_same(found[item], wanted[item])
+
+
+def test_a_state_of_the_same_branches_gets_its_own_classes(trainer):
+    wanted = trainer_state()
+    for path in (trainer, trainer.parent):
+        assert_same(flaxckpt.load(path, trainer_state(0.0), unused="ignore"), wanted)
+
+
+def test_only_the_items_that_are_asked_for_are_read(trainer):
+    wanted = {"model_params": trainer_state()["model_params"]}
+    plan = flaxckpt.plan(trainer, wanted)
+    assert plan.bytes_to_read == 64 * 64 * 4 + 3 * 4
+    assert_same(flaxckpt.load(trainer, wanted, unused="ignore"), wanted)
+
+
+def test_metadata_has_items_json_metrics_and_the_dataset(trainer):
+    metadata = flaxckpt.metadata(trainer)
+    assert metadata.format == "orbax"
+    assert metadata.items == ("model_params", "optimizer_state")
+    assert metadata.json == {"config": CONFIG}
+    assert metadata.metrics == {"loss": 0.5}
+    assert metadata.has_dataset
+    assert metadata.created is not None
+    assert metadata.leaves["model_params/dense/kernel"].shape == (64, 64)
+    assert metadata.leaves["config/rates/0"].python_type == "float"
+    assert not flaxckpt.metadata(write_trainer(trainer.parent.parent / "b")).has_dataset
+
+
+def test_a_leaf_is_opened_by_its_path_with_the_item(trainer):
+    array = flaxckpt.open_leaf(trainer, "model_params/dense/bias")
+    np.testing.assert_array_equal(array[1:].read().result(), [1, 2])
+
+
+def test_a_run_of_orbax_resumes(trainer):
+    with flaxckpt.Checkpointer(trainer.parent, read_only=True) as run:
+        assert run.steps() == [STEP]
+        assert run.has_dataset(STEP)
+        data = iterator()
+        made = run.restore(trainer_state(0.0), dataset=data, unused="ignore")
+    assert_same(made, trainer_state())
+    used = iterator()
+    next(used)
+    assert next(data) == next(used)
+
+
+def test_a_converted_checkpoint_is_the_same(trainer, tmp_path):
+    target = tmp_path / "converted"
+    flaxckpt.convert(trainer, target)
+    assert flaxckpt.verify(target).ok
+    assert flaxckpt.diff(trainer, target).is_empty
+    assert flaxckpt.metadata(target).has_dataset
+    assert_same(flaxckpt.load(target), flaxckpt.load(trainer))
+
+
+def test_items_are_converted_to_other_formats(trainer, tmp_path):
+    target = tmp_path / "params.safetensors"
+    kept = [flaxckpt.transforms.keep("model_params/.*")]
+    flaxckpt.convert(trainer, target, format="safetensors", transforms=kept)
+    wanted = {"model_params": trainer_state()["model_params"]}
+    assert_same(flaxckpt.load(target, wanted), wanted)
+
+
+def test_verify_reads_all_items(trainer):
+    report = flaxckpt.verify(trainer)
+    assert report.ok, str(report)
+    assert "model_params/dense/kernel" in report.unchecked
+    shutil.rmtree(trainer / "optimizer_state" / "d")
+    report = flaxckpt.verify(trainer)
+    assert not report.ok
+    assert all(name.startswith("optimizer_state") for name in report.unreadable)
+
+
+def test_a_single_item_is_read_as_it_is(tmp_path):
+    saved = ocp.args.StandardSave({"w": jnp.ones(2)})
+    step = write(tmp_path, params=saved, config=ocp.args.JsonSave(CONFIG))
+    assert list(flaxckpt.load(step)) == ["w"]
+    assert flaxckpt.metadata(step).json == {"config": CONFIG}
+    assert flaxckpt.metadata(step).items == ("params",)
+    flaxckpt.convert(step, tmp_path / "converted")
+    assert flaxckpt.metadata(tmp_path / "converted").json == {"config": CONFIG}
+    assert flaxckpt.verify(tmp_path / "converted").ok
+
+
+def test_trees_of_any_name_are_read(tmp_path):
+    saved = {
+        name: ocp.args.StandardSave({"w": jnp.full(2, i)})
+        for i, name in enumerate(("dataset", "metrics", "state", "default"))
+    }
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / str(STEP), ocp.args.Composite(**saved))
+    found = flaxckpt.load(tmp_path / str(STEP))
+    assert found.keys() == saved.keys()
+    assert found["metrics"]["w"].tolist() == [1, 1]
+    assert not flaxckpt.metadata(tmp_path / str(STEP)).has_dataset
+
+
+# ---- JSON items ---------------------------------------------------------------------
+
+NUMBERS = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False)
+VALUES = st.recursive(
+    st.none() | NUMBERS | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), VALUES, max_size=3), st.lists(VALUES))
+def test_json_comes_back_as_json(tmp_path_factory, left, right):
+    step = tmp_path_factory.mktemp("json")
+    for name, value in {"left": left, "right": right}.items():
+        (step / name).mkdir()
+        (step / name / "metadata").write_text(json.dumps(value))
+    (step / "_CHECKPOINT_METADATA").write_text("{}")
+    found = flaxckpt.load(step)
+    assert found == {"left": left, "right": right}
+    assert json.dumps(found) == json.dumps({"left": left, "right": right})
+
+
+def test_json_without_the_form_of_leaves_is_left_out(tmp_path, caplog):
+    big = {"seeds": [1, 2**70]}
+    step = write_trainer(tmp_path, seeds=ocp.args.JsonSave(big))
+    assert "seeds" not in flaxckpt.load(step)
+    assert (
+        "seeds cannot be leaves of a state: seeds/1 needs more than 64" in caplog.text
+    )
+    assert flaxckpt.metadata(step).json == {"seeds": big}
+
+
+def test_json_that_is_none_is_damage(trainer):
+    (trainer / "config" / "metadata").write_text("{'a': 1}")
+    with pytest.raises(errors.DamagedCheckpointError, match="config/metadata"):
+        flaxckpt.load(trainer)
+    assert not flaxckpt.verify(trainer).ok
+
+
+# ---- other items --------------------------------------------------------------------
+
+
+class Text(ocp.CheckpointHandler):
+    """A handler that only its program has."""
+
+    def save(self, directory, args):
+        (directory / "text.txt").write_text(args.text)
+
+    def restore(self, directory, args=None):
+        return (directory / "text.txt").read_text()
+
+
+@ocp.args.register_with_handler(Text, for_save=True, for_restore=True)
+class TextArgs(ocp.args.CheckpointArgs):
+    def __init__(self, text=""):
+        self.text = text
+
+
+def test_an_item_of_an_unknown_handler_is_left_out_with_the_reason(tmp_path, caplog):
+    step = write_trainer(tmp_path, notes=TextArgs("hello"))
+    assert list(flaxckpt.load(step)) == ["model_params", "optimizer_state"]
+    [record] = [r for r in caplog.records if r.name.startswith("flaxckpt")]
+    assert record.levelno == logging.WARNING
+    assert (
+        "notes was written by a handler that flaxckpt does not know" in record.message
+    )
+    wanted = {"model_params": trainer_state()["model_params"], "notes": {"a": 1}}
+    with pytest.raises(errors.RestoreMismatchError, match="Text") as info:
+        flaxckpt.load(step, wanted)
+    assert [row.leaf for row in info.value.mismatches] == ["notes/a"]
+
+
+def test_a_lost_item_is_left_out_and_the_others_keep_their_paths(trainer, caplog):
+    shutil.rmtree(trainer / "optimizer_state")
+    found = flaxckpt.load(trainer)
+    assert list(found) == ["config", "model_params"]
+    assert "optimizer_state is missing from this step" in caplog.text
+    with pytest.raises(errors.RestoreMismatchError, match="is missing from this step"):
+        flaxckpt.load(trainer, trainer_state())
+
+
+def test_a_deleted_item_is_told(trainer):
+    with flaxckpt.Checkpointer(trainer.parent) as run:
+        run.delete(STEP, item="optimizer_state")
+        assert run.metadata(STEP).deleted_items == ("optimizer_state",)
+        assert run.metadata(STEP).items == ("model_params",)
+    with pytest.raises(errors.RestoreMismatchError, match="deleted from this step"):
+        flaxckpt.load(trainer, trainer_state())
+    assert list(flaxckpt.load(trainer)) == ["config", "model_params"]
+
+
+def test_a_tree_without_its_description_is_damage(trainer):
+    (trainer / "optimizer_state" / "_METADATA").unlink()
+    with pytest.raises(errors.DamagedCheckpointError, match="optimizer_state") as info:
+        flaxckpt.load(trainer)
+    assert "model_params" not in str(info.value)
+    assert flaxckpt.load(trainer / "model_params")
+
+
+@pytest.mark.parametrize("name", ["../secret", "/secret", "..", "a\\b"])
+def test_names_that_lead_out_of_the_step_are_refused(trainer, name):
+    file = trainer / "_CHECKPOINT_METADATA"
+    fields = json.loads(file.read_text())
+    fields["item_handlers"][name] = fields["item_handlers"]["model_params"]
+    file.write_text(json.dumps(fields))
+    with pytest.raises(errors.DamagedCheckpointError, match="not the name of a dir"):
+        flaxckpt.load(trainer)
+
+
+@pytest.mark.parametrize("item", ["model_params", "config"])
+def test_links_that_lead_out_of_the_step_are_refused(trainer, tmp_path, item):
+    (trainer / item).rename(tmp_path / "elsewhere")
+    (trainer / item).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(errors.DamagedCheckpointError):
+        flaxckpt.load(trainer)
+
+
+# ---- items in our own format --------------------------------------------------------
+
+
+def write_own(path, state):
+    """Writes a tree as flaxckpt's handler for Orbax does: the directory is the item."""
+    options = commit.SaveOptions(items=Items(state=""))
+    request = commit.SaveRequest(path=path, options=options)
+    save.write_snapshot(save.take_snapshot(request, state))
+
+
+@pytest.fixture
+def own(trainer):
+    """A step of Orbax in which the optimizer is in our own format."""
+    shutil.rmtree(trainer / "optimizer_state")
+    write_own(trainer / "optimizer_state", trainer_state()["optimizer_state"])
+    return trainer
+
+
+def test_an_item_in_our_format_keeps_its_classes(own):
+    found = flaxckpt.load(own)
+    wanted = trainer_state()
+    assert_same(found["optimizer_state"], wanted["optimizer_state"])
+    assert_same(flaxckpt.load(own, trainer_state(0.0), unused="ignore"), wanted)
+    metadata = flaxckpt.metadata(own)
+    assert metadata.metrics == {"loss": 0.5}
+    assert metadata.has_dataset
+
+
+def test_an_item_in_our_format_may_be_the_only_one(own):
+    for item in ("model_params", "config"):
+        shutil.rmtree(own / item)
+    file = own / "_CHECKPOINT_METADATA"
+    fields = json.loads(file.read_text())
+    del fields["item_handlers"]["model_params"]
+    file.write_text(json.dumps(fields | {"custom_metadata": {"by": "me"}}))
+    wanted = trainer_state()["optimizer_state"]
+    assert_same(flaxckpt.load(own), wanted)
+    metadata = flaxckpt.metadata(own)
+    assert metadata.items == ("optimizer_state",)
+    assert metadata.custom == {"by": "me"}
+    assert metadata.metrics == {"loss": 0.5}
+    assert metadata.has_dataset
+    assert flaxckpt.verify(own).unchecked == {}
+    check_damage(own, "0/mu/dense/kernel")
+
+
+def test_an_item_in_our_format_is_compared_with_its_checksums(own):
+    report = flaxckpt.verify(own)
+    assert report.ok, str(report)
+    assert not any(name.startswith("optimizer_state") for name in report.unchecked)
+    (own / "optimizer_state" / "stray.txt").write_text("x")
+    assert flaxckpt.verify(own).extra == ("optimizer_state/stray.txt",)
+    check_damage(own, "optimizer_state/0/mu/dense/kernel")
+
+
+def check_damage(step, leaf):
+    """Damages a leaf of the optimizer; `verify` and `load` must name it."""
+    [file] = (step / "optimizer_state" / "0.mu.dense.kernel").glob("c*")
+    flip_bit(file, 3)
+    report = flaxckpt.verify(step)
+    assert list(report.problems) == [leaf]
+    assert list(report.unreadable) == [leaf]
+    with pytest.raises(errors.DamagedCheckpointError, match="mu/dense/kernel"):
+        flaxckpt.load(step)
