@@ -36,6 +36,7 @@ if COUNT > 1:
 
 import flaxckpt  # noqa: E402
 from flaxckpt import errors  # noqa: E402
+from flaxckpt._checkpoint import commit as checkpoint_commit  # noqa: E402
 from flaxckpt._checkpoint import save_distributed as checkpoint_save_distributed  # noqa: E402
 from flaxckpt._distributed import heartbeat as distributed_heartbeat  # noqa: E402
 from flaxckpt._distributed import key_value as distributed_key_value  # noqa: E402
@@ -323,6 +324,42 @@ def faults():
         with raising(errors.CheckpointNotFoundError):
             ckpt.restore()
     say(told=told)
+
+
+def cancelled():
+    """One process cancels, or all do: the save ends for all, and the next is good."""
+    for layout in ("files", "ocdbt"):
+        with flaxckpt.Checkpointer(DIRECTORY / layout, layout=LAYOUTS[layout]) as ckpt:
+            for step, culprits in enumerate([{COUNT - 1}, {0}, set(range(COUNT))]):
+                _cancel(ckpt, step, culprits)
+            handle = ckpt.save(9, states.everything(9, "columns"))
+            handle.wait()
+            assert not handle.cancel()
+            steps = ckpt.steps()
+    say(steps=steps)
+
+
+def _cancel(ckpt, step, culprits):
+    """Cancels a save while each of the culprits is still to write."""
+    write, handle = checkpoint_commit.write_arrays, None
+
+    def hold(*args):
+        while handle is None or not handle.is_awaited():
+            time.sleep(0.001)
+        write(*args)
+
+    if RANK in culprits:
+        checkpoint_commit.write_arrays = hold
+    try:
+        handle = ckpt.save(step, states.everything(step, "columns"))
+        assert RANK not in culprits or handle.cancel()
+        with raising(errors.SaveCancelledError):
+            handle.wait()
+    finally:
+        checkpoint_commit.write_arrays = write
+    assert ckpt.steps() == []
+    left = [p.name for p in ckpt.directory.iterdir() if "tmp-writing" in p.name]
+    assert RANK or not left, "process 0 has removed it, when it is told"
 
 
 def refused():

@@ -29,7 +29,10 @@ def job(tmp_path_factory):
 def with_orbax(tmp_path_factory):
     directory = tmp_path_factory.mktemp("orbax")
     return directory, jobs.run(
-        "orbax,faults,refused,disagree,late", 2, directory, layouts=LAYOUTS[::3]
+        "orbax,faults,cancelled,refused,disagree,late",
+        2,
+        directory,
+        layouts=LAYOUTS[::3],
     )
 
 
@@ -202,6 +205,10 @@ def test_a_failure_of_one_is_told_to_all_and_the_next_save_is_good(with_orbax):
     first, second = with_orbax[1]["faults"]
     assert "process 1: " in first["told"]
     assert "does not fit the state" in second["told"]
+
+
+def test_a_save_cancelled_by_one_is_cancelled_for_all(with_orbax):
+    assert with_orbax[1]["cancelled"] == ({"steps": [9]},) * 2
 
 
 def test_who_does_not_come_is_named_and_nothing_is_committed(with_orbax):

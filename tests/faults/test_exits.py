@@ -169,6 +169,18 @@ def test_a_save_from_an_exit_handler_registered_before_ours(tmp_path, full):
     assert (tmp_path / "c").exists() is not full
 
 
+def test_a_program_that_cancels_its_save_ends_well(run, tmp_path):
+    done = run(
+        """
+        handle = save(directory)
+        is_cancelled = handle.cancel()
+        assert is_cancelled is not os.path.exists(directory)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
 def test_an_unhandled_error_lets_the_save_end(run, tmp_path):
     done = run("save(directory); raise ValueError('oh')")
     assert done.returncode == 1
