@@ -35,7 +35,8 @@ if COUNT > 1:
     jax.distributed.initialize(f"127.0.0.1:{port}", COUNT, RANK)
 
 import flaxckpt  # noqa: E402
-from flaxckpt import errors  # noqa: E402
+from flaxckpt import errors, transforms  # noqa: E402
+from flaxckpt._arrays import read as arrays_read  # noqa: E402
 from flaxckpt._checkpoint import commit as checkpoint_commit  # noqa: E402
 from flaxckpt._checkpoint import save_distributed as checkpoint_save_distributed  # noqa: E402
 from flaxckpt._distributed import heartbeat as distributed_heartbeat  # noqa: E402
@@ -176,6 +177,37 @@ def train():
             found = ckpt.restore(jax.tree.map(jnp.zeros_like, state), step=number)
             assert np.asarray(found["w"].sum(axis=1).sum()) == kept
     say(steps=ckpt.steps())
+
+
+def loading():
+    """All compute together while a checkpoint is read, which is late in one process."""
+    path, read, may_read = DIRECTORY / "c", arrays_read.read, threading.Event()
+    flaxckpt.save(path, states.everything(1, "rows"))
+
+    def read_later(*args):
+        assert may_read.wait(60)
+        return read(*args)
+
+    if RANK == COUNT - 1:
+        arrays_read.read = read_later
+    mean = jax.jit(lambda x: x.mean())  # of all devices: a collective
+    shared = halves(np.arange(4096.0, dtype=np.float32).reshape(64, 64))
+    doubled = [transforms.map_leaf("arrays/large", lambda x: x * 2)]
+    for once, changes in ((False, ()), (True, ()), (False, doubled)):
+        may_read.clear()
+        handle = flaxckpt.load_async(
+            path, states.abstract("columns"), read_once=once, transforms=changes
+        )
+        for _ in range(25):
+            assert mean(shared) == 2047.5
+        may_read.set()
+        state = handle.wait()
+        if changes:
+            large = state["arrays"]["large"]
+            states.check_array(large, states.values(1)["large"] * 2)
+        else:
+            states.check(state, 1, "columns")
+    say(ok=True)
 
 
 def data():

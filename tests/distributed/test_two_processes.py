@@ -21,7 +21,7 @@ LAYOUTS = ["files", "ocdbt", "zstd", "zstd_ocdbt"]
 def job(tmp_path_factory):
     """The directory of a job of two, and what they said."""
     directory = tmp_path_factory.mktemp("two")
-    names = "save,train,data,sizes,share,together"
+    names = "save,train,loading,data,sizes,share,together"
     return directory, jobs.run(names, 2, directory, layouts=LAYOUTS, files=False)
 
 
@@ -45,6 +45,10 @@ def test_every_leaf_comes_back_on_other_meshes_from_every_store(job):
 
 def test_training_goes_on_while_another_process_has_not_written(job):
     assert job[1]["train"] == ({"steps": [1, 2, 3]},) * 2
+
+
+def test_all_compute_together_while_a_checkpoint_is_read(job):
+    assert job[1]["loading"] == ({"ok": True},) * 2
 
 
 def test_each_process_refuses_what_no_reader_would_take(with_orbax):
