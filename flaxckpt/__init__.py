@@ -17,8 +17,15 @@ if TYPE_CHECKING:
         transforms,
     )
     from flaxckpt._arrays.zarr.array_layout import ArrayLayout
+    from flaxckpt._checkpoint.load_handle import LoadHandle
     from flaxckpt._checkpoint.plan import LeafPlan, RestorePlan
-    from flaxckpt._checkpoint.restore import load, metadata, open_leaf, plan
+    from flaxckpt._checkpoint.restore import (
+        load,
+        load_async,
+        metadata,
+        open_leaf,
+        plan,
+    )
     from flaxckpt._checkpoint.save import save, save_async
     from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
     from flaxckpt._checkpoint.verify import verify
@@ -45,6 +52,7 @@ __all__ = [
     "LeafDiff",
     "LeafInfo",
     "LeafPlan",
+    "LoadHandle",
     "RestorePlan",
     "SaveHandle",
     "SaveResult",
@@ -59,6 +67,7 @@ __all__ = [
     "errors",
     "formats",
     "load",
+    "load_async",
     "metadata",
     "open_leaf",
     "parameter_infos",
@@ -85,6 +94,7 @@ _HOMES = {
     "LeafDiff": "_inspect.diff",
     "LeafInfo": "_state.leaf",
     "LeafPlan": "_checkpoint.plan",
+    "LoadHandle": "_checkpoint.load_handle",
     "RestorePlan": "_checkpoint.plan",
     "SaveHandle": "_checkpoint.save_handle",
     "SaveResult": "_checkpoint.save_handle",
@@ -95,6 +105,7 @@ _HOMES = {
     "convert": "_convert.convert",
     "diff": "_inspect.diff",
     "load": "_checkpoint.restore",
+    "load_async": "_checkpoint.restore",
     "metadata": "_checkpoint.restore",
     "open_leaf": "_checkpoint.restore",
     "parameter_infos": "partition",

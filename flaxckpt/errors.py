@@ -14,6 +14,7 @@
     ├── OptionError               (ValueError)         invalid arguments
     ├── ReadOnlyError             (PermissionError)    writing through a reader
     ├── SaveFailedError           (OSError)            the bytes could not be written
+    ├── SaveCancelledError        (RuntimeError)       a save was cancelled
     ├── StoreError                (OSError)            an object store failed
     └── CheckpointTimeoutError    (TimeoutError)       a deadline has passed
 
@@ -42,6 +43,7 @@ __all__ = [
     "ReadOnlyError",
     "RestoreMismatchError",
     "ResumeMismatchError",
+    "SaveCancelledError",
     "SaveFailedError",
     "StoreError",
     "UnsupportedLeafError",
@@ -84,6 +86,10 @@ class ReadOnlyError(CheckpointError, PermissionError):
 
 class SaveFailedError(CheckpointError, OSError):
     """A save failed; a later load does not see any part of the checkpoint."""
+
+
+class SaveCancelledError(CheckpointError, RuntimeError):
+    """A save was cancelled before its commit, and saved nothing."""
 
 
 class StoreError(CheckpointError, OSError):

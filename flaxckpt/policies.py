@@ -14,6 +14,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, Protocol
 
 from flaxckpt import _util, errors
@@ -22,6 +23,9 @@ __all__ = [
     "BestN",
     "EveryNSecs",
     "EveryNSteps",
+    "EveryNStepsClosest",
+    "ExponentialSteps",
+    "LatestDuration",
     "LatestN",
     "OnSteps",
     "PreservationPolicy",
@@ -80,6 +84,34 @@ class LatestN(PreservationPolicy):
 
     def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
         return set(sorted(c.step for c in _permanent(checkpoints))[-self.n :])
+
+
+@dataclass(frozen=True, slots=True)
+class LatestDuration(PreservationPolicy):
+    """Keeps the checkpoints saved at most `secs` before the newest checkpoint.
+
+    Checkpoints after the oldest of these are kept as well, even if their recorded times
+    are earlier because the clock was set back. Ages are relative to the newest
+    checkpoint and not to the present time, so an idle run loses nothing. Temporary
+    checkpoints are ignored.
+
+    Source: `LatestDuration` of Orbax, with ages relative to the present time.
+    """
+
+    secs: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "secs", _secs("LatestDuration", self.secs))
+
+    def __str__(self) -> str:
+        return f"LatestDuration({self.secs:g})"
+
+    def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
+        ordered = sorted(_permanent(checkpoints), key=lambda c: c.step)
+        for first, checkpoint in enumerate(ordered):
+            if not ordered[-1].created - checkpoint.created > self.secs:  # NaN is kept
+                return {c.step for c in ordered[first:]}
+        return set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +195,70 @@ class EveryNSteps(PreservationPolicy):
 
 
 @dataclass(frozen=True, slots=True)
+class EveryNStepsClosest(PreservationPolicy):
+    """Keeps the checkpoint closest to each multiple of `n`, including 0.
+
+    For runs that save at irregular steps. A step halfway between two multiples belongs
+    to the multiple with an even factor; of two equally close steps, the later is kept.
+    Temporary checkpoints are ignored.
+
+    Source: `EveryNStepsClosest` of Orbax.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", _count("EveryNStepsClosest", self.n))
+
+    def __str__(self) -> str:
+        return f"EveryNStepsClosest({self.n})"
+
+    def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
+        closest: dict[int, int] = {}
+        for step in sorted(c.step for c in _permanent(checkpoints)):
+            target = self.n * round(Fraction(step, self.n))
+            best = closest.setdefault(target, step)
+            if abs(step - target) <= abs(best - target):
+                closest[target] = step
+        return set(closest.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ExponentialSteps(PreservationPolicy):
+    """Keeps each checkpoint whose step is 0, `n`, `n * base`, `n * base**2`, ….
+
+    Temporary checkpoints are ignored.
+
+    Source: `ExpStep` of Kauldron.
+    """
+
+    n: int
+    base: int = 2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", _count("ExponentialSteps", self.n))
+        base = _to_int(self.base, 2)
+        if base is None:
+            raise errors.OptionError(
+                "ExponentialSteps needs a base that is a whole number of at least 2,"
+                f" got {self.base!r}"
+            )
+        object.__setattr__(self, "base", base)
+
+    def __str__(self) -> str:
+        return f"ExponentialSteps({self.n}, {self.base})"
+
+    def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
+        steps = {c.step for c in _permanent(checkpoints)}
+        kept = steps & {0}
+        target, last = self.n, max(steps, default=0)
+        while target <= last:
+            kept |= steps & {target}
+            target *= self.base
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
 class EveryNSecs(PreservationPolicy):
     """Keeps the oldest checkpoint, then each at least `secs` newer than the last kept.
 
@@ -174,7 +270,7 @@ class EveryNSecs(PreservationPolicy):
     secs: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "secs", _secs(self.secs))
+        object.__setattr__(self, "secs", _secs("EveryNSecs", self.secs))
 
     def __str__(self) -> str:
         return f"EveryNSecs({self.secs:g})"
@@ -318,12 +414,12 @@ def _count(name: str, n: object) -> int:
     return count
 
 
-def _secs(secs: object) -> float:
+def _secs(name: str, secs: object) -> float:
     # numpy.float32 is a Real, too.
     is_number = isinstance(secs, numbers.Real) and not isinstance(secs, bool)
     if not is_number or not 0 < (seconds := float(secs)) < math.inf:  # type: ignore[arg-type]
         raise errors.OptionError(
-            f"EveryNSecs needs a positive number of seconds, got {secs!r}. To keep"
+            f"{name} needs a positive number of seconds, got {secs!r}. To keep"
             " everything, pass no policy at all"
         )
     return seconds

@@ -1,5 +1,6 @@
 """Preservation policies, as tables and as rules that hold for every run."""
 
+import datetime
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ from flaxckpt.policies import (
     BestN,
     EveryNSecs,
     EveryNSteps,
+    EveryNStepsClosest,
+    ExponentialSteps,
+    LatestDuration,
     LatestN,
     OnSteps,
     WithoutMetric,
@@ -69,6 +73,29 @@ def stays(chosen, checkpoints, pinned=()):
         (LatestN(9), plain(0, 1), {0, 1}),
         (EveryNSteps(3), plain(0, 1, 3, 4, 6), {0, 3, 6}),
         (EveryNSteps(1), plain(0, 5), {0, 5}),
+        (EveryNStepsClosest(10), plain(), set()),
+        (EveryNStepsClosest(10), plain(3, 8, 14, 19, 28, 33), {3, 8, 19, 28}),
+        (EveryNStepsClosest(10), plain(9, 11, 21, 19), {11, 21}),
+        (EveryNStepsClosest(10), plain(5, 15, 25, 35), {5, 25, 35}),
+        (EveryNStepsClosest(1), plain(0, 5), {0, 5}),
+        (EveryNStepsClosest(2**60), plain(2**61 - 1, 2**61 + 2), {2**61 - 1}),
+        (ExponentialSteps(100), plain(), set()),
+        (
+            ExponentialSteps(100),
+            plain(0, 50, 100, 200, 300, 400, 800),
+            {0, 100, 200, 400, 800},
+        ),
+        (ExponentialSteps(1, 3), plain(*range(250)), {0, 1, 3, 9, 27, 81, 243}),
+        (ExponentialSteps(7, 10), plain(7, 70, 77, 7 * 10**18), {7, 70, 7 * 10**18}),
+        (LatestDuration(10), at(), set()),
+        (LatestDuration(10), at(5), {0}),
+        (LatestDuration(10), at(0, 9, 10, 15, 20), {2, 3, 4}),
+        (LatestDuration(0.5), at(0, 0.25, 0.75), {1, 2}),
+        (LatestDuration(10), at(5, 100, 3, 105), {1, 2, 3}),
+        (LatestDuration(10), at(1000, 3, 14), {0, 1, 2}),
+        (LatestDuration(10), at(0, math.nan, 100), {1, 2}),
+        (LatestDuration(10), at(0, 100, math.nan), {0, 1, 2}),
+        (LatestDuration(10), list(reversed(at(0, 15, 20))), {1, 2}),
         (EveryNSecs(10), at(), set()),
         (EveryNSecs(10), at(5), {0}),
         (EveryNSecs(10), at(5, 14, 15, 24.9, 25), {0, 2, 4}),
@@ -84,6 +111,10 @@ def stays(chosen, checkpoints, pinned=()):
         (LatestN(2), brief(1, 3, 5, among=(2, 4)), {2, 4}),
         (EveryNSteps(2), brief(1, 2, 5, among=(3, 4)), {4}),
         (EveryNSecs(2), brief(0, 2, 4, among=(1, 3)), {1, 3}),
+        (EveryNStepsClosest(4), brief(0, 4, 8, among=(3, 7)), {3, 7}),
+        (ExponentialSteps(1), brief(1, 4, among=(2, 3, 8)), {2, 8}),
+        (LatestDuration(2), brief(0, 2, 4, among=(1, 3)), {1, 3}),
+        (LatestDuration(1), brief(2, 9, among=(1, 3)), {3}),
         (OnSteps({1, 2}), brief(1, among=(2, 3)), {1, 2}),
         (BestN(1, LOSS, "max"), brief(1, 5, among=(2, 3)), {5}),
         (BestN(1, LOSS, "min"), run(s0=0.1, s1=0.2), {0}),
@@ -189,6 +220,12 @@ def test_a_policy_of_ones_own_is_any_object_with_preserved():
         lambda: LatestN(1.5),
         lambda: LatestN(True),
         lambda: EveryNSteps(0),
+        lambda: EveryNStepsClosest(0),
+        lambda: ExponentialSteps(0),
+        lambda: ExponentialSteps(1, 1),
+        lambda: ExponentialSteps(1, 2.0),
+        lambda: LatestDuration(0),
+        lambda: LatestDuration(datetime.timedelta(hours=1)),
         lambda: EveryNSecs(0),
         lambda: EveryNSecs(-1.0),
         lambda: EveryNSecs(math.nan),
@@ -219,6 +256,7 @@ def test_numbers_of_numpy_are_numbers():
     assert LatestN(np.int64(3)) == LatestN(3)
     assert EveryNSecs(np.float32(3)) == EveryNSecs(3)
     assert OnSteps(np.arange(3)) == OnSteps(range(3))
+    assert ExponentialSteps(np.int8(3), np.int8(4)) == ExponentialSteps(3, 4)
     found = [LatestN(np.int8(3)), EveryNSecs(np.int8(3)), OnSteps(np.arange(3))]
     assert [*map(str, found)] == ["LatestN(3)", "EveryNSecs(3)", "OnSteps([0, 1, 2])"]
     assert [type(found[0].n), type(found[1].secs)] == [int, float]
@@ -319,7 +357,10 @@ counts = st.integers(1, 6)
 some_policy = st.one_of(
     st.builds(LatestN, counts),
     st.builds(EveryNSteps, counts),
+    st.builds(EveryNStepsClosest, counts),
+    st.builds(ExponentialSteps, counts, st.integers(2, 4)),
     st.builds(EveryNSecs, st.integers(1, 60)),
+    st.builds(LatestDuration, st.integers(1, 60)),
     st.builds(OnSteps, st.sets(st.integers(0, 50), max_size=3)),
     st.builds(BestN, counts, st.just(LOSS), st.sampled_from(["min", "max"])),
     st.just(WithoutMetric(LOSS)),
@@ -341,7 +382,7 @@ def test_of_temporary_steps_only_the_two_newest_stay_that_are_not_named(chosen, 
     named = {s for p in chosen for s in p.preserved(saved)}
     temporary = {c.step for c in saved if c.temporary}
     for policy in chosen:
-        if isinstance(policy, LatestN | EveryNSteps | EveryNSecs):
+        if not isinstance(policy, BestN | OnSteps):
             permanent = [c for c in saved if not c.temporary]
             assert policy.preserved(saved) == policy.preserved(permanent)
     last = max((c.step for c in saved if not c.temporary), default=-1)
@@ -360,6 +401,55 @@ def test_what_goes_between_times_has_a_kept_one_shortly_before(secs, saved):
         else:
             assert last is not None
             assert 0 <= checkpoint.created - last < secs
+
+
+@given(counts, runs)
+def test_no_step_is_closer_to_a_multiple_than_the_kept_step(n, saved):
+    steps = {c.step for c in saved if not c.temporary}
+    kept = EveryNStepsClosest(n).preserved(saved)
+
+    def distance(step):
+        return min(step % n, -step % n)
+
+    for step in steps:
+        targets = {step - step % n, step + -step % n}
+        targets = {t for t in targets if abs(step - t) == distance(step)}
+        assert any(abs(k - t) <= distance(step) for k in kept for t in targets)
+    assert {step for step in steps if step % n == 0} <= kept <= steps
+
+
+@given(st.integers(1, 60), runs)
+def test_of_the_latest_duration_a_whole_end_of_the_run_stays(secs, saved):
+    permanent = sorted((c for c in saved if not c.temporary), key=lambda c: c.step)
+    kept = LatestDuration(secs).preserved(saved)
+    gone = [c for c in permanent if c.step not in kept]
+    assert kept == {c.step for c in permanent[len(gone) :]}
+    assert bool(kept) == bool(permanent)
+    assert all(permanent[-1].created - c.created > secs for c in gone)
+
+
+@given(
+    st.one_of(
+        st.builds(EveryNSteps, counts),
+        st.builds(EveryNStepsClosest, counts),
+        st.builds(ExponentialSteps, counts, st.integers(2, 4)),
+        st.builds(LatestDuration, st.integers(1, 60)),
+    ),
+    runs,
+)
+def test_a_run_that_deletes_after_each_save_ends_with_what_the_policy_keeps(
+    policy, saved
+):
+    ordered = sorted((c for c in saved if not c.temporary), key=lambda c: c.step)
+    if isinstance(policy, LatestDuration):  # else a clock that is set back
+        ordered = sorted(ordered, key=lambda c: c.created)
+        ordered = [Saved(i, created=c.created) for i, c in enumerate(ordered)]
+    left = []
+    for checkpoint in ordered:
+        left.append(checkpoint)
+        kept = stays([policy], left)
+        left = [c for c in left if c.step in kept]
+    assert [c.step for c in left] == stays([policy], ordered)
 
 
 @given(some_policies, runs, some_steps, some_policy)

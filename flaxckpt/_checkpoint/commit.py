@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from flaxckpt import _arrays, _distributed, _steps, _storage, _util, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
+from flaxckpt._checkpoint.cancellation import Cancellation
 from flaxckpt._checkpoint.overwrite import check_replaceable
 from flaxckpt._types import JSON
 from flaxckpt.formats import _native
@@ -63,6 +64,7 @@ class SaveRequest:
         count: Called with the size of values after they are written.
         operation: The operation of all processes; None for a single process.
         markers: Step markers to write: file name -> content.
+        cancellation: Decides whether the save is cancelled or may commit.
     """
 
     path: Path
@@ -80,6 +82,7 @@ class SaveRequest:
     count: _arrays.write.Count = _util.progress.ignore
     operation: _distributed.operation.Operation | None = None
     markers: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    cancellation: Cancellation = dataclasses.field(default_factory=Cancellation)
 
     @property
     def overwrite(self) -> bool:
@@ -267,6 +270,7 @@ def write_arrays(
 
     def count(size: int) -> None:
         check()
+        snapshot.request.cancellation.check()
         snapshot.request.count(size)
 
     write = functools.partial(
@@ -315,7 +319,9 @@ def finish_checkpoint(
     write_new(temporary, {**markers, **request.markers})
     manifest = _storage.stamp(temporary / _native.orbax_json.MANIFEST)
     rename = functools.partial(publish, overwrite=request.overwrite)
-    size = _storage.of(temporary).commit(temporary, request.path, marker, rename)
+    size = _storage.of(temporary).commit(
+        temporary, request.path, marker, rename, request.cancellation.close
+    )
     stamp = manifest._replace(path=request.path / _native.orbax_json.MANIFEST)
     return Written(size, linkable_arrays(snapshot, stamp))
 

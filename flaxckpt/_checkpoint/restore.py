@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from flaxckpt import _arrays, _state, _storage, _util, datasets, errors
 from flaxckpt._checkpoint import mismatch, optimizer_init, planner
+from flaxckpt._checkpoint.load_handle import LoadHandle
 from flaxckpt._checkpoint.plan import RestorePlan
 from flaxckpt._state.leaf import LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike, PyTree
@@ -107,10 +109,95 @@ def load(
         memory_map=memory_map,
         read_once=read_once,
     )
-    stored = _locate.open_checkpoint(path, step, types=types)
-    name = _storage.paths.from_text(stored.metadata.path).name
-    counter = _util.progress.Counter(f"loading {name}")
+    stored, counter = _open(path, step, options)
     return restore(stored, abstract_state, options, counter)
+
+
+def load_async(
+    path: PathLike,
+    abstract_state: PyTree | None = None,
+    *,
+    step: int | None = None,
+    transforms: Sequence[Transform] = (),
+    missing: Literal["error", "init"] = "error",
+    unused: Literal["warn", "error", "ignore"] = "warn",
+    optimizer: Literal["match", "exact", "reinit"] = "match",
+    types: Sequence[type] = (),
+    verify: bool = True,
+    memory_map: Literal["auto"] | bool = "auto",
+    read_once: bool = False,
+) -> LoadHandle:
+    """Starts a load like `load`, and reads on another thread.
+
+    For example while the training step compiles:
+
+    ```python
+    loading = flaxckpt.load_async("checkpoints/first", abstract_state)
+    step = jax.jit(train_step).lower(abstract_state, batch).compile()
+    state = loading.wait()
+    ```
+
+    The plan is made before the return, so a checkpoint that does not exist or does not
+    fit the state is an error of this call. Do not donate or change `abstract_state`
+    before `wait` has returned, if the result takes values from it.
+
+    With several processes, only the reading runs on the other thread, and `wait` does
+    the rest: the exchange of `read_once`, transforms, and the initialization of
+    optimizer leaves. All processes must then call `wait` at the same place of the
+    program, as for `load`.
+
+    Args:
+        path: See `load`, as for all arguments.
+        abstract_state: See `load`.
+        step: See `load`.
+        transforms: See `load`.
+        missing: See `load`.
+        unused: See `load`.
+        optimizer: See `load`.
+        types: See `load`.
+        verify: See `load`.
+        memory_map: See `load`.
+        read_once: See `load`.
+
+    Returns:
+        A handle; its `wait()` returns the state.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointFormatError, RestoreMismatchError: As for
+            `load`; `wait` raises errors of reading.
+    """
+    options = planner.RestoreOptions(
+        missing=missing,
+        unused=unused,
+        optimizer=optimizer,
+        transforms=transforms,
+        types=types,
+        verify=verify,
+        memory_map=memory_map,
+        read_once=read_once,
+    )
+    with _util.gc_pause.pause():
+        stored, counter = _open(path, step, options)
+        planned = Restore(stored, abstract_state, options, counter)
+    if _util.processes.process_count() > 1:
+        # Threads of different processes start computations in different orders, and
+        # would wait for each other forever.
+        return LoadHandle(planned.read, planned.compute, planned.build, counter)
+
+    def read_and_compute() -> None:
+        planned.read()
+        planned.compute()
+
+    return LoadHandle(read_and_compute, lambda: None, planned.build, counter)
+
+
+def _open(
+    path: PathLike, step: int | None, options: planner.RestoreOptions
+) -> tuple[Stored, _util.progress.Counter]:
+    """Opens a checkpoint to load; returns it with a counter of its bytes."""
+    stored = _locate.open_checkpoint(path, step, types=options.types)
+    name = _storage.paths.from_text(stored.metadata.path).name
+    return stored, _util.progress.Counter(f"loading {name}")
 
 
 @_util.gc_pause.pause()
@@ -249,6 +336,90 @@ def open_leaf(
 # ---- restoring --------------------------------------------------------------------
 
 
+class Restore:
+    """A planned restore: call `read`, then `compute`, then `build`.
+
+    With several processes, all call `compute` at the same place of the program, as it
+    may run computations on the devices of all processes; `read` runs none with
+    communication, so that it may run on a thread of its own.
+
+    Args:
+        stored: The checkpoint.
+        abstract_state: The state to restore; None for the saved containers.
+        options: Options of the restore.
+        counter: Counts the bytes that are read.
+
+    Raises:
+        RestoreMismatchError: The checkpoint does not fit the state.
+    """
+
+    def __init__(
+        self,
+        stored: Stored,
+        abstract_state: PyTree | None,
+        options: planner.RestoreOptions,
+        counter: _util.progress.Counter,
+    ) -> None:
+        self._start = time.monotonic()
+        self._stored = stored
+        self._abstract_state = abstract_state
+        self._planned, self._recipe = planner.make_plan(stored, abstract_state, options)
+        if self._planned.problems:
+            raise mismatch.make_error(
+                self._planned,
+                stored.table,
+                has_transforms=bool(options.transforms),
+                has_state=abstract_state is not None,
+            )
+        self._jobs: Sequence[_arrays.read.ReadJob] = self._recipe.jobs
+        if options.read_once and _util.processes.process_count() > 1:
+            self._jobs = _arrays.read_once.divide(self._recipe.jobs)
+        counter.total = self._planned.bytes_here
+        if abstract_state is not None:
+            _warn_of_differences(self._planned, self._recipe, options)
+        self._reading = _read_options(self._planned.path, options, counter.add)
+        self._values: dict[LeafPath, Any] = {}
+
+    def read(self) -> None:
+        """Reads the leaves that need no computation."""
+        with _replacements_reported(self._stored):
+            self._values = _arrays.read.read(self._jobs, self._reading)
+
+    def compute(self) -> None:
+        """Exchanges the parts of `read_once`, and computes the other leaves."""
+        recipe, path, values = self._recipe, self._planned.path, self._values
+        with _replacements_reported(self._stored):
+            if self._jobs is not recipe.jobs:
+                values = _arrays.read_once.gather(values, recipe.jobs)
+            values = {**recipe.given, **values}
+            values |= _arrays.evaluate.read(recipe.derived, self._reading)
+            values |= _convert_numbers(path, recipe.numbers, values)
+            if recipe.fresh:
+                fresh, kept = optimizer_init.init_leaves(
+                    recipe, self._abstract_state, values, path
+                )
+                if kept:
+                    _warn(path, "keep the values of the state", kept)
+                values |= fresh
+        self._values = values
+        check_current(self._stored)
+        _log.info(
+            "restored %s: %d of %d leaves, %d bytes in %.3f s",
+            path,
+            self._planned.count("loaded"),
+            sum(leaf.info.kind != "empty" for leaf in self._stored.table.values()),
+            self._planned.bytes_here,
+            time.monotonic() - self._start,
+        )
+
+    def build(self) -> PyTree:
+        """Returns the state, in the containers of the abstract state."""
+        flat, values = self._recipe.flat, self._values
+        if flat is None:
+            return _state.tree.unflatten(self._recipe.structure, values)
+        return flat.rebuild(values)
+
+
 def restore(
     stored: Stored,
     abstract_state: PyTree | None,
@@ -260,45 +431,12 @@ def restore(
 
     Calls `has_read` after reading, before computing leaves from the read arrays.
     """
-    start = time.monotonic()
-    planned, recipe = planner.make_plan(stored, abstract_state, options)
-    if planned.problems:
-        raise mismatch.make_error(
-            planned,
-            stored.table,
-            has_transforms=bool(options.transforms),
-            has_state=abstract_state is not None,
-        )
-    jobs: Sequence[_arrays.read.ReadJob] = recipe.jobs
-    if options.read_once and _util.processes.process_count() > 1:
-        jobs = _arrays.read_once.divide(jobs)
-    counter.total = planned.bytes_here
-    if abstract_state is not None:
-        _warn_of_differences(planned, recipe, options)
-    try:
-        with _util.progress.bar(counter):
-            reading = _read_options(planned.path, options, counter.add)
-            arrays = _arrays.read.read(jobs, reading)
-            has_read()
-            if jobs is not recipe.jobs:
-                arrays = _arrays.read_once.gather(arrays, recipe.jobs)
-            values = {**recipe.given, **arrays}
-            values |= _arrays.evaluate.read(recipe.derived, reading)
-            values |= _convert_numbers(planned.path, recipe.numbers, values)
-            state = _build_state(recipe, abstract_state, planned.path, values)
-    except errors.DamagedCheckpointError:
-        check_current(stored)
-        raise
-    check_current(stored)
-    _log.info(
-        "restored %s: %d of %d leaves, %d bytes in %.3f s",
-        planned.path,
-        planned.count("loaded"),
-        sum(leaf.info.kind != "empty" for leaf in stored.table.values()),
-        planned.bytes_here,
-        time.monotonic() - start,
-    )
-    return state
+    planned = Restore(stored, abstract_state, options, counter)
+    with _util.progress.bar(counter):
+        planned.read()
+        has_read()
+        planned.compute()
+        return planned.build()
 
 
 def _convert_numbers(
@@ -325,6 +463,16 @@ def _convert_numbers(
     if too_large:
         raise errors.RestoreMismatchError(path, too_large)
     return placed
+
+
+@contextlib.contextmanager
+def _replacements_reported(stored: Stored) -> Iterator[None]:
+    """Reports damage found in the block as a replacement, if there was one."""
+    try:
+        yield
+    except errors.DamagedCheckpointError:
+        check_current(stored)
+        raise
 
 
 def check_current(stored: Stored, action: str = "load") -> None:
@@ -366,22 +514,6 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
             f"{reason}, so the data cannot continue; {advice}"
         )
     _log.warning("the data starts from the beginning: %s", reason)
-
-
-def _build_state(
-    recipe: planner.Recipe,
-    abstract_state: PyTree | None,
-    path: str,
-    values: dict[LeafPath, Any],
-) -> PyTree:
-    if recipe.flat is None:
-        return _state.tree.unflatten(recipe.structure, values)
-    if recipe.fresh:
-        fresh, kept = optimizer_init.init_leaves(recipe, abstract_state, values, path)
-        if kept:
-            _warn(path, "keep the values of the state", kept)
-        values |= fresh
-    return recipe.flat.rebuild(values)
 
 
 def _read_options(

@@ -141,7 +141,12 @@ def save_async(
             total_secs=total,
         )
 
-    return SaveHandle(work, name=f"save of {final}", counter=counter)
+    return SaveHandle(
+        work,
+        name=f"save of {final}",
+        counter=counter,
+        cancellation=request.cancellation,
+    )
 
 
 # ---- on the caller's thread -----------------------------------------------------
@@ -426,11 +431,16 @@ def write_snapshot(
     Raises:
         SaveFailedError: The write failed. Written files are removed; if the disk did
             not confirm the rename, the message says so.
+        SaveCancelledError: The save was cancelled. Written files are removed.
     """
-    if snapshot.request.operation is not None:
+    request = snapshot.request
+    if request.overwrite and not _storage.of(request.path).can_rename:
+        # Removes the old checkpoint first: a cancelled save would leave neither.
+        request.cancellation.close()
+    if request.operation is not None:
         return save_distributed.write_snapshot(snapshot, previous)
     with (
-        commit.write_lock(snapshot.request.path),
+        commit.write_lock(request.path),
         commit.temporary_directory(snapshot) as temporary,
     ):
         files = commit.write_files(snapshot, temporary, previous)

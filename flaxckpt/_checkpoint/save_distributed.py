@@ -132,6 +132,7 @@ def write_snapshot(
 
     Raises:
         SaveFailedError: A process could not write, or is gone; nothing is kept.
+        SaveCancelledError: A process has cancelled the save; nothing is kept.
     """
     operation = snapshot.request.operation
     assert operation is not None
@@ -175,6 +176,7 @@ def _follow(
     try:
         temporary = snapshot.request.path.parent / operation.first("made", str)
         digests = _write_part(snapshot, temporary, previous, operation)
+        snapshot.request.cancellation.close()  # process 0 may commit from now on
         operation.report("written", json.dumps(digests))
     except BaseException as error:
         operation.fail(error)

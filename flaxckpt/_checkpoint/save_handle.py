@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import logging
 import multiprocessing
 import multiprocessing.util
 import os
@@ -14,6 +15,9 @@ from collections.abc import Callable, Iterable
 from typing import Literal, NoReturn
 
 from flaxckpt import _doors, _util, errors
+from flaxckpt._checkpoint.cancellation import Cancellation
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,8 +58,10 @@ class SaveHandle:
         *,
         name: str,
         counter: _util.progress.Counter,
+        cancellation: Cancellation,
     ) -> None:
         _doors.open_all()
+        self._cancellation = cancellation
         self._name = name
         self._counter = counter
         self._result: SaveResult | None = None
@@ -83,11 +89,16 @@ class SaveHandle:
     def __repr__(self) -> str:
         if not self.done():
             return f"<{self._name}: in progress>"
+        if self.is_cancelled():
+            return f"<{self._name}: cancelled>"
         return f"<{self._name}: {'durable' if self._error is None else 'failed'}>"
 
     def _run(self, work: Callable[[], SaveResult]) -> None:
         try:
             self._result = work()
+        except errors.SaveCancelledError as error:
+            self._error = error  # asked for, so not reported at exit
+            _log.info("%s", error)
         except BaseException as error:
             self._error = error
             _unreported.add(self)
@@ -108,6 +119,39 @@ class SaveHandle:
         """Returns True if the save has succeeded or failed."""
         return self._ended.is_set()
 
+    def cancel(self) -> bool:
+        """Stops the save, unless the checkpoint is already committed.
+
+        Returns once the save has ended, and the written files are removed: there is no
+        step, a checkpoint to be overwritten is untouched, and `wait` raises
+        SaveCancelledError. A save that overwrites a checkpoint in an object store
+        cannot be cancelled, as the old checkpoint is removed first.
+
+        With several processes, the save is stopped in all processes or in none, also
+        if only one process cancels. Of a process that does not, `wait` raises
+        SaveCancelledError, too.
+
+        Returns:
+            True if the save was cancelled; False if the checkpoint is committed, or
+            the save has failed, with an error that `wait` raises.
+        """
+        if not self.done():
+            self._cancellation.cancel(
+                f"the {self._name} was cancelled before its commit: nothing was saved,"
+                " and earlier checkpoints are untouched"
+            )
+            self._is_awaited = True
+            self._ended.wait()
+        return self.is_cancelled()
+
+    def is_cancelled(self) -> bool:
+        """Returns True if the save was cancelled and has ended."""
+        return isinstance(self._error, errors.SaveCancelledError)
+
+    def has_failed(self) -> bool:
+        """Returns True if the save has ended and saved nothing."""
+        return self._error is not None
+
     def is_awaited(self) -> bool:
         """Returns True if any caller has started to wait for the save."""
         return self._is_awaited
@@ -123,6 +167,7 @@ class SaveHandle:
 
         Raises:
             CheckpointTimeoutError: The save is still running after `timeout_secs`.
+            SaveCancelledError: The save was cancelled.
             CheckpointError: The save failed and saved nothing.
         """
         _util.arguments.check_timeout("timeout_secs", timeout_secs)

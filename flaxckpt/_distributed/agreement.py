@@ -96,9 +96,9 @@ def closing(operation: Operation | None, *, saving: bool = True) -> Iterator[Non
 
 def save_error(operation: Operation, apart: ApartError) -> errors.CheckpointError:
     """Returns the error of a save after the failure of a process."""
-    exists = errors.CheckpointExistsError
-    if all(failure.kind == exists.__name__ for failure in apart.failures):
-        return exists(apart.failures[0].text)
+    for kind in (errors.CheckpointExistsError, errors.SaveCancelledError):
+        if all(failure.kind == kind.__name__ for failure in apart.failures):
+            return kind(apart.failures[0].text)
     return errors.SaveFailedError(
         f"{operation.what} could not be saved by all {operation.count} processes:\n"
         + errors.rows(map(str, apart.failures))

@@ -20,8 +20,8 @@ class Save(NamedTuple):
         total_secs: Seconds until the step was durable, or None.
         bytes: Bytes written, or None.
         uploaded_secs: Seconds of the upload from a staging directory.
-        outcome: `durable`, `failed`, or `unfinished`: the process ended, or the save is
-            still running.
+        outcome: `durable`, `failed`, `cancelled`, or `unfinished`: the process ended,
+            or the save is still running.
         error: The error of a failed save.
     """
 
@@ -31,7 +31,7 @@ class Save(NamedTuple):
     total_secs: float | None
     bytes: int | None
     uploaded_secs: float | None
-    outcome: Literal["durable", "failed", "unfinished"]
+    outcome: Literal["durable", "failed", "cancelled", "unfinished"]
     error: str | None
 
     @property
@@ -42,10 +42,17 @@ class Save(NamedTuple):
         return max(0.0, self.total_secs - (self.blocked_secs or 0.0))
 
     @property
+    def has_failed(self) -> bool:
+        """True if the save failed or never ended."""
+        return self.outcome in ("failed", "unfinished")
+
+    @property
     def failure(self) -> str | None:
-        """The error, or a note that the save never ended; None if durable."""
+        """The error, or a note that nothing was saved; None if durable."""
         if self.outcome == "durable":
             return None
+        if self.outcome == "cancelled":
+            return "cancelled"
         return f"failed: {self.error}" if self.error else "never became durable"
 
 

@@ -37,7 +37,7 @@ def saves(events: Iterable[Event]) -> tuple[Save, ...]:
     return tuple(history)
 
 
-_SAVE_EVENTS = frozenset(("snapshot", "committed", "failed"))
+_SAVE_EVENTS = frozenset(("snapshot", "committed", "failed", "cancelled"))
 
 
 def _add_event(save: Save, event: Event) -> Save:
@@ -63,6 +63,8 @@ def _add_event(save: Save, event: Event) -> Save:
         case "failed":
             error = str(event.details.get("error", "the journal gives no reason"))
             return save._replace(outcome="failed", error=error)
+        case "cancelled":
+            return save._replace(outcome="cancelled")
     return save
 
 

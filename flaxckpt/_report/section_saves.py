@@ -85,6 +85,9 @@ def _summary(saves: Sequence[Save]) -> str:
     counts = collections.Counter(save.outcome for save in saves)
     if counts["failed"]:
         text += f" {humanize.count(counts['failed'], 'save')} failed."
+    if counts["cancelled"]:
+        verb = "was" if counts["cancelled"] == 1 else "were"
+        text += f" {counts['cancelled']} {verb} cancelled."
     if counts["unfinished"]:
         text += f" {counts['unfinished']} did not finish."
     return text
@@ -119,7 +122,7 @@ def _save_row(save: Save) -> html.Row:
         "data_bytes": save.bytes,
         "data_outcome": save.outcome,
     }
-    return html.Row(cells, data, None if save.outcome == "durable" else "bad")
+    return html.Row(cells, data, "bad" if save.has_failed else None)
 
 
 def _secs(value: float | None) -> str:

@@ -262,7 +262,8 @@ class Checkpointer:
         """Waits for the save in progress.
 
         Returns:
-            The result of the save; None without a save, or if already returned.
+            The result of the save; None without a save, if cancelled, or if already
+            returned.
 
         Raises:
             CheckpointError: The save failed.

@@ -242,7 +242,7 @@ def _adapt(sink: Sink) -> Callable[[Event, int], object]:
     )
 
 
-_COUNTED = frozenset(("deleted", "failed", "fell_back", "skipped"))
+_COUNTED = frozenset(("deleted", "failed", "cancelled", "fell_back", "skipped"))
 
 
 class _Scalars:

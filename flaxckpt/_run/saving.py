@@ -10,7 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _arrays, _checkpoint, _distributed, _steps, _storage, _util
+from flaxckpt import (
+    _arrays,
+    _checkpoint,
+    _distributed,
+    _steps,
+    _storage,
+    _util,
+    errors,
+)
 from flaxckpt._checkpoint.commit import SaveRequest
 from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._run import metrics as run_metrics
@@ -102,7 +110,12 @@ class Saves:
         def work() -> SaveResult:
             return self._execute(snapshot, blocked)
 
-        self._handle = SaveHandle(work, name=f"save of {path}", counter=counter)
+        self._handle = SaveHandle(
+            work,
+            name=f"save of {path}",
+            counter=counter,
+            cancellation=request.cancellation,
+        )
         self._handle_step = step
         return self._handle
 
@@ -231,14 +244,21 @@ class Saves:
         result = SaveResult(
             step, str(path), 0, elapsed, elapsed, skipped=reason, tier=tier
         )
-        counter = _util.progress.Counter(reason)
-        return SaveHandle(lambda: result, name=f"save of {final}", counter=counter)
+        return SaveHandle(
+            lambda: result,
+            name=f"save of {final}",
+            counter=_util.progress.Counter(reason),
+            cancellation=request.cancellation,
+        )
 
     @contextlib.contextmanager
     def _failure_event(self, step: int, final: Path) -> Iterator[None]:
         """Emits an event for a failure of the block, and raises the error."""
         try:
             yield
+        except errors.SaveCancelledError:
+            self._run.events.emit("cancelled", step, path=final)
+            raise
         except BaseException as error:
             text = _steps.event.first_lines(error)
             self._run.events.emit("failed", step, path=final, error=text)
@@ -307,7 +327,8 @@ class Saves:
         """Waits for the save in progress.
 
         Returns:
-            The result of the save; None without a save, or if already returned.
+            The result of the save; None without a save, if cancelled, or if already
+            returned.
 
         Raises:
             CheckpointError: The save failed.
@@ -322,7 +343,7 @@ class Saves:
                 result = handle.wait()
             except Exception:
                 self._handle = None
-                if has_raised:
+                if has_raised or handle.is_cancelled():
                     return None
                 raise
             self._handle = None
@@ -342,7 +363,7 @@ class Saves:
         """Returns True if this object saved, restored or is about to save a step."""
         step = _steps.names.check(step)
         if self._handle is not None and self._handle_step == step:
-            return not self._handle.has_unreported_error()
+            return not self._handle.has_failed()
         # Processes may see a new step at different times.
         is_there = _util.processes.is_distributed() or step in self._run.known_paths()
         return step in self._own_steps and is_there

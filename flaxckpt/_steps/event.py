@@ -20,6 +20,7 @@ Kind: TypeAlias = Literal[
     "restored",
     "fell_back",
     "failed",
+    "cancelled",
     "skipped",
     "preempted",
 ]
@@ -33,9 +34,10 @@ class Event:
     """An event of a checkpoint.
 
     Attributes:
-        kind: `started`, `snapshot`, `committed`, `failed` and `skipped` for a save,
-            `uploaded` for an upload from staging, `restored` and `fell_back` for a
-            restore, `deleted`; `preflight` and `preempted` for a training loop.
+        kind: `started`, `snapshot`, `committed`, `failed`, `cancelled` and `skipped`
+            for a save, `uploaded` for an upload from staging, `restored` and
+            `fell_back` for a restore, `deleted`; `preflight` and `preempted` for a
+            training loop.
         step: The checkpoint's step, or None.
         path: The checkpoint, or the run directory.
         time: Seconds since 1970.

@@ -20,7 +20,16 @@ _MAX_BYTES = 2**20
 """Limit on a journal in a store; a write beyond the limit drops the oldest lines."""
 
 _WORTH_WRITING = frozenset(
-    ("committed", "deleted", "failed", "restored", "preempted", "skipped", "preflight")
+    (
+        "committed",
+        "deleted",
+        "failed",
+        "cancelled",
+        "restored",
+        "preempted",
+        "skipped",
+        "preflight",
+    )
 )
 """Events that trigger a write of all unwritten events, if writes take requests."""
 

@@ -411,10 +411,12 @@ class LocalStorage:
         final: Path,
         marker: bytes,
         publish: Callable[[Path, Path], object],
+        before: Callable[[], object],
         /,
     ) -> int:
         self.write(directory / commit_marker.MARKER, marker)
         size = self.sync_tree(directory)
+        before()
         publish(directory, final)
         return size
 

@@ -294,8 +294,10 @@ class ObjectStorage:
         final: RemotePath,
         marker: bytes,
         publish: Callable[[Path, Path], object],
+        before: Callable[[], object],
         /,
     ) -> int:
+        before()
         return commit_marker.commit(directory, marker)
 
     def copy_checkpoint(

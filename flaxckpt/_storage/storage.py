@@ -420,6 +420,7 @@ class Storage(Protocol[_Path]):
         final: _Path,
         marker: bytes,
         publish: Callable[[Path, Path], object],
+        before: Callable[[], object],
         /,
     ) -> int:
         """Commits the checkpoint in `directory` durably; returns the size in bytes.
@@ -430,6 +431,7 @@ class Storage(Protocol[_Path]):
             marker: The content of the commit marker, the last file.
             publish: Renames `directory` to `final`, in storage that commits by
                 renaming.
+            before: Called at the last moment; an error prevents the commit.
 
         Raises:
             CheckpointExistsError: Another process has written `final`.

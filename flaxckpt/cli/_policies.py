@@ -18,8 +18,9 @@ KeepOption = Annotated[
         "--keep",
         "-k",
         metavar="POLICY",
-        help="A preservation policy: latest:3, best:1:eval/loss:min,"
-        " without:eval/loss, every:1000, secs:3600, steps:1,10. May be repeated.",
+        help="A preservation policy: latest:3, duration:24h, best:1:eval/loss:min,"
+        " without:eval/loss, every:1000, closest:1000, exponential:100:2, secs:3600,"
+        " steps:1,10. May be repeated.",
         show_default=False,
     ),
 ]
@@ -45,9 +46,12 @@ GroupOption = Annotated[
 
 _NAMES = {
     "latest": "latest",
+    "duration": "latest_duration",
     "best": "best",
     "without": "without_metric",
     "every": "every_steps",
+    "closest": "every_steps_closest",
+    "exponential": "exponential_steps",
     "secs": "every_secs",
     "steps": "on_steps",
 }
@@ -106,27 +110,37 @@ def parse_rules(keep: list[str] | None, config: str | None, group: str | None) -
 def _parse(config: type[Any], text: str) -> tuple[PreservationPolicy, ...]:
     name, _, rest = text.partition(":")
     try:
-        table: dict[str, Any] = {_NAMES[name]: _value(name, rest)}
-        if name == "best":
-            count, metric = rest.split(":", 1)
-            metric, mode = metric.rsplit(":", 1)
-            table = {"best": int(count), "metric": metric, "mode": mode}
+        table = _parse_table(name, rest)
         kept: tuple[PreservationPolicy, ...] = config(keep=[table]).keep
     except errors.OptionError as error:
         raise errors.OptionError(f"--keep {text}: {error}") from None
     except (KeyError, ValueError):
         raise errors.OptionError(
-            f"--keep {text} is not a policy: write latest:3, best:1:eval/loss:min,"
-            " without:eval/loss, every:1000, secs:3600 (or secs:2h) or steps:1,10"
+            f"--keep {text} is not a policy: write latest:3, duration:24h,"
+            " best:1:eval/loss:min, without:eval/loss, every:1000, closest:1000,"
+            " exponential:100:2, secs:3600 (or secs:2h) or steps:1,10"
         ) from None
     return kept
 
 
-def _value(name: str, text: str) -> Any:
+def _parse_table(name: str, text: str) -> dict[str, Any]:
+    """Returns a policy as a table of a config.
+
+    Raises:
+        KeyError, ValueError: The text is not a policy.
+    """
+    kind = _NAMES[name]
     match name:
+        case "best":
+            count, metric = text.split(":", 1)
+            metric, mode = metric.rsplit(":", 1)
+            return {kind: int(count), "metric": metric, "mode": mode}
+        case "exponential":
+            first, base = text.split(":")
+            return {kind: int(first), "base": int(base)}
         case "steps":
-            return [int(step) for step in text.split(",")]
-        case "secs" | "best" | "without":
-            return text
+            return {kind: [int(step) for step in text.split(",")]}
+        case "secs" | "duration" | "without":
+            return {kind: text}
         case _:
-            return int(text)
+            return {kind: int(text)}

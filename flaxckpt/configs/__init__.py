@@ -68,9 +68,11 @@ class CheckpointConfig:
 
     Attributes:
         directory: The run directory. If None, pass it to `checkpointer`.
-        keep: `{latest = 3}`, `{best = 1, metric = "eval/loss", mode = "min"}`,
-            `{without_metric = "eval/loss"}`,
-            `{every_steps = 10000}`, `{every_secs = 3600}`, `{on_steps = [1, 10]}`.
+        keep: `{latest = 3}`, `{latest_duration = "24 h"}`,
+            `{best = 1, metric = "eval/loss", mode = "min"}`,
+            `{without_metric = "eval/loss"}`, `{every_steps = 10000}`,
+            `{every_steps_closest = 10000}`, `{exponential_steps = 100, base = 2}`,
+            `{every_secs = 3600}`, `{on_steps = [1, 10]}`.
         keep_dataset: As `keep`, for the states of dataset iterators.
         keep_items: Item -> policies as `keep`, for the item: `{opt_state = [{latest =
             2}]}`.
@@ -227,15 +229,19 @@ _LAYOUT_PARSERS: Mapping[str, Parser] = {
 # Name in files -> policy, its field for the name's value, and the field's parser.
 _POLICIES: Mapping[str, tuple[type[Any], str, Parser]] = {
     "latest": (policies.LatestN, "n", _parsing.whole(1)),
+    "latest_duration": (policies.LatestDuration, "secs", _parsing.secs),
     "best": (policies.BestN, "n", _parsing.whole(1)),
     "without_metric": (policies.WithoutMetric, "metric", _parsing.text),
     "every_steps": (policies.EveryNSteps, "n", _parsing.whole(1)),
+    "every_steps_closest": (policies.EveryNStepsClosest, "n", _parsing.whole(1)),
+    "exponential_steps": (policies.ExponentialSteps, "n", _parsing.whole(1)),
     "every_secs": (policies.EveryNSecs, "secs", _parsing.secs),
     "on_steps": (policies.OnSteps, "steps", _parsing.steps),
 }
-_MORE_OF_BEST: Mapping[str, Parser] = {
-    "metric": _parsing.text,
-    "mode": _parsing.one_of("min", "max"),
+# Name in files -> further fields of the policy.
+_MORE_FIELDS: Mapping[str, Mapping[str, Parser]] = {
+    "best": {"metric": _parsing.text, "mode": _parsing.one_of("min", "max")},
+    "exponential_steps": {"base": _parsing.whole(2)},
 }
 
 
@@ -248,13 +254,17 @@ def _policy(key: str, value: Any) -> PreservationPolicy:
     if hasattr(value, "preserved"):
         policy: PreservationPolicy = value
         return policy
-    options = _parsing.table(key, value, [*_POLICIES, *_MORE_OF_BEST])
+    further = [name for more in _MORE_FIELDS.values() for name in more]
+    options = _parsing.table(key, value, [*_POLICIES, *further])
     kinds = [name for name in _POLICIES if name in options]
-    more = _MORE_OF_BEST if kinds == ["best"] else {}
+    more = _MORE_FIELDS.get(kinds[0], {}) if len(kinds) == 1 else {}
     if len(kinds) != 1 or options.keys() != {*kinds, *more}:
+        also = "; ".join(
+            f"{kind} also {' and '.join(more)}" for kind, more in _MORE_FIELDS.items()
+        )
         raise errors.OptionError(
-            f"{key} must have one of {', '.join(_POLICIES)}, and best also"
-            f" {' and '.join(_MORE_OF_BEST)}, found {options!r:.80}"
+            f"{key} must have one of {', '.join(_POLICIES)} ({also}), found"
+            f" {options!r:.80}"
         )
     cls, field, parse = _POLICIES[kinds[0]]
     fields = {field: parse(f"{key}.{kinds[0]}", options[kinds[0]])}
@@ -329,7 +339,7 @@ def _plain_policy(key: str, policy: PreservationPolicy) -> dict[str, Any]:
     for name, (cls, field, _) in _POLICIES.items():
         if type(policy) is cls:
             value = getattr(policy, field)
-            more = _MORE_OF_BEST if name == "best" else ()
+            more = _MORE_FIELDS.get(name, {})
             return {
                 name: sorted(value) if name == "on_steps" else value,
                 **{other: getattr(policy, other) for other in more},

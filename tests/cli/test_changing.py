@@ -28,6 +28,16 @@ def test_explain_says_why_each_step_stays(here, command):
     ]
     found = command.json("explain", "run", "-k", "every:200")
     assert found == {"100": [], "200": ["EveryNSteps(200)"], "300": ["newest"]}
+    spaced = ["-k", "closest:150", "-k", "exponential:50:4", "-k", "duration:1d"]
+    assert command.json("explain", "run", *spaced) == {
+        "100": ["LatestDuration(86400)"],
+        "200": [
+            "EveryNStepsClosest(150)",
+            "ExponentialSteps(50, 4)",
+            "LatestDuration(86400)",
+        ],
+        "300": ["newest", "EveryNStepsClosest(150)", "LatestDuration(86400)"],
+    }
     assert command.json("explain", "run")["100"] == ["no policy"]
     assert command.text("explain", "empty") == ["empty has no steps yet"]
     assert "is a checkpoint" in command.refuses("explain", "w.msgpack")

@@ -138,6 +138,7 @@ def test_what_is_no_checkpoint_is_bad_use(here, command):
     [
         *("newest", "latest", "latest:x", "latest:0", "best:1:loss"),
         *("best:1:loss:least", "secs:never", "steps:1;2", ":"),
+        *("closest:0", "duration:long", "exponential:100", "exponential:100:1"),
     ],
 )
 def test_a_policy_that_is_none_is_bad_use(here, command, policy):

@@ -35,7 +35,9 @@ if COUNT > 1:
     jax.distributed.initialize(f"127.0.0.1:{port}", COUNT, RANK)
 
 import flaxckpt  # noqa: E402
-from flaxckpt import errors  # noqa: E402
+from flaxckpt import errors, transforms  # noqa: E402
+from flaxckpt._arrays import read as arrays_read  # noqa: E402
+from flaxckpt._checkpoint import commit as checkpoint_commit  # noqa: E402
 from flaxckpt._checkpoint import save_distributed as checkpoint_save_distributed  # noqa: E402
 from flaxckpt._distributed import heartbeat as distributed_heartbeat  # noqa: E402
 from flaxckpt._distributed import key_value as distributed_key_value  # noqa: E402
@@ -206,6 +208,37 @@ def train():
     say(steps=ckpt.steps())
 
 
+def loading():
+    """All compute together while a checkpoint is read, which is late in one process."""
+    path, read, may_read = DIRECTORY / "c", arrays_read.read, threading.Event()
+    flaxckpt.save(path, states.everything(1, "rows"))
+
+    def read_later(*args):
+        assert may_read.wait(60)
+        return read(*args)
+
+    if RANK == COUNT - 1:
+        arrays_read.read = read_later
+    mean = jax.jit(lambda x: x.mean())  # of all devices: a collective
+    shared = halves(np.arange(4096.0, dtype=np.float32).reshape(64, 64))
+    doubled = [transforms.map_leaf("arrays/large", lambda x: x * 2)]
+    for once, changes in ((False, ()), (True, ()), (False, doubled)):
+        may_read.clear()
+        handle = flaxckpt.load_async(
+            path, states.abstract("columns"), read_once=once, transforms=changes
+        )
+        for _ in range(25):
+            assert mean(shared) == 2047.5
+        may_read.set()
+        state = handle.wait()
+        if changes:
+            large = state["arrays"]["large"]
+            states.check_array(large, states.values(1)["large"] * 2)
+        else:
+            states.check(state, 1, "columns")
+    say(ok=True)
+
+
 def data():
     """Each process has its part of the data; and all go on in one, if it is elastic."""
     import grain
@@ -352,6 +385,42 @@ def faults():
         with raising(errors.CheckpointNotFoundError):
             ckpt.restore()
     say(told=told)
+
+
+def cancelled():
+    """One process cancels, or all do: the save ends for all, and the next is good."""
+    for layout in ("files", "ocdbt"):
+        with flaxckpt.Checkpointer(DIRECTORY / layout, layout=LAYOUTS[layout]) as ckpt:
+            for step, culprits in enumerate([{COUNT - 1}, {0}, set(range(COUNT))]):
+                _cancel(ckpt, step, culprits)
+            handle = ckpt.save(9, states.everything(9, "columns"))
+            handle.wait()
+            assert not handle.cancel()
+            steps = ckpt.steps()
+    say(steps=steps)
+
+
+def _cancel(ckpt, step, culprits):
+    """Cancels a save while each of the culprits is still to write."""
+    write, handle = checkpoint_commit.write_arrays, None
+
+    def hold(*args):
+        while handle is None or not handle.is_awaited():
+            time.sleep(0.001)
+        write(*args)
+
+    if RANK in culprits:
+        checkpoint_commit.write_arrays = hold
+    try:
+        handle = ckpt.save(step, states.everything(step, "columns"))
+        assert RANK not in culprits or handle.cancel()
+        with raising(errors.SaveCancelledError):
+            handle.wait()
+    finally:
+        checkpoint_commit.write_arrays = write
+    assert ckpt.steps() == []
+    left = [p.name for p in ckpt.directory.iterdir() if "tmp-writing" in p.name]
+    assert RANK or not left, "process 0 has removed it, when it is told"
 
 
 def refused():

@@ -21,7 +21,7 @@ LAYOUTS = ["files", "ocdbt", "zstd", "zstd_ocdbt"]
 def job(tmp_path_factory):
     """The directory of a job of two, and what they said."""
     directory = tmp_path_factory.mktemp("two")
-    names = "save,train,data,sizes,share,together,items"
+    names = "save,train,loading,data,sizes,share,together,items"
     return directory, jobs.run(names, 2, directory, layouts=LAYOUTS, files=False)
 
 
@@ -29,7 +29,10 @@ def job(tmp_path_factory):
 def with_orbax(tmp_path_factory):
     directory = tmp_path_factory.mktemp("orbax")
     return directory, jobs.run(
-        "orbax,faults,refused,disagree,late", 2, directory, layouts=LAYOUTS[::3]
+        "orbax,faults,cancelled,refused,disagree,late",
+        2,
+        directory,
+        layouts=LAYOUTS[::3],
     )
 
 
@@ -57,6 +60,10 @@ def test_steps_of_several_items_are_saved_together(job, layout):
     found = flaxckpt.load(path / "2")
     check_whole({"arrays": found["arrays"], **found["rest"]}, 2)
     assert list(flaxckpt.load(path / "1")) == ["arrays"]
+
+
+def test_all_compute_together_while_a_checkpoint_is_read(job):
+    assert job[1]["loading"] == ({"ok": True},) * 2
 
 
 def test_each_process_refuses_what_no_reader_would_take(with_orbax):
@@ -217,6 +224,10 @@ def test_a_failure_of_one_is_told_to_all_and_the_next_save_is_good(with_orbax):
     first, second = with_orbax[1]["faults"]
     assert "process 1: " in first["told"]
     assert "does not fit the state" in second["told"]
+
+
+def test_a_save_cancelled_by_one_is_cancelled_for_all(with_orbax):
+    assert with_orbax[1]["cancelled"] == ({"steps": [9]},) * 2
 
 
 def test_who_does_not_come_is_named_and_nothing_is_committed(with_orbax):

@@ -169,6 +169,18 @@ def test_a_save_from_an_exit_handler_registered_before_ours(tmp_path, full):
     assert (tmp_path / "c").exists() is not full
 
 
+def test_a_program_that_cancels_its_save_ends_well(run, tmp_path):
+    done = run(
+        """
+        handle = save(directory)
+        is_cancelled = handle.cancel()
+        assert is_cancelled is not os.path.exists(directory)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
 def test_an_unhandled_error_lets_the_save_end(run, tmp_path):
     done = run("save(directory); raise ValueError('oh')")
     assert done.returncode == 1
@@ -247,6 +259,35 @@ def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
     assert done.returncode == 0
     assert flaxckpt.load(tmp_path / "c")["w"][-1] == 49_999
     assert {p.name for p in (tmp_path / "c").iterdir()} == {"1", "events.jsonl"}
+
+
+def test_a_fork_does_not_wait_for_a_load_of_its_parent(run, tmp_path):
+    done = run(
+        """
+        from flaxckpt._arrays import read
+
+        save(directory).wait()
+        may_read, real = threading.Event(), read.read
+
+        def hold(*args):
+            may_read.wait()
+            return real(*args)
+
+        read.read = hold
+        handle = flaxckpt.load_async(directory)
+        child = os.fork()
+        if child == 0:
+            try:
+                handle.wait()
+            except flaxckpt.errors.OptionError as error:
+                os._exit(0 if "forked" in str(error) else 3)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        may_read.set()
+        print(handle.wait()["w"][-1])
+        """
+    )
+    assert done.stdout == "49999.0\n", done.stderr
 
 
 def test_a_fork_does_not_tell_of_what_has_failed_before(run):

@@ -352,6 +352,9 @@ def test_saves_that_did_not_end_well_are_told_apart():
             event("committed", 2, 32.0, total_secs=2.0, blocked_secs=0.5, bytes=7),
             event("uploaded", 2, 40.0, secs=3.0, bytes=7),
             event("failed", 3, 50.0, error="cannot begin"),
+            event("started", 4, 60.0),
+            event("snapshot", 4, 61.0, blocked_secs=1.0),
+            event("cancelled", 4, 62.0),
         ]
     )
     assert [(s.step, s.outcome) for s in found] == [
@@ -359,7 +362,9 @@ def test_saves_that_did_not_end_well_are_told_apart():
         (2, "unfinished"),
         (2, "durable"),
         (3, "failed"),
+        (4, "cancelled"),
     ]
+    assert [s.has_failed for s in found] == [True, True, False, True, False]
     assert found[0].error == "no space"
     assert (found[2].began, found[2].behind_secs, found[2].uploaded_secs) == (
         30,

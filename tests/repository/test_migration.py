@@ -6,10 +6,12 @@ Packages that are not installed are compared with lists from their sources.
 import ast
 import builtins
 import dataclasses
+import datetime
 import inspect
 import math
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import optax
@@ -17,11 +19,21 @@ import pytest
 from flax import serialization
 from flax.training import checkpoints
 from flax.training.train_state import TrainState
+from hypothesis import given
+from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import configs, datasets, errors, policies, transforms
 from flaxckpt.integrations import tensorboard
-from flaxckpt.policies import BestN, EveryNSteps, LatestN, OnSteps, WithoutMetric
+from flaxckpt.policies import (
+    BestN,
+    EveryNSteps,
+    EveryNStepsClosest,
+    LatestDuration,
+    LatestN,
+    OnSteps,
+    WithoutMetric,
+)
 from tests import ROOT
 
 ocp = pytest.importorskip("orbax.checkpoint")
@@ -381,6 +393,18 @@ def steps_here(directory, keep, metrics=lambda step: None, steps=range(1, 11)):
             [OnSteps([2, 5])],
         ),
         (
+            {"preservation_policy": managers.EveryNStepsClosest(4)},
+            [EveryNStepsClosest(4)],
+        ),
+        (
+            {
+                "preservation_policy": managers.LatestDuration(
+                    datetime.timedelta(days=1)
+                )
+            },
+            [LatestDuration(86400)],
+        ),
+        (
             {
                 "preservation_policy": managers.AnyPreservationPolicy(
                     [
@@ -395,12 +419,32 @@ def steps_here(directory, keep, metrics=lambda step: None, steps=range(1, 11)):
             [LatestN(1), BestN(2, "loss", "min")],
         ),
     ],
-    ids=["latest", "period", "best", "best-max", "best-period", "steps", "any"],
+    ids=[
+        "latest",
+        "period",
+        "best",
+        "best-max",
+        "best-period",
+        "steps",
+        "closest",
+        "duration",
+        "any",
+    ],
 )
 def test_the_same_steps_stay_as_with_orbax_and_the_newest(tmp_path, options, keep):
     old = steps_of_orbax(tmp_path / "old", loss_of, **options)
     new = steps_here(tmp_path / "new", keep, loss_of)
     assert new == sorted({*old, 10})
+
+
+@given(st.sets(st.integers(0, 60)), st.integers(1, 9))
+def test_the_closest_steps_are_those_of_orbax(steps, n):
+    saved = [SimpleNamespace(step=step) for step in sorted(steps)]
+    are_kept = managers.EveryNStepsClosest(n).should_preserve(
+        saved, context=managers.PreservationContext()
+    )
+    old = {c.step for c, is_kept in zip(saved, are_kept, strict=True) if is_kept}
+    assert EveryNStepsClosest(n).preserved(saved) | {*sorted(steps)[-1:]} == old
 
 
 def test_steps_without_metrics_stay_if_a_policy_says_so(tmp_path):

@@ -24,6 +24,7 @@ from flaxckpt._storage.storage import LOCAL
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
 from tests.helpers import store_servers, strategies
 from tests.helpers.files import flip_bit
+from tests.helpers.gates import Gate
 
 
 @pytest.fixture(params=store_servers.KINDS)
@@ -296,6 +297,54 @@ def test_an_interrupted_wait_can_be_taken_up_again(run_dir, monkeypatch):
             ckpt.wait()
     release.set()
     assert ckpt.wait().step == 1
+
+
+def test_a_cancelled_save_is_no_step_and_the_run_goes_on(run_dir, monkeypatch):
+    gate, seen = Gate(monkeypatch, "metadata"), []
+    with flaxckpt.Checkpointer(run_dir, keep=[LatestN(1)], sinks=[seen.append]) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        handle = gate.hold(lambda: ckpt.save(2, state(2)))
+        assert handle.cancel()
+        assert ckpt.steps() == [1], "no policy has decided"
+        assert ckpt.wait() is None
+        ckpt.raise_if_failed()
+        gate.handle = None
+        ckpt.save(2, state(3)).wait()
+        assert ckpt.steps() == [2]
+        handle = gate.hold(lambda: ckpt.save(3, state(3)))
+        assert handle.cancel()
+        gate.handle = None
+        ckpt.save(4, state(4))  # without a wait between them
+    assert ckpt.steps() == [4]
+    ends = [(e.step, e.kind) for e in seen if e.kind not in ("started", "snapshot")]
+    assert ends == [
+        (1, "committed"),
+        (2, "cancelled"),
+        (2, "committed"),
+        (1, "deleted"),
+        (3, "cancelled"),
+        (4, "committed"),
+        (2, "deleted"),
+    ]
+    assert ckpt.restore(step=4)["w"].min() == 4
+
+
+def test_a_run_that_cancels_its_last_step_saves_it_at_the_end(run_dir, monkeypatch):
+    gate = Gate(monkeypatch, "metadata")
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=2, preflight=False)
+        on_step(1, state(1))
+        on_step(2, state(2), force=True)
+        ckpt.wait()
+        gate.hold(lambda: begin_by(on_step, 4, ckpt)).cancel()
+        gate.handle = None
+        assert ckpt.steps() == [2]
+    assert ckpt.steps() == [2, 4]
+
+
+def begin_by(on_step, step, ckpt):
+    on_step(step, state(step))
+    return ckpt._saves._handle
 
 
 def test_a_step_that_cannot_be_deleted_does_not_fail_the_save(

@@ -107,7 +107,7 @@ def _panel(
         )
     for n, (group, value) in enumerate(zip(groups, values, strict=True)):
         at = scale(value)
-        has_failed = any(save.failure for save in group)
+        has_failed = any(save.has_failed for save in group)
         parts.append(
             html.element(
                 "rect",

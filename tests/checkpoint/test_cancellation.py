@@ -1,0 +1,153 @@
+"""A save is cancelled as a whole, or not at all."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._checkpoint.cancellation import Cancellation
+from flaxckpt._storage.storage import LOCAL
+from tests.helpers.gates import Gate
+
+FILES = flaxckpt.ArrayLayout(store="files")
+DATABASE = flaxckpt.ArrayLayout(store="ocdbt")
+ENCODED = flaxckpt.ArrayLayout(store="files", codec="zstd")
+
+
+def state(value):
+    return {f"w{i}": np.full(5000, value, np.float32) for i in range(40)}
+
+
+def left(directory):
+    return [path.name for path in directory.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("place", "layout"),
+    [
+        ("metadata", FILES),
+        ("chunk", FILES),
+        ("metadata", DATABASE),
+        ("metadata", ENCODED),
+        ("sync", FILES),
+        ("sync", DATABASE),
+        ("sync", ENCODED),
+    ],
+)
+def test_nothing_of_a_cancelled_save_is_left(tmp_path, monkeypatch, place, layout):
+    gate, path = Gate(monkeypatch, place), tmp_path / "c"
+    handle = gate.hold(lambda: flaxckpt.save_async(path, state(1), layout=layout))
+    assert left(tmp_path) != []
+    assert handle.cancel()
+    assert left(tmp_path) == []
+    assert handle.done()
+    assert handle.cancel(), "the same answer again"
+    assert repr(handle) == f"<save of {path}: cancelled>"
+    for _ in range(2):
+        with pytest.raises(errors.SaveCancelledError, match="/c was cancelled"):
+            handle.wait()
+    flaxckpt.save(path, state(2), layout=layout)
+    assert flaxckpt.load(path)["w7"][-1] == 2
+    assert left(tmp_path) == ["c"]
+
+
+def test_a_cancelled_save_writes_no_further_chunks(tmp_path, monkeypatch):
+    gate = Gate(monkeypatch, "chunk")
+    handle = gate.hold(lambda: flaxckpt.save_async(tmp_path / "c", state(1)))
+    assert handle.cancel()
+    assert gate.calls < 40, "of 40 arrays, each with a file of metadata"
+
+
+def test_a_committed_save_is_not_cancelled(tmp_path, monkeypatch):
+    gate, path = Gate(monkeypatch, "rename"), tmp_path / "c"
+    handle = gate.hold(lambda: flaxckpt.save_async(path, state(1)))
+    assert not handle.cancel()
+    assert handle.wait().path == str(path)
+    assert not handle.cancel()
+    assert flaxckpt.load(path)["w0"][0] == 1
+
+
+def test_a_failed_save_is_not_cancelled(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LOCAL, "sync_tree", fail)
+    gate = Gate(monkeypatch, "sync")
+    handle = gate.hold(lambda: flaxckpt.save_async(tmp_path / "c", state(1)))
+    assert not handle.cancel()
+    with pytest.raises(errors.SaveFailedError, match="No space left"):
+        handle.wait()
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("place", ["chunk", "sync"])
+def test_what_a_cancelled_save_would_have_replaced_stays(tmp_path, monkeypatch, place):
+    path = tmp_path / "c"
+    flaxckpt.save(path, state(1))
+    gate = Gate(monkeypatch, place)
+    handle = gate.hold(lambda: flaxckpt.save_async(path, state(2), overwrite=True))
+    assert handle.cancel()
+    assert left(tmp_path) == ["c"]
+    assert flaxckpt.verify(path).ok
+    assert flaxckpt.load(path)["w0"][0] == 1
+
+
+@pytest.mark.parametrize("kind", ["memory", "moto"])
+def test_a_save_into_a_store_is_cancelled_unless_it_replaces_one(
+    store_path, monkeypatch, kind
+):
+    path = store_path(kind) / "c"
+    gate = Gate(monkeypatch, "metadata")
+    assert gate.hold(lambda: flaxckpt.save_async(path, state(1))).cancel()
+    assert path.keys() == []
+    gate.handle = None
+    flaxckpt.save(path, state(2))
+    handle = gate.hold(lambda: flaxckpt.save_async(path, state(3), overwrite=True))
+    assert not handle.cancel(), "the old checkpoint is gone already"
+    assert flaxckpt.load(path)["w0"][0] == 3
+
+
+def test_several_threads_may_cancel_and_wait(tmp_path, monkeypatch):
+    gate = Gate(monkeypatch, "sync")
+    handle = gate.hold(lambda: flaxckpt.save_async(tmp_path / "c", state(1)))
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(handle.cancel())) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    while not handle.is_awaited():
+        time.sleep(0.001)
+    with pytest.raises(errors.SaveCancelledError):
+        handle.wait()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4
+
+
+def test_either_the_commit_or_the_cancel_comes_first():
+    for _ in range(200):
+        cancellation, outcome = Cancellation(), []
+        ready = threading.Barrier(2)
+
+        def commit(cancellation=cancellation, outcome=outcome, ready=ready):
+            ready.wait()
+            try:
+                cancellation.close()
+                outcome.append("committed")
+            except errors.SaveCancelledError as error:
+                outcome.append(str(error))
+
+        thread = threading.Thread(target=commit)
+        thread.start()
+        ready.wait()
+        cancellation.cancel("cancelled")
+        thread.join()
+        try:
+            cancellation.check()
+            assert outcome == ["committed"]
+        except errors.SaveCancelledError:
+            assert outcome == ["cancelled"]

@@ -1,0 +1,168 @@
+"""A load on another thread returns what `load` returns, or raises its errors."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flaxckpt
+from flaxckpt import errors, transforms
+from flaxckpt._arrays import read as arrays_read
+from tests.helpers import strategies
+from tests.helpers.files import flip_bit
+
+FILES = flaxckpt.ArrayLayout(store="files")
+
+
+def train_state(value, tx=None):
+    params = {"dense": {"kernel": jnp.full((8, 4), value), "bias": jnp.zeros(4)}}
+    tx = tx or optax.adamw(1e-3)
+    return TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Reading waits until this event is set."""
+    opened, read = threading.Event(), arrays_read.read
+
+    def hold(*args):
+        assert opened.wait(60)
+        return read(*args)
+
+    monkeypatch.setattr(arrays_read, "read", hold)
+    return opened
+
+
+def test_the_state_is_that_of_load(tmp_path, gate):
+    flaxckpt.save(tmp_path / "c", train_state(1.5))
+    abstract = jax.eval_shape(lambda: train_state(0.0))
+    handle = flaxckpt.load_async(tmp_path / "c", abstract)
+    assert not handle.done()
+    assert repr(handle) == "<loading c: in progress>"
+    with pytest.raises(errors.CheckpointTimeoutError, match="wait"):
+        handle.wait(timeout_secs=0.01)
+    gate.set()
+    state = handle.wait()
+    assert handle.done()
+    assert repr(handle) == "<loading c: read>"
+    assert handle.wait() is state
+    strategies.assert_same(flaxckpt.load(tmp_path / "c", abstract).params, state.params)
+    assert isinstance(state, TrainState)
+
+
+def test_the_program_computes_while_it_is_read(tmp_path, gate):
+    flaxckpt.save(tmp_path / "c", train_state(1.5))
+    abstract = train_state(0.0)
+    handle = flaxckpt.load_async(tmp_path / "c", abstract)
+    step = jax.jit(lambda state: state.replace(step=state.step + 1))
+    compiled = step.lower(abstract).compile()
+    gate.set()
+    assert compiled(handle.wait()).step == 1
+
+
+def test_without_a_template_and_by_step(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"w": np.full(3, step), "n": (step, None)})
+    loaded = [flaxckpt.load_async(tmp_path, step=n).wait() for n in (1, None)]
+    assert [state["n"] for state in loaded] == [(1, None), (2, None)]
+    assert [state["w"].tolist() for state in loaded] == [[1] * 3, [2] * 3]
+
+
+def test_leaves_go_to_their_shardings(tmp_path):
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    flaxckpt.save(tmp_path / "c", {"w": values})
+    sharding = NamedSharding(mesh, P("a", "b"))
+    abstract = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)}
+    state = flaxckpt.load_async(tmp_path / "c", abstract).wait()
+    assert state["w"].sharding == sharding
+    np.testing.assert_array_equal(state["w"], values)
+
+
+def test_moments_follow_transforms_and_new_leaves_start_afresh(tmp_path):
+    flaxckpt.save(tmp_path / "c", train_state(1.5))
+    tx = optax.chain(optax.adamw(1e-3), optax.trace(0.9))
+    options = {"transforms": [transforms.map_leaf("params/.*", lambda x: 2 * x)]}
+    state = flaxckpt.load_async(tmp_path / "c", train_state(0.0, tx), **options).wait()
+    again = flaxckpt.load(tmp_path / "c", train_state(0.0, tx), **options)
+    assert state.params["dense"]["kernel"][0, 0] == 3
+    assert jax.tree.structure(state.opt_state) == jax.tree.structure(again.opt_state)
+    jax.tree.map(np.testing.assert_array_equal, state.opt_state, again.opt_state)
+
+
+def test_modules_can_be_trained_on(tmp_path):
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-1), wrt=nnx.Param)
+    flaxckpt.save(tmp_path / "c", (model, optimizer))
+    loaded, optimizer = flaxckpt.load_async(tmp_path / "c", (model, optimizer)).wait()
+
+    @nnx.jit
+    def step(model, optimizer):
+        grads = nnx.grad(lambda m: m(jnp.ones((1, 4))).sum())(model)
+        optimizer.update(model, grads)
+
+    step(loaded, optimizer)
+    loaded.bias[...] = loaded.bias[...] + 1
+    assert not np.array_equal(loaded.kernel[...], model.kernel[...])
+
+
+def test_settings_of_a_with_block_hold(tmp_path):
+    """jax has them for the thread of the block only."""
+    values = np.array([1 + 2.0**-40])
+    flaxckpt.save(tmp_path / "c", {"w": values})
+    device = jax.devices()[3]
+    with jax.enable_x64(True), jax.default_device(device):
+        abstract = {"w": jax.ShapeDtypeStruct((1,), jnp.float64)}
+        handle = flaxckpt.load_async(tmp_path / "c", abstract)
+    state = handle.wait()
+    assert state["w"].devices() == {device}
+    assert np.asarray(state["w"]).tobytes() == values.tobytes()
+
+
+# ---- what goes wrong ---------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_an_error_of_the_call(tmp_path, gate):
+    flaxckpt.save(tmp_path / "c", train_state(1.5))
+    with pytest.raises(errors.RestoreMismatchError, match="nothing"):
+        flaxckpt.load_async(tmp_path / "c", {"params": {"w": jnp.ones(2)}})
+    with pytest.raises(errors.CheckpointNotFoundError):
+        flaxckpt.load_async(tmp_path / "d")
+
+
+def test_damage_is_an_error_of_wait(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"w": np.arange(100.0)}, layout=FILES)
+    flip_bit(tmp_path / "c/state/w/c.0")
+    handle = flaxckpt.load_async(tmp_path / "c")
+    for _ in range(2):
+        with pytest.raises(errors.DamagedCheckpointError, match="w: "):
+            handle.wait()
+    assert repr(handle) == "<loading c: failed>"
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_told(tmp_path, gate):
+    flaxckpt.save(tmp_path / "c", {"w": np.ones(100)})
+    handle = flaxckpt.load_async(tmp_path / "c")
+    flaxckpt.save(tmp_path / "c", {"w": np.zeros(100)}, overwrite=True)
+    gate.set()
+    with pytest.raises(errors.DamagedCheckpointError, match="was replaced or deleted"):
+        handle.wait()
+
+
+def test_without_a_thread_it_is_read_at_once(tmp_path, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    flaxckpt.save(tmp_path / "c", {"w": np.ones(100)})
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    handle = flaxckpt.load_async(tmp_path / "c")
+    assert handle.done()
+    assert handle.wait()["w"].sum() == 100

@@ -1,0 +1,55 @@
+"""Holds up a save at a chosen place, until somebody waits for it."""
+
+import threading
+import time
+
+from flaxckpt._arrays.zarr import chunk_file
+from flaxckpt._checkpoint import commit
+from flaxckpt._storage import rename
+from flaxckpt._storage.storage import LOCAL
+
+# Places in a save, by time. Only uncompressed arrays in directories have a "chunk".
+PLACES = {
+    "metadata": (commit, "write_files"),
+    "chunk": (chunk_file, "write"),
+    "sync": (LOCAL, "sync_tree"),
+    "rename": (rename, "publish"),
+}
+
+
+class Gate:
+    """Holds up every call of a function while nobody waits for the save.
+
+    Attributes:
+        handle: The handle of the save; without, nothing is held up.
+        reached: Set when a call is held up.
+        calls: The calls that were made.
+    """
+
+    def __init__(self, monkeypatch, place):
+        self.handle = None
+        self.reached = threading.Event()
+        self.calls = 0
+        owner, name = PLACES[place]
+        self._real = getattr(owner, name)
+        self._begins = threading.Event()
+        monkeypatch.setattr(owner, name, self._call)
+
+    def hold(self, begin):
+        """Begins a save by `begin()` and returns when it is held up."""
+        self.reached.clear()
+        self._begins.clear()
+        self.handle = True
+        self.handle = begin()
+        self._begins.set()
+        assert self.reached.wait(60)
+        return self.handle
+
+    def _call(self, *args, **options):
+        if self.handle is not None:
+            self.reached.set()
+            assert self._begins.wait(60)
+            while not self.handle.is_awaited():
+                time.sleep(0.001)
+        self.calls += 1
+        return self._real(*args, **options)
