@@ -63,6 +63,8 @@ class SaveRequest:
         count: Called with the size of values after they are written.
         operation: The operation of all processes; None for a single process.
         markers: Step markers to write: file name -> content.
+        is_item: Whether `path` is an item of a step that another program commits: a
+            directory that the program makes before the write.
     """
 
     path: Path
@@ -80,6 +82,7 @@ class SaveRequest:
     count: _arrays.write.Count = _util.progress.ignore
     operation: _distributed.operation.Operation | None = None
     markers: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    is_item: bool = False
 
     @property
     def overwrite(self) -> bool:
@@ -215,8 +218,14 @@ def write_lock(final: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def temporary_directory(snapshot: Snapshot) -> Iterator[Path]:
-    """Creates a temporary directory for a checkpoint; removes leftovers at the end."""
+    """Creates a temporary directory for a checkpoint; removes leftovers at the end.
+
+    For an item, yields the item's own directory.
+    """
     final = snapshot.request.path
+    if snapshot.request.is_item:
+        yield final
+        return
     _storage.of(final.parent).make_directory(final.parent)
     with _storage.of(final).new_checkpoint(
         final,
@@ -299,7 +308,7 @@ def finish_checkpoint(
     files: Mapping[str, bytes],
     digests: Mapping[str, str] | None = None,
 ) -> Written:
-    """Writes the manifest and commits the checkpoint.
+    """Writes the manifest and commits the checkpoint; an item only becomes durable.
 
     Args:
         snapshot: The written snapshot.
@@ -309,6 +318,10 @@ def finish_checkpoint(
     """
     contents, request = snapshot.contents, snapshot.request
     sealed = _native.checkpoint.seal(contents, files, temporary, digests or {})
+    if request.is_item:
+        write_new(temporary, sealed)
+        size = _storage.of(temporary).sync_tree(temporary)
+        return Written(size, _arrays.write.Previous(request.path, {}))
     marker = sealed.pop(_storage.commit_marker.MARKER)
     write_new(temporary, sealed)
     markers = _steps.markers.for_new_step(request.path, temporary=request.temporary)

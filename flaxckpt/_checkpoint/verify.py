@@ -265,9 +265,8 @@ def _verify_own(
                 undigested[leaf_path] = leaf
     is_digested = manifest.get("metrics") is True or _steps.markers.is_measured(path)
     checks += _metrics_checks(path, findings, is_digested=is_digested)
-    checks.append(
-        (_storage.commit_marker.MARKER, functools.partial(_check_marker, path))
-    )
+    seal_name = _native.checkpoint.seal_name(stored.digests)
+    checks.append((seal_name, functools.partial(_check_seal, path, seal_name)))
     findings.counter.total = _storage.of(path).known_size_below(path)
     findings.run(checks)
     if encoding is not None and manifest["ocdbt"]:
@@ -449,11 +448,11 @@ def _check_size(file: Path, size: int, wanted: int) -> None:
         raise ValueError(f"{file.name} has {size} bytes instead of {wanted or 'some'}")
 
 
-def _check_marker(path: Path) -> None:
-    """Raises ValueError if the commit marker does not match the manifest."""
+def _check_seal(path: Path, seal_name: str) -> None:
+    """Raises ValueError if the digest of the manifest differs from the recorded one."""
     manifest = _native.items.read_file(path / _native.orbax_json.MANIFEST, path)
-    marker = _native.items.read_file(path / _storage.commit_marker.MARKER, path)
-    if marker != _native.checkpoint.commit_marker(manifest):
+    seal = _native.items.read_file(path / seal_name, path)
+    if seal != _native.checkpoint.commit_marker(manifest):
         raise ValueError("its content has changed since it was written")
 
 
