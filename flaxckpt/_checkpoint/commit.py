@@ -295,7 +295,7 @@ def write_arrays(
         write(
             root / item,
             [
-                array._replace(name=array.name.removeprefix(item).removeprefix("/"))
+                array._replace(name=array.name[len(start) :])
                 for array in snapshot.arrays
                 if f"{array.name}/".startswith(start)
             ],

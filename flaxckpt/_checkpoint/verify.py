@@ -350,11 +350,11 @@ def _array_checks(
 ) -> tuple[set[str], list[Check]]:
     """Returns the files of an array, and checks of the files without a digest."""
     digests = stored.digests
-    directory = stored.items.array_directory(info)
+    root = _native.items.prefix(stored.items.array_directory(info))
     shape, dtype = _arrays.layout.stored_form(info)
     chunk_shape = info.chunk_shape or ()
     names = file_sizes.array_files(encoding, info)
-    metadata, *chunks = [f"{directory}/{name}" for name in names]
+    metadata, *chunks = [f"{root}{name}" for name in names]
     checks: list[Check] = []
     if metadata not in digests:
 
