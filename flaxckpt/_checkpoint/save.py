@@ -147,7 +147,8 @@ def save_async(
 def save_item(path: Path, state: PyTree, options: SaveOptions) -> Callable[[], int]:
     """Copies the values of `state`, for an item of a step that another program commits.
 
-    With several processes, all of them call this and the returned function.
+    With several processes, all of them call this and the returned function, and an
+    error of one is an error of all.
 
     Args:
         path: The directory of the item, which need not exist yet.
@@ -169,6 +170,9 @@ def save_item(path: Path, state: PyTree, options: SaveOptions) -> Callable[[], i
     )
     with _distributed.agreement.report_failure(operation), commit.store_errors(path):
         snapshot = take_snapshot(request, state)
+        if operation is not None:
+            # The other program would wait for processes that raise an error alone.
+            operation.exchange("taken")
     blocked = request.elapsed()
 
     def write() -> int:

@@ -328,6 +328,7 @@ def _read_item(
         native_metadata.checkpoint_metadata(path, "orbax", step, infos, {}),
         lineage=stored.metadata.lineage,
         transforms=stored.metadata.transforms,
+        items=(item.name,),
     )
     return dataclasses.replace(
         stored, metadata=metadata, digests={}, items=Items(state=item.name)
