@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from flaxckpt import _arrays, _distributed, _state, _storage, _util, datasets, errors
@@ -165,9 +166,7 @@ def save_item(path: Path, state: PyTree, options: SaveOptions) -> Callable[[], i
     what = f"the item {path}"
     # Each step has its own directory, and the operations of a run are counted.
     operation = _distributed.agreement.begin("item", path.parent.parent, what)
-    request = SaveRequest(
-        path=path, options=options, operation=operation, is_item=True
-    )
+    request = SaveRequest(path=path, options=options, operation=operation, is_item=True)
     with _distributed.agreement.report_failure(operation), commit.store_errors(path):
         snapshot = take_snapshot(request, state)
         if operation is not None:

@@ -370,7 +370,7 @@ def handler_faults():
     manager.wait_until_finished()
     texts = []
     for culprit in (0, COUNT - 1):
-        bad = {"w": object()} if RANK == culprit else state
+        bad = {"w": object()} if culprit == RANK else state
         with raising(errors.CheckpointError) as told:
             manager.save(2, args=SaveArgs(bad))
         texts.append(told)

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._storage.local_storage import LocalStorage
+from flaxckpt.formats._native import items
 from tests.helpers import strategies
 from tests.helpers.files import flip_bit
 
@@ -113,7 +114,9 @@ def test_a_manager_saves_restores_and_deletes_steps(tmp_path, named, is_async):
         exact = unwrap(manager.restore(2))
         assert type(exact) is TrainState
         assert type(exact.opt_state[0]) is optax.ScaleByAdamState
-        strategies.assert_same_bits(make_state(2).params["kernel"], exact.params["kernel"])
+        strategies.assert_same_bits(
+            make_state(2).params["kernel"], exact.params["kernel"]
+        )
     item = tmp_path / "3" / ("state" if named else "default")
     assert (item / "flaxckpt.json").is_file()
     for path in (item, item.parent):
@@ -190,7 +193,9 @@ def test_each_layout_is_verified_and_read_by_orbax(tmp_path, layout):
 
 def test_transforms_apply_to_the_saved_item(tmp_path):
     cast = flaxckpt.transforms.cast("params/.*", "bfloat16")
-    with make_manager(tmp_path, handler=CheckpointHandler(transforms=[cast])) as manager:
+    with make_manager(
+        tmp_path, handler=CheckpointHandler(transforms=[cast])
+    ) as manager:
         manager.save(1, args=SaveArgs(make_state()))
         manager.wait_until_finished()
         assert manager.restore(1).params["kernel"].dtype == jnp.bfloat16
@@ -216,9 +221,7 @@ def test_restore_args_are_the_options_of_load(tmp_path):
     np.testing.assert_array_equal(found["more"], np.full(2, 7.0))
 
 
-@settings(
-    max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(state=strategies.trees)
 def test_any_tree_comes_back_exactly(tmp_path_factory, state):
     directory = tmp_path_factory.mktemp("item")
@@ -301,6 +304,25 @@ def test_metrics_of_the_manager_are_those_of_the_step(tmp_path):
     assert metadata.metrics == {"loss": 0.5}
     assert metadata.format == "orbax"
     assert metadata.created is not None
+
+
+def test_a_step_is_overwritten_only_without_files_of_others(item):
+    step = item.parent
+    notes = item / "notes.txt"
+    notes.write_text("mine")
+    with pytest.raises(errors.CheckpointExistsError, match=r"notes\.txt"):
+        flaxckpt.save(step, make_state(2), overwrite=True)
+    notes.unlink()
+    flaxckpt.save(step, make_state(2), overwrite=True)
+    check(flaxckpt.load(step, ABSTRACT), make_state(2))
+    with ocp.Checkpointer(CheckpointHandler()) as checkpointer:
+        checkpointer.save(step.parent / "flat", args=SaveArgs(make_state()))
+    flaxckpt.save(step.parent / "flat", make_state(2), overwrite=True)
+    check(flaxckpt.load(step.parent / "flat", ABSTRACT), make_state(2))
+
+
+def test_the_name_of_the_handler_is_known_to_the_readers():
+    assert CheckpointHandler.typestr() == items.OWN_HANDLER
 
 
 # ---- what goes wrong ----------------------------------------------------------------
@@ -395,6 +417,10 @@ def test_a_missing_file_is_found(item):
     for path in (item, item.parent):
         with pytest.raises(errors.DamagedCheckpointError, match=r"flaxckpt\.json"):
             flaxckpt.load(path)
+    (item / "_METADATA").unlink()
+    for path in (item, item.parent):
+        with pytest.raises(errors.CheckpointError, match="_METADATA"):
+            flaxckpt.load(path)
 
 
 def test_damage_is_found_through_the_manager(item):
@@ -410,11 +436,11 @@ def test_damage_is_found_through_the_manager(item):
 
 
 def test_a_mismatch_names_the_leaves(item):
+    args = RestoreArgs({"params": {"other": jnp.ones(2)}})
     with (
         make_manager(item.parents[1], named=True) as manager,
         pytest.raises(errors.RestoreMismatchError, match="params/other"),
     ):
-        args = RestoreArgs({"params": {"other": jnp.ones(2)}})
         manager.restore(1, args=ocp.args.Composite(state=args))
 
 

@@ -164,12 +164,15 @@ def find_item(path: Path) -> Path | None:
     return path / items[0] if items else None
 
 
+OWN_HANDLER = "flaxckpt.integrations.orbax.CheckpointHandler"
+
 _TREE_HANDLERS = (
+    OWN_HANDLER,
     "StandardCheckpointHandler",
     "PyTreeCheckpointHandler",
     "PyTreeHandler",
 )
-"""Suffixes of Orbax's handler classes for trees of arrays."""
+"""Suffixes of handler classes for trees of arrays."""
 
 JSON_ITEM = "metadata"
 """The file of a JSON item."""
@@ -219,14 +222,15 @@ def _check_tree(path: Path) -> None:
         ]
         handlers = dict.fromkeys(names, "JsonCheckpointHandler")
     kinds = {
-        str(name): str(kind).rpartition(".")[2]
-        for name, kind in handlers.items()
-        if name not in NOT_ITEMS
+        str(name): str(kind) for name, kind in handlers.items() if name not in NOT_ITEMS
     }
     if not kinds or any(kind.endswith(_TREE_HANDLERS) for kind in kinds.values()):
         return
     texts = [path / name for name in sorted(kinds) if is_json_item(path / name)]
-    rows = [f"{name or '.'}: {kind}" for name, kind in sorted(kinds.items())]
+    rows = [
+        f"{name or '.'}: {kind.rpartition('.')[2]}"
+        for name, kind in sorted(kinds.items())
+    ]
     raise errors.CheckpointFormatError(
         f"{path} holds no tree of arrays; other handlers of Orbax wrote its items:\n"
         f"{errors.rows(rows)}\n"

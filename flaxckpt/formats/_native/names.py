@@ -193,9 +193,7 @@ def _nested_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
             end = name.find("/", end + 1)
 
 
-def are_file_safe(
-    item: str, infos: Sequence[LeafInfo], names: Sequence[str]
-) -> bool:
+def are_file_safe(item: str, infos: Sequence[LeafInfo], names: Sequence[str]) -> bool:
     """Returns True if each name on disk can be the directory of an array in `item`."""
     return all(
         # An array without a name would share the parent directory of other arrays.
