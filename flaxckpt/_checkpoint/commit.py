@@ -65,6 +65,8 @@ class SaveRequest:
         operation: The operation of all processes; None for a single process.
         markers: Step markers to write: file name -> content.
         cancellation: Decides whether the save is cancelled or may commit.
+        is_item: Whether `path` is an item of a step that another program commits: a
+            directory that the program makes before the write.
     """
 
     path: Path
@@ -83,6 +85,7 @@ class SaveRequest:
     operation: _distributed.operation.Operation | None = None
     markers: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     cancellation: Cancellation = dataclasses.field(default_factory=Cancellation)
+    is_item: bool = False
 
     @property
     def overwrite(self) -> bool:
@@ -218,8 +221,14 @@ def write_lock(final: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def temporary_directory(snapshot: Snapshot) -> Iterator[Path]:
-    """Creates a temporary directory for a checkpoint; removes leftovers at the end."""
+    """Creates a temporary directory for a checkpoint; removes leftovers at the end.
+
+    For an item, yields the item's own directory.
+    """
     final = snapshot.request.path
+    if snapshot.request.is_item:
+        yield final
+        return
     _storage.of(final.parent).make_directory(final.parent)
     with _storage.of(final).new_checkpoint(
         final,
@@ -290,7 +299,7 @@ def write_arrays(
         write(
             root / item,
             [
-                array._replace(name=array.name.removeprefix(item).removeprefix("/"))
+                array._replace(name=array.name[len(start) :])
                 for array in snapshot.arrays
                 if f"{array.name}/".startswith(start)
             ],
@@ -303,7 +312,7 @@ def finish_checkpoint(
     files: Mapping[str, bytes],
     digests: Mapping[str, str] | None = None,
 ) -> Written:
-    """Writes the manifest and commits the checkpoint.
+    """Writes the manifest and commits the checkpoint; an item only becomes durable.
 
     Args:
         snapshot: The written snapshot.
@@ -313,6 +322,10 @@ def finish_checkpoint(
     """
     contents, request = snapshot.contents, snapshot.request
     sealed = _native.checkpoint.seal(contents, files, temporary, digests or {})
+    if request.is_item:
+        write_new(temporary, sealed)
+        size = _storage.of(temporary).sync_tree(temporary)
+        return Written(size, _arrays.write.Previous(request.path, {}))
     marker = sealed.pop(_storage.commit_marker.MARKER)
     write_new(temporary, sealed)
     markers = _steps.markers.for_new_step(request.path, temporary=request.temporary)

@@ -83,8 +83,8 @@ def _check_names(
         if manifest["ocdbt"]:
             wanted.add(_native.items.database(items.item_of(info)))
             continue
-        directory = items.array_directory(info)
-        wanted |= {f"{directory}/{name}" for name in array_files(encoding, info)}
+        root = _native.items.prefix(items.array_directory(info))
+        wanted |= {f"{root}{name}" for name in array_files(encoding, info)}
     if missing := sorted(wanted.difference(_storage.of(path).files_below(path))):
         raise errors.DamagedCheckpointError(
             f"{path} is incomplete; restore another step:\n"

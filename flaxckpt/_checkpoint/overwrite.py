@@ -24,7 +24,8 @@ _CONTROL = rf"{_native.items.CHECKPOINT}|commit_success\.txt|orbax\.checkpoint"
 """Orbax files that may be in a checkpoint and in each item."""
 
 _TREE_FILE = re.compile(
-    rf"{_CONTROL}|{_native.items.TREE}|{_native.items.SHARDING}|{_native.items.AGGREGATE}"
+    rf"{_CONTROL}|{_native.orbax_json.MANIFEST}|{_native.items.SEAL}|"
+    rf"{_native.items.TREE}|{_native.items.SHARDING}|{_native.items.AGGREGATE}"
     rf"|{re.escape(_native.items.STRINGS)}|array_metadatas/process_[\w-]+"
     r"|(?:ocdbt\.process_[^/]+/)?"
     r"(?:manifest\.(?:ocdbt|[0-9a-f]+)|(?:d|ocdbt_data|ocdbt_meta)/[0-9a-f]{16,})"
@@ -307,6 +308,8 @@ def _flaxckpt_files(directory: Path, files: Collection[str]) -> set[str]:
     if isinstance(handlers, dict):
         kinds |= {name: _handler_kind(str(kind)) for name, kind in handlers.items()}
     expected = set(files) & _FILES
+    if _native.items.TREE in files:  # the checkpoint is an item
+        expected |= _tree_files(files, is_damaged=True)
     for name, inside in _by_directory(files).items():
         if kinds.get(name) == "tree":
             inner = _tree_files(inside, is_damaged=True)
@@ -360,6 +363,8 @@ def _orbax_files(directory: Path, files: Collection[str]) -> set[str]:
 def _handler_kind(handler: str) -> Literal["tree", "json", "unknown"]:
     """Returns the kind of files written by an Orbax or user handler class."""
     module, _, name = handler.rpartition(".")
+    if handler == _native.items.OWN_HANDLER:
+        return "tree"
     if not module.startswith("orbax."):
         return "unknown"
     if name in _TREE_HANDLERS:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from flaxckpt import _arrays, _distributed, _state, _storage, _util, datasets, errors
@@ -149,6 +150,50 @@ def save_async(
     )
 
 
+def save_item(path: Path, state: PyTree, options: SaveOptions) -> Callable[[], int]:
+    """Copies the values of `state`, for an item of a step that another program commits.
+
+    With several processes, all of them call this and the returned function, and an
+    error of one is an error of all.
+
+    Args:
+        path: The directory of the item, which need not exist yet.
+        state: The state.
+        options: The options; the items must be `Items(state="")`.
+
+    Returns:
+        A function that writes the item into the existing directory `path` durably, and
+        returns the size in bytes of the item.
+
+    Raises:
+        CheckpointError: As for `save`. The returned function raises SaveFailedError.
+    """
+    what = f"the item {path}"
+    # Each step has its own directory, and the operations of a run are counted.
+    operation = _distributed.agreement.begin("item", path.parent.parent, what)
+    request = SaveRequest(path=path, options=options, operation=operation, is_item=True)
+    with _distributed.agreement.report_failure(operation), commit.store_errors(path):
+        snapshot = take_snapshot(request, state)
+        if operation is not None:
+            # The other program would wait for processes that raise an error alone.
+            operation.exchange("taken")
+    blocked = request.elapsed()
+
+    def write() -> int:
+        with _distributed.agreement.closing(operation):
+            size = write_snapshot(snapshot).size
+        _log.info(
+            "saved %s: %d bytes, durable after %.3f s, blocked %.3f s",
+            what,
+            size,
+            request.elapsed(),
+            blocked,
+        )
+        return size
+
+    return write
+
+
 # ---- on the caller's thread -----------------------------------------------------
 
 
@@ -164,7 +209,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     created = time.time()
     path, options, operation = request.path, request.options, request.operation
     transforms = _transforms.check(options.transforms)
-    if operation is None or operation.is_first:
+    if not request.is_item and (operation is None or operation.is_first):
         with (
             _storage.permissions.explain_errors(path),
             _storage.paths.listing_cache(path),
@@ -215,6 +260,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
         created=created,
         lineage=request.lineage,
         transforms=_transforms.describe(transforms),
+        is_item=request.is_item,
     )
     if _may_be_too_large(infos):
         commit.metadata_files(contents, path)  # raises before the first write
@@ -371,26 +417,28 @@ def plan_places(infos: Sequence[LeafInfo], options: SaveOptions) -> Places:
         item: (leaves, [items.param_name(info) for info in leaves])
         for item, leaves in items.split(infos).items()
     }
-    ocdbt = _uses_ocdbt(list(parts.values()), options.layout)
-    for leaves, names in parts.values():
-        _native.names.check(leaves, names, ocdbt=ocdbt)
+    ocdbt = _uses_ocdbt(parts, options.layout)
+    for item, (leaves, names) in parts.items():
+        _native.names.check(item, leaves, names, ocdbt=ocdbt)
     return Places(ocdbt, [items.array_directory(info) for info in infos])
 
 
 def _uses_ocdbt(
-    parts: Sequence[tuple[Sequence[LeafInfo], Sequence[str]]], layout: ArrayLayout
+    parts: Mapping[str, tuple[Sequence[LeafInfo], Sequence[str]]], layout: ArrayLayout
 ) -> bool:
     if layout.store != "auto":
         return layout.store == "ocdbt"
     sizes = [
         _arrays.layout.stored_bytes(info)
-        for infos, _ in parts
+        for infos, _ in parts.values()
         for info in infos
         if info.chunk_shape is not None
     ]
     if len(sizes) > _MANY_LEAVES and sum(sizes) < _SMALL_LEAF_BYTES * len(sizes):
         return True
-    return not all(_native.names.are_file_safe(*part) for part in parts)
+    return not all(
+        _native.names.are_file_safe(item, *part) for item, part in parts.items()
+    )
 
 
 def copy_json(value: Mapping[str, JSON], what: str = "metadata") -> dict[str, JSON]:

@@ -265,9 +265,8 @@ def _verify_own(
                 undigested[leaf_path] = leaf
     is_digested = manifest.get("metrics") is True or _steps.markers.is_measured(path)
     checks += _metrics_checks(path, findings, is_digested=is_digested)
-    checks.append(
-        (_storage.commit_marker.MARKER, functools.partial(_check_marker, path))
-    )
+    seal_name = _native.checkpoint.seal_name(stored.digests)
+    checks.append((seal_name, functools.partial(_check_seal, path, seal_name)))
     findings.counter.total = _storage.of(path).known_size_below(path)
     findings.run(checks)
     if encoding is not None and manifest["ocdbt"]:
@@ -351,11 +350,11 @@ def _array_checks(
 ) -> tuple[set[str], list[Check]]:
     """Returns the files of an array, and checks of the files without a digest."""
     digests = stored.digests
-    directory = stored.items.array_directory(info)
+    root = _native.items.prefix(stored.items.array_directory(info))
     shape, dtype = _arrays.layout.stored_form(info)
     chunk_shape = info.chunk_shape or ()
     names = file_sizes.array_files(encoding, info)
-    metadata, *chunks = [f"{directory}/{name}" for name in names]
+    metadata, *chunks = [f"{root}{name}" for name in names]
     checks: list[Check] = []
     if metadata not in digests:
 
@@ -449,11 +448,11 @@ def _check_size(file: Path, size: int, wanted: int) -> None:
         raise ValueError(f"{file.name} has {size} bytes instead of {wanted or 'some'}")
 
 
-def _check_marker(path: Path) -> None:
-    """Raises ValueError if the commit marker does not match the manifest."""
+def _check_seal(path: Path, seal_name: str) -> None:
+    """Raises ValueError if the digest of the manifest differs from the recorded one."""
     manifest = _native.items.read_file(path / _native.orbax_json.MANIFEST, path)
-    marker = _native.items.read_file(path / _storage.commit_marker.MARKER, path)
-    if marker != _native.checkpoint.commit_marker(manifest):
+    seal = _native.items.read_file(path / seal_name, path)
+    if seal != _native.checkpoint.commit_marker(manifest):
         raise ValueError("its content has changed since it was written")
 
 

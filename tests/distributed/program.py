@@ -364,6 +364,69 @@ def orbax():
     say(ok=True)
 
 
+def handler():
+    """Orbax's manager saves and restores items of flaxckpt, from all processes."""
+    import orbax.checkpoint as ocp
+
+    from flaxckpt.integrations.orbax import CheckpointHandler, RestoreArgs, SaveArgs
+
+    for number, layout in enumerate(GIVEN["layouts"]):
+        mesh, other = MESHES[number % 4], MESHES[(number + 1) % 4]
+        for is_async in (True, False):
+            options = ocp.CheckpointManagerOptions(
+                enable_async_checkpointing=is_async, max_to_keep=2
+            )
+            with ocp.CheckpointManager(
+                DIRECTORY / f"{layout}_{is_async}",
+                item_handlers={"state": CheckpointHandler(layout=LAYOUTS[layout])},
+                options=options,
+            ) as manager:
+                for step in (1, 2, 3):
+                    state = states.everything(step, mesh)
+                    manager.save(step, args=ocp.args.Composite(state=SaveArgs(state)))
+                manager.wait_until_finished()
+                assert manager.all_steps() == [2, 3]
+                args = ocp.args.Composite(state=RestoreArgs(states.abstract(other)))
+                states.check(manager.restore(3, args=args)["state"], 3, other)
+    say(ok=True)
+
+
+def handler_faults():
+    """One process fails: each gets an error, and the next save is good."""
+    import orbax.checkpoint as ocp
+
+    from flaxckpt.integrations.orbax import CheckpointHandler, SaveArgs
+
+    manager = ocp.CheckpointManager(DIRECTORY, item_handlers=CheckpointHandler())
+    state = {"w": halves(np.ones((8, 2), np.float32))}
+    manager.save(1, args=SaveArgs(state))
+    manager.wait_until_finished()
+    texts = []
+    for culprit in (0, COUNT - 1):
+        bad = {"w": object()} if culprit == RANK else state
+        with raising(errors.CheckpointError) as told:
+            manager.save(2, args=SaveArgs(bad))
+        texts.append(told)
+    assert manager.all_steps() == [1]
+
+    real = checkpoint_save_distributed._write_part
+
+    def fail(*args):
+        raise OSError("no space")
+
+    checkpoint_save_distributed._write_part = fail
+    manager.save(2, args=SaveArgs(state))
+    with raising(errors.SaveFailedError) as told:
+        manager.wait_until_finished()
+    texts.append(told)
+    checkpoint_save_distributed._write_part = real
+    manager.save(3, args=SaveArgs(state))
+    manager.wait_until_finished()
+    assert 3 in manager.all_steps()
+    states.check_array(manager.restore(3)["w"], np.ones((8, 2), np.float32))
+    say(told=texts)
+
+
 # ---- what goes wrong ---------------------------------------------------------------
 
 

@@ -36,6 +36,13 @@ def with_orbax(tmp_path_factory):
     )
 
 
+@pytest.fixture(scope="module")
+def by_managers(tmp_path_factory):
+    """The directory of a job whose processes save through Orbax's managers."""
+    directory = tmp_path_factory.mktemp("managers")
+    return directory, jobs.run("handler", 2, directory, layouts=LAYOUTS)
+
+
 def test_every_leaf_comes_back_on_other_meshes_from_every_store(job):
     _, said = job
     first, second = said["save"]
@@ -218,6 +225,32 @@ def test_orbax_and_we_read_each_other_in_two_processes(with_orbax):
     for leaf in ("rows", "columns", "large"):
         wanted = states.values(3)[leaf]
         assert np.asarray(found["arrays"][leaf]).tobytes() == wanted.tobytes()
+
+
+def test_orbax_managers_of_two_processes_save_items_of_flaxckpt(by_managers):
+    directory, said = by_managers
+    assert said["handler"] == ({"ok": True},) * 2
+    for layout in LAYOUTS:
+        for is_async in (True, False):
+            item = directory / "handler" / f"{layout}_{is_async}" / "3" / "state"
+            report = flaxckpt.verify(item)
+            assert report.ok, report
+            assert not report.extra
+            check_whole(flaxckpt.load(item), 3)
+            check_whole(flaxckpt.load(item.parent), 3)
+
+
+def test_a_failure_of_one_manager_is_told_to_all_and_the_next_save_is_good(tmp_path):
+    said = jobs.run("handler_faults", 2, tmp_path)
+    first, second = [dict(enumerate(f["told"])) for f in said["handler_faults"]]
+    assert first[0][0] == second[1][0] == "UnsupportedLeafError"
+    assert second[0][0] == first[1][0] == "SaveFailedError"
+    assert "process 0: 1 leaf cannot be saved" in second[0][1]
+    assert "process 1: 1 leaf cannot be saved" in first[1][1]
+    assert "process 1: no space" in first[2][1]
+    names = {path.name for path in (tmp_path / "handler_faults").iterdir()}
+    assert "2" not in names
+    assert flaxckpt.verify(tmp_path / "handler_faults/3/default").ok
 
 
 def test_a_failure_of_one_is_told_to_all_and_the_next_save_is_good(with_orbax):

@@ -63,7 +63,7 @@ DOORS: dict[str, set[str]] = {
     "typer": {"cli"},
     "clu": {"integrations"},
     "grain": set(),
-    "orbax": set(),
+    "orbax": {"integrations"},
     "tensorflow": set(),
     "torch": set(),
 }

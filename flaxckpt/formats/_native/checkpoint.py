@@ -56,6 +56,8 @@ class Contents:
         created: Time of the start of the save, in seconds since 1970.
         lineage: Checkpoints that the run started from.
         transforms: The transforms applied to the state, as text.
+        is_item: Whether this is an item of a step that another program commits: without
+            the files of a step.
     """
 
     infos: Sequence[LeafInfo]
@@ -72,6 +74,7 @@ class Contents:
     created: float = 0.0
     lineage: Sequence[Lineage] = ()
     transforms: Sequence[str] = ()
+    is_item: bool = False
 
 
 def make_files(contents: Contents) -> dict[str, bytes]:
@@ -82,7 +85,9 @@ def make_files(contents: Contents) -> dict[str, bytes]:
     Raises:
         SaveFailedError: `read` would not accept a file.
     """
-    files = {items.CHECKPOINT: _checkpoint_metadata(contents)}
+    files: dict[str, bytes] = {}
+    if not contents.is_item:
+        files[items.CHECKPOINT] = _checkpoint_metadata(contents)
     for item, leaves in contents.items.split(contents.infos).items():
         infos = contents.items.below(leaves)
         root = items.prefix(item)
@@ -152,7 +157,9 @@ def seal(
     root: Path,
     digests: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, bytes]:
-    """Returns the manifest and the commit marker: relative path -> content.
+    """Returns the manifest and the file with its digest: relative path -> content.
+
+    The file is the commit marker or, in an item, `flaxckpt.digest`.
 
     The manifest has the digests of all `files` except the metrics, which may be
     replaced later, and of a small database under `root`, which is faster to verify as
@@ -177,7 +184,7 @@ def seal(
     with _trial_parse(orbax_json.MANIFEST) as parse:
         manifest = _manifest_text(contents, recorded)
         native_manifest.check_readable(parse(manifest), contents.infos)
-    return {orbax_json.MANIFEST: manifest, MARKER: commit_marker(manifest)}
+    return {orbax_json.MANIFEST: manifest, seal_name(recorded): commit_marker(manifest)}
 
 
 def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
@@ -208,8 +215,17 @@ def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
     }
 
 
+def seal_name(digests: Mapping[str, str]) -> str:
+    """Returns the name of the file with the digest of the manifest.
+
+    Args:
+        digests: The digests in the manifest: file name -> digest.
+    """
+    return MARKER if items.CHECKPOINT in digests else items.SEAL
+
+
 def commit_marker(manifest: bytes) -> bytes:
-    """Returns the content of `commit_success.txt`."""
+    """Returns the content of `commit_success.txt`, and of `flaxckpt.digest`."""
     return orbax_json.dumps({orbax_json.MANIFEST: _storage.files.digest(manifest)})
 
 
@@ -286,14 +302,24 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     """
     if _storage.of(path).exists(path / orbax_json.MANIFEST):
         return _read_native(path, step, resolve)
-    if orbax_json.MANIFEST in _read_marker(path):
+    seal = _find_seal(path)
+    if seal and orbax_json.MANIFEST in _read_seal(seal, path):
         raise errors.DamagedCheckpointError(
-            f"{path / orbax_json.MANIFEST} is missing, although {MARKER} names it;"
+            f"{path / orbax_json.MANIFEST} is missing, although {seal.name} names it;"
             " restore another step"
         )
     return _composite.read(
         path, step, functools.partial(read, step=None, resolve=resolve)
     )
+
+
+def _find_seal(path: Path) -> Path | None:
+    """Returns the file with the digest of the manifest; None without it.
+
+    In an item, Orbax adds a commit marker of its own.
+    """
+    files = (path / items.SEAL, path / MARKER)
+    return next((file for file in files if _storage.of(path).exists(file)), None)
 
 
 def read_dataset(
@@ -333,8 +359,8 @@ def _read_native(
     file = path / orbax_json.MANIFEST
     stamp = _storage.stamp(file)
     content = items.read_file(file, path)
-    if _storage.of(path).exists(path / MARKER):
-        recorded = _read_marker(path).get(orbax_json.MANIFEST, "")
+    if seal := _find_seal(path):
+        recorded = _read_seal(seal, path).get(orbax_json.MANIFEST, "")
         items.check_digest(file, recorded, content)
     data = orbax_json.loads(content, file)
     version = data.get("version")
@@ -423,9 +449,9 @@ def _item_table(
     return native_arrays.leaf_table(path, names, infos, arrays, strings)
 
 
-def _read_marker(path: Path) -> Mapping[str, Any]:
-    """Returns our commit marker's content, manifest -> digest; empty for Orbax's."""
+def _read_seal(file: Path, checkpoint: Path) -> Mapping[str, Any]:
+    """Returns manifest -> digest; empty for a commit marker of Orbax."""
     try:
-        return items.read_json(path / MARKER, path)
+        return items.read_json(file, checkpoint)
     except errors.DamagedCheckpointError:
         return {}  # Orbax writes a sentence, or no such file

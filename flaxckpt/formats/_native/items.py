@@ -30,6 +30,9 @@ ARRAYS = "array_metadatas/process_0"
 DESCRIPTIONS = frozenset((TREE, SHARDING, STRINGS, ARRAYS))
 """Files of the state other than arrays."""
 
+SEAL = "flaxckpt.digest"
+"""The digest of the manifest, in an item; a checkpoint has it in the commit marker."""
+
 METRICS_DIGESTS = f"{METRICS}/digests"
 """Digests of the metrics, which can be replaced in a committed checkpoint."""
 
@@ -37,11 +40,16 @@ UNDIGESTED = frozenset(
     (
         orbax_json.MANIFEST,
         _storage.commit_marker.MARKER,
+        SEAL,
+        CHECKPOINT,
         f"{METRICS}/{METRICS}",
         METRICS_DIGESTS,
     )
 )
-"""Files without digests in the manifest, apart from arrays."""
+"""Files that may have no digest in the manifest, apart from arrays.
+
+Orbax writes `_CHECKPOINT_METADATA` and the commit marker into items.
+"""
 
 PREFERRED_ITEMS = (STATE, "default", "pytree")
 NOT_ITEMS = frozenset((DATASET, METRICS))
@@ -111,7 +119,8 @@ class Items:
         for item in self.trees:
             root = prefix(item)
             rest = name.removeprefix(root)
-            if name.startswith(root) and rest not in DESCRIPTIONS:
+            is_other = rest in DESCRIPTIONS or name in UNDIGESTED
+            if name.startswith(root) and not is_other:
                 return item
         return None
 
@@ -157,11 +166,13 @@ def find_item(path: Path) -> Path | None:
     return None
 
 
+OWN_HANDLER = "flaxckpt.integrations.orbax.CheckpointHandler"
+
 _TREE_HANDLERS = (
+    OWN_HANDLER,
     "StandardCheckpointHandler",
     "PyTreeCheckpointHandler",
     "PyTreeHandler",
-    "flaxckpt.integrations.orbax.CheckpointHandler",
 )
 """Ends of the names of handler classes for trees of arrays."""
 
@@ -246,8 +257,8 @@ def is_tree(path: Path) -> bool:
 
 
 def is_native(path: Path) -> bool:
-    """Returns True if `path` has our manifest."""
-    return (path / orbax_json.MANIFEST).is_file()
+    """Returns True if `path` has our manifest, or the seal of a lost manifest."""
+    return any((path / name).is_file() for name in (orbax_json.MANIFEST, SEAL))
 
 
 def find_dataset(path: Path, name: str = DATASET) -> Path | None:

@@ -183,7 +183,8 @@ def _evidence_of_metrics(path: Path) -> str | None:
     """Returns the file that records metrics of a native checkpoint, or None."""
     if _steps.markers.is_measured(path):
         return _steps.markers.MEASURED
-    if not (path / orbax_json.MANIFEST).is_file():  # Orbax records no digests
+    # Orbax records no digests, and an item has no metrics.
+    if not all((path / name).is_file() for name in (orbax_json.MANIFEST, CHECKPOINT)):
         return None
     handlers = items.read_json(path / CHECKPOINT, path).get("item_handlers")
     return CHECKPOINT if isinstance(handlers, dict) and METRICS in handlers else None

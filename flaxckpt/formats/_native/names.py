@@ -21,6 +21,11 @@ _RESERVED = frozenset(
         "d",
     )
 )
+"""Names of files in an item."""
+
+_RESERVED_IN_ROOT = _RESERVED | items.UNDIGESTED | {items.METRICS, items.DATASET}
+"""Names of files and directories in a checkpoint that is its own item."""
+
 _MAX_NAME_BYTES = 240
 _MAX_DATABASE_NAME_BYTES = 2**15
 """Half of the limit on database keys; a key includes the name of the chunk."""
@@ -29,10 +34,13 @@ _SURROGATES = re.compile(r"[\ud800-\udfff]")
 _UNSAFE_CHARACTERS = re.compile(r"[/\\\n\0]")
 
 
-def check(infos: Sequence[LeafInfo], names: Sequence[str], *, ocdbt: bool) -> None:
+def check(
+    item: str, infos: Sequence[LeafInfo], names: Sequence[str], *, ocdbt: bool
+) -> None:
     """Raises LeafNameError for names that collide on disk or that readers refuse.
 
     Args:
+        item: The item of the leaves.
         infos: The leaves.
         names: The name of each leaf on disk.
         ocdbt: Whether the arrays are in an OCDBT database.
@@ -64,7 +72,7 @@ def check(infos: Sequence[LeafInfo], names: Sequence[str], *, ocdbt: bool) -> No
         elif (
             not ocdbt
             and info.chunk_shape is not None
-            and (not _is_file_safe(name) or (not name and len(infos) > 1))
+            and (not _is_file_safe(item, name) or (not name and len(infos) > 1))
         ):
             faults[info.path] = "is not a valid name of a directory; use store='ocdbt'"
     for name, outer in _nested_names(strings):
@@ -185,20 +193,20 @@ def _nested_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
             end = name.find("/", end + 1)
 
 
-def are_file_safe(infos: Sequence[LeafInfo], names: Sequence[str]) -> bool:
-    """Returns True if each name on disk can be the directory of an array."""
+def are_file_safe(item: str, infos: Sequence[LeafInfo], names: Sequence[str]) -> bool:
+    """Returns True if each name on disk can be the directory of an array in `item`."""
     return all(
         # An array without a name would share the parent directory of other arrays.
-        _is_file_safe(name) and (name or len(infos) == 1)
+        _is_file_safe(item, name) and (name or len(infos) == 1)
         for info, name in zip(infos, names, strict=True)
         if info.chunk_shape is not None
     )
 
 
-def _is_file_safe(name: str) -> bool:
+def _is_file_safe(item: str, name: str) -> bool:
     return (
         len(name.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
-        and name not in _RESERVED
+        and name not in (_RESERVED if item else _RESERVED_IN_ROOT)
         and name not in (".", "..")
         and not _UNSAFE_CHARACTERS.search(name)
     )
