@@ -1,8 +1,9 @@
-"""Reads checkpoints of flaxckpt with the Orbax of an environment, and writes others.
+"""Reads checkpoints of flaxckpt with a release of Orbax, and writes others.
 
     python -m tests.orbax_versions.orbax_side OURS THEIRS
 
-Reads what is below OURS, writes below THEIRS, and prints the outcomes as JSON. Runs in environments with Orbax, jax and Flax, but without flaxckpt.
+Reads all checkpoints below OURS, writes below THEIRS, and prints the outcomes as JSON.
+Runs in environments with Orbax, jax and Flax, but without flaxckpt.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+# Before jax is imported.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -88,24 +90,24 @@ def manager_pytree_target(root: Path, abstract: PyTree) -> PyTree:
 
 
 def v1_load(root: Path, abstract: PyTree) -> PyTree:
-    return load(root / str(STEP))
+    return v1.load(root / str(STEP))
 
 
 def v1_load_target(root: Path, abstract: PyTree) -> PyTree:
-    return load(root / str(STEP), abstract)
+    return v1.load(root / str(STEP), abstract)
 
 
 READERS: Final[dict[str, Reader]] = {
-    "StandardCheckpointer": standard,
-    "StandardCheckpointer, target": standard_target,
+    "StandardRestore": standard,
+    "StandardRestore, target": standard_target,
     "PyTreeCheckpointer": pytree,
-    "PyTreeCheckpointer, target": pytree_target,
+    "PyTreeRestore, target": pytree_target,
     "CheckpointManager": manager,
     "CheckpointManager, target": manager_target,
     "CheckpointManager, PyTreeRestore, target": manager_pytree_target,
-    "v1.load": v1_load,
-    "v1.load, target": v1_load_target,
 }
+if hasattr(v1, "load"):  # in 0.11, v1 finds only an item `pytree`
+    READERS |= {"v1.load": v1_load, "v1.load, target": v1_load_target}
 
 
 def with_checkpointer(checkpointer: Any, function: Callable[[Any], Any]) -> Any:
@@ -126,11 +128,6 @@ def with_manager(
 def pytree_restore(abstract: PyTree) -> Any:
     restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
     return ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args)
-
-
-def load(*args: Any) -> PyTree:
-    """Calls the `load` of v1, under its name in this version."""
-    return (v1.load if hasattr(v1, "load") else v1.load_pytree)(*args)
 
 
 # ---- writers ---------------------------------------------------------------------
@@ -195,15 +192,23 @@ def write_v1(root: Path, state: PyTree) -> None:
     (v1.save if hasattr(v1, "save") else v1.save_pytree)(root / str(STEP), state)
 
 
+def write_checkpointables(root: Path, state: PyTree) -> None:
+    v1.save_checkpointables(root / str(STEP), state)
+
+
+OWN: Final = states.COMPOSITE
+"""The writer whose checkpoints are like those of flaxckpt."""
+
 WRITERS: Final[dict[str, Writer]] = {
     "CheckpointManager": write_manager,
-    "CheckpointManager, Composite": write_composite,
-    "StandardCheckpointer": write_standard,
-    "PyTreeCheckpointer": write_pytree,
-    "PyTreeCheckpointer, files": write_files,
-    "PyTreeCheckpointer, zarr 3": write_zarr3,
-    "v1.save": write_v1,
+    OWN: write_composite,
+    "StandardSave": write_standard,
+    "PyTreeSave": write_pytree,
+    "PyTreeSave, files": write_files,
+    "PyTreeSave, zarr 3": write_zarr3,
 }
+if v1 is not None:
+    WRITERS |= {"v1.save": write_v1}
 
 
 def save_flat(handler: Any, root: Path, args: Any) -> None:
@@ -212,57 +217,82 @@ def save_flat(handler: Any, root: Path, args: Any) -> None:
     )
 
 
-# ---- steps and items -------------------------------------------------------------
+# ---- items -----------------------------------------------------------------------
 
 
 def list_steps(root: Path) -> str:
-    def check(manager: Any) -> str:
-        found = manager.all_steps(), manager.latest_step()
-        return states.EQUAL if found == ([STEP], STEP) else f"wrong: {found}"
-
-    return with_manager(root, check)
+    found = with_manager(
+        root / "item state", lambda m: (m.all_steps(), m.latest_step())
+    )
+    return equal(found, ([STEP], STEP))
 
 
 def read_metrics(root: Path) -> str:
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
     args = ocp.args.Composite(metrics=ocp.args.JsonRestore())
-    found = with_checkpointer(
-        ocp.CheckpointManager(root, options=options, item_names=(ITEM,)),
-        lambda m: (m.best_step(), m.restore(STEP, args=args)["metrics"]),
+    manager = ocp.CheckpointManager(
+        root / "item state", options=options, item_names=(ITEM,)
     )
-    return states.EQUAL if found == (STEP, states.METRICS) else f"wrong: {found}"
+    found = with_checkpointer(
+        manager, lambda m: (m.best_step(), m.restore(STEP, args=args)["metrics"])
+    )
+    return equal(found, (STEP, states.METRICS))
+
+
+def read_json(root: Path) -> str:
+    args = ocp.args.Composite(config=ocp.args.JsonRestore())
+    found = with_manager(
+        root / "item state", lambda m: m.restore(STEP, args=args)["config"], ("config",)
+    )
+    return equal(found, states.CONFIG)
 
 
 def restore_two_items(root: Path) -> str:
-    """Reads the branches of a TrainState's dict that are items of their own."""
     state = states.items_state()
-    args = ocp.args.Composite(
-        **{
-            name: ocp.args.StandardRestore(states.abstract(branch))
-            for name, branch in state.items()
-        }
+    args = {
+        name: ocp.args.StandardRestore(states.abstract(branch))
+        for name, branch in state.items()
+    }
+    found = with_manager(
+        root / states.TWO_ITEMS,
+        lambda m: m.restore(STEP, args=ocp.args.Composite(**args)),
+        tuple(state),
     )
-    found = with_manager(root, lambda m: m.restore(STEP, args=args), tuple(state))
     found = {name: found[name] for name in state}
     return states.compare(found, state, has_target=True)
 
 
 def restore_default_item(root: Path) -> str:
-    """Reads the item `default` as a manager without names of items does."""
+    """Reads the item `default` like programs that save a single item."""
     state = states.arrays()
     args = ocp.args.StandardRestore(states.abstract(state))
     found = with_checkpointer(
-        ocp.CheckpointManager(root), lambda m: m.restore(STEP, args=args)
+        ocp.CheckpointManager(root / "item default"),
+        lambda m: m.restore(STEP, args=args),
     )
     return states.compare(found, state, has_target=True)
 
 
-STEPS: Final[dict[str, Callable[[Path], str]]] = {
-    "steps": list_steps,
-    "metrics": read_metrics,
-    "two items": restore_two_items,
-    "item default": restore_default_item,
+def load_pytree_item(root: Path) -> str:
+    state = states.arrays()
+    load = v1.load if hasattr(v1, "load") else v1.load_pytree
+    found = load(root / "item pytree" / str(STEP), states.abstract(state))
+    return states.compare(found, state, has_target=True)
+
+
+def equal(found: Any, saved: Any) -> str:
+    return states.EQUAL if found == saved else f"wrong: {found}"
+
+
+ITEMS: Final[dict[str, Callable[[Path], str]]] = {
+    "steps of a `CheckpointManager`": list_steps,
+    "metrics, best step": read_metrics,
+    "JSON items": read_json,
+    "several items": restore_two_items,
+    "an item `default`, with `StandardRestore`": restore_default_item,
 }
+if v1 is not None:
+    ITEMS["an item `pytree`, with v1"] = load_pytree_item
 
 
 # ---- both directions -------------------------------------------------------------
@@ -275,30 +305,40 @@ def outcome(function: Callable[[], str]) -> str:
         return f"refused: {type(error).__name__}: {error}"[:400]
 
 
-def read(directory: Path) -> dict[str, Any]:
-    """Reads all states below `directory`, and the same states of this Orbax.
+def write(directory: Path) -> dict[str, Any]:
+    """Writes all states by all writers: writer -> state -> outcome."""
+    results: dict[str, Any] = {}
+    for writer, function in WRITERS.items():
+        (directory / writer).mkdir()
+        results[writer] = {
+            name: outcome(partial(save, function, directory / writer / name, create()))
+            for name, create in states.STATES.items()
+        }
+    items_writers = {"CheckpointManager, two items": write_two_items}
+    if hasattr(v1, "save_checkpointables"):
+        items_writers["v1.save_checkpointables"] = write_checkpointables
+    for writer, function in items_writers.items():
+        (directory / writer).mkdir()
+        name, state = states.TWO_ITEMS, states.items_state()
+        root = directory / writer / name
+        results[writer] = {name: outcome(partial(save, function, root, state))}
+    return results
 
-    Returns:
-        The layout, state and reader, each -> the outcome. The layout `own` is the state
-        as this Orbax writes it.
-    """
-    results: dict[str, Any] = {"steps": {}}
-    for name, function in STEPS.items():
-        root = directory / "steps" / name
-        results["steps"][name] = outcome(partial(function, root))
-    saved = {name: create() for name, create in states.STATES.items()}
-    for name, state in saved.items():
-        root = directory / "own" / name
-        outcome(partial(save, write_composite, root, state))
-    for layout in sorted(path.name for path in directory.iterdir()):
-        if layout == "steps":
-            continue
-        results[layout] = {}
-        for root in sorted((directory / layout).iterdir()):
-            results[layout][root.name] = {
-                name: outcome(partial(read_state, name, root, saved[root.name]))
-                for name in READERS
-                if v1 is not None or not name.startswith("v1")
+
+def save(writer: Writer, root: Path, state: PyTree) -> str:
+    writer(root, state)
+    return states.EQUAL
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """Reads the states of all runs below `directory`: state -> reader -> outcome."""
+    results = {}
+    for state_name, create in states.STATES.items():
+        root = directory / state_name
+        if (root / str(STEP)).is_dir():
+            read_one = partial(read_state, root=root, state=create())
+            results[state_name] = {
+                reader: outcome(partial(read_one, reader)) for reader in READERS
             }
     return results
 
@@ -308,35 +348,22 @@ def read_state(reader: str, root: Path, state: PyTree) -> str:
     return states.compare(found, state, has_target=reader.endswith("target"))
 
 
-def write(directory: Path) -> dict[str, Any]:
-    """Writes all states by all writers below `directory`; returns the outcomes."""
-    results: dict[str, Any] = {}
-    for writer, function in WRITERS.items():
-        if writer.startswith("v1") and v1 is None:
-            continue
-        results[writer] = {}
-        for name, create in states.STATES.items():
-            root = directory / writer / name
-            root.parent.mkdir(parents=True, exist_ok=True)
-
-            results[writer][name] = outcome(partial(save, function, root, create()))
-    root = directory / "two items" / "two items"
-    root.parent.mkdir(parents=True)
-    results["two items"] = {
-        "two items": outcome(partial(save, write_two_items, root, states.items_state()))
-    }
-    return results
-
-
-def save(writer: Writer, root: Path, state: PyTree) -> str:
-    writer(root, state)
-    return states.EQUAL
-
-
 def main() -> None:
     warnings.simplefilter("ignore")
     ours, theirs = (Path(arg).resolve() for arg in sys.argv[1:])
-    results = {"read": read(ours), "written": write(theirs)}
+    results = {
+        "writes": write(theirs),
+        "reads own": read(theirs / OWN),
+        "reads": {
+            layout.name: read(layout)
+            for layout in sorted(ours.iterdir())
+            if layout.name != "items"
+        },
+        "reads items": {
+            name: outcome(partial(function, ours / "items"))
+            for name, function in ITEMS.items()
+        },
+    }
     assert "flaxckpt" not in sys.modules
     sys.stdout.write(f"\n{json.dumps(results)}\n")
     sys.stdout.flush()
