@@ -17,6 +17,10 @@
 #   make test-newest
 #                the same tests with the newest versions there are for PYTHON, in
 #                .venv-newest; the newest jax wants a newer Python than flaxckpt does
+#   make test-orbax-versions
+#                seven releases of Orbax and flaxckpt read each other's checkpoints, as
+#                the tables in docs/orbax.md say: each in .venv-orbax-RELEASE, 4 GB in
+#                all; the oldest wants Python 3.12 or older
 #   make docs    builds the site of README and docs/ into site/
 #   make fuzz    gives each parser changed files, for FUZZ_SECS seconds each: in an
 #                environment of its own, .venv-fuzz; what is found is in fuzz-findings
@@ -54,6 +58,9 @@ NEWEST_VENV := .venv-newest
 NEWEST_INSTALLED := $(NEWEST_VENV)/.installed
 FUZZ_VENV := .venv-fuzz
 FUZZ_INSTALLED := $(FUZZ_VENV)/.installed
+ORBAX_REQUIREMENTS := tests/orbax_versions/requirements
+ORBAX_VENVS := $(patsubst $(ORBAX_REQUIREMENTS)/%.txt,.venv-orbax-%,$(wildcard $(ORBAX_REQUIREMENTS)/*.txt))
+ORBAX_INSTALLED := $(addsuffix /.installed,$(ORBAX_VENVS))
 
 # $(call install,ENVIRONMENT) OPTIONS...: installs into an environment.
 UV := $(shell command -v uv 2> /dev/null)
@@ -65,7 +72,7 @@ install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --n
 newest = --upgrade --upgrade-strategy eager
 endif
 
-.PHONY: demo quick test test-all test-frameworks test-lowest test-newest fuzz check bench docs clean
+.PHONY: demo quick test test-all test-frameworks test-lowest test-newest test-orbax-versions fuzz check bench docs clean
 
 demo: $(DEMO_INSTALLED)
 	@$(DEMO_VENV)/bin/python -m examples.demo
@@ -95,6 +102,11 @@ test-lowest: $(LOWEST_INSTALLED)
 test-newest: $(NEWEST_INSTALLED)
 	@echo "==> pytest with the newest versions"
 	@$(NEWEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not slow" $(VERSION_TESTS) tests/repository/test_examples.py
+
+# One process: the releases run two at a time.
+test-orbax-versions: $(INSTALLED) $(ORBAX_INSTALLED)
+	@echo "==> pytest tests/orbax_versions"
+	@$(BIN)/python -m pytest tests/orbax_versions
 
 fuzz: $(FUZZ_INSTALLED)
 	@echo "==> fuzz, $(FUZZ_SECS) s for each target"
@@ -164,6 +176,13 @@ $(FUZZ_INSTALLED): pyproject.toml
 	@$(call install,$(FUZZ_VENV)) --editable '.[test,fuzz]'
 	@touch $@
 
+.venv-orbax-%/.installed: $(ORBAX_REQUIREMENTS)/%.txt
+	@echo "==> Installing Orbax $* into .venv-orbax-$*"
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 13) or sys.exit("Orbax of 2024 wants Python 3.11 or 3.12, found " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
+	@$(PYTHON) -m venv .venv-orbax-$*
+	@$(call install,.venv-orbax-$*) --requirement $<
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(DEMO_VENV) $(FRAMEWORKS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(FUZZ_VENV) demo-run report-run fuzz-findings bench-results artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
+	rm -rf $(VENV) $(DEMO_VENV) $(FRAMEWORKS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(FUZZ_VENV) $(ORBAX_VENVS) demo-run report-run fuzz-findings bench-results artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
