@@ -19,7 +19,7 @@ from orbax.checkpoint import v1  # noqa: E402
 # Orbax warns whenever an array is read without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 
-[ARCHIVE] = GOLDEN.glob("orbax-cases-*.tar.xz")
+[ARCHIVE] = GOLDEN.glob("compatibility-*.tar.xz")
 STATE = cases.state()
 
 MORE = {

@@ -1,4 +1,4 @@
-"""Writes checkpoints of Orbax that lack files: `golden/orbax-cases-<version>.tar.xz`.
+"""Writes checkpoints of Orbax that lack files: `golden/compatibility-<version>.tar.xz`.
 
 Orbax tests its readers with checkpoints of both its interfaces from which a file or a
 field was removed. These are the same cases, made by this Orbax. Run from the root of
@@ -150,7 +150,7 @@ def main() -> None:
     import jax
     import orbax.checkpoint as ocp
 
-    archive = Path(__file__).parent / f"orbax-cases-{ocp.__version__}.tar.xz"
+    archive = Path(__file__).parent / f"compatibility-{ocp.__version__}.tar.xz"
     if archive.exists():
         raise FileExistsError(archive)
     tree = jax.tree.map(jax.numpy.asarray, state())
