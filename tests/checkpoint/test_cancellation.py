@@ -95,6 +95,24 @@ def test_what_a_cancelled_save_would_have_replaced_stays(tmp_path, monkeypatch, 
     assert flaxckpt.load(path)["w0"][0] == 1
 
 
+@pytest.mark.parametrize("layout", [FILES, DATABASE])
+def test_a_step_of_several_items_is_cancelled_as_a_whole(tmp_path, monkeypatch, layout):
+    def save(step):
+        branches = {"params": state(step), "optimizer": state(-step)}
+        return ckpt.save(step, branches, json={"config": {"step": step}})
+
+    gate = Gate(monkeypatch, "sync")
+    options = {"items": ("params", "optimizer"), "layout": layout}
+    with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
+        save(1).wait()
+        assert gate.hold(lambda: save(2)).cancel()
+        assert sorted(left(tmp_path)) == ["1", "events.jsonl"]
+        gate.handle = None
+        save(2).wait()
+        assert ckpt.verify(2).ok
+        assert ckpt.restore()["optimizer"]["w3"][0] == -2
+
+
 @pytest.mark.parametrize("kind", ["memory", "moto"])
 def test_a_save_into_a_store_is_cancelled_unless_it_replaces_one(
     store_path, monkeypatch, kind

@@ -1,5 +1,6 @@
 """A load on another thread returns what `load` returns, or raises its errors."""
 
+import inspect
 import threading
 
 import jax
@@ -55,6 +56,11 @@ def test_the_state_is_that_of_load(tmp_path, gate):
     assert handle.wait() is state
     strategies.assert_same(flaxckpt.load(tmp_path / "c", abstract).params, state.params)
     assert isinstance(state, TrainState)
+
+
+def test_the_arguments_are_those_of_load():
+    found, wanted = map(inspect.signature, (flaxckpt.load_async, flaxckpt.load))
+    assert found.parameters == wanted.parameters
 
 
 def test_the_program_computes_while_it_is_read(tmp_path, gate):
