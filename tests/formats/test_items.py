@@ -224,14 +224,14 @@ def test_impossible_items_are_refused_at_once(tmp_path, options, wanted):
 @pytest.mark.parametrize(
     ("tree", "wanted"),
     [
-        ({"a": {"x": np.ones(1)}}, "b: is an item, but no branch of the state"),
+        ({"a": {"x": np.ones(1)}}, "b: is an item, but not a branch of the state"),
         (
             {"a": {"x": np.ones(1)}, "b": {"x": np.ones(1)}, "c": np.ones(1)},
-            "c: is a branch of the state that is no item",
+            "c: is a branch of the state, but not an item",
         ),
         ({"a": {"x": np.ones(1)}, "b": np.ones(1)}, "b: is a single leaf"),
         ({"a": {"x": np.ones(1)}, "b": {}}, "b: is empty"),
-        (np.ones(2), "a: is an item, but no branch"),
+        (np.ones(2), "a: is an item, but not a branch"),
     ],
     ids=str,
 )

@@ -300,7 +300,6 @@ def test_hostile_checkpoints_are_refused(format_name, tmp_path):
             env={**os.environ, "XLA_FLAGS": ""},
             capture_output=True,
             text=True,
-            timeout=240,
             check=False,
         )
         known = told(process.stdout, outcomes)

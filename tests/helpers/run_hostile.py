@@ -13,6 +13,7 @@ or raise an error of flaxckpt.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -30,6 +31,10 @@ import flaxckpt
 ADDRESS_SPACE = 4 * 2**30
 """Bytes that may be reserved in addition to the imports."""
 
+HANGS_SECS = 240
+"""Seconds after which a case counts as hanging, and the process ends with a traceback.
+Many, because the machine may have other work."""
+
 CONVERTED = 2**32
 """Larger states are not converted, if there is space for them."""
 
@@ -44,6 +49,7 @@ def main(format_name: str, directory: str, *names: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for name in names or cases:
         tell({"case": name, "begins": True})
+        faulthandler.dump_traceback_later(HANGS_SECS, exit=True)
         root = Path(directory, "".join(c if c.isalnum() else "_" for c in name))
         root.mkdir()
         path = cases[name](root)

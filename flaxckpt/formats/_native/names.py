@@ -146,10 +146,10 @@ def check_items(layout: items.Items, json: Iterable[str]) -> None:
 
 
 def check_branches(layout: items.Items, infos: Sequence[LeafInfo]) -> None:
-    """Raises LeafNameError unless each leaf is inside of a branch that is an item.
+    """Raises LeafNameError unless each leaf is in a branch that is an item.
 
     Raises:
-        LeafNameError: Lists the branches that are in no item, and items without
+        LeafNameError: Lists the branches that are not items, and the items without
             leaves.
     """
     if isinstance(layout.state, str):
@@ -160,14 +160,14 @@ def check_branches(layout: items.Items, infos: Sequence[LeafInfo]) -> None:
         branch = str(info.keys[0].name) if info.keys else ""
         found.add(branch)
         if branch not in layout.state:
-            faults[branch] = "is a branch of the state that is no item"
+            faults[branch] = "is a branch of the state, but not an item"
         elif len(info.keys) < 2 and info.kind == "empty":
             faults[branch] = "is empty, which Orbax cannot read as an item"
         elif len(info.keys) < 2:
             faults[branch] = "is a single leaf, and an item must be a container"
     for item in layout.state:
         if item not in found:
-            faults[item] = "is an item, but no branch of the state"
+            faults[item] = "is an item, but not a branch of the state"
     if faults:
         raise errors.LeafNameError(
             faults,
