@@ -56,14 +56,14 @@ def read(directory: Path) -> dict[str, dict[str, str]]:
 def read_state(root: Path) -> str:
     """Returns how a step reads, with and without a state to restore into."""
     step = root / str(states.STEP)
-    if root.name == states.TWO_ITEMS:
-        state = states.items_state()
-        found = {name: flaxckpt.load(step / name, state[name]) for name in state}
-        return states.compare(found, state, has_target=True)
-    metrics = flaxckpt.metadata(step).metrics
-    if metrics != (states.METRICS if root.parent.name == states.COMPOSITE else {}):
-        return f"wrong: the metrics {metrics}"
-    state = states.STATES[root.name]()
+    found = flaxckpt.metadata(step)
+    saved = ({}, {})
+    if root.parent.name == states.COMPOSITE:
+        saved = (states.METRICS, {"config": states.CONFIG})
+    if (found.metrics, found.json) != saved:
+        return f"{states.WRONG}: {found.metrics}, {found.json}"
+    has_items = root.name == states.TWO_ITEMS
+    state = states.items_state() if has_items else states.STATES[root.name]()
     outcomes = (
         states.compare(flaxckpt.load(step), state),
         states.compare(

@@ -57,7 +57,7 @@ def test_other_containers_are_wrong_only_with_a_target():
     assert states.compare([W], (W,), has_target=True).startswith("wrong")
 
 
-def test_none_stands_for_an_empty_named_tuple_only_without_a_target():
+def test_none_stands_for_an_empty_tuple_only_without_a_target():
     saved = {"w": W, "empty": optax.EmptyState()}
     read = {"w": W, "empty": None}
     assert states.compare(read, saved) == states.EQUAL
