@@ -378,16 +378,26 @@ def handler():
             )
             with ocp.CheckpointManager(
                 DIRECTORY / f"{layout}_{is_async}",
-                item_handlers={"state": CheckpointHandler(layout=LAYOUTS[layout])},
+                item_handlers={
+                    "state": CheckpointHandler(layout=LAYOUTS[layout]),
+                    "ema": CheckpointHandler(),
+                },
                 options=options,
             ) as manager:
                 for step in (1, 2, 3):
-                    state = states.everything(step, mesh)
-                    manager.save(step, args=ocp.args.Composite(state=SaveArgs(state)))
+                    args = ocp.args.Composite(
+                        state=SaveArgs(states.everything(step, mesh)),
+                        ema=SaveArgs({"w": halves(np.full((8, 2), step, np.float32))}),
+                    )
+                    manager.save(step, args=args)
                 manager.wait_until_finished()
                 assert manager.all_steps() == [2, 3]
-                args = ocp.args.Composite(state=RestoreArgs(states.abstract(other)))
-                states.check(manager.restore(3, args=args)["state"], 3, other)
+                args = ocp.args.Composite(
+                    state=RestoreArgs(states.abstract(other)), ema=RestoreArgs()
+                )
+                found = manager.restore(3, args=args)
+                states.check(found["state"], 3, other)
+                np.testing.assert_array_equal(found["ema"]["w"], np.full((8, 2), 3))
     say(ok=True)
 
 

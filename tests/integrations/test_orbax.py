@@ -237,6 +237,7 @@ def test_any_tree_comes_back_exactly(tmp_path_factory, state):
 def test_leaves_may_have_the_names_of_files(tmp_path):
     names = ["flaxckpt.json", "flaxckpt.digest", "commit_success.txt", "metrics"]
     names += ["_METADATA", "_CHECKPOINT_METADATA", "dataset", "state", "d", "default"]
+    names += ["PINNED", "ITEM_DELETED.state"]
     state = {name: jnp.full(3, float(i)) for i, name in enumerate(names)}
     with make_manager(tmp_path) as manager:
         manager.save(1, args=SaveArgs(state))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
-from flaxckpt import _arrays, errors
+from flaxckpt import _arrays, _steps, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats._native import items
@@ -207,6 +207,7 @@ def _is_file_safe(item: str, name: str) -> bool:
     return (
         len(name.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
         and name not in (_RESERVED if item else _RESERVED_IN_ROOT)
+        and (item or not _steps.markers.is_marker(name))
         and name not in (".", "..")
         and not _UNSAFE_CHARACTERS.search(name)
     )
