@@ -11,6 +11,9 @@
 #   make test-frameworks
 #                tests with torch, Hugging Face datasets, TensorFlow and keras, which
 #                are large: in an environment of their own, .venv-frameworks
+#   make test-trainers
+#                tests that exchange checkpoints with Tunix, MaxText and Kauldron, in an
+#                environment of their own, .venv-trainers
 #   make test-lowest
 #                the tests that depend on other libraries, with the lowest versions that
 #                pyproject.toml allows, in .venv-lowest
@@ -172,7 +175,9 @@ $(TRAINERS_INSTALLED): pyproject.toml
 	@$(PYTHON) -m venv $(TRAINERS_VENV)
 	@$(call install,$(TRAINERS_VENV)) --editable '.[test,trainers]'
 	@$(TRAINERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--no-compile --no-deps --ignore-requires-python 'kauldron>=1.4.2' 'maxtext>=0.2.5'
+		--no-compile --no-deps 'kauldron>=1.4.2'
+	@$(TRAINERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-compile --no-deps --ignore-requires-python 'maxtext>=0.2.5'
 	@touch $@
 
 $(LOWEST_INSTALLED): pyproject.toml .ci/lowest.py

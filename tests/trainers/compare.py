@@ -9,7 +9,9 @@ import numpy as np
 def assert_equal(found: Any, wanted: Any) -> None:
     """Compares structures, dtypes, and all bits of two states."""
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    for leaf, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True
+    ):
         assert np.shape(leaf) == np.shape(other)
         assert as_bytes(leaf) == as_bytes(other)
 

@@ -10,7 +10,7 @@ from tests.trainers.compare import assert_equal
 
 pytest.importorskip("kauldron", reason="Kauldron is not installed")
 
-from kauldron import kd  # noqa: E402
+from kauldron import kd
 
 pytestmark = pytest.mark.slow
 

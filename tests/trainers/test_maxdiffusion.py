@@ -126,7 +126,9 @@ def test_params_of_an_item_are_loaded_alone(tmp_path):
             tmp_path / "3" / "flux_state",
             item={"params": params},
             transforms={},
-            restore_args={"params": ocp.checkpoint_utils.construct_restore_args(params)},
+            restore_args={
+                "params": ocp.checkpoint_utils.construct_restore_args(params)
+            },
         )
     assert_equal(restored["params"], params)
 

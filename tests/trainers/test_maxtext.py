@@ -68,9 +68,7 @@ def step_nnx(state, x):
 def create_linen():
     model = nn.Dense(4)
     params = model.init(jax.random.key(0), jnp.ones((4, 8)))
-    return TrainState.create(
-        apply_fn=model.apply, params=params, tx=optax.adamw(1e-2)
-    )
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-2))
 
 
 @jax.jit

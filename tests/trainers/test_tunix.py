@@ -115,7 +115,9 @@ def test_tunix_resumes_from_flaxckpt_and_flaxckpt_from_tunix(tmp_path, accumulat
         ours.wait()
         assert_equal(ours.restore(blank), state)
 
-    second = make_trainer(tmp_path / "ours", whole.train_steps, accumulation=accumulation)
+    second = make_trainer(
+        tmp_path / "ours", whole.train_steps, accumulation=accumulation
+    )
     assert second.train_steps == half
     assert second._restored_custom_metadata == metadata
     assert_equal(state_of(second), state)
@@ -156,9 +158,7 @@ def test_adapters_alone_are_resumed(tmp_path):
 def test_the_params_come_back_without_the_optimizer(tmp_path):
     first = trained(tmp_path / "tunix", 2)
     blank = state_of(make_trainer(None, 1))
-    params = flaxckpt.load(
-        tmp_path / "tunix", {"model_params": blank["model_params"]}
-    )
+    params = flaxckpt.load(tmp_path / "tunix", {"model_params": blank["model_params"]})
     assert_equal(params["model_params"], state_of(first)["model_params"])
 
 
