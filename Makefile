@@ -11,6 +11,9 @@
 #   make test-frameworks
 #                tests with torch, Hugging Face datasets, TensorFlow and keras, which
 #                are large: in an environment of their own, .venv-frameworks
+#   make test-trainers
+#                tests that exchange checkpoints with Tunix, MaxText and Kauldron, in an
+#                environment of their own, .venv-trainers
 #   make test-lowest
 #                the tests that depend on other libraries, with the lowest versions that
 #                pyproject.toml allows, in .venv-lowest
@@ -52,6 +55,8 @@ INSTALLED := $(VENV)/.installed
 BENCH_INSTALLED := $(VENV)/.bench-installed
 FRAMEWORKS_VENV := .venv-frameworks
 FRAMEWORKS_INSTALLED := $(FRAMEWORKS_VENV)/.installed
+TRAINERS_VENV := .venv-trainers
+TRAINERS_INSTALLED := $(TRAINERS_VENV)/.installed
 LOWEST_VENV := .venv-lowest
 LOWEST_INSTALLED := $(LOWEST_VENV)/.installed
 NEWEST_VENV := .venv-newest
@@ -72,7 +77,7 @@ install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --n
 newest = --upgrade --upgrade-strategy eager
 endif
 
-.PHONY: demo quick test test-all test-frameworks test-lowest test-newest test-orbax-versions fuzz check bench docs clean
+.PHONY: demo quick test test-all test-frameworks test-trainers test-lowest test-newest test-orbax-versions fuzz check bench docs clean
 
 demo: $(DEMO_INSTALLED)
 	@$(DEMO_VENV)/bin/python -m examples.demo
@@ -92,6 +97,11 @@ test-all: check
 test-frameworks: $(FRAMEWORKS_INSTALLED)
 	@echo "==> pytest tests/integrations"
 	@$(FRAMEWORKS_VENV)/bin/python -m pytest tests/integrations
+
+# The trainers warn of each other, too.
+test-trainers: $(TRAINERS_INSTALLED)
+	@echo "==> pytest tests/trainers"
+	@$(TRAINERS_VENV)/bin/python -m pytest -W ignore $(PYTEST_ARGS) tests/trainers
 
 # Old versions warn of each other, which is nothing that flaxckpt could mend; and the
 # examples show what newer versions of Flax have.
@@ -157,6 +167,19 @@ $(FRAMEWORKS_INSTALLED): pyproject.toml
 	@$(call install,$(FRAMEWORKS_VENV)) --editable '.[test,frameworks]'
 	@touch $@
 
+# Of MaxText and Kauldron, all but checkpoints needs hundreds of packages; and MaxText asks
+# for Python 3.12, while its checkpoints need 3.11.
+$(TRAINERS_INSTALLED): pyproject.toml
+	$(check_python)
+	@echo "==> Installing flaxckpt with the trainers of its tests into $(TRAINERS_VENV)"
+	@$(PYTHON) -m venv $(TRAINERS_VENV)
+	@$(call install,$(TRAINERS_VENV)) --editable '.[test,trainers]'
+	@$(TRAINERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-compile --no-deps 'kauldron>=1.4.2'
+	@$(TRAINERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-compile --no-deps --ignore-requires-python 'maxtext>=0.2.5'
+	@touch $@
+
 $(LOWEST_INSTALLED): pyproject.toml .ci/lowest.py
 	@echo "==> Installing flaxckpt with the lowest versions into $(LOWEST_VENV)"
 	@$(PYTHON) -m venv $(LOWEST_VENV)
@@ -184,5 +207,5 @@ $(FUZZ_INSTALLED): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(DEMO_VENV) $(FRAMEWORKS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(FUZZ_VENV) $(ORBAX_VENVS) demo-run report-run fuzz-findings bench-results artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
+	rm -rf $(VENV) $(DEMO_VENV) $(FRAMEWORKS_VENV) $(TRAINERS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(FUZZ_VENV) $(ORBAX_VENVS) demo-run report-run fuzz-findings bench-results artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
