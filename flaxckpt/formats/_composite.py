@@ -28,6 +28,9 @@ ReadNative: TypeAlias = Callable[[Path], Stored]
 _DIRECTORIES = frozenset(("descriptor",))
 """Directories of Orbax in a step that are no items."""
 
+_MAX_NAME_BYTES = 255
+"""Limit of file systems on the name of a directory."""
+
 
 def read(path: Path, step: int | None, read_native: ReadNative) -> Stored:
     """Reads everything but the arrays of a checkpoint of Orbax.
@@ -125,7 +128,7 @@ def _list_items(path: Path) -> _Listing:
     trees, texts, lost, left_out, faults = [], [], [], {}, {}
     for name in sorted({*_storage.of(path).names(path), *listing.handlers}):
         item, handler = path / name, listing.handlers.get(name, "")
-        if not name or "/" in name or orbax_json.UNSAFE.search(name):
+        if not _is_file_name(name):
             faults[name] = "is not the name of a directory in the checkpoint"
         elif name in deleted or (handler and not item.is_dir()):
             if items.is_tree_handler(handler):
@@ -149,6 +152,11 @@ def _list_items(path: Path) -> _Listing:
             " another step, or pass the path of an intact item."
         )
     return _Listing(listing.handlers, trees, texts, lost, left_out)
+
+
+def _is_file_name(name: str) -> bool:
+    is_short = 0 < len(name.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
+    return is_short and "/" not in name and not orbax_json.UNSAFE.search(name)
 
 
 def _is_temporary(name: str) -> bool:

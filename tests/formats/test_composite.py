@@ -16,7 +16,8 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt._checkpoint import commit, save
 from flaxckpt.formats._native.items import Items
-from tests.helpers.files import flip_bit
+from tests.helpers import faulty_store as faulty
+from tests.helpers.files import flip_bit, largest_file
 
 grain = pytest.importorskip("grain")
 ocp = pytest.importorskip("orbax.checkpoint")
@@ -204,6 +205,19 @@ def test_trees_of_any_name_are_read(tmp_path):
     assert not flaxckpt.metadata(tmp_path / str(STEP)).has_dataset
 
 
+def test_a_step_in_a_store_is_read(trainer):
+    target = faulty.new_path("composite") / "run" / str(STEP)
+    for file in sorted(trainer.rglob("*")):
+        if file.is_file():
+            (target / file.relative_to(trainer).as_posix()).write_bytes(
+                file.read_bytes()
+            )
+    assert_same(flaxckpt.load(target), flaxckpt.load(trainer))
+    assert flaxckpt.metadata(target).items == flaxckpt.metadata(trainer).items
+    assert flaxckpt.metadata(target).has_dataset
+    assert flaxckpt.verify(target).ok
+
+
 # ---- JSON items ---------------------------------------------------------------------
 
 NUMBERS = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False)
@@ -284,6 +298,7 @@ def test_a_lost_item_is_left_out_and_the_others_keep_their_paths(trainer, caplog
     found = flaxckpt.load(trainer)
     assert list(found) == ["config", "model_params"]
     assert "optimizer_state is missing from this step" in caplog.text
+    assert list(flaxckpt.verify(trainer).problems) == ["optimizer_state"]
     with pytest.raises(errors.RestoreMismatchError, match="is missing from this step"):
         flaxckpt.load(trainer, trainer_state())
 
@@ -296,6 +311,7 @@ def test_a_deleted_item_is_told(trainer):
     with pytest.raises(errors.RestoreMismatchError, match="deleted from this step"):
         flaxckpt.load(trainer, trainer_state())
     assert list(flaxckpt.load(trainer)) == ["config", "model_params"]
+    assert flaxckpt.verify(trainer).ok
 
 
 def test_a_tree_without_its_description_is_damage(trainer):
@@ -306,7 +322,9 @@ def test_a_tree_without_its_description_is_damage(trainer):
     assert flaxckpt.load(trainer / "model_params")
 
 
-@pytest.mark.parametrize("name", ["../secret", "/secret", "..", "a\\b"])
+@pytest.mark.parametrize(
+    "name", ["../secret", "/secret", "..", "a\\b", "a\0", "a" * 300, ""]
+)
 def test_names_that_lead_out_of_the_step_are_refused(trainer, name):
     file = trainer / "_CHECKPOINT_METADATA"
     fields = json.loads(file.read_text())
@@ -327,9 +345,10 @@ def test_links_that_lead_out_of_the_step_are_refused(trainer, tmp_path, item):
 # ---- items in our own format --------------------------------------------------------
 
 
-def write_own(path, state):
+def write_own(path, state, layout=None):
     """Writes a tree as flaxckpt's handler for Orbax does: the directory is the item."""
-    options = commit.SaveOptions(items=Items(state=""))
+    layout = layout or flaxckpt.ArrayLayout()
+    options = commit.SaveOptions(items=Items(state=""), layout=layout)
     request = commit.SaveRequest(path=path, options=options)
     save.write_snapshot(save.take_snapshot(request, state))
 
@@ -377,6 +396,19 @@ def test_an_item_in_our_format_is_compared_with_its_checksums(own):
     (own / "optimizer_state" / "stray.txt").write_text("x")
     assert flaxckpt.verify(own).extra == ("optimizer_state/stray.txt",)
     check_damage(own, "optimizer_state/0/mu/dense/kernel")
+
+
+def test_an_own_item_in_a_database_is_compared_with_its_digests(trainer):
+    shutil.rmtree(trainer / "optimizer_state")
+    state = trainer_state()["optimizer_state"]
+    write_own(trainer / "optimizer_state", state, flaxckpt.ArrayLayout(store="ocdbt"))
+    assert_same(flaxckpt.load(trainer)["optimizer_state"], state)
+    flip_bit(largest_file(trainer / "optimizer_state"), 3)
+    report = flaxckpt.verify(trainer)
+    assert report.unreadable.keys() == {
+        path for path in report.unreadable if path.startswith("optimizer_state/0/")
+    }
+    assert len(report.unreadable) == 5
 
 
 def check_damage(step, leaf):

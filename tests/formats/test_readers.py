@@ -655,16 +655,17 @@ def test_a_step_with_a_point_is_loaded_by_its_path(tmp_path):
     assert flaxckpt.load(path) == {"step": 3}
 
 
-def test_items_of_orbax_that_are_left_out_are_named(tmp_path, caplog):
+def test_items_of_old_orbax_are_branches_of_one_tree(tmp_path, caplog):
     step = tmp_path / "3"
     for name in ("state", "ema"):
         shutil.copytree(GOLDEN / "legacy-orbax/files", step / name)
     (step / "dataset").mkdir()
-    flaxckpt.load(step / "ema")
-    assert not caplog.records
-    flaxckpt.load(step)
+    (step / "notes").mkdir()
+    (step / "notes" / "notes.txt").touch()
+    assert flaxckpt.load(step / "ema").keys() == flaxckpt.load(step)["ema"].keys()
     [record] = caplog.records
-    assert f"to load another, pass its path: {step / 'ema'}" in record.message
+    assert "notes has no files of a tree of arrays" in record.message
+    assert list(flaxckpt.load(step)) == ["ema", "state"]
 
 
 @pytest.mark.parametrize("name", ["streaming_params", "streaming_train_state"])
