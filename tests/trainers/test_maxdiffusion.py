@@ -17,7 +17,10 @@ from flax.training.train_state import TrainState
 import flaxckpt
 from tests.trainers.compare import assert_equal
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Sharding info not provided"),
+]
 
 FLUX_STATES = ("flux_state", "vae_state", "scheduler")
 FLUX_CONFIGS = {

@@ -24,7 +24,10 @@ from flaxckpt.policies import EveryNSteps, LatestN
 from flaxckpt.transforms import rename
 from tests.trainers.compare import assert_equal
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Sharding info not provided"),
+]
 
 ITEMS = ("train_state", "params")
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
