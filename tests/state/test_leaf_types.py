@@ -225,11 +225,12 @@ def test_another_program_needs_the_registration_only(tmp_path):
         subprocess.run(command, check=True, timeout=100)
 
 
-# ---- states of training ----------------------------------------------------------------
+# ---- states of training ----------------------------------------------------------
 
 
 def train_state(value, tx):
-    params = {"dense": jnp.full((2, 2), value, jnp.float32), "frozen": quantized(value=int(value))}
+    dense = jnp.full((2, 2), value, jnp.float32)
+    params = {"dense": dense, "frozen": quantized(value=int(value))}
     return TrainState.create(apply_fn=None, params=params, tx=tx)
 
 
@@ -314,7 +315,7 @@ def test_a_save_in_progress_has_the_values_of_the_call(tmp_path):
     assert not found.state.any()
 
 
-# ---- restores of a part, transforms, templates ------------------------------------------
+# ---- restores of a part, transforms, templates -----------------------------------
 
 
 def test_transforms_reach_the_parts(tmp_path):
@@ -374,7 +375,7 @@ def test_abstract_shards_of_parts_decide_where_they_are(tmp_path):
     assert_same(state, jax.tree.map(lambda leaf: leaf, found))
 
 
-# ---- errors ---------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------
 
 
 def test_an_error_names_all_leaves_that_refuse_their_parts(tmp_path):
