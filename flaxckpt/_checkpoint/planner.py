@@ -149,7 +149,7 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
     if stored.unknown_types:
         _log.warning(
             "%s contains unknown classes, which become dicts: %s; pass types=[...] or"
-            " an abstract state to restore them",
+            " an abstract state, or call register_leaf, to restore them",
             stored.metadata.path,
             ", ".join(sorted(stored.unknown_types)),
         )

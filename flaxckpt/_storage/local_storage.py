@@ -266,19 +266,14 @@ class LocalStorage:
     # ---- writing ------------------------------------------------------------------
 
     def write(self, file: Path, content: bytes, /) -> None:
-        with file.open("xb") as opened:
-            opened.write(content)
-            opened.flush()
-            os.fsync(opened.fileno())
+        _write_new(file, content, None)
 
     def replace(
         self, file: Path, content: bytes, /, *, mode: int | None = None
     ) -> None:
         new = file.with_name(f"{file.name}.{secrets.token_hex(4)}{files.REPLACING}")
         try:
-            self.write(new, content)
-            if mode is not None:
-                modes.follow(new, mode)
+            _write_new(new, content, mode)
             new.replace(file)
         except BaseException:
             new.unlink(missing_ok=True)
@@ -514,6 +509,18 @@ def _entries_below(directory: str, prefix: str) -> Iterator[tuple[str, bool]]:
             if entry.is_symlink():  # it may lead in circles
                 raise ValueError(f"{path} is a link to a directory")
             yield from _entries_below(entry.path, path + "/")
+
+
+def _write_new(file: Path, content: bytes, mode: int | None) -> None:
+    """Writes and syncs a new file that has its mode before it has its content."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    bits = 0o666 if mode is None else modes.of_file(modes.PRIVATE)
+    with open(os.open(file, flags, bits), "wb") as opened:  # noqa: PTH123
+        if mode is not None:
+            modes.follow(file, mode)
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
 
 
 def _make(directory: Path, mode: int | None) -> None:
