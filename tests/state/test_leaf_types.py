@@ -128,7 +128,9 @@ leaf_types_here = st.one_of(
     st.builds(
         Tokenizer,
         st.lists(st.text(max_size=3), max_size=3),
-        st.none() | strategies.arrays | st.dictionaries(st.just("a"), st.integers(0)),
+        st.none()
+        | strategies.arrays
+        | st.dictionaries(st.just("a"), st.integers(0, 2**63 - 1)),
     ),
     st.builds(Marker),
 )
@@ -152,7 +154,10 @@ states = st.recursive(
 @hypothesis.given(state=states)
 def test_leaves_come_back_in_any_container(tmp_path_factory, state):
     path = tmp_path_factory.mktemp("a") / "a"
-    flaxckpt.save(path, state)
+    try:
+        flaxckpt.save(path, state)
+    except errors.LeafNameError:  # whatever holds such a key
+        hypothesis.reject()
     assert_same(state, flaxckpt.load(path, state))
     assert_same(state, flaxckpt.load(path, types=[Pair, Record]))
     assert flaxckpt.verify(path).ok
