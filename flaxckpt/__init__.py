@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from flaxckpt._inspect.simulate import Simulation, simulate
     from flaxckpt._run.checkpointer import Checkpointer
     from flaxckpt._state.leaf import LeafInfo
+    from flaxckpt._state.leaf_types import register_leaf
     from flaxckpt._steps.event import Event
     from flaxckpt._storage.store_requests import StoreOptions
     from flaxckpt._storage.store_settings import set_store_options
@@ -74,6 +75,7 @@ __all__ = [
     "partition",
     "plan",
     "policies",
+    "register_leaf",
     "save",
     "save_async",
     "set_store_options",
@@ -110,6 +112,7 @@ _HOMES = {
     "open_leaf": "_checkpoint.restore",
     "parameter_infos": "partition",
     "plan": "_checkpoint.restore",
+    "register_leaf": "_state.leaf_types",
     "save": "_checkpoint.save",
     "save_async": "_checkpoint.save",
     "set_store_options": "_storage.store_settings",

@@ -115,7 +115,8 @@ class UnsupportedLeafError(CheckpointError, TypeError):
         self.leaves = dict(leaves)
         advice = advice or (
             "Wanted arrays, numbers, strings, typed PRNG keys or None. Convert"
-            " them, or make them static fields: flax.struct.field(pytree_node=False)."
+            " them, make them static fields: flax.struct.field(pytree_node=False), or"
+            " save their parts: flaxckpt.register_leaf."
         )
         super().__init__(
             f"{_count(leaves, 'leaf', 'leaves')} cannot be saved:\n"

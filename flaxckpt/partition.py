@@ -115,7 +115,7 @@ def _make_abstract(
         for path, leaf in flat.table.items()
         if leaf.info.kind != "empty"
     }
-    return flat.rebuild(values)
+    return flat.rebuild(values, in_parts=True)
 
 
 def _abstract(leaf: Leaf, mesh: AnyMesh | None, spec: PartitionSpec | None) -> Any:
@@ -139,8 +139,9 @@ def parameter_infos(state: PyTree, *, layout: ArrayLayout | None = None) -> PyTr
         layout: As for `save`.
 
     Returns:
-        The same tree, with each NNX object as an `nnx.State` and each leaf as a
-        `LeafInfo`: name, shape, dtype, partition spec and chunk shape.
+        The same tree, with each NNX object as an `nnx.State`, each leaf of a registered
+        class as a dict, and each leaf as a `LeafInfo`: name, shape, dtype, partition
+        spec and chunk shape.
     """
     layout = check_layout(layout)
     flat = _state.flax_state.flatten(state)
@@ -148,7 +149,7 @@ def parameter_infos(state: PyTree, *, layout: ArrayLayout | None = None) -> PyTr
         path: _arrays.layout.with_chunk_shape(leaf.info, layout)
         for path, leaf in flat.table.items()
     }
-    return _state.tree.unflatten(flat.structure, infos)
+    return _state.tree.unflatten(flat.structure, infos, lambda _, parts: parts)
 
 
 # ---- deciding ---------------------------------------------------------------------

@@ -60,11 +60,14 @@ class Previous(NamedTuple):
         root: The directory with the arrays.
         sources: Name -> weak reference to the saved jax array, and its saved type.
         stamp: Stamp to detect a replaced checkpoint; None without sources.
+        file_mode: Mode of files that may be linked, as names of a file share its mode;
+            None for any.
     """
 
     root: Path
     sources: Mapping[str, tuple[weakref.ref[jax.Array], str]]
     stamp: Stamp | None = None
+    file_mode: int | None = None
 
     def is_current(self) -> bool:
         """Returns True unless another checkpoint has replaced this checkpoint."""
@@ -155,7 +158,7 @@ def _write_directories(target: _Target, arrays: Iterable[HostArray]) -> None:
     # Other processes may still be writing these files.
     if previous is not None and not is_shared:
         for array in encoded:
-            _link_files(previous.root / array.name, root / array.name)
+            _link_files(previous, root / array.name, array.name)
 
 
 def _sized(arrays: Iterable[HostArray]) -> Iterator[tuple[HostArray, int]]:
@@ -281,6 +284,7 @@ def _chunks(array: HostArray) -> Iterator[_Chunk]:
 def _write_files(target: _Target, arrays: Sequence[HostArray]) -> None:
     """Writes each array as a directory of chunk files, on several threads."""
     root, previous, encoding = target.root, target.previous, target.encoding
+    file_mode = None if previous is None else previous.file_mode
     budget = _util.threads.Budget(target.max_concurrent_bytes)
     costs_requests = _storage.of(root).costs_requests
 
@@ -311,7 +315,7 @@ def _write_files(target: _Target, arrays: Sequence[HostArray]) -> None:
         with budget.hold(chunk.size * copies):
             parts = chunk.parts(encoding)
             if old is None or not chunk_file.link_if_equal(
-                old, new, parts, compare_all=compare_all
+                old, new, parts, compare_all=compare_all, mode=file_mode
             ):
                 chunk_file.write(new, parts)
         target.report(chunk.nbytes)
@@ -349,12 +353,15 @@ def _is_unchanged(array: HostArray, metadata: bytes, previous: Previous) -> bool
         return False
 
 
-def _link_files(old: Path, new: Path) -> None:
+def _link_files(previous: Previous, new: Path, name: str) -> None:
     """Replaces files of an array by links to equal files of an earlier checkpoint."""
     for file in [path for path in new.iterdir() if path.is_file()]:
         link = file.with_name(file.name + ".link")
         if chunk_file.link_if_equal(
-            old / file.name, link, [memoryview(file.read_bytes())]
+            previous.root / name / file.name,
+            link,
+            [memoryview(file.read_bytes())],
+            mode=previous.file_mode,
         ):
             link.replace(file)
 

@@ -33,12 +33,15 @@ class SaveOptions:
         transforms: Changes to apply to the state before writing.
         max_concurrent_bytes: Memory budget of the writing thread.
         items: The items with the arrays and the dataset.
+        mode: Mode of directories, from which the mode of files follows; None for the
+            umask's.
     """
 
     layout: ArrayLayout = dataclasses.field(default_factory=ArrayLayout)
     transforms: Sequence[Transform] = ()
     max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
     items: Items = dataclasses.field(default_factory=Items)
+    mode: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,16 +228,17 @@ def temporary_directory(snapshot: Snapshot) -> Iterator[Path]:
 
     For an item, yields the item's own directory.
     """
-    final = snapshot.request.path
+    final, mode = snapshot.request.path, snapshot.request.options.mode
     if snapshot.request.is_item:
         yield final
         return
-    _storage.of(final.parent).make_directory(final.parent)
+    _storage.of(final.parent).make_directory(final.parent, mode=mode)
     with _storage.of(final).new_checkpoint(
         final,
         overwrite=snapshot.request.overwrite,
         keep=lambda name: name == _steps.markers.PIN,
         check=check_replaceable,
+        mode=mode,
     ) as temporary:
         for item in snapshot.contents.items.trees:
             (temporary / item).mkdir(exist_ok=True)
@@ -275,7 +279,9 @@ def write_arrays(
         previous: Arrays of an earlier step; equal arrays are hard-linked.
         check: Called after every part of an array.
     """
-    operation = snapshot.request.operation
+    operation, mode = snapshot.request.operation, snapshot.request.options.mode
+    if mode is not None and previous is not None:
+        previous = previous._replace(file_mode=_storage.modes.of_file(mode))
 
     def count(size: int) -> None:
         check()
@@ -333,7 +339,12 @@ def finish_checkpoint(
     manifest = _storage.stamp(temporary / _native.orbax_json.MANIFEST)
     rename = functools.partial(publish, overwrite=request.overwrite)
     size = _storage.of(temporary).commit(
-        temporary, request.path, marker, rename, request.cancellation.close
+        temporary,
+        request.path,
+        marker,
+        rename,
+        request.cancellation.close,
+        mode=request.options.mode,
     )
     stamp = manifest._replace(path=request.path / _native.orbax_json.MANIFEST)
     return Written(size, linkable_arrays(snapshot, stamp))

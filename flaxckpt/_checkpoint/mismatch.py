@@ -166,6 +166,31 @@ def make_error(
     )
 
 
+def make_unbuilt_error(
+    path: str, unbuilt: _state.leaf_types.UnbuiltLeavesError
+) -> errors.RestoreMismatchError:
+    """Returns the error of leaves of registered classes that refuse their parts.
+
+    Args:
+        path: The checkpoint.
+        unbuilt: The leaves.
+    """
+    problems = []
+    for leaf, (leaf_type, parts, reason) in unbuilt.leaves.items():
+        found = [
+            f"{name} {_state.leaf.describe_value(part)}"
+            for name, part in _state.flax_state.leaves_by_path(parts).items()
+        ]
+        text = f"{errors.first_few(found, 3)} ({reason})"
+        problems.append(Mismatch(leaf, f"the parts of a {leaf_type.name}", text))
+    return errors.RestoreMismatchError(
+        path,
+        problems,
+        "Correct from_arrays in register_leaf, or pass a state that has dicts in place"
+        " of these leaves.",
+    )
+
+
 def _find_moved(planned: RestorePlan, table: LeafTable) -> list[Moved]:
     """Returns groups of missing leaves stored in another container."""
     lacking: dict[LeafPath, LeafInfo] = {}

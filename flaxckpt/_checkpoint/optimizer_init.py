@@ -76,12 +76,27 @@ def _init_optimizers(
             if not entry.is_empty
         }
         with _mesh_of(params.values()):
-            state = jax.jit(part.init)(_state.tree.unflatten(flat.structure, params))
+            state = _init(part, _state.tree.unflatten(flat.structure, params))
         for entry in _state.tree.flatten(
             state, boxes=_state.flax_state.boxes()
         ).leaves.values():
             initial[_state.tree.join((*part.state_keys, *entry.keys))] = entry.value
     return initial
+
+
+def _init(part: _state.flax_state.OptimizerPart, params: PyTree) -> PyTree:
+    """Returns the state of an optimizer; jit has no other arguments than arrays."""
+    treedef: Any  # jax declares no attributes of it
+    leaves, treedef = jax.tree.flatten(params)
+    places = [i for i, leaf in enumerate(leaves) if not _state.leaf_types.is_leaf(leaf)]
+
+    def init(arrays: list[Any]) -> PyTree:
+        whole = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            whole[place] = array
+        return part.init(treedef.unflatten(whole))
+
+    return jax.jit(init)([leaves[place] for place in places])
 
 
 def _mesh_of(leaves: Iterable[Any]) -> AbstractContextManager[Any]:

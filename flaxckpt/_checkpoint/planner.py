@@ -149,7 +149,7 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
     if stored.unknown_types:
         _log.warning(
             "%s contains unknown classes, which become dicts: %s; pass types=[...] or"
-            " an abstract state to restore them",
+            " an abstract state, or call register_leaf, to restore them",
             stored.metadata.path,
             ", ".join(sorted(stored.unknown_types)),
         )
@@ -489,11 +489,25 @@ class _Planner:
         self._problems.append(problem)
         self._leaves[problem.leaf] = LeafPlan(("conflict",), sources, wanted, found, 0)
 
+    @_util.forks.lazy
+    def _whole(self) -> tuple[str, ...]:
+        """Prefixes of the parts of leaves of registered classes.
+
+        Such a leaf is restored whole, or it would be another leaf.
+        """
+        return tuple(
+            f"{path}/" if path else ""
+            for path in _state.tree.leaf_type_paths(self._flat.structure)
+        )
+
     def _drop_unused(self) -> None:
         for path, leaf in self._table.items():
             if path in self._used or leaf.info.kind == "empty":
                 continue
-            if self._options.unused == "error":
+            is_part = f"{path}/".startswith(self._whole)
+            if self._options.unused == "error" or (
+                is_part and self._options.unused == "warn"
+            ):
                 self._problems.append(
                     Mismatch(path, "nothing", str(leaf.info), "unused")
                 )

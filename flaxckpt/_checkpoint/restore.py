@@ -70,7 +70,8 @@ def load(
         missing: Treatment of leaves that the checkpoint lacks: raise an error, or keep
             the values of `abstract_state`, which must have them.
         unused: Treatment of leaves that only the checkpoint has: log a warning (if
-            the state has leaves in the same branch), raise an error, or ignore.
+            the state has leaves in the same branch), raise an error, or ignore. Parts
+            of a leaf of a class of `register_leaf` are an error unless ignored.
         optimizer: How to find optimizer leaves: `match` finds leaves by their role
             (transform, field and parameter) if their path has changed, and initializes
             new leaves; `exact` finds leaves by path only; `reinit` initializes the
@@ -395,9 +396,10 @@ class Restore:
             values |= _arrays.evaluate.read(recipe.derived, self._reading)
             values |= _convert_numbers(path, recipe.numbers, values)
             if recipe.fresh:
-                fresh, kept = optimizer_init.init_leaves(
-                    recipe, self._abstract_state, values, path
-                )
+                with _unbuilt_leaves_reported(path):
+                    fresh, kept = optimizer_init.init_leaves(
+                        recipe, self._abstract_state, values, path
+                    )
                 if kept:
                     _warn(path, "keep the values of the state", kept)
                 values |= fresh
@@ -413,11 +415,16 @@ class Restore:
         )
 
     def build(self) -> PyTree:
-        """Returns the state, in the containers of the abstract state."""
+        """Returns the state, in the containers of the abstract state.
+
+        Raises:
+            RestoreMismatchError: Leaves of registered classes cannot be built.
+        """
         flat, values = self._recipe.flat, self._values
-        if flat is None:
-            return _state.tree.unflatten(self._recipe.structure, values)
-        return flat.rebuild(values)
+        with _unbuilt_leaves_reported(self._planned.path):
+            if flat is None:
+                return _state.tree.unflatten(self._recipe.structure, values)
+            return flat.rebuild(values)
 
 
 def restore(
@@ -463,6 +470,19 @@ def _convert_numbers(
     if too_large:
         raise errors.RestoreMismatchError(path, too_large)
     return placed
+
+
+@contextlib.contextmanager
+def _unbuilt_leaves_reported(path: str) -> Iterator[None]:
+    """Raises RestoreMismatchError for leaves that cannot be built from their parts.
+
+    Raises:
+        RestoreMismatchError: Names the leaves.
+    """
+    try:
+        yield
+    except _state.leaf_types.UnbuiltLeavesError as error:
+        raise mismatch.make_unbuilt_error(path, error) from error
 
 
 @contextlib.contextmanager

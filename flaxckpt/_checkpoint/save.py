@@ -42,6 +42,7 @@ def save(
     items: str | Sequence[str] = _native.items.STATE,
     json: Mapping[str, JSON] | None = None,
     overwrite: bool = False,
+    permissions: int | None = None,
 ) -> SaveResult:
     """Saves `state` as a checkpoint at `path`; returns once the files are durable.
 
@@ -58,11 +59,15 @@ def save(
         json: Item -> JSON to save as an item of its own; see `metadata(path).json`.
         overwrite: Whether to replace an existing checkpoint. A directory that also
             has other files is not replaced.
+        permissions: Mode of all directories that are made, such as 0o750, whatever the
+            umask; files have the same without the bits to execute, 0o640. By default
+            as the umask says.
 
     Raises:
         OptionError: `path` has the name of a file, such as `model.safetensors`.
         CheckpointExistsError: `path` exists.
         OptionError: The metadata is not JSON, or is larger than readers accept.
+        OptionError: `permissions` is no mode, or `path` is in an object store.
         UnsupportedLeafError: No checkpoint can hold some leaves, or no reader accepts
             them.
         LeafNameError: Leaf names collide on disk, containers are nested too deep, or a
@@ -79,6 +84,7 @@ def save(
         items=items,
         json=json,
         overwrite=overwrite,
+        permissions=permissions,
     ).wait()
 
 
@@ -92,6 +98,7 @@ def save_async(
     items: str | Sequence[str] = _native.items.STATE,
     json: Mapping[str, JSON] | None = None,
     overwrite: bool = False,
+    permissions: int | None = None,
 ) -> SaveHandle:
     """Starts a save like `save`, and returns once the values of `state` are copied.
 
@@ -107,6 +114,7 @@ def save_async(
         layout=check_layout(layout),
         transforms=transforms,
         items=_native.names.make_items(items, _native.items.DATASET),
+        mode=_storage.modes.check(permissions, final),
     )
     request = SaveRequest(
         path=final,

@@ -46,6 +46,7 @@ def convert(
     max_shard_bytes: int = 5 * 10**9,
     max_concurrent_bytes: int = plan.DEFAULT_CONCURRENT_BYTES,
     progress: Literal["auto"] | bool | Callable[[int, int], object] = "auto",
+    permissions: int | None = None,
 ) -> SaveResult:
     """Converts a checkpoint to another format or array layout.
 
@@ -81,6 +82,7 @@ def convert(
             split.
         progress: Whether to show a progress bar: `auto` shows it on a terminal after
             some seconds. Or a function called with the bytes done and the total bytes.
+        permissions: Mode of all directories that are made; see `save`.
 
     Returns:
         The path of the new checkpoint, its size, and the duration.
@@ -89,6 +91,7 @@ def convert(
         CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
             `load`.
         DamagedCheckpointError: Files of `src` changed during the conversion.
+        OptionError: `permissions` is no mode, or `dst` is in an object store.
         OptionError: `dst` overlaps the source, or has the suffix of another format.
         CheckpointExistsError: `dst` exists, or another process writes to it.
         UnsupportedLeafError: The format cannot hold the types or values of some leaves;
@@ -105,6 +108,7 @@ def convert(
         max_shard_bytes=max_shard_bytes,
         max_concurrent_bytes=max_concurrent_bytes,
         progress=progress,
+        mode=_storage.modes.check(permissions, final),
     )
     start = time.monotonic()
     source = _storage.paths.resolve(src)
@@ -148,11 +152,16 @@ def _convert_to_disk(
     work = plan.describe_work(stored, state, target, options, files)
     progress = _Progress(options.progress, final.name)
     try:
-        with Journal(temporary, work) as journal, progress.display() as show:
+        with (
+            Journal(temporary, work, mode=options.mode) as journal,
+            progress.display() as show,
+        ):
             output = journal.output
             kept = target.begin(output, journal.done)
             _write_pieces(target, kept, journal, show)
             target.finish(output)
+            if options.mode is not None:
+                _storage.modes.set_below(output, options.mode)
             size = _storage.of(output).sync_tree(output)
             _check_current(stored, files)
             _check_readable(journal, target, number)

@@ -25,12 +25,16 @@ class Journal:
         done: Names of the durable pieces.
     """
 
-    def __init__(self, directory: Path, work: Mapping[str, JSON]) -> None:
+    def __init__(
+        self, directory: Path, work: Mapping[str, JSON], *, mode: int | None = None
+    ) -> None:
         """Continues the same work, or starts new work.
 
         Args:
             directory: The working directory, for this journal only.
             work: JSON description of the work. Pieces of other work are removed.
+            mode: Mode of the parents that are made, if `directory` is to be private
+                meanwhile; None for the umask's.
 
         Raises:
             CheckpointExistsError: Another process uses the directory.
@@ -38,7 +42,10 @@ class Journal:
         """
         self._directory = directory
         self.output = directory / "out"
+        _storage.of(directory).make_directory(directory.parent, mode=mode)
         _storage.of(directory).make_directory(directory)
+        if mode is not None:
+            _storage.modes.set_on_directory(directory, _storage.modes.PRIVATE)
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

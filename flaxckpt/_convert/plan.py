@@ -43,6 +43,7 @@ class ConvertOptions:
     max_shard_bytes: int
     max_concurrent_bytes: int
     progress: Progress
+    mode: int | None = None
 
     def __post_init__(self) -> None:
         if self.format not in tuple(writers.WRITERS):

@@ -66,7 +66,8 @@ def read_target(target: PathLike, *, step: int | None = None) -> TargetState:
     stored = _locate.open_checkpoint(root, step)
     values = {path: _abstract(row.info) for path, row in stored.table.items()}
     has_roles = any(row.info.role is not None for row in stored.table.values())
-    return TargetState(_state.tree.unflatten(stored.structure, values), has_roles)
+    state = _state.tree.unflatten(stored.structure, values, _state.leaf_types.LeafParts)
+    return TargetState(state, has_roles)
 
 
 def _read_file(file: Path) -> PyTree:

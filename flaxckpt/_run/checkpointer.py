@@ -92,6 +92,9 @@ class Checkpointer:
             found and restored. For a single process.
         keep_staging: Policies for the steps in `staging`; steps with pending uploads
             stay as well.
+        permissions: Mode of all directories that are made, such as 0o750, whatever the
+            umask; files have the same without the bits to execute, 0o640. By default
+            as the umask says.
 
     Attributes:
         directory: The run directory.
@@ -123,12 +126,14 @@ class Checkpointer:
         read_once: bool = False,
         staging: PathLike | None = None,
         keep_staging: Sequence[PreservationPolicy] = run_staging.KEEP,
+        permissions: int | None = None,
     ) -> None:
         options = _checkpoint.commit.SaveOptions(
             layout=check_layout(layout),
             transforms=_transforms.check(transforms),
             max_concurrent_bytes=max_concurrent_bytes,
             items=_native.names.make_items(items, dataset_item),
+            mode=_storage.modes.check(permissions, _storage.paths.resolve(directory)),
         )
         rules = retention.Rules.of(
             keep, keep_dataset, keep_items, metrics_from, options.items
@@ -140,6 +145,7 @@ class Checkpointer:
             read_only=read_only,
             staging=staging,
             keep_staging=keep_staging,
+            mode=options.mode,
         )
         _util.arguments.check_positive("max_concurrent_bytes", max_concurrent_bytes)
         _util.arguments.check_positive("peer_timeout_secs", peer_timeout_secs)
@@ -180,7 +186,7 @@ class Checkpointer:
             self._session.check_writable("write metadata")
             plain = _checkpoint.save.copy_json(metadata)
             if _util.processes.is_first():
-                edit.write_run_metadata(self._run.saves_in, plain)
+                edit.write_run_metadata(self._run.saves_in, plain, self._run.mode)
 
     # ---- saving --------------------------------------------------------------
 

@@ -38,14 +38,16 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
         )
 
 
-def write_run_metadata(directory: Path, metadata: Mapping[str, JSON]) -> None:
-    """Replaces the run metadata in `directory`.
+def write_run_metadata(
+    directory: Path, metadata: Mapping[str, JSON], mode: int | None
+) -> None:
+    """Replaces the run metadata in `directory`, with the mode of `directory`'s files.
 
     Raises:
         SaveFailedError: The metadata cannot be written.
     """
     try:
-        _native.metadata.write_run_metadata(directory, metadata)
+        _native.metadata.write_run_metadata(directory, metadata, mode=mode)
     except (OSError, ValueError) as error:
         raise errors.SaveFailedError(
             f"cannot write the metadata of {directory}: {error}; check that the"

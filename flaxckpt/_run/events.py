@@ -34,13 +34,17 @@ class Stream:
         path: The run directory; the default path of events.
         journal: The file to which process 0 appends each event as a line of JSON, made
             with the first event; None for no journal.
+        mode: Mode of directories, from which the journal's follows; None for the
+            umask's.
     """
 
-    def __init__(self, path: Path, journal: Path | None) -> None:
+    def __init__(
+        self, path: Path, journal: Path | None, mode: int | None = None
+    ) -> None:
         self._path = path
         self._journal = None
         if journal is not None:
-            self._journal = _steps.journal.EventJournal(journal)
+            self._journal = _steps.journal.EventJournal(journal, mode)
         self._has_lost = False
         self._sinks: list[_Receiver] = []
         # The parent delivers events from before a fork.

@@ -25,6 +25,8 @@ class RunSteps:
         rules: Rules of retention.
         step_format: Format of the names of steps.
         read_only: True to write no journal.
+        mode: Mode of new directories, from which the mode of files follows; None for
+            the umask's.
         saves_in: The directory where steps are saved; None for `directory`.
 
     Attributes:
@@ -33,6 +35,7 @@ class RunSteps:
         format: Format of the names of steps.
         retention: Retention in `saves_in`.
         events: The events of the run.
+        mode: Mode of new directories; None for the umask's.
         has_staging: True if steps are saved to a staging directory first.
     """
 
@@ -45,6 +48,7 @@ class RunSteps:
         step_format: _steps.names.StepFormat,
         *,
         read_only: bool,
+        mode: int | None = None,
         saves_in: Path | None = None,
     ) -> None:
         self.directory = directory
@@ -52,7 +56,8 @@ class RunSteps:
         self.format = step_format
         self.retention = retention.Retention(self.saves_in, step_format, rules)
         journal = None if read_only else self.saves_in / _steps.journal.NAME
-        self.events = events.Stream(directory, journal)
+        self.events = events.Stream(directory, journal, mode)
+        self.mode = mode
 
     def make_directory(self) -> None:
         """Makes the directory where steps are saved.
@@ -71,7 +76,8 @@ class RunSteps:
             ) from error
 
     def _make_directory(self) -> None:
-        _storage.of(self.directory).make_directory(self.directory)
+        storage = _storage.of(self.directory)
+        storage.make_directory(self.directory, mode=self.mode)
 
     def _check_names(self) -> None:
         """Raises OptionError for new directories with names of files."""

@@ -38,6 +38,7 @@ def open_steps(
     read_only: bool,
     staging: PathLike | None,
     keep_staging: Sequence[PreservationPolicy],
+    mode: int | None = None,
 ) -> run_steps.RunSteps:
     """Returns the steps of a run.
 
@@ -48,6 +49,7 @@ def open_steps(
         read_only: True to write no journal.
         staging: Directory where steps are saved first; None for none.
         keep_staging: Policies for the steps in `staging`.
+        mode: Mode of new directories; None for the umask's.
 
     Raises:
         OptionError: The options are invalid or contradict each other.
@@ -57,12 +59,14 @@ def open_steps(
     keep = policies.check(keep_staging, "keep_staging")
     if staging is not None:
         near = _resolve(staging, path)
-        return StagedSteps(path, near, rules, keep, named, read_only=read_only)
+        return StagedSteps(
+            path, near, rules, keep, named, read_only=read_only, mode=mode
+        )
     if keep != KEEP:
         raise errors.OptionError(
             "keep_staging needs a staging directory: pass staging="
         )
-    return run_steps.RunSteps(path, rules, named, read_only=read_only)
+    return run_steps.RunSteps(path, rules, named, read_only=read_only, mode=mode)
 
 
 def _resolve(staging: PathLike, directory: Path) -> Path:
@@ -100,14 +104,16 @@ def _resolve(staging: PathLike, directory: Path) -> Path:
     return path
 
 
-def _make_staging(path: Path, directory: Path, steps: Mapping[int, Path]) -> None:
+def _make_staging(
+    path: Path, directory: Path, steps: Mapping[int, Path], mode: int | None
+) -> None:
     """Makes the staging directory of a run, or checks an existing directory.
 
     Raises:
         OptionError: The directory has steps of an unknown run.
         OSError: The directory cannot be made.
     """
-    _storage.of(path).make_directory(path)
+    _storage.of(path).make_directory(path, mode=mode)
     if (path / _OWNER).is_file():
         return
     if steps:
@@ -116,7 +122,7 @@ def _make_staging(path: Path, directory: Path, steps: Mapping[int, Path]) -> Non
             " that names their run: choose an empty directory, or, if the steps belong"
             f" to this run, write {directory} into that file"
         )
-    _storage.of(path).replace(path / _OWNER, f"{directory}\n".encode())
+    _storage.of(path).replace(path / _OWNER, f"{directory}\n".encode(), mode=mode)
 
 
 # ---- both directories ------------------------------------------------------------
@@ -141,6 +147,7 @@ class StagedSteps(run_steps.RunSteps):
         keep: Policies for the steps in staging.
         step_format: Format of the names of steps.
         read_only: True to write no journal.
+        mode: Mode of new directories; None for the umask's.
 
     Attributes:
         uploads: The uploads from staging to the run directory.
@@ -157,10 +164,16 @@ class StagedSteps(run_steps.RunSteps):
         step_format: _steps.names.StepFormat,
         *,
         read_only: bool,
+        mode: int | None = None,
     ) -> None:
         near = rules._replace(keep=keep, keep_items={})
         super().__init__(
-            directory, near, step_format, read_only=read_only, saves_in=staging
+            directory,
+            near,
+            step_format,
+            read_only=read_only,
+            mode=mode,
+            saves_in=staging,
         )
         self._far_retention = retention.Retention(directory, step_format, rules)
         self._near, self._far = self.retention.index, self._far_retention.index
@@ -171,10 +184,11 @@ class StagedSteps(run_steps.RunSteps):
             self.retention,
             self._far_retention,
             self.events,
+            mode,
         )
 
     def _make_directory(self) -> None:
-        _make_staging(self.saves_in, self.directory, self._near.paths())
+        _make_staging(self.saves_in, self.directory, self._near.paths(), self.mode)
 
     # ---- finding ----------------------------------------------------------------
 

@@ -72,8 +72,16 @@ def is_whole(final: Path) -> bool:
     return not _steps.markers.is_damaged(final)
 
 
-def make(path: Path, final: Path, *, overwrite: bool) -> int:
-    """Copies a step from staging to the run directory; returns its size in bytes."""
+def make(path: Path, final: Path, *, overwrite: bool, mode: int | None = None) -> int:
+    """Copies a step from staging to the run directory; returns its size in bytes.
+
+    Args:
+        path: The step in staging.
+        final: The path of the step in the run directory.
+        overwrite: Whether to replace an existing step.
+        mode: Mode of the directories, from which the mode of the files follows; None
+            for the umask's.
+    """
     if _steps.markers.is_damaged(final):
         overwrite = True
         _checkpoint.overwrite.set_aside(final)
@@ -94,6 +102,7 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
         overwrite=overwrite,
         keep=lambda name: name == _steps.markers.PIN,
         publish=functools.partial(_checkpoint.commit.publish, overwrite=overwrite),
+        mode=mode,
     )
 
 

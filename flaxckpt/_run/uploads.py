@@ -58,6 +58,8 @@ class Uploads:
         near: Retention in staging.
         far: Retention in the run directory.
         events: Stream for the events of uploads.
+        mode: Mode of the run directory if made, of its journal and its metadata; None
+            for the umask's.
 
     Attributes:
         last_listed: The steps of the run directory at its last listing.
@@ -73,8 +75,10 @@ class Uploads:
         near: retention.Retention,
         far: retention.Retention,
         events: run_events.Stream,
+        mode: int | None = None,
     ) -> None:
         self._staging = staging
+        self._mode = mode
         self._directory = directory
         self._format = step_format
         self._near = near
@@ -136,7 +140,8 @@ class Uploads:
 
     def _reach(self) -> None:
         """Lists the run directory, and removes leftovers the first time."""
-        _storage.of(self._directory).make_directory(self._directory)
+        storage = _storage.of(self._directory)
+        storage.make_directory(self._directory, mode=self._mode)
         self.list_directory()
         if not self._is_tidy:
             _steps.delete.tidy(
@@ -325,7 +330,7 @@ class Uploads:
         if not overwrite:
             self._check_free(path, final)
         try:
-            return upload_copies.make(path, final, overwrite=overwrite)
+            return upload_copies.make(path, final, overwrite=overwrite, mode=self._mode)
         except FileExistsError:
             # With overwrite, the error names the files of others in the way.
             if not overwrite:
@@ -412,10 +417,13 @@ class Uploads:
         """Writes the journal and the run metadata to the run directory."""
         try:
             there = self._directory / _steps.journal.NAME
-            _steps.journal.append_new_events(self._staging / _steps.journal.NAME, there)
+            journal = self._staging / _steps.journal.NAME
+            _steps.journal.append_new_events(journal, there, self._mode)
             custom = _native.metadata.read_run_metadata(self._staging)
             if custom and custom != _native.metadata.read_run_metadata(self._directory):
-                _native.metadata.write_run_metadata(self._directory, custom)
+                _native.metadata.write_run_metadata(
+                    self._directory, custom, mode=self._mode
+                )
         except OSError as error:
             _log.warning("cannot copy the journal to %s: %s", self._directory, error)
 

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from flaxckpt import errors
 from flaxckpt._state import leaf as state_leaf
+from flaxckpt._state import leaf_types
 from flaxckpt._state import tree as state_tree
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._types import LeafPath, PyTree
@@ -50,16 +51,34 @@ class FlatState:
     Attributes:
         table: Leaf path -> leaf, in the order of the state.
         structure: The containers of the state.
-        rebuild: Leaf path -> value, back to a state of the same classes. NNX objects
-            become new objects with the same sharing.
+        restore_objects: The inverse of splitting NNX objects: they become new objects
+            with the same sharing.
         optimizer_states: Keys of each NNX optimizer's state, and its structure in
             optax's own classes, which an `nnx.State` lacks.
     """
 
     table: LeafTable
     structure: state_tree.Node | LeafPath
-    rebuild: Callable[[Mapping[LeafPath, Any]], PyTree]
+    restore_objects: Callable[[PyTree], PyTree]
     optimizer_states: tuple[tuple[Keys, state_tree.Node | LeafPath], ...] = ()
+
+    def rebuild(
+        self, values: Mapping[LeafPath, Any], *, in_parts: bool = False
+    ) -> PyTree:
+        """Returns a state of the same classes with other values.
+
+        Args:
+            values: Leaf path -> value.
+            in_parts: True to leave leaves of registered classes in parts, for values
+                from which they cannot be built.
+
+        Raises:
+            UnbuiltLeavesError: Leaves of registered classes cannot be built.
+        """
+        make_leaf = leaf_types.LeafParts if in_parts else leaf_types.build
+        return self.restore_objects(
+            state_tree.unflatten(self.structure, values, make_leaf)
+        )
 
 
 def flatten(state: PyTree) -> FlatState:
@@ -96,7 +115,7 @@ def flatten(state: PyTree) -> FlatState:
     return FlatState(
         table,
         structure,
-        lambda values: restore_objects(state_tree.unflatten(structure, values)),
+        restore_objects,
         tuple(
             (
                 (*keys, _OPT_STATE),
@@ -114,6 +133,8 @@ def check_state(state: PyTree) -> None:
         OptionError: `state` is a function, class or linen module.
     """
     if not callable(state) or is_object(state) or isinstance(state, jax.Array):
+        return
+    if leaf_types.is_leaf(state):
         return
     if jax.tree.structure(state) != _LEAF:
         return  # a callable pytree
@@ -290,6 +311,11 @@ def _is_equal(one: Any, other: Any) -> bool:
     """Returns True if two leaves have equal types and values; NaNs are equal."""
     if type(one) is not type(other):
         return False
+    if leaf_types.is_leaf(one):
+        parts, others = leaves_by_path(one), leaves_by_path(other)
+        return parts.keys() == others.keys() and all(
+            _is_equal(part, others[path]) for path, part in parts.items()
+        )
     if not isinstance(one, jax.Array | np.ndarray):
         return bool(one == other)
     if one.shape != other.shape or one.dtype != other.dtype:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from flaxckpt import _util
-from flaxckpt._state import dtypes, tree
+from flaxckpt._state import dtypes, leaf_types, tree
 from flaxckpt._types import LeafPath, Shape
 
 if TYPE_CHECKING:
@@ -186,6 +186,8 @@ def describe(path: LeafPath, leaf: tree.TreeLeaf) -> LeafInfo | str:
     keys, value, is_empty = leaf
     if is_empty:
         return LeafInfo(path, keys, "empty", _empty_type(value))
+    if isinstance(value, leaf_types.BrokenLeaf):
+        return value.reason
     if isinstance(value, jax.core.Tracer):
         return "a traced value, which exists only inside a jax transformation"
     if isinstance(value, _JAX_TYPES):
@@ -220,6 +222,12 @@ def describe(path: LeafPath, leaf: tree.TreeLeaf) -> LeafInfo | str:
     if callable(value) and (isinstance(value, type) or hasattr(value, "__name__")):
         return _util.arguments.describe(value)
     return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def describe_value(value: Any) -> str:
+    """Returns a short description of any value, for messages."""
+    info = describe("", tree.TreeLeaf((), value, False))
+    return str(info)
 
 
 def _describe_subclass(value: np.ndarray[Any, Any] | np.generic) -> str:

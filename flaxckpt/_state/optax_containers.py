@@ -35,9 +35,10 @@ def class_name(node: tree.Node) -> str:
 
 
 def is_plain(node: tree.Node) -> bool:
-    """Returns True for a box, or a container without named fields."""
+    """Returns True for a box, a leaf, or a container without named fields."""
     return (
         node.is_box
+        or node.leaf_type is not None
         or ":" not in node.type
         or node.type.startswith(("flax.", "collections:"))
     )

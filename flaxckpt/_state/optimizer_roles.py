@@ -488,6 +488,7 @@ class _Roles:
         if (
             node.is_box
             or node.type in ("tuple", "list")
+            or node.leaf_type is not None
             or not optax_containers.is_plain(node)
         ):
             return False

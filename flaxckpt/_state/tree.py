@@ -17,6 +17,7 @@ import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from flaxckpt import _util, errors
+from flaxckpt._state import leaf_types
 from flaxckpt._types import JSON, LeafPath, PyTree
 
 MAX_DEPTH = 64
@@ -56,6 +57,8 @@ class Node:
         static: Fields other than children, in JSON types (`DynamicScale.factor`).
         is_box: True for a wrapper of a single value, such as `nnx.Param`; not part of
             the path.
+        leaf_type: The registered class of a leaf whose parts are the children; None for
+            a container. `rebuild` returns the parts.
     """
 
     type: str
@@ -64,6 +67,7 @@ class Node:
     rebuild: Rebuild
     static: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
     is_box: bool = False
+    leaf_type: leaf_types.LeafType | None = None
 
 
 class TreeLeaf(NamedTuple):
@@ -284,8 +288,13 @@ def _visit(
             " containers including boxes and modules.",
         )
     # The class alone decides if a value is a leaf, as in jax.
-    is_leaf = type(value) in walker.leaf_types
-    parts = None if is_leaf else _decompose(value, walker.boxes, walker.make_key)
+    parts = None
+    if type(value) not in walker.leaf_types:
+        try:
+            parts = _take_leaf(value, walker.make_key)
+        except leaf_types.LeafTypeError as error:
+            value = leaf_types.BrokenLeaf(str(error))
+        parts = parts or _decompose(value, walker.boxes, walker.make_key)
     if parts is None or not parts.children:
         if path in walker.seen:
             walker.faults[path] = "two leaves have this path"
@@ -322,6 +331,7 @@ def _visit(
         parts.rebuild,
         parts.static,
         parts.is_box,
+        parts.leaf_type,
     )
 
 
@@ -370,15 +380,66 @@ def _static_bytes(field: JSON) -> int:
     return 8
 
 
-def unflatten(structure: Node | LeafPath, values: Mapping[LeafPath, Any]) -> PyTree:
-    """Puts `values` (leaf path -> leaf) back into the containers of `structure`."""
+def unflatten(
+    structure: Node | LeafPath,
+    values: Mapping[LeafPath, Any],
+    make_leaf: Callable[[leaf_types.LeafType, leaf_types.Parts], Any] = (
+        leaf_types.build
+    ),
+) -> PyTree:
+    """Puts `values` (leaf path -> leaf) back into the containers of `structure`.
+
+    Args:
+        structure: The containers.
+        values: Leaf path -> value.
+        make_leaf: Makes a leaf of a registered class from its parts.
+
+    Raises:
+        UnbuiltLeavesError: `make_leaf` raised LeafTypeError for some leaves.
+    """
+    unbuilt: _Unbuilt = {}
+    tree = _unflatten(structure, values, make_leaf, unbuilt)
+    if unbuilt:
+        raise leaf_types.UnbuiltLeavesError(unbuilt)
+    return tree
+
+
+_Unbuilt: TypeAlias = (
+    "dict[LeafPath,"
+    " tuple[leaf_types.LeafType, leaf_types.Parts, leaf_types.LeafTypeError]]"
+)
+
+
+def _unflatten(
+    structure: Node | LeafPath,
+    values: Mapping[LeafPath, Any],
+    make_leaf: Callable[[leaf_types.LeafType, leaf_types.Parts], Any],
+    unbuilt: _Unbuilt,
+) -> PyTree:
     if isinstance(structure, str):
         return values[structure]
     children = [
-        values[child] if isinstance(child, str) else unflatten(child, values)
+        values[child]
+        if isinstance(child, str)
+        else _unflatten(child, values, make_leaf, unbuilt)
         for child in structure.children
     ]
-    return structure.rebuild(structure.keys, children)
+    made = structure.rebuild(structure.keys, children)
+    if structure.leaf_type is not None:
+        try:
+            return make_leaf(structure.leaf_type, made)
+        except leaf_types.LeafTypeError as error:
+            unbuilt[_path_of(structure)] = structure.leaf_type, made, error
+    return made
+
+
+def _path_of(node: Node) -> LeafPath:
+    """Returns the path of a node from the path of a leaf inside; empty without any."""
+    for child in node.children:
+        path = child if isinstance(child, str) else _path_of(child)
+        if path:
+            return path if node.is_box else path.rpartition("/")[0]
+    return ""
 
 
 def key_paths(
@@ -390,6 +451,19 @@ def key_paths(
         return
     for key, child in zip(structure.keys, structure.children, strict=True):
         yield from key_paths(child, keys if structure.is_box else (*keys, key))
+
+
+def leaf_type_paths(
+    structure: Node | LeafPath, keys: tuple[Key, ...] = ()
+) -> Iterator[LeafPath]:
+    """Yields the path of each leaf of a registered class."""
+    if isinstance(structure, str):
+        return
+    if structure.leaf_type is not None:
+        yield join(keys)
+        return
+    for key, child in zip(structure.keys, structure.children, strict=True):
+        yield from leaf_type_paths(child, keys if structure.is_box else (*keys, key))
 
 
 def boxed_leaves(
@@ -476,6 +550,22 @@ class _Parts(NamedTuple):
     rebuild: Rebuild
     static: Mapping[str, JSON]
     is_box: bool
+    leaf_type: leaf_types.LeafType | None = None
+
+
+def _take_leaf(value: Any, make_key: Callable[[Any, Any], Key]) -> _Parts | None:
+    """Splits a leaf of a registered class into parts; None for another value.
+
+    Raises:
+        LeafTypeError: The parts are unknown.
+    """
+    leaf = leaf_types.take(value)
+    if leaf is None:
+        return None
+    keys = tuple([make_key(name, "key") for name in leaf.parts])
+    parts = list(leaf.parts.values())
+    name = leaf.leaf_type.name
+    return _Parts(name, keys, parts, make_dict, {}, False, leaf.leaf_type)
 
 
 def _decompose(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from flaxckpt import _util, errors
-from flaxckpt._state import flax_state, tree
+from flaxckpt._state import flax_state, leaf_types, tree
 from flaxckpt._types import JSON, LeafPath
 
 _log = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ _NO_STATE = re.compile(r"_test$|\.testing(\.|$)")
 Build: TypeAlias = Callable[[dict[str | int, Any], Mapping[str, JSON]], Any]
 """Builds a container from named children and static fields."""
 
-Resolve: TypeAlias = Callable[[str], Build | None]
-"""Class name -> builder, or None."""
+Resolve: TypeAlias = Callable[[str], Build | leaf_types.LeafType | None]
+"""Class name -> builder or leaf type, or None."""
 
 
 def to_json(structure: tree.Node | LeafPath) -> JSON:
@@ -96,8 +96,13 @@ def _described_node(
     if len(names) != len(children):
         raise ValueError(f"{type_name} has {len(names)} keys, {len(children)} children")
     rebuild = tree.MAKERS.get(type_name)
-    if rebuild is None and (build := resolve(type_name)) is not None:
-        rebuild = functools.partial(_rebuild, build, static)
+    leaf_type = None
+    if rebuild is None:
+        known = resolve(type_name)
+        if isinstance(known, leaf_types.LeafType):
+            rebuild, leaf_type = tree.make_dict, known
+        elif known is not None:
+            rebuild = functools.partial(_rebuild, known, static)
     if rebuild is None:
         unknown.add(type_name)
         rebuild = _plain(names, is_box)
@@ -109,6 +114,7 @@ def _described_node(
         rebuild,
         static,
         is_box,
+        leaf_type,
     )
 
 
@@ -164,9 +170,11 @@ def resolver(types: Sequence[type] = ()) -> Resolve:
             )
     by_name = {f"{cls.__module__}:{cls.__qualname__}": cls for cls in types}
 
-    def find(type_name: str) -> Build | None:
+    def find(type_name: str) -> Build | leaf_types.LeafType | None:
         cls = by_name.get(type_name)
-        return resolve(type_name) if cls is None else _lenient_builder(cls)
+        if cls is None:
+            return leaf_types.of_name(type_name) or resolve(type_name)
+        return leaf_types.of_class(cls) or _lenient_builder(cls)
 
     return find
 

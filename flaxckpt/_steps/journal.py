@@ -39,10 +39,13 @@ class EventJournal:
 
     Args:
         path: Path of the journal, which the first event creates.
+        mode: Mode of directories, from which the journal's follows; None for the
+            umask's.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: int | None = None) -> None:
         self._path = path
+        self._mode = mode
         self._storage = _storage.of(path)
         # Used only where each write is a request. A fork does not inherit events.
         self._unwritten = _util.forks.PerProcess(list[bytes])
@@ -58,7 +61,7 @@ class EventJournal:
             OSError: The event cannot be written.
         """
         if not self._storage.costs_requests:
-            self._storage.append_lines(self._path, _line(event), _MAX_BYTES)
+            self._append(_line(event))
             return
         with self._writing.get():
             self._unwritten.get().append(_line(event))
@@ -73,8 +76,11 @@ class EventJournal:
 
     def _flush(self) -> None:
         if unwritten := self._unwritten.get():
-            self._storage.append_lines(self._path, b"".join(unwritten), _MAX_BYTES)
+            self._append(b"".join(unwritten))
             unwritten.clear()
+
+    def _append(self, lines: bytes) -> None:
+        self._storage.append_lines(self._path, lines, _MAX_BYTES, mode=self._mode)
 
 
 def _line(event: Event) -> bytes:
@@ -91,10 +97,11 @@ def _line(event: Event) -> bytes:
     return line
 
 
-def append_new_events(journal: Path, other: Path) -> None:
+def append_new_events(journal: Path, other: Path, mode: int | None = None) -> None:
     """Appends the new events of a journal to another journal.
 
-    New events come after the last line that both journals have.
+    New events come after the last line that both journals have. The mode of the other
+    journal follows from `mode`, that of directories.
 
     Raises:
         OSError: A journal cannot be read, or the other journal not written.
@@ -104,7 +111,7 @@ def append_new_events(journal: Path, other: Path) -> None:
     common = (numbers[line] for line in reversed(_last_lines(other)) if line in numbers)
     new = b"".join(lines[next(common, 0) :])
     if new:
-        _storage.of(other).append_lines(other, new, _MAX_BYTES)
+        _storage.of(other).append_lines(other, new, _MAX_BYTES, mode=mode)
 
 
 def recent(journal: Path) -> list[Event]:

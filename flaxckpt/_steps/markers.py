@@ -122,7 +122,7 @@ def is_temporary(path: Path) -> bool:
 
 def pin(path: Path) -> None:
     """Keeps the step at `path` until unpinned."""
-    _storage.of(path).replace(path / PIN, _CONTENT)
+    _write(path, PIN, _CONTENT)
 
 
 def unpin(path: Path) -> None:
@@ -138,7 +138,7 @@ def make_permanent(path: Path) -> None:
 def mark_item_deleted(path: Path, item: str) -> None:
     """Marks an item of the step at `path` as deleted on purpose."""
     if not is_item_deleted(path, item):
-        _storage.of(path).replace(path / _deletion_marker(item), _CONTENT)
+        _write(path, _deletion_marker(item), _CONTENT)
 
 
 def is_item_deleted(path: Path, item: str) -> bool:
@@ -168,7 +168,7 @@ def is_measured(path: Path) -> bool:
 def mark_measured(path: Path) -> None:
     """Records that metrics were added to the step at `path`; add the metrics first."""
     if not is_measured(path):
-        _storage.of(path).replace(path / MEASURED, _CONTENT)
+        _write(path, MEASURED, _CONTENT)
 
 
 def is_damaged(path: Path) -> bool:
@@ -179,7 +179,7 @@ def is_damaged(path: Path) -> bool:
 def mark_damaged(path: Path, reason: str) -> None:
     """Marks the step at `path` as damaged, durably: lists leave out the step."""
     row = {"reason": reason[:_MAX_REASON], "time": time.time()}
-    _storage.of(path).replace(path / DAMAGED, json.dumps(row).encode())
+    _write(path, DAMAGED, json.dumps(row).encode())
 
 
 def unmark_damaged(path: Path) -> None:
@@ -256,7 +256,7 @@ def mark_for_upload(path: Path, removed: Collection[str] = ()) -> None:
     """Marks the step at `path` as still to be uploaded, or as changed again."""
     marker = read_upload_marker(path) or UploadMarker(settled=True)
     marker = marker._replace(removed=tuple(sorted({*marker.removed, *removed})))
-    _storage.of(path).replace(path / NOT_UPLOADED, marker.content())
+    _write(path, NOT_UPLOADED, marker.content())
 
 
 def unmark_upload(path: Path) -> None:
@@ -266,6 +266,12 @@ def unmark_upload(path: Path) -> None:
 
 def _read_json(file: Path) -> Any:
     return json.loads(_storage.of(file).read(file, max_bytes=_MAX_BYTES))
+
+
+def _write(path: Path, name: str, content: bytes) -> None:
+    """Writes a marker with the mode of the step's files."""
+    storage = _storage.of(path)
+    storage.replace(path / name, content, mode=storage.mode(path))
 
 
 def _remove(path: Path, name: str) -> None:

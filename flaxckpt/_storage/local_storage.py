@@ -30,6 +30,7 @@ from flaxckpt._storage import (
     files,
     filesystem,
     leases,
+    modes,
     rename,
     temporary,
 )
@@ -148,6 +149,8 @@ class LocalStorage:
     def real_path(self, path: Path, /) -> str:
         return os.path.realpath(path)
 
+    mode = staticmethod(modes.of_directory)
+
     def kind(self, path: Path, /) -> str:
         return filesystem.kind(os.fspath(path))
 
@@ -263,15 +266,14 @@ class LocalStorage:
     # ---- writing ------------------------------------------------------------------
 
     def write(self, file: Path, content: bytes, /) -> None:
-        with file.open("xb") as opened:
-            opened.write(content)
-            opened.flush()
-            os.fsync(opened.fileno())
+        _write_new(file, content, None)
 
-    def replace(self, file: Path, content: bytes, /) -> None:
+    def replace(
+        self, file: Path, content: bytes, /, *, mode: int | None = None
+    ) -> None:
         new = file.with_name(f"{file.name}.{secrets.token_hex(4)}{files.REPLACING}")
         try:
-            self.write(new, content)
+            _write_new(new, content, mode)
             new.replace(file)
         except BaseException:
             new.unlink(missing_ok=True)
@@ -291,13 +293,13 @@ class LocalStorage:
         finally:
             os.close(descriptor)
 
-    def make_directory(self, path: Path, /) -> None:
+    def make_directory(self, path: Path, /, *, mode: int | None = None) -> None:
         missing = []
         while not path.is_dir():
             missing.append(path)
             path = path.parent
         for directory in reversed(missing):
-            directory.mkdir(exist_ok=True)
+            _make(directory, mode)
             self.sync_directory(directory.parent)
 
     sync_directory = staticmethod(files.sync_directory)
@@ -331,13 +333,24 @@ class LocalStorage:
         finally:
             os.close(descriptor)
 
-    def append_lines(self, file: Path, lines: bytes, max_bytes: int, /) -> None:
+    def append_lines(
+        self,
+        file: Path,
+        lines: bytes,
+        max_bytes: int,
+        /,
+        *,
+        mode: int | None = None,
+    ) -> None:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-        descriptor = os.open(file, flags | os.O_NOFOLLOW, 0o666)
+        bits = 0o666 if mode is None else modes.of_file(modes.PRIVATE)
+        descriptor = os.open(file, flags | os.O_NOFOLLOW, bits)
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", str(file))
+            if mode is not None and status.st_uid == os.geteuid():
+                modes.set_on_file(descriptor, mode)
             size = status.st_size
             end = os.pread(descriptor, 1, size - 1) if size else b"\n"
             # A crash or a full disk may have cut off the last line.
@@ -354,9 +367,11 @@ class LocalStorage:
 
     def add_directory(self, path: Path, files: Mapping[str, bytes], /) -> bool:
         is_first = True
-        with temporary.new_directory(path.parent) as new:
+        mode = modes.of_directory(path.parent)
+        with temporary.new_directory(path.parent, mode) as new:
             for name, content in files.items():
                 self.write(new / name, content)
+            modes.follow(new, mode)
             self.sync_directory(new)
             try:
                 new.rename(path)
@@ -400,9 +415,10 @@ class LocalStorage:
         overwrite: bool,
         keep: Callable[[str], bool],
         check: Callable[[Path], object],
+        mode: int | None = None,
     ) -> Iterator[Path]:
         temporary.sweep(final.parent, lambda name: name == final.name)
-        with temporary.new_directory(final) as directory:
+        with temporary.new_directory(final, mode) as directory:
             yield directory
 
     def commit(
@@ -413,8 +429,12 @@ class LocalStorage:
         publish: Callable[[Path, Path], object],
         before: Callable[[], object],
         /,
+        *,
+        mode: int | None = None,
     ) -> int:
         self.write(directory / commit_marker.MARKER, marker)
+        if mode is not None:
+            modes.set_below(directory, mode)
         size = self.sync_tree(directory)
         before()
         publish(directory, final)
@@ -431,10 +451,11 @@ class LocalStorage:
         overwrite: bool,
         keep: Callable[[str], bool] = lambda name: False,
         publish: Callable[[Path, Path], object] = rename.publish,
+        mode: int | None = None,
     ) -> int:
         if files is None:
             files = [path for path in source.rglob("*") if path.is_file()]
-        with temporary.new_directory(final) as new:
+        with temporary.new_directory(final, mode) as new:
             for directory in sorted({file.parent for file in files}):
                 (new / directory.relative_to(source)).mkdir(parents=True, exist_ok=True)
 
@@ -444,6 +465,8 @@ class LocalStorage:
             _util.threads.each(copy, files, threads=_COPYING_THREADS)
             for name, content in markers.items():
                 self.write(new / name, content)
+            if mode is not None:
+                modes.set_below(new, mode)
             size = self.sync_tree(new)
             publish(new, final)
             return size
@@ -486,6 +509,32 @@ def _entries_below(directory: str, prefix: str) -> Iterator[tuple[str, bool]]:
             if entry.is_symlink():  # it may lead in circles
                 raise ValueError(f"{path} is a link to a directory")
             yield from _entries_below(entry.path, path + "/")
+
+
+def _write_new(file: Path, content: bytes, mode: int | None) -> None:
+    """Writes and syncs a new file that has its mode before it has its content."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    bits = 0o666 if mode is None else modes.of_file(modes.PRIVATE)
+    with open(os.open(file, flags, bits), "wb") as opened:  # noqa: PTH123
+        if mode is not None:
+            modes.follow(file, mode)
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def _make(directory: Path, mode: int | None) -> None:
+    """Makes a directory; one that another process made meanwhile keeps its mode."""
+    if mode is None:
+        directory.mkdir(exist_ok=True)
+        return
+    try:
+        directory.mkdir(modes.PRIVATE)
+    except FileExistsError:
+        if not directory.is_dir():
+            raise
+    else:
+        modes.set_on_directory(directory, mode)
 
 
 def _sync(path: Path | str, *, sizes: list[int]) -> None:

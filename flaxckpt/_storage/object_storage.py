@@ -103,6 +103,9 @@ class ObjectStorage:
     def real_path(self, path: RemotePath, /) -> str:
         return str(path)
 
+    def mode(self, directory: RemotePath, /) -> int | None:
+        return None
+
     def kind(self, path: RemotePath, /) -> str:
         return "object store"
 
@@ -187,7 +190,9 @@ class ObjectStorage:
     def write(self, file: RemotePath, content: bytes, /) -> None:
         commit_marker.write_new(file, content)
 
-    def replace(self, file: RemotePath, content: bytes, /) -> None:
+    def replace(
+        self, file: RemotePath, content: bytes, /, *, mode: int | None = None
+    ) -> None:
         file.write_bytes(content)
 
     @contextlib.contextmanager
@@ -195,7 +200,7 @@ class ObjectStorage:
         with locks.lock(file.parent, patient=True):
             yield
 
-    def make_directory(self, path: RemotePath, /) -> None:
+    def make_directory(self, path: RemotePath, /, *, mode: int | None = None) -> None:
         # Stores have no directories, but no object may have the path of a directory.
         for above in (path, *path.parents):
             if len(above.parts) > 1 and above.is_file():
@@ -213,7 +218,15 @@ class ObjectStorage:
     def write_parts(self, file: RemotePath, parts: Sequence[memoryview], /) -> None:
         self.write(file, b"".join(parts))
 
-    def append_lines(self, file: RemotePath, lines: bytes, max_bytes: int, /) -> None:
+    def append_lines(
+        self,
+        file: RemotePath,
+        lines: bytes,
+        max_bytes: int,
+        /,
+        *,
+        mode: int | None = None,
+    ) -> None:
         for _ in range(_APPEND_TRIES):
             present = file.store.read(file.key)
             if present is None:
@@ -280,6 +293,7 @@ class ObjectStorage:
         overwrite: bool,
         keep: Callable[[str], bool],
         check: Callable[[Path], object],
+        mode: int | None = None,
     ) -> Iterator[Path]:
         if overwrite and commit_marker.is_committed(final):
             check(final)  # `commit_marker.new_checkpoint` removes it at once
@@ -296,6 +310,8 @@ class ObjectStorage:
         publish: Callable[[Path, Path], object],
         before: Callable[[], object],
         /,
+        *,
+        mode: int | None = None,
     ) -> int:
         before()
         return commit_marker.commit(directory, marker)
@@ -311,6 +327,7 @@ class ObjectStorage:
         overwrite: bool,
         keep: Callable[[str], bool] = lambda name: False,
         publish: Callable[[Path, Path], object] = rename.publish,
+        mode: int | None = None,
     ) -> int:
         if files is None:
             files = [path for path in source.rglob("*") if path.is_file()]

@@ -139,6 +139,13 @@ class Storage(Protocol[_Path]):
     def real_path(self, path: _Path, /) -> str:
         """Returns `path` with all symbolic links resolved."""
 
+    def mode(self, directory: _Path, /) -> int | None:
+        """Returns the mode for files added to a directory; None in an object store.
+
+        Raises:
+            FileNotFoundError: The directory is missing.
+        """
+
     def kind(self, path: _Path, /) -> str:
         """Returns the kind of file system, or `object store`; empty if unknown."""
 
@@ -268,10 +275,18 @@ class Storage(Protocol[_Path]):
     def write(self, file: _Path, content: bytes, /) -> None:
         """Writes and syncs a new file; the caller syncs the directory."""
 
-    def replace(self, file: _Path, content: bytes, /) -> None:
+    def replace(
+        self, file: _Path, content: bytes, /, *, mode: int | None = None
+    ) -> None:
         """Writes a file atomically: readers see the old content or the new.
 
         If several processes write at a time, the last write counts.
+
+        Args:
+            file: The file.
+            content: The new content.
+            mode: The mode of directories from which the file's mode follows, see
+                `modes`; None for the umask's.
         """
 
     def lock_file(self, file: _Path, /) -> AbstractContextManager[None]:
@@ -284,8 +299,8 @@ class Storage(Protocol[_Path]):
             OSError: The file cannot be opened.
         """
 
-    def make_directory(self, path: _Path, /) -> None:
-        """Makes a directory and the missing parents durably.
+    def make_directory(self, path: _Path, /, *, mode: int | None = None) -> None:
+        """Makes a directory and the missing parents durably, each with `mode`.
 
         Raises:
             OSError: A directory cannot be made, or its path is a file.
@@ -316,10 +331,19 @@ class Storage(Protocol[_Path]):
             OSError: The file exists, or cannot be written.
         """
 
-    def append_lines(self, file: _Path, lines: bytes, max_bytes: int, /) -> None:
+    def append_lines(
+        self,
+        file: _Path,
+        lines: bytes,
+        max_bytes: int,
+        /,
+        *,
+        mode: int | None = None,
+    ) -> None:
         """Appends whole lines; concurrent writers may append to the same file.
 
         Storage that has to rewrite the file drops the oldest lines beyond `max_bytes`.
+        The `mode` is as for `replace`.
 
         Raises:
             OSError: The lines cannot be written.
@@ -331,7 +355,8 @@ class Storage(Protocol[_Path]):
     def add_directory(self, path: _Path, files: Mapping[str, bytes], /) -> bool:
         """Makes a directory with `files` durably, in a single step if possible.
 
-        With several steps, the files appear in their order.
+        With several steps, the files appear in their order. The mode follows from the
+        parent's.
 
         Returns:
             False, without any change, if another process was first.
@@ -402,6 +427,7 @@ class Storage(Protocol[_Path]):
         overwrite: bool,
         keep: Callable[[str], bool],
         check: Callable[[Path], object],
+        mode: int | None = None,
     ) -> AbstractContextManager[Path]:
         """Yields a new directory for the checkpoint `final`, removed unless committed.
 
@@ -412,6 +438,7 @@ class Storage(Protocol[_Path]):
             overwrite: Whether to replace an existing checkpoint.
             keep: Selects files of the replaced checkpoint to keep, by name.
             check: Called with a checkpoint before its removal; raises to keep it.
+            mode: The mode that `commit` sets; None for the umask's.
         """
 
     def commit(
@@ -422,6 +449,8 @@ class Storage(Protocol[_Path]):
         publish: Callable[[Path, Path], object],
         before: Callable[[], object],
         /,
+        *,
+        mode: int | None = None,
     ) -> int:
         """Commits the checkpoint in `directory` durably; returns the size in bytes.
 
@@ -432,6 +461,8 @@ class Storage(Protocol[_Path]):
             publish: Renames `directory` to `final`, in storage that commits by
                 renaming.
             before: Called at the last moment; an error prevents the commit.
+            mode: The mode of all directories, from which the mode of all files follows;
+                None for the umask's.
 
         Raises:
             CheckpointExistsError: Another process has written `final`.
@@ -449,6 +480,7 @@ class Storage(Protocol[_Path]):
         overwrite: bool,
         keep: Callable[[str], bool] = lambda name: False,
         publish: Callable[[Path, Path], object] = rename.publish,
+        mode: int | None = None,
     ) -> int:
         """Copies a checkpoint of this machine to `final` and commits the copy.
 
@@ -461,6 +493,7 @@ class Storage(Protocol[_Path]):
             keep: Selects files of the replaced checkpoint to keep, by name.
             publish: Renames a copied directory to `final`, in storage that commits by
                 renaming.
+            mode: As for `commit`.
 
         Returns:
             Number of bytes written.

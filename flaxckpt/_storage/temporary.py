@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from flaxckpt import _util
-from flaxckpt._storage import files, filesystem, leases, rename
+from flaxckpt._storage import files, filesystem, leases, modes, rename
 
 _log = logging.getLogger(__name__)
 
@@ -80,18 +80,23 @@ def unfinished_names(root: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def new_directory(final: Path) -> Iterator[Path]:
+def new_directory(final: Path, mode: int | None = None) -> Iterator[Path]:
     """Yields a new directory, to be renamed to `final` in the `with` block.
 
     At the end, removes any directory with the temporary name: the unfinished directory,
     or the directory that it replaced.
+
+    Args:
+        final: The name to come.
+        mode: The mode to come, see `modes`: until then, only this user opens the
+            directory. None for the umask's.
 
     Raises:
         OSError: The directory cannot be made.
     """
     while True:
         path = new_path(final, WRITING)
-        path.mkdir()
+        path.mkdir(0o777 if mode is None else modes.PRIVATE)
         with claim(path) as is_ours:
             if not is_ours:  # another process swept it at once
                 continue

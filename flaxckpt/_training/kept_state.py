@@ -70,6 +70,12 @@ class KeptState:
                 graph = _state.object_graph.ObjectGraph(objects)
             self._graph = graph
             self._values, self._values_tree = jax.tree.flatten(graph.values())
+        try:
+            _take_leaves(self._leaves)
+            _take_leaves(self._values)
+        except _state.leaf_types.LeafTypeError as error:
+            self.fault = f"has {error}"
+            return
         self._copy_numpy()
 
     def _copy_numpy(self) -> None:
@@ -157,6 +163,26 @@ class KeptState:
             self._graph.set_values(now)
 
 
+def _take_leaves(leaves: list[Any]) -> None:
+    """Replaces leaves of registered classes, which may change in place, by copies.
+
+    Raises:
+        LeafTypeError: A leaf cannot be copied.
+    """
+    if _IMMUTABLE.issuperset(map(type, leaves)):
+        return
+    for i, leaf in enumerate(leaves):
+        if taken := _state.leaf_types.take(leaf):
+            parts = _state.tree.flatten(taken.parts)
+            copies = {
+                path: part.value.copy() if _may_change(part.value) else part.value
+                for path, part in parts.leaves.items()
+            }
+            leaves[i] = _state.leaf_types.LeafParts(
+                taken.leaf_type, _state.tree.unflatten(parts.structure, copies)
+            )
+
+
 def _flatten(state: PyTree, before: KeptState | None) -> tuple[list[Any], Any]:
     """Returns leaves and tree of a state; faster for the same tree as before."""
     if before is not None and before._graph is None and not before.fault:
@@ -177,7 +203,7 @@ class Trace:
         leaves = _all_leaves(state)
         self._arrays = [weakref.ref(x) for x in leaves if isinstance(x, jax.Array)]
         self._plain = [
-            None if _is_array(leaf) else _fingerprint(leaf) for leaf in leaves
+            None if _has_own_test(leaf) else _fingerprint(leaf) for leaf in leaves
         ]
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
         compared = _choose_arrays(arrays)
@@ -199,7 +225,9 @@ class Trace:
         if len(leaves) != len(self._plain):  # a part of the state, or other containers
             return False
         return any(
-            before is not None and not _is_array(leaf) and _fingerprint(leaf) != before
+            before is not None
+            and not _has_own_test(leaf)
+            and _fingerprint(leaf) != before
             for leaf, before in zip(leaves, self._plain, strict=True)
         )
 
@@ -225,6 +253,11 @@ def _choose_arrays(arrays: Iterable[Any]) -> list[Any]:
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray)
+
+
+def _has_own_test(leaf: Any) -> bool:
+    """Returns True for arrays, and for leaves whose fingerprint may differ if equal."""
+    return _is_array(leaf) or _state.leaf_types.is_leaf(leaf)
 
 
 def _is_readable(array: Any) -> bool:
@@ -309,4 +342,6 @@ def _is_same(leaf: Any, other: Any) -> bool:
         return True
     if isinstance(leaf, jax.Array) or isinstance(other, jax.Array):
         return False
+    if _state.leaf_types.is_leaf(leaf):
+        return False  # its fingerprint would not show all values
     return bool(_fingerprint(leaf) == _fingerprint(other))

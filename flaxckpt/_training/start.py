@@ -63,7 +63,7 @@ def restore_or_init(
     if source is not None:
         return session.load_source(source, state, options, step=source_step)
     _check_other_names(session)
-    leaves = jax.tree.leaves(state)
+    leaves = _state.flax_state.leaves_by_path(state).values()
     abstract = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     if abstract:
         raise errors.CheckpointNotFoundError(

@@ -79,6 +79,7 @@ class CheckpointConfig:
         items: A name, or a list of names.
         staging: A directory on a faster disk, where steps are saved first.
         keep_staging: As `keep`, for the steps in the staging directory.
+        permissions: A number, or its octal digits: "0o750".
         layout: Fields of `ArrayLayout`.
         save_dtype: `{pattern = "params/.*", dtype = "bfloat16"}`: casts at every save.
         exit_code: "none" is None, for files that have no null.
@@ -105,6 +106,7 @@ class CheckpointConfig:
     read_once: bool = False
     staging: str | None = None
     keep_staging: tuple[PreservationPolicy, ...] = _run.staging.KEEP
+    permissions: int | None = None
     every_steps: int | None = None
     every_secs: float | None = None
     temporary: bool = False
@@ -301,6 +303,7 @@ _PARSERS: Mapping[str, Parser] = {
     "read_once": _parsing.boolean,
     "staging": _parsing.optional(_parsing.path),
     "keep_staging": _parsing.each(_policy),
+    "permissions": _parsing.mode,
     "every_steps": _parsing.optional(_parsing.whole(1)),
     "every_secs": _parsing.optional(_parsing.secs),
     "temporary": _parsing.boolean,
@@ -322,6 +325,8 @@ def _plain(key: str, value: Any) -> Any:
     """Converts a value to the types of files."""
     if value is None:
         return "none"  # only exit_code has another default
+    if key == "permissions":
+        return f"0o{value:o}"
     if isinstance(value, tuple):
         return [_plain(f"{key}[{i}]", item) for i, item in enumerate(value)]
     if isinstance(value, Mapping):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import errors
+from flaxckpt import _storage, errors
 
 Parser = Callable[[str, Any], Any]
 
@@ -110,6 +110,16 @@ def bytes_(key: str, value: Any) -> int:
     if not amount.is_integer():
         raise _type_error(key, "a whole number of bytes", value)
     return int(amount)
+
+
+def mode(key: str, value: Any) -> int | None:
+    """Parses a mode of directories, also from octal digits: "0o750", "750"."""
+    if isinstance(value, str):
+        digits = re.fullmatch("(?:0o?)?([0-7]{3})", value)
+        if digits is None:
+            raise _type_error(key, 'a mode, such as "0o750"', value)
+        value = int(digits[1], 8)
+    return _storage.modes.check(value)
 
 
 def one_of(*choices: Any) -> Parser:

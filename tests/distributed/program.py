@@ -83,7 +83,11 @@ def save():
     results = []
     for number, layout in enumerate(GIVEN["layouts"]):
         mesh, other = MESHES[number % 4], MESHES[(number + 1) % 4]
-        with flaxckpt.Checkpointer(DIRECTORY / layout, layout=LAYOUTS[layout]) as ckpt:
+        with flaxckpt.Checkpointer(
+            DIRECTORY / layout,
+            layout=LAYOUTS[layout],
+            permissions=GIVEN.get("permissions"),
+        ) as ckpt:
             for step in (1, 2):
                 handle = ckpt.save(
                     step,

@@ -1,6 +1,7 @@
 """What two processes save and restore together; see `program` for what each does."""
 
 import json
+import stat
 
 import jax
 import numpy as np
@@ -22,7 +23,8 @@ def job(tmp_path_factory):
     """The directory of a job of two, and what they said."""
     directory = tmp_path_factory.mktemp("two")
     names = "save,train,loading,data,sizes,share,together,items"
-    return directory, jobs.run(names, 2, directory, layouts=LAYOUTS, files=False)
+    given = {"layouts": LAYOUTS, "files": False, "permissions": 0o750}
+    return directory, jobs.run(names, 2, directory, **given)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,12 @@ def test_every_leaf_comes_back_on_other_meshes_from_every_store(job):
     first, second = said["save"]
     assert first == second, "all know what all have written"
     assert len(first["bytes"]) == 2 * len(LAYOUTS)
+
+
+def test_every_file_of_both_has_the_mode_asked_for(job):
+    below = (job[0] / "save").glob("*/**/*")
+    modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in below}
+    assert modes == {(True, 0o750), (False, 0o640)}
 
 
 def test_training_goes_on_while_another_process_has_not_written(job):

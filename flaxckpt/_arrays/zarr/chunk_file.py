@@ -75,7 +75,12 @@ def write(path: Path, parts: Sequence[memoryview]) -> None:
 
 
 def link_if_equal(
-    old: Path, new: Path, parts: Sequence[memoryview], *, compare_all: bool = True
+    old: Path,
+    new: Path,
+    parts: Sequence[memoryview],
+    *,
+    compare_all: bool = True,
+    mode: int | None = None,
 ) -> bool:
     """Makes `new` a hard link to the file `old` if its content equals `parts`.
 
@@ -85,6 +90,7 @@ def link_if_equal(
         parts: The content; in blocks with a checksum, the last part is the checksum.
         compare_all: False to compare only the size and the last part, for values that
             equal the file unless changed in memory since.
+        mode: The mode that the file must have; None for any.
 
     Returns:
         True if the link was made.
@@ -94,7 +100,10 @@ def link_if_equal(
         if not stat.S_ISREG(os.lstat(old).st_mode):
             return False
         with old.open("rb", buffering=0) as file:
-            if os.fstat(file.fileno()).st_size != size or size == 0:
+            status = os.fstat(file.fileno())
+            if status.st_size != size or size == 0:
+                return False
+            if mode is not None and stat.S_IMODE(status.st_mode) != mode:
                 return False
             tail = parts[-1][:CHECKSUM_BYTES]
             start = size - len(parts[-1])

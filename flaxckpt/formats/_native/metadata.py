@@ -119,18 +119,27 @@ def read_run_metadata(root: Path) -> dict[str, JSON]:
     return {}
 
 
-def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
+def write_run_metadata(
+    root: Path, custom: Mapping[str, JSON], *, mode: int | None = None
+) -> None:
     """Writes the user's metadata of a whole run atomically.
+
+    Args:
+        root: The run directory.
+        custom: The metadata.
+        mode: Mode of directories, from which the mode of files follows; None for the
+            umask's.
 
     Raises:
         ValueError: The path of the file leads out of the run through a symlink.
     """
     path = root / _RUN_METADATA
     _storage.of(path).check_file(path, root)
-    _storage.of(path.parent).make_directory(path.parent)
+    _storage.of(path.parent).make_directory(path.parent, mode=mode)
     _storage.of(path).replace(
         path,
         orbax_json.dumps({"internal_metadata": {}, "custom_metadata": dict(custom)}),
+        mode=mode,
     )
 
 
@@ -295,7 +304,8 @@ def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
             valid.append(items.read_file(file, path))
         # Both digests count until the new metrics are written, even after an
         # interruption.
-        storage.replace(path / METRICS_DIGESTS, metrics_digests(*valid))
-        storage.replace(file, content)
-        storage.replace(path / METRICS_DIGESTS, metrics_digests(content))
+        digests, mode = path / METRICS_DIGESTS, storage.mode(path)
+        storage.replace(digests, metrics_digests(*valid), mode=mode)
+        storage.replace(file, content, mode=mode)
+        storage.replace(digests, metrics_digests(content), mode=mode)
     _steps.markers.mark_measured(path)

@@ -1,0 +1,217 @@
+"""Leaf types of users: classes that jax does not know, saved as dicts of parts.
+
+A leaf of a registered class is a container in the leaf table, with its parts as leaves.
+So its parts have leaf paths, chunks, shardings and transforms like all others, and
+readers without the class see a dict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from flaxckpt import _util, errors
+from flaxckpt._types import LeafPath
+
+_Leaf = TypeVar("_Leaf")
+
+Parts = dict[str, Any]
+"""Name -> array, number, string, None, or a dict or list of these."""
+
+_KNOWN = (
+    *(dict, list, tuple, str, bool, int, float, complex, type(None)),
+    *(np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct),
+)
+"""Classes of leaves and containers that are saved without registration."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafType:
+    """A registered class of leaves.
+
+    Attributes:
+        cls: The class.
+        to_arrays: Returns the parts of a leaf.
+        from_arrays: Returns the leaf with these parts.
+    """
+
+    cls: type
+    to_arrays: Callable[[Any], Parts]
+    from_arrays: Callable[[Parts], Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the class in checkpoints."""
+        return f"{self.cls.__module__}:{self.cls.__qualname__}"
+
+
+class LeafParts:
+    """A leaf of a registered class in parts, at the place of the leaf in a state.
+
+    It stands for a leaf that cannot be built now (its parts are abstract), or that may
+    change in place (its parts are copies).
+    """
+
+    def __init__(self, leaf_type: LeafType, parts: Parts) -> None:
+        self.leaf_type = leaf_type
+        self.parts = parts
+
+    def __repr__(self) -> str:
+        return f"LeafParts({self.leaf_type.cls.__qualname__}, {self.parts})"
+
+
+class LeafTypeError(Exception):
+    """A function of a leaf type raised an error, or returned something unsuitable."""
+
+
+class UnbuiltLeavesError(Exception):
+    """Leaves that cannot be built from their parts.
+
+    Attributes:
+        leaves: Leaf path -> leaf type, parts and the reason.
+    """
+
+    def __init__(
+        self, leaves: Mapping[LeafPath, tuple[LeafType, Parts, LeafTypeError]]
+    ) -> None:
+        self.leaves = dict(leaves)
+        super().__init__(", ".join(self.leaves))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BrokenLeaf:
+    """A leaf whose parts are unknown, with the reason."""
+
+    reason: str
+
+
+_by_class: dict[type, LeafType] = {}
+_by_name: dict[str, LeafType] = {}
+
+
+def register_leaf(
+    cls: type[_Leaf],
+    *,
+    to_arrays: Callable[[_Leaf], Parts],
+    from_arrays: Callable[[Parts], _Leaf],
+) -> None:
+    """Registers a class of leaves that jax and flaxckpt do not know.
+
+    A leaf of exactly this class is saved as a dict of its parts, which are leaves with
+    paths of their own, `params/dense/kernel/scale`. A load without a template returns
+    the class again; where the class is not registered, and in Orbax, the leaf is a
+    dict. Register classes before the first save or load, in every program. A second
+    registration of a class replaces the first.
+
+    ```python
+    flaxckpt.register_leaf(
+        Quantized,
+        to_arrays=lambda leaf: {"values": leaf.values, "scale": leaf.scale},
+        from_arrays=lambda parts: Quantized(parts["values"], parts["scale"]),
+    )
+    ```
+
+    Args:
+        cls: The class. jax must not know it as a pytree: the children of a pytree are
+            leaves already.
+        to_arrays: Returns the parts of a leaf: name -> array, number, string, None, or
+            a dict or list of these. Must not change the leaf, and must always return
+            the same names. Called on the thread that calls `save`, and by a
+            `CheckpointCallback` at each report.
+        from_arrays: Returns the leaf from parts with the types that were saved, or with
+            the types of the template. A ValueError says that the parts do not fit.
+
+    Raises:
+        OptionError: `cls` is no class, or needs no registration, or a function is
+            missing.
+    """
+    if not isinstance(cls, type):
+        raise errors.OptionError(
+            f"cls must be a class, got {_util.arguments.describe(cls)}"
+        )
+    if cls is object or issubclass(cls, _KNOWN):
+        raise errors.OptionError(
+            f"{cls.__module__}.{cls.__qualname__} cannot be registered: it is, or is"
+            " derived from, a class that is saved as it is; wrap the value in a class"
+            " of your own"
+        )
+    for name, function in (("to_arrays", to_arrays), ("from_arrays", from_arrays)):
+        if not callable(function):
+            raise errors.OptionError(
+                f"{name} must be a function, got {_util.arguments.describe(function)}"
+            )
+    leaf_type = LeafType(cls, to_arrays, from_arrays)
+    _by_class[cls] = leaf_type
+    _by_name[leaf_type.name] = leaf_type
+
+
+def of_class(cls: type) -> LeafType | None:
+    """Returns the leaf type of a class; None for other classes."""
+    return _by_class.get(cls)
+
+
+def of_name(name: str) -> LeafType | None:
+    """Returns the leaf type with a name in checkpoints; None for unknown names."""
+    return _by_name.get(name)
+
+
+def is_leaf(value: object) -> bool:
+    """Returns True for a leaf of a registered class, or its parts."""
+    return type(value) in _by_class or type(value) is LeafParts
+
+
+def take(leaf: object) -> LeafParts | None:
+    """Returns a leaf in parts; None for a leaf of no registered class.
+
+    Raises:
+        LeafTypeError: The parts are unknown.
+    """
+    if isinstance(leaf, LeafParts):
+        return leaf
+    leaf_type = _by_class.get(type(leaf))
+    if leaf_type is None:
+        return None
+    try:
+        parts = leaf_type.to_arrays(leaf)
+    except Exception as error:
+        raise LeafTypeError(_describe(leaf_type, "to_arrays", error)) from error
+    if type(parts) is not dict:
+        raise LeafTypeError(
+            f"a {leaf_type.name} whose to_arrays returned"
+            f" {_util.arguments.describe(parts)}, not a dict"
+        )
+    for name in parts:
+        if type(name) is not str:
+            raise LeafTypeError(
+                f"a {leaf_type.name} whose to_arrays returned a dict with the key"
+                f" {name!r:.80}, not a name"
+            )
+    return LeafParts(leaf_type, parts)
+
+
+def build(leaf_type: LeafType, parts: Parts) -> Any:
+    """Returns the leaf with these parts.
+
+    Raises:
+        LeafTypeError: `from_arrays` does not accept the parts.
+    """
+    try:
+        leaf = leaf_type.from_arrays(parts)
+    except Exception as error:
+        raise LeafTypeError(_describe(leaf_type, "from_arrays", error)) from error
+    if not isinstance(leaf, leaf_type.cls):
+        raise LeafTypeError(
+            f"from_arrays returned {_util.arguments.describe(leaf)} instead"
+        )
+    return leaf
+
+
+def _describe(leaf_type: LeafType, function: str, error: Exception) -> str:
+    reason = errors.one_line(f"{type(error).__name__}: {error}")
+    if function == "from_arrays":
+        return f"from_arrays raised {reason}"
+    return f"a {leaf_type.name} whose {function} raised {reason}"
