@@ -55,7 +55,7 @@ def test_nothing_is_lost_unreadable_or_unreported(worker, directory, scenario, f
     assert worker("prepare", scenario=scenario, base=base)["code"] == 0
     step, first = 1, 1
     if not EVERY and fault == "killed" and scenario not in QUICK:
-        step, first = 2, random.randint(1, 2)
+        step, first = 3, random.randint(1, 3)
     elif not EVERY and fault != "killed":
         step = SAMPLED
         first = 1 + zlib.crc32(f"{scenario} {fault}".encode()) % SAMPLED
