@@ -641,12 +641,15 @@ def test_an_item_of_any_name_is_restored_with_its_iterator(tmp_path):
     assert [*seen, next(ours)] == [0, 1, 2]
 
 
-def test_several_items_are_named_and_may_be_merged(tmp_path):
+def test_several_items_are_one_tree_and_may_be_merged(tmp_path):
     with ocp.CheckpointManager(tmp_path / "old") as manager:
         item = ocp.args.StandardSave(STATE)
         manager.save(1, args=ocp.args.Composite(params=item, ema=item))
-    with pytest.raises(flaxckpt.errors.CheckpointFormatError, match="ema, params"):
-        flaxckpt.Checkpointer(tmp_path / "old").restore(STATE)
+    with flaxckpt.Checkpointer(tmp_path / "old", read_only=True) as checkpointer:
+        tree = checkpointer.restore({"params": STATE, "ema": STATE})
+        assert jnp.array_equal(tree["ema"]["w"], STATE["w"])
+        with pytest.raises(flaxckpt.errors.RestoreMismatchError, match="ema/"):
+            checkpointer.restore(STATE)
 
     def below(name):
         return [transforms.rename("(.*)", rf"{name}/\1")]
