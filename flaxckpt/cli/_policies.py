@@ -70,7 +70,7 @@ def parse_policies(
     return parse_rules(keep, config, group)["keep"]
 
 
-class Rules(TypedDict):
+class RetentionOptions(TypedDict):
     """Options of retention, as for `Checkpointer`."""
 
     keep: tuple[PreservationPolicy, ...]
@@ -80,7 +80,9 @@ class Rules(TypedDict):
     dataset_item: str
 
 
-def parse_rules(keep: list[str] | None, config: str | None, group: str | None) -> Rules:
+def parse_rules(
+    keep: list[str] | None, config: str | None, group: str | None
+) -> RetentionOptions:
     """Returns the rules of these options, and the items of the config.
 
     Raises:

@@ -646,7 +646,9 @@ def test_several_items_are_one_state_and_may_be_merged(tmp_path):
         item = ocp.args.StandardSave(STATE)
         manager.save(1, args=ocp.args.Composite(params=item, ema=item))
     ckpt = flaxckpt.Checkpointer(tmp_path / "old")
-    with pytest.raises(flaxckpt.errors.RestoreMismatchError, match='as {"ema": state}'):
+    with pytest.raises(
+        flaxckpt.errors.RestoreMismatchError, match=r'as \{"ema": state\}'
+    ):
         ckpt.restore(STATE)
     both = ckpt.restore({"params": STATE, "ema": STATE})
     assert jnp.array_equal(both["ema"]["w"], STATE["w"])
