@@ -18,7 +18,8 @@ from tests import GOLDEN
 from tests.golden import make_flaxckpt, make_roles
 from tests.helpers import strategies
 
-RUNS = sorted(GOLDEN.glob("flaxckpt-*/*"))
+RUNS = sorted(GOLDEN.glob("flaxckpt-1*/*"))
+ITEM_RUNS = sorted(GOLDEN.glob("flaxckpt-2*/*"))
 NEWEST = GOLDEN / "flaxckpt-1-0.1.0"
 STEP = str(make_flaxckpt.STEP)
 
@@ -27,7 +28,8 @@ def test_there_is_a_golden_checkpoint_of_every_version_and_layout():
     found = {f"{run.parent.name}/{run.name}" for run in RUNS}
     assert {"flaxckpt-1/files", "flaxckpt-1/ocdbt"} <= found
     assert {f"{NEWEST.name}/{name}" for name in make_flaxckpt.LAYOUTS} <= found
-    assert int(NEWEST.name.split("-")[1]) in native_manifest.VERSIONS
+    assert {"files", "ocdbt"} <= {run.name for run in ITEM_RUNS}
+    assert native_manifest.VERSIONS == (1, 2)
 
 
 def manifest(run):
@@ -58,6 +60,28 @@ def test_a_golden_checkpoint_comes_back_with_and_without_a_template(run):
             assert jax.tree.structure(again[name]) == jax.tree.structure(wanted[name])
         assert type(again["train"]) is type(wanted["train"])
         assert list(again["int keys"]) == [10, 9]
+
+
+@pytest.mark.parametrize(
+    "run", ITEM_RUNS, ids=lambda run: f"{run.parent.name}-{run.name}"
+)
+def test_golden_items_come_back(run):
+    ckpt = flaxckpt.Checkpointer(run, read_only=True, dataset_item="iter")
+    wanted = make_flaxckpt.in_items(make_flaxckpt.state())
+    batches = StepIndexed(lambda i: i)
+    for found in (flaxckpt.load(run), ckpt.restore(wanted, dataset=batches)):
+        for item in wanted:
+            for name in wanted[item]:
+                strategies.assert_same_state(wanted[item][name], found[item][name])
+    assert next(batches) == make_flaxckpt.STEP
+    older = make_flaxckpt.STEP - 1
+    assert list(flaxckpt.load(run, step=older)) == ["first"]
+    assert ckpt.metadata(older).deleted_items == ("second",)
+    for step in (older, make_flaxckpt.STEP):
+        assert ckpt.metadata(step).json == {"config": make_flaxckpt.METADATA}
+        report = ckpt.verify(step)
+        assert report.ok, str(report)
+        assert report.extra == ()
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.parent.name}-{run.name}")

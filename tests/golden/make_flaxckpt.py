@@ -3,9 +3,9 @@
 Run from the root of the repository, once for every new version of the manifest, and for
 every release that writes more than the one before:
 
-    python -m tests.golden.make_flaxckpt
+    python -m tests.golden.make_flaxckpt 2
 
-What is in the repository for version 1 was written on one CPU device, with
+What is in the repository for versions 1 and 2 was written on one CPU device, with
 
     jax 0.10.2    flax 0.12.8    optax 0.2.8    tensorstore 0.1.86
 
@@ -15,6 +15,7 @@ What is in the repository for version 1 was written on one CPU device, with
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +31,7 @@ from flax.training import dynamic_scale, train_state
 
 import flaxckpt
 from flaxckpt.datasets import StepIndexed
-from flaxckpt.formats._native import manifest as native_manifest
+from flaxckpt.policies import LatestN
 
 STEP: Final = 7
 METRICS: Final = {"eval/loss": 0.25}
@@ -93,12 +94,44 @@ def write(folder: Path) -> None:
         (folder / name / "events.jsonl").unlink()
 
 
+def in_items(tree: dict[str, Any]) -> dict[str, Any]:
+    """The state in two branches, which are items in version 2."""
+    first = {name: tree[name] for name in ("train", "model", "frozen")}
+    return {"first": first, "second": {k: v for k, v in tree.items() if k not in first}}
+
+
+def write_items(folder: Path) -> None:
+    """Writes a run of two steps of several items, the first without an item."""
+    for name in ("files", "ocdbt"):
+        with flaxckpt.Checkpointer(
+            folder / name,
+            layout=LAYOUTS[name],
+            items=("first", "second"),
+            dataset_item="iter",
+            keep_items={"second": [LatestN(1)]},
+        ) as ckpt:
+            for step in (STEP - 1, STEP):
+                ckpt.save(
+                    step,
+                    in_items(state()),
+                    metrics=METRICS,
+                    metadata=METADATA,
+                    json={"config": METADATA},
+                    dataset=StepIndexed(lambda i: i, start=step),
+                )
+        (folder / name / "events.jsonl").unlink()
+
+
+WRITERS: Final = {"1": write, "2": write_items}
+"""Version of the manifest -> function that writes it."""
+
+
 def main() -> None:
     """Adds the folder of this release."""
-    name = f"flaxckpt-{native_manifest.VERSION}-{version('flaxckpt')}"
-    folder = Path(__file__).parent / name
+    [number] = sys.argv[1:]
+    folder = Path(__file__).parent / f"flaxckpt-{number}-{version('flaxckpt')}"
     folder.mkdir()
-    write(folder)
+    WRITERS[number](folder)
 
 
 if __name__ == "__main__":
