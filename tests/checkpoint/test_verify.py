@@ -570,7 +570,7 @@ def test_a_mark_that_cannot_be_made_is_told_of(tmp_path, monkeypatch, caplog):
     ckpt = run(tmp_path, 1, 2)
     flip_bit(tmp_path / "2/state/w/c.0.0", 3)
 
-    def fail(path, content):
+    def fail(path, content, **options):
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(LOCAL, "replace", fail)

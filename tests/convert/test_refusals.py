@@ -247,7 +247,7 @@ def test_a_path_below_a_file_is_refused(source, tmp_path):
 
 
 def test_nothing_is_said_of_work_that_is_not_there(source, tmp_path, monkeypatch):
-    def fail(directory, work):
+    def fail(directory, work, **options):
         raise OSError("no space left")
 
     monkeypatch.setattr(convert, "Journal", fail)

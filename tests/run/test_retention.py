@@ -509,7 +509,7 @@ def test_a_state_is_let_go_entirely_or_not_at_all(tmp_path, monkeypatch, caplog,
     ckpt = save_datasets(tmp_path, 1, 2)
     ckpt = flaxckpt.Checkpointer(tmp_path, keep_dataset=[LatestN(1)])
 
-    def fail(path, *_):
+    def fail(path, *_, **__):
         if path.exists() or call == "replace":
             raise OSError(5, "Input/output error")
 
@@ -953,13 +953,18 @@ def test_metrics_appear_with_their_directory(tmp_path, monkeypatch):
     save(tmp_path, 1)
     ckpt = flaxckpt.Checkpointer(tmp_path)
     seen = []
-    real = LOCAL.write
 
-    def write(path, content):
-        seen.append((tmp_path / "1/metrics").exists())
-        real(path, content)
+    def watch(name):
+        real = getattr(LOCAL, name)
 
-    monkeypatch.setattr(LOCAL, "write", write)
+        def write(path, content, **options):
+            seen.append((tmp_path / "1/metrics").exists())
+            real(path, content, **options)
+
+        monkeypatch.setattr(LOCAL, name, write)
+
+    watch("write")
+    watch("replace")
     ckpt.add_metrics(1, {"loss": 1})
     # Only the mark comes after it, as it says that there are metrics.
     assert seen == [False, False, True]

@@ -389,7 +389,7 @@ def _read_native(
         structure = _state.containers.prune(structure, table)
     metadata = dataclasses.replace(
         native_metadata.checkpoint_metadata(
-            path, "flaxckpt", step, infos, digests, manifest.items.dataset
+            path, "flaxckpt", step, infos, digests, manifest.items.dataset, deleted
         ),
         lineage=manifest.lineage,
         transforms=manifest.transforms,

@@ -31,6 +31,7 @@ def checkpoint_metadata(
     infos: Sequence[LeafInfo],
     digests: Mapping[str, str],
     dataset: str | None = DATASET,
+    deleted: tuple[str, ...] | None = None,
 ) -> CheckpointMetadata:
     """Returns the metadata of a checkpoint with the leaves `infos`.
 
@@ -41,6 +42,7 @@ def checkpoint_metadata(
         infos: The leaves.
         digests: File name -> recorded digest.
         dataset: The item of the dataset; None without it.
+        deleted: Result of `read_deleted_items`, if already read.
 
     Raises:
         DamagedCheckpointError: A file with a recorded digest is missing, malformed, or
@@ -57,7 +59,7 @@ def checkpoint_metadata(
             # Orbax tolerates invalid content here, and the state does not need it.
             if CHECKPOINT in digests:
                 raise
-    deleted = read_deleted_items(path)
+    deleted = read_deleted_items(path) if deleted is None else deleted
     return CheckpointMetadata(
         str(path),
         format_name,
@@ -192,10 +194,14 @@ def _evidence_of_metrics(path: Path) -> str | None:
     """Returns the file that records metrics of a native checkpoint, or None."""
     if _steps.markers.is_measured(path):
         return _steps.markers.MEASURED
-    # Orbax records no digests, and an item has no metrics.
-    if not all((path / name).is_file() for name in (orbax_json.MANIFEST, CHECKPOINT)):
+    if not (path / orbax_json.MANIFEST).is_file():  # Orbax records no digests
         return None
-    handlers = items.read_json(path / CHECKPOINT, path).get("item_handlers")
+    try:
+        handlers = items.read_json(path / CHECKPOINT, path).get("item_handlers")
+    except errors.DamagedCheckpointError:
+        if (path / items.SEAL).is_file():  # an item, which has no metrics
+            return None
+        raise
     return CHECKPOINT if isinstance(handlers, dict) and METRICS in handlers else None
 
 
