@@ -107,7 +107,11 @@ class RankedSteps:
         return self._metrics.has_changed(path)
 
     def steps(self) -> dict[int, RunStep]:
-        """Returns the current steps, without unrecognised directories."""
+        """Returns the current steps, without unrecognised directories.
+
+        Raises:
+            DamagedCheckpointError: A step cannot be read at present.
+        """
         with (
             _storage.permissions.explain_errors(self._directory),
             _storage.paths.listing_cache(self._directory),
@@ -119,6 +123,9 @@ class RankedSteps:
             paths = {entry.path for entry in entries}
             for cache in (self._metrics, self._created):
                 cache.forget(all_but=paths)
+            for entry in entries:
+                if entry.error and _storage.permissions.is_unread(entry.error):
+                    raise entry.error  # it may be a step, which nobody must miss
             return {
                 entry.step: self._read_step(entry, elsewhere.get(entry.step, {}))
                 for entry in entries
