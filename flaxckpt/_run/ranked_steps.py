@@ -109,8 +109,7 @@ class RankedSteps:
     def steps(self) -> dict[int, RunStep]:
         """Returns the current steps, without unrecognised directories.
 
-        Raises:
-            DamagedCheckpointError: A step cannot be read at present.
+        A step that cannot be read at present counts.
         """
         with (
             _storage.permissions.explain_errors(self._directory),
@@ -123,13 +122,10 @@ class RankedSteps:
             paths = {entry.path for entry in entries}
             for cache in (self._metrics, self._created):
                 cache.forget(all_but=paths)
-            for entry in entries:
-                if entry.error and _storage.permissions.is_unread(entry.error):
-                    raise entry.error  # it may be a step, which nobody must miss
             return {
                 entry.step: self._read_step(entry, elsewhere.get(entry.step, {}))
                 for entry in entries
-                if entry.is_step
+                if entry.is_step or _is_unread(entry)
             }
 
     def _read_step(self, entry: _Entry, elsewhere: Mapping[str, float]) -> RunStep:
@@ -142,3 +138,7 @@ class RankedSteps:
             created=functools.partial(self._created, entry.path),
         )
         return RunStep(entry.path, markers, ranked)
+
+
+def _is_unread(entry: _Entry) -> bool:
+    return entry.error is not None and _storage.permissions.is_unread(entry.error)
