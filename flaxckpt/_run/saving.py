@@ -25,6 +25,7 @@ from flaxckpt._run import metrics as run_metrics
 from flaxckpt._run import params_only, run_steps
 from flaxckpt._types import PyTree
 from flaxckpt.formats import _native
+from flaxckpt.formats._native.items import Items
 from flaxckpt.formats._reader import Lineage
 
 _log = logging.getLogger(__name__)
@@ -305,6 +306,7 @@ class Saves:
                     _checkpoint.save.without_optimizer,
                     *self._options.transforms,
                 ),
+                items=Items(),  # a branch of the optimizer is missing
             )
             request = dataclasses.replace(request, path=path, options=options)
             with _checkpoint.commit.store_errors(path):

@@ -135,6 +135,8 @@ def _list_items(path: Path) -> _Listing:
                 why = "was deleted from" if name in deleted else "is missing from"
                 left_out[name] = f"{why} this step; restore another"
                 lost.append(name)
+            elif "Json" in handler and name not in (*deleted, items.METRICS):
+                left_out[name] = "is missing from this step; restore another"
         elif not item.is_dir() or _is_temporary(name):
             continue
         elif items.is_tree(item) or items.is_native(item):

@@ -13,6 +13,7 @@ from flaxckpt._checkpoint import commit, restore, save
 from flaxckpt._types import PathLike, PyTree
 from flaxckpt.formats import _native
 from flaxckpt.transforms import Transform
+from flaxckpt.transforms import _base as _transforms
 
 try:
     from orbax import checkpoint as ocp
@@ -58,7 +59,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
     ) -> None:
         self._options = commit.SaveOptions(
             layout=check_layout(layout),
-            transforms=transforms,
+            transforms=_transforms.check(transforms),
             items=_native.items.Items(state=""),
         )
 

@@ -420,3 +420,14 @@ def check_damage(step, leaf):
     assert list(report.unreadable) == [leaf]
     with pytest.raises(errors.DamagedCheckpointError, match="mu/dense/kernel"):
         flaxckpt.load(step)
+
+
+def test_a_lost_json_item_is_named(tmp_path, caplog):
+    with ocp.CheckpointManager(tmp_path) as manager:
+        tree = ocp.args.StandardSave({"w": np.ones(2)})
+        args = ocp.args.Composite(a=tree, b=tree, cfg=ocp.args.JsonSave({"x": 1}))
+        manager.save(1, args=args)
+    shutil.rmtree(tmp_path / "1/cfg")
+    assert list(flaxckpt.load(tmp_path)) == ["a", "b"]
+    assert "cfg is missing from this step" in caplog.text
+    assert not flaxckpt.verify(tmp_path).ok

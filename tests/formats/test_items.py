@@ -201,6 +201,11 @@ def test_json_items_come_back_as_json(tmp_path):
         ({"items": 5}, "items must be the name of the item"),
         ({"items": ("a", 5)}, "5 in items: wanted the name of a directory"),
         ({"items": "metrics"}, "'metrics' in items: this name has another use"),
+        ({"items": ""}, "items is an empty text"),
+        ({"items": "DAMAGED"}, "'DAMAGED' in items: this name has another use"),
+        ({"items": ("a", "ITEM_DELETED.a")}, "this name has another use"),
+        ({"dataset_item": "flaxckpt.json"}, "this name has another use"),
+        ({"items": "_CHECKPOINT_METADATA"}, "this name has another use"),
         ({"items": "dataset"}, "'dataset' in items: this name has another use"),
         ({"items": "a", "dataset_item": "a"}, "dataset_item: the name is also in"),
         ({"dataset_item": "metrics"}, "this name has another use"),
@@ -249,6 +254,7 @@ def test_a_state_without_these_branches_is_refused(tmp_path, tree, wanted):
     [
         ({"state": {}}, "the name is also in items"),
         ({"metrics": {}}, "this name has another use"),
+        ({"PINNED": {}}, "this name has another use"),
         ({"x/y": {}}, "wanted the name of a directory"),
         ({"config": {"a": {1}}}, "json['config']['a'] is a builtins.set"),
         ({"config": np.ones(2)}, "json['config'] is a numpy.ndarray"),
@@ -313,6 +319,13 @@ def test_a_deleted_item_is_an_error_unless_it_begins_anew(tmp_path):
     strategies.assert_same_state(state(1)["model_params"], found["model_params"])
     fresh = optax.adam(1e-3).init(state(1)["model_params"])
     strategies.assert_same_state(fresh, found["optimizer_state"])
+
+
+def test_parameters_alone_are_saved_without_the_item_of_the_optimizer(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, items=ITEMS) as ckpt:
+        path = ckpt.save_params_only(3, state(3))
+    params = {"model_params": state(3)["model_params"]}
+    strategies.assert_same_state(params, flaxckpt.load(path, params))
 
 
 def test_items_that_cannot_be_deleted_are_named(tmp_path):

@@ -97,6 +97,10 @@ def make_items(state: object, dataset: object) -> items.Items:
                 f" top-level branches of the state, got {state!r:.80}"
             )
         state = tuple(state)
+    elif not state:
+        raise errors.OptionError(
+            "items is an empty text: wanted the name of the item with the state"
+        )
     layout = items.Items(state, cast(str, dataset))
     check_items(layout, ())
     return layout
@@ -127,8 +131,10 @@ def check_items(layout: items.Items, json: Iterable[str]) -> None:
                     "wanted the name of a directory, of letters, digits, '_', '-' and"
                     " '.', with a letter first"
                 )
-            elif name in _NOT_ITEMS or (
-                name == items.DATASET and role != "dataset_item"
+            elif (
+                name in _NOT_ITEMS
+                or _steps.markers.is_marker(name)
+                or (name == items.DATASET and role != "dataset_item")
             ):
                 fault = "this name has another use in a checkpoint"
             elif name in roles:
@@ -178,8 +184,11 @@ def check_branches(layout: items.Items, infos: Sequence[LeafInfo]) -> None:
 
 _ITEM = re.compile(r"[^\W\d][\w.-]{0,99}")
 
-_NOT_ITEMS = frozenset((items.METRICS, "metadata", "descriptor"))
-"""Names of other directories in a checkpoint."""
+_NOT_ITEMS = items.UNDIGESTED | {
+    *(items.METRICS, items.CHECKPOINT, items.TREE),
+    *("metadata", "descriptor"),
+}
+"""Names of other files and directories in a checkpoint."""
 
 
 def _nested_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
