@@ -226,6 +226,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     metadata = copy_json(request.metadata)
     json_items = copy_json(request.json, "json")
     _native.names.check_items(options.items, json_items)
+    _check_items_apart(state, options)
     table, structure = plan_leaves(_state.flax_state.flatten(state), options)
     infos = tuple([leaf.info for leaf in table.values()])
     places = plan_places(infos, options)
@@ -429,6 +430,23 @@ def plan_places(infos: Sequence[LeafInfo], options: SaveOptions) -> Places:
     for item, (leaves, names) in parts.items():
         _native.names.check(item, leaves, names, ocdbt=ocdbt)
     return Places(ocdbt, [items.array_directory(info) for info in infos])
+
+
+def _check_items_apart(state: PyTree, options: SaveOptions) -> None:
+    """Raises OptionError if NNX objects in several items share variables.
+
+    The variables would be in one item only: the others could not be read alone, and
+    lose their values with that item.
+    """
+    if isinstance(options.items.state, str):
+        return
+    if shared := _state.flax_state.find_shared_branches(state):
+        pairs = [f"{branch} and {owner}" for branch, owner in shared.items()]
+        raise errors.OptionError(
+            "these items share NNX variables, which can be stored in one of them only:"
+            f"\n{errors.rows(pairs)}\nSave nnx.state(…) of each object, which has the"
+            " values of its own, or save the whole state as items='state'."
+        )
 
 
 def _uses_ocdbt(

@@ -282,6 +282,30 @@ def _variables(objects: Sequence[Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
             yield path, node
 
 
+def find_shared_branches(state: PyTree) -> dict[str, str]:
+    """Returns top-level branches with NNX variables of an earlier branch.
+
+    A variable that several objects share is stored once, in the first branch.
+
+    Returns:
+        Branch -> the earlier branch.
+    """
+    nnx = loaded_nnx()
+    if nnx is None:
+        return {}
+    if is_object(state):
+        state = dict(vars(state))
+    owners: dict[int, str] = {}
+    shared: dict[str, str] = {}
+    for keys, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_object):
+        branch = jax.tree_util.keystr(keys[:1], simple=True)
+        for _, variable in _variables([node] if is_object(node) else []):
+            owner = owners.setdefault(id(variable), branch)
+            if owner != branch:
+                shared.setdefault(branch, owner)
+    return shared
+
+
 def _share_variables(
     leaves: list[Any],
     objects: Sequence[Any],
