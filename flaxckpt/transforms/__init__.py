@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from flaxckpt import errors
 from flaxckpt.transforms import _base
 from flaxckpt.transforms._base import TableTransform, Transform, describe
+from flaxckpt.transforms._affine import offset, scale
 from flaxckpt.transforms._from_function import from_function
 from flaxckpt.transforms._join import fuse, split, stack, unstack
 from flaxckpt.transforms._map import cast, grow, map_leaf, pad, slice, transpose

@@ -165,7 +165,7 @@ class _Map(TableTransform):
                     yield NewLeaf(path, path, new)
                     continue
                 before, after = shapes[path]
-                is_copy = _is_copy(leaf)
+                is_copy = is_copy(leaf)
                 is_left = before == after and not (self.follows or is_copy)
                 if is_left or leaf.info.kind == "empty":
                     yield NewLeaf(path, path, leaf)
@@ -249,7 +249,7 @@ _COPIES = frozenset(
 """Fields of optimizers that hold copies of parameters, not moments."""
 
 
-def _is_copy(leaf: Leaf) -> bool:
+def is_copy(leaf: Leaf) -> bool:
     role = leaf.info.role
     return role is not None and (role.state_class, role.field) in _COPIES
 

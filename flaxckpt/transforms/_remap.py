@@ -301,10 +301,9 @@ class _Remap(TableTransform):
         ignored = {p for p in others if self.ignored and self.ignored.fullmatch(p)}
         extra = [path for path in others if path not in ignored]
         if extra:
-            names = [rule.source.text for rule in self.rules]
             lines = (
                 f"{path}: {table[path].info}"
-                f"{_nearest(path, names) if i < errors.ROWS_SHOWN else ''}"
+                f"{self._why_extra(path) if i < errors.ROWS_SHOWN else ''}"
                 for i, path in enumerate(extra)
             )
             raise errors.OptionError(
@@ -313,6 +312,16 @@ class _Remap(TableTransform):
                 + "\nDrop them first, if you do not need them: drop(pattern)."
             )
         return {path: leaf for path, leaf in table.items() if path not in ignored}
+
+    def _why_extra(self, path: LeafPath) -> str:
+        """Returns the reason why a leaf has no row, if there is a similar row."""
+        for rule in self.rules:
+            if rule.source.pattern.fullmatch(path):
+                limits = (
+                    f"{a}={self.sizes[a]}" for a in rule.source.axes if a in self.sizes
+                )
+                return f"; its index is beyond the sizes {', '.join(limits)}"
+        return _nearest(path, [rule.source.text for rule in self.rules])
 
     def __str__(self) -> str:
         if self.name is not None:
@@ -533,28 +542,40 @@ def remap(
         OptionError: A row is not valid. When applied: leaves are missing, or do not fit
             their form.
     """
+    return make_remap([*rows], sizes, rest=rest, ignored=ignored)
+
+
+def make_remap(
+    rows: Sequence[Row | tuple[str, ...]],
+    sizes: Mapping[str, int],
+    *,
+    rest: Literal["keep", "error"] = "keep",
+    ignored: str | None = None,
+    name: str | None = None,
+) -> TableTransform:
+    """Returns `remap` under another name, for the record and for messages."""
     listed = [_check_row(row) for row in rows]
     if not listed:
         raise errors.OptionError("remap needs at least one row")
     if rest not in ("keep", "error"):
         raise errors.OptionError(f"rest must be 'keep' or 'error', got {rest!r:.80}")
     checked = {
-        name: _util.arguments.check_int(name, size, least=1)
-        for name, size in sizes.items()
+        axis: _util.arguments.check_int(axis, size, least=1)
+        for axis, size in sizes.items()
     }
     rules = tuple(map(_parse, listed))
     for rule in rules:
         words = {**rule.source.counts, **rule.target.counts}
-        for name in (rule.source, rule.target):
-            checked |= {axis: words[axis] for axis in name.inner if axis in words}
-            lacking = [axis for axis in name.inner if axis not in checked]
+        for side in (rule.source, rule.target):
+            checked |= {axis: words[axis] for axis in side.inner if axis in words}
+            lacking = [axis for axis in side.inner if axis not in checked]
             if lacking:
                 raise errors.OptionError(
-                    f"the name {name.text!r} needs the size of {lacking[0]}: pass"
+                    f"the name {side.text!r} needs the size of {lacking[0]}: pass"
                     f" {lacking[0]}=…"
                 )
     pattern = None if ignored is None else compile_pattern(ignored)
-    return _Remap(rules, checked, rest, pattern)
+    return _Remap(rules, checked, rest, pattern, name)
 
 
 def _check_row(row: Any) -> Row:
