@@ -11,7 +11,7 @@ from flaxckpt._types import JSON, LeafPath
 from flaxckpt.maps import _config
 from flaxckpt.transforms import Row, Transform
 from flaxckpt.transforms._base import call
-from flaxckpt.transforms._form import parse_form
+from flaxckpt.transforms._form import Form
 from flaxckpt.transforms._names import parse_name
 from flaxckpt.transforms._remap import make_remap
 
@@ -148,7 +148,7 @@ class Family:
         for tensor in tensors:
             needed |= {*parse_name(tensor.source).axes, *parse_name(tensor.target).axes}
             if tensor.form is not None:
-                needed |= parse_form(tensor.form).names
+                needed |= Form.parse(tensor.form, {}).names
         sizes = {}
         for axis, rule in self.sizes.items():
             if axis not in needed:

@@ -15,12 +15,12 @@ class Case:
         target: The target layout.
         published: Makes the model of transformers, in torch, with random weights.
         reference: Runs it: maps the model to its outputs as a numpy array.
-        state: Makes the state to fill, from the configuration of transformers: params of
-            linen, or an NNX model.
+        state: Makes the state to fill, from the configuration of transformers: params
+            of linen, or an NNX model.
         run: Runs the filled state: maps it and the configuration to the outputs; None
             for a layout whose program cannot be installed.
-        expected: Maps the torch model to the wanted leaves, by leaf path, where there is
-            no program to run.
+        expected: Maps the torch model to the wanted leaves, by leaf path, where there
+            is no program to run.
         options: Further arguments of the map.
         is_exact: False if values change by rounding on the way (scaled queries).
     """
