@@ -43,7 +43,7 @@ PASSAGES = {
         "_safetensors",
         "_t5x",
     },
-    "transforms": {"_base", "_form", "_names", "_patterns", "_remap"},
+    "transforms": {"_base", "_form", "_moments", "_names", "_patterns", "_remap"},
 }
 
 # Third-party package -> the only modules or packages that may import it; none: nobody
