@@ -83,7 +83,8 @@ def read(path: Path, step: int | None, read_native: ReadNative) -> Stored:
         for item in listing.lost
         if item not in listing.deleted
     }
-    return _add_metadata(stored, path, step, Items(state=state), trees, json, damaged)
+    layout = Items(state=state, dataset=listing.deleted_dataset)
+    return _add_metadata(stored, path, step, layout, trees, json, damaged)
 
 
 # ---- listing ------------------------------------------------------------------------
@@ -109,6 +110,12 @@ class _Listing(NamedTuple):
     lost: list[str]
     damaged: dict[str, str]
     left_out: dict[str, str]
+
+    @property
+    def deleted_dataset(self) -> str:
+        """Name of the item of the dataset, if it was deleted; else the usual name."""
+        deleted = (name for name in self.deleted if name in self.handlers)
+        return next((n for n in deleted if n not in self.left_out), items.DATASET)
 
     def is_stray(self, item: str) -> bool:
         """Returns True if the handlers of other items are recorded."""

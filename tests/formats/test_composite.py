@@ -427,6 +427,16 @@ def test_a_deleted_item_is_told(trainer, caplog):
     assert not [r for r in caplog.records if r.name.startswith("flaxckpt.formats")]
 
 
+def test_a_deleted_dataset_is_told(trainer):
+    with flaxckpt.Checkpointer(trainer.parent) as run:
+        run.delete(STEP, item="iter")
+        assert run.metadata(STEP).deleted_items == ("iter",)
+        assert not run.metadata(STEP).has_dataset
+        with pytest.raises(errors.DatasetStateError, match=r"keep_items or delete\("):
+            run.restore_dataset(iterator(), step=STEP)
+        assert run.verify(STEP).ok
+
+
 def test_a_tree_without_its_description_is_damage(trainer):
     (trainer / "optimizer_state" / "_METADATA").unlink()
     with pytest.raises(errors.DamagedCheckpointError, match="optimizer_state") as info:

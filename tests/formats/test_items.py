@@ -24,6 +24,7 @@ from flaxckpt import errors
 from flaxckpt._checkpoint import file_sizes
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import EveryNSteps, LatestN
+from tests.helpers import faulty_store as faulty
 from tests.helpers import strategies
 
 ITEMS = ("model_params", "optimizer_state")
@@ -503,3 +504,19 @@ def test_steps_of_items_are_replaced_and_linked(tmp_path):
         (tmp_path / "2/model_params/mine.txt").write_text("keep me")
         with pytest.raises(errors.CheckpointExistsError, match=r"mine\.txt"):
             ckpt.save(2, state(5), on_exists="overwrite")
+
+
+def test_damaged_items_of_a_step_in_a_store_do_not_block_others():
+    path = faulty.new_path("items") / "checkpoint"
+    flaxckpt.save(path, state(1), items=ITEMS, json={"config": {}, "other": 1})
+    params = {"model_params": state(1)["model_params"]}
+    for name in ("config", "optimizer_state"):
+        for file in sorted((path / name).rglob("*")):
+            file.unlink()
+    strategies.assert_same_state(params, flaxckpt.load(path, params))
+    metadata = flaxckpt.metadata(path)
+    assert metadata.damaged_items.keys() == {"config", "optimizer_state"}
+    assert metadata.json == {"other": 1}
+    with pytest.raises(errors.DamagedCheckpointError, match="optimizer_state is miss"):
+        flaxckpt.load(path)
+    assert not flaxckpt.verify(path).ok
