@@ -321,14 +321,17 @@ def open_leaf(
             f" {_util.arguments.describe(leaf_path)}"
         )
     stored = _locate.open_checkpoint(path, step)
+    stored.check_leaf(leaf_path)
     leaf = stored.table.get(leaf_path)
     source = None if leaf is None else leaf.source
     if not isinstance(source, StoredLeaf) or source.open is None:
         wanted = LeafInfo(leaf_path, (), "array", "jax.Array")
-        nothing = mismatch.describe_missing(wanted, stored.table)
+        found = mismatch.describe_missing(wanted, stored.table).found
+        if why := stored.explain_missing(leaf_path):
+            found = f"nothing: {why}"
         raise errors.RestoreMismatchError(
             stored.metadata.path,
-            [Mismatch(leaf_path, "an array", nothing.found)],
+            [Mismatch(leaf_path, "an array", found)],
             "metadata(path).leaves lists all leaves.",
         )
     return _arrays.read.open_one(source)
@@ -368,7 +371,7 @@ class Restore:
         if self._planned.problems:
             raise mismatch.make_error(
                 self._planned,
-                stored.table,
+                stored,
                 has_transforms=bool(options.transforms),
                 has_state=abstract_state is not None,
             )
@@ -508,12 +511,15 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
     """Moves a dataset iterator to the position saved with the state.
 
     Raises:
-        DatasetStateError: No dataset was saved, its state was deleted by
-            `keep_dataset`, or the iterator does not accept the state.
+        DatasetStateError: No dataset was saved, its state was deleted on purpose, or
+            the iterator does not accept the state.
     """
     path = _storage.paths.from_text(stored.metadata.path)
     if stored.items.dataset in stored.metadata.deleted_items:
-        reason = f"the dataset state of {path} was deleted by keep_dataset"
+        reason = (
+            f"the dataset state of {path} was deleted by keep_dataset, keep_items or"
+            " delete(step, item=…)"
+        )
         advice = (
             "restore a newer step with metadata(step).has_dataset, or pass dataset=None"
             " to start the data from the beginning"

@@ -139,6 +139,7 @@ def _convert_to_disk(
     _checkpoint.overwrite.check_target_free(final, overwrite=options.overwrite)
     files = source_files.stamps(source)
     stored = located.open()
+    stored.check_items(stored.metadata.damaged_items.keys() - stored.left_out)
     # With another step number, the new checkpoint is not a step of the source's run.
     is_other = _steps.names.number(final.name) not in (number, None)
     state = plan.make_state(stored, None if is_other else number, options)
