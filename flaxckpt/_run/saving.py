@@ -163,9 +163,7 @@ class Saves:
         if self._has_tried_undoing or not self._options.transforms:
             return
         self._has_tried_undoing = True
-        if problem := _checkpoint.save.find_undo_problem(
-            state, self._options.transforms
-        ):
+        if problem := _checkpoint.save.find_undo_problem(state, self._options):
             _log.warning("%s", problem)
 
     def _execute(

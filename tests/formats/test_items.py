@@ -249,23 +249,6 @@ def test_a_state_without_these_branches_is_refused(tmp_path, tree, wanted):
     assert [path.name for path in tmp_path.iterdir()] in ([], ["events.jsonl"])
 
 
-@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
-def test_items_that_share_nnx_variables_are_refused(tmp_path, order):
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    optimizer = nnx.ModelAndOptimizer(model, optax.adam(1e-3))
-    objects = {"model": model, "optimizer": optimizer}
-    tree = {name: {"object": objects[name]} for name in order}
-    with flaxckpt.Checkpointer(tmp_path, items=order) as ckpt:
-        with pytest.raises(errors.OptionError, match="share NNX"):
-            ckpt.save(1, tree)
-        assert not ckpt.steps()
-        states = {name: nnx.state(objects[name]) for name in order}
-        ckpt.save(2, states).wait()
-        for name in order:
-            found = flaxckpt.load(tmp_path, {name: states[name]})
-            strategies.assert_same_state({name: states[name]}, found)
-
-
 @pytest.mark.parametrize(
     ("items", "wanted"),
     [
