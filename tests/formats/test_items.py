@@ -215,6 +215,10 @@ def test_json_items_come_back_as_json(tmp_path):
             {"keep_items": {"dataset": [LatestN(1)]}, "keep_dataset": [LatestN(1)]},
             "pass one of both",
         ),
+        ({"keep_items": {"metrics": [LatestN(1)]}}, "this name has another use"),
+        ({"keep_items": {"flaxckpt.json": [LatestN(1)]}}, "this name has another use"),
+        ({"keep_items": {"a/b": [LatestN(1)]}}, "wanted the name of a directory"),
+        ({"keep_items": {3: [LatestN(1)]}}, "policies for 3, which cannot be an item"),
     ],
     ids=str,
 )
@@ -303,6 +307,34 @@ def test_policies_of_an_item_delete_the_item_of_old_steps(tmp_path, layout):
         if not has_item:
             assert "item optimizer_state deleted" in ckpt.explain()[step]
             strategies.assert_same_state(params, ckpt.restore(step=step))
+
+
+@pytest.mark.parametrize("items", [ITEMS, "state"], ids=str)
+def test_policies_of_an_item_that_no_step_has_are_a_warning(tmp_path, items, caplog):
+    keep_items = {"optimiser_state": [LatestN(1)], "config": [LatestN(1)]}
+    with flaxckpt.Checkpointer(tmp_path, items=items, keep_items=keep_items) as ckpt:
+        ckpt.save(1, state(1), json={"config": {"a": 1}}).wait()
+        assert "policies for 'optimiser_state', but no step" in caplog.text
+        assert "'config'" not in caplog.text
+        caplog.clear()
+        ckpt.save(2, state(2), json={"config": {"a": 2}}).wait()
+    assert not caplog.text
+    assert ckpt.metadata(1).deleted_items == ("config",)
+
+
+def test_policies_of_items_that_steps_have_are_no_warning(tmp_path, caplog):
+    """JSON items, an item of steps saved otherwise, and a dataset that comes later."""
+    with flaxckpt.Checkpointer(tmp_path, items=ITEMS) as ckpt:
+        ckpt.save(1, state(1), json={"config": {}}).wait()
+    options = {
+        "keep_items": {"optimizer_state": [LatestN(1)], "config": [LatestN(1)]},
+        "keep_dataset": [LatestN(1)],
+    }
+    for step in (2, 3):
+        with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
+            ckpt.save(step, state(step)).wait()
+    assert not caplog.text
+    assert ckpt.metadata(1).deleted_items == ()
 
 
 def test_a_deleted_item_is_an_error_unless_it_begins_anew(tmp_path):
