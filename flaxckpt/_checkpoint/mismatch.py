@@ -192,6 +192,28 @@ def make_unbuilt_error(
     )
 
 
+def make_unequal_error(
+    path: str, unequal: _state.flax_state.UnequalVariablesError
+) -> errors.RestoreMismatchError:
+    """Returns the error of NNX variables that are shared, but not equal.
+
+    Args:
+        path: The checkpoint.
+        unequal: The variables.
+    """
+    problems = [
+        Mismatch(variable, f"the value of {first}, which the state shares", "another")
+        for variable, first in unequal.variables.items()
+    ]
+    branches = sorted({variable.split("/")[0] for variable in unequal.variables})
+    return errors.RestoreMismatchError(
+        path,
+        problems,
+        f"Restore {errors.first_few(branches)} apart from the other items, each with"
+        " load(path, {item: object}), or pass a state that does not share variables.",
+    )
+
+
 def _find_moved(planned: RestorePlan, table: LeafTable) -> list[Moved]:
     """Returns groups of missing leaves stored in another container."""
     lacking: dict[LeafPath, LeafInfo] = {}

@@ -121,17 +121,18 @@ def make_plan(
         return _plan_all(stored, _transforms.apply(options.transforms, stored.table))
     if not options.transforms:
         _check_template(stored, abstract_state)
-    flat = _state.flax_state.flatten(abstract_state)
-    roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
-    wanted = None
-    if options.transforms:  # roles let moments follow their parameters
-        wanted = _state.optimizer_roles.with_roles(flat.table, roles)
+    # Items are whole, so variables that they share are in each of them.
+    has_items = not isinstance(stored.items.state, str)
+    flat = _state.flax_state.flatten(abstract_state, whole_branches=has_items)
     try:
-        table = _transforms.apply(options.transforms, stored.table, wanted)
+        planner = _Planner(stored, flat, abstract_state, options)
+        if not planner.has_repeated():
+            flat = _state.flax_state.flatten(abstract_state)
+            planner = _Planner(stored, flat, abstract_state, options)
     except errors.CheckpointError:  # perhaps because the leaves of an item are missing
         stored.check_items(stored.items.trees)
         raise
-    return _Planner(stored, table, flat, roles, abstract_state, options).plan()
+    return planner.plan()
 
 
 def _check_template(stored: Stored, abstract_state: PyTree) -> None:
@@ -259,17 +260,27 @@ class _RecipeBuilder:
 
 
 class _Planner:
-    """Plans the restore of a checkpoint's leaf table to a wanted state."""
+    """Plans the restore of a checkpoint's leaf table to a wanted state.
+
+    Args:
+        stored: The checkpoint.
+        flat: The leaves of the wanted state.
+        abstract_state: The wanted state.
+        options: Options of the restore.
+    """
 
     def __init__(
         self,
         stored: Stored,
-        table: LeafTable,
         flat: _state.flax_state.FlatState,
-        roles: Mapping[LeafPath, _state.optimizer_roles.LeafFacts],
         abstract_state: PyTree,
         options: RestoreOptions,
     ) -> None:
+        roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
+        wanted = None
+        if options.transforms:  # roles let moments follow their parameters
+            wanted = _state.optimizer_roles.with_roles(flat.table, roles)
+        table = _transforms.apply(options.transforms, stored.table, wanted)
         self._stored = stored
         self._table = table
         self._abstract_state = abstract_state
@@ -289,6 +300,15 @@ class _Planner:
         return tuple(
             _state.tree.join(part.state_keys) + "/"
             for part in _state.flax_state.optimizers(self._abstract_state)
+        )
+
+    def has_repeated(self) -> bool:
+        """Returns True if the checkpoint has all repeated variables of the state."""
+        leaves = (self._flat.table.get(path) for path in self._flat.repeated)
+        return all(
+            self._candidates(leaf.info.path)
+            for leaf in leaves
+            if leaf is not None and leaf.info.kind != "empty"
         )
 
     def plan(self) -> tuple[RestorePlan, Recipe]:

@@ -399,7 +399,7 @@ class Restore:
             values |= _arrays.evaluate.read(recipe.derived, self._reading)
             values |= _convert_numbers(path, recipe.numbers, values)
             if recipe.fresh:
-                with _unbuilt_leaves_reported(path):
+                with _failed_build_reported(path):
                     fresh, kept = optimizer_init.init_leaves(
                         recipe, self._abstract_state, values, path
                     )
@@ -421,10 +421,11 @@ class Restore:
         """Returns the state, in the containers of the abstract state.
 
         Raises:
-            RestoreMismatchError: Leaves of registered classes cannot be built.
+            RestoreMismatchError: Leaves of registered classes cannot be built, or the
+                values of a shared variable differ.
         """
         flat, values = self._recipe.flat, self._values
-        with _unbuilt_leaves_reported(self._planned.path):
+        with _failed_build_reported(self._planned.path):
             if flat is None:
                 return _state.tree.unflatten(self._recipe.structure, values)
             return flat.rebuild(values)
@@ -476,16 +477,19 @@ def _convert_numbers(
 
 
 @contextlib.contextmanager
-def _unbuilt_leaves_reported(path: str) -> Iterator[None]:
-    """Raises RestoreMismatchError for leaves that cannot be built from their parts.
+def _failed_build_reported(path: str) -> Iterator[None]:
+    """Raises RestoreMismatchError if values cannot be built into the state.
 
     Raises:
-        RestoreMismatchError: Names the leaves.
+        RestoreMismatchError: Names leaves that cannot be built from their parts, or
+            shared variables of several values.
     """
     try:
         yield
     except _state.leaf_types.UnbuiltLeavesError as error:
         raise mismatch.make_unbuilt_error(path, error) from error
+    except _state.flax_state.UnequalVariablesError as error:
+        raise mismatch.make_unequal_error(path, error) from error
 
 
 @contextlib.contextmanager

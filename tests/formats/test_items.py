@@ -340,6 +340,10 @@ def test_json_asked_for_as_leaves_is_hinted_at(tmp_path, items):
             {"keep_items": {"dataset": [LatestN(1)]}, "keep_dataset": [LatestN(1)]},
             "pass one of both",
         ),
+        ({"keep_items": {"metrics": [LatestN(1)]}}, "this name has another use"),
+        ({"keep_items": {"flaxckpt.json": [LatestN(1)]}}, "this name has another use"),
+        ({"keep_items": {"a/b": [LatestN(1)]}}, "wanted the name of a directory"),
+        ({"keep_items": {3: [LatestN(1)]}}, "policies for 3, which cannot be an item"),
     ],
     ids=str,
 )
@@ -372,23 +376,6 @@ def test_a_state_without_these_branches_is_refused(tmp_path, tree, wanted):
         assert wanted in str(info.value)
         assert not ckpt.steps()
     assert [path.name for path in tmp_path.iterdir()] in ([], ["events.jsonl"])
-
-
-@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
-def test_items_that_share_nnx_variables_are_refused(tmp_path, order):
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    optimizer = nnx.ModelAndOptimizer(model, optax.adam(1e-3))
-    objects = {"model": model, "optimizer": optimizer}
-    tree = {name: {"object": objects[name]} for name in order}
-    with flaxckpt.Checkpointer(tmp_path, items=order) as ckpt:
-        with pytest.raises(errors.OptionError, match="share NNX"):
-            ckpt.save(1, tree)
-        assert not ckpt.steps()
-        states = {name: nnx.state(objects[name]) for name in order}
-        ckpt.save(2, states).wait()
-        for name in order:
-            found = flaxckpt.load(tmp_path, {name: states[name]})
-            strategies.assert_same_state({name: states[name]}, found)
 
 
 @pytest.mark.parametrize(
@@ -445,6 +432,34 @@ def test_policies_of_an_item_delete_the_item_of_old_steps(tmp_path, layout):
         if not has_item:
             assert "item optimizer_state deleted" in ckpt.explain()[step]
             strategies.assert_same_state(params, ckpt.restore(step=step))
+
+
+@pytest.mark.parametrize("items", [ITEMS, "state"], ids=str)
+def test_policies_of_an_item_that_no_step_has_are_a_warning(tmp_path, items, caplog):
+    keep_items = {"optimiser_state": [LatestN(1)], "config": [LatestN(1)]}
+    with flaxckpt.Checkpointer(tmp_path, items=items, keep_items=keep_items) as ckpt:
+        ckpt.save(1, state(1), json={"config": {"a": 1}}).wait()
+        assert "policies for 'optimiser_state', but no step" in caplog.text
+        assert "'config'" not in caplog.text
+        caplog.clear()
+        ckpt.save(2, state(2), json={"config": {"a": 2}}).wait()
+    assert not caplog.text
+    assert ckpt.metadata(1).deleted_items == ("config",)
+
+
+def test_policies_of_items_that_steps_have_are_no_warning(tmp_path, caplog):
+    """JSON items, an item of steps saved otherwise, and a dataset that comes later."""
+    with flaxckpt.Checkpointer(tmp_path, items=ITEMS) as ckpt:
+        ckpt.save(1, state(1), json={"config": {}}).wait()
+    options = {
+        "keep_items": {"optimizer_state": [LatestN(1)], "config": [LatestN(1)]},
+        "keep_dataset": [LatestN(1)],
+    }
+    for step in (2, 3):
+        with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
+            ckpt.save(step, state(step)).wait()
+    assert not caplog.text
+    assert ckpt.metadata(1).deleted_items == ()
 
 
 def test_a_deleted_item_is_an_error_unless_it_begins_anew(tmp_path):
