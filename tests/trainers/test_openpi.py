@@ -21,7 +21,7 @@ from flax import nnx, struct, traverse_util
 
 import flaxckpt
 from flaxckpt.policies import EveryNSteps, LatestN
-from flaxckpt.transforms import rename
+from flaxckpt.transforms import use_orbax_names
 from tests.trainers.compare import assert_equal
 
 pytestmark = [
@@ -130,9 +130,8 @@ def manager(directory):
 
 def open_run(directory, **options):
     """Opens a directory that openpi reads, too: its variables end with `value`."""
-    to_values = rename(r"(.*params/.+)", r"\1/value")
     return flaxckpt.Checkpointer(
-        directory, items=ITEMS, transforms=[to_values], **options
+        directory, items=ITEMS, transforms=[use_orbax_names()], **options
     )
 
 
