@@ -155,7 +155,7 @@ def _translate(
 
 
 def use_orbax_names() -> TableTransform:
-    """Gives leaves the names of Orbax, which reads them into an `nnx.State`.
+    """Names leaves as Orbax does, so that Orbax restores them into an `nnx.State`.
 
     ```python
     save("run/1", nnx.state(model), transforms=[use_orbax_names()])
@@ -163,10 +163,14 @@ def use_orbax_names() -> TableTransform:
 
     flaxckpt leaves NNX variables and linen's boxes, such as `nn.Partitioned`, out of
     leaf paths: `dense/kernel`. Orbax names their field: `dense/kernel/value`. This
-    transform adds the field to all leaves in variables and boxes, and to no other
-    leaf. It needs a state, or a checkpoint that records its classes.
+    transform adds the field to leaves in variables and boxes, moments included; all
+    other leaves keep their paths. It applies to a state, and to a checkpoint of
+    flaxckpt, which records the variables and boxes.
 
-    flaxckpt restores both names into both kinds of state. `inverse` returns a transform
-    that removes the fields, also from checkpoints of Orbax.
+    flaxckpt restores both names, into variables and into plain arrays. `inverse`
+    returns a transform that removes the fields, also from checkpoints of Orbax.
+
+    Raises:
+        OptionError: When applied: two leaves get the same path.
     """
     return _AddFields()
