@@ -335,9 +335,11 @@ def _read_config(source: str) -> Mapping[str, Any]:
     directory = path.parent if path.suffix == ".safetensors" else path
     file = directory / "adapter_config.json"
     try:
-        content = _storage.of(file).read_small(file, _MAX_CONFIG_BYTES, directory)
+        content = _storage.of(file).read(file, max_bytes=_MAX_CONFIG_BYTES)
         _util.json_limits.check(content)
-        config = json.loads(content)
+        config = json.loads(
+            content, object_pairs_hook=_util.json_limits.refuse_duplicates
+        )
     except FileNotFoundError:
         raise errors.CheckpointFormatError(
             f"{file} does not exist: wanted an adapter of PEFT. Write its config, or"

@@ -216,6 +216,24 @@ def test_an_adapter_may_be_merged_as_leaves_first(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+def test_an_adapter_in_the_cache_of_the_hub_is_merged(tmp_path):
+    """The cache has symlinks from `snapshots/<commit>/` into `blobs/`."""
+    base_and_adapter(tmp_path)
+    plain = flaxckpt.load(
+        tmp_path / "base.safetensors", transforms=[merge_lora(tmp_path / "adapter")]
+    )
+    snapshot = tmp_path / "models--a--b/snapshots/0123"
+    blobs = tmp_path / "models--a--b/blobs"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "adapter").rename(blobs)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    cached = flaxckpt.load(
+        tmp_path / "base.safetensors", transforms=[merge_lora(snapshot)]
+    )
+    jax.tree.map(np.testing.assert_array_equal, plain, cached)
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [
@@ -241,7 +259,7 @@ def test_configurations_that_cannot_be_merged_are_refused(tmp_path, config, why)
 def test_a_lost_or_damaged_configuration_is_named(tmp_path):
     base_and_adapter(tmp_path)
     config = tmp_path / "adapter/adapter_config.json"
-    for content in (b"{", b"[" * 100_000, None):
+    for content in (b"{", b"[" * 100_000, b'{"r": 1, "r": 2}', b" " * 2**21, None):
         if content is None:
             config.unlink()
         else:
