@@ -323,6 +323,7 @@ def open_leaf(
     stored = _locate.open_checkpoint(path, step)
     stored.check_leaf(leaf_path)
     leaf = stored.table.get(leaf_path)
+    _arrays.read.check_supported([leaf] if leaf else [], stored.metadata.path)
     source = None if leaf is None else leaf.source
     if not isinstance(source, StoredLeaf) or source.open is None:
         wanted = LeafInfo(leaf_path, (), "array", "jax.Array")
