@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from flaxckpt import _state
@@ -14,14 +15,13 @@ def split(names: Iterable[str], separator: str) -> dict[str, list[str]] | None:
         The parts; None if names must stay whole, because one name continues another
         after a separator, or has too many parts.
     """
+    names = list(names)
+    if any(name.count(separator) >= _state.tree.MAX_DEPTH // 2 for name in names):
+        return None
     parts_of = {name: name.split(separator) for name in names}
-    inner = {
-        separator.join(parts[:n])
-        for parts in parts_of.values()
-        for n in range(1, len(parts))
-    }
-    deepest = _state.tree.MAX_DEPTH // 2
-    is_nested = inner.isdisjoint(parts_of) and all(
-        len(parts) <= deepest for parts in parts_of.values()
+    # A name is followed by the names that continue it, if there are any.
+    ordered = sorted(parts_of.values())
+    is_continued = any(
+        longer[: len(parts)] == parts for parts, longer in itertools.pairwise(ordered)
     )
-    return parts_of if is_nested else None
+    return None if is_continued else parts_of
