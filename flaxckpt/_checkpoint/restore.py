@@ -54,9 +54,9 @@ def load(
 ) -> PyTree:
     """Loads a state from a checkpoint in any supported format.
 
-    Reads flaxckpt's own format, Orbax (new and old), T5X, safetensors, numpy's `.npz`,
-    Flax's msgpack, and the streams of EasyLM and fjformer, and detects the format by
-    itself (`formats.detect`). Code in a file is never executed.
+    Reads flaxckpt's own format, Orbax (new and old), T5X, safetensors, GGUF, numpy's
+    `.npz`, Flax's msgpack, and the streams of EasyLM and fjformer, and detects the
+    format by itself (`formats.detect`). Code in a file is never executed.
 
     Args:
         path: A checkpoint directory or file, or a run directory.
