@@ -233,8 +233,8 @@ class _Scanner:
                 f"its header has more than {_MAX_HEADER_BYTES} bytes, in {what}"
             )
         raise ValueError(
-            f"{what} has {count} bytes from byte {self.position} on, the file"
-            f" {self._size}"
+            f"{what} has {count} bytes from byte {self.position} on, and the file"
+            f" ends at byte {self._size}"
         )
 
     def check_count(
