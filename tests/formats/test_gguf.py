@@ -400,3 +400,19 @@ def test_the_command_line_shows_what_is_there_and_what_cannot_be_loaded(tmp_path
 def test_an_empty_array_with_long_axes_is_loaded_at_once(tmp_path, shape):
     path = write(tmp_path, cases.tensor(shape=shape))
     assert flaxckpt.load(path)["a"].shape == shape
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.integers(0, 2**19), min_size=65, max_size=70), tail=st.binary()
+)
+def test_long_arrays_of_texts_of_any_length_are_left_out(tmp_path, sizes, tail):
+    texts = b"".join(cases.text(bytes(size)) for size in sizes)
+    values = (
+        cases.value(b"many", cases.ARRAY, cases.array(cases.STRING, len(sizes), texts)),
+        cases.value(b"tail", cases.ARRAY, cases.array(cases.UINT8, len(tail), tail)),
+        cases.number(b"last", cases.UINT32, 7),
+    )
+    found = flaxckpt.metadata(write(tmp_path, cases.tensor(), values=values)).custom
+    assert found["many"] == f"string[{len(sizes)}]"
+    assert found["last"] == 7

@@ -270,6 +270,21 @@ class _Scanner:
         self._buffer = b""
         self._file.seek(self._start)
 
+    def skip_texts(self, count: int) -> None:
+        """Leaves out the next `count` texts, often some hundred thousand."""
+        buffer, at = self._buffer, self._at
+        for _ in range(count):
+            start = at + _U64.size
+            if start <= len(buffer):
+                end = start + _U64.unpack_from(buffer, at)[0]
+                if end <= len(buffer):
+                    at = end
+                    continue
+            self._at = at
+            self.skip(self.number(_U64), "a text in its header")
+            buffer, at = self._buffer, self._at
+        self._at = at
+
     def number(self, form: struct.Struct) -> Any:
         """Returns the next number."""
         return form.unpack(self.take(form.size))[0]
@@ -368,8 +383,7 @@ def _parse_texts(scan: _Scanner, count: int) -> JSON:
     _check_strings(scan)
     if count <= _SHOWN:
         return [_parse_text(scan) for _ in range(count)]
-    for _ in range(count):
-        scan.skip(scan.number(_U64), "a text in its header")
+    scan.skip_texts(count)
     return f"string[{count}]"
 
 
