@@ -10,6 +10,29 @@ from __future__ import annotations
 
 from flaxckpt.maps._detect import Detected, detect, find
 from flaxckpt.maps._family import Family, Tensor
+from flaxckpt.maps._gemma import GEMMA as gemma  # noqa: N811
+from flaxckpt.maps._gemma2 import GEMMA2 as gemma2  # noqa: N811
+from flaxckpt.maps._gemma3 import GEMMA3 as gemma3  # noqa: N811
 from flaxckpt.maps._llama import LLAMA as llama  # noqa: N811
+from flaxckpt.maps._mistral import MISTRAL as mistral  # noqa: N811
+from flaxckpt.maps._mixtral import MIXTRAL as mixtral  # noqa: N811
+from flaxckpt.maps._qwen2 import QWEN2 as qwen2  # noqa: N811
+from flaxckpt.maps._qwen3 import QWEN3 as qwen3  # noqa: N811
+from flaxckpt.maps._qwen3_moe import QWEN3_MOE as qwen3_moe  # noqa: N811
 
-__all__ = ["Detected", "Family", "Tensor", "detect", "find", "llama"]
+__all__ = [
+    "Detected",
+    "Family",
+    "Tensor",
+    "detect",
+    "find",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+]

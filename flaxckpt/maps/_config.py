@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Mapping
+import operator
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -86,16 +88,29 @@ def holds(config: Mapping[str, Any], condition: str) -> bool:
 
     Args:
         config: The configuration.
-        condition: `key` for a true value, `not key` for a false one, or `key=pattern`
-            with wildcards as in file names. Always true if empty.
+        condition: `key` for a true value, `key=pattern` with wildcards as in file
+            names, or `key==key` for equal values; with `not` before it for the
+            opposite; several conditions joined by `and`. Always true if empty.
     """
-    if not condition:
-        return True
-    if condition.startswith("not "):
-        return not look_up(config, condition.removeprefix("not "))
-    key, _, pattern = condition.partition("=")
+    return all(_holds(config, c) for c in condition.split(" and ") if c)
+
+
+def _holds(config: Mapping[str, Any], condition: str) -> bool:
+    key, _, pattern = condition.removeprefix("not ").partition("=")
     value = look_up(config, key)
-    return fnmatch.fnmatchcase(str(value), pattern) if pattern else bool(value)
+    if pattern.startswith("="):
+        is_true = value == look_up(config, pattern[1:])
+    else:
+        is_true = fnmatch.fnmatchcase(str(value), pattern) if pattern else bool(value)
+    return is_true != condition.startswith("not ")
+
+
+_OPERATORS: Mapping[str, Callable[[int, int], int]] = {
+    "*": operator.mul,
+    "/": operator.floordiv,
+    "//": operator.floordiv,
+    "%": operator.mod,
+}
 
 
 def find_size(config: Mapping[str, Any], rule: str | int) -> int | None:
@@ -103,32 +118,36 @@ def find_size(config: Mapping[str, Any], rule: str | int) -> int | None:
 
     Args:
         config: The configuration.
-        rule: A size, or keys: `a|b` is `a` if present, else `b`; `a/b` is a quotient.
+        rule: A size, or keys: `a|b` is `a` if present, else `b`. Keys and numbers can
+            be joined by `*`, `//`, `%` and `/`, an exact quotient, which are evaluated
+            from left to right: `layers//6*6`.
 
     Raises:
-        OptionError: A value is not a positive integer, or a quotient is not one.
+        OptionError: A value is not a positive integer, or a quotient is not exact.
     """
     if isinstance(rule, int):
         return rule
     for choice in rule.split("|"):
-        keys = choice.split("/")
+        tokens = re.split(r"(//|[/*%])", choice)
+        keys = tokens[::2]
         values = [int(key) if key.isdigit() else look_up(config, key) for key in keys]
         if None not in values:
-            return _divide(keys, values)
+            return _evaluate(keys, tokens[1::2], values)
     return None
 
 
-def _divide(keys: list[str], values: list[Any]) -> int:
+def _evaluate(keys: list[str], operators: list[str], values: list[Any]) -> int:
     for key, value in zip(keys, values, strict=True):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise errors.OptionError(
                 f"{key} of the config must be a positive integer, got {value!r:.80}"
             )
     size: int = values[0]
-    for key, value in zip(keys[1:], values[1:], strict=True):
-        if size % value:
+    for sign, key, value in zip(operators, keys[1:], values[1:], strict=True):
+        if sign == "/" and size % value:
             raise errors.OptionError(
-                f"{keys[0]} {values[0]} of the config is not divisible by {key} {value}"
+                f"{keys[0]} {values[0]} of the config is not divisible by"
+                f" {key if key.isdigit() else f'{key} {value}'}"
             )
-        size //= value
+        size = _OPERATORS[sign](size, value)
     return size

@@ -1,10 +1,11 @@
-"""Tables that Llama, Mistral, Qwen and Gemma share.
+"""Tables that Llama, Mistral, Mixtral, Qwen and Gemma share.
 
 Sources:
     https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/llama/modeling_llama.py
     https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/llama/modeling_flax_llama.py
     https://github.com/google/tunix/blob/v0.1.7/tunix/models/llama3/model.py
     https://github.com/AI-Hypercomputer/maxtext/blob/e591f30/src/maxtext/checkpoint_conversion/utils/param_mapping.py
+    https://github.com/AI-Hypercomputer/maxtext/blob/e591f30/src/maxtext/layers/attentions.py
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ SIZES: dict[str, str | int] = {
 """Layers, heads, heads of keys and values, and the size of a head."""
 
 BUFFERS = r".*/rotary_emb/inv_freq"
+TIED = "tie_word_embeddings"
 
-_HEAD = "not tie_word_embeddings"
 _LAYER = "model.layers.{i}"
+_NORMS = "{n:input|post_attention}_layernorm"
+_MLP = "{m:gate_proj|up_proj|down_proj}"
 
 LINEN = (
     Tensor("model.embed_tokens.weight", "model/embed_tokens/embedding"),
@@ -35,22 +38,22 @@ LINEN = (
         "o e -> e o",
     ),
     Tensor(
-        f"{_LAYER}.mlp.{{m:gate_proj|up_proj|down_proj}}.weight",
-        "model/layers/{i}/mlp/{m:gate_proj|up_proj|down_proj}/kernel",
+        f"{_LAYER}.mlp.{_MLP}.weight",
+        f"model/layers/{{i}}/mlp/{_MLP}/kernel",
         "o e -> e o",
     ),
-    Tensor(
-        f"{_LAYER}.input_layernorm.weight", "model/layers/{i}/input_layernorm/weight"
-    ),
-    Tensor(
-        f"{_LAYER}.post_attention_layernorm.weight",
-        "model/layers/{i}/post_attention_layernorm/weight",
-    ),
+    Tensor(f"{_LAYER}.{_NORMS}.weight", f"model/layers/{{i}}/{_NORMS}/weight"),
     Tensor("model.norm.weight", "model/norm/weight"),
-    Tensor("lm_head.weight", "lm_head/kernel", "v e -> e v", _HEAD, optional=True),
+    Tensor("lm_head.weight", "lm_head/kernel", "v e -> e v", f"not {TIED}", True),
 )
 
-TUNIX = (
+LINEN_UNTIED = (
+    *LINEN,
+    Tensor("model.embed_tokens.weight", "lm_head/kernel", "v e -> e v", TIED),
+)
+"""For classes whose head has a kernel of its own, even if the checkpoint ties it."""
+
+TUNIX_ATTENTION = (
     Tensor("model.embed_tokens.weight", "embedder/input_embedding"),
     Tensor(
         f"{_LAYER}.self_attn.q_proj.weight",
@@ -67,34 +70,56 @@ TUNIX = (
         "layers/{i}/attn/o_proj/w",
         "e (h d) -> h d e",
     ),
-    Tensor(
-        f"{_LAYER}.mlp.{{m:gate_proj|up_proj|down_proj}}.weight",
-        "layers/{i}/mlp/{m:gate_proj|up_proj|down_proj}/kernel",
-        "o e -> e o",
-    ),
-    Tensor(f"{_LAYER}.input_layernorm.weight", "layers/{i}/input_layernorm/w"),
-    Tensor(
-        f"{_LAYER}.post_attention_layernorm.weight",
-        "layers/{i}/post_attention_layernorm/w",
-    ),
+    Tensor(f"{_LAYER}.{_NORMS}.weight", f"layers/{{i}}/{_NORMS}/w"),
     Tensor("model.norm.weight", "final_norm/w"),
-    Tensor("lm_head.weight", "lm_head/w", "v e -> e v", _HEAD),
+    Tensor("lm_head.weight", "lm_head/w", "v e -> e v", f"not {TIED}"),
 )
 
-MAXTEXT = (
+TUNIX = (
+    *TUNIX_ATTENTION,
+    Tensor(
+        f"{_LAYER}.mlp.{_MLP}.weight", f"layers/{{i}}/mlp/{_MLP}/kernel", "o e -> e o"
+    ),
+)
+
+# MaxText without scanned layers, below `params/params` of its checkpoints.
+
+MAXTEXT_EMBEDDING = (
     Tensor("model.embed_tokens.weight", "token_embedder/embedding"),
+    Tensor("model.norm.weight", "decoder/decoder_norm/scale"),
+    Tensor(
+        "lm_head.weight", "decoder/logits_dense/kernel", "v e -> e v", f"not {TIED}"
+    ),
+)
+
+MAXTEXT_NORMS = (
+    Tensor(
+        f"{_LAYER}.{_NORMS}.weight",
+        "decoder/layers_{i}/{n:pre|post}_self_attention_layer_norm/scale",
+    ),
+)
+
+MAXTEXT_MLP = (
+    Tensor(
+        f"{_LAYER}.mlp.{_MLP}.weight",
+        "decoder/layers_{i}/mlp/{m:wi_0|wi_1|wo}/kernel",
+        "o e -> e o",
+    ),
+)
+
+MAXTEXT_QUERY_KEY = (
     Tensor(
         f"{_LAYER}.self_attn.q_proj.weight",
         "decoder/layers_{i}/self_attention/query/kernel",
-        "(h two p) e -> e h (p two)",  # rotary halves, interleaved
-        times="d",
-        exponent=-0.5,
+        "(h d) e -> e h d",
     ),
     Tensor(
         f"{_LAYER}.self_attn.k_proj.weight",
         "decoder/layers_{i}/self_attention/key/kernel",
-        "(k two p) e -> e k (p two)",
+        "(k d) e -> e k d",
     ),
+)
+MAXTEXT_VALUE_OUT = (
     Tensor(
         f"{_LAYER}.self_attn.v_proj.weight",
         "decoder/layers_{i}/self_attention/value/kernel",
@@ -105,35 +130,35 @@ MAXTEXT = (
         "decoder/layers_{i}/self_attention/out/kernel",
         "e (h d) -> h d e",
     ),
-    Tensor(
-        f"{_LAYER}.mlp.{{m:gate_proj|up_proj|down_proj}}.weight",
-        "decoder/layers_{i}/mlp/{m:wi_0|wi_1|wo}/kernel",
-        "o e -> e o",
-    ),
-    Tensor(
-        f"{_LAYER}.{{n:input|post_attention}}_layernorm.weight",
-        "decoder/layers_{i}/{n:pre|post}_self_attention_layer_norm/scale",
-    ),
-    Tensor("model.norm.weight", "decoder/decoder_norm/scale"),
-    Tensor("lm_head.weight", "decoder/logits_dense/kernel", "v e -> e v", _HEAD),
 )
-"""MaxText without scanned layers, below `params/params` of its checkpoints."""
+MAXTEXT_ATTENTION = (*MAXTEXT_QUERY_KEY, *MAXTEXT_VALUE_OUT)
 
 
-def scan(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns a table of MaxText for scanned layers, stacked along the second axis."""
+def scale_query(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Returns a table of MaxText whose queries contain the scale of attention."""
     return tuple(
-        tensor._replace(
-            target=tensor.target.replace("layers_{i}", "layers"),
-            form=_scan_form(tensor.form or "x -> x"),
-        )
-        if "layers_{i}" in tensor.target
+        tensor._replace(times="d", exponent=-0.5)
+        if tensor.target.endswith("/query/kernel")
         else tensor
         for tensor in tensors
     )
 
 
-def _scan_form(form: str) -> str:
+def scan(tensors: Sequence[Tensor], index: str = "i") -> tuple[Tensor, ...]:
+    """Returns a table of MaxText for scanned layers, stacked along the second axis."""
+    layers = f"layers_{{{index}}}"
+    return tuple(
+        tensor._replace(
+            target=tensor.target.replace(layers, "layers"),
+            form=_scan_form(tensor.form or "w -> w", index),
+        )
+        if layers in tensor.target
+        else tensor
+        for tensor in tensors
+    )
+
+
+def _scan_form(form: str, index: str) -> str:
     left, _, right = form.partition(" -> ")
     first, _, others = right.partition(" ")
-    return f"i {left} -> {first} i {others}".rstrip()
+    return f"{index} {left} -> {first} {index} {others}".rstrip()

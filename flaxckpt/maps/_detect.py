@@ -18,7 +18,6 @@ from flaxckpt.maps._family import Family
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms._base import apply
 from flaxckpt.transforms._moments import find_mirrors
-from flaxckpt.transforms._names import parse_name
 
 _ENOUGH = 0.9
 """The fraction of a checkpoint's names that tells its family."""
@@ -82,10 +81,7 @@ def _family_of_names(table: LeafTable) -> Family | None:
     """Returns the only family that knows nearly all names of a checkpoint."""
     fitting = []
     for family in FAMILIES:
-        rows = {row.source for rows in family.tables.values() for row in rows}
-        names = [name.replace(".", "/") for name in rows]
-        names += [name.removeprefix(f"{family.base}/") for name in names]
-        patterns = [parse_name(name).pattern for name in names]
+        patterns = family.source_patterns
         known = sum(any(p.fullmatch(path) for p in patterns) for path in table)
         if known >= _ENOUGH * len(table):
             fitting.append(family)

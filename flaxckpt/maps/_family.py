@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from flaxckpt import errors, transforms
 from flaxckpt._types import JSON, LeafPath
@@ -15,18 +19,23 @@ from flaxckpt.transforms._form import Form
 from flaxckpt.transforms._names import parse_name
 from flaxckpt.transforms._remap import make_remap
 
+_FIRST = re.compile(r"\+([A-Za-z]\w*)\}")
+"""The size at which an index begins: `+first}` of `{i+first}`."""
+
 
 class Tensor(NamedTuple):
     """A tensor of a family, or of all layers of it, and its place in a target layout.
 
     Attributes:
-        source: Its name in a checkpoint of Hugging Face, with indices in braces.
+        source: Its name in a checkpoint of Hugging Face, with indices in braces;
+            `{i+first}` begins at a size of the family.
         target: Its leaf path in the target layout.
         form: The axes of both, in einops notation; None if they are equal.
         when: The condition on the configuration under which there is such a tensor.
         optional: True if checkpoints may lack it, such as a head.
         times: The size whose power `exponent` the values are multiplied with.
         exponent: See `times`.
+        factor_dtype: The type that this factor is rounded to, if any.
         plus: The target's values are greater by this number.
     """
 
@@ -37,6 +46,7 @@ class Tensor(NamedTuple):
     optional: bool = False
     times: str | None = None
     exponent: float = 1
+    factor_dtype: str | None = None
     plus: float = 0
 
 
@@ -105,7 +115,7 @@ class Family:
                 f" {', '.join(self.tables)}"
             )
         content = self.check_config(config)
-        rows = [t for t in self.tables[target] if _config.holds(content, t.when)]
+        rows = self._tensors(target, content)
         bases = (
             _Base(self.base, source_base),
             _Base(self.target_bases.get(target, ""), target_base),
@@ -140,6 +150,37 @@ class Family:
             )
         return {**self.defaults, **content}
 
+    @functools.cached_property
+    def source_patterns(self) -> tuple[re.Pattern[str], ...]:
+        """Patterns of the leaf paths of published models, with and without the base."""
+        sources = {row.source for rows in self.tables.values() for row in rows}
+        names = [_FIRST.sub("}", source).replace(".", "/") for source in sources]
+        names += [name.removeprefix(f"{self.base}/") for name in names]
+        return tuple(parse_name(name).pattern for name in dict.fromkeys(names))
+
+    def _tensors(self, target: str, config: Mapping[str, Any]) -> list[Tensor]:
+        """Returns the tensors that the model of a configuration has."""
+        tensors = []
+        for tensor in self.tables[target]:
+            if not _config.holds(config, tensor.when):
+                continue
+            source = _FIRST.sub(
+                lambda match: f"+{self._size(config, match[1])}}}", tensor.source
+            )
+            indices = self.sizes.keys() & {*parse_name(source).axes}
+            if all(self._size(config, index) for index in indices):
+                tensors.append(tensor._replace(source=source))
+        return tensors
+
+    def _size(self, config: Mapping[str, Any], axis: str) -> int:
+        size = _config.find_size(config, self.sizes[axis])
+        if size is None:
+            raise errors.OptionError(
+                f"the config lacks {self.sizes[axis]}, which maps.{self.name} needs;"
+                f" it has {errors.first_few(sorted(config), 8) or 'nothing'}"
+            )
+        return size
+
     def _sizes(
         self, config: Mapping[str, Any], tensors: Sequence[Tensor]
     ) -> dict[str, int]:
@@ -149,18 +190,7 @@ class Family:
             needed |= {*parse_name(tensor.source).axes, *parse_name(tensor.target).axes}
             if tensor.form is not None:
                 needed |= Form.parse(tensor.form, {}).names
-        sizes = {}
-        for axis, rule in self.sizes.items():
-            if axis not in needed:
-                continue
-            size = _config.find_size(config, rule)
-            if size is None:
-                raise errors.OptionError(
-                    f"the config lacks {rule}, which maps.{self.name} needs; it has"
-                    f" {errors.first_few(sorted(config), 8) or 'nothing'}"
-                )
-            sizes[axis] = size
-        return sizes
+        return {axis: self._size(config, axis) for axis in self.sizes if axis in needed}
 
     def _row(self, tensor: Tensor, bases: tuple[_Base, _Base], prefix: LeafPath) -> Row:
         source = bases[0].apply(tensor.source.replace(".", "/"))
@@ -189,6 +219,8 @@ def _values(
     patterns: dict[tuple[float, float], list[str]] = {}
     for tensor, row in zip(tensors, rows, strict=True):
         factor = sizes[tensor.times] ** tensor.exponent if tensor.times else 1.0
+        if tensor.factor_dtype is not None:
+            factor = float(jnp.asarray(factor, tensor.factor_dtype))
         pattern = parse_name(row.target).pattern.pattern
         patterns.setdefault((factor, tensor.plus), []).append(pattern)
     changes: list[Transform] = []

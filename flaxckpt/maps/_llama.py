@@ -1,9 +1,34 @@
-"""Llama 2 and 3."""
+"""Llama 2 and 3; the sources are those of `_decoder`."""
 
 from __future__ import annotations
 
 from flaxckpt.maps import _decoder
-from flaxckpt.maps._family import Family
+from flaxckpt.maps._family import Family, Tensor
+
+_SCALED = "rope_scaling.rope_type=llama3"
+"""Llama 3.1 and later: MaxText interleaves the halves of its rotary embeddings."""
+
+_ATTENTION = "model.layers.{i}.self_attn"
+
+_MAXTEXT = (
+    *_decoder.MAXTEXT_EMBEDDING,
+    *_decoder.MAXTEXT_NORMS,
+    *(t._replace(when=f"not {_SCALED}") for t in _decoder.MAXTEXT_QUERY_KEY),
+    Tensor(
+        f"{_ATTENTION}.q_proj.weight",
+        "decoder/layers_{i}/self_attention/query/kernel",
+        "(h two p) e -> e h (p two)",
+        when=_SCALED,
+    ),
+    Tensor(
+        f"{_ATTENTION}.k_proj.weight",
+        "decoder/layers_{i}/self_attention/key/kernel",
+        "(k two p) e -> e k (p two)",
+        when=_SCALED,
+    ),
+    *_decoder.MAXTEXT_VALUE_OUT,
+    *_decoder.MAXTEXT_MLP,
+)
 
 LLAMA = Family(
     name="llama",
@@ -11,10 +36,10 @@ LLAMA = Family(
     base="model",
     sizes=_decoder.SIZES,
     tables={
-        "linen": _decoder.LINEN,
+        "linen": _decoder.LINEN_UNTIED,
         "tunix": _decoder.TUNIX,
-        "maxtext": _decoder.MAXTEXT,
-        "maxtext-scanned": _decoder.scan(_decoder.MAXTEXT),
+        "maxtext": _decoder.scale_query(_MAXTEXT),
+        "maxtext-scanned": _decoder.scan(_decoder.scale_query(_MAXTEXT)),
     },
     defaults={"tie_word_embeddings": False},
     ignored=_decoder.BUFFERS,

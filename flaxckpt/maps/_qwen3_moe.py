@@ -1,0 +1,38 @@
+"""Qwen 3 with mixtures of experts in all layers; the sources are those of `_qwen3`."""
+
+from __future__ import annotations
+
+from flaxckpt.maps import _decoder, _qwen3
+from flaxckpt.maps._family import Family, Tensor
+
+_ROUTER = "model.layers.{i}.mlp.gate.weight"
+_EXPERTS = "model.layers.{i}.mlp.experts.{x}.{m:gate_proj|up_proj|down_proj}.weight"
+
+_MAXTEXT = (
+    *_qwen3.MAXTEXT,
+    Tensor(_ROUTER, "decoder/layers_{i}/moe_block/gate/kernel", "x e -> e x"),
+    Tensor(_EXPERTS, "decoder/layers_{i}/moe_block/{m:wi_0|wi_1|wo}", "x o e -> x e o"),
+)
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    model_types=("qwen3_moe",),
+    base="model",
+    sizes={**_decoder.SIZES, "x": "num_experts"},
+    tables={
+        "tunix": (
+            *_decoder.TUNIX_ATTENTION,
+            *_qwen3.TUNIX_NORMS,
+            Tensor(_ROUTER, "layers/{i}/mlp/router/kernel", "x e -> e x"),
+            Tensor(
+                _EXPERTS,
+                "layers/{i}/mlp/{m:gate_proj|up_proj|down_proj}",
+                "x o e -> x e o",
+            ),
+        ),
+        "maxtext": _MAXTEXT,
+        "maxtext-scanned": _decoder.scan(_MAXTEXT),
+    },
+    defaults={"tie_word_embeddings": False},
+    ignored=_decoder.BUFFERS,
+)
