@@ -16,7 +16,7 @@ class Case:
         published: Makes the model of transformers, in torch, with random weights.
         reference: Runs it: maps the model to its outputs as a numpy array.
         state: Makes the state to fill, from the configuration of transformers: params
-            of linen, or an NNX model.
+            of linen, or an NNX model; None for a state of the leaves in `expected`.
         run: Runs the filled state: maps it and the configuration to the outputs; None
             for a layout whose program cannot be installed.
         expected: Maps the torch model to the wanted leaves, by leaf path, where there
@@ -30,7 +30,7 @@ class Case:
     target: str
     published: Callable[[], Any]
     reference: Callable[[Any], Any]
-    state: Callable[[Any], Any]
+    state: Callable[[Any], Any] | None = None
     run: Callable[[Any, Any], Any] | None = None
     expected: Callable[[Any], dict[str, Any]] | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)

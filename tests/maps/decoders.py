@@ -1,0 +1,3 @@
+"""Decoders, filled later."""
+
+CASES = ()

@@ -1,0 +1,244 @@
+"""Families of published models in their target layouts, compared with their programs.
+
+Each case is a tiny random model of transformers; see `tests/maps/cases.py`.
+"""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import flaxckpt
+from flaxckpt import errors, maps
+from flaxckpt.transforms import inverse
+
+_REASON = "needs torch and transformers: `make test-maps` has them"
+torch = pytest.importorskip("torch", reason=_REASON)
+pytest.importorskip("transformers", reason=_REASON)
+safetensors = pytest.importorskip("safetensors.numpy", reason=_REASON)
+
+from tests.maps import decoders, encoders  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of torch, transformers, Tunix
+
+CASES = (*decoders.CASES, *encoders.CASES)
+
+
+def first_of(*fields):
+    """Returns the first case with each value of `fields`, as a parametrization."""
+    first = {}
+    for case in CASES:
+        first.setdefault(tuple(getattr(case, field) for field in fields), case)
+    return list(first.values())
+
+
+def over(cases):
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.id)
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A published model in a directory.
+
+    Attributes:
+        model: The model of transformers.
+        directory: As `save_pretrained` writes it.
+    """
+
+    model: object
+    directory: object
+
+    @functools.cached_property
+    def tensors(self):
+        """The tensors of its file, by leaf path."""
+        return flatten(flaxckpt.load(self.directory / "model.safetensors"))
+
+    @property
+    def config(self):
+        return json.loads((self.directory / "config.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def save(tmp_path_factory):
+    """Returns the function that saves the model of a case, once a session."""
+
+    @functools.cache
+    def publish(make, seed):
+        torch.manual_seed(seed)
+        model = make().eval()
+        with torch.no_grad():  # norms begin at 1 and biases at 0: swaps would not show
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+        directory = tmp_path_factory.mktemp("published")
+        model.save_pretrained(directory)
+        return Saved(model, directory)
+
+    return lambda case: publish(case.published, 0)
+
+
+def flatten(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+        for path, leaf in leaves
+    }
+
+
+def nest(leaves):
+    tree = {}
+    for path, leaf in leaves.items():
+        *containers, name = path.split("/")
+        node = tree
+        for container in containers:
+            node = node.setdefault(container, {})
+        node[name] = leaf
+    return tree
+
+
+def map_of(case, config, **options):
+    family = getattr(maps, case.family)
+    return family(config, target=case.target, **case.options, **options)
+
+
+def state_of(case, saved):
+    """Returns the state to fill; of a layout without a program, an abstract one."""
+    if case.state is not None:
+        return case.state(saved.model.config)
+    leaves = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for path, leaf in case.expected(saved.model).items()
+    }
+    return nest(leaves)
+
+
+def assert_equal(wanted, found, rtol=0.0):
+    assert sorted(wanted) == sorted(found)
+    for path, leaf in wanted.items():
+        np.testing.assert_allclose(found[path], leaf, rtol=rtol, atol=0, err_msg=path)
+
+
+# ---- values -------------------------------------------------------------------------
+
+
+@over(CASES)
+def test_the_filled_model_gives_the_outputs_of_the_published_one(case, save):
+    saved = save(case)
+    changes = map_of(case, saved.directory)
+    state = state_of(case, saved)
+    filled = flaxckpt.load(saved.directory, state, transforms=changes)
+    if case.expected is not None:
+        rtol = 0.0 if case.is_exact else 1e-6
+        found = flatten(flaxckpt.load(saved.directory, transforms=changes))
+        assert_equal(case.expected(saved.model), found, rtol)
+    if case.run is not None:
+        with torch.no_grad():
+            wanted = case.reference(saved.model)
+        with jax.default_matmul_precision("highest"):
+            found = case.run(filled, saved.model.config)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@over(CASES)
+def test_the_map_back_restores_the_published_tensors(case, save, tmp_path):
+    saved = save(case)
+    changes = map_of(case, saved.directory)
+    filled = flaxckpt.load(saved.directory, state_of(case, saved), transforms=changes)
+    flaxckpt.save(tmp_path / "own", filled)
+    back = flatten(flaxckpt.load(tmp_path / "own", transforms=inverse(changes)))
+    assert_equal(saved.tensors, back, 0.0 if case.is_exact else 1e-6)
+
+
+@over(CASES)
+def test_the_map_is_found_by_config_names_and_shapes(case, save):
+    saved = save(case)
+    assert maps.detect(saved.directory).family.name == case.family
+    found = maps.find(saved.directory, state_of(case, saved))
+    assert list(map(str, found)) == list(map(str, map_of(case, saved.directory)))
+
+
+@over(first_of("family", "target"))
+def test_moments_follow_their_parameters(case, save, tmp_path):
+    saved = save(case)
+    changes = map_of(case, saved.directory)
+    params = nest(saved.tensors)
+    moments = optax.adamw(1e-3).init(params)
+    rng = np.random.default_rng(0)
+    draw = lambda x: rng.normal(size=x.shape).astype(x.dtype)  # noqa: E731
+    adam = moments[0]._replace(
+        mu=jax.tree.map(draw, params), nu=jax.tree.map(draw, params)
+    )
+    state = {**params, "opt_state": (adam, *moments[1:])}
+    flaxckpt.save(tmp_path / "published", state)
+    mapped = flaxckpt.load(tmp_path / "published", transforms=changes)
+    opt_state = mapped.pop("opt_state")
+    assert jax.tree.structure(opt_state[0].mu) == jax.tree.structure(mapped)
+
+    # Scaled and shifted parameters have other moments: the suites of transforms test it.
+    moves = [c for c in changes if not str(c).startswith(("scale(", "offset("))]
+    flaxckpt.save(tmp_path / "mu", adam.mu)
+    wanted = flatten(flaxckpt.load(tmp_path / "mu", transforms=moves))
+    flaxckpt.save(tmp_path / "moved", state, transforms=moves)
+    moved = flaxckpt.load(tmp_path / "moved")
+    assert_equal(wanted, flatten(moved["opt_state"][0].mu))
+
+    flaxckpt.save(tmp_path / "mapped", {**mapped, "opt_state": opt_state})
+    back = flaxckpt.load(tmp_path / "mapped", state, transforms=inverse(changes))
+    assert_equal(flatten(state), flatten(back), 0.0 if case.is_exact else 1e-6)
+
+
+# ---- errors, before a value is read -------------------------------------------------
+
+
+def plan(case, saved, tensors, tmp_path, **changed):
+    """Plans a load of other tensors, or with another configuration."""
+    directory = tmp_path / "changed"
+    directory.mkdir()
+    named = {path.replace("/", "."): leaf for path, leaf in tensors.items()}
+    safetensors.save_file(named, directory / "model.safetensors")
+    changes = map_of(case, {**saved.config, **changed})
+    return flaxckpt.plan(directory, state_of(case, saved), transforms=changes)
+
+
+@over(first_of("family"))
+def test_a_config_of_another_family_is_refused(case, save, tmp_path):
+    saved = save(case)
+    with pytest.raises(errors.OptionError, match="the config is of a 'parrot'") as e:
+        plan(case, saved, saved.tensors, tmp_path, model_type="parrot")
+    assert repr(saved.config["model_type"]) in str(e.value)
+
+
+@over(first_of("family"))
+def test_a_missing_tensor_is_named_with_the_nearest(case, save, tmp_path):
+    saved = save(case)
+    tensors = dict(saved.tensors)
+    missing = next(path for path in tensors if "/1/" in path)
+    tensors[f"{missing}s"] = tensors.pop(missing)
+    with pytest.raises(errors.OptionError) as e:
+        plan(case, saved, tensors, tmp_path)
+    assert f"1 leaves are missing:\n  {missing}; the nearest" in str(e.value)
+    assert f"{missing}s" in str(e.value)
+
+
+@over(first_of("family"))
+def test_an_extra_tensor_is_named_with_the_nearest_row(case, save, tmp_path):
+    saved = save(case)
+    extra = f"{next(path for path in saved.tensors if '/1/' in path)}s"
+    tensors = {**saved.tensors, extra: np.zeros(3, np.float32)}
+    with pytest.raises(errors.OptionError) as e:
+        plan(case, saved, tensors, tmp_path)
+    assert f"{extra}: float32[3]" in str(e.value)
+
+
+@over([c for c in first_of("family", "target") if c.target != "linen"])
+def test_wrong_head_counts_are_refused(case, save, tmp_path):
+    saved = save(case)
+    heads = getattr(maps, case.family).sizes.get("h")
+    if heads is None:
+        pytest.skip("the rows of this family have no heads")
+    changed = {heads.split("|")[0]: saved.config[heads.split("|")[0]] + 5}
+    with pytest.raises(errors.OptionError, match=r"do not fit|not divisible"):
+        plan(case, saved, saved.tensors, tmp_path, **changed)
