@@ -8,8 +8,29 @@ layout: `linen` (the Flax classes of transformers 4), `tunix`, `bonsai`, `maxtex
 
 from __future__ import annotations
 
+from flaxckpt.maps._bert import BERT as bert  # noqa: N811
+from flaxckpt.maps._clip import CLIP as clip  # noqa: N811
 from flaxckpt.maps._detect import Detected, detect, find
 from flaxckpt.maps._family import Family, Tensor
+from flaxckpt.maps._gpt2 import GPT2 as gpt2  # noqa: N811
 from flaxckpt.maps._llama import LLAMA as llama  # noqa: N811
+from flaxckpt.maps._roberta import ROBERTA as roberta  # noqa: N811
+from flaxckpt.maps._t5 import T5 as t5  # noqa: N811
+from flaxckpt.maps._vit import VIT as vit  # noqa: N811
+from flaxckpt.maps._whisper import WHISPER as whisper  # noqa: N811
 
-__all__ = ["Detected", "Family", "Tensor", "detect", "find", "llama"]
+__all__ = [
+    "Detected",
+    "Family",
+    "Tensor",
+    "bert",
+    "clip",
+    "detect",
+    "find",
+    "gpt2",
+    "llama",
+    "roberta",
+    "t5",
+    "vit",
+    "whisper",
+]

@@ -86,16 +86,18 @@ def holds(config: Mapping[str, Any], condition: str) -> bool:
 
     Args:
         config: The configuration.
-        condition: `key` for a true value, `not key` for a false one, or `key=pattern`
-            with wildcards as in file names. Always true if empty.
+        condition: `key` for a true value, or `key=pattern` with wildcards as in file
+            names; with `not` before it for the opposite; several conditions joined by
+            `and`. Always true if empty.
     """
-    if not condition:
-        return True
-    if condition.startswith("not "):
-        return not look_up(config, condition.removeprefix("not "))
-    key, _, pattern = condition.partition("=")
+    return all(_holds(config, c) for c in condition.split(" and ") if c)
+
+
+def _holds(config: Mapping[str, Any], condition: str) -> bool:
+    key, _, pattern = condition.removeprefix("not ").partition("=")
     value = look_up(config, key)
-    return fnmatch.fnmatchcase(str(value), pattern) if pattern else bool(value)
+    is_true = fnmatch.fnmatchcase(str(value), pattern) if pattern else bool(value)
+    return is_true != condition.startswith("not ")
 
 
 def find_size(config: Mapping[str, Any], rule: str | int) -> int | None:
