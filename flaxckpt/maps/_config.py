@@ -99,7 +99,7 @@ def _holds(config: Mapping[str, Any], condition: str) -> bool:
     key, _, pattern = condition.removeprefix("not ").partition("=")
     value = look_up(config, key)
     if pattern.startswith("="):
-        is_true = value == look_up(config, pattern[1:])
+        is_true = bool(value == look_up(config, pattern[1:]))
     else:
         is_true = fnmatch.fnmatchcase(str(value), pattern) if pattern else bool(value)
     return is_true != condition.startswith("not ")

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from flaxckpt import errors, transforms
+from flaxckpt._state.leaf import LeafTable
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.maps import _config
 from flaxckpt.transforms import Row, Transform
-from flaxckpt.transforms._base import call
+from flaxckpt.transforms._base import TableTransform, call
 from flaxckpt.transforms._form import Form
 from flaxckpt.transforms._names import parse_name
 from flaxckpt.transforms._remap import make_remap
@@ -64,6 +65,9 @@ class Family:
         defaults: Values of keys that configurations may lack.
         ignored: Pattern of the leaf paths of buffers, which are left out.
         target_bases: Target layout -> the beginning that the base model has there.
+        old_names: The end of a leaf path in old checkpoints -> its end in new ones.
+        unpublished: Target layout -> pattern of leaf paths there that published models
+            lack, because they do not change outputs; the map back leaves them out.
     """
 
     name: str
@@ -74,6 +78,8 @@ class Family:
     defaults: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
     ignored: str = ""
     target_bases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    old_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unpublished: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -130,9 +136,18 @@ class Family:
             target_base=target_base,
         )
         listed = [self._row(tensor, bases, prefix) for tensor in rows]
-        ignored = self.ignored or None
-        remap = make_remap(listed, sizes, rest="error", ignored=ignored, name=name)
-        return [remap, *_values(rows, listed, sizes)]
+        remap = make_remap(
+            listed,
+            sizes,
+            rest="error",
+            ignored=self.ignored or None,
+            ignored_by_inverse=self.unpublished.get(target),
+            name=name,
+        )
+        changes: list[Transform] = [remap, *_values(rows, listed, sizes)]
+        if self.old_names:
+            changes.insert(0, _NewNames(self.name, self.old_names))
+        return changes
 
     def check_config(self, config: _config.Config) -> dict[str, Any]:
         """Returns a configuration as a dict, with the family's defaults.
@@ -210,6 +225,35 @@ class _Base(NamedTuple):
             return name
         rest = name.removeprefix(f"{self.old}/")
         return f"{self.new}/{rest}" if self.new else rest
+
+
+@dataclasses.dataclass(frozen=True)
+class _NewNames(TableTransform):
+    """Renames leaves with names of old checkpoints, if there are any.
+
+    The map back keeps the new names, which transformers reads as well.
+
+    Attributes:
+        family: The name of the family.
+        ends: The end of a leaf path -> its new end.
+    """
+
+    family: str
+    ends: Mapping[str, str]
+
+    def __call__(self, table: LeafTable) -> LeafTable:
+        rules = {
+            f"(.*){re.escape(end)}": rf"\1{new}"
+            for end, new in self.ends.items()
+            if any(path.endswith(end) for path in table)
+        }
+        return transforms.rename(rules)(table) if rules else table
+
+    def __str__(self) -> str:
+        return call(f"maps.{self.family}.new_names")
+
+    def inverse(self) -> Transform:
+        return self
 
 
 def _values(

@@ -69,3 +69,4 @@ GEMMA = Family(
     ignored=_decoder.BUFFERS,
     target_bases={"linen": "model"},
 )
+"""Gemma, the first version, and 2."""

@@ -71,3 +71,4 @@ GEMMA2 = Family(
     defaults={"tie_word_embeddings": True},
     ignored=_decoder.BUFFERS,
 )
+"""Gemma 2."""

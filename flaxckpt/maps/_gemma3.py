@@ -129,3 +129,4 @@ GEMMA3 = Family(
     defaults={"tie_word_embeddings": True},
     ignored=_decoder.BUFFERS,
 )
+"""Gemma 3, its language model."""

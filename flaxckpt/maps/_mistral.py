@@ -34,3 +34,4 @@ MISTRAL = Family(
     ignored=_decoder.BUFFERS,
     target_bases={"linen": "model"},
 )
+"""Mistral."""

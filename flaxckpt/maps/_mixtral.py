@@ -33,3 +33,4 @@ MIXTRAL = Family(
     defaults={"tie_word_embeddings": False},
     ignored=_decoder.BUFFERS,
 )
+"""Mixtral."""

@@ -48,3 +48,4 @@ QWEN2 = Family(
     defaults={"tie_word_embeddings": False},
     ignored=_decoder.BUFFERS,
 )
+"""Qwen 2 and 2.5."""

@@ -70,3 +70,4 @@ QWEN3 = Family(
     defaults={"tie_word_embeddings": False},
     ignored=_decoder.BUFFERS,
 )
+"""Qwen 3, and its mixtures of experts."""

@@ -36,3 +36,4 @@ QWEN3_MOE = Family(
     defaults={"tie_word_embeddings": False},
     ignored=_decoder.BUFFERS,
 )
+"""Qwen 3 with mixtures of experts in all layers."""

@@ -168,6 +168,7 @@ class _Remap(TableTransform):
     sizes: Mapping[str, int]
     rest: Literal["keep", "error"] = "keep"
     ignored: re.Pattern[str] | None = None
+    ignored_by_inverse: re.Pattern[str] | None = None
     name: str | None = None
 
     def __call__(self, table: LeafTable) -> LeafTable:
@@ -349,7 +350,8 @@ class _Remap(TableTransform):
         return dataclasses.replace(
             self,
             rules=tuple(_parse(rule.inverse()) for rule in self.rules),
-            ignored=None,
+            ignored=self.ignored_by_inverse,
+            ignored_by_inverse=self.ignored,
             name=self.name and f"inverse({self.name})",
         )
 
@@ -560,9 +562,19 @@ def make_remap(
     *,
     rest: Literal["keep", "error"] = "keep",
     ignored: str | None = None,
+    ignored_by_inverse: str | None = None,
     name: str | None = None,
 ) -> TableTransform:
-    """Returns `remap` under another name, for the record and for messages."""
+    """Returns `remap` under another name, for the record and for messages.
+
+    Args:
+        rows: See `remap`.
+        sizes: See `remap`.
+        rest: See `remap`.
+        ignored: See `remap`.
+        ignored_by_inverse: Likewise, for the inverse.
+        name: The name; None for `remap` with its arguments.
+    """
     listed = [_check_row(row) for row in rows]
     if not listed:
         raise errors.OptionError("remap needs at least one row")
@@ -583,8 +595,11 @@ def make_remap(
                     f"the name {side.text!r} needs the size of {lacking[0]}: pass"
                     f" {lacking[0]}=…"
                 )
-    pattern = None if ignored is None else compile_pattern(ignored)
-    return _Remap(rules, checked, rest, pattern, name)
+    forth, back = (
+        None if pattern is None else compile_pattern(pattern)
+        for pattern in (ignored, ignored_by_inverse)
+    )
+    return _Remap(rules, checked, rest, forth, back, name)
 
 
 def _check_row(row: Any) -> Row:

@@ -1,0 +1,58 @@
+"""BERT, and models of its architecture, such as MiniLM.
+
+Sources:
+    https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/bert/modeling_bert.py
+    https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/bert/modeling_flax_bert.py
+    https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/modeling_utils.py
+"""
+
+from __future__ import annotations
+
+from flaxckpt.maps._family import Family, Tensor
+from flaxckpt.maps._modules import array, embedding, linear, norm
+
+OLD_NAMES = {"LayerNorm/gamma": "LayerNorm/weight", "LayerNorm/beta": "LayerNorm/bias"}
+
+
+def encoder(base: str) -> tuple[Tensor, ...]:
+    """Returns the rows of the base model of BERT and RoBERTa, whose name is `base`."""
+    layer = f"{base}.encoder.layer.{{i}}"
+    return (
+        *embedding(f"{base}.embeddings.{{w:word|position|token_type}}_embeddings"),
+        *norm(f"{base}.embeddings.LayerNorm"),
+        *linear(f"{layer}.attention.self.{{p:query|key|value}}"),
+        *linear(f"{layer}.{{d:attention.output|intermediate|output}}.dense"),
+        *norm(f"{layer}.{{n:attention.output|output}}.LayerNorm"),
+        *linear(f"{base}.pooler.dense", optional=True),
+    )
+
+
+_TRANSFORM = "cls.predictions.transform"
+
+BERT = Family(
+    name="bert",
+    model_types=("bert",),
+    base="bert",
+    sizes={"i": "num_hidden_layers"},
+    tables={
+        "linen": (
+            *encoder("bert"),
+            *linear(f"{_TRANSFORM}.dense", optional=True),
+            *norm(f"{_TRANSFORM}.LayerNorm", optional=True),
+            *array("cls.predictions.bias", optional=True),
+            *linear(
+                "cls.predictions.decoder",
+                when="not tie_word_embeddings",
+                bias=False,
+                optional=True,
+            ),
+            *linear("{h:cls.seq_relationship|classifier|qa_outputs}", optional=True),
+        ),
+    },
+    defaults={"tie_word_embeddings": True},
+    # The decoder of tied models is a copy of embeddings, and its bias of another leaf.
+    ignored=r"(bert/)?embeddings/position_ids|cls/predictions/decoder/(weight|bias)",
+    target_bases={"linen": "bert"},
+    old_names=OLD_NAMES,
+)
+"""BERT, and models of its architecture, such as MiniLM."""

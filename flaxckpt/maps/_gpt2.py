@@ -1,0 +1,37 @@
+"""GPT-2.
+
+Sources:
+    https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/gpt2/modeling_gpt2.py
+    https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/gpt2/modeling_flax_gpt2.py
+"""
+
+from __future__ import annotations
+
+from flaxckpt.maps._family import Family
+from flaxckpt.maps._modules import embedding, linear, norm
+
+_LAYER = "transformer.h.{i}"
+
+GPT2 = Family(
+    name="gpt2",
+    model_types=("gpt2",),
+    base="transformer",
+    sizes={"i": "n_layer|num_hidden_layers"},
+    tables={
+        "linen": (
+            *embedding("transformer.{w:wte|wpe}"),
+            # Its kernels are (output, input) in Flax and (input, output) in torch.
+            *linear(f"{_LAYER}.{{m:attn.c_attn|attn.c_proj|mlp.c_fc|mlp.c_proj}}"),
+            *norm(f"{_LAYER}.{{n:ln_1|ln_2}}"),
+            *norm("transformer.ln_f"),
+            *linear(
+                "lm_head", when="not tie_word_embeddings", bias=False, optional=True
+            ),
+        ),
+    },
+    defaults={"tie_word_embeddings": True},
+    # The causal masks of old checkpoints; and the head of tied ones, which is a copy.
+    ignored=r"(transformer/)?h/\d+/attn/(masked_)?bias|lm_head/weight",
+    target_bases={"linen": "transformer"},
+)
+"""GPT-2."""

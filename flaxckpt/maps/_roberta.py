@@ -1,0 +1,38 @@
+"""RoBERTa, XLM-RoBERTa and CamemBERT.
+
+Sources:
+    https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/roberta/modeling_roberta.py
+    https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/roberta/modeling_flax_roberta.py
+"""
+
+from __future__ import annotations
+
+from flaxckpt.maps._bert import OLD_NAMES, encoder
+from flaxckpt.maps._family import Family
+from flaxckpt.maps._modules import array, linear, norm
+
+_TIED = "not tie_word_embeddings"
+
+ROBERTA = Family(
+    name="roberta",
+    model_types=("roberta", "xlm-roberta", "camembert"),
+    base="roberta",
+    sizes={"i": "num_hidden_layers"},
+    tables={
+        "linen": (
+            *encoder("roberta"),
+            *linear("lm_head.dense", optional=True),
+            *norm("lm_head.layer_norm", optional=True),
+            *array("lm_head.bias", optional=True),
+            *linear("lm_head.decoder", when=_TIED, bias=False, optional=True),
+            *linear("{h:classifier|qa_outputs}", optional=True),
+            *linear("classifier.{d:dense|out_proj}", optional=True),
+        ),
+    },
+    defaults={"tie_word_embeddings": True},
+    # The decoder of tied models is a copy of embeddings, and its bias of another leaf.
+    ignored=r"(roberta/)?embeddings/position_ids|lm_head/decoder/(weight|bias)",
+    target_bases={"linen": "roberta"},
+    old_names=OLD_NAMES,
+)
+"""RoBERTa, XLM-RoBERTa and CamemBERT."""
