@@ -100,24 +100,35 @@ def convert(
         SaveFailedError: The bytes could not be written.
     """
     final = _storage.paths.resolve(dst)
-    options = ConvertOptions(
-        format=plan.choose_format(final, format),
-        transforms=transforms,
-        layout=ArrayLayout() if layout is None else layout,
-        overwrite=overwrite,
-        max_shard_bytes=max_shard_bytes,
-        max_concurrent_bytes=max_concurrent_bytes,
-        progress=progress,
-        mode=_storage.modes.check(permissions, final),
+    return convert_to(
+        src,
+        step,
+        final,
+        ConvertOptions(
+            format=plan.choose_format(final, format),
+            transforms=transforms,
+            layout=ArrayLayout() if layout is None else layout,
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            max_concurrent_bytes=max_concurrent_bytes,
+            progress=progress,
+            mode=_storage.modes.check(permissions, final),
+        ),
     )
+
+
+def convert_to(
+    src: PathLike, step: int | None, final: Path, options: ConvertOptions
+) -> SaveResult:
+    """Converts the checkpoint `src` to the path `final`; see `convert`."""
     start = time.monotonic()
     source = _storage.paths.resolve(src)
     if final.suffix.lower() != f".{options.format}":
         _checkpoint.overwrite.check_name(final, "convert")
-    convert_to = _convert_to_disk
+    write = _convert_to_disk
     if not _storage.of(final).can_rename:
-        convert_to = _convert_to_store
-    size = convert_to(source, step, final, options)
+        write = _convert_to_store
+    size = write(source, step, final, options)
     secs = time.monotonic() - start
     _log.info("converted %s to %s: %d bytes in %.3f s", source, final, size, secs)
     return SaveResult(
@@ -136,7 +147,7 @@ def _convert_to_disk(
     located = _locate.locate(source, step)
     source, number = located.path, located.step
     source_files.check_apart(final, [source], ())
-    _checkpoint.overwrite.check_target_free(final, overwrite=options.overwrite)
+    _check_target_free(final, options)
     files = source_files.stamps(source)
     stored = located.open()
     # With another step number, the new checkpoint is not a step of the source's run.
@@ -166,6 +177,7 @@ def _convert_to_disk(
             _check_current(stored, files)
             _check_readable(journal, target, number)
             journal.forget()
+            _check_target_free(final, options)
             _publish(output / target.result, final, overwrite=options.overwrite)
             journal.remove()
     except errors.CheckpointError:
@@ -195,13 +207,19 @@ def _convert_to_store(
             f"{final}: wanted format='orbax' in a store, found {options.format!r}:"
             " convert to a local path, then copy the result"
         )
-    _checkpoint.overwrite.check_target_free(final, overwrite=options.overwrite)
+    _check_target_free(final, options)
     with tempfile.TemporaryDirectory(prefix="flaxckpt-convert-") as directory:
         local = Path(directory) / final.name
         _convert_to_disk(source, step, local, options)
         return _storage.of(final).copy_checkpoint(
             local, final, overwrite=options.overwrite
         )
+
+
+def _check_target_free(final: Path, options: ConvertOptions) -> None:
+    _checkpoint.overwrite.check_target_free(
+        final, overwrite=options.overwrite, replaced=options.files.names
+    )
 
 
 def _write_pieces(
@@ -304,7 +322,6 @@ def _check_readable(journal: Journal, target: writers.Target, step: int | None) 
 
 def _publish(output: Path, final: Path, *, overwrite: bool) -> None:
     """Moves the new checkpoint to its final path."""
-    _checkpoint.overwrite.check_target_free(final, overwrite=overwrite)
     if output.is_dir() and overwrite and final.is_dir():
         _storage.rename.exchange(output, final)
     elif output.is_dir() and not (overwrite and final.exists()):

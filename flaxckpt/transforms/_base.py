@@ -100,29 +100,31 @@ def _is_table(value: object) -> bool:
     )
 
 
-def check(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
-    """Returns the `transforms` argument of a user as a tuple.
+def check(
+    transforms: Iterable[Transform], option: str = "transforms"
+) -> tuple[Transform, ...]:
+    """Returns the argument `option` of a user as a tuple.
 
     Raises:
         OptionError: `transforms` is not a list of transforms.
     """
     if callable(transforms) or not _util.arguments.is_list(transforms):
         raise errors.OptionError(
-            f"transforms must be a list of transforms, got {_shown(transforms)}:"
-            " write transforms=[rename('old/(.*)', 'new/\\1')]"
+            f"{option} must be a list of transforms, got {_shown(transforms)}:"
+            f" write {option}=[rename('old/(.*)', 'new/\\1')]"
         )
     listed = tuple(transforms)
     for transform in listed:
         if inspect.isclass(transform) or not callable(transform):
             raise errors.OptionError(
-                "transforms must be a list of transforms, such as"
+                f"{option} must be a list of transforms, such as"
                 f" drop('opt_state/.*'), but contains {_shown(transform)}"
             )
         module = getattr(transform, "__module__", None) or ""
         if inspect.isfunction(transform) and module.startswith(_PACKAGE):
             raise errors.OptionError(
-                f"transforms contains the function {transform.__name__}: call it, as in"
-                f" transforms=[{transform.__name__}(…)]"
+                f"{option} contains the function {transform.__name__}: call it, as in"
+                f" {option}=[{transform.__name__}(…)]"
             )
     return listed
 
