@@ -20,9 +20,11 @@ from flaxckpt.transforms._from_function import from_function
 from flaxckpt.transforms._join import fuse, split, stack, unstack
 from flaxckpt.transforms._map import cast, grow, map_leaf, pad, slice, transpose
 from flaxckpt.transforms._merge import merge
+from flaxckpt.transforms._remap import Row, remap
 from flaxckpt.transforms._rename import assign, copy, drop, keep, rename
 
 __all__ = [
+    "Row",
     "Transform",
     "assign",
     "cast",
@@ -36,6 +38,7 @@ __all__ = [
     "map_leaf",
     "merge",
     "pad",
+    "remap",
     "rename",
     "slice",
     "split",

@@ -173,7 +173,7 @@ class _Map(TableTransform):
                     of_mirror = None if is_copy else self.mirror_fn
                     yield NewLeaf(path, path, derive([leaf], of_mirror or fn))
                 elif self.order is not None and (
-                    turn := _transpose_mirror(
+                    turn := transpose_mirror(
                         leaf, before, self.order(len(before)), table
                     )
                 ):
@@ -198,7 +198,7 @@ class _Map(TableTransform):
         )
 
 
-def _transpose_mirror(
+def transpose_mirror(
     mirror: Leaf, shape: Shape, order: tuple[int, ...], table: LeafTable
 ) -> tuple[Leaf, ArrayFn] | None:
     """Returns the source and function of a transposed mirror of another shape.

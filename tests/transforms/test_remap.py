@@ -1,0 +1,284 @@
+"""Leaves remapped by a table of names and forms."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import FrozenDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt.transforms import Row, inverse, remap
+
+LAYERS, EXPERTS = 4, 2
+SIZES = {"h": 4, "r": 2}
+
+
+def params():
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    layer = lambda: {  # noqa: E731
+        "q": {"weight": normal(8, 6)},
+        "up": {"weight": normal(10, 6)},
+        "experts": {str(e): {"w": normal(3, 5)} for e in range(EXPERTS)},
+    }
+    return {
+        "embed": {"weight": normal(11, 6)},
+        "layers": {str(i): layer() for i in range(LAYERS)},
+        "qkv": {"weight": normal(24, 6)},
+    }
+
+
+def rows(source="", target=""):
+    listed = [
+        ("embed/weight", "embed/embedding"),
+        ("layers/{i}/q/weight", "layers_{i}/q/kernel", "(h d) e -> e h d"),
+        ("layers/{(b r)}/up/weight", "blocks/layer_{r}/up", "b f e -> e b f"),
+        ("layers/{i}/experts/{x}/w", "experts/w", "x i f e -> i x e f"),
+        ("qkv/weight", "attention/{c:q|k|v}/kernel", "(c o) e -> c e o"),
+    ]
+    return [(source + old, target + new, *form) for old, new, *form in listed]
+
+
+def expected(old):
+    layers = [old["layers"][str(i)] for i in range(LAYERS)]
+    up = np.stack([layer["up"]["weight"] for layer in layers]).transpose(2, 0, 1)
+    q, k, v = np.split(old["qkv"]["weight"], 3)
+    return {
+        "embed": {"embedding": old["embed"]["weight"]},
+        **{
+            f"layers_{i}": {
+                "q": {"kernel": layer["q"]["weight"].T.reshape(6, 4, 2)},
+            }
+            for i, layer in enumerate(layers)
+        },
+        "blocks": {f"layer_{r}": {"up": up[:, r::2]} for r in range(2)},
+        "experts": {
+            "w": np.stack(
+                [
+                    [layer["experts"][str(x)]["w"].T for x in range(EXPERTS)]
+                    for layer in layers
+                ]
+            )
+        },
+        "attention": {
+            c: {"kernel": m.T} for c, m in zip("qkv", (q, k, v), strict=True)
+        },
+    }
+
+
+def assert_equal(wanted, found):
+    assert jax.tree.structure(wanted) == jax.tree.structure(found)
+    jax.tree.map(np.testing.assert_array_equal, wanted, found)
+
+
+def test_rows_rename_reshape_stack_and_split(tmp_path):
+    old = params()
+    flaxckpt.save(tmp_path / "old", old)
+    new = flaxckpt.load(tmp_path / "old", transforms=[remap(rows(), **SIZES)])
+    assert_equal(expected(old), new)
+
+
+def test_the_plan_knows_shapes_before_reading(tmp_path):
+    flaxckpt.save(tmp_path / "old", params())
+    wanted = jax.eval_shape(lambda: expected(params()))
+    plan = flaxckpt.plan(tmp_path / "old", wanted, transforms=[remap(rows(), **SIZES)])
+    assert not plan.problems
+    assert plan.count("transformed") == 10
+
+
+@pytest.mark.parametrize("container", [dict, FrozenDict])
+def test_moments_follow_and_come_back(tmp_path, container):
+    old = params()
+    tx = optax.adamw(1e-3)
+
+    def state_of(p):
+        p = container(p)
+        moments = jax.tree.map(lambda x: x + 1, tx.init(p))
+        return {"params": p, "opt_state": moments}
+
+    state = state_of(old)
+    changes = [remap(rows("params/", "params/"), **SIZES)]
+    flaxckpt.save(tmp_path / "new", state, transforms=changes)
+    new = flaxckpt.load(tmp_path / "new", state_of(expected(old)))
+    assert_equal(state_of(expected(old))["params"], new["params"])
+    assert float(new["opt_state"][0].mu["experts"]["w"][0, 0, 0, 0]) == 1
+    back = flaxckpt.load(tmp_path / "new", state, transforms=inverse(changes))
+    assert_equal(state, back)
+
+
+def test_a_run_restores_its_own_remapped_steps(tmp_path):
+    old = params()
+    with flaxckpt.Checkpointer(
+        tmp_path / "run", transforms=[remap(rows(), **SIZES)]
+    ) as checkpointer:
+        checkpointer.save(1, old)
+        assert_equal(old, checkpointer.restore(old))
+
+
+def test_an_nnx_model_is_filled(tmp_path):
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.q = nnx.Linear(6, 8, use_bias=False, rngs=rngs)
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
+
+    old = params()
+    flaxckpt.save(tmp_path / "old", old)
+    model = Model(nnx.Rngs(0))
+    changes = [remap([("layers/{i}/q/weight", "blocks/{i}/q/kernel", "o e -> e o")])]
+    model = flaxckpt.load(tmp_path / "old", model, transforms=changes)
+    for i, block in enumerate(model.blocks):
+        wanted = old["layers"][str(i)]["q"]["weight"].T
+        np.testing.assert_array_equal(block.q.kernel.get_value(), wanted)
+
+
+def test_an_offset_and_known_sizes_take_the_rest_of_the_layers(tmp_path):
+    old = {"layers": {str(i): np.full(2, i, np.int32) for i in range(7)}}
+    flaxckpt.save(tmp_path / "old", old)
+    changes = [
+        remap(
+            [
+                ("layers/{(b r)}", "blocks/layer_{r}"),
+                ("layers/{t+6}", "rest_{t}"),
+            ],
+            b=2,
+            r=3,
+        )
+    ]
+    new = flaxckpt.load(tmp_path / "old", transforms=changes)
+    assert [list(new["blocks"][f"layer_{r}"][:, 0]) for r in range(3)] == [
+        [0, 3],
+        [1, 4],
+        [2, 5],
+    ]
+    assert list(new["rest_0"]) == [6, 6]
+    flaxckpt.save(tmp_path / "new", new)
+    back = flaxckpt.load(tmp_path / "new", transforms=inverse(changes))
+    assert_equal(old, back)
+
+
+def test_layers_take_turns_between_words(tmp_path):
+    old = {"layers": {str(i): np.full(2, i, np.int32) for i in range(4)}}
+    flaxckpt.save(tmp_path / "old", old)
+    changes = [remap([("layers/{(b p)}", "mlp_{p:local|global}", "b x -> x b")])]
+    new = flaxckpt.load(tmp_path / "old", transforms=changes)
+    assert [list(new[f"mlp_{p}"][0]) for p in ("local", "global")] == [[0, 2], [1, 3]]
+    flaxckpt.save(tmp_path / "new", new)
+    back = flaxckpt.load(tmp_path / "new", transforms=inverse(changes))
+    assert_equal(old, back)
+
+
+def test_all_missing_leaves_are_named_with_the_nearest(tmp_path):
+    old = params()
+    del old["layers"]["2"]["q"]
+    old["layers"]["2"]["query"] = {"weight": np.zeros((8, 6), np.float32)}
+    del old["qkv"]
+    flaxckpt.save(tmp_path / "old", old)
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.load(tmp_path / "old", transforms=[remap(rows(), **SIZES)])
+    message = str(caught.value)
+    assert "remap: 2 leaves are missing" in message
+    assert "layers/2/q/weight; the nearest are layers/2/query/weight" in message
+    assert "qkv/weight" in message
+
+
+def test_a_known_size_asks_for_all_values(tmp_path):
+    flaxckpt.save(tmp_path / "old", params())
+    with pytest.raises(errors.OptionError, match="layers/4/q/weight"):
+        flaxckpt.load(tmp_path / "old", transforms=[remap([rows()[1]], i=5, **SIZES)])
+
+
+def test_leaves_without_a_row_are_refused_if_asked(tmp_path):
+    old = {"w": np.zeros(2), "v": np.ones(2), "buffer": np.ones(3)}
+    flaxckpt.save(tmp_path / "old", old)
+
+    def load(**options):
+        return flaxckpt.load(
+            tmp_path / "old", transforms=[remap([("w", "u")], **options)]
+        )
+
+    assert load().keys() == {"u", "v", "buffer"}
+    with pytest.raises(errors.OptionError, match=r"no row for 1 leaves:\n *v: float64"):
+        load(rest="error", ignored="buffer")
+
+
+def test_optional_rows_may_match_nothing(tmp_path):
+    flaxckpt.save(tmp_path / "old", {"w": np.zeros(2)})
+    changes = [remap([("w", "u"), Row("b", "bias", optional=True)])]
+    assert flaxckpt.load(tmp_path / "old", transforms=changes).keys() == {"u"}
+
+
+def test_wrong_head_counts_name_every_leaf(tmp_path):
+    flaxckpt.save(tmp_path / "old", params())
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.load(tmp_path / "old", transforms=[remap([rows()[1]], h=3)])
+    assert "4 leaves do not fit" in str(caught.value)
+    assert "an axis of size 8 is not (h d) with h=3" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (("a/{i", "b"), "brace without its partner"),
+        (("a/{i-1}", "b/{i}"), "is not an index"),
+        (("a/{c:q|q}", "b/{c:q|q}"), "a word twice"),
+        (("a/{(b r)}", "b/{r}"), "needs the size of r"),
+        (("a/{i}", "b", "x i -> i x"), "must begin with i"),
+        (("a/{i}", "b/{c:q|k}"), "needs a form"),
+        (("a/{i}", "b/{i}", "i x -> x i"), "index of both names"),
+        (("a", "b", "x y -> y"), "each name once on each side"),
+        (("a", "b", "(x y -> y x"), "parentheses"),
+        (("a", "b", "x y"), "a form must be"),
+        (("a",), "a row must be"),
+        (("a", 3), "a row must be"),
+    ],
+)
+def test_malformed_rows_are_refused_at_the_call(row, problem):
+    with pytest.raises(errors.OptionError, match=problem):
+        remap([row])
+
+
+def test_a_remap_is_recorded_as_its_call(tmp_path):
+    change = remap([("w", "u", "a b -> b a")], rest="error")
+    assert str(change) == "remap([('w', 'u', 'a b -> b a')], rest='error')"
+
+
+AXES = st.permutations(["a", "(b c)", "d"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    left=AXES,
+    right=st.permutations(["(a d)", "c", "b"]),
+    sizes=st.fixed_dictionaries(
+        {name: st.integers(min_value=1, max_value=3) for name in "abcd"}
+    ),
+    count=st.integers(min_value=1, max_value=3),
+    at=st.integers(min_value=0, max_value=3),
+)
+def test_every_form_is_undone(tmp_path_factory, left, right, sizes, count, at):
+    target = [*right]
+    target.insert(at, "i")
+    form = f"i {' '.join(left)} -> {' '.join(target)}"
+    shape = [
+        int(np.prod([sizes[name] for name in axis.strip("()").split()]))
+        for axis in left
+    ]
+    rng = np.random.default_rng(0)
+    old = {"x": {str(i): rng.normal(size=shape) for i in range(count)}}
+    path = tmp_path_factory.mktemp("form")
+    changes = [remap([("x/{i}", "y", form)], **sizes)]
+    flaxckpt.save(path / "old", old)
+    new = flaxckpt.load(path / "old", transforms=changes)
+    flaxckpt.save(path / "new", new)
+    back = flaxckpt.load(path / "new", transforms=inverse(changes))
+    jax.tree.map(np.testing.assert_array_equal, old, back)
