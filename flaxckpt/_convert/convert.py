@@ -239,8 +239,7 @@ def _write_pieces(
     def write() -> None:
         if ready:
             target.write(ready)
-            # A function may differ at the next call, so its results are not kept.
-            journal.add(piece.name for piece, _ in ready if piece.leaf.fn is None)
+            journal.add(piece.name for piece, _ in ready)
 
     for batch in batches:
         values: list[Array] = []

@@ -202,10 +202,32 @@ def describe_work(
         "format": options.format,
         "files": list(target.files),
         "leaves": _storage.files.digest(content),
+        "programs": _programs_digest(state),
         "layout": dataclasses.asdict(options.layout),
         "others": [*others, os.urandom(16).hex()] if others else [],
         "bytes": [int(state.batch_bytes), int(options.max_shard_bytes)],
     }
+
+
+def _programs_digest(state: writers.State) -> str:
+    """Returns a digest of the programs of all computed leaves.
+
+    Random if a program cannot be known: its results are never kept.
+    """
+    program = _arrays.lazy.Programs()
+    digests = []
+    for leaf in state.table.values():
+        if leaf.fn is None:
+            continue
+        sources = _stored(leaf)
+        if len(sources) < len(leaf.sources):  # values of the caller
+            return os.urandom(16).hex()
+        try:
+            text = program(leaf, [source.info for source in sources])
+        except Exception:
+            return os.urandom(16).hex()
+        digests.append(_storage.files.digest(text.encode()))
+    return _storage.files.digest("".join(digests).encode())
 
 
 def source_roots(state: writers.State) -> list[Path]:

@@ -15,6 +15,7 @@ from safetensors import numpy as safetensors
 
 import flaxckpt
 from flaxckpt import errors
+from flaxckpt._arrays import blockwise
 from flaxckpt.transforms import cast, drop, map_leaf, rename, stack, transpose
 from tests.helpers import hub_cache
 
@@ -346,3 +347,83 @@ def test_a_name_of_a_file_is_refused(tmp_path, source):
         flaxckpt.export_huggingface(
             tmp_path / "x", tmp_path / "m.safetensors", map=linen_map(), config=CONFIG
         )
+
+
+# ---- interrupted -------------------------------------------------------------------
+
+
+class StopError(Exception):
+    """Interrupts an export."""
+
+
+def stop_halfway(done, total):
+    if done >= total / 2:
+        raise StopError
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The names of the leaves that are computed."""
+    names = []
+    original = blockwise._compute
+
+    def traced(leaves, max_bytes):
+        names.extend(leaf.info.path for leaf in leaves)
+        return original(leaves, max_bytes)
+
+    monkeypatch.setattr(blockwise, "_compute", traced)
+    return names
+
+
+def export_in_parts(tmp_path, **options):
+    return flaxckpt.export_huggingface(
+        tmp_path / "x",
+        tmp_path / "out",
+        **{"map": linen_map(), "config": CONFIG, "max_concurrent_bytes": 64} | options,
+    )
+
+
+def test_an_interrupted_export_keeps_what_it_computed(tmp_path, source, computed):
+    flaxckpt.save(tmp_path / "x", {"params": loaded(source)})
+    computed.clear()
+    with pytest.raises(StopError):
+        export_in_parts(tmp_path, progress=stop_halfway)
+    first = list(computed)
+    computed.clear()
+    assert first
+    export_in_parts(tmp_path)  # the map is made anew, with other function objects
+    assert_published(tmp_path / "out")
+    kept = set(first[:-1])  # the last was not written
+    assert kept
+    assert kept.isdisjoint(computed)
+    assert {*first, *computed} == {
+        "lm_head/weight",
+        *(f"layers/{i}/up/weight" for i in range(3)),
+    }
+
+
+def times(factor):
+    return map_leaf(
+        "params/.*/kernel", lambda x: x * factor, inverse=lambda x: x / factor
+    )
+
+
+def test_another_function_starts_over(tmp_path, source, computed):
+    flaxckpt.save(tmp_path / "x", {"params": loaded(source)})
+    with pytest.raises(StopError):
+        export_in_parts(tmp_path, map=[*linen_map(), times(2.0)], progress=stop_halfway)
+    export_in_parts(tmp_path, map=[*linen_map(), times(4.0)])
+    wanted = {
+        name: array / 4 if array.ndim == 2 and "embed" not in name else array
+        for name, array in published().items()
+    }
+    assert_published(tmp_path / "out", wanted)
+
+
+def test_another_config_starts_over(tmp_path, source):
+    flaxckpt.save(tmp_path / "x", {"params": loaded(source)})
+    with pytest.raises(StopError):
+        export_in_parts(tmp_path, progress=stop_halfway)
+    export_in_parts(tmp_path, config=CONFIG | {"other": "x" * 1000})
+    assert_published(tmp_path / "out")
+    assert "xxx" in (tmp_path / "out/config.json").read_text()
