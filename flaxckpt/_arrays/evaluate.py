@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +35,28 @@ def evaluate_state(table: LeafTable) -> LeafTable:
     """
     for leaf in table.values():
         _check_no_stored(leaf)
-    return {
-        path: leaf if leaf.fn is None else _evaluate(leaf)
+    differences: list[_Difference] = []
+    new = {
+        path: leaf if leaf.fn is None else _evaluate(leaf, differences)
         for path, leaf in table.items()
     }
+    _check_equal(differences)
+    return new
+
+
+_Difference: TypeAlias = tuple[lazy.Equality, Any]
+"""A condition of a computed leaf, and the number of elements that differ."""
+
+
+def _check_equal(differences: Iterable[_Difference]) -> None:
+    """Raises one error for all leaves that differ from the leaf they are tied to.
+
+    Raises:
+        OptionError: Tied leaves have different values.
+    """
+    error = lazy.unequal((equality, int(count)) for equality, count in differences)
+    if error is not None:
+        raise error
 
 
 def _check_no_stored(leaf: Leaf) -> None:
@@ -50,7 +68,8 @@ def _check_no_stored(leaf: Leaf) -> None:
         )
 
 
-def _evaluate(leaf: Leaf) -> Leaf:
+def _evaluate(leaf: Leaf, differences: list[_Difference]) -> Leaf:
+    """Returns a computed leaf with its value; adds to `differences`."""
     info = leaf.info
     is_wide = lazy.has_wide_fn(leaf)
     with lazy.x64(is_wide):
@@ -58,6 +77,7 @@ def _evaluate(leaf: Leaf) -> Leaf:
             [_as_array(s, is_wide, info.path) for s in leaf.sources]
         )
         value: Any = lazy.value_fn(leaf)(*args)
+        differences += [(e, e.count_differing(*args)) for e in lazy.equalities(leaf)]
     if info.python_type != "jax.Array":
         value = np.asarray(value)
         if info.kind == "scalar":
@@ -122,12 +142,15 @@ def read(
 
     Raises:
         DamagedCheckpointError: Values are missing or fail their checksum.
+        OptionError: Tied leaves have different values.
     """
     values: dict[LeafPath, Any] = {}
+    differences: list[_Difference] = []
     for batch in _batches(leaves, min(options.max_concurrent_bytes, _AT_ONCE)):
-        values |= _read_batch(batch, options)
+        values |= _read_batch(batch, options, differences)
         # jax releases memory of others only at a garbage collection.
         gc.collect(0)
+    _check_equal(differences)
     return values
 
 
@@ -166,7 +189,9 @@ def _groups(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
 
 
 def _read_batch(
-    leaves: Sequence[Leaf], options: arrays_read.ReadOptions
+    leaves: Sequence[Leaf],
+    options: arrays_read.ReadOptions,
+    differences: list[_Difference],
 ) -> dict[LeafPath, Any]:
     """Reads and computes leaves, with a single computation per set of devices."""
     alike: dict[Any, list[Leaf]] = {}
@@ -176,12 +201,14 @@ def _read_batch(
         alike.setdefault((devices, lazy.has_wide_fn(leaf)), []).append(leaf)
     values: dict[LeafPath, Any] = {}
     for group in alike.values():
-        values |= _read_and_compute(group, options)
+        values |= _read_and_compute(group, options, differences)
     return values
 
 
 def _read_and_compute(
-    leaves: Sequence[Leaf], options: arrays_read.ReadOptions
+    leaves: Sequence[Leaf],
+    options: arrays_read.ReadOptions,
+    differences: list[_Difference],
 ) -> dict[LeafPath, Any]:
     is_wide = lazy.has_wide_fn(leaves[0])
     users = {id(s): (s, leaf) for leaf in reversed(leaves) for s in leaf.sources}
@@ -205,18 +232,26 @@ def _read_and_compute(
             _check_width(array, is_wide, users[key][1].info.path)
     order = {key: i for i, key in enumerate(arrays)}
 
-    def make(args: Sequence[jax.Array]) -> list[jax.Array]:
-        return [
-            lazy.value_fn(leaf)(*(args[order[id(source)]] for source in leaf.sources))
-            for leaf in leaves
-        ]
+    conditions = [
+        (leaf, equality) for leaf in leaves for equality in lazy.equalities(leaf)
+    ]
+
+    def make(args: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        def call(fn: lazy.Fn, leaf: Leaf) -> jax.Array:
+            return fn(*(args[order[id(source)]] for source in leaf.sources))
+
+        counts = [call(equality.count_differing, leaf) for leaf, equality in conditions]
+        return [call(lazy.value_fn(leaf), leaf) for leaf in leaves], counts
 
     shardings = [_with_automatic_axes(leaf.info.sharding) for leaf in leaves]
-    split: dict[str, Any] = {"out_shardings": shardings} if any(shardings) else {}
+    split: dict[str, Any] = {}
+    if any(shardings):
+        split["out_shardings"] = shardings, [None] * len(conditions)
     with lazy.x64(is_wide):
-        results = jax.jit(make, **split)(list(arrays.values()))
+        results, counts = jax.jit(make, **split)(list(arrays.values()))
         # Otherwise the next sources are read with these still in memory.
         jax.block_until_ready(results)
+    differences += zip([equality for _, equality in conditions], counts, strict=True)
     for value, leaf in zip(results, leaves, strict=True):
         assert value.shape == leaf.info.shape, (leaf.info.path, value.shape)
     return {

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from flaxckpt import _state, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo
+from flaxckpt._types import LeafPath
 
 Fn: TypeAlias = Callable[..., jax.Array]
 
@@ -92,18 +94,54 @@ class Deriver:
         return self._shapes[id(fn), form, is_wide]
 
 
+class Equality(NamedTuple):
+    """A condition for the value of a computed leaf: two of its sources are equal.
+
+    Attributes:
+        path: The leaf that is kept.
+        other: The leaf that must have equal values.
+        size: Number of elements.
+        count_differing: Maps the sources of the computed leaf to the number of elements
+            that differ.
+    """
+
+    path: LeafPath
+    other: LeafPath
+    size: int
+    count_differing: Fn
+
+
 class _Computation:
     """Function from the sources of several leaves to a leaf.
 
+    Args:
+        leaves: The leaves.
+        fn: Maps their values to the value of the new leaf.
+        is_wide: True if jax may compute in 64 bits.
+        are_equal: True if all leaves must have equal values.
+
     Attributes:
         is_wide: True if jax may compute in 64 bits.
+        equalities: Conditions to check when the leaf is computed.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], fn: Fn, is_wide: bool) -> None:
+    def __init__(
+        self, leaves: Sequence[Leaf], fn: Fn, is_wide: bool, *, are_equal: bool = False
+    ) -> None:
         self.is_wide = is_wide
         self._leaves = tuple(leaves)
         self._parts = [(value_fn(leaf), len(leaf.sources)) for leaf in leaves]
         self._fn = fn
+        self.equalities: list[Equality] = []
+        start = 0
+        for number, leaf in enumerate(leaves):
+            stop = start + len(leaf.sources)
+            for equality in equalities(leaf):
+                count = _of_sources(equality.count_differing, start, stop)
+                self.equalities.append(equality._replace(count_differing=count))
+            if are_equal and number:
+                self.equalities.append(self._equality(leaves, number))
+            start = stop
 
     @property
     def key(self) -> Hashable:
@@ -114,12 +152,93 @@ class _Computation:
             tuple(_form_key(leaf) for leaf in self._leaves),
         )
 
-    def __call__(self, *args: jax.Array) -> jax.Array:
+    def _equality(self, leaves: Sequence[Leaf], number: int) -> Equality:
+        """Returns the condition that a leaf equals the first leaf."""
+
+        def count_differing(*args: jax.Array) -> jax.Array:
+            values = self._values(args)
+            return _count_differing(values[0], values[number])
+
+        info, size = leaves[0].info, math.prod(leaves[0].info.shape)
+        return Equality(info.path, leaves[number].info.path, size, count_differing)
+
+    def _values(self, args: Sequence[jax.Array]) -> list[jax.Array]:
         values, start = [], 0
         for part, count in self._parts:
             values.append(part(*args[start : start + count]))
             start += count
-        return self._fn(*values)
+        return values
+
+    def __call__(self, *args: jax.Array) -> jax.Array:
+        return self._fn(*self._values(args))
+
+
+def _of_sources(fn: Fn, start: int, stop: int) -> Fn:
+    return lambda *args: fn(*args[start:stop])
+
+
+def _count_differing(x: jax.Array, y: jax.Array) -> jax.Array:
+    differ = x != y
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        differ &= ~(jnp.isnan(x) & jnp.isnan(y))
+    return jnp.sum(differ)
+
+
+def require_equal(leaf: Leaf, others: Sequence[Leaf]) -> Leaf:
+    """Returns `leaf`, whose computation fails if the values of `others` differ.
+
+    Args:
+        leaf: An array, a number or PRNG keys.
+        others: Leaves of the same shape and type.
+    """
+    if all(other.fn is leaf.fn and _have_same_sources(leaf, other) for other in others):
+        return leaf
+    leaves = [leaf, *others]
+    is_wide = any(_state.dtypes.is_wide(leaf.info.dtype) for leaf in leaves)
+    is_wide = is_wide or any(map(has_wide_fn, leaves))
+    return dataclasses.replace(
+        leaf,
+        sources=tuple(source for leaf in leaves for source in leaf.sources),
+        fn=_Computation(leaves, lambda first, *_: first, is_wide, are_equal=True),
+    )
+
+
+def _have_same_sources(leaf: Leaf, other: Leaf) -> bool:
+    return len(leaf.sources) == len(other.sources) and all(
+        one is two for one, two in zip(leaf.sources, other.sources, strict=True)
+    )
+
+
+def equalities(leaf: Leaf) -> Sequence[Equality]:
+    """Returns the conditions to check when a leaf is computed."""
+    return leaf.fn.equalities if isinstance(leaf.fn, _Computation) else ()
+
+
+def unequal(
+    differences: Iterable[tuple[Equality, int]],
+) -> errors.OptionError | None:
+    """Returns an error for unmet conditions; None if all are met.
+
+    Args:
+        differences: Conditions, each with the number of elements that differ.
+    """
+    faults = {
+        (equality.path, equality.other): f"{count:,} of {equality.size:,} elements"
+        for equality, count in differences
+        if count
+    }
+    if not faults:
+        return None
+    return errors.OptionError(
+        f"{len(faults)} pairs of tied leaves have different values, and only one leaf"
+        " of each pair can be kept:\n"
+        + errors.rows(
+            f"{path} and {other} differ in {how}"
+            for (path, other), how in faults.items()
+        )
+        + "\nKeep both: leave out the tie, and export the model as one with untied"
+        " weights. Or drop the leaf that is not used first."
+    )
 
 
 def _form_key(leaf: Leaf) -> Hashable:

@@ -84,9 +84,7 @@ def restore_or_init(
     return state, 0
 
 
-def _check_map(
-    source_map: str | Sequence[Transform], source: PathLike | None
-) -> None:
+def _check_map(source_map: str | Sequence[Transform], source: PathLike | None) -> None:
     """Raises an error for a map that is none, or a map without a source.
 
     Raises:

@@ -24,7 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from flaxckpt import _arrays, _distributed, _run, _steps, _training, errors, maps, policies
+from flaxckpt import (
+    _arrays,
+    _distributed,
+    _run,
+    _steps,
+    _training,
+    errors,
+    maps,
+    policies,
+)
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._run.checkpointer import Checkpointer
 from flaxckpt._training.callback import CheckpointCallback

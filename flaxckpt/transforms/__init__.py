@@ -15,13 +15,16 @@ from collections.abc import Sequence
 
 from flaxckpt import errors
 from flaxckpt.transforms import _base
+from flaxckpt.transforms._affine import offset, scale
+from flaxckpt.transforms._axes import permute, reshape, transpose
 from flaxckpt.transforms._base import TableTransform, Transform, describe
 from flaxckpt.transforms._from_function import from_function
 from flaxckpt.transforms._join import fuse, split, stack, unstack
-from flaxckpt.transforms._map import cast, grow, map_leaf, pad, slice, transpose
+from flaxckpt.transforms._map import cast, grow, map_leaf, pad, slice
 from flaxckpt.transforms._merge import merge
 from flaxckpt.transforms._remap import Row, remap
 from flaxckpt.transforms._rename import assign, copy, drop, keep, rename
+from flaxckpt.transforms._tie import tie, untie
 
 __all__ = [
     "Row",
@@ -37,14 +40,20 @@ __all__ = [
     "keep",
     "map_leaf",
     "merge",
+    "offset",
     "pad",
+    "permute",
     "remap",
     "rename",
+    "reshape",
+    "scale",
     "slice",
     "split",
     "stack",
+    "tie",
     "transpose",
     "unstack",
+    "untie",
 ]
 
 

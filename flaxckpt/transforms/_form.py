@@ -1,105 +1,180 @@
-"""Forms in einops notation: how the axes of one array become those of another."""
+"""Forms: the old and the new axes of an array in the notation of einops."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 
-from flaxckpt import errors
+from flaxckpt import _util, errors
 from flaxckpt._types import Shape
 
-ELLIPSIS = "..."
-
 Axis: TypeAlias = tuple[str, ...]
-"""An axis: the names that it is composed of, the slowest first; none for size 1."""
+"""Names of the axes that make up one axis of the array; empty for an axis of size 1."""
 
-_AXES = re.compile(r"\(([^()]*)\)|([^()\s]+)")
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*|\.\.\.")
+ELLIPSIS: Axis = ("...",)
+"""All axes without a name."""
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<open>\()|(?P<close>\))|(?P<name>[A-Za-z](?:\w*[A-Za-z0-9])?|\.\.\.)"
+    r"|(?P<one>1)(?!\w))",
+    re.ASCII,
+)
 
 
-class Form(NamedTuple):
-    """A form, such as `(h d) e -> e h d`.
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A rearrangement of axes, such as `(h d) e -> e h d`.
+
+    Calling it rearranges an array.
 
     Attributes:
-        left: The axes of the array.
-        right: The axes of the rearranged array.
+        text: The form in the notation of einops.
+        sizes: Sizes of named axes.
+        old: The axes of the array.
+        new: The axes of the result.
     """
 
-    left: tuple[Axis, ...]
-    right: tuple[Axis, ...]
+    text: str
+    sizes: Mapping[str, int]
+    old: tuple[Axis, ...]
+    new: tuple[Axis, ...]
 
-    def __str__(self) -> str:
-        return f"{_text(self.left)} -> {_text(self.right)}"
+    @classmethod
+    def of_axes(cls, old: Sequence[Axis], new: Sequence[Axis]) -> Form:
+        """Returns the form from the axes `old` to the axes `new`."""
+        return cls(f"{_format(old)} -> {_format(new)}", {}, tuple(old), tuple(new))
+
+    @classmethod
+    def parse(cls, text: str, sizes: Mapping[str, int]) -> Form:
+        """Returns the form that `text` describes.
+
+        Args:
+            text: The old axes, an arrow, and the new axes.
+            sizes: Sizes of named axes; names that the form lacks are an error.
+
+        Raises:
+            OptionError: `text` is not in einops notation, or a size is wrong.
+        """
+        sides = text.split("->")
+        if len(sides) != 2:
+            raise _bad_form(text, "it needs one arrow")
+        old, new = (tuple(_axes(side, text)) for side in sides)
+        for axes in (old, new):
+            names = [name for axis in axes for name in axis]
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise _bad_form(text, f"{', '.join(twice)} is twice on one side")
+        known, wanted = (
+            {name for axis in side for name in axis} for side in (old, new)
+        )
+        if once := sorted(known ^ wanted):
+            raise _bad_form(text, f"{', '.join(once)} is on one side only")
+        checked = {
+            name: _util.arguments.check_int(name, size, least=1)
+            for name, size in sizes.items()
+        }
+        if extra := [name for name in checked if name not in known]:
+            raise errors.OptionError(
+                f"the form {text!r} has no axis {', '.join(extra)}, but a size was"
+                " passed: correct the name, or leave the size out"
+            )
+        return cls(" -> ".join(side.strip() for side in sides), checked, old, new)
+
+    def check(self) -> None:
+        """Checks that the sizes of all axes follow from the shape of an array.
+
+        Raises:
+            OptionError: Two axes that make up one axis have no size.
+        """
+        for axis in self.old:
+            lacking = [name for name in axis if name not in self.sizes]
+            if len(lacking) > 1:
+                raise errors.OptionError(
+                    f"the sizes of ({' '.join(axis)}) in {self.text!r} are unknown:"
+                    f" pass {' or '.join(f'{name}=' for name in lacking)}"
+                    + (", all but one" if len(lacking) > 2 else "")
+                )
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> Form:
+        """Returns the form with the sizes of its names, and others left out."""
+        known = {name: size for name, size in sizes.items() if name in self.names}
+        return dataclasses.replace(self, sizes=known)
+
+    def inverse(self) -> Form:
+        """Returns the form from the new axes to the old axes."""
+        old, new = self.text.split(" -> ")
+        return Form(f"{new} -> {old}", self.sizes, self.new, self.old)
 
     @property
     def names(self) -> frozenset[str]:
         """All names in the form."""
-        return frozenset(name for axis in (*self.left, *self.right) for name in axis)
+        return frozenset(name for axis in self.old for name in axis)
 
     def position(self, name: str) -> int:
         """Returns the axis of the array that `name` is; negative behind an ellipsis."""
-        at = self.left.index((name,))
-        return at - len(self.left) if (ELLIPSIS,) in self.left[:at] else at
+        at = self.old.index((name,))
+        return at - len(self.old) if ELLIPSIS in self.old[:at] else at
 
     def without(self, name: str) -> Form:
         """Returns the form of the arrays along the axis `name`."""
-        left, right = (tuple(axis for axis in side if axis != (name,)) for side in self)
-        return Form(left, right)
+        old, new = (
+            [axis for axis in side if axis != (name,)] for side in (self.old, self.new)
+        )
+        return Form.of_axes(old, new)
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """The new order of the axes, if the form only transposes; else None."""
-        if any(len(axis) != 1 or axis == (ELLIPSIS,) for axis in self.left):
+        """For each new axis the old axis; None if axes are split or joined as well."""
+        plain = all(len(axis) == 1 and axis != ELLIPSIS for axis in self.old)
+        if not plain or sorted(self.old) != sorted(self.new):
             return None
-        if sorted(self.left) != sorted(self.right):
-            return None
-        return tuple(self.left.index(axis) for axis in self.right)
+        return tuple(self.old.index(axis) for axis in self.new)
 
-    @property
-    def inverse(self) -> Form:
-        """The form from the rearranged array back."""
-        return Form(self.right, self.left)
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the array with its axes rearranged.
 
+        Raises:
+            ValueError: The array has other axes or sizes.
+        """
+        import einops
 
-def parse_form(text: str) -> Form:
-    """Parses a form.
-
-    Raises:
-        OptionError: `text` is not a form, or its sides have different names.
-    """
-    if text.count("->") != 1:
-        raise errors.OptionError(
-            f"a form must be a str such as '(h d) e -> e h d', got {text!r:.80}"
-        )
-    left, right = (_parse_side(side, text) for side in text.split("->"))
-    names = [sorted(name for axis in side for name in axis) for side in (left, right)]
-    if names[0] != names[1] or len(set(names[0])) < len(names[0]):
-        raise errors.OptionError(
-            f"the form {text!r} must have each name once on each side, found"
-            f" {' '.join(names[0])} and {' '.join(names[1])}"
-        )
-    return Form(left, right)
+        try:
+            return einops.rearrange(x, self.text, **self.sizes)
+        except einops.EinopsError as error:
+            why = str(error).strip().rpartition("\n")[2].strip()
+            raise ValueError(f"{self.text!r} does not fit: {why}") from None
 
 
-def _parse_side(side: str, text: str) -> tuple[Axis, ...]:
-    axes: list[Axis] = []
-    for inner, outer in _AXES.findall(side):
-        names = tuple(name for name in (outer or inner).split() if name != "1")
-        if not all(map(_NAME.fullmatch, names)) or (inner and ELLIPSIS in names):
-            raise errors.OptionError(
-                f"{outer or f'({inner})'} in the form {text!r} is not an axis: write a"
-                " name, names in parentheses, 1 or ..."
-            )
-        axes.append(names)
-    if re.sub(_AXES, "", side).strip():
-        raise errors.OptionError(f"the parentheses of the form {text!r} do not match")
-    return tuple(axes)
+def _axes(side: str, text: str) -> Iterator[Axis]:
+    """Yields the axes on one side of a form."""
+    inner: list[str] | None = None
+    at, side = 0, side.rstrip()
+    while at < len(side):
+        token = _TOKEN.match(side, at)
+        if token is None:
+            raise _bad_form(text, f"{side[at:].strip()[:20]!r} is not an axis")
+        at = token.end()
+        is_nested = token["open"] and inner is not None
+        if is_nested or (token["close"] and inner is None):
+            raise _bad_form(text, "its parentheses do not match")
+        if token["open"]:
+            inner = []
+        elif token["close"]:
+            yield tuple(inner or ())
+            inner = None
+        elif inner is not None:
+            inner += [token["name"]] if token["name"] else []
+        else:
+            yield (token["name"],) if token["name"] else ()
+    if inner is not None:
+        raise _bad_form(text, "its parentheses do not match")
 
 
-def _text(axes: Iterable[Axis]) -> str:
+def _format(axes: Sequence[Axis]) -> str:
     return " ".join(
         axis[0] if len(axis) == 1 else f"({' '.join(axis)})" if axis else "1"
         for axis in axes
@@ -120,21 +195,16 @@ def solve_sizes(
         ValueError: The shape does not have these axes, or sizes do not agree.
     """
     rest = len(shape) - len(axes)
-    axes = list(axes)
-    if (ELLIPSIS,) in axes:
-        at = axes.index((ELLIPSIS,))
-        if rest + 1 < 0:
-            raise ValueError(f"it has {len(shape)} axes, the form {len(axes) - 1}")
+    if ELLIPSIS in axes and rest >= -1:
+        at = axes.index(ELLIPSIS)
         shape = (*shape[:at], *shape[at + rest + 1 :])
-        del axes[at]
+        axes = (*axes[:at], *axes[at + 1 :])
     elif rest:
-        raise ValueError(f"it has {len(shape)} axes, wanted {_text(axes)}")
+        raise ValueError(f"it has {len(shape)} axes, wanted {_format(axes)}")
     sizes = dict(known)
     for axis, size in zip(axes, shape, strict=True):
         unknown = [name for name in axis if name not in sizes]
-        product = 1
-        for name in axis:
-            product *= sizes.get(name, 1)
+        product = math.prod(sizes.get(name, 1) for name in axis)
         if len(unknown) > 1:
             raise ValueError(f"pass the size of {' or '.join(unknown)}")
         if unknown and product and size % product == 0:
@@ -147,10 +217,8 @@ def solve_sizes(
     return sizes
 
 
-def rearrange(form: Form, sizes: Mapping[str, int]) -> Callable[[jax.Array], jax.Array]:
-    """Returns the function that rearranges an array by a form."""
-    import einops
-
-    text = str(form)
-    needed = {name: size for name, size in sizes.items() if name in form.names}
-    return lambda x: einops.rearrange(x, text, **needed)
+def _bad_form(text: str, why: str) -> errors.OptionError:
+    return errors.OptionError(
+        f"{text!r:.80} is not a form in einops notation, such as '(h d) e -> e h d':"
+        f" {why}"
+    )

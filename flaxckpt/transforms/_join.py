@@ -63,7 +63,7 @@ def _join_groups(
     groups: _Groups,
     join_fn: _JoinFn,
     *,
-    counts: Mapping[LeafPath, int],
+    numbers: Mapping[LeafPath, Sequence[int]],
     what: str,
     join_mirrors: Callable[[Sequence[Leaf], Shape], _Joined | None] = lambda *_: None,
 ) -> LeafTable:
@@ -73,7 +73,7 @@ def _join_groups(
         table: Old table.
         groups: The groups to join.
         join_fn: Maps the values of the parts, in order, to the new value.
-        counts: Required number of parts of each group.
+        numbers: Required numbers of the parts of each group.
         what: The transform, for messages.
         join_mirrors: Maps mirrors of another shape than the parts, and the shape of the
             parts, to the joined leaf; None if they cannot be joined.
@@ -84,7 +84,7 @@ def _join_groups(
 
     derive = _arrays.lazy.Deriver(what)
     for new, parts in groups.items():
-        _check_complete(new, parts, counts[new], what)
+        _check_complete(new, parts, numbers[new], what)
 
     def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[NewLeaf]:
         for new, parts in groups.items():
@@ -145,10 +145,10 @@ def _keep_old_paths(
 
 
 def _check_complete(
-    new: LeafPath, parts: Mapping[int, LeafPath], count: int, what: str
+    new: LeafPath, parts: Mapping[int, LeafPath], numbers: Sequence[int], what: str
 ) -> None:
-    if len(parts) < count:
-        missing = (str(i) for i in range(count) if i not in parts)
+    if len(parts) < len(numbers):
+        missing = (str(i) for i in numbers if i not in parts)
         listed = ", ".join(itertools.islice(missing, 8))
         raise errors.OptionError(
             f"{what}: {new} lacks part{'s' * (',' in listed)} {listed}; found"
@@ -241,7 +241,7 @@ class _Fuse(TableTransform):
             table,
             groups,
             join,
-            counts=dict.fromkeys(groups, len(self.parts)),
+            numbers=dict.fromkeys(groups, range(len(self.parts))),
             what=str(self),
         )
 
@@ -399,33 +399,71 @@ def _check_axis(x: jax.Array, axis: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Numbers:
+    """The numbers of the parts that `stack` and `unstack` work on.
+
+    Attributes:
+        start: The first number.
+        stride: The difference of two numbers.
+        stop: The numbers are less than this; None for no bound.
+    """
+
+    start: int = 0
+    stride: int = 1
+    stop: int | None = None
+
+    @classmethod
+    def check(cls, start: int, stride: int, stop: int | None) -> _Numbers:
+        """Returns the numbers for arguments of a user.
+
+        Raises:
+            OptionError: An argument is not a whole number, or there are no numbers.
+        """
+        start = _util.arguments.check_int("start", start, least=0)
+        stride = _util.arguments.check_int("stride", stride, least=1)
+        if stop is not None:
+            stop = _util.arguments.check_int("stop", stop, least=start + 1)
+        return cls(start, stride, stop)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self.up_to(number + 1)
+
+    def up_to(self, end: int) -> range:
+        """Returns the numbers less than `end`; all of them if there is a bound."""
+        return range(self.start, end if self.stop is None else self.stop, self.stride)
+
+    def for_rows(self, count: int, axis: int) -> range:
+        """Returns the numbers of `count` rows along `axis`.
+
+        Raises:
+            ValueError: There are more or fewer numbers.
+        """
+        numbers = self.up_to(self.start + count * self.stride)
+        if len(numbers) != count:
+            raise ValueError(
+                f"axis {axis} has {count} rows, but there are {len(numbers)} numbers"
+                f" from {self.start} to {self.stop}"
+            )
+        return numbers
+
+    def options(self) -> dict[str, int | None]:
+        """Returns the arguments for `call`, without defaults."""
+        stride = None if self.stride == 1 else self.stride
+        return {"start": self.start or None, "stride": stride, "stop": self.stop}
+
+
+@dataclasses.dataclass(frozen=True)
 class _Stack(TableTransform):
     """Implements `stack`."""
 
     pattern: re.Pattern[str]
     replacement: str
     axis: int
+    numbers: _Numbers
     text: str
 
     def __call__(self, table: LeafTable) -> LeafTable:
-        matches = _base.matches(self.pattern, table)
-        groups: _Groups = {}
-        stacks: dict[LeafPath, str] = {}  # new path -> old path up to the number
-        sizes: dict[str, int] = {}
-        for path in arrays(matches, table, str(self)):
-            number = matches[path]["i"]
-            if not number.isascii() or not number.isdigit():
-                raise errors.OptionError(
-                    f"{self}: the first group, or the group i, must match the number of"
-                    f" a part; it matched {number!r} in {path}"
-                )
-            new = expand(matches[path], self.replacement)
-            _add_part(groups, new, int(number), path, str(self))
-            beginning = path[: matches[path].start("i")]
-            beginning = stacks.setdefault(new, beginning)
-            sizes[beginning] = max(sizes.get(beginning, 0), int(number) + 1)
-        # Leaves of the same layers: their number is the number of layers.
-        counts = {new: sizes[beginning] for new, beginning in stacks.items()}
+        groups, numbers = self._groups(table)
 
         def join(values: Sequence[jax.Array]) -> jax.Array:
             return jnp.stack(values, self.axis)
@@ -450,18 +488,54 @@ class _Stack(TableTransform):
             table,
             groups,
             join,
-            counts=counts,
+            numbers=numbers,
             what=str(self),
             join_mirrors=join_mirrors,
         )
 
+    def _groups(self, table: LeafTable) -> tuple[_Groups, dict[LeafPath, range]]:
+        """Returns the groups of leaves to stack, and the required numbers of each."""
+        matches = _base.matches(self.pattern, table)
+        groups: _Groups = {}
+        stacks: dict[LeafPath, str] = {}  # new path -> old path up to the number
+        ends: dict[str, int] = {}
+        found = []
+        for path in arrays(matches, table, str(self)):
+            number = matches[path]["i"]
+            if not number.isascii() or not number.isdigit():
+                raise errors.OptionError(
+                    f"{self}: the first group, or the group i, must match the number of"
+                    f" a part; it matched {number!r} in {path}"
+                )
+            found.append(int(number))
+            if found[-1] not in self.numbers:
+                continue
+            new = expand(matches[path], self.replacement)
+            _add_part(groups, new, found[-1], path, str(self))
+            beginning = path[: matches[path].start("i")]
+            beginning = stacks.setdefault(new, beginning)
+            ends[beginning] = max(ends.get(beginning, 0), found[-1] + 1)
+        if found and not groups:
+            listed = ", ".join(map(str, sorted(set(found))[:8]))
+            raise errors.OptionError(
+                f"{self}: no part has such a number; the numbers are {listed}"
+            )
+        # Leaves of the same layers: their numbers are those of the layers.
+        numbers = {new: self.numbers.up_to(ends[b]) for new, b in stacks.items()}
+        return groups, numbers
+
     def __str__(self) -> str:
-        axis = self.axis or None
-        return _base.call("stack", self.text, self.replacement, axis=axis)
+        return _base.call(
+            "stack",
+            self.text,
+            self.replacement,
+            axis=self.axis or None,
+            **self.numbers.options(),
+        )
 
     def inverse(self) -> Transform:
         pattern, back = invert(self.pattern.pattern, self.replacement)
-        return unstack(pattern, back, axis=self.axis)
+        return _Unstack(compile_pattern(pattern), back, self.axis, self.numbers)
 
 
 @functools.cache
@@ -469,11 +543,22 @@ def _stacked(axis: int) -> Callable[..., jax.Array]:
     return lambda *values: jnp.stack(values, axis)
 
 
-def stack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
+def stack(
+    pattern: str,
+    replacement: str,
+    *,
+    axis: int = 0,
+    start: int = 0,
+    stride: int = 1,
+    stop: int | None = None,
+) -> TableTransform:
     r"""Stacks leaves, such as the layers of a scan, and their moments.
 
     ```python
     stack(r"params/layers_(\d+)/(.*)", r"params/layers/\2")
+    stack(r"layers/(\d+)/(.*)", r"blocks/local/\2", stride=2)  # layers 0, 2, 4, …
+    stack(r"layers/(\d+)/(.*)", r"blocks/global/\2", start=1, stride=2)
+    stack(r"(.*)/experts/(?P<i>\d+)/(.*)", r"\1/experts/\3")
     ```
 
     Args:
@@ -481,6 +566,11 @@ def stack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
             group named `i`, is the number of the part: 0, 1, ….
         replacement: Path of the stacked leaf; `\2` stands for the second group.
         axis: The position of the new axis.
+        start: The number of the first part.
+        stride: The difference between the numbers of two parts; leaves with numbers
+            between them stay.
+        stop: Parts have numbers less than this, and all of them must exist; without a
+            bound by default.
 
     Raises:
         OptionError: `pattern` is not a valid regular expression. When applied: nothing
@@ -489,8 +579,13 @@ def stack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
     """
     compile_pattern(pattern)
     axis = _util.arguments.check_int("axis", axis)
-    named = compile_pattern(name_index(pattern))
-    return _Stack(named, check_replacement(pattern, replacement), axis, pattern)
+    return _Stack(
+        compile_pattern(name_index(pattern)),
+        check_replacement(pattern, replacement),
+        axis,
+        _Numbers.check(start, stride, stop),
+        pattern,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -500,6 +595,7 @@ class _Unstack(TableTransform):
     pattern: re.Pattern[str]
     replacement: str
     axis: int
+    numbers: _Numbers
 
     def __call__(self, table: LeafTable) -> LeafTable:
         matches = _base.matches(self.pattern, table)
@@ -510,9 +606,15 @@ class _Unstack(TableTransform):
                 raise errors.OptionError(
                     f"{self}: {path}, {table[path].info}, has no axis {self.axis}"
                 )
+            try:
+                numbers = self.numbers.for_rows(shape[self.axis], self.axis)
+            except ValueError as error:
+                raise errors.OptionError(
+                    f"{self} cannot unstack {path}: {error}"
+                ) from None
             names[path] = [
                 expand(matches[path], self.replacement.replace(INDEX, str(i)))
-                for i in range(shape[self.axis])
+                for i in numbers
             ]
 
         def split_mirror(mirror: Leaf, shape: Shape) -> _Parts | None:
@@ -538,12 +640,18 @@ class _Unstack(TableTransform):
         )
 
     def __str__(self) -> str:
-        axis = self.axis or None
-        return _base.call("unstack", self.pattern.pattern, self.replacement, axis=axis)
+        return _base.call(
+            "unstack",
+            self.pattern.pattern,
+            self.replacement,
+            axis=self.axis or None,
+            **self.numbers.options(),
+        )
 
     def inverse(self) -> Transform:
         pattern, back = invert(self.pattern.pattern, self.replacement)
-        return stack(pattern, back, axis=self.axis)
+        named = compile_pattern(name_index(pattern))
+        return _Stack(named, back, self.axis, self.numbers, pattern)
 
 
 @functools.cache
@@ -551,7 +659,15 @@ def _part(axis: int, number: int) -> Callable[[jax.Array], jax.Array]:
     return lambda whole: jax.lax.index_in_dim(whole, number, axis, keepdims=False)
 
 
-def unstack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
+def unstack(
+    pattern: str,
+    replacement: str,
+    *,
+    axis: int = 0,
+    start: int = 0,
+    stride: int = 1,
+    stop: int | None = None,
+) -> TableTransform:
     r"""Unstacks leaves along an axis, such as the layers of a scan, and their moments.
 
     ```python
@@ -562,6 +678,9 @@ def unstack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
         pattern: Regular expression on the whole leaf path.
         replacement: Path of a part; `{i}` stands for its number, `\1` for a group.
         axis: The axis to remove.
+        start: The number of the first part.
+        stride: The difference between the numbers of two parts.
+        stop: The numbers are less than this; the axis must have as many rows.
 
     Raises:
         OptionError: `pattern` is not a valid regular expression, or `{i}` is missing.
@@ -572,4 +691,5 @@ def unstack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
         raise errors.OptionError(
             f"unstack needs {INDEX} in the path of a part, got {replacement!r}"
         )
-    return _Unstack(compile_pattern(pattern), replacement, axis)
+    numbers = _Numbers.check(start, stride, stop)
+    return _Unstack(compile_pattern(pattern), replacement, axis, numbers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from flaxckpt import _arrays, _state, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._types import LeafPath, Shape
-from flaxckpt.transforms import _base, _factored
+from flaxckpt.transforms import _base
 from flaxckpt.transforms._base import NewLeaf, TableTransform, Transform
 from flaxckpt.transforms._patterns import compile_pattern
 
@@ -122,9 +121,12 @@ def _cast(leaf: Leaf, wanted: str, lossy: bool) -> Leaf:
 
 ArrayFn: TypeAlias = Callable[[jax.Array], jax.Array]
 
+Followed: TypeAlias = tuple[Leaf, ArrayFn]
+"""The source and the function of a mirror that follows its parameter."""
+
 
 @dataclasses.dataclass(frozen=True)
-class _Map(TableTransform):
+class LeafMap(TableTransform):
     """A function of every matching leaf; see `map_leaf`, `transpose`, `pad`, ….
 
     Attributes:
@@ -135,7 +137,9 @@ class _Map(TableTransform):
         undo: Returns the inverse, if any.
         follows: True if mirrors follow even when the shape stays.
         fn_of: Returns the function for a leaf path, in place of `fn`.
-        order: For a transposition, the new order for a number of axes.
+        follow: Maps a mirror of another shape, the shape of its parameter and the table
+            to the source and the function of the new mirror; None if the mirror cannot
+            follow.
         resizes: True if `fn` keeps the values when it keeps the shape.
     """
 
@@ -146,7 +150,7 @@ class _Map(TableTransform):
     undo: Callable[[], Transform] | None = None
     follows: bool = False
     fn_of: Callable[[LeafPath], ArrayFn] | None = None
-    order: Callable[[int], tuple[int, ...]] | None = None
+    follow: Callable[[Leaf, Shape, LeafTable], Followed | None] | None = None
     resizes: bool = False
 
     def __call__(self, table: LeafTable) -> LeafTable:
@@ -165,20 +169,19 @@ class _Map(TableTransform):
                     yield NewLeaf(path, path, new)
                     continue
                 before, after = shapes[path]
-                is_copy = _is_copy(leaf)
-                is_left = before == after and not (self.follows or is_copy)
+                copies = is_copy(leaf)
+                is_left = before == after and not (self.follows or copies)
                 if is_left or leaf.info.kind == "empty":
                     yield NewLeaf(path, path, leaf)
                 elif leaf.info.shape == before and leaf.info.dtype is not None:
-                    of_mirror = None if is_copy else self.mirror_fn
+                    of_mirror = None if copies else self.mirror_fn
                     yield NewLeaf(path, path, derive([leaf], of_mirror or fn))
-                elif self.order is not None and (
-                    turn := transpose_mirror(
-                        leaf, before, self.order(len(before)), table
-                    )
+                elif self.follow is not None and (
+                    followed := self.follow(leaf, before, table)
                 ):
-                    source, turn_fn = turn
-                    yield NewLeaf(path, path, derive([source], turn_fn, base=leaf.info))
+                    source, mirror_fn = followed
+                    new = derive([source], mirror_fn, base=leaf.info)
+                    yield NewLeaf(path, path, new)
                 # Otherwise the mirror cannot follow: it is left out, and initialised
                 # again.
 
@@ -198,43 +201,6 @@ class _Map(TableTransform):
         )
 
 
-def transpose_mirror(
-    mirror: Leaf, shape: Shape, order: tuple[int, ...], table: LeafTable
-) -> tuple[Leaf, ArrayFn] | None:
-    """Returns the source and function of a transposed mirror of another shape.
-
-    Args:
-        mirror: The leaf.
-        shape: Of its parameter.
-        order: The parameter's axes in their new order.
-        table: All leaves.
-    """
-    info = mirror.info
-    if not info.shape or _factored.is_placeholder(info, shape, table):
-        return mirror, _identity
-    if info.shape[1:] == shape:  # several moments of a parameter, as in L-BFGS
-        return mirror, _transposition((0, *(axis + 1 for axis in order)))
-    if (maxima := _factored.maxima_of_axis(info, order, table)) is not None:
-        return maxima, _identity
-    new_shape = [shape[axis] for axis in order]
-    source = _factored.source(info, shape, order, new_shape, table)
-    if source is None:
-        return None
-    axes = [axis for axis in range(len(shape)) if axis != source.lacking]
-    moved = tuple(axes.index(axis) for axis in order if axis != source.lacking)
-    return source.leaf, _transposition(moved)
-
-
-def _identity(x: jax.Array) -> jax.Array:
-    """Returns `x`: norms, maxima of an axis and placeholders are not transposed."""
-    return x
-
-
-@functools.cache
-def _transposition(order: tuple[int, ...]) -> ArrayFn:
-    return lambda x: jnp.transpose(x, order)
-
-
 _COPIES = frozenset(
     (
         ("ScheduleFreeState", "z"),
@@ -249,7 +215,8 @@ _COPIES = frozenset(
 """Fields of optimizers that hold copies of parameters, not moments."""
 
 
-def _is_copy(leaf: Leaf) -> bool:
+def is_copy(leaf: Leaf) -> bool:
+    """Returns True for an optimizer leaf that holds a copy of a parameter."""
     role = leaf.info.role
     return role is not None and (role.state_class, role.field) in _COPIES
 
@@ -302,46 +269,8 @@ def map_leaf(
     traced = jax.jit(lambda x: fn(x))
     fn_name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     name = _base.call("map_leaf", pattern) + f" with {fn_name}"
-    return _Map(
+    return LeafMap(
         name, compile_pattern(pattern), traced, undo=None if inverse is None else undo
-    )
-
-
-def transpose(pattern: str, axes: Sequence[int] | None = None) -> TableTransform:
-    """Permutes the axes of the matching leaves, and of their moments.
-
-    The factored moments of optax's Adafactor follow as well, if the same axes are
-    factored afterwards. Other moments of other shapes are initialised again.
-
-    Args:
-        pattern: Regular expression on the whole leaf path.
-        axes: As for `jax.numpy.transpose`; reversed by default.
-
-    Raises:
-        OptionError: As for `map_leaf`.
-    """
-    order = None if axes is None else _util.arguments.check_ints("axes", axes)
-    if order is not None and len(set(order)) < len(order):
-        raise errors.OptionError(f"axes must be distinct, got {order}")
-
-    def undo() -> Transform:
-        if order is None:
-            return transpose(pattern)
-        ndim = len(order)
-        positive = [axis % ndim for axis in order]
-        return transpose(pattern, [positive.index(axis) for axis in range(ndim)])
-
-    def fn(x: jax.Array) -> jax.Array:
-        return jnp.transpose(x, order)
-
-    def order_of(ndim: int) -> tuple[int, ...]:
-        if order is None:
-            return tuple(reversed(range(ndim)))
-        return tuple(axis % ndim for axis in order)
-
-    name = _base.call("transpose", pattern, order)
-    return _Map(
-        name, compile_pattern(pattern), fn, undo=undo, follows=True, order=order_of
     )
 
 
@@ -370,7 +299,7 @@ def pad(
             raise ValueError(f"it is already larger than {wanted}: use slice")
         return jnp.pad(x, widths, constant_values=fill)
 
-    return _Map(
+    return LeafMap(
         _base.call("pad", pattern, wanted, value=value or None),
         compile_pattern(pattern),
         lambda x: padded(x, value),
@@ -399,7 +328,7 @@ def slice(pattern: str, shape: Sequence[int | None]) -> TableTransform:
         return jax.lax.slice(x, [0] * x.ndim, [new for _, new in extents])
 
     name = _base.call("slice", pattern, wanted)
-    return _Map(name, compile_pattern(pattern), cut, resizes=True)
+    return LeafMap(name, compile_pattern(pattern), cut, resizes=True)
 
 
 def _extents(x: jax.Array, wanted: Sequence[int | None]) -> Iterator[tuple[int, int]]:
@@ -469,7 +398,7 @@ def grow(
         return lambda x: grown(x, init, path)
 
     shown = None if init == "mean" else init
-    return _Map(
+    return LeafMap(
         _base.call("grow", pattern, axis, size, init=shown, seed=seed or None),
         compile_pattern(pattern),
         lambda x: grown(x, init),

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from flaxckpt import _arrays, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._types import LeafPath, Shape
-from flaxckpt.transforms import _base, _map
+from flaxckpt.transforms import _base
+from flaxckpt.transforms._axes import transpose_mirror
 from flaxckpt.transforms._base import NewLeaf, TableTransform, Transform
-from flaxckpt.transforms._form import ELLIPSIS, Form, parse_form, rearrange, solve_sizes
+from flaxckpt.transforms._form import ELLIPSIS, Form, solve_sizes
 from flaxckpt.transforms._moments import find_mirrors
 from flaxckpt.transforms._names import IndexedName, Values, parse_name
 from flaxckpt.transforms._patterns import compile_pattern
@@ -80,7 +81,7 @@ class _Rule:
 
     def inverse(self) -> Row:
         """Returns the row from the target to the source."""
-        form = None if self.form is None else str(self.form.inverse)
+        form = None if self.form is None else self.form.inverse().text
         return Row(self.row.target, self.row.source, form, self.row.optional)
 
 
@@ -95,18 +96,18 @@ def _parse(row: Row) -> _Rule:
     scattered = tuple(axis for axis in target.axes if axis not in source.axes)
     form = None
     if row.form is not None:
-        form = parse_form(row.form)
+        form = Form.parse(row.form, {})
     elif gathered and scattered:
         raise errors.OptionError(
             f"the row {row} needs a form, such as '{' '.join(gathered)} … ->"
             f" {' '.join(scattered)} …'"
         )
     elif gathered or scattered:
-        axes = (*((axis,) for axis in gathered or scattered), (ELLIPSIS,))
-        form = Form(axes, axes)
+        axes = (*((axis,) for axis in gathered or scattered), ELLIPSIS)
+        form = Form.of_axes(axes, axes)
     if form is not None:
-        gathered = _leading(form.left, gathered, row, "source")
-        scattered = _leading(form.right, scattered, row, "target")
+        gathered = _leading(form.old, gathered, row, "source")
+        scattered = _leading(form.new, scattered, row, "target")
         both = sorted(form.names & set(source.axes) & set(target.axes))
         if both:
             raise errors.OptionError(
@@ -177,19 +178,26 @@ class _Remap(TableTransform):
         taken = {path for group in groups for path, _ in group.targets()}
         values = _Values(table, str(self))
 
-        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[NewLeaf]:
+        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterable[NewLeaf]:
+            rows: dict[LeafPath, NewLeaf] = {}
             for group in groups:
                 present = [path for path in group.paths if path in leaves]
                 if not present:
                     continue
                 members = [leaves[path] for path in present]
                 new = values(group, members, is_mirror=is_mirror)
-                if new is not None:
-                    yield from (NewLeaf(present[0], path, leaf) for path, leaf in new)
-                else:  # moments that cannot follow: the inverse finds them there
-                    for path, leaf in zip(present, members, strict=True):
-                        if path not in taken:
-                            yield NewLeaf(path, path, leaf)
+                if new is None:  # moments that cannot follow: the inverse finds them
+                    new = [
+                        (path, leaf)
+                        for path, leaf in zip(present, members, strict=True)
+                        if path not in taken
+                    ]
+                for path, leaf in new:
+                    first = rows.setdefault(path, NewLeaf(present[0], path, leaf))
+                    if first.leaf is not leaf and not is_mirror:
+                        tied = _arrays.lazy.require_equal(first.leaf, [leaf])
+                        rows[path] = first._replace(leaf=tied)
+            return rows.values()
 
         return _base.replace(table, chosen, act)
 
@@ -246,14 +254,15 @@ class _Remap(TableTransform):
             known |= {axis: counts[axis] for axis in rule.source.axes if of_rule}
             for loop, there in of_rule.items():
                 paths = tuple(there[key] for key in sorted(there))
-                sizes = known
+                sizes, text = known, ""
                 try:
                     if rule.form is not None:
+                        text = rule.form.text
                         shape = _common_shape(paths, table)
-                        axes = rule.form.left[len(rule.gathered) :]
+                        axes = rule.form.old[len(rule.gathered) :]
                         sizes = solve_sizes(axes, shape, known)
                 except ValueError as error:
-                    faults[paths[0]] = f"{error}; the form is {rule.form}"
+                    faults[paths[0]] = f"{error}; the form is {text}"
                 values = dict(zip(rule.loop, loop, strict=True))
                 groups.append(_Group(rule, values, paths, sizes))
         if faults:
@@ -301,10 +310,9 @@ class _Remap(TableTransform):
         ignored = {p for p in others if self.ignored and self.ignored.fullmatch(p)}
         extra = [path for path in others if path not in ignored]
         if extra:
-            names = [rule.source.text for rule in self.rules]
             lines = (
                 f"{path}: {table[path].info}"
-                f"{_nearest(path, names) if i < errors.ROWS_SHOWN else ''}"
+                f"{self._why_extra(path) if i < errors.ROWS_SHOWN else ''}"
                 for i, path in enumerate(extra)
             )
             raise errors.OptionError(
@@ -313,6 +321,16 @@ class _Remap(TableTransform):
                 + "\nDrop them first, if you do not need them: drop(pattern)."
             )
         return {path: leaf for path, leaf in table.items() if path not in ignored}
+
+    def _why_extra(self, path: LeafPath) -> str:
+        """Returns the reason why a leaf has no row, if there is a similar row."""
+        for rule in self.rules:
+            if rule.source.pattern.fullmatch(path):
+                limits = (
+                    f"{a}={self.sizes[a]}" for a in rule.source.axes if a in self.sizes
+                )
+                return f"; its index is beyond the sizes {', '.join(limits)}"
+        return _nearest(path, [rule.source.text for rule in self.rules])
 
     def __str__(self) -> str:
         if self.name is not None:
@@ -439,7 +457,7 @@ class _Values:
         shape = self._table[group.paths[0]].info.shape
         if order is None or not is_single or mirror.info.kind == "empty":
             return None
-        turn = _map.transpose_mirror(mirror, shape, order, self._table)
+        turn = transpose_mirror(mirror, shape, order, self._table)
         if turn is None:
             return None
         source, fn = turn
@@ -468,7 +486,7 @@ def _computation(
     counts = [sizes[axis] for axis in rule.gathered]
     picked = dict(zip(rule.scattered, scattered, strict=True))
     # An axis of the array itself is indexed before the others are rearranged.
-    early = [axis for axis in picked if not rule.gathered and (axis,) in form.left]
+    early = [axis for axis in picked if not rule.gathered and (axis,) in form.old]
     late = tuple(picked[axis] for axis in picked if axis not in early)
 
     def compute(*values: jax.Array) -> jax.Array:
@@ -480,7 +498,7 @@ def _computation(
             at = reduced.position(axis)
             x = jax.lax.index_in_dim(x, picked[axis], at, keepdims=False)
             reduced = reduced.without(axis)
-        return rearrange(reduced, sizes)(x)[late]
+        return reduced.with_sizes(sizes)(x)[late]
 
     return compute
 
@@ -517,7 +535,7 @@ def remap(
     An index in the source only is an axis of the target's array, as for layers that are
     stacked; an index in the target only is an axis of the source's array. The side of
     the form that belongs to the name with the index begins with it. Two rows with the
-    same source copy it.
+    same source copy it; of two rows with the same target, the leaves must be equal.
 
     Args:
         rows: For each kind of leaf the name in the checkpoint, the name in the state
@@ -533,28 +551,40 @@ def remap(
         OptionError: A row is not valid. When applied: leaves are missing, or do not fit
             their form.
     """
+    return make_remap([*rows], sizes, rest=rest, ignored=ignored)
+
+
+def make_remap(
+    rows: Sequence[Row | tuple[str, ...]],
+    sizes: Mapping[str, int],
+    *,
+    rest: Literal["keep", "error"] = "keep",
+    ignored: str | None = None,
+    name: str | None = None,
+) -> TableTransform:
+    """Returns `remap` under another name, for the record and for messages."""
     listed = [_check_row(row) for row in rows]
     if not listed:
         raise errors.OptionError("remap needs at least one row")
     if rest not in ("keep", "error"):
         raise errors.OptionError(f"rest must be 'keep' or 'error', got {rest!r:.80}")
     checked = {
-        name: _util.arguments.check_int(name, size, least=1)
-        for name, size in sizes.items()
+        axis: _util.arguments.check_int(axis, size, least=1)
+        for axis, size in sizes.items()
     }
     rules = tuple(map(_parse, listed))
     for rule in rules:
         words = {**rule.source.counts, **rule.target.counts}
-        for name in (rule.source, rule.target):
-            checked |= {axis: words[axis] for axis in name.inner if axis in words}
-            lacking = [axis for axis in name.inner if axis not in checked]
+        for side in (rule.source, rule.target):
+            checked |= {axis: words[axis] for axis in side.inner if axis in words}
+            lacking = [axis for axis in side.inner if axis not in checked]
             if lacking:
                 raise errors.OptionError(
-                    f"the name {name.text!r} needs the size of {lacking[0]}: pass"
+                    f"the name {side.text!r} needs the size of {lacking[0]}: pass"
                     f" {lacking[0]}=…"
                 )
     pattern = None if ignored is None else compile_pattern(ignored)
-    return _Remap(rules, checked, rest, pattern)
+    return _Remap(rules, checked, rest, pattern, name)
 
 
 def _check_row(row: Any) -> Row:

@@ -22,7 +22,7 @@ ROWS = (
     {"_arrays", "_steps", "_distributed", "datasets"},
     {"formats"},
     {"transforms"},
-    {"_checkpoint", "partition"},
+    {"_checkpoint", "partition", "maps"},
     {"_run", "_convert"},
     {"_training", "_inspect"},
     {"_report", "configs", "integrations"},
@@ -44,7 +44,7 @@ PASSAGES = {
         "_safetensors",
         "_t5x",
     },
-    "transforms": {"_base", "_export", "_patterns"},
+    "transforms": {"_base", "_export", "_form", "_names", "_patterns", "_remap"},
 }
 
 # Third-party package -> the only modules or packages that may import it; none: nobody

@@ -166,6 +166,20 @@ def test_an_offset_and_known_sizes_take_the_rest_of_the_layers(tmp_path):
     assert_equal(old, back)
 
 
+def test_a_copied_leaf_must_be_equal_on_the_way_back(tmp_path):
+    old = {"embed": np.arange(6.0).reshape(2, 3)}
+    flaxckpt.save(tmp_path / "old", old)
+    changes = [remap([("embed", "embedding"), ("embed", "head", "v e -> e v")])]
+    new = flaxckpt.load(tmp_path / "old", transforms=changes)
+    np.testing.assert_array_equal(new["head"], old["embed"].T)
+    flaxckpt.save(tmp_path / "new", new)
+    back = flaxckpt.load(tmp_path / "new", transforms=inverse(changes))
+    assert_equal(old, back)
+    flaxckpt.save(tmp_path / "trained", {**new, "head": new["head"] + 1})
+    with pytest.raises(errors.OptionError, match="6 of 6 elements"):
+        flaxckpt.load(tmp_path / "trained", transforms=inverse(changes))
+
+
 def test_layers_take_turns_between_words(tmp_path):
     old = {"layers": {str(i): np.full(2, i, np.int32) for i in range(4)}}
     flaxckpt.save(tmp_path / "old", old)
@@ -235,9 +249,9 @@ def test_wrong_head_counts_name_every_leaf(tmp_path):
         (("a/{i}", "b", "x i -> i x"), "must begin with i"),
         (("a/{i}", "b/{c:q|k}"), "needs a form"),
         (("a/{i}", "b/{i}", "i x -> x i"), "index of both names"),
-        (("a", "b", "x y -> y"), "each name once on each side"),
+        (("a", "b", "x y -> y"), "x is on one side only"),
         (("a", "b", "(x y -> y x"), "parentheses"),
-        (("a", "b", "x y"), "a form must be"),
+        (("a", "b", "x y"), "needs one arrow"),
         (("a",), "a row must be"),
         (("a", 3), "a row must be"),
     ],

@@ -27,12 +27,18 @@ from flaxckpt.transforms import (
     keep,
     map_leaf,
     merge,
+    offset,
     pad,
+    permute,
     rename,
+    reshape,
+    scale,
     split,
     stack,
+    tie,
     transpose,
     unstack,
+    untie,
 )
 from tests.helpers.files import flip_bit
 
@@ -881,6 +887,15 @@ def test_transforms_read_as_the_calls_that_make_them():
         fuse(["b", "c"], "a"),
         unstack("a", "a_{i}", axis=1),
         stack(r"a_(?P<i>\d)", "a"),
+        stack(r"a_(?P<i>\d)", "a", axis=-1, start=1, stride=2, stop=9),
+        unstack("a", "a_{i}", start=1, stride=2, stop=9),
+        reshape("a", "(h d) e -> e h d", h=2),
+        reshape("a", (2, -1), from_shape=(6,)),
+        permute("a", [1, 0], axis=1),
+        offset("a", 1.0),
+        scale("a", 0.5),
+        tie("a", "b"),
+        untie("a", "b"),
         assign([("a", None)], strict=False),
     ):
         again = eval(str(made), vars(transforms).copy())
@@ -1223,10 +1238,34 @@ def test_paths_that_cannot_be_are_refused(tmp_path):
         [grow("a", 3, 3)],
         [grow("none", 0, 3)],
         [stack(r"(a)", "b")],
+        [reshape("a", "(h d) -> h d", h=3)],
+        [reshape("a", "a b -> b a")],
+        [reshape("a", (3, 3))],
+        [reshape("a", (2, 1), from_shape=(3,))],
+        [permute("a", [0, 1, 2])],
+        [permute("a", [0, 1], axis=2)],
+        [offset("flags", 1)],
+        [scale("flags", 2)],
+        [offset("counts", 0.5)],
+        [tie("a", "b")],
+        [tie("a", "none")],
+        [tie("a", "a")],
+        [untie("a", "none")],
+        [stack(r"(\d)/w", "w", start=5)],
+        [stack(r"(\d)/w", "w", stop=4)],
+        [unstack("a", "a_{i}", stop=3)],
     ],
 )
 def test_mistakes_are_errors_of_ours(tmp_path, transforms):
-    flaxckpt.save(tmp_path / "c", {"a": jnp.ones(2), "none": jnp.ones((0,))})
+    state = {
+        "a": jnp.ones(2),
+        "none": jnp.ones((0,)),
+        "flags": jnp.ones(3, bool),
+        "counts": jnp.ones(3, int),
+        "0": {"w": jnp.ones(2)},
+        "1": {"w": jnp.ones(2)},
+    }
+    flaxckpt.save(tmp_path / "c", state)
     with pytest.raises(errors.OptionError) as caught:
         flaxckpt.load(tmp_path / "c", transforms=transforms)
     assert str(caught.value).count("\n") < 15
@@ -1244,6 +1283,29 @@ def test_mistakes_are_errors_of_ours(tmp_path, transforms):
         lambda: map_leaf("a", 3),
         lambda: unstack("a", "b"),
         lambda: stack("a", "b"),
+        lambda: stack(r"(\d)", "b", start=-1),
+        lambda: stack(r"(\d)", "b", stride=0),
+        lambda: unstack("a", "b_{i}", start=3, stop=3),
+        lambda: reshape("a", "(h d) e -> e h d"),
+        lambda: reshape("a", "(h d) e -> e h", h=2),
+        lambda: reshape("a", "h d -> d h", g=2),
+        lambda: reshape("a", "h d -> d h", h=0),
+        lambda: reshape("a", "h d"),
+        lambda: reshape("a", "h h -> h"),
+        lambda: reshape("a", "((h d) e) -> h d e"),
+        lambda: reshape("a", "(h d -> h d"),
+        lambda: reshape("a", "h) d -> h d"),
+        lambda: reshape("a", "h_ 2 -> h_ 2"),
+        lambda: reshape("a", (-1, -1)),
+        lambda: reshape("a", (2, 2), h=2),
+        lambda: reshape("a", "h d -> d h", from_shape=(2, 2)),
+        lambda: permute("a", [0, 2]),
+        lambda: permute("a", [1, 1]),
+        lambda: offset("a", float("nan")),
+        lambda: offset("a", "1"),
+        lambda: scale("a", 0),
+        lambda: scale("a", float("inf")),
+        lambda: tie("a", None),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused_at_once(make):

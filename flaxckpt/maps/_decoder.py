@@ -1,0 +1,139 @@
+"""Tables that Llama, Mistral, Qwen and Gemma share.
+
+Sources:
+    https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/llama/modeling_llama.py
+    https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/llama/modeling_flax_llama.py
+    https://github.com/google/tunix/blob/v0.1.7/tunix/models/llama3/model.py
+    https://github.com/AI-Hypercomputer/maxtext/blob/e591f30/src/maxtext/checkpoint_conversion/utils/param_mapping.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flaxckpt.maps._family import Tensor
+
+SIZES: dict[str, str | int] = {
+    "i": "num_hidden_layers",
+    "h": "num_attention_heads",
+    "k": "num_key_value_heads|num_attention_heads",
+    "d": "head_dim|hidden_size/num_attention_heads",
+    "two": 2,
+}
+"""Layers, heads, heads of keys and values, and the size of a head."""
+
+BUFFERS = r".*/rotary_emb/inv_freq"
+
+_HEAD = "not tie_word_embeddings"
+_LAYER = "model.layers.{i}"
+
+LINEN = (
+    Tensor("model.embed_tokens.weight", "model/embed_tokens/embedding"),
+    Tensor(
+        f"{_LAYER}.self_attn.{{p:q_proj|k_proj|v_proj|o_proj}}.weight",
+        "model/layers/{i}/self_attn/{p:q_proj|k_proj|v_proj|o_proj}/kernel",
+        "o e -> e o",
+    ),
+    Tensor(
+        f"{_LAYER}.mlp.{{m:gate_proj|up_proj|down_proj}}.weight",
+        "model/layers/{i}/mlp/{m:gate_proj|up_proj|down_proj}/kernel",
+        "o e -> e o",
+    ),
+    Tensor(
+        f"{_LAYER}.input_layernorm.weight", "model/layers/{i}/input_layernorm/weight"
+    ),
+    Tensor(
+        f"{_LAYER}.post_attention_layernorm.weight",
+        "model/layers/{i}/post_attention_layernorm/weight",
+    ),
+    Tensor("model.norm.weight", "model/norm/weight"),
+    Tensor("lm_head.weight", "lm_head/kernel", "v e -> e v", _HEAD, optional=True),
+)
+
+TUNIX = (
+    Tensor("model.embed_tokens.weight", "embedder/input_embedding"),
+    Tensor(
+        f"{_LAYER}.self_attn.q_proj.weight",
+        "layers/{i}/attn/q_proj/w",
+        "(h d) e -> e h d",
+    ),
+    Tensor(
+        f"{_LAYER}.self_attn.{{p:k_proj|v_proj}}.weight",
+        "layers/{i}/attn/{p:k_proj|v_proj}/w",
+        "(k d) e -> e k d",
+    ),
+    Tensor(
+        f"{_LAYER}.self_attn.o_proj.weight",
+        "layers/{i}/attn/o_proj/w",
+        "e (h d) -> h d e",
+    ),
+    Tensor(
+        f"{_LAYER}.mlp.{{m:gate_proj|up_proj|down_proj}}.weight",
+        "layers/{i}/mlp/{m:gate_proj|up_proj|down_proj}/kernel",
+        "o e -> e o",
+    ),
+    Tensor(f"{_LAYER}.input_layernorm.weight", "layers/{i}/input_layernorm/w"),
+    Tensor(
+        f"{_LAYER}.post_attention_layernorm.weight",
+        "layers/{i}/post_attention_layernorm/w",
+    ),
+    Tensor("model.norm.weight", "final_norm/w"),
+    Tensor("lm_head.weight", "lm_head/w", "v e -> e v", _HEAD),
+)
+
+MAXTEXT = (
+    Tensor("model.embed_tokens.weight", "token_embedder/embedding"),
+    Tensor(
+        f"{_LAYER}.self_attn.q_proj.weight",
+        "decoder/layers_{i}/self_attention/query/kernel",
+        "(h two p) e -> e h (p two)",  # rotary halves, interleaved
+        times="d",
+        exponent=-0.5,
+    ),
+    Tensor(
+        f"{_LAYER}.self_attn.k_proj.weight",
+        "decoder/layers_{i}/self_attention/key/kernel",
+        "(k two p) e -> e k (p two)",
+    ),
+    Tensor(
+        f"{_LAYER}.self_attn.v_proj.weight",
+        "decoder/layers_{i}/self_attention/value/kernel",
+        "(k d) e -> e k d",
+    ),
+    Tensor(
+        f"{_LAYER}.self_attn.o_proj.weight",
+        "decoder/layers_{i}/self_attention/out/kernel",
+        "e (h d) -> h d e",
+    ),
+    Tensor(
+        f"{_LAYER}.mlp.{{m:gate_proj|up_proj|down_proj}}.weight",
+        "decoder/layers_{i}/mlp/{m:wi_0|wi_1|wo}/kernel",
+        "o e -> e o",
+    ),
+    Tensor(
+        f"{_LAYER}.{{n:input|post_attention}}_layernorm.weight",
+        "decoder/layers_{i}/{n:pre|post}_self_attention_layer_norm/scale",
+    ),
+    Tensor("model.norm.weight", "decoder/decoder_norm/scale"),
+    Tensor("lm_head.weight", "decoder/logits_dense/kernel", "v e -> e v", _HEAD),
+)
+"""MaxText without scanned layers, below `params/params` of its checkpoints."""
+
+
+def scan(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Returns a table of MaxText for scanned layers, stacked along the second axis."""
+    return tuple(
+        tensor._replace(
+            target=tensor.target.replace("layers_{i}", "layers"),
+            form=_scan_form(tensor.form or "x -> x"),
+        )
+        if "layers_{i}" in tensor.target
+        else tensor
+        for tensor in tensors
+    )
+
+
+def _scan_form(form: str) -> str:
+    left, _, right = form.partition(" -> ")
+    first, _, others = right.partition(" ")
+    return f"i {left} -> {first} i {others}".rstrip()

@@ -1,0 +1,221 @@
+"""Finds the family of a checkpoint, and the map from it to a state."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from flaxckpt import _state, errors
+from flaxckpt._state.leaf import LeafTable
+from flaxckpt._types import JSON, LeafPath, PathLike, PyTree, Shape
+from flaxckpt.formats import _locate
+from flaxckpt.formats._reader import Stored
+from flaxckpt.maps import _config
+from flaxckpt.maps._families import FAMILIES
+from flaxckpt.maps._family import Family
+from flaxckpt.transforms import Transform
+from flaxckpt.transforms._base import apply
+from flaxckpt.transforms._moments import find_mirrors
+from flaxckpt.transforms._names import parse_name
+
+_ENOUGH = 0.9
+"""The fraction of a checkpoint's names that tells its family."""
+
+
+class Detected(NamedTuple):
+    """The family of a checkpoint.
+
+    Attributes:
+        family: The family.
+        config: The configuration of the model.
+        evidence: The reason.
+    """
+
+    family: Family
+    config: Mapping[str, JSON]
+    evidence: str
+
+    def __str__(self) -> str:
+        return f"{self.family.name}: {self.evidence}"
+
+
+def detect(source: PathLike) -> Detected:
+    """Returns the family of a checkpoint, by its `config.json` and its names.
+
+    Args:
+        source: A directory as published on Hugging Face, or a file in it.
+
+    Raises:
+        OptionError: The family is unknown, or there is no configuration.
+        CheckpointError: There is no checkpoint, or it cannot be read.
+    """
+    return _detect(_locate.open_checkpoint(source))
+
+
+def _detect(stored: Stored) -> Detected:
+    path = Path(stored.metadata.path)
+    directory = path if path.is_dir() else path.parent
+    by_name = _family_of_names(stored.table)
+    if not (directory / _config.NAME).is_file():
+        seems = "" if by_name is None else f", whose names are of maps.{by_name.name}"
+        raise errors.OptionError(
+            f"there is no {_config.NAME} beside {path}{seems}: pass the configuration"
+            " to the map of its family"
+        )
+    config = _config.read_config(directory)
+    kind = config.get("model_type")
+    for family in FAMILIES:
+        if kind in family.model_types:
+            return Detected(family, config, f"model_type of {_config.NAME} is {kind!r}")
+    if kind is None and by_name is not None:
+        return Detected(by_name, config, "by the names of its tensors")
+    known = ", ".join(kind for family in FAMILIES for kind in family.model_types)
+    raise errors.OptionError(
+        f"{path} is of a {kind!r:.80}, which has no map: there are maps of {known}."
+        " flaxckpt.suggest finds one by names and shapes"
+    )
+
+
+def _family_of_names(table: LeafTable) -> Family | None:
+    """Returns the only family that knows nearly all names of a checkpoint."""
+    fitting = []
+    for family in FAMILIES:
+        rows = {row.source for rows in family.tables.values() for row in rows}
+        names = [name.replace(".", "/") for name in rows]
+        names += [name.removeprefix(f"{family.base}/") for name in names]
+        patterns = [parse_name(name).pattern for name in names]
+        known = sum(any(p.fullmatch(path) for p in patterns) for path in table)
+        if known >= _ENOUGH * len(table):
+            fitting.append(family)
+    return fitting[0] if len(fitting) == 1 else None
+
+
+# ---- the target ---------------------------------------------------------------------
+
+
+class _Candidate(NamedTuple):
+    """A target layout, and how well it fits a state.
+
+    Attributes:
+        target: The layout.
+        options: Further arguments of the family.
+        matched: The number of parameters that it fills.
+        lacking: The parameters that it does not fill.
+        problem: The reason why it does not apply to the checkpoint.
+    """
+
+    target: str
+    options: Mapping[str, str]
+    matched: int = 0
+    lacking: tuple[LeafPath, ...] = ()
+    problem: str = ""
+
+    def __str__(self) -> str:
+        if self.problem:
+            return f"{self.target}: {self.problem}"
+        first = f", but not {errors.first_few(self.lacking, 2)}" if self.lacking else ""
+        return f"{self.target}: fills {self.matched} leaves{first}"
+
+
+def find(source: PathLike, abstract_state: PyTree) -> list[Transform]:
+    """Returns the map from a published model to a state.
+
+    The family is that of the checkpoint's `config.json`; the target layout is the only
+    one whose names and shapes fill the parameters of the state.
+
+    ```python
+    state = load("llama/", state, transforms=maps.find("llama/", state), missing="init")
+    ```
+
+    Args:
+        source: A directory as published on Hugging Face, or a file in it.
+        abstract_state: The state to fill, abstract or not.
+
+    Raises:
+        OptionError: The family is unknown, or no target layout fits the state.
+        CheckpointError: There is no checkpoint, or it cannot be read.
+    """
+    stored = _locate.open_checkpoint(source)
+    detected = _detect(stored)
+    wanted = _parameters(abstract_state)
+    candidates = [
+        _try(detected, target, options, stored.table, wanted)
+        for target, options in _options(detected.family, stored.table)
+    ]
+    best = max(candidates, key=lambda candidate: candidate.matched)
+    if best.matched == 0:
+        listed = {str(candidate): None for candidate in candidates}
+        raise errors.OptionError(
+            f"no layout of maps.{detected.family.name} fits the state:\n"
+            + errors.rows(listed)
+            + f"\nThe state has {errors.first_few(list(wanted), 3)}."
+        )
+    return detected.family(detected.config, target=best.target, **best.options)
+
+
+def _parameters(state: PyTree) -> dict[LeafPath, Shape]:
+    """Returns the shapes of a state's arrays, without those of its optimizers."""
+    flat = _state.flax_state.flatten(state)
+    roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
+    table = _state.optimizer_roles.with_roles(flat.table, roles)
+    mirrors = find_mirrors(table).known
+    return {
+        path: leaf.info.shape
+        for path, leaf in table.items()
+        if leaf.info.kind == "array" and leaf.info.role is None and path not in mirrors
+    }
+
+
+def _options(family: Family, table: LeafTable) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields the target layouts, with and without the names of the base model."""
+    has_base = any(path.startswith(f"{family.base}/") for path in table)
+    source = {} if has_base or not family.base else {"source_base": ""}
+    for target in family.targets:
+        yield target, source
+        if family.target_bases.get(target):
+            yield target, {**source, "target_base": ""}
+
+
+def _try(
+    detected: Detected,
+    target: str,
+    options: Mapping[str, str],
+    table: LeafTable,
+    wanted: Mapping[LeafPath, Shape],
+) -> _Candidate:
+    """Returns how well a target layout fits the parameters `wanted`."""
+    changes = detected.family(detected.config, target=target, **options)
+    try:
+        mapped = apply(changes, table)
+    except errors.OptionError as error:
+        return _Candidate(target, options, problem=errors.one_line(error, 200))
+    shapes = {path: leaf.info.shape for path, leaf in mapped.items()}
+    prefixes = collections.Counter(
+        path.removesuffix(name).rstrip("/")
+        for path, shape in wanted.items()
+        for name in _suffixes(path)
+        if shapes.get(name) == shape
+    )
+    if not prefixes:
+        return _Candidate(target, options)
+    prefix, matched = prefixes.most_common(1)[0]
+    below = f"{prefix}/" if prefix else ""
+    lacking = [
+        path
+        for path in wanted
+        if path.startswith(below)
+        and shapes.get(path.removeprefix(below)) != wanted[path]
+    ]
+    if prefix:
+        options = {**options, "prefix": prefix}
+    return _Candidate(target, options, matched, tuple(lacking))
+
+
+def _suffixes(path: LeafPath) -> Iterator[LeafPath]:
+    """Yields a path, and its ends: for `a/b/c`, `b/c` and `c`."""
+    yield path
+    while "/" in path:
+        path = path.partition("/")[2]
+        yield path

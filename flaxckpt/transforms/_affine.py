@@ -1,0 +1,189 @@
+"""Transforms that add to the values of leaves, or multiply them: `offset`, `scale`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from flaxckpt import _arrays, _util, errors
+from flaxckpt._state.leaf import Leaf, LeafTable
+from flaxckpt._types import LeafPath
+from flaxckpt.transforms import _base
+from flaxckpt.transforms._base import NewLeaf, TableTransform, Transform
+from flaxckpt.transforms._map import ArrayFn, arrays, is_copy
+from flaxckpt.transforms._patterns import compile_pattern
+
+
+@dataclasses.dataclass(frozen=True)
+class _Affine(TableTransform):
+    """Implements `offset` and `scale`.
+
+    Attributes:
+        verb: The function that makes the transform.
+        pattern: On whole leaf paths.
+        number: The number to add, or the factor.
+    """
+
+    verb: Literal["offset", "scale"]
+    pattern: re.Pattern[str]
+    number: float
+
+    def __call__(self, table: LeafTable) -> LeafTable:
+        chosen = arrays(_base.matches(self.pattern, table), table, str(self))
+        derive = _arrays.lazy.Deriver(str(self))
+        fns: dict[int, ArrayFn] = {}
+
+        def multiplied(power: int) -> ArrayFn:
+            return fns.setdefault(power, multiply_by(self.number**power))
+
+        fn = add(self.number) if self.verb == "offset" else multiplied(1)
+
+        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[NewLeaf]:
+            for path, leaf in leaves.items():
+                if leaf.info.kind == "empty":
+                    yield NewLeaf(path, path, leaf)
+                elif not is_mirror or is_copy(leaf):
+                    yield NewLeaf(path, path, derive([leaf], fn))
+                elif self.verb == "offset":  # gradients stay as they are
+                    yield NewLeaf(path, path, leaf)
+                elif (power := _gradient_power(leaf, path)) is not None:
+                    new = derive([leaf], multiplied(-power))
+                    yield NewLeaf(path, path, new)
+                # Other fields are left out, and initialised again.
+
+        return _base.replace(table, chosen, act, moves=False)
+
+    def __str__(self) -> str:
+        return _base.call(self.verb, self.pattern.pattern, self.number)
+
+    def inverse(self) -> Transform:
+        number = -self.number if self.verb == "offset" else 1 / self.number
+        return dataclasses.replace(self, number=number)
+
+
+def offset(pattern: str, value: float) -> TableTransform:
+    """Adds a number to all values of the matching leaves.
+
+    ```python
+    offset("params/.*/norm/scale", 1.0)  # Gemma stores its scales less 1
+    ```
+
+    Moments stay as they are, because gradients do; fields of optimizers that are copies
+    of the parameters change as the parameters. Each leaf keeps its type: 16-bit floats
+    are computed in float32 and rounded once. The inverse is exact only if the sums
+    need no rounding.
+
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        value: The number to add.
+
+    Raises:
+        OptionError: `value` is not a finite number. When applied: nothing matches, or
+            a leaf cannot hold the sum: an integer plus a fraction, a bool or PRNG keys.
+    """
+    return _Affine("offset", compile_pattern(pattern), _check_finite("value", value))
+
+
+def scale(pattern: str, factor: float) -> TableTransform:
+    """Multiplies all values of the matching leaves by a number.
+
+    ```python
+    scale("params/embed/embedding", 8.0)  # the model multiplies by sqrt(64) itself
+    ```
+
+    Gradients change by the inverse of the factor. So do fields of optimizers that are
+    means of gradients, such as Adam's `mu`; means of squared gradients, such as `nu`,
+    change by its square. Fields that are copies of the parameters change as the
+    parameters, and all other moments are initialised again. Each leaf keeps its type:
+    16-bit floats are computed in float32 and rounded once. The inverse is exact if the
+    factor is a power of two and no value overflows or becomes subnormal.
+
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        factor: The factor; not zero.
+
+    Raises:
+        OptionError: `factor` is not a finite number, or zero. When applied: nothing
+            matches, or a leaf cannot hold the product: an integer times a fraction, a
+            bool or PRNG keys.
+    """
+    if _check_finite("factor", factor) == 0:
+        raise errors.OptionError("factor must not be 0: all values would be lost")
+    return _Affine("scale", compile_pattern(pattern), factor)
+
+
+def _check_finite(name: str, value: float) -> float:
+    _util.arguments.check_number(name, value)
+    if not math.isfinite(value):
+        raise errors.OptionError(f"{name} must be finite, got {value}")
+    return value
+
+
+def add(value: float) -> ArrayFn:
+    """Returns the function that adds `value`, in the array's type."""
+    return lambda x: _compute(x, 1, value)
+
+
+def multiply_by(factor: float) -> ArrayFn:
+    """Returns the function that multiplies by `factor`, in the array's type."""
+    return lambda x: _compute(x, factor, 0)
+
+
+def _compute(x: jax.Array, factor: float, value: float) -> jax.Array:
+    """Returns `x * factor + value` in the type of `x`.
+
+    Raises:
+        ValueError: The type cannot hold the result.
+    """
+    dtype = x.dtype
+    if not jnp.issubdtype(dtype, jnp.number):
+        raise ValueError("it does not hold numbers")
+    if jnp.issubdtype(dtype, jnp.integer):
+        if factor != int(factor) or value != int(value):
+            raise ValueError("integers need a whole number: cast it to a float first")
+        return x * jnp.asarray(int(factor), dtype) + jnp.asarray(int(value), dtype)
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4:
+        x = jnp.asarray(x, jnp.float32)
+    return jnp.asarray(x * factor + value, dtype)
+
+
+# ---- moments ------------------------------------------------------------------------
+
+_POWERS = {
+    "FactoredState": {"v_row": 2, "v_col": 2, "v": 2},
+    "ScaleByAdamState": {"mu": 1, "nu": 2},
+    "ScaleByAmsgradState": {"mu": 1, "nu": 2, "nu_max": 2},
+    "ScaleByBeliefState": {"mu": 1, "nu": 2},
+    "ScaleByLionState": {"mu": 1},
+    "ScaleByRStdDevState": {"mu": 1, "nu": 2},
+    "ScaleByRStdDevWithCountState": {"mu": 1, "nu": 2},
+    "ScaleByRmsState": {"nu": 2},
+    "ScaleByRmsWithCountState": {"nu": 2},
+    "ScaleByRssState": {"sum_of_squares": 2},
+}
+"""Class and field of a moment -> the power of the gradient that it holds.
+
+`TraceState` and `EmaState` are absent: behind another transform, as in `rmsprop`, they
+hold means of updates, and nothing in their roles says so.
+"""
+
+_NAMES = {"mu": 1, "nu": 2}
+"""The same for fields of checkpoints without roles."""
+
+
+def _gradient_power(mirror: Leaf, param: LeafPath) -> int | None:
+    """Returns the power of the gradient that a moment of `param` holds, or None."""
+    role = mirror.info.role
+    if role is not None and role.state_class:
+        return _POWERS.get(role.state_class, {}).get(role.field)
+    own, of_param = mirror.info.path.split("/"), param.split("/")
+    while own and of_param and own[-1] == of_param[-1]:
+        own.pop()
+        of_param.pop()
+    return _NAMES.get(own[-1]) if own else None
