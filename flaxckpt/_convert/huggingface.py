@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from flaxckpt import _storage
+from flaxckpt import _storage, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._checkpoint.save_handle import SaveResult
 from flaxckpt._convert import convert, model_files, plan
 from flaxckpt._convert.plan import ConvertOptions
 from flaxckpt._types import PathLike
+from flaxckpt.formats import _locate
+from flaxckpt.maps import _named
 from flaxckpt.transforms import Transform, _export, cast
 from flaxckpt.transforms import _base as _transforms
 
@@ -19,7 +21,9 @@ def export_huggingface(
     run: PathLike,
     directory: PathLike,
     *,
-    map: Sequence[Transform],
+    map: str | Sequence[Transform] = "auto",
+    target: str | None = None,
+    prefix: str | None = None,
     step: int | None = None,
     transforms: Sequence[Transform] = (),
     dtype: Any = None,
@@ -42,19 +46,20 @@ def export_huggingface(
     continues an interrupted export.
 
     ```python
-    config = "Llama-3.2-1B"  # a downloaded model
-    export_huggingface(
-        "run", "tuned", map=maps.llama(config, target="linen", prefix="params"),
-        config=config, tokenizer=config,
-    )
+    model = "Llama-3.2-1B"  # the directory of the published model
+    export_huggingface("run", "tuned", config=model, tokenizer=model)
     ```
 
     Args:
         run: A checkpoint in any supported format, or a run directory.
         directory: Path of the new model.
-        map: Transforms from the published model to the leaves of the checkpoint, such
-            as a map of `flaxckpt.maps`. Each must have an inverse; `drop`, `keep` and
+        map: `"auto"` finds the family by the `model_type` of the config, and the layout
+            by the names of the leaves; the name of a family, such as `"llama"`, is for
+            a config without `model_type`. Or the transforms from the published model to
+            the leaves of the checkpoint, each with an inverse; `drop`, `keep` and
             `cast` are not undone.
+        target: Layout of the checkpoint, such as `"linen"`, if names do not tell.
+        prefix: Leaf path of the parameters, such as `"params"`, likewise.
         step: Step of a run directory; by default the newest.
         transforms: Changes to apply before the inverse of the map, such as `drop` for
             leaves that the published model lacks.
@@ -77,15 +82,26 @@ def export_huggingface(
     Raises:
         CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
             `load`.
-        OptionError: The map does not fit the leaves, has no inverse, or misses leaves;
-            or `config` or `tokenizer` cannot be read.
+        OptionError: The map does not fit the leaves, has no inverse, or lacks leaves;
+            or `config` or `tokenizer` is no such thing.
         CheckpointExistsError: `directory` exists, or another process writes to it.
         UnsupportedLeafError: safetensors lacks the types of some leaves.
         SaveFailedError: The bytes could not be written.
     """
     final = _storage.paths.resolve(directory)
-    before, mapping = _transforms.check(transforms), _transforms.check(map, "map")
-    changes: list[Transform] = [*before, _export.Export(mapping)]
+    before = _transforms.check(transforms)
+    files = model_files.read(config, tokenizer)
+    if isinstance(map, str):
+        _named.check_name("map", map)
+        table = _transforms.apply(before, _locate.open_checkpoint(run, step).table)
+        mapping = _named.find_for_export(
+            map, files.config, table, target=target, prefix=prefix
+        )
+    elif target is not None or prefix is not None:
+        raise errors.OptionError("target and prefix need the name of a map, not a list")
+    else:
+        mapping = list(_transforms.check(map, "map"))
+    changes: list[Transform] = [*before, _export.Export(tuple(mapping))]
     if dtype is not None:
         changes.append(cast(".*", dtype))
     return convert.convert_to(
@@ -101,6 +117,6 @@ def export_huggingface(
             max_concurrent_bytes=max_concurrent_bytes,
             progress=progress,
             mode=_storage.modes.check(permissions, final),
-            files=model_files.read(config, tokenizer),
+            files=files,
         ),
     )

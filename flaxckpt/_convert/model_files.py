@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _state, _storage, _util, errors
+from flaxckpt import _state, _storage, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _hub_cache
+from flaxckpt.maps import _config
 
 _log = logging.getLogger(__name__)
 
-_CONFIG = "config.json"
 _COPIED = frozenset(
     (
         "added_tokens.json",
@@ -62,7 +62,7 @@ class ModelFiles:
     @property
     def names(self) -> list[str]:
         """The names of all files."""
-        return [*self.others, *([] if self.config is None else [_CONFIG])]
+        return [*self.others, *([] if self.config is None else [_config.NAME])]
 
     def make(self, infos: Sequence[LeafInfo]) -> dict[str, bytes]:
         """Returns name -> content of all files, for a model with these leaves."""
@@ -70,7 +70,7 @@ class ModelFiles:
             return dict(self.others)
         config = _with_dtype(self.config, _widest_dtype(infos))
         text = json.dumps(config, indent=2, ensure_ascii=False)
-        return {_CONFIG: f"{text}\n".encode(), **self.others}
+        return {_config.NAME: f"{text}\n".encode(), **self.others}
 
 
 def _widest_dtype(infos: Sequence[LeafInfo]) -> str | None:
@@ -103,15 +103,15 @@ def read(config: Any, tokenizer: PathLike | None) -> ModelFiles:
     """Returns the files beside the arrays; see `export_huggingface`.
 
     Raises:
-        OptionError: A file is missing, too large or not readable.
+        CheckpointError: A file is missing, too large or not readable.
     """
     files: dict[str, bytes] = {}
     if tokenizer is not None:
-        home = _find_directory("tokenizer", tokenizer)
+        home = _find_directory(tokenizer)
         for name in sorted(_COPIED):
             if (home / name).exists():
-                files[name] = _read_file("tokenizer", home / name)
-        if config is None and (home / _CONFIG).exists():
+                files[name] = _read_file(home / name)
+        if config is None and (home / _config.NAME).exists():
             config = home
         if not files and config is not home:
             raise errors.OptionError(
@@ -121,8 +121,8 @@ def read(config: Any, tokenizer: PathLike | None) -> ModelFiles:
     if config is None:
         _log.warning("without config=, transformers cannot open the exported model")
         return ModelFiles(None, files)
-    data = _read_config(config)
-    if "quantization_config" in data:
+    data = _config.read_config(config)
+    if data.get("quantization_config") is not None:
         raise errors.OptionError(
             "config has a quantization_config, but the exported arrays are not"
             " quantized: remove this entry, and pass the config as a dict"
@@ -136,60 +136,27 @@ def read(config: Any, tokenizer: PathLike | None) -> ModelFiles:
     return ModelFiles(data, files)
 
 
-def _read_config(config: Any) -> dict[str, Any]:
-    """Returns the content of `config.json`.
-
-    Raises:
-        OptionError: `config` is not a config, or cannot be read.
-    """
-    if hasattr(config, "to_dict"):
-        config = config.to_dict()
-    if isinstance(config, Mapping):
-        return dict(config)
-    if not _util.arguments.is_path(config):
-        raise errors.OptionError(
-            "config must be a dict, a path, or an object with to_dict, got"
-            f" {_util.arguments.describe(config)}"
-        )
-    path = _storage.paths.resolve(config)
-    is_dir = path.is_dir()
-    file = _find_directory("config", config) / _CONFIG if is_dir else path
-    text = _read_file("config", file, is_own=not is_dir)
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise errors.OptionError(
-            f"config: {file} is not JSON: {errors.one_line(error)}"
-        ) from None
-    if not isinstance(data, dict):
-        raise errors.OptionError(f"config: {file} holds no JSON object")
-    return data
-
-
-def _find_directory(option: str, path: PathLike) -> Path:
+def _find_directory(path: PathLike) -> Path:
     home = _storage.paths.resolve(path)
     if not home.is_dir():
-        raise errors.OptionError(f"{option}={str(path)!r} is not a directory")
+        raise errors.OptionError(f"tokenizer={str(path)!r} is not a directory")
     return _hub_cache.find_snapshot(home) or home
 
 
-def _read_file(option: str, file: Path, *, is_own: bool = False) -> bytes:
+def _read_file(file: Path) -> bytes:
     """Returns the content of a file of another model.
 
-    Args:
-        option: The option that names the file or its directory.
-        file: The file.
-        is_own: True if the caller passed this path, which may be any link.
-
     Raises:
-        OptionError: The file is missing, too large, or a link out of its directory.
+        DamagedCheckpointError: The file is too large, or a link out of its directory.
+        OptionError: The file cannot be read.
     """
     try:
-        if not is_own:
-            _hub_cache.check_link(file)
+        _hub_cache.check_link(file)
         return _storage.of(file).read(file, max_bytes=_MAX_FILE_BYTES)
+    except errors.CheckpointError:
+        raise
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise errors.OptionError(
-            f"{option}: {file} cannot be read: {errors.one_line(reason)}"
+            f"tokenizer: {file} cannot be read: {errors.one_line(reason)}"
         ) from None

@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 
-from flaxckpt import _state, _steps, errors, formats, maps
+from flaxckpt import _state, _steps, errors, formats
 from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._run.checkpointer import Checkpointer, session_of
 from flaxckpt._run.session import Session
 from flaxckpt._training import kept_state
 from flaxckpt._types import PathLike, PyTree
+from flaxckpt.maps import _named
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
 
@@ -91,7 +92,7 @@ def _check_map(source_map: str | Sequence[Transform], source: PathLike | None) -
         OptionError: `source_map` is neither a known name nor a list of transforms.
     """
     if isinstance(source_map, str):
-        maps.check_name("source_map", source_map)
+        _named.check_name("source_map", source_map)
     elif not _transforms.check(source_map, "source_map"):
         return
     if source is None:
@@ -108,7 +109,7 @@ def _with_map(
 ) -> RestoreOptions:
     """Returns `options` with the transforms of the map before the others."""
     if isinstance(source_map, str):
-        source_map = maps.find_by_name(source_map, source, state)
+        source_map = _named.find_for_state(source_map, source, state)
     return dataclasses.replace(options, transforms=(*source_map, *options.transforms))
 
 

@@ -31,7 +31,6 @@ from flaxckpt import (
     _steps,
     _training,
     errors,
-    maps,
     policies,
 )
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
@@ -41,6 +40,7 @@ from flaxckpt._types import PathLike, PyTree
 from flaxckpt.configs import _parsing
 from flaxckpt.configs._parsing import Parser
 from flaxckpt.formats import _native
+from flaxckpt.maps import _named
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform, cast
 
@@ -321,7 +321,7 @@ def _step_format(key: str, value: Any) -> str:
 
 
 def _source_map(key: str, value: Any) -> str:
-    maps.check_name(key, _parsing.text(key, value))
+    _named.check_name(key, _parsing.text(key, value))
     name: str = value
     return name
 

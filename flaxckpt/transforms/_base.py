@@ -449,7 +449,8 @@ def _assemble(
         if path not in gone:
             add(path, leaf, path)
         for row in rows.get(path, ()):
-            add(row.path, move(row.leaf, row.path), path)
+            # A new object, even at the old path: `untouched` finds the others.
+            add(row.path, dataclasses.replace(move(row.leaf, row.path)), path)
     if faults:
         raise errors.OptionError(
             f"{len(faults)} leaf paths would be used twice:\n"
@@ -459,6 +460,11 @@ def _assemble(
             + "\nDrop one of each first, or rename both at once: rename({…: …})."
         )
     return new
+
+
+def untouched(new: LeafTable, old: LeafTable) -> list[LeafPath]:
+    """Lists the leaves that no transform between two tables has chosen."""
+    return [path for path, leaf in new.items() if leaf is old.get(path)]
 
 
 def move(leaf: Leaf, path: LeafPath) -> Leaf:

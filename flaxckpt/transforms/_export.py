@@ -32,9 +32,8 @@ class Export(TableTransform):
         exported = _base.apply(_invert(self.map), params)
         if not self.map:
             return exported
-        # The inverse returns a leaf that it does not know as the same object.
-        unknown = [path for path in exported if exported[path] is params.get(path)]
-        known = [path for path in params if exported.get(path) is not params[path]]
+        unknown = dict.fromkeys(_base.untouched(exported, params))
+        known = [path for path in params if path not in unknown]
         if not known:
             raise errors.OptionError(
                 f"the map has none of the {len(params)} leaves of the checkpoint:\n"
@@ -54,7 +53,7 @@ class Export(TableTransform):
                 "%d leaves beside %s are not exported: %s",
                 len(unknown),
                 root,
-                errors.first_few(unknown),
+                errors.first_few(list(unknown)),
             )
         return {path: leaf for path, leaf in exported.items() if path not in unknown}
 

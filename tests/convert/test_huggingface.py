@@ -14,10 +14,11 @@ from flax.training.train_state import TrainState
 from safetensors import numpy as safetensors
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import errors, maps
 from flaxckpt._arrays import blockwise
 from flaxckpt.transforms import cast, drop, map_leaf, rename, stack, transpose
 from tests.helpers import hub_cache
+from tests.helpers import published as hf
 
 CONFIG = {"model_type": "tiny", "hidden_size": 4}
 
@@ -298,16 +299,16 @@ def test_configs_that_are_none_are_refused(tmp_path, source):
     flaxckpt.save(tmp_path / "x", {"params": loaded(source)})
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "broken.json").write_text("{")
-    for config, match in (
-        (tmp_path / "missing", "cannot be read: No such file"),
-        (tmp_path, r"config\.json cannot be read"),
-        (tmp_path / "list.json", "no JSON object"),
-        (tmp_path / "broken.json", "is not JSON"),
-        (3, "must be a dict, a path"),
-        ({"a": object()}, "cannot be written as JSON"),
-        ({"quantization_config": {}}, "quantization_config"),
+    for config, error, match in (
+        (tmp_path / "missing", errors.CheckpointNotFoundError, r"no config\.json at"),
+        (tmp_path, errors.CheckpointNotFoundError, r"no config\.json at"),
+        (tmp_path / "list.json", errors.CheckpointFormatError, "not a JSON object"),
+        (tmp_path / "broken.json", errors.CheckpointFormatError, "not a config"),
+        (3, errors.OptionError, "must be a dict, the path"),
+        ({"a": object()}, errors.OptionError, "cannot be written as JSON"),
+        ({"quantization_config": {}}, errors.OptionError, "quantization_config"),
     ):
-        refuse(tmp_path, match=match, config=config)
+        refuse(tmp_path, error, match=match, config=config)
     refuse(tmp_path, match="no files to copy", tokenizer=tmp_path, config=CONFIG)
     refuse(tmp_path, match="not a directory", tokenizer=source / "config.json")
 
@@ -318,7 +319,12 @@ def test_files_that_are_links_elsewhere_are_not_copied(tmp_path, source):
     for name, option in (("tokenizer.json", "tokenizer"), ("config.json", "config")):
         (source / name).unlink()
         (source / name).symlink_to(tmp_path / "secret")
-        refuse(tmp_path, match="outside of its directory", **{option: source})
+        refuse(
+            tmp_path,
+            errors.DamagedCheckpointError,
+            match="outside of its directory",
+            **{option: source},
+        )
 
 
 def test_an_export_is_replaced_only_with_all_of_its_files(tmp_path, source):
@@ -347,6 +353,62 @@ def test_a_name_of_a_file_is_refused(tmp_path, source):
         flaxckpt.export_huggingface(
             tmp_path / "x", tmp_path / "m.safetensors", map=linen_map(), config=CONFIG
         )
+
+
+# ---- maps by name ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["linen", "tunix", "maxtext", "maxtext-scanned"])
+@pytest.mark.parametrize("root", ["params", "a/b", ""])
+def test_the_layout_and_the_prefix_are_found(tmp_path, target, root):
+    model = hf.write_llama(tmp_path / "published")
+    changes = maps.llama(model, target=target, prefix=root)
+    flaxckpt.convert(model, tmp_path / "x", transforms=changes)
+    flaxckpt.export_huggingface(
+        tmp_path / "x", tmp_path / "out", config=model, max_shard_bytes=10_000
+    )
+    found, wanted = read_all(tmp_path / "out"), hf.llama_tensors()
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        # MaxText's queries are scaled, so the last bit may differ.
+        np.testing.assert_allclose(
+            found[name], array, rtol=3e-7 if "q_proj" in name else 0
+        )
+
+
+def test_a_base_model_alone_comes_back(tmp_path):
+    model = hf.write_llama(tmp_path / "published", base_alone=True)
+    changes = maps.llama(
+        model, target="linen", prefix="params", source_base="", target_base=""
+    )
+    flaxckpt.convert(model, tmp_path / "x", transforms=changes)
+    flaxckpt.export_huggingface(tmp_path / "x", tmp_path / "out", config=model)
+    assert_published(tmp_path / "out", hf.llama_tensors(base_alone=True))
+
+
+def test_a_name_needs_a_config_that_fits(tmp_path):
+    model = hf.write_llama(tmp_path / "published")
+    changes = maps.llama(model, target="linen", prefix="params")
+    flaxckpt.convert(model, tmp_path / "x", transforms=changes)
+    refuse(tmp_path, match="needs the config", map="auto", config=None)
+    refuse(tmp_path, match="'auto' or one of", map="lama", config=model)
+    refuse(tmp_path, match="'mamba'", map="auto", config={"model_type": "mamba"})
+    refuse(
+        tmp_path, match="no layout of maps.llama", map="auto", config=model, prefix="p"
+    )
+    refuse(tmp_path, match="no target 'x'", map="auto", config=model, target="x")
+    refuse(tmp_path, match="name of a map", map=changes, target="linen")
+    wrong = hf.LLAMA | {"num_hidden_layers": 4}
+    refuse(
+        tmp_path, match="leaves are missing", map="llama", config=wrong, target="linen"
+    )
+    flaxckpt.export_huggingface(
+        tmp_path / "x",
+        tmp_path / "out",
+        map="llama",
+        config={k: v for k, v in hf.LLAMA.items() if k != "model_type"},
+    )
+    assert_published(tmp_path / "out", hf.llama_tensors())
 
 
 # ---- interrupted -------------------------------------------------------------------

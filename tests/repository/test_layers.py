@@ -44,6 +44,7 @@ PASSAGES = {
         "_safetensors",
         "_t5x",
     },
+    "maps": {"_config", "_named"},
     "transforms": {"_base", "_export", "_form", "_names", "_patterns", "_remap"},
 }
 
