@@ -16,6 +16,7 @@ from flaxckpt._checkpoint.plan import RestorePlan
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.errors import Mismatch
+from flaxckpt.formats._reader import Stored
 
 _NEAREST_AMONG = 5_000
 _X64 = "jax_enable_x64"
@@ -147,21 +148,21 @@ class Moved(NamedTuple):
 
 
 def make_error(
-    planned: RestorePlan, table: LeafTable, *, has_transforms: bool, has_state: bool
+    planned: RestorePlan, stored: Stored, *, has_transforms: bool, has_state: bool
 ) -> errors.RestoreMismatchError:
     """Returns the error of a plan with problems: its rows and advice.
 
     Args:
         planned: The plan.
-        table: The leaves of the checkpoint.
+        stored: The checkpoint.
         has_transforms: Whether the caller passed transforms.
         has_state: Whether the caller passed an abstract state.
     """
-    groups = [] if has_transforms else _find_moved(planned, table)
+    groups = [] if has_transforms else _find_moved(planned, stored.table)
     return errors.RestoreMismatchError(
         planned.path,
         planned.problems,
-        _give_advice(planned, table, groups, has_state=has_state),
+        _give_advice(planned, stored, groups, has_state=has_state),
         shown=_format_rows(planned.problems, groups),
     )
 
@@ -188,6 +189,28 @@ def make_unbuilt_error(
         problems,
         "Correct from_arrays in register_leaf, or pass a state that has dicts in place"
         " of these leaves.",
+    )
+
+
+def make_unequal_error(
+    path: str, unequal: _state.flax_state.UnequalVariablesError
+) -> errors.RestoreMismatchError:
+    """Returns the error of NNX variables that are shared, but not equal.
+
+    Args:
+        path: The checkpoint.
+        unequal: The variables.
+    """
+    problems = [
+        Mismatch(variable, f"the value of {first}, which the state shares", "another")
+        for variable, first in unequal.variables.items()
+    ]
+    branches = sorted({variable.split("/")[0] for variable in unequal.variables})
+    return errors.RestoreMismatchError(
+        path,
+        problems,
+        f"Restore {errors.first_few(branches)} apart from the other items, each with"
+        " load(path, {item: object}), or pass a state that does not share variables.",
     )
 
 
@@ -278,9 +301,9 @@ def _format_rows(
 
 
 def _give_advice(
-    planned: RestorePlan, table: LeafTable, groups: Sequence[Moved], *, has_state: bool
+    planned: RestorePlan, stored: Stored, groups: Sequence[Moved], *, has_state: bool
 ) -> str:
-    """Returns advice on the problems of a plan with the leaves of `table`."""
+    """Returns advice on the problems of a plan."""
     problems = planned.problems
     kinds = {problem.kind for problem in problems}
     if "too_wide" in kinds:
@@ -291,7 +314,7 @@ def _give_advice(
             and (wanted := planned.leaves[problem.leaf].wanted) is not None
         ]
         return _advise_on_width(wide, has_state=has_state)
-    renames = [each.rename(table) for each in groups]
+    renames = [each.rename(stored.table) for each in groups]
     if groups and sum(len(each.names) for each in groups) == len(problems):
         return _advise_move(groups, renames, are_all=True)
     if "unused" in kinds:
@@ -299,6 +322,8 @@ def _give_advice(
     if "several" in kinds:
         return 'Load into the old optimizer first, or pass optimizer="reinit".'
     if kinds == {"missing"}:
+        if advice := _advise_on_items(problems, stored):
+            return advice
         first = ""
         if groups:
             first = _advise_move(groups, renames, are_all=False) + " "
@@ -311,6 +336,30 @@ def _give_advice(
         " rename, drop, grow, slice and map leaves. Floating types are cast; integers"
         " are only widened, unless cast(pattern, dtype, lossy=True) narrows them."
     )
+
+
+def _advise_on_items(problems: Sequence[Mismatch], stored: Stored) -> str:
+    """Returns advice on leaves of JSON items and of items that are left out.
+
+    Empty if other leaves are missing, too.
+    """
+    names = [_state.tree.unescape(p.leaf.partition("/")[0]) for p in problems]
+    texts = [name for name in dict.fromkeys(names) if stored.is_json(name)]
+    others = stored.left_out.keys() & names
+    if not {*names} <= {*texts, *others}:
+        return ""
+    advice = ""
+    if others:
+        advice = (
+            "Restore another step, pass a state without the item, or, for the item of"
+            ' an optimizer, optimizer="reinit". '
+        )
+    if texts:
+        advice += (
+            f"metadata(path).json[{texts[0]!r}] has the content of the item: leave it"
+            " out of the state."
+        )
+    return advice.rstrip()
 
 
 def _advise_on_width(wide: Sequence[LeafInfo], *, has_state: bool) -> str:

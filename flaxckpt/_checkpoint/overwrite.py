@@ -37,7 +37,8 @@ _JSON_FILE = re.compile(
 )
 _METRICS_FILE = re.compile(rf"{_CONTROL}|{_native.items.METRICS}|digests")
 _DATASET_FILE = re.compile(
-    rf"{_CONTROL}|metadata|process_\d+-of-\d+(?:\.\w+)?|shard_state_\d+\.json"
+    rf"{_CONTROL}|metadata|process_\d+-of-\d+(?:\.\w+)?|process_0\.json"
+    r"|shard_state_\d+\.json"
 )
 _DESCRIPTOR_FILE = re.compile(rf"{_CONTROL}|\w+\.pbtxt")
 _RUN_METADATA_FILE = re.compile(rf"{_CONTROL}|metadata|_ROOT_METADATA")

@@ -111,18 +111,28 @@ class Recipe:
 def make_plan(
     stored: Stored, abstract_state: PyTree | None, options: RestoreOptions
 ) -> tuple[RestorePlan, Recipe]:
-    """Plans the restore of the leaves of `abstract_state`, or of all leaves."""
+    """Plans the restore of the leaves of `abstract_state`, or of all leaves.
+
+    Raises:
+        DamagedCheckpointError: A wanted leaf is in a damaged item.
+    """
     if abstract_state is None:
+        stored.check_items(stored.items.trees)
         return _plan_all(stored, _transforms.apply(options.transforms, stored.table))
     if not options.transforms:
         _check_template(stored, abstract_state)
-    flat = _state.flax_state.flatten(abstract_state)
-    roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
-    wanted = None
-    if options.transforms:  # roles let moments follow their parameters
-        wanted = _state.optimizer_roles.with_roles(flat.table, roles)
-    table = _transforms.apply(options.transforms, stored.table, wanted)
-    return _Planner(stored, table, flat, roles, abstract_state, options).plan()
+    # Items are whole, so variables that they share are in each of them.
+    has_items = not isinstance(stored.items.state, str)
+    flat = _state.flax_state.flatten(abstract_state, whole_branches=has_items)
+    try:
+        planner = _Planner(stored, flat, abstract_state, options)
+        if not planner.has_repeated():
+            flat = _state.flax_state.flatten(abstract_state)
+            planner = _Planner(stored, flat, abstract_state, options)
+    except errors.CheckpointError:  # perhaps because the leaves of an item are missing
+        stored.check_items(stored.items.trees)
+        raise
+    return planner.plan()
 
 
 def _check_template(stored: Stored, abstract_state: PyTree) -> None:
@@ -250,17 +260,27 @@ class _RecipeBuilder:
 
 
 class _Planner:
-    """Plans the restore of a checkpoint's leaf table to a wanted state."""
+    """Plans the restore of a checkpoint's leaf table to a wanted state.
+
+    Args:
+        stored: The checkpoint.
+        flat: The leaves of the wanted state.
+        abstract_state: The wanted state.
+        options: Options of the restore.
+    """
 
     def __init__(
         self,
         stored: Stored,
-        table: LeafTable,
         flat: _state.flax_state.FlatState,
-        roles: Mapping[LeafPath, _state.optimizer_roles.LeafFacts],
         abstract_state: PyTree,
         options: RestoreOptions,
     ) -> None:
+        roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
+        wanted = None
+        if options.transforms:  # roles let moments follow their parameters
+            wanted = _state.optimizer_roles.with_roles(flat.table, roles)
+        table = _transforms.apply(options.transforms, stored.table, wanted)
         self._stored = stored
         self._table = table
         self._abstract_state = abstract_state
@@ -271,6 +291,7 @@ class _Planner:
         self._builder = _RecipeBuilder()
         self._problems: list[Mismatch] = []
         self._used: set[LeafPath] = set()
+        self._damaged: set[str] = set()  # items with wanted leaves
         self._finder = Finder(table, stored.structure, roles, self._at)
 
     @_util.forks.lazy
@@ -281,12 +302,26 @@ class _Planner:
             for part in _state.flax_state.optimizers(self._abstract_state)
         )
 
+    def has_repeated(self) -> bool:
+        """Returns True if the checkpoint has all repeated variables of the state."""
+        leaves = (self._flat.table.get(path) for path in self._flat.repeated)
+        return all(
+            self._candidates(leaf.info.path)
+            for leaf in leaves
+            if leaf is not None and leaf.info.kind != "empty"
+        )
+
     def plan(self) -> tuple[RestorePlan, Recipe]:
-        """Returns the plan and the recipe for all leaves."""
+        """Returns the plan and the recipe for all leaves.
+
+        Raises:
+            DamagedCheckpointError: A wanted leaf is in a damaged item.
+        """
         chosen = self._choose()
         for path, leaf in self._flat.table.items():
             if leaf.info.kind != "empty":
                 self._decide(path, leaf, chosen[path])
+        self._stored.check_items(self._damaged)
         self._drop_unused()
         plan = RestorePlan(
             path=self._stored.metadata.path,
@@ -346,6 +381,9 @@ class _Planner:
                 self._builder.as_asked.add(path)
             self._start_afresh(leaf, known)
             return
+        if damaged := self._damaged_items(path, candidates):
+            self._damaged |= damaged
+            return
         if len(candidates) > 1:
             found = "several: " + ", ".join(candidates[:3])
             if len(set(candidates)) == 1:
@@ -355,17 +393,47 @@ class _Planner:
             self._conflict(problem, leaf.info, None, tuple(candidates))
         elif candidates:
             self._take(path, leaf, candidates[0])
-        elif (why := self._why_left_out(path)) and self._options.missing == "error":
+        elif self._options.missing == "error" and (
+            why := self._stored.explain_missing(path)
+        ):
             lacking = Mismatch(path, str(leaf.info), f"nothing: {why}", "missing")
             self._conflict(lacking, leaf.info, None, ())
         else:
             self._start_afresh(leaf, known)
 
-    def _why_left_out(self, path: LeafPath) -> str | None:
-        """Returns why the item with a leaf is not in the table; None if it is."""
-        item = path.partition("/")[0]
-        why = self._stored.left_out.get(item)
-        return why and f"the item {item} {why}"
+    def _damaged_items(
+        self, path: LeafPath, candidates: Sequence[LeafPath]
+    ) -> set[str]:
+        """Returns the damaged items that may have a leaf; empty if the leaf is intact.
+
+        Transforms may take a leaf from any item that is present.
+        """
+        branches = self._damaged_branches
+        if not branches:
+            return set()
+        if not self._options.transforms:
+            branch = path.partition("/")[0]
+            return {branches[branch]} if branch in branches else set()
+        sources = [s for p in candidates for s in self._table[p].sources]
+        stored = [s.info.path for s in sources if isinstance(s, StoredLeaf)]
+        tops = {path.partition("/")[0] for path in stored}
+        return {
+            item
+            for branch, item in branches.items()
+            if (branch in tops or not candidates) and item not in self._stored.left_out
+        }
+
+    @_util.forks.lazy
+    def _damaged_branches(self) -> Mapping[LeafPath, str]:
+        """Branch of the state -> the item, if that is damaged, or missing.
+
+        Leaves of missing items may be initialized, those of damaged items never.
+        """
+        branches = self._stored.damaged_branches
+        if self._options.missing == "error":
+            return branches
+        left_out = self._stored.left_out
+        return {branch: i for branch, i in branches.items() if i not in left_out}
 
     def _candidates(self, path: LeafPath) -> list[LeafPath]:
         """Returns stored leaves that may match, by path or by role in the optimizer.

@@ -321,14 +321,17 @@ def open_leaf(
             f" {_util.arguments.describe(leaf_path)}"
         )
     stored = _locate.open_checkpoint(path, step)
+    stored.check_leaf(leaf_path)
     leaf = stored.table.get(leaf_path)
     source = None if leaf is None else leaf.source
     if not isinstance(source, StoredLeaf) or source.open is None:
         wanted = LeafInfo(leaf_path, (), "array", "jax.Array")
-        nothing = mismatch.describe_missing(wanted, stored.table)
+        found = mismatch.describe_missing(wanted, stored.table).found
+        if why := stored.explain_missing(leaf_path):
+            found = f"nothing: {why}"
         raise errors.RestoreMismatchError(
             stored.metadata.path,
-            [Mismatch(leaf_path, "an array", nothing.found)],
+            [Mismatch(leaf_path, "an array", found)],
             "metadata(path).leaves lists all leaves.",
         )
     return _arrays.read.open_one(source)
@@ -368,7 +371,7 @@ class Restore:
         if self._planned.problems:
             raise mismatch.make_error(
                 self._planned,
-                stored.table,
+                stored,
                 has_transforms=bool(options.transforms),
                 has_state=abstract_state is not None,
             )
@@ -396,7 +399,7 @@ class Restore:
             values |= _arrays.evaluate.read(recipe.derived, self._reading)
             values |= _convert_numbers(path, recipe.numbers, values)
             if recipe.fresh:
-                with _unbuilt_leaves_reported(path):
+                with _failed_build_reported(path):
                     fresh, kept = optimizer_init.init_leaves(
                         recipe, self._abstract_state, values, path
                     )
@@ -418,10 +421,11 @@ class Restore:
         """Returns the state, in the containers of the abstract state.
 
         Raises:
-            RestoreMismatchError: Leaves of registered classes cannot be built.
+            RestoreMismatchError: Leaves of registered classes cannot be built, or the
+                values of a shared variable differ.
         """
         flat, values = self._recipe.flat, self._values
-        with _unbuilt_leaves_reported(self._planned.path):
+        with _failed_build_reported(self._planned.path):
             if flat is None:
                 return _state.tree.unflatten(self._recipe.structure, values)
             return flat.rebuild(values)
@@ -473,16 +477,19 @@ def _convert_numbers(
 
 
 @contextlib.contextmanager
-def _unbuilt_leaves_reported(path: str) -> Iterator[None]:
-    """Raises RestoreMismatchError for leaves that cannot be built from their parts.
+def _failed_build_reported(path: str) -> Iterator[None]:
+    """Raises RestoreMismatchError if values cannot be built into the state.
 
     Raises:
-        RestoreMismatchError: Names the leaves.
+        RestoreMismatchError: Names leaves that cannot be built from their parts, or
+            shared variables of several values.
     """
     try:
         yield
     except _state.leaf_types.UnbuiltLeavesError as error:
         raise mismatch.make_unbuilt_error(path, error) from error
+    except _state.flax_state.UnequalVariablesError as error:
+        raise mismatch.make_unequal_error(path, error) from error
 
 
 @contextlib.contextmanager
@@ -508,12 +515,15 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
     """Moves a dataset iterator to the position saved with the state.
 
     Raises:
-        DatasetStateError: No dataset was saved, its state was deleted by
-            `keep_dataset`, or the iterator does not accept the state.
+        DatasetStateError: No dataset was saved, its state was deleted on purpose, or
+            the iterator does not accept the state.
     """
     path = _storage.paths.from_text(stored.metadata.path)
     if stored.items.dataset in stored.metadata.deleted_items:
-        reason = f"the dataset state of {path} was deleted by keep_dataset"
+        reason = (
+            f"the dataset state of {path} was deleted by keep_dataset, keep_items or"
+            " delete(step, item=…)"
+        )
         advice = (
             "restore a newer step with metadata(step).has_dataset, or pass dataset=None"
             " to start the data from the beginning"

@@ -226,8 +226,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     metadata = copy_json(request.metadata)
     json_items = copy_json(request.json, "json")
     _native.names.check_items(options.items, json_items)
-    _check_items_apart(state, options)
-    table, structure = plan_leaves(_state.flax_state.flatten(state), options)
+    table, structure = plan_leaves(flatten(state, options), options)
     infos = tuple([leaf.info for leaf in table.values()])
     places = plan_places(infos, options)
     _native.manifest.check_arrays(infos)
@@ -317,6 +316,12 @@ def _check_strings(strings: Mapping[LeafPath, str]) -> None:
         ) from None
 
 
+def flatten(state: PyTree, options: SaveOptions) -> _state.flax_state.FlatState:
+    """Returns the leaves of a state; each of several items has all of its leaves."""
+    has_items = not isinstance(options.items.state, str)
+    return _state.flax_state.flatten(state, whole_branches=has_items)
+
+
 def without_optimizer(table: LeafTable) -> LeafTable:
     """Returns `table` without optimizer leaves; used as a transform."""
     roles = (leaf.info.role for leaf in table.values())
@@ -335,12 +340,12 @@ def has_optimizer(state: PyTree) -> bool:
 
 
 @_util.gc_pause.pause()
-def find_undo_problem(state: PyTree, transforms: Sequence[Transform]) -> str | None:
-    """Describes the leaves lost in a restore by a run with `transforms`, or None.
+def find_undo_problem(state: PyTree, options: SaveOptions) -> str | None:
+    """Describes the leaves lost in a restore by a run with transforms, or None.
 
     Leaves that a transform drops on purpose do not count.
     """
-    flat = _state.flax_state.flatten(state)
+    flat, transforms = flatten(state, options), options.transforms
     table = _state.optimizer_roles.with_roles(
         flat.table, _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
     )
@@ -382,9 +387,9 @@ def plan_leaves(
         table = _state.optimizer_roles.with_roles(
             table, roles
         )  # roles let moments follow their parameters
-        table = _arrays.evaluate.evaluate_state(
-            _transforms.apply(options.transforms, table)
-        )
+        changed = _transforms.apply(options.transforms, table)
+        _check_repeated(flat, changed)
+        table = _arrays.evaluate.evaluate_state(changed)
         structure = _state.containers.build(structure, flat.table, table)
         keys = dict(_state.tree.key_paths(structure))
         table = {
@@ -398,6 +403,31 @@ def plan_leaves(
         info = _arrays.layout.with_chunk_shape(leaf.info, options.layout, role=role)
         table[path] = Leaf(info, leaf.sources)
     return table, structure
+
+
+def _check_repeated(flat: _state.flax_state.FlatState, table: LeafTable) -> None:
+    """Raises OptionError if transforms change a shared variable in one item only.
+
+    Args:
+        flat: The leaves of the state.
+        table: The leaves after the transforms.
+
+    Raises:
+        OptionError: Lists the variables, which no restore could share again.
+    """
+    alone = []
+    for path, first in flat.repeated.items():
+        copies = [table[name] for name in (path, first) if name in table]
+        forms = {(leaf.info.dtype, leaf.info.shape) for leaf in copies}
+        if len(forms) > 1 or len({leaf.fn is None for leaf in copies}) > 1:
+            alone.append((path, first))
+    if alone:
+        raise errors.OptionError(
+            "transforms= change these variables, which items share, in one item only:"
+            f"\n{errors.rows(' and '.join(paths) for paths in alone)}\nMatch the leaves"
+            f" of both items, such as cast({'|'.join(alone[0])!r}, …): together, they"
+            " are restored as one variable."
+        )
 
 
 class Places(NamedTuple):
@@ -430,23 +460,6 @@ def plan_places(infos: Sequence[LeafInfo], options: SaveOptions) -> Places:
     for item, (leaves, names) in parts.items():
         _native.names.check(item, leaves, names, ocdbt=ocdbt)
     return Places(ocdbt, [items.array_directory(info) for info in infos])
-
-
-def _check_items_apart(state: PyTree, options: SaveOptions) -> None:
-    """Raises OptionError if NNX objects in several items share variables.
-
-    The variables would be in one item only: the others could not be read alone, and
-    lose their values with that item.
-    """
-    if isinstance(options.items.state, str):
-        return
-    if shared := _state.flax_state.find_shared_branches(state):
-        pairs = [f"{branch} and {owner}" for branch, owner in shared.items()]
-        raise errors.OptionError(
-            "these items share NNX variables, which can be stored in one of them only:"
-            f"\n{errors.rows(pairs)}\nSave nnx.state(…) of each object, which has the"
-            " values of its own, or save the whole state as items='state'."
-        )
 
 
 def _uses_ocdbt(

@@ -498,10 +498,10 @@ def _verify_foreign(
     """
     leaves = {p: leaf for p, leaf in stored.table.items() if _is_array(leaf)}
     extra: list[str] = []
-    for item, why in stored.left_out.items():
-        is_deleted = item in stored.metadata.deleted_items
-        if not is_deleted and not (path / item).exists():
-            findings.add(findings.problems, item, why)
+    if damaged := stored.metadata.damaged_items:
+        proved = _find_unreadable(path) is None
+        for item, why in damaged.items():
+            findings.add(findings.problems if proved else findings.unread, item, why)
     for item, part in stored.own_items.items():
         names = {
             leaf_path: _path_in(stored, item, leaf.info)

@@ -41,6 +41,7 @@ def convert(
     format: Literal["orbax", "safetensors", "msgpack"] | None = None,
     transforms: Sequence[Transform] = (),
     layout: ArrayLayout | None = None,
+    items: str | Sequence[str] | None = None,
     step: int | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = 5 * 10**9,
@@ -72,6 +73,10 @@ def convert(
             `.safetensors` or `.msgpack`, else `orbax`.
         transforms: Changes to apply, such as `transforms.cast`.
         layout: Chunks and encoding of arrays, for `orbax`.
+        items: As in `save`, for `orbax`: the name of the item with the state, or the
+            top-level branches that are items of their own. By default the items of
+            `src`, or a single item `state` if `src` has no items, or if the leaves are
+            no longer in their branches after `transforms`.
         step: Step of a run directory; by default the newest.
         overwrite: Whether to replace an existing checkpoint. A directory with any
             other files is never replaced.
@@ -96,7 +101,8 @@ def convert(
         CheckpointExistsError: `dst` exists, or another process writes to it.
         UnsupportedLeafError: The format cannot hold the types or values of some leaves;
             all are named.
-        LeafNameError: Leaf names collide in the format, or cannot be restored.
+        LeafNameError: Leaf names collide in the format, cannot be restored, or are in
+            none of `items`.
         SaveFailedError: The bytes could not be written.
     """
     final = _storage.paths.resolve(dst)
@@ -108,6 +114,7 @@ def convert(
             format=plan.choose_format(final, format),
             transforms=transforms,
             layout=ArrayLayout() if layout is None else layout,
+            items=items,
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
             max_concurrent_bytes=max_concurrent_bytes,
@@ -150,6 +157,7 @@ def _convert_to_disk(
     _check_target_free(final, options)
     files = source_files.stamps(source)
     stored = located.open()
+    stored.check_items(stored.metadata.damaged_items.keys() - stored.left_out)
     # With another step number, the new checkpoint is not a step of the source's run.
     is_other = _steps.names.number(final.name) not in (number, None)
     state = plan.make_state(stored, None if is_other else number, options)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -12,12 +13,15 @@ from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._convert import writers
 from flaxckpt._convert.model_files import ModelFiles
-from flaxckpt._state.leaf import Leaf, StoredLeaf
+from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import JSON
 from flaxckpt.formats import _native
+from flaxckpt.formats._native.items import Items
 from flaxckpt.formats._reader import Stored
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_CONCURRENT_BYTES = 2**30
 
@@ -51,10 +55,16 @@ class ConvertOptions:
     max_shard_bytes: int
     max_concurrent_bytes: int
     progress: Progress
+    items: str | Sequence[str] | None = None
     mode: int | None = None
     files: ModelFiles = dataclasses.field(default_factory=ModelFiles)
 
     def __post_init__(self) -> None:
+        if self.items is not None and self.format != "orbax":
+            raise errors.OptionError(
+                f"only format='orbax' has items, got items={self.items!r:.80} with"
+                f" format={self.format!r}: leave items out"
+            )
         for name in ("max_shard_bytes", "max_concurrent_bytes"):
             _util.arguments.check_int(name, getattr(self, name), least=1)
         check_layout(self.layout)
@@ -147,11 +157,13 @@ def make_state(
         dataset = _native.checkpoint.read_dataset(
             source_dir, stored.digests, stored.items.dataset
         )
-    json: dict[str, JSON] = {}
+    items, json = Items(), dict[str, JSON]()
     if options.format == "orbax":
-        items = _native.items
-        in_state = (*stored.items.trees, items.STATE, items.DATASET, items.METRICS)
+        infos = tuple([leaf.info for leaf in table.values()])
+        in_state = (*stored.items.trees, _native.items.METRICS)
         json = {k: v for k, v in metadata.json.items() if k not in in_state}
+        items = _choose_items(stored, infos, json, options.items)
+        json = {k: v for k, v in json.items() if k not in (*items.trees, items.dataset)}
     transforms = *metadata.transforms, *_transforms.describe(options.transforms)
     return writers.State(
         table=table,
@@ -161,11 +173,49 @@ def make_state(
         step=step,
         dataset=dataset,
         json=json,
+        items=items,
         layout=options.layout,
         max_shard_bytes=options.max_shard_bytes,
         batch_bytes=min(_BATCH_BYTES, max(1, options.max_concurrent_bytes // 2)),
         files=options.files.make([leaf.info for leaf in table.values()]),
     )
+
+
+def _choose_items(
+    stored: Stored,
+    infos: Sequence[LeafInfo],
+    json: Mapping[str, JSON],
+    items: str | Sequence[str] | None,
+) -> Items:
+    """Returns the items of the new checkpoint.
+
+    By default the items of the source that have leaves, or a single item if the leaves
+    cannot be in these items, as after a transform.
+
+    Raises:
+        OptionError, LeafNameError: As for `save`, with `items`.
+    """
+    names = _native.names
+    dataset = stored.items.dataset
+    if names.find_fault(dataset) is not None:
+        dataset = _native.items.DATASET
+    if items is not None:
+        layout = names.make_items(items, dataset)
+        names.check_items(layout, json.keys() & set(layout.trees))
+        return layout
+    state = stored.items.state or _native.items.STATE
+    if not isinstance(state, str):
+        branches = {str(info.keys[0].name) for info in infos if info.keys}
+        branches -= stored.metadata.json.keys()
+        state = tuple([item for item in state if item in branches])
+    layout = Items(state, dataset)
+    try:
+        names.check_items(layout, ())
+        names.check_branches(layout, infos)
+    except (errors.OptionError, errors.LeafNameError) as error:
+        _log.info("the new checkpoint has one item with all leaves: %s", error)
+        return Items(dataset=dataset)
+    return layout
 
 
 def describe_work(

@@ -20,6 +20,7 @@ from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _file_layout, _msgpack, _native, _safetensors
+from flaxckpt.formats._native.items import Items
 from flaxckpt.formats._reader import CheckpointMetadata
 
 _SYNCING_THREADS = 8
@@ -37,6 +38,7 @@ class State:
         step: Step of the new checkpoint; None for a single checkpoint.
         dataset: File name -> content, of a dataset iterator's state.
         json: JSON item -> content.
+        items: The items with the arrays and the dataset.
         layout: Chunks and encoding of arrays.
         max_shard_bytes: Upper bound on the arrays in one file of several.
         batch_bytes: Upper bound on pieces.
@@ -50,6 +52,7 @@ class State:
     step: int | None
     dataset: Mapping[str, bytes]
     json: Mapping[str, JSON]
+    items: Items
     layout: ArrayLayout
     max_shard_bytes: int
     batch_bytes: int
@@ -222,34 +225,53 @@ class _OrbaxTarget:
 
     def __init__(self, state: State, final: Path) -> None:
         self._state = state
-        self._root = Path()
-        infos = state.infos
-        names = [_native.orbax_json.param_name(info.keys) for info in infos]
-        self._names = {i.path: name for i, name in zip(infos, names, strict=True)}
-        options = _checkpoint.commit.SaveOptions(layout=state.layout)
+        self._output = Path()
+        infos, items = state.infos, state.items
+        self._names = {info.path: items.param_name(info) for info in infos}
+        options = _checkpoint.commit.SaveOptions(layout=state.layout, items=items)
         self._ocdbt = _checkpoint.save.plan_places(infos, options).ocdbt
         _native.manifest.check_arrays(infos)
         self.pieces = state.pieces(by_chunk=True)
-        self.files = ["ocdbt" if self._ocdbt else "files"]
+        self.files = ["ocdbt" if self._ocdbt else "files", repr(items)]
         self.result = ""
         self.batch_bytes = state.batch_bytes
 
     def begin(self, output: Path, done: Collection[str]) -> Collection[str]:
-        self._root = output / _native.items.STATE
-        self._root.mkdir(exist_ok=True)
-        if self._ocdbt:
-            return done if (self._root / _arrays.zarr.ocdbt.MANIFEST).is_file() else ()
-        kept = {piece.path for piece in self.pieces if piece.name in done}
-        kept = {path for path in kept if (self._root / self._names[path]).is_dir()}
-        for path, name in self._names.items():
-            if path not in kept and name:
-                _storage.of(self._root).remove_tree(self._root / name)
-        if not kept:
-            _storage.of(self._root).remove_tree(self._root)
-            self._root.mkdir()
+        self._output = output
+        parts = self._state.items.split(self._state.infos).items()
+        kept: set[str] = set()
+        for item, infos in parts:
+            (output / item).mkdir(exist_ok=True)
+            if not self._ocdbt:
+                kept |= self._keep_arrays(output / item, infos, done)
+            elif (output / _native.items.database(item)).is_file():
+                kept |= {info.path for info in infos}
         return {p.name for p in self.pieces if p.name in done and p.path in kept}
 
+    def _keep_arrays(
+        self, root: Path, infos: Sequence[LeafInfo], done: Collection[str]
+    ) -> set[LeafPath]:
+        """Removes all arrays of an item but those with pieces of `done`."""
+        paths = {info.path for info in infos}
+        kept = {p.path for p in self.pieces if p.path in paths and p.name in done}
+        kept = {path for path in kept if (root / self._names[path]).is_dir()}
+        for path in paths - kept:
+            if name := self._names[path]:
+                _storage.of(root).remove_tree(root / name)
+        if not kept:
+            _storage.of(root).remove_tree(root)
+            root.mkdir()
+        return kept
+
     def write(self, ready: Sequence[tuple[Piece, Array]]) -> None:
+        parts: dict[str, list[tuple[Piece, Array]]] = {}
+        for piece, array in ready:
+            item = self._state.items.item_of(piece.leaf.info)
+            parts.setdefault(item, []).append((piece, array))
+        for item, part in parts.items():
+            self._write_item(self._output / item, part)
+
+    def _write_item(self, root: Path, ready: Sequence[tuple[Piece, Array]]) -> None:
         whole = [self._host_array(*item) for item in ready if item[0].is_whole]
         parts = [self._host_array(*item) for item in ready if not item[0].is_whole]
         if self._ocdbt:
@@ -260,20 +282,20 @@ class _OrbaxTarget:
         ):
             if arrays:
                 write(
-                    self._root,
+                    root,
                     arrays,
                     encoding=self._state.layout.encoding,
                     ocdbt=self._ocdbt,
                     max_concurrent_bytes=self.batch_bytes,
                 )
-        storage = _storage.of(self._root)
+        storage = _storage.of(root)
         if self._ocdbt:
-            storage.sync_tree(self._root)
+            storage.sync_tree(root)
         else:
             names = {array.name for array in (*whole, *parts)}
-            directories = [self._root / name for name in names]
+            directories = [root / name for name in names]
             _util.threads.each(storage.sync_tree, directories, threads=_SYNCING_THREADS)
-            storage.sync_directory(self._root)
+            storage.sync_directory(root)
 
     def _host_array(self, piece: Piece, array: Array) -> HostArray:
         info = piece.leaf.info
@@ -295,6 +317,7 @@ class _OrbaxTarget:
             strings=state.strings,
             ocdbt=self._ocdbt,
             encoding=state.layout.encoding,
+            items=state.items,
             metrics=metadata.metrics,
             custom=metadata.custom,
             dataset=state.dataset,

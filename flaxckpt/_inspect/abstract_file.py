@@ -64,6 +64,7 @@ def read_target(target: PathLike, *, step: int | None = None) -> TargetState:
     if root.suffix == ".json" and root.is_file() and not formats.recognises(root):
         return TargetState(_read_file(root), has_roles=False)
     stored = _locate.open_checkpoint(root, step)
+    stored.check_items(stored.items.trees)
     values = {path: _abstract(row.info) for path, row in stored.table.items()}
     has_roles = any(row.info.role is not None for row in stored.table.values())
     state = _state.tree.unflatten(stored.structure, values, _state.leaf_types.LeafParts)

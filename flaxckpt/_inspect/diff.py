@@ -155,6 +155,8 @@ def diff(
     sides = [
         _locate.open_checkpoint(path, step) for path, step in ((a, step_a), (b, step_b))
     ]
+    for side in sides:
+        side.check_items(side.items.trees)
     table_a = _transforms.apply(_transforms.check(transforms), sides[0].table)
     table_b = sides[1].table
     both = [path for path in table_a if path in table_b]

@@ -74,6 +74,7 @@ def leaf_statistics(
         CheckpointError: As for `load`.
     """
     stored = _locate.open_checkpoint(path, step)
+    stored.check_leaf(leaf_path)
     leaf = stored.table.get(leaf_path)
     if leaf is None:
         raise errors.RestoreMismatchError(

@@ -49,7 +49,8 @@ def _check(step: Step, is_new: bool) -> Integrity:
         if is_ours:
             _checkpoint.file_sizes.check(path)
         else:  # may be a native checkpoint without its manifest
-            _locate.read_stored(path, None)
+            stored = _locate.read_stored(path, None)
+            stored.check_items(stored.metadata.damaged_items)
     except (errors.CheckpointError, OSError) as error:
         if is_ours or isinstance(error, errors.DamagedCheckpointError | OSError):
             return _of_error(step, error)

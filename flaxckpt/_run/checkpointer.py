@@ -531,11 +531,12 @@ class Checkpointer:
 
         Args:
             step: The step.
-            item: An item to delete instead of the step; others must remain.
+            item: An item to delete instead of the step; others must remain. A missing
+                item is recorded as deleted, and no longer counts as damage.
 
         Raises:
             CheckpointNotFoundError: The step or the item does not exist.
-            OptionError: The item is the only one with arrays.
+            OptionError: The item is the only one with arrays, or of an unknown kind.
             SaveFailedError: A loop over `new_steps` in any process reads the step, or
                 the step could not be deleted.
         """

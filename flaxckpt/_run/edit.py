@@ -12,6 +12,7 @@ from flaxckpt import _steps, _storage, errors
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt._types import JSON
 from flaxckpt.formats import _locate, _native
+from flaxckpt.formats._reader import Stored
 
 _log = logging.getLogger(__name__)
 
@@ -82,13 +83,37 @@ def delete(path: Path) -> None:
 def delete_item(path: Path, item: str) -> None:
     """Deletes an item of the step `path`, unless a reader holds a lease.
 
+    A missing item is only recorded as deleted, so that it no longer counts as damage.
+
     Raises:
         CheckpointNotFoundError: The step has no such item.
-        OptionError: The step would have no item with arrays.
+        OptionError: The step would have no item with arrays, or the item is of an
+            unknown kind.
     """
-    metadata = _locate.read_stored(path, None).metadata
+    stored = _locate.read_stored(path, None)
+    _check_deletable(path, item, stored)
+    with _change(path, "delete an item of"):
+        if (path / item).is_dir():
+            _steps.delete.delete_item(path, item)
+        else:
+            _steps.markers.mark_item_deleted(path, item)
+
+
+def _check_deletable(path: Path, item: str, stored: Stored) -> None:
+    """Raises an error unless an item of the step `path` can be deleted."""
+    metadata = stored.metadata
     dataset = _native.items.find_dataset(path)
-    others = {*metadata.json, *([] if dataset is None else [dataset.name])}
+    others = {*metadata.json, *metadata.damaged_items}
+    others |= set() if dataset is None else {dataset.name}
+    if item in metadata.deleted_items:
+        raise errors.CheckpointNotFoundError(
+            f"the item {item} of {path} was deleted before"
+        )
+    if item in stored.left_out.keys() - others:
+        raise errors.OptionError(
+            f"{item} of {path} {stored.left_out[item]}: flaxckpt does not delete it;"
+            f" remove {path / item} yourself"
+        )
     if item not in {*metadata.items, *others}:
         raise errors.CheckpointNotFoundError(
             f"{path} has no item {item!r:.80}; it has"
@@ -96,10 +121,9 @@ def delete_item(path: Path, item: str) -> None:
         )
     if metadata.items == (item,):
         raise errors.OptionError(
-            f"{item} is the only item of {path} with arrays: delete the whole step"
+            f"{item} is the only item of {path} with arrays that can be read: delete"
+            " the whole step"
         )
-    with _change(path, "delete an item of"):
-        _steps.delete.delete_item(path, item)
 
 
 @contextlib.contextmanager

@@ -33,11 +33,13 @@ class Rules(NamedTuple):
         keep_items: Item -> policies for the item in the steps that stay; items without
             policies stay.
         metrics_from: Returns metrics of steps measured elsewhere; None for none.
+        items: The items with arrays, and the item of the dataset.
     """
 
     keep: tuple[PreservationPolicy, ...] = ()
     keep_items: Mapping[str, tuple[PreservationPolicy, ...]] = MappingProxyType({})
     metrics_from: Callable[[], metrics.MetricsByStep] | None = None
+    items: Items = Items()
 
     @classmethod
     def of(
@@ -51,8 +53,8 @@ class Rules(NamedTuple):
         """Returns the rules for the options of these names.
 
         Raises:
-            OptionError: An option has the wrong type, or policies for all items with
-                arrays would leave steps without any.
+            OptionError: An option has the wrong type, no item can have a name, or
+                policies for all items with arrays would leave steps without any.
         """
         if metrics_from is not None and not callable(metrics_from):
             raise errors.OptionError(
@@ -76,11 +78,17 @@ class Rules(NamedTuple):
                     f"keep_items has policies for {item!r}, the dataset's item, and so"
                     " has keep_dataset: pass one of both"
                 )
+            if fault := _native.names.find_fault(item):
+                raise errors.OptionError(
+                    f"keep_items has policies for {item!r:.80}, which cannot be an"
+                    f" item: {fault}"
+                )
             by_item[item] = policies.check(some, f"keep_items[{item!r}]")
         return cls(
             policies.check(keep, "keep"),
             {item: some for item, some in by_item.items() if some},
             metrics_from,
+            items,
         )
 
 
@@ -126,6 +134,7 @@ class Retention:
             directory, step_format, rules.metrics_from
         )
         self._warned: set[PreservationPolicy] = set()
+        self._has_looked_for_items = False
 
     # ---- decisions ----------------------------------------------------------
 
@@ -217,6 +226,7 @@ class Retention:
                 raise
             _log.error("nothing is deleted after step %d: %s", just_saved, error)
             return ()
+        self._warn_of_unknown_items(decision)
         has_warned = self._warn_of_missing_metrics(decision)
         if has_warned and not decision.is_empty and just_saved is not None:
             _log.warning("nothing is deleted after step %d this time", just_saved)
@@ -302,6 +312,28 @@ class Retention:
                 ", ".join(names) or "no metrics at all",
             )
         return has_warned
+
+    def _warn_of_unknown_items(self, decision: _Decision) -> None:
+        """Warns, once, of policies for items that no step has.
+
+        The items may be JSON items of later saves, so this is no error.
+        """
+        if self._has_looked_for_items or not decision.steps:
+            return
+        self._has_looked_for_items = True
+        items = self.rules.items
+        known = {*items.trees, items.dataset}
+        for step in decision.steps.values():
+            known |= step.markers.items | step.markers.deleted_items
+        if unknown := sorted(self.rules.keep_items.keys() - known):
+            _log.warning(
+                "keep_items has policies for %s, but no step of %s has an item of this"
+                " name; items= has %s. A branch of the state is an item of its own with"
+                " items=(…) only",
+                errors.first_few([repr(item) for item in unknown]),
+                self._directory,
+                items.state,
+            )
 
     def _have_metrics_changed(self, decision: _Decision, step: int) -> bool:
         """Returns True if the metrics of `step`, or of a kept step, have changed.

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flaxckpt import (
@@ -23,7 +24,7 @@ from flaxckpt._checkpoint.commit import SaveRequest
 from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt._run import params_only, run_steps
-from flaxckpt._types import PyTree
+from flaxckpt._types import JSON, PyTree
 from flaxckpt.formats import _native
 from flaxckpt.formats._native.items import Items
 from flaxckpt.formats._reader import Lineage
@@ -163,9 +164,7 @@ class Saves:
         if self._has_tried_undoing or not self._options.transforms:
             return
         self._has_tried_undoing = True
-        if problem := _checkpoint.save.find_undo_problem(
-            state, self._options.transforms
-        ):
+        if problem := _checkpoint.save.find_undo_problem(state, self._options):
             _log.warning("%s", problem)
 
     def _execute(
@@ -275,7 +274,12 @@ class Saves:
 
     # ---- beside the steps -------------------------------------------------------
 
-    def rehearse(self, state: PyTree, dataset: Any) -> int:
+    def rehearse(
+        self,
+        state: PyTree,
+        dataset: Any,
+        json: Mapping[str, JSON] = MappingProxyType({}),
+    ) -> int:
         """Does the work of `save` before its return, without writing.
 
         Returns:
@@ -284,7 +288,7 @@ class Saves:
         Raises:
             CheckpointError: As for `save`.
         """
-        request = self.request(0, dataset=dataset)
+        request = self.request(0, dataset=dataset, json=json)
         path = self._run.saves_in / "rehearsal" / self._run.format.name(0)
         request = dataclasses.replace(request, path=path)
         size = _checkpoint.save.take_snapshot(request, state).stored_bytes

@@ -2,7 +2,8 @@
 
 NNX objects are graphs with shared parts: flattening splits them into `nnx.State`s, and
 rebuilding merges them. Wrappers of single values (linen's boxes and NNX variables) are
-part of the structure but not of leaf paths.
+part of the structure but not of leaf paths. A variable that objects share is one leaf,
+or one leaf in each branch of the state.
 """
 
 from __future__ import annotations
@@ -55,12 +56,15 @@ class FlatState:
             with the same sharing.
         optimizer_states: Keys of each NNX optimizer's state, and its structure in
             optax's own classes, which an `nnx.State` lacks.
+        repeated: Path of a variable -> its path in an earlier branch, if each branch
+            has all of its variables.
     """
 
     table: LeafTable
     structure: state_tree.Node | LeafPath
     restore_objects: Callable[[PyTree], PyTree]
     optimizer_states: tuple[tuple[Keys, state_tree.Node | LeafPath], ...] = ()
+    repeated: Mapping[LeafPath, LeafPath] = dataclasses.field(default_factory=dict)
 
     def rebuild(
         self, values: Mapping[LeafPath, Any], *, in_parts: bool = False
@@ -74,6 +78,7 @@ class FlatState:
 
         Raises:
             UnbuiltLeavesError: Leaves of registered classes cannot be built.
+            UnequalVariablesError: The values of a shared variable differ.
         """
         make_leaf = leaf_types.LeafParts if in_parts else leaf_types.build
         return self.restore_objects(
@@ -81,8 +86,26 @@ class FlatState:
         )
 
 
-def flatten(state: PyTree) -> FlatState:
+class UnequalVariablesError(Exception):
+    """Variables that objects share, with different values in their branches.
+
+    Attributes:
+        variables: Path of a variable -> its path in an earlier branch.
+    """
+
+    def __init__(self, variables: Mapping[LeafPath, LeafPath]) -> None:
+        self.variables = dict(variables)
+        super().__init__(", ".join(self.variables))
+
+
+def flatten(state: PyTree, *, whole_branches: bool = False) -> FlatState:
     """Returns the leaf table of a concrete or abstract state.
+
+    Args:
+        state: The state.
+        whole_branches: True to repeat NNX variables in each top-level branch that has
+            them, so that each branch can be restored alone. Otherwise, a variable that
+            objects share is a leaf of the first object.
 
     Raises:
         UnsupportedLeafError: Leaves cannot be saved; the error lists all of them.
@@ -90,7 +113,7 @@ def flatten(state: PyTree) -> FlatState:
         OptionError: The state is a function or a class.
     """
     check_state(state)
-    tree, restore_objects = _split_objects(state)
+    tree, restore_objects, repeated = _split_objects(state, whole_branches)
     table: LeafTable = {}
     faults: dict[LeafPath, str] = {}
 
@@ -123,6 +146,7 @@ def flatten(state: PyTree) -> FlatState:
             )
             for keys, node in optimizers
         ),
+        repeated,
     )
 
 
@@ -159,7 +183,7 @@ _LEAF: Any = jax.tree.structure(0)
 
 def leaves_by_path(tree: PyTree) -> dict[LeafPath, Any]:
     """Returns the leaves of any pytree by path, of any type."""
-    plain, _ = _split_objects(tree)
+    plain = _split_objects(tree).tree
     entries = state_tree.flatten(plain, boxes=boxes()).leaves
     return {path: entry.value for path, entry in entries.items()}
 
@@ -182,8 +206,22 @@ def _is_nnx_optimizer(node: object) -> bool:
     return nnx is not None and isinstance(node, nnx.Optimizer)
 
 
-def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """Replaces NNX objects by `nnx.State`s; also returns the inverse function."""
+class _Split(NamedTuple):
+    """A state without NNX objects.
+
+    Attributes:
+        tree: The state, with an `nnx.State` in place of each object.
+        restore_objects: The inverse of splitting the objects.
+        repeated: See `FlatState`.
+    """
+
+    tree: PyTree
+    restore_objects: Callable[[PyTree], PyTree]
+    repeated: Mapping[LeafPath, LeafPath]
+
+
+def _split_objects(state: PyTree, whole_branches: bool = False) -> _Split:
+    """Replaces NNX objects by `nnx.State`s."""
     try:
         state_tree.check_nesting(state, is_object)
         treedef: Any  # jax declares no attributes of it
@@ -198,7 +236,7 @@ def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     places = [i for i, node in enumerate(nodes) if is_object(node)]
     shared = _shared_variables(nodes, places)
     if not places and not shared:
-        return state, lambda tree: tree
+        return _Split(state, lambda tree: tree, {})
     nnx = loaded_nnx()
     # Split together, so that variables shared by two objects are stored once.
     try:
@@ -209,19 +247,32 @@ def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
             {"the state": "nnx cannot split it: its objects are nested too deep"},
             "Flatten the modules.",
         ) from None
+    repeated: dict[_GraphPath, _GraphPath] = {}
+    if whole_branches:
+        states, repeated = _repeat_variables(state, states)
+    named = _leaf_paths(state, repeated)
     for n, i in enumerate(places):
         nodes[i] = states[n] if n in states else nnx.State({})
 
     def restore(tree: PyTree) -> PyTree:
         leaves = treedef.flatten_up_to(tree)
-        restored = {n: leaves[i] for n, i in enumerate(places) if leaves[i]}
-        objects = nnx.merge(graph, nnx.State(restored)) if places else []
+        restored = nnx.State({n: leaves[i] for n, i in enumerate(places) if leaves[i]})
+        restored, unequal = _drop_repeated(restored, repeated)
+        if unequal:
+            raise UnequalVariablesError(
+                {named[path]: named[repeated[path]] for path in unequal}
+            )
+        objects = nnx.merge(graph, restored) if places else []
         for n, i in enumerate(places):
             leaves[i] = objects[n]
         _share_variables(leaves, objects, shared)
         return treedef.unflatten(leaves)
 
-    return treedef.unflatten(nodes), restore
+    return _Split(
+        treedef.unflatten(nodes),
+        restore,
+        {named[path]: named[first] for path, first in repeated.items()},
+    )
 
 
 def flatten_around_objects(
@@ -280,30 +331,6 @@ def _variables(objects: Sequence[Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
     for path, node in nnx.iter_graph(list(objects)) if objects else ():
         if isinstance(node, nnx.Variable):
             yield path, node
-
-
-def find_shared_branches(state: PyTree) -> dict[str, str]:
-    """Returns top-level branches with NNX variables of an earlier branch.
-
-    A variable that several objects share is stored once, in the first branch.
-
-    Returns:
-        Branch -> the earlier branch.
-    """
-    nnx = loaded_nnx()
-    if nnx is None:
-        return {}
-    if is_object(state):
-        state = dict(vars(state))
-    owners: dict[int, str] = {}
-    shared: dict[str, str] = {}
-    for keys, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_object):
-        branch = jax.tree_util.keystr(keys[:1], simple=True)
-        for _, variable in _variables([node] if is_object(node) else []):
-            owner = owners.setdefault(id(variable), branch)
-            if owner != branch:
-                shared.setdefault(branch, owner)
-    return shared
 
 
 def _share_variables(
@@ -386,6 +413,109 @@ def is_object(node: object) -> bool:
     """Returns True for an NNX object: a module, an optimizer, random streams."""
     nnx = loaded_nnx()
     return nnx is not None and isinstance(node, nnx.Pytree)
+
+
+# ---- branches with all of their variables ---------------------------------------
+
+
+_GraphPath: TypeAlias = tuple[Any, ...]
+"""Path of a node from the list of all objects of a state."""
+
+
+def _list_branches(state: PyTree) -> dict[str, list[tuple[_GraphPath, Any]]]:
+    """Returns the objects in each top-level branch, with their paths.
+
+    The branches of an object are its attributes.
+    """
+    branches: dict[str, list[tuple[_GraphPath, Any]]] = {}
+    if is_object(state):
+        for name, value in vars(state).items():
+            leaves = jax.tree.leaves(value, is_leaf=_is_in_graph)
+            if any(map(_is_in_graph, leaves)):
+                branches[name] = [((0, name), value)]
+        return branches
+    for n, (keys, node) in enumerate(_find_nodes(state, is_object)):
+        branches.setdefault(state_tree.join(keys[:1]), []).append(((n,), node))
+    return branches
+
+
+def _is_in_graph(node: object) -> bool:
+    """Returns True for an NNX object or variable, which several objects may share."""
+    return is_object(node) or isinstance(node, loaded_nnx().Variable)
+
+
+def _paths_by_id(objects: Sequence[Any]) -> dict[int, _GraphPath]:
+    """Returns the first path of each object and variable in `objects`."""
+    graph = loaded_nnx().iter_graph(list(objects))
+    return {id(node): path for path, node in graph if _is_in_graph(node)}
+
+
+def _repeat_variables(
+    state: PyTree, states: Any
+) -> tuple[Any, dict[_GraphPath, _GraphPath]]:
+    """Adds variables that objects of an earlier branch share to the other branches.
+
+    Args:
+        state: The state.
+        states: The states of all objects, with each variable once.
+
+    Returns:
+        The states, and the paths of the added variables -> their first paths.
+    """
+    nnx = loaded_nnx()
+    values = dict(nnx.to_flat_state(states))
+    repeated: dict[_GraphPath, _GraphPath] = {}
+    branches = _list_branches(state)
+    if len(branches) < 2:
+        return states, repeated
+    first = _paths_by_id([node for _, node in _find_nodes(state, is_object)])
+    for members in branches.values():
+        inside = [node for _, node in members]
+        here = {path: node for node, path in _paths_by_id(inside).items()}
+        for path, value in nnx.to_flat_state(nnx.split(inside)[1]):
+            whole = (*members[path[0]][0], *path[1:])
+            if whole in values:
+                continue
+            length = max(n for n in range(len(path) + 1) if path[:n] in here)
+            repeated[whole] = (*first[here[path[:length]]], *path[length:])
+            values[whole] = value
+    return (nnx.from_flat_state(values), repeated) if repeated else (states, {})
+
+
+def _drop_repeated(
+    states: Any, repeated: Mapping[_GraphPath, _GraphPath]
+) -> tuple[Any, list[_GraphPath]]:
+    """Removes variables that `_repeat_variables` has added.
+
+    Returns:
+        The states, and the paths of the removed variables with other values than the
+        first.
+    """
+    if not repeated:
+        return states, []
+    nnx = loaded_nnx()
+    values = dict(nnx.to_flat_state(states))
+    unequal = []
+    for path, first in repeated.items():
+        pair = jax.tree.leaves(values.pop(path)), jax.tree.leaves(values[first])
+        if len(pair[0]) != len(pair[1]) or not all(map(_is_equal, *pair)):
+            unequal.append(path)
+    return nnx.from_flat_state(values), unequal
+
+
+def _leaf_paths(
+    state: PyTree, repeated: Mapping[_GraphPath, _GraphPath]
+) -> dict[_GraphPath, LeafPath]:
+    """Returns the leaf path of each path in `repeated`."""
+    if not repeated:
+        return {}
+    places = [keys for keys, _ in _find_nodes(state, is_object)]
+    return {
+        path: state_tree.join(
+            (*places[path[0]], *(state_tree.Key(name, "key") for name in path[1:]))
+        )
+        for path in (*repeated, *repeated.values())
+    }
 
 
 # ---- axis names of the model ----------------------------------------------------

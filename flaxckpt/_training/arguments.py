@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxckpt import errors
+from flaxckpt._types import JSON
 
 
 def is_number(state: Any) -> bool:
@@ -48,3 +49,22 @@ def check_extra(others: Mapping[str, Any]) -> None:
             f"a CheckpointCallback takes no {listed}: it takes state=, metrics=,"
             " dataset= and force="
         )
+
+
+def json_getter(json: object) -> Callable[[int], Mapping[str, JSON]]:
+    """Returns a function from a step to its JSON items.
+
+    Args:
+        json: The items of all steps, such a function, or None.
+
+    Raises:
+        OptionError: `json` is something else.
+    """
+    if callable(json):
+        return json
+    if json is not None and not isinstance(json, Mapping):
+        raise errors.OptionError(
+            "json must be a dict, item -> JSON, or a function of the step that returns"
+            f" such a dict, got a {type(json).__name__}: write json={{'config': …}}"
+        )
+    return lambda step: {} if json is None else json

@@ -9,7 +9,7 @@ import numbers
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -24,7 +24,7 @@ from flaxckpt._training.completed_step import CompletedStep
 from flaxckpt._training.preemption import Preemption
 from flaxckpt._training.signals import Grace, Notice
 from flaxckpt._training.triggers import Due, Triggers
-from flaxckpt._types import PathLike, PyTree
+from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.transforms import Transform
 
 _log = logging.getLogger(__name__)
@@ -70,6 +70,8 @@ class CheckpointCallback:
         save_first: Whether to save the first step of a new run.
         save_last: Whether closing saves the last step, if not yet saved.
         dataset: The iterator to save and restore with the state.
+        json: Item -> JSON to save as items of every step; or a function that returns
+            the items for a number of completed steps.
         step_is: `completed` if the loop passes the number of completed steps; `index`
             if it passes the index of the last step, smaller by 1. Checkpoints count
             completed steps.
@@ -101,6 +103,7 @@ class CheckpointCallback:
         save_first: bool = False,
         save_last: bool = True,
         dataset: Any = None,
+        json: Mapping[str, JSON] | Callable[[int], Mapping[str, JSON]] | None = None,
         step_is: Literal["completed", "index"] = "completed",
         check_step: bool = True,
         preflight: Literal["warn"] | bool = True,
@@ -142,6 +145,7 @@ class CheckpointCallback:
         self._save_last = save_last
         self._offset = 1 if step_is == "index" else 0
         self._check_step = check_step
+        self._json = arguments.json_getter(json)
         self._preflight = preflight
         self._sinks = _run.events.list_sinks(sinks)
         self._subscribed: list[Any] = []
@@ -336,8 +340,9 @@ class CheckpointCallback:
                 completed.fault,
             )
         if self._preflight:
+            json, only_warn = self._json(completed.step), self._preflight == "warn"
             preflight = training_preflight.check(
-                ckpt, state, dataset, only_warn=self._preflight == "warn"
+                ckpt, state, dataset, json, only_warn=only_warn
             )
             if preflight is not None and self._grace.save_secs is None:
                 self._grace.save_secs = preflight.total_secs
@@ -368,6 +373,7 @@ class CheckpointCallback:
             state,
             metrics=completed.metrics(),
             dataset=dataset,
+            json=self._json(step),
             on_exists=self._on_exists,
             temporary=temporary,
         )
@@ -435,8 +441,8 @@ class CheckpointCallback:
         try:
             return "is saved", self._save(completed)
         except errors.OptionError as error:
-            # A wrong step or metric must not prevent the last save before the exit.
-            _log.error("saving nevertheless, without metrics: %s", error)
+            # Wrong steps, metrics or JSON must not prevent the last save before exit.
+            _log.error("saving nevertheless, without metrics and JSON: %s", error)
             self.last_save = self.checkpointer.save(
                 completed.step,
                 completed.get("state"),

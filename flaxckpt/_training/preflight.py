@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flaxckpt import _storage, _util, errors, policies
 from flaxckpt._run.checkpointer import Checkpointer, session_of
-from flaxckpt._types import PyTree
+from flaxckpt._types import JSON, PyTree
 from flaxckpt.policies import PreservationPolicy
 
 _log = logging.getLogger(__name__)
@@ -43,7 +44,12 @@ class Preflight(NamedTuple):
 
 
 def check(
-    checkpointer: Checkpointer, state: PyTree, dataset: Any, *, only_warn: bool
+    checkpointer: Checkpointer,
+    state: PyTree,
+    dataset: Any,
+    json: Mapping[str, JSON] = MappingProxyType({}),
+    *,
+    only_warn: bool,
 ) -> Preflight | None:
     """Rehearses a save without writing arrays, and tests the directory.
 
@@ -51,6 +57,7 @@ def check(
         checkpointer: Checkpointer of the run.
         state: The state to save.
         dataset: The dataset iterator, or None.
+        json: Item -> JSON.
         only_warn: Whether to log errors instead of raising them.
 
     Returns:
@@ -61,7 +68,7 @@ def check(
         CheckpointError: As for `Checkpointer.save`.
     """
     try:
-        return _check(checkpointer, state, dataset)
+        return _check(checkpointer, state, dataset, json)
     except errors.CheckpointError as error:
         if not only_warn:
             raise
@@ -69,10 +76,12 @@ def check(
         return None
 
 
-def _check(checkpointer: Checkpointer, state: PyTree, dataset: Any) -> Preflight:
+def _check(
+    checkpointer: Checkpointer, state: PyTree, dataset: Any, json: Mapping[str, JSON]
+) -> Preflight:
     session = session_of(checkpointer)
     start = time.monotonic()
-    size = session.saves.rehearse(state, dataset)
+    size = session.saves.rehearse(state, dataset, json)
     blocking_secs = time.monotonic() - start
     place = session.run.saves_in
 

@@ -57,6 +57,16 @@ def convert(
         Literal["none", "compact", "zstd"],
         typer.Option("--codec", help="Compression of chunks (orbax only)."),
     ] = "none",
+    items: Annotated[
+        str | None,
+        typer.Option(
+            "--items",
+            metavar="NAME,…",
+            help="One item, or the branches of the state that are items, joined by"
+            " commas (orbax only). By default those of SRC.",
+            show_default=False,
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a checkpoint at DST.")
     ] = False,
@@ -88,6 +98,7 @@ def convert(
         format=format,
         transforms=changes,
         layout=_arrays.zarr.array_layout.ArrayLayout(store=store, codec=codec),
+        items=_parse_items(items),
         step=step,
         overwrite=overwrite,
     )
@@ -97,6 +108,13 @@ def convert(
     size, secs = _output.size(result.bytes_written), _output.secs(result.total_secs)
     _output.print_line(f"wrote {_output.shorten_path(result.path)}: {size} in {secs}")
     return _app.SUCCESS
+
+
+def _parse_items(text: str | None) -> str | tuple[str, ...] | None:
+    """Returns the name of an item, or several names if `text` has a comma."""
+    if text is None or "," not in text:
+        return text
+    return tuple([name for name in text.split(",") if name])
 
 
 def _split(option: str, text: str) -> tuple[str, str]:

@@ -89,9 +89,11 @@ def _show_head(metadata: CheckpointMetadata) -> None:
     _output.print_line(
         f"{_output.shorten_path(metadata.path)}: {', '.join(filter(None, parts))}"
     )
-    if len(metadata.items) > 1 or metadata.deleted_items or metadata.json:
+    others = (metadata.json, metadata.deleted_items, metadata.damaged_items)
+    if len(metadata.items) > 1 or any(others):
         items = [*metadata.items, *(f"{item} (JSON)" for item in metadata.json)]
         items += [f"{item} (deleted)" for item in metadata.deleted_items]
+        items += [f"{item} (damaged)" for item in metadata.damaged_items]
         _output.print_line(f"items: {', '.join(items)}")
     if metadata.metrics:
         _output.print_line(f"metrics: {_output.format_metrics(metadata.metrics)}")

@@ -15,5 +15,6 @@ from flaxckpt.datasets._files import state_files as state_files
 from flaxckpt.datasets._iterators import Restarting, SaveableIterator, StepIndexed
 from flaxckpt.datasets._iterators import copy_position as copy_position
 from flaxckpt.datasets._json_codec import MAX_STATE_BYTES as MAX_STATE_BYTES
+from flaxckpt.datasets._shards import is_state_name as is_state_name
 
 __all__ = ["Buffered", "Restarting", "SaveableIterator", "StepIndexed"]

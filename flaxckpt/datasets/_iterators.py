@@ -105,9 +105,9 @@ class Restarting:
     ```
 
     If the saved states do not fit the number of processes, or the step has no dataset
-    state (deleted by `keep_dataset`, or never saved), the iterator is left unchanged,
-    so a new iterator starts at the beginning, and a warning is logged. Without
-    `Restarting`, this is an error.
+    state (deleted on purpose, or never saved), the iterator is left unchanged, so a new
+    iterator starts at the beginning, and a warning is logged. Without `Restarting`,
+    this is an error.
 
     Attributes:
         iterator: The iterator, or the list of iterators, as for `dataset=`.

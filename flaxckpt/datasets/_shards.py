@@ -11,6 +11,9 @@ from flaxckpt import _util, errors
 from flaxckpt.datasets import _duck_types, _json_codec
 
 _STATE = re.compile(r"process_(\d+)-of-(\d+)\.json")
+_SHARED = "process_0.json"
+"""The state that all processes share, as MaxText saves it of an elastic iterator."""
+
 _SHARD = re.compile(r"shard_state_(\d+)\.json")
 
 
@@ -22,6 +25,11 @@ def state_names(iterators: int) -> list[str]:
         f"-of-{processes * iterators}.json"
         for i in range(iterators)
     ]
+
+
+def is_state_name(name: str) -> bool:
+    """Returns True for the name of a file with the state of an iterator."""
+    return name == _SHARED or _STATE.fullmatch(name) is not None
 
 
 def choose(
@@ -38,7 +46,13 @@ def choose(
         return names
     saved = sorted(name for name in files if _STATE.fullmatch(name))
     count = int(match[2]) if saved and (match := _STATE.fullmatch(saved[0])) else 0
-    if count == _util.processes.process_count() * len(iterators) or len(saved) != count:
+    if not saved and _SHARED in files:
+        saved, count = [_SHARED], 1
+        if len(iterators) == _util.processes.process_count() == 1:
+            return saved
+    elif (
+        count == _util.processes.process_count() * len(iterators) or len(saved) != count
+    ):
         raise errors.DamagedCheckpointError(
             f"{path} has the dataset states {saved[: errors.ROWS_SHOWN]}, but not all"
             f" {count}; restore another step"
@@ -84,7 +98,8 @@ def _process_count_error(
     now = f"{processes} processes" if processes > 1 else "one process"
     each = f" with {iterators} iterators each" if iterators > 1 else ""
     return errors.DatasetStateError(
-        f"{path} has the dataset states of {count} processes, but this run has"
+        f"{path} has the dataset states of"
+        f" {_util.humanize.count(count, 'process', 'processes')}, but this run has"
         f" {now}{each}: a state belongs to its part of the data.\nEither\n"
         + errors.rows(ways)
     )

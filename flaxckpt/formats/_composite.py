@@ -35,9 +35,10 @@ _MAX_NAME_BYTES = 255
 def read(path: Path, step: int | None, read_native: ReadNative) -> Stored:
     """Reads everything but the arrays of a checkpoint of Orbax.
 
-    With a single tree of arrays, that tree is the state, and JSON items are in the
-    metadata only. With several trees, or JSON items alone, the state is a dict of all
-    items. Items of other kinds are left out with a warning.
+    With a single tree of arrays, that tree is the state. With several, the state is a
+    dict of trees: a damaged tree does not prevent reading the others. JSON items are in
+    the metadata; without any tree, the state is a dict of them. Items of other kinds
+    are left out with a warning.
 
     Args:
         path: The checkpoint.
@@ -45,7 +46,7 @@ def read(path: Path, step: int | None, read_native: ReadNative) -> Stored:
         read_native: Reads an item in our own format.
 
     Raises:
-        DamagedCheckpointError: A file is missing or malformed.
+        DamagedCheckpointError: No item can be read.
         FileNotFoundError: The checkpoint was deleted after its format was recognised.
     """
     found = items.find_item(path)
@@ -53,41 +54,37 @@ def read(path: Path, step: int | None, read_native: ReadNative) -> Stored:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     if found == path:
         stored = _orbax.read(path, path)
-        return _add_metadata(stored, path, step, Items(state=""), (), {})
+        return _add_metadata(stored, path, step, Items(state=""), (), {}, {})
     listing = _list_items(path)
-    trees, texts = listing.trees, listing.texts
-    left_out = dict(listing.left_out)
-    parts: dict[str, Stored] = {}
-    for item in trees:
-        try:
-            parts[item] = _read_tree(path, item, read_native)
-        except errors.DamagedCheckpointError as error:
-            if not listing.is_stray(item):
-                raise
-            left_out[item] = (
-                f"is not an item that {items.CHECKPOINT} names, and cannot be read:"
-                f" {errors.one_line(error, 150)}"
-            )
-    json = {item: items.read_json_item(path / item, path, {}) for item in texts}
-    if len(parts) + len(listing.lost) == 1 and parts:
-        [(item, stored)] = parts.items()
-        state: str | tuple[str, ...] = item
-        own = {item: stored} if items.is_native(path / item) else {}
+    json = items.read_json_items(path, listing.texts, {})
+    branches = _read_trees(path, listing, read_native)
+    trees = [*branches.parts]
+    if not (trees or branches.damaged):
+        branches = _read_texts(path, listing, json)
+    parts, damaged = branches.parts, {**branches.damaged, **json.damaged}
+    if not parts:
+        raise _unreadable_error(path, damaged or branches.left_out)
+    state: str | tuple[str, ...]
+    if len({*parts, *branches.damaged, *listing.lost}) == 1 and trees:
+        [(state, stored)] = parts.items()
         stored = dataclasses.replace(
-            stored, digests=_add_prefix(item, stored.digests), own_items=own
+            stored,
+            digests=_add_prefix(state, stored.digests),
+            own_items={state: stored} if items.is_native(path / state) else {},
         )
     else:
-        for item, value in json.items():
-            try:
-                parts[item] = _read_json(path, item, value)
-            except ValueError as error:
-                left_out[item] = f"cannot be leaves of a state: {error}"
-        parts = dict(sorted(parts.items()))
-        state = tuple(parts)
+        state = tuple(sorted({*parts, *branches.damaged}))
         stored = _merge(path, parts)
-    _warn_of(path, left_out, parts)
-    stored = dataclasses.replace(stored, left_out=left_out)
-    return _add_metadata(stored, path, step, Items(state=state), trees, json)
+    stored = dataclasses.replace(stored, left_out=branches.left_out)
+    _warn_of(path, branches.left_out, [*parts, *json], listing.deleted)
+    items.warn_of_damage(path, damaged)
+    damaged |= {
+        item: branches.left_out[item]
+        for item in listing.lost
+        if item not in listing.deleted
+    }
+    layout = Items(state=state, dataset=listing.deleted_dataset)
+    return _add_metadata(stored, path, step, layout, trees, json, damaged)
 
 
 # ---- listing ------------------------------------------------------------------------
@@ -98,17 +95,27 @@ class _Listing(NamedTuple):
 
     Attributes:
         handlers: Item -> class of the handler, as far as recorded.
+        deleted: The items that were deleted on purpose.
         trees: The items with arrays.
         texts: The JSON items.
-        lost: The items with arrays that were deleted.
-        left_out: Item -> the reason why it is not read.
+        lost: The items with arrays that are missing, or were deleted.
+        damaged: Item with arrays, but without their description -> the reason.
+        left_out: Item that is not read -> the reason.
     """
 
     handlers: Mapping[str, str]
-    trees: Sequence[str]
-    texts: Sequence[str]
-    lost: Sequence[str]
-    left_out: Mapping[str, str]
+    deleted: Sequence[str]
+    trees: list[str]
+    texts: list[str]
+    lost: list[str]
+    damaged: dict[str, str]
+    left_out: dict[str, str]
+
+    @property
+    def deleted_dataset(self) -> str:
+        """Name of the item of the dataset, if it was deleted; else the usual name."""
+        deleted = (name for name in self.deleted if name in self.handlers)
+        return next((n for n in deleted if n not in self.left_out), items.DATASET)
 
     def is_stray(self, item: str) -> bool:
         """Returns True if the handlers of other items are recorded."""
@@ -119,41 +126,50 @@ def _list_items(path: Path) -> _Listing:
     """Lists the items of a step by their files, and by the recorded handlers.
 
     Raises:
-        DamagedCheckpointError: An item is incomplete, or has an unsafe name.
+        DamagedCheckpointError: An item has an unsafe name, or no item can be read.
     """
     recorded = items.read_item_handlers(path)
-    handlers = recorded if isinstance(recorded, dict) else {}
+    recorded = recorded if isinstance(recorded, dict) else {}
+    handlers = {str(item): str(handler) for item, handler in recorded.items()}
     deleted = native_metadata.read_deleted_items(path)
-    listing = _Listing({str(k): str(v) for k, v in handlers.items()}, [], [], [], {})
-    trees, texts, lost, left_out, faults = [], [], [], {}, {}
-    for name in sorted({*_storage.of(path).names(path), *listing.handlers}):
-        item, handler = path / name, listing.handlers.get(name, "")
-        if not _is_file_name(name):
-            faults[name] = "is not the name of a directory in the checkpoint"
-        elif name in deleted or (handler and not item.is_dir()):
-            if items.is_tree_handler(handler):
-                why = "was deleted from" if name in deleted else "is missing from"
-                left_out[name] = f"{why} this step; restore another"
-                lost.append(name)
-            elif "Json" in handler and name not in (*deleted, items.METRICS):
-                left_out[name] = "is missing from this step; restore another"
-        elif not item.is_dir() or _is_temporary(name):
-            continue
-        elif items.is_tree(item) or items.is_native(item):
-            trees.append(name)
-        elif items.find_json(item):
-            texts.append(name)
-        elif items.is_tree_handler(handler):
-            faults[name] = f"has lost the description of its leaves, {items.TREE}"
-        elif not _is_beside(item, handler):
-            left_out[name] = _explain_unknown(item, handler)
-    if faults or not (trees or texts):
-        rows = [f"{name!r:.80} {why}" for name, why in (faults or left_out).items()]
-        raise errors.DamagedCheckpointError(
-            f"{path} has items that cannot be read:\n{errors.rows(rows)}\nRestore"
-            " another step, or pass the path of an intact item."
-        )
-    return _Listing(listing.handlers, trees, texts, lost, left_out)
+    listing = _Listing(handlers, deleted, [], [], [], {}, {})
+    names = sorted({*_storage.of(path).names(path), *handlers})
+    faults = {
+        name: "is not the name of a directory in the checkpoint"
+        for name in names
+        if not _is_file_name(name)
+    }
+    if not faults:
+        for name in names:
+            _list_item(path, name, listing)
+    if faults or not (listing.trees or listing.texts):
+        raise _unreadable_error(path, faults or {**listing.left_out, **listing.damaged})
+    return listing
+
+
+def _list_item(path: Path, name: str, listing: _Listing) -> None:
+    """Adds an entry of a step, or an item of a recorded handler, to `listing`."""
+    item, handler = path / name, listing.handlers.get(name, "")
+    is_json = "Json" in handler and name != items.METRICS
+    if name in listing.deleted or (handler and not item.is_dir()):
+        is_deleted = name in listing.deleted
+        if is_json and not is_deleted:
+            listing.texts.append(name)  # reading it raises an error
+        elif is_json or items.is_tree_handler(handler):
+            why = "was deleted from" if is_deleted else "is missing from"
+            listing.left_out[name] = f"{why} this step"
+            listing.lost.extend([] if is_json else [name])
+    elif not item.is_dir() or _is_temporary(name):
+        return
+    elif items.is_tree(item) or items.is_native(item):
+        listing.trees.append(name)
+    elif items.find_json(item) or (is_json and not items.is_dataset(item)):
+        listing.texts.append(name)
+    elif items.is_tree_handler(handler):
+        why = f"has lost the description of its leaves, {items.TREE}"
+        listing.damaged[name] = f"{why}; restore another step"
+    elif not _is_beside(item, handler):
+        listing.left_out[name] = _explain_unknown(item, handler)
 
 
 def _is_file_name(name: str) -> bool:
@@ -187,20 +203,91 @@ def _explain_unknown(item: Path, handler: str) -> str:
     return "has no files of a tree of arrays or of a JSON item"
 
 
+def _unreadable_error(
+    path: Path, faults: Mapping[str, str]
+) -> errors.DamagedCheckpointError:
+    rows = [f"{name!r:.80} {why}" for name, why in faults.items()]
+    return errors.DamagedCheckpointError(
+        f"{path} has items that cannot be read:\n{errors.rows(rows)}\nRestore"
+        " another step, or pass the path of an intact item."
+    )
+
+
 def _warn_of(
-    path: Path, left_out: Mapping[str, str], parts: Mapping[str, Stored]
+    path: Path,
+    left_out: Mapping[str, str],
+    read: Sequence[str],
+    deleted: Sequence[str],
 ) -> None:
-    """Logs a warning about the items that are left out."""
-    if left_out:
+    """Logs a warning about the items that are left out, unless deleted on purpose.
+
+    Args:
+        path: The checkpoint.
+        left_out: Item -> the reason.
+        read: The items that are read.
+        deleted: The items that were deleted on purpose.
+    """
+    rows = [f"{name} {why}" for name, why in left_out.items() if name not in deleted]
+    if rows:
         _log.warning(
             "only the items %s of %s are read; the others are left out:\n%s",
-            errors.printable(", ".join(parts)),
+            errors.printable(", ".join(read)),
             path,
-            errors.rows(f"{name} {why}" for name, why in left_out.items()),
+            errors.rows(rows),
         )
 
 
 # ---- reading ------------------------------------------------------------------------
+
+
+class _Branches(NamedTuple):
+    """The items that are branches of the state.
+
+    Attributes:
+        parts: Item -> its tree.
+        damaged: Item that cannot be read -> the reason.
+        left_out: Item that is not a branch -> the reason.
+    """
+
+    parts: Mapping[str, Stored]
+    damaged: Mapping[str, str]
+    left_out: Mapping[str, str]
+
+
+def _read_trees(path: Path, listing: _Listing, read_native: ReadNative) -> _Branches:
+    """Reads the items with arrays.
+
+    Raises:
+        DamagedCheckpointError: The only item with arrays is damaged.
+    """
+    parts: dict[str, Stored] = {}
+    damaged, left_out = dict(listing.damaged), dict(listing.left_out)
+    for item in listing.trees:
+        try:
+            parts[item] = _read_tree(path, item, read_native)
+        except errors.DamagedCheckpointError as error:
+            if listing.is_stray(item):
+                left_out[item] = (
+                    f"is not an item that {items.CHECKPOINT} names, and cannot be read:"
+                    f" {errors.one_line(error, 150)}"
+                )
+            elif len(listing.trees) + len(listing.damaged) == 1:
+                raise
+            else:
+                damaged[item] = items.describe_damage(error)
+    return _Branches(parts, damaged, left_out)
+
+
+def _read_texts(path: Path, listing: _Listing, json: items.JsonItems) -> _Branches:
+    """Returns JSON items as trees."""
+    parts: dict[str, Stored] = {}
+    left_out = dict(listing.left_out)
+    for item, value in json.items():
+        try:
+            parts[item] = _read_json(path, item, value)
+        except ValueError as error:
+            left_out[item] = f"cannot be leaves of a state: {error}"
+    return _Branches(parts, json.damaged, left_out)
 
 
 def _read_tree(path: Path, item: str, read_native: ReadNative) -> Stored:
@@ -314,6 +401,7 @@ def _add_metadata(
     layout: Items,
     trees: Sequence[str],
     json: Mapping[str, JSON],
+    damaged: Mapping[str, str],
 ) -> Stored:
     """Returns a checkpoint with the metadata of the step `path`.
 
@@ -322,8 +410,9 @@ def _add_metadata(
         path: The checkpoint.
         step: Step number, or None.
         layout: The items of the leaves.
-        trees: The items with arrays.
+        trees: The items with arrays, as far as they can be read.
         json: JSON item -> content.
+        damaged: Item that is damaged or missing -> the reason.
     """
     dataset = items.find_dataset(path)
     if dataset is not None:
@@ -338,5 +427,6 @@ def _add_metadata(
         transforms=stored.metadata.transforms,
         items=tuple(trees),
         json=json,
+        damaged_items=damaged,
     )
     return dataclasses.replace(stored, metadata=metadata, items=layout)

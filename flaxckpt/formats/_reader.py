@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from flaxckpt import _state, _storage
+from flaxckpt import _state, _storage, errors
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats._native.items import Items
@@ -51,7 +51,9 @@ class CheckpointMetadata:
         transforms: The transforms applied on saving, as text.
         items: The items with arrays; empty for a format without items.
         deleted_items: The items that retention or `Checkpointer.delete` removed.
-        json: JSON item -> content.
+        json: JSON item -> content. Looking up a damaged item raises
+            DamagedCheckpointError.
+        damaged_items: Item that is damaged or missing -> the reason.
     """
 
     path: str
@@ -69,6 +71,7 @@ class CheckpointMetadata:
     items: tuple[str, ...] = ()
     deleted_items: tuple[str, ...] = ()
     json: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
+    damaged_items: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ class Stored:
             replacement.
         recorded_step: Step number at the save; None if not recorded.
         items: The items with the arrays and the dataset.
-        left_out: Item without leaves in the table -> the reason.
+        left_out: Item that a load of the whole state goes without -> the reason.
         own_items: Item of an Orbax step in our own format -> the item opened alone.
     """
 
@@ -99,6 +102,51 @@ class Stored:
     items: Items = dataclasses.field(default_factory=Items)
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
     own_items: Mapping[str, Stored] = dataclasses.field(default_factory=dict)
+
+    @property
+    def damaged_branches(self) -> Mapping[LeafPath, str]:
+        """Leaf path of a branch of the state -> the item, damaged or missing."""
+        branches = (*self.items.trees, *self.left_out)
+        return {
+            _state.tree.join((_state.tree.Key(item, "key"),)): item
+            for item in self.metadata.damaged_items
+            if item in branches
+        }
+
+    def check_items(self, items: Collection[str]) -> None:
+        """Raises an error if any of `items` is damaged.
+
+        Raises:
+            DamagedCheckpointError: Names the damaged items among `items`.
+        """
+        damaged = self.metadata.damaged_items
+        rows = [f"{item} {damaged[item]}" for item in damaged if item in items]
+        if rows:
+            raise errors.DamagedCheckpointError(
+                f"{self.metadata.path} has damaged items:\n{errors.rows(rows)}\n"
+                "The other items can be loaded: pass a state without these."
+            )
+
+    def check_leaf(self, leaf_path: LeafPath) -> None:
+        """Raises DamagedCheckpointError if a leaf is in a damaged or missing item."""
+        branch = leaf_path.partition("/")[0]
+        if item := self.damaged_branches.get(branch):
+            self.check_items([item])
+
+    def explain_missing(self, leaf_path: LeafPath) -> str | None:
+        """Returns why a leaf is not in the table; None if it is in no known item."""
+        item = _state.tree.unescape(leaf_path.partition("/")[0])
+        if item in self.left_out:
+            return f"the item {item} {self.left_out[item]}"
+        if self.is_json(item):
+            return f"{item} is a JSON item"
+        return None
+
+    def is_json(self, item: str) -> bool:
+        """Returns True for a JSON item that is not a branch of the state."""
+        metadata = self.metadata
+        is_known = item in metadata.json or item in metadata.damaged_items
+        return is_known and item not in (*self.items.trees, *self.left_out)
 
 
 class Reader(Protocol):

@@ -20,3 +20,4 @@ LLAMA = Family(
     ignored=_decoder.BUFFERS,
     target_bases={"linen": "model"},
 )
+"""Llama 2 and 3."""

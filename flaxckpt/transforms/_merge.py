@@ -29,6 +29,7 @@ class _Merge(TableTransform):
 
     def __call__(self, table: LeafTable) -> LeafTable:
         stored = _locate.open_checkpoint(self.path, self.step)
+        stored.check_items(stored.items.trees)
         other = _base.apply(self.transforms, stored.table, self.wanted)
         twice = [
             path for path in other if path in table and table[path].info.kind != "empty"

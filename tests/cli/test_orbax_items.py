@@ -21,7 +21,7 @@ def run(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
-LEAVES = {"params/w", "optimizer/mu", "config/lang"}
+LEAVES = {"params/w", "optimizer/mu"}
 
 
 def test_verbs_that_look(run, command):
@@ -45,6 +45,18 @@ def test_verbs_that_change(run, command):
     command("pin", run, 1)
     command("unpin", run, 1)
     command("convert", run, "converted")
-    assert flaxckpt.load("converted")["config"] == {"lang": "en"}
+    assert flaxckpt.metadata("converted").json == {"config": {"lang": "en"}}
     command("prune", run, "--keep", "latest:1", "--yes")
     assert flaxckpt.Checkpointer(run, read_only=True).steps() == [2]
+
+
+def test_convert_makes_and_joins_items(run, command):
+    flaxckpt.save("both", {"params": {"w": jnp.ones(3)}, "ema": {"w": jnp.zeros(3)}})
+    command("convert", "both", "apart", "--items", "params,ema")
+    assert flaxckpt.metadata("apart").items == ("params", "ema")
+    command("convert", "apart", "kept")
+    assert flaxckpt.metadata("kept").items == ("params", "ema")
+    command("convert", "apart", "joined", "--items", "default")
+    assert flaxckpt.metadata("joined").items == ("default",)
+    refusal = command.refuses("convert", "apart", "no", "--items", "params,x")
+    assert "x: is an item, but not a branch" in refusal

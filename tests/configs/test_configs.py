@@ -107,6 +107,7 @@ CONFIG = CheckpointConfig(
 NO_DATA = {
     "transforms": "functions; casts are in save_dtype",
     "metadata": "what a run is, where a config says how it is saved",
+    "json": "what a run is, as metadata",
     "sinks": "objects",
     "metrics_from": "a function",
     "checkpointer": "an object",

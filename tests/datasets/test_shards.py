@@ -1,6 +1,7 @@
 """States saved by N processes, restored by M: exactly, or with an error that helps."""
 
 import itertools
+import json
 
 import grain
 import pytest
@@ -76,6 +77,34 @@ def test_elastic_iterators_of_grain_go_on_with_any_number(process, before, after
         datasets.set_state(fresh, files, path="run/1")
         found.extend(next(fresh).tolist())
     assert sorted(found) == list(range(24, 32))
+
+
+def shared_file(iterator):
+    """The file that MaxText writes for all processes together."""
+    return {"process_0.json": json.dumps(iterator.get_state(), indent=4).encode()}
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_all_processes_restore_a_shared_file(process, count):
+    files = shared_file(advanced(elastic(0, 1), 3))
+    found = []
+    for index in range(count):
+        process(index, count)
+        fresh = elastic(index, count)
+        datasets.set_state(fresh, files, path="run/1")
+        found.extend(next(fresh).tolist())
+    assert sorted(found) == list(range(24, 32))
+
+
+def test_a_shared_file_is_of_no_use_to_parts_of_the_data(process):
+    files = shared_file(part(0, 1, taken=7))
+    process(0, 2)
+    with pytest.raises(errors.DatasetStateError, match="of 1 process, but this run"):
+        datasets.set_state(part(0, 2), files, path="run/1")
+    process(0, 1)
+    fresh = part(0, 1)
+    datasets.set_state(fresh, files, path="run/1")
+    assert rest([fresh]) == rest([part(0, 1, taken=7)])
 
 
 def test_step_indexed_goes_on_with_any_number(process):

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import stat
 from pathlib import Path
 from types import MappingProxyType
 
@@ -156,6 +157,12 @@ class Database(NewStep):
 
 class Encoded(NewStep):
     options = MappingProxyType({"layout": ENCODED})
+
+
+class Permissions(NewStep):
+    """A step whose files have modes of their own, other than the umask's."""
+
+    options = MappingProxyType({"layout": SMALL, "permissions": 0o705})
 
 
 class Retention(Scenario):
@@ -411,6 +418,7 @@ SCENARIOS = {
         NewStep,
         Database,
         Encoded,
+        Permissions,
         Retention,
         RetentionOfDatabases,
         DatasetsLetGo,
@@ -653,6 +661,8 @@ def check_next(directory, scenario):
     age(directory)
     try:
         with scenario.open(directory) as ckpt:
+            if mode := scenario.options.get("permissions"):
+                problems += wrong_modes(directory, ckpt.steps(), mode)
             problems += [f"{path} is left" for path in leftovers(directory)]
             ckpt.save(NEXT, scenario.shape(state(NEXT))).wait()
             if not is_state(ckpt.restore(), NEXT, 0):
@@ -660,6 +670,15 @@ def check_next(directory, scenario):
     except errors.CheckpointError as error:
         problems.append(f"the next save does not work: {error!r:.300}")
     return problems
+
+
+def wrong_modes(directory, steps, mode):
+    """What has another mode than the steps were saved with."""
+    wanted = {True: mode, False: mode & 0o666}
+    for path in [path for step in steps for path in (directory / str(step)).rglob("*")]:
+        found = stat.S_IMODE(path.stat().st_mode)
+        if found != wanted[path.is_dir()]:
+            yield f"{path} has the mode {found:o}"
 
 
 def age(directory):

@@ -229,6 +229,21 @@ int unlinkat(int d, const char *path, int flags) {
   CALL(flags & AT_REMOVEDIR ? "rmdir" : "unlink", of_path(d, path, place), NULL, 0, 0,
        int, real(d, path, flags));
 }
+int chmod(const char *path, mode_t mode) {
+  REAL(chmod);
+  PLACE;
+  CALL("chmod", of_path(AT_FDCWD, path, place), NULL, 0, 0, int, real(path, mode));
+}
+int fchmod(int fd, mode_t mode) {
+  REAL(fchmod);
+  PLACE;
+  CALL("chmod", of_descriptor(fd, place), NULL, 0, 0, int, real(fd, mode));
+}
+int fchmodat(int d, const char *path, mode_t mode, int flags) {
+  REAL(fchmodat);
+  PLACE;
+  CALL("chmod", of_path(d, path, place), NULL, 0, 0, int, real(d, path, mode, flags));
+}
 
 /* Fails a call that reads, if it is chosen. */
 #define READING(path, failed) \

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flaxckpt
@@ -104,9 +104,10 @@ def test_the_items_are_branches_of_one_tree(trainer):
             config=ocp.args.JsonRestore(),
         )
         wanted = manager.restore(STEP, args=args)
-    assert list(found) == ["config", "model_params", "optimizer_state"]
-    assert found["config"] == wanted["config"] == CONFIG
-    assert type(found["config"]["rates"][1]) is int
+    assert list(found) == ["model_params", "optimizer_state"]
+    config = flaxckpt.metadata(trainer).json["config"]
+    assert config == wanted["config"] == CONFIG
+    assert type(config["rates"][1]) is int
     for item in ("model_params", "optimizer_state"):
         assert_same(found[item], wanted[item])
 
@@ -133,7 +134,7 @@ def test_metadata_has_items_json_metrics_and_the_dataset(trainer):
     assert metadata.has_dataset
     assert metadata.created is not None
     assert metadata.leaves["model_params/dense/kernel"].shape == (64, 64)
-    assert metadata.leaves["config/rates/0"].python_type == "float"
+    assert not metadata.damaged_items
     assert not flaxckpt.metadata(write_trainer(trainer.parent.parent / "b")).has_dataset
 
 
@@ -245,19 +246,70 @@ def test_json_comes_back_as_json(tmp_path_factory, left, right):
 
 def test_json_without_the_form_of_leaves_is_left_out(tmp_path, caplog):
     big = {"seeds": [1, 2**70]}
-    step = write_trainer(tmp_path, seeds=ocp.args.JsonSave(big))
-    assert "seeds" not in flaxckpt.load(step)
-    assert (
-        "seeds cannot be leaves of a state: seeds/1 needs more than 64" in caplog.text
-    )
-    assert flaxckpt.metadata(step).json == {"seeds": big}
+    step = write(tmp_path, a=ocp.args.JsonSave(big), b=ocp.args.JsonSave(CONFIG))
+    assert flaxckpt.load(step) == {"b": CONFIG}
+    assert "a cannot be leaves of a state: seeds/1 needs more than 64" in caplog.text
+    assert flaxckpt.metadata(step).json == {"a": big, "b": CONFIG}
 
 
-def test_json_that_is_none_is_damage(trainer):
-    (trainer / "config" / "metadata").write_text("{'a': 1}")
-    with pytest.raises(errors.DamagedCheckpointError, match="config/metadata"):
-        flaxckpt.load(trainer)
-    assert not flaxckpt.verify(trainer).ok
+def lose(item):
+    shutil.rmtree(item)
+
+
+def lose_file(item):
+    for file in item.iterdir():
+        file.unlink()
+
+
+def change(item):
+    (item / "metadata").write_text("{'a': 1}")
+
+
+@pytest.mark.parametrize("damage", [lose, lose_file, change])
+def test_damaged_json_is_named_and_the_state_is_read(trainer, damage, caplog):
+    damage(trainer / "config")
+    wanted = trainer_state()
+    assert list(flaxckpt.load(trainer)) == list(wanted)
+    [record] = [r for r in caplog.records if r.name.startswith("flaxckpt")]
+    assert record.levelno == logging.WARNING
+    assert "config cannot be read: " in record.message
+    with flaxckpt.Checkpointer(trainer.parent) as run:
+        assert_same(run.restore(trainer_state(0.0)), wanted)
+        metadata = run.metadata(STEP)
+        assert run.steps() == [STEP]
+    assert list(metadata.damaged_items) == ["config"]
+    assert not metadata.json
+    with pytest.raises(errors.DamagedCheckpointError, match="JSON item config"):
+        metadata.json["config"]
+    with pytest.raises(KeyError):
+        metadata.json["other"]
+    assert list(flaxckpt.verify(trainer).problems) == ["config"]
+    with pytest.raises(errors.DamagedCheckpointError, match="config"):
+        flaxckpt.convert(trainer, trainer.parent.parent / "converted")
+
+
+def test_damaged_json_does_not_block_other_json(tmp_path):
+    step = write(tmp_path, a=ocp.args.JsonSave(CONFIG), b=ocp.args.JsonSave(CONFIG))
+    change(step / "a")
+    assert flaxckpt.load(step, {"b": CONFIG}) == {"b": CONFIG}
+    with pytest.raises(errors.DamagedCheckpointError, match="a cannot be read"):
+        flaxckpt.load(step)
+    assert flaxckpt.metadata(step).json["b"] == CONFIG
+    change(step / "b")
+    with pytest.raises(errors.DamagedCheckpointError) as info:
+        flaxckpt.load(step, {"b": CONFIG})
+    assert "'a' cannot be read" in str(info.value)
+    assert "'b' cannot be read" in str(info.value)
+
+
+def test_json_asked_for_as_leaves_is_hinted_at(trainer):
+    wanted = trainer_state() | {"config": {"name": "large"}}
+    with pytest.raises(errors.RestoreMismatchError) as info:
+        flaxckpt.load(trainer, wanted)
+    assert "found nothing: config is a JSON item" in str(info.value)
+    assert "metadata(path).json['config']" in str(info.value)
+    with pytest.raises(errors.RestoreMismatchError, match="config is a JSON item"):
+        flaxckpt.open_leaf(trainer, "config/name")
 
 
 # ---- other items --------------------------------------------------------------------
@@ -279,6 +331,43 @@ class TextArgs(ocp.args.CheckpointArgs):
         self.text = text
 
 
+class Shared(ocp.CheckpointHandler):
+    """Saves an elastic iterator as MaxText does: one file for all processes."""
+
+    def save(self, directory, args):
+        (directory / "process_0.json").write_text(json.dumps(args.item.get_state()))
+
+    def restore(self, directory, args=None):
+        raise NotImplementedError
+
+
+@ocp.args.register_with_handler(Shared, for_save=True, for_restore=True)
+class SharedArgs(ocp.args.CheckpointArgs):
+    def __init__(self, item=None):
+        self.item = item
+
+
+def elastic():
+    data, shards = grain.MapDataset.range(40), grain.sharding.NoSharding()
+    return grain.experimental.ElasticIterator(data, 4, shards)
+
+
+def test_the_shared_state_of_an_elastic_iterator_is_a_dataset(tmp_path):
+    used = elastic()
+    next(used)
+    state = {"w": jnp.ones(2)}
+    items = ocp.args.StandardSave(state)
+    write(tmp_path, items=items, iter=SharedArgs(used))
+    data = elastic()
+    with flaxckpt.Checkpointer(tmp_path, items="items", dataset_item="iter") as run:
+        assert run.has_dataset(STEP)
+        assert run.metadata(STEP).has_dataset
+        assert_same(run.restore(state, dataset=data), state)
+        assert next(data).tolist() == [4, 5, 6, 7]
+        run.save(STEP, state, dataset=data, on_exists="overwrite")
+        assert run.verify(STEP).ok
+
+
 def test_an_item_of_an_unknown_handler_is_left_out_with_the_reason(tmp_path, caplog):
     step = write_trainer(tmp_path, notes=TextArgs("hello"))
     assert list(flaxckpt.load(step)) == ["model_params", "optimizer_state"]
@@ -296,22 +385,56 @@ def test_an_item_of_an_unknown_handler_is_left_out_with_the_reason(tmp_path, cap
 def test_a_lost_item_is_left_out_and_the_others_keep_their_paths(trainer, caplog):
     shutil.rmtree(trainer / "optimizer_state")
     found = flaxckpt.load(trainer)
-    assert list(found) == ["config", "model_params"]
+    assert list(found) == ["model_params"]
     assert "optimizer_state is missing from this step" in caplog.text
     assert list(flaxckpt.verify(trainer).problems) == ["optimizer_state"]
-    with pytest.raises(errors.RestoreMismatchError, match="is missing from this step"):
-        flaxckpt.load(trainer, trainer_state())
+    assert list(flaxckpt.metadata(trainer).damaged_items) == ["optimizer_state"]
+    wanted = trainer_state()
+    with pytest.raises(errors.DamagedCheckpointError, match="is missing from this"):
+        flaxckpt.load(trainer, wanted)
+    with pytest.raises(errors.DamagedCheckpointError, match="is missing from this"):
+        flaxckpt.open_leaf(trainer, "optimizer_state/0/count")
+    for options in ({"missing": "init"}, {"optimizer": "reinit"}):
+        found = flaxckpt.load(trainer, trainer_state(0.0), **options)
+        assert_same(found["model_params"], wanted["model_params"])
+    names = [flaxckpt.transforms.rename("model_params/(.*)", r"params/\1")]
+    asked = {"params": wanted["model_params"]}
+    assert_same(flaxckpt.load(trainer, asked, transforms=names), asked)
+    with pytest.raises(errors.RestoreMismatchError):
+        flaxckpt.load(trainer, {"weights": wanted["model_params"]}, transforms=names)
+    with flaxckpt.Checkpointer(trainer.parent) as run:
+        run.delete(STEP, item="optimizer_state")  # the loss is accepted
+        assert run.metadata(STEP).deleted_items == ("optimizer_state",)
+    assert flaxckpt.verify(trainer).ok
 
 
-def test_a_deleted_item_is_told(trainer):
+def test_a_deleted_item_is_told(trainer, caplog):
     with flaxckpt.Checkpointer(trainer.parent) as run:
         run.delete(STEP, item="optimizer_state")
         assert run.metadata(STEP).deleted_items == ("optimizer_state",)
         assert run.metadata(STEP).items == ("model_params",)
-    with pytest.raises(errors.RestoreMismatchError, match="deleted from this step"):
+        with pytest.raises(errors.CheckpointNotFoundError, match="deleted before"):
+            run.delete(STEP, item="optimizer_state")
+    with pytest.raises(errors.RestoreMismatchError) as info:
         flaxckpt.load(trainer, trainer_state())
-    assert list(flaxckpt.load(trainer)) == ["config", "model_params"]
+    assert str(info.value).count("optimizer_state was deleted from this step") > 1
+    assert str(info.value).count('optimizer="reinit"') == 1
+    assert len(str(info.value).splitlines()) < 15
+    reset = flaxckpt.load(trainer, trainer_state(0.0), optimizer="reinit")
+    assert_same(reset["model_params"], trainer_state()["model_params"])
+    assert list(flaxckpt.load(trainer)) == ["model_params"]
     assert flaxckpt.verify(trainer).ok
+    assert not [r for r in caplog.records if r.name.startswith("flaxckpt.formats")]
+
+
+def test_a_deleted_dataset_is_told(trainer):
+    with flaxckpt.Checkpointer(trainer.parent) as run:
+        run.delete(STEP, item="iter")
+        assert run.metadata(STEP).deleted_items == ("iter",)
+        assert not run.metadata(STEP).has_dataset
+        with pytest.raises(errors.DatasetStateError, match=r"keep_items or delete\("):
+            run.restore_dataset(iterator(), step=STEP)
+        assert run.verify(STEP).ok
 
 
 def test_a_tree_without_its_description_is_damage(trainer):
@@ -320,6 +443,100 @@ def test_a_tree_without_its_description_is_damage(trainer):
         flaxckpt.load(trainer)
     assert "model_params" not in str(info.value)
     assert flaxckpt.load(trainer / "model_params")
+
+
+def damage_description(item):
+    (item / "_METADATA").unlink()
+
+
+def damage_json(item):
+    (item / "_METADATA").write_text("{")
+
+
+def damage_database(item):
+    (item / "manifest.ocdbt").write_bytes(b"damaged")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [damage_description, damage_json, damage_database],
+    ids=lambda f: f.__name__,
+)
+def test_a_damaged_item_does_not_block_others(trainer, damage, caplog):
+    damage(trainer / "optimizer_state")
+    wanted = trainer_state()
+    params = {"model_params": wanted["model_params"]}
+    assert_same(flaxckpt.load(trainer, params), params)
+    assert "optimizer_state " in caplog.text
+    assert flaxckpt.open_leaf(trainer, "model_params/dense/bias").shape == (3,)
+    metadata = flaxckpt.metadata(trainer)
+    assert metadata.items == ("model_params",)
+    assert list(metadata.damaged_items) == ["optimizer_state"]
+    assert metadata.json == {"config": CONFIG}
+    assert metadata.metrics == {"loss": 0.5}
+    report = flaxckpt.verify(trainer)
+    assert list(report.problems) == ["optimizer_state"]
+    assert "optimizer_state" in str(report)
+    fresh = flaxckpt.load(trainer, trainer_state(0.0), optimizer="reinit")
+    assert_same(fresh["model_params"], wanted["model_params"])
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        flaxckpt.load,
+        lambda path: flaxckpt.load(path, trainer_state(0.0)),
+        lambda path: flaxckpt.load(path, trainer_state(0.0), missing="init"),
+        lambda path: flaxckpt.plan(path, trainer_state(0.0)),
+        lambda path: flaxckpt.open_leaf(path, "optimizer_state/0/count"),
+        lambda path: flaxckpt.diff(path, path),
+        lambda path: flaxckpt.convert(path, path.parent.parent / "converted"),
+        lambda path: flaxckpt.load(
+            path,
+            {"opt": trainer_state()["optimizer_state"]},
+            transforms=[flaxckpt.transforms.rename("optimizer_state/(.*)", r"opt/\1")],
+        ),
+    ],
+)
+def test_reading_a_damaged_item_names_it(trainer, read):
+    damage_json(trainer / "optimizer_state")
+    with pytest.raises(errors.DamagedCheckpointError) as info:
+        read(trainer)
+    assert "optimizer_state cannot be read" in str(info.value)
+    assert "optimizer_state/_METADATA" in str(info.value)
+    assert len(str(info.value).splitlines()) < 15
+
+
+@pytest.mark.parametrize("damage", [damage_json, lose])
+def test_a_run_falls_back_only_for_what_is_damaged(trainer, damage):
+    newer = write_trainer(trainer.parent, STEP + 1)
+    damage(newer / "optimizer_state")
+    params = {"model_params": trainer_state()["model_params"]}
+    with flaxckpt.Checkpointer(trainer.parent) as run:
+        assert_same(run.restore(params), params)
+        assert run.restored_step == STEP + 1
+        run.restore(trainer_state(0.0))
+        assert run.restored_step == STEP
+        assert run.steps() == [STEP]
+
+
+def test_all_damaged_items_are_named(trainer):
+    for item in ("model_params", "optimizer_state"):
+        damage_json(trainer / item)
+    for read in (flaxckpt.load, flaxckpt.metadata):
+        with pytest.raises(errors.DamagedCheckpointError) as info:
+            read(trainer)
+        assert "'model_params' cannot be read" in str(info.value)
+        assert "'optimizer_state' cannot be read" in str(info.value)
+
+
+def test_an_item_that_is_not_known_is_not_deleted(tmp_path):
+    step = write_trainer(tmp_path, notes=TextArgs("hello"))
+    with flaxckpt.Checkpointer(tmp_path) as run:
+        with pytest.raises(errors.OptionError) as info:
+            run.delete(STEP, item="notes")
+        assert f"remove {step / 'notes'} yourself" in str(info.value)
+        assert (step / "notes" / "text.txt").exists()
 
 
 @pytest.mark.parametrize(
@@ -334,12 +551,16 @@ def test_names_that_lead_out_of_the_step_are_refused(trainer, name):
         flaxckpt.load(trainer)
 
 
-@pytest.mark.parametrize("item", ["model_params", "config"])
-def test_links_that_lead_out_of_the_step_are_refused(trainer, tmp_path, item):
-    (trainer / item).rename(tmp_path / "elsewhere")
-    (trainer / item).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(errors.DamagedCheckpointError):
+def test_links_that_lead_out_of_the_step_are_refused(trainer, tmp_path):
+    for item in ("model_params", "config"):
+        (trainer / item).rename(tmp_path / item)
+        (trainer / item).symlink_to(tmp_path / item)
+    with pytest.raises(errors.DamagedCheckpointError, match="model_params"):
         flaxckpt.load(trainer)
+    metadata = flaxckpt.metadata(trainer)
+    assert list(metadata.damaged_items) == ["model_params", "config"]
+    with pytest.raises(errors.DamagedCheckpointError, match="leads out of"):
+        metadata.json["config"]
 
 
 # ---- items in our own format --------------------------------------------------------
@@ -430,5 +651,68 @@ def test_a_lost_json_item_is_named(tmp_path, caplog):
         manager.save(1, args=args)
     shutil.rmtree(tmp_path / "1/cfg")
     assert list(flaxckpt.load(tmp_path)) == ["a", "b"]
-    assert "cfg is missing from this step" in caplog.text
+    assert "cfg/metadata is missing" in caplog.text
     assert not flaxckpt.verify(tmp_path).ok
+
+
+# ---- any items damaged --------------------------------------------------------------
+
+TREES, TEXTS = ("a", "b", "c"), ("first", "second")
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory):
+    """Steps with equal items: of Orbax, of flaxckpt, and with an item in our format."""
+    root = tmp_path_factory.mktemp("intact")
+    state = {name: {"w": jnp.full(3, i)} for i, name in enumerate(TREES)}
+    texts = {name: {"name": name} for name in TEXTS}
+    args = {name: ocp.args.StandardSave(state[name]) for name in TREES}
+    args |= {name: ocp.args.JsonSave(texts[name]) for name in TEXTS}
+    steps = {"orbax": write(root / "orbax", **args)}
+    steps["both"] = shutil.copytree(steps["orbax"], root / "both")
+    shutil.rmtree(steps["both"] / "b")
+    write_own(steps["both"] / "b", state["b"])
+    steps["flaxckpt"] = root / "flaxckpt"
+    flaxckpt.save(steps["flaxckpt"], state, items=TREES, json=texts)
+    return steps, state, texts
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    kind=st.sampled_from(("orbax", "both", "flaxckpt")),
+    trees=st.sets(st.sampled_from(TREES), max_size=2),
+    texts=st.sets(st.sampled_from(TEXTS)),
+)
+def test_items_that_are_not_damaged_are_read(
+    intact, tmp_path_factory, kind, trees, texts
+):
+    steps, state, json_items = intact
+    step = tmp_path_factory.mktemp("damaged") / "step"
+    shutil.copytree(steps[kind], step)
+    for name in trees:
+        is_own = (step / name / "flaxckpt.json").exists()
+        file = "flaxckpt.json" if is_own else "_METADATA"
+        if kind == "flaxckpt":
+            shutil.rmtree(step / name)
+        else:
+            (step / name / file).write_text("{")
+    for name in texts:
+        (step / name / "metadata").write_text("{")
+    metadata = flaxckpt.metadata(step)
+    assert metadata.damaged_items.keys() == trees | texts
+    assert {*metadata.items} == {*TREES} - trees
+    assert metadata.json == {t: json_items[t] for t in TEXTS if t not in texts}
+    for name in TREES:
+        if name in trees:
+            with pytest.raises(errors.DamagedCheckpointError, match=f"  {name} "):
+                flaxckpt.load(step, {name: state[name]})
+        else:
+            found = flaxckpt.load(step, {name: state[name]})
+            assert_same(found, {name: state[name]})
+    if trees:
+        with pytest.raises(errors.DamagedCheckpointError):
+            flaxckpt.load(step)
+    else:
+        assert_same(flaxckpt.load(step), state)
+    found = {name.partition("/")[0] for name in flaxckpt.verify(step).problems}
+    assert found == trees | texts

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import logging
+import shutil
 from typing import Any, NamedTuple
 
 import flax
@@ -19,8 +21,10 @@ from orbax.checkpoint import v1 as ocp_v1
 
 import flaxckpt
 from flaxckpt import errors
+from flaxckpt._checkpoint import file_sizes
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import EveryNSteps, LatestN
+from tests.helpers import faulty_store as faulty
 from tests.helpers import strategies
 
 ITEMS = ("model_params", "optimizer_state")
@@ -184,7 +188,128 @@ def test_json_items_come_back_as_json(tmp_path):
     file.write_text('{"a": 1}')
     assert not ckpt.verify(1).ok
     with pytest.raises(errors.DamagedCheckpointError, match=r"config/metadata"):
-        ckpt.metadata(1)
+        ckpt.metadata(1).json["config"]
+
+
+# ---- damaged items ----------------------------------------------------------------
+
+
+def lose(item):
+    shutil.rmtree(item)
+
+
+def lose_file(item):
+    (item / "metadata").unlink()
+
+
+def change(item):
+    (item / "metadata").write_text('{"depth": 3}')
+
+
+@pytest.mark.parametrize("items", ["state", ITEMS])
+@pytest.mark.parametrize("damage", [lose, lose_file, change])
+@pytest.mark.parametrize("kind", STATES)
+def test_damaged_json_does_not_block_the_state(tmp_path, caplog, kind, damage, items):
+    wanted = STATES[kind]()
+    json_items = {"config": {"depth": 2}, "other": [1]}
+    with flaxckpt.Checkpointer(tmp_path, items=items) as ckpt:
+        ckpt.save(1, wanted, json=json_items).wait()
+        damage(tmp_path / "1/config")
+        strategies.assert_same_state(wanted, ckpt.restore(wanted))
+        [record] = [r for r in caplog.records if r.name.startswith("flaxckpt")]
+        assert record.levelno == logging.WARNING
+        assert "config cannot be read: " in record.message
+        assert "config/metadata" in record.message
+        flaxckpt.load(tmp_path, types=[type(wanted)])
+        metadata = ckpt.metadata(1)
+        assert list(metadata.damaged_items) == ["config"]
+        assert metadata.json == {"other": [1]}
+        with pytest.raises(errors.DamagedCheckpointError, match="config/metadata"):
+            metadata.json["config"]
+        assert list(ckpt.verify(1).problems) == ["config/metadata"]
+        assert not ckpt.verify(1).unreadable
+        with pytest.raises(errors.DamagedCheckpointError, match="config"):
+            flaxckpt.convert(tmp_path / "1", tmp_path / "converted")
+        ckpt.delete(1, item="config")
+        assert ckpt.verify(1).ok
+        assert ckpt.metadata(1).deleted_items == ("config",)
+
+
+def test_a_step_with_damaged_json_does_not_replace_others(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
+        ckpt.save(1, {"w": np.ones(2)}, json={"config": {"depth": 2}}).wait()
+        change(tmp_path / "1/config")
+        with pytest.raises(errors.DamagedCheckpointError, match="config"):
+            file_sizes.check(tmp_path / "1")
+
+
+@pytest.mark.parametrize("store", ["files", "ocdbt"])
+@pytest.mark.parametrize("damage", ["lost", "strings"])
+def test_a_damaged_item_does_not_block_others(tmp_path, damage, store):
+    tree = state(1)
+    tree["optimizer_state"] = {"opt": tree["optimizer_state"], "name": "adam"}
+    layout = flaxckpt.ArrayLayout(store=store)
+    params = {"model_params": tree["model_params"]}
+    with flaxckpt.Checkpointer(tmp_path, items=ITEMS, layout=layout) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, tree).wait()
+        item = tmp_path / "2/optimizer_state"
+        if damage == "lost":
+            shutil.rmtree(item)
+        else:
+            (item / "_strings.json").write_text("{}")
+        strategies.assert_same_state(params, ckpt.restore(params, step=2))
+        metadata = ckpt.metadata(2)
+        assert metadata.items == ITEMS[:1]
+        assert list(metadata.damaged_items) == ["optimizer_state"]
+        report = ckpt.verify(2)
+        assert {name.partition("/")[0] for name in report.problems} == {
+            "optimizer_state"
+        }
+        assert not report.extra
+        assert damage == "lost" or list(report.problems) == [
+            "optimizer_state/_strings.json"
+        ]
+        for abstract in (None, tree):
+            with pytest.raises(errors.DamagedCheckpointError) as info:
+                ckpt.restore(abstract, step=2, fallback=False)
+            assert "optimizer_state " in str(info.value)
+            assert len(str(info.value).splitlines()) < 15
+        with pytest.raises(errors.DamagedCheckpointError, match="optimizer_state"):
+            flaxckpt.open_leaf(tmp_path / "2", "optimizer_state/opt/0/count")
+        strategies.assert_same_state(tree, ckpt.restore(tree))
+        assert ckpt.restored_step == 1
+
+
+def test_a_lost_item_can_be_recorded_as_deleted(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, items=ITEMS) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        shutil.rmtree(tmp_path / "1/optimizer_state")
+        with pytest.raises(errors.OptionError, match="delete the whole step"):
+            ckpt.delete(1, item="model_params")
+        ckpt.delete(1, item="optimizer_state")
+        assert ckpt.verify(1).ok
+        assert ckpt.metadata(1).deleted_items == ("optimizer_state",)
+        with pytest.raises(errors.CheckpointNotFoundError, match="deleted before"):
+            ckpt.delete(1, item="optimizer_state")
+
+
+@pytest.mark.parametrize("items", ["state", ITEMS])
+def test_json_asked_for_as_leaves_is_hinted_at(tmp_path, items):
+    wanted = state()
+    with flaxckpt.Checkpointer(tmp_path, items=items) as ckpt:
+        ckpt.save(1, wanted, json={"config": {"depth": 2}}).wait()
+        asked = wanted | {"config": {"depth": 2}}
+        with pytest.raises(errors.RestoreMismatchError) as info:
+            ckpt.restore(asked)
+        assert "config/depth: wanted a Python int, found nothing: config is a JSON" in (
+            str(info.value)
+        )
+        assert "metadata(path).json['config']" in str(info.value)
+        ckpt.delete(1, item="config")
+        with pytest.raises(errors.RestoreMismatchError) as info:
+            ckpt.restore(asked)
+        assert "the item config was deleted from this step" in str(info.value)
 
 
 # ---- bad input --------------------------------------------------------------------
@@ -215,6 +340,10 @@ def test_json_items_come_back_as_json(tmp_path):
             {"keep_items": {"dataset": [LatestN(1)]}, "keep_dataset": [LatestN(1)]},
             "pass one of both",
         ),
+        ({"keep_items": {"metrics": [LatestN(1)]}}, "this name has another use"),
+        ({"keep_items": {"flaxckpt.json": [LatestN(1)]}}, "this name has another use"),
+        ({"keep_items": {"a/b": [LatestN(1)]}}, "wanted the name of a directory"),
+        ({"keep_items": {3: [LatestN(1)]}}, "policies for 3, which cannot be an item"),
     ],
     ids=str,
 )
@@ -247,23 +376,6 @@ def test_a_state_without_these_branches_is_refused(tmp_path, tree, wanted):
         assert wanted in str(info.value)
         assert not ckpt.steps()
     assert [path.name for path in tmp_path.iterdir()] in ([], ["events.jsonl"])
-
-
-@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
-def test_items_that_share_nnx_variables_are_refused(tmp_path, order):
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    optimizer = nnx.ModelAndOptimizer(model, optax.adam(1e-3))
-    objects = {"model": model, "optimizer": optimizer}
-    tree = {name: {"object": objects[name]} for name in order}
-    with flaxckpt.Checkpointer(tmp_path, items=order) as ckpt:
-        with pytest.raises(errors.OptionError, match="share NNX"):
-            ckpt.save(1, tree)
-        assert not ckpt.steps()
-        states = {name: nnx.state(objects[name]) for name in order}
-        ckpt.save(2, states).wait()
-        for name in order:
-            found = flaxckpt.load(tmp_path, {name: states[name]})
-            strategies.assert_same_state({name: states[name]}, found)
 
 
 @pytest.mark.parametrize(
@@ -322,6 +434,34 @@ def test_policies_of_an_item_delete_the_item_of_old_steps(tmp_path, layout):
             strategies.assert_same_state(params, ckpt.restore(step=step))
 
 
+@pytest.mark.parametrize("items", [ITEMS, "state"], ids=str)
+def test_policies_of_an_item_that_no_step_has_are_a_warning(tmp_path, items, caplog):
+    keep_items = {"optimiser_state": [LatestN(1)], "config": [LatestN(1)]}
+    with flaxckpt.Checkpointer(tmp_path, items=items, keep_items=keep_items) as ckpt:
+        ckpt.save(1, state(1), json={"config": {"a": 1}}).wait()
+        assert "policies for 'optimiser_state', but no step" in caplog.text
+        assert "'config'" not in caplog.text
+        caplog.clear()
+        ckpt.save(2, state(2), json={"config": {"a": 2}}).wait()
+    assert not caplog.text
+    assert ckpt.metadata(1).deleted_items == ("config",)
+
+
+def test_policies_of_items_that_steps_have_are_no_warning(tmp_path, caplog):
+    """JSON items, an item of steps saved otherwise, and a dataset that comes later."""
+    with flaxckpt.Checkpointer(tmp_path, items=ITEMS) as ckpt:
+        ckpt.save(1, state(1), json={"config": {}}).wait()
+    options = {
+        "keep_items": {"optimizer_state": [LatestN(1)], "config": [LatestN(1)]},
+        "keep_dataset": [LatestN(1)],
+    }
+    for step in (2, 3):
+        with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
+            ckpt.save(step, state(step)).wait()
+    assert not caplog.text
+    assert ckpt.metadata(1).deleted_items == ()
+
+
 def test_a_deleted_item_is_an_error_unless_it_begins_anew(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, items=ITEMS) as ckpt:
         ckpt.save(1, state(1)).wait()
@@ -329,6 +469,7 @@ def test_a_deleted_item_is_an_error_unless_it_begins_anew(tmp_path):
         with pytest.raises(errors.RestoreMismatchError) as info:
             ckpt.restore(state(), step=1)
         assert "the item optimizer_state was deleted from this step" in str(info.value)
+        assert str(info.value).count('optimizer="reinit"') == 1
         assert len(str(info.value).splitlines()) < 15
         plan = flaxckpt.plan(tmp_path, state())
         assert len(plan.problems) == 5
@@ -360,7 +501,7 @@ def test_items_that_cannot_be_deleted_are_named(tmp_path):
         with pytest.raises(errors.OptionError, match="delete the whole step"):
             ckpt.delete(1, item="optimizer_state")
         assert ckpt.verify(1).ok
-        with pytest.raises(errors.DatasetStateError, match="deleted"):
+        with pytest.raises(errors.DatasetStateError, match=r"keep_items or delete\("):
             ckpt.restore_dataset(batches(0), step=1)
 
 
@@ -378,3 +519,19 @@ def test_steps_of_items_are_replaced_and_linked(tmp_path):
         (tmp_path / "2/model_params/mine.txt").write_text("keep me")
         with pytest.raises(errors.CheckpointExistsError, match=r"mine\.txt"):
             ckpt.save(2, state(5), on_exists="overwrite")
+
+
+def test_damaged_items_of_a_step_in_a_store_do_not_block_others():
+    path = faulty.new_path("items") / "checkpoint"
+    flaxckpt.save(path, state(1), items=ITEMS, json={"config": {}, "other": 1})
+    params = {"model_params": state(1)["model_params"]}
+    for name in ("config", "optimizer_state"):
+        for file in sorted((path / name).rglob("*")):
+            file.unlink()
+    strategies.assert_same_state(params, flaxckpt.load(path, params))
+    metadata = flaxckpt.metadata(path)
+    assert metadata.damaged_items.keys() == {"config", "optimizer_state"}
+    assert metadata.json == {"other": 1}
+    with pytest.raises(errors.DamagedCheckpointError, match="optimizer_state is miss"):
+        flaxckpt.load(path)
+    assert not flaxckpt.verify(path).ok

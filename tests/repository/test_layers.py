@@ -45,7 +45,15 @@ PASSAGES = {
         "_t5x",
     },
     "maps": {"_config", "_named"},
-    "transforms": {"_base", "_export", "_form", "_names", "_patterns", "_remap"},
+    "transforms": {
+        "_base",
+        "_export",
+        "_form",
+        "_moments",
+        "_names",
+        "_patterns",
+        "_remap",
+    },
 }
 
 # Third-party package -> the only modules or packages that may import it; none: nobody

@@ -379,10 +379,12 @@ def _read_native(
         ) from None
     digests, parts = manifest.digests, manifest.items.split(manifest.infos)
     deleted = native_metadata.read_deleted_items(path)
-    table: LeafTable = {}
-    for item, leaves in parts.items():
-        if item not in deleted:
-            table |= _item_table(path, item, leaves, manifest)
+    present = {item: leaves for item, leaves in parts.items() if item not in deleted}
+    table, damaged = _read_items(path, present, manifest, is_alone=len(parts) == 1)
+    texts = [item for item in manifest.json if item not in deleted]
+    json = items.read_json_items(path, texts, digests)
+    damaged |= json.damaged
+    items.warn_of_damage(path, damaged)
     infos = [info for info in manifest.infos if info.path in table]
     structure = manifest.structure
     if len(infos) < len(manifest.infos):
@@ -393,12 +395,9 @@ def _read_native(
         ),
         lineage=manifest.lineage,
         transforms=manifest.transforms,
-        items=tuple(item for item in parts if item not in deleted),
-        json={
-            item: items.read_json_item(path / item, path, digests)
-            for item in manifest.json
-            if item not in deleted
-        },
+        items=tuple(item for item in present if item not in damaged),
+        json=json,
+        damaged_items=damaged,
     )
     return Stored(
         metadata,
@@ -410,21 +409,81 @@ def _read_native(
         manifest.step,
         manifest.items,
         left_out={
-            item: "was deleted from this step; restore another, or pass"
-            ' optimizer="reinit" for the item of an optimizer'
-            for item in parts
+            item: "was deleted from this step"
+            for item in (*parts, *manifest.json)
             if item in deleted
         },
     )
+
+
+def _read_items(
+    path: Path,
+    parts: Mapping[str, Sequence[LeafInfo]],
+    manifest: native_manifest.Manifest,
+    *,
+    is_alone: bool,
+) -> tuple[LeafTable, dict[str, str]]:
+    """Returns the leaf table of items with arrays, and item -> reason of the damage.
+
+    The table has the leaves of damaged items, too, as the manifest describes them.
+
+    Args:
+        path: The checkpoint.
+        parts: Item -> its leaves.
+        manifest: The manifest of the checkpoint.
+        is_alone: Whether the checkpoint has a single item with arrays.
+
+    Raises:
+        DamagedCheckpointError: The only item is damaged.
+    """
+    table: LeafTable = {}
+    damaged: dict[str, str] = {}
+    for item, leaves in parts.items():
+        strings: dict[LeafPath, str] = {}
+        try:
+            strings = _read_strings(path, item, leaves, manifest)
+            if not is_alone and not (path / item).is_dir():
+                damaged[item] = "is missing; restore another step"
+        except errors.DamagedCheckpointError as error:
+            if is_alone:
+                raise
+            damaged[item] = items.describe_damage(error)
+        table |= _item_table(path, item, leaves, strings, manifest)
+    return table, damaged
+
+
+def _read_strings(
+    path: Path,
+    item: str,
+    infos: Sequence[LeafInfo],
+    manifest: native_manifest.Manifest,
+) -> dict[LeafPath, str]:
+    """Returns the values of the string leaves of an item: leaf path -> string.
+
+    Raises:
+        DamagedCheckpointError: The file of the strings is missing or has changed.
+    """
+    names = [manifest.items.param_name(info) for info in infos]
+    digest = manifest.digests.get(f"{items.prefix(item)}{items.STRINGS}")
+    return items.read_strings(path / item, path, names, infos, digest)
 
 
 def _item_table(
     path: Path,
     item: str,
     infos: Sequence[LeafInfo],
+    strings: Mapping[LeafPath, str],
     manifest: native_manifest.Manifest,
 ) -> LeafTable:
-    """Returns the leaf table of an item."""
+    """Returns the leaf table of an item.
+
+    Args:
+        path: The checkpoint.
+        item: The item.
+        infos: The leaves of the item.
+        strings: Leaf path -> value of the string leaves.
+        manifest: The manifest of the checkpoint.
+    """
     root = items.prefix(item)
     digests = {
         name.removeprefix(root): digest
@@ -432,9 +491,6 @@ def _item_table(
         if name.startswith(root)
     }
     names = [manifest.items.param_name(info) for info in infos]
-    strings = items.read_strings(
-        path / item, path, names, infos, digests.get(items.STRINGS)
-    )
     arrays = native_arrays.Arrays(
         path / item,
         3 if manifest.encoding is None else manifest.encoding.version,

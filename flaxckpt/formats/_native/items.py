@@ -6,11 +6,12 @@ import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from flaxckpt import _arrays, _storage, errors
+from flaxckpt import _arrays, _storage, datasets, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _signatures
@@ -279,7 +280,8 @@ def find_dataset(path: Path, name: str = DATASET) -> Path | None:
 
 def is_dataset(path: Path) -> bool:
     """Returns True if `path` holds the files of a dataset iterator, but no tree."""
-    return not is_tree(path) and any(path.glob("process_*-of-*.json"))
+    names = (file.name for file in path.glob("process_*.json"))
+    return any(map(datasets.is_state_name, names)) and not is_tree(path)
 
 
 def read_file(
@@ -326,6 +328,73 @@ def read_json_item(item: Path, checkpoint: Path, digests: Mapping[str, str]) -> 
     content = read_file(file, checkpoint)
     check_digest(file, digests.get(f"{item.name}/{file.name}"), content)
     return orbax_json.parse(content, file)
+
+
+class JsonItems(dict[str, JSON]):
+    """The JSON items of a checkpoint, as far as they can be read: item -> content.
+
+    Looking up a damaged item raises DamagedCheckpointError.
+
+    Args:
+        contents: Item -> content.
+        damaged: Item that cannot be read -> the reason.
+    """
+
+    def __init__(
+        self,
+        contents: Iterable[tuple[str, JSON]] = (),
+        damaged: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(contents)
+        self.damaged = dict(damaged)
+
+    def __missing__(self, item: str) -> JSON:
+        if item in self.damaged:
+            raise errors.DamagedCheckpointError(
+                f"the JSON item {item} {self.damaged[item]}"
+            )
+        raise KeyError(item)
+
+
+def read_json_items(
+    path: Path, names: Iterable[str], digests: Mapping[str, str]
+) -> JsonItems:
+    """Returns the JSON items `names` of the checkpoint `path`.
+
+    Args:
+        path: The checkpoint.
+        names: The items.
+        digests: File name in the checkpoint -> recorded digest.
+    """
+    contents: dict[str, JSON] = {}
+    damaged: dict[str, str] = {}
+    for item in names:
+        try:
+            contents[item] = read_json_item(path / item, path, digests)
+        except errors.DamagedCheckpointError as error:
+            damaged[item] = describe_damage(error)
+    return JsonItems(contents.items(), damaged)
+
+
+def describe_damage(error: errors.DamagedCheckpointError) -> str:
+    """Returns the reason why an item cannot be read, to follow the item's name.
+
+    Raises:
+        DamagedCheckpointError: `error`, if it does not prove damage.
+    """
+    if _storage.permissions.is_unread(error):
+        raise error
+    return f"cannot be read: {errors.one_line(error)}"
+
+
+def warn_of_damage(path: Path, damaged: Mapping[str, str]) -> None:
+    """Logs a warning about the damaged items of a checkpoint: item -> the reason."""
+    if damaged:
+        _log.warning(
+            "%s has damaged items; the others can be read:\n%s",
+            path,
+            errors.rows(f"{item} {why}" for item, why in damaged.items()),
+        )
 
 
 def check_digest(path: Path, recorded: object, content: bytes | None = None) -> None:

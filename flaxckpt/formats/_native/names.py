@@ -125,19 +125,10 @@ def check_items(layout: items.Items, json: Iterable[str]) -> None:
         ("json", tuple(json)),
     ):
         for name in names:
-            fault = None
-            if not _ITEM.fullmatch(str(name)):
-                fault = (
-                    "wanted the name of a directory, of letters, digits, '_', '-' and"
-                    " '.', with a letter first"
-                )
-            elif (
-                name in _NOT_ITEMS
-                or _steps.markers.is_marker(name)
-                or (name == items.DATASET and role != "dataset_item")
-            ):
-                fault = "this name has another use in a checkpoint"
-            elif name in roles:
+            fault = find_fault(name)
+            if fault is None and name == items.DATASET and role != "dataset_item":
+                fault = _OTHER_USE
+            if fault is None and name in roles:
                 fault = f"the name is also in {roles[name]}"
             if fault is not None:
                 faults.setdefault(name, f"{role}: {fault}")
@@ -149,6 +140,21 @@ def check_items(layout: items.Items, json: Iterable[str]) -> None:
             "these items cannot be saved; choose other names:\n"
             + errors.rows(f"{name!r:.80} in {why}" for name, why in faults.items())
         )
+
+
+_OTHER_USE = "this name has another use in a checkpoint"
+
+
+def find_fault(item: object) -> str | None:
+    """Returns the reason why no item of a checkpoint has a name, or None."""
+    if not _ITEM.fullmatch(str(item)):
+        return (
+            "wanted the name of a directory, of letters, digits, '_', '-' and"
+            " '.', with a letter first"
+        )
+    if item in _NOT_ITEMS or _steps.markers.is_marker(str(item)):
+        return _OTHER_USE
+    return None
 
 
 def check_branches(layout: items.Items, infos: Sequence[LeafInfo]) -> None:
