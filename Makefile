@@ -38,7 +38,7 @@ VERSION_TESTS := $(addprefix tests/,arrays integrations state test_partition.py 
 	datasets/test_grain.py distributed/test_two_processes.py formats/test_golden.py \
 	formats/test_orbax.py formats/test_readers.py formats/test_safetensors.py \
 	run/test_checkpointer.py run/test_source.py training/test_resume_check.py \
-	transforms/test_cast.py)
+	transforms/test_cast.py transforms/test_orbax_names.py)
 # What everything else is built on, and what must not change by mistake.
 QUICK_TESTS := $(addprefix tests/,arrays steps configs test_policies.py \
 	checkpoint/test_plan.py checkpoint/test_save.py checkpoint/test_restore.py \

@@ -316,7 +316,7 @@ def _result_info(base: LeafInfo, result: Any, what: str) -> LeafInfo:
     is_cut = _state.dtypes.is_wide(info.dtype) and info.python_type == "jax.Array"
     if is_cut and base.kind == "scalar":  # an array of Python numbers
         info = dataclasses.replace(info, python_type="numpy.ndarray")
-    return dataclasses.replace(info, weak_type=False, role=base.role)
+    return dataclasses.replace(info, weak_type=False, role=base.role, boxes=base.boxes)
 
 
 def x64(is_wide: bool) -> AbstractContextManager[Any]:

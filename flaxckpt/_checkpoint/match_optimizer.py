@@ -163,11 +163,16 @@ class Finder:
         found = self._at(f"{place}/{tail}" if place else tail)
         if found is None:
             return None
-        role = self._table[found].info.role
+        info = self._table[found].info
+        role = info.role
         is_same = (
             role is None
             or not role.state_class
-            or (role.field == field and len(_tail(role)) == len(tail))
+            or (
+                role.field == field
+                # The name of a parameter may end with the field of a box.
+                and (len(_tail(role)) == len(tail) or _place(info) == place)
+            )
         )
         return found if is_same else None
 

@@ -20,7 +20,7 @@ from flaxckpt._checkpoint.mismatch import (
     find_misfit,
 )
 from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
-from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
+from flaxckpt._state.leaf import Box, Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.formats._reader import Stored
@@ -118,7 +118,8 @@ def make_plan(
     """
     if abstract_state is None:
         stored.check_items(stored.items.trees)
-        return _plan_all(stored, _transforms.apply(options.transforms, stored.table))
+        table = _boxed_table(stored, options)
+        return _plan_all(stored, _transforms.apply(options.transforms, table))
     if not options.transforms:
         _check_template(stored, abstract_state)
     # Items are whole, so variables that they share are in each of them.
@@ -133,6 +134,13 @@ def make_plan(
         stored.check_items(stored.items.trees)
         raise
     return planner.plan()
+
+
+def _boxed_table(stored: Stored, options: RestoreOptions) -> LeafTable:
+    """Returns the stored leaves; with their boxes, if there are transforms."""
+    if not options.transforms:
+        return stored.table
+    return _state.boxes.with_boxes(stored.table, stored.structure)
 
 
 def _check_template(stored: Stored, abstract_state: PyTree) -> None:
@@ -280,7 +288,9 @@ class _Planner:
         wanted = None
         if options.transforms:  # roles let moments follow their parameters
             wanted = _state.optimizer_roles.with_roles(flat.table, roles)
-        table = _transforms.apply(options.transforms, stored.table, wanted)
+            wanted = _state.boxes.with_boxes(wanted, flat.structure)
+        table = _boxed_table(stored, options)
+        table = _transforms.apply(options.transforms, table, wanted)
         self._stored = stored
         self._table = table
         self._abstract_state = abstract_state
@@ -466,16 +476,29 @@ class _Planner:
                 continue
             if self._may_be_box(path):
                 return in_box
-        return None
+        return self._in_outer_box(path)
+
+    def _in_outer_box(self, path: LeafPath) -> LeafPath | None:
+        """Returns the stored leaf of a wanted leaf in several boxes, or deep in one."""
+        boxes = self._boxed.get(path, ())
+        is_in_one = len(boxes) == 1 and boxes[0].depth == 0
+        if not boxes or (is_in_one and path):
+            return None
+        info = dataclasses.replace(self._flat.table[path].info, boxes=boxes)
+        in_boxes = _state.boxes.jax_path(info)
+        leaf = self._table.get(in_boxes)
+        return None if leaf is None or leaf.info.kind == "empty" else in_boxes
 
     def _may_be_box(self, path: LeafPath) -> bool:
         """Returns True if the contents of a stored container may be a boxed leaf.
 
-        Other formats write boxes as dicts of a single leaf. Our format has such dicts
-        only after a conversion; the wanted leaf must be in a box, too, then.
+        Other formats write boxes as dicts of a single leaf. In our format, one of both
+        leaves must be known to be in a box.
         """
         is_ours = self._stored.metadata.format == _OURS
-        return path in self._single and (not is_ours or path in self._boxed)
+        return path in self._single and (
+            not is_ours or path in self._boxed or path in self._stored_boxes
+        )
 
     @_util.forks.lazy
     def _single(self) -> set[LeafPath]:
@@ -496,9 +519,14 @@ class _Planner:
         return seen - others
 
     @_util.forks.lazy
-    def _boxed(self) -> frozenset[LeafPath]:
-        """The wanted leaves in boxes."""
-        return frozenset(_state.tree.boxed_leaves(self._flat.structure))
+    def _stored_boxes(self) -> frozenset[LeafPath]:
+        """The paths of stored boxes whose leaf paths have their fields."""
+        return frozenset(_state.boxes.find_named(self._stored.structure))
+
+    @_util.forks.lazy
+    def _boxed(self) -> Mapping[LeafPath, tuple[Box, ...]]:
+        """The wanted leaves in boxes, with their boxes."""
+        return _state.boxes.find(self._flat.structure)
 
     def _take(self, path: LeafPath, leaf: Leaf, source_path: LeafPath) -> None:
         wanted, source = leaf.info, self._table[source_path]

@@ -346,9 +346,9 @@ def find_undo_problem(state: PyTree, options: SaveOptions) -> str | None:
     Leaves that a transform drops on purpose do not count.
     """
     flat, transforms = flatten(state, options), options.transforms
-    table = _state.optimizer_roles.with_roles(
-        flat.table, _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
-    )
+    roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
+    table = _state.optimizer_roles.with_roles(flat.table, roles)
+    table = _state.boxes.with_boxes(table, flat.structure)
     names = ", ".join(_transforms.describe(transforms))[:500]
     try:
         left = _transforms.not_restored(transforms, table)
@@ -384,9 +384,9 @@ def plan_leaves(
     roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
     table, structure = flat.table, flat.structure
     if options.transforms:
-        table = _state.optimizer_roles.with_roles(
-            table, roles
-        )  # roles let moments follow their parameters
+        # Roles let moments follow their parameters.
+        table = _state.optimizer_roles.with_roles(table, roles)
+        table = _state.boxes.with_boxes(table, structure)
         changed = _transforms.apply(options.transforms, table)
         _check_repeated(flat, changed)
         table = _arrays.evaluate.evaluate_state(changed)

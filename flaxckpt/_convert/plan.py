@@ -137,7 +137,8 @@ def make_state(
     stored: Stored, step: int | None, options: ConvertOptions
 ) -> writers.State:
     """Returns the state to write as `step`: transformed leaves, and other contents."""
-    table = _transforms.apply(options.transforms, stored.table)
+    table = _state.boxes.with_boxes(stored.table, stored.structure)
+    table = _transforms.apply(options.transforms, table)
     structure = _state.containers.build(stored.structure, stored.table, table)
     keys = dict(_state.tree.key_paths(structure))
     for path, leaf in table.items():

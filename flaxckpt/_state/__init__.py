@@ -8,6 +8,7 @@ from flaxckpt import _doors
 
 if TYPE_CHECKING:
     from flaxckpt._state import (
+        boxes,
         containers,
         dtypes,
         flax_state,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "boxes",
     "containers",
     "dtypes",
     "flax_state",

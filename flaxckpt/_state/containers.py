@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 from flaxckpt import errors
-from flaxckpt._state import tree
+from flaxckpt._state import boxes, tree
 from flaxckpt._state.leaf import Leaf, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath
 
@@ -88,12 +88,12 @@ def _build(
     part: _Parts | tree.Node | LeafPath, old: tree.Node | LeafPath | None
 ) -> tree.Node | LeafPath:
     """Returns the new container in the place of `old`, which may be None."""
-    if isinstance(old, tree.Node) and old.is_box and not isinstance(part, dict):
-        return dataclasses.replace(old, children=(_build(part, old.children[0]),))
+    if isinstance(old, tree.Node) and old.is_box:
+        return _build_box(part, old)
     if not isinstance(part, dict):
         return part
     before: dict[str, tree.Node | LeafPath] = {}
-    if isinstance(old, tree.Node) and not old.is_box:
+    if isinstance(old, tree.Node):
         names = (tree.join((key,)) for key in old.keys)
         before = dict(zip(names, old.children, strict=True))
     new = {name: _build(inner, before.get(name)) for name, (_, inner) in part.items()}
@@ -113,3 +113,28 @@ def _build(
         for name, key in keys.items()
     ]
     return tree.plain_node("dict", plain, tuple(new.values()))
+
+
+def _build_box(
+    part: _Parts | tree.Node | LeafPath, old: tree.Node
+) -> tree.Node | LeafPath:
+    """Returns the new container in the place of the box `old`.
+
+    Paths may have the field of the box since the change: the container is then of the
+    same class, and no longer a box.
+    """
+    [key], [inside] = old.keys, old.children
+    if not isinstance(part, dict):
+        return dataclasses.replace(old, children=(_build(part, inside),))
+    names = {tree.join((key,)) for key in _plain_keys(inside)}
+    if part.keys() == names:
+        return dataclasses.replace(old, children=(_build(part, inside),))
+    if part.keys() == {key.name} == {boxes.FIELD}:
+        child = _build(part[boxes.FIELD][1], inside)
+        return dataclasses.replace(old, children=(child,), is_box=False)
+    return _build(part, inside)
+
+
+def _plain_keys(node: tree.Node | LeafPath) -> tuple[tree.Key, ...]:
+    """Returns the keys of a container; none for a leaf or a box."""
+    return () if isinstance(node, str) or node.is_box else node.keys

@@ -39,6 +39,18 @@ class Role(NamedTuple):
     optimizer: LeafPath
 
 
+class Box(NamedTuple):
+    """A box around a leaf or its containers, absent from the leaf path.
+
+    Attributes:
+        depth: The number of keys of the leaf inside of the box.
+        field: The field of the box with the value; jax and Orbax add it to the path.
+    """
+
+    depth: int
+    field: str
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafInfo:
     """A leaf's properties without its values.
@@ -60,6 +72,7 @@ class LeafInfo:
         shard_shape: The shape of the shard on a device, current or at the save; None
             if unknown, or if the shard is the whole leaf.
         role: The role of an optimizer leaf.
+        boxes: The boxes around the leaf, the outermost first; only known to transforms.
     """
 
     path: LeafPath
@@ -75,6 +88,7 @@ class LeafInfo:
     spec: PartitionSpec | None = None
     shard_shape: Shape | None = None
     role: Role | None = None
+    boxes: tuple[Box, ...] = ()
 
     @property
     def is_python_number(self) -> bool:

@@ -466,18 +466,6 @@ def leaf_type_paths(
         yield from leaf_type_paths(child, keys if structure.is_box else (*keys, key))
 
 
-def boxed_leaves(
-    structure: Node | LeafPath, *, is_box: bool = False
-) -> Iterator[LeafPath]:
-    """Yields the leaves of `structure` that are in boxes."""
-    if isinstance(structure, str):
-        if is_box:
-            yield structure
-        return
-    for child in structure.children:
-        yield from boxed_leaves(child, is_box=structure.is_box)
-
-
 def plain_structure(
     leaves: Iterable[tuple[LeafPath, tuple[Key, ...], str | None]],
 ) -> Node | LeafPath:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from flaxckpt import _storage, errors
@@ -40,7 +39,8 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
     after all files of the item are durable. The item has the checksums and exact types
     of flaxckpt: `flaxckpt.load` and `flaxckpt.verify` read the directory of the item,
     and so does Orbax's `StandardCheckpointHandler`. The handler also restores items
-    that handlers of Orbax have saved.
+    that handlers of Orbax have saved, and items in object stores; it saves in file
+    systems only.
 
     Args:
         layout: Chunks and encoding of arrays.
@@ -88,7 +88,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
             field.name: getattr(options, field.name)
             for field in dataclasses.fields(options)
         }
-        return restore.load(_resolve(directory), **given)
+        return restore.load(directory, **given)
 
     def metadata(self, directory: PathLike) -> Any:
         """Returns the shapes and dtypes of the leaves, as Orbax's handler does."""
@@ -98,7 +98,13 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 
     def _start(self, directory: PathLike, args: SaveArgs) -> Callable[[], int]:
         state = _check_args(args, SaveArgs).state
-        return save.save_item(_resolve(directory), state, self._options)
+        path = _storage.paths.resolve(directory)
+        if not _storage.of(path).has_directories:
+            raise errors.OptionError(
+                f"{path}: this handler saves in file systems only; in an object store,"
+                " save with flaxckpt.Checkpointer, or with a handler of Orbax"
+            )
+        return save.save_item(path, state, self._options)
 
 
 @ocp.args.register_with_handler(CheckpointHandler, for_save=True)
@@ -152,18 +158,3 @@ def _check_args(args: Any, kind: type[Any]) -> Any:
             f" {type(args).__name__}: both are in flaxckpt.integrations.orbax"
         )
     return args
-
-
-def _resolve(directory: PathLike) -> Path:
-    """Returns the directory of an item.
-
-    Raises:
-        OptionError: The directory is in an object store.
-    """
-    path = _storage.paths.resolve(directory)
-    if not _storage.of(path).has_directories:
-        raise errors.OptionError(
-            f"{path}: this handler works in file systems only; for an object store, use"
-            " flaxckpt.Checkpointer"
-        )
-    return path

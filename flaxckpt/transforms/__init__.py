@@ -22,6 +22,7 @@ from flaxckpt.transforms._from_function import from_function
 from flaxckpt.transforms._join import fuse, split, stack, unstack
 from flaxckpt.transforms._map import cast, grow, map_leaf, pad, slice
 from flaxckpt.transforms._merge import merge
+from flaxckpt.transforms._orbax_names import use_orbax_names
 from flaxckpt.transforms._remap import Row, remap
 from flaxckpt.transforms._rename import assign, copy, drop, keep, rename
 from flaxckpt.transforms._tie import tie, untie
@@ -54,6 +55,7 @@ __all__ = [
     "transpose",
     "unstack",
     "untie",
+    "use_orbax_names",
 ]
 
 

@@ -196,7 +196,7 @@ def not_restored(transforms: Sequence[Transform], table: LeafTable) -> list[Leaf
         if transform.on_restore() is None:
             dropped |= _origins(transformed) - _origins(new)
         transformed = new
-    back = apply(undo, transformed)
+    back = apply(undo, transformed, before)  # as in a restore into the state
     return [
         path
         for path, leaf in before.items()
@@ -356,7 +356,7 @@ def replace(
     for path in direct.keys() & known.keys():
         names = [known[path].renamed(p) for p in new_paths.get(known[path].param, ())]
         rows[path] = [_retarget(row, names) for row in rows.get(path, ())]
-    return _assemble(table, gone, rows)
+    return assemble(table, gone, rows)
 
 
 def _resolve_ambiguous(
@@ -432,9 +432,19 @@ def _with_role_of(leaf: Leaf, param: LeafPath, old: LeafPath | None = None) -> L
     return dataclasses.replace(leaf, info=info)
 
 
-def _assemble(
+def assemble(
     table: LeafTable, gone: set[LeafPath], rows: Mapping[LeafPath, Sequence[NewLeaf]]
 ) -> LeafTable:
+    """Returns the table without the leaves in `gone`, and with the leaves in `rows`.
+
+    Args:
+        table: Old table.
+        gone: Old leaves to remove.
+        rows: Old leaf -> the new leaves in its place.
+
+    Raises:
+        OptionError: Two leaves get the same path.
+    """
     new: LeafTable = {}
     origin: dict[LeafPath, LeafPath] = {}
     faults: dict[LeafPath, list[LeafPath]] = {}

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from flaxckpt import _steps, _storage, errors
+from flaxckpt import _state, _steps, _storage, errors
 from flaxckpt._state.leaf import LeafTable
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _locate
@@ -30,7 +30,8 @@ class _Merge(TableTransform):
     def __call__(self, table: LeafTable) -> LeafTable:
         stored = _locate.open_checkpoint(self.path, self.step)
         stored.check_items(stored.items.trees)
-        other = _base.apply(self.transforms, stored.table, self.wanted)
+        mine = _state.boxes.with_boxes(stored.table, stored.structure)
+        other = _base.apply(self.transforms, mine, self.wanted)
         twice = [
             path for path in other if path in table and table[path].info.kind != "empty"
         ]

@@ -1,5 +1,6 @@
 """Orbax's managers save and restore items of flaxckpt, in flaxckpt's way."""
 
+import asyncio
 import contextlib
 import dataclasses
 import errno
@@ -14,12 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from flax.training.train_state import TrainState
 from hypothesis import HealthCheck, given, settings
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxckpt
+from flaxckpt import _storage as storage
 from flaxckpt import errors
 from flaxckpt._storage.local_storage import LocalStorage
 from flaxckpt.formats._native import items
@@ -453,14 +456,54 @@ def test_wrong_arguments_are_refused(tmp_path):
         handler.save(tmp_path, {"w": jnp.ones(2)})
     with pytest.raises(errors.OptionError, match="RestoreArgs"):
         handler.restore(tmp_path, SaveArgs({}))
-    with pytest.raises(errors.OptionError, match="file systems only"):
-        handler.save("gs://bucket/run/1/state", SaveArgs({"w": jnp.ones(2)}))
     with pytest.raises(errors.OptionError, match="missing"):
         handler.restore(tmp_path, RestoreArgs(missing="zeros"))
     with pytest.raises(errors.OptionError):
         CheckpointHandler(layout="files")
     with pytest.raises(errors.CheckpointError):
         handler.restore(Path(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/run/1/state", "s3://bucket/run/1/state"])
+@pytest.mark.parametrize("kind", [str, epath.Path])
+def test_a_save_in_an_object_store_is_refused_at_the_call(url, kind):
+    async def save_later(directory, args):
+        await CheckpointHandler().async_save(directory, args)
+
+    args = SaveArgs({"w": jnp.ones(2)})
+    for save in (
+        CheckpointHandler().save,
+        lambda *args: asyncio.run(save_later(*args)),
+    ):
+        with pytest.raises(errors.OptionError, match=f"{url}: .* file systems only"):
+            save(kind(url), args)
+
+
+@pytest.mark.parametrize("source", ["ours", "orbax"])
+def test_items_in_an_object_store_are_restored(tmp_path, store_path, source):
+    state = make_state()
+    path = store_path("moto")
+    if source == "ours":
+        with flaxckpt.Checkpointer(path) as checkpointer:
+            checkpointer.save(1, state)
+    else:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "state", state)
+        upload(tmp_path / "state", path / "1" / "state")
+    item = epath.Path(f"{path}/1/state")
+    check(CheckpointHandler().restore(item, RestoreArgs(ABSTRACT)), state)
+
+
+def upload(source, target):
+    """Copies the files of Orbax into an object store, its commit marker last."""
+    for file in sorted(source.rglob("*")):
+        if file.is_file():
+            content = file.read_bytes()
+            inner = target / file.relative_to(source).as_posix()
+            storage.of(inner).write(inner, content)
+    for directory in (target, target.parent):
+        marker = directory / "commit_success.txt"
+        storage.of(marker).write(marker, b"")
 
 
 def test_the_manifest_names_the_item_as_its_own_root(item):

@@ -21,7 +21,7 @@ from flax import nnx, struct, traverse_util
 
 import flaxckpt
 from flaxckpt.policies import EveryNSteps, LatestN
-from flaxckpt.transforms import rename
+from flaxckpt.transforms import use_orbax_names
 from tests.trainers.compare import assert_equal
 
 pytestmark = [
@@ -130,9 +130,8 @@ def manager(directory):
 
 def open_run(directory, **options):
     """Opens a directory that openpi reads, too: its variables end with `value`."""
-    to_values = rename(r"(.*params/.+)", r"\1/value")
     return flaxckpt.Checkpointer(
-        directory, items=ITEMS, transforms=[to_values], **options
+        directory, items=ITEMS, transforms=[use_orbax_names()], **options
     )
 
 
@@ -214,3 +213,20 @@ def test_old_steps_keep_their_params_alone(tmp_path):
     }
     assert found == {"5": ["params"], "7": ["params", "train_state"]}
     restore_params(tmp_path / "5" / "params")
+
+
+def test_assets_in_a_committed_step_are_left_alone_and_deleted_with_it(tmp_path):
+    state = split(create(has_average=False))
+    with open_run(tmp_path / "run", keep=[LatestN(1)]) as checkpointer:
+        checkpointer.save(1, state).wait()
+        assets = tmp_path / "run/1/assets/trossen"
+        assets.mkdir(parents=True)
+        (assets / "norm_stats.json").write_text(json.dumps(NORM_STATS))
+        report = checkpointer.verify(1)
+        assert report.ok
+        assert any("assets" in str(path) for path in report.extra)
+        assert_equal(checkpointer.restore(state), state)
+        restore_params(tmp_path / "run/1/params")
+        checkpointer.save(2, state).wait()
+        checkpointer.wait()
+    assert not (tmp_path / "run/1").exists()

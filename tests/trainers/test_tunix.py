@@ -11,7 +11,7 @@ from flax import nnx
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt.policies import LatestN
-from flaxckpt.transforms import rename
+from flaxckpt.transforms import use_orbax_names
 from tests.trainers.compare import assert_equal
 
 peft_trainer = pytest.importorskip(
@@ -92,7 +92,7 @@ def state_of(trainer, *filters):
 def open_run(directory, **options):
     """Opens a directory that Tunix reads, too: its variables end with `value`."""
     return flaxckpt.Checkpointer(
-        directory, items=ITEMS, transforms=[rename("(.+)", r"\1/value")], **options
+        directory, items=ITEMS, transforms=[use_orbax_names()], **options
     )
 
 

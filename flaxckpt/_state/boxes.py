@@ -1,0 +1,97 @@
+"""Boxes around leaves: linen's metadata and NNX variables, absent from leaf paths."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from flaxckpt._state import tree
+from flaxckpt._state.leaf import Box, LeafInfo, LeafTable
+from flaxckpt._types import LeafPath
+
+FIELD = "value"
+"""The field of boxes under which a checkpoint is read without a template."""
+
+
+class JaxKey(NamedTuple):
+    """A key in the path of a leaf, as jax and Orbax name the leaf.
+
+    Attributes:
+        key: The key.
+        is_field: True for the field of a box, which the leaf path lacks.
+    """
+
+    key: tree.Key
+    is_field: bool
+
+
+def find(structure: tree.Node | LeafPath) -> dict[LeafPath, tuple[Box, ...]]:
+    """Returns the boxes around each leaf and empty container that is in a box."""
+    found: dict[LeafPath, tuple[Box, ...]] = {}
+    _find(structure, (), (), found)
+    return found
+
+
+def _find(
+    node: tree.Node | LeafPath,
+    keys: tuple[tree.Key, ...],
+    boxes: tuple[Box, ...],
+    found: dict[LeafPath, tuple[Box, ...]],
+) -> None:
+    """Adds the leaves in `node` to `found`; `depth` of `boxes` is that of `node`."""
+    if isinstance(node, str) or not node.children:
+        if boxes:
+            found[tree.join(keys)] = boxes
+        return
+    if node.is_box:
+        [key], [child] = node.keys, node.children
+        _find(child, keys, (*boxes, Box(0, str(key.name))), found)
+        return
+    deeper = tuple([Box(box.depth + 1, box.field) for box in boxes])
+    for key, child in zip(node.keys, node.children, strict=True):
+        _find(child, (*keys, key), deeper, found)
+
+
+def find_named(
+    node: tree.Node | LeafPath, keys: tuple[tree.Key, ...] = ()
+) -> Iterator[LeafPath]:
+    """Yields the path of each box of Flax whose field is part of leaf paths."""
+    if isinstance(node, str):
+        return
+    names = [key.name for key in node.keys]
+    if node.type.startswith("flax.") and names == [FIELD] and not node.is_box:
+        yield tree.join(keys)
+    for key, child in zip(node.keys, node.children, strict=True):
+        yield from find_named(child, keys if node.is_box else (*keys, key))
+
+
+def with_boxes(table: LeafTable, structure: tree.Node | LeafPath) -> LeafTable:
+    """Returns the table of a state or checkpoint with the boxes around each leaf."""
+    boxes = find(structure)
+    return {
+        path: dataclasses.replace(
+            leaf, info=dataclasses.replace(leaf.info, boxes=boxes[path])
+        )
+        if path in boxes
+        else leaf
+        for path, leaf in table.items()
+    }
+
+
+def jax_keys(info: LeafInfo) -> list[JaxKey]:
+    """Returns the keys of a leaf including the fields of boxes."""
+    keys: list[JaxKey] = []
+    start = 0
+    for box in info.boxes:
+        # A transform may have moved the leaf to a shorter path.
+        end = max(start, len(info.keys) - box.depth)
+        keys += [JaxKey(key, False) for key in info.keys[start:end]]
+        keys.append(JaxKey(tree.Key(box.field, "key"), True))
+        start = end
+    return [*keys, *[JaxKey(key, False) for key in info.keys[start:]]]
+
+
+def jax_path(info: LeafInfo) -> LeafPath:
+    """Returns the leaf path including the fields of boxes."""
+    return tree.join([key.key for key in jax_keys(info)])

@@ -1,0 +1,394 @@
+"""Orbax restores leaves with its own names into NNX states, and flaxckpt both names."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._checkpoint import save as checkpoint_save
+from flaxckpt._checkpoint.commit import SaveOptions
+from flaxckpt._state import boxes as state_boxes
+from flaxckpt._state import flax_state as state_flax_state
+from flaxckpt._state import optimizer_roles as state_optimizer_roles
+from flaxckpt._state import tree as state_tree
+from flaxckpt.integrations.orbax import CheckpointHandler, SaveArgs
+from flaxckpt.transforms import (
+    _base,
+    cast,
+    inverse,
+    rename,
+    transpose,
+    use_orbax_names,
+)
+from flaxckpt.transforms._moments import find_mirrors
+from tests.helpers import optax_zoo, strategies
+
+# Orbax warns whenever an array is read without a sharding.
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+
+NAMES = [use_orbax_names()]
+BOXES = (nnx.Variable, linen.Partitioned)
+
+
+class Model(nnx.Module):
+    """Variables of several classes: also of a tree, of None, of random keys."""
+
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(4, 3, rngs=rngs)
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(2)])
+        self.quantized = nnx.Param({"q": jnp.arange(4), "scale": jnp.ones(2)})
+        self.bias = nnx.Param(None)
+
+
+class Plain(nnx.Module):
+    """The parameters of `Model` of floats."""
+
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(4, 3, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(2)])
+
+
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+def filled(tree):
+    """Returns the tree with float leaves that all differ."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(
+        leaf + i if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+        for i, leaf in enumerate(leaves)
+    )
+
+
+def train_state():
+    """Returns a state with the params in an `nnx.State`, and counters in none."""
+    params = nnx.state(Plain(nnx.Rngs(0)), nnx.Param)
+    state = TrainState.create(apply_fn=None, params=params, tx=TX)
+    return filled(state.replace(step=jnp.int32(3)))
+
+
+def optimizer_state():
+    return filled(nnx.state(nnx.Optimizer(Plain(nnx.Rngs(0)), TX, wrt=nnx.Param)))
+
+
+def boxed():
+    def box(value):
+        return linen.Partitioned(value, names=(None,))
+
+    return {
+        "box": box(jnp.ones(2)),
+        "of_tree": box({"a": jnp.ones(2), "b": (jnp.zeros(1), None)}),
+        "in_variable": nnx.Param(box(jnp.ones(3))),
+        "plain": {"value": jnp.ones(4), "values": {"value": jnp.ones(5)}},
+    }
+
+
+STATES = {
+    "state": lambda: filled(nnx.state(Model(nnx.Rngs(0)))),
+    "optimizer": optimizer_state,
+    "TrainState": train_state,
+    "boxes": boxed,
+    "variable": lambda: nnx.Param(jnp.arange(3)),
+    "variable of a tree": lambda: nnx.Param({"a": jnp.arange(3)}),
+    "pure dict": lambda: nnx.to_pure_dict(nnx.state(Plain(nnx.Rngs(0)))),
+}
+
+
+@pytest.fixture(params=sorted(STATES))
+def state(request):
+    return STATES[request.param]()
+
+
+def orbax_saved(path, state):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, state)
+    return path
+
+
+def orbax_restored(path, state):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, blank(state))
+
+
+def blank(state):
+    return jax.tree.map(
+        lambda x: (
+            jnp.zeros_like(x)
+            if jnp.issubdtype(x.dtype, np.number)
+            else jax.random.key(9)
+        ),
+        state,
+    )
+
+
+def names(item):
+    """Returns the keys and types of the leaves in Orbax's metadata of an item."""
+    rows = json.loads((item / "_METADATA").read_text())["tree_metadata"].values()
+    return {
+        tuple((key["key"], key["key_type"]) for key in row["key_metadata"]): row[
+            "value_metadata"
+        ]["value_type"]
+        for row in rows
+    }
+
+
+def check(found, wanted):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    jax.tree.map(strategies.assert_same_bits, wanted, found)
+
+
+def classes(state):
+    """Returns the classes of the variables and boxes."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, BOXES))
+    return [type(node) for node in nodes]
+
+
+# ---- with Orbax ---------------------------------------------------------------------
+
+
+def test_orbax_restores_the_state_under_its_own_names(tmp_path, state):
+    flaxckpt.save(tmp_path / "ours", state, transforms=NAMES)
+    orbax_saved(tmp_path / "orbax", state)
+    assert names(tmp_path / "ours" / "state") == names(tmp_path / "orbax")
+    check(orbax_restored(tmp_path / "ours" / "state", state), state)
+
+
+@pytest.mark.parametrize("source", ["ours", "renamed", "orbax"])
+@pytest.mark.parametrize("undone", [False, True])
+def test_flaxckpt_restores_all_names(tmp_path, state, source, undone):
+    path = tmp_path / source
+    if source == "orbax":
+        orbax_saved(path, state)
+    else:
+        flaxckpt.save(path, state, transforms=NAMES if source == "renamed" else ())
+    undo = inverse(NAMES) if undone else []
+    check(flaxckpt.load(path, blank(state), transforms=undo), state)
+    plan = flaxckpt.plan(path, blank(state), transforms=undo)
+    assert {leaf.actions[0] for leaf in plan.leaves.values()} == {"loaded"}
+
+
+def test_the_classes_come_back_without_a_template(tmp_path, state):
+    flaxckpt.save(tmp_path / "plain", state)
+    flaxckpt.save(tmp_path / "renamed", state, transforms=NAMES)
+    wanted = flaxckpt.load(tmp_path / "plain")
+    found = flaxckpt.load(tmp_path / "renamed")
+    keys = [jax.tree_util.tree_leaves_with_path(tree) for tree in (found, wanted)]
+    assert [key for key, _ in keys[0]] == [key for key, _ in keys[1]]
+    for (_, one), (_, other) in zip(*keys, strict=True):
+        strategies.assert_same_bits(one, other)
+    assert type(found) is type(wanted)
+    assert classes(found) == classes(wanted)
+
+
+def test_a_pure_dict_takes_the_values_of_variables(tmp_path):
+    state = nnx.state(Plain(nnx.Rngs(0)))
+    flaxckpt.save(tmp_path / "c", state, transforms=NAMES)
+    orbax_saved(tmp_path / "orbax", state)
+    wanted = nnx.to_pure_dict(state)
+    for path in (tmp_path / "c", tmp_path / "orbax"):
+        for undo in ((), inverse(NAMES)):
+            check(flaxckpt.load(path, blank(wanted), transforms=undo), wanted)
+
+
+def test_a_module_comes_back_with_its_sharing(tmp_path):
+    model = Plain(nnx.Rngs(0))
+    model.layers[1] = model.layers[0]
+    flaxckpt.save(tmp_path / "c", model, transforms=NAMES)
+    check(orbax_restored(tmp_path / "c" / "state", nnx.state(model)), nnx.state(model))
+    other = Plain(nnx.Rngs(1))
+    other.layers[1] = other.layers[0]
+    found = flaxckpt.load(tmp_path / "c", other)
+    assert found.layers[0] is found.layers[1]
+    check(nnx.state(found), nnx.state(model))
+
+
+def test_a_checkpoint_is_converted_to_the_names_of_orbax_and_back(tmp_path, state):
+    flaxckpt.save(tmp_path / "ours", state)
+    flaxckpt.convert(tmp_path / "ours", tmp_path / "theirs", transforms=NAMES)
+    check(orbax_restored(tmp_path / "theirs" / "state", state), state)
+    flaxckpt.convert(tmp_path / "theirs", tmp_path / "back", transforms=inverse(NAMES))
+    back = flaxckpt.metadata(tmp_path / "back").leaves
+    is_plain = isinstance(state, dict) and "plain" in state
+    if not is_plain:  # a dict of `value` looks like a box
+        assert back.keys() == flaxckpt.metadata(tmp_path / "ours").leaves.keys()
+    check(flaxckpt.load(tmp_path / "theirs", blank(state)), state)
+
+
+def test_a_manager_with_our_handler_saves_the_names(tmp_path):
+    state = train_state()
+    handler = CheckpointHandler(transforms=NAMES)
+    with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
+        manager.save(1, args=SaveArgs(state))
+    with ocp.CheckpointManager(tmp_path) as manager:
+        args = ocp.args.StandardRestore(blank(state))
+        check(manager.restore(1, args=args), state)
+
+
+# ---- in a run -----------------------------------------------------------------------
+
+
+def test_a_run_resumes_from_its_own_steps_and_those_of_orbax(tmp_path, state):
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.StandardSave(state))
+    with flaxckpt.Checkpointer(tmp_path, items="default", transforms=NAMES) as run:
+        check(run.restore(blank(state)), state)
+        run.save(2, state).wait()
+        check(run.restore(blank(state)), state)
+        assert run.metadata(2).transforms == ("use_orbax_names()",)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            args = ocp.args.StandardRestore(blank(state))
+            check(manager.restore(step, args=args), state)
+
+
+def options(transforms):
+    return SaveOptions(transforms=transforms)
+
+
+def test_no_leaf_is_lost_when_a_run_resumes(state):
+    assert checkpoint_save.find_undo_problem(state, options(NAMES)) is None
+    changes = [cast(".*", "bfloat16"), *NAMES]
+    if all(x.dtype == jnp.float32 for x in jax.tree.leaves(state)):
+        assert checkpoint_save.find_undo_problem(state, options(changes)) is None
+
+
+# ---- optimizers ---------------------------------------------------------------------
+
+
+def table_of(state):
+    flat = state_flax_state.flatten(state)
+    roles = state_optimizer_roles.roles(flat.structure, flat.optimizer_states)
+    table = state_optimizer_roles.with_roles(flat.table, roles)
+    return state_boxes.with_boxes(table, flat.structure)
+
+
+def in_variables(tree):
+    return jax.tree.map(nnx.Param, tree)
+
+
+@pytest.mark.parametrize("name", sorted(optax_zoo.ZOO))
+def test_moments_stay_with_their_parameters(tmp_path, name):
+    if name == "masked by a tree":
+        pytest.skip("its mask has no variables")
+    params = in_variables(optax_zoo.PARAMS)
+    opt_state = optax_zoo.ZOO[name].init(params)
+    state = {"params": params, "opt_state": opt_state}
+    table = table_of(state)
+    renamed = _base.apply(NAMES, table)
+    new_paths = dict(zip(table, renamed, strict=True))
+    assert {
+        path: mirror.param for path, mirror in find_mirrors(renamed).known.items()
+    } == {
+        new_paths[path]: new_paths[mirror.param]
+        for path, mirror in find_mirrors(table).known.items()
+    }
+    back = _base.apply(inverse(NAMES), renamed, table)
+    assert [leaf.info.role for leaf in back.values()] == [
+        leaf.info.role for leaf in table.values()
+    ]
+    flaxckpt.save(tmp_path / "c", state, transforms=NAMES)
+    stored = flaxckpt.metadata(tmp_path / "c").leaves
+    assert {path: leaf.role for path, leaf in stored.items()} == {
+        path: renamed[path].info.role for path in stored
+    }
+
+
+def test_moments_are_found_in_another_chain_and_follow_transforms(tmp_path):
+    params = in_variables({"w": jnp.arange(6.0).reshape(2, 3)})
+    tx = optax.adam(1e-2)
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    state = state.apply_gradients(grads=params)
+    flaxckpt.save(tmp_path / "c", state, transforms=NAMES)
+
+    other = optax.chain(optax.clip(1.0), tx)
+    wanted = TrainState.create(apply_fn=None, params=params, tx=other)
+    found = flaxckpt.load(tmp_path / "c", wanted)
+    check(found.opt_state[1][0], state.opt_state[0])
+
+    flaxckpt.save(tmp_path / "plain", state)
+    turned = jax.tree.map(lambda x: jnp.matrix_transpose(x), params)
+    wanted = TrainState.create(apply_fn=None, params=turned, tx=tx)
+    for path, name in (("plain", "params/w"), ("c", "params/w/value")):
+        change = transpose(name)
+        found = flaxckpt.load(tmp_path / path, wanted, transforms=[change])
+        for moments, old in (
+            (found.opt_state[0].mu, state.opt_state[0].mu),
+            (found.opt_state[0].nu, state.opt_state[0].nu),
+        ):
+            np.testing.assert_array_equal(moments["w"][...], old["w"][...].T)
+
+
+# ---- tables -------------------------------------------------------------------------
+
+FIELDS = st.sampled_from(("value", "raw_value", "a", "b/c"))
+
+
+def containers(children):
+    return st.one_of(
+        st.dictionaries(FIELDS, children, min_size=1, max_size=2),
+        st.lists(children, min_size=1, max_size=2).map(tuple),
+        children.map(lambda value: linen.Partitioned(value, names=())),
+        children.filter(lambda value: not has_variable(value)).map(nnx.Param),
+    )
+
+
+def has_variable(tree):
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return any(isinstance(leaf, nnx.Variable) for leaf in leaves)
+
+
+trees = st.recursive(
+    st.builds(lambda n: np.arange(n), st.integers(0, 3)), containers, max_leaves=6
+)
+
+
+@given(tree=trees)
+def test_names_are_those_of_jax_and_come_back(tree):
+    table = table_of(tree)
+    renamed = _base.apply(NAMES, table)
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    assert sorted(renamed) == sorted(
+        state_tree.join(state_tree.to_keys(path)) for path, _ in paths
+    )
+    assert [
+        leaf.source is old.source
+        for leaf, old in zip(renamed.values(), table.values(), strict=True)
+    ] == [True] * len(table)
+    for path, leaf in renamed.items():
+        assert state_tree.join(leaf.info.keys) == path
+    assert _base.apply(NAMES, renamed) == renamed
+    back = _base.apply(inverse(NAMES), renamed, table)
+    assert list(back) == list(table)
+    for path, leaf in back.items():
+        assert [k.name for k in leaf.info.keys] == [
+            k.name for k in table[path].info.keys
+        ]
+
+
+def test_the_names_are_added_after_other_transforms():
+    table = table_of({"params": in_variables({"dense": {"kernel": np.ones((2, 3))}})})
+    for change, wanted in (
+        (rename("params/(.*)", r"model/\1"), "model/dense/kernel/value"),
+        (rename("params/dense/kernel", "w"), "w/value"),
+        (cast(".*", "bfloat16"), "params/dense/kernel/value"),
+        (transpose(".*"), "params/dense/kernel/value"),
+    ):
+        assert [*_base.apply([change, *NAMES], table)] == [wanted]
+
+
+def test_names_that_collide_are_an_error():
+    table = table_of({"a": nnx.Param({"b": np.ones(1)}), "c": np.ones(2)})
+    with pytest.raises(errors.OptionError, match=r"a/value/b: by a/b, a/value/b"):
+        _base.apply([rename("c", "a/value/b"), *NAMES], table)
