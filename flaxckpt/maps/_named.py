@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from flaxckpt import errors
 from flaxckpt._state.leaf import LeafTable
@@ -14,6 +15,7 @@ from flaxckpt.maps._detect import Detected, detect, find
 from flaxckpt.maps._families import FAMILIES
 from flaxckpt.maps._family import Family
 from flaxckpt.transforms import Transform, _export
+from flaxckpt.transforms._names import parse_name
 
 AUTO = "auto"
 """The name for the family of the configuration."""
@@ -119,18 +121,19 @@ def find_for_export(
             " directory of the published model"
         )
     family = _family_of_config(name, config)
+    table = _export.without_optimizer(table)
+    candidates = _candidates(family, config, table, target, prefix)
     faults: dict[str, errors.OptionError] = {}
-    best: tuple[int, list[Transform]] = 0, []
-    for changes, layout in _candidates(family, config, table, target, prefix):
-        try:
-            count = len(_export.Export(tuple(changes))(table))
-        except errors.OptionError as error:
-            faults.setdefault(layout, error)
+    # The more names the checkpoint has, the likelier; without any, one is tried.
+    for candidate in sorted(candidates, key=lambda c: -c.matched):
+        if not candidate.matched and faults:
             continue
-        if count > best[0]:
-            best = count, changes
-    if best[1]:
-        return best[1]
+        try:
+            _export.Export(tuple(candidate.changes))(table)
+        except errors.OptionError as error:
+            faults.setdefault(candidate.target, error)
+            continue
+        return candidate.changes
     if len(faults) == 1:
         raise next(iter(faults.values()))
     rows = (f"{layout}: {errors.one_line(e, 200)}" for layout, e in faults.items())
@@ -155,21 +158,48 @@ def _family_of_config(name: str, config: Mapping[str, Any]) -> Family:
     )
 
 
+class _Candidate(NamedTuple):
+    """A map that may be that of a checkpoint.
+
+    Attributes:
+        target: The layout.
+        changes: The map.
+        matched: The number of leaves that have a name of the layout.
+    """
+
+    target: str
+    changes: list[Transform]
+    matched: int
+
+
 def _candidates(
     family: Family,
     config: Mapping[str, Any],
     table: LeafTable,
     target: str | None,
     prefix: LeafPath | None,
-) -> Iterator[tuple[list[Transform], str]]:
-    """Yields maps that may fit, each with its layout; the likeliest prefix first."""
+) -> Iterator[_Candidate]:
+    """Yields maps that may fit; of equally likely ones, the likelier prefix first."""
     layouts = family.targets if target is None else (target,)
     prefixes = _prefixes(table) if prefix is None else [prefix]
     for layout, root in itertools.product(layouts, prefixes):
-        yield family(config, target=layout, prefix=root), layout
-        if family.target_bases.get(layout):  # a base model alone
+        changes = family(config, target=layout, prefix=root)
+        names = [tensor.target for tensor in family.tables[layout]]
+        yield _Candidate(layout, changes, _count_matches(names, root, table))
+        if base := family.target_bases.get(layout):  # the base model alone
             bases = {"source_base": "", "target_base": ""}
-            yield family(config, target=layout, prefix=root, **bases), layout
+            changes = family(config, target=layout, prefix=root, **bases)
+            names = [name.removeprefix(f"{base}/") for name in names]
+            yield _Candidate(layout, changes, _count_matches(names, root, table))
+
+
+def _count_matches(names: Iterable[str], prefix: LeafPath, table: LeafTable) -> int:
+    begin = f"{prefix}/" if prefix else ""
+    pattern = re.compile("|".join(parse_name(name).pattern.pattern for name in names))
+    return sum(
+        path.startswith(begin) and bool(pattern.fullmatch(path.removeprefix(begin)))
+        for path in table
+    )
 
 
 def _prefixes(table: LeafTable) -> list[LeafPath]:

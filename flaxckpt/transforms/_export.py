@@ -28,7 +28,7 @@ class Export(TableTransform):
     map: tuple[Transform, ...]
 
     def __call__(self, table: LeafTable) -> LeafTable:
-        params = _without_optimizer(table)
+        params = without_optimizer(table)
         exported = _base.apply(_invert(self.map), params)
         if not self.map:
             return exported
@@ -61,7 +61,7 @@ class Export(TableTransform):
         return _base.call("export", list(_base.describe(self.map)))
 
 
-def _without_optimizer(table: LeafTable) -> LeafTable:
+def without_optimizer(table: LeafTable) -> LeafTable:
     """Returns the table without optimizer leaves, counters, keys and strings."""
     mirrors = find_mirrors(table)
     moments: Collection[LeafPath] = {*mirrors.known, *mirrors.unclear, *mirrors.lost}
