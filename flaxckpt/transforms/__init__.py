@@ -20,6 +20,7 @@ from flaxckpt.transforms._axes import permute, reshape, transpose
 from flaxckpt.transforms._base import TableTransform, Transform, describe
 from flaxckpt.transforms._from_function import from_function
 from flaxckpt.transforms._join import fuse, split, stack, unstack
+from flaxckpt.transforms._lora import merge_lora
 from flaxckpt.transforms._map import cast, grow, map_leaf, pad, slice
 from flaxckpt.transforms._merge import merge
 from flaxckpt.transforms._orbax_names import use_orbax_names
@@ -41,6 +42,7 @@ __all__ = [
     "keep",
     "map_leaf",
     "merge",
+    "merge_lora",
     "offset",
     "pad",
     "permute",

@@ -27,6 +27,7 @@ from flaxckpt.transforms import (
     keep,
     map_leaf,
     merge,
+    merge_lora,
     offset,
     pad,
     permute,
@@ -896,6 +897,7 @@ def test_transforms_read_as_the_calls_that_make_them():
         scale("a", 0.5),
         tie("a", "b"),
         untie("a", "b"),
+        merge_lora("/adapter", alpha=2.0, rank=4),
         assign([("a", None)], strict=False),
     ):
         again = eval(str(made), vars(transforms).copy())
