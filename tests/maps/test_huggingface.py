@@ -7,6 +7,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import flaxckpt
+from flaxckpt.maps import _named
 from flaxckpt.transforms import rename, split, transpose
 from tests.helpers import hub_cache
 
@@ -130,6 +131,44 @@ def test_changed_parameters_change_the_exported_model(tmp_path, published):
             values.mul_(2)
     back = type(model).from_pretrained(tmp_path / "out").eval()
     np.testing.assert_array_equal(logits(back), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("published", "target"),
+    [
+        ("llama", "tunix"),
+        ("llama", "maxtext-scanned"),
+        ("llama, tied, with biases", "linen"),
+        ("llama without a head", "linen"),
+    ],
+    indirect=["published"],
+)
+def test_a_run_by_name_goes_back_by_name(tmp_path, published, target):
+    model, source, _ = published
+    if model.config.attention_bias:
+        model.config.attention_bias = False  # which no table has
+        model = type(model)(model.config).eval()
+        model.save_pretrained(source, max_shard_bytes=10_000)
+    changes = _named.find_for_layout("auto", source, target)
+    params = flaxckpt.load(source, transforms=changes)
+    empty = jax.tree.map(jax.numpy.zeros_like, params)
+    state = TrainState.create(apply_fn=None, params=empty, tx=optax.adamw(1e-3))
+    with (
+        flaxckpt.Checkpointer(tmp_path / "run") as checkpointer,
+        flaxckpt.CheckpointCallback(checkpointer, every_steps=1) as on_step,
+    ):
+        state, start = on_step.restore_or_init(state, source=source, source_map="auto")
+        on_step(start + 1, state.replace(step=1))
+    flaxckpt.export_huggingface(
+        tmp_path / "run", tmp_path / "out", config=source, tokenizer=source
+    )
+    back, report = type(model).from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    np.testing.assert_allclose(
+        logits(back.eval()), logits(model), rtol=2e-6 if "maxtext" in target else 0
+    )
 
 
 @pytest.mark.parametrize("published", ["gpt2"], indirect=True)
