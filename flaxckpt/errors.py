@@ -168,16 +168,19 @@ class Mismatch:
         wanted: The leaf that the state expects, or its absence.
         found: The leaf that the checkpoint holds.
         kind: The disagreement: the leaf `differs`, is `missing` in the checkpoint or
-            `unused` by the state, `several` stored leaves would fit, or it is
-            `too_wide` for jax as it is configured.
+            `unused` by the state, `several` stored leaves would fit, it is `too_wide`
+            for jax as it is configured, or `unsupported`: not read in the form in
+            which it is stored.
+        advice: A sentence that says what to do, if this depends on the format.
     """
 
     leaf: str
     wanted: str
     found: str
-    kind: Literal["differs", "missing", "unused", "several", "too_wide"] = field(
-        default="differs", compare=False, repr=False
-    )
+    kind: Literal[
+        "differs", "missing", "unused", "several", "too_wide", "unsupported"
+    ] = field(default="differs", compare=False, repr=False)
+    advice: str = field(default="", compare=False, repr=False)
 
     @property
     def row(self) -> str:

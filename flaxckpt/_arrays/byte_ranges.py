@@ -74,38 +74,50 @@ def open(spans: Sequence[Span], context: ts.Context) -> ts.Future[ts.TensorStore
 
 def _open_span(span: Span, context: ts.Context) -> ts.TensorStore:
     def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
-        # A few whole rows of the array, or a part of a row: few runs of bytes.
-        outer = _outer_axes(span.shape, domain.shape)
-        with _storage.of(span.file).open_file(span.file) as file:
-            identity = _storage.files.identity(os.fstat(file.fileno()))
-            if span.identity not in (None, identity):
-                raise OSError(
-                    f"{span.file} was replaced or changed since it was opened; load it"
-                    " again"
-                )
-            for index in np.ndindex(domain.shape[:outer]):
-                start = [*domain.origin]
-                for axis, i in enumerate(index):
-                    start[axis] += i
-                _read_run(file.fileno(), span, start, target[(*index, ...)])
+        read_into(target, span, domain.origin)
 
     return ts.virtual_chunked(
         read,
         dtype=ts.dtype(span.dtype),
         shape=span.shape,
-        chunk_layout=ts.ChunkLayout(read_chunk_shape=_part_shape(span)),
+        chunk_layout=ts.ChunkLayout(
+            read_chunk_shape=part_shape(span.shape, span.itemsize)
+        ),
         context=context,
     )
 
 
-def _part_shape(span: Span) -> Shape:
-    """Returns the shape of the largest part to read at once."""
-    part = [1] * len(span.shape)
-    room = max(_PART_BYTES // span.itemsize, 1)
-    for axis in reversed(range(len(span.shape))):
-        part[axis] = max(min(span.shape[axis], room), 1)
+def read_into(target: Array, span: Span, origin: Sequence[int]) -> None:
+    """Fills `target` with the elements of `span` from the index `origin` on.
+
+    Raises:
+        OSError: The file has changed since its header was read, or ends too early.
+        ValueError: An array of bools has other bytes than 0 and 1.
+    """
+    # A few whole rows of the array, or a part of a row: few runs of bytes.
+    outer = _outer_axes(span.shape, target.shape)
+    with _storage.of(span.file).open_file(span.file) as file:
+        identity = _storage.files.identity(os.fstat(file.fileno()))
+        if span.identity not in (None, identity):
+            raise OSError(
+                f"{span.file} was replaced or changed since it was opened; load it"
+                " again"
+            )
+        for index in np.ndindex(target.shape[:outer]):
+            start = [*origin]
+            for axis, i in enumerate(index):
+                start[axis] += i
+            _read_run(file.fileno(), span, start, target[(*index, ...)])
+
+
+def part_shape(shape: Shape, itemsize: int) -> Shape:
+    """Returns the shape of the largest part of an array to read at once."""
+    part = [1] * len(shape)
+    room = max(_PART_BYTES // itemsize, 1)
+    for axis in reversed(range(len(shape))):
+        part[axis] = max(min(shape[axis], room), 1)
         room //= part[axis]
-        if part[axis] < span.shape[axis]:
+        if part[axis] < shape[axis]:
             break
     return tuple(part)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from flaxckpt._arrays import layout, read_raw, to_device
 from flaxckpt._arrays.read_raw import Reading
 from flaxckpt._arrays.zarr import metadata
 from flaxckpt._arrays.zarr.metadata import Array, Region
-from flaxckpt._state.leaf import LeafInfo, StoredLeaf
+from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import JSON, LeafPath, Shape
 
 _DECODED_AT_ONCE = 128 * 2**20
@@ -113,6 +113,23 @@ def _short_message(error: Exception) -> str:
 
 
 # ---- reading --------------------------------------------------------------------
+
+
+def check_supported(leaves: Iterable[Leaf], root: Path | str) -> None:
+    """Raises an error that names all leaves with values that are not read.
+
+    Raises:
+        CheckpointFormatError: There are such leaves.
+    """
+    faults = [(leaf.info, why) for leaf in leaves if (why := leaf.unsupported)]
+    if not faults:
+        return
+    rows = [f"{i.path}: {i} {why.form}, which is not read" for i, why in faults]
+    count = f"{len(rows)} leaves" if len(rows) > 1 else "1 leaf"
+    advice = " ".join(dict.fromkeys(why.advice for _, why in faults))
+    raise errors.CheckpointFormatError(
+        f"{count} of {root} cannot be read:\n{errors.rows(rows)}\n{advice}"
+    )
 
 
 def open_one(stored: StoredLeaf) -> ts.TensorStore:

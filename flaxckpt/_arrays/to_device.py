@@ -146,7 +146,8 @@ def _put_computed(value: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def _put(array: Array | jax.Array, sharding: Sharding | None) -> jax.Array:
-    if sharding is None and array.nbytes < _COPIED_BELOW:
+    # For an empty array with a long axis, XLA would compile a loop over that axis.
+    if sharding is None and 0 < array.nbytes < _COPIED_BELOW:
         return jnp.array(array)
     placed: jax.Array = jax.device_put(array, sharding)
     return placed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import itertools
 import re
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from flaxckpt import _arrays, _state, errors
 from flaxckpt._checkpoint.plan import RestorePlan
-from flaxckpt._state.leaf import LeafInfo, LeafTable
+from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.errors import Mismatch
 from flaxckpt.formats._reader import Stored
@@ -73,6 +74,15 @@ def find_excess_width(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | No
     text = f"{wanted}, but jax without {_X64} has at most {widest}"
     stored = "nothing" if found is None else str(found)
     return Mismatch(wanted.path, text, stored, "too_wide")
+
+
+def find_unsupported(wanted: LeafInfo, found: Leaf) -> Mismatch | None:
+    """Returns the problem of a leaf with values that are not read, or None."""
+    if found.unsupported is None:
+        return None
+    form, advice = found.unsupported
+    text = f"{found.info} {form}, which is not read"
+    return Mismatch(wanted.path, str(wanted), text, "unsupported", advice)
 
 
 def _widest_dtype(wanted: LeafInfo) -> str:
@@ -304,6 +314,18 @@ def _give_advice(
     planned: RestorePlan, stored: Stored, groups: Sequence[Moved], *, has_state: bool
 ) -> str:
     """Returns advice on the problems of a plan."""
+    parts = dict.fromkeys(p.advice for p in planned.problems if p.advice)
+    others = tuple(problem for problem in planned.problems if not problem.advice)
+    if others:
+        rest = dataclasses.replace(planned, problems=others)
+        parts[_advise(rest, stored, groups, has_state=has_state)] = None
+    return " ".join(parts)
+
+
+def _advise(
+    planned: RestorePlan, stored: Stored, groups: Sequence[Moved], *, has_state: bool
+) -> str:
+    """Returns advice on problems that do not come with advice of their own."""
     problems = planned.problems
     kinds = {problem.kind for problem in problems}
     if "too_wide" in kinds:

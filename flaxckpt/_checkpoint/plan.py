@@ -132,4 +132,5 @@ def _row(
     wanted = str(leaf.wanted or "-")
     if problem is not None and "conflict" in leaf.actions:
         wanted = problem.wanted
+        found = problem.found if problem.kind == "unsupported" else found
     return path, actions, wanted, found

@@ -18,6 +18,7 @@ from flaxckpt._checkpoint.mismatch import (
     describe_missing,
     find_excess_width,
     find_misfit,
+    find_unsupported,
 )
 from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
 from flaxckpt._state.leaf import Box, Leaf, LeafInfo, LeafTable, StoredLeaf
@@ -180,7 +181,8 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
         wanted = leaf.info
         if wanted.sharding is not None:
             wanted = dataclasses.replace(wanted, sharding=None)
-        if problem := find_excess_width(leaf.info, leaf.info):
+        problem = find_unsupported(wanted, leaf)
+        if problem := problem or find_excess_width(wanted, leaf.info):
             problems.append(problem)
         size = builder.add(leaf, wanted)
         leaves[path] = _leaf_plan(wanted, leaf, path, size)
@@ -536,6 +538,7 @@ class _Planner:
             # A transform replaced the optimizer leaf, such as by a placeholder.
             self._start_afresh(leaf, self._roles[path])
             return
+        problem = problem or find_unsupported(wanted, source)
         if problem := problem or find_excess_width(wanted, source.info):
             self._conflict(problem, wanted, source.info, (source_path,))
             return

@@ -54,9 +54,9 @@ def load(
 ) -> PyTree:
     """Loads a state from a checkpoint in any supported format.
 
-    Reads flaxckpt's own format, Orbax (new and old), T5X, safetensors, numpy's `.npz`,
-    Flax's msgpack, and the streams of EasyLM and fjformer, and detects the format by
-    itself (`formats.detect`). Code in a file is never executed.
+    Reads flaxckpt's own format, Orbax (new and old), T5X, safetensors, GGUF, numpy's
+    `.npz`, Flax's msgpack, and the streams of EasyLM and fjformer, and detects the
+    format by itself (`formats.detect`). Code in a file is never executed.
 
     Args:
         path: A checkpoint directory or file, or a run directory.
@@ -323,6 +323,7 @@ def open_leaf(
     stored = _locate.open_checkpoint(path, step)
     stored.check_leaf(leaf_path)
     leaf = stored.table.get(leaf_path)
+    _arrays.read.check_supported([leaf] if leaf else [], stored.metadata.path)
     source = None if leaf is None else leaf.source
     if not isinstance(source, StoredLeaf) or source.open is None:
         wanted = LeafInfo(leaf_path, (), "array", "jax.Array")

@@ -186,7 +186,11 @@ def _unreadable(
     stored: Stored, findings: verify_report.Findings
 ) -> dict[LeafPath, str]:
     """Returns leaf path -> the reason why a restore cannot read the leaf."""
-    unreadable: dict[LeafPath, str] = {}
+    unreadable = {
+        path: leaf.unsupported.form
+        for path, leaf in stored.table.items()
+        if leaf.unsupported is not None
+    }
     for faults, default in (
         (findings.problems, "damaged"),
         (findings.unread, "not readable"),

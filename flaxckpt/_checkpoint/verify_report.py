@@ -36,8 +36,8 @@ class VerifyReport:
             with checksums.
         leaves: Number of leaves, without empty containers; None if unknown.
         unreadable: Leaf path -> the reason why a restore cannot read the leaf: the text
-            in `problems` or `unread`, or the file of the leaf. A file may hold many
-            leaves.
+            in `problems` or `unread`, the file of the leaf (a file may hold many
+            leaves), or the form of its values, such as `quantized as Q4_K`.
         extra: Files that do not belong to the checkpoint. They are harmless.
         bytes_checked: Bytes read and compared.
         secs: Duration in seconds.

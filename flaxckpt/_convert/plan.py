@@ -96,11 +96,13 @@ def choose_format(final: Path, format: str | None) -> Any:
 
 
 def check_sources(state: writers.State) -> None:
-    """Opens large arrays before any work, to check their metadata.
+    """Checks that all leaves can be read; opens large arrays before any work.
 
     Raises:
+        CheckpointFormatError: Leaves have values in forms that are not read.
         DamagedCheckpointError: An array contradicts its metadata.
     """
+    _arrays.read.check_supported(state.table.values(), state.metadata.path)
     stored = {id(s): s for leaf in state.table.values() for s in _stored(leaf)}
     for source in stored.values():
         if _arrays.layout.stored_bytes(source.info) > _LARGE:

@@ -169,6 +169,8 @@ def diff(
             changed[path] = LeafDiff(kind, pair[0].info, pair[1].info)
         elif values and pair[0].info.kind != "empty":
             pairs.append(pair)
+    for side, leaves in zip(sides, zip(*pairs, strict=True), strict=False):
+        _arrays.read.check_supported(leaves, side.metadata.path)
     counter = _util.progress.Counter(f"comparing {sides[0].metadata.path}")
     with _util.progress.bar(counter):
         changed |= _compare(pairs, counter)

@@ -86,6 +86,7 @@ def leaf_statistics(
         source = leaf.source
         value = source.value if isinstance(source, StoredLeaf) else source
         return LeafStatistics(leaf.info, int(value is not None), values=value)
+    _arrays.read.check_supported([leaf], stored.metadata.path)
     counter = _util.progress.Counter(f"reading {leaf_path}")
     counter.total = 2 * _arrays.layout.stored_bytes(leaf.info)
     with _util.progress.bar(counter):

@@ -115,6 +115,18 @@ class LeafInfo:
                 return f"{self.dtype}{list(self.shape)}"
 
 
+class Unsupported(NamedTuple):
+    """The reason why a leaf is listed, but its values are not read.
+
+    Attributes:
+        form: The form of the values, `quantized as Q4_K`.
+        advice: A sentence that says how to get a file with values that are read.
+    """
+
+    form: str
+    advice: str
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredLeaf:
     """A leaf in a checkpoint, not yet read.
@@ -128,6 +140,7 @@ class StoredLeaf:
         raw: Locations of the chunks, if readable without `open`.
         check: Compares files with their digests, for chunks without checksums. Raises
             ValueError and OSError.
+        unsupported: The form of values that are not read; `open` is None then.
     """
 
     root: Path
@@ -136,6 +149,7 @@ class StoredLeaf:
     value: str | None = None
     raw: RawArray | None = None
     check: Callable[[], None] | None = None
+    unsupported: Unsupported | None = None
 
 
 Value: TypeAlias = (
@@ -167,6 +181,12 @@ class Leaf:
         """The only source of the leaf."""
         [source] = self.sources
         return source
+
+    @property
+    def unsupported(self) -> Unsupported | None:
+        """The reason why the leaf cannot be read or computed, or None."""
+        reasons = (s.unsupported for s in self.sources if isinstance(s, StoredLeaf))
+        return next(filter(None, reasons), None)
 
 
 LeafTable: TypeAlias = dict[LeafPath, Leaf]

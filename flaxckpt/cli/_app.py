@@ -107,8 +107,8 @@ def _command(
 ) -> None:
     """Inspects, compares, verifies, converts and prunes checkpoints.
 
-    Reads checkpoints of flaxckpt, Orbax, T5X, Flax, EasyLM, safetensors and numpy
-    (.npz). Needs neither an accelerator nor the model's code.
+    Reads checkpoints of flaxckpt, Orbax, T5X, Flax, EasyLM, safetensors, GGUF and
+    numpy (.npz). Needs neither an accelerator nor the model's code.
 
     Exit codes: 0 success; 1 a difference, damage, or a failed read or write; 2 wrong
     usage.

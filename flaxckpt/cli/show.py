@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,6 +96,9 @@ def _show_head(metadata: CheckpointMetadata) -> None:
         items += [f"{item} (deleted)" for item in metadata.deleted_items]
         items += [f"{item} (damaged)" for item in metadata.damaged_items]
         _output.print_line(f"items: {', '.join(items)}")
+    for form, count in collections.Counter(metadata.unsupported.values()).items():
+        leaves = _output.count(count, "leaf", "leaves")
+        _output.print_line(f"cannot be loaded: {leaves} {form}")
     if metadata.metrics:
         _output.print_line(f"metrics: {_output.format_metrics(metadata.metrics)}")
     for origin in metadata.lineage:

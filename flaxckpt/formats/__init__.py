@@ -9,6 +9,7 @@ from typing import NamedTuple, NoReturn
 from flaxckpt import _steps, _storage, errors
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _hub_cache, _signatures, _t5x
+from flaxckpt.formats._gguf import reader as gguf_reader
 from flaxckpt.formats._msgpack import reader as msgpack_reader
 from flaxckpt.formats._msgpack import stream
 from flaxckpt.formats._native import checkpoint, items
@@ -22,6 +23,8 @@ READERS: dict[str, Reader] = {
     # Old Orbax checkpoints have a file with the same name as T5X's, but other keys.
     "t5x": _t5x,
     "orbax": checkpoint,
+    # Before safetensors, which also goes by the suffix.
+    "gguf": gguf_reader,
     "safetensors": safetensors_reader,
     "npz": npz_reader,
     "streaming": stream,
@@ -33,8 +36,8 @@ READERS: dict[str, Reader] = {
 _SUPPORTED = (
     "flaxckpt or Orbax (a directory with a _METADATA file in it or in its state/),"
     " T5X (a directory with a file 'checkpoint'), safetensors (a file, or a directory"
-    " with an index), an .npz of numpy (a file), Flax's old msgpack (a file), or a"
-    " stream of EasyLM or fjformer (a file)"
+    " with an index), GGUF (a file), an .npz of numpy (a file), Flax's old msgpack (a"
+    " file), or a stream of EasyLM or fjformer (a file)"
 )
 _MAX_TRIED = 20
 """The most entries of a directory to try for an error message."""

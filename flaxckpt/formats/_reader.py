@@ -36,8 +36,8 @@ class CheckpointMetadata:
 
     Attributes:
         path: The checkpoint, a directory or a file.
-        format: `flaxckpt`, `orbax`, `t5x`, `msgpack`, `streaming`, `safetensors` or
-            `npz`.
+        format: `flaxckpt`, `orbax`, `t5x`, `msgpack`, `streaming`, `safetensors`,
+            `npz` or `gguf`.
         step: Step number in a run directory; None for a single checkpoint.
         leaves: Leaf path -> leaf info, in the order of the state.
         metrics: Metrics of the step.
@@ -54,6 +54,8 @@ class CheckpointMetadata:
         json: JSON item -> content. Looking up a damaged item raises
             DamagedCheckpointError.
         damaged_items: Item that is damaged or missing -> the reason.
+        unsupported: Leaf path -> the form of values that flaxckpt does not read, such
+            as `quantized as Q4_K`. The leaf cannot be loaded.
     """
 
     path: str
@@ -72,6 +74,7 @@ class CheckpointMetadata:
     deleted_items: tuple[str, ...] = ()
     json: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
     damaged_items: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unsupported: Mapping[LeafPath, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def test_there_is_a_golden_checkpoint_of_each_format():
-    assert {"t5x", "streaming", "msgpack", "orbax", "safetensors", "npz"} <= {
+    assert {"t5x", "streaming", "msgpack", "orbax", "safetensors", "npz", "gguf"} <= {
         case.format for case in CASES
     }
 

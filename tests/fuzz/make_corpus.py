@@ -1,6 +1,6 @@
 """Writes the corpus anew, from the golden checkpoints and the hostile ones.
 
-    python -m fuzz.make_corpus
+    python -m tests.fuzz.make_corpus
 
 Inputs that fuzzing has found are called `found-…`, and stay.
 """
@@ -41,6 +41,10 @@ def contents(name: str) -> Iterator[bytes]:
 
             yield from golden("npz/checkpoint*")
             yield from [make() for make in list(npz.FILES.values())[::4]]
+        case "gguf":
+            for content in golden("gguf/*.gguf"):
+                yield content[8:]
+            yield from made("gguf", "model.gguf", cut=8)
         case "npy":
             yield from headers()
         case "safetensors":
@@ -121,14 +125,14 @@ def headers() -> Iterator[bytes]:
 
 def made(module: str, name: str, *, cut: int = 0) -> Iterator[bytes]:
     """What the hostile cases have in a file of this name."""
-    cases = __import__(f"hostile.{module}", fromlist=["CASES"]).CASES
+    cases = __import__(f"tests.hostile.{module}", fromlist=["CASES"]).CASES
     for title, make in cases.items():
         if "million" in title or "000" in title or "limit" in title:
             continue
         with tempfile.TemporaryDirectory() as root:
             make(Path(root))
             for file in Path(root).glob(name):
-                if file.is_file():
+                if file.is_file() and file.stat().st_size <= MAX_BYTES + cut:
                     yield file.read_bytes()[cut:]
 
 

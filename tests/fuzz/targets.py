@@ -127,6 +127,14 @@ file_target("npz", "bytes")
 
 
 @target()
+def gguf(data: bytes) -> None:
+    """What follows the magic and the version."""
+    path = room() / "model.gguf"
+    path.write_bytes(b"GGUF\3\0\0\0" + data)
+    read(path)
+
+
+@target()
 def npy(data: bytes) -> None:
     """The text of an array's header, in an archive that is sound otherwise."""
     from tests.hostile import npz as cases

@@ -13,7 +13,7 @@ import tensorstore as ts
 
 from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
-from flaxckpt._types import LeafPath, Shape
+from flaxckpt._types import JSON, LeafPath, Shape
 from flaxckpt.formats._msgpack.scanner import Array, Run, Value
 from flaxckpt.formats._reader import CheckpointMetadata, Stored
 
@@ -138,8 +138,9 @@ def make_plain_stored(
     format_name: str,
     step: int | None,
     stamp: _storage.Stamp,
+    custom: Mapping[str, JSON] | None = None,
 ) -> Stored:
-    """Returns the checkpoint of a leaf table without recorded containers or metadata.
+    """Returns the checkpoint of a leaf table without recorded containers.
 
     Args:
         path: The checkpoint.
@@ -147,6 +148,7 @@ def make_plain_stored(
         format_name: Value of `CheckpointMetadata.format`.
         step: Step number, or None.
         stamp: Stamp of the file that describes the leaves, from before the read.
+        custom: Metadata in the file, if any.
     """
     infos = [leaf.info for leaf in table.values()]
     return Stored(
@@ -158,9 +160,14 @@ def make_plain_stored(
             {},
             None,
             None,
-            {},
+            custom or {},
             False,
             sum(_arrays.layout.stored_bytes(info) for info in infos),
+            unsupported={
+                path: leaf.unsupported.form
+                for path, leaf in table.items()
+                if leaf.unsupported is not None
+            },
         ),
         table,
         _state.tree.plain_structure(

@@ -20,7 +20,7 @@ import tensorstore as ts
 from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
-from flaxckpt.formats import _signatures
+from flaxckpt.formats import _names, _signatures
 from flaxckpt.formats._msgpack import leaves
 from flaxckpt.formats._npz import members as npz_members
 from flaxckpt.formats._npz.members import Header, Member
@@ -106,13 +106,8 @@ def _nest(
 
     Names stay whole if a name continues another name, or has too many parts.
     """
-    split = {name: name.split("/") for name in arrays}
-    inner = {
-        "/".join(parts[:n]) for parts in split.values() for n in range(1, len(parts))
-    }
-    if not inner.isdisjoint(split) or any(
-        len(parts) > _state.tree.MAX_DEPTH // 2 for parts in split.values()
-    ):
+    split = _names.split(arrays, "/")
+    if split is None:
         _log.warning(
             "the names of the arrays in %s are not split at slashes: one name continues"
             " another after a slash, or has too many slashes",

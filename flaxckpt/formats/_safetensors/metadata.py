@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from flaxckpt import _arrays, _state, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath, Shape
+from flaxckpt.formats import _names
 from flaxckpt.formats._native import manifest, orbax_json
 from flaxckpt.formats._reader import CheckpointMetadata, Lineage
 from flaxckpt.formats._safetensors import header
@@ -56,16 +57,10 @@ def describe_foreign(
         The leaves, and True if names were split. Names stay whole if a name continues
         another name, or is nested too deep.
     """
-    split = {name: name.split(".") for name in tensors}
-    inner = {
-        ".".join(parts[:n]) for parts in split.values() for n in range(1, len(parts))
-    }
-    is_split = inner.isdisjoint(split) and all(
-        len(parts) <= _state.tree.MAX_DEPTH // 2 for parts in split.values()
-    )
+    split = _names.split(tensors, ".")
     infos, names = [], {}
     for name, tensor in tensors.items():
-        parts = split[name] if is_split else [name]
+        parts = [name] if split is None else split[name]
         keys = tuple([_state.tree.Key(part, "key") for part in parts])
         path = _state.tree.join(keys)
         infos.append(_foreign_info(path, keys, tensor))
@@ -74,7 +69,7 @@ def describe_foreign(
         (info.path, info.keys, None) for info in infos
     )
     described = Described(tuple(infos), names, structure, {}, {}, dict(metadata))
-    return described, is_split
+    return described, split is not None
 
 
 def _foreign_info(

@@ -1,0 +1,1 @@
+"""Reads GGUF, the format of llama.cpp."""
