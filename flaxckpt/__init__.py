@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from flaxckpt._checkpoint.verify import verify
     from flaxckpt._checkpoint.verify_report import VerifyReport
     from flaxckpt._convert.convert import convert
+    from flaxckpt._convert.huggingface import export_huggingface
     from flaxckpt._inspect.diff import CheckpointDiff, LeafDiff, diff
     from flaxckpt._inspect.simulate import Simulation, simulate
     from flaxckpt._run.checkpointer import Checkpointer
@@ -67,6 +68,7 @@ __all__ = [
     "datasets",
     "diff",
     "errors",
+    "export_huggingface",
     "formats",
     "load",
     "load_async",
@@ -108,6 +110,7 @@ _HOMES = {
     "abstract_state": "partition",
     "convert": "_convert.convert",
     "diff": "_inspect.diff",
+    "export_huggingface": "_convert.huggingface",
     "load": "_checkpoint.restore",
     "load_async": "_checkpoint.restore",
     "metadata": "_checkpoint.restore",

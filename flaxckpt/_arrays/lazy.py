@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -129,6 +129,7 @@ class _Computation:
         self, leaves: Sequence[Leaf], fn: Fn, is_wide: bool, *, are_equal: bool = False
     ) -> None:
         self.is_wide = is_wide
+        self._leaves = tuple(leaves)
         self._parts = [(value_fn(leaf), len(leaf.sources)) for leaf in leaves]
         self._fn = fn
         self.equalities: list[Equality] = []
@@ -141,6 +142,15 @@ class _Computation:
             if are_equal and number:
                 self.equalities.append(self._equality(leaves, number))
             start = stop
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for computations with the same functions of leaves of the same form."""
+        return (
+            id(self._fn),
+            self.is_wide,
+            tuple(_form_key(leaf) for leaf in self._leaves),
+        )
 
     def _equality(self, leaves: Sequence[Leaf], number: int) -> Equality:
         """Returns the condition that a leaf equals the first leaf."""
@@ -229,6 +239,35 @@ def unequal(
         + "\nKeep both: leave out the tie, and export the model as one with untied"
         " weights. Or drop the leaf that is not used first."
     )
+
+
+def _form_key(leaf: Leaf) -> Hashable:
+    info, fn = leaf.info, leaf.fn
+    inner = fn.key if isinstance(fn, _Computation) else id(fn)
+    return info.shape, info.dtype, info.prng_impl, inner
+
+
+class Programs:
+    """The programs of computed leaves, as text: equal programs give equal results."""
+
+    def __init__(self) -> None:
+        self._texts: dict[Hashable, str] = {}
+
+    def __call__(self, leaf: Leaf, sources: Sequence[LeafInfo]) -> str:
+        """Returns the program of a computed leaf with stored sources.
+
+        Args:
+            leaf: The leaf.
+            sources: Its sources.
+        """
+        assert leaf.fn is not None, leaf.info.path
+        forms = tuple((info.shape, info.dtype, info.prng_impl) for info in sources)
+        key = _form_key(leaf), forms
+        if key not in self._texts:
+            with x64(has_wide_fn(leaf)):
+                lowered = jax.jit(value_fn(leaf)).lower(*map(to_abstract, sources))
+            self._texts[key] = lowered.as_text()
+        return self._texts[key]
 
 
 def has_wide_fn(leaf: Leaf) -> bool:

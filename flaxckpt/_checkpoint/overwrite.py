@@ -135,10 +135,17 @@ def check_free(final: Path, *, overwrite: bool) -> None:
     check_replaceable(final)
 
 
-def check_target_free(final: Path, *, overwrite: bool) -> None:
+def check_target_free(
+    final: Path, *, overwrite: bool, replaced: Collection[str] = ()
+) -> None:
     """Raises an error if a conversion may not write `final`, a directory or a file.
 
     A conversion may replace a checkpoint of any format.
+
+    Args:
+        final: The path.
+        overwrite: Whether to replace an existing checkpoint.
+        replaced: Names of files beside arrays that the conversion writes as well.
 
     Raises:
         OptionError: A parent of `final` is a file.
@@ -156,20 +163,23 @@ def check_target_free(final: Path, *, overwrite: bool) -> None:
         raise errors.CheckpointExistsError(
             f"{final} exists: choose another path, or pass overwrite=True"
         )
-    check_replaceable(final, of_any_format=True)
+    check_replaceable(final, of_any_format=True, replaced=replaced)
 
 
 def _is_empty(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
 
 
-def check_replaceable(final: Path, *, of_any_format: bool = False) -> None:
+def check_replaceable(
+    final: Path, *, of_any_format: bool = False, replaced: Collection[str] = ()
+) -> None:
     """Raises an error unless `final` is a checkpoint without foreign files.
 
     Args:
         final: Path of the existing file or directory.
         of_any_format: Whether to replace checkpoints of any format; by default only
             flaxckpt's and Orbax's.
+        replaced: Names of files that have a successor, and are not foreign.
 
     Raises:
         CheckpointExistsError: `final` may not be replaced.
@@ -177,6 +187,7 @@ def check_replaceable(final: Path, *, of_any_format: bool = False) -> None:
     foreign = None
     if final.is_dir() and not final.is_symlink():
         foreign = _find_foreign(final, of_any_format=of_any_format)
+        foreign = foreign and [name for name in foreign if name not in replaced]
     elif of_any_format and not final.is_symlink() and formats.recognises(final):
         foreign = []
     if foreign is None:

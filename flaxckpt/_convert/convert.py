@@ -106,25 +106,36 @@ def convert(
         SaveFailedError: The bytes could not be written.
     """
     final = _storage.paths.resolve(dst)
-    options = ConvertOptions(
-        format=plan.choose_format(final, format),
-        transforms=transforms,
-        layout=ArrayLayout() if layout is None else layout,
-        items=items,
-        overwrite=overwrite,
-        max_shard_bytes=max_shard_bytes,
-        max_concurrent_bytes=max_concurrent_bytes,
-        progress=progress,
-        mode=_storage.modes.check(permissions, final),
+    return convert_to(
+        src,
+        step,
+        final,
+        ConvertOptions(
+            format=plan.choose_format(final, format),
+            transforms=transforms,
+            layout=ArrayLayout() if layout is None else layout,
+            items=items,
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            max_concurrent_bytes=max_concurrent_bytes,
+            progress=progress,
+            mode=_storage.modes.check(permissions, final),
+        ),
     )
+
+
+def convert_to(
+    src: PathLike, step: int | None, final: Path, options: ConvertOptions
+) -> SaveResult:
+    """Converts the checkpoint `src` to the path `final`; see `convert`."""
     start = time.monotonic()
     source = _storage.paths.resolve(src)
     if final.suffix.lower() != f".{options.format}":
         _checkpoint.overwrite.check_name(final, "convert")
-    convert_to = _convert_to_disk
+    write = _convert_to_disk
     if not _storage.of(final).can_rename:
-        convert_to = _convert_to_store
-    size = convert_to(source, step, final, options)
+        write = _convert_to_store
+    size = write(source, step, final, options)
     secs = time.monotonic() - start
     _log.info("converted %s to %s: %d bytes in %.3f s", source, final, size, secs)
     return SaveResult(
@@ -143,7 +154,7 @@ def _convert_to_disk(
     located = _locate.locate(source, step)
     source, number = located.path, located.step
     source_files.check_apart(final, [source], ())
-    _checkpoint.overwrite.check_target_free(final, overwrite=options.overwrite)
+    _check_target_free(final, options)
     files = source_files.stamps(source)
     stored = located.open()
     stored.check_items(stored.metadata.damaged_items.keys() - stored.left_out)
@@ -174,6 +185,7 @@ def _convert_to_disk(
             _check_current(stored, files)
             _check_readable(journal, target, number)
             journal.forget()
+            _check_target_free(final, options)
             _publish(output / target.result, final, overwrite=options.overwrite)
             journal.remove()
     except errors.CheckpointError:
@@ -203,13 +215,19 @@ def _convert_to_store(
             f"{final}: wanted format='orbax' in a store, found {options.format!r}:"
             " convert to a local path, then copy the result"
         )
-    _checkpoint.overwrite.check_target_free(final, overwrite=options.overwrite)
+    _check_target_free(final, options)
     with tempfile.TemporaryDirectory(prefix="flaxckpt-convert-") as directory:
         local = Path(directory) / final.name
         _convert_to_disk(source, step, local, options)
         return _storage.of(final).copy_checkpoint(
             local, final, overwrite=options.overwrite
         )
+
+
+def _check_target_free(final: Path, options: ConvertOptions) -> None:
+    _checkpoint.overwrite.check_target_free(
+        final, overwrite=options.overwrite, replaced=options.files.names
+    )
 
 
 def _write_pieces(
@@ -229,8 +247,7 @@ def _write_pieces(
     def write() -> None:
         if ready:
             target.write(ready)
-            # A function may differ at the next call, so its results are not kept.
-            journal.add(piece.name for piece, _ in ready if piece.leaf.fn is None)
+            journal.add(piece.name for piece, _ in ready)
 
     for batch in batches:
         values: list[Array] = []
@@ -312,7 +329,6 @@ def _check_readable(journal: Journal, target: writers.Target, step: int | None) 
 
 def _publish(output: Path, final: Path, *, overwrite: bool) -> None:
     """Moves the new checkpoint to its final path."""
-    _checkpoint.overwrite.check_target_free(final, overwrite=overwrite)
     if output.is_dir() and overwrite and final.is_dir():
         _storage.rename.exchange(output, final)
     elif output.is_dir() and not (overwrite and final.exists()):

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._convert import writers
+from flaxckpt._convert.model_files import ModelFiles
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import JSON
 from flaxckpt.formats import _native
@@ -33,14 +34,21 @@ _LARGE = 2**30
 _SUFFIXES = {".safetensors": "safetensors", ".msgpack": "msgpack"}
 """Suffix of a path -> the only format with that suffix."""
 
+_FORMATS = ("orbax", "safetensors", "msgpack")
+"""Formats to choose in `convert`."""
+
 Progress: TypeAlias = Literal["auto"] | bool | Callable[[int, int], object]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """Options of a conversion; `convert` documents them."""
+    """Options of a conversion; `convert` documents them.
 
-    format: Literal["orbax", "safetensors", "msgpack"]
+    Attributes:
+        files: For `huggingface`, the files beside the arrays.
+    """
+
+    format: Literal["orbax", "safetensors", "msgpack", "huggingface"]
     transforms: Sequence[Transform]
     layout: ArrayLayout
     overwrite: bool
@@ -49,12 +57,9 @@ class ConvertOptions:
     progress: Progress
     items: str | Sequence[str] | None = None
     mode: int | None = None
+    files: ModelFiles = dataclasses.field(default_factory=ModelFiles)
 
     def __post_init__(self) -> None:
-        if self.format not in tuple(writers.WRITERS):
-            raise errors.OptionError(
-                f"format must be one of {tuple(writers.WRITERS)}, got {self.format!r}"
-            )
         if self.items is not None and self.format != "orbax":
             raise errors.OptionError(
                 f"only format='orbax' has items, got items={self.items!r:.80} with"
@@ -75,12 +80,14 @@ def choose_format(final: Path, format: str | None) -> Any:
     """Returns `format`, by default from the suffix of the path.
 
     Raises:
-        OptionError: The path has the suffix of another format.
+        OptionError: The format is unknown, or the path has the suffix of another one.
     """
     suffix = _SUFFIXES.get(final.suffix)
     if format is None:
         return suffix or "orbax"
-    if suffix is not None and format in tuple(writers.WRITERS) and format != suffix:
+    if format not in _FORMATS:
+        raise errors.OptionError(f"format must be one of {_FORMATS}, got {format!r}")
+    if suffix is not None and format != suffix:
         raise errors.OptionError(
             f"{final} ends in {final.suffix}, but files of format={format!r} do not:"
             f" pass format={suffix!r}, or choose another path"
@@ -173,6 +180,7 @@ def make_state(
         layout=options.layout,
         max_shard_bytes=options.max_shard_bytes,
         batch_bytes=min(_BATCH_BYTES, max(1, options.max_concurrent_bytes // 2)),
+        files=options.files.make([leaf.info for leaf in table.values()]),
     )
 
 
@@ -247,10 +255,32 @@ def describe_work(
         "format": options.format,
         "files": list(target.files),
         "leaves": _storage.files.digest(content),
+        "programs": _programs_digest(state),
         "layout": dataclasses.asdict(options.layout),
         "others": [*others, os.urandom(16).hex()] if others else [],
         "bytes": [int(state.batch_bytes), int(options.max_shard_bytes)],
     }
+
+
+def _programs_digest(state: writers.State) -> str:
+    """Returns a digest of the programs of all computed leaves.
+
+    Random if a program cannot be known: its results are never kept.
+    """
+    program = _arrays.lazy.Programs()
+    digests = []
+    for leaf in state.table.values():
+        if leaf.fn is None:
+            continue
+        sources = _stored(leaf)
+        if len(sources) < len(leaf.sources):  # values of the caller
+            return os.urandom(16).hex()
+        try:
+            text = program(leaf, [source.info for source in sources])
+        except Exception:
+            return os.urandom(16).hex()
+        digests.append(_storage.files.digest(text.encode()))
+    return _storage.files.digest("".join(digests).encode())
 
 
 def source_roots(state: writers.State) -> list[Path]:

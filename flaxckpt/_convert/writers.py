@@ -42,6 +42,7 @@ class State:
         layout: Chunks and encoding of arrays.
         max_shard_bytes: Upper bound on the arrays in one file of several.
         batch_bytes: Upper bound on pieces.
+        files: File name -> content, of further files in the directory.
     """
 
     table: LeafTable
@@ -55,6 +56,7 @@ class State:
     layout: ArrayLayout
     max_shard_bytes: int
     batch_bytes: int
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
     @property
     def infos(self) -> tuple[LeafInfo, ...]:
@@ -178,6 +180,21 @@ def _safetensors_target(state: State, final: Path) -> Target:
         max_shard_bytes=None if is_file else state.max_shard_bytes,
     )
     return _FlatTarget(state, layouts, layouts[0].name if is_file else "")
+
+
+def _huggingface_target(state: State, final: Path) -> Target:
+    layouts = _safetensors.writer.make_layouts(
+        state.infos,
+        state.structure,
+        state.strings,
+        None,
+        max_shard_bytes=state.max_shard_bytes,
+    )
+    for name, content in state.files.items():
+        layout = _file_layout.FileLayout(name)
+        layout.add(content)
+        layouts.append(layout)
+    return _FlatTarget(state, layouts, "")
 
 
 def _msgpack_target(state: State, final: Path) -> Target:
@@ -327,5 +344,6 @@ WRITERS: dict[str, Callable[[State, Path], Any]] = {
     "orbax": _OrbaxTarget,
     "safetensors": _safetensors_target,
     "msgpack": _msgpack_target,
+    "huggingface": _huggingface_target,
 }
 """Format -> function from a state and a path to a writer."""

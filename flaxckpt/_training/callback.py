@@ -468,6 +468,7 @@ class CheckpointCallback:
         *,
         source: PathLike | None = None,
         source_step: int | None = None,
+        source_map: str | Sequence[Transform] = (),
         source_transforms: Sequence[Transform] = (),
         dataset: Any = None,
         missing: Literal["error", "init"] = "error",
@@ -477,7 +478,13 @@ class CheckpointCallback:
         """Returns the newest checkpoint; else `source`, transformed; else `state`.
 
         A restarted run continues from its own newest checkpoint without transforms, so
-        `source_transforms` apply only once.
+        `source_map` and `source_transforms` apply only once.
+
+        ```python
+        state, start = on_step.restore_or_init(
+            state, source="Llama-3.2-1B", source_map="auto"
+        )
+        ```
 
         Args:
             state: Initial state of the training. Abstract leaves suffice if there is a
@@ -485,7 +492,11 @@ class CheckpointCallback:
             source: Starting point of a new run: a checkpoint in any format, or a run
                 directory. It must exist if this run has no checkpoint yet.
             source_step: Step of a run directory; by default the newest.
-            source_transforms: Changes to apply to the source; see
+            source_map: The map from a published model to the state: `"auto"` finds it
+                by the model's `config.json` and the leaves of the state, the name of a
+                family such as `"llama"` also asserts the family, and a list of
+                transforms is a map of your own; see `flaxckpt.maps`.
+            source_transforms: Changes to apply to the source, after the map; see
                 `flaxckpt.transforms`.
             dataset: Replaces the iterator passed to the constructor. It is moved to the
                 saved position; wrap it in prefetchers only after this call. A source's
@@ -522,6 +533,7 @@ class CheckpointCallback:
             dataset=dataset,
             source=source,
             source_step=source_step,
+            source_map=source_map,
             options=RestoreOptions(
                 missing=missing,
                 unused=unused,

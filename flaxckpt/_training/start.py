@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +15,9 @@ from flaxckpt._run.checkpointer import Checkpointer, session_of
 from flaxckpt._run.session import Session
 from flaxckpt._training import kept_state
 from flaxckpt._types import PathLike, PyTree
+from flaxckpt.maps import _named
+from flaxckpt.transforms import Transform
+from flaxckpt.transforms import _base as _transforms
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +29,7 @@ def restore_or_init(
     dataset: Any,
     source: PathLike | None,
     source_step: int | None,
+    source_map: str | Sequence[Transform],
     options: RestoreOptions,
 ) -> tuple[PyTree, int]:
     """Returns the initial state of a loop, and the number of completed steps.
@@ -34,11 +40,14 @@ def restore_or_init(
         dataset: The iterator to restore with a step of the run.
         source: The checkpoint that a run without steps begins from, or None.
         source_step: Step of the source, if the source is a run directory.
+        source_map: The map of the source: transforms before those of `options`, or the
+            name of a family; see `CheckpointCallback.restore_or_init`.
         options: Options for loading the source.
 
     Raises:
         CheckpointError: There are checkpoints, but none fits.
     """
+    _check_map(source_map, source)
     session = session_of(checkpointer)
     checkpointer.wait()
     latest, params_only = checkpointer.latest_step(), session.saves.params_only.latest()
@@ -61,6 +70,7 @@ def restore_or_init(
             )
         return restored, step
     if source is not None:
+        options = _with_map(options, source_map, source, state)
         return session.load_source(source, state, options, step=source_step)
     _check_other_names(session)
     leaves = _state.flax_state.leaves_by_path(state).values()
@@ -73,6 +83,34 @@ def restore_or_init(
         )
     _log.info("no checkpoint in %s: starting a new run", checkpointer.directory)
     return state, 0
+
+
+def _check_map(source_map: str | Sequence[Transform], source: PathLike | None) -> None:
+    """Raises an error for a map that is none, or a map without a source.
+
+    Raises:
+        OptionError: `source_map` is neither a known name nor a list of transforms.
+    """
+    if isinstance(source_map, str):
+        _named.check_name("source_map", source_map)
+    elif not _transforms.check(source_map, "source_map"):
+        return
+    if source is None:
+        raise errors.OptionError(
+            "source_map needs a source: pass the directory of the model as source="
+        )
+
+
+def _with_map(
+    options: RestoreOptions,
+    source_map: str | Sequence[Transform],
+    source: PathLike,
+    state: PyTree,
+) -> RestoreOptions:
+    """Returns `options` with the transforms of the map before the others."""
+    if isinstance(source_map, str):
+        source_map = _named.find_for_state(source_map, source, state)
+    return dataclasses.replace(options, transforms=(*source_map, *options.transforms))
 
 
 def _check_other_names(session: Session) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from flaxckpt import _arrays, errors
 from flaxckpt.cli import _app, _output
+
+if TYPE_CHECKING:
+    from flaxckpt.transforms import Transform
 
 _Patterns = list[str] | None
 
@@ -21,10 +25,11 @@ def convert(
         str, typer.Argument(metavar="DST", help="Path of the new checkpoint.")
     ],
     format: Annotated[
-        Literal["orbax", "safetensors", "msgpack"] | None,
+        Literal["orbax", "safetensors", "msgpack", "huggingface"] | None,
         typer.Option(
             "--format",
             "-f",
+            "--to",
             help="By default from the suffix of DST, else orbax.",
             show_default=False,
         ),
@@ -67,6 +72,51 @@ def convert(
             show_default=False,
         ),
     ] = None,
+    map: Annotated[
+        str | None,
+        typer.Option(
+            "--map",
+            metavar="NAME",
+            help="Family of a published model, or auto.",
+            show_default=False,
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            metavar="LAYOUT",
+            help="Layout of the map, such as linen.",
+            show_default=False,
+        ),
+    ] = None,
+    prefix: Annotated[
+        str | None,
+        typer.Option(
+            "--prefix",
+            metavar="PATH",
+            help="Leaf path of the mapped parameters.",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            metavar="PATH",
+            help="config.json, or its directory (huggingface only).",
+            show_default=False,
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            "--tokenizer",
+            metavar="DIR",
+            help="Directory of files to copy (huggingface only).",
+            show_default=False,
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a checkpoint at DST.")
     ] = False,
@@ -78,36 +128,84 @@ def convert(
     --cast may be repeated, and apply in this order. The same command continues an
     interrupted conversion.
 
+    --map converts a published model to the layout of a Flax program before all other
+    changes; --to huggingface converts it back after them.
+
     Example:
       flaxckpt convert runs/7 model.safetensors --only 'params/.*'
+      flaxckpt convert Llama-3.2-1B flax --map auto --target linen --prefix params
+      flaxckpt convert runs/7 tuned --to huggingface --config Llama-3.2-1B
     """
-    from flaxckpt import _convert, transforms
+    from flaxckpt import _convert
 
-    changes: list[Any] = (
-        [transforms.keep("|".join(f"(?:{pattern})" for pattern in only))]
-        if only
-        else []
-    )
-    changes += [transforms.drop(pattern) for pattern in drop or ()]
-    changes += [transforms.rename(*_split("rename", text)) for text in rename or ()]
-    changes += [transforms.cast(*_split("cast", text)) for text in cast or ()]
+    changes = _changes(only, drop, rename, cast)
     src, step = _app.locate_step(src, step, step_format)
-    result = _convert.convert.convert(
-        src,
-        dst,
-        format=format,
-        transforms=changes,
-        layout=_arrays.zarr.array_layout.ArrayLayout(store=store, codec=codec),
-        items=_parse_items(items),
-        step=step,
-        overwrite=overwrite,
-    )
+    if format == "huggingface":
+        _refuse({"--items": items}, "without --to huggingface")
+        result = _convert.huggingface.export_huggingface(
+            src,
+            dst,
+            map=map or "auto",
+            target=target,
+            prefix=prefix,
+            step=step,
+            transforms=changes,
+            config=config,
+            tokenizer=tokenizer,
+            overwrite=overwrite,
+        )
+    else:
+        _refuse({"--config": config, "--tokenizer": tokenizer}, "with --to huggingface")
+        result = _convert.convert.convert(
+            src,
+            dst,
+            format=format,
+            transforms=[*_map_changes(src, map, target, prefix), *changes],
+            layout=_arrays.zarr.array_layout.ArrayLayout(store=store, codec=codec),
+            items=_parse_items(items),
+            step=step,
+            overwrite=overwrite,
+        )
     if json:
         _output.print_document(result)
         return _app.SUCCESS
     size, secs = _output.size(result.bytes_written), _output.secs(result.total_secs)
     _output.print_line(f"wrote {_output.shorten_path(result.path)}: {size} in {secs}")
     return _app.SUCCESS
+
+
+def _changes(
+    only: _Patterns, drop: _Patterns, rename: _Patterns, cast: _Patterns
+) -> list[Transform]:
+    """Returns the transforms of the options."""
+    from flaxckpt import transforms
+
+    changes: list[Transform] = []
+    if only:
+        changes.append(transforms.keep("|".join(f"(?:{pattern})" for pattern in only)))
+    changes += [transforms.drop(pattern) for pattern in drop or ()]
+    changes += [transforms.rename(*_split("rename", text)) for text in rename or ()]
+    changes += [transforms.cast(*_split("cast", text)) for text in cast or ()]
+    return changes
+
+
+def _map_changes(
+    src: str, name: str | None, target: str | None, prefix: str | None
+) -> list[Transform]:
+    """Returns the map of a published model; empty without --map."""
+    if name is None:
+        _refuse({"--target": target, "--prefix": prefix}, "with --map")
+        return []
+    from flaxckpt.maps import _named
+
+    return _named.find_for_layout(name, src, target, prefix or "")
+
+
+def _refuse(options: Mapping[str, str | None], need: str) -> None:
+    """Raises OptionError for options that are set, but have no effect."""
+    for option, value in options.items():
+        if value is not None:
+            raise errors.OptionError(f"{option} has an effect only {need}")
 
 
 def _parse_items(text: str | None) -> str | tuple[str, ...] | None:

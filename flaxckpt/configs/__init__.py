@@ -11,6 +11,7 @@ layout = {chunk_bytes = "32 MiB", codec = "zstd"}
 config = CheckpointConfig.from_file("run.toml")
 with config.checkpointer() as checkpointer:
     on_step = config.callback(checkpointer, dataset=batches)
+    state, start = config.restore_or_init(on_step, state)
 ```
 """
 
@@ -23,14 +24,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from flaxckpt import _arrays, _distributed, _run, _steps, _training, errors, policies
+from flaxckpt import (
+    _arrays,
+    _distributed,
+    _run,
+    _steps,
+    _training,
+    errors,
+    policies,
+)
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._run.checkpointer import Checkpointer
 from flaxckpt._training.callback import CheckpointCallback
-from flaxckpt._types import PathLike
+from flaxckpt._types import PathLike, PyTree
 from flaxckpt.configs import _parsing
 from flaxckpt.configs._parsing import Parser
 from flaxckpt.formats import _native
+from flaxckpt.maps import _named
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform, cast
 
@@ -83,6 +93,8 @@ class CheckpointConfig:
         layout: Fields of `ArrayLayout`.
         save_dtype: `{pattern = "params/.*", dtype = "bfloat16"}`: casts at every save.
         exit_code: "none" is None, for files that have no null.
+        source: Starting point of a new run, for `restore_or_init`, with `source_step`
+            and `source_map`: "auto", or the name of a family of models.
 
     Raises:
         OptionError: An option is invalid. The message has its full name, such as
@@ -119,6 +131,9 @@ class CheckpointConfig:
     step_is: Literal["completed", "index"] = "completed"
     check_step: bool = True
     preflight: Literal["warn"] | bool = True
+    source: str | None = None
+    source_step: int | None = None
+    source_map: str | None = None
 
     def __post_init__(self) -> None:
         for name, parse in _PARSERS.items():
@@ -209,6 +224,24 @@ class CheckpointConfig:
             checkpointer, **(self._options(CheckpointCallback) | more)
         )
 
+    def restore_or_init(
+        self, callback: CheckpointCallback, state: PyTree, **more: Any
+    ) -> tuple[PyTree, int]:
+        """Calls `restore_or_init` of a callback with the source of the config.
+
+        Args:
+            callback: The callback of the training loop.
+            state: Initial state of the training.
+            **more: Options of `CheckpointCallback.restore_or_init` that a file cannot
+                have, such as `source_transforms`, or that override the config.
+        """
+        options: dict[str, Any] = {
+            "source": self.source,
+            "source_step": self.source_step,
+            "source_map": self.source_map or (),
+        }
+        return callback.restore_or_init(state, **(options | more))
+
     def _options(self, cls: type) -> dict[str, Any]:
         names = inspect.signature(cls).parameters.keys() & _PARSERS.keys()
         return {name: getattr(self, name) for name in names}
@@ -287,6 +320,12 @@ def _step_format(key: str, value: Any) -> str:
     return _steps.names.StepFormat(_parsing.text(key, value)).template
 
 
+def _source_map(key: str, value: Any) -> str:
+    _named.check_name(key, _parsing.text(key, value))
+    name: str = value
+    return name
+
+
 _PARSERS: Mapping[str, Parser] = {
     "directory": _parsing.optional(_parsing.path),
     "keep": _parsing.each(_policy),
@@ -316,6 +355,9 @@ _PARSERS: Mapping[str, Parser] = {
     "step_is": _parsing.one_of("completed", "index"),
     "check_step": _parsing.boolean,
     "preflight": _parsing.one_of(True, False, "warn"),
+    "source": _parsing.optional(_parsing.path),
+    "source_step": _parsing.optional(_parsing.whole(0)),
+    "source_map": _parsing.optional(_source_map),
 }
 
 # ---- writing options -----------------------------------------------------------------

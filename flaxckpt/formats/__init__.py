@@ -8,7 +8,7 @@ from typing import NamedTuple, NoReturn
 
 from flaxckpt import _steps, _storage, errors
 from flaxckpt._types import PathLike
-from flaxckpt.formats import _signatures, _t5x
+from flaxckpt.formats import _hub_cache, _signatures, _t5x
 from flaxckpt.formats._gguf import reader as gguf_reader
 from flaxckpt.formats._msgpack import reader as msgpack_reader
 from flaxckpt.formats._msgpack import stream
@@ -196,7 +196,8 @@ def _describe_unsupported(path: Path) -> str | None:
         ):
             return _TENSORFLOW_CHECKPOINT
         return (
-            safetensors_reader.describe_ambiguity(path)
+            _hub_cache.describe_model(path)
+            or safetensors_reader.describe_ambiguity(path)
             or _describe_decimal_steps(path)
             or _describe_parent(path)
             or _describe_runs(path)

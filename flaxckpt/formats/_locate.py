@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from flaxckpt import _state, _steps, _storage, errors, formats
 from flaxckpt._types import PathLike
+from flaxckpt.formats import _hub_cache
 from flaxckpt.formats._reader import Stored
 
 _log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ def _locate(path: Path, step: int | None, step_format: str | None) -> Located:
     number = step_parser(step_format)
     detected = formats.identify(path) if path.exists() else None
     if detected is not None and step is None:
-        return Located(path, None, detected)
+        return Located(_hub_cache.find_snapshot(path) or path, None, detected)
     if not path.is_dir():
         if detected is None:
             formats.detect(path)  # raises

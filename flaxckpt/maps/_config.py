@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from flaxckpt import _storage, _util, errors
 from flaxckpt._types import JSON, PathLike
+from flaxckpt.formats import _hub_cache
 
 NAME = "config.json"
 
@@ -33,6 +34,7 @@ def read_config(config: Config) -> dict[str, JSON]:
         OptionError: It is none of these.
         CheckpointNotFoundError: There is no such file.
         CheckpointFormatError: The file is not JSON.
+        DamagedCheckpointError: The file of a directory is a link out of it.
     """
     if isinstance(config, Mapping):
         return dict(config)
@@ -49,11 +51,15 @@ def read_config(config: Config) -> dict[str, JSON]:
 
 
 def _read_file(path: Path) -> dict[str, JSON]:
-    file = path / NAME if path.is_dir() else path
+    file = path
+    if path.is_dir():
+        file = (_hub_cache.find_snapshot(path) or path) / NAME
     if not file.is_file():
         raise errors.CheckpointNotFoundError(
             f"there is no {NAME} at {path}: pass the path of one, or its content"
         )
+    if path.is_dir():
+        _hub_cache.check_link(file)
     try:
         content = _storage.of(file).read(file, max_bytes=_MAX_BYTES)
         _util.json_limits.check(content)

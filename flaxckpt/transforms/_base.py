@@ -100,29 +100,31 @@ def _is_table(value: object) -> bool:
     )
 
 
-def check(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
-    """Returns the `transforms` argument of a user as a tuple.
+def check(
+    transforms: Iterable[Transform], option: str = "transforms"
+) -> tuple[Transform, ...]:
+    """Returns the argument `option` of a user as a tuple.
 
     Raises:
         OptionError: `transforms` is not a list of transforms.
     """
     if callable(transforms) or not _util.arguments.is_list(transforms):
         raise errors.OptionError(
-            f"transforms must be a list of transforms, got {_shown(transforms)}:"
-            " write transforms=[rename('old/(.*)', 'new/\\1')]"
+            f"{option} must be a list of transforms, got {_shown(transforms)}:"
+            f" write {option}=[rename('old/(.*)', 'new/\\1')]"
         )
     listed = tuple(transforms)
     for transform in listed:
         if inspect.isclass(transform) or not callable(transform):
             raise errors.OptionError(
-                "transforms must be a list of transforms, such as"
+                f"{option} must be a list of transforms, such as"
                 f" drop('opt_state/.*'), but contains {_shown(transform)}"
             )
         module = getattr(transform, "__module__", None) or ""
         if inspect.isfunction(transform) and module.startswith(_PACKAGE):
             raise errors.OptionError(
-                f"transforms contains the function {transform.__name__}: call it, as in"
-                f" transforms=[{transform.__name__}(…)]"
+                f"{option} contains the function {transform.__name__}: call it, as in"
+                f" {option}=[{transform.__name__}(…)]"
             )
     return listed
 
@@ -457,7 +459,8 @@ def assemble(
         if path not in gone:
             add(path, leaf, path)
         for row in rows.get(path, ()):
-            add(row.path, move(row.leaf, row.path), path)
+            # A new object, even at the old path: `untouched` finds the others.
+            add(row.path, dataclasses.replace(move(row.leaf, row.path)), path)
     if faults:
         raise errors.OptionError(
             f"{len(faults)} leaf paths would be used twice:\n"
@@ -467,6 +470,11 @@ def assemble(
             + "\nDrop one of each first, or rename both at once: rename({…: …})."
         )
     return new
+
+
+def untouched(new: LeafTable, old: LeafTable) -> list[LeafPath]:
+    """Lists the leaves that no transform between two tables has chosen."""
+    return [path for path, leaf in new.items() if leaf is old.get(path)]
 
 
 def move(leaf: Leaf, path: LeafPath) -> Leaf:

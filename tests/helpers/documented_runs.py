@@ -6,6 +6,7 @@ import optax
 from flax.training.train_state import TrainState
 
 import flaxckpt
+from tests.helpers import published
 from tests.helpers.files import flip_bit
 
 LOSSES = {1000: 0.91, 2000: 0.62, 3000: 0.71, 4000: 0.66}
@@ -26,9 +27,15 @@ def make(root):
                 run.save(step, state.replace(step=step), metrics=metrics)
     [file] = (root / "runs" / "8" / "4000" / "state" / "params.dense.kernel").glob("c*")
     flip_bit(file, 1000)
+    make_model(root)
     (root / "wanted.json").write_text(
         '{"params": {"dense": {"kernel": "bfloat16[64, 32]", "scale": "float32[32]"}}}'
     )
     (root / "run.toml").write_text(
         'keep = [{latest = 2}, {best = 1, metric = "eval/loss", mode = "min"}]\n'
     )
+
+
+def make_model(root):
+    """Creates the directory of a published model."""
+    published.write_llama(root / "tiny-llama")

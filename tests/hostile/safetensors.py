@@ -75,6 +75,23 @@ def endless_link(root: Path) -> Path:
     return root
 
 
+def cached(target: str, main: str = "abc"):
+    """A model in the cache of the Hub whose file is a link to `target`."""
+
+    def write(root: Path) -> Path:
+        model = root / "models--org--name"
+        for name in ("blobs", "snapshots/abc", "refs"):
+            (model / name).mkdir(parents=True)
+        (model / "refs" / "main").write_text(main)
+        for path in (root / "secret", model / "refs" / "secret", model / "blobs" / "0"):
+            file(path, {"a": ZEROS})
+        (model / "blobs" / "link").symlink_to(root / "secret")
+        (model / "snapshots" / "abc" / "model.safetensors").symlink_to(target)
+        return model
+
+    return write
+
+
 def truncated(keep: Callable[[bytes], int]):
     def write(root: Path) -> Path:
         path = one({"a": ZEROS})(root)
@@ -207,6 +224,13 @@ CASES: Final[dict[str, Callable[[Path], Path]]] = {
     "shard that is a link elsewhere": outside,
     "index that is a link elsewhere": index_outside,
     "link to itself": endless_link,
+    "cached: a link out of the cache": cached("../../../secret"),
+    "cached: a link to the system": cached("/etc/passwd"),
+    "cached: a link beside the blobs": cached("../../refs/secret"),
+    "cached: a blob that is a link": cached("../../blobs/link"),
+    "cached: a reference upwards": cached("../../blobs/0", "../../refs"),
+    "cached: a reference to the root": cached("../../blobs/0", "/"),
+    "cached: a reference of a megabyte": cached("../../blobs/0", "a" * 10**6),
     "name that is half a character": one(
         b'{"a\\ud800": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
     ),

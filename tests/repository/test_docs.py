@@ -26,7 +26,11 @@ from tests.helpers.documents import (
 LANGUAGES = {"python", "sh", "text", "toml", "yaml", "json"}
 
 # The contents of a document's directory before its first block.
-PREPARED = dict.fromkeys(("cli.md", "report.md"), documented_runs.make)
+PREPARED = {
+    "cli.md": documented_runs.make,
+    "report.md": documented_runs.make,
+    "maps.md": documented_runs.make_model,
+}
 
 BENCHMARKS = "tests/repository/test_benchmarks.py"
 

@@ -1,8 +1,10 @@
 """The examples learn, and interrupted runs equal uninterrupted runs."""
 
 import importlib
+import importlib.util
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -231,3 +233,32 @@ def test_four_processes_go_on_with_what_two_have_left(tmp_path):
     assert "4 processes begin at step 8\n" in ended.stdout
     assert "step 20 is saved" in ended.stdout
     assert "run/20 is good" in ended.stdout
+
+
+def test_a_model_of_hugging_face_is_trained_on_eight_devices_and_given_back(tmp_path):
+    def run():
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        ended = subprocess.run(
+            [sys.executable, "-m", "examples.finetune_huggingface", str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        )
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        return ended.stdout
+
+    printed = run()
+    assert "sharded: P(None, 'model') over {'data': 2, 'model': 4}" in printed
+    losses = dict(re.findall(r"(first|last) loss: ([\d.]+)", printed))
+    assert float(losses["last"]) < float(losses["first"]) / 2
+    assert "the exported arrays are those of the run" in printed
+    is_installed = all(map(importlib.util.find_spec, ("torch", "transformers")))
+    assert ("logits of transformers differ by at most" in printed) == is_installed
+    [origin] = flaxckpt.metadata(tmp_path / "run").lineage
+    assert origin.path == str(tmp_path / "published")
+    assert flaxckpt.Checkpointer(tmp_path / "run").steps() == [10, 20]
+    again = run()  # finished: it exports once more
+    assert "loss" not in again
+    assert "the exported arrays are those of the run" in again

@@ -36,6 +36,7 @@ ROW = {name: row for row, names in enumerate(ROWS) for name in names}
 PASSAGES = {
     "formats": {
         "_file_layout",
+        "_hub_cache",
         "_locate",
         "_msgpack",
         "_native",
@@ -43,7 +44,16 @@ PASSAGES = {
         "_safetensors",
         "_t5x",
     },
-    "transforms": {"_base", "_form", "_moments", "_names", "_patterns", "_remap"},
+    "maps": {"_config", "_named"},
+    "transforms": {
+        "_base",
+        "_export",
+        "_form",
+        "_moments",
+        "_names",
+        "_patterns",
+        "_remap",
+    },
 }
 
 # Third-party package -> the only modules or packages that may import it; none: nobody

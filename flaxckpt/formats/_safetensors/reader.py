@@ -14,7 +14,7 @@ from flaxckpt import _arrays, _state, _steps, _storage, errors
 from flaxckpt._state.leaf import Leaf, LeafTable, StoredLeaf
 from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
-from flaxckpt.formats import _signatures
+from flaxckpt.formats import _hub_cache, _signatures
 from flaxckpt.formats._reader import CheckpointMetadata, Stored
 from flaxckpt.formats._safetensors import header as safetensors_header
 from flaxckpt.formats._safetensors import metadata as safetensors_metadata
@@ -42,8 +42,8 @@ _MANY = 20
 def recognises(path: Path) -> str | None:
     """Returns the evidence for safetensors (file, index, directory); else None."""
     if path.is_dir():
-        main = _find_main_file(path)
-        return None if main is None else f"it holds {main.name}"
+        main = _find_main_file(_hub_cache.find_snapshot(path) or path)
+        return None if main is None else f"it holds {main.relative_to(path)}"
     if path.name.endswith(INDEX_SUFFIX) and path.is_file():
         return f"its name ends in {INDEX_SUFFIX}"
     if not path.is_file():
@@ -139,7 +139,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     Raises:
         DamagedCheckpointError: A file is missing or malformed.
     """
-    main = path
+    main = path = _hub_cache.find_snapshot(path) or path
     if path.is_dir():
         file = _find_main_file(path)
         if file is None:
@@ -382,22 +382,15 @@ def _locate_file(directory: Path, name: str) -> Path:
 
     Raises:
         DamagedCheckpointError: The file is missing, or a symlink out of the directory.
-            Symlinks into the blobs of Hugging Face's hub cache are allowed.
+            Links of a snapshot in the Hub's cache may lead to its blobs.
     """
     path = directory / name
     try:
-        real = path.resolve(strict=True)
-    except PermissionError:
+        _hub_cache.check_link(path)
+    except (PermissionError, errors.DamagedCheckpointError):
         raise
     except (OSError, RuntimeError) as error:
         raise _damaged_error(path, _reason(error)) from None
-    home = directory.resolve()
-    snapshots = next((each for each in home.parents if each.name == "snapshots"), None)
-    blobs = None if snapshots is None else snapshots.parent / "blobs"
-    if real.parent not in (home, blobs):
-        raise errors.DamagedCheckpointError(
-            f"{path} is a link to {real}, outside of its directory: copy that file here"
-        )
     return path
 
 

@@ -20,6 +20,7 @@ NAME = "model"
 """Stem of the file names, as in Hugging Face's libraries."""
 
 _FORMAT = {"format": "flax"}
+_FORMAT_OF_TORCH = {"format": "pt"}
 """Metadata of every file, required by transformers and others."""
 
 
@@ -27,7 +28,7 @@ def make_layouts(
     infos: Sequence[LeafInfo],
     structure: _state.tree.Node | LeafPath,
     strings: Mapping[LeafPath, str],
-    metadata: CheckpointMetadata,
+    metadata: CheckpointMetadata | None,
     *,
     max_shard_bytes: int | None,
 ) -> list[_file_layout.FileLayout]:
@@ -37,7 +38,8 @@ def make_layouts(
         infos: The leaves, in order.
         structure: The containers.
         strings: Leaf path -> value of the string leaves.
-        metadata: Metadata of the checkpoint.
+        metadata: Metadata of the checkpoint; None for files as torch's programs write
+            them, without our metadata.
         max_shard_bytes: Upper bound on the arrays in a file; a larger array has a file
             of its own. None means a single file.
 
@@ -49,21 +51,25 @@ def make_layouts(
     names = {info.path: orbax_json.param_name(info.keys) for info in arrays}
     _check_names(names)
     _check_types(arrays)
-    ours = safetensors_metadata.native_metadata(infos, structure, strings, metadata)
+    of_files, ours = _FORMAT_OF_TORCH, {}
+    if metadata is not None:
+        of_files = _FORMAT
+        ours[header.OURS] = safetensors_metadata.native_metadata(
+            infos, structure, strings, metadata
+        )
     shards = list(_split(arrays, max_shard_bytes))
     if len(shards) == 1:
-        text = {**_FORMAT, header.OURS: ours}
         name = f"{NAME}{header.SUFFIX}"
-        return [_make_layout(name, shards[0], names, text)]
+        return [_make_layout(name, shards[0], names, {**of_files, **ours})]
     files = []
     weight_map: dict[str, str] = {}
     for n, shard in enumerate(shards, start=1):
         name = f"{NAME}-{n:05}-of-{len(shards):05}{header.SUFFIX}"
-        files.append(_make_layout(name, shard, names, _FORMAT))
+        files.append(_make_layout(name, shard, names, of_files))
         weight_map |= {names[info.path]: name for info in shard}
     size = sum(_arrays.layout.stored_bytes(info) for info in arrays)
     index = _file_layout.FileLayout(f"{NAME}{header.INDEX_SUFFIX}")
-    index_metadata: dict[str, JSON] = {"total_size": size, header.OURS: ours}
+    index_metadata: dict[str, JSON] = {"total_size": size, **ours}
     index.add(_check_size(header.make_index(weight_map, index_metadata), index.name))
     return [*files, index]
 

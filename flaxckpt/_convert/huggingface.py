@@ -1,0 +1,122 @@
+"""Export of a model's parameters as a directory that Hugging Face's libraries open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from flaxckpt import _storage, errors
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout
+from flaxckpt._checkpoint.save_handle import SaveResult
+from flaxckpt._convert import convert, model_files, plan
+from flaxckpt._convert.plan import ConvertOptions
+from flaxckpt._types import PathLike
+from flaxckpt.formats import _locate
+from flaxckpt.maps import _named
+from flaxckpt.transforms import Transform, _export, cast
+from flaxckpt.transforms import _base as _transforms
+
+
+def export_huggingface(
+    run: PathLike,
+    directory: PathLike,
+    *,
+    map: str | Sequence[Transform] = "auto",
+    target: str | None = None,
+    prefix: str | None = None,
+    step: int | None = None,
+    transforms: Sequence[Transform] = (),
+    dtype: Any = None,
+    config: Any = None,
+    tokenizer: PathLike | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = 5 * 10**9,
+    max_concurrent_bytes: int = plan.DEFAULT_CONCURRENT_BYTES,
+    progress: Literal["auto"] | bool | Callable[[int, int], object] = "auto",
+    permissions: int | None = None,
+) -> SaveResult:
+    """Writes the parameters of a checkpoint as a model of Hugging Face.
+
+    `transformers` opens the directory with `from_pretrained`. The map that brought the
+    model to Flax is inverted, so a model comes back under its names, in its shapes.
+    Optimizer states, step counters and random keys are left out.
+
+    Like `convert`, the export verifies the source while it reads, needs little memory,
+    and makes `directory` appear only when it is complete and durable; the same call
+    continues an interrupted export.
+
+    ```python
+    model = "Llama-3.2-1B"  # the directory of the published model
+    export_huggingface("run", "tuned", config=model, tokenizer=model)
+    ```
+
+    Args:
+        run: A checkpoint in any supported format, or a run directory.
+        directory: Path of the new model.
+        map: `"auto"` finds the family by the `model_type` of the config, and the layout
+            by the names of the leaves; the name of a family, such as `"llama"`, is for
+            a config without `model_type`. Or the transforms from the published model to
+            the leaves of the checkpoint, each with an inverse; `drop`, `keep` and
+            `cast` are not undone.
+        target: Layout of the checkpoint, such as `"linen"`, if names do not tell.
+        prefix: Leaf path of the parameters, such as `"params"`, likewise.
+        step: Step of a run directory; by default the newest.
+        transforms: Changes to apply before the inverse of the map, such as `drop` for
+            leaves that the published model lacks.
+        dtype: Element type of all floating arrays; by default that of each leaf.
+        config: For `config.json`: a dict, a path of the file or of a directory with
+            it, or an object with `to_dict`. By default that of `tokenizer`.
+        tokenizer: A directory, such as a downloaded model: the files of its tokenizer,
+            its processors and `generation_config.json` are copied.
+        overwrite: Whether to replace an existing model. A directory with any other
+            files is never replaced.
+        max_shard_bytes: Upper bound on the arrays in one file; see `convert`.
+        max_concurrent_bytes: Bytes of arrays in memory at one time; see `convert`. An
+            array that the map splits is in memory as a whole.
+        progress: Whether to show a progress bar; see `convert`.
+        permissions: Mode of all directories that are made; see `save`.
+
+    Returns:
+        The path of the directory, its size, and the duration.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
+            `load`.
+        OptionError: The map does not fit the leaves, has no inverse, or lacks leaves;
+            or `config` or `tokenizer` is no such thing.
+        CheckpointExistsError: `directory` exists, or another process writes to it.
+        UnsupportedLeafError: safetensors lacks the types of some leaves.
+        SaveFailedError: The bytes could not be written.
+    """
+    final = _storage.paths.resolve(directory)
+    before = _transforms.check(transforms)
+    files = model_files.read(config, tokenizer)
+    if isinstance(map, str):
+        _named.check_name("map", map)
+        table = _transforms.apply(before, _locate.open_checkpoint(run, step).table)
+        mapping = _named.find_for_export(
+            map, files.config, table, target=target, prefix=prefix
+        )
+    elif target is not None or prefix is not None:
+        raise errors.OptionError("target and prefix need the name of a map, not a list")
+    else:
+        mapping = list(_transforms.check(map, "map"))
+    changes: list[Transform] = [*before, _export.Export(tuple(mapping))]
+    if dtype is not None:
+        changes.append(cast(".*", dtype))
+    return convert.convert_to(
+        run,
+        step,
+        final,
+        ConvertOptions(
+            format="huggingface",
+            transforms=changes,
+            layout=ArrayLayout(),
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            max_concurrent_bytes=max_concurrent_bytes,
+            progress=progress,
+            mode=_storage.modes.check(permissions, final),
+            files=files,
+        ),
+    )
