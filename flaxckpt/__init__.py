@@ -42,9 +42,11 @@ if TYPE_CHECKING:
     from flaxckpt._storage.store_settings import set_store_options
     from flaxckpt._training.callback import CheckpointCallback
     from flaxckpt.formats._reader import CheckpointMetadata
+    from flaxckpt.maps._suggest import Ambiguity, LeafMatch, Suggestion, suggest
     from flaxckpt.partition import abstract_state, parameter_infos
 
 __all__ = [
+    "Ambiguity",
     "ArrayLayout",
     "CheckpointCallback",
     "CheckpointDiff",
@@ -53,6 +55,7 @@ __all__ = [
     "Event",
     "LeafDiff",
     "LeafInfo",
+    "LeafMatch",
     "LeafPlan",
     "LoadHandle",
     "RestorePlan",
@@ -60,6 +63,7 @@ __all__ = [
     "SaveResult",
     "Simulation",
     "StoreOptions",
+    "Suggestion",
     "VerifyReport",
     "abstract_state",
     "configs",
@@ -82,6 +86,7 @@ __all__ = [
     "save_async",
     "set_store_options",
     "simulate",
+    "suggest",
     "transforms",
     "verify",
 ]
@@ -89,6 +94,7 @@ __all__ = [
 # Imported at their first use: importing jax takes a second, and the help texts of the
 # command do not need it.
 _HOMES = {
+    "Ambiguity": "maps._suggest",
     "ArrayLayout": "_arrays.zarr.array_layout",
     "CheckpointCallback": "_training.callback",
     "CheckpointDiff": "_inspect.diff",
@@ -97,6 +103,7 @@ _HOMES = {
     "Event": "_steps.event",
     "LeafDiff": "_inspect.diff",
     "LeafInfo": "_state.leaf",
+    "LeafMatch": "maps._suggest",
     "LeafPlan": "_checkpoint.plan",
     "LoadHandle": "_checkpoint.load_handle",
     "RestorePlan": "_checkpoint.plan",
@@ -104,6 +111,7 @@ _HOMES = {
     "SaveResult": "_checkpoint.save_handle",
     "Simulation": "_inspect.simulate",
     "StoreOptions": "_storage.store_requests",
+    "Suggestion": "maps._suggest",
     "VerifyReport": "_checkpoint.verify_report",
     "abstract_state": "partition",
     "convert": "_convert.convert",
@@ -119,6 +127,7 @@ _HOMES = {
     "save_async": "_checkpoint.save",
     "set_store_options": "_storage.store_settings",
     "simulate": "_inspect.simulate",
+    "suggest": "maps._suggest",
     "verify": "_checkpoint.verify",
 }
 

@@ -43,6 +43,7 @@ PASSAGES = {
         "_safetensors",
         "_t5x",
     },
+    "maps": {"_suggest"},
     "transforms": {"_base", "_form", "_moments", "_names", "_patterns", "_remap"},
 }
 
