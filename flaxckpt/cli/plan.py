@@ -11,7 +11,7 @@ from flaxckpt.cli import _app, _output
 
 if TYPE_CHECKING:
     from flaxckpt._checkpoint.plan import RestorePlan
-    from flaxckpt.maps._suggest import Suggestion
+    from flaxckpt.maps._suggest.suggestion import Suggestion
 
 
 @_app.verb
@@ -70,7 +70,7 @@ def plan(
     if suggest:
         from flaxckpt.maps import _suggest
 
-        suggestion = _suggest.suggest(path, target_state.state, step=step)
+        suggestion = _suggest.suggestion.suggest(path, target_state.state, step=step)
         return _show_suggestion(suggestion, json=json)
     restore_plan = _checkpoint.restore.plan(
         path,

@@ -14,8 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from flaxckpt._types import LeafPath, Shape
-from flaxckpt.maps import _suggest_forms as forms
-from flaxckpt.maps import _suggest_names as names
+from flaxckpt.maps._suggest import forms, names
 
 Scope: TypeAlias = tuple[str, ...]
 """Components of the path of a module."""
