@@ -3,223 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.maps._suggest import forms, names
-
-Scope: TypeAlias = tuple[str, ...]
-"""Components of the path of a module."""
-
-Key: TypeAlias = tuple[int, ...]
-"""Values of the indices of a pattern; of an index over words, the word's position."""
-
-# ---- patterns -----------------------------------------------------------------------
-
-_NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Pattern:
-    """Leaves whose paths differ only in the numbers of repeated modules.
-
-    Attributes:
-        pieces: The text of the paths, between the indices.
-        members: The values of the indices -> the leaf path.
-        shapes: The same -> the shape.
-        words: Of each index the words that it runs over; empty for numbers.
-        meanings: The meanings of the paths.
-        parts: Of leaves that are joined, the patterns of each.
-    """
-
-    pieces: tuple[str, ...]
-    members: Mapping[Key, LeafPath]
-    shapes: Mapping[Key, Shape]
-    words: tuple[tuple[str, ...], ...]
-    meanings: tuple[names.Meaning, ...]
-    parts: tuple[Pattern, ...] = ()
-
-    @functools.cached_property
-    def components(self) -> tuple[str, ...]:
-        """The components of the path, with `#` for the indices."""
-        return tuple(names.HOLE.join(self.pieces).split("/"))
-
-    @functools.cached_property
-    def values(self) -> tuple[tuple[int, ...], ...]:
-        """The values of each index, in order."""
-        return tuple(
-            tuple(sorted({key[at] for key in self.members}))
-            for at in range(len(self.words))
-        )
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The positions of the indices that are numbers."""
-        return tuple(at for at, words in enumerate(self.words) if not words)
-
-    @functools.cached_property
-    def size(self) -> int:
-        """The number of elements of one leaf."""
-        return math.prod(next(iter(self.shapes.values())))
-
-    def __str__(self) -> str:
-        """The name of the pattern, with `{}` for numbers."""
-        text = self.pieces[0]
-        for words, piece in zip(self.words, self.pieces[1:], strict=True):
-            text += f"{{{'|'.join(words)}}}{piece}"
-        return text
-
-
-def find_patterns(shapes: Mapping[LeafPath, Shape]) -> list[Pattern]:
-    """Groups leaves by path, without the numbers of repeated modules.
-
-    A number is that of a repeated module if the modules of several numbers hold much
-    the same leaves. `1` and `2` of `ln_1` and `ln_2` are not.
-    """
-    split = {path: _NUMBER.split(path) for path in shapes}
-    templates = dict.fromkeys(shapes, "")
-    holes: dict[LeafPath, list[int]] = {path: [] for path in shapes}  # places of holes
-    ordinals: dict[LeafPath, list[str]] = {path: [] for path in shapes}
-    depth = max((len(pieces) // 2 for pieces in split.values()), default=0)
-    for at in range(depth):
-        groups: dict[str, list[LeafPath]] = defaultdict(list)
-        for path, pieces in split.items():
-            templates[path] += pieces[2 * at] if 2 * at < len(pieces) else ""
-            if 2 * at + 1 < len(pieces):
-                groups[templates[path]].append(path)
-        for before, paths in groups.items():
-            modules: dict[int, dict[str, Shape]] = defaultdict(dict)
-            for path in paths:
-                number = int(split[path][2 * at + 1])
-                rest = names.HOLE.join(split[path][2 * at + 2 :: 2])
-                modules[number][rest] = shapes[path]
-            is_hole = _is_repeated(modules, before)
-            ranks = {number: i for i, number in enumerate(sorted(modules))}
-            for path in paths:
-                text = split[path][2 * at + 1]
-                if is_hole:
-                    holes[path].append(at)
-                elif len(ranks) > 1:
-                    ordinals[path].append(f"@{ranks[int(text)]}")
-                templates[path] += "{}" if is_hole else text
-    found: dict[tuple[str, ...], dict[Key, LeafPath]] = defaultdict(dict)
-    for path, pieces in split.items():
-        cut, last = [], 0
-        for at in holes[path]:
-            cut.append("".join(pieces[last : 2 * at + 1]))
-            last = 2 * at + 2
-        cut.append("".join(pieces[last:]))
-        key = tuple(int(pieces[2 * at + 1]) for at in holes[path])
-        found[tuple(cut)][key] = path
-    return [
-        _pattern(pieces, members, shapes, ordinals[next(iter(members.values()))])
-        for pieces, members in found.items()
-    ]
-
-
-def _pattern(
-    pieces: tuple[str, ...],
-    members: Mapping[Key, LeafPath],
-    shapes: Mapping[LeafPath, Shape],
-    ordinals: Sequence[str],
-) -> Pattern:
-    meanings = names.meanings(names.HOLE.join(pieces).split("/"))
-    return Pattern(
-        pieces,
-        members,
-        {key: shapes[path] for key, path in members.items()},
-        ((),) * (len(pieces) - 1),
-        tuple(one | {*ordinals} for one in meanings),
-    )
-
-
-def _is_repeated(modules: Mapping[int, Mapping[str, Shape]], before: str) -> bool:
-    """Returns True if the numbers are those of repeated modules.
-
-    Args:
-        modules: Number -> its leaves, by the rest of their paths, and their shapes.
-        before: The paths before the number.
-    """
-    ordered = [modules[number] for number in sorted(modules)]
-    is_whole = before[-1:] in ("/", "")
-    if any("/" in rest.lstrip("/") for module in ordered for rest in module):
-        alike = [
-            len(a.keys() & b.keys()) / len(a.keys() | b.keys())
-            for a, b in itertools.pairwise(ordered)
-        ]
-        if not alike:
-            return is_whole
-        is_named = is_whole or _LAYERS.search(before) is not None
-        is_long = is_named or len(modules) >= _FLAT
-        return is_long and sum(alike) / len(alike) >= _ALIKE
-    is_run = max(modules) - min(modules) == len(modules) - 1
-    return len(modules) >= _FLAT and is_run and all(m == ordered[0] for m in ordered)
-
-
-_LAYERS = re.compile(
-    r"(layers?|blocks?|stages?|experts?|units?|/h|^h)_?$", re.IGNORECASE
-)
-"""Names of repeated modules, before their number."""
-
-_ALIKE = 0.4
-"""The least part of the leaves that repeated modules share."""
-
-_FLAT = 4
-"""The least number of layers without modules in them that are taken for repeated."""
-
-
-def join(parts: Sequence[Pattern], fused: str) -> Pattern | None:
-    """Returns the patterns of query, key and value as one, with an index over words.
-
-    None if the patterns differ in more than a component, or in shapes.
-
-    Args:
-        parts: The patterns, in order.
-        fused: The concept of the joined leaves.
-    """
-    first = parts[0]
-    texts = [names.HOLE.join(part.pieces).split("/") for part in parts]
-    if (
-        any(part.shapes != first.shapes for part in parts)
-        or len({*map(len, texts)}) > 1
-    ):
-        return None
-    levels = [[text[at] for text in texts] for at in range(len(texts[0]))]
-    differing = [at for at, level in enumerate(levels) if len({*level}) > 1]
-    if len(differing) != 1 or any(names.HOLE in text for text in levels[differing[0]]):
-        return None
-    [at] = differing
-    above, below = texts[0][:at], texts[0][at + 1 :]
-    before = names.HOLE.join(["/".join([*above, ""])])
-    after = "".join(f"/{part}" for part in below)
-    index = before.count(names.HOLE)
-    pieces = (*before.split(names.HOLE), *after.split(names.HOLE))
-    shared = frozenset.intersection(*(frozenset().union(*p.meanings) for p in parts))
-    return Pattern(
-        pieces,
-        {
-            (*key[:index], word, *key[index:]): part.members[key]
-            for word, part in enumerate(parts)
-            for key in part.members
-        },
-        {
-            (*key[:index], word, *key[index:]): part.shapes[key]
-            for word, part in enumerate(parts)
-            for key in part.members
-        },
-        (*first.words[:index], tuple(levels[at]), *first.words[index:]),
-        (shared | {fused},),
-        tuple(parts),
-    )
-
+from flaxckpt.maps._suggest.patterns import Key, Pattern, Scope, join
 
 # ---- links --------------------------------------------------------------------------
 
@@ -422,6 +216,9 @@ _CONTEXT = 0.35
 CLOSE = 0.02
 """Scores that differ by less are equally good."""
 
+_CLEAR = 0.2
+"""A margin that leaves no doubt."""
+
 WEAK = 0.2
 """Names that are less alike do not show that leaves belong together."""
 
@@ -436,12 +233,7 @@ def match(sources: Sequence[Pattern], targets: Sequence[Pattern]) -> list[Match]
         [one.meanings for one in sources], [one.meanings for one in targets]
     )
     sources, targets = _join_fused(sources, targets, similarity)
-    links = {
-        (i, j): found
-        for i, source in enumerate(sources)
-        for j, target in enumerate(targets)
-        if (found := _link_alike(source, target, similarity))
-    }
+    links = _find_links(sources, targets, similarity)
     if not links:
         return []
     base = np.full((len(sources), len(targets)), -np.inf)
@@ -453,22 +245,72 @@ def match(sources: Sequence[Pattern], targets: Sequence[Pattern]) -> list[Match]
         for (i, j), bonus in _context(chosen, links).items():
             scores[i, j] += _CONTEXT * bonus
         chosen = _assign(scores)
-    alone = _only_choices(base)
-    chosen = [at for at in chosen if base[at] >= WEAK or at in alone]
     around = _Around([links[at] for at in chosen])
-    return [_with_rivals(at, chosen, around, links) for at in chosen]
+    ends: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+    for i, j in links:
+        ends["source", i].append((i, j))
+        ends["target", j].append((i, j))
+    return [
+        _with_rivals(
+            (i, j), [*ends["source", i], *ends["target", j]], chosen, around, links
+        )
+        for i, j in chosen
+    ]
 
 
-def _link_alike(
-    source: Pattern, target: Pattern, similarity: names.Similarity
-) -> Link | None:
-    if source.size * len(source.members) != target.size * len(target.members) and (
-        source.size != target.size
-    ):
-        mine, theirs = source.size, target.size
-        if len(source.words) == len(target.words) or (mine % theirs and theirs % mine):
-            return None
-    return link(source, target, similarity(source.meanings, target.meanings))
+def _find_links(
+    sources: Sequence[Pattern],
+    targets: Sequence[Pattern],
+    similarity: names.Similarity,
+) -> dict[tuple[int, int], Link]:
+    """Returns all links of patterns with names that are alike.
+
+    Patterns without such a link are linked if no others have their shape.
+    """
+    scores = {
+        (i, j): similarity(source.meanings, target.meanings)
+        for i, source in enumerate(sources)
+        for j, target in enumerate(targets)
+        if _may_fit(source, target)
+    }
+    links = {
+        (i, j): found
+        for (i, j), score in scores.items()
+        if score >= WEAK and (found := link(sources[i], targets[j], score))
+    }
+    rows, columns = {i for i, _ in links}, {j for _, j in links}
+    weak = {
+        (i, j): found
+        for (i, j), score in scores.items()
+        if i not in rows and j not in columns
+        if (found := link(sources[i], targets[j], score))
+    }
+    alone = _alone(weak)
+    return links | {
+        (i, j): weak[i, j]
+        for i, j in alone
+        if not any(
+            (a == i) != (b == j) and link(sources[a], targets[b], 0.0)
+            for a, b in scores
+        )
+    }
+
+
+def _alone(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns the pairs whose members are in no other pair."""
+    listed = list(pairs)
+    left, right = Counter(i for i, _ in listed), Counter(j for _, j in listed)
+    return [(i, j) for i, j in listed if left[i] == right[j] == 1]
+
+
+def _may_fit(source: Pattern, target: Pattern) -> bool:
+    """Returns False if no form can fit, by the numbers of elements."""
+    mine, theirs = source.size, target.size
+    if mine == theirs or mine * len(source.members) == theirs * len(target.members):
+        return True
+    if len(source.words) == len(target.words):
+        return False
+    return theirs != 0 and mine != 0 and (mine % theirs == 0 or theirs % mine == 0)
 
 
 def _join_fused(
@@ -559,7 +401,7 @@ class _Around:
         self._right: Counter[Scope] = Counter()
         self._both: Counter[tuple[Scope, Scope]] = Counter()
         for one in chosen:
-            left, right = _scopes(one.source), _scopes(one.target)
+            left, right = one.source.scopes, one.target.scopes
             self._left.update(left)
             self._right.update(right)
             self._both.update(itertools.product(left, right))
@@ -571,10 +413,10 @@ class _Around:
             link: The link.
             own: The chosen links of its source and its target, which do not count.
         """
-        ends = [(_scopes(one.source), _scopes(one.target)) for one in own]
-        right = _scopes(link.target)
+        ends = [(one.source.scopes, one.target.scopes) for one in own]
+        right = link.target.scopes
         bonus = weights = 0.0
-        for weight, mine in zip((4, 2, 1), _scopes(link.source), strict=False):
+        for weight, mine in zip((4, 2, 1), link.source.scopes, strict=False):
             lefts = self._left[mine] - sum(mine in left for left, _ in ends)
             best = 0.0
             for theirs in right if lefts else ():
@@ -589,35 +431,27 @@ class _Around:
         return bonus / weights if weights else 0.5
 
 
-def _scopes(pattern: Pattern) -> list[Scope]:
-    """Returns the modules around a leaf, the innermost first."""
-    parts = pattern.components
-    return [parts[:end] for end in range(len(parts) - 1, max(len(parts) - 4, 0), -1)]
-
-
-def _only_choices(scores: np.ndarray) -> set[tuple[int, int]]:
-    """Returns the links whose source and target have no other link."""
-    fits = np.isfinite(scores)
-    rows, columns = fits.sum(1), fits.sum(0)
-    return {
-        (int(i), int(j))
-        for i, j in np.argwhere(fits)
-        if rows[i] == 1 and columns[j] == 1
-    }
-
-
 def _with_rivals(
     at: tuple[int, int],
+    others: Sequence[tuple[int, int]],
     chosen: Sequence[tuple[int, int]],
     around: _Around,
     links: Mapping[tuple[int, int], Link],
 ) -> Match:
-    """Returns a match with its margin: to swaps with others, and to free patterns."""
+    """Returns a match with its margin: to swaps with others, and to free patterns.
+
+    Args:
+        at: The match.
+        others: All links of its source or its target.
+        chosen: All matches.
+        around: The same, counted.
+        links: All links.
+    """
     i, j = at
     target_of, source_of = dict(chosen), {b: a for a, b in chosen}
     margin, rivals = math.inf, []
-    for (a, b), other in links.items():
-        if (a == i) == (b == j):
+    for a, b in others:
+        if (a, b) == at:
             continue
         here, there = [at], [(a, b)]
         if a == i and b in source_of:
@@ -627,12 +461,17 @@ def _with_rivals(
         if there[-1] not in links:
             continue
         own = [links[one] for one in here]
+        names_say = sum(one.similarity for one in own) - sum(
+            links[one].similarity for one in there
+        )
+        if (1 - _CONTEXT) * names_say - _CONTEXT * len(there) > _CLEAR:
+            continue
         loss = sum(_score(one, around, own) for one in own) - sum(
             _score(links[one], around, own) for one in there
         )
         margin = min(margin, loss)
         if loss < CLOSE:
-            rivals.append(other)
+            rivals.append(links[a, b])
     own = [links[at]]
     return Match(links[at], _score(links[at], around, own), margin, tuple(rivals))
 

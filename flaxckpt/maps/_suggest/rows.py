@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from flaxckpt.maps._suggest import forms
-from flaxckpt.maps._suggest.match import Link, Pattern
+from flaxckpt.maps._suggest.match import Link
+from flaxckpt.maps._suggest.patterns import Pattern
 
 Row: TypeAlias = tuple[str, str] | tuple[str, str, str]
 """A row of `remap`: the names in the source and in the state, and perhaps a form."""

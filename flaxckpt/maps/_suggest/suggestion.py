@@ -15,7 +15,8 @@ from flaxckpt.formats import _locate
 from flaxckpt.maps._suggest import forms, names
 from flaxckpt.maps._suggest import match as matching
 from flaxckpt.maps._suggest import rows as rows_of
-from flaxckpt.maps._suggest.match import Link, Match, Pattern
+from flaxckpt.maps._suggest.match import Link, Match
+from flaxckpt.maps._suggest.patterns import Pattern, find_patterns
 from flaxckpt.maps._suggest.rows import Row
 from flaxckpt.transforms import Transform, remap
 from flaxckpt.transforms import _base as _transforms
@@ -315,7 +316,7 @@ class _Guess:
         """Matches all leaves, kind of number by kind of number."""
         sides = [_by_kind(self._sources), _by_kind(self._targets)]
         for kind in sides[0].keys() & sides[1].keys():
-            self._match(*(matching.find_patterns(side[kind]) for side in sides))
+            self._match(*(find_patterns(side[kind]) for side in sides))
 
     def _match(self, sources: list[Pattern], targets: list[Pattern]) -> None:
         matches = matching.match(sources, targets)
