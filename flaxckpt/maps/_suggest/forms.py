@@ -245,7 +245,8 @@ def _usual(found: list[Candidate], source: Axes, target: Axes) -> list[Candidate
         right = [atom for atoms in one.right[scattered:] for atom in atoms]
         order = tuple(own.index(atom) for atom in right if atom in own)
         is_whole = len(own) == len(source.shape) == len(order)
-        return len(own) < 3 or not is_whole or order in _usual_orders(len(own))
+        is_free = len(own) < 3 or not is_whole or one.is_composed
+        return is_free or order in _usual_orders(len(own))
 
     found = [one for one in found if is_usual(one)] or found
     least = min((_count_composed(one) for one in found), default=0)

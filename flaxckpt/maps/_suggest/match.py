@@ -240,12 +240,14 @@ def match(sources: Sequence[Pattern], targets: Sequence[Pattern]) -> list[Match]
     for at, found in links.items():
         base[at] = found.similarity
     chosen = _assign(base)
+    clear = _find_clear(chosen, base)
     for _ in range(_ROUNDS):
         scores = np.where(np.isfinite(base), (1 - _CONTEXT) * base, -np.inf)
-        for (i, j), bonus in _context(chosen, links).items():
+        for (i, j), bonus in _context(clear, links).items():
             scores[i, j] += _CONTEXT * bonus
         chosen = _assign(scores)
-    around = _Around([links[at] for at in chosen])
+        clear = _find_clear(chosen, scores)
+    around = _Around([links[at] for at in clear])
     ends: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
     for i, j in links:
         ends["source", i].append((i, j))
@@ -256,6 +258,23 @@ def match(sources: Sequence[Pattern], targets: Sequence[Pattern]) -> list[Match]
         )
         for i, j in chosen
     ]
+
+
+def _find_clear(
+    chosen: Sequence[tuple[int, int]], scores: np.ndarray
+) -> list[tuple[int, int]]:
+    """Returns the links that are better than all others of their source and target.
+
+    Only these say something about the links around them: two layers that may as well be
+    swapped would confirm each other.
+    """
+    clear = []
+    for i, j in chosen:
+        row, column = np.delete(scores[i], j), np.delete(scores[:, j], i)
+        rival = max([*row, *column], default=-np.inf)
+        if scores[i, j] - rival > CLOSE:
+            clear.append((i, j))
+    return clear
 
 
 def _find_links(
@@ -305,8 +324,12 @@ def _alone(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _may_fit(source: Pattern, target: Pattern) -> bool:
     """Returns False if no form can fit, by the numbers of elements."""
-    mine, theirs = source.size, target.size
-    if mine == theirs or mine * len(source.members) == theirs * len(target.members):
+    if source.sizes & target.sizes:
+        return True
+    if len(source.sizes) > 1 or len(target.sizes) > 1:
+        return False
+    [mine], [theirs] = source.sizes, target.sizes
+    if mine * len(source.members) == theirs * len(target.members):
         return True
     if len(source.words) == len(target.words):
         return False
@@ -397,6 +420,7 @@ class _Around:
     """Counts the chosen links in each module, and in each pair of modules."""
 
     def __init__(self, chosen: Sequence[Link]) -> None:
+        self._counted = frozenset(chosen)
         self._left: Counter[Scope] = Counter()
         self._right: Counter[Scope] = Counter()
         self._both: Counter[tuple[Scope, Scope]] = Counter()
@@ -413,7 +437,11 @@ class _Around:
             link: The link.
             own: The chosen links of its source and its target, which do not count.
         """
-        ends = [(one.source.scopes, one.target.scopes) for one in own]
+        ends = [
+            (one.source.scopes, one.target.scopes)
+            for one in own
+            if one in self._counted
+        ]
         right = link.target.scopes
         bonus = weights = 0.0
         for weight, mine in zip((4, 2, 1), link.source.scopes, strict=False):

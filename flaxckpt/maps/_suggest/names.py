@@ -82,8 +82,7 @@ _PHRASES: Mapping[str, str] = {
     "head": "lm head|logits dense|logits|head|output projection|decoder head|output|"
     "classifier|score",
     # statistics, and the arrays of a layer
-    "mean stat": "running mean|batch stats mean",
-    "var stat": "running var|batch stats var",
+    "stat": "batch stats|running",
     "conv": "conv|convolution|conv proj",
     "encoder": "encoder|transformer encoder",
     "decoder": "decoder",
@@ -91,7 +90,7 @@ _PHRASES: Mapping[str, str] = {
     "vision": "vision model|visual|vision|vision encoder|vision tower|img|"
     "image encoder",
     "layer": "layers|layer|blocks|block|h|stages layers|encoderblock|resblocks|"
-    "transformer block|decoder layer|encoder layer",
+    "transformer block",
     "downsample": "downsample|shortcut|skip",
 }  # fmt: skip
 
@@ -173,7 +172,7 @@ def meanings(parts: Sequence[str]) -> tuple[Meaning, ...]:
     elif len(last) > 1 and last[-1] in ("weight", "kernel"):
         kind, rest = "weight", [*above, *last[:-1]]
     elif last and last[-1] in ("mean", "var"):
-        kind, rest = last[-1], [*above, *(w for w in last[:-1] if w != "running")]
+        kind, rest = last[-1], [*above, *last[:-1]]
     else:
         kind, rest = "weight", [*above, *last]
     flat = [word for part in rest for word in words(part)]

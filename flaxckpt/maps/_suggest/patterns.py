@@ -62,9 +62,9 @@ class Pattern:
         return tuple(at for at, words in enumerate(self.words) if not words)
 
     @functools.cached_property
-    def size(self) -> int:
-        """The number of elements of one leaf."""
-        return math.prod(next(iter(self.shapes.values())))
+    def sizes(self) -> frozenset[int]:
+        """The numbers of elements of the leaves."""
+        return frozenset(map(math.prod, self.shapes.values()))
 
     @functools.cached_property
     def scopes(self) -> tuple[Scope, ...]:
