@@ -319,6 +319,37 @@ def test_rows_that_are_known_decide(tmp_path):
         np.testing.assert_array_equal(loaded[0][path], loaded[1][path])
 
 
+def test_unequal_parts_of_one_array_are_split_first(tmp_path):
+    shapes = huggingface()
+    for i in range(LAYERS):
+        attention = f"model/layers/{i}/self_attn"
+        for name in "qkv":
+            del shapes[f"{attention}/{name}_proj/weight"]
+        shapes[f"{attention}/qkv_proj/weight"] = ((HEADS + 2 * KV) * D, E)
+    source = write_source(tmp_path / "a.npz", shapes)
+    suggestion = flaxckpt.suggest(source, abstract(maxtext()))
+    assert not suggestion.left
+    assert not suggestion.unused
+    [ambiguity] = suggestion.ambiguous
+    assert "blocks of it, in this order" in ambiguity.reason
+    assert "sizes=(48, 16, 16)" in ambiguity.choices[0]
+    layer = "params/decoder/layers/self_attention"
+    assert {*ambiguity.leaves} == {
+        f"{layer}/{name}/kernel" for name in ("query", "key", "value")
+    }
+    key = suggestion.leaves[f"{layer}/key/kernel"]
+    assert key.sources[1] == "model/layers/1/self_attn/qkv_proj/weight"
+    assert "from flaxckpt.transforms import remap, split" in suggestion.code
+    loaded = flaxckpt.load(
+        source, abstract(maxtext()), transforms=suggestion.accept().transforms
+    )
+    stored = flatten(flaxckpt.load(source, abstract(shapes)))
+    fused = stored["model/layers/1/self_attn/qkv_proj/weight"]
+    found = flatten(loaded)[f"{layer}/key/kernel"]
+    rows = fused[HEADS * D : (HEADS + KV) * D].reshape(KV, D, E)
+    np.testing.assert_array_equal(found[:, 1], rows.transpose(2, 0, 1))
+
+
 def test_a_tied_head_is_asked_about(tmp_path):
     source = write_source(tmp_path / "a.npz", huggingface(head=False))
     suggestion = flaxckpt.suggest(source, abstract(maxtext()))

@@ -13,7 +13,7 @@ import numpy as np
 
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.maps._suggest import forms, names
-from flaxckpt.maps._suggest.patterns import Key, Pattern, Scope, join
+from flaxckpt.maps._suggest.patterns import Key, Pattern, Scope, find_parts, join
 
 # ---- links --------------------------------------------------------------------------
 
@@ -348,7 +348,11 @@ def _join_fused(
             role = next(filter(None, map(names.fused_roles, fused.meanings)), None)
             if role is None:
                 continue
-            joined = _find_parts(role, sides[other])
+            joined = [
+                whole
+                for parts in find_parts(role[1], sides[other])
+                if (whole := join(parts, role[0]))
+            ]
             best: tuple[float, Pattern] | None = None
             for one in joined:
                 ends = (fused, one) if side == 0 else (one, fused)
@@ -364,25 +368,6 @@ def _join_fused(
 
 def _joined_similarity(fused: Pattern, joined: Pattern) -> float:
     return max(len(a & b) / len(a | b) for a in fused.meanings for b in joined.meanings)
-
-
-def _find_parts(
-    role: tuple[str, names.Words], patterns: Sequence[Pattern]
-) -> Iterator[Pattern]:
-    """Yields patterns of query, key and value that differ in nothing else, joined."""
-    fused, roles = role
-    found: dict[tuple[object, ...], dict[str, Pattern]] = defaultdict(dict)
-    for one in patterns:
-        for meaning in one.meanings:
-            mine = meaning & {*roles}
-            if len(mine) == 1 and not one.parts:
-                rest = (meaning - mine, one.pieces[0], len(one.pieces))
-                found[rest].setdefault(next(iter(mine)), one)
-    for parts in found.values():
-        if len(parts) == len(roles):
-            joined = join([parts[name] for name in roles], fused)
-            if joined is not None:
-                yield joined
 
 
 def find_tied(

@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from flaxckpt._types import LeafPath, Shape
@@ -177,6 +177,22 @@ _ALIKE = 0.4
 
 _FLAT = 4
 """The least number of layers without modules in them that are taken for repeated."""
+
+
+def find_parts(
+    roles: names.Words, patterns: Sequence[Pattern]
+) -> Iterator[tuple[Pattern, ...]]:
+    """Yields patterns of query, key and value whose meanings differ in nothing else."""
+    found: dict[object, dict[str, Pattern]] = defaultdict(dict)
+    for one in patterns:
+        for meaning in one.meanings:
+            mine = meaning & {*roles}
+            if len(mine) == 1 and not one.parts:
+                rest = meaning - mine, len(one.components)
+                found[rest].setdefault(next(iter(mine)), one)
+    for parts in found.values():
+        if len(parts) == len(roles):
+            yield tuple(parts[role] for role in roles)
 
 
 def join(parts: Sequence[Pattern], fused: str) -> Pattern | None:

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flaxckpt import _state, errors
+from flaxckpt import transforms as tf
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.formats import _locate
 from flaxckpt.maps._suggest import forms, names
 from flaxckpt.maps._suggest import match as matching
 from flaxckpt.maps._suggest import rows as rows_of
+from flaxckpt.maps._suggest.fused import Cut, find_cuts
 from flaxckpt.maps._suggest.match import Link, Match
 from flaxckpt.maps._suggest.patterns import Pattern, find_patterns
 from flaxckpt.maps._suggest.rows import Row
@@ -46,6 +48,11 @@ class LeafMatch:
     form: str | None
     confidence: float
     reason: str
+
+    def _of_wholes(self, wholes: Mapping[LeafPath, LeafPath]) -> LeafMatch:
+        """Returns the match with fused leaves in the place of their parts."""
+        sources = (wholes.get(path, path) for path in self.sources)
+        return dataclasses.replace(self, sources=tuple(dict.fromkeys(sources)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,21 +122,17 @@ class Suggestion:
     @property
     def code(self) -> str:
         """The transforms as lines of Python."""
-        given = [f"    {text}," for text in _transforms.describe(self.given)]
-        if not self.rows:
-            return "\n".join(["transforms = [", *given, "]"])
-        sizes = [f"        {name}={size}," for name, size in self.sizes.items()]
-        rows = [f"            {rows_of.as_code(row)}," for row in self.rows]
-        return "\n".join(
-            [
-                "from flaxckpt.transforms import remap",
-                "",
-                "transforms = [",
-                *given,
-                *("    remap(", "        [", *rows, "        ],", *sizes, "    ),"),
-                "]",
-            ]
-        )
+        given = _transforms.describe(self.given)
+        used = {text.partition("(")[0] for text in given} & {*tf.__all__}
+        used |= {"remap"} if self.rows else set()
+        lines = [f"from flaxckpt.transforms import {', '.join(sorted(used))}", ""]
+        lines = lines if used else []
+        lines += ["transforms = [", *(f"    {text}," for text in given)]
+        if self.rows:
+            sizes = [f"        {name}={size}," for name, size in self.sizes.items()]
+            rows = [f"            {rows_of.as_code(row)}," for row in self.rows]
+            lines += ["    remap(", "        [", *rows, "        ],", *sizes, "    ),"]
+        return "\n".join([*lines, "]"])
 
     def __str__(self) -> str:
         wanted = len(self.leaves) + len(self.left)
@@ -243,7 +246,11 @@ def suggest_for_tables(
     Raises:
         OptionError: No leaf of `source` fits a leaf of `wanted`.
     """
-    sources, targets = _arrays_of(source), _arrays_of(wanted)
+    targets = _arrays_of(wanted)
+    cuts = _find_cuts(_arrays_of(source), targets)
+    splits = [cut.transform for cut in cuts]
+    wholes = {part: whole for cut in cuts for part, whole in cut.wholes.items()}
+    sources = _arrays_of(_transforms.apply(splits, source, wanted))
     same = {
         path: LeafMatch((path,), None, 1.0, "the path and the shape are the same")
         for path, info in targets.items()
@@ -266,7 +273,20 @@ def suggest_for_tables(
             + errors.rows(f"{path}: {nearest}" for path, nearest in left.items())
             + "\nCheck that both are of one model, with the same sizes."
         )
+    leaves = {
+        path: match._of_wholes(wholes) if cuts else match
+        for path, match in leaves.items()
+    }
+    guess.ambiguous += [
+        Ambiguity(
+            cut.targets,
+            (str(cut.transform),),
+            "the parts of one array are taken to be blocks of it, in this order",
+        )
+        for cut in cuts
+    ]
     used = {path for match in leaves.values() for path in match.sources}
+    used |= {part for part, whole in wholes.items() if whole in used}
     unused = tuple(path for path in sources if path not in used)
     return Suggestion(
         leaves,
@@ -275,8 +295,19 @@ def suggest_for_tables(
         unused,
         tuple(guess.rows),
         dict(guess.names.sizes),
-        tuple(given),
+        (*given, *splits),
     )
+
+
+def _find_cuts(
+    sources: Mapping[LeafPath, LeafInfo], targets: Mapping[LeafPath, LeafInfo]
+) -> list[Cut]:
+    """Returns the splits of fused leaves of the source into unequal parts."""
+    sides = [
+        find_patterns({p: i.shape for p, i in side.items() if _is_plain(p)})
+        for side in (sources, targets)
+    ]
+    return find_cuts(*sides)
 
 
 def _arrays_of(table: LeafTable) -> dict[LeafPath, LeafInfo]:
