@@ -143,7 +143,7 @@ class Suggestion:
             "",
             self.code,
         ]
-        lines += _part("leaves", _evidence(self.leaves))
+        lines += _part("kinds of leaves", _evidence(self.leaves))
         lines += _part("ambiguous", map(str, self.ambiguous))
         lines += _part("without a source", (f"{p}: {t}" for p, t in self.left.items()))
         lines += _part("unused in the source", self.unused)
