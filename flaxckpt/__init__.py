@@ -43,9 +43,16 @@ if TYPE_CHECKING:
     from flaxckpt._storage.store_settings import set_store_options
     from flaxckpt._training.callback import CheckpointCallback
     from flaxckpt.formats._reader import CheckpointMetadata
+    from flaxckpt.maps._suggest.suggestion import (
+        Ambiguity,
+        LeafMatch,
+        Suggestion,
+        suggest,
+    )
     from flaxckpt.partition import abstract_state, parameter_infos
 
 __all__ = [
+    "Ambiguity",
     "ArrayLayout",
     "CheckpointCallback",
     "CheckpointDiff",
@@ -54,6 +61,7 @@ __all__ = [
     "Event",
     "LeafDiff",
     "LeafInfo",
+    "LeafMatch",
     "LeafPlan",
     "LoadHandle",
     "RestorePlan",
@@ -61,6 +69,7 @@ __all__ = [
     "SaveResult",
     "Simulation",
     "StoreOptions",
+    "Suggestion",
     "VerifyReport",
     "abstract_state",
     "configs",
@@ -84,6 +93,7 @@ __all__ = [
     "save_async",
     "set_store_options",
     "simulate",
+    "suggest",
     "transforms",
     "verify",
 ]
@@ -91,6 +101,7 @@ __all__ = [
 # Imported at their first use: importing jax takes a second, and the help texts of the
 # command do not need it.
 _HOMES = {
+    "Ambiguity": "maps._suggest.suggestion",
     "ArrayLayout": "_arrays.zarr.array_layout",
     "CheckpointCallback": "_training.callback",
     "CheckpointDiff": "_inspect.diff",
@@ -99,6 +110,7 @@ _HOMES = {
     "Event": "_steps.event",
     "LeafDiff": "_inspect.diff",
     "LeafInfo": "_state.leaf",
+    "LeafMatch": "maps._suggest.suggestion",
     "LeafPlan": "_checkpoint.plan",
     "LoadHandle": "_checkpoint.load_handle",
     "RestorePlan": "_checkpoint.plan",
@@ -106,6 +118,7 @@ _HOMES = {
     "SaveResult": "_checkpoint.save_handle",
     "Simulation": "_inspect.simulate",
     "StoreOptions": "_storage.store_requests",
+    "Suggestion": "maps._suggest.suggestion",
     "VerifyReport": "_checkpoint.verify_report",
     "abstract_state": "partition",
     "convert": "_convert.convert",
@@ -122,6 +135,7 @@ _HOMES = {
     "save_async": "_checkpoint.save",
     "set_store_options": "_storage.store_settings",
     "simulate": "_inspect.simulate",
+    "suggest": "maps._suggest.suggestion",
     "verify": "_checkpoint.verify",
 }
 

@@ -355,6 +355,29 @@ def test_plan_into_a_state_in_a_file(here, command):
     )
 
 
+def test_plan_guesses_transforms(here, command):
+    np.savez(here / "torch.npz", **{"model/up/weight": np.ones((3, 5), np.float32)})
+    (here / "wanted.json").write_text('{"params": {"up": {"kernel": "float32[5, 3]"}}}')
+    lines = command.text("plan", "torch.npz", "wanted.json", "--suggest")
+    assert '            ("model/up/weight", "params/up/kernel", "o e -> e o"),' in lines
+    found = command.json("plan", "torch.npz", "wanted.json", "--suggest")
+    assert found["ok"]
+    assert "remap" in found["code"]
+    assert found["leaves"]["params/up/kernel"]["sources"] == ["model/up/weight"]
+
+
+def test_plan_that_guesses_too_little_is_1(here, command):
+    np.savez(here / "torch.npz", **{"up/weight": np.ones((3, 3), np.float32)})
+    (here / "wanted.json").write_text('{"up": {"kernel": "float32[3, 3]"}}')
+    lines = command.text("plan", "torch.npz", "wanted.json", "--suggest", code=1)
+    assert "ambiguous: 1" in lines
+    found = command.json("plan", "torch.npz", "wanted.json", "--suggest", code=1)
+    assert [one["leaves"] for one in found["ambiguous"]] == [["up/kernel"]]
+    (here / "wanted.json").write_text('{"up": {"kernel": "float32[7]"}}')
+    found = command.refuses("plan", "torch.npz", "wanted.json", "--suggest")
+    assert "no leaf of the source fits" in found
+
+
 # ---- du and doctor ------------------------------------------------------------------
 
 

@@ -44,7 +44,7 @@ PASSAGES = {
         "_safetensors",
         "_t5x",
     },
-    "maps": {"_config", "_named"},
+    "maps": {"_config", "_named", "_suggest"},
     "transforms": {
         "_base",
         "_export",

@@ -174,7 +174,9 @@ def refuse(tmp_path, state, match, error=errors.OptionError, **options):
 def test_maps_that_are_none_are_refused_at_once(tmp_path, source):
     fresh = state_of(source)
     # Also if the run has steps already: the option is wrong at every start.
-    refuse(tmp_path, fresh, "'auto' or one of llama", source=source, source_map="lama")
+    refuse(
+        tmp_path, fresh, "'auto' or one of bert, clip", source=source, source_map="lama"
+    )
     refuse(tmp_path, fresh, "source_map must be a list", source=source, source_map=3)
     refuse(tmp_path, fresh, "source_map needs a source", source_map="auto")
     with pytest.raises(errors.OptionError, match="source_map must be 'auto' or one of"):

@@ -1,0 +1,240 @@
+"""Patterns of leaf paths: the leaves of repeated modules together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from flaxckpt._types import LeafPath, Shape
+from flaxckpt.maps._suggest import names
+
+Scope: TypeAlias = tuple[str, ...]
+"""Components of the path of a module."""
+
+Key: TypeAlias = tuple[int, ...]
+"""Values of the indices of a pattern; of an index over words, the word's position."""
+
+_NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pattern:
+    """Leaves whose paths differ only in the numbers of repeated modules.
+
+    Attributes:
+        pieces: The text of the paths, between the indices.
+        members: The values of the indices -> the leaf path.
+        shapes: The same -> the shape.
+        words: Of each index the words that it runs over; empty for numbers.
+        meanings: The meanings of the paths.
+        parts: Of leaves that are joined, the patterns of each.
+    """
+
+    pieces: tuple[str, ...]
+    members: Mapping[Key, LeafPath]
+    shapes: Mapping[Key, Shape]
+    words: tuple[tuple[str, ...], ...]
+    meanings: tuple[names.Meaning, ...]
+    parts: tuple[Pattern, ...] = ()
+
+    @functools.cached_property
+    def components(self) -> tuple[str, ...]:
+        """The components of the path, with `#` for the indices."""
+        return tuple(names.HOLE.join(self.pieces).split("/"))
+
+    @functools.cached_property
+    def values(self) -> tuple[tuple[int, ...], ...]:
+        """The values of each index, in order."""
+        return tuple(
+            tuple(sorted({key[at] for key in self.members}))
+            for at in range(len(self.words))
+        )
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The positions of the indices that are numbers."""
+        return tuple(at for at, words in enumerate(self.words) if not words)
+
+    @functools.cached_property
+    def sizes(self) -> frozenset[int]:
+        """The numbers of elements of the leaves."""
+        return frozenset(map(math.prod, self.shapes.values()))
+
+    @functools.cached_property
+    def scopes(self) -> tuple[Scope, ...]:
+        """The modules around the leaf, the innermost first; three at most."""
+        parts = self.components
+        ends = range(len(parts) - 1, max(len(parts) - 4, 0), -1)
+        return tuple(parts[:end] for end in ends)
+
+    def __str__(self) -> str:
+        """The name of the pattern, with `{}` for numbers."""
+        text = self.pieces[0]
+        for words, piece in zip(self.words, self.pieces[1:], strict=True):
+            text += f"{{{'|'.join(words)}}}{piece}"
+        return text
+
+
+def find_patterns(shapes: Mapping[LeafPath, Shape]) -> list[Pattern]:
+    """Groups leaves by path, without the numbers of repeated modules.
+
+    A number is that of a repeated module if the modules of several numbers hold much
+    the same leaves. `1` and `2` of `ln_1` and `ln_2` are not.
+    """
+    split = {path: _NUMBER.split(path) for path in shapes}
+    templates = dict.fromkeys(shapes, "")
+    holes: dict[LeafPath, list[int]] = {path: [] for path in shapes}  # places of holes
+    ordinals: dict[LeafPath, list[str]] = {path: [] for path in shapes}
+    depth = max((len(pieces) // 2 for pieces in split.values()), default=0)
+    for at in range(depth):
+        groups: dict[str, list[LeafPath]] = defaultdict(list)
+        for path, pieces in split.items():
+            templates[path] += pieces[2 * at] if 2 * at < len(pieces) else ""
+            if 2 * at + 1 < len(pieces):
+                groups[templates[path]].append(path)
+        for before, paths in groups.items():
+            modules: dict[int, dict[str, Shape]] = defaultdict(dict)
+            for path in paths:
+                number = int(split[path][2 * at + 1])
+                rest = names.HOLE.join(split[path][2 * at + 2 :: 2])
+                modules[number][rest] = shapes[path]
+            is_hole = _is_repeated(modules, before)
+            ranks = {number: i for i, number in enumerate(sorted(modules))}
+            for path in paths:
+                text = split[path][2 * at + 1]
+                if is_hole:
+                    holes[path].append(at)
+                elif len(ranks) > 1:
+                    ordinals[path].append(f"@{ranks[int(text)]}")
+                templates[path] += "{}" if is_hole else text
+    found: dict[tuple[str, ...], dict[Key, LeafPath]] = defaultdict(dict)
+    for path, pieces in split.items():
+        cut, last = [], 0
+        for at in holes[path]:
+            cut.append("".join(pieces[last : 2 * at + 1]))
+            last = 2 * at + 2
+        cut.append("".join(pieces[last:]))
+        key = tuple(int(pieces[2 * at + 1]) for at in holes[path])
+        found[tuple(cut)][key] = path
+    return [
+        _pattern(pieces, members, shapes, ordinals[next(iter(members.values()))])
+        for pieces, members in found.items()
+    ]
+
+
+def _pattern(
+    pieces: tuple[str, ...],
+    members: Mapping[Key, LeafPath],
+    shapes: Mapping[LeafPath, Shape],
+    ordinals: Sequence[str],
+) -> Pattern:
+    meanings = names.meanings(names.HOLE.join(pieces).split("/"))
+    return Pattern(
+        pieces,
+        members,
+        {key: shapes[path] for key, path in members.items()},
+        ((),) * (len(pieces) - 1),
+        tuple(one | {*ordinals} for one in meanings),
+    )
+
+
+def _is_repeated(modules: Mapping[int, Mapping[str, Shape]], before: str) -> bool:
+    """Returns True if the numbers are those of repeated modules.
+
+    Args:
+        modules: Number -> its leaves, by the rest of their paths, and their shapes.
+        before: The paths before the number.
+    """
+    ordered = [modules[number] for number in sorted(modules)]
+    is_whole = before[-1:] in ("/", "")
+    if any("/" in rest.lstrip("/") for module in ordered for rest in module):
+        alike = [
+            len(a.keys() & b.keys()) / len(a.keys() | b.keys())
+            for a, b in itertools.pairwise(ordered)
+        ]
+        if not alike:
+            return is_whole
+        is_named = is_whole or _LAYERS.search(before) is not None
+        is_long = is_named or len(modules) >= _FLAT
+        return is_long and sum(alike) / len(alike) >= _ALIKE
+    is_run = max(modules) - min(modules) == len(modules) - 1
+    return len(modules) >= _FLAT and is_run and all(m == ordered[0] for m in ordered)
+
+
+_LAYERS = re.compile(
+    r"(layers?|blocks?|stages?|experts?|units?|/h|^h)_?$", re.IGNORECASE
+)
+"""Names of repeated modules, before their number."""
+
+_ALIKE = 0.4
+"""The least part of the leaves that repeated modules share."""
+
+_FLAT = 4
+"""The least number of layers without modules in them that are taken for repeated."""
+
+
+def find_parts(
+    roles: names.Words, patterns: Sequence[Pattern]
+) -> Iterator[tuple[Pattern, ...]]:
+    """Yields patterns of query, key and value whose meanings differ in nothing else."""
+    found: dict[object, dict[str, Pattern]] = defaultdict(dict)
+    for one in patterns:
+        for meaning in one.meanings:
+            mine = meaning & {*roles}
+            if len(mine) == 1 and not one.parts:
+                rest = meaning - mine, len(one.components)
+                found[rest].setdefault(next(iter(mine)), one)
+    for parts in found.values():
+        if len(parts) == len(roles):
+            yield tuple(parts[role] for role in roles)
+
+
+def join(parts: Sequence[Pattern], fused: str) -> Pattern | None:
+    """Returns the patterns of query, key and value as one, with an index over words.
+
+    None if the patterns differ in more than a component, or in shapes.
+
+    Args:
+        parts: The patterns, in order.
+        fused: The concept of the joined leaves.
+    """
+    first = parts[0]
+    texts = [names.HOLE.join(part.pieces).split("/") for part in parts]
+    if (
+        any(part.shapes != first.shapes for part in parts)
+        or len({*map(len, texts)}) > 1
+    ):
+        return None
+    levels = [[text[at] for text in texts] for at in range(len(texts[0]))]
+    differing = [at for at, level in enumerate(levels) if len({*level}) > 1]
+    if len(differing) != 1 or any(names.HOLE in text for text in levels[differing[0]]):
+        return None
+    [at] = differing
+    above, below = texts[0][:at], texts[0][at + 1 :]
+    before = names.HOLE.join(["/".join([*above, ""])])
+    after = "".join(f"/{part}" for part in below)
+    index = before.count(names.HOLE)
+    pieces = (*before.split(names.HOLE), *after.split(names.HOLE))
+    shared = frozenset.intersection(*(frozenset().union(*p.meanings) for p in parts))
+    return Pattern(
+        pieces,
+        {
+            (*key[:index], word, *key[index:]): part.members[key]
+            for word, part in enumerate(parts)
+            for key in part.members
+        },
+        {
+            (*key[:index], word, *key[index:]): part.shapes[key]
+            for word, part in enumerate(parts)
+            for key in part.members
+        },
+        (*first.words[:index], tuple(levels[at]), *first.words[index:]),
+        (shared | {fused},),
+        tuple(parts),
+    )

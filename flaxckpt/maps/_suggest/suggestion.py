@@ -1,0 +1,462 @@
+"""`suggest`: guesses the transforms from a checkpoint to a state with other names."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from flaxckpt import _state, errors
+from flaxckpt import transforms as tf
+from flaxckpt._state.leaf import LeafInfo, LeafTable
+from flaxckpt._types import LeafPath, PathLike, PyTree
+from flaxckpt.formats import _locate
+from flaxckpt.maps._suggest import forms, names
+from flaxckpt.maps._suggest import match as matching
+from flaxckpt.maps._suggest import rows as rows_of
+from flaxckpt.maps._suggest.fused import Cut, find_cuts
+from flaxckpt.maps._suggest.match import Link, Match
+from flaxckpt.maps._suggest.patterns import Pattern, find_patterns
+from flaxckpt.maps._suggest.rows import Row
+from flaxckpt.transforms import Transform, remap
+from flaxckpt.transforms import _base as _transforms
+from flaxckpt.transforms._moments import find_mirrors
+
+SURE = 0.5
+"""Matches of less confidence are listed as ambiguous."""
+
+_ROWS_PRINTED = 40
+
+# ---- the result ---------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafMatch:
+    """The source that was found for a leaf.
+
+    Attributes:
+        sources: The leaves of the checkpoint; several if they are stacked.
+        form: How their axes become those of the leaf, in einops notation; None if the
+            values stay as they are.
+        confidence: From 0 to 1; below 0.5 only if the leaf is ambiguous.
+        reason: The evidence.
+    """
+
+    sources: tuple[LeafPath, ...]
+    form: str | None
+    confidence: float
+    reason: str
+
+    def _of_wholes(self, wholes: Mapping[LeafPath, LeafPath]) -> LeafMatch:
+        """Returns the match with fused leaves in the place of their parts."""
+        sources = (wholes.get(path, path) for path in self.sources)
+        return dataclasses.replace(self, sources=tuple(dict.fromkeys(sources)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ambiguity:
+    """A choice that neither names nor shapes decide.
+
+    Attributes:
+        leaves: The leaves concerned.
+        choices: The rows to choose from, as Python text; the preferred one first.
+        reason: Why nothing decides.
+    """
+
+    leaves: tuple[LeafPath, ...]
+    choices: tuple[str, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        first, *others = self.choices
+        more = "".join(f"\n    or {other}" for other in others)
+        return f"{self.reason}\n    {first}{more}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Suggestion:
+    """Transforms that were guessed, with the evidence for each leaf.
+
+    Attributes:
+        leaves: Leaf path of the state -> its source.
+        ambiguous: Choices that nothing decides; `transforms` is refused meanwhile.
+        left: Leaf path of the state without a source -> the nearest candidate.
+        unused: Leaves of the checkpoint that fill no leaf.
+        rows: The rows of `remap`.
+        sizes: The sizes of axes that the rows need.
+        given: The transforms that were applied first.
+    """
+
+    leaves: Mapping[LeafPath, LeafMatch]
+    ambiguous: tuple[Ambiguity, ...]
+    left: Mapping[LeafPath, str]
+    unused: tuple[LeafPath, ...]
+    rows: tuple[Row, ...]
+    sizes: Mapping[str, int]
+    given: tuple[Transform, ...] = ()
+
+    @property
+    def transforms(self) -> list[Transform]:
+        """The transforms, for `load` and `restore_or_init`.
+
+        Raises:
+            OptionError: A choice is ambiguous.
+        """
+        if self.ambiguous:
+            shown = [str(one).replace("\n   ", "") for one in self.ambiguous]
+            raise errors.OptionError(
+                "in the suggested transforms,"
+                f" {_count(self.ambiguous, 'choice is', 'choices are')} ambiguous:\n"
+                + errors.rows(shown)
+                + "\nPass the right rows, suggest(…, transforms=[remap([…])]), or take"
+                " the first of each: accept()."
+            )
+        return [*self.given, *([_remap(self.rows, self.sizes)] if self.rows else [])]
+
+    def accept(self) -> Suggestion:
+        """Returns the suggestion with the preferred choice wherever it is ambiguous."""
+        return dataclasses.replace(self, ambiguous=())
+
+    @property
+    def code(self) -> str:
+        """The transforms as lines of Python."""
+        given = _transforms.describe(self.given)
+        used = {text.partition("(")[0] for text in given} & {*tf.__all__}
+        used |= {"remap"} if self.rows else set()
+        lines = [f"from flaxckpt.transforms import {', '.join(sorted(used))}", ""]
+        lines = lines if used else []
+        lines += ["transforms = [", *(f"    {text}," for text in given)]
+        if self.rows:
+            sizes = [f"        {name}={size}," for name, size in self.sizes.items()]
+            rows = [f"            {rows_of.as_code(row)}," for row in self.rows]
+            lines += ["    remap(", "        [", *rows, "        ],", *sizes, "    ),"]
+        return "\n".join([*lines, "]"])
+
+    def __str__(self) -> str:
+        wanted = len(self.leaves) + len(self.left)
+        lines = [
+            f"{len(self.leaves)} of {wanted} leaves have a source;"
+            f" {_count(self.ambiguous, 'choice is', 'choices are')} ambiguous;"
+            f" {_count(self.unused, 'leaf', 'leaves')} of the source unused",
+            "",
+            self.code,
+        ]
+        lines += _part("kinds of leaves", _evidence(self.leaves))
+        lines += _part("ambiguous", map(str, self.ambiguous))
+        lines += _part("without a source", (f"{p}: {t}" for p, t in self.left.items()))
+        lines += _part("unused in the source", self.unused)
+        return "\n".join(lines)
+
+
+def _count(items: Sequence[object], one: str, many: str) -> str:
+    return f"{len(items)} {one if len(items) == 1 else many}"
+
+
+def _evidence(leaves: Mapping[LeafPath, LeafMatch]) -> Iterator[str]:
+    """Yields a line for each kind of leaf: those of all layers together."""
+    alike: dict[object, list[LeafPath]] = defaultdict(list)
+    for path, match in leaves.items():
+        kind = (re.sub("[0-9]+", "0", path), match.confidence, match.reason, match.form)
+        alike[kind].append(path)
+    for first, *others in alike.values():
+        match = leaves[first]
+        more = f" and {len(others)} like it" if others else ""
+        sources = errors.first_few(match.sources, 2)
+        yield f"{first}{more}: {match.confidence:.2f}, from {sources}; {match.reason}"
+
+
+def _part(title: str, rows: Iterable[str]) -> list[str]:
+    listed = list(rows)
+    if not listed:
+        return []
+    shown = [
+        "  " + "\n".join(map(errors.printable, row.split("\n")))
+        for row in listed[:_ROWS_PRINTED]
+    ]
+    more = len(listed) - len(shown)
+    return [
+        "",
+        f"{title}: {len(listed)}",
+        *shown,
+        *([f"  … and {more} more"] * (more > 0)),
+    ]
+
+
+def _remap(rows: Sequence[Row], sizes: Mapping[str, int]) -> Transform:
+    options: dict[str, Any] = dict(sizes)
+    return remap(rows, **options)
+
+
+# ---- the guess ----------------------------------------------------------------------
+
+
+def suggest(
+    source: PathLike,
+    abstract_state: PyTree,
+    *,
+    step: int | None = None,
+    transforms: Sequence[Transform] = (),
+) -> Suggestion:
+    """Guesses the transforms from a checkpoint to a state with other names.
+
+    ```python
+    suggestion = flaxckpt.suggest("hf_dir/", abstract_state)
+    print(suggestion)  # the lines to paste, and the evidence for each leaf
+    state = flaxckpt.load("hf_dir/", abstract_state, transforms=suggestion.transforms)
+    ```
+
+    Compares names, numbers of layers and shapes, and reads no values. It finds kernels
+    to transpose, heads to split, layers to stack, and query, key and value in one
+    array. It cannot find changes that leave shapes as they are, such as another order
+    of rotary frequencies, or norms that are stored less 1: compare the outputs of both
+    models. Optimizers are left out: moments follow their parameters.
+
+    Args:
+        source: A checkpoint, or a run directory.
+        abstract_state: The state to fill, as for `load`; values are not needed.
+        step: Step of a run directory; by default the newest.
+        transforms: Transforms to apply to the checkpoint first, such as rows that you
+            know: leaves with the path and the shape that the state wants are done.
+
+    Returns:
+        The transforms, with a confidence and a reason for each leaf; choices that are
+        ambiguous; and leaves that are left.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
+            `metadata`.
+        OptionError: No leaf of the checkpoint fits the state.
+    """
+    stored = _locate.open_checkpoint(source, step)
+    flat = _state.flax_state.flatten(abstract_state)
+    roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
+    wanted = _state.optimizer_roles.with_roles(flat.table, roles)
+    given = _transforms.check(transforms)
+    table = _transforms.apply(given, stored.table, wanted)
+    return suggest_for_tables(table, wanted, given)
+
+
+def suggest_for_tables(
+    source: LeafTable, wanted: LeafTable, given: Sequence[Transform] = ()
+) -> Suggestion:
+    """Guesses the transforms from one leaf table to another.
+
+    Raises:
+        OptionError: No leaf of `source` fits a leaf of `wanted`.
+    """
+    targets = _arrays_of(wanted)
+    cuts = _find_cuts(_arrays_of(source), targets)
+    splits = [cut.transform for cut in cuts]
+    wholes = {part: whole for cut in cuts for part, whole in cut.wholes.items()}
+    sources = _arrays_of(_transforms.apply(splits, source, wanted))
+    same = {
+        path: LeafMatch((path,), None, 1.0, "the path and the shape are the same")
+        for path, info in targets.items()
+        if path in sources and sources[path].shape == info.shape
+    }
+    guess = _Guess(
+        {path: info for path, info in sources.items() if path not in same},
+        {path: info for path, info in targets.items() if path not in same},
+    )
+    guess.run()
+    leaves = {
+        p: same.get(p) or guess.leaves[p]
+        for p in targets
+        if p in same or p in guess.leaves
+    }
+    left = {path: guess.nearest(path) for path in targets if path not in leaves}
+    if targets and not leaves:
+        raise errors.OptionError(
+            f"no leaf of the source fits any of the {len(left)} leaves of the state:\n"
+            + errors.rows(f"{path}: {nearest}" for path, nearest in left.items())
+            + "\nCheck that both are of one model, with the same sizes."
+        )
+    leaves = {
+        path: match._of_wholes(wholes) if cuts else match
+        for path, match in leaves.items()
+    }
+    guess.ambiguous += [
+        Ambiguity(
+            cut.targets,
+            (str(cut.transform),),
+            "the parts of one array are taken to be blocks of it, in this order",
+        )
+        for cut in cuts
+    ]
+    used = {path for match in leaves.values() for path in match.sources}
+    used |= {part for part, whole in wholes.items() if whole in used}
+    unused = tuple(path for path in sources if path not in used)
+    return Suggestion(
+        leaves,
+        tuple(guess.ambiguous),
+        left,
+        unused,
+        tuple(guess.rows),
+        dict(guess.names.sizes),
+        (*given, *splits),
+    )
+
+
+def _find_cuts(
+    sources: Mapping[LeafPath, LeafInfo], targets: Mapping[LeafPath, LeafInfo]
+) -> list[Cut]:
+    """Returns the splits of fused leaves of the source into unequal parts."""
+    sides = [
+        find_patterns({p: i.shape for p, i in side.items() if _is_plain(p)})
+        for side in (sources, targets)
+    ]
+    return find_cuts(*sides)
+
+
+def _arrays_of(table: LeafTable) -> dict[LeafPath, LeafInfo]:
+    """Returns the arrays of a table that are not an optimizer's."""
+    mirrors = find_mirrors(table)
+    return {
+        path: leaf.info
+        for path, leaf in table.items()
+        if leaf.info.kind == "array"
+        and leaf.info.role is None
+        and path not in mirrors.known
+        and path not in mirrors.unclear
+    }
+
+
+class _Guess:
+    """Collects the matches of two tables, their rows, and what nothing decides.
+
+    Args:
+        sources: Arrays of the checkpoint.
+        targets: Arrays of the state.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[LeafPath, LeafInfo],
+        targets: Mapping[LeafPath, LeafInfo],
+    ) -> None:
+        self.leaves: dict[LeafPath, LeafMatch] = {}
+        self.ambiguous: list[Ambiguity] = []
+        self.rows: list[Row] = []
+        self.names = rows_of.RowNames()
+        self._sources = {p: i for p, i in sources.items() if _is_plain(p)}
+        self._targets = {p: i for p, i in targets.items() if _is_plain(p)}
+
+    def run(self) -> None:
+        """Matches all leaves, kind of number by kind of number."""
+        sides = [_by_kind(self._sources), _by_kind(self._targets)]
+        for kind in sides[0].keys() & sides[1].keys():
+            self._match(*(find_patterns(side[kind]) for side in sides))
+
+    def _match(self, sources: list[Pattern], targets: list[Pattern]) -> None:
+        matches = matching.match(sources, targets)
+        seen = [
+            forms.Observation(one.link.scope, one.link.kind, one.link.forms[0])
+            for one in matches
+            if len(one.link.forms) == 1
+        ]
+        for one in sorted(matches, key=lambda one: str(one.link.source)):
+            self._take(
+                one, forms.decide(one.link.forms, one.link.scope, one.link.kind, seen)
+            )
+        for tied in matching.find_tied(sources, targets, matches):
+            decision = forms.decide(tied.forms, tied.scope, tied.kind, seen)
+            self._take_tied(tied, decision)
+
+    def _take(self, match: Match, decision: forms.Decision) -> None:
+        """Adds a match: its rows, its leaves, and its ambiguities."""
+        link = match.link
+        confidence, reason = _judge(match, decision)
+        rows = self._add(link, decision.forms[0], confidence, reason)
+        if len(decision.forms) > 1:
+            others = [self.names.rows(link, form)[0] for form in decision.forms[1:]]
+            self._ask(link, [rows[0], *others], "several forms fit the shapes")
+        if match.rivals:
+            others = [
+                self.names.rows(rival, rival.forms[0])[0] for rival in match.rivals
+            ]
+            self._ask(link, [rows[0], *others], "the names fit other leaves as well")
+        elif confidence < SURE and len(decision.forms) == 1:
+            self._ask(link, rows[:1], "the shapes fit, but the names are not alike")
+
+    def _take_tied(self, link: Link, decision: forms.Decision) -> None:
+        reason = "a copy of the embedding, as the source has no head"
+        rows = self._add(link, decision.forms[0], SURE - 0.1, reason)
+        self._ask(link, rows[:1], "the source has no head: is the embedding its head?")
+
+    def _add(
+        self, link: Link, form: forms.Candidate, confidence: float, reason: str
+    ) -> list[Row]:
+        rows = self.names.rows(link, form)
+        self.rows += [row for row in rows if row[0] != row[1] or row[2:]]
+        for group in link.groups:
+            for path in group.targets:
+                self.leaves[path] = LeafMatch(
+                    group.sources, rows_of.form_of(rows[0]), confidence, reason
+                )
+        return rows
+
+    def _ask(self, link: Link, rows: Sequence[Row], reason: str) -> None:
+        leaves = tuple(path for group in link.groups for path in group.targets)
+        self.ambiguous.append(
+            Ambiguity(leaves, tuple(map(rows_of.as_code, rows)), reason)
+        )
+
+    def nearest(self, path: LeafPath) -> str:
+        """Describes the leaf of the source whose name is most like that of a leaf."""
+        info = self._targets.get(path)
+        if info is None:
+            return "its path has one of the characters { } #, which rows cannot have"
+        if not self._sources:
+            return f"{info}; the source has no other leaf"
+        wanted = names.meanings(path.split("/"))
+        similarity = names.Similarity(
+            [wanted], [names.meanings(p.split("/")) for p in self._sources]
+        )
+        best = max(
+            self._sources,
+            key=lambda p: similarity(names.meanings(p.split("/")), wanted),
+        )
+        used = {p for match in self.leaves.values() for p in match.sources}
+        why = ", which fills another leaf" if best in used else ""
+        return f"{info}; the nearest is {best}, {self._sources[best]}{why}"
+
+
+def _is_plain(path: LeafPath) -> bool:
+    return not {"{", "}", names.HOLE} & {*path}
+
+
+def _by_kind(
+    infos: Mapping[LeafPath, LeafInfo],
+) -> dict[str, dict[LeafPath, tuple[int, ...]]]:
+    """Groups shapes by the kind of number: floats do not fill integers."""
+    grouped: dict[str, dict[LeafPath, tuple[int, ...]]] = defaultdict(dict)
+    for path, info in infos.items():
+        kind = "".join(c for c in str(info.dtype).split("_")[0] if c.isalpha())
+        grouped["float" if "float" in kind else kind][path] = info.shape
+    return grouped
+
+
+def _judge(match: Match, decision: forms.Decision) -> tuple[float, str]:
+    """Returns the confidence in a match, and the evidence."""
+    link = match.link
+    confidence = min(1.0, 0.4 + 0.6 * match.score)
+    shared = link.shared
+    reasons = [
+        f"both names say {', '.join(shared)}" if shared else "only the shape fits"
+    ]
+    if link.similarity < matching.WEAK:
+        confidence = min(confidence, 0.3)
+    if match.rivals:
+        confidence = min(confidence, 0.3)
+    else:
+        confidence *= min(1.0, 0.8 + match.margin)
+    if len(decision.forms) > 1:
+        confidence = min(confidence, 0.4)
+    elif decision.reason:
+        confidence *= 0.95
+        reasons.append(decision.reason)
+    elif link.forms[0].orientation and not link.forms[0].is_plain:
+        reasons.append("only this form fits the shapes")
+    return round(confidence, 2), "; ".join(reasons)

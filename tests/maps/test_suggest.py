@@ -1,0 +1,431 @@
+"""`suggest` against conversions that the projects themselves made, and bad input."""
+
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt.transforms import remap
+from tests.maps.names_of import RECORDED, abstract, flatten, read, write_source
+from tests.maps.record_names import checksum
+
+E, HEADS, KV, D, MLP, VOCAB, LAYERS = 24, 6, 2, 8, 40, 131, 3
+
+# Recorded name -> the reasons of ambiguities that its shapes do not decide.
+AMBIGUOUS = {
+    # 2 heads of key and value, and 2 arrays: either may come first.
+    "tunix-gemma2": ["several forms fit the shapes"],
+    "tunix-gemma3": ["several forms fit the shapes"],
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_the_whole_map_is_found_as_the_project_converts(name, tmp_path):
+    recorded = read(name)
+    source = write_source(tmp_path / "source.npz", recorded.source)
+    state = abstract(recorded.target)
+    suggestion = flaxckpt.suggest(source, state)
+    reasons = [ambiguity.reason for ambiguity in suggestion.ambiguous]
+    assert reasons == AMBIGUOUS.get(name, [])
+    assert suggestion.leaves.keys() == recorded.target.keys()
+    assert not suggestion.left
+    assert not suggestion.unused
+    transforms = suggestion.accept().transforms
+    loaded = flatten(flaxckpt.load(source, state, transforms=transforms))
+    wrong = [
+        path
+        for path, wanted in recorded.checksums.items()
+        if wanted is not None and checksum(loaded[path]) != wanted
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", ["gpt2", "tunix-llama3", "whisper"])
+def test_the_inverse_gives_the_source_back(name, tmp_path):
+    recorded = read(name)
+    source = write_source(tmp_path / "source.npz", recorded.source)
+    suggestion = flaxckpt.suggest(source, abstract(recorded.target))
+    there = flaxckpt.load(
+        source, abstract(recorded.target), transforms=suggestion.transforms
+    )
+    flaxckpt.save(tmp_path / "there", there)
+    back = flatten(
+        flaxckpt.load(
+            tmp_path / "there",
+            abstract(recorded.source),
+            transforms=flaxckpt.transforms.inverse(suggestion.transforms),
+        )
+    )
+    original = flatten(flaxckpt.load(source, abstract(recorded.source)))
+    assert all((back[path] == leaf).all() for path, leaf in original.items())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "resnet", "vit"])
+def test_the_way_from_flax_to_torch_is_found_too(name, tmp_path):
+    recorded = read(name)
+    source = write_source(tmp_path / "source.npz", recorded.source)
+    there = flaxckpt.load(
+        source,
+        abstract(recorded.target),
+        transforms=flaxckpt.suggest(source, abstract(recorded.target)).transforms,
+    )
+    flaxckpt.save(tmp_path / "there", there)
+    wanted = abstract(recorded.source)
+    suggestion = flaxckpt.suggest(tmp_path / "there", wanted)
+    loaded = flaxckpt.load(tmp_path / "there", wanted, transforms=suggestion.transforms)
+    original = flatten(flaxckpt.load(source, wanted))
+    for path, leaf in flatten(loaded).items():
+        np.testing.assert_array_equal(leaf, original[path])
+
+
+# ---- layouts without a recorded conversion ------------------------------------------
+
+
+def huggingface(*, head: bool = True) -> dict[str, tuple[int, ...]]:
+    """The names of a Llama in transformers."""
+    shapes = {"model/embed_tokens/weight": (VOCAB, E), "model/norm/weight": (E,)}
+    if head:
+        shapes["lm_head/weight"] = (VOCAB, E)
+    for i in range(LAYERS):
+        layer = f"model/layers/{i}"
+        shapes |= {
+            f"{layer}/self_attn/q_proj/weight": (HEADS * D, E),
+            f"{layer}/self_attn/k_proj/weight": (KV * D, E),
+            f"{layer}/self_attn/v_proj/weight": (KV * D, E),
+            f"{layer}/self_attn/o_proj/weight": (E, HEADS * D),
+            f"{layer}/mlp/gate_proj/weight": (MLP, E),
+            f"{layer}/mlp/up_proj/weight": (MLP, E),
+            f"{layer}/mlp/down_proj/weight": (E, MLP),
+            f"{layer}/input_layernorm/weight": (E,),
+            f"{layer}/post_attention_layernorm/weight": (E,),
+        }
+    return shapes
+
+
+def maxtext(*layers: int) -> dict[str, tuple[int, ...]]:
+    """The names of a Llama in MaxText, with layers stacked along axis 1."""
+    n = layers or (LAYERS,)
+    return {
+        "params/token_embedder/embedding": (VOCAB, E),
+        "params/decoder/decoder_norm/scale": (E,),
+        "params/decoder/logits_dense/kernel": (E, VOCAB),
+        "params/decoder/layers/self_attention/query/kernel": (E, *n, HEADS, D),
+        "params/decoder/layers/self_attention/key/kernel": (E, *n, KV, D),
+        "params/decoder/layers/self_attention/value/kernel": (E, *n, KV, D),
+        "params/decoder/layers/self_attention/out/kernel": (HEADS, *n, D, E),
+        "params/decoder/layers/mlp/wi_0/kernel": (E, *n, MLP),
+        "params/decoder/layers/mlp/wi_1/kernel": (E, *n, MLP),
+        "params/decoder/layers/mlp/wo/kernel": (MLP, *n, E),
+        "params/decoder/layers/pre_self_attention_layer_norm/scale": (E, *n),
+        "params/decoder/layers/post_self_attention_layer_norm/scale": (E, *n),
+    }
+
+
+def test_layers_are_stacked_along_any_axis(tmp_path):
+    source = write_source(tmp_path / "source.npz", huggingface())
+    stored = flatten(flaxckpt.load(source, abstract(huggingface())))
+    suggestion = flaxckpt.suggest(source, abstract(maxtext()))
+    assert suggestion.leaves.keys() == maxtext().keys()
+    loaded = flatten(
+        flaxckpt.load(source, abstract(maxtext()), transforms=suggestion.transforms)
+    )
+    layers = [f"model/layers/{i}" for i in range(LAYERS)]
+    queries = [stored[f"{i}/self_attn/q_proj/weight"] for i in layers]
+    np.testing.assert_array_equal(
+        loaded["params/decoder/layers/self_attention/query/kernel"],
+        np.stack([q.reshape(HEADS, D, E).transpose(2, 0, 1) for q in queries], 1),
+    )
+    outs = [stored[f"{i}/self_attn/o_proj/weight"] for i in layers]
+    np.testing.assert_array_equal(
+        loaded["params/decoder/layers/self_attention/out/kernel"],
+        np.stack([out.reshape(E, HEADS, D).transpose(1, 2, 0) for out in outs], 1),
+    )
+    for name, wanted in (("mlp/wi_0", "gate_proj"), ("mlp/wi_1", "up_proj")):
+        np.testing.assert_array_equal(
+            loaded[f"params/decoder/layers/{name}/kernel"],
+            np.stack([stored[f"{i}/mlp/{wanted}/weight"].T for i in layers], 1),
+        )
+    for name, wanted in (("pre_self", "input"), ("post_self", "post_attention")):
+        np.testing.assert_array_equal(
+            loaded[f"params/decoder/layers/{name}_attention_layer_norm/scale"],
+            np.stack([stored[f"{i}/{wanted}_layernorm/weight"] for i in layers], 1),
+        )
+
+
+def test_stacked_layers_are_taken_apart(tmp_path):
+    source = write_source(tmp_path / "source.npz", maxtext())
+    suggestion = flaxckpt.suggest(source, abstract(huggingface()))
+    assert suggestion.leaves.keys() == huggingface().keys()
+    assert "mlp/up_proj/weight" in suggestion.code
+    loaded = flaxckpt.load(
+        source, abstract(huggingface()), transforms=suggestion.transforms
+    )
+    stored = flatten(flaxckpt.load(source, abstract(maxtext())))
+    np.testing.assert_array_equal(
+        loaded["model"]["layers"]["1"]["mlp"]["down_proj"]["weight"],
+        stored["params/decoder/layers/mlp/wo/kernel"][:, 1].T,
+    )
+
+
+def test_the_first_layers_of_a_larger_model(tmp_path):
+    source = write_source(tmp_path / "source.npz", huggingface())
+    smaller = {p: s for p, s in huggingface().items() if "/2/" not in p}
+    smaller = {f"params/{path}": shape for path, shape in smaller.items()}
+    suggestion = flaxckpt.suggest(source, abstract(smaller))
+    assert len(suggestion.unused) == 9
+    loaded = flaxckpt.load(
+        source, abstract(smaller), transforms=suggestion.transforms, unused="ignore"
+    )
+    assert list(loaded["params"]["model"]["layers"]) == ["0", "1"]
+
+
+def test_layers_that_begin_at_another_number(tmp_path):
+    source = write_source(tmp_path / "source.npz", huggingface())
+    later = {
+        path.replace(f"layers/{i}/", f"block_{i + 1}/"): shape
+        for path, shape in huggingface().items()
+        for i in range(LAYERS)
+        if f"layers/{i}/" in path
+    }
+    suggestion = flaxckpt.suggest(source, abstract(later))
+    assert not suggestion.left
+    match = suggestion.leaves["model/block_3/mlp/down_proj/weight"]
+    assert match.sources == ("model/layers/2/mlp/down_proj/weight",)
+    assert "model/block_{i+1}/mlp" in suggestion.code
+    flaxckpt.load(
+        source, abstract(later), transforms=suggestion.transforms, unused="ignore"
+    )
+
+
+def test_moments_follow(tmp_path):
+    tx = optax.adamw(1e-3)
+    params = {"model": {"up": {"weight": np.ones((3, 5), np.float32)}}}
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    grads = {"model": {"up": {"weight": np.arange(15, dtype=np.float32).reshape(3, 5)}}}
+    flaxckpt.save(tmp_path / "a", state.apply_gradients(grads=grads))
+    new = {"net": {"up": {"kernel": np.ones((5, 3), np.float32)}}}
+    wanted = TrainState.create(apply_fn=None, params=new, tx=tx)
+    suggestion = flaxckpt.suggest(tmp_path / "a", wanted)
+    assert [*suggestion.leaves] == ["params/net/up/kernel"]
+    loaded = flaxckpt.load(tmp_path / "a", wanted, transforms=suggestion.transforms)
+    np.testing.assert_array_equal(
+        loaded.opt_state[0].mu["net"]["up"]["kernel"],
+        flaxckpt.load(tmp_path / "a", state).opt_state[0].mu["model"]["up"]["weight"].T,
+    )
+
+
+# ---- ambiguity ----------------------------------------------------------------------
+
+
+def choices(suggestion: flaxckpt.Suggestion) -> list[tuple[str, ...]]:
+    return [ambiguity.choices for ambiguity in suggestion.ambiguous]
+
+
+def test_a_square_kernel_without_evidence_is_ambiguous(tmp_path):
+    source = write_source(tmp_path / "a.npz", {"fc/weight": (4, 4), "fc/bias": (4,)})
+    suggestion = flaxckpt.suggest(
+        source, abstract({"fc/kernel": (4, 4), "fc/bias": (4,)})
+    )
+    assert choices(suggestion) == [
+        ('("fc/weight", "fc/kernel", "o e -> e o")', '("fc/weight", "fc/kernel")')
+    ]
+    with pytest.raises(errors.OptionError, match="1 choice is ambiguous") as caught:
+        _ = suggestion.transforms
+    assert "o e -> e o" in str(caught.value)
+    assert "remap" in str(suggestion.accept().transforms[0])
+
+
+def test_another_kernel_of_the_model_is_evidence(tmp_path):
+    shapes = {"up/weight": (4, 4), "down/weight": (3, 4)}
+    source = write_source(tmp_path / "a.npz", shapes)
+    for down, form in (((4, 3), "o e -> e o"), ((3, 4), None)):
+        wanted = {"up/kernel": (4, 4), "down/kernel": down}
+        match = flaxckpt.suggest(source, abstract(wanted)).leaves["up/kernel"]
+        assert match.form == form
+        assert "like 1 other" in match.reason
+
+
+def test_kernels_that_disagree_decide_nothing(tmp_path):
+    shapes = {"up/weight": (4, 4), "a/weight": (3, 4), "b/weight": (5, 6)}
+    source = write_source(tmp_path / "a.npz", shapes)
+    wanted = {"up/kernel": (4, 4), "a/kernel": (4, 3), "b/kernel": (5, 6)}
+    suggestion = flaxckpt.suggest(source, abstract(wanted))
+    assert [one.leaves for one in suggestion.ambiguous] == [("up/kernel",)]
+
+
+def test_names_that_fit_equally_are_ambiguous(tmp_path):
+    source = write_source(
+        tmp_path / "a.npz", {"attn/first/weight": (4, 6), "attn/second/weight": (4, 6)}
+    )
+    wanted = {"attn/left/kernel": (6, 4), "attn/right/kernel": (6, 4)}
+    suggestion = flaxckpt.suggest(source, abstract(wanted))
+    assert {path for one in suggestion.ambiguous for path in one.leaves} == {*wanted}
+    assert "fit other leaves as well" in suggestion.ambiguous[0].reason
+    assert "attn/second/weight" in str(suggestion.ambiguous[0])
+
+
+def test_two_candidates_for_one_leaf_are_ambiguous(tmp_path):
+    shapes = {"a/query/weight": (4, 6), "b/query/weight": (4, 6)}
+    source = write_source(tmp_path / "a.npz", shapes)
+    suggestion = flaxckpt.suggest(source, abstract({"query/kernel": (6, 4)}))
+    [ambiguity] = suggestion.ambiguous
+    assert {*ambiguity.choices} == {
+        '("a/query/weight", "query/kernel", "o e -> e o")',
+        '("b/query/weight", "query/kernel", "o e -> e o")',
+    }
+
+
+def test_names_that_are_not_alike_are_ambiguous(tmp_path):
+    source = write_source(tmp_path / "a.npz", {"alpha/weight": (4, 6)})
+    suggestion = flaxckpt.suggest(source, abstract({"omega/kernel": (6, 4)}))
+    assert suggestion.ambiguous[0].reason == (
+        "the shapes fit, but the names are not alike"
+    )
+    assert suggestion.leaves["omega/kernel"].confidence < 0.5
+
+
+def test_rows_that_are_known_decide(tmp_path):
+    gpt2 = read("gpt2").source
+    parts = {p: s for p, s in read("gpt2").target.items() if "c_attn" not in p}
+    for i in range(3):
+        for name in ("query", "key", "value"):
+            layer = f"transformer/h/{i}/attn/{name}"
+            parts |= {f"{layer}/kernel": (24, 6, 4), f"{layer}/bias": (6, 4)}
+    source = write_source(tmp_path / "a.npz", gpt2)
+    suggestion = flaxckpt.suggest(source, abstract(parts))
+    assert len(suggestion.ambiguous) == 2
+    assert all(len(one) == 2 for one in choices(suggestion))
+    layer = "transformer/h/{i}/attn"
+    known = remap(
+        [
+            (
+                f"{layer}/c_attn/{name}",
+                f"{layer}/{{c:query|key|value}}/{new}",
+                f"{axes} (c h d) -> c {axes} h d",
+            )
+            for name, new, axes in (("weight", "kernel", "e"), ("bias", "bias", ""))
+        ],
+        h=6,
+    )
+    again = flaxckpt.suggest(source, abstract(parts), transforms=[known])
+    assert not again.ambiguous
+    loaded = [
+        flatten(flaxckpt.load(source, abstract(parts), transforms=transforms))
+        for transforms in (suggestion.accept().transforms, again.transforms)
+    ]
+    for path in parts:
+        np.testing.assert_array_equal(loaded[0][path], loaded[1][path])
+
+
+def test_unequal_parts_of_one_array_are_split_first(tmp_path):
+    shapes = huggingface()
+    for i in range(LAYERS):
+        attention = f"model/layers/{i}/self_attn"
+        for name in "qkv":
+            del shapes[f"{attention}/{name}_proj/weight"]
+        shapes[f"{attention}/qkv_proj/weight"] = ((HEADS + 2 * KV) * D, E)
+    source = write_source(tmp_path / "a.npz", shapes)
+    suggestion = flaxckpt.suggest(source, abstract(maxtext()))
+    assert not suggestion.left
+    assert not suggestion.unused
+    [ambiguity] = suggestion.ambiguous
+    assert "blocks of it, in this order" in ambiguity.reason
+    assert "sizes=(48, 16, 16)" in ambiguity.choices[0]
+    layer = "params/decoder/layers/self_attention"
+    assert {*ambiguity.leaves} == {
+        f"{layer}/{name}/kernel" for name in ("query", "key", "value")
+    }
+    key = suggestion.leaves[f"{layer}/key/kernel"]
+    assert key.sources[1] == "model/layers/1/self_attn/qkv_proj/weight"
+    assert "from flaxckpt.transforms import remap, split" in suggestion.code
+    loaded = flaxckpt.load(
+        source, abstract(maxtext()), transforms=suggestion.accept().transforms
+    )
+    stored = flatten(flaxckpt.load(source, abstract(shapes)))
+    fused = stored["model/layers/1/self_attn/qkv_proj/weight"]
+    found = flatten(loaded)[f"{layer}/key/kernel"]
+    rows = fused[HEADS * D : (HEADS + KV) * D].reshape(KV, D, E)
+    np.testing.assert_array_equal(found[:, 1], rows.transpose(2, 0, 1))
+
+
+def test_a_tied_head_is_asked_about(tmp_path):
+    source = write_source(tmp_path / "a.npz", huggingface(head=False))
+    suggestion = flaxckpt.suggest(source, abstract(maxtext()))
+    [ambiguity] = suggestion.ambiguous
+    assert ambiguity.leaves == ("params/decoder/logits_dense/kernel",)
+    assert "is the embedding its head" in ambiguity.reason
+    loaded = flaxckpt.load(
+        source, abstract(maxtext()), transforms=suggestion.accept().transforms
+    )
+    np.testing.assert_array_equal(
+        loaded["params"]["decoder"]["logits_dense"]["kernel"],
+        loaded["params"]["token_embedder"]["embedding"].T,
+    )
+
+
+# ---- bad input ----------------------------------------------------------------------
+
+
+def test_other_head_counts_are_left_with_the_nearest(tmp_path):
+    source = write_source(tmp_path / "a.npz", huggingface())
+    wanted = maxtext()
+    path = "params/decoder/layers/self_attention/key/kernel"
+    wanted[path] = (E, LAYERS, 5, D)
+    suggestion = flaxckpt.suggest(source, abstract(wanted))
+    assert [*suggestion.left] == [path]
+    assert "self_attn/k_proj/weight, float32[16, 24]" in suggestion.left[path]
+    assert "without a source: 1" in str(suggestion)
+
+
+def test_nothing_in_common_is_an_error_with_the_nearest(tmp_path):
+    source = write_source(tmp_path / "a.npz", {"conv1/weight": (4, 3, 3)})
+    wanted = {f"layer_{i}/kernel": (7, 5) for i in range(30)}
+    with pytest.raises(errors.OptionError, match="no leaf of the source fits") as error:
+        flaxckpt.suggest(source, abstract(wanted))
+    assert str(error.value).count("\n") < 15
+    assert "the nearest is conv1/weight, float32[4, 3, 3]" in str(error.value)
+
+
+def test_a_head_of_another_task_is_not_silently_taken_for_the_pooler(tmp_path):
+    source = write_source(tmp_path / "a.npz", read("bert").source)
+    suggestion = flaxckpt.suggest(source, abstract(read("bert-pooler").target))
+    assert [*suggestion.left] == ["pooler/dense/bias"]
+    [ambiguity] = suggestion.ambiguous  # no other leaves have its shape
+    assert ambiguity.leaves == ("pooler/dense/kernel",)
+    assert "names are not alike" in ambiguity.reason
+    assert all(path.startswith("cls/") for path in suggestion.unused)
+
+
+def test_floats_do_not_fill_integers(tmp_path):
+    source = write_source(tmp_path / "a.npz", {"table/weight": (4, 6)})
+    with pytest.raises(errors.OptionError, match="no leaf"):
+        flaxckpt.suggest(source, abstract({"table/embedding": (4, 6)}, np.int32))
+
+
+def test_names_that_rows_cannot_have_are_left(tmp_path):
+    source = write_source(
+        tmp_path / "a.npz", {"up{0}/weight": (4, 6), "down/weight": (6, 4)}
+    )
+    wanted = {"up{0}/kernel": (6, 4), "down/kernel": (4, 6)}
+    suggestion = flaxckpt.suggest(source, abstract(wanted))
+    assert [*suggestion.leaves] == ["down/kernel"]
+    assert "characters" in suggestion.left["up{0}/kernel"]
+
+
+def test_an_equal_state_needs_nothing(tmp_path):
+    source = write_source(tmp_path / "a.npz", huggingface())
+    suggestion = flaxckpt.suggest(source, abstract(huggingface()))
+    assert suggestion.transforms == []
+    assert {match.confidence for match in suggestion.leaves.values()} == {1.0}
+
+
+def test_the_lines_to_paste_are_the_transforms(tmp_path):
+    source = write_source(tmp_path / "a.npz", huggingface())
+    suggestion = flaxckpt.suggest(source, abstract(maxtext()))
+    names: dict[str, object] = {}
+    exec(suggestion.code, names)
+    assert list(map(str, names["transforms"])) == list(  # type: ignore[call-overload]
+        map(str, suggestion.transforms)
+    )
