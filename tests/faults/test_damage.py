@@ -32,6 +32,9 @@ UNREAD = {"dataset/metadata"} | {
 LOSSES = {"metrics/metrics", "metrics/digests"}
 """Metrics that are damaged are lost, with a warning, and the state is not."""
 
+JSON_ITEM = "config/metadata"
+"""A JSON item that is damaged is named by `damaged_items`, and the state is restored."""
+
 
 class Iterator:
     def __init__(self, position=0):
@@ -189,12 +192,14 @@ def test_damage_is_never_silent_and_the_step_before_comes_back(
                 put(run.path / name, content)
             found = run.outcome(memory_map=n % 4 < 2)
             is_marked = run.ckpt.damaged().keys() == {2}
+            if name == JSON_ITEM:
+                assert run.ckpt.metadata(2).damaged_items.keys() == {"config"}
             run.heal(name)
             outcomes[change.__name__, found] += 1
             assert found in (1, 2), f"{change.__name__} {name}: wrong values"
             assert is_marked == (found == 1), name
             if found == 2:
-                assert name in UNREAD | LOSSES or (
+                assert name in {*UNREAD, *LOSSES, JSON_ITEM} or (
                     change is removed and name == "commit_success.txt"
                 ), f"{change.__name__} {name}: not noticed"
     assert sum(outcomes.values()) == FLIPS + ZEROED + TRUNCATED + REMOVED
