@@ -12,7 +12,7 @@ from flaxckpt._state.leaf import LeafTable
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree, Shape
 from flaxckpt.formats import _locate
 from flaxckpt.formats._reader import Stored
-from flaxckpt.maps import _config
+from flaxckpt.maps import _config, _gguf
 from flaxckpt.maps._families import FAMILIES
 from flaxckpt.maps._family import Family
 from flaxckpt.transforms import Transform
@@ -30,11 +30,14 @@ class Detected(NamedTuple):
         family: The family.
         config: The configuration of the model.
         evidence: The reason.
+        transforms: The transforms to the names and values that Hugging Face publishes;
+            empty unless the checkpoint is a GGUF file.
     """
 
     family: Family
     config: Mapping[str, JSON]
     evidence: str
+    transforms: tuple[Transform, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.family.name}: {self.evidence}"
@@ -44,7 +47,8 @@ def detect(source: PathLike) -> Detected:
     """Returns the family of a checkpoint, by its `config.json` and its names.
 
     Args:
-        source: A directory as published on Hugging Face, or a file in it.
+        source: A directory as published on Hugging Face, or a file in it; or a GGUF
+            file, which has its configuration inside.
 
     Raises:
         OptionError: The family is unknown, or there is no configuration.
@@ -54,6 +58,8 @@ def detect(source: PathLike) -> Detected:
 
 
 def _detect(stored: Stored) -> Detected:
+    if stored.metadata.format == _gguf.FORMAT:
+        return _detect_gguf(stored)
     path = Path(stored.metadata.path)
     directory = path if path.is_dir() else path.parent
     by_name = _family_of_names(stored.table)
@@ -75,6 +81,14 @@ def _detect(stored: Stored) -> Detected:
         f"{path} is of a {kind!r:.80}, which has no map: there are maps of {known}."
         " flaxckpt.suggest finds one by names and shapes"
     )
+
+
+def _detect_gguf(stored: Stored) -> Detected:
+    config = _gguf.make_config(stored)
+    kind = config["model_type"]
+    family = next(family for family in FAMILIES if kind in family.model_types)
+    published = tuple(_gguf.to_published(family, config))
+    return Detected(family, config, f"its architecture is that of {kind!r}", published)
 
 
 def _family_of_names(table: LeafTable) -> Family | None:
@@ -100,6 +114,7 @@ class _Candidate(NamedTuple):
         matched: The number of parameters that it fills.
         lacking: The parameters that it does not fill.
         problem: The reason why it does not apply to the checkpoint.
+        prefixes: The containers of the state that it fills equally well.
     """
 
     target: str
@@ -107,6 +122,7 @@ class _Candidate(NamedTuple):
     matched: int = 0
     lacking: tuple[LeafPath, ...] = ()
     problem: str = ""
+    prefixes: tuple[LeafPath, ...] = ()
 
     def __str__(self) -> str:
         if self.problem:
@@ -126,7 +142,8 @@ def find(source: PathLike, abstract_state: PyTree) -> list[Transform]:
     ```
 
     Args:
-        source: A directory as published on Hugging Face, or a file in it.
+        source: A directory as published on Hugging Face, or a file in it; or a GGUF
+            file.
         abstract_state: The state to fill, abstract or not.
 
     Raises:
@@ -135,10 +152,11 @@ def find(source: PathLike, abstract_state: PyTree) -> list[Transform]:
     """
     stored = _locate.open_checkpoint(source)
     detected = _detect(stored)
+    table = apply(detected.transforms, stored.table)
     wanted = _parameters(abstract_state)
     candidates = [
-        _try(detected, target, options, stored.table, wanted)
-        for target, options in _options(detected.family, stored.table)
+        _try(detected, target, options, table, wanted)
+        for target, options in _options(detected.family, table)
     ]
     best = max(candidates, key=lambda candidate: candidate.matched)
     if best.matched == 0:
@@ -148,7 +166,15 @@ def find(source: PathLike, abstract_state: PyTree) -> list[Transform]:
             + errors.rows(listed)
             + f"\nThe state has {errors.first_few(list(wanted), 3)}."
         )
-    return detected.family(detected.config, target=best.target, **best.options)
+    if len(best.prefixes) > 1:
+        raise errors.OptionError(
+            f"{' and '.join(best.prefixes)} both have the leaves of"
+            f" maps.{detected.family.name}: pass the map to one of them, as in"
+            f" maps.{detected.family.name}(config, target={best.target!r},"
+            f" prefix={best.prefixes[0]!r})"
+        )
+    mapped = detected.family(detected.config, target=best.target, **best.options)
+    return [*detected.transforms, *mapped]
 
 
 def _parameters(state: PyTree) -> dict[LeafPath, Shape]:
@@ -197,6 +223,7 @@ def _try(
     if not prefixes:
         return _Candidate(target, options)
     prefix, matched = prefixes.most_common(1)[0]
+    equal = tuple(p for p, count in prefixes.items() if count == matched)
     below = f"{prefix}/" if prefix else ""
     lacking = [
         path
@@ -206,7 +233,7 @@ def _try(
     ]
     if prefix:
         options = {**options, "prefix": prefix}
-    return _Candidate(target, options, matched, tuple(lacking))
+    return _Candidate(target, options, matched, tuple(lacking), prefixes=equal)
 
 
 def _suffixes(path: LeafPath) -> Iterator[LeafPath]:

@@ -15,6 +15,7 @@ from flaxckpt.maps._detect import Detected, detect, find
 from flaxckpt.maps._families import FAMILIES
 from flaxckpt.maps._family import Family
 from flaxckpt.transforms import Transform, _export
+from flaxckpt.transforms._base import apply
 from flaxckpt.transforms._names import parse_name
 
 AUTO = "auto"
@@ -71,12 +72,13 @@ def find_for_layout(
             f"maps.{family.name} needs a target: one of {', '.join(family.targets)}"
         )
     base = f"{family.base}/"
-    table = _locate.open_checkpoint(source).table
+    table = apply(detected.transforms, _locate.open_checkpoint(source).table)
     is_alone = family.base and not any(path.startswith(base) for path in table)
     options = {"source_base": ""} if is_alone else {}
     if is_alone and family.target_bases.get(target):
         options["target_base"] = ""
-    return family(detected.config, target=target, prefix=prefix, **options)
+    mapped = family(detected.config, target=target, prefix=prefix, **options)
+    return [*detected.transforms, *mapped]
 
 
 def _check_family(name: str, source: PathLike) -> Detected:

@@ -33,7 +33,7 @@ LOSSES = {"metrics/metrics", "metrics/digests"}
 """Metrics that are damaged are lost, with a warning, and the state is not."""
 
 JSON_ITEM = "config/metadata"
-"""A JSON item that is damaged is named by `damaged_items`, and the state is restored."""
+"""A damaged JSON item is named by `damaged_items`, and the state is restored."""
 
 
 class Iterator:
