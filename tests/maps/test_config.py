@@ -17,6 +17,7 @@ CONFIG = {
     "kind": "gated-gelu",
     "rope": {"type": "llama3"},
     "other_rope": None,
+    "architectures": ["T5EncoderModel"],
 }
 
 
@@ -32,6 +33,7 @@ CONFIG = {
         ("layers%6", 2),
         ("layers//6*6", 18),
         ("layers%4", 0),
+        ("absent|head_dim|12", 12),
     ],
 )
 def test_sizes_follow_from_keys(rule, size):
@@ -75,6 +77,9 @@ def test_wrong_sizes_are_refused(config, rule, message):
         ("kind=gated-*", True),
         ("not kind=gated-*", False),
         ("rope.type=llama3", True),
+        ("kind.type", False),
+        ("architectures=*EncoderModel*", True),
+        ("not architectures=*AudioClassification*", True),
         ("other_rope.type=llama3", False),
         ("heads==kv_heads", True),
         ("not heads==kv_heads", False),
