@@ -18,7 +18,7 @@ _LINEN = (
     *array("vit.embeddings.{e:cls_token|position_embeddings}"),
     *conv("vit.embeddings.patch_embeddings.projection"),
     *linear(f"{_LAYER}.attention.attention.{_QKV}", bias="qkv_bias"),
-    *linear(f"{_LAYER}.{{d:attention.output|intermediate|output}}.dense"),
+    *linear(f"{_LAYER}.{{t:attention.output|intermediate|output}}.dense"),
     *norm(f"{_LAYER}.layernorm_{{n:before|after}}"),
     *norm("vit.layernorm"),
     *linear("vit.pooler.dense", optional=True),
@@ -38,7 +38,7 @@ _BONSAI = (
     ),
     *from_heads(f"{_LAYER}.attention.output.dense", "layers/{i}/attention/out"),
     *linear(
-        f"{_LAYER}.{{d:intermediate|output}}.dense", "layers/{i}/{d:linear1|linear2}"
+        f"{_LAYER}.{{t:intermediate|output}}.dense", "layers/{i}/{t:linear1|linear2}"
     ),
     *norm(
         f"{_LAYER}.layernorm_{{n:before|after}}",

@@ -79,6 +79,11 @@ class _Rule:
         """The indices that both names have."""
         return tuple(axis for axis in self.source.axes if axis in self.target.axes)
 
+    @functools.cached_property
+    def words(self) -> dict[str, int]:
+        """The sizes of the indices over words, which belong to this row alone."""
+        return {**self.source.counts, **self.target.counts}
+
     def inverse(self) -> Row:
         """Returns the row from the target to the source."""
         form = None if self.form is None else self.form.inverse().text
@@ -211,15 +216,14 @@ class _Remap(TableTransform):
         counts = dict(self.sizes)
         matches = []
         for rule in self.rules:
-            counts |= rule.source.counts | rule.target.counts
-        for rule in self.rules:
+            limits = {**self.sizes, **rule.words}
             of_rule: dict[tuple[int, ...], dict[tuple[int, ...], LeafPath]] = {}
             for path, leaf in table.items():
-                values = rule.source.match(path, self.sizes)
+                values = rule.source.match(path, limits)
                 if values is None or leaf.info.kind == "empty":
                     continue
                 for axis, value in values.items():
-                    if axis not in self.sizes:
+                    if axis not in limits:
                         counts[axis] = max(counts.get(axis, 0), value + 1)
                 loop = tuple(values[axis] for axis in rule.loop)
                 gathered = tuple(values[axis] for axis in rule.gathered)
@@ -228,7 +232,7 @@ class _Remap(TableTransform):
         missing = [
             path
             for rule, of_rule in zip(self.rules, matches, strict=True)
-            for path in _missing(rule, of_rule, counts)
+            for path in _missing(rule, of_rule, {**counts, **rule.words})
         ]
         if missing:
             matched = {
@@ -251,8 +255,9 @@ class _Remap(TableTransform):
         groups = []
         faults: dict[LeafPath, str] = {}
         for rule, of_rule in zip(self.rules, matches, strict=True):
-            known = {**self.sizes, **rule.target.counts}
-            known |= {axis: counts[axis] for axis in rule.source.axes if of_rule}
+            known = {**self.sizes, **rule.words}
+            numbers = rule.source.axes if of_rule else ()
+            known |= {axis: counts[axis] for axis in numbers if axis not in known}
             for loop, there in of_rule.items():
                 paths = tuple(there[key] for key in sorted(there))
                 sizes, text = known, ""
@@ -531,8 +536,8 @@ def remap(
 
     The names are leaf paths with indices in braces: `{i}` is a number, `{i+1}` a number
     that begins at 1, and `{c:q|k|v}` one of several words. `{(b r)}` is a number made
-    of two indices, of which `r` runs faster: the layers of blocks that repeat. An index
-    has the same size in all rows, and all of its values must be there.
+    of two indices, of which `r` runs faster: the layers of blocks that repeat. A number
+    has the same size in all rows, and all values of an index must be there.
 
     An index in the source only is an axis of the target's array, as for layers that are
     stacked; an index in the target only is an axis of the source's array. The side of

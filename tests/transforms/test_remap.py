@@ -191,6 +191,31 @@ def test_layers_take_turns_between_words(tmp_path):
     assert_equal(old, back)
 
 
+@pytest.mark.parametrize("missing", ["c/w", "e/w"])
+def test_words_belong_to_their_row(tmp_path, missing):
+    """Two rows may give one name to words of different numbers, or that of a size."""
+    paths = [f"{name}/w" for name in "abcde"]
+    state = {path[0]: {"w": np.full((4, 3), i)} for i, path in enumerate(paths)}
+    flaxckpt.save(tmp_path / "all", state)
+    change = remap(
+        [
+            ("{n:a|b|c}/w", "params/{n:x|y|z}", "(s f) e -> s f e"),
+            ("{n:d|e}/w", "params/{n:v|w}", "(s f) e -> s f e"),
+        ],
+        rest="error",
+        s=2,
+        n=1,
+    )
+    params = flaxckpt.load(tmp_path / "all", transforms=[change])["params"]
+    assert {name: leaf[0, 0, 0] for name, leaf in params.items()} == {
+        "x": 0, "y": 1, "z": 2, "v": 3, "w": 4
+    }  # fmt: skip
+    del state[missing[0]]
+    flaxckpt.save(tmp_path / "some", state)
+    with pytest.raises(errors.OptionError, match=f"1 leaves are missing:\n  {missing}"):
+        flaxckpt.load(tmp_path / "some", transforms=[change])
+
+
 def test_all_missing_leaves_are_named_with_the_nearest(tmp_path):
     old = params()
     del old["layers"]["2"]["q"]

@@ -1,0 +1,137 @@
+"""Families made of modules, on arrays that are named as published models name them."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import flaxckpt
+from flaxckpt import errors, maps
+from flaxckpt.maps import _config
+from flaxckpt.transforms import inverse
+from flaxckpt.transforms._names import parse_name
+
+safetensors = pytest.importorskip("safetensors.numpy", reason="needs safetensors")
+
+CONFIGS = {
+    "bert": {"num_hidden_layers": 2},
+    "gpt2": {"n_layer": 2},
+    "roberta": {"num_hidden_layers": 2, "tie_word_embeddings": False},
+    "t5": {"num_layers": 2, "num_decoder_layers": 1, "feed_forward_proj": "gated-gelu"},
+    "vit": {"num_hidden_layers": 2, "num_attention_heads": 3, "hidden_size": 6},
+    "clip": {"text_config": {"num_hidden_layers": 2}, "vision_config": {}},
+    "whisper": {
+        "encoder_layers": 2,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 3,
+        "d_model": 6,
+    },
+}
+PAIRS = [(name, target) for name in CONFIGS for target in getattr(maps, name).targets]
+
+
+def flatten(tree):
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def publish(directory, name, target):
+    """Saves random tensors for all rows, by their names; returns them."""
+    family = getattr(maps, name)
+    config = {**family.defaults, **CONFIGS[name]}
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for row in family.tables[target]:
+        if not _config.holds(config, row.when):
+            continue
+        source = parse_name(row.source)
+        axes = re.sub(r"\(.*?\)|\w+", "x", (row.form or "x").partition(" ->")[0])
+        shape = [6] * len(axes.split())
+        counts = {
+            axis: source.counts.get(axis)
+            or _config.find_size(config, family.sizes[axis])
+            for axis in source.axes
+        }
+        for values in np.ndindex(*counts.values()):
+            path = source.format(dict(zip(counts, values, strict=True)), counts)
+            tensors[path] = rng.normal(size=shape).astype(np.float32)
+    safetensors.save_file(tensors, directory / "model.safetensors")
+    return tensors
+
+
+@pytest.mark.parametrize(("name", "target"), PAIRS)
+def test_each_tensor_has_one_place_and_comes_back(tmp_path, name, target):
+    tensors = publish(tmp_path, name, target)
+    changes = getattr(maps, name)(CONFIGS[name], target=target, prefix="params")
+    mapped = flaxckpt.load(tmp_path / "model.safetensors", transforms=changes)
+    assert list(mapped) == ["params"]
+    assert len(flatten(mapped)) == len(tensors)
+    flaxckpt.save(tmp_path / "own", mapped)
+    back = flatten(flaxckpt.load(tmp_path / "own", transforms=inverse(changes)))
+    wanted = {path.replace(".", "/"): leaf for path, leaf in tensors.items()}
+    assert sorted(back) == sorted(wanted)
+    assert all((back[path] == leaf).all() for path, leaf in wanted.items())
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_old_names_of_norms_are_read(tmp_path, name):
+    tensors = publish(tmp_path, name, "linen")
+    changes = getattr(maps, name)(CONFIGS[name], target="linen")
+    wanted = flatten(flaxckpt.load(tmp_path / "model.safetensors", transforms=changes))
+    old = {
+        re.sub("LayerNorm.weight$", "LayerNorm.gamma", path).replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): leaf
+        for path, leaf in tensors.items()
+    }
+    assert len(old.keys() - tensors.keys()) >= 6
+    safetensors.save_file(old, tmp_path / "old.safetensors")
+    found = flaxckpt.load(tmp_path / "old.safetensors", transforms=changes)
+    assert sorted(wanted) == sorted(flatten(found))
+    assert all((flatten(found)[path] == leaf).all() for path, leaf in wanted.items())
+    flaxckpt.save(tmp_path / "own", found)
+    back = flaxckpt.load(tmp_path / "own", transforms=inverse(changes))
+    assert sorted(flatten(back)) == sorted(path.replace(".", "/") for path in tensors)
+
+
+def test_leaves_that_do_not_change_outputs_are_not_published(tmp_path):
+    publish(tmp_path, "whisper", "bonsai")
+    changes = maps.whisper(CONFIGS["whisper"], target="bonsai", prefix="model")
+    mapped = flaxckpt.load(tmp_path / "model.safetensors", transforms=changes)
+    wanted = flaxckpt.load(tmp_path / "model.safetensors")
+    attention = mapped["model"]["encoder"]["layers"]["1"]["self_attn"]
+    attention["key"]["bias"] = np.ones((3, 2), np.float32)
+    flaxckpt.save(tmp_path / "own", mapped)
+    back = flaxckpt.load(tmp_path / "own", transforms=inverse(changes))
+    assert sorted(flatten(back)) == sorted(flatten(wanted))
+
+    attention["query"]["offset"] = np.ones((3, 2), np.float32)
+    flaxckpt.save(tmp_path / "other", mapped)
+    with pytest.raises(errors.OptionError, match="query/offset"):
+        flaxckpt.load(tmp_path / "other", transforms=inverse(changes))
+
+
+def test_a_part_of_a_model_has_fewer_rows(tmp_path):
+    """Decoders are wanted only where a configuration has them."""
+    publish(tmp_path, "t5", "linen")
+    tensors = flatten(flaxckpt.load(tmp_path / "model.safetensors"))
+    encoder = {
+        path.replace("/", "."): leaf
+        for path, leaf in tensors.items()
+        if not path.startswith("decoder/")
+    }
+    safetensors.save_file(encoder, tmp_path / "encoder.safetensors")
+    config = {**CONFIGS["t5"], "architectures": ["T5EncoderModel"]}
+    changes = maps.t5(config, target="linen")
+    found = flaxckpt.load(tmp_path / "encoder.safetensors", transforms=changes)
+    assert sorted(found) == ["encoder", "shared"]
+    with pytest.raises(errors.OptionError, match="leaves are missing"):
+        flaxckpt.load(
+            tmp_path / "encoder.safetensors",
+            transforms=maps.t5(CONFIGS["t5"], target="linen"),
+        )
+    with pytest.raises(errors.OptionError, match="has no row for"):
+        flaxckpt.load(tmp_path / "model.safetensors", transforms=changes)
