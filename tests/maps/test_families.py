@@ -6,6 +6,7 @@ Each case is a tiny random model of transformers; see `tests/maps/cases.py`.
 import dataclasses
 import functools
 import json
+import re
 
 import jax
 import numpy as np
@@ -143,6 +144,30 @@ def test_the_filled_model_gives_the_outputs_of_the_published_one(case, save):
         with jax.default_matmul_precision("highest"):
             found = case.run(filled, saved.model.config)
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@over([case for case in CASES if case.target == "maxtext-scanned"])
+def test_scanned_layers_are_the_others_stacked(case, save):
+    saved = save(case)
+    scanned, single = (
+        flatten(flaxckpt.load(saved.directory, transforms=map_of(other, saved.config)))
+        for other in (case, dataclasses.replace(case, target="maxtext"))
+    )
+    block = 6 if case.family == "gemma3" else 1
+    layers = re.compile(r"decoder/layers_([0-9]+)/(.*)")
+    names = {match[2] for match in map(layers.fullmatch, single) if match}
+    count = 1 + max(int(match[1]) for match in map(layers.fullmatch, single) if match)
+    whole = count // block * block
+    stacked = {path: x for path, x in single.items() if not layers.fullmatch(path)}
+    for name in names:
+        numbered = [single[f"decoder/layers_{i}/{name}"] for i in range(count)]
+        for r in range(block):
+            within = f"layers_{r}/" if block > 1 else ""
+            scan = np.stack(numbered[r:whole:block], axis=1)
+            stacked[f"decoder/layers/{within}{name}"] = scan
+        for r, leaf in enumerate(numbered[whole:]):
+            stacked[f"decoder/layers_remainder/layers_{r}/{name}"] = leaf
+    assert_equal(stacked, scanned)
 
 
 @over(CASES)
