@@ -23,6 +23,10 @@ _ENOUGH = 0.9
 """The fraction of a checkpoint's names that tells its family."""
 
 
+_LEAST = 0.5
+"""Of the leaves of a layout or of a state, more than this fraction must fit."""
+
+
 class Detected(NamedTuple):
     """The family of a checkpoint.
 
@@ -112,6 +116,7 @@ class _Candidate(NamedTuple):
         target: The layout.
         options: Further arguments of the family.
         matched: The number of parameters that it fills.
+        mapped: The number of leaves that it makes of the checkpoint.
         lacking: The parameters that it does not fill.
         problem: The reason why it does not apply to the checkpoint.
         prefixes: The containers of the state that it fills equally well.
@@ -120,15 +125,22 @@ class _Candidate(NamedTuple):
     target: str
     options: Mapping[str, str]
     matched: int = 0
+    mapped: int = 0
     lacking: tuple[LeafPath, ...] = ()
     problem: str = ""
     prefixes: tuple[LeafPath, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """True unless only a few leaves fit, of the model and of the state."""
+        of_state = self.matched + len(self.lacking)
+        return self.matched > _LEAST * min(self.mapped, of_state)
 
     def __str__(self) -> str:
         if self.problem:
             return f"{self.target}: {self.problem}"
         first = f", but not {errors.first_few(self.lacking, 2)}" if self.lacking else ""
-        return f"{self.target}: fills {self.matched} leaves{first}"
+        return f"{self.target}: fits {self.matched} of {self.mapped} leaves{first}"
 
 
 def find(source: PathLike, abstract_state: PyTree) -> list[Transform]:
@@ -159,7 +171,7 @@ def find(source: PathLike, abstract_state: PyTree) -> list[Transform]:
         for target, options in _options(detected.family, table)
     ]
     best = max(candidates, key=lambda candidate: candidate.matched)
-    if best.matched == 0:
+    if not best.fits:
         listed = {str(candidate): None for candidate in candidates}
         raise errors.OptionError(
             f"no layout of maps.{detected.family.name} fits the state:\n"
@@ -221,7 +233,7 @@ def _try(
         if shapes.get(name) == shape
     )
     if not prefixes:
-        return _Candidate(target, options)
+        return _Candidate(target, options, mapped=len(mapped))
     prefix, matched = prefixes.most_common(1)[0]
     equal = tuple(p for p, count in prefixes.items() if count == matched)
     below = f"{prefix}/" if prefix else ""
@@ -233,7 +245,9 @@ def _try(
     ]
     if prefix:
         options = {**options, "prefix": prefix}
-    return _Candidate(target, options, matched, tuple(lacking), prefixes=equal)
+    return _Candidate(
+        target, options, matched, len(mapped), tuple(lacking), prefixes=equal
+    )
 
 
 def _suffixes(path: LeafPath) -> Iterator[LeafPath]:

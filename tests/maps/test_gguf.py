@@ -177,3 +177,14 @@ def test_two_equal_containers_are_ambiguous(tmp_path):
     params = flaxckpt.load(tmp_path / "model.npz", transforms=changes)
     with pytest.raises(errors.OptionError, match="params and ema both have"):
         maps.find(tmp_path / "model.gguf", {"params": params, "ema": params})
+
+
+def test_a_state_that_has_few_leaves_of_a_layout_is_refused(tmp_path):
+    write(tmp_path / "model.gguf", "llama", published("llama", is_tied=True))
+    state = {
+        "embedder": {"input_embedding": np.zeros((VOCABULARY, WIDTH), np.float32)},
+        "layers": [{"attention": np.zeros((WIDTH, WIDTH), np.float32)}],
+    }
+    with pytest.raises(errors.OptionError) as caught:
+        maps.find(tmp_path / "model.gguf", state)
+    assert "tunix: fits 1 of 29 leaves" in str(caught.value)
