@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from flaxckpt import errors
 from flaxckpt._state.leaf import LeafTable
@@ -124,22 +125,41 @@ def find_for_export(
         )
     family = _family_of_config(name, config)
     table = _export.without_optimizer(table)
-    candidates = _candidates(family, config, table, target, prefix)
-    faults: dict[str, errors.OptionError] = {}
-    # The more names the checkpoint has, the likelier; without any, one is tried.
-    for candidate in sorted(candidates, key=lambda c: -c.matched):
-        if not candidate.matched and faults:
-            continue
+    found = list(_candidates(family, config, table, target, prefix))
+    most = max(len(candidate.matched) for candidate in found)
+    # With fewer names, leaves of the model would be left out.
+    likely = [candidate for candidate in found if len(candidate.matched) == most]
+    likely = likely if most else likely[:1]
+    fitting: list[_Candidate] = []
+    faults: dict[_Candidate, errors.OptionError] = {}
+    for candidate in likely:
         try:
             _export.Export(tuple(candidate.changes))(table)
+            fitting.append(candidate)
         except errors.OptionError as error:
-            faults.setdefault(candidate.target, error)
-            continue
-        return candidate.changes
-    if len(faults) == 1:
-        raise next(iter(faults.values()))
-    rows = (f"{layout}: {errors.one_line(e, 200)}" for layout, e in faults.items())
-    raise errors.OptionError(
+            faults[candidate] = error
+    if not fitting:
+        raise _no_layout(family, faults)
+    rivals = [c for c in likely if c in fitting or c.target == fitting[0].target]
+    roots = dict.fromkeys(c.prefix for c in rivals if c.matched != fitting[0].matched)
+    if roots:
+        listed = [fitting[0].prefix, *roots]
+        raise errors.OptionError(
+            f"{' and '.join(repr(root) for root in listed)} both have the leaves of"
+            f" maps.{family.name}: pass prefix={listed[0]!r}, or another of them"
+        )
+    return fitting[0].changes
+
+
+def _no_layout(
+    family: Family, faults: dict[_Candidate, errors.OptionError]
+) -> errors.OptionError:
+    """Returns the error for a checkpoint that no layout fits."""
+    of_layouts = {candidate.target: faults[candidate] for candidate in reversed(faults)}
+    if len(of_layouts) == 1:
+        return next(iter(of_layouts.values()))
+    rows = (f"{layout}: {errors.one_line(e, 200)}" for layout, e in of_layouts.items())
+    return errors.OptionError(
         f"no layout of maps.{family.name} fits the checkpoint:\n{errors.rows(rows)}"
         "\nPass target and prefix, or a list of transforms as the map."
     )
@@ -160,18 +180,21 @@ def _family_of_config(name: str, config: Mapping[str, Any]) -> Family:
     )
 
 
-class _Candidate(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Candidate:
     """A map that may be that of a checkpoint.
 
     Attributes:
         target: The layout.
+        prefix: Leaf path of the parameters.
         changes: The map.
-        matched: The number of leaves that have a name of the layout.
+        matched: The leaves that have a name of the layout.
     """
 
     target: str
+    prefix: LeafPath
     changes: list[Transform]
-    matched: int
+    matched: frozenset[LeafPath]
 
 
 def _candidates(
@@ -187,20 +210,24 @@ def _candidates(
     for layout, root in itertools.product(layouts, prefixes):
         changes = family(config, target=layout, prefix=root)
         names = [tensor.target for tensor in family.tables[layout]]
-        yield _Candidate(layout, changes, _count_matches(names, root, table))
+        yield _Candidate(layout, root, changes, _matches(names, root, table))
         if base := family.target_bases.get(layout):  # the base model alone
             bases = {"source_base": "", "target_base": ""}
             changes = family(config, target=layout, prefix=root, **bases)
             names = [name.removeprefix(f"{base}/") for name in names]
-            yield _Candidate(layout, changes, _count_matches(names, root, table))
+            yield _Candidate(layout, root, changes, _matches(names, root, table))
 
 
-def _count_matches(names: Iterable[str], prefix: LeafPath, table: LeafTable) -> int:
+def _matches(
+    names: Iterable[str], prefix: LeafPath, table: LeafTable
+) -> frozenset[LeafPath]:
+    """Returns the leaves below `prefix` that have one of the names."""
     begin = f"{prefix}/" if prefix else ""
     pattern = re.compile("|".join(parse_name(name).pattern.pattern for name in names))
-    return sum(
-        path.startswith(begin) and bool(pattern.fullmatch(path.removeprefix(begin)))
+    return frozenset(
+        path
         for path in table
+        if path.startswith(begin) and pattern.fullmatch(path.removeprefix(begin))
     )
 
 

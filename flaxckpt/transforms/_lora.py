@@ -54,6 +54,10 @@ _UNSUPPORTED = (
 )
 """Settings of PEFT with other updates than `alpha / rank * B @ A`."""
 
+_KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that leave the base weights as they are. PiSSA, OLoRA
+and others subtract the first update from them."""
+
 _MAX_CONFIG_BYTES = 1 << 20
 
 
@@ -358,6 +362,12 @@ def _read_config(source: str) -> Mapping[str, Any]:
         raise errors.OptionError(
             f"{file} has {', '.join(others)}, whose updates cannot be merged as"
             " alpha / rank * B @ A: merge the adapter with PEFT"
+        )
+    if (initial := config.get("init_lora_weights")) not in _KEEPS_BASE:
+        raise errors.OptionError(
+            f"{file} has init_lora_weights={initial!r:.80}, which changes the base"
+            " weights: merge the adapter with PEFT, or save it there as a plain adapter"
+            " (path_initial_model_for_weight_conversion)"
         )
     _check_numbers(config, file)
     return config

@@ -397,6 +397,38 @@ def test_a_base_model_alone_comes_back(tmp_path):
     assert_published(tmp_path / "out", hf.llama_tensors(base_alone=True))
 
 
+@pytest.mark.parametrize(
+    "options", [{"map": "auto"}, {"map": "llama", "target": "linen"}]
+)
+def test_an_extra_leaf_is_refused_and_costs_no_other_leaf(tmp_path, options):
+    model = hf.write_llama(tmp_path / "published")
+    params = flaxckpt.load(model, transforms=maps.llama(model, target="linen"))
+    flaxckpt.save(tmp_path / "x", {"params": {**params, "value_head": np.ones((4, 1))}})
+    refuse(tmp_path, match="params/value_head", config=model, **options)
+    flaxckpt.export_huggingface(
+        tmp_path / "x",
+        tmp_path / "out",
+        config=model,
+        transforms=[drop("params/value_head")],
+        **options,
+    )
+    assert_published(tmp_path / "out", hf.llama_tensors())
+
+
+@pytest.mark.parametrize("names", [("params", "ema_params"), ("average", "model")])
+def test_of_two_copies_of_the_parameters_one_must_be_named(tmp_path, names):
+    model = hf.write_llama(tmp_path / "published")
+    params = flaxckpt.load(model, transforms=maps.llama(model, target="linen"))
+    copies = (params, jax.tree.map(lambda x: x + 1, params))
+    flaxckpt.save(tmp_path / "x", dict(zip(names, copies, strict=True)))
+    why = "both have the leaves of maps.llama"
+    refuse(tmp_path, match=why, map="auto", config=model)
+    flaxckpt.export_huggingface(
+        tmp_path / "x", tmp_path / "out", config=model, prefix=names[0]
+    )
+    assert_published(tmp_path / "out", hf.llama_tensors())
+
+
 def test_a_name_needs_a_config_that_fits(tmp_path):
     model = hf.write_llama(tmp_path / "published")
     changes = maps.llama(model, target="linen", prefix="params")

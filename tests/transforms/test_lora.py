@@ -238,6 +238,8 @@ def test_an_adapter_in_the_cache_of_the_hub_is_merged(tmp_path):
     ("config", "why"),
     [
         ({"use_dora": True}, "use_dora"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the base weights"),
+        ({"init_lora_weights": "olora"}, "changes the base weights"),
         ({"peft_type": "LOHA"}, "'LOHA'"),
         ({"lora_alpha": "4"}, "wanted numbers for lora_alpha"),
         ({"lora_alpha": None}, "wanted numbers for lora_alpha"),
