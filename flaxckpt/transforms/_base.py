@@ -341,6 +341,7 @@ def replace(
     rows: dict[LeafPath, list[NewLeaf]] = {}
     gone: set[LeafPath] = set()
     new_paths: dict[LeafPath, list[LeafPath]] = {}
+    renamed = _Renamed(known, new_paths)
     for slot, paths in members.items():
         leaves = {param: table[path] for param, path in paths.items()}
         gone.update(paths.values())
@@ -349,14 +350,43 @@ def replace(
             if slot is None:
                 new_paths.setdefault(at, []).append(new)
             else:
-                name = known[where].renamed(new)
+                name = renamed(where, new)
                 leaf = _with_role_of(leaf, name, known[where].name)
                 new = slot.path(name)
             rows.setdefault(where, []).append(NewLeaf(where, new, leaf))
     for path in direct.keys() & known.keys():
-        names = [known[path].renamed(p) for p in new_paths.get(known[path].param, ())]
+        names = [renamed(path, p) for p in new_paths.get(known[path].param, ())]
         rows[path] = [_retarget(row, names) for row in rows.get(path, ())]
     return assemble(table, gone, rows)
+
+
+class _Renamed:
+    """Returns the new names of mirrors, once all parameters have their new paths.
+
+    Args:
+        known: Leaf path -> the mirrored parameter.
+        new_paths: Parameter -> its new paths.
+    """
+
+    def __init__(
+        self,
+        known: Mapping[LeafPath, Mirror],
+        new_paths: Mapping[LeafPath, Sequence[LeafPath]],
+    ) -> None:
+        self._known = known
+        self._new_paths = new_paths
+        self._first_keys: dict[str, set[str]] = {}
+
+    def __call__(self, path: LeafPath, new: LeafPath) -> LeafPath:
+        """Returns the new name of the mirror `path` of a parameter that moves."""
+        if not self._first_keys:
+            for mirror in self._known.values():
+                keys = self._first_keys.setdefault(mirror.root, set())
+                for param in self._new_paths.get(mirror.param, ()):
+                    keys.add(param.partition("/")[0])
+        mirror = self._known[path]
+        has_root = len(self._first_keys[mirror.root]) <= 1
+        return mirror.renamed(new, has_root=has_root)
 
 
 def _resolve_ambiguous(

@@ -57,12 +57,22 @@ class Mirror(NamedTuple):
     name: LeafPath
     slot: Slot
 
-    def renamed(self, param: LeafPath) -> LeafPath:
-        """Returns the new name if the parameter moves to the path `param`."""
-        root = self.param.removesuffix(self.name)
-        if param.startswith(root):
-            return param.removeprefix(root)
-        return _below_root(param)
+    @property
+    def root(self) -> str:
+        """The path before the parameter's name, with its final slash."""
+        return self.param.removesuffix(self.name)
+
+    def renamed(self, param: LeafPath, *, has_root: bool) -> LeafPath:
+        """Returns the new name if the parameter moves to the path `param`.
+
+        Args:
+            param: The new path.
+            has_root: False if the first key of the path is no root, because other
+                parameters that move with this one have another first key.
+        """
+        if param.startswith(self.root):
+            return param.removeprefix(self.root)
+        return _below_root(param, has_root=has_root)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,13 +91,16 @@ class Mirrors:
     lost: Sequence[LeafPath]
 
 
-def _below_root(path: LeafPath) -> LeafPath:
-    """Returns the part of a path below `params`, or else below the first key."""
+def _below_root(path: LeafPath, *, has_root: bool) -> LeafPath:
+    """Returns the part of a path below `params`, or else below the first key.
+
+    Without a root, the whole path.
+    """
     parts = path.split("/")
     for i, part in enumerate(parts[:_DEEPEST_ROOT]):
         if part in _ROOTS and i + 1 < len(parts):
             return "/".join(parts[i + 1 :])
-    return "/".join(parts[1:]) or path
+    return ("/".join(parts[1:]) or path) if has_root else path
 
 
 def find_mirrors(table: LeafTable) -> Mirrors:

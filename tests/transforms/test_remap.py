@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt.transforms import Row, inverse, remap
+from flaxckpt.transforms import Row, inverse, remap, rename
 
 LAYERS, EXPERTS = 4, 2
 SIZES = {"h": 4, "r": 2}
@@ -111,6 +111,28 @@ def test_moments_follow_and_come_back(tmp_path, container):
     assert float(new["opt_state"][0].mu["experts"]["w"][0, 0, 0, 0]) == 1
     back = flaxckpt.load(tmp_path / "new", state, transforms=inverse(changes))
     assert_equal(state, back)
+
+
+def test_moments_stay_with_parameters_that_leave_their_container(tmp_path):
+    params = {
+        "model": {"embed": {"weight": np.full((4, 3), 1.0)}},
+        "lm_head": {"weight": np.full((4, 3), 2.0)},
+    }
+    adam = optax.adam(1e-3).init(params)
+    state = {"params": params, "opt_state": (adam[0]._replace(mu=params), adam[1])}
+    flaxckpt.save(tmp_path / "old", state)
+    changes = [
+        rename("params/(.*)", r"\1"),
+        remap(
+            [
+                ("model/embed/weight", "net/model/embed/embedding"),
+                ("lm_head/weight", "net/lm_head/kernel", "v e -> e v"),
+            ]
+        ),
+    ]
+    new = flaxckpt.load(tmp_path / "old", transforms=changes)
+    mu = new["opt_state"][0].mu
+    assert_equal(new["net"], mu.get("net", mu))
 
 
 def test_a_run_restores_its_own_remapped_steps(tmp_path):
