@@ -126,6 +126,12 @@ def convert(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any, Any
         return np.asarray(array, to_numpy(dtype_name))
 
 
+def cast_into(target: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
+    """Fills `target` with `values`, cast to its type as by `convert`."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        target[...] = values
+
+
 @functools.cache
 def item_bits(dtype_name: str) -> int:
     """Returns the bits per element on disk."""

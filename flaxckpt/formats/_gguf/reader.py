@@ -113,9 +113,7 @@ def _stored_leaf(
             element.dtype,
             identity=stamp.identity,
         )
-        return StoredLeaf(
-            path, info, functools.partial(_arrays.byte_ranges.open, (span,))
-        )
+        return _arrays.byte_ranges.stored_leaf(path, info, span)
     *outer, last = tensor.shape
     blocks = Span(
         stamp.path,

@@ -223,9 +223,7 @@ def _leaf(
                     for axis, size in enumerate(value.shape)
                 ),
             )
-            return StoredLeaf(
-                path, info, functools.partial(_arrays.byte_ranges.open, [span])
-            )
+            return _arrays.byte_ranges.stored_leaf(path, info, span)
         case Opened():
             info = LeafInfo(
                 name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import re
@@ -243,10 +242,9 @@ def _leaf_table(
                 tensor.shape,
                 tensor.dtype,
                 identity=file.identity,
+                is_replaced_only=described.is_native,
             )
-            stored = StoredLeaf(
-                path, info, functools.partial(_arrays.byte_ranges.open, (span,))
-            )
+            stored = _arrays.byte_ranges.stored_leaf(path, info, span)
         table[info.path] = Leaf(info, (stored,))
     return table
 

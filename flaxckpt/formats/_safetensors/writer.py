@@ -154,16 +154,23 @@ def _make_layout(
     names: Mapping[LeafPath, str],
     metadata: Mapping[str, str],
 ) -> _file_layout.FileLayout:
-    # Large elements first, so the offset of each array is a multiple of its item size.
-    ordered = sorted(
-        infos, key=lambda i: (-_state.dtypes.item_bits(i.dtype or ""), names[i.path])
-    )
+    ordered = sorted(infos, key=lambda info: (*_place(info), names[info.path]))
     file = _file_layout.FileLayout(name)
     tensors = [(names[info.path], info) for info in ordered]
     file.add(_check_size(header.make_header(tensors, metadata), name))
     for info in ordered:
         file.add_values(info.path, 0, _arrays.layout.stored_bytes(info))
     return file
+
+
+def _place(info: LeafInfo) -> tuple[bool, int]:
+    """Returns the place of an array among those of a file.
+
+    First come sizes that keep the next array aligned, so that it can be mapped; then
+    large elements, so that each offset is a multiple of the item size.
+    """
+    is_uneven = _arrays.layout.stored_bytes(info) % header.ALIGNMENT != 0
+    return is_uneven, -_state.dtypes.item_bits(info.dtype or "")
 
 
 def _check_size(content: bytes, name: str) -> bytes:
