@@ -13,7 +13,7 @@ from flaxckpt import transforms as tf
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.formats import _locate
-from flaxckpt.maps._suggest import forms, names
+from flaxckpt.maps._suggest import forms, names, values
 from flaxckpt.maps._suggest import match as matching
 from flaxckpt.maps._suggest import rows as rows_of
 from flaxckpt.maps._suggest.fused import Cut, find_cuts
@@ -61,7 +61,8 @@ class Ambiguity:
 
     Attributes:
         leaves: The leaves concerned.
-        choices: The rows to choose from, as Python text; the preferred one first.
+        choices: The rows to choose from, as Python text; the preferred one first. None
+            if all rows are concerned.
         reason: Why nothing decides.
     """
 
@@ -70,9 +71,8 @@ class Ambiguity:
     reason: str
 
     def __str__(self) -> str:
-        first, *others = self.choices
-        more = "".join(f"\n    or {other}" for other in others)
-        return f"{self.reason}\n    {first}{more}"
+        choices = "\n    or ".join(self.choices)
+        return f"{self.reason}\n    {choices}" if choices else self.reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +87,9 @@ class Suggestion:
         rows: The rows of `remap`.
         sizes: The sizes of axes that the rows need.
         given: The transforms that were applied first.
+        gguf: Path of the GGUF file whose `maps.detect(gguf).transforms` come before
+            all others; None for other checkpoints, or if its values stay as they are.
+        published: These transforms.
     """
 
     leaves: Mapping[LeafPath, LeafMatch]
@@ -96,6 +99,8 @@ class Suggestion:
     rows: tuple[Row, ...]
     sizes: Mapping[str, int]
     given: tuple[Transform, ...] = ()
+    gguf: str | None = None
+    published: tuple[Transform, ...] = ()
 
     @property
     def transforms(self) -> list[Transform]:
@@ -113,7 +118,8 @@ class Suggestion:
                 + "\nPass the right rows, suggest(…, transforms=[remap([…])]), or take"
                 " the first of each: accept()."
             )
-        return [*self.given, *([_remap(self.rows, self.sizes)] if self.rows else [])]
+        remaps = [_remap(self.rows, self.sizes)] if self.rows else []
+        return [*self.published, *self.given, *remaps]
 
     def accept(self) -> Suggestion:
         """Returns the suggestion with the preferred choice wherever it is ambiguous."""
@@ -127,7 +133,11 @@ class Suggestion:
         used |= {"remap"} if self.rows else set()
         lines = [f"from flaxckpt.transforms import {', '.join(sorted(used))}", ""]
         lines = lines if used else []
-        lines += ["transforms = [", *(f"    {text}," for text in given)]
+        lines += ["transforms = ["]
+        if self.gguf is not None:
+            lines = ["from flaxckpt import maps", *lines]
+            lines += [f"    *maps.detect({self.gguf!r}).transforms,"]
+        lines += [f"    {text}," for text in given]
         if self.rows:
             sizes = [f"        {name}={size}," for name, size in self.sizes.items()]
             rows = [f"            {rows_of.as_code(row)}," for row in self.rows]
@@ -189,6 +199,8 @@ def _remap(rows: Sequence[Row], sizes: Mapping[str, int]) -> Transform:
     return remap(rows, **options)
 
 
+_HOW_TO_CHANGE = "maps.find has the map of a known family; or add scale and offset"
+
 # ---- the guess ----------------------------------------------------------------------
 
 
@@ -209,16 +221,19 @@ def suggest(
 
     Compares names, numbers of layers and shapes, and reads no values. It finds kernels
     to transpose, heads to split, layers to stack, and query, key and value in one
-    array. It cannot find changes that leave shapes as they are, such as another order
-    of rotary frequencies, or norms that are stored less 1: compare the outputs of both
-    models. Optimizers are left out: moments follow their parameters.
+    array. Shapes do not show changes of values. Those of a GGUF file are undone first,
+    as by `maps.detect(source).transforms`; leaves of layouts in `flaxckpt.maps` with
+    other values, such as queries of MaxText, are ambiguous. Other changes are not
+    found: compare the outputs of both models. Optimizers are left out: moments follow
+    their parameters.
 
     Args:
         source: A checkpoint, or a run directory.
         abstract_state: The state to fill, as for `load`; values are not needed.
         step: Step of a run directory; by default the newest.
         transforms: Transforms to apply to the checkpoint first, such as rows that you
-            know: leaves with the path and the shape that the state wants are done.
+            know: leaves with the path and the shape that the state wants are done. Of
+            a GGUF file, they get the names of Hugging Face.
 
     Returns:
         The transforms, with a confidence and a reason for each leaf; choices that are
@@ -233,9 +248,20 @@ def suggest(
     flat = _state.flax_state.flatten(abstract_state)
     roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
     wanted = _state.optimizer_roles.with_roles(flat.table, roles)
+    published = values.publish(stored, wanted)
     given = _transforms.check(transforms)
-    table = _transforms.apply(given, stored.table, wanted)
-    return suggest_for_tables(table, wanted, given)
+    first = len(published.transforms)
+    if _transforms.describe(given[:first]) == _transforms.describe(
+        published.transforms
+    ):
+        given = given[first:]
+    table = _transforms.apply(given, published.table, wanted)
+    suggestion = suggest_for_tables(table, wanted, given)
+    if published.doubt:
+        doubt = Ambiguity(tuple(suggestion.leaves), (), published.doubt)
+        return dataclasses.replace(suggestion, ambiguous=(doubt, *suggestion.ambiguous))
+    gguf = stored.metadata.path if published.transforms else None
+    return dataclasses.replace(suggestion, gguf=gguf, published=published.transforms)
 
 
 def suggest_for_tables(
@@ -259,6 +285,7 @@ def suggest_for_tables(
     guess = _Guess(
         {path: info for path, info in sources.items() if path not in same},
         {path: info for path, info in targets.items() if path not in same},
+        [values.find_changes(side) for side in (sources, targets)],
     )
     guess.run()
     leaves = {
@@ -329,12 +356,14 @@ class _Guess:
     Args:
         sources: Arrays of the checkpoint.
         targets: Arrays of the state.
+        changes: Of each side, the changes of values.
     """
 
     def __init__(
         self,
         sources: Mapping[LeafPath, LeafInfo],
         targets: Mapping[LeafPath, LeafInfo],
+        changes: Sequence[Mapping[LeafPath, values.Change]],
     ) -> None:
         self.leaves: dict[LeafPath, LeafMatch] = {}
         self.ambiguous: list[Ambiguity] = []
@@ -342,6 +371,7 @@ class _Guess:
         self.names = rows_of.RowNames()
         self._sources = {p: i for p, i in sources.items() if _is_plain(p)}
         self._targets = {p: i for p, i in targets.items() if _is_plain(p)}
+        self._changes = changes
 
     def run(self) -> None:
         """Matches all leaves, kind of number by kind of number."""
@@ -368,7 +398,13 @@ class _Guess:
         """Adds a match: its rows, its leaves, and its ambiguities."""
         link = match.link
         confidence, reason = _judge(match, decision)
+        is_sure = confidence >= SURE
+        change = self._find_change(link)
+        if change is not None:
+            confidence, reason = min(confidence, SURE - 0.1), f"{reason}; {change}"
         rows = self._add(link, decision.forms[0], confidence, reason)
+        if change is not None:
+            self._ask(link, rows[:1], f"{change}: {_HOW_TO_CHANGE}")
         if len(decision.forms) > 1:
             others = [self.names.rows(link, form)[0] for form in decision.forms[1:]]
             self._ask(link, [rows[0], *others], "several forms fit the shapes")
@@ -377,8 +413,19 @@ class _Guess:
                 self.names.rows(rival, rival.forms[0])[0] for rival in match.rivals
             ]
             self._ask(link, [rows[0], *others], "the names fit other leaves as well")
-        elif confidence < SURE and len(decision.forms) == 1:
+        elif not is_sure and len(decision.forms) == 1:
             self._ask(link, rows[:1], "the shapes fit, but the names are not alike")
+
+    def _find_change(self, link: Link) -> values.Change | None:
+        """Returns a change of values that only one side of a link has."""
+        ends = link.groups[0].sources, link.groups[0].targets
+        found = [
+            {c.texts: c for path in paths if (c := changes.get(path))}
+            for changes, paths in zip(self._changes, ends, strict=True)
+        ]
+        if found[0].keys() == found[1].keys():
+            return None
+        return next(iter([*found[0].values(), *found[1].values()]))
 
     def _take_tied(self, link: Link, decision: forms.Decision) -> None:
         reason = "a copy of the embedding, as the source has no head"
