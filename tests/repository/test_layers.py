@@ -44,14 +44,16 @@ PASSAGES = {
         "_safetensors",
         "_t5x",
     },
-    "maps": {"_config", "_named", "_suggest"},
+    "maps": {"_config", "_named", "_peft", "_suggest"},
     "transforms": {
         "_base",
+        "_affine",
         "_export",
         "_form",
         "_moments",
         "_names",
         "_patterns",
+        "_lora",
         "_remap",
     },
 }
