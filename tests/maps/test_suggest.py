@@ -424,6 +424,49 @@ def test_a_tied_head_is_asked_about(tmp_path):
     )
 
 
+@pytest.mark.parametrize("vocabulary", [256, 100])
+def test_another_vocabulary_is_asked_about(tmp_path, vocabulary):
+    stored = {**huggingface(), "lm_head/bias": (VOCAB,)}
+    wanted = {
+        "embedder/input_embedding": (vocabulary, E),
+        "final_norm/scale": (E,),
+        "head/kernel": (E, vocabulary),
+        "head/bias": (vocabulary,),
+    }
+    source = write_source(tmp_path / "a.npz", stored)
+    suggestion = flaxckpt.suggest(source, abstract(wanted))
+    assert {path for one in suggestion.ambiguous for path in one.leaves} == {
+        path for path in wanted if "norm" not in path
+    }
+    with pytest.raises(errors.OptionError, match=f"from 131 to {vocabulary} rows"):
+        _ = suggestion.transforms
+    names: dict[str, list] = {}
+    exec(suggestion.code, names)
+    for transforms in (suggestion.accept().transforms, names["transforms"]):
+        loaded = flatten(
+            flaxckpt.load(
+                source, abstract(wanted), transforms=transforms, unused="ignore"
+            )
+        )
+        before = flatten(flaxckpt.load(source, abstract(stored)))
+        rows = min(VOCAB, vocabulary)
+        for path, old in (
+            (loaded["embedder/input_embedding"], "model/embed_tokens/weight"),
+            (loaded["head/kernel"].T, "lm_head/weight"),
+            (loaded["head/bias"], "lm_head/bias"),
+        ):
+            np.testing.assert_array_equal(path[:rows], before[old][:rows])
+            assert not path[rows:].any()
+
+
+def test_another_width_is_no_other_vocabulary(tmp_path):
+    source = write_source(tmp_path / "a.npz", huggingface())
+    wanted = {"embedder/input_embedding": (256, E + 1), "final_norm/scale": (E,)}
+    suggestion = flaxckpt.suggest(source, abstract(wanted))
+    assert [*suggestion.left] == ["embedder/input_embedding"]
+    assert not suggestion.given
+
+
 # ---- bad input ----------------------------------------------------------------------
 
 

@@ -46,14 +46,14 @@ PASSAGES = {
     },
     "maps": {"_config", "_named", "_peft", "_suggest"},
     "transforms": {
-        "_base",
         "_affine",
+        "_base",
         "_export",
         "_form",
+        "_lora",
         "_moments",
         "_names",
         "_patterns",
-        "_lora",
         "_remap",
     },
 }

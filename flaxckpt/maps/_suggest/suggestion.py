@@ -16,8 +16,9 @@ from flaxckpt.formats import _locate
 from flaxckpt.maps._suggest import forms, names, values
 from flaxckpt.maps._suggest import match as matching
 from flaxckpt.maps._suggest import rows as rows_of
-from flaxckpt.maps._suggest.fused import Cut, find_cuts
+from flaxckpt.maps._suggest.fused import find_cuts
 from flaxckpt.maps._suggest.match import Link, Match
+from flaxckpt.maps._suggest.padded import find_resizes
 from flaxckpt.maps._suggest.patterns import Pattern, find_patterns
 from flaxckpt.maps._suggest.rows import Row
 from flaxckpt.transforms import Transform, remap
@@ -273,8 +274,9 @@ def suggest_for_tables(
         OptionError: No leaf of `source` fits a leaf of `wanted`.
     """
     targets = _arrays_of(wanted)
-    cuts = _find_cuts(_arrays_of(source), targets)
-    splits = [cut.transform for cut in cuts]
+    sides = [_patterns_of(side) for side in (_arrays_of(source), targets)]
+    cuts, resizes = find_cuts(*sides), find_resizes(*sides)
+    splits = [one.transform for one in (*cuts, *resizes)]
     wholes = {part: whole for cut in cuts for part, whole in cut.wholes.items()}
     sources = _arrays_of(_transforms.apply(splits, source, wanted))
     same = {
@@ -312,6 +314,9 @@ def suggest_for_tables(
         )
         for cut in cuts
     ]
+    guess.ambiguous += [
+        Ambiguity((one.target,), (str(one.transform),), one.reason) for one in resizes
+    ]
     used = {path for match in leaves.values() for path in match.sources}
     used |= {part for part, whole in wholes.items() if whole in used}
     unused = tuple(path for path in sources if path not in used)
@@ -326,15 +331,8 @@ def suggest_for_tables(
     )
 
 
-def _find_cuts(
-    sources: Mapping[LeafPath, LeafInfo], targets: Mapping[LeafPath, LeafInfo]
-) -> list[Cut]:
-    """Returns the splits of fused leaves of the source into unequal parts."""
-    sides = [
-        find_patterns({p: i.shape for p, i in side.items() if _is_plain(p)})
-        for side in (sources, targets)
-    ]
-    return find_cuts(*sides)
+def _patterns_of(infos: Mapping[LeafPath, LeafInfo]) -> list[Pattern]:
+    return find_patterns({p: i.shape for p, i in infos.items() if _is_plain(p)})
 
 
 def _arrays_of(table: LeafTable) -> dict[LeafPath, LeafInfo]:
