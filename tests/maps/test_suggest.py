@@ -459,6 +459,37 @@ def test_another_vocabulary_is_asked_about(tmp_path, vocabulary):
             assert not path[rows:].any()
 
 
+@pytest.mark.parametrize(
+    "target",
+    [
+        {f"layers/layers_{r}/up/kernel": (E, 2, MLP) for r in range(3)},
+        {
+            f"blocks_{b}/layers_{r}/up/kernel": (E, MLP)
+            for b in range(2)
+            for r in range(3)
+        },
+    ],
+)
+def test_layers_in_blocks_are_left_with_the_reason(tmp_path, target):
+    shapes = {f"model/layers/{i}/up/weight": (MLP, E) for i in range(6)}
+    shapes["model/embed/weight"] = (VOCAB, E)
+    source = write_source(tmp_path / "a.npz", shapes)
+    wanted = {**target, "embed/embedding": (VOCAB, E)}
+    suggestion = flaxckpt.suggest(source, abstract(wanted))
+    assert {*suggestion.left} == {*target}
+    for reason in suggestion.left.values():
+        assert "its 6 layers may be numbered in blocks" in reason
+        assert "{(b r)}" in reason
+    # The row that the reason asks for.
+    first = next(iter(target)).replace("_0", "_{r}", 2)
+    form = "b o e -> e b o"
+    if "blocks" in first:
+        first, form = "blocks_{b}/layers_{r}/up/kernel", "o e -> e o"
+    known = remap([("model/layers/{(b r)}/up/weight", first, form)], r=3)
+    again = flaxckpt.suggest(source, abstract(wanted), transforms=[known])
+    assert not again.left
+
+
 def test_another_width_is_no_other_vocabulary(tmp_path):
     source = write_source(tmp_path / "a.npz", huggingface())
     wanted = {"embedder/input_embedding": (256, E + 1), "final_norm/scale": (E,)}

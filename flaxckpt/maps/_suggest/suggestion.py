@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -465,7 +466,38 @@ class _Guess:
         )
         used = {p for match in self.leaves.values() for p in match.sources}
         why = ", which fills another leaf" if best in used else ""
+        why = why or self._explain_blocks(path, best)
         return f"{info}; the nearest is {best}, {self._sources[best]}{why}"
+
+    def _explain_blocks(self, path: LeafPath, nearest: LeafPath) -> str:
+        """Returns a hint if layers of the source may be numbered in blocks.
+
+        Which of the two numbers runs faster is not known: a state may have blocks of
+        several layers that repeat, or several stages of stacked layers.
+        """
+        layers = [p for p in self._sources if _alike(p) == _alike(nearest)]
+        others = [p for p in self._targets if _alike(p) == _alike(path)]
+        sizes = [
+            math.prod(side[p].shape)
+            for side, p in ((self._sources, nearest), (self._targets, path))
+        ]
+        stacked, rest = divmod(sizes[1], sizes[0]) if sizes[0] else (0, 0)
+        numbers = [_alike(p).count(names.HOLE) for p in (nearest, path)]
+        in_axis = stacked > 1 and numbers == [1, 1]
+        in_names = stacked == 1 and numbers == [1, 2]
+        if rest or not 1 < stacked * len(others) <= len(layers):
+            return ""
+        if not (in_axis or in_names):
+            return ""
+        return (
+            f"; its {len(layers)} layers may be numbered in blocks, which are not"
+            " guessed: pass rows of remap with {(b r)}"
+        )
+
+
+def _alike(path: LeafPath) -> str:
+    """Returns a path without its numbers."""
+    return re.sub("[0-9]+", names.HOLE, path)
 
 
 def _is_plain(path: LeafPath) -> bool:
