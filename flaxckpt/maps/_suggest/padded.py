@@ -47,7 +47,7 @@ def find_resizes(
     if old == new or width in (old, new):
         return []
     resizes = [_resize(path, (new, None), target, old, new)]
-    heads = [_find(side, _HEAD) for side in (sources, targets)]
+    heads = _find(sources, _HEAD), _find(targets, _HEAD)
     for path, target, shape in _pairs(*heads, old, new, width):
         changed = tuple(new if size == old else None for size in shape)
         resizes.append(_resize(path, changed, target, old, new))

@@ -277,7 +277,7 @@ def suggest_for_tables(
     targets = _arrays_of(wanted)
     sides = [_patterns_of(side) for side in (_arrays_of(source), targets)]
     cuts, resizes = find_cuts(*sides), find_resizes(*sides)
-    splits = [one.transform for one in (*cuts, *resizes)]
+    splits = [cut.transform for cut in cuts] + [one.transform for one in resizes]
     wholes = {part: whole for cut in cuts for part, whole in cut.wholes.items()}
     sources = _arrays_of(_transforms.apply(splits, source, wanted))
     same = {
