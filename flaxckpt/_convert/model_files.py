@@ -54,10 +54,12 @@ class ModelFiles:
     Attributes:
         config: Content of `config.json`; None for no such file.
         others: File name -> content.
+        arrays_name: The beginning of the names of the files of arrays.
     """
 
     config: Mapping[str, Any] | None = None
     others: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    arrays_name: str = "model"
 
     @property
     def names(self) -> list[str]:

@@ -58,10 +58,10 @@ def detect(source: PathLike) -> Detected:
         OptionError: The family is unknown, or there is no configuration.
         CheckpointError: There is no checkpoint, or it cannot be read.
     """
-    return _detect(_locate.open_checkpoint(source))
+    return detect_stored(_locate.open_checkpoint(source))
 
 
-def _detect(stored: Stored) -> Detected:
+def detect_stored(stored: Stored) -> Detected:
     if stored.metadata.format == _gguf.FORMAT:
         return _detect_gguf(stored)
     path = Path(stored.metadata.path)
@@ -163,7 +163,7 @@ def find(source: PathLike, abstract_state: PyTree) -> list[Transform]:
         CheckpointError: There is no checkpoint, or it cannot be read.
     """
     stored = _locate.open_checkpoint(source)
-    detected = _detect(stored)
+    detected = detect_stored(stored)
     table = apply(detected.transforms, stored.table)
     wanted = _parameters(abstract_state)
     candidates = [

@@ -31,6 +31,7 @@ def make_layouts(
     metadata: CheckpointMetadata | None,
     *,
     max_shard_bytes: int | None,
+    name: str = NAME,
 ) -> list[_file_layout.FileLayout]:
     """Returns the layouts of the files of a checkpoint; several files have an index.
 
@@ -42,6 +43,7 @@ def make_layouts(
             them, without our metadata.
         max_shard_bytes: Upper bound on the arrays in a file; a larger array has a file
             of its own. None means a single file.
+        name: The beginning of the files' names.
 
     Raises:
         LeafNameError: Tensor names collide or are not valid.
@@ -59,16 +61,16 @@ def make_layouts(
         )
     shards = list(_split(arrays, max_shard_bytes))
     if len(shards) == 1:
-        name = f"{NAME}{header.SUFFIX}"
-        return [_make_layout(name, shards[0], names, {**of_files, **ours})]
+        file = f"{name}{header.SUFFIX}"
+        return [_make_layout(file, shards[0], names, {**of_files, **ours})]
     files = []
     weight_map: dict[str, str] = {}
     for n, shard in enumerate(shards, start=1):
-        name = f"{NAME}-{n:05}-of-{len(shards):05}{header.SUFFIX}"
-        files.append(_make_layout(name, shard, names, of_files))
-        weight_map |= {names[info.path]: name for info in shard}
+        file = f"{name}-{n:05}-of-{len(shards):05}{header.SUFFIX}"
+        files.append(_make_layout(file, shard, names, of_files))
+        weight_map |= {names[info.path]: file for info in shard}
     size = sum(_arrays.layout.stored_bytes(info) for info in arrays)
-    index = _file_layout.FileLayout(f"{NAME}{header.INDEX_SUFFIX}")
+    index = _file_layout.FileLayout(f"{name}{header.INDEX_SUFFIX}")
     index_metadata: dict[str, JSON] = {"total_size": size, **ours}
     index.add(_check_size(header.make_index(weight_map, index_metadata), index.name))
     return [*files, index]
