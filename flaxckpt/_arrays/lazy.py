@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,15 @@ from flaxckpt._state.leaf import Leaf, LeafInfo
 from flaxckpt._types import LeafPath
 
 Fn: TypeAlias = Callable[..., jax.Array]
+
+Precision: TypeAlias = Literal["carried", "wide", "own"]
+"""How the function of a computed leaf gets the floats of other leaves.
+
+`carried`, for functions that only move values: as computed so far. `wide`, for our
+functions that compute: likewise, and at least as float32. A computed float is rounded
+once, to the type that is stored or restored, however many functions have computed it.
+`own`, for functions of the user: rounded to the type of the leaf.
+"""
 
 
 class Deriver:
@@ -45,6 +54,7 @@ class Deriver:
         *,
         base: LeafInfo | None = None,
         is_wide: bool | None = None,
+        precision: Precision = "carried",
     ) -> Leaf:
         """Returns the leaf computed by `fn` from the values of `leaves`.
 
@@ -55,6 +65,8 @@ class Deriver:
                 default the first of `leaves`.
             is_wide: True if jax may compute in 64 bits; by default if any of `leaves`
                 has 64 bits.
+            precision: How `fn` gets floats. With `wide`, the new leaf has the type of
+                the first of `leaves`, whatever `fn` returns.
 
         Raises:
             OptionError: `fn` cannot be traced, or its result cannot be stored.
@@ -66,7 +78,7 @@ class Deriver:
                 has_wide_fn(leaf) for leaf in leaves
             )
         try:
-            result = self._shape(fn, infos, is_wide)
+            result = self._shape(fn, infos, is_wide, precision)
         except jax.errors.JAXTypeError as error:
             raise errors.OptionError(
                 f"{self._what} cannot be traced for {base.path}: use jax.numpy, which"
@@ -82,16 +94,25 @@ class Deriver:
             ) from None
         info = _result_info(base, result, self._what)
         sources = tuple(source for leaf in leaves for source in leaf.sources)
-        return Leaf(info, sources, _Computation(tuple(leaves), fn, is_wide))
+        return Leaf(info, sources, _Computation(tuple(leaves), fn, is_wide, precision))
 
-    def _shape(self, fn: Fn, infos: Sequence[LeafInfo], is_wide: bool) -> Any:
+    def _shape(
+        self, fn: Fn, infos: Sequence[LeafInfo], is_wide: bool, precision: Precision
+    ) -> Any:
         form = tuple((info.shape, info.dtype, info.prng_impl) for info in infos)
-        if (id(fn), form, is_wide) not in self._shapes:
+        key = (id(fn), form, is_wide, precision)
+        if key not in self._shapes:
             self._fns.append(fn)
             with x64(is_wide):
-                result = jax.eval_shape(fn, *map(to_abstract, infos))
-            self._shapes[id(fn), form, is_wide] = result
-        return self._shapes[id(fn), form, is_wide]
+                args = [to_abstract(info) for info in infos]
+                if precision == "wide":
+                    wide = [jax.eval_shape(_widen, arg) for arg in args]
+                    result = jax.eval_shape(fn, *wide)
+                    result = jax.ShapeDtypeStruct(result.shape, args[0].dtype)
+                else:
+                    result = jax.eval_shape(fn, *args)
+            self._shapes[key] = result
+        return self._shapes[key]
 
 
 class Equality(NamedTuple):
@@ -118,6 +139,7 @@ class _Computation:
         leaves: The leaves.
         fn: Maps their values to the value of the new leaf.
         is_wide: True if jax may compute in 64 bits.
+        precision: How `fn` gets floats.
         are_equal: True if all leaves must have equal values.
 
     Attributes:
@@ -126,12 +148,18 @@ class _Computation:
     """
 
     def __init__(
-        self, leaves: Sequence[Leaf], fn: Fn, is_wide: bool, *, are_equal: bool = False
+        self,
+        leaves: Sequence[Leaf],
+        fn: Fn,
+        is_wide: bool,
+        precision: Precision = "carried",
+        *,
+        are_equal: bool = False,
     ) -> None:
         self.is_wide = is_wide
         self._leaves = tuple(leaves)
-        self._parts = [(value_fn(leaf), len(leaf.sources)) for leaf in leaves]
         self._fn = fn
+        self._precision = precision
         self.equalities: list[Equality] = []
         start = 0
         for number, leaf in enumerate(leaves):
@@ -149,6 +177,7 @@ class _Computation:
         return (
             id(self._fn),
             self.is_wide,
+            self._precision,
             tuple(_form_key(leaf) for leaf in self._leaves),
         )
 
@@ -156,21 +185,31 @@ class _Computation:
         """Returns the condition that a leaf equals the first leaf."""
 
         def count_differing(*args: jax.Array) -> jax.Array:
-            values = self._values(args)
+            values = _values(self._leaves, args, value_fn)
             return _count_differing(values[0], values[number])
 
         info, size = leaves[0].info, math.prod(leaves[0].info.shape)
         return Equality(info.path, leaves[number].info.path, size, count_differing)
 
-    def _values(self, args: Sequence[jax.Array]) -> list[jax.Array]:
-        values, start = [], 0
-        for part, count in self._parts:
-            values.append(part(*args[start : start + count]))
-            start += count
-        return values
-
     def __call__(self, *args: jax.Array) -> jax.Array:
-        return self._fn(*self._values(args))
+        if self._precision == "own":
+            return self._fn(*_values(self._leaves, args, value_fn))
+        values = _values(self._leaves, args, _carried_fn)
+        if self._precision == "wide":
+            values = [_widen(value) for value in values]
+        return self._fn(*_with_common_type(values))
+
+
+def _values(
+    leaves: Sequence[Leaf], args: Sequence[jax.Array], fn_of: Callable[[Leaf], Fn]
+) -> list[jax.Array]:
+    """Returns the values of leaves, from the values of all their sources."""
+    values, start = [], 0
+    for leaf in leaves:
+        stop = start + len(leaf.sources)
+        values.append(fn_of(leaf)(*args[start:stop]))
+        start = stop
+    return values
 
 
 def _of_sources(fn: Fn, start: int, stop: int) -> Fn:
@@ -280,16 +319,59 @@ def _first_line(error: Exception) -> str:
 
 def value_fn(leaf: Leaf) -> Fn:
     """Returns the function from the sources of a leaf to a value of its type."""
+    carried = _carried_fn(leaf)
+
+    def value(*args: jax.Array) -> jax.Array:
+        array = carried(*args)
+        return array if leaf.info.kind == "prng_key" else _rounded(array, leaf.info)
+
+    return value
+
+
+def _carried_fn(leaf: Leaf) -> Fn:
+    """Returns the function from the sources of a leaf to its values as computed.
+
+    They have the leaf's type, or are floats that are not yet rounded to it.
+    """
     fn, info = leaf.fn, leaf.info
 
     def value(*args: jax.Array) -> jax.Array:
         array = args[0] if fn is None else fn(*args)
         if info.kind == "prng_key":
             return array
-        dtype = jax.dtypes.canonicalize_dtype(_state.dtypes.to_numpy(info.dtype or ""))
-        return jnp.asarray(array, dtype)
+        is_float = _state.dtypes.kind(info.dtype or "") == "float" and _is_float(array)
+        size = _state.dtypes.to_numpy(info.dtype or "").itemsize
+        if is_float and array.dtype.itemsize >= size:
+            return array
+        return _rounded(array, info)
 
     return value
+
+
+def _rounded(array: jax.Array, info: LeafInfo) -> jax.Array:
+    dtype = jax.dtypes.canonicalize_dtype(_state.dtypes.to_numpy(info.dtype or ""))
+    return jnp.asarray(array, dtype)
+
+
+def _is_float(array: jax.Array) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.floating))
+
+
+def _widen(array: jax.Array) -> jax.Array:
+    """Returns floats of fewer than 32 bits as float32, and other values unchanged."""
+    if _is_float(array) and array.dtype.itemsize < 4:
+        return jnp.asarray(array, jnp.float32)
+    return array
+
+
+def _with_common_type(values: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Returns floats in a type that holds all of them: jax does not mix small ones."""
+    types = {value.dtype for value in values if _is_float(value)}
+    if len(types) <= 1:
+        return values
+    widest = max(types, key=lambda dtype: dtype.itemsize)
+    common = widest if widest.itemsize >= 4 else jnp.float32
+    return [jnp.asarray(v, common) if _is_float(v) else v for v in values]
 
 
 def to_abstract(info: LeafInfo) -> jax.ShapeDtypeStruct:

@@ -49,11 +49,11 @@ class _Affine(TableTransform):
                 if leaf.info.kind == "empty":
                     yield NewLeaf(path, path, leaf)
                 elif not is_mirror or is_copy(leaf):
-                    yield NewLeaf(path, path, derive([leaf], fn))
+                    yield NewLeaf(path, path, derive([leaf], fn, precision="wide"))
                 elif self.verb == "offset":  # gradients stay as they are
                     yield NewLeaf(path, path, leaf)
                 elif (power := _gradient_power(leaf, path)) is not None:
-                    new = derive([leaf], multiplied(-power))
+                    new = derive([leaf], multiplied(-power), precision="wide")
                     yield NewLeaf(path, path, new)
                 # Other fields are left out, and initialised again.
 
@@ -75,9 +75,9 @@ def offset(pattern: str, value: float) -> TableTransform:
     ```
 
     Moments stay as they are, because gradients do; fields of optimizers that are copies
-    of the parameters change as the parameters. Each leaf keeps its type: 16-bit floats
-    are computed in float32 and rounded once. The inverse is exact only if the sums
-    need no rounding.
+    of the parameters change as the parameters. Each leaf keeps its type. Floats are
+    computed in float32 or wider and rounded once, to the type of the state if there is
+    one. The inverse is exact only if the sums need no rounding.
 
     Args:
         pattern: Regular expression on the whole leaf path.
@@ -101,8 +101,9 @@ def scale(pattern: str, factor: float) -> TableTransform:
     means of gradients, such as Adam's `mu`; means of squared gradients, such as `nu`,
     change by its square. Fields that are copies of the parameters change as the
     parameters, and all other moments are initialised again. Each leaf keeps its type:
-    16-bit floats are computed in float32 and rounded once. The inverse is exact if the
-    factor is a power of two and no value overflows or becomes subnormal.
+    floats are computed in float32 or wider, and rounded once, to the type of the state
+    if there is one. The inverse is exact if the factor is a power of two and no value
+    overflows or becomes subnormal.
 
     Args:
         pattern: Regular expression on the whole leaf path.
@@ -126,31 +127,28 @@ def _check_finite(name: str, value: float) -> float:
 
 
 def add(value: float) -> ArrayFn:
-    """Returns the function that adds `value`, in the array's type."""
-    return lambda x: _compute(x, 1, value)
+    """Returns the function that adds `value`."""
+    return lambda x: x + _operand(x, value)
 
 
 def multiply_by(factor: float) -> ArrayFn:
-    """Returns the function that multiplies by `factor`, in the array's type."""
-    return lambda x: _compute(x, factor, 0)
+    """Returns the function that multiplies by `factor`."""
+    return lambda x: x * _operand(x, factor)
 
 
-def _compute(x: jax.Array, factor: float, value: float) -> jax.Array:
-    """Returns `x * factor + value` in the type of `x`.
+def _operand(x: jax.Array, number: float) -> jax.Array | float:
+    """Returns `number` for a computation with `x` that keeps the type of `x`.
 
     Raises:
         ValueError: The type cannot hold the result.
     """
-    dtype = x.dtype
-    if not jnp.issubdtype(dtype, jnp.number):
+    if not jnp.issubdtype(x.dtype, jnp.number):
         raise ValueError("it does not hold numbers")
-    if jnp.issubdtype(dtype, jnp.integer):
-        if factor != int(factor) or value != int(value):
-            raise ValueError("integers need a whole number: cast it to a float first")
-        return x * jnp.asarray(int(factor), dtype) + jnp.asarray(int(value), dtype)
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4:
-        x = jnp.asarray(x, jnp.float32)
-    return jnp.asarray(x * factor + value, dtype)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return number
+    if number != int(number):
+        raise ValueError("integers need a whole number: cast it to a float first")
+    return jnp.asarray(int(number), x.dtype)
 
 
 # ---- moments ------------------------------------------------------------------------
