@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -124,12 +125,22 @@ class Equality(NamedTuple):
         size: Number of elements.
         count_differing: Maps the sources of the computed leaf to the number of elements
             that differ.
+        advice: What to do if they differ.
     """
 
     path: LeafPath
     other: LeafPath
     size: int
     count_differing: Fn
+    advice: str
+
+
+_ADVICE_SHOWN = 3
+
+_ADVICE = (
+    "Keep both: leave out the tie, and export the model as one with untied weights. Or"
+    " drop the leaf that is not used first."
+)
 
 
 class _Computation:
@@ -140,7 +151,7 @@ class _Computation:
         fn: Maps their values to the value of the new leaf.
         is_wide: True if jax may compute in 64 bits.
         precision: How `fn` gets floats.
-        are_equal: True if all leaves must have equal values.
+        advice: If all leaves must have equal values: what to do if not.
 
     Attributes:
         is_wide: True if jax may compute in 64 bits.
@@ -154,7 +165,7 @@ class _Computation:
         is_wide: bool,
         precision: Precision = "carried",
         *,
-        are_equal: bool = False,
+        advice: str = "",
     ) -> None:
         self.is_wide = is_wide
         self._leaves = tuple(leaves)
@@ -167,8 +178,8 @@ class _Computation:
             for equality in equalities(leaf):
                 count = _of_sources(equality.count_differing, start, stop)
                 self.equalities.append(equality._replace(count_differing=count))
-            if are_equal and number:
-                self.equalities.append(self._equality(leaves, number))
+            if advice and number:
+                self.equalities.append(self._equality(leaves, number, advice))
             start = stop
 
     @property
@@ -181,7 +192,7 @@ class _Computation:
             tuple(_form_key(leaf) for leaf in self._leaves),
         )
 
-    def _equality(self, leaves: Sequence[Leaf], number: int) -> Equality:
+    def _equality(self, leaves: Sequence[Leaf], number: int, advice: str) -> Equality:
         """Returns the condition that a leaf equals the first leaf."""
 
         def count_differing(*args: jax.Array) -> jax.Array:
@@ -189,7 +200,8 @@ class _Computation:
             return _count_differing(values[0], values[number])
 
         info, size = leaves[0].info, math.prod(leaves[0].info.shape)
-        return Equality(info.path, leaves[number].info.path, size, count_differing)
+        other = leaves[number].info.path
+        return Equality(info.path, other, size, count_differing, advice)
 
     def __call__(self, *args: jax.Array) -> jax.Array:
         if self._precision == "own":
@@ -223,12 +235,13 @@ def _count_differing(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.sum(differ)
 
 
-def require_equal(leaf: Leaf, others: Sequence[Leaf]) -> Leaf:
+def require_equal(leaf: Leaf, others: Sequence[Leaf], advice: str = _ADVICE) -> Leaf:
     """Returns `leaf`, whose computation fails if the values of `others` differ.
 
     Args:
         leaf: An array, a number or PRNG keys.
         others: Leaves of the same shape and type.
+        advice: What to do if they differ.
     """
     if all(other.fn is leaf.fn and _have_same_sources(leaf, other) for other in others):
         return leaf
@@ -238,7 +251,7 @@ def require_equal(leaf: Leaf, others: Sequence[Leaf]) -> Leaf:
     return dataclasses.replace(
         leaf,
         sources=tuple(source for leaf in leaves for source in leaf.sources),
-        fn=_Computation(leaves, lambda first, *_: first, is_wide, are_equal=True),
+        fn=_Computation(leaves, lambda first, *_: first, is_wide, advice=advice),
     )
 
 
@@ -262,21 +275,24 @@ def unequal(
         differences: Conditions, each with the number of elements that differ.
     """
     faults = {
-        (equality.path, equality.other): f"{count:,} of {equality.size:,} elements"
+        (equality.path, equality.other): (
+            f"{count:,} of {equality.size:,} elements",
+            equality.advice,
+        )
         for equality, count in differences
         if count
     }
     if not faults:
         return None
+    advice = dict.fromkeys(advice for _, advice in faults.values())
     return errors.OptionError(
         f"{len(faults)} pairs of tied leaves have different values, and only one leaf"
         " of each pair can be kept:\n"
         + errors.rows(
             f"{path} and {other} differ in {how}"
-            for (path, other), how in faults.items()
+            for (path, other), (how, _) in faults.items()
         )
-        + "\nKeep both: leave out the tie, and export the model as one with untied"
-        " weights. Or drop the leaf that is not used first."
+        + "".join(f"\n{text}" for text in itertools.islice(advice, _ADVICE_SHOWN))
     )
 
 
