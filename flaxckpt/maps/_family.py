@@ -323,12 +323,14 @@ class _Copies(TableTransform):
 
 
 def _advice(path: LeafPath, is_untied: bool) -> str:
-    drop = call("drop", re.escape(path))
+    leave_out = f"leave {path} out: [{call('drop', re.escape(path))}, *map]."
     if not is_untied:
-        return f"The map has one leaf for both. Keep the other one: [{drop}, *map]."
+        return (
+            f"The map has one leaf for both. Check which one is right, and {leave_out}"
+        )
     return (
         "The config ties them. Keep both: pass the config with tie_word_embeddings:"
-        f" False. Or keep the other one: [{drop}, *map]."
+        f" False. Or {leave_out}"
     )
 
 

@@ -29,10 +29,11 @@ OPTIMIZERS = {
     "adan": optax.adan(1e-3),
     "ademamix": optax.contrib.ademamix(1e-3),
     "simplified ademamix": optax.contrib.simplified_ademamix(1e-3),
-    "madgrad": optax.contrib.madgrad(1e-3),
     "muon": optax.contrib.muon(1e-3),
     "lbfgs": optax.scale_by_lbfgs(memory_size=2),
 }
+if hasattr(optax.contrib, "madgrad"):  # optax 0.2.6 lacks it
+    OPTIMIZERS["madgrad"] = optax.contrib.madgrad(1e-3)
 PARAMS = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
 
 
