@@ -53,6 +53,7 @@ PASSAGES = {
         "_names",
         "_patterns",
         "_remap",
+        "_tie",
     },
 }
 
