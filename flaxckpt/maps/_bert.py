@@ -50,8 +50,11 @@ BERT = Family(
         ),
     },
     defaults={"tie_word_embeddings": True},
-    # The decoder of tied models is a copy of embeddings, and its bias of another leaf.
-    ignored=r"(bert/)?embeddings/position_ids|cls/predictions/decoder/(weight|bias)",
+    ignored=r"(bert/)?embeddings/position_ids",
+    copies={
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
     target_bases={"linen": "bert"},
     old_names=OLD_NAMES,
 )

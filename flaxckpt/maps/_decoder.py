@@ -24,6 +24,7 @@ SIZES: dict[str, str | int] = {
 """Layers, heads, heads of keys and values, and the size of a head."""
 
 BUFFERS = r".*/rotary_emb/inv_freq"
+COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 TIED = "tie_word_embeddings"
 
 _LAYER = "model.layers.{i}"

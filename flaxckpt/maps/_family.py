@@ -19,6 +19,7 @@ from flaxckpt.transforms._base import TableTransform, call
 from flaxckpt.transforms._form import Form
 from flaxckpt.transforms._names import parse_name
 from flaxckpt.transforms._remap import make_remap
+from flaxckpt.transforms._tie import make_tie
 
 _FIRST = re.compile(r"\+([A-Za-z]\w*)\}")
 """The size at which an index begins: `+first}` of `{i+first}`."""
@@ -64,6 +65,9 @@ class Family:
         tables: Target layout -> its tensors.
         defaults: Values of keys that configurations may lack.
         ignored: Pattern of the leaf paths of buffers, which are left out.
+        copies: Tensor that checkpoints may have twice -> its other name, which has a
+            row. Where the first has no row, such as a tied head, it is left out, and
+            must be equal.
         target_bases: Target layout -> the beginning that the base model has there.
         old_names: The end of a leaf path in old checkpoints -> its end in new ones.
         unpublished: Target layout -> pattern of leaf paths there that published models
@@ -77,6 +81,7 @@ class Family:
     tables: Mapping[str, Sequence[Tensor]]
     defaults: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
     ignored: str = ""
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     target_bases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     old_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unpublished: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -142,9 +147,12 @@ class Family:
             rest="error",
             ignored=self.ignored or None,
             ignored_by_inverse=self.unpublished.get(target),
+            inverse_within=self._within(target, prefix, target_base),
             name=name,
         )
         changes: list[Transform] = [remap, *_values(rows, listed, sizes)]
+        if copies := self._copies(target, rows, bases[0]):
+            changes.insert(0, copies)
         if self.old_names:
             changes.insert(0, _NewNames(self.name, self.old_names))
         return changes
@@ -207,6 +215,36 @@ class Family:
                 needed |= Form.parse(tensor.form, {}).names
         return {axis: self._size(config, axis) for axis in self.sizes if axis in needed}
 
+    def _within(self, target: str, prefix: LeafPath, base: str | None) -> str:
+        """Returns the beginning of the paths of all leaves that the map back knows."""
+        own = self.target_bases.get(target, "")
+        parts = prefix.split("/") if prefix else []
+        if base == "" and own and parts[-1:] == [own]:
+            parts.pop()  # the base model in its place beside a head
+        return "/".join(parts) + "/" if parts else ""
+
+    def _copies(
+        self, target: str, rows: Sequence[Tensor], base: _Base
+    ) -> Transform | None:
+        """Returns the transform that leaves out equal copies; None if there are none.
+
+        Args:
+            target: The target layout.
+            rows: The tensors of the model.
+            base: The beginning of their names.
+        """
+        names = {row.source for row in rows}
+        untied = {tensor.source for tensor in self.tables[target]}
+        pairs = {
+            base.apply(copy.replace(".", "/")): (
+                base.apply(kept.replace(".", "/")),
+                copy in untied,
+            )
+            for copy, kept in self.copies.items()
+            if copy not in names
+        }
+        return _Copies(self.name, pairs) if pairs else None
+
     def _row(self, tensor: Tensor, bases: tuple[_Base, _Base], prefix: LeafPath) -> Row:
         source = bases[0].apply(tensor.source.replace(".", "/"))
         target = bases[1].apply(tensor.target)
@@ -254,6 +292,46 @@ class _NewNames(TableTransform):
 
     def inverse(self) -> Transform:
         return self
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copies(TableTransform):
+    """Leaves out the second of two equal leaves, if a checkpoint has both.
+
+    The map back writes one of them, as transformers does.
+
+    Attributes:
+        family: The name of the family.
+        pairs: The leaf to leave out -> the leaf to keep, and whether an untied model
+            has both.
+    """
+
+    family: str
+    pairs: Mapping[LeafPath, tuple[LeafPath, bool]]
+
+    def __call__(self, table: LeafTable) -> LeafTable:
+        for path, (kept, is_untied) in self.pairs.items():
+            if path in table and kept in table:
+                table = make_tie(re.escape(path), kept, _advice(path, is_untied))(table)
+        return table
+
+    def __str__(self) -> str:
+        return call(f"maps.{self.family}.copies")
+
+    def inverse(self) -> Transform:
+        return self
+
+
+def _advice(path: LeafPath, is_untied: bool) -> str:
+    leave_out = f"leave {path} out: [{call('drop', re.escape(path))}, *map]."
+    if not is_untied:
+        return (
+            f"The map has one leaf for both. Check which one is right, and {leave_out}"
+        )
+    return (
+        "The config ties them. Keep both: pass the config with tie_word_embeddings:"
+        f" False. Or {leave_out}"
+    )
 
 
 def _values(

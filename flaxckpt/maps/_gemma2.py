@@ -70,5 +70,6 @@ GEMMA2 = Family(
     },
     defaults={"tie_word_embeddings": True},
     ignored=_decoder.BUFFERS,
+    copies=_decoder.COPIES,
 )
 """Gemma 2."""

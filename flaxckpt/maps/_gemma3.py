@@ -128,5 +128,6 @@ GEMMA3 = Family(
     },
     defaults={"tie_word_embeddings": True},
     ignored=_decoder.BUFFERS,
+    copies=_decoder.COPIES,
 )
 """Gemma 3, its language model."""

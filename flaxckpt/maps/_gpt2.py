@@ -30,8 +30,9 @@ GPT2 = Family(
         ),
     },
     defaults={"tie_word_embeddings": True},
-    # The causal masks of old checkpoints; and the head of tied ones, which is a copy.
-    ignored=r"(transformer/)?h/\d+/attn/(masked_)?bias|lm_head/weight",
+    # The causal masks of old checkpoints.
+    ignored=r"(transformer/)?h/\d+/attn/(masked_)?bias",
+    copies={"lm_head.weight": "transformer.wte.weight"},
     target_bases={"linen": "transformer"},
 )
 """GPT-2."""

@@ -32,6 +32,7 @@ MISTRAL = Family(
     },
     defaults={"tie_word_embeddings": False},
     ignored=_decoder.BUFFERS,
+    copies=_decoder.COPIES,
     target_bases={"linen": "model"},
 )
 """Mistral."""

@@ -35,5 +35,6 @@ QWEN3_MOE = Family(
     },
     defaults={"tie_word_embeddings": False},
     ignored=_decoder.BUFFERS,
+    copies=_decoder.COPIES,
 )
 """Qwen 3 with mixtures of experts in all layers."""

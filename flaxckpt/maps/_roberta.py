@@ -30,8 +30,11 @@ ROBERTA = Family(
         ),
     },
     defaults={"tie_word_embeddings": True},
-    # The decoder of tied models is a copy of embeddings, and its bias of another leaf.
-    ignored=r"(roberta/)?embeddings/position_ids|lm_head/decoder/(weight|bias)",
+    ignored=r"(roberta/)?embeddings/position_ids",
+    copies={
+        "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
+        "lm_head.decoder.bias": "lm_head.bias",
+    },
     target_bases={"linen": "roberta"},
     old_names=OLD_NAMES,
 )

@@ -55,8 +55,11 @@ T5 = Family(
     sizes={"i": "num_layers", "j": "num_decoder_layers|num_layers"},
     tables={"linen": (*_ENCODER, *under(_HAS_DECODER, _DECODER))},
     defaults={"tie_word_embeddings": True, "feed_forward_proj": "relu"},
-    # Copies of the shared embedding; and a bias of old checkpoints that is never used.
-    ignored=r"(encoder|decoder)/embed_tokens/weight|lm_head/weight"
-    r"|decoder/block/0/layer/1/EncDecAttention/relative_attention_bias/weight",
+    # A bias of old checkpoints that is never used.
+    ignored="decoder/block/0/layer/1/EncDecAttention/relative_attention_bias/weight",
+    copies={
+        f"{name}.weight": "shared.weight"
+        for name in ("encoder.embed_tokens", "decoder.embed_tokens", "lm_head")
+    },
 )
 """T5: the first version, 1.1, Flan-T5."""

@@ -93,7 +93,7 @@ WHISPER = Family(
         ),
     },
     defaults={"tie_word_embeddings": True},
-    ignored="proj_out/weight",  # a copy of the embedding of tokens
+    copies={"proj_out.weight": "model.decoder.embed_tokens.weight"},
     target_bases={"linen": "model"},
     # A bias of keys adds the same number to all scores of a query: softmax drops it.
     unpublished={"bonsai": r"(.*/)?(encoder|decoder)/layers/\d+/\w+/key/bias"},

@@ -115,7 +115,7 @@ class _MergeLora(TableTransform):
                     base = replacing.get(path, leaf)
                     members = [base, leaves[adapter.a], leaves[adapter.b]]
                     fn = self._update_fn(adapter, table, config)
-                    yield NewLeaf(path, path, derive(members, fn))
+                    yield NewLeaf(path, path, derive(members, fn, precision="wide"))
                 elif path in whole and whole[path] not in updates and not is_mirror:
                     yield NewLeaf(path, whole[path], replacing[whole[path]])
 
@@ -151,10 +151,7 @@ class _MergeLora(TableTransform):
         factor = self._scale(adapter, rank, config)
 
         def update(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-            is_wide = _state.dtypes.is_wide(base.dtype)
-            wide = jnp.float64 if is_wide else jnp.float32
-            change = delta(jnp.asarray(a, wide), jnp.asarray(b, wide))
-            return jnp.asarray(jnp.asarray(x, wide) + factor * change, x.dtype)
+            return x + factor * delta(a, b)
 
         return update
 
@@ -205,11 +202,11 @@ def merge_lora(
     ```
 
     Each weight becomes `W + alpha / rank * A @ B`, computed in float32 and rounded once
-    to the type of `W`, and the adapter's leaves are removed. Adapters are found by
-    their names: `lora_A` and `lora_B` of PEFT, `lora_a` and `lora_b` of NNX, `w_lora_a`
-    and `w_lora_b` of Qwix. Other leaves of PEFT's adapter (`modules_to_save`, biases)
-    replace the leaves of the model. Moments of the weights stay as they are. There is
-    no inverse: the sum does not have its parts.
+    to the type of `W`, or of the state if there is one, and the adapter's leaves are
+    removed. Adapters are found by their names: `lora_A` and `lora_B` of PEFT, `lora_a`
+    and `lora_b` of NNX, `w_lora_a` and `w_lora_b` of Qwix. Other leaves of PEFT's
+    adapter (`modules_to_save`, biases) replace the leaves of the model. Moments of the
+    weights stay as they are. There is no inverse: the sum does not have its parts.
 
     Args:
         source: An adapter that PEFT has saved: a directory with `adapter_config.json`,

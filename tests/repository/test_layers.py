@@ -55,6 +55,7 @@ PASSAGES = {
         "_names",
         "_patterns",
         "_remap",
+        "_tie",
     },
 }
 
