@@ -237,7 +237,8 @@ def unequal(
             for (path, other), how in faults.items()
         )
         + "\nKeep both: leave out the tie, and export the model as one with untied"
-        " weights. Or drop the leaf that is not used first."
+        " weights: tie_word_embeddings is False in its config. Or drop the leaf that"
+        " is not used first."
     )
 
 

@@ -23,6 +23,37 @@ SIZES: dict[str, str | int] = {
 }
 """Layers, heads, heads of keys and values, and the size of a head."""
 
+_QUERIES = "num_attention_heads*head_dim|hidden_size"
+_KEYS = (
+    "num_key_value_heads*head_dim|hidden_size/num_attention_heads*num_key_value_heads"
+    "|num_attention_heads*head_dim|hidden_size"
+)
+_HEAD = "head_dim|hidden_size/num_attention_heads"
+_MOE = "moe_intermediate_size|intermediate_size"
+
+_ATTENTION = "model.layers.{i}.self_attn"
+_FFN = "model.layers.{i}.mlp"
+_EXPERT = "model.layers.{i}.{m:mlp|block_sparse_moe}.experts.{x}"
+_GATE = "model.layers.{i}.{m:mlp|block_sparse_moe}.gate"
+
+SHAPES = {
+    "model.embed_tokens.weight": "vocab_size hidden_size",
+    f"{_ATTENTION}.q_proj.weight": f"{_QUERIES} hidden_size",
+    f"{_ATTENTION}.q_proj.bias": _QUERIES,
+    f"{_ATTENTION}.{{p:k_proj|v_proj}}.weight": f"{_KEYS} hidden_size",
+    f"{_ATTENTION}.{{p:k_proj|v_proj}}.bias": _KEYS,
+    f"{_ATTENTION}.o_proj.weight": f"hidden_size {_QUERIES}",
+    f"{_ATTENTION}.{{q:q_norm|k_norm}}.weight": _HEAD,
+    f"{_FFN}.{{m:gate_proj|up_proj}}.weight": "intermediate_size hidden_size",
+    f"{_FFN}.down_proj.weight": "hidden_size intermediate_size",
+    f"{_GATE}.weight": "num_experts|num_local_experts hidden_size",
+    f"{_EXPERT}.{{w:gate_proj|up_proj|w1|w3}}.weight": f"{_MOE} hidden_size",
+    f"{_EXPERT}.{{w:down_proj|w2}}.weight": f"hidden_size {_MOE}",
+    "model.norm.weight": "hidden_size",
+    "lm_head.weight": "vocab_size hidden_size",
+}
+"""Shapes of the tensors of all decoders."""
+
 BUFFERS = r".*/rotary_emb/inv_freq"
 TIED = "tie_word_embeddings"
 

@@ -67,6 +67,7 @@ GEMMA = Family(
     },
     defaults={"tie_word_embeddings": True},
     ignored=_decoder.BUFFERS,
+    shapes=_decoder.SHAPES,
     target_bases={"linen": "model"},
 )
 """Gemma, the first version, and 2."""

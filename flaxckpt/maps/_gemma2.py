@@ -70,5 +70,6 @@ GEMMA2 = Family(
     },
     defaults={"tie_word_embeddings": True},
     ignored=_decoder.BUFFERS,
+    shapes=_decoder.SHAPES,
 )
 """Gemma 2."""

@@ -128,5 +128,6 @@ GEMMA3 = Family(
     },
     defaults={"tie_word_embeddings": True},
     ignored=_decoder.BUFFERS,
+    shapes=_decoder.SHAPES,
 )
 """Gemma 3, its language model."""

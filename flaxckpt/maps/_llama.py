@@ -43,6 +43,7 @@ LLAMA = Family(
     },
     defaults={"tie_word_embeddings": False},
     ignored=_decoder.BUFFERS,
+    shapes=_decoder.SHAPES,
     target_bases={"linen": "model"},
 )
 """Llama 2 and 3."""

@@ -32,6 +32,7 @@ MISTRAL = Family(
     },
     defaults={"tie_word_embeddings": False},
     ignored=_decoder.BUFFERS,
+    shapes=_decoder.SHAPES,
     target_bases={"linen": "model"},
 )
 """Mistral."""

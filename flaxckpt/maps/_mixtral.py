@@ -32,5 +32,6 @@ MIXTRAL = Family(
     tables={"maxtext": _MAXTEXT, "maxtext-scanned": _decoder.scan(_MAXTEXT)},
     defaults={"tie_word_embeddings": False},
     ignored=_decoder.BUFFERS,
+    shapes=_decoder.SHAPES,
 )
 """Mixtral."""

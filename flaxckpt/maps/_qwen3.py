@@ -69,5 +69,6 @@ QWEN3 = Family(
     },
     defaults={"tie_word_embeddings": False},
     ignored=_decoder.BUFFERS,
+    shapes=_decoder.SHAPES,
 )
 """Qwen 3, and its mixtures of experts."""

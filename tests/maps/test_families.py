@@ -15,6 +15,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors, maps
+from flaxckpt.maps import _config
 from flaxckpt.transforms import inverse
 
 _REASON = "needs torch and transformers: `make test-maps` has them"
@@ -274,3 +275,19 @@ def test_wrong_head_counts_are_refused(case, save, tmp_path):
     changed = {heads.split("|")[0]: saved.config[heads.split("|")[0]] + 5}
     with pytest.raises(errors.OptionError, match=r"do not fit|not divisible"):
         plan(case, saved, saved.tensors, tmp_path, **changed)
+
+
+@over(first_of("family"))
+def test_each_size_of_the_config_is_compared_with_the_tensors(case, save):
+    saved = save(case)
+    rules = {
+        a for axes in getattr(maps, case.family).shapes.values() for a in axes.split()
+    }
+    chosen = filter(None, (_config.choose(saved.config, rule) for rule in rules))
+    keys = {key for choice in chosen for key in re.findall(r"[a-z][\w.]*", choice)}
+    assert keys
+    for key in keys:
+        size = _config.look_up(saved.config, key)
+        config = _config.with_values(saved.config, {key: 2 * size})
+        with pytest.raises(errors.OptionError, match="contradict"):
+            flaxckpt.load(saved.directory, transforms=map_of(case, config))
