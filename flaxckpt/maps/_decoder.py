@@ -130,39 +130,29 @@ MAXTEXT_NORMS = (
     ),
 )
 
-MAXTEXT_MLP = (
-    Tensor(
-        f"{_LAYER}.mlp.{_MLP}.weight",
-        "decoder/layers_{i}/mlp/{m:wi_0|wi_1|wo}/kernel",
-        "o e -> e o",
-    ),
-)
 
-MAXTEXT_QUERY_KEY = (
-    Tensor(
-        f"{_LAYER}.self_attn.q_proj.weight",
-        "decoder/layers_{i}/self_attention/query/kernel",
-        "(h d) e -> e h d",
-    ),
-    Tensor(
-        f"{_LAYER}.self_attn.k_proj.weight",
-        "decoder/layers_{i}/self_attention/key/kernel",
-        "(k d) e -> e k d",
-    ),
-)
-MAXTEXT_VALUE_OUT = (
-    Tensor(
-        f"{_LAYER}.self_attn.v_proj.weight",
-        "decoder/layers_{i}/self_attention/value/kernel",
-        "(k d) e -> e k d",
-    ),
-    Tensor(
-        f"{_LAYER}.self_attn.o_proj.weight",
-        "decoder/layers_{i}/self_attention/out/kernel",
-        "e (h d) -> h d e",
-    ),
-)
-MAXTEXT_ATTENTION = (*MAXTEXT_QUERY_KEY, *MAXTEXT_VALUE_OUT)
+def maxtext_mlp(source: str, target: str) -> tuple[Tensor, ...]:
+    """Returns the rows of `mlp` of the layers `source`."""
+    names = "{m:wi_0|wi_1|wo}"
+    form = "o e -> e o"
+    return (Tensor(f"{source}.mlp.{_MLP}.weight", f"{target}/{names}/kernel", form),)
+
+
+def maxtext_attention(source: str, target: str) -> tuple[Tensor, ...]:
+    """Returns the rows of queries, keys, values and the output of attention."""
+    of_keys = "(k d) e -> e k d"
+    old, new = f"{source}.self_attn", target
+    return (
+        Tensor(f"{old}.q_proj.weight", f"{new}/query/kernel", "(h d) e -> e h d"),
+        Tensor(f"{old}.k_proj.weight", f"{new}/key/kernel", of_keys),
+        Tensor(f"{old}.v_proj.weight", f"{new}/value/kernel", of_keys),
+        Tensor(f"{old}.o_proj.weight", f"{new}/out/kernel", "e (h d) -> h d e"),
+    )
+
+
+MAXTEXT_MLP = maxtext_mlp(_LAYER, "decoder/layers_{i}/mlp")
+MAXTEXT_ATTENTION = maxtext_attention(_LAYER, "decoder/layers_{i}/self_attention")
+MAXTEXT_QUERY_KEY, MAXTEXT_VALUE_OUT = MAXTEXT_ATTENTION[:2], MAXTEXT_ATTENTION[2:]
 
 
 def scale_query(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
