@@ -238,8 +238,13 @@ def _describe_unsupported(path: Path) -> str | None:
 def _describe_torch_model(directory: Path) -> str | None:
     """Describes a published model whose arrays are only in pickles."""
     names = _storage.of(directory).names(directory)
-    found = sorted(n for n in names if n.endswith((".bin", ".pth", ".pt")))
-    if not found or any(n.endswith(".safetensors") for n in names):
+    found = sorted(
+        name
+        for name in names
+        if name.startswith(("pytorch_model", "consolidated"))
+        and name.endswith((".bin", ".pth"))
+    )
+    if not found or any(name.endswith(".safetensors") for name in names):
         return None
     return (
         f"a model of torch in pickles ({errors.first_few(found)}). {_ABOUT_PICKLES}:"
