@@ -27,6 +27,20 @@ def encoder(base: str) -> tuple[Tensor, ...]:
     )
 
 
+def shapes(base: str) -> dict[str, str]:
+    """Returns the shapes of these tensors."""
+    words, layer = f"{base}.embeddings", f"{base}.encoder.layer.{{i}}"
+    square = "hidden_size hidden_size"
+    return {
+        f"{words}.word_embeddings.weight": "vocab_size hidden_size",
+        f"{words}.position_embeddings.weight": "max_position_embeddings hidden_size",
+        f"{layer}.attention.self.{{p:query|key|value}}.weight": square,
+        f"{layer}.attention.output.dense.weight": square,
+        f"{layer}.intermediate.dense.weight": "intermediate_size hidden_size",
+        f"{layer}.output.dense.weight": "hidden_size intermediate_size",
+    }
+
+
 _TRANSFORM = "cls.predictions.transform"
 
 BERT = Family(
@@ -57,5 +71,10 @@ BERT = Family(
     },
     target_bases={"linen": "bert"},
     old_names=OLD_NAMES,
+    shapes={
+        **shapes("bert"),
+        "cls.predictions.bias": "vocab_size",
+        "cls.predictions.decoder.weight": "vocab_size hidden_size",
+    },
 )
 """BERT, and models of its architecture, such as MiniLM."""

@@ -33,5 +33,6 @@ MIXTRAL = Family(
     defaults={"tie_word_embeddings": False},
     ignored=_decoder.BUFFERS,
     copies=_decoder.COPIES,
+    shapes=_decoder.SHAPES,
 )
 """Mixtral."""

@@ -70,5 +70,6 @@ QWEN3 = Family(
     defaults={"tie_word_embeddings": False},
     ignored=_decoder.BUFFERS,
     copies=_decoder.COPIES,
+    shapes=_decoder.SHAPES,
 )
 """Qwen 3, and its mixtures of experts."""

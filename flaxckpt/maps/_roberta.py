@@ -7,7 +7,7 @@ Sources:
 
 from __future__ import annotations
 
-from flaxckpt.maps._bert import OLD_NAMES, encoder
+from flaxckpt.maps._bert import OLD_NAMES, encoder, shapes
 from flaxckpt.maps._family import Family
 from flaxckpt.maps._modules import array, linear, norm
 
@@ -37,5 +37,10 @@ ROBERTA = Family(
     },
     target_bases={"linen": "roberta"},
     old_names=OLD_NAMES,
+    shapes={
+        **shapes("roberta"),
+        "lm_head.bias": "vocab_size",
+        "lm_head.decoder.weight": "vocab_size hidden_size",
+    },
 )
 """RoBERTa, XLM-RoBERTa and CamemBERT."""
