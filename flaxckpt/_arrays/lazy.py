@@ -138,7 +138,8 @@ class Equality(NamedTuple):
 _ADVICE_SHOWN = 3
 
 _ADVICE = (
-    "Keep both: leave out the tie, and export the model as one with untied weights. Or"
+    "Keep both: leave out the tie, and export the model as one with untied weights:"
+    " tie_word_embeddings is False in its config. Or"
     " drop the leaf that is not used first."
 )
 

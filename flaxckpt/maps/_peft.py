@@ -23,6 +23,7 @@ from flaxckpt import _arrays, _state, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.maps import _family, _named
+from flaxckpt.maps._checked import CheckedMap
 from flaxckpt.transforms import Transform, _affine, _base, _export, _lora, _remap
 from flaxckpt.transforms._base import NewLeaf, TableTransform
 from flaxckpt.transforms._form import Form
@@ -160,9 +161,10 @@ class ToPeft(TableTransform):
         Raises:
             OptionError: The map has other transforms.
         """
-        remaps = [t for t in self.map if isinstance(t, _remap._Remap)]
-        known = (_remap._Remap, _affine._Affine, _family._NewNames)
-        others = [t for t in self.map if not isinstance(t, known)]
+        changes = [t.remap if isinstance(t, CheckedMap) else t for t in self.map]
+        remaps = [t for t in changes if isinstance(t, _remap._Remap)]
+        known = (_remap._Remap, _affine._Affine, _family._NewNames, _family._Copies)
+        others = [t for t in changes if not isinstance(t, known)]
         if len(remaps) != 1 or others:
             raise errors.OptionError(
                 "the map must be one remap, and perhaps offset and scale, to tell the"
@@ -314,7 +316,7 @@ def find_map(
         kernels = [p for p in pairs if not candidate.matched.isdisjoint(p.bases)]
         counts[candidate] = len(kernels)
         if len(kernels) == len(pairs):
-            return candidate.changes
+            return candidate.make()
     best = max(counts, key=counts.__getitem__)
     lacking = [p.bases[0] for p in pairs if best.matched.isdisjoint(p.bases)]
     raise errors.OptionError(

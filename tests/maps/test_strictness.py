@@ -233,7 +233,7 @@ def test_a_head_that_a_tied_model_does_not_have_is_not_exported(
     state = flaxckpt.load(source, transforms=changes)
     state["params"]["lm_head"] = {"kernel": np.ones((6, 11), "f4")}
     flaxckpt.save(tmp_path / "run", {**state, "step": 1})
-    with pytest.raises(errors.OptionError, match="1 leaves:\n  params/lm_head/kernel"):
+    with pytest.raises(errors.OptionError, match=r"1 leaves[^:]*:\n  params/lm_head/k"):
         flaxckpt.load(tmp_path / "run", transforms=inverse(changes))
     options = {**options, "target": target} if options else {}
     with pytest.raises(errors.OptionError, match="lm_head/kernel"):
