@@ -6,55 +6,21 @@ records of the byte ranges.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _state, _storage
+from flaxckpt._arrays.spans import Span
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
 
 _PART_BYTES = 8 * 2**20
 """Bytes per read: large enough for a disk, small enough for several cores."""
-
-
-class Span(NamedTuple):
-    """Byte range of an array in a file, in C order.
-
-    Attributes:
-        file: Path of the file.
-        offset: Offset of the first element, in bytes.
-        shape: Shape in elements.
-        dtype: Name of the stored element type.
-        pieces: Offset and size in bytes of each run, for several consecutive runs;
-            `offset` is then unused.
-        identity: Identity of the file when its header was read (see `Stamp`); a file
-            changed since then is not read.
-        is_big_endian: True if elements are big endian instead of little endian.
-    """
-
-    file: Path
-    offset: int
-    shape: Shape
-    dtype: str
-    pieces: tuple[tuple[int, int], ...] = ()
-    identity: tuple[int, ...] | None = None
-    is_big_endian: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all elements, in bytes."""
-        return math.prod(self.shape) * self.itemsize
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return _state.dtypes.to_numpy(self.dtype).itemsize
 
 
 def open(spans: Sequence[Span], context: ts.Context) -> ts.Future[ts.TensorStore]:
@@ -146,7 +112,7 @@ def _read_run(descriptor: int, span: Span, start: Sequence[int], target: Array) 
         start_byte = max(start_byte - size, 0)
     if span.is_big_endian:
         run.byteswap(inplace=True)
-    _state.dtypes.check_bools(run)
+    _state.numpy_dtypes.check_bools(run)
     if run is not target:
         target[...] = run
 
@@ -157,3 +123,17 @@ def _fill(descriptor: int, file: Path, position: int, view: memoryview) -> None:
         if not count:
             raise OSError(f"{file} ends at byte {position}, in the middle of an array")
         view, position = view[count:], position + count
+
+
+def open_number(number: complex, context: ts.Context) -> ts.Future[ts.TensorStore]:
+    """Opens a Python number as an array without axes."""
+    return completed_future(ts.array(np.asarray(number), context=context))
+
+
+def completed_future(store: ts.TensorStore) -> ts.Future[ts.TensorStore]:
+    """Returns a future with the result `store`."""
+    promise: ts.Promise[ts.TensorStore]
+    future: ts.Future[ts.TensorStore]
+    promise, future = ts.Promise.new()
+    promise.set_result(store)
+    return future

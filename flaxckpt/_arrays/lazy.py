@@ -286,7 +286,9 @@ def value_fn(leaf: Leaf) -> Fn:
         array = args[0] if fn is None else fn(*args)
         if info.kind == "prng_key":
             return array
-        dtype = jax.dtypes.canonicalize_dtype(_state.dtypes.to_numpy(info.dtype or ""))
+        dtype = jax.dtypes.canonicalize_dtype(
+            _state.numpy_dtypes.to_numpy(info.dtype or "")
+        )
         return jnp.asarray(array, dtype)
 
     return value
@@ -297,7 +299,9 @@ def to_abstract(info: LeafInfo) -> jax.ShapeDtypeStruct:
     if info.kind == "prng_key":
         key = jax.eval_shape(lambda: jax.random.key(0, impl=info.prng_impl))
         return jax.ShapeDtypeStruct(info.shape, key.dtype)
-    dtype = jax.dtypes.canonicalize_dtype(_state.dtypes.to_numpy(info.dtype or ""))
+    dtype = jax.dtypes.canonicalize_dtype(
+        _state.numpy_dtypes.to_numpy(info.dtype or "")
+    )
     return jax.ShapeDtypeStruct(info.shape, dtype)
 
 
@@ -305,7 +309,7 @@ def _result_info(base: LeafInfo, result: Any, what: str) -> LeafInfo:
     info: LeafInfo | str = str(result)
     if isinstance(result, jax.ShapeDtypeStruct):
         leaf = _state.tree.TreeLeaf(base.keys, result, False)
-        info = _state.leaf.describe(base.path, leaf)
+        info = _state.describe.describe(base.path, leaf)
     if isinstance(info, str):
         raise errors.OptionError(
             f"{what} must return one array for {base.path}, got {info[:80]}"

@@ -19,7 +19,7 @@ import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util
-from flaxckpt._arrays import layout
+from flaxckpt._arrays import forms
 from flaxckpt._arrays.zarr import chunk_file, ocdbt
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr.chunk_file import Block, Bytes
@@ -103,7 +103,7 @@ class _Form:
         self.shape = shape
         self.stored = stored
         self.chunk_shape = chunk_shape
-        self.dtype: np.dtype[Any] = _state.dtypes.to_numpy(stored)
+        self.dtype: np.dtype[Any] = _state.numpy_dtypes.to_numpy(stored)
         self.chunk_bytes = math.prod(chunk_shape) * self.dtype.itemsize
 
     def check_metadata(self, text: bytes) -> None:
@@ -142,7 +142,7 @@ _make_form = functools.lru_cache(maxsize=1024)(_Form)  # many arrays are alike
 
 def _form_of(raw: RawArray, info: LeafInfo) -> _Form:
     assert info.chunk_shape is not None, info
-    return _make_form(raw.encoding, *layout.stored_form(info), info.chunk_shape)
+    return _make_form(raw.encoding, *forms.stored_form(info), info.chunk_shape)
 
 
 # ---- from files -----------------------------------------------------------------

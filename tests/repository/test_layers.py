@@ -41,9 +41,10 @@ PASSAGES = {
         "_msgpack",
         "_native",
         "_reader",
+        "_recognise",
         "_safetensors",
-        "_t5x",
     },
+    "configs": {"_policies"},
     "maps": {"_config", "_named", "_suggest"},
     "transforms": {
         "_base",

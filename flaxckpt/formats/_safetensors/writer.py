@@ -67,7 +67,7 @@ def make_layouts(
         name = f"{NAME}-{n:05}-of-{len(shards):05}{header.SUFFIX}"
         files.append(_make_layout(name, shard, names, of_files))
         weight_map |= {names[info.path]: name for info in shard}
-    size = sum(_arrays.layout.stored_bytes(info) for info in arrays)
+    size = sum(_arrays.forms.stored_bytes(info) for info in arrays)
     index = _file_layout.FileLayout(f"{NAME}{header.INDEX_SUFFIX}")
     index_metadata: dict[str, JSON] = {"total_size": size, **ours}
     index.add(_check_size(header.make_index(weight_map, index_metadata), index.name))
@@ -139,7 +139,7 @@ def _split(
     shard: list[LeafInfo] = []
     total = 0
     for info in arrays:
-        size = _arrays.layout.stored_bytes(info)
+        size = _arrays.forms.stored_bytes(info)
         if shard and max_bytes is not None and total + size > max_bytes:
             yield shard
             shard, total = [], 0
@@ -162,7 +162,7 @@ def _make_layout(
     tensors = [(names[info.path], info) for info in ordered]
     file.add(_check_size(header.make_header(tensors, metadata), name))
     for info in ordered:
-        file.add_values(info.path, 0, _arrays.layout.stored_bytes(info))
+        file.add_values(info.path, 0, _arrays.forms.stored_bytes(info))
     return file
 
 
