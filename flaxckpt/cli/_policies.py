@@ -5,42 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Required, TypedDict
 
-import typer
-
 from flaxckpt import errors
+from flaxckpt.cli._parameters import Option
 
 if TYPE_CHECKING:
     from flaxckpt.policies import PreservationPolicy
 
 KeepOption = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--keep",
         "-k",
         metavar="POLICY",
         help="A preservation policy: latest:3, duration:24h, best:1:eval/loss:min,"
         " without:eval/loss, every:1000, closest:1000, exponential:100:2, secs:3600,"
         " steps:1,10. May be repeated.",
-        show_default=False,
     ),
 ]
 ConfigOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--config",
         "-c",
         metavar="FILE",
         help="The settings of the run, in TOML, YAML or JSON; uses its keep.",
-        show_default=False,
     ),
 ]
 GroupOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--group",
         metavar="TABLE",
         help="Table of the file with the settings: train.checkpoint.",
-        show_default=False,
     ),
 ]
 

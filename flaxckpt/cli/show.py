@@ -6,11 +6,10 @@ import collections
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output
 from flaxckpt.cli._output import Cell, TextColumn
+from flaxckpt.cli._parameters import Argument, Option
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.leaf_statistics import LeafStatistics
@@ -26,22 +25,20 @@ def show(
     path: _app.PathArgument,
     leaf: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="LEAF",
             help="A leaf, whose values are read, or a container.",
-            show_default=False,
         ),
     ] = None,
     step: _app.StepOption = None,
     step_format: _app.StepFormatOption = None,
     depth: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--depth",
             "-d",
             min=1,
             help="Depth of the tree; by default as deep as fits 100 lines.",
-            show_default=False,
         ),
     ] = None,
     json: _app.JsonOption = False,

@@ -9,15 +9,15 @@ import subprocess
 import sys
 import tomllib
 
+import click
 import numpy as np
 import pytest
-import typer.main
 
 import flaxckpt
 from flaxckpt.cli import _output, app, main
 from tests import ROOT
 
-VERBS = [*typer.main.get_command(app).commands]
+VERBS = app.list_commands(click.Context(app))
 PYPROJECT = ROOT / "pyproject.toml"
 COMMAND = [sys.executable, "-m", "flaxckpt"]
 

@@ -71,7 +71,7 @@ DOORS: dict[str, set[str]] = {
     "keras": {"integrations"},
     "tensorboard": {"integrations"},
     "yaml": {"configs._parsing"},
-    "typer": {"cli"},
+    "click": {"cli"},
     "clu": {"integrations"},
     "grain": set(),
     "orbax": {"integrations"},

@@ -83,3 +83,34 @@ def test_bounds_are_those_of_the_type(name):
     low, high = state_dtypes.bounds(name)
     info = ml_dtypes.iinfo(state_numpy_dtypes.to_numpy(name))
     assert (low, high) == (info.min, info.max)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_sizes_are_those_of_numpy(name):
+    assert state_dtypes.check(name) == name
+    itemsize = state_numpy_dtypes.to_numpy(name).itemsize
+    assert state_dtypes.item_size(name) == itemsize
+    stored = state_numpy_dtypes.to_numpy(state_dtypes.stored_name(name))
+    assert state_dtypes.item_bits(name) == 8 * stored.itemsize
+
+
+@pytest.mark.parametrize("kind", "biufc")
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 16])
+def test_names_of_zarr_2_are_those_of_numpy(kind, size):
+    try:
+        name = np.dtype(f"<{kind}{size}").name
+    except TypeError:
+        name = None
+    ours = state_dtypes.of_zarr_2(f"<{kind}{size}")
+    if name in ALL:
+        assert ours == name
+    else:
+        with pytest.raises(errors.OptionError):
+            state_dtypes.check(ours)
+
+
+@pytest.mark.parametrize(
+    "value", [True, 3, -(2**63), 2.5, 2j], ids=lambda value: type(value).__name__
+)
+def test_python_numbers_have_the_types_of_numpy(value):
+    assert state_dtypes.PYTHON_NUMBERS[type(value)] == np.asarray(value).dtype.name
