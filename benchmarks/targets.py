@@ -79,6 +79,31 @@ def _frozen(kind: str) -> Target:
     )
 
 
+def _flat_files() -> list[Target]:
+    case, used, cast = "flat_files", "restore and use", "bfloat16 to float32"
+    own = Series(case, used, "flaxckpt")
+    return [
+        Target(
+            "restore a converted file, to our own format",
+            Series(case, used, "flaxckpt converted"),
+            1.2,
+            own,
+        ),
+        Target(
+            "restore a file of safetensors, to safetensors.flax",
+            Series(case, used, "flaxckpt safetensors"),
+            1.0,
+            Series(case, used, "safetensors.flax"),
+        ),
+        Target(
+            "restore bfloat16 as float32, to load_file and astype",
+            Series(case, cast, "flaxckpt"),
+            1.0,
+            Series(case, cast, "safetensors.flax"),
+        ),
+    ]
+
+
 _STATE = "train_state"
 _USED = "restore and use"
 
@@ -134,6 +159,7 @@ TARGETS: tuple[Target, ...] = (
         "open 1,000 steps", "steps", "1,000 steps: open", "flaxckpt", {"orbax": 0.2}
     ),
     *_against("stall of a save", "loop", "stall", "flaxckpt", {"orbax": 0.5}),
+    *_flat_files(),
     _frozen("same arrays"),
     _frozen("equal arrays"),
     Target(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from flaxckpt._checkpoint.verify_report import VerifyReport
     from flaxckpt._convert.convert import convert
     from flaxckpt._convert.huggingface import export_huggingface
+    from flaxckpt._convert.peft import export_peft
     from flaxckpt._inspect.diff import CheckpointDiff, LeafDiff, diff
     from flaxckpt._inspect.simulate import Simulation, simulate
     from flaxckpt._run.checkpointer import Checkpointer
@@ -78,6 +79,7 @@ __all__ = [
     "diff",
     "errors",
     "export_huggingface",
+    "export_peft",
     "formats",
     "load",
     "load_async",
@@ -124,6 +126,7 @@ _HOMES = {
     "convert": "_convert.convert",
     "diff": "_inspect.diff",
     "export_huggingface": "_convert.huggingface",
+    "export_peft": "_convert.peft",
     "load": "_checkpoint.restore",
     "load_async": "_checkpoint.restore",
     "metadata": "_checkpoint.restore",

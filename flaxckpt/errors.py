@@ -232,12 +232,18 @@ class ResumeMismatchError(CheckpointError, ValueError):
         )
 
 
-def rows(lines: object) -> str:
-    """Returns the first few `lines`, indented, and the number of lines left out."""
+def rows(lines: object, count: int | None = None) -> str:
+    """Returns the first few `lines`, indented, and the number of lines left out.
+
+    Args:
+        lines: The lines; at least as many as are shown.
+        count: The number of all lines, if `lines` are only the first of them.
+    """
     listed = list(lines)  # type: ignore[call-overload]
     shown = [f"  {printable(line)}" for line in listed[:ROWS_SHOWN]]
-    if len(listed) > ROWS_SHOWN:
-        shown.append(f"  … and {len(listed) - ROWS_SHOWN} more (in the error's fields)")
+    left_out = (len(listed) if count is None else count) - len(shown)
+    if left_out:
+        shown.append(f"  … and {left_out} more (in the error's fields)")
     return "\n".join(shown)
 
 

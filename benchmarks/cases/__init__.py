@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from benchmarks.cases import (
+    flat_files,
     frozen,
     gpu,
     imports,
@@ -27,6 +28,7 @@ CASES: dict[str, Case] = {
         steps,
         loop,
         frozen,
+        flat_files,
         imports,
         planning,
         gpu,

@@ -1,13 +1,15 @@
-"""Arrays in contiguous byte ranges of a file, opened with TensorStore.
+"""Arrays in contiguous byte ranges of a file.
 
 Formats with many arrays in a file (safetensors, msgpack, streams) differ only in the
-records of the byte ranges.
+records of the byte ranges. `_arrays.read_raw` reads whole arrays; TensorStore opens
+arrays of which parts are read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import tensorstore as ts
 
 from flaxckpt import _state, _storage
 from flaxckpt._arrays.spans import Span
+from flaxckpt._arrays.zarr import chunk_file
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
 
@@ -23,34 +26,32 @@ _PART_BYTES = 8 * 2**20
 """Bytes per read: large enough for a disk, small enough for several cores."""
 
 
-def open(spans: Sequence[Span], context: ts.Context) -> ts.Future[ts.TensorStore]:
+def open(span: Span, context: ts.Context) -> ts.Future[ts.TensorStore]:
     """Opens an array, read-only.
 
     Args:
-        spans: Consecutive parts along the first axis, usually a single part.
+        span: The array.
         context: Context shared by all arrays read together.
     """
-    promise: ts.Promise[ts.TensorStore]
-    future: ts.Future[ts.TensorStore]
-    promise, future = ts.Promise.new()
-    stores = [_open_span(span, context) for span in spans]
-    promise.set_result(stores[0] if len(stores) == 1 else ts.concat(stores, axis=0))
-    return future
 
-
-def _open_span(span: Span, context: ts.Context) -> ts.TensorStore:
     def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
         read_into(target, span, domain.origin)
 
-    return ts.virtual_chunked(
-        read,
-        dtype=ts.dtype(span.dtype),
-        shape=span.shape,
-        chunk_layout=ts.ChunkLayout(
-            read_chunk_shape=part_shape(span.shape, span.itemsize)
-        ),
-        context=context,
+    promise: ts.Promise[ts.TensorStore]
+    future: ts.Future[ts.TensorStore]
+    promise, future = ts.Promise.new()
+    promise.set_result(
+        ts.virtual_chunked(
+            read,
+            dtype=ts.dtype(span.dtype),
+            shape=span.shape,
+            chunk_layout=ts.ChunkLayout(
+                read_chunk_shape=part_shape(span.shape, span.itemsize)
+            ),
+            context=context,
+        )
     )
+    return future
 
 
 def read_into(target: Array, span: Span, origin: Sequence[int]) -> None:
@@ -62,6 +63,37 @@ def read_into(target: Array, span: Span, origin: Sequence[int]) -> None:
     """
     # A few whole rows of the array, or a part of a row: few runs of bytes.
     outer = _outer_axes(span.shape, target.shape)
+    with _open_file(span) as descriptor:
+        for index in np.ndindex(target.shape[:outer]):
+            start = [*origin]
+            for axis, i in enumerate(index):
+                start[axis] += i
+            _read_run(descriptor, span, start, target[(*index, ...)])
+
+
+def map_values(span: Span) -> Array | None:
+    """Maps the whole array, copy-on-write.
+
+    Returns:
+        The values, aligned for jax; None if they cannot be mapped.
+
+    Raises:
+        OSError: The file has changed since its header was read.
+    """
+    if not span.is_replaced_only or span.pieces or span.is_big_endian:
+        return None
+    if span.offset % chunk_file.ALIGNMENT or span.nbytes < chunk_file.MAPPED_FROM:
+        return None
+    with _open_file(span) as descriptor:
+        content = chunk_file.map_range(descriptor, span.offset, span.nbytes)
+    if content is None:
+        return None
+    return content.view(_state.numpy_dtypes.to_numpy(span.dtype)).reshape(span.shape)
+
+
+@contextlib.contextmanager
+def _open_file(span: Span) -> Iterator[int]:
+    """Yields the descriptor of the file, after checking its identity."""
     with _storage.of(span.file).open_file(span.file) as file:
         identity = _storage.files.identity(os.fstat(file.fileno()))
         if span.identity not in (None, identity):
@@ -69,17 +101,13 @@ def read_into(target: Array, span: Span, origin: Sequence[int]) -> None:
                 f"{span.file} was replaced or changed since it was opened; load it"
                 " again"
             )
-        for index in np.ndindex(target.shape[:outer]):
-            start = [*origin]
-            for axis, i in enumerate(index):
-                start[axis] += i
-            _read_run(file.fileno(), span, start, target[(*index, ...)])
+        yield file.fileno()
 
 
-def part_shape(shape: Shape, itemsize: int) -> Shape:
+def part_shape(shape: Shape, itemsize: int, max_bytes: int | None = None) -> Shape:
     """Returns the shape of the largest part of an array to read at once."""
     part = [1] * len(shape)
-    room = max(_PART_BYTES // itemsize, 1)
+    room = max((max_bytes or _PART_BYTES) // itemsize, 1)
     for axis in reversed(range(len(shape))):
         part[axis] = max(min(shape[axis], room), 1)
         room //= part[axis]

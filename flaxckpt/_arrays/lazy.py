@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,15 @@ from flaxckpt._state.leaf import Leaf, LeafInfo
 from flaxckpt._types import LeafPath
 
 Fn: TypeAlias = Callable[..., jax.Array]
+
+Precision: TypeAlias = Literal["carried", "wide", "own"]
+"""How the function of a computed leaf gets the floats of other leaves.
+
+`carried`, for functions that only move values: as computed so far. `wide`, for our
+functions that compute: likewise, and at least as float32. A computed float is rounded
+once, to the type that is stored or restored, however many functions have computed it.
+`own`, for functions of the user: rounded to the type of the leaf.
+"""
 
 
 class Deriver:
@@ -45,6 +55,7 @@ class Deriver:
         *,
         base: LeafInfo | None = None,
         is_wide: bool | None = None,
+        precision: Precision = "carried",
     ) -> Leaf:
         """Returns the leaf computed by `fn` from the values of `leaves`.
 
@@ -55,6 +66,8 @@ class Deriver:
                 default the first of `leaves`.
             is_wide: True if jax may compute in 64 bits; by default if any of `leaves`
                 has 64 bits.
+            precision: How `fn` gets floats. With `wide`, the new leaf has the type of
+                the first of `leaves`, whatever `fn` returns.
 
         Raises:
             OptionError: `fn` cannot be traced, or its result cannot be stored.
@@ -66,7 +79,7 @@ class Deriver:
                 has_wide_fn(leaf) for leaf in leaves
             )
         try:
-            result = self._shape(fn, infos, is_wide)
+            result = self._shape(fn, infos, is_wide, precision)
         except jax.errors.JAXTypeError as error:
             raise errors.OptionError(
                 f"{self._what} cannot be traced for {base.path}: use jax.numpy, which"
@@ -82,16 +95,25 @@ class Deriver:
             ) from None
         info = _result_info(base, result, self._what)
         sources = tuple(source for leaf in leaves for source in leaf.sources)
-        return Leaf(info, sources, _Computation(tuple(leaves), fn, is_wide))
+        return Leaf(info, sources, _Computation(tuple(leaves), fn, is_wide, precision))
 
-    def _shape(self, fn: Fn, infos: Sequence[LeafInfo], is_wide: bool) -> Any:
+    def _shape(
+        self, fn: Fn, infos: Sequence[LeafInfo], is_wide: bool, precision: Precision
+    ) -> Any:
         form = tuple((info.shape, info.dtype, info.prng_impl) for info in infos)
-        if (id(fn), form, is_wide) not in self._shapes:
+        key = (id(fn), form, is_wide, precision)
+        if key not in self._shapes:
             self._fns.append(fn)
             with x64(is_wide):
-                result = jax.eval_shape(fn, *map(to_abstract, infos))
-            self._shapes[id(fn), form, is_wide] = result
-        return self._shapes[id(fn), form, is_wide]
+                args = [to_abstract(info) for info in infos]
+                if precision == "wide":
+                    wide = [jax.eval_shape(_widen, arg) for arg in args]
+                    result = jax.eval_shape(fn, *wide)
+                    result = jax.ShapeDtypeStruct(result.shape, args[0].dtype)
+                else:
+                    result = jax.eval_shape(fn, *args)
+            self._shapes[key] = result
+        return self._shapes[key]
 
 
 class Equality(NamedTuple):
@@ -103,12 +125,22 @@ class Equality(NamedTuple):
         size: Number of elements.
         count_differing: Maps the sources of the computed leaf to the number of elements
             that differ.
+        advice: What to do if they differ.
     """
 
     path: LeafPath
     other: LeafPath
     size: int
     count_differing: Fn
+    advice: str
+
+
+_ADVICE_SHOWN = 3
+
+_ADVICE = (
+    "Keep both: leave out the tie, and export the model as one with untied weights. Or"
+    " drop the leaf that is not used first."
+)
 
 
 class _Computation:
@@ -118,7 +150,8 @@ class _Computation:
         leaves: The leaves.
         fn: Maps their values to the value of the new leaf.
         is_wide: True if jax may compute in 64 bits.
-        are_equal: True if all leaves must have equal values.
+        precision: How `fn` gets floats.
+        advice: If all leaves must have equal values: what to do if not.
 
     Attributes:
         is_wide: True if jax may compute in 64 bits.
@@ -126,12 +159,18 @@ class _Computation:
     """
 
     def __init__(
-        self, leaves: Sequence[Leaf], fn: Fn, is_wide: bool, *, are_equal: bool = False
+        self,
+        leaves: Sequence[Leaf],
+        fn: Fn,
+        is_wide: bool,
+        precision: Precision = "carried",
+        *,
+        advice: str = "",
     ) -> None:
         self.is_wide = is_wide
         self._leaves = tuple(leaves)
-        self._parts = [(value_fn(leaf), len(leaf.sources)) for leaf in leaves]
         self._fn = fn
+        self._precision = precision
         self.equalities: list[Equality] = []
         start = 0
         for number, leaf in enumerate(leaves):
@@ -139,8 +178,8 @@ class _Computation:
             for equality in equalities(leaf):
                 count = _of_sources(equality.count_differing, start, stop)
                 self.equalities.append(equality._replace(count_differing=count))
-            if are_equal and number:
-                self.equalities.append(self._equality(leaves, number))
+            if advice and number:
+                self.equalities.append(self._equality(leaves, number, advice))
             start = stop
 
     @property
@@ -149,28 +188,40 @@ class _Computation:
         return (
             id(self._fn),
             self.is_wide,
+            self._precision,
             tuple(_form_key(leaf) for leaf in self._leaves),
         )
 
-    def _equality(self, leaves: Sequence[Leaf], number: int) -> Equality:
+    def _equality(self, leaves: Sequence[Leaf], number: int, advice: str) -> Equality:
         """Returns the condition that a leaf equals the first leaf."""
 
         def count_differing(*args: jax.Array) -> jax.Array:
-            values = self._values(args)
+            values = _values(self._leaves, args, value_fn)
             return _count_differing(values[0], values[number])
 
         info, size = leaves[0].info, math.prod(leaves[0].info.shape)
-        return Equality(info.path, leaves[number].info.path, size, count_differing)
-
-    def _values(self, args: Sequence[jax.Array]) -> list[jax.Array]:
-        values, start = [], 0
-        for part, count in self._parts:
-            values.append(part(*args[start : start + count]))
-            start += count
-        return values
+        other = leaves[number].info.path
+        return Equality(info.path, other, size, count_differing, advice)
 
     def __call__(self, *args: jax.Array) -> jax.Array:
-        return self._fn(*self._values(args))
+        if self._precision == "own":
+            return self._fn(*_values(self._leaves, args, value_fn))
+        values = _values(self._leaves, args, _carried_fn)
+        if self._precision == "wide":
+            values = [_widen(value) for value in values]
+        return self._fn(*_with_common_type(values))
+
+
+def _values(
+    leaves: Sequence[Leaf], args: Sequence[jax.Array], fn_of: Callable[[Leaf], Fn]
+) -> list[jax.Array]:
+    """Returns the values of leaves, from the values of all their sources."""
+    values, start = [], 0
+    for leaf in leaves:
+        stop = start + len(leaf.sources)
+        values.append(fn_of(leaf)(*args[start:stop]))
+        start = stop
+    return values
 
 
 def _of_sources(fn: Fn, start: int, stop: int) -> Fn:
@@ -184,12 +235,13 @@ def _count_differing(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.sum(differ)
 
 
-def require_equal(leaf: Leaf, others: Sequence[Leaf]) -> Leaf:
+def require_equal(leaf: Leaf, others: Sequence[Leaf], advice: str = _ADVICE) -> Leaf:
     """Returns `leaf`, whose computation fails if the values of `others` differ.
 
     Args:
         leaf: An array, a number or PRNG keys.
         others: Leaves of the same shape and type.
+        advice: What to do if they differ.
     """
     if all(other.fn is leaf.fn and _have_same_sources(leaf, other) for other in others):
         return leaf
@@ -199,7 +251,7 @@ def require_equal(leaf: Leaf, others: Sequence[Leaf]) -> Leaf:
     return dataclasses.replace(
         leaf,
         sources=tuple(source for leaf in leaves for source in leaf.sources),
-        fn=_Computation(leaves, lambda first, *_: first, is_wide, are_equal=True),
+        fn=_Computation(leaves, lambda first, *_: first, is_wide, advice=advice),
     )
 
 
@@ -223,21 +275,24 @@ def unequal(
         differences: Conditions, each with the number of elements that differ.
     """
     faults = {
-        (equality.path, equality.other): f"{count:,} of {equality.size:,} elements"
+        (equality.path, equality.other): (
+            f"{count:,} of {equality.size:,} elements",
+            equality.advice,
+        )
         for equality, count in differences
         if count
     }
     if not faults:
         return None
+    advice = dict.fromkeys(advice for _, advice in faults.values())
     return errors.OptionError(
         f"{len(faults)} pairs of tied leaves have different values, and only one leaf"
         " of each pair can be kept:\n"
         + errors.rows(
             f"{path} and {other} differ in {how}"
-            for (path, other), how in faults.items()
+            for (path, other), (how, _) in faults.items()
         )
-        + "\nKeep both: leave out the tie, and export the model as one with untied"
-        " weights. Or drop the leaf that is not used first."
+        + "".join(f"\n{text}" for text in itertools.islice(advice, _ADVICE_SHOWN))
     )
 
 
@@ -280,18 +335,61 @@ def _first_line(error: Exception) -> str:
 
 def value_fn(leaf: Leaf) -> Fn:
     """Returns the function from the sources of a leaf to a value of its type."""
+    carried = _carried_fn(leaf)
+
+    def value(*args: jax.Array) -> jax.Array:
+        array = carried(*args)
+        return array if leaf.info.kind == "prng_key" else _rounded(array, leaf.info)
+
+    return value
+
+
+def _carried_fn(leaf: Leaf) -> Fn:
+    """Returns the function from the sources of a leaf to its values as computed.
+
+    They have the leaf's type, or are floats that are not yet rounded to it.
+    """
     fn, info = leaf.fn, leaf.info
 
     def value(*args: jax.Array) -> jax.Array:
         array = args[0] if fn is None else fn(*args)
         if info.kind == "prng_key":
             return array
-        dtype = jax.dtypes.canonicalize_dtype(
-            _state.numpy_dtypes.to_numpy(info.dtype or "")
-        )
-        return jnp.asarray(array, dtype)
+        is_float = _state.dtypes.kind(info.dtype or "") == "float" and _is_float(array)
+        size = _state.dtypes.item_size(info.dtype or "")
+        if is_float and array.dtype.itemsize >= size:
+            return array
+        return _rounded(array, info)
 
     return value
+
+
+def _rounded(array: jax.Array, info: LeafInfo) -> jax.Array:
+    dtype = jax.dtypes.canonicalize_dtype(
+        _state.numpy_dtypes.to_numpy(info.dtype or "")
+    )
+    return jnp.asarray(array, dtype)
+
+
+def _is_float(array: jax.Array) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.floating))
+
+
+def _widen(array: jax.Array) -> jax.Array:
+    """Returns floats of fewer than 32 bits as float32, and other values unchanged."""
+    if _is_float(array) and array.dtype.itemsize < 4:
+        return jnp.asarray(array, jnp.float32)
+    return array
+
+
+def _with_common_type(values: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Returns floats in a type that holds all of them: jax does not mix small ones."""
+    types = {value.dtype for value in values if _is_float(value)}
+    if len(types) <= 1:
+        return values
+    widest = max(types, key=lambda dtype: dtype.itemsize)
+    common = widest if widest.itemsize >= 4 else jnp.float32
+    return [jnp.asarray(v, common) if _is_float(v) else v for v in values]
 
 
 def to_abstract(info: LeafInfo) -> jax.ShapeDtypeStruct:

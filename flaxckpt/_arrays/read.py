@@ -282,9 +282,14 @@ def _batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[_Work]]:
     """Yields batches of raw arrays, and then of arrays to decode."""
     for is_raw in (True, False):
         at_once = max_bytes if is_raw else min(max_bytes, _DECODED_AT_ONCE)
-        works = (_Work.of(j) for j in jobs if (j.stored.raw is not None) == is_raw)
+        works = (_Work.of(job) for job in jobs if _is_raw(job.stored) == is_raw)
         sized = ((work, work.nbytes) for work in works)
         yield from _util.memory.batches(sized, at_once)
+
+
+def _is_raw(stored: StoredLeaf) -> bool:
+    """Returns True for values that need no decoding."""
+    return stored.raw is not None or stored.span is not None
 
 
 def _regions_to_read(found: LeafInfo, wanted: LeafInfo) -> dict[Region, list[Region]]:
@@ -333,7 +338,12 @@ def _fits_chunks(region: Region, chunk: Shape, shape: Shape) -> bool:
 
 def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> Reading:
     stored, regions = work.job.stored, tuple(work.reads)
+    dtype = _dtype_to_read(work.job)
     try:
+        if stored.span is not None:
+            return read_raw.from_span(
+                stored.span, regions, dtype=dtype, memory_map=options.memory_map
+            )
         if stored.raw is None:
             check = stored.check if options.verify else None
             return _from_store(work, databases.context, check)
@@ -343,6 +353,7 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
                 stored.raw,
                 stored.info,
                 regions,
+                dtype=dtype,
                 memory_map=options.memory_map,
                 verify=options.verify,
             )
@@ -371,8 +382,8 @@ def _from_store(
     def start() -> None:
         store = _storage.paths.result(opened, job.stored.root)
         check_form(job.found, store)
-        if _is_cast_by_tensorstore(job):
-            store = ts.cast(store, job.wanted.dtype or "")
+        if store.dtype.name != _dtype_to_read(job):
+            store = ts.cast(store, _dtype_to_read(job))
         dtype = store.dtype.numpy_dtype
         _util.memory.check(work.nbytes)
         for region in work.reads:
@@ -390,17 +401,22 @@ def _from_store(
     return Reading([start] if check is None else [check, start], arrays)
 
 
-def _is_cast_by_tensorstore(job: ReadJob) -> bool:
-    """Returns True for floats but not numbers: casts in memory detect overflow."""
-    if job.wanted.is_python_number or job.found.is_python_number:
-        return False
+def _dtype_to_read(job: ReadJob) -> str:
+    """Returns the type that values are cast to while they are read.
+
+    Floats are cast then, but not numbers: casts in memory detect overflow.
+    """
+    stored = forms.stored_form(job.found)[1]
+    is_number = job.wanted.is_python_number or job.found.is_python_number
+    if is_number or job.wanted.kind == "prng_key":
+        return stored
     wanted, found = job.wanted.dtype or "", job.found.dtype or ""
-    return (
-        wanted != found
-        and _state.dtypes.kind(wanted) == _state.dtypes.kind(found) == "float"
+    is_cast = (
+        _state.dtypes.kind(wanted) == _state.dtypes.kind(found) == "float"
         and _state.dtypes.stored_name(wanted) == wanted
-        and _state.dtypes.stored_name(found) == found
+        and stored == found
     )
+    return wanted if is_cast else stored
 
 
 def _open(stored: StoredLeaf, context: ts.Context) -> ts.Future[ts.TensorStore]:

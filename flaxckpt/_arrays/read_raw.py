@@ -1,8 +1,9 @@
-"""Reads chunks of plain values, which need no decoding, for `_arrays.read`.
+"""Reads plain values, which need no decoding, for `_arrays.read`.
 
 Chunks in files are mapped if possible without a copy. Otherwise chunks are read
 directly into the array, or through a buffer if not contiguous there. Chunks in a
-database are read as its values.
+database are read as its values. Arrays in byte ranges of a file are mapped, or read in
+parts. Values of another type than the wanted are cast while they are read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util
-from flaxckpt._arrays import forms
+from flaxckpt._arrays import byte_ranges, forms
+from flaxckpt._arrays.spans import Span
 from flaxckpt._arrays.zarr import chunk_file, ocdbt
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr.chunk_file import Block, Bytes
@@ -30,9 +32,8 @@ from flaxckpt._types import Shape
 _THREADS = 8
 """Threads that read files. More than cores: some wait for the disk."""
 
-_MAPPED_FROM = 64 * 2**10
-"""Size in bytes from which arrays are mapped: a map takes whole pages, and Linux allows
-65,530 maps per process."""
+_CAST_AT_ONCE = 2**20
+"""Bytes that are read and cast at a time: few enough for the cache of a core."""
 
 _MAX_DIGESTED_BYTES = 2**30
 
@@ -153,10 +154,19 @@ def from_files(
     info: LeafInfo,
     regions: Sequence[Region],
     *,
+    dtype: str,
     memory_map: bool,
     verify: bool,
 ) -> Reading:
     """Reads `regions` of an array from files.
+
+    Args:
+        raw: The array.
+        info: The stored leaf.
+        regions: The regions.
+        dtype: Name of the type to return: the stored type, or one to cast to.
+        memory_map: True to map files if possible without a copy.
+        verify: True to compare chunks with their checksums.
 
     Raises:
         ValueError, OSError: A file is missing or has the wrong size.
@@ -171,7 +181,7 @@ def from_files(
             )
         )
     arrays: dict[Region, Array] = {}
-    may_map = memory_map and _storage.of(directory).can_map
+    may_map = memory_map and dtype == form.stored and _storage.of(directory).can_map
     for region in regions:
         chunks = [
             (
@@ -183,7 +193,9 @@ def from_files(
         blocks = [block for block, _ in chunks]
         run = _map(form, blocks) if may_map and blocks else None
         if run is None:
-            arrays[region] = target = empty(zarr_metadata.extent(region), form.dtype)
+            arrays[region] = target = empty(
+                zarr_metadata.extent(region), _state.numpy_dtypes.to_numpy(dtype)
+            )
             for block, bounds in chunks:
                 part = target[zarr_metadata.within(bounds, region)]
                 tasks.append(
@@ -201,7 +213,7 @@ def from_files(
 
 def _map(form: _Form, blocks: Sequence[Block]) -> Bytes | None:
     """Maps chunks contiguously; returns None if not possible."""
-    if form.chunk_bytes < _MAPPED_FROM or not form.is_run(len(blocks)):
+    if form.chunk_bytes < chunk_file.MAPPED_FROM or not form.is_run(len(blocks)):
         return None
     try:
         if len(blocks) == 1:
@@ -231,6 +243,7 @@ def _fill(
         starts_there
         and target.flags.c_contiguous
         and target.shape[1:] == form.chunk_shape[1:]
+        and target.dtype == form.dtype
     ):
         # The target is the start of the chunk; the rest is padding.
         memory = target.reshape(-1).view(np.uint8)
@@ -239,7 +252,62 @@ def _fill(
         return
     buffer = chunk_file.empty(block.size)
     chunk_file.read(block, [buffer.data], verify=verify)
-    target[...] = form.values(buffer, bounds)
+    _state.numpy_dtypes.cast_into(target, form.values(buffer, bounds))
+
+
+# ---- from byte ranges of a file -------------------------------------------------
+
+
+def from_span(
+    span: Span, regions: Sequence[Region], *, dtype: str, memory_map: bool
+) -> Reading:
+    """Reads `regions` of an array from a byte range.
+
+    Args:
+        span: The array.
+        regions: The regions.
+        dtype: Name of the type to return: the stored type, or one to cast to.
+        memory_map: True to map the file if possible without a copy.
+
+    Raises:
+        OSError: The file has changed since its header was read.
+        TooLargeError: The memory is not free.
+    """
+    may_map = memory_map and dtype == span.dtype
+    mapped = byte_ranges.map_values(span) if may_map else None
+    if mapped is not None:
+        parts = {
+            region: mapped[tuple(slice(*bounds) for bounds in region)]
+            for region in regions
+        }
+        return Reading([], lambda: parts)
+    form = _state.numpy_dtypes.to_numpy(dtype)
+    sizes = [math.prod(zarr_metadata.extent(region)) for region in regions]
+    _util.memory.check(sum(sizes) * form.itemsize)
+    tasks: list[Callable[[], None]] = []
+    arrays: dict[Region, Array] = {}
+    part_shape = (
+        byte_ranges.part_shape(span.shape, span.itemsize)
+        if dtype == span.dtype
+        else byte_ranges.part_shape(span.shape, span.itemsize, _CAST_AT_ONCE)
+    )
+    for region in regions:
+        arrays[region] = target = empty(zarr_metadata.extent(region), form)
+        for _, bounds in zarr_metadata.chunks(region, part_shape):
+            part = target[zarr_metadata.within(bounds, region)]
+            origin = [start for start, _ in bounds]
+            tasks.append(functools.partial(_fill_part, part, span, origin))
+    return Reading(tasks, lambda: arrays)
+
+
+def _fill_part(target: Array, span: Span, origin: Sequence[int]) -> None:
+    """Reads the values of `span` from the index `origin` on into `target`."""
+    if target.dtype.name == span.dtype:
+        byte_ranges.read_into(target, span, origin)
+    else:
+        values = np.empty(target.shape, _state.numpy_dtypes.to_numpy(span.dtype))
+        byte_ranges.read_into(values, span, origin)
+        _state.numpy_dtypes.cast_into(target, values)
 
 
 # ---- from a database ------------------------------------------------------------

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from flaxckpt import _arrays, _state
+from flaxckpt._state.leaf import LeafInfo, StoredLeaf
 from flaxckpt._types import Shape
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class Span(NamedTuple):
         identity: Identity of the file when its header was read (see `Stamp`); a file
             changed since then is not read.
         is_big_endian: True if elements are big endian instead of little endian.
+        is_replaced_only: True if the file is never changed in place, so that it may
+            be mapped: only files that flaxckpt wrote.
     """
 
     file: Path
@@ -36,6 +39,7 @@ class Span(NamedTuple):
     pieces: tuple[tuple[int, int], ...] = ()
     identity: tuple[int, ...] | None = None
     is_big_endian: bool = False
+    is_replaced_only: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -48,11 +52,13 @@ class Span(NamedTuple):
         return _state.dtypes.item_size(self.dtype)
 
 
-def opener(
-    spans: Sequence[Span],
-) -> Callable[[ts.Context], ts.Future[ts.TensorStore]]:
-    """Returns a function that opens an array; see `byte_ranges.open`."""
-    return lambda context: _arrays.byte_ranges.open(spans, context)
+def stored_leaf(root: Path, info: LeafInfo, span: Span) -> StoredLeaf:
+    """Returns the leaf of the checkpoint `root` with its values in `span`."""
+
+    def open(context: ts.Context) -> ts.Future[ts.TensorStore]:
+        return _arrays.byte_ranges.open(span, context)
+
+    return StoredLeaf(root, info, open, span=span)
 
 
 def number_opener(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -65,7 +66,8 @@ def export_huggingface(
             leaves that the published model lacks.
         dtype: Element type of all floating arrays; by default that of each leaf.
         config: For `config.json`: a dict, a path of the file or of a directory with
-            it, or an object with `to_dict`. By default that of `tokenizer`.
+            it, or an object with `to_dict`. By default that of `tokenizer`. It gets the
+            type of the arrays, and their `vocab_size` if the vocabulary grew.
         tokenizer: A directory, such as a downloaded model: the files of its tokenizer,
             its processors and `generation_config.json` are copied.
         overwrite: Whether to replace an existing model. A directory with any other
@@ -83,7 +85,8 @@ def export_huggingface(
         CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
             `load`.
         OptionError: The map does not fit the leaves, has no inverse, or lacks leaves;
-            or `config` or `tokenizer` is no such thing.
+            or `config` or `tokenizer` is no such thing, or the arrays have other sizes
+            than `config` states.
         CheckpointExistsError: `directory` exists, or another process writes to it.
         UnsupportedLeafError: safetensors lacks the types of some leaves.
         SaveFailedError: The bytes could not be written.
@@ -101,6 +104,8 @@ def export_huggingface(
         raise errors.OptionError("target and prefix need the name of a map, not a list")
     else:
         mapping = list(_transforms.check(map, "map"))
+    family = _named.family_of_export(map, files.config)
+    files = dataclasses.replace(files, family=family)
     changes: list[Transform] = [*before, _export.Export(tuple(mapping))]
     if dtype is not None:
         changes.append(cast(".*", dtype))

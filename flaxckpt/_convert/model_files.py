@@ -13,7 +13,7 @@ from flaxckpt import _state, _storage, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _hub_cache
-from flaxckpt.maps import _config
+from flaxckpt.maps import Family, _config
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ _COPIED = frozenset(
 _MAX_FILE_BYTES = 256 * 2**20
 
 
-_DTYPE_KEYS = ("torch_dtype", "dtype")
-"""Names of the element type in `config.json`, in releases of transformers."""
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+"""Names of the element type in `config.json`: since transformers 4.56, and before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +54,14 @@ class ModelFiles:
     Attributes:
         config: Content of `config.json`; None for no such file.
         others: File name -> content.
+        arrays_name: The beginning of the names of the files of arrays.
+        family: The family of the model, if known, whose sizes the arrays must have.
     """
 
     config: Mapping[str, Any] | None = None
     others: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    arrays_name: str = "model"
+    family: Family | None = None
 
     @property
     def names(self) -> list[str]:
@@ -65,10 +69,20 @@ class ModelFiles:
         return [*self.others, *([] if self.config is None else [_config.NAME])]
 
     def make(self, infos: Sequence[LeafInfo]) -> dict[str, bytes]:
-        """Returns name -> content of all files, for a model with these leaves."""
+        """Returns name -> content of all files, for a model with these leaves.
+
+        Raises:
+            OptionError: The arrays have other sizes than the config states.
+        """
         if self.config is None:
             return dict(self.others)
-        config = _with_dtype(self.config, _widest_dtype(infos))
+        config, dtype = self.config, _widest_dtype(infos)
+        if self.family is not None:
+            shapes = {info.path: info.shape for info in infos}
+            config = self.family.fit_vocabulary(config, shapes)
+        config = _with_dtype(config, dtype)
+        if dtype is not None and not any(key in config for key in _DTYPE_KEYS):
+            config["dtype"] = dtype
         text = json.dumps(config, indent=2, ensure_ascii=False)
         return {_config.NAME: f"{text}\n".encode(), **self.others}
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._convert import writers
+from flaxckpt._convert.adapter_files import AdapterFiles
 from flaxckpt._convert.model_files import ModelFiles
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import JSON
@@ -57,7 +58,7 @@ class ConvertOptions:
     progress: Progress
     items: str | Sequence[str] | None = None
     mode: int | None = None
-    files: ModelFiles = dataclasses.field(default_factory=ModelFiles)
+    files: ModelFiles | AdapterFiles = dataclasses.field(default_factory=ModelFiles)
 
     def __post_init__(self) -> None:
         if self.items is not None and self.format != "orbax":
@@ -181,6 +182,7 @@ def make_state(
         max_shard_bytes=options.max_shard_bytes,
         batch_bytes=min(_BATCH_BYTES, max(1, options.max_concurrent_bytes // 2)),
         files=options.files.make([leaf.info for leaf in table.values()]),
+        arrays_name=options.files.arrays_name,
     )
 
 

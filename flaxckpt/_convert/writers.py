@@ -43,6 +43,7 @@ class State:
         max_shard_bytes: Upper bound on the arrays in one file of several.
         batch_bytes: Upper bound on pieces.
         files: File name -> content, of further files in the directory.
+        arrays_name: The beginning of the names of a model's files of arrays.
     """
 
     table: LeafTable
@@ -57,6 +58,7 @@ class State:
     max_shard_bytes: int
     batch_bytes: int
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    arrays_name: str = "model"
 
     @property
     def infos(self) -> tuple[LeafInfo, ...]:
@@ -189,6 +191,7 @@ def _huggingface_target(state: State, final: Path) -> Target:
         state.strings,
         None,
         max_shard_bytes=state.max_shard_bytes,
+        name=state.arrays_name,
     )
     for name, content in state.files.items():
         layout = _file_layout.FileLayout(name)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import tensorstore as ts
     from jax.sharding import PartitionSpec, Sharding
 
+    from flaxckpt._arrays.spans import Span
     from flaxckpt._arrays.zarr.metadata import RawArray
 
 
@@ -149,6 +150,7 @@ class StoredLeaf:
             the context.
         value: A string, which is read with the leaf table.
         raw: Locations of the chunks, if readable without `open`.
+        span: Location of the values in a file, if readable without `open`.
         check: Compares files with their digests, for chunks without checksums. Raises
             ValueError and OSError.
         unsupported: The form of values that are not read; `open` is None then.
@@ -159,6 +161,7 @@ class StoredLeaf:
     open: Callable[[ts.Context], ts.Future[ts.TensorStore]] | None = None
     value: str | None = None
     raw: RawArray | None = None
+    span: Span | None = None
     check: Callable[[], None] | None = None
     unsupported: Unsupported | None = None
 

@@ -69,3 +69,9 @@ def convert(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any, Any
     """
     with np.errstate(over="ignore", invalid="ignore"):
         return np.asarray(array, to_numpy(dtype_name))
+
+
+def cast_into(target: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
+    """Fills `target` with `values`, cast to its type as by `convert`."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        target[...] = values

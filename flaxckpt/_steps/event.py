@@ -12,6 +12,7 @@ from flaxckpt._types import JSON
 
 Kind: TypeAlias = Literal[
     "preflight",
+    "scheduled",
     "started",
     "snapshot",
     "committed",
@@ -36,8 +37,8 @@ class Event:
     Attributes:
         kind: `started`, `snapshot`, `committed`, `failed`, `cancelled` and `skipped`
             for a save, `uploaded` for an upload from staging, `restored` and
-            `fell_back` for a restore, `deleted`; `preflight` and `preempted` for a
-            training loop.
+            `fell_back` for a restore, `deleted`; `preflight`, `scheduled` and
+            `preempted` for a training loop.
         step: The checkpoint's step, or None.
         path: The checkpoint, or the run directory.
         time: Seconds since 1970.

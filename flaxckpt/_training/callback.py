@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import numbers
 import os
 import time
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -17,11 +15,12 @@ from flaxckpt import _run, _state, _util, datasets, errors
 from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._checkpoint.save_handle import SaveHandle
 from flaxckpt._run.checkpointer import Checkpointer, session_of
-from flaxckpt._training import arguments, completed_step, resume_check
+from flaxckpt._training import arguments, completed_step, lost_steps, resume_check
 from flaxckpt._training import preflight as training_preflight
 from flaxckpt._training import start as training_start
 from flaxckpt._training.completed_step import CompletedStep
 from flaxckpt._training.preemption import Preemption
+from flaxckpt._training.save_interval import SaveInterval
 from flaxckpt._training.signals import Grace, Notice
 from flaxckpt._training.triggers import Due, Triggers
 from flaxckpt._types import JSON, PathLike, PyTree
@@ -57,8 +56,12 @@ class CheckpointCallback:
         checkpointer: Checkpointer of the run.
         every_steps: Saves when the loop reaches or passes a multiple of this number.
         every_secs: Saves when this time has passed since the last save.
-        temporary: Whether to delete saves that only `every_secs` asked for as soon as
-            there is a newer permanent save.
+        overhead: Saves as often as this fraction of the training time pays for, from
+            the measured cost of saves; instead of `every_secs`.
+        mtbf_secs: With `overhead`, the mean time between failures of the job: saves are
+            not more frequent than pays for the work that failures destroy.
+        temporary: Whether to delete saves that only the time asked for as soon as there
+            is a newer permanent save.
         on_steps: Saves when the loop reaches or passes any of these steps.
         on_preemption: Whether to watch for signals, and for jax's preemption service if
             enabled.
@@ -95,6 +98,8 @@ class CheckpointCallback:
         *,
         every_steps: int | None = None,
         every_secs: float | None = None,
+        overhead: float | None = None,
+        mtbf_secs: float | None = None,
         temporary: bool = False,
         on_steps: Collection[int] = (),
         on_preemption: bool = True,
@@ -123,19 +128,26 @@ class CheckpointCallback:
             raise errors.OptionError(
                 f"preflight must be True, False or 'warn', got {preflight!r}"
             )
-        if temporary and every_secs is None:
+        if temporary and every_secs is None and overhead is None:
             raise errors.OptionError(
-                "temporary=True applies only to saves by every_secs: pass every_secs"
+                "temporary=True applies only to saves by time: pass every_secs"
             )
+        if mtbf_secs is not None and overhead is None:
+            raise errors.OptionError("mtbf_secs needs overhead: pass overhead=0.01")
         self.checkpointer = checkpointer
         self.last_save: SaveHandle | None = None
         self._session = session_of(checkpointer)
         self._preemption = Preemption(
             watches=on_preemption, exit_code=exit_code, clock=clock
         )
+        self._interval = (
+            None if overhead is None else SaveInterval(overhead, mtbf_secs, clock)
+        )
+        self._clock = clock
         self._triggers = Triggers(
             every_steps=every_steps,
             every_secs=every_secs,
+            interval=self._interval,
             on_steps=on_steps,
             save_first=save_first,
             clock=clock,
@@ -279,6 +291,20 @@ class CheckpointCallback:
         self, step: int, state: PyTree, metrics: Any, dataset: Any, force: bool
     ) -> bool:
         """Saves the completed step if due; returns True after a save."""
+        interval = self._interval
+        if interval is None:
+            return self._save_if_due(step, state, metrics, dataset, force)
+        if (choice := interval.end_step()) is not None:
+            self.checkpointer.events.emit("scheduled", step, **choice._asdict())
+            _log.info("%s", choice.reason)
+        try:
+            return self._save_if_due(step, state, metrics, dataset, force)
+        finally:
+            interval.begin_step()
+
+    def _save_if_due(
+        self, step: int, state: PyTree, metrics: Any, dataset: Any, force: bool
+    ) -> bool:
         self.checkpointer.events.deliver(step - self._offset)
         values = {"state": state, "metrics": metrics, "dataset": dataset}
         completed = CompletedStep(step, values, self._getters)
@@ -354,7 +380,7 @@ class CheckpointCallback:
         self._session.attach(self)
         subscribe = self.checkpointer.events.subscribe
         self._subscribed += [sink for sink in self._sinks if subscribe(sink)]
-        _begun.add(self)
+        lost_steps.watch(self)
         self._preemption.begin()
 
     def _save(self, completed: CompletedStep, *, temporary: bool = False) -> bool:
@@ -368,6 +394,7 @@ class CheckpointCallback:
         if self._consumption.wants:
             self._consumption.note(step, datasets.position(dataset))
         self._note_duration()
+        began = self._clock()
         self.last_save = self.checkpointer.save(
             step,
             state,
@@ -377,6 +404,8 @@ class CheckpointCallback:
             on_exists=self._on_exists,
             temporary=temporary,
         )
+        if self._interval is not None:
+            self._interval.note_save(self.last_save, self._clock() - began)
         self._triggers.restart_clock()
         return True
 
@@ -617,7 +646,7 @@ class CheckpointCallback:
 
     def before_close(self) -> None:
         """Saves the last step; called first when the checkpointer closes."""
-        last, self._last = self._step_to_save(), None
+        last, self._last = self.step_to_save(), None
         if last is None:
             return
         if self._session.saves.has_saved(last.step):
@@ -635,7 +664,7 @@ class CheckpointCallback:
         with last.reported_values():
             self._save(last)
 
-    def _step_to_save(self) -> CompletedStep | None:
+    def step_to_save(self) -> CompletedStep | None:
         """Returns the last step, if the end of the loop saves it."""
         last = self._last
         is_due = self._save_last and last is not None and last.step > 0
@@ -667,17 +696,7 @@ class CheckpointCallback:
         self._session.detach(self)
         while self._subscribed:
             self.checkpointer.events.unsubscribe(self._subscribed.pop())
-        _begun.discard(self)
-
-    def _warn_if_lost(self) -> None:
-        """Logs a warning at the end of the program about an unsaved last step."""
-        last = self._step_to_save()
-        if last is not None and not self._session.saves.has_saved(last.step):
-            _log.warning(
-                "the program ends without saving step %d: close the Checkpointer or the"
-                " CheckpointCallback, preferably with a with block",
-                last.step,
-            )
+        lost_steps.forget(self)
 
     def __enter__(self) -> Self:
         return self
@@ -692,13 +711,3 @@ class CheckpointCallback:
             self.close()
         else:
             self.abandon(error)
-
-
-_begun: weakref.WeakSet[CheckpointCallback] = weakref.WeakSet()
-"""Callbacks that have started and are not closed."""
-
-
-@atexit.register
-def _warn_of_lost_steps() -> None:
-    for callback in list(_begun):
-        callback._warn_if_lost()

@@ -66,7 +66,7 @@ class Preemption:
         return any(row[0] for row in _util.processes.gather_flags([is_noticed]))
 
     def agree(self, triggers: Triggers) -> tuple[bool, Notice | None]:
-        """Returns True if `every_secs` passed, and the request to stop or None.
+        """Returns True if it is time for a save, and the request to stop or None.
 
         All processes get the same result, from the clock of process 0 and the signals
         of all processes.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from flaxckpt import _util, errors
+from flaxckpt._training.save_interval import SaveInterval
 
 
 class Due(NamedTuple):
@@ -14,7 +15,7 @@ class Due(NamedTuple):
 
     Attributes:
         reason: Text for the log.
-        temporary: Whether only `every_secs` asked for the save.
+        temporary: Whether only the time asked for the save.
     """
 
     reason: str
@@ -27,6 +28,7 @@ class Triggers:
     Args:
         every_steps: Fires when the loop reaches or passes a multiple.
         every_secs: Fires when this time has passed since the last save.
+        interval: Fires when the time that it chooses has passed since the last save.
         on_steps: Fires when the loop reaches or passes a listed step.
         save_first: Whether to save the first step of a new run.
         clock: Seconds.
@@ -37,12 +39,17 @@ class Triggers:
         *,
         every_steps: int | None,
         every_secs: float | None,
+        interval: SaveInterval | None = None,
         on_steps: Collection[int],
         save_first: bool,
         clock: Callable[[], float],
     ) -> None:
         if every_secs is not None:
             _util.arguments.check_positive("every_secs", every_secs)
+            if interval is not None:
+                raise errors.OptionError(
+                    "every_secs and overhead both set the time between saves: pass one"
+                )
         if not _util.arguments.is_list(on_steps):
             raise errors.OptionError(
                 "on_steps must be a list of steps, got"
@@ -59,6 +66,7 @@ class Triggers:
             raise errors.OptionError(f"every_steps must be positive, got {every_steps}")
         self._every_steps = every_steps
         self._every_secs = every_secs
+        self._interval = interval
         self._on_steps = sorted(on_steps)
         self._save_first = save_first
         self._clock = clock
@@ -68,14 +76,16 @@ class Triggers:
     @property
     def has_clock(self) -> bool:
         """True if a trigger depends on the time."""
-        return self._every_secs is not None
+        return self._every_secs is not None or self._interval is not None
 
     def restart_clock(self) -> None:
         """Restarts the clock, after a save or at the start of training."""
         self._saved_at = self._clock()
 
     def time_is_up(self) -> bool:
-        """Returns True if `every_secs` have passed on this machine."""
+        """Returns True if the time between saves has passed on this machine."""
+        if self._interval is not None:
+            return self._interval.is_due(self._saved_at)
         return (
             self._every_secs is not None
             and self._clock() - self._saved_at >= self._every_secs
@@ -88,7 +98,7 @@ class Triggers:
             completed: The completed step. Loops may skip steps, so the steps between
                 `previous` and `completed` count.
             previous: The previously reported step.
-            time_is_up: Whether the processes agreed that `every_secs` have passed.
+            time_is_up: Whether the processes agreed that it is time for a save.
         """
         is_first, self._has_begun = not self._has_begun, True
         if completed <= 0:
@@ -101,6 +111,8 @@ class Triggers:
             return Due(f"step {self._on_steps[passed - 1]} of on_steps")
         if is_first and self._save_first and previous == 0:
             return Due("the first step")
+        if time_is_up and self._interval is not None:
+            return Due(self._interval.reason, temporary=True)
         if time_is_up:
             return Due(f"{self._every_secs:g} s since the last save", temporary=True)
         return None

@@ -23,7 +23,7 @@ def explain(
     Example:
       flaxckpt explain runs/7 --keep latest:3 --keep every:1000
     """
-    from flaxckpt import _inspect, _storage
+    from flaxckpt import _inspect, _steps, _storage
 
     policies = _policies.parse_policies(keep, config, group)
     root = _storage.paths.resolve(path)
@@ -43,6 +43,10 @@ def explain(
     _output.print_table(
         [TextColumn("step", is_number=True), TextColumn("kept by")], rows
     )
+    for event in reversed(_steps.journal.recent(root / _steps.journal.NAME)):
+        if event.kind == "scheduled":
+            _output.print_line(f"saves: {event.details.get('reason')}")
+            break
     if not reasons:
         _output.print_line(f"{_output.shorten_path(str(root))} has no steps yet")
     return code

@@ -91,7 +91,7 @@ def _show_suggestion(suggestion: Suggestion, *, json: bool) -> int:
     is_whole = not (suggestion.ambiguous or suggestion.left)
     if json:
         fields = _output.fields_of(suggestion)
-        del fields["given"]
+        del fields["given"], fields["published"]
         _output.print_document({"ok": is_whole, **fields, "code": suggestion.code})
     else:
         _output.print_lines(str(suggestion))

@@ -102,6 +102,8 @@ class CheckpointConfig:
     permissions: int | None = None
     every_steps: int | None = None
     every_secs: float | None = None
+    overhead: float | None = None
+    mtbf_secs: float | None = None
     temporary: bool = False
     on_steps: tuple[int, ...] = ()
     on_preemption: bool = True
@@ -119,7 +121,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         for name, parse in _PARSERS.items():
             object.__setattr__(self, name, parse(name, getattr(self, name)))
-        if self.temporary and self.every_secs is None:
+        if self.temporary and self.every_secs is None and self.overhead is None:
             raise errors.OptionError(
                 "temporary applies to the saves of every_secs: set every_secs, too"
             )
@@ -281,6 +283,8 @@ _PARSERS: Mapping[str, Parser] = {
     "permissions": _parsing.mode,
     "every_steps": _parsing.optional(_parsing.whole(1)),
     "every_secs": _parsing.optional(_parsing.secs),
+    "overhead": _parsing.optional(_parsing.fraction),
+    "mtbf_secs": _parsing.optional(_parsing.secs),
     "temporary": _parsing.boolean,
     "on_steps": _parsing.steps,
     "on_preemption": _parsing.boolean,

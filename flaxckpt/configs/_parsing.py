@@ -104,6 +104,15 @@ def secs(key: str, value: Any) -> float:
     return _amount(key, value, SECS, "15 min")
 
 
+def fraction(key: str, value: Any) -> float:
+    """Parses a number between 0 and 1, exclusive."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _type_error(key, "a number", value)
+    if not 0 < value < 1:
+        raise errors.OptionError(f"{key} must be between 0 and 1, got {value!r}")
+    return float(value)
+
+
 def bytes_(key: str, value: Any) -> int:
     """Parses bytes, also from a string like "64 MiB"."""
     amount = _amount(key, value, BYTES, "64 MiB")

@@ -218,6 +218,7 @@ def _describe_unsupported(path: Path) -> str | None:
             return _TENSORFLOW_CHECKPOINT
         return (
             _hub_cache.describe_model(path)
+            or _describe_torch_model(path)
             or safetensors_files.describe_ambiguity(path)
             or _describe_decimal_steps(path)
             or _describe_parent(path)
@@ -253,6 +254,23 @@ def _describe_unsupported(path: Path) -> str | None:
             " a dict"
         )
     return None
+
+
+def _describe_torch_model(directory: Path) -> str | None:
+    """Describes a published model whose arrays are only in pickles."""
+    names = _storage.of(directory).names(directory)
+    found = sorted(
+        name
+        for name in names
+        if name.startswith(("pytorch_model", "consolidated"))
+        and name.endswith((".bin", ".pth"))
+    )
+    if not found or any(name.endswith(".safetensors") for name in names):
+        return None
+    return (
+        f"a model of torch in pickles ({errors.first_few(found)}). {_ABOUT_PICKLES}:"
+        " transformers' from_pretrained, then save_pretrained, writes model.safetensors"
+    )
 
 
 def _describe_clu(directory: Path) -> str | None:

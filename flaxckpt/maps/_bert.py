@@ -27,6 +27,20 @@ def encoder(base: str) -> tuple[Tensor, ...]:
     )
 
 
+def shapes(base: str) -> dict[str, str]:
+    """Returns the shapes of these tensors."""
+    words, layer = f"{base}.embeddings", f"{base}.encoder.layer.{{i}}"
+    square = "hidden_size hidden_size"
+    return {
+        f"{words}.word_embeddings.weight": "vocab_size hidden_size",
+        f"{words}.position_embeddings.weight": "max_position_embeddings hidden_size",
+        f"{layer}.attention.self.{{p:query|key|value}}.weight": square,
+        f"{layer}.attention.output.dense.weight": square,
+        f"{layer}.intermediate.dense.weight": "intermediate_size hidden_size",
+        f"{layer}.output.dense.weight": "hidden_size intermediate_size",
+    }
+
+
 _TRANSFORM = "cls.predictions.transform"
 
 BERT = Family(
@@ -50,9 +64,17 @@ BERT = Family(
         ),
     },
     defaults={"tie_word_embeddings": True},
-    # The decoder of tied models is a copy of embeddings, and its bias of another leaf.
-    ignored=r"(bert/)?embeddings/position_ids|cls/predictions/decoder/(weight|bias)",
+    ignored=r"(bert/)?embeddings/position_ids",
+    copies={
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
     target_bases={"linen": "bert"},
     old_names=OLD_NAMES,
+    shapes={
+        **shapes("bert"),
+        "cls.predictions.bias": "vocab_size",
+        "cls.predictions.decoder.weight": "vocab_size hidden_size",
+    },
 )
 """BERT, and models of its architecture, such as MiniLM."""

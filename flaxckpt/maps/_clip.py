@@ -41,6 +41,21 @@ _VISION_MODEL = (
     *linear("visual_projection", bias=False, optional=True),
 )
 
+
+def _shapes(model: str) -> dict[str, str]:
+    """Returns the shapes of layers."""
+    layer = f"{model}_model.encoder.layers.{{i}}"
+    attention = f"{layer}.self_attn.{{p:q_proj|k_proj|v_proj|out_proj}}"
+    width, inner = (
+        f"{model}_config.{key}|{key}" for key in ("hidden_size", "intermediate_size")
+    )
+    return {
+        f"{attention}.weight": f"{width} {width}",
+        f"{layer}.mlp.fc1.weight": f"{inner} {width}",
+        f"{layer}.mlp.fc2.weight": f"{width} {inner}",
+    }
+
+
 CLIP = Family(
     name="clip",
     model_types=("clip", "clip_text_model", "clip_vision_model"),
@@ -57,5 +72,12 @@ CLIP = Family(
         )
     },
     ignored=r"(text|vision)_model/embeddings/position_ids",
+    shapes={
+        **_shapes("text"),
+        **_shapes("vision"),
+        "text_model.embeddings.token_embedding.weight": (
+            "text_config.vocab_size|vocab_size text_config.hidden_size|hidden_size"
+        ),
+    },
 )
 """CLIP: both models, or the text model or vision model alone."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flaxckpt import _storage, _util, errors
+from flaxckpt import _storage, _util, errors, formats
 from flaxckpt._types import JSON, PathLike
 from flaxckpt.formats import _hub_cache
 
@@ -60,6 +60,15 @@ def _read_file(path: Path) -> dict[str, JSON]:
         )
     if path.is_dir():
         _hub_cache.check_link(file)
+    elif (detected := formats.identify(file)) is not None:
+        advice = (
+            "maps.detect(path).config is the configuration in it"
+            if detected.format == "gguf"
+            else f"pass the path of its {NAME}, or of their directory"
+        )
+        raise errors.OptionError(
+            f"{file} is a checkpoint, not a configuration ({detected}): {advice}"
+        )
     try:
         content = _storage.of(file).read(file, max_bytes=_MAX_BYTES)
         _util.json_limits.check(content)
@@ -89,6 +98,15 @@ def look_up(config: Mapping[str, Any], key: str) -> Any:
     return value
 
 
+def with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration with other values of keys, dotted as in `look_up`."""
+    changed = dict(config)
+    for key, value in values.items():
+        first, _, rest = key.partition(".")
+        changed[first] = with_values(changed[first], {rest: value}) if rest else value
+    return changed
+
+
 def holds(config: Mapping[str, Any], condition: str) -> bool:
     """Returns True if a condition on a configuration holds.
 
@@ -109,6 +127,13 @@ def _holds(config: Mapping[str, Any], condition: str) -> bool:
     else:
         is_true = fnmatch.fnmatchcase(str(value), pattern) if pattern else bool(value)
     return is_true != condition.startswith("not ")
+
+
+def describe_fault(config: Mapping[str, Any], condition: str) -> str:
+    """Returns the first part of a condition that fails, and the value found."""
+    part = next(c for c in condition.split(" and ") if not _holds(config, c))
+    key = part.removeprefix("not ").partition("=")[0]
+    return f"wanted {part}, found {key} {look_up(config, key)!r:.80}"
 
 
 _OPERATORS: Mapping[str, Callable[[int, int], int]] = {
@@ -133,13 +158,27 @@ def find_size(config: Mapping[str, Any], rule: str | int) -> int | None:
     """
     if isinstance(rule, int):
         return rule
+    chosen = choose(config, rule)
+    if chosen is None:
+        return None
+    keys, operators = _parse(chosen)
+    values = [int(key) if key.isdigit() else look_up(config, key) for key in keys]
+    return _evaluate(keys, operators, values)
+
+
+def choose(config: Mapping[str, Any], rule: str) -> str | None:
+    """Returns the first choice of a rule whose keys are all present; None without."""
     for choice in rule.split("|"):
-        tokens = re.split(r"(//|[/*%])", choice)
-        keys = tokens[::2]
-        values = [int(key) if key.isdigit() else look_up(config, key) for key in keys]
-        if None not in values:
-            return _evaluate(keys, tokens[1::2], values)
+        keys, _ = _parse(choice)
+        if all(key.isdigit() or look_up(config, key) is not None for key in keys):
+            return choice
     return None
+
+
+def _parse(choice: str) -> tuple[list[str], list[str]]:
+    """Returns the keys and numbers of a choice, and the operators between them."""
+    tokens = re.split(r"(//|[/*%])", choice)
+    return tokens[::2], tokens[1::2]
 
 
 def _evaluate(keys: list[str], operators: list[str], values: list[Any]) -> int:

@@ -23,7 +23,39 @@ SIZES: dict[str, str | int] = {
 }
 """Layers, heads, heads of keys and values, and the size of a head."""
 
+_QUERIES = "num_attention_heads*head_dim|hidden_size"
+_KEYS = (
+    "num_key_value_heads*head_dim|hidden_size/num_attention_heads*num_key_value_heads"
+    "|num_attention_heads*head_dim|hidden_size"
+)
+_HEAD = "head_dim|hidden_size/num_attention_heads"
+_MOE = "moe_intermediate_size|intermediate_size"
+
+_ATTENTION = "model.layers.{i}.self_attn"
+_FFN = "model.layers.{i}.mlp"
+_EXPERT = "model.layers.{i}.{m:mlp|block_sparse_moe}.experts.{x}"
+_GATE = "model.layers.{i}.{m:mlp|block_sparse_moe}.gate"
+
+SHAPES = {
+    "model.embed_tokens.weight": "vocab_size hidden_size",
+    f"{_ATTENTION}.q_proj.weight": f"{_QUERIES} hidden_size",
+    f"{_ATTENTION}.q_proj.bias": _QUERIES,
+    f"{_ATTENTION}.{{p:k_proj|v_proj}}.weight": f"{_KEYS} hidden_size",
+    f"{_ATTENTION}.{{p:k_proj|v_proj}}.bias": _KEYS,
+    f"{_ATTENTION}.o_proj.weight": f"hidden_size {_QUERIES}",
+    f"{_ATTENTION}.{{q:q_norm|k_norm}}.weight": _HEAD,
+    f"{_FFN}.{{m:gate_proj|up_proj}}.weight": "intermediate_size hidden_size",
+    f"{_FFN}.down_proj.weight": "hidden_size intermediate_size",
+    f"{_GATE}.weight": "num_experts|num_local_experts hidden_size",
+    f"{_EXPERT}.{{w:gate_proj|up_proj|w1|w3}}.weight": f"{_MOE} hidden_size",
+    f"{_EXPERT}.{{w:down_proj|w2}}.weight": f"hidden_size {_MOE}",
+    "model.norm.weight": "hidden_size",
+    "lm_head.weight": "vocab_size hidden_size",
+}
+"""Shapes of the tensors of all decoders."""
+
 BUFFERS = r".*/rotary_emb/inv_freq"
+COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 TIED = "tie_word_embeddings"
 
 _LAYER = "model.layers.{i}"
@@ -99,39 +131,29 @@ MAXTEXT_NORMS = (
     ),
 )
 
-MAXTEXT_MLP = (
-    Tensor(
-        f"{_LAYER}.mlp.{_MLP}.weight",
-        "decoder/layers_{i}/mlp/{m:wi_0|wi_1|wo}/kernel",
-        "o e -> e o",
-    ),
-)
 
-MAXTEXT_QUERY_KEY = (
-    Tensor(
-        f"{_LAYER}.self_attn.q_proj.weight",
-        "decoder/layers_{i}/self_attention/query/kernel",
-        "(h d) e -> e h d",
-    ),
-    Tensor(
-        f"{_LAYER}.self_attn.k_proj.weight",
-        "decoder/layers_{i}/self_attention/key/kernel",
-        "(k d) e -> e k d",
-    ),
-)
-MAXTEXT_VALUE_OUT = (
-    Tensor(
-        f"{_LAYER}.self_attn.v_proj.weight",
-        "decoder/layers_{i}/self_attention/value/kernel",
-        "(k d) e -> e k d",
-    ),
-    Tensor(
-        f"{_LAYER}.self_attn.o_proj.weight",
-        "decoder/layers_{i}/self_attention/out/kernel",
-        "e (h d) -> h d e",
-    ),
-)
-MAXTEXT_ATTENTION = (*MAXTEXT_QUERY_KEY, *MAXTEXT_VALUE_OUT)
+def maxtext_mlp(source: str, target: str) -> tuple[Tensor, ...]:
+    """Returns the rows of `mlp` of the layers `source`."""
+    names = "{m:wi_0|wi_1|wo}"
+    form = "o e -> e o"
+    return (Tensor(f"{source}.mlp.{_MLP}.weight", f"{target}/{names}/kernel", form),)
+
+
+def maxtext_attention(source: str, target: str) -> tuple[Tensor, ...]:
+    """Returns the rows of queries, keys, values and the output of attention."""
+    of_keys = "(k d) e -> e k d"
+    old, new = f"{source}.self_attn", target
+    return (
+        Tensor(f"{old}.q_proj.weight", f"{new}/query/kernel", "(h d) e -> e h d"),
+        Tensor(f"{old}.k_proj.weight", f"{new}/key/kernel", of_keys),
+        Tensor(f"{old}.v_proj.weight", f"{new}/value/kernel", of_keys),
+        Tensor(f"{old}.o_proj.weight", f"{new}/out/kernel", "e (h d) -> h d e"),
+    )
+
+
+MAXTEXT_MLP = maxtext_mlp(_LAYER, "decoder/layers_{i}/mlp")
+MAXTEXT_ATTENTION = maxtext_attention(_LAYER, "decoder/layers_{i}/self_attention")
+MAXTEXT_QUERY_KEY, MAXTEXT_VALUE_OUT = MAXTEXT_ATTENTION[:2], MAXTEXT_ATTENTION[2:]
 
 
 def scale_query(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

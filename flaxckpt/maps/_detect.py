@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from flaxckpt import _state, errors
+from flaxckpt import _state, errors, transforms
 from flaxckpt._state.leaf import LeafTable
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree, Shape
 from flaxckpt.formats import _locate
@@ -18,6 +20,8 @@ from flaxckpt.maps._family import Family
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms._base import apply
 from flaxckpt.transforms._moments import find_mirrors
+
+_log = logging.getLogger(__name__)
 
 _ENOUGH = 0.9
 """The fraction of a checkpoint's names that tells its family."""
@@ -34,8 +38,8 @@ class Detected(NamedTuple):
         family: The family.
         config: The configuration of the model.
         evidence: The reason.
-        transforms: The transforms to the names and values that Hugging Face publishes;
-            empty unless the checkpoint is a GGUF file.
+        transforms: The transforms to the names and values of the family: those of a
+            GGUF file, or those of the language model in a larger model; else empty.
     """
 
     family: Family
@@ -58,10 +62,16 @@ def detect(source: PathLike) -> Detected:
         OptionError: The family is unknown, or there is no configuration.
         CheckpointError: There is no checkpoint, or it cannot be read.
     """
-    return _detect(_locate.open_checkpoint(source))
+    return detect_stored(_locate.open_checkpoint(source))
 
 
-def _detect(stored: Stored) -> Detected:
+def detect_stored(stored: Stored, family: Family | None = None) -> Detected:
+    """Returns the family of a checkpoint; see `detect`.
+
+    Args:
+        stored: The checkpoint.
+        family: The family if the configuration has no `model_type`.
+    """
     if stored.metadata.format == _gguf.FORMAT:
         return _detect_gguf(stored)
     path = Path(stored.metadata.path)
@@ -75,16 +85,83 @@ def _detect(stored: Stored) -> Detected:
         )
     config = _config.read_config(directory)
     kind = config.get("model_type")
-    for family in FAMILIES:
-        if kind in family.model_types:
-            return Detected(family, config, f"model_type of {_config.NAME} is {kind!r}")
+    if (known := find_family(config)) is not None:
+        why = f"model_type of {_config.NAME} is {kind!r}"
+        return Detected(known, config, why)
+    if kind is None and family is not None:
+        return Detected(family, config, "as asked for")
     if kind is None and by_name is not None:
         return Detected(by_name, config, "by the names of its tensors")
+    if (language := _detect_language_model(config, stored.table)) is not None:
+        return language
+    raise unknown_family(config, str(path))
+
+
+def find_family(config: Mapping[str, Any]) -> Family | None:
+    """Returns the family of a configuration, by its `model_type`; None if unknown."""
+    kind = config.get("model_type")
+    return next((f for f in FAMILIES if kind in f.model_types), None)
+
+
+def unknown_family(config: Mapping[str, Any], subject: str) -> errors.OptionError:
+    """Returns the error for a configuration without a family."""
+    kind = config.get("model_type")
+    if kind is None:
+        return errors.OptionError(
+            f"{subject} has no model_type in its config: pass the name of the family"
+            " as the map, such as 'llama'"
+        )
     known = ", ".join(kind for family in FAMILIES for kind in family.model_types)
-    raise errors.OptionError(
-        f"{path} is of a {kind!r:.80}, which has no map: there are maps of {known}."
-        " flaxckpt.suggest finds one by names and shapes"
+    if (family := find_family(language_config(config))) is not None:
+        advice = (
+            f"its text_config is of maps.{family.name}, so for its language model"
+            " alone pass config['text_config'] as the config"
+        )
+    else:
+        advice = "flaxckpt.suggest finds one by names and shapes"
+    return errors.OptionError(
+        f"{subject} is of a {kind!r:.80}, which has no map: there are maps of {known};"
+        f" {advice}"
     )
+
+
+# ---- the language model in a larger model -------------------------------------------
+
+_LANGUAGE_MODEL = ("language_model/", "model/language_model/")
+"""Beginnings of its names, in releases of transformers."""
+
+
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the configuration of the language model in a larger model, or empty."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _detect_language_model(
+    config: Mapping[str, JSON], table: LeafTable
+) -> Detected | None:
+    """Returns the language model in a model that also reads images; None without."""
+    inner = language_config(config)
+    family = find_family(inner)
+    begin = next(
+        (b for b in _LANGUAGE_MODEL if any(path.startswith(b) for path in table)), None
+    )
+    if family is None or begin is None:
+        return None
+    own = f"{begin}.*|lm_head/.*"
+    base = f"{family.base}/" if begin.startswith("model/") else ""
+    found = (
+        transforms.keep(own),
+        transforms.rename(f"{begin}(.*)", rf"{base}\1"),
+    )
+    left = sum(not re.fullmatch(own, path) for path in table)
+    kind = config.get("model_type")
+    why = (
+        f"the language model of a {kind!r}, by its text_config; {left} leaves of other"
+        " parts are left out"
+    )
+    _log.info("%s: %s", family.name, why)
+    return Detected(family, inner, why, found)
 
 
 def _detect_gguf(stored: Stored) -> Detected:
@@ -117,8 +194,8 @@ class _Candidate(NamedTuple):
         options: Further arguments of the family.
         matched: The number of parameters that it fills.
         mapped: The number of leaves that it makes of the checkpoint.
-        lacking: The parameters that it does not fill.
-        problem: The reason why it does not apply to the checkpoint.
+        lacking: The parameters that it does not fill, with their shapes.
+        error: The reason why it does not apply to the checkpoint.
         prefixes: The containers of the state that it fills equally well.
     """
 
@@ -126,8 +203,8 @@ class _Candidate(NamedTuple):
     options: Mapping[str, str]
     matched: int = 0
     mapped: int = 0
-    lacking: tuple[LeafPath, ...] = ()
-    problem: str = ""
+    lacking: tuple[str, ...] = ()
+    error: errors.OptionError | None = None
     prefixes: tuple[LeafPath, ...] = ()
 
     @property
@@ -137,8 +214,8 @@ class _Candidate(NamedTuple):
         return self.matched > _LEAST * min(self.mapped, of_state)
 
     def __str__(self) -> str:
-        if self.problem:
-            return f"{self.target}: {self.problem}"
+        if self.error is not None:
+            return f"{self.target}: {errors.one_line(self.error, 200)}"
         first = f", but not {errors.first_few(self.lacking, 2)}" if self.lacking else ""
         return f"{self.target}: fits {self.matched} of {self.mapped} leaves{first}"
 
@@ -163,13 +240,21 @@ def find(source: PathLike, abstract_state: PyTree) -> list[Transform]:
         CheckpointError: There is no checkpoint, or it cannot be read.
     """
     stored = _locate.open_checkpoint(source)
-    detected = _detect(stored)
-    table = apply(detected.transforms, stored.table)
+    return find_detected(detect_stored(stored), stored.table, abstract_state)
+
+
+def find_detected(
+    detected: Detected, table: LeafTable, abstract_state: PyTree
+) -> list[Transform]:
+    """Returns the map from a checkpoint of a known family to a state; see `find`."""
+    table = apply(detected.transforms, table)
     wanted = _parameters(abstract_state)
     candidates = [
         _try(detected, target, options, table, wanted)
         for target, options in _options(detected.family, table)
     ]
+    if (error := common_error([c.error for c in candidates])) is not None:
+        raise error
     best = max(candidates, key=lambda candidate: candidate.matched)
     if not best.fits:
         listed = {str(candidate): None for candidate in candidates}
@@ -220,34 +305,45 @@ def _try(
     wanted: Mapping[LeafPath, Shape],
 ) -> _Candidate:
     """Returns how well a target layout fits the parameters `wanted`."""
-    changes = detected.family(detected.config, target=target, **options)
     try:
+        changes = detected.family(detected.config, target=target, **options)
         mapped = apply(changes, table)
     except errors.OptionError as error:
-        return _Candidate(target, options, problem=errors.one_line(error, 200))
+        return _Candidate(target, options, error=error)
     shapes = {path: leaf.info.shape for path, leaf in mapped.items()}
-    prefixes = collections.Counter(
-        path.removesuffix(name).rstrip("/")
+    named = [
+        (path.removesuffix(name).rstrip("/"), shapes[name] == shape)
         for path, shape in wanted.items()
         for name in _suffixes(path)
-        if shapes.get(name) == shape
-    )
-    if not prefixes:
+        if name in shapes
+    ]
+    prefixes = collections.Counter(prefix for prefix, is_equal in named if is_equal)
+    likely = prefixes or collections.Counter(prefix for prefix, _ in named)
+    if not likely:
         return _Candidate(target, options, mapped=len(mapped))
-    prefix, matched = prefixes.most_common(1)[0]
+    prefix = likely.most_common(1)[0][0]
+    matched = prefixes[prefix]
     equal = tuple(p for p, count in prefixes.items() if count == matched)
     below = f"{prefix}/" if prefix else ""
     lacking = [
-        path
+        f"{path} {wanted[path]}" + (f", found {found}" if found else "")
         for path in wanted
         if path.startswith(below)
-        and shapes.get(path.removeprefix(below)) != wanted[path]
+        and (found := shapes.get(path.removeprefix(below))) != wanted[path]
     ]
     if prefix:
         options = {**options, "prefix": prefix}
     return _Candidate(
         target, options, matched, len(mapped), tuple(lacking), prefixes=equal
     )
+
+
+def common_error(
+    found: Sequence[errors.OptionError | None],
+) -> errors.OptionError | None:
+    """Returns the error of all candidates, if they have the same."""
+    texts = {str(error) for error in found}
+    return found[0] if len(texts) == 1 else None
 
 
 def _suffixes(path: LeafPath) -> Iterator[LeafPath]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,13 +13,20 @@ import jax.numpy as jnp
 
 from flaxckpt import errors, transforms
 from flaxckpt._state.leaf import LeafTable
-from flaxckpt._types import JSON, LeafPath
-from flaxckpt.maps import _config
+from flaxckpt._types import JSON, LeafPath, Shape
+from flaxckpt.maps import _config, _sizes
+from flaxckpt.maps._checked import CheckedMap, Side
 from flaxckpt.transforms import Row, Transform
 from flaxckpt.transforms._base import TableTransform, call
 from flaxckpt.transforms._form import Form
 from flaxckpt.transforms._names import parse_name
 from flaxckpt.transforms._remap import make_remap
+from flaxckpt.transforms._tie import make_tie
+
+_log = logging.getLogger(__name__)
+
+_PADDED = ("maxtext", "maxtext-scanned")
+"""Layouts whose programs pad vocabularies: theirs are not larger on purpose."""
 
 _FIRST = re.compile(r"\+([A-Za-z]\w*)\}")
 """The size at which an index begins: `+first}` of `{i+first}`."""
@@ -64,10 +72,16 @@ class Family:
         tables: Target layout -> its tensors.
         defaults: Values of keys that configurations may lack.
         ignored: Pattern of the leaf paths of buffers, which are left out.
+        copies: Tensor that checkpoints may have twice -> its other name, which has a
+            row. Where the first has no row, such as a tied head, it is left out, and
+            must be equal.
         target_bases: Target layout -> the beginning that the base model has there.
         old_names: The end of a leaf path in old checkpoints -> its end in new ones.
         unpublished: Target layout -> pattern of leaf paths there that published models
             lack, because they do not change outputs; the map back leaves them out.
+        shapes: Name of tensors in a checkpoint of Hugging Face -> the size of each
+            axis, as rules that are joined by spaces; see `find_size`.
+        refused: Condition on the configuration -> why such models have no map.
     """
 
     name: str
@@ -77,9 +91,12 @@ class Family:
     tables: Mapping[str, Sequence[Tensor]]
     defaults: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
     ignored: str = ""
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     target_bases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     old_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unpublished: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    shapes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -121,7 +138,8 @@ class Family:
                 f" {', '.join(self.tables)}"
             )
         content = self.check_config(config)
-        rows = self._tensors(target, content)
+        tensors = self._tensors(target, content)
+        rows = tensors[0]
         bases = (
             _Base(self.base, source_base),
             _Base(self.target_bases.get(target, ""), target_base),
@@ -142,12 +160,92 @@ class Family:
             rest="error",
             ignored=self.ignored or None,
             ignored_by_inverse=self.unpublished.get(target),
+            inverse_within=self._within(target, prefix, target_base),
             name=name,
         )
-        changes: list[Transform] = [remap, *_values(rows, listed, sizes)]
+        checked = CheckedMap(
+            remap,
+            self._title,
+            content,
+            (
+                self._side(0, tensors, bases, prefix, self.ignored),
+                self._side(1, tensors, bases, prefix, self.unpublished.get(target, "")),
+            ),
+            self._shape_rules(bases[0]),
+            may_grow=target not in _PADDED,
+        )
+        changes: list[Transform] = [checked, *_values(rows, listed, sizes)]
+        if copies := self._copies(target, rows, bases[0]):
+            changes.insert(0, copies)
         if self.old_names:
             changes.insert(0, _NewNames(self.name, self.old_names))
         return changes
+
+    def fit_vocabulary(
+        self, config: Mapping[str, Any], shapes: Mapping[LeafPath, Shape]
+    ) -> dict[str, Any]:
+        """Returns a configuration with the vocabulary of tensors, if it has grown.
+
+        Args:
+            config: The configuration.
+            shapes: The shapes of the tensors, under their published names.
+
+        Raises:
+            OptionError: The tensors contradict the configuration otherwise.
+        """
+        has_base = any(path.startswith(f"{self.base}/") for path in shapes)
+        rules = self._shape_rules(_Base(self.base, None if has_base else ""))
+        content = {**self.defaults, **config}
+        grown = _sizes.check(self._title, rules, content, shapes, may_grow=True)
+        for key, size in grown.items():
+            _log.warning(
+                "config.json gets %s %d, not %d: the vocabulary of the model grew",
+                key,
+                size,
+                _config.look_up(content, key),
+            )
+        return _config.with_values(config, grown)
+
+    @property
+    def _title(self) -> str:
+        return f"maps.{self.name}"
+
+    def _shape_rules(self, base: _Base) -> tuple[_sizes.Rule, ...]:
+        return tuple(
+            _sizes.Rule(
+                parse_name(base.apply(name.replace(".", "/"))).pattern,
+                tuple(axes.split()),
+            )
+            for name, axes in self.shapes.items()
+        )
+
+    def _side(
+        self,
+        at: int,
+        tensors: tuple[Sequence[Tensor], Sequence[Tensor]],
+        bases: tuple[_Base, _Base],
+        prefix: LeafPath,
+        ignored: str,
+    ) -> Side:
+        """Returns the names of published models (`at` is 0), or of the layout (1)."""
+        option = ("source_base", "target_base")[at]
+
+        def name(tensor: Tensor, bases: tuple[_Base, _Base]) -> str:
+            row = self._row(tensor, bases, prefix)
+            return row.target if at else row.source
+
+        rows, others = tensors
+        switched = bases[0].switched(), bases[1].switched()
+        both = {name(tensor, bases): name(tensor, switched) for tensor in rows}
+        return Side(
+            frozenset(both),
+            {one: other for one, other in both.items() if one != other},
+            f"pass {option}='' for the base model alone"
+            if bases[at].new is None
+            else f"leave {option}='' out, which is for the base model alone",
+            {name(tensor, bases): tensor.when for tensor in others},
+            ignored,
+        )
 
     def check_config(self, config: _config.Config) -> dict[str, Any]:
         """Returns a configuration as a dict, with the family's defaults.
@@ -158,12 +256,25 @@ class Family:
         content = _config.read_config(config)
         found = content.get("model_type")
         if found is not None and found not in self.model_types:
+            advice = "maps.detect(source) finds the family"
+            if _config.look_up(content, "text_config.model_type") in self.model_types:
+                advice = (
+                    "for its language model alone pass config['text_config'], under the"
+                    " names without language_model; maps.find(source, state) does so"
+                )
             raise errors.OptionError(
                 f"the config is of a {found!r:.80}, wanted"
-                f" {' or '.join(map(repr, self.model_types))}: maps.detect(source)"
-                " finds the family"
+                f" {' or '.join(map(repr, self.model_types))}: {advice}"
             )
-        return {**self.defaults, **content}
+        content = {**self.defaults, **content}
+        for condition, why in self.refused.items():
+            if _config.holds(content, condition):
+                key = condition.removeprefix("not ").partition("=")[0]
+                raise errors.OptionError(
+                    f"maps.{self.name} has no layout for {key}"
+                    f" {_config.look_up(content, key)!r:.80} of the config: {why}"
+                )
+        return content
 
     @functools.cached_property
     def source_patterns(self) -> tuple[re.Pattern[str], ...]:
@@ -173,11 +284,15 @@ class Family:
         names += [name.removeprefix(f"{self.base}/") for name in names]
         return tuple(parse_name(name).pattern for name in dict.fromkeys(names))
 
-    def _tensors(self, target: str, config: Mapping[str, Any]) -> list[Tensor]:
-        """Returns the tensors that the model of a configuration has."""
-        tensors = []
+    def _tensors(
+        self, target: str, config: Mapping[str, Any]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the tensors that the model of a configuration has, and the others."""
+        tensors, others = [], []
         for tensor in self.tables[target]:
             if not _config.holds(config, tensor.when):
+                source = _FIRST.sub("}", tensor.source)
+                others.append(tensor._replace(source=source))
                 continue
             source = _FIRST.sub(
                 lambda match: f"+{self._size(config, match[1])}}}", tensor.source
@@ -185,7 +300,7 @@ class Family:
             indices = self.sizes.keys() & {*parse_name(source).axes}
             if all(self._size(config, index) for index in indices):
                 tensors.append(tensor._replace(source=source))
-        return tensors
+        return tensors, others
 
     def _size(self, config: Mapping[str, Any], axis: str) -> int:
         size = _config.find_size(config, self.sizes[axis])
@@ -207,6 +322,36 @@ class Family:
                 needed |= Form.parse(tensor.form, {}).names
         return {axis: self._size(config, axis) for axis in self.sizes if axis in needed}
 
+    def _within(self, target: str, prefix: LeafPath, base: str | None) -> str:
+        """Returns the beginning of the paths of all leaves that the map back knows."""
+        own = self.target_bases.get(target, "")
+        parts = prefix.split("/") if prefix else []
+        if base == "" and own and parts[-1:] == [own]:
+            parts.pop()  # the base model in its place beside a head
+        return "/".join(parts) + "/" if parts else ""
+
+    def _copies(
+        self, target: str, rows: Sequence[Tensor], base: _Base
+    ) -> Transform | None:
+        """Returns the transform that leaves out equal copies; None if there are none.
+
+        Args:
+            target: The target layout.
+            rows: The tensors of the model.
+            base: The beginning of their names.
+        """
+        names = {row.source for row in rows}
+        untied = {tensor.source for tensor in self.tables[target]}
+        pairs = {
+            base.apply(copy.replace(".", "/")): (
+                base.apply(kept.replace(".", "/")),
+                copy in untied,
+            )
+            for copy, kept in self.copies.items()
+            if copy not in names
+        }
+        return _Copies(self.name, pairs) if pairs else None
+
     def _row(self, tensor: Tensor, bases: tuple[_Base, _Base], prefix: LeafPath) -> Row:
         source = bases[0].apply(tensor.source.replace(".", "/"))
         target = bases[1].apply(tensor.target)
@@ -219,6 +364,10 @@ class _Base(NamedTuple):
 
     old: str
     new: str | None
+
+    def switched(self) -> _Base:
+        """Returns the names of the whole model for those of the base alone, or back."""
+        return self._replace(new={None: "", "": None}.get(self.new, self.new))
 
     def apply(self, name: str) -> str:
         if self.new is None or not self.old or not name.startswith(f"{self.old}/"):
@@ -254,6 +403,46 @@ class _NewNames(TableTransform):
 
     def inverse(self) -> Transform:
         return self
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copies(TableTransform):
+    """Leaves out the second of two equal leaves, if a checkpoint has both.
+
+    The map back writes one of them, as transformers does.
+
+    Attributes:
+        family: The name of the family.
+        pairs: The leaf to leave out -> the leaf to keep, and whether an untied model
+            has both.
+    """
+
+    family: str
+    pairs: Mapping[LeafPath, tuple[LeafPath, bool]]
+
+    def __call__(self, table: LeafTable) -> LeafTable:
+        for path, (kept, is_untied) in self.pairs.items():
+            if path in table and kept in table:
+                table = make_tie(re.escape(path), kept, _advice(path, is_untied))(table)
+        return table
+
+    def __str__(self) -> str:
+        return call(f"maps.{self.family}.copies")
+
+    def inverse(self) -> Transform:
+        return self
+
+
+def _advice(path: LeafPath, is_untied: bool) -> str:
+    leave_out = f"leave {path} out: [{call('drop', re.escape(path))}, *map]."
+    if not is_untied:
+        return (
+            f"The map has one leaf for both. Check which one is right, and {leave_out}"
+        )
+    return (
+        "The config ties them. Keep both: pass the config with tie_word_embeddings:"
+        f" False. Or {leave_out}"
+    )
 
 
 def _values(

@@ -67,6 +67,8 @@ GEMMA = Family(
     },
     defaults={"tie_word_embeddings": True},
     ignored=_decoder.BUFFERS,
+    copies=_decoder.COPIES,
+    shapes=_decoder.SHAPES,
     target_bases={"linen": "model"},
 )
 """Gemma, the first version, and 2."""

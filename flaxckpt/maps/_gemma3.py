@@ -8,90 +8,51 @@ Sources, besides those of `_gemma` and `_decoder`:
 
 from __future__ import annotations
 
-from flaxckpt.maps import _decoder, _gemma
+from flaxckpt.maps import _decoder, _gemma, _gemma_maxtext
 from flaxckpt.maps._family import Family, Tensor
+from flaxckpt.maps._modules import linear
 
+_LAYER = "model.layers.{i}"
+_BONSAI_LAYER = "language_model/layers/{i}"
 _NORMS = "{n:input|post_attention|pre_feedforward|post_feedforward}_layernorm"
+_KERNELS = (
+    "self_attn.{p:q_proj|k_proj|v_proj|o_proj}",
+    "mlp.{m:gate_proj|up_proj|down_proj}",
+)
+_SCALES = ("self_attn.{q:q_norm|k_norm}", _NORMS)
 
 
-def _layers(source: str, target: str) -> tuple[Tensor, ...]:
+def _maxtext(source: str, target: str) -> tuple[Tensor, ...]:
     """Returns the rows of layers of MaxText."""
-    attention = f"{target}/self_attention"
+    norms = f"{target}/self_attention/{{q:query_norm|key_norm}}/scale"
     return (
-        Tensor(
-            f"{source}.self_attn.q_proj.weight",
-            f"{attention}/query/kernel",
-            "(h d) e -> e h d",
-        ),
-        Tensor(
-            f"{source}.self_attn.{{p:k_proj|v_proj}}.weight",
-            f"{attention}/{{p:key|value}}/kernel",
-            "(k d) e -> e k d",
-        ),
-        Tensor(
-            f"{source}.self_attn.o_proj.weight",
-            f"{attention}/out/kernel",
-            "e (h d) -> h d e",
-        ),
-        Tensor(
-            f"{source}.self_attn.{{q:q_norm|k_norm}}.weight",
-            f"{attention}/{{q:query_norm|key_norm}}/scale",
-            plus=1,
-        ),
-        Tensor(
-            f"{source}.mlp.{{m:gate_proj|up_proj|down_proj}}.weight",
-            f"{target}/mlp/{{m:wi_0|wi_1|wo}}/kernel",
-            "o e -> e o",
-        ),
-        Tensor(
-            f"{source}.{_NORMS}.weight",
-            f"{target}/{{n:pre_self_attention|post_self_attention|pre_ffw|post_ffw}}"
-            "_norm/scale",
-            plus=1,
-        ),
+        *_gemma_maxtext.layers(source, target),
+        Tensor(f"{source}.self_attn.{{q:q_norm|k_norm}}.weight", norms, plus=1),
     )
 
 
-_EMBEDDING = (
-    Tensor(
-        "model.embed_tokens.weight",
-        "token_embedder/embedding",
-        times="width",
-        exponent=0.5,
-        factor_dtype="bfloat16",
-    ),
-    Tensor("model.norm.weight", "decoder/decoder_norm/scale", plus=1),
-)
+_EMBEDDING = _gemma_maxtext.embedding("bfloat16")
 
 # Blocks of six layers are scanned, and the rest of the layers is not.
-_SCANNED = (
-    *_EMBEDDING,
-    *_decoder.scan(
-        _layers("model.layers.{(b r)}", "decoder/layers_{b}/layers_{r}"), "b"
-    ),
-    *_layers("model.layers.{s+first}", "decoder/layers_remainder/layers_{s}"),
-)
+_BLOCKS = _maxtext("model.layers.{(b r)}", "decoder/layers_{b}/layers_{r}")
+_REST = _maxtext("model.layers.{s+first}", "decoder/layers_remainder/layers_{s}")
 
 _BONSAI = (
     Tensor("model.embed_tokens.weight", "embed_tokens/weight/embedding"),
     Tensor("model.norm.weight", "language_model/norm/scale"),
-    Tensor(
-        "model.layers.{i}.self_attn.{p:q_proj|k_proj|v_proj|o_proj}.weight",
-        "language_model/layers/{i}/self_attn/{p:q_proj|k_proj|v_proj|o_proj}/kernel",
-        "o e -> e o",
+    *(
+        row
+        for name in _KERNELS
+        for row in linear(
+            f"{_LAYER}.{name}", f"{_BONSAI_LAYER}/{name.replace('.', '/')}", bias=False
+        )
     ),
-    Tensor(
-        "model.layers.{i}.mlp.{m:gate_proj|up_proj|down_proj}.weight",
-        "language_model/layers/{i}/mlp/{m:gate_proj|up_proj|down_proj}/kernel",
-        "o e -> e o",
-    ),
-    Tensor(
-        "model.layers.{i}.self_attn.{q:q_norm|k_norm}.weight",
-        "language_model/layers/{i}/self_attn/{q:q_norm|k_norm}/scale",
-    ),
-    Tensor(
-        f"model.layers.{{i}}.{_NORMS}.weight",
-        f"language_model/layers/{{i}}/{_NORMS}/scale",
+    *(
+        Tensor(
+            f"{_LAYER}.{name}.weight",
+            f"{_BONSAI_LAYER}/{name.replace('.', '/')}/scale",
+        )
+        for name in _SCALES
     ),
 )
 
@@ -120,13 +81,12 @@ GEMMA3 = Family(
             ),
         ),
         "bonsai": _BONSAI,
-        "maxtext": (
-            *_EMBEDDING,
-            *_layers("model.layers.{i}", "decoder/layers_{i}"),
-        ),
-        "maxtext-scanned": _SCANNED,
+        "maxtext": (*_EMBEDDING, *_maxtext(_LAYER, "decoder/layers_{i}")),
+        "maxtext-scanned": (*_EMBEDDING, *_decoder.scan(_BLOCKS, "b"), *_REST),
     },
     defaults={"tie_word_embeddings": True},
     ignored=_decoder.BUFFERS,
+    copies=_decoder.COPIES,
+    shapes=_decoder.SHAPES,
 )
 """Gemma 3, its language model."""

@@ -30,8 +30,18 @@ GPT2 = Family(
         ),
     },
     defaults={"tie_word_embeddings": True},
-    # The causal masks of old checkpoints; and the head of tied ones, which is a copy.
-    ignored=r"(transformer/)?h/\d+/attn/(masked_)?bias|lm_head/weight",
+    # The causal masks of old checkpoints.
+    ignored=r"(transformer/)?h/\d+/attn/(masked_)?bias",
+    copies={"lm_head.weight": "transformer.wte.weight"},
     target_bases={"linen": "transformer"},
+    shapes={
+        "transformer.wte.weight": "vocab_size n_embd",
+        "transformer.wpe.weight": "n_positions n_embd",
+        f"{_LAYER}.attn.c_attn.weight": "n_embd 3*n_embd",
+        f"{_LAYER}.attn.c_proj.weight": "n_embd n_embd",
+        f"{_LAYER}.mlp.c_fc.weight": "n_embd n_inner|4*n_embd",
+        f"{_LAYER}.mlp.c_proj.weight": "n_inner|4*n_embd n_embd",
+        "lm_head.weight": "vocab_size n_embd",
+    },
 )
 """GPT-2."""

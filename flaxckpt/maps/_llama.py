@@ -43,6 +43,8 @@ LLAMA = Family(
     },
     defaults={"tie_word_embeddings": False},
     ignored=_decoder.BUFFERS,
+    copies=_decoder.COPIES,
+    shapes=_decoder.SHAPES,
     target_bases={"linen": "model"},
 )
 """Llama 2 and 3."""

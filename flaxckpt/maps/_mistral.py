@@ -32,6 +32,8 @@ MISTRAL = Family(
     },
     defaults={"tie_word_embeddings": False},
     ignored=_decoder.BUFFERS,
+    copies=_decoder.COPIES,
+    shapes=_decoder.SHAPES,
     target_bases={"linen": "model"},
 )
 """Mistral."""

@@ -32,5 +32,7 @@ MIXTRAL = Family(
     tables={"maxtext": _MAXTEXT, "maxtext-scanned": _decoder.scan(_MAXTEXT)},
     defaults={"tie_word_embeddings": False},
     ignored=_decoder.BUFFERS,
+    copies=_decoder.COPIES,
+    shapes=_decoder.SHAPES,
 )
 """Mixtral."""

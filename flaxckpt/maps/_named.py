@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flaxckpt import errors
 from flaxckpt._state.leaf import LeafTable
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.formats import _locate
-from flaxckpt.maps._detect import Detected, detect, find
+from flaxckpt.formats._reader import Stored
+from flaxckpt.maps import _detect
+from flaxckpt.maps._detect import Detected
 from flaxckpt.maps._families import FAMILIES
 from flaxckpt.maps._family import Family
 from flaxckpt.transforms import Transform, _export
@@ -48,8 +51,9 @@ def find_for_state(
     Raises:
         OptionError: The model is not of the family `name`, or no layout fits.
     """
-    _check_family(name, source)
-    return find(source, abstract_state)
+    stored = _locate.open_checkpoint(source)
+    detected = _detect_named(name, stored)
+    return _detect.find_detected(detected, stored.table, abstract_state)
 
 
 def find_for_layout(
@@ -66,14 +70,15 @@ def find_for_layout(
     Raises:
         OptionError: The model is not of this family, or there is no such layout.
     """
-    detected = _check_family(name, source)
+    stored = _locate.open_checkpoint(source)
+    detected = _detect_named(name, stored)
     family = detected.family
     if target is None:
         raise errors.OptionError(
             f"maps.{family.name} needs a target: one of {', '.join(family.targets)}"
         )
     base = f"{family.base}/"
-    table = apply(detected.transforms, _locate.open_checkpoint(source).table)
+    table = apply(detected.transforms, stored.table)
     is_alone = family.base and not any(path.startswith(base) for path in table)
     options = {"source_base": ""} if is_alone else {}
     if is_alone and family.target_bases.get(target):
@@ -82,13 +87,14 @@ def find_for_layout(
     return [*detected.transforms, *mapped]
 
 
-def _check_family(name: str, source: PathLike) -> Detected:
+def _detect_named(name: str, stored: Stored) -> Detected:
     check_name("the map", name)
-    detected = detect(source)
-    if name not in (AUTO, detected.family.name):
+    asked = next((family for family in FAMILIES if family.name == name), None)
+    detected = _detect.detect_stored(stored, asked)
+    if asked not in (None, detected.family):
         raise errors.OptionError(
-            f"{source} is of maps.{detected.family.name}, not of maps.{name}:"
-            f" {detected.evidence}"
+            f"{stored.metadata.path} is of maps.{detected.family.name}, not of"
+            f" maps.{name}: {detected.evidence}"
         )
     return detected
 
@@ -124,6 +130,9 @@ def find_for_export(
             " directory of the published model"
         )
     family = _family_of_config(name, config)
+    family.check_config(config)
+    if target not in (None, *family.targets):
+        family(config, target=str(target))  # raises
     table = _export.without_optimizer(table)
     found = list(_candidates(family, config, table, target, prefix))
     most = max(len(candidate.matched) for candidate in found)
@@ -134,12 +143,13 @@ def find_for_export(
     faults: dict[_Candidate, errors.OptionError] = {}
     for candidate in likely:
         try:
+            candidate.changes = candidate.make()
             _export.Export(tuple(candidate.changes))(table)
             fitting.append(candidate)
         except errors.OptionError as error:
             faults[candidate] = error
     if not fitting:
-        raise _no_layout(family, faults)
+        raise _detect.common_error([*faults.values()]) or _no_layout(family, faults)
     rivals = [c for c in likely if c in fitting or c.target == fitting[0].target]
     roots = dict.fromkeys(c.prefix for c in rivals if c.matched != fitting[0].matched)
     if roots:
@@ -169,32 +179,41 @@ def _family_of_config(name: str, config: Mapping[str, Any]) -> Family:
     check_name("map", name)
     if name != AUTO:
         return next(family for family in FAMILIES if family.name == name)
-    kind = config.get("model_type")
-    for family in FAMILIES:
-        if kind in family.model_types:
-            return family
-    known = ", ".join(kind for family in FAMILIES for kind in family.model_types)
-    raise errors.OptionError(
-        f"there is no map of the model_type {kind!r:.80}: there are maps of {known}."
-        " Pass a list of transforms as the map"
-    )
+    family = _detect.find_family(config)
+    if family is None:
+        error = _detect.unknown_family(config, "the model")
+        raise errors.OptionError(f"{error}. Or pass a list of transforms as the map")
+    return family
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+def family_of_export(
+    map: str | Sequence[Transform], config: Mapping[str, Any] | None
+) -> Family | None:
+    """Returns the family that an exported configuration is of; None if unknown."""
+    if config is None:
+        return None
+    if isinstance(map, str) and map != AUTO:
+        return _family_of_config(map, config)
+    return _detect.find_family(config)
+
+
+@dataclasses.dataclass(eq=False)
 class _Candidate:
     """A map that may be that of a checkpoint.
 
     Attributes:
         target: The layout.
         prefix: Leaf path of the parameters.
-        changes: The map.
+        make: Makes the map.
         matched: The leaves that have a name of the layout.
+        changes: The map, once it is made.
     """
 
     target: str
     prefix: LeafPath
-    changes: list[Transform]
+    make: Callable[[], list[Transform]]
     matched: frozenset[LeafPath]
+    changes: list[Transform] = dataclasses.field(default_factory=list)
 
 
 def _candidates(
@@ -208,14 +227,13 @@ def _candidates(
     layouts = family.targets if target is None else (target,)
     prefixes = _prefixes(table) if prefix is None else [prefix]
     for layout, root in itertools.product(layouts, prefixes):
-        changes = family(config, target=layout, prefix=root)
+        make = functools.partial(family, config, target=layout, prefix=root)
         names = [tensor.target for tensor in family.tables[layout]]
-        yield _Candidate(layout, root, changes, _matches(names, root, table))
+        yield _Candidate(layout, root, make, _matches(names, root, table))
         if base := family.target_bases.get(layout):  # the base model alone
-            bases = {"source_base": "", "target_base": ""}
-            changes = family(config, target=layout, prefix=root, **bases)
+            alone = functools.partial(make, source_base="", target_base="")
             names = [name.removeprefix(f"{base}/") for name in names]
-            yield _Candidate(layout, root, changes, _matches(names, root, table))
+            yield _Candidate(layout, root, alone, _matches(names, root, table))
 
 
 def _matches(

@@ -47,5 +47,7 @@ QWEN2 = Family(
     },
     defaults={"tie_word_embeddings": False},
     ignored=_decoder.BUFFERS,
+    copies=_decoder.COPIES,
+    shapes=_decoder.SHAPES,
 )
 """Qwen 2 and 2.5."""

@@ -69,5 +69,7 @@ QWEN3 = Family(
     },
     defaults={"tie_word_embeddings": False},
     ignored=_decoder.BUFFERS,
+    copies=_decoder.COPIES,
+    shapes=_decoder.SHAPES,
 )
 """Qwen 3, and its mixtures of experts."""

@@ -14,6 +14,8 @@ _MAXTEXT = (
     Tensor(_EXPERTS, "decoder/layers_{i}/moe_block/{m:wi_0|wi_1|wo}", "x o e -> x e o"),
 )
 
+_DENSE = "its layers without experts have no place in the programs of these layouts"
+
 QWEN3_MOE = Family(
     name="qwen3_moe",
     model_types=("qwen3_moe",),
@@ -33,7 +35,13 @@ QWEN3_MOE = Family(
         "maxtext": _MAXTEXT,
         "maxtext-scanned": _decoder.scan(_MAXTEXT),
     },
-    defaults={"tie_word_embeddings": False},
+    defaults={"tie_word_embeddings": False, "decoder_sparse_step": 1},
     ignored=_decoder.BUFFERS,
+    copies=_decoder.COPIES,
+    shapes=_decoder.SHAPES,
+    refused={
+        "mlp_only_layers": _DENSE,
+        "not decoder_sparse_step=1": _DENSE,
+    },
 )
 """Qwen 3 with mixtures of experts in all layers."""

@@ -7,7 +7,7 @@ Sources:
 
 from __future__ import annotations
 
-from flaxckpt.maps._bert import OLD_NAMES, encoder
+from flaxckpt.maps._bert import OLD_NAMES, encoder, shapes
 from flaxckpt.maps._family import Family
 from flaxckpt.maps._modules import array, linear, norm
 
@@ -30,9 +30,17 @@ ROBERTA = Family(
         ),
     },
     defaults={"tie_word_embeddings": True},
-    # The decoder of tied models is a copy of embeddings, and its bias of another leaf.
-    ignored=r"(roberta/)?embeddings/position_ids|lm_head/decoder/(weight|bias)",
+    ignored=r"(roberta/)?embeddings/position_ids",
+    copies={
+        "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
+        "lm_head.decoder.bias": "lm_head.bias",
+    },
     target_bases={"linen": "roberta"},
     old_names=OLD_NAMES,
+    shapes={
+        **shapes("roberta"),
+        "lm_head.bias": "vocab_size",
+        "lm_head.decoder.weight": "vocab_size hidden_size",
+    },
 )
 """RoBERTa, XLM-RoBERTa and CamemBERT."""

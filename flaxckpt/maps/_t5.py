@@ -30,6 +30,8 @@ def _feed_forward(layer: str) -> tuple[Tensor, ...]:
     )
 
 
+_BLOCK = "{s:encoder|decoder}.block.{i}.layer.{l}"
+_ATTENTION = "{a:SelfAttention|EncDecAttention}"
 _BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias"
 
 _ENCODER = (
@@ -55,8 +57,22 @@ T5 = Family(
     sizes={"i": "num_layers", "j": "num_decoder_layers|num_layers"},
     tables={"linen": (*_ENCODER, *under(_HAS_DECODER, _DECODER))},
     defaults={"tie_word_embeddings": True, "feed_forward_proj": "relu"},
-    # Copies of the shared embedding; and a bias of old checkpoints that is never used.
-    ignored=r"(encoder|decoder)/embed_tokens/weight|lm_head/weight"
-    r"|decoder/block/0/layer/1/EncDecAttention/relative_attention_bias/weight",
+    # A bias of old checkpoints that is never used.
+    ignored="decoder/block/0/layer/1/EncDecAttention/relative_attention_bias/weight",
+    copies={
+        f"{name}.weight": "shared.weight"
+        for name in ("encoder.embed_tokens", "decoder.embed_tokens", "lm_head")
+    },
+    shapes={
+        "shared.weight": "vocab_size d_model",
+        f"{_BLOCK}.{_ATTENTION}.{{p:q|k|v}}.weight": "num_heads*d_kv d_model",
+        f"{_BLOCK}.{_ATTENTION}.o.weight": "d_model num_heads*d_kv",
+        f"{_BLOCK}.DenseReluDense.{{m:wi|wi_0|wi_1}}.weight": "d_ff d_model",
+        f"{_BLOCK}.DenseReluDense.wo.weight": "d_model d_ff",
+        f"{{s:encoder|decoder}}.{_BIAS}.weight": (
+            "relative_attention_num_buckets num_heads"
+        ),
+        "lm_head.weight": "vocab_size d_model",
+    },
 )
 """T5: the first version, 1.1, Flan-T5."""

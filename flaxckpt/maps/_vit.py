@@ -62,5 +62,14 @@ VIT = Family(
     # Bonsai's model has no pooler.
     ignored=r"(vit/)?(embeddings/mask_token|pooler/dense/(weight|bias))",
     target_bases={"linen": "vit"},
+    shapes={
+        "vit.embeddings.patch_embeddings.projection.weight": (
+            "hidden_size num_channels patch_size patch_size"
+        ),
+        f"{_LAYER}.attention.attention.{_QKV}.weight": "hidden_size hidden_size",
+        f"{_LAYER}.attention.output.dense.weight": "hidden_size hidden_size",
+        f"{_LAYER}.intermediate.dense.weight": "intermediate_size hidden_size",
+        f"{_LAYER}.output.dense.weight": "hidden_size intermediate_size",
+    },
 )
 """ViT."""

@@ -93,9 +93,22 @@ WHISPER = Family(
         ),
     },
     defaults={"tie_word_embeddings": True},
-    ignored="proj_out/weight",  # a copy of the embedding of tokens
+    copies={"proj_out.weight": "model.decoder.embed_tokens.weight"},
     target_bases={"linen": "model"},
     # A bias of keys adds the same number to all scores of a query: softmax drops it.
     unpublished={"bonsai": r"(.*/)?(encoder|decoder)/layers/\d+/\w+/key/bias"},
+    shapes={
+        "model.encoder.conv1.weight": "d_model num_mel_bins 3",
+        "model.encoder.embed_positions.weight": "max_source_positions d_model",
+        "model.decoder.embed_positions.weight": "max_target_positions d_model",
+        "model.decoder.embed_tokens.weight": "vocab_size d_model",
+        "model.{s:encoder|decoder}.layers.{i}.{a:self_attn|encoder_attn}"
+        ".{p:q_proj|k_proj|v_proj|out_proj}.weight": "d_model d_model",
+        "model.encoder.layers.{i}.fc1.weight": "encoder_ffn_dim d_model",
+        "model.encoder.layers.{i}.fc2.weight": "d_model encoder_ffn_dim",
+        "model.decoder.layers.{i}.fc1.weight": "decoder_ffn_dim d_model",
+        "model.decoder.layers.{i}.fc2.weight": "d_model decoder_ffn_dim",
+        "proj_out.weight": "vocab_size d_model",
+    },
 )
 """Whisper."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from flaxckpt import _state, errors
-from flaxckpt._state.leaf import LeafInfo, LeafTable
-from flaxckpt._types import LeafPath
+from flaxckpt import errors
+from flaxckpt._state.leaf import LeafTable
 from flaxckpt.transforms import _base
 from flaxckpt.transforms._base import TableTransform, Transform
-from flaxckpt.transforms._moments import find_mirrors
+from flaxckpt.transforms._moments import find_mirrors, parameters
 
 _log = logging.getLogger(__name__)
 
@@ -63,21 +62,8 @@ class Export(TableTransform):
 
 def without_optimizer(table: LeafTable) -> LeafTable:
     """Returns the table without optimizer leaves, counters, keys and strings."""
-    mirrors = find_mirrors(table)
-    moments: Collection[LeafPath] = {*mirrors.known, *mirrors.unclear, *mirrors.lost}
-    return {
-        path: leaf
-        for path, leaf in table.items()
-        if leaf.info.role is None
-        and path not in moments
-        and leaf.info.kind == "array"
-        and not _is_counter(leaf.info)
-    }
-
-
-def _is_counter(info: LeafInfo) -> bool:
-    is_integer = _state.dtypes.kind(info.dtype or "") in ("int", "uint")
-    return is_integer and not info.shape
+    params = parameters(table, find_mirrors(table))
+    return {path: leaf for path, leaf in table.items() if path in params}
 
 
 def _invert(map: Sequence[Transform]) -> list[Transform]:

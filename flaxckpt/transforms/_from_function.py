@@ -303,7 +303,11 @@ class _Parts:
         if leaves:
             info = _base.move(leaves[0], path).info
         return self._derive(
-            leaves, lambda *values: run(*values)[0], base=info, is_wide=self._is_wide
+            leaves,
+            lambda *values: run(*values)[0],
+            base=info,
+            is_wide=self._is_wide,
+            precision="own",
         )
 
     def _needed(self, out: Any) -> tuple[list[int], list[Any]]:

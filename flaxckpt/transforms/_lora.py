@@ -1,7 +1,7 @@
 """Merges the low-rank updates of LoRA into the weights that they adapt.
 
 An adapter is a pair of leaves beside a base leaf. PEFT, Flax NNX and Qwix (Tunix) name
-and shape them differently; `_ADAPTERS` and `_delta_fn` know how.
+and shape them differently; `ADAPTERS` and `_delta_fn` know how.
 
 Sources: `LoraLayer` of PEFT, https://github.com/huggingface/peft, v0.21;
 `flax.nnx.LoRA`, https://github.com/google/flax, v0.12; `LoraProvider` of Qwix,
@@ -32,7 +32,7 @@ from flaxckpt.transforms._moments import find_mirrors
 
 _Kind: TypeAlias = Literal["peft", "peft embedding", "nnx", "qwix"]
 
-_ADAPTERS: tuple[tuple[_Kind, str, str], ...] = (
+ADAPTERS: tuple[tuple[_Kind, str, str], ...] = (
     ("peft", r"(.*)/lora_A(?:/default)?/weight", r"(.*)/lora_B(?:/default)?/weight"),
     (
         "peft embedding",
@@ -47,14 +47,14 @@ _ADAPTERS: tuple[tuple[_Kind, str, str], ...] = (
 _WRAPPER = "base_model/model/"
 """The containers that PEFT puts around a model."""
 
-_UNSUPPORTED = (
+UNSUPPORTED = (
     *("use_dora", "use_qalora", "lora_bias", "layer_replication", "use_bdlora"),
     *("trainable_token_indices", "alora_invocation_tokens", "target_parameters"),
     *("arrow_config", "monteclora_config", "kasa_config", "velora_config"),
 )
 """Settings of PEFT with other updates than `alpha / rank * B @ A`."""
 
-_KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
+KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base weights as they are. PiSSA, OLoRA
 and others subtract the first update from them."""
 
@@ -115,7 +115,7 @@ class _MergeLora(TableTransform):
                     base = replacing.get(path, leaf)
                     members = [base, leaves[adapter.a], leaves[adapter.b]]
                     fn = self._update_fn(adapter, table, config)
-                    yield NewLeaf(path, path, derive(members, fn))
+                    yield NewLeaf(path, path, derive(members, fn, precision="wide"))
                 elif path in whole and whole[path] not in updates and not is_mirror:
                     yield NewLeaf(path, whole[path], replacing[whole[path]])
 
@@ -151,10 +151,7 @@ class _MergeLora(TableTransform):
         factor = self._scale(adapter, rank, config)
 
         def update(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-            is_wide = _state.dtypes.is_wide(base.dtype)
-            wide = jnp.float64 if is_wide else jnp.float32
-            change = delta(jnp.asarray(a, wide), jnp.asarray(b, wide))
-            return jnp.asarray(jnp.asarray(x, wide) + factor * change, x.dtype)
+            return x + factor * delta(a, b)
 
         return update
 
@@ -205,11 +202,11 @@ def merge_lora(
     ```
 
     Each weight becomes `W + alpha / rank * A @ B`, computed in float32 and rounded once
-    to the type of `W`, and the adapter's leaves are removed. Adapters are found by
-    their names: `lora_A` and `lora_B` of PEFT, `lora_a` and `lora_b` of NNX, `w_lora_a`
-    and `w_lora_b` of Qwix. Other leaves of PEFT's adapter (`modules_to_save`, biases)
-    replace the leaves of the model. Moments of the weights stay as they are. There is
-    no inverse: the sum does not have its parts.
+    to the type of `W`, or of the state if there is one, and the adapter's leaves are
+    removed. Adapters are found by their names: `lora_A` and `lora_B` of PEFT, `lora_a`
+    and `lora_b` of NNX, `w_lora_a` and `w_lora_b` of Qwix. Other leaves of PEFT's
+    adapter (`modules_to_save`, biases) replace the leaves of the model. Moments of the
+    weights stay as they are. There is no inverse: the sum does not have its parts.
 
     Args:
         source: An adapter that PEFT has saved: a directory with `adapter_config.json`,
@@ -254,7 +251,7 @@ def _find_adapters(table: LeafTable, what: str) -> list[_Adapter]:
     ]
     adapters = []
     faults: dict[LeafPath, str] = {}
-    for kind, *patterns in _ADAPTERS:
+    for kind, *patterns in ADAPTERS:
         firsts, seconds = (
             {m[1]: path for path in paths if (m := re.fullmatch(pattern, path))}
             for pattern in patterns
@@ -264,7 +261,7 @@ def _find_adapters(table: LeafTable, what: str) -> list[_Adapter]:
                 path = firsts.get(stem) or seconds[stem]
                 faults[path] = "the other leaf of the pair is missing"
                 continue
-            bases = _possible_bases(kind, stem)
+            bases = possible_bases(kind, stem)
             base = [path for path in bases if path in table]
             if len(base) == 1:
                 module = stem.rpartition(_WRAPPER)[2]
@@ -295,7 +292,7 @@ def _is_other_part(path: LeafPath) -> bool:
     return any(part.lower().startswith("lora_") for part in path.split("/")[-2:])
 
 
-def _possible_bases(kind: _Kind, stem: str) -> list[LeafPath]:
+def possible_bases(kind: _Kind, stem: str) -> list[LeafPath]:
     """Returns the possible paths of the weight of an adapter."""
     if kind == "qwix":
         return [stem]
@@ -358,12 +355,12 @@ def _read_config(source: str) -> Mapping[str, Any]:
         raise errors.OptionError(
             f"{file}: wanted the peft_type 'LORA', found {found!r:.80}"
         )
-    if others := [name for name in _UNSUPPORTED if config.get(name)]:
+    if others := [name for name in UNSUPPORTED if config.get(name)]:
         raise errors.OptionError(
             f"{file} has {', '.join(others)}, whose updates cannot be merged as"
             " alpha / rank * B @ A: merge the adapter with PEFT"
         )
-    if (initial := config.get("init_lora_weights")) not in _KEEPS_BASE:
+    if (initial := config.get("init_lora_weights")) not in KEEPS_BASE:
         raise errors.OptionError(
             f"{file} has init_lora_weights={initial!r:.80}, which changes the base"
             " weights: merge the adapter with PEFT, or save it there as a plain adapter"

@@ -141,6 +141,7 @@ class LeafMap(TableTransform):
             to the source and the function of the new mirror; None if the mirror cannot
             follow.
         resizes: True if `fn` keeps the values when it keeps the shape.
+        precision: How `fn` gets floats.
     """
 
     name: str
@@ -152,6 +153,7 @@ class LeafMap(TableTransform):
     fn_of: Callable[[LeafPath], ArrayFn] | None = None
     follow: Callable[[Leaf, Shape, LeafTable], Followed | None] | None = None
     resizes: bool = False
+    precision: _arrays.lazy.Precision = "carried"
 
     def __call__(self, table: LeafTable) -> LeafTable:
         chosen = arrays(_base.matches(self.pattern, table), table, self.name)
@@ -162,7 +164,7 @@ class LeafMap(TableTransform):
             for path, leaf in leaves.items():
                 fn = self.fn if self.fn_of is None else self.fn_of(path)
                 if not is_mirror:
-                    new = derive([leaf], fn)
+                    new = derive([leaf], fn, precision=self.precision)
                     if self.resizes and new.info.shape == leaf.info.shape:
                         new = leaf
                     shapes[path] = leaf.info.shape, new.info.shape
@@ -175,7 +177,8 @@ class LeafMap(TableTransform):
                     yield NewLeaf(path, path, leaf)
                 elif leaf.info.shape == before and leaf.info.dtype is not None:
                     of_mirror = None if copies else self.mirror_fn
-                    yield NewLeaf(path, path, derive([leaf], of_mirror or fn))
+                    new = derive([leaf], of_mirror or fn, precision=self.precision)
+                    yield NewLeaf(path, path, new)
                 elif self.follow is not None and (
                     followed := self.follow(leaf, before, table)
                 ):
@@ -246,7 +249,8 @@ def map_leaf(
     map_leaf("params/pos_embed", lambda x: jax.image.resize(x, (256, 768), "linear"))
     ```
 
-    If `fn` changes the shape of a parameter, it is also applied to the moments of the
+    `fn` gets values in the type of the leaf, and decides the type of the result. If it
+    changes the shape of a parameter, it is also applied to the moments of the
     parameter's shape; other moments are initialised again.
 
     Args:
@@ -270,7 +274,11 @@ def map_leaf(
     fn_name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     name = _base.call("map_leaf", pattern) + f" with {fn_name}"
     return LeafMap(
-        name, compile_pattern(pattern), traced, undo=None if inverse is None else undo
+        name,
+        compile_pattern(pattern),
+        traced,
+        undo=None if inverse is None else undo,
+        precision="own",
     )
 
 
@@ -305,6 +313,7 @@ def pad(
         lambda x: padded(x, value),
         lambda x: padded(x, 0),
         resizes=True,
+        precision="wide",
     )
 
 
@@ -405,4 +414,5 @@ def grow(
         lambda x: grown(x, "zeros"),
         fn_of=grown_of if init == "normal" else None,
         resizes=True,
+        precision="wide",
     )

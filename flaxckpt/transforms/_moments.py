@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from flaxckpt import _state
-from flaxckpt._state.leaf import LeafTable
+from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 
 _ROOTS = frozenset(("params", "target"))
@@ -149,6 +149,29 @@ def find_mirrors(table: LeafTable) -> Mirrors:
         if path not in settled.known and path not in settled.unclear
     ]
     return Mirrors(settled.known, settled.unclear, lost)
+
+
+def parameters(table: LeafTable, mirrors: Mirrors) -> set[LeafPath]:
+    """Returns the arrays that are no optimizer leaves and no counters.
+
+    Args:
+        table: All leaves.
+        mirrors: The mirrors among them.
+    """
+    moments = {*mirrors.known, *mirrors.unclear, *mirrors.lost}
+    return {
+        path
+        for path, leaf in table.items()
+        if leaf.info.role is None
+        and path not in moments
+        and leaf.info.kind == "array"
+        and not _is_counter(leaf.info)
+    }
+
+
+def _is_counter(info: LeafInfo) -> bool:
+    is_integer = _state.dtypes.kind(info.dtype or "") in ("int", "uint")
+    return is_integer and not info.shape
 
 
 def _below_params(

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -24,7 +25,7 @@ from flaxckpt.transforms import _base
 from flaxckpt.transforms._axes import transpose_mirror
 from flaxckpt.transforms._base import NewLeaf, TableTransform, Transform
 from flaxckpt.transforms._form import ELLIPSIS, Form, solve_sizes
-from flaxckpt.transforms._moments import find_mirrors
+from flaxckpt.transforms._moments import find_mirrors, parameters
 from flaxckpt.transforms._names import IndexedName, Values, parse_name
 from flaxckpt.transforms._patterns import compile_pattern
 
@@ -167,13 +168,27 @@ _Matches: TypeAlias = Mapping[tuple[int, ...], Mapping[tuple[int, ...], LeafPath
 
 @dataclasses.dataclass(frozen=True)
 class _Remap(TableTransform):
-    """Implements `remap`."""
+    """Implements `remap`.
+
+    Attributes:
+        rules: The rows.
+        sizes: The sizes of axes and indices.
+        rest: See `remap`.
+        ignored: See `remap`.
+        ignored_by_inverse: Likewise, for the inverse.
+        within: The beginning of the paths of all leaves that need a row; None for the
+            containers that all rows share.
+        inverse_within: Likewise, for the inverse.
+        name: See `make_remap`.
+    """
 
     rules: tuple[_Rule, ...]
     sizes: Mapping[str, int]
     rest: Literal["keep", "error"] = "keep"
     ignored: re.Pattern[str] | None = None
     ignored_by_inverse: re.Pattern[str] | None = None
+    within: str | None = ""
+    inverse_within: str | None = None
     name: str | None = None
 
     def __call__(self, table: LeafTable) -> LeafTable:
@@ -230,11 +245,10 @@ class _Remap(TableTransform):
                 of_rule.setdefault(loop, {})[gathered] = path
             matches.append(of_rule)
         missing = [
-            path
+            _missing(rule, of_rule, {**counts, **rule.words})
             for rule, of_rule in zip(self.rules, matches, strict=True)
-            for path in _missing(rule, of_rule, {**counts, **rule.words})
         ]
-        if missing:
+        if any(count for count, _ in missing):
             matched = {
                 p for rows in matches for row in rows.values() for p in row.values()
             }
@@ -279,14 +293,16 @@ class _Remap(TableTransform):
         return groups
 
     def _missing_error(
-        self, missing: Sequence[LeafPath], others: Sequence[LeafPath]
+        self,
+        missing: Sequence[tuple[int, Iterable[LeafPath]]],
+        others: Sequence[LeafPath],
     ) -> errors.OptionError:
-        lines = (
-            f"{path}{_nearest(path, others) if i < errors.ROWS_SHOWN else ''}"
-            for i, path in enumerate(missing)
-        )
+        count = sum(count for count, _ in missing)
+        paths = itertools.chain.from_iterable(paths for _, paths in missing)
+        shown = itertools.islice(paths, errors.ROWS_SHOWN)
+        lines = [f"{path}{_nearest(path, others)}" for path in shown]
         return errors.OptionError(
-            f"{self._title}: {len(missing)} leaves are missing:\n" + errors.rows(lines)
+            f"{self._title}: {count} leaves are missing:\n{errors.rows(lines, count)}"
         )
 
     @property
@@ -301,17 +317,20 @@ class _Remap(TableTransform):
         Raises:
             OptionError: There are other leaves, neither ignored nor moments.
         """
-        root = _common_root([rule.source.beginning for rule in self.rules])
+        shared = _common_root([rule.source.beginning for rule in self.rules])
+        within = shared if self.within is None else self.within
         mirrors = find_mirrors(table)
+        moments = {*mirrors.known, *mirrors.unclear}
+        params = parameters(table, mirrors)  # outside, there are also steps and keys
         others = [
             path
             for path, leaf in table.items()
-            if path.startswith(root)
+            if path.startswith(within)
             and path not in chosen
             and leaf.info.kind != "empty"
-            and path not in mirrors.known
-            and path not in mirrors.unclear
             and leaf.info.role is None
+            and path not in moments
+            and (path.startswith(shared) or path in params)
         ]
         ignored = {p for p in others if self.ignored and self.ignored.fullmatch(p)}
         extra = [path for path in others if path not in ignored]
@@ -325,6 +344,7 @@ class _Remap(TableTransform):
                 f"{self._title} has no row for {len(extra)} leaves:\n"
                 + errors.rows(lines)
                 + "\nDrop them first, if you do not need them: drop(pattern)."
+                + ("" if self.name else ' Or keep them: rest="keep".')
             )
         return {path: leaf for path, leaf in table.items() if path not in ignored}
 
@@ -357,6 +377,8 @@ class _Remap(TableTransform):
             rules=tuple(_parse(rule.inverse()) for rule in self.rules),
             ignored=self.ignored_by_inverse,
             ignored_by_inverse=self.ignored,
+            within=self.inverse_within,
+            inverse_within=self.within,
             name=self.name and f"inverse({self.name})",
         )
 
@@ -373,23 +395,43 @@ def _common_root(names: Sequence[str]) -> str:
 
 
 def _product(axes: Sequence[str], sizes: Mapping[str, int]) -> Iterator[Values]:
-    """Yields all values of some indices."""
-    for values in itertools.product(*(range(sizes[axis]) for axis in axes)):
-        yield dict(zip(axes, values, strict=True))
+    """Yields all values of some indices; never all at once: sizes may be wrong."""
+    if not axes:
+        yield {}
+        return
+    for value in range(sizes[axes[0]]):
+        for others in _product(axes[1:], sizes):
+            yield {axes[0]: value, **others}
 
 
 def _missing(
     rule: _Rule, matches: _Matches, counts: Mapping[str, int]
-) -> Iterator[LeafPath]:
-    """Yields the missing leaves of a row."""
+) -> tuple[int, Iterator[LeafPath]]:
+    """Returns the number of missing leaves of a row, and an iterator over their paths.
+
+    The sizes of a configuration may be wrong, so their product is never counted out:
+    the first missing leaves are found among a few more than there are leaves.
+    """
     if any(axis not in counts for axis in rule.source.axes):
-        if not rule.row.optional:
-            yield rule.source.text
-        return
-    for loop in _product(rule.loop, counts):
-        there = matches.get(tuple(loop.values()), {})
-        if rule.row.optional and not there:
-            continue
+        needed = not rule.row.optional
+        return int(needed), iter([rule.source.text] * needed)
+    loops = len(matches)
+    if not rule.row.optional:
+        loops = math.prod(counts[axis] for axis in rule.loop)
+    of_loop = math.prod(counts[axis] for axis in rule.gathered)
+    count = loops * of_loop - sum(map(len, matches.values()))
+    return count, _missing_paths(rule, matches, counts)
+
+
+def _missing_paths(
+    rule: _Rule, matches: _Matches, counts: Mapping[str, int]
+) -> Iterator[LeafPath]:
+    loops: Iterable[tuple[int, ...]] = matches
+    if not rule.row.optional:
+        loops = (tuple(loop.values()) for loop in _product(rule.loop, counts))
+    for values in loops:
+        there = matches.get(values, {})
+        loop = dict(zip(rule.loop, values, strict=True))
         for gathered in _product(rule.gathered, counts):
             if tuple(gathered.values()) not in there:
                 yield rule.source.format({**loop, **gathered}, counts)
@@ -548,8 +590,9 @@ def remap(
         rows: For each kind of leaf the name in the checkpoint, the name in the state
             and perhaps the form: their axes in einops notation. A `Row` can also be
             optional.
-        rest: `"error"` to refuse leaves without a row beside those with rows; moments
-            follow their parameters, and need none.
+        rest: `"error"` to refuse arrays without a row. Moments follow their parameters,
+            and need none; nor do counters and PRNG keys in other containers than all
+            rows. The inverse refuses leaves in the containers of all targets only.
         ignored: With `rest="error"`, a regular expression on whole leaf paths: these
             leaves are left out.
         sizes: The sizes of axes that shapes do not determine, and of indices.
@@ -568,6 +611,7 @@ def make_remap(
     rest: Literal["keep", "error"] = "keep",
     ignored: str | None = None,
     ignored_by_inverse: str | None = None,
+    inverse_within: str | None = None,
     name: str | None = None,
 ) -> TableTransform:
     """Returns `remap` under another name, for the record and for messages.
@@ -578,6 +622,8 @@ def make_remap(
         rest: See `remap`.
         ignored: See `remap`.
         ignored_by_inverse: Likewise, for the inverse.
+        inverse_within: The beginning of the paths of all leaves that need a row of the
+            inverse; None for the containers that all targets share.
         name: The name; None for `remap` with its arguments.
     """
     listed = [_check_row(row) for row in rows]
@@ -604,7 +650,15 @@ def make_remap(
         None if pattern is None else compile_pattern(pattern)
         for pattern in (ignored, ignored_by_inverse)
     )
-    return _Remap(rules, checked, rest, forth, back, name)
+    return _Remap(
+        rules,
+        checked,
+        rest,
+        forth,
+        back,
+        inverse_within=inverse_within,
+        name=name,
+    )
 
 
 def _check_row(row: Any) -> Row:

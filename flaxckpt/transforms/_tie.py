@@ -19,6 +19,11 @@ from flaxckpt.transforms._patterns import (
     invert,
 )
 
+_ADVICE = (
+    "The pattern matches the leaves to remove, and the replacement is the path of an"
+    " equal leaf."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Untie(TableTransform):
@@ -67,10 +72,17 @@ def untie(pattern: str, replacement: str) -> TableTransform:
 
 @dataclasses.dataclass(frozen=True)
 class _Tie(TableTransform):
-    """Implements `tie`."""
+    """Implements `tie`.
+
+    Attributes:
+        pattern: On whole leaf paths.
+        replacement: The path of the leaf to keep.
+        advice: What to do if leaves differ; None for that of `tie`.
+    """
 
     pattern: re.Pattern[str]
     replacement: str
+    advice: str | None = None
 
     def __call__(self, table: LeafTable) -> LeafTable:
         matches = _base.matches(self.pattern, table)
@@ -89,7 +101,8 @@ class _Tie(TableTransform):
                 leaf = leaves[present[0]]
                 if not is_mirror:
                     others = [leaves[path] for path in paths]
-                    leaf = _arrays.lazy.require_equal(leaf, others)
+                    advice = () if self.advice is None else (self.advice,)
+                    leaf = _arrays.lazy.require_equal(leaf, others, *advice)
                 yield NewLeaf(present[0], shared, leaf)
 
         return _base.replace(table, {*kept, *equals}, act)
@@ -112,8 +125,7 @@ class _Tie(TableTransform):
             raise errors.OptionError(
                 f"{self} cannot tie {len(faults)} leaves:\n"
                 + errors.rows(f"{path} {why}" for path, why in faults.items())
-                + "\nThe pattern matches the leaves to remove, and the replacement is"
-                " the path of an equal leaf."
+                + f"\n{self.advice or _ADVICE}"
             )
 
     def __str__(self) -> str:
@@ -149,4 +161,12 @@ def tie(pattern: str, replacement: str) -> TableTransform:
             matches nothing, or the leaf to keep is missing or has another shape or
             type. When values are read: the leaves differ.
     """
-    return _Tie(compile_pattern(pattern), check_replacement(pattern, replacement))
+    return make_tie(pattern, replacement)
+
+
+def make_tie(
+    pattern: str, replacement: str, advice: str | None = None
+) -> TableTransform:
+    """Returns `tie` with other advice for leaves that differ; see `tie`."""
+    replacement = check_replacement(pattern, replacement)
+    return _Tie(compile_pattern(pattern), replacement, advice)

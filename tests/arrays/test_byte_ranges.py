@@ -1,4 +1,6 @@
-"""Arrays in a file, read as TensorStore has them."""
+"""Arrays in a file: each region is read and cast as numpy does it."""
+
+import os
 
 import numpy as np
 import pytest
@@ -8,17 +10,21 @@ from hypothesis import strategies as st
 
 from flaxckpt import _storage
 from flaxckpt._arrays import byte_ranges as arrays_byte_ranges
+from flaxckpt._arrays import read_raw as arrays_read_raw
+from flaxckpt._state import dtypes as state_dtypes
 
 
-def write(path, *arrays, before=b"\0" * 3):
-    path.write_bytes(before + b"".join(array.tobytes() for array in arrays))
-    offset, spans = len(before), []
-    for array in arrays:
-        spans.append(
-            arrays_byte_ranges.Span(path, offset, array.shape, array.dtype.name)
-        )
-        offset += array.nbytes
-    return spans
+def write(path, array, before=b"\0" * 3):
+    path.write_bytes(before + array.tobytes())
+    return arrays_byte_ranges.Span(path, len(before), array.shape, array.dtype.name)
+
+
+def read_region(span, region, dtype=None, *, memory_map=True):
+    reading = arrays_read_raw.from_span(
+        span, [region], dtype=dtype or span.dtype, memory_map=memory_map
+    )
+    arrays_read_raw.run([reading])
+    return reading.result()[region]
 
 
 @pytest.mark.parametrize("part_bytes", [1, 16, 100, 2**20])
@@ -36,17 +42,61 @@ def test_any_region_of_any_array_is_read(tmp_path_factory, shape, data, part_byt
     path = tmp_path_factory.mktemp("span") / "file"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrays_byte_ranges, "_PART_BYTES", part_bytes)
-        store = arrays_byte_ranges.open(write(path, array), ts.Context()).result()
+        span = write(path, array)
+        store = arrays_byte_ranges.open(span, ts.Context()).result()
         np.testing.assert_array_equal(store.read().result(), array)
         np.testing.assert_array_equal(store[region].read().result(), array[region])
+        found = read_region(span, tuple(map(tuple, bounds)))
+        assert found.dtype == array.dtype
+        np.testing.assert_array_equal(found, array[region])
 
 
-def test_parts_follow_one_another(tmp_path):
-    whole = np.arange(24, dtype="float32").reshape(6, 4)
-    spans = write(tmp_path / "file", whole[:1], whole[1:4], whole[4:])
-    store = arrays_byte_ranges.open(spans, ts.Context()).result()
-    np.testing.assert_array_equal(store.read().result(), whole)
-    np.testing.assert_array_equal(store[3:5, 1:].read().result(), whole[3:5, 1:])
+FLOATS = ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "float64"]
+
+
+@pytest.mark.parametrize("wanted", FLOATS)
+@pytest.mark.parametrize("stored", FLOATS)
+def test_floats_are_cast_in_parts_as_numpy_casts_the_whole(
+    tmp_path, monkeypatch, stored, wanted
+):
+    monkeypatch.setattr(arrays_read_raw, "_CAST_AT_ONCE", 64)
+    values = np.random.default_rng(0).standard_normal((7, 3, 5)) * 1000
+    values[0, 0, :4] = np.nan, np.inf, -np.inf, -0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        array = values.astype(state_dtypes.to_numpy(stored))
+        expected = array.astype(state_dtypes.to_numpy(wanted))
+    span = write(tmp_path / "file", array)
+    for region in (((0, 7), (0, 3), (0, 5)), ((2, 6), (1, 3), (4, 5))):
+        found = read_region(span, region, wanted)
+        cut = np.ascontiguousarray(expected[tuple(slice(*b) for b in region)])
+        assert found.dtype == cut.dtype
+        assert np.ascontiguousarray(found).tobytes() == cut.tobytes()
+
+
+@pytest.mark.parametrize("before", [0, 64, 4096 + 64])
+def test_an_aligned_array_in_a_file_of_ours_is_mapped(tmp_path, before):
+    array = np.random.default_rng(0).standard_normal((256, 100)).astype("float32")
+    span = write(tmp_path / "file", array, b"x" * before)
+    region = ((0, 256), (0, 100))
+    ours = span._replace(is_replaced_only=True)
+    mapped = read_region(ours, region)
+    assert mapped.tobytes() == array.tobytes()
+    assert mapped.ctypes.data % 64 == 0
+    assert read_region(ours, ((3, 9), (5, 50))).tobytes() == array[3:9, 5:50].tobytes()
+    for copied, memory_map in ((span, True), (ours, False)):
+        found = read_region(copied, region, memory_map=memory_map)
+        assert found.tobytes() == array.tobytes()
+    mapped[0, 0] = 5  # copy-on-write
+    assert (tmp_path / "file").read_bytes() == b"x" * before + array.tobytes()
+
+
+def test_a_mapped_file_cut_short_is_an_error(tmp_path):
+    path = tmp_path / "file"
+    span = write(path, np.zeros((512, 100), "float32"), b"")
+    span = span._replace(is_replaced_only=True)
+    os.truncate(path, 100_000)
+    with pytest.raises(OSError, match="ends at byte 100000"):
+        read_region(span, ((0, 512), (0, 100)))
 
 
 @pytest.mark.parametrize("cuts", [(24,), (1, 23), (0, 9, 9, 6), (13, 11)])
@@ -62,24 +112,24 @@ def test_the_runs_of_a_flat_array_make_one_of_any_shape(tmp_path, cuts):
     span = arrays_byte_ranges.Span(
         tmp_path / "file", 0, (2, 3, 4), "float32", tuple(pieces)
     )
-    store = arrays_byte_ranges.open([span], ts.Context()).result()
+    store = arrays_byte_ranges.open(span, ts.Context()).result()
     np.testing.assert_array_equal(store.read().result(), whole)
     np.testing.assert_array_equal(store[1:, 1:, 3].read().result(), whole[1:, 1:, 3])
 
 
 def test_a_file_cut_short_is_an_error(tmp_path):
     path = tmp_path / "file"
-    spans = write(path, np.arange(24, dtype="float32").reshape(6, 4))
+    span = write(path, np.arange(24, dtype="float32").reshape(6, 4))
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(OSError, match=r"ends at byte 98"):
-        arrays_byte_ranges.open(spans, ts.Context()).result().read().result()
+        arrays_byte_ranges.open(span, ts.Context()).result().read().result()
 
 
 def test_another_file_in_its_place_is_not_read(tmp_path):
     path = tmp_path / "file"
-    [span] = write(path, np.arange(24, dtype="float32"))
+    span = write(path, np.arange(24, dtype="float32"))
     span = span._replace(identity=_storage.stamp(path).identity)
-    store = arrays_byte_ranges.open([span], ts.Context()).result()
+    store = arrays_byte_ranges.open(span, ts.Context()).result()
     np.testing.assert_array_equal(store.read().result(), np.arange(24))
     other = tmp_path / "other"
     write(other, np.ones(24, "float32"))

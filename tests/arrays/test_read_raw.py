@@ -90,7 +90,12 @@ def read_raw(root, array, chunk_shape, encoding, region, *, ocdbt, memory_map):
         )
     else:
         reading = arrays_read_raw.from_files(
-            raw, info, [region], memory_map=memory_map, verify=True
+            raw,
+            info,
+            [region],
+            dtype=array.dtype.name,
+            memory_map=memory_map,
+            verify=True,
         )
     arrays_read_raw.run([reading])
     return reading.result()[region]
@@ -171,7 +176,7 @@ def test_any_region_of_any_chunks_comes_back(
         ocdbt=way == "database",
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrays_read_raw, "_MAPPED_FROM", 0)
+        patch.setattr(zarr_chunk_file, "MAPPED_FROM", 0)
         found = read_raw(
             root,
             array,
@@ -193,7 +198,7 @@ def test_chunks_of_whole_pages_are_mapped_as_one(tmp_path, chunk_shape, memory_m
         tmp_path, [host("w", array, chunk_shape)], encoding=encoding, ocdbt=False
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrays_read_raw, "_MAPPED_FROM", 0)
+        patch.setattr(zarr_chunk_file, "MAPPED_FROM", 0)
         for region in (((0, 10), (0, 1024)), ((5, 9), (0, 1024)), ((2, 9), (7, 1000))):
             found = read_raw(
                 tmp_path,

@@ -105,7 +105,8 @@ def test_vocabularies_are_padded_by_grow(tmp_path):
 def test_llama_3_1_has_interleaved_queries_in_maxtext(rope_type):
     scaling = rope_type and {"rope_type": rope_type}
     config = {**SIZES, "num_hidden_layers": 2, "rope_scaling": scaling}
-    [remap, _] = maps.llama(config, target="maxtext")
-    forms = [rule.row.form for rule in remap.rules if "k_proj" in rule.row.source]
+    [checked, _] = maps.llama(config, target="maxtext")
+    rules = checked.remap.rules
+    forms = [rule.row.form for rule in rules if "k_proj" in rule.row.source]
     interleaved = "(k two p) e -> e k (p two)"
     assert forms == [interleaved if rope_type else "(k d) e -> e k d"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import maps
+from flaxckpt import errors, maps
 from flaxckpt.transforms import inverse
 
 _REASON = "needs torch and transformers: `make test-maps` has them"
@@ -122,28 +122,19 @@ def test_old_names_of_norms_are_read(tmp_path, id):
 BUFFERS = {
     "gpt2-linen": ["transformer.h.0.attn.bias", "transformer.h.2.attn.masked_bias"],
     "gpt2-linen-base": ["h.0.attn.bias"],
-    "bert-linen-pretraining": [
-        "bert.embeddings.position_ids",
-        "cls.predictions.decoder.bias",
-    ],
+    "bert-linen-pretraining": ["bert.embeddings.position_ids"],
     "bert-linen-base": ["embeddings.position_ids"],
-    "roberta-linen-masked-lm": [
-        "roberta.embeddings.position_ids",
-        "lm_head.decoder.weight",
-    ],
+    "roberta-linen-masked-lm": ["roberta.embeddings.position_ids"],
     "t5-linen-relu-tied": [
-        "encoder.embed_tokens.weight",
-        "lm_head.weight",
         "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
     ],
     "clip-linen": ["text_model.embeddings.position_ids"],
     "vit-linen": ["vit.embeddings.mask_token"],
-    "whisper-linen": ["proj_out.weight"],
 }
 
 
 @pytest.mark.parametrize("id", BUFFERS)
-def test_buffers_and_copies_of_tied_weights_are_ignored(tmp_path, id):
+def test_buffers_are_ignored(tmp_path, id):
     case = case_of(id)
     model, tensors = publish(tmp_path, case)
     extra = {name: np.zeros((2, 3), np.float32) for name in BUFFERS[id]}
@@ -153,6 +144,36 @@ def test_buffers_and_copies_of_tied_weights_are_ignored(tmp_path, id):
     changes = maps.find(tmp_path, state)
     found = flaxckpt.load(tmp_path, transforms=changes)
     assert sorted(flatten(found)) == sorted(flatten(state))
+
+
+COPIES = [
+    ("gpt2-linen", "lm_head.weight"),
+    ("bert-linen-pretraining", "cls.predictions.decoder.bias"),
+    ("bert-linen-pretraining", "cls.predictions.decoder.weight"),
+    ("roberta-linen-masked-lm", "lm_head.decoder.weight"),
+    ("roberta-linen-masked-lm", "lm_head.decoder.bias"),
+    ("t5-linen-relu-tied", "encoder.embed_tokens.weight"),
+    ("t5-linen-relu-tied", "lm_head.weight"),
+    ("whisper-linen", "proj_out.weight"),
+]
+
+
+@pytest.mark.parametrize(("id", "name"), COPIES)
+def test_copies_of_tied_weights_must_be_equal(tmp_path, id, name):
+    case = case_of(id)
+    model, tensors = publish(tmp_path, case)
+    assert name not in tensors
+    kept = getattr(maps, case.family).copies[name]
+    rewrite(tmp_path, {**tensors, name: tensors[kept].copy()})
+    state = case.state(model.config)
+    changes = maps.find(tmp_path, state)
+    found = flaxckpt.load(tmp_path, transforms=changes)
+    assert sorted(flatten(found)) == sorted(flatten(state))
+    rewrite(tmp_path, {**tensors, name: tensors[kept] + 1})
+    with pytest.raises(errors.OptionError, match=name.replace(".", "/")) as caught:
+        flaxckpt.load(tmp_path, transforms=changes)
+    has_row = name.endswith("weight") and "embed_tokens" not in name
+    assert ("tie_word_embeddings: False" in str(caught.value)) == has_row
 
 
 # ---- heads --------------------------------------------------------------------------

@@ -15,7 +15,9 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors, maps
+from flaxckpt.maps import _config
 from flaxckpt.transforms import inverse
+from flaxckpt.transforms._names import parse_name
 
 _REASON = "needs torch and transformers: `make test-maps` has them"
 torch = pytest.importorskip("torch", reason=_REASON)
@@ -272,5 +274,24 @@ def test_wrong_head_counts_are_refused(case, save, tmp_path):
     saved = save(case)
     heads = getattr(maps, case.family).sizes["h"]
     changed = {heads.split("|")[0]: saved.config[heads.split("|")[0]] + 5}
-    with pytest.raises(errors.OptionError, match=r"do not fit|not divisible"):
+    with pytest.raises(errors.OptionError, match=r"contradict|not divisible"):
         plan(case, saved, saved.tensors, tmp_path, **changed)
+
+
+@over(first_of("family"))
+def test_each_size_of_the_config_is_compared_with_the_tensors(case, save):
+    saved = save(case)
+    rules = {
+        axis
+        for name, axes in getattr(maps, case.family).shapes.items()
+        for axis in axes.split()
+        if any(map(parse_name(name.replace(".", "/")).pattern.fullmatch, saved.tensors))
+    }
+    chosen = filter(None, (_config.choose(saved.config, rule) for rule in rules))
+    keys = {key for choice in chosen for key in re.findall(r"[a-z][\w.]*", choice)}
+    assert keys
+    for key in keys:
+        size = _config.look_up(saved.config, key)
+        config = _config.with_values(saved.config, {key: 2 * size})
+        with pytest.raises(errors.OptionError, match="contradict"):
+            flaxckpt.load(saved.directory, transforms=map_of(case, config))

@@ -6,6 +6,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors, maps
+from flaxckpt.transforms import remap
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
@@ -68,7 +69,8 @@ def permute(x, heads):
 
 def write(path, architecture, tensors, *, more=()):
     """Writes a GGUF file with the package of llama.cpp, under the names that it has."""
-    names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], LAYERS)
+    known = ARCHITECTURES.get(architecture, gguf.MODEL_ARCH.LLAMA)
+    names = gguf.get_tensor_name_map(known, LAYERS)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(LAYERS)
     writer.add_embedding_length(WIDTH)
@@ -188,3 +190,94 @@ def test_a_state_that_has_few_leaves_of_a_layout_is_refused(tmp_path):
     with pytest.raises(errors.OptionError) as caught:
         maps.find(tmp_path / "model.gguf", state)
     assert "tunix: fits 1 of 29 leaves" in str(caught.value)
+
+
+# ---- suggest ------------------------------------------------------------------------
+
+
+def write_npz(path, tensors):
+    np.savez(path, **{name.replace(".", "/"): x for name, x in tensors.items()})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("architecture", "target"),
+    [
+        (name, target)
+        for name in ARCHITECTURES
+        for target in ("linen", "tunix")
+        if target in getattr(maps, name).targets
+    ],
+)
+def test_suggest_finds_the_values_that_were_published(tmp_path, architecture, target):
+    tensors = published(architecture, is_tied=True)
+    write(tmp_path / "model.gguf", architecture, tensors)
+    plain = write_npz(tmp_path / "model.npz", tensors)
+    config = maps.detect(tmp_path / "model.gguf").config
+    changes = getattr(maps, architecture)(config, target=target, prefix="params")
+    wanted = flaxckpt.load(plain, transforms=changes)
+    suggestion = flaxckpt.suggest(tmp_path / "model.gguf", wanted)
+    assert suggestion.gguf == str(tmp_path / "model.gguf")
+    assert not suggestion.left
+    names = {}
+    exec(suggestion.code, names)
+    for transforms in (suggestion.accept().transforms, names["transforms"]):
+        found = flaxckpt.load(tmp_path / "model.gguf", wanted, transforms=transforms)
+        jax.tree.map(np.testing.assert_array_equal, wanted, found)
+
+
+def test_suggest_takes_the_transforms_of_detect_once(tmp_path):
+    tensors = published("llama", is_tied=False)
+    write(tmp_path / "model.gguf", "llama", tensors)
+    detected = maps.detect(tmp_path / "model.gguf")
+    wanted = {"w": tensors["model.layers.1.self_attn.q_proj.weight"]}
+    row = remap([("model/layers/1/self_attn/q_proj/weight", "w")])
+    for given in ([row], [*detected.transforms, row]):
+        suggestion = flaxckpt.suggest(tmp_path / "model.gguf", wanted, transforms=given)
+        found = flaxckpt.load(
+            tmp_path / "model.gguf",
+            wanted,
+            transforms=suggestion.transforms,
+            unused="ignore",
+        )
+        np.testing.assert_array_equal(found["w"], wanted["w"])
+
+
+def test_suggest_leaves_the_names_of_llama_cpp_as_they_are(tmp_path):
+    tensors = published("llama", is_tied=True)
+    write(tmp_path / "model.gguf", "llama", tensors)
+    wanted = {"params": flaxckpt.load(tmp_path / "model.gguf")}
+    suggestion = flaxckpt.suggest(tmp_path / "model.gguf", wanted)
+    assert suggestion.gguf is None
+    found = flaxckpt.load(
+        tmp_path / "model.gguf", wanted, transforms=suggestion.transforms
+    )
+    jax.tree.map(np.testing.assert_array_equal, wanted, found)
+
+
+@pytest.mark.parametrize("architecture", ["other", "llama"])
+def test_suggest_asks_about_files_without_a_map(tmp_path, architecture):
+    """A file of an unknown architecture, and one with a tensor that no map has."""
+    more = [("blk.0.attn_sinks.weight", np.ones(2, np.float32))]
+    write(
+        tmp_path / "model.gguf",
+        architecture,
+        published("llama", is_tied=True),
+        more=more if architecture == "llama" else (),
+    )
+    wanted = {"embed": {"embedding": np.zeros((VOCABULARY, WIDTH), np.float32)}}
+    suggestion = flaxckpt.suggest(tmp_path / "model.gguf", wanted)
+    [ambiguity] = suggestion.ambiguous
+    assert ambiguity.leaves == ("embed/embedding",)
+    assert "stores some tensors with other values than were published" in str(ambiguity)
+    about = "'other'" if architecture == "other" else "attn_sinks"
+    assert about in ambiguity.reason
+    with pytest.raises(errors.OptionError, match="1 choice is ambiguous"):
+        _ = suggestion.transforms
+    found = flaxckpt.load(
+        tmp_path / "model.gguf",
+        wanted,
+        transforms=suggestion.accept().transforms,
+        unused="ignore",
+    )
+    assert found["embed"]["embedding"].any()

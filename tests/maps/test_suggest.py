@@ -129,7 +129,9 @@ def test_layers_are_stacked_along_any_axis(tmp_path):
     suggestion = flaxckpt.suggest(source, abstract(maxtext()))
     assert suggestion.leaves.keys() == maxtext().keys()
     loaded = flatten(
-        flaxckpt.load(source, abstract(maxtext()), transforms=suggestion.transforms)
+        flaxckpt.load(
+            source, abstract(maxtext()), transforms=suggestion.accept().transforms
+        )
     )
     layers = [f"model/layers/{i}" for i in range(LAYERS)]
     queries = [stored[f"{i}/self_attn/q_proj/weight"] for i in layers]
@@ -160,7 +162,7 @@ def test_stacked_layers_are_taken_apart(tmp_path):
     assert suggestion.leaves.keys() == huggingface().keys()
     assert "mlp/up_proj/weight" in suggestion.code
     loaded = flaxckpt.load(
-        source, abstract(huggingface()), transforms=suggestion.transforms
+        source, abstract(huggingface()), transforms=suggestion.accept().transforms
     )
     stored = flatten(flaxckpt.load(source, abstract(maxtext())))
     np.testing.assert_array_equal(
@@ -221,6 +223,11 @@ def test_moments_follow(tmp_path):
 
 def choices(suggestion: flaxckpt.Suggestion) -> list[tuple[str, ...]]:
     return [ambiguity.choices for ambiguity in suggestion.ambiguous]
+
+
+def asked(suggestion: flaxckpt.Suggestion) -> list[flaxckpt.Ambiguity]:
+    """Returns the ambiguities, without those of values that MaxText changes."""
+    return [one for one in suggestion.ambiguous if "values may be" not in one.reason]
 
 
 def test_a_square_kernel_without_evidence_is_ambiguous(tmp_path):
@@ -330,7 +337,7 @@ def test_unequal_parts_of_one_array_are_split_first(tmp_path):
     suggestion = flaxckpt.suggest(source, abstract(maxtext()))
     assert not suggestion.left
     assert not suggestion.unused
-    [ambiguity] = suggestion.ambiguous
+    [ambiguity] = asked(suggestion)
     assert "blocks of it, in this order" in ambiguity.reason
     assert "sizes=(48, 16, 16)" in ambiguity.choices[0]
     layer = "params/decoder/layers/self_attention"
@@ -350,10 +357,62 @@ def test_unequal_parts_of_one_array_are_split_first(tmp_path):
     np.testing.assert_array_equal(found[:, 1], rows.transpose(2, 0, 1))
 
 
+def changes_of(suggestion: flaxckpt.Suggestion) -> dict[str, str]:
+    """Returns the leaves whose values may be changed, with the reason."""
+    return {
+        path: one.reason
+        for one in suggestion.ambiguous
+        for path in one.leaves
+        if "values may be" in one.reason
+    }
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_values_that_maxtext_changes_are_asked_about(tmp_path, is_scanned):
+    wanted = maxtext()
+    names = ["params/decoder/layers/self_attention/{}/kernel"]
+    if not is_scanned:
+        names = [f"params/decoder/layers_{i}/self_attention/{{}}/kernel" for i in "012"]
+        wanted = {
+            path.replace("/layers/", f"/layers_{i}/"): (*shape[:1], *shape[2:])
+            if "/layers/" in path
+            else shape
+            for path, shape in maxtext().items()
+            for i in range(LAYERS)
+        }
+    source = write_source(tmp_path / "a.npz", huggingface())
+    suggestion = flaxckpt.suggest(source, abstract(wanted))
+    changes = changes_of(suggestion)
+    assert {*changes} == {name.format(q) for name in names for q in ("query", "key")}
+    query, key = names[0].format("query"), names[0].format("key")
+    assert "multiplied by head_dim ** -0.5 in maxtext" in changes[query]
+    assert "llama, mistral" in changes[query]
+    assert "multiplied" not in changes[key]
+    assert "two p) e ->" in changes[key]
+    assert "rope_scaling.rope_type=llama3" in changes[key]
+    assert "multiplied by head_dim" in suggestion.leaves[query].reason
+    with pytest.raises(errors.OptionError, match="multiplied by head_dim"):
+        _ = suggestion.transforms
+    # The way back has the same changes; from one layout of MaxText to another, none.
+    stored = write_source(tmp_path / "b.npz", wanted)
+    back = flaxckpt.suggest(stored, abstract(huggingface()))
+    assert {*changes_of(back)} == {
+        f"model/layers/{i}/self_attn/{c}_proj/weight" for i in range(3) for c in "qk"
+    }
+    bare = {path.removeprefix("params/"): shape for path, shape in wanted.items()}
+    assert not flaxckpt.suggest(stored, abstract(bare)).ambiguous
+
+
+def test_values_that_other_layouts_keep_are_not_asked_about(tmp_path):
+    source = write_source(tmp_path / "a.npz", huggingface())
+    wanted = {f"{path}_norm_free": shape for path, shape in maxtext().items()}
+    assert not changes_of(flaxckpt.suggest(source, abstract(wanted)))
+
+
 def test_a_tied_head_is_asked_about(tmp_path):
     source = write_source(tmp_path / "a.npz", huggingface(head=False))
     suggestion = flaxckpt.suggest(source, abstract(maxtext()))
-    [ambiguity] = suggestion.ambiguous
+    [ambiguity] = asked(suggestion)
     assert ambiguity.leaves == ("params/decoder/logits_dense/kernel",)
     assert "is the embedding its head" in ambiguity.reason
     loaded = flaxckpt.load(
@@ -363,6 +422,80 @@ def test_a_tied_head_is_asked_about(tmp_path):
         loaded["params"]["decoder"]["logits_dense"]["kernel"],
         loaded["params"]["token_embedder"]["embedding"].T,
     )
+
+
+@pytest.mark.parametrize("vocabulary", [256, 100])
+def test_another_vocabulary_is_asked_about(tmp_path, vocabulary):
+    stored = {**huggingface(), "lm_head/bias": (VOCAB,)}
+    wanted = {
+        "embedder/input_embedding": (vocabulary, E),
+        "final_norm/scale": (E,),
+        "head/kernel": (E, vocabulary),
+        "head/bias": (vocabulary,),
+    }
+    source = write_source(tmp_path / "a.npz", stored)
+    suggestion = flaxckpt.suggest(source, abstract(wanted))
+    assert {path for one in suggestion.ambiguous for path in one.leaves} == {
+        path for path in wanted if "norm" not in path
+    }
+    with pytest.raises(errors.OptionError, match=f"from 131 to {vocabulary} rows"):
+        _ = suggestion.transforms
+    names: dict[str, list] = {}
+    exec(suggestion.code, names)
+    for transforms in (suggestion.accept().transforms, names["transforms"]):
+        loaded = flatten(
+            flaxckpt.load(
+                source, abstract(wanted), transforms=transforms, unused="ignore"
+            )
+        )
+        before = flatten(flaxckpt.load(source, abstract(stored)))
+        rows = min(VOCAB, vocabulary)
+        for path, old in (
+            (loaded["embedder/input_embedding"], "model/embed_tokens/weight"),
+            (loaded["head/kernel"].T, "lm_head/weight"),
+            (loaded["head/bias"], "lm_head/bias"),
+        ):
+            np.testing.assert_array_equal(path[:rows], before[old][:rows])
+            assert not path[rows:].any()
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        {f"layers/layers_{r}/up/kernel": (E, 2, MLP) for r in range(3)},
+        {
+            f"blocks_{b}/layers_{r}/up/kernel": (E, MLP)
+            for b in range(2)
+            for r in range(3)
+        },
+    ],
+)
+def test_layers_in_blocks_are_left_with_the_reason(tmp_path, target):
+    shapes = {f"model/layers/{i}/up/weight": (MLP, E) for i in range(6)}
+    shapes["model/embed/weight"] = (VOCAB, E)
+    source = write_source(tmp_path / "a.npz", shapes)
+    wanted = {**target, "embed/embedding": (VOCAB, E)}
+    suggestion = flaxckpt.suggest(source, abstract(wanted))
+    assert {*suggestion.left} == {*target}
+    for reason in suggestion.left.values():
+        assert "its 6 layers may be numbered in blocks" in reason
+        assert "{(b r)}" in reason
+    # The row that the reason asks for.
+    first = next(iter(target)).replace("_0", "_{r}", 2)
+    form = "b o e -> e b o"
+    if "blocks" in first:
+        first, form = "blocks_{b}/layers_{r}/up/kernel", "o e -> e o"
+    known = remap([("model/layers/{(b r)}/up/weight", first, form)], r=3)
+    again = flaxckpt.suggest(source, abstract(wanted), transforms=[known])
+    assert not again.left
+
+
+def test_another_width_is_no_other_vocabulary(tmp_path):
+    source = write_source(tmp_path / "a.npz", huggingface())
+    wanted = {"embedder/input_embedding": (256, E + 1), "final_norm/scale": (E,)}
+    suggestion = flaxckpt.suggest(source, abstract(wanted))
+    assert [*suggestion.left] == ["embedder/input_embedding"]
+    assert not suggestion.given
 
 
 # ---- bad input ----------------------------------------------------------------------
@@ -423,7 +556,7 @@ def test_an_equal_state_needs_nothing(tmp_path):
 
 def test_the_lines_to_paste_are_the_transforms(tmp_path):
     source = write_source(tmp_path / "a.npz", huggingface())
-    suggestion = flaxckpt.suggest(source, abstract(maxtext()))
+    suggestion = flaxckpt.suggest(source, abstract(maxtext())).accept()
     names: dict[str, object] = {}
     exec(suggestion.code, names)
     assert list(map(str, names["transforms"])) == list(  # type: ignore[call-overload]

@@ -117,7 +117,7 @@ def test_the_flax_model_of_transformers_gives_equal_logits(name, tmp_path):
     )
     jax.tree.map(np.testing.assert_array_equal, params, own.params)
     logits = flax_model(**inputs, params=params).logits
-    np.testing.assert_allclose(logits, outputs_of(model, inputs), atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(logits, outputs_of(model, inputs), atol=1e-5, rtol=1e-5)
 
 
 # Tunix's attention of Llama and Qwen 3 has this base, whatever its config says.
@@ -163,7 +163,7 @@ def test_the_model_of_tunix_gives_equal_logits(name, tmp_path):
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((9, 9), bool)), (2, 9, 9))
     logits, _ = nnx.merge(graph, state)(jnp.asarray(TOKENS), positions, None, mask)
     wanted = outputs_of(model, {"input_ids": TOKENS})
-    np.testing.assert_allclose(logits, wanted, atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(logits, wanted, atol=1e-5, rtol=1e-5)
 
 
 def type_of(models: Any, name: str) -> Any:

@@ -18,7 +18,10 @@ THEIRS = Series("train_state", "commit", "orbax")
 RATIO = Target("commit, to orbax", OURS, 0.35, THEIRS)
 SECONDS = Target("commit, seconds", OURS, 2.0)
 
-RUN_CASES = ("train_state", "tiny", "steps", "loop", "frozen", "planning", "gpu")
+RUN_CASES = (
+    *("train_state", "tiny", "steps", "loop", "frozen", "flat_files", "planning"),
+    "gpu",
+)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +80,7 @@ def test_a_run_measures_all_that_a_target_holds_against_flaxckpt(run):
     wanted = {
         (target.measured.case, target.measured.figure)
         for target in TARGETS
-        if target.measured.case in {"train_state", "loop", "frozen"}
+        if target.measured.case in {"train_state", "loop", "frozen", "flat_files"}
     }
     assert wanted <= found
     assert {"20 leaves: commit", "200 leaves: restore and use"} <= {f for _, f in found}

@@ -45,15 +45,18 @@ PASSAGES = {
         "_safetensors",
     },
     "configs": {"_policies"},
-    "maps": {"_config", "_named", "_suggest"},
+    "maps": {"_config", "_named", "_peft", "_suggest"},
     "transforms": {
+        "_affine",
         "_base",
         "_export",
         "_form",
+        "_lora",
         "_moments",
         "_names",
         "_patterns",
         "_remap",
+        "_tie",
     },
 }
 

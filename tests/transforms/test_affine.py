@@ -23,28 +23,42 @@ OPTIMIZERS = {
     "adafactor": optax.adafactor(
         1e-3, min_dim_size_to_factor=4, multiply_by_parameter_scale=False
     ),
+    "adafactor, not factored": optax.adafactor(1e-3, multiply_by_parameter_scale=False),
+    "adamax": optax.adamax(1e-3, eps=0.0),
+    "radam": optax.radam(1e-3),
+    "adan": optax.adan(1e-3),
+    "ademamix": optax.contrib.ademamix(1e-3),
+    "simplified ademamix": optax.contrib.simplified_ademamix(1e-3),
+    "muon": optax.contrib.muon(1e-3),
+    "lbfgs": optax.scale_by_lbfgs(memory_size=2),
 }
+if hasattr(optax.contrib, "madgrad"):  # optax 0.2.6 lacks it
+    OPTIMIZERS["madgrad"] = optax.contrib.madgrad(1e-3)
 PARAMS = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_moments_are_those_of_the_scaled_parameters(name):
+@pytest.mark.parametrize("factor", [4, -0.5])
+def test_moments_are_those_of_the_scaled_parameters(name, factor):
     """A model with parameters 4 times as large has gradients a quarter as large."""
     tx = OPTIMIZERS[name]
 
     def trained(factor):
-        state = {"params": PARAMS, "opt_state": tx.init(PARAMS)}
+        params = {**PARAMS, "w": PARAMS["w"] * factor}
+        state = {"params": params, "opt_state": tx.init(params)}
         for step in range(3):
             grads = {
                 "w": jax.random.normal(jax.random.key(step), (8, 4)) / factor,
                 "b": jnp.full(4, step - 1.0),
             }
             new = tx.update(grads, state["opt_state"], state["params"])[1]
-            state["opt_state"] = new
-        return {**state, "params": {**PARAMS, "w": PARAMS["w"] * factor}}
+            params = jax.tree.map(lambda x: x * 1.5, state["params"])
+            state = {"params": params, "opt_state": new}
+        return state
 
-    found = transformed([scale("params/w", 4)], trained(1))
-    wanted = table_of(trained(4))
+    nu = "norms" if name == "adamax" else "squares"
+    found = transformed([scale("params/w", factor, nu=nu)], trained(1))
+    wanted = table_of(trained(factor))
     assert found.keys() == wanted.keys()
     for path, value in wanted.items():
         np.testing.assert_allclose(value, found[path], rtol=2e-5, err_msg=path)
@@ -76,13 +90,60 @@ def test_copies_of_parameters_change_as_the_parameters():
     np.testing.assert_array_equal(before[path] * 2, scaled[path])
 
 
-def test_moments_of_unknown_meaning_start_afresh(tmp_path):
+UNKNOWN = {
+    "momentum": optax.sgd(1e-2, momentum=0.9),
+    "rmsprop with momentum": optax.rmsprop(1e-3, momentum=0.9),
+    "adadelta": optax.adadelta(1e-3),
+    "novograd": optax.novograd(1e-3),
+    "sm3": optax.sm3(1e-3),
+    "rprop": optax.rprop(1e-3),
+    "optimistic": optax.optimistic_adam_v2(1e-3),
+    "prodigy": optax.contrib.prodigy(1e-3),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_moments_of_unknown_meaning_start_afresh_and_are_named(name, caplog):
     """Nothing tells momentum of gradients from momentum of updates."""
-    state = state_of("dict", PARAMS, optax.sgd(1e-2, momentum=0.9))
-    flaxckpt.save(tmp_path / "c", state)
-    found = transformed([scale("params/w", 2)], state)
-    assert not [path for path in found if path.endswith("trace/w")]
-    assert [path for path in found if path.endswith("trace/b")]
+    state = state_of("dict", PARAMS, UNKNOWN[name])
+    before = table_of(state)
+    found = transformed([scale("params/w", 2, nu="squares")], state)
+    gone = [path for path in before if path not in found]
+    assert gone
+    assert all("opt_state" in path and "w" in path.split("/") for path in gone)
+    [record] = caplog.records
+    assert f"leaves out {len(gone)} moments" in record.getMessage()
+    assert gone[0] in record.getMessage()
+    stays = [path for path in before if "b" in path.split("/")]
+    assert stays
+    for path in stays:
+        np.testing.assert_array_equal(before[path], found[path])
+
+
+@pytest.mark.parametrize("make", [optax.adam, optax.adamax])
+def test_norms_of_adamax_are_not_scaled_as_squares_without_a_word(make, caplog):
+    state = state_of("dict", PARAMS, make(1e-3))
+    before = table_of(state)
+    found = transformed([scale("params/w", -2)], state)
+    [record] = caplog.records
+    assert "opt_state/0/nu/w" in record.getMessage()
+    assert "nu='norms'" in record.getMessage()
+    np.testing.assert_array_equal(
+        before["opt_state/0/nu/w"] / 4, found["opt_state/0/nu/w"]
+    )
+    caplog.clear()
+    change = scale("params/w", -2, nu="norms")
+    found = transformed([change], state)
+    np.testing.assert_array_equal(
+        before["opt_state/0/nu/w"] / 2, found["opt_state/0/nu/w"]
+    )
+    assert str(change) == "scale('params/w', -2, nu='norms')"
+    assert str(change.inverse()) == "scale('params/w', -0.5, nu='norms')"
+    assert not caplog.records
+    transformed([offset("params/w", 1.0)], state)
+    assert not caplog.records
+    with pytest.raises(errors.OptionError, match="'squares' or 'norms'"):
+        scale("params/w", 2, nu="norm")
 
 
 def test_moments_without_roles_are_known_by_their_fields():
@@ -91,6 +152,25 @@ def test_moments_without_roles_are_known_by_their_fields():
     found = transformed([scale("params/w", 2)], state)
     assert found["opt_state/0/mu/w"].tolist() == [4.0] * 3
     assert found["opt_state/0/nu/w"].tolist() == [2.0] * 3
+    state["opt_state"]["0"].pop("nu")  # as Lion
+    found = transformed([scale("params/w", 2)], state)
+    assert found["opt_state/0/mu/w"].tolist() == [4.0] * 3
+
+
+OTHERS = {
+    "novograd": {"mu": {"w": np.ones((4, 3))}, "nu": {"w": np.ones(())}},
+    "sm3": {"mu": {"w": [np.ones(4), np.ones(3)]}, "nu": {"w": np.ones((4, 3))}},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_moments_of_the_same_names_start_afresh(name):
+    state = {"params": {"w": np.ones((4, 3))}, "opt_state": {"0": OTHERS[name]}}
+    found = transformed([scale("params/w", 2)], state)
+    kept = [path for path in found if path.startswith("opt_state")]
+    # Leaves that are no moments by their names stay as they are.
+    assert all(np.all(found[path] == 1) for path in kept)
+    assert not {"opt_state/0/mu/w", "opt_state/0/nu/w"} & {*kept}
 
 
 def test_sixteen_bits_are_rounded_once():

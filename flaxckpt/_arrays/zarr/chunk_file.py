@@ -30,6 +30,10 @@ CHECKSUM_BYTES = 4
 ALIGNMENT = 64
 """Alignment in bytes of memory that jax uses without a copy."""
 
+MAPPED_FROM = 64 * 2**10
+"""Size in bytes from which arrays are mapped: a map takes whole pages, and Linux allows
+65,530 maps per process."""
+
 _PAGE = mmap.PAGESIZE
 _COMPARED_AT_ONCE = 2**20
 _SMALL_BYTES = 2**16
@@ -236,6 +240,34 @@ def map_blocks(blocks: Sequence[Block]) -> Bytes:
     return run
 
 
+def map_range(descriptor: int, offset: int, size: int) -> Bytes | None:
+    """Maps a range of bytes of an open file, copy-on-write.
+
+    Returns:
+        The bytes; None if the range cannot be mapped, or cannot be read.
+    """
+    map_at = _map_function()
+    if map_at is None:
+        return None
+    before = offset % _PAGE
+    try:
+        # Reserves the addresses; unmapping this also unmaps the range.
+        memory = mmap.mmap(-1, before + size, flags=mmap.MAP_PRIVATE | _NO_RESERVE)
+    except OSError:  # no more maps
+        return None
+    content = np.frombuffer(memory, np.uint8)
+    start = content.ctypes.data
+    address = map_at(
+        start,
+        before + size,
+        mmap.PROT_READ | mmap.PROT_WRITE,
+        mmap.MAP_PRIVATE | _MAP_FIXED,
+        descriptor,
+        offset - before,
+    )
+    return content[before:] if address == start and _can_read(content) else None
+
+
 def verify_mapped(block: Block, content: Bytes) -> None:
     """Compares a mapped block with its checksum.
 
@@ -245,7 +277,8 @@ def verify_mapped(block: Block, content: Bytes) -> None:
     """
     if not block.has_checksum:
         return
-    _populate(block, content)
+    if not _can_read(content):
+        raise OSError(errno.EIO, "a part of the file cannot be read", str(block.path))
     with _open(block) as file:
         tail = b""
         while part := os.pread(
@@ -255,22 +288,19 @@ def verify_mapped(block: Block, content: Bytes) -> None:
     check(block.path.name, [content.data], tail)
 
 
-def _populate(block: Block, content: Bytes) -> None:
-    """Reads all pages of a mapped block.
+def _can_read(content: Bytes) -> bool:
+    """Reads all pages of mapped memory; returns False if a page is unreadable.
 
-    Touching an unreadable page would kill the process by SIGBUS.
-
-    Raises:
-        OSError: A page is unreadable: the disk fails, or the file was truncated.
+    Touching such a page would kill the process by SIGBUS: the disk fails, or the file
+    was truncated.
     """
     if content.nbytes == 0 or sys.platform != "linux":
-        return
+        return True
     libc = ctypes.CDLL(None, use_errno=True)
     where = ctypes.c_void_p(content.ctypes.data), ctypes.c_size_t(content.nbytes)
     failed = libc.madvise(*where, _POPULATE_READ) != 0
     # Linux before 5.14 lacks this advice, and returns EINVAL.
-    if failed and ctypes.get_errno() == errno.EFAULT:
-        raise OSError(errno.EIO, "a part of the file cannot be read", str(block.path))
+    return not (failed and ctypes.get_errno() == errno.EFAULT)
 
 
 def check(name: str, parts: Sequence[memoryview], recorded: bytes) -> None:

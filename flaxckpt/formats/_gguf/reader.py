@@ -105,7 +105,7 @@ def _stored_leaf(
             element.dtype,
             identity=stamp.identity,
         )
-        return StoredLeaf(path, info, _arrays.spans.opener((span,)))
+        return _arrays.spans.stored_leaf(path, info, span)
     *outer, last = tensor.shape
     blocks = Span(
         stamp.path,

@@ -140,7 +140,7 @@ def _leaf(
                     for axis, size in enumerate(value.shape)
                 ),
             )
-            return StoredLeaf(path, info, _arrays.spans.opener([span]))
+            return _arrays.spans.stored_leaf(path, info, span)
         case _plain.Opened():
             info = LeafInfo(
                 name,

@@ -162,7 +162,7 @@ def _open_stored(
         identity=member.archive.identity,
         is_big_endian=header.is_big_endian,
     )
-    store = _arrays.byte_ranges.open((span,), context).result()
+    store = _arrays.byte_ranges.open(span, context).result()
     return _arrays.byte_ranges.completed_future(store.T if header.is_fortran else store)
 
 

@@ -20,6 +20,7 @@ _IN_STEPS = ("_CHECKPOINT_METADATA", "_METADATA", "checkpoint")
 _BEGINNING = re.compile(rb'\s*\{\s*["}]')
 _SHARD = re.compile(r"(.+)-(\d{5,6})-of-(\d{5,6})\.safetensors", re.DOTALL)
 
+_CONSOLIDATED = "consolidated"
 _MANY = 20
 """The most files listed in a message."""
 
@@ -61,12 +62,20 @@ def _is_something_else(path: Path, start: bytes) -> bool:
 
 
 def list_candidates(directory: Path) -> list[str]:
-    """Returns the names of the indices in a directory, else of safetensors files."""
+    """Returns the names of the indices in a directory, else of safetensors files.
+
+    Names that begin with `consolidated` count only if there are no others: they are
+    copies of a model under the names of its makers, as Mistral publishes them.
+    """
     names = sorted(
         path.name for path in directory.iterdir() if not path.name.startswith(".")
     )
-    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    return indices or [name for name in names if name.endswith(SUFFIX)]
+    for suffix in (INDEX_SUFFIX, SUFFIX):
+        found = [name for name in names if name.endswith(suffix)]
+        others = [name for name in found if not name.startswith(_CONSOLIDATED)]
+        if found:
+            return others or found
+    return []
 
 
 def find_main_file(directory: Path) -> Path | None:

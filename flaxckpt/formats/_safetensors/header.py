@@ -28,7 +28,7 @@ OURS = "flaxckpt"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = f"{SUFFIX}.index.json"
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 """Alignment of the first tensor in files that we write, in bytes."""
 
 _MAX_CONTAINERS = 2**23
@@ -313,7 +313,7 @@ def make_header(
         }
         offset += size
     text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 

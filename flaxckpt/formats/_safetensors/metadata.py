@@ -36,6 +36,7 @@ class Described(NamedTuple):
         custom: The user's metadata.
         lineage: Checkpoints that the run started from.
         transforms: The transforms applied to the state, as text.
+        is_native: True for a checkpoint that flaxckpt wrote.
     """
 
     infos: tuple[LeafInfo, ...]
@@ -46,6 +47,7 @@ class Described(NamedTuple):
     custom: Mapping[str, JSON]
     lineage: tuple[Lineage, ...] = ()
     transforms: tuple[str, ...] = ()
+    is_native: bool = False
 
 
 def describe_foreign(
@@ -137,7 +139,7 @@ def describe_native(
             f"its {header.OURS!r} metadata is malformed: {errors.one_line(error, 200)}"
         ) from None
     return Described(
-        infos, names, structure, strings, numbers, custom, lineage, changes
+        infos, names, structure, strings, numbers, custom, lineage, changes, True
     )
 
 

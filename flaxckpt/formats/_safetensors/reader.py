@@ -139,8 +139,9 @@ def _leaf_table(
                 tensor.shape,
                 tensor.dtype,
                 identity=file.identity,
+                is_replaced_only=described.is_native,
             )
-            stored = StoredLeaf(path, info, _arrays.spans.opener((span,)))
+            stored = _arrays.spans.stored_leaf(path, info, span)
         table[info.path] = Leaf(info, (stored,))
     return table
 

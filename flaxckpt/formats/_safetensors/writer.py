@@ -31,6 +31,7 @@ def make_layouts(
     metadata: CheckpointMetadata | None,
     *,
     max_shard_bytes: int | None,
+    name: str = NAME,
 ) -> list[_file_layout.FileLayout]:
     """Returns the layouts of the files of a checkpoint; several files have an index.
 
@@ -42,6 +43,7 @@ def make_layouts(
             them, without our metadata.
         max_shard_bytes: Upper bound on the arrays in a file; a larger array has a file
             of its own. None means a single file.
+        name: The beginning of the files' names.
 
     Raises:
         LeafNameError: Tensor names collide or are not valid.
@@ -59,16 +61,16 @@ def make_layouts(
         )
     shards = list(_split(arrays, max_shard_bytes))
     if len(shards) == 1:
-        name = f"{NAME}{header.SUFFIX}"
-        return [_make_layout(name, shards[0], names, {**of_files, **ours})]
+        file = f"{name}{header.SUFFIX}"
+        return [_make_layout(file, shards[0], names, {**of_files, **ours})]
     files = []
     weight_map: dict[str, str] = {}
     for n, shard in enumerate(shards, start=1):
-        name = f"{NAME}-{n:05}-of-{len(shards):05}{header.SUFFIX}"
-        files.append(_make_layout(name, shard, names, of_files))
-        weight_map |= {names[info.path]: name for info in shard}
+        file = f"{name}-{n:05}-of-{len(shards):05}{header.SUFFIX}"
+        files.append(_make_layout(file, shard, names, of_files))
+        weight_map |= {names[info.path]: file for info in shard}
     size = sum(_arrays.forms.stored_bytes(info) for info in arrays)
-    index = _file_layout.FileLayout(f"{NAME}{header.INDEX_SUFFIX}")
+    index = _file_layout.FileLayout(f"{name}{header.INDEX_SUFFIX}")
     index_metadata: dict[str, JSON] = {"total_size": size, **ours}
     index.add(_check_size(header.make_index(weight_map, index_metadata), index.name))
     return [*files, index]
@@ -154,16 +156,23 @@ def _make_layout(
     names: Mapping[LeafPath, str],
     metadata: Mapping[str, str],
 ) -> _file_layout.FileLayout:
-    # Large elements first, so the offset of each array is a multiple of its item size.
-    ordered = sorted(
-        infos, key=lambda i: (-_state.dtypes.item_bits(i.dtype or ""), names[i.path])
-    )
+    ordered = sorted(infos, key=lambda info: (*_place(info), names[info.path]))
     file = _file_layout.FileLayout(name)
     tensors = [(names[info.path], info) for info in ordered]
     file.add(_check_size(header.make_header(tensors, metadata), name))
     for info in ordered:
         file.add_values(info.path, 0, _arrays.forms.stored_bytes(info))
     return file
+
+
+def _place(info: LeafInfo) -> tuple[bool, int]:
+    """Returns the place of an array among those of a file.
+
+    First come sizes that keep the next array aligned, so that it can be mapped; then
+    large elements, so that each offset is a multiple of the item size.
+    """
+    is_uneven = _arrays.forms.stored_bytes(info) % header.ALIGNMENT != 0
+    return is_uneven, -_state.dtypes.item_bits(info.dtype or "")
 
 
 def _check_size(content: bytes, name: str) -> bytes:

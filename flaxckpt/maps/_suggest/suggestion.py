@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,11 +14,12 @@ from flaxckpt import transforms as tf
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.formats import _locate
-from flaxckpt.maps._suggest import forms, names
+from flaxckpt.maps._suggest import forms, names, values
 from flaxckpt.maps._suggest import match as matching
 from flaxckpt.maps._suggest import rows as rows_of
-from flaxckpt.maps._suggest.fused import Cut, find_cuts
+from flaxckpt.maps._suggest.fused import find_cuts
 from flaxckpt.maps._suggest.match import Link, Match
+from flaxckpt.maps._suggest.padded import find_resizes
 from flaxckpt.maps._suggest.patterns import Pattern, find_patterns
 from flaxckpt.maps._suggest.rows import Row
 from flaxckpt.transforms import Transform, remap
@@ -61,7 +63,8 @@ class Ambiguity:
 
     Attributes:
         leaves: The leaves concerned.
-        choices: The rows to choose from, as Python text; the preferred one first.
+        choices: The rows to choose from, as Python text; the preferred one first. None
+            if all rows are concerned.
         reason: Why nothing decides.
     """
 
@@ -70,9 +73,8 @@ class Ambiguity:
     reason: str
 
     def __str__(self) -> str:
-        first, *others = self.choices
-        more = "".join(f"\n    or {other}" for other in others)
-        return f"{self.reason}\n    {first}{more}"
+        choices = "\n    or ".join(self.choices)
+        return f"{self.reason}\n    {choices}" if choices else self.reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +89,9 @@ class Suggestion:
         rows: The rows of `remap`.
         sizes: The sizes of axes that the rows need.
         given: The transforms that were applied first.
+        gguf: Path of the GGUF file whose `maps.detect(gguf).transforms` come before
+            all others; None for other checkpoints, or if its values stay as they are.
+        published: These transforms.
     """
 
     leaves: Mapping[LeafPath, LeafMatch]
@@ -96,6 +101,8 @@ class Suggestion:
     rows: tuple[Row, ...]
     sizes: Mapping[str, int]
     given: tuple[Transform, ...] = ()
+    gguf: str | None = None
+    published: tuple[Transform, ...] = ()
 
     @property
     def transforms(self) -> list[Transform]:
@@ -113,7 +120,8 @@ class Suggestion:
                 + "\nPass the right rows, suggest(…, transforms=[remap([…])]), or take"
                 " the first of each: accept()."
             )
-        return [*self.given, *([_remap(self.rows, self.sizes)] if self.rows else [])]
+        remaps = [_remap(self.rows, self.sizes)] if self.rows else []
+        return [*self.published, *self.given, *remaps]
 
     def accept(self) -> Suggestion:
         """Returns the suggestion with the preferred choice wherever it is ambiguous."""
@@ -127,7 +135,11 @@ class Suggestion:
         used |= {"remap"} if self.rows else set()
         lines = [f"from flaxckpt.transforms import {', '.join(sorted(used))}", ""]
         lines = lines if used else []
-        lines += ["transforms = [", *(f"    {text}," for text in given)]
+        lines += ["transforms = ["]
+        if self.gguf is not None:
+            lines = ["from flaxckpt import maps", *lines]
+            lines += [f"    *maps.detect({self.gguf!r}).transforms,"]
+        lines += [f"    {text}," for text in given]
         if self.rows:
             sizes = [f"        {name}={size}," for name, size in self.sizes.items()]
             rows = [f"            {rows_of.as_code(row)}," for row in self.rows]
@@ -189,6 +201,8 @@ def _remap(rows: Sequence[Row], sizes: Mapping[str, int]) -> Transform:
     return remap(rows, **options)
 
 
+_HOW_TO_CHANGE = "maps.find has the map of a known family; or add scale and offset"
+
 # ---- the guess ----------------------------------------------------------------------
 
 
@@ -209,16 +223,19 @@ def suggest(
 
     Compares names, numbers of layers and shapes, and reads no values. It finds kernels
     to transpose, heads to split, layers to stack, and query, key and value in one
-    array. It cannot find changes that leave shapes as they are, such as another order
-    of rotary frequencies, or norms that are stored less 1: compare the outputs of both
-    models. Optimizers are left out: moments follow their parameters.
+    array. Shapes do not show changes of values. Those of a GGUF file are undone first,
+    as by `maps.detect(source).transforms`; leaves of layouts in `flaxckpt.maps` with
+    other values, such as queries of MaxText, are ambiguous. Other changes are not
+    found: compare the outputs of both models. Optimizers are left out: moments follow
+    their parameters.
 
     Args:
         source: A checkpoint, or a run directory.
         abstract_state: The state to fill, as for `load`; values are not needed.
         step: Step of a run directory; by default the newest.
         transforms: Transforms to apply to the checkpoint first, such as rows that you
-            know: leaves with the path and the shape that the state wants are done.
+            know: leaves with the path and the shape that the state wants are done. Of
+            a GGUF file, they get the names of Hugging Face.
 
     Returns:
         The transforms, with a confidence and a reason for each leaf; choices that are
@@ -233,9 +250,20 @@ def suggest(
     flat = _state.flax_state.flatten(abstract_state)
     roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
     wanted = _state.optimizer_roles.with_roles(flat.table, roles)
+    published = values.publish(stored, wanted)
     given = _transforms.check(transforms)
-    table = _transforms.apply(given, stored.table, wanted)
-    return suggest_for_tables(table, wanted, given)
+    first = len(published.transforms)
+    if _transforms.describe(given[:first]) == _transforms.describe(
+        published.transforms
+    ):
+        given = given[first:]
+    table = _transforms.apply(given, published.table, wanted)
+    suggestion = suggest_for_tables(table, wanted, given)
+    if published.doubt:
+        doubt = Ambiguity(tuple(suggestion.leaves), (), published.doubt)
+        return dataclasses.replace(suggestion, ambiguous=(doubt, *suggestion.ambiguous))
+    gguf = stored.metadata.path if published.transforms else None
+    return dataclasses.replace(suggestion, gguf=gguf, published=published.transforms)
 
 
 def suggest_for_tables(
@@ -247,8 +275,9 @@ def suggest_for_tables(
         OptionError: No leaf of `source` fits a leaf of `wanted`.
     """
     targets = _arrays_of(wanted)
-    cuts = _find_cuts(_arrays_of(source), targets)
-    splits = [cut.transform for cut in cuts]
+    sides = [_patterns_of(side) for side in (_arrays_of(source), targets)]
+    cuts, resizes = find_cuts(*sides), find_resizes(*sides)
+    splits = [cut.transform for cut in cuts] + [one.transform for one in resizes]
     wholes = {part: whole for cut in cuts for part, whole in cut.wholes.items()}
     sources = _arrays_of(_transforms.apply(splits, source, wanted))
     same = {
@@ -259,6 +288,7 @@ def suggest_for_tables(
     guess = _Guess(
         {path: info for path, info in sources.items() if path not in same},
         {path: info for path, info in targets.items() if path not in same},
+        [values.find_changes(side) for side in (sources, targets)],
     )
     guess.run()
     leaves = {
@@ -285,6 +315,9 @@ def suggest_for_tables(
         )
         for cut in cuts
     ]
+    guess.ambiguous += [
+        Ambiguity((one.target,), (str(one.transform),), one.reason) for one in resizes
+    ]
     used = {path for match in leaves.values() for path in match.sources}
     used |= {part for part, whole in wholes.items() if whole in used}
     unused = tuple(path for path in sources if path not in used)
@@ -299,15 +332,8 @@ def suggest_for_tables(
     )
 
 
-def _find_cuts(
-    sources: Mapping[LeafPath, LeafInfo], targets: Mapping[LeafPath, LeafInfo]
-) -> list[Cut]:
-    """Returns the splits of fused leaves of the source into unequal parts."""
-    sides = [
-        find_patterns({p: i.shape for p, i in side.items() if _is_plain(p)})
-        for side in (sources, targets)
-    ]
-    return find_cuts(*sides)
+def _patterns_of(infos: Mapping[LeafPath, LeafInfo]) -> list[Pattern]:
+    return find_patterns({p: i.shape for p, i in infos.items() if _is_plain(p)})
 
 
 def _arrays_of(table: LeafTable) -> dict[LeafPath, LeafInfo]:
@@ -329,12 +355,14 @@ class _Guess:
     Args:
         sources: Arrays of the checkpoint.
         targets: Arrays of the state.
+        changes: Of each side, the changes of values.
     """
 
     def __init__(
         self,
         sources: Mapping[LeafPath, LeafInfo],
         targets: Mapping[LeafPath, LeafInfo],
+        changes: Sequence[Mapping[LeafPath, values.Change]],
     ) -> None:
         self.leaves: dict[LeafPath, LeafMatch] = {}
         self.ambiguous: list[Ambiguity] = []
@@ -342,6 +370,7 @@ class _Guess:
         self.names = rows_of.RowNames()
         self._sources = {p: i for p, i in sources.items() if _is_plain(p)}
         self._targets = {p: i for p, i in targets.items() if _is_plain(p)}
+        self._changes = changes
 
     def run(self) -> None:
         """Matches all leaves, kind of number by kind of number."""
@@ -368,7 +397,13 @@ class _Guess:
         """Adds a match: its rows, its leaves, and its ambiguities."""
         link = match.link
         confidence, reason = _judge(match, decision)
+        is_sure = confidence >= SURE
+        change = self._find_change(link)
+        if change is not None:
+            confidence, reason = min(confidence, SURE - 0.1), f"{reason}; {change}"
         rows = self._add(link, decision.forms[0], confidence, reason)
+        if change is not None:
+            self._ask(link, rows[:1], f"{change}: {_HOW_TO_CHANGE}")
         if len(decision.forms) > 1:
             others = [self.names.rows(link, form)[0] for form in decision.forms[1:]]
             self._ask(link, [rows[0], *others], "several forms fit the shapes")
@@ -377,8 +412,19 @@ class _Guess:
                 self.names.rows(rival, rival.forms[0])[0] for rival in match.rivals
             ]
             self._ask(link, [rows[0], *others], "the names fit other leaves as well")
-        elif confidence < SURE and len(decision.forms) == 1:
+        elif not is_sure and len(decision.forms) == 1:
             self._ask(link, rows[:1], "the shapes fit, but the names are not alike")
+
+    def _find_change(self, link: Link) -> values.Change | None:
+        """Returns a change of values that only one side of a link has."""
+        ends = link.groups[0].sources, link.groups[0].targets
+        found = [
+            {c.texts: c for path in paths if (c := changes.get(path))}
+            for changes, paths in zip(self._changes, ends, strict=True)
+        ]
+        if found[0].keys() == found[1].keys():
+            return None
+        return next(iter([*found[0].values(), *found[1].values()]))
 
     def _take_tied(self, link: Link, decision: forms.Decision) -> None:
         reason = "a copy of the embedding, as the source has no head"
@@ -420,7 +466,38 @@ class _Guess:
         )
         used = {p for match in self.leaves.values() for p in match.sources}
         why = ", which fills another leaf" if best in used else ""
+        why = why or self._explain_blocks(path, best)
         return f"{info}; the nearest is {best}, {self._sources[best]}{why}"
+
+    def _explain_blocks(self, path: LeafPath, nearest: LeafPath) -> str:
+        """Returns a hint if layers of the source may be numbered in blocks.
+
+        Which of the two numbers runs faster is not known: a state may have blocks of
+        several layers that repeat, or several stages of stacked layers.
+        """
+        layers = [p for p in self._sources if _alike(p) == _alike(nearest)]
+        others = [p for p in self._targets if _alike(p) == _alike(path)]
+        sizes = [
+            math.prod(side[p].shape)
+            for side, p in ((self._sources, nearest), (self._targets, path))
+        ]
+        stacked, rest = divmod(sizes[1], sizes[0]) if sizes[0] else (0, 0)
+        numbers = [_alike(p).count(names.HOLE) for p in (nearest, path)]
+        in_axis = stacked > 1 and numbers == [1, 1]
+        in_names = stacked == 1 and numbers == [1, 2]
+        if rest or not 1 < stacked * len(others) <= len(layers):
+            return ""
+        if not (in_axis or in_names):
+            return ""
+        return (
+            f"; its {len(layers)} layers may be numbered in blocks, which are not"
+            " guessed: pass rows of remap with {(b r)}"
+        )
+
+
+def _alike(path: LeafPath) -> str:
+    """Returns a path without its numbers."""
+    return re.sub("[0-9]+", names.HOLE, path)
 
 
 def _is_plain(path: LeafPath) -> bool:

@@ -1,0 +1,130 @@
+"""Export of LoRA adapters as a directory that PEFT opens."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from flaxckpt import _storage, _util, errors
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout
+from flaxckpt._checkpoint.save_handle import SaveResult
+from flaxckpt._convert import adapter_files, convert, plan
+from flaxckpt._convert.adapter_files import AdapterFiles
+from flaxckpt._convert.plan import ConvertOptions
+from flaxckpt._types import PathLike
+from flaxckpt.formats import _locate
+from flaxckpt.maps import _config, _named, _peft
+from flaxckpt.transforms import Transform, cast
+from flaxckpt.transforms import _base as _transforms
+
+
+def export_peft(
+    run: PathLike,
+    directory: PathLike,
+    *,
+    alpha: float | None = None,
+    map: str | Sequence[Transform] = "auto",
+    target: str | None = None,
+    prefix: str | None = None,
+    step: int | None = None,
+    transforms: Sequence[Transform] = (),
+    dtype: Any = None,
+    config: Any = None,
+    base_model: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    max_concurrent_bytes: int = plan.DEFAULT_CONCURRENT_BYTES,
+    progress: Literal["auto"] | bool | Callable[[int, int], object] = "auto",
+    permissions: int | None = None,
+) -> SaveResult:
+    """Writes the LoRA adapters of a checkpoint as an adapter of PEFT.
+
+    `peft.PeftModel.from_pretrained(model, directory)` opens it, as do programs that
+    serve adapters. Adapters are found by the names of NNX (`lora_a`, `lora_b`) and of
+    Qwix and Tunix (`w_lora_a`, `w_lora_b`); the map of their kernels tells the modules.
+    The kernels themselves may be missing. All other leaves are left out.
+
+    ```python
+    export_peft("run", "adapter", alpha=16.0, config="Llama-3.2-1B")
+    ```
+
+    Args:
+        run: A checkpoint in any supported format, or a run directory.
+        directory: Path of the new adapter: `adapter_model.safetensors` and
+            `adapter_config.json`.
+        alpha: The numerator of the factor `alpha / rank` of the updates. By default the
+            factor is 1, which is that of `flax.nnx.LoRA`; Qwix needs it.
+        map: The map from the published model to the parameters, as for
+            `export_huggingface`; a list must have a single `remap`.
+        target: Layout of the checkpoint, if names do not tell.
+        prefix: Leaf path of the parameters, likewise.
+        step: Step of a run directory; by default the newest.
+        transforms: Changes to apply before, such as `rename` for adapters with other
+            names.
+        dtype: Element type of the adapter; by default that of each leaf.
+        config: The configuration of the model: a dict, a path of `config.json` or of
+            its directory, or an object with `to_dict`. Not needed if `map` is a list.
+        base_model: Name or path of the model, for `adapter_config.json`.
+        settings: Further entries of `adapter_config.json`, such as `task_type`.
+        overwrite: Whether to replace an existing adapter. A directory with any other
+            files is never replaced.
+        max_concurrent_bytes: Bytes of arrays in memory at one time; see `convert`.
+        progress: Whether to show a progress bar; see `convert`.
+        permissions: Mode of all directories that are made; see `save`.
+
+    Returns:
+        The path of the directory, its size, and the duration.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
+            `load`.
+        OptionError: There are no adapters; the map lacks their kernels; PEFT has no
+            such adapters, as for stacked layers or experts; the factor is unknown; or
+            `settings` ask for other updates, such as DoRA.
+        CheckpointExistsError: `directory` exists, or another process writes to it.
+        SaveFailedError: The bytes could not be written.
+    """
+    final = _storage.paths.resolve(directory)
+    before = _transforms.check(transforms)
+    if alpha is not None:
+        _util.arguments.check_number("alpha", alpha)
+        if not math.isfinite(alpha):
+            raise errors.OptionError(f"alpha must be finite, got {alpha}")
+    checked = adapter_files.check_settings({} if settings is None else settings)
+    if isinstance(map, str):
+        _named.check_name("map", map)
+        if config is None:
+            raise errors.OptionError(
+                f"map={map!r} needs the config of the model: pass config=, such as the"
+                " directory of the published model"
+            )
+        table = _transforms.apply(before, _locate.open_checkpoint(run, step).table)
+        mapping = _peft.find_map(
+            map, _config.read_config(config), table, target=target, prefix=prefix
+        )
+    elif target is not None or prefix is not None:
+        raise errors.OptionError("target and prefix need the name of a map, not a list")
+    else:
+        mapping = _transforms.check(map, "map")
+    to_peft = _peft.ToPeft(tuple(mapping), needs_alpha=alpha is None)
+    changes: list[Transform] = [*before, to_peft]
+    if dtype is not None:
+        changes.append(cast(".*", dtype))
+    return convert.convert_to(
+        run,
+        step,
+        final,
+        ConvertOptions(
+            format="huggingface",
+            transforms=changes,
+            layout=ArrayLayout(),
+            overwrite=overwrite,
+            max_shard_bytes=sys.maxsize,  # PEFT opens a single file
+            max_concurrent_bytes=max_concurrent_bytes,
+            progress=progress,
+            mode=_storage.modes.check(permissions, final),
+            files=AdapterFiles(alpha, base_model, checked),
+        ),
+    )

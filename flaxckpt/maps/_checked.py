@@ -1,0 +1,111 @@
+"""A map that compares the leaves with the configuration before it renames them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flaxckpt import errors
+from flaxckpt._state.leaf import LeafTable
+from flaxckpt.maps import _config, _sizes
+from flaxckpt.transforms import Transform
+from flaxckpt.transforms._base import TableTransform
+from flaxckpt.transforms._names import parse_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """The names of a family's leaves on one side of a map.
+
+    Attributes:
+        names: The names of the leaves that the model has.
+        base: Name -> its name in a checkpoint of the base model alone, or the reverse.
+        advice: What to do if the leaves have the names in `base`.
+        excluded: The names of other leaves of the family, each with the condition under
+            which a model has them.
+        ignored: Pattern of the leaf paths that are left out.
+    """
+
+    names: frozenset[str]
+    base: Mapping[str, str]
+    advice: str
+    excluded: Mapping[str, str]
+    ignored: str = ""
+
+    def check(self, title: str, config: Mapping[str, Any], table: LeafTable) -> None:
+        """Raises OptionError for leaves of another model of the family."""
+        as_base = _pattern(self.base.values())
+        if not any(map(_pattern(self.base).fullmatch, table)) and (
+            found := next(filter(as_base.fullmatch, table), None)
+        ):
+            raise errors.OptionError(f"{title}: found {found}: {self.advice}")
+        known = _pattern(self.names)
+        ignored = re.compile(self.ignored)
+        faults: dict[str, str] = {}
+        for name, condition in self.excluded.items():
+            for path in filter(_pattern([name]).fullmatch, table):
+                if not (known.fullmatch(path) or ignored.fullmatch(path)):
+                    faults[path] = _config.describe_fault(config, condition)
+        if faults:
+            raise errors.OptionError(
+                f"{len(faults)} leaves contradict the config of {title}:\n"
+                + errors.rows(f"{path}: {why}" for path, why in faults.items())
+                + "\nPass the config of this model, or correct it: for instance,"
+                " tie_word_embeddings is False for a head that was trained apart. Or"
+                " drop the leaves first: drop(pattern)."
+            )
+
+
+def _pattern(names: Iterable[str]) -> re.Pattern[str]:
+    """Returns the pattern of all leaf paths that names stand for."""
+    patterns = (parse_name(name).pattern.pattern for name in names)
+    return re.compile("|".join(patterns) or "(?!)")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedMap(TableTransform):
+    """A table of names and forms, whose leaves must fit a configuration.
+
+    Attributes:
+        remap: The table.
+        title: The map, for messages.
+        config: The configuration.
+        sides: The names before the map, and after it.
+        shapes: The shapes of published tensors.
+        may_grow: Whether the vocabulary may be larger on the way back.
+        is_inverse: True for the way back.
+    """
+
+    remap: TableTransform
+    title: str
+    config: Mapping[str, Any]
+    sides: tuple[Side, Side]
+    shapes: tuple[_sizes.Rule, ...]
+    may_grow: bool
+    is_inverse: bool = False
+
+    def __call__(self, table: LeafTable) -> LeafTable:
+        self.sides[self.is_inverse].check(self.title, self.config, table)
+        if self.is_inverse:
+            table = dict(self.remap(table))
+        self._check_sizes(table)
+        return table if self.is_inverse else self.remap(table)
+
+    def _check_sizes(self, table: LeafTable) -> None:
+        _sizes.check(
+            self.title,
+            self.shapes,
+            self.config,
+            {p: x.info.shape for p, x in table.items() if x.info.kind == "array"},
+            may_grow=self.is_inverse and self.may_grow,
+        )
+
+    def __str__(self) -> str:
+        return str(self.remap)
+
+    def inverse(self) -> Transform:
+        remap = self.remap.inverse()
+        assert isinstance(remap, TableTransform), remap
+        return dataclasses.replace(self, remap=remap, is_inverse=not self.is_inverse)

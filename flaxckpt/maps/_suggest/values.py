@@ -1,0 +1,213 @@
+"""Changes of values that names and shapes do not show, but the tables of maps know."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from flaxckpt import errors
+from flaxckpt._state.leaf import LeafTable
+from flaxckpt._types import LeafPath
+from flaxckpt.formats._reader import Stored
+from flaxckpt.maps import _detect, _gguf
+from flaxckpt.maps._families import FAMILIES
+from flaxckpt.maps._family import Family, Tensor
+from flaxckpt.transforms import Transform
+from flaxckpt.transforms import _base as _transforms
+from flaxckpt.transforms._names import parse_name
+
+# ---- GGUF files ---------------------------------------------------------------------
+
+
+class Published(NamedTuple):
+    """A checkpoint with the names and values that Hugging Face publishes.
+
+    Attributes:
+        transforms: The transforms to them; empty unless it is a GGUF file.
+        table: The leaves after these transforms.
+        doubt: The reason why values may differ from those published; empty if none.
+    """
+
+    transforms: tuple[Transform, ...]
+    table: LeafTable
+    doubt: str = ""
+
+
+def publish(stored: Stored, wanted: Iterable[LeafPath]) -> Published:
+    """Undoes the changes of values in a GGUF file, if its architecture is known.
+
+    A state with the names of llama.cpp gets the values as they are.
+
+    Args:
+        stored: The checkpoint.
+        wanted: The leaf paths of the state.
+    """
+    as_stored = Published((), stored.table)
+    if stored.metadata.format != _gguf.FORMAT:
+        return as_stored
+    if any(end in stored.table for path in wanted for end in _ends(path)):
+        return as_stored
+    try:
+        transforms = _detect.detect_stored(stored).transforms
+        return Published(transforms, _transforms.apply(transforms, stored.table))
+    except errors.OptionError as error:
+        doubt = (
+            "llama.cpp stores some tensors with other values than were published, such"
+            f" as norms plus 1, and this file has no map: {errors.one_line(error, 200)}"
+        )
+        return as_stored._replace(doubt=doubt)
+
+
+def _ends(path: LeafPath) -> Iterator[LeafPath]:
+    """Yields a path, and its ends."""
+    yield path
+    for match in re.finditer("/", path):
+        yield path[match.end() :]
+
+
+# ---- layouts ------------------------------------------------------------------------
+
+_ENOUGH = 0.9
+"""The fraction of the leaves in a container that shows its layout."""
+
+
+_LARGE = re.compile("(?<![0-9])([2-9]|[1-9][0-9]+)(?![0-9])")
+"""Numbers of layers but the first two: leaves of the others are alike."""
+
+
+class Change(NamedTuple):
+    """The changes of the values of a leaf in the layouts that it may belong to.
+
+    Attributes:
+        layouts: A change -> the layouts with it, each with its families.
+    """
+
+    layouts: Mapping[str, Mapping[str, Sequence[str]]]
+
+    @property
+    def texts(self) -> frozenset[str]:
+        """The changes, without the layouts."""
+        return frozenset(self.layouts)
+
+    def __str__(self) -> str:
+        listed = ", or ".join(
+            f"{text} in {' and '.join(_say(*layout) for layout in layouts.items())}"
+            for text, layouts in self.layouts.items()
+        )
+        return f"values may be {listed}, which shapes do not show"
+
+
+def _say(target: str, families: Sequence[str]) -> str:
+    return f"{target} of {', '.join(families)}"
+
+
+def find_changes(paths: Iterable[LeafPath]) -> dict[LeafPath, Change]:
+    """Returns leaf path -> the change of its values in the layout that it belongs to.
+
+    Args:
+        paths: The leaf paths of a model.
+    """
+    alike: dict[str, list[LeafPath]] = defaultdict(list)
+    for path in paths:
+        alike[_LARGE.sub("2", path)].append(path)
+    fitting: dict[LeafPath, list[_Fit]] = defaultdict(list)
+    for layout in _layouts():
+        for container, rows in _matches(layout, alike).items():
+            count = sum(len(alike[name]) for name in rows)
+            below = f"{container}/" if container else ""
+            inside = sum(len(p) for n, p in alike.items() if n.startswith(below))
+            if count >= _ENOUGH * inside:
+                fitting[container].append(_Fit(count, layout, rows))
+    found: dict[str, dict[str, dict[str, list[str]]]] = {}
+    for fits in fitting.values():
+        most = max(fit.size for fit in fits)
+        for fit in fits:
+            for name, texts in fit.rows.items() if fit.size == most else ():
+                for text in texts:
+                    layouts = found.setdefault(name, {}).setdefault(text, {})
+                    layouts.setdefault(fit.layout.target, []).append(fit.layout.family)
+    return {
+        path: Change(layouts) for name, layouts in found.items() for path in alike[name]
+    }
+
+
+class _Layout(NamedTuple):
+    """A target layout of a family.
+
+    Attributes:
+        family: The name of the family.
+        target: The name of the layout.
+        rows: The pattern of each row's target, with the changes of its values.
+    """
+
+    family: str
+    target: str
+    rows: Sequence[tuple[re.Pattern[str], tuple[str, ...]]]
+
+
+class _Fit(NamedTuple):
+    """A layout that the leaves of a container may have.
+
+    Attributes:
+        size: The number of its leaves there.
+        layout: The layout.
+        rows: Name of a leaf -> the changes of its values.
+    """
+
+    size: int
+    layout: _Layout
+    rows: Mapping[str, tuple[str, ...]]
+
+
+@functools.cache
+def _layouts() -> tuple[_Layout, ...]:
+    """Returns all layouts of all families."""
+    return tuple(
+        _Layout(
+            family.name,
+            target,
+            [
+                (parse_name(tensor.target).pattern, _changes(tensor, tensors, family))
+                for tensor in tensors
+            ],
+        )
+        for family in FAMILIES
+        for target, tensors in family.tables.items()
+    )
+
+
+def _changes(
+    tensor: Tensor, table: Sequence[Tensor], family: Family
+) -> tuple[str, ...]:
+    """Returns the changes of the values of a tensor in a layout."""
+    changes = []
+    if tensor.times is not None:
+        size = str(family.sizes[tensor.times]).partition("|")[0]
+        changes.append(f"multiplied by {size} ** {tensor.exponent:g}")
+    if tensor.plus:
+        changes.append(f"greater by {tensor.plus:g}")
+    changes += [
+        f"reordered by {other.form!r} if {other.when}"
+        for other in table
+        if other.target == tensor.target
+        and other.form != tensor.form
+        and not other.when.startswith("not ")
+    ]
+    return tuple(changes)
+
+
+def _matches(
+    layout: _Layout, names: Iterable[str]
+) -> dict[LeafPath, dict[str, tuple[str, ...]]]:
+    """Returns container -> name of a leaf of the layout in it -> its changes."""
+    found: dict[LeafPath, dict[str, tuple[str, ...]]] = defaultdict(dict)
+    for name in names:
+        for end in _ends(name):
+            rows = [texts for pattern, texts in layout.rows if pattern.fullmatch(end)]
+            if rows:
+                container = name.removesuffix(end).rstrip("/")
+                found[container][name] = max(rows, key=len)
+    return found

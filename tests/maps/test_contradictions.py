@@ -1,0 +1,390 @@
+"""Configurations that contradict the tensors, and models that are found anyway."""
+
+import json
+import logging
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors import numpy as safetensors
+
+import flaxckpt
+from flaxckpt import errors, formats, maps
+from flaxckpt.maps import _named
+from flaxckpt.transforms import inverse
+from tests.helpers import published as hf
+
+TARGETS = ["linen", "tunix", "maxtext", "maxtext-scanned"]
+
+WRONG = {
+    "hidden_size": 48,
+    "vocab_size": 32,
+    "intermediate_size": 24,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "num_hidden_layers": 2,
+}
+"""A wrong value of each size."""
+
+
+@pytest.fixture
+def model(tmp_path):
+    return hf.write_llama(tmp_path / "published")
+
+
+def write(directory, tensors, config):
+    directory.mkdir()
+    safetensors.save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def check(error, *words):
+    text = str(error.value)
+    assert text.count("\n") < 15
+    for word in words:
+        assert word in text, text
+
+
+def nnx_of(params):
+    """Returns an NNX module with the leaves of nested dicts."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            for name, value in params.items():
+                setattr(self, name, nnx.data(jax.tree.map(nnx.Param, value)))
+
+    return Model()
+
+
+STATES = {"dict": lambda params: params, "NNX": nnx_of}
+
+
+# ---- sizes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", WRONG)
+@pytest.mark.parametrize("target", TARGETS)
+def test_wrong_sizes_are_refused_without_a_state(model, key, target):
+    config = hf.LLAMA | {key: WRONG[key]}
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.load(model, transforms=maps.llama(config, target=target))
+    check(caught, "model/")
+
+
+def test_the_error_names_tensors_and_both_sizes(model):
+    changes = maps.llama(hf.LLAMA | {"intermediate_size": 24}, target="linen")
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.load(model, transforms=changes)
+    check(
+        caught,
+        "9 tensors contradict the config of maps.llama",
+        "model/layers/0/mlp/down_proj/weight: wanted (hidden_size 24,"
+        " intermediate_size 24), found (24, 20)",
+        "these tensors have intermediate_size 20",
+    )
+
+
+@pytest.mark.parametrize("key", WRONG)
+@pytest.mark.parametrize(
+    ("kind", "target"), [("NNX", "tunix"), *(("dict", target) for target in TARGETS)]
+)
+def test_no_config_is_exported_that_contradicts_the_arrays(
+    tmp_path, model, key, target, kind
+):
+    params = flaxckpt.load(model, transforms=maps.llama(model, target=target))
+    flaxckpt.save(tmp_path / "x", {"params": STATES[kind](params)})
+    config = hf.LLAMA | {key: WRONG[key]}
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.export_huggingface(tmp_path / "x", tmp_path / "out", config=config)
+    check(caught)
+    assert not (tmp_path / "out").exists()
+
+
+def test_equal_products_of_heads_are_told_apart_where_arrays_show_them(tmp_path, model):
+    config = hf.LLAMA | {"num_attention_heads": 3, "num_key_value_heads": 2}
+    changes = maps.llama(model, target="linen", prefix="params")
+    flaxckpt.save(tmp_path / "x", flaxckpt.load(model, transforms=changes))
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.export_huggingface(tmp_path / "x", tmp_path / "out", config=config)
+    check(caught, "k_proj", "wanted", "16", "found (8, 24)")
+
+
+def test_a_list_as_the_map_is_compared_too(tmp_path, model):
+    changes = maps.llama(model, target="linen")
+    flaxckpt.save(tmp_path / "x", flaxckpt.load(model, transforms=changes))
+    with pytest.raises(errors.OptionError, match=r"wanted .*hidden_size 48"):
+        flaxckpt.export_huggingface(
+            tmp_path / "x",
+            tmp_path / "out",
+            map=changes,
+            config=hf.LLAMA | {"hidden_size": 48},
+        )
+
+
+# ---- vocabularies -------------------------------------------------------------------
+
+
+def save_grown(directory, model, target, rows, *, head_rows=None):
+    """Saves the parameters with more rows in the embedding and in the head."""
+    params = flaxckpt.load(model, transforms=maps.llama(model, target=target))
+
+    def grow(path, x):
+        text = jax.tree_util.keystr(path)
+        if "embed" not in text and "head" not in text and "logits" not in text:
+            return x
+        axis = x.shape.index(31)
+        count = head_rows if head_rows and "embed" not in text else rows
+        widths = [(0, count - 31 if i == axis else 0) for i in range(x.ndim)]
+        return np.pad(x, widths)
+
+    flaxckpt.save(directory, {"params": jax.tree_util.tree_map_with_path(grow, params)})
+
+
+@pytest.mark.parametrize("target", ["linen", "tunix"])
+def test_a_grown_vocabulary_is_in_the_exported_config(tmp_path, model, target, caplog):
+    save_grown(tmp_path / "x", model, target, 40)
+    with caplog.at_level(logging.WARNING):
+        flaxckpt.export_huggingface(tmp_path / "x", tmp_path / "out", config=model)
+    assert "config.json gets vocab_size 40, not 31" in caplog.text
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config == hf.LLAMA | {"vocab_size": 40}
+    assert flaxckpt.metadata(tmp_path / "out").leaves[
+        "model/embed_tokens/weight"
+    ].shape == (40, 24)
+
+
+def test_embedding_and_head_must_grow_alike(tmp_path, model):
+    save_grown(tmp_path / "x", model, "linen", 40, head_rows=39)
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.export_huggingface(tmp_path / "x", tmp_path / "out", config=model)
+    check(caught, "lm_head/weight: wanted (vocab_size 31", "found (39, 24)")
+
+
+def test_a_vocabulary_that_maxtext_pads_is_refused_with_advice(tmp_path, model):
+    save_grown(tmp_path / "x", model, "maxtext", 128)
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.export_huggingface(tmp_path / "x", tmp_path / "out", config=model)
+    check(caught, "found (128, 24)", "slice(pattern, shape), to 31 rows")
+    flaxckpt.export_huggingface(
+        tmp_path / "x",
+        tmp_path / "out",
+        config=model,
+        transforms=[
+            flaxckpt.transforms.slice(".*token_embedder/embedding", (31, None)),
+            flaxckpt.transforms.slice(".*logits_dense/kernel", (None, 31)),
+        ],
+    )
+    assert json.loads((tmp_path / "out/config.json").read_text()) == hf.LLAMA
+
+
+# ---- dtypes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"]])
+def test_the_key_of_the_dtype_stays(tmp_path, model, keys):
+    config = {k: v for k, v in hf.LLAMA.items() if k != "torch_dtype"}
+    changes = maps.llama(model, target="linen")
+    flaxckpt.save(tmp_path / "x", flaxckpt.load(model, transforms=changes))
+    for name, has in (("a", keys), ("b", [])):
+        flaxckpt.export_huggingface(
+            tmp_path / "x",
+            tmp_path / name,
+            config=config | dict.fromkeys(has, "float32"),
+            dtype="bfloat16",
+        )
+        found = json.loads((tmp_path / name / "config.json").read_text())
+        assert found == config | dict.fromkeys(has or ["dtype"], "bfloat16")
+
+
+# ---- ties ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_head_of_a_tied_model_names_the_key(tmp_path, model, target):
+    """In the checkpoint, and on the way back."""
+    tied = hf.LLAMA | {"tie_word_embeddings": True}
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.load(model, transforms=maps.llama(tied, target=target))
+    check(caught, "lm_head/weight", "found tie_word_embeddings True")
+    changes = maps.llama(model, target=target, prefix="params")
+    flaxckpt.save(tmp_path / "x", flaxckpt.load(model, transforms=changes))
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.export_huggingface(tmp_path / "x", tmp_path / "out", config=tied)
+    check(caught, "tie_word_embeddings is False")
+    flaxckpt.export_huggingface(tmp_path / "x", tmp_path / "out", config=hf.LLAMA)
+
+
+# ---- finding ------------------------------------------------------------------------
+
+
+def test_a_config_without_model_type_has_the_family_that_is_asked_for(model):
+    config = {k: v for k, v in hf.LLAMA.items() if k != "model_type"}
+    (model / "config.json").write_text(json.dumps(config))
+    params = flaxckpt.load(model, transforms=maps.llama(hf.LLAMA, target="tunix"))
+    with pytest.raises(errors.OptionError) as caught:
+        maps.find(model, params)
+    check(caught, "no model_type", "'llama'")
+    found = _named.find_for_state("llama", model, params)
+    jax.tree.map(
+        np.testing.assert_array_equal, flaxckpt.load(model, transforms=found), params
+    )
+    assert _named.find_for_layout("llama", model, "tunix")
+
+
+def test_a_base_model_alone_names_the_option(tmp_path, model):
+    alone = hf.write_llama(tmp_path / "alone", base_alone=True)
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.load(alone, transforms=maps.llama(alone, target="linen"))
+    check(caught, "found embed_tokens/weight: pass source_base=''")
+    whole = maps.llama(model, target="linen", source_base="", target_base="")
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.load(model, transforms=whole)
+    check(caught, "found model/embed_tokens/weight: leave source_base='' out")
+    bases = {"source_base": "", "target_base": ""}
+    params = flaxckpt.load(alone, transforms=maps.llama(alone, target="linen", **bases))
+    flaxckpt.save(tmp_path / "x", params)
+    back = inverse(maps.llama(alone, target="linen", source_base=""))
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.load(tmp_path / "x", transforms=back)
+    check(caught, "found embed_tokens/embedding: pass target_base=''")
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_state_of_other_sizes_is_refused_with_shapes(model, kind):
+    params = flaxckpt.load(model, transforms=maps.llama(model, target="tunix"))
+    wrong = jax.tree.map(lambda x: np.zeros([*x.shape[:-1], x.shape[-1] + 1]), params)
+    with pytest.raises(errors.OptionError) as caught:
+        maps.find(model, STATES[kind](wrong))
+    check(caught, "embedder/input_embedding (31, 25), found (31, 24)")
+
+
+def test_a_checkpoint_that_contradicts_its_config_is_refused_with_tensors(model):
+    params = flaxckpt.load(model, transforms=maps.llama(model, target="tunix"))
+    wrong = hf.LLAMA | {"intermediate_size": 24}
+    (model / "config.json").write_text(json.dumps(wrong))
+    with pytest.raises(errors.OptionError) as caught:
+        maps.find(model, params)
+    check(caught, "intermediate_size 24), found (24, 20)")
+
+
+def test_a_checkpoint_in_the_place_of_a_config_is_named(model):
+    with pytest.raises(errors.OptionError) as caught:
+        maps.llama(model / "model.safetensors", target="linen")
+    check(caught, "is a checkpoint, not a configuration", "pass the path of its config")
+
+
+# ---- Gemma 2 with an odd number of layers, Gemma 3 with images ----------------------
+
+GEMMA = {
+    "model_type": "gemma2",
+    "hidden_size": 6,
+    "intermediate_size": 5,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "vocab_size": 11,
+}
+
+
+def gemma(begin="model.", *, norms=()):
+    shapes = {"embed_tokens": (11, 6), "norm": (6,)}
+    for i in range(3):
+        layer = {
+            **{
+                f"self_attn.{p}_proj": (n, 6) for p, n in (("q", 8), ("k", 4), ("v", 4))
+            },
+            "self_attn.o_proj": (6, 8),
+            **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (5, 6)),
+            "mlp.down_proj": (6, 5),
+            **dict.fromkeys((f"self_attn.{norm}" for norm in norms), (4,)),
+        }
+        for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            layer[f"{norm}_layernorm"] = (6,)
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    rng = np.random.default_rng(0)
+    return {
+        f"{begin}{name}.weight": rng.normal(size=shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def test_an_odd_number_of_layers_hides_no_other_layout(tmp_path):
+    source = write(tmp_path / "gemma", gemma(), GEMMA)
+    changes = maps.gemma2(source, target="tunix", prefix="params")
+    state = flaxckpt.load(source, transforms=changes)
+    assert list(map(str, maps.find(source, state))) == list(map(str, changes))
+    flaxckpt.save(tmp_path / "x", state)
+    flaxckpt.export_huggingface(tmp_path / "x", tmp_path / "out", config=source)
+    assert safetensors.load_file(tmp_path / "out/model.safetensors").keys() == (
+        gemma().keys()
+    )
+    with pytest.raises(errors.OptionError, match="3 of the config is not divisible"):
+        flaxckpt.export_huggingface(
+            tmp_path / "x", tmp_path / "other", config=source, target="maxtext"
+        )
+
+
+@pytest.mark.parametrize("begin", ["language_model.model.", "model.language_model."])
+def test_the_language_model_of_gemma_3_is_found(tmp_path, begin):
+    text = {k: v for k, v in GEMMA.items() if k != "vocab_size"}
+    text["model_type"] = "gemma3_text"
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
+    norms = ("q_norm", "k_norm")
+    tensors = gemma(begin, norms=norms)
+    vision = {"vision_tower.vision_model.embeddings.weight": np.ones(3, np.float32)}
+    source = write(tmp_path / "gemma", tensors | vision, config)
+    assert "1 leaves of other parts are left out" in maps.detect(source).evidence
+    alone = write(tmp_path / "alone", gemma(norms=norms), text)
+    wanted = flaxckpt.load(alone, transforms=maps.gemma3(text, target="tunix"))
+    changes = maps.find(source, wanted)
+    found = flaxckpt.load(source, wanted, transforms=changes)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    with pytest.raises(errors.OptionError) as caught:
+        maps.gemma3(source, target="tunix")
+    check(caught, "config['text_config']")
+    flaxckpt.save(tmp_path / "x", found)
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.export_huggingface(tmp_path / "x", tmp_path / "out", config=source)
+    check(caught, "pass config['text_config']")
+    flaxckpt.export_huggingface(tmp_path / "x", tmp_path / "out", config=text)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}]
+)
+def test_dense_layers_among_experts_are_refused(changed):
+    config = GEMMA | {"model_type": "qwen3_moe", "num_experts": 4}
+    assert maps.qwen3_moe(config | {"mlp_only_layers": []}, target="tunix")
+    for target in maps.qwen3_moe.targets:
+        with pytest.raises(errors.OptionError) as caught:
+            maps.qwen3_moe(config | changed, target=target)
+        check(caught, *changed, "layers without experts")
+
+
+# ---- files beside each other --------------------------------------------------------
+
+
+def test_a_consolidated_copy_is_left_aside(model):
+    other = {"layers.0.attention.wq.weight": np.ones((2, 2), np.float32)}
+    safetensors.save_file(other, model / "consolidated.safetensors")
+    assert "model.safetensors" in str(formats.detect(model))
+    leaves = flaxckpt.load(model, transforms=maps.llama(model, target="linen"))
+    assert "model" in leaves
+    (model / "model.safetensors").unlink()
+    assert flaxckpt.load(model).keys() == {"layers"}
+    safetensors.save_file(other, model / "other.safetensors")
+    safetensors.save_file(other, model / "third.safetensors")
+    with pytest.raises(errors.CheckpointFormatError, match="several"):
+        flaxckpt.load(model)
+
+
+def test_a_model_of_pickles_alone_is_refused_with_advice(model):
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(b"PK\x03\x04archive/data.pkl")
+    with pytest.raises(errors.CheckpointFormatError) as caught:
+        maps.detect(model)
+    check(caught, "pytorch_model.bin", "safetensors", "save_pretrained")

@@ -1,0 +1,333 @@
+"""Maps refuse what they would lose: other heads, copies that differ, wrong sizes."""
+
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import FrozenDict
+
+import flaxckpt
+from flaxckpt import errors, maps
+from flaxckpt.transforms import drop, inverse, merge_lora, remap
+
+safetensors = pytest.importorskip("safetensors.numpy", reason="needs safetensors")
+
+HEAD, EMBEDDING = "lm_head/weight", "model/embed_tokens/weight"
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 6,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": True,
+}
+UNTIED = {**CONFIG, "tie_word_embeddings": False}
+
+
+def published(layers=2):
+    """Returns the tensors of a tied Llama, by leaf path."""
+    rng = np.random.default_rng(0)
+    shapes = {EMBEDDING: (11, 6), "model/norm/weight": (6,)}
+    for i in range(layers):
+        layer = f"model/layers/{i}"
+        for name, shape in (
+            ("self_attn/q_proj", (8, 6)),
+            ("self_attn/k_proj", (4, 6)),
+            ("self_attn/v_proj", (4, 6)),
+            ("self_attn/o_proj", (6, 8)),
+            ("mlp/gate_proj", (5, 6)),
+            ("mlp/up_proj", (5, 6)),
+            ("mlp/down_proj", (6, 5)),
+            ("input_layernorm", (6,)),
+            ("post_attention_layernorm", (6,)),
+        ):
+            shapes[f"{layer}/{name}/weight"] = shape
+    return {path: rng.normal(size=shape).astype("f4") for path, shape in shapes.items()}
+
+
+def write(directory, tensors, config=CONFIG):
+    """Writes a model as published, and returns its directory."""
+    directory.mkdir()
+    named = {path.replace("/", "."): value for path, value in tensors.items()}
+    safetensors.save_file(named, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def flatten(tree):
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def assert_equal(wanted, found):
+    wanted, found = flatten(wanted), flatten(found)
+    assert sorted(wanted) == sorted(found)
+    for path, leaf in wanted.items():
+        np.testing.assert_array_equal(leaf, found[path], err_msg=path)
+
+
+# ---- copies -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", maps.llama.targets)
+def test_a_head_that_equals_the_tied_embedding_is_left_out(tmp_path, target):
+    tensors = published()
+    twice = write(tmp_path / "twice", {**tensors, HEAD: tensors[EMBEDDING]})
+    changes = maps.llama(twice, target=target)
+    found = flaxckpt.load(twice, transforms=changes)
+    once = write(tmp_path / "once", tensors)
+    assert_equal(flaxckpt.load(once, transforms=changes), found)
+    flaxckpt.save(tmp_path / "own", found)
+    back = flatten(flaxckpt.load(tmp_path / "own", transforms=inverse(changes)))
+    assert sorted(back) == sorted(tensors)
+
+
+@pytest.mark.parametrize("target", maps.llama.targets)
+def test_a_head_that_differs_from_the_tied_embedding_is_refused(tmp_path, target):
+    tensors = published()
+    head = tensors[EMBEDDING].copy()
+    head[3, 4] += 1e-6
+    source = write(tmp_path / "source", {**tensors, HEAD: head})
+    changes = maps.llama(source, target=target)
+    with pytest.raises(errors.OptionError, match="1 of 66 elements") as caught:
+        flaxckpt.load(source, transforms=changes)
+    assert "tie_word_embeddings: False" in str(caught.value)
+    assert HEAD in str(caught.value)
+    assert EMBEDDING in str(caught.value)
+    assert str(caught.value).count("\n") < 15
+    left_out = flaxckpt.load(source, transforms=[drop(HEAD), *changes])
+    once = write(tmp_path / "once", tensors)
+    assert_equal(flaxckpt.load(once, transforms=changes), left_out)
+    kept = maps.llama(UNTIED, target=target)
+    leaves = flatten(flaxckpt.load(source, transforms=kept)).values()
+    assert any(leaf.T.shape == (11, 6) and (head == leaf.T).all() for leaf in leaves)
+
+
+@pytest.mark.parametrize("other", [np.zeros((12, 6), "f4"), np.zeros((11, 6), "f2")])
+def test_a_head_of_another_form_is_refused_in_the_plan(tmp_path, other):
+    source = write(tmp_path / "source", {**published(), HEAD: other})
+    changes = maps.llama(source, target="tunix")
+    with pytest.raises(errors.OptionError, match="tie_word_embeddings: False"):
+        flaxckpt.plan(source, {"a": "float32[1]"}, transforms=changes)
+
+
+COPIES = [(name, *pair) for name in maps.__all__ for pair in getattr(
+    getattr(maps, name), "copies", {}
+).items()]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "copy", "kept"), COPIES)
+def test_all_copies_are_tensors_with_a_row(family, copy, kept):
+    """The copy itself may have a row in untied models; the kept one always has."""
+    patterns = getattr(maps, family).source_patterns
+    assert any(p.fullmatch(kept.replace(".", "/")) for p in patterns)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "roberta", "t5", "whisper"])
+def test_copies_of_encoders_are_compared(family):
+    [copies] = [
+        change
+        for change in getattr(maps, family)(CONFIGS[family], target="linen")
+        if str(change).endswith(".copies()")
+    ]
+    assert [path.replace("/", ".") for path in copies.pairs] == [
+        *getattr(maps, family).copies
+    ]
+
+
+CONFIGS = {
+    "gpt2": {"n_layer": 1},
+    "bert": {"num_hidden_layers": 1},
+    "roberta": {"num_hidden_layers": 1},
+    "t5": {"num_layers": 1},
+    "whisper": {"encoder_layers": 1, "decoder_layers": 1},
+}
+
+
+def test_a_head_that_peft_has_trained_is_refused_for_tied_models(tmp_path):
+    """`modules_to_save=["lm_head"]` saves the head whole."""
+    tensors = published()
+    source = write(tmp_path / "source", tensors)
+    q = "base_model.model.model.layers.0.self_attn.q_proj"
+    adapter = {
+        f"{q}.lora_A.weight": np.ones((1, 6), "f4"),
+        f"{q}.lora_B.weight": np.ones((8, 1), "f4"),
+        "base_model.model.lm_head.weight": tensors[EMBEDDING] + 1,
+    }
+    settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 1}
+    (tmp_path / "adapter").mkdir()
+    safetensors.save_file(adapter, tmp_path / "adapter/adapter_model.safetensors")
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(settings))
+    merged = merge_lora(tmp_path / "adapter")
+    changes = [merged, *maps.llama(source, target="linen")]
+    with pytest.raises(errors.OptionError, match="tie_word_embeddings: False"):
+        flaxckpt.load(source, transforms=changes)
+    changes = [merged, *maps.llama(UNTIED, target="linen")]
+    found = flaxckpt.load(source, transforms=changes)["lm_head"]["kernel"]
+    np.testing.assert_array_equal(tensors[EMBEDDING] + 1, found.T)
+
+
+# ---- other leaves -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", maps.llama.targets)
+@pytest.mark.parametrize("extra", ["score/weight", "v_head", "model/layers/0/x/weight"])
+def test_leaves_that_no_row_has_are_refused_wherever_they_are(tmp_path, target, extra):
+    tensors = {**published(), extra: np.ones((2, 6), "f4")}
+    source = write(tmp_path / "source", tensors)
+    changes = maps.llama(source, target=target)
+    with pytest.raises(errors.OptionError, match=f"no row for 1 leaves:\n  {extra}"):
+        flaxckpt.load(source, transforms=changes)
+    flaxckpt.load(source, transforms=[drop(extra), *changes])
+
+
+STATES = {
+    "dict": lambda params: {"params": params},
+    "FrozenDict": lambda params: FrozenDict({"params": params}),
+    "nnx": lambda params: {
+        "params": nnx.State(jax.tree.map(lambda x: nnx.Param(jnp.asarray(x)), params))
+    },
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_leaves_outside_the_parameters_stay_on_the_way_back(tmp_path, kind):
+    tensors = published()
+    source = write(tmp_path / "source", tensors)
+    changes = maps.llama(source, target="tunix", prefix="params")
+    params = flaxckpt.load(source, transforms=changes)["params"]
+    opt_state = optax.adamw(1e-3).init(params)
+    state = {
+        **STATES[kind](params),
+        "opt_state": opt_state,
+        "step": 3,
+        "key": jax.random.key(0),
+        "batch_stats": {"mean": np.ones(3)},
+    }
+    flaxckpt.save(tmp_path / "run", state)
+    back = flatten(
+        flaxckpt.load(tmp_path / "run", transforms=inverse(changes))["model"]
+    )
+    for path, leaf in tensors.items():
+        name = path.removeprefix("model/")
+        np.testing.assert_array_equal(leaf, back[name], err_msg=name)
+
+
+@pytest.mark.parametrize("target", ["linen", "tunix"])
+@pytest.mark.parametrize("options", [{}, {"target": "linen", "prefix": "params"}])
+def test_a_head_that_a_tied_model_does_not_have_is_not_exported(
+    tmp_path, target, options
+):
+    """Gemma has all its tied parameters in `model`, and the head beside it."""
+    config = {**CONFIG, "model_type": "gemma"}
+    source = write(tmp_path / "source", published(), config)
+    changes = maps.gemma(source, target=target, prefix="params")
+    state = flaxckpt.load(source, transforms=changes)
+    state["params"]["lm_head"] = {"kernel": np.ones((6, 11), "f4")}
+    flaxckpt.save(tmp_path / "run", {**state, "step": 1})
+    with pytest.raises(errors.OptionError, match="1 leaves:\n  params/lm_head/kernel"):
+        flaxckpt.load(tmp_path / "run", transforms=inverse(changes))
+    options = {**options, "target": target} if options else {}
+    with pytest.raises(errors.OptionError, match="lm_head/kernel"):
+        flaxckpt.export_huggingface(
+            tmp_path / "run", tmp_path / "out", config=source, **options
+        )
+    flaxckpt.export_huggingface(
+        tmp_path / "run",
+        tmp_path / "out",
+        config=source,
+        transforms=[drop("params/lm_head/kernel")],
+    )
+
+
+def test_a_table_of_the_user_is_checked_as_strictly(tmp_path):
+    table = [("model/embed", "params/embed"), ("model/norm", "params/norm")]
+    change = remap(table, rest="error")
+    model = {"embed": np.ones(3), "norm": np.ones(2)}
+    state = {"model": model, "step": 3, "head": np.ones(2)}
+    flaxckpt.save(tmp_path / "c", state)
+    with pytest.raises(errors.OptionError, match=r"1 leaves:\n  head: [^$]*rest=.keep"):
+        flaxckpt.load(tmp_path / "c", transforms=[change])
+    found = flaxckpt.load(tmp_path / "c", transforms=[drop("head"), change])
+    assert found.keys() == {"params", "step"}
+    flaxckpt.save(tmp_path / "own", {**found, "batch_stats": np.ones(2)})
+    back = flaxckpt.load(tmp_path / "own", transforms=[change.inverse()])
+    assert_equal({"model": model, "step": 3, "batch_stats": np.ones(2)}, back)
+
+
+# ---- sizes --------------------------------------------------------------------------
+
+BILLION = 10**9
+
+
+def seconds_to_refuse(load):
+    start = time.monotonic()
+    with pytest.raises(errors.OptionError, match="leaves are missing") as caught:
+        load()
+    message = str(caught.value)
+    assert "more" in message
+    assert message.count("\n") < 15
+    return time.monotonic() - start, message
+
+
+@pytest.mark.parametrize("target", maps.llama.targets)
+def test_a_wrong_number_of_layers_costs_no_time(tmp_path, target):
+    source = write(tmp_path / "source", published())
+    huge = {**CONFIG, "num_hidden_layers": BILLION}
+    changes = maps.llama(huge, target=target)
+    seconds, message = seconds_to_refuse(
+        lambda: flaxckpt.load(source, transforms=changes)
+    )
+    assert seconds < 20
+    assert f"{9 * (BILLION - 2)} leaves are missing" in message
+    assert "\n  model/layers/2/" in message
+    own = maps.llama(CONFIG, target=target)
+    flaxckpt.save(tmp_path / "own", flaxckpt.load(source, transforms=own))
+    start = time.monotonic()
+    with pytest.raises(errors.OptionError):
+        flaxckpt.load(tmp_path / "own", transforms=inverse(changes))
+    with pytest.raises(errors.OptionError):
+        flaxckpt.export_huggingface(tmp_path / "own", tmp_path / "out", config=huge)
+    assert time.monotonic() - start < 60
+
+
+STACK = ("l/{i}/e/{j}", "l/{i}/e", "j a -> j a")
+
+
+@pytest.mark.parametrize(
+    ("row", "count"),
+    [
+        (("l/{i}/e/{j}", "l/{i}/e/{j}"), BILLION**2 - 6),
+        (STACK, BILLION**2 - 6),
+        ((*STACK, True), 2 * BILLION - 6),  # optional: layers may lack all of them
+        (("l/{i}/e/{j}", "e", "j i a -> i j a"), BILLION**2 - 6),
+        (("l/{i}/{c:e|f}/{j}", "l/{i}/{c:g|h}/{j}"), 2 * BILLION**2 - 6),
+    ],
+)
+def test_missing_leaves_of_huge_tables_are_counted(tmp_path, row, count):
+    leaves = {str(i): {"e": {str(j): np.ones(2) for j in range(3)}} for i in range(2)}
+    flaxckpt.save(tmp_path / "c", {"l": leaves})
+    change = remap([row], i=BILLION, j=BILLION)
+    seconds, message = seconds_to_refuse(
+        lambda: flaxckpt.load(tmp_path / "c", transforms=[change])
+    )
+    assert seconds < 20
+    assert f"{count} leaves are missing" in message
+
+
+def test_a_number_in_the_checkpoint_may_be_huge_as_well(tmp_path):
+    state = {"l": {"0": np.ones(2), str(BILLION - 1): np.ones(2)}}
+    flaxckpt.save(tmp_path / "c", state)
+    seconds, message = seconds_to_refuse(
+        lambda: flaxckpt.load(tmp_path / "c", transforms=[remap([("l/{i}", "x")])])
+    )
+    assert seconds < 20
+    assert f"{BILLION - 2} leaves are missing:\n  l/1" in message

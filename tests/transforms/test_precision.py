@@ -1,0 +1,212 @@
+"""Computed floats are rounded once, to the type of the state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxckpt
+from flaxckpt.transforms import (
+    cast,
+    grow,
+    map_leaf,
+    merge_lora,
+    offset,
+    pad,
+    permute,
+    remap,
+    rename,
+    reshape,
+    scale,
+    split,
+    stack,
+    tie,
+    transpose,
+)
+from tests.transforms.states import state_of, table_of
+
+RANDOM = np.random.default_rng(0)
+SMALL = (RANDOM.standard_normal((4, 6)) / 8).astype("bfloat16")
+SINGLE = SMALL.astype(np.float32)
+THIRD = np.float32(1 / 3)
+
+
+def restored(tmp_path, state, changes, dtype, names=("a",)):
+    """Saves a state, and restores leaves of other types through `changes`."""
+    path = tmp_path / "c"
+    if not path.exists():
+        flaxckpt.save(path, state)
+    loaded = flaxckpt.load(path, transforms=changes)
+    shapes = {path: value.shape for path, value in table_of(loaded).items()}
+    if dtype is None:
+        return [np.asarray(table_of(loaded)[name]) for name in names]
+    wanted = {name: jax.ShapeDtypeStruct(shapes[name], dtype) for name in names}
+    found = flaxckpt.load(path, wanted, transforms=changes)
+    return [np.asarray(found[name]) for name in names]
+
+
+CHANGES = {
+    "offset": ([offset("a", 1.0)], SINGLE + 1),
+    "scale": ([scale("a", 1 / 3)], SINGLE * THIRD),
+    "pad": ([pad("a", (5, 6), value=0.1)], np.pad(SINGLE, ((0, 1), (0, 0)))),
+    "then transpose": ([offset("a", 1.0), transpose("a")], (SINGLE + 1).T),
+    "then permute": (
+        [offset("a", 1.0), permute("a", [3, 1, 0, 2])],
+        (SINGLE + 1)[[3, 1, 0, 2]],
+    ),
+    "then reshape": ([scale("a", 1 / 3), reshape("a", (-1,))], SINGLE.ravel() * THIRD),
+    "then remap": (
+        [scale("a", 1 / 3), remap([("a", "a", "x (y z) -> y z x")], y=2)],
+        (SINGLE * THIRD).reshape(4, 2, 3).transpose(1, 2, 0),
+    ),
+    "remap first": (
+        [remap([("a", "a", "x y -> y x")]), offset("a", 1.0)],
+        SINGLE.T + 1,
+    ),
+    "a cast between": (
+        [offset("a", 1.0), cast("a", "bfloat16"), scale("a", 0.5)],
+        (SINGLE + 1) * np.float32(0.5),
+    ),
+    "twice": ([scale("a", 1 / 3), scale("a", 4)], SINGLE * THIRD * 4),
+}
+CHANGES["pad"][1][4] = np.float32(0.1)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_wider_state_gets_what_numpy_computes_in_its_type(tmp_path, name):
+    changes, wanted = CHANGES[name]
+    [found] = restored(tmp_path, {"a": SMALL}, changes, "float32")
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(wanted, found)
+    assert np.any(wanted != wanted.astype("bfloat16").astype("f4"))  # else no proof
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
+def test_narrow_results_are_rounded_once(tmp_path, name, dtype):
+    changes, wanted = CHANGES[name]
+    [found] = restored(tmp_path, {"a": SMALL}, changes, dtype)
+    assert found.dtype == (dtype or "bfloat16")
+    np.testing.assert_array_equal(wanted.astype(found.dtype), found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", None])
+def test_a_single_state_for_narrower_or_equal_types_is_rounded_once(tmp_path, dtype):
+    values = RANDOM.standard_normal((4, 6)).astype(np.float32)
+    [found] = restored(tmp_path, {"a": values}, [scale("a", 1 / 3)], dtype)
+    wanted = (values * THIRD).astype(dtype or "float32")
+    np.testing.assert_array_equal(wanted, found)
+
+
+def test_doubles_are_computed_in_doubles(tmp_path):
+    values = RANDOM.standard_normal(9)
+    [found] = restored(tmp_path, {"a": values}, [scale("a", 1 / 3)], None)
+    assert found.dtype == np.float64
+    np.testing.assert_array_equal(values * (1 / 3), found)
+    single = {"a": values.astype(np.float32)}
+    changes = [cast("a", "float64"), scale("a", 1 / 3)]
+    [found] = restored(tmp_path / "single", single, changes, None)
+    np.testing.assert_array_equal(single["a"] * np.float64(1 / 3), found)
+
+
+@pytest.mark.parametrize("small", ["bfloat16", "float8_e4m3fn", "float16"])
+def test_stacks_of_changed_and_unchanged_leaves(tmp_path, small):
+    a, b = SMALL.astype(small), (SMALL + 1).astype(small)
+    changes = [scale("l_0", 1 / 3), stack(r"l_(\d)", "l")]
+    [found] = restored(tmp_path, {"l_0": a, "l_1": b}, changes, "float32", ["l"])
+    wanted = np.stack([a.astype("f4") * THIRD, b.astype("f4")])
+    np.testing.assert_array_equal(wanted, found)
+
+
+def test_parts_and_ties_keep_what_was_computed(tmp_path):
+    changes = [offset("a|b", 1.0), tie("b", "a"), split("a", ["x", "y"], axis=0)]
+    state = {"a": SMALL, "b": SMALL}
+    found = restored(tmp_path, state, changes, "float32", ["x", "y"])
+    np.testing.assert_array_equal(SINGLE + 1, np.concatenate(found))
+
+
+def test_new_rows_are_the_mean_in_the_type_of_the_state(tmp_path):
+    [found] = restored(tmp_path, {"a": SMALL}, [grow("a", 0, 5)], "float32")
+    np.testing.assert_array_equal(SINGLE, found[:4])
+    np.testing.assert_allclose(SINGLE.mean(0), found[4], rtol=1e-6)
+    np.testing.assert_array_equal(
+        restored(tmp_path, {"a": SMALL}, [grow("a", 0, 5)], None)[0],
+        found.astype("bfloat16"),
+    )
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_adapters_are_merged_in_the_type_of_the_state(tmp_path, dtype):
+    a, b = SMALL[:, :1], SMALL[:1, :]  # of rank 1: each sum has one product
+    state = {"w": SMALL, "w_lora_a": a, "w_lora_b": b}
+    changes = [merge_lora(alpha=0.5), transpose("w")]
+    [found] = restored(tmp_path, state, changes, dtype, ["w"])
+    update = np.float32(0.5) * (a.astype("f4") @ b.astype("f4"))
+    wanted = (SINGLE + update).T  # a power of two: fused or not, one rounding
+    np.testing.assert_allclose(
+        wanted.astype(found.dtype).astype("f4"), found.astype("f4"), rtol=1e-7
+    )
+    assert dtype is None or np.any(found != found.astype("bfloat16").astype("f4"))
+
+
+def test_functions_of_the_user_get_the_type_of_the_leaf(tmp_path):
+    types = []
+
+    def halve(x):
+        types.append(x.dtype)
+        return x / 2
+
+    changes = [offset("a", 1.0), map_leaf("a", halve)]
+    [found] = restored(tmp_path, {"a": SMALL}, changes, "float32")
+    assert set(types) == {jnp.dtype("bfloat16")}
+    np.testing.assert_array_equal(
+        (SINGLE + 1).astype("bfloat16").astype("f4") / 2, found
+    )
+
+
+def test_casts_to_integers_are_not_skipped(tmp_path):
+    values = np.array([0.4, 1.6, 2.7], np.float32)
+    changes = [scale("a", 1.0), cast("a", "int32", lossy=True), scale("a", 2)]
+    [found] = restored(tmp_path, {"a": values}, changes, None)
+    assert found.tolist() == [0, 2, 4]
+
+
+@pytest.mark.parametrize("kind", ["dict", "FrozenDict", "nnx"])
+def test_states_of_all_kinds_get_their_type(tmp_path, kind):
+    """As a published model in bfloat16 fills a training state in float32."""
+    flaxckpt.save(tmp_path / "c", {"w": SMALL})
+    state = state_of(kind, {"w": jnp.zeros((4, 6))}, optax.adamw(1e-3))
+    changes = [rename("w", "params/w"), offset("params/w", 1.0)]
+    found = flaxckpt.load(tmp_path / "c", state, transforms=changes, missing="init")
+    found = table_of(found)["params/w"]
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(SINGLE + 1, found)
+
+
+ZEROS = np.array([[0.0, 0.0, 2**-16, 1e30]], "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "values"),
+    [
+        ([offset("w", 1.0)], np.append(SMALL, ZEROS[:, :3])),
+        ([scale("w", 48**0.5)], np.append(SMALL, [ZEROS, -ZEROS])),
+        ([scale("w", 1 / 3), reshape("w", (4, 8), from_shape=(32,))], None),
+    ],
+)
+def test_a_way_through_a_wider_state_gives_the_bits_of_the_source(
+    tmp_path, changes, values
+):
+    values = np.append(SMALL, [ZEROS, -ZEROS]) if values is None else values
+    flaxckpt.save(tmp_path / "c", {"w": values})
+    shape = flaxckpt.load(tmp_path / "c", transforms=changes)["w"].shape
+    wanted = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    state = flaxckpt.load(tmp_path / "c", wanted, transforms=changes)
+    flaxckpt.save(tmp_path / "run", state)
+    back = [change.inverse() for change in reversed(changes)]
+    flaxckpt.convert(
+        tmp_path / "run", tmp_path / "out", transforms=[*back, cast("w", "bfloat16")]
+    )
+    found = np.asarray(flaxckpt.load(tmp_path / "out")["w"])
+    assert found.tobytes() == values.tobytes()
