@@ -56,6 +56,7 @@ def stored_leaf(root: Path, info: LeafInfo, span: Span) -> StoredLeaf:
     """Returns the leaf of the checkpoint `root` with its values in `span`."""
 
     def open(context: ts.Context) -> ts.Future[ts.TensorStore]:
+        # Through the door: TensorStore is imported with the first array.
         return _arrays.byte_ranges.open(span, context)
 
     return StoredLeaf(root, info, open, span=span)

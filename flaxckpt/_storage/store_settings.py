@@ -64,6 +64,7 @@ def of(scheme: str, bucket: str) -> Bucket:
     options = _completed(scheme, chosen or StoreOptions())
     key = (f"{scheme}://{bucket}", options)
     if key not in _stores:
+        # Through the door: TensorStore is imported with the first bucket.
         _stores.setdefault(key, _storage.bucket.Bucket(scheme, bucket, options))
     return _stores[key]
 

@@ -79,6 +79,7 @@ def _make(name: str, hint: Any, default: Any) -> click.Parameter:
             meaning=declared.help,
             type=kind,
             nargs=-1 if is_list else 1,
+            callback=_to_list if is_list else None,
             required=is_required,
             default=None if is_required else default,
             metavar=metavar if is_required else f"[{metavar}]",
@@ -89,10 +90,18 @@ def _make(name: str, hint: Any, default: Any) -> click.Parameter:
         type=None if wanted is bool else kind,
         is_flag=wanted is bool,
         multiple=is_list,
+        callback=_to_list if is_list else None,
         default=() if is_list else default,
         metavar=declared.metavar,
         show_default=default not in (None, False),
     )
+
+
+def _to_list(
+    ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]
+) -> list[Any] | None:
+    """Returns the values of a repeated parameter; None without any."""
+    return list(values) or None
 
 
 def _parser(wanted: Any, least: float | None) -> click.ParamType[Any]:

@@ -50,6 +50,7 @@ def read(path: Path, item: Path) -> Stored:
         DamagedCheckpointError: A file is missing or malformed.
     """
     if not (item / items.TREE).is_file():
+        # Through the door: few checkpoints need its readers of arrays.
         return formats._orbax_aggregate.read(path, item)
     stamp = _storage.stamp(item / items.TREE)
     metadata = items.read_json(item / items.TREE, path)

@@ -70,6 +70,14 @@ def test_every_verb_has_json_and_help_with_an_example(verb, command):
     assert not line.endswith("...")
 
 
+def test_shells_complete_verbs():
+    script = run(_FLAXCKPT_COMPLETE="bash_source").stdout
+    assert "_FLAXCKPT_COMPLETE=bash_complete" in script
+    words = {"COMP_WORDS": "flaxckpt sh", "COMP_CWORD": "1"}
+    found = run(_FLAXCKPT_COMPLETE="bash_complete", **words)
+    assert found.stdout.split() == ["plain,show"]
+
+
 def test_exit_codes_of_the_process(here):
     found = run("verify", "run", "--json")
     assert (found.returncode, found.stderr) == (0, "")
