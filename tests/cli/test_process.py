@@ -70,14 +70,6 @@ def test_every_verb_has_json_and_help_with_an_example(verb, command):
     assert not line.endswith("...")
 
 
-def test_shells_complete_verbs():
-    script = run(_FLAXCKPT_COMPLETE="bash_source").stdout
-    assert "_FLAXCKPT_COMPLETE=bash_complete" in script
-    words = {"COMP_WORDS": "flaxckpt sh", "COMP_CWORD": "1"}
-    found = run(_FLAXCKPT_COMPLETE="bash_complete", **words)
-    assert found.stdout.split() == ["plain,show"]
-
-
 def test_exit_codes_of_the_process(here):
     found = run("verify", "run", "--json")
     assert (found.returncode, found.stderr) == (0, "")
@@ -154,9 +146,11 @@ def test_the_console_script_is_the_command():
 
 
 def test_shells_complete_verbs():
+    script = run(_FLAXCKPT_COMPLETE="bash_source").stdout
+    assert "_FLAXCKPT_COMPLETE=bash_complete" in script
     words = {"COMP_WORDS": "flaxckpt p", "COMP_CWORD": "1"}
-    found = run(_FLAXCKPT_COMPLETE="complete_bash", **words)
-    assert found.stdout.split() == ["plan", "prune", "pin"]
+    found = run(_FLAXCKPT_COMPLETE="bash_complete", **words)
+    assert found.stdout.split() == ["plain,plan", "plain,prune", "plain,pin"]
 
 
 def test_what_a_terminal_cannot_show_is_printed_all_the_same(here):
