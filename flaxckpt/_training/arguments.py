@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,8 +15,31 @@ from flaxckpt import errors
 from flaxckpt._types import JSON
 
 
-def is_number(state: Any) -> bool:
-    """Returns True if `state` is an array of a single number, without axes."""
+def is_time(step: int, state: Any, *, is_bound: bool) -> bool:
+    """Returns True if clu's call `hook(step, t)` passed the time for the state.
+
+    Args:
+        step: The step of the call.
+        state: The argument: a number, or an array of a single number without axes, is
+            a time.
+        is_bound: Whether a function returns the state.
+
+    Raises:
+        OptionError: A number was passed, and no function returns the state.
+    """
+    is_number = isinstance(state, numbers.Real)
+    if not is_number and not (is_bound and _is_number_array(state)):
+        return False
+    if isinstance(state, bool) or not is_bound:
+        raise errors.OptionError(
+            f"wanted a state at step {step}, got {state!r:.80}: call on_step(step,"
+            " state), or, for loops that call hook(step, t), pass the state with"
+            " on_step.bind(state=lambda: state)"
+        )
+    return True
+
+
+def _is_number_array(state: Any) -> bool:
     is_array = isinstance(state, jax.Array | np.ndarray) and state.ndim == 0
     return is_array and (
         jnp.issubdtype(state.dtype, np.floating)
@@ -49,6 +73,24 @@ def check_extra(others: Mapping[str, Any]) -> None:
             f"a CheckpointCallback takes no {listed}: it takes state=, metrics=,"
             " dataset= and force="
         )
+
+
+def list_getters(**getters: object) -> dict[str, Callable[[], Any]]:
+    """Returns the functions of `getters` that are not None, by name.
+
+    Raises:
+        OptionError: One is no function.
+    """
+    functions: dict[str, Callable[[], Any]] = {}
+    for name, get in getters.items():
+        if callable(get):
+            functions[name] = get
+        elif get is not None:
+            raise errors.OptionError(
+                f"bind takes functions, got a {type(get).__name__} for {name}: write"
+                f" bind({name}=lambda: {name})"
+            )
+    return functions
 
 
 def json_getter(json: object) -> Callable[[int], Mapping[str, JSON]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import numbers
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -199,14 +198,9 @@ class CheckpointCallback:
                 False for slow functions: the end then saves only a state whose own step
                 counter agrees, and its metrics if no later step was reported.
         """
-        getters = {"state": state, "dataset": dataset, "metrics": metrics}
-        for name, get in getters.items():
-            if get is not None and not callable(get):
-                raise errors.OptionError(
-                    f"bind takes functions, got a {type(get).__name__} for {name}:"
-                    f" write bind({name}=lambda: {name})"
-                )
-        self._getters |= {name: get for name, get in getters.items() if get is not None}
+        self._getters |= arguments.list_getters(
+            state=state, dataset=dataset, metrics=metrics
+        )
         self._gets_state = None if each_step else False
         self._gets_metrics = each_step
 
@@ -248,14 +242,7 @@ class CheckpointCallback:
         if others:
             arguments.check_extra(others)
         completed = _state.step_counter.to_int(step) + self._offset
-        is_flag, is_bound = isinstance(state, bool), "state" in self._getters
-        if isinstance(state, numbers.Real) or (is_bound and arguments.is_number(state)):
-            if is_flag or not is_bound:
-                raise errors.OptionError(
-                    f"wanted a state at step {step}, got {state!r:.80}: call"
-                    " on_step(step, state), or, for loops that call hook(step, t), pass"
-                    " the state with on_step.bind(state=lambda: state)"
-                )
+        if arguments.is_time(step, state, is_bound="state" in self._getters):
             state = None
         return self._after(completed, state, metrics, dataset, force)
 
