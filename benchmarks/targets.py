@@ -168,6 +168,12 @@ TARGETS: tuple[Target, ...] = (
         1.15,
         Series("imports", "import", "its dependencies"),
     ),
+    *(
+        Target(
+            f"{verb}, CPU seconds", Series("imports", f"{verb}: CPU", "flaxckpt"), 0.5
+        )
+        for verb in ("ls", "du", "explain", "pin", "unpin", "prune", "show")
+    ),
     Target(
         "planning 100,000 leaves, seconds",
         Series("planning", "100,000 leaves", "flaxckpt"),

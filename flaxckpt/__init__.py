@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from flaxckpt._inspect.simulate import Simulation, simulate
     from flaxckpt._run.checkpointer import Checkpointer
     from flaxckpt._state.leaf import LeafInfo
-    from flaxckpt._state.leaf_types import register_leaf
+    from flaxckpt._state.register_leaf import register_leaf
     from flaxckpt._steps.event import Event
-    from flaxckpt._storage.store_requests import StoreOptions
+    from flaxckpt._storage.store_options import StoreOptions
     from flaxckpt._storage.store_settings import set_store_options
     from flaxckpt._training.callback import CheckpointCallback
     from flaxckpt.formats._reader import CheckpointMetadata
@@ -119,7 +119,7 @@ _HOMES = {
     "SaveHandle": "_checkpoint.save_handle",
     "SaveResult": "_checkpoint.save_handle",
     "Simulation": "_inspect.simulate",
-    "StoreOptions": "_storage.store_requests",
+    "StoreOptions": "_storage.store_options",
     "Suggestion": "maps._suggest.suggestion",
     "VerifyReport": "_checkpoint.verify_report",
     "abstract_state": "partition",
@@ -133,7 +133,7 @@ _HOMES = {
     "open_leaf": "_checkpoint.restore",
     "parameter_infos": "partition",
     "plan": "_checkpoint.restore",
-    "register_leaf": "_state.leaf_types",
+    "register_leaf": "_state.register_leaf",
     "save": "_checkpoint.save",
     "save_async": "_checkpoint.save",
     "set_store_options": "_storage.store_settings",

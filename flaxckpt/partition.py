@@ -264,8 +264,9 @@ def _decide(
         return matching
     if axes is not None and len(axes.names) == len(info.shape):
         return _state.flax_state.mesh_spec(axes, rules)
-    if info.spec is not None and _axes_of(info.spec) <= set(mesh.axis_names):
-        return info.spec
+    if isinstance(info.sharding, NamedSharding):
+        spec = info.sharding.spec
+        return spec if _axes_of(spec) <= set(mesh.axis_names) else None
     return None
 
 
@@ -352,9 +353,7 @@ def derive(
     by_types: dict[LeafPath, PartitionSpec | None] = {}
     params: list[_state.optimizer_specs.Param] = []
     for part in _state.flax_state.optimizers(state):
-        entries = _state.tree.flatten(
-            part.params, boxes=_state.flax_state.boxes()
-        ).leaves
+        entries = _state.flax_state.flatten_plain(part.params).leaves
         paths = {
             path: _state.tree.join((*part.params_keys, *entry.keys))
             for path, entry in entries.items()

@@ -17,7 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util, errors
-from flaxckpt._arrays import evaluate, layout
+from flaxckpt._arrays import evaluate, forms
 from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays.zarr import metadata
 from flaxckpt._arrays.zarr.metadata import Array, Region
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """True if the piece is the whole leaf."""
-        return self.region == metadata.whole(layout.stored_form(self.leaf.info)[0])
+        return self.region == metadata.whole(forms.stored_form(self.leaf.info)[0])
 
     @property
     def nbytes(self) -> int:
@@ -62,12 +62,12 @@ class Piece(NamedTuple):
     @property
     def itemsize(self) -> int:
         """Size of an element in memory, in bytes."""
-        return _state.dtypes.to_numpy(self.leaf.info.dtype or "").itemsize
+        return _state.dtypes.item_size(self.leaf.info.dtype or "")
 
     @property
     def start(self) -> int:
         """Bytes of the array before the piece, in C order."""
-        shape = layout.stored_form(self.leaf.info)[0]
+        shape = forms.stored_form(self.leaf.info)[0]
         element = 0
         for (start, _), size in zip(self.region, shape, strict=True):
             element = element * size + start
@@ -82,13 +82,13 @@ def cut(leaf: Leaf, *, chunk_shape: Shape | None, max_bytes: int) -> list[Piece]
         chunk_shape: Shape of the written chunks, which stay whole; None for no chunks.
         max_bytes: Upper bound on the size of a piece, both as read and as written.
     """
-    shape = layout.stored_form(leaf.info)[0]
+    shape = forms.stored_form(leaf.info)[0]
     whole = Piece(leaf, metadata.whole(shape))
     if leaf.fn is not None:
         return [whole]
     read_bytes, read_chunk = 0, None
     if isinstance(source := leaf.source, StoredLeaf):
-        read_bytes = layout.stored_bytes(source.info)
+        read_bytes = forms.stored_bytes(source.info)
         read_chunk = source.info.chunk_shape
     size = max(whole.nbytes, read_bytes)
     cuts = _Cuts(shape, chunk_shape, read_chunk, size, max_bytes)
@@ -208,7 +208,7 @@ def _as_numpy(info: LeafInfo, path: LeafPath) -> LeafInfo:
         path=path,
         kind="array",
         python_type="numpy.ndarray",
-        shape=layout.stored_form(info)[0],
+        shape=forms.stored_form(info)[0],
         sharding=None,
         weak_type=False,
         prng_impl=None,
@@ -226,7 +226,7 @@ def _read_parts(pieces: Sequence[Piece]) -> list[Array]:
                 source = piece.leaf.source
                 assert isinstance(source, StoredLeaf), piece.path
                 read = _storage.paths.result(future, source.root, piece.nbytes)
-                array = _state.dtypes.from_stored(read, source.info.dtype or "")
+                array = _state.numpy_dtypes.from_stored(read, source.info.dtype or "")
                 values.append(_convert(array, piece.leaf.info))
             elif future is not None:
                 values.append(future)
@@ -273,7 +273,7 @@ def _start_reads(
 
 
 def _given_part(piece: Piece) -> Array:
-    shape = layout.stored_form(piece.leaf.info)[0]
+    shape = forms.stored_form(piece.leaf.info)[0]
     part: Array = _given_value(piece.leaf)[
         metadata.within(piece.region, metadata.whole(shape))
     ]
@@ -289,7 +289,7 @@ def _convert(array: Array, info: LeafInfo) -> Array:
     return (
         array
         if info.kind == "prng_key"
-        else _state.dtypes.convert(array, info.dtype or "")
+        else _state.numpy_dtypes.convert(array, info.dtype or "")
     )
 
 

@@ -8,66 +8,22 @@ arrays of which parts are read.
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _state, _storage
+from flaxckpt._arrays.spans import Span
 from flaxckpt._arrays.zarr import chunk_file
 from flaxckpt._arrays.zarr.metadata import Array
-from flaxckpt._state.leaf import LeafInfo, StoredLeaf
 from flaxckpt._types import Shape
 
 _PART_BYTES = 8 * 2**20
 """Bytes per read: large enough for a disk, small enough for several cores."""
-
-
-class Span(NamedTuple):
-    """Byte range of an array in a file, in C order.
-
-    Attributes:
-        file: Path of the file.
-        offset: Offset of the first element, in bytes.
-        shape: Shape in elements.
-        dtype: Name of the stored element type.
-        pieces: Offset and size in bytes of each run, for several consecutive runs;
-            `offset` is then unused.
-        identity: Identity of the file when its header was read (see `Stamp`); a file
-            changed since then is not read.
-        is_big_endian: True if elements are big endian instead of little endian.
-        is_replaced_only: True if the file is never changed in place, so that it may
-            be mapped: only files that flaxckpt wrote.
-    """
-
-    file: Path
-    offset: int
-    shape: Shape
-    dtype: str
-    pieces: tuple[tuple[int, int], ...] = ()
-    identity: tuple[int, ...] | None = None
-    is_big_endian: bool = False
-    is_replaced_only: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all elements, in bytes."""
-        return math.prod(self.shape) * self.itemsize
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return _state.dtypes.to_numpy(self.dtype).itemsize
-
-
-def stored_leaf(root: Path, info: LeafInfo, span: Span) -> StoredLeaf:
-    """Returns the leaf of the checkpoint `root` with its values in `span`."""
-    return StoredLeaf(root, info, functools.partial(open, span), span=span)
 
 
 def open(span: Span, context: ts.Context) -> ts.Future[ts.TensorStore]:
@@ -132,7 +88,7 @@ def map_values(span: Span) -> Array | None:
         content = chunk_file.map_range(descriptor, span.offset, span.nbytes)
     if content is None:
         return None
-    return content.view(_state.dtypes.to_numpy(span.dtype)).reshape(span.shape)
+    return content.view(_state.numpy_dtypes.to_numpy(span.dtype)).reshape(span.shape)
 
 
 @contextlib.contextmanager
@@ -184,7 +140,7 @@ def _read_run(descriptor: int, span: Span, start: Sequence[int], target: Array) 
         start_byte = max(start_byte - size, 0)
     if span.is_big_endian:
         run.byteswap(inplace=True)
-    _state.dtypes.check_bools(run)
+    _state.numpy_dtypes.check_bools(run)
     if run is not target:
         target[...] = run
 
@@ -195,3 +151,17 @@ def _fill(descriptor: int, file: Path, position: int, view: memoryview) -> None:
         if not count:
             raise OSError(f"{file} ends at byte {position}, in the middle of an array")
         view, position = view[count:], position + count
+
+
+def open_number(number: complex, context: ts.Context) -> ts.Future[ts.TensorStore]:
+    """Opens a Python number as an array without axes."""
+    return completed_future(ts.array(np.asarray(number), context=context))
+
+
+def completed_future(store: ts.TensorStore) -> ts.Future[ts.TensorStore]:
+    """Returns a future with the result `store`."""
+    promise: ts.Promise[ts.TensorStore]
+    future: ts.Future[ts.TensorStore]
+    promise, future = ts.Promise.new()
+    promise.set_result(store)
+    return future

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from flaxckpt import _state, _util, errors
-from flaxckpt._arrays import layout, lazy, to_device
+from flaxckpt._arrays import forms, lazy, to_device
 from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
@@ -82,7 +82,7 @@ def _evaluate(leaf: Leaf, differences: list[_Difference]) -> Leaf:
         value = np.asarray(value)
         if info.kind == "scalar":
             value = value[()] if info.python_type == "numpy.generic" else value.item()
-    described = _state.leaf.describe(
+    described = _state.describe.describe(
         info.path, _state.tree.TreeLeaf(info.keys, value, False)
     )
     assert isinstance(described, LeafInfo), described
@@ -165,7 +165,7 @@ def _bytes_of(group: Sequence[Leaf]) -> int:
     infos = [leaf.info for leaf in group]
     sources = {id(s): s for leaf in group for s in leaf.sources}.values()
     infos += [s.info for s in sources if isinstance(s, StoredLeaf)]
-    return sum(map(layout.stored_bytes, infos))
+    return sum(map(forms.stored_bytes, infos))
 
 
 def _groups(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:

@@ -1,6 +1,6 @@
-"""Storage layout of arrays: shape, type and chunks.
+"""Chunks of arrays, and the parts that each device writes.
 
-Works with integers and names only, without values or files.
+Works with integers, names and shardings only, without values or files.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import functools
 import math
 from typing import NamedTuple
 
-import jax
 from jax.sharding import Sharding
 
 from flaxckpt import _state
+from flaxckpt._arrays import forms
 from flaxckpt._arrays.zarr import chunk_shape as zarr_chunk_shape
-from flaxckpt._arrays.zarr import metadata, writer_assignment
+from flaxckpt._arrays.zarr import writer_assignment
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._state.leaf import LeafInfo, Role
 from flaxckpt._types import Shape
@@ -79,41 +79,10 @@ def _divide_writing(
 
 def task(info: LeafInfo) -> writer_assignment.Task:
     """Returns the task of writing a leaf, for division among processes."""
-    shape, dtype = stored_form(info)
+    shape, dtype = forms.stored_form(info)
     part = divide_writing(info, shape)
     nbytes = math.prod(part.shape) * _state.dtypes.item_bits(dtype) // 8
     return writer_assignment.Task(info.sharding, info.shape, part.parts, nbytes)
-
-
-def stored_form(info: LeafInfo) -> tuple[Shape, str]:
-    """Returns the stored shape and type name of a leaf."""
-    if info.kind == "prng_key":
-        return (*info.shape, key_words(info.prng_impl or "")), "uint32"
-    dtype = _state.dtypes.stored_name(info.dtype or "")
-    assert dtype is not None, info
-    return info.shape, dtype
-
-
-@functools.cache
-def key_words(impl: str) -> int:
-    """Returns the number of 32-bit words of a PRNG key.
-
-    Raises:
-        ValueError: jax has no implementation `impl`.
-    """
-    words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
-    return int(words.shape[0])
-
-
-def check_keys(impl: str, shape: Shape, dtype: str) -> None:
-    """Checks the shape and dtype of PRNG key data of the implementation `impl`.
-
-    Raises:
-        ValueError: Shape or dtype do not match, or jax has no implementation `impl`.
-    """
-    words = key_words(impl)
-    if dtype != "uint32" or shape[-1:] != (words,):
-        raise ValueError(f"{dtype}{list(shape)} is not an array of {impl[:40]} keys")
 
 
 def write_shape(info: LeafInfo, shape: Shape) -> Shape:
@@ -140,7 +109,7 @@ def with_chunk_shape(
     """
     chunk_shape = None
     if info.dtype is not None:
-        shape, dtype = stored_form(info)
+        shape, dtype = forms.stored_form(info)
         written = write_shape(info, shape)
         chunk_shape = _chunk_shape(written, dtype, layout.chunk_bytes, written == shape)
     elif role is None:
@@ -157,7 +126,7 @@ def with_chunk_shape(
         chunk_shape,
         info.weak_type,
         info.prng_impl,
-        info.spec,
+        info.mesh_axes,
         info.shard_shape,
         role or info.role,
     )
@@ -171,32 +140,3 @@ def _chunk_shape(written: Shape, dtype: str, max_bytes: int, ragged: bool) -> Sh
         max_bytes=max_bytes,
         ragged=ragged,
     )
-
-
-def fault(info: LeafInfo) -> str | None:
-    """Returns the reason for readers to reject the array of a leaf, or None."""
-    return _fault(info.shape, info.chunk_shape or ())
-
-
-@functools.lru_cache(maxsize=4096)
-def _fault(shape: Shape, chunk_shape: Shape) -> str | None:
-    axes = len(chunk_shape)  # a PRNG key has an axis more than its shape
-    if axes > metadata.MAX_AXES:
-        return f"{axes} axes; readers accept at most {metadata.MAX_AXES}"
-    if max(shape, default=0) >= metadata.MAX_SIZE:
-        return (
-            f"{max(shape)} elements along an axis; readers accept at most"
-            f" {metadata.MAX_SIZE - 1}"
-        )
-    chunks = zarr_chunk_shape.chunk_count(shape, chunk_shape[: len(shape)])
-    if chunks > metadata.MAX_CHUNKS:
-        return f"{chunks} chunks; readers accept at most {metadata.MAX_CHUNKS}"
-    return None
-
-
-def stored_bytes(info: LeafInfo) -> int:
-    """Returns the uncompressed size of a leaf's values, in bytes."""
-    if info.dtype is None:
-        return 0
-    shape, dtype = stored_form(info)
-    return math.prod(shape) * _state.dtypes.item_bits(dtype) // 8

@@ -357,7 +357,7 @@ def _carried_fn(leaf: Leaf) -> Fn:
         if info.kind == "prng_key":
             return array
         is_float = _state.dtypes.kind(info.dtype or "") == "float" and _is_float(array)
-        size = _state.dtypes.to_numpy(info.dtype or "").itemsize
+        size = _state.dtypes.item_size(info.dtype or "")
         if is_float and array.dtype.itemsize >= size:
             return array
         return _rounded(array, info)
@@ -366,7 +366,9 @@ def _carried_fn(leaf: Leaf) -> Fn:
 
 
 def _rounded(array: jax.Array, info: LeafInfo) -> jax.Array:
-    dtype = jax.dtypes.canonicalize_dtype(_state.dtypes.to_numpy(info.dtype or ""))
+    dtype = jax.dtypes.canonicalize_dtype(
+        _state.numpy_dtypes.to_numpy(info.dtype or "")
+    )
     return jnp.asarray(array, dtype)
 
 
@@ -396,7 +398,9 @@ def to_abstract(info: LeafInfo) -> jax.ShapeDtypeStruct:
     if info.kind == "prng_key":
         key = jax.eval_shape(lambda: jax.random.key(0, impl=info.prng_impl))
         return jax.ShapeDtypeStruct(info.shape, key.dtype)
-    dtype = jax.dtypes.canonicalize_dtype(_state.dtypes.to_numpy(info.dtype or ""))
+    dtype = jax.dtypes.canonicalize_dtype(
+        _state.numpy_dtypes.to_numpy(info.dtype or "")
+    )
     return jax.ShapeDtypeStruct(info.shape, dtype)
 
 
@@ -404,7 +408,7 @@ def _result_info(base: LeafInfo, result: Any, what: str) -> LeafInfo:
     info: LeafInfo | str = str(result)
     if isinstance(result, jax.ShapeDtypeStruct):
         leaf = _state.tree.TreeLeaf(base.keys, result, False)
-        info = _state.leaf.describe(base.path, leaf)
+        info = _state.describe.describe(base.path, leaf)
     if isinstance(info, str):
         raise errors.OptionError(
             f"{what} must return one array for {base.path}, got {info[:80]}"

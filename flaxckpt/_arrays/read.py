@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util, errors
-from flaxckpt._arrays import layout, read_raw, to_device
+from flaxckpt._arrays import forms, read_raw, to_device
 from flaxckpt._arrays.read_raw import Reading
 from flaxckpt._arrays.zarr import metadata
 from flaxckpt._arrays.zarr.metadata import Array, Region
@@ -155,7 +155,7 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
 def bytes_here(job: ReadJob) -> int:
     """Returns the uncompressed bytes that this process reads for a leaf."""
     if job.found.dtype is None or job.wanted.sharding is None:
-        return layout.stored_bytes(job.found)
+        return forms.stored_bytes(job.found)
     return _Work.of(job).nbytes
 
 
@@ -222,7 +222,7 @@ def _read_batch(
             arrays = reading.result()
             options.report(size)
             for array in arrays.values():
-                _state.dtypes.check_bools(array)
+                _state.numpy_dtypes.check_bools(array)
             parts = {
                 region: arrays[read][metadata.within(region, read)]
                 for read, regions in work.reads.items()
@@ -274,7 +274,7 @@ class _Work(NamedTuple):
         """Returns the work of this process for a leaf."""
         reads = _regions_to_read(job.found, job.wanted)
         elements = sum(math.prod(metadata.extent(region)) for region in reads)
-        bits = _state.dtypes.item_bits(layout.stored_form(job.found)[1])
+        bits = _state.dtypes.item_bits(forms.stored_form(job.found)[1])
         return cls(job, reads, elements * bits // 8)
 
 
@@ -302,7 +302,7 @@ def _regions_to_read(found: LeafInfo, wanted: LeafInfo) -> dict[Region, list[Reg
         found: The stored leaf.
         wanted: The leaf with the requested sharding.
     """
-    shape, _ = layout.stored_form(found)
+    shape, _ = forms.stored_form(found)
     sharding = wanted.sharding
     if (
         sharding is None
@@ -358,7 +358,7 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
                 verify=options.verify,
             )
         databases.begin(stored.raw, stored.root, verify=options.verify)
-        if layout.stored_bytes(stored.info) > _DATABASE_VALUE_BYTES:
+        if forms.stored_bytes(stored.info) > _DATABASE_VALUE_BYTES:
             return _from_store(work, databases.context)
         return read_raw.from_database(
             stored.raw, stored.info, regions, databases, verify=options.verify
@@ -406,7 +406,7 @@ def _dtype_to_read(job: ReadJob) -> str:
 
     Floats are cast then, but not numbers: casts in memory detect overflow.
     """
-    stored = layout.stored_form(job.found)[1]
+    stored = forms.stored_form(job.found)[1]
     is_number = job.wanted.is_python_number or job.found.is_python_number
     if is_number or job.wanted.kind == "prng_key":
         return stored
@@ -431,7 +431,7 @@ def check_form(found: LeafInfo, store: ts.TensorStore) -> None:
     Raises:
         ValueError: The array has another shape or element type.
     """
-    shape, dtype = layout.stored_form(found)
+    shape, dtype = forms.stored_form(found)
     if store.shape != shape or store.dtype.name != dtype:
         raise ValueError(
             f"recorded as {dtype}{list(shape)},"
@@ -464,3 +464,37 @@ def open_zarr(
         "fill_missing_data_reads": not strict,
     }
     return ts.open(spec, read=True, open=True, context=context)
+
+
+def open_after(
+    read: ts.Future[ts.KvStore.ReadResult],
+    check: Callable[[ts.KvStore.ReadResult], None],
+    open_array: Callable[[], ts.Future[ts.TensorStore]],
+) -> ts.Future[ts.TensorStore]:
+    """Opens an array after a check of its metadata, without waiting for the read.
+
+    Args:
+        read: The read of the metadata.
+        check: Raises an error, which becomes that of the array, to prevent the opening.
+        open_array: Opens the array.
+    """
+    promise: ts.Promise[ts.TensorStore]
+    future: ts.Future[ts.TensorStore]
+    promise, future = ts.Promise.new()
+
+    def check_metadata(read: ts.Future[ts.KvStore.ReadResult]) -> None:
+        try:
+            check(read.result())
+            open_array().add_done_callback(pass_on)
+        except BaseException as error:
+            promise.set_exception(error)
+
+    def pass_on(array: ts.Future[ts.TensorStore]) -> None:
+        try:
+            promise.set_result(array.result())
+        except BaseException as error:
+            promise.set_exception(error)
+
+    read.add_done_callback(check_metadata)
+    read.force()
+    return future

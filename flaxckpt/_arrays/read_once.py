@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flaxckpt._arrays import layout
+from flaxckpt._arrays import forms
 from flaxckpt._arrays.read import ReadJob
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
@@ -56,7 +56,7 @@ def divided_sharding(info: LeafInfo) -> NamedSharding | None:
     for count in range(len(spare), 0, -1):
         names = spare[:count]  # the first axes span processes
         parts = math.prod(sharding.mesh.shape[name] for name in names)
-        if layout.stored_bytes(info) < _MIN_PART_BYTES * parts * split:
+        if forms.stored_bytes(info) < _MIN_PART_BYTES * parts * split:
             continue
         for axis, size in enumerate(shard):
             if size % parts == 0:

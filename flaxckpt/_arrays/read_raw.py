@@ -20,8 +20,8 @@ import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util
-from flaxckpt._arrays import byte_ranges, layout
-from flaxckpt._arrays.byte_ranges import Span
+from flaxckpt._arrays import byte_ranges, forms
+from flaxckpt._arrays.spans import Span
 from flaxckpt._arrays.zarr import chunk_file, ocdbt
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr.chunk_file import Block, Bytes
@@ -104,7 +104,7 @@ class _Form:
         self.shape = shape
         self.stored = stored
         self.chunk_shape = chunk_shape
-        self.dtype: np.dtype[Any] = _state.dtypes.to_numpy(stored)
+        self.dtype: np.dtype[Any] = _state.numpy_dtypes.to_numpy(stored)
         self.chunk_bytes = math.prod(chunk_shape) * self.dtype.itemsize
 
     def check_metadata(self, text: bytes) -> None:
@@ -143,7 +143,7 @@ _make_form = functools.lru_cache(maxsize=1024)(_Form)  # many arrays are alike
 
 def _form_of(raw: RawArray, info: LeafInfo) -> _Form:
     assert info.chunk_shape is not None, info
-    return _make_form(raw.encoding, *layout.stored_form(info), info.chunk_shape)
+    return _make_form(raw.encoding, *forms.stored_form(info), info.chunk_shape)
 
 
 # ---- from files -----------------------------------------------------------------
@@ -194,7 +194,7 @@ def from_files(
         run = _map(form, blocks) if may_map and blocks else None
         if run is None:
             arrays[region] = target = empty(
-                zarr_metadata.extent(region), _state.dtypes.to_numpy(dtype)
+                zarr_metadata.extent(region), _state.numpy_dtypes.to_numpy(dtype)
             )
             for block, bounds in chunks:
                 part = target[zarr_metadata.within(bounds, region)]
@@ -252,7 +252,7 @@ def _fill(
         return
     buffer = chunk_file.empty(block.size)
     chunk_file.read(block, [buffer.data], verify=verify)
-    _state.dtypes.cast_into(target, form.values(buffer, bounds))
+    _state.numpy_dtypes.cast_into(target, form.values(buffer, bounds))
 
 
 # ---- from byte ranges of a file -------------------------------------------------
@@ -281,7 +281,7 @@ def from_span(
             for region in regions
         }
         return Reading([], lambda: parts)
-    form = _state.dtypes.to_numpy(dtype)
+    form = _state.numpy_dtypes.to_numpy(dtype)
     sizes = [math.prod(zarr_metadata.extent(region)) for region in regions]
     _util.memory.check(sum(sizes) * form.itemsize)
     tasks: list[Callable[[], None]] = []
@@ -305,9 +305,9 @@ def _fill_part(target: Array, span: Span, origin: Sequence[int]) -> None:
     if target.dtype.name == span.dtype:
         byte_ranges.read_into(target, span, origin)
     else:
-        values = np.empty(target.shape, _state.dtypes.to_numpy(span.dtype))
+        values = np.empty(target.shape, _state.numpy_dtypes.to_numpy(span.dtype))
         byte_ranges.read_into(values, span, origin)
-        _state.dtypes.cast_into(target, values)
+        _state.numpy_dtypes.cast_into(target, values)
 
 
 # ---- from a database ------------------------------------------------------------

@@ -73,19 +73,21 @@ def _compile_wrap(impl: str | None, sharding: Sharding) -> Any:
 def _decode(block: Array, found: str, wanted: str) -> Array:
     """Returns the stored values in the stored or the wanted type."""
     is_cast = (
-        _state.dtypes.name(block.dtype) == wanted != _state.dtypes.stored_name(found)
+        _state.numpy_dtypes.name(block.dtype)
+        == wanted
+        != _state.dtypes.stored_name(found)
     )
-    return block if is_cast else _state.dtypes.from_stored(block, found)
+    return block if is_cast else _state.numpy_dtypes.from_stored(block, found)
 
 
 def _as_dtype(array: Array, dtype_name: str, is_number: bool) -> Array:
-    if _state.dtypes.name(array.dtype) == dtype_name:
+    if _state.numpy_dtypes.name(array.dtype) == dtype_name:
         return array
     if is_number and _state.dtypes.kind(dtype_name) in ("int", "uint"):
         low, high = _state.dtypes.bounds(dtype_name)
         if not low <= array.item() <= high:
             raise OverflowError(str(array))
-    converted = _state.dtypes.convert(array, dtype_name)
+    converted = _state.numpy_dtypes.convert(array, dtype_name)
     is_float = _state.dtypes.kind(dtype_name) in ("float", "complex")
     if is_number and is_float and np.isfinite(array) and not np.isfinite(converted):
         raise OverflowError(str(array))
@@ -116,7 +118,7 @@ def _to_devices(blocks: Mapping[Region, Array], wanted: LeafInfo) -> jax.Array:
                 )
                 for device, index in indices.items()
             ],
-            dtype=_state.dtypes.to_numpy(wanted.dtype or ""),
+            dtype=_state.numpy_dtypes.to_numpy(wanted.dtype or ""),
         )
     return _make_weak(placed, sharding) if wanted.weak_type else placed
 
@@ -125,7 +127,7 @@ def place(value: Any, wanted: LeafInfo) -> Any:
     """Places a computed leaf on the caller's devices, in the caller's type."""
     if wanted.python_type != "jax.Array":
         # A copy: a view of jax's memory would be read-only.
-        array = _state.dtypes.convert(np.array(value), wanted.dtype or "")
+        array = _state.numpy_dtypes.convert(np.array(value), wanted.dtype or "")
         if wanted.python_type == "numpy.generic":
             return array[()]
         return array if wanted.kind == "array" else array.item()

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from flaxckpt import _state, errors
-from flaxckpt._arrays import layout
+from flaxckpt._arrays import forms, layout
 from flaxckpt._arrays.zarr import chunk_shape as zarr_chunk_shape
 from flaxckpt._arrays.zarr import writer_assignment
 from flaxckpt._arrays.zarr.metadata import Array, Region, region_of, whole
@@ -114,7 +114,7 @@ def to_host(
     return [
         HostArray(
             name,
-            layout.stored_form(leaf.info)[0],
+            forms.stored_form(leaf.info)[0],
             leaf.info.dtype or "",
             chunk_shape,
             tuple(
@@ -247,7 +247,7 @@ def _parts_to_write(leaf: Leaf, place: int) -> list[HostShard]:
     if not isinstance(value, jax.Array):
         array = np.array(value)
         if leaf.info.kind == "scalar":
-            array = array.astype(_state.dtypes.to_numpy(leaf.info.dtype or ""))
+            array = array.astype(_state.numpy_dtypes.to_numpy(leaf.info.dtype or ""))
         return [HostShard(whole(array.shape), array)] if array.size else []
     if leaf.info.kind == "prng_key":
         value = jax.random.key_data(value)

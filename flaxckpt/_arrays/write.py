@@ -127,7 +127,7 @@ def write(
         _write_directories(target, arrays)
         return
     if writer is not None:
-        target = target._replace(root=root / f"{zarr_ocdbt.PART}{writer}")
+        target = target._replace(root=root / f"{zarr_metadata.DATABASE_PART}{writer}")
         target.root.mkdir()
     if _storage.upload.is_needed(root):
         # All batches go into a single database, held in memory.
@@ -258,7 +258,9 @@ class _Chunk(NamedTuple):
 
     def _content(self) -> list[memoryview]:
         array = self.array
-        data = _state.dtypes.to_stored(_state.dtypes.convert(self._data(), array.dtype))
+        data = _state.numpy_dtypes.to_stored(
+            _state.numpy_dtypes.convert(self._data(), array.dtype)
+        )
         missing = self.size - data.nbytes
         if missing and data.shape[1:] != array.chunk_shape[1:]:
             # The chunk extends beyond the array along an axis after the first.
@@ -460,8 +462,8 @@ def _start_write(
     transaction: ts.Transaction | None,
 ) -> ts.Future[Any]:
     part = store[tuple(slice(*bounds) for bounds in shard.region)]
-    data = _state.dtypes.to_stored(
-        _state.dtypes.convert(np.asarray(shard.data), array.dtype)
+    data = _state.numpy_dtypes.to_stored(
+        _state.numpy_dtypes.convert(np.asarray(shard.data), array.dtype)
     )
     write = part.write(data, can_reference_source_data_indefinitely=True)
     # In a transaction, nothing is written before the commit.

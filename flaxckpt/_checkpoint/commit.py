@@ -117,7 +117,7 @@ class Snapshot:
     """
 
     request: SaveRequest
-    contents: _native.checkpoint.Contents
+    contents: _native.contents.Contents
     arrays: tuple[_arrays.to_host.HostArray, ...] = ()
 
     @property
@@ -129,7 +129,7 @@ class Snapshot:
     def stored_bytes(self) -> int:
         """Uncompressed bytes of all arrays of all processes in their storage type."""
         return sum(
-            _arrays.layout.stored_bytes(info)
+            _arrays.forms.stored_bytes(info)
             for info in self.contents.infos
             if info.chunk_shape is not None
         )
@@ -257,7 +257,7 @@ def write_files(
 
     @_util.gc_pause.pause()
     def describe() -> None:
-        files.update(_native.checkpoint.make_files(snapshot.contents))
+        files.update(_native.contents.make_files(snapshot.contents))
         write_new(temporary, files)
 
     with _util.threads.beside(describe) as check:
@@ -327,7 +327,7 @@ def finish_checkpoint(
         digests: Digests of files written by other processes: name -> digest.
     """
     contents, request = snapshot.contents, snapshot.request
-    sealed = _native.checkpoint.seal(contents, files, temporary, digests or {})
+    sealed = _native.contents.seal(contents, files, temporary, digests or {})
     if request.is_item:
         write_new(temporary, sealed)
         size = _storage.of(temporary).sync_tree(temporary)
@@ -374,12 +374,10 @@ def linkable_arrays(
     return _arrays.write.Previous(snapshot.request.path, sources, stamp)
 
 
-def metadata_files(
-    contents: _native.checkpoint.Contents, path: Path
-) -> dict[str, bytes]:
+def metadata_files(contents: _native.contents.Contents, path: Path) -> dict[str, bytes]:
     """Returns the files of the checkpoint `path` without arrays, for size checks."""
-    files = _native.checkpoint.make_files(contents)
-    return files | _native.checkpoint.seal(contents, files, path)
+    files = _native.contents.make_files(contents)
+    return files | _native.contents.seal(contents, files, path)
 
 
 def write_new(root: Path, files: Mapping[str, bytes]) -> None:

@@ -108,13 +108,13 @@ def _check_database(
 ) -> None:
     """Raises DamagedCheckpointError if a database cannot hold the larger arrays."""
     least = sum(
-        _arrays.layout.stored_bytes(info)
+        _arrays.forms.stored_bytes(info)
         for info in arrays
         if chunk_bytes(encoding, info) >= _OUTSIDE_NODES_BYTES
     )
-    directories = [root / "d", *root.glob(f"{_arrays.zarr.ocdbt.PART}*/d")]
+    directories = [root / "d", *root.glob(f"{_arrays.zarr.metadata.DATABASE_PART}*/d")]
     found = sum(sum(_sizes(directory).values()) for directory in directories)
-    if not _sizes(root).get(_arrays.zarr.ocdbt.MANIFEST) or found < max(1, least):
+    if not _sizes(root).get(_arrays.zarr.metadata.DATABASE) or found < max(1, least):
         raise errors.DamagedCheckpointError(
             f"{root} is incomplete: wanted a database of at least {least} bytes,"
             f" found {found}; restore another step"
@@ -123,13 +123,13 @@ def _check_database(
 
 def chunk_bytes(encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo) -> int:
     """Returns the bytes of each chunk file, with checksum; 0 if the size varies."""
-    shape, dtype = _arrays.layout.stored_form(info)
+    shape, dtype = _arrays.forms.stored_form(info)
     if (
         not _arrays.zarr.metadata.is_raw(encoding, shape, dtype)
         or info.chunk_shape is None
     ):
         return 0
-    size = math.prod(info.chunk_shape) * _state.dtypes.to_numpy(dtype).itemsize
+    size = math.prod(info.chunk_shape) * _state.dtypes.item_size(dtype)
     return size + (_CRC_BYTES if encoding.checksum else 0)
 
 
@@ -158,7 +158,7 @@ def array_files(encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo) -> lis
 
     The names are relative to the array's directory.
     """
-    shape, _ = _arrays.layout.stored_form(info)
+    shape, _ = _arrays.forms.stored_form(info)
     keys = [
         chunk.key
         for chunk in _arrays.zarr.metadata.chunks(

@@ -87,7 +87,7 @@ def find_unsupported(wanted: LeafInfo, found: Leaf) -> Mismatch | None:
 
 def _widest_dtype(wanted: LeafInfo) -> str:
     """Returns jax's type for the wanted type, as configured by `jax_enable_x64`."""
-    return _state.dtypes.name(jax.dtypes.canonicalize_dtype(wanted.dtype))
+    return _state.numpy_dtypes.name(jax.dtypes.canonicalize_dtype(wanted.dtype))
 
 
 def _fits(wanted: LeafInfo, found: LeafInfo) -> bool:
@@ -97,7 +97,7 @@ def _fits(wanted: LeafInfo, found: LeafInfo) -> bool:
         if found.kind == "prng_key":
             return wanted.shape == found.shape and wanted.prng_impl == found.prng_impl
         # Raw key data, as in Orbax checkpoints without array_metadatas.
-        shape, dtype = _arrays.layout.stored_form(wanted)
+        shape, dtype = _arrays.forms.stored_form(wanted)
         return found.shape == shape and found.dtype == dtype
     if found.kind == "prng_key" or wanted.shape != found.shape:
         return False
@@ -189,7 +189,7 @@ def make_unbuilt_error(
     problems = []
     for leaf, (leaf_type, parts, reason) in unbuilt.leaves.items():
         found = [
-            f"{name} {_state.leaf.describe_value(part)}"
+            f"{name} {_state.describe.describe_value(part)}"
             for name, part in _state.flax_state.leaves_by_path(parts).items()
         ]
         text = f"{errors.first_few(found, 3)} ({reason})"

@@ -69,7 +69,7 @@ def _init_optimizers(
     """Returns optimizer leaves initialized by `init` of their transforms."""
     initial: dict[LeafPath, Any] = {}
     for part in _state.flax_state.optimizers(abstract_state):
-        flat = _state.tree.flatten(part.params, boxes=_state.flax_state.boxes())
+        flat = _state.flax_state.flatten_plain(part.params)
         params = {
             path: values[_state.tree.join((*part.params_keys, *entry.keys))]
             for path, entry in flat.leaves.items()
@@ -77,9 +77,7 @@ def _init_optimizers(
         }
         with _mesh_of(params.values()):
             state = _init(part, _state.tree.unflatten(flat.structure, params))
-        for entry in _state.tree.flatten(
-            state, boxes=_state.flax_state.boxes()
-        ).leaves.values():
+        for entry in _state.flax_state.flatten_plain(state).leaves.values():
             initial[_state.tree.join((*part.state_keys, *entry.keys))] = entry.value
     return initial
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from flaxckpt import _steps, _storage, errors, formats
-from flaxckpt.formats import _native, _safetensors, _t5x
+from flaxckpt.formats import _native, _recognise, _safetensors
 
 _log = logging.getLogger(__name__)
 
@@ -252,7 +252,7 @@ def _find_foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
         expected = _flaxckpt_files(directory, files)
     elif is_orbax:
         expected = _orbax_files(directory, files)
-    elif _t5x.recognises(directory):
+    elif _recognise.t5x(directory):
         expected = _array_files(files) | {_native.items.AGGREGATE}
     else:
         expected = _safetensors_files(

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from flaxckpt import _arrays, _state, _util, errors
 from flaxckpt._checkpoint.match_optimizer import Finder
@@ -21,7 +20,14 @@ from flaxckpt._checkpoint.mismatch import (
     find_unsupported,
 )
 from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
-from flaxckpt._state.leaf import Box, Leaf, LeafInfo, LeafTable, StoredLeaf
+from flaxckpt._state.leaf import (
+    Box,
+    Leaf,
+    LeafInfo,
+    LeafTable,
+    MeshAxes,
+    StoredLeaf,
+)
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.formats._reader import Stored
@@ -237,7 +243,7 @@ class _RecipeBuilder:
             for source in stored:
                 if id(source) not in self._seen:
                     self._seen.add(id(source))
-                    size += _arrays.layout.stored_bytes(source.info)
+                    size += _arrays.forms.stored_bytes(source.info)
             self.bytes_to_read += size
             return size
         if not stored:
@@ -248,7 +254,7 @@ class _RecipeBuilder:
             return 0
         job = _arrays.read.ReadJob(stored[0], wanted)
         self._jobs.append(job)
-        self.bytes_to_read += _arrays.layout.stored_bytes(stored[0].info)
+        self.bytes_to_read += _arrays.forms.stored_bytes(stored[0].info)
         return _arrays.read.bytes_here(job)
 
     def build(
@@ -643,16 +649,17 @@ def _leaf_plan(
     if not is_here and wanted.path != _state.tree.without_box(source_path):
         actions += ("matched",)
     if wanted.shard_shape != stored.shard_shape or (
-        wanted.spec is not None and _trim_spec(wanted.spec) != _trim_spec(stored.spec)
+        wanted.mesh_axes is not None
+        and _trim_axes(wanted.mesh_axes) != _trim_axes(stored.mesh_axes)
     ):
         actions += ("resharded",)
     paths = tuple([info.path for info in sources])
     return LeafPlan(actions, paths, wanted, stored, size)
 
 
-def _trim_spec(spec: PartitionSpec | None) -> tuple[Any, ...]:
-    """Returns a spec without trailing Nones."""
-    parts = list(spec or ())
+def _trim_axes(mesh_axes: Sequence[MeshAxes] | None) -> tuple[MeshAxes, ...]:
+    """Returns the mesh axes of a leaf without trailing Nones."""
+    parts = list(mesh_axes or ())
     while parts and parts[-1] is None:
         parts.pop()
     return tuple(parts)

@@ -293,7 +293,7 @@ def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
         CheckpointFormatError: `path` is not a checkpoint.
         DamagedCheckpointError: The metadata is missing or has changed.
     """
-    return _locate.open_checkpoint(path, step).metadata
+    return _locate.read_metadata(path, step)
 
 
 def open_leaf(

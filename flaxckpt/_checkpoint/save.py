@@ -239,7 +239,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     if request.on_planned is not None:
         stored = [info for info in infos if info.chunk_shape is not None]
         request.on_planned(
-            bytes=sum(map(_arrays.layout.stored_bytes, stored)),
+            bytes=sum(map(_arrays.forms.stored_bytes, stored)),
             leaves=len(infos),
             store="ocdbt" if places.ocdbt else "files",
         )
@@ -253,7 +253,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
         devices = _arrays.to_host.places(arrays, operation.count)
         arrays = save_distributed.select_own(operation, infos, arrays)
     dataset = {} if request.dataset is None else datasets.state_files(request.dataset)
-    contents = _native.checkpoint.Contents(
+    contents = _native.contents.Contents(
         infos=infos,
         structure=structure,
         ocdbt=places.ocdbt,
@@ -305,7 +305,7 @@ def _check_strings(strings: Mapping[LeafPath, str]) -> None:
     if sum(map(len, strings.values())) <= _FEW_CHARACTERS:
         return
     try:
-        _native.orbax_json.check_size(_native.orbax_json.strings(strings))
+        _native.orbax_json.check_size(_native.orbax_files.strings(strings))
     except ValueError as error:
         sizes = {path: len(text) for path, text in strings.items()}
         large = sorted(sizes, key=lambda path: -sizes[path])[: errors.ROWS_SHOWN]
@@ -468,7 +468,7 @@ def _uses_ocdbt(
     if layout.store != "auto":
         return layout.store == "ocdbt"
     sizes = [
-        _arrays.layout.stored_bytes(info)
+        _arrays.forms.stored_bytes(info)
         for infos, _ in parts.values()
         for info in infos
         if info.chunk_shape is not None

@@ -216,7 +216,9 @@ def _write_part(
     for item in contents.items.trees:
         root = temporary / item
         if contents.ocdbt:
-            storage.sync_tree(root / f"{_arrays.zarr.ocdbt.PART}{operation.index}")
+            storage.sync_tree(
+                root / f"{_arrays.zarr.metadata.DATABASE_PART}{operation.index}"
+            )
         storage.sync_directory(root)
     return {name: _storage.files.digest(content) for name, content in files.items()}
 

@@ -269,7 +269,7 @@ def _verify_own(
                 undigested[leaf_path] = leaf
     is_digested = manifest.get("metrics") is True or _steps.markers.is_measured(path)
     checks += _metrics_checks(path, findings, is_digested=is_digested)
-    seal_name = _native.checkpoint.seal_name(stored.digests)
+    seal_name = _native.contents.seal_name(stored.digests)
     checks.append((seal_name, functools.partial(_check_seal, path, seal_name)))
     findings.counter.total = _storage.of(path).known_size_below(path)
     findings.run(checks)
@@ -355,7 +355,7 @@ def _array_checks(
     """Returns the files of an array, and checks of the files without a digest."""
     digests = stored.digests
     root = _native.items.prefix(stored.items.array_directory(info))
-    shape, dtype = _arrays.layout.stored_form(info)
+    shape, dtype = _arrays.forms.stored_form(info)
     chunk_shape = info.chunk_shape or ()
     names = file_sizes.array_files(encoding, info)
     metadata, *chunks = [f"{root}{name}" for name in names]
@@ -456,7 +456,7 @@ def _check_seal(path: Path, seal_name: str) -> None:
     """Raises ValueError if the digest of the manifest differs from the recorded one."""
     manifest = _native.items.read_file(path / _native.orbax_json.MANIFEST, path)
     seal = _native.items.read_file(path / seal_name, path)
-    if seal != _native.checkpoint.commit_marker(manifest):
+    if seal != _native.contents.commit_marker(manifest):
         raise ValueError("its content has changed since it was written")
 
 
@@ -517,7 +517,7 @@ def _verify_foreign(
         for name in names.values():
             leaves.pop(name, None)
     findings.counter.total = findings.counter.done + sum(
-        _arrays.layout.stored_bytes(i.info) for i in leaves.values()
+        _arrays.forms.stored_bytes(i.info) for i in leaves.values()
     )
     for leaf_path, leaf in leaves.items():
         if not _has_checksums(leaf):

@@ -106,7 +106,7 @@ def check_sources(state: writers.State) -> None:
     _arrays.read.check_supported(state.table.values(), state.metadata.path)
     stored = {id(s): s for leaf in state.table.values() for s in _stored(leaf)}
     for source in stored.values():
-        if _arrays.layout.stored_bytes(source.info) > _LARGE:
+        if _arrays.forms.stored_bytes(source.info) > _LARGE:
             _arrays.read.open_one(source)
 
 
@@ -122,7 +122,7 @@ def check_space(
     """
     if options.format == "orbax" and options.layout.codec != "none":
         return
-    needed = sum(_arrays.layout.stored_bytes(info) for info in state.infos)
+    needed = sum(_arrays.forms.stored_bytes(info) for info in state.infos)
     if needed <= _LARGE:
         return
     directory = next(path for path in final.parents if path.is_dir())

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flaxckpt import _steps, _storage, errors
-from flaxckpt.formats import _safetensors, _t5x
+from flaxckpt.formats import _recognise, _safetensors
 
 _MAX_FILES = 200_000
 """Maximum number of files to watch in a source."""
@@ -29,7 +29,7 @@ def _files(source: Path) -> Iterator[Path]:
     if source.name.endswith(_safetensors.header.INDEX_SUFFIX):
         for name in sorted(_safetensors.reader.shard_names(source)):
             yield source.parent / name
-    elif _t5x.recognises(source):
+    elif _recognise.t5x(source):
         for path in sorted(source.resolve().parent.iterdir()):
             if (path / ".zarray").is_file() and not path.is_symlink():
                 yield from _files(path)

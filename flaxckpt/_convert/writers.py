@@ -305,7 +305,7 @@ class _OrbaxTarget:
         shards = (HostShard(piece.region, array),) if array.size else ()
         return HostArray(
             name=self._names[piece.path],
-            shape=_arrays.layout.stored_form(info)[0],
+            shape=_arrays.forms.stored_form(info)[0],
             dtype=info.dtype or "",
             chunk_shape=info.chunk_shape or (),
             shards=shards,
@@ -313,7 +313,7 @@ class _OrbaxTarget:
 
     def finish(self, output: Path) -> None:
         state, metadata = self._state, self._state.metadata
-        contents = _native.checkpoint.Contents(
+        contents = _native.contents.Contents(
             step=state.step,
             infos=state.infos,
             structure=state.structure,
@@ -329,9 +329,9 @@ class _OrbaxTarget:
             lineage=metadata.lineage,
             transforms=metadata.transforms,
         )
-        files = _native.checkpoint.make_files(contents)
+        files = _native.contents.make_files(contents)
         _write_anew(output, files)
-        _write_anew(output, _native.checkpoint.seal(contents, files, output))
+        _write_anew(output, _native.contents.seal(contents, files, output))
 
 
 def _write_anew(root: Path, files: Mapping[str, bytes]) -> None:

@@ -367,7 +367,7 @@ def find_group(directory: Path) -> ProcessGroup | None:
     All processes call this at the same point of the program, on the training thread:
     without the coordination service they agree on a directory by a collective.
     """
-    if not _util.processes.is_distributed():
+    if not _util.job.is_distributed():
         return None
     service = None if USES_FILES else _util.processes.service()
     key = directory if service is None else None

@@ -130,7 +130,7 @@ def _parse_leaf(file: Path, path: str, leaf: object) -> Any:
         text = f"{text.removeprefix('numpy ')}[]"
     try:
         if array := _ARRAY.fullmatch(text):
-            dtype = _state.dtypes.to_numpy(array[1])
+            dtype = _state.numpy_dtypes.to_numpy(array[1])
             return jax.ShapeDtypeStruct(_parse_shape(array[2]), dtype)
         if keys := _KEYS.fullmatch(text):
             return _abstract_keys(_parse_shape(keys[2]), keys[1])
@@ -159,7 +159,7 @@ def _abstract(info: LeafInfo) -> Any:
         return _abstract_keys(info.shape, info.prng_impl or "")
     if info.dtype is None:
         return _VALUES.get(info.python_type)
-    dtype = _state.dtypes.to_numpy(info.dtype)
+    dtype = _state.numpy_dtypes.to_numpy(info.dtype)
     if info.kind == "scalar":
         value = _VALUES.get(info.python_type)
         return np.zeros((), dtype)[()] if value is None else value

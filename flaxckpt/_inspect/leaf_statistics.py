@@ -88,7 +88,7 @@ def leaf_statistics(
         return LeafStatistics(leaf.info, int(value is not None), values=value)
     _arrays.read.check_supported([leaf], stored.metadata.path)
     counter = _util.progress.Counter(f"reading {leaf_path}")
-    counter.total = 2 * _arrays.layout.stored_bytes(leaf.info)
+    counter.total = 2 * _arrays.forms.stored_bytes(leaf.info)
     with _util.progress.bar(counter):
         return _statistics_of(leaf, bins, counter)
 
@@ -96,7 +96,7 @@ def leaf_statistics(
 def _statistics_of(
     leaf: Leaf, bins: int, counter: _util.progress.Counter
 ) -> LeafStatistics:
-    count = math.prod(_arrays.layout.stored_form(leaf.info)[0])
+    count = math.prod(_arrays.forms.stored_form(leaf.info)[0])
     sums = _RunningSums()
     few: list[Any] = []
     for values in _read(leaf, counter):

@@ -258,7 +258,7 @@ def disk_usage(
     total = None if None in sizes else sum(size or 0 for size in sizes)
     if not steps:
         return DiskUsage(str(root), steps, total, None, ())
-    described = _locate.open_checkpoint(root, step, step_format=step_format).metadata
+    described = _locate.read_metadata(root, step, step_format=step_format)
     trees = _run.disk_usage.subtrees(described.leaves)
     shown = [tree for tree in trees if tree.depth <= depth]
     return DiskUsage(str(root), steps, total, described.path, tuple(shown))

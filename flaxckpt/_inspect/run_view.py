@@ -6,14 +6,16 @@ names is detected, or an argument.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 from flaxckpt import _run, _steps, _storage, errors, formats, policies
-from flaxckpt._run.checkpointer import Checkpointer
+from flaxckpt._run.retention import Rules
+from flaxckpt._run.run_steps import RunSteps
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _locate, _native
 from flaxckpt.policies import PreservationPolicy
@@ -56,9 +58,10 @@ class RunView:
         """
         name = self.checkpointer_format()
         if name is not None:
-            run = Checkpointer(self.root, keep=keep, step_format=name, read_only=True)
+            rules = _run.retention.Rules(keep=policies.check(keep, "keep"))
+            run = _open_steps(self.root, name, rules, read_only=True)
             with _storage.permissions.explain_errors(self.root):
-                reasons = run.explain()
+                reasons = run.explain_all()
         else:
             reasons = policies.decide(
                 keep, [_ranked_step(*item) for item in self.steps.items()]
@@ -196,23 +199,26 @@ def _ranked_step(step: int, path: Path) -> _run.metrics.RankedStep:
 # ---- changes ----------------------------------------------------------------------
 
 
-def open_run(
+@contextlib.contextmanager
+def _run_opened(
     path: PathLike,
+    step_format: str | None,
+    rules: Rules,
     *,
-    step_format: str | None = None,
-    **options: Any,
-) -> Checkpointer:
-    """Opens an existing run directory.
+    read_only: bool,
+) -> Iterator[RunSteps]:
+    """Opens the steps of an existing run directory.
 
     Args:
         path: The directory.
         step_format: The format of step names; detected by default.
-        **options: Options of `Checkpointer`.
+        rules: Rules of retention.
+        read_only: True to change nothing; otherwise, files left by crashes are removed.
 
     Raises:
         CheckpointNotFoundError, CheckpointFormatError: The path is not a run directory.
-        OptionError: The path is a single checkpoint, or no `Checkpointer` supports the
-            names of its steps.
+        OptionError: The path is a single checkpoint, or the names of its steps are not
+            those of a run of flaxckpt.
     """
     root = _storage.paths.resolve(path)
     name = survey(root, step_format).checkpointer_format()
@@ -222,7 +228,26 @@ def open_run(
             " or 00000100, all of one format: only such steps can be pinned and pruned."
             " If names are mixed, choose one format, as in --step-format 'step_{step}'"
         )
-    return Checkpointer(root, step_format=name, **options)
+    run = _open_steps(root, name, rules, read_only=read_only)
+    if not read_only:
+        run.make_directory()
+        run.tidy()
+    with contextlib.closing(run.events):
+        yield run
+
+
+def _open_steps(
+    root: Path, step_format: str, rules: Rules, *, read_only: bool
+) -> RunSteps:
+    # A `Checkpointer` can do more, but saves and restores need jax.
+    return _run.staging.open_steps(
+        root,
+        rules,
+        step_format=step_format,
+        read_only=read_only,
+        staging=None,
+        keep_staging=_run.staging.KEEP,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +276,11 @@ def prune(
     *,
     dry_run: bool,
     step_format: str | None = None,
-    **rules: Any,
+    keep: Sequence[PreservationPolicy] = (),
+    keep_dataset: Sequence[PreservationPolicy] = (),
+    keep_items: Mapping[str, Sequence[PreservationPolicy]] = MappingProxyType({}),
+    items: str | Sequence[str] = _native.items.STATE,
+    dataset_item: str = _native.items.DATASET,
 ) -> Pruned:
     """Deletes the steps of a run that no policy keeps, or lists them.
 
@@ -259,33 +288,43 @@ def prune(
         path: The run directory.
         dry_run: True to delete nothing.
         step_format: The format of step names; detected by default.
-        **rules: Rules of retention: options of `Checkpointer`.
+        keep: As for `Checkpointer`, like all further arguments.
+        keep_dataset: See `keep`.
+        keep_items: See `keep`.
+        items: See `keep`.
+        dataset_item: See `keep`.
 
     Raises:
         OptionError: A policy uses a metric that no step has.
         SaveFailedError: The newest step is damaged, so older steps are kept.
-        CheckpointError: As for `open_run`.
+        CheckpointError: The path is not a run directory with steps of one format.
     """
-    with open_run(path, step_format=step_format, read_only=dry_run, **rules) as run:
-        reasons = run.explain()
+    made = _native.names.make_items(items, dataset_item)
+    rules = Rules.of(keep, keep_dataset, keep_items, None, made)
+    with _run_opened(path, step_format, rules, read_only=dry_run) as run:
+        reasons = run.explain_all()
         _check_metrics(run, reasons)
         sizes = _own_sizes(survey(run.directory, step_format).steps, reasons)
-        deleted = run.prune(dry_run=dry_run)
+        doomed = tuple(step for step, why in reasons.items() if not why)
+        deleted = doomed if dry_run else run.prune()
         freed = None if sizes is None else sum(sizes.get(s, 0) for s in deleted)
         left = tuple(s for s, why in reasons.items() if not why and s not in deleted)
         return Pruned(str(run.directory), dry_run, deleted, left, freed, reasons)
 
 
-def _check_metrics(run: Checkpointer, reasons: Mapping[int, Sequence[str]]) -> None:
+def _check_metrics(run: RunSteps, reasons: Mapping[int, Sequence[str]]) -> None:
     """Raises OptionError if a policy keeps nothing because its metric is unknown."""
-    for policy in run.keep:
+    keep = run.retention.rules.keep
+    for policy in keep:
         if not isinstance(policy, policies.BestN) or not reasons:
             continue
-        if policies.WithoutMetric(policy.metric) in run.keep:
+        if policies.WithoutMetric(policy.metric) in keep:
             continue  # keeps all steps
         if any(str(policy) in why for why in reasons.values()):
             continue
-        names = sorted({name for step in run.steps() for name in run.metrics(step)})
+        names = sorted(
+            {name for path in run.paths().values() for name in run.metrics(path)}
+        )
         raise errors.OptionError(
             f"no step of {run.directory} has a finite metric {policy.metric!r}, so the"
             " best step is unknown and would be deleted; the steps have"
@@ -331,14 +370,12 @@ def set_pinned(
     Raises:
         CheckpointNotFoundError: A step does not exist.
         SaveFailedError: The change could not be written.
-        CheckpointError: As for `open_run`.
+        CheckpointError: The path is not a run directory with steps of one format.
     """
-    with open_run(path, read_only=True, step_format=step_format) as run:
-        existing = {*run.steps(), *run.damaged()}
+    with _run_opened(path, step_format, Rules(), read_only=True) as run:
         for step in steps:
-            if step not in existing:
-                run.metadata(step)  # raises
-    with open_run(path, step_format=step_format) as run:
+            run.path(step)  # raises if it does not exist
+    with _run_opened(path, step_format, Rules(), read_only=False) as run:
         for step in steps:
             (run.pin if pinned else run.unpin)(step)
         return str(run.directory)

@@ -151,7 +151,7 @@ def simulate(
     infos = tuple([leaf.info for leaf in table.values()])
     _check_meshes(infos, processes)
     ocdbt = _checkpoint.save.plan_places(infos, options).ocdbt
-    contents = _native.checkpoint.Contents(
+    contents = _native.contents.Contents(
         infos=infos, structure=structure, ocdbt=ocdbt, encoding=options.layout.encoding
     )
     metadata = _checkpoint.commit.metadata_files(contents, _NOWHERE)
@@ -224,7 +224,7 @@ def _files(
     counts = np.zeros(len(written), np.int64)
     counts[0] = len(infos)  # zarr.json of each array
     for info, task, chosen in zip(infos, tasks, places, strict=True):
-        shape = _arrays.layout.write_shape(info, _arrays.layout.stored_form(info)[0])
+        shape = _arrays.layout.write_shape(info, _arrays.forms.stored_form(info)[0])
         chunks = _arrays.zarr.chunk_shape.chunk_count(shape, info.chunk_shape or shape)
         np.add.at(
             counts,

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
         events,
         metrics,
         restoring,
+        retention,
+        run_steps,
         session,
         staging,
     )
@@ -23,6 +25,8 @@ __all__ = [
     "events",
     "metrics",
     "restoring",
+    "retention",
+    "run_steps",
     "session",
     "staging",
 ]

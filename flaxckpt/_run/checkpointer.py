@@ -180,12 +180,12 @@ class Checkpointer:
         """Makes the directory, removes leftovers, and writes the run metadata."""
         if not self.read_only:
             self._run.make_directory()
-            if _util.processes.is_first():
-                self._saves.tidy()
+            if _util.job.is_first():
+                self._run.tidy()
         if metadata is not None:
             self._session.check_writable("write metadata")
             plain = _checkpoint.save.copy_json(metadata)
-            if _util.processes.is_first():
+            if _util.job.is_first():
                 edit.write_run_metadata(self._run.saves_in, plain, self._run.mode)
 
     # ---- saving --------------------------------------------------------------
@@ -489,7 +489,7 @@ class Checkpointer:
         """
         self._session.check_writable("add metrics")
         self.wait()
-        if _util.processes.is_first():
+        if _util.job.is_first():
             with self._run.step_change(step) as path:
                 edit.add_metrics(path, metrics)
 
@@ -502,9 +502,7 @@ class Checkpointer:
         With a staging directory, "staging: …" is a reason for keeping the step there,
         and "staging: not uploaded" means a pending upload.
         """
-        reasons = self._run.explain()
-        reasons |= {step: [f"damaged: {why}"] for step, why in self.damaged().items()}
-        return dict(sorted(reasons.items()))
+        return self._run.explain_all()
 
     def prune(self, *, dry_run: bool = False) -> tuple[int, ...]:
         """Deletes the steps and dataset states that no policy keeps.
@@ -542,7 +540,7 @@ class Checkpointer:
         """
         self._session.check_writable("delete")
         self.wait()
-        if _util.processes.is_first():
+        if _util.job.is_first():
             if item is None:
                 self._run.delete(step)
             else:
@@ -565,16 +563,12 @@ class Checkpointer:
             SaveFailedError: The marker could not be written.
         """
         self._session.check_writable("pin")
-        if _util.processes.is_first():
-            with self._run.step_change(step) as path:
-                edit.pin(path)
+        self._run.pin(step)
 
     def unpin(self, step: int) -> None:
         """Removes the pin of a step; raises the errors of `pin`."""
         self._session.check_writable("unpin")
-        if _util.processes.is_first():
-            with self._run.step_change(step, _steps.markers.PIN) as path:
-                edit.unpin(path)
+        self._run.unpin(step)
 
     # ---- the end -------------------------------------------------------------
 

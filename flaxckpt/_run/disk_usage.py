@@ -46,7 +46,7 @@ def subtrees(
     inner: dict[LeafPath, list[LeafPath]] = {"": []}
     counts: dict[LeafPath, list[int]] = {"": [0, 0]}
     for path, info in leaves.items():
-        size = _arrays.layout.stored_bytes(info)
+        size = _arrays.forms.stored_bytes(info)
         above = ""
         for prefix in _prefixes(path):
             counts[above][0] += 1

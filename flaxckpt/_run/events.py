@@ -74,7 +74,7 @@ class Stream:
             event = Event(kind, number, str(path or self._path), time.time(), plain)
             if self._sinks:
                 self._queue.get().append(event)
-            if self._journal is not None and _util.processes.is_first():
+            if self._journal is not None and _util.job.is_first():
                 self._journal.write(event)
         except Exception as error:
             if not self._has_lost:

@@ -347,7 +347,7 @@ class Restores:
 
         Reads each step once more: a disk or a network may fail for a moment.
         """
-        if self._read_only or not _util.processes.is_first():
+        if self._read_only or not _util.job.is_first():
             return
         try:
             if (

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from flaxckpt import _checkpoint, _steps, _storage, _util, errors, formats, policies
-from flaxckpt._run import edit, events, retention
-from flaxckpt.formats import _locate
+from flaxckpt._run import edit, events, params_only, retention
+from flaxckpt.formats import _locate, _native
 
 Tier = Literal["directory", "staging"]
 
@@ -88,6 +88,14 @@ class RunSteps:
             except errors.OptionError:
                 if not (self.has_any() if path == new else path.is_dir()):
                     raise
+
+    def tidy(self) -> None:
+        """Removes files left by crashes, and starts pending uploads."""
+        with _storage.paths.listing_cache(self.directory):
+            items = (_native.items.METRICS, "metadata")
+            _steps.delete.tidy(self.saves_in, self.format, items)
+            if self.open_uploads():
+                params_only.ParamsOnly(self.directory, self.format).tidy()
 
     # ---- finding ----------------------------------------------------------------
 
@@ -247,13 +255,29 @@ class RunSteps:
         """
         yield self.path(step)
 
+    def pin(self, step: int) -> None:
+        """Keeps a step regardless of the policies.
+
+        Raises:
+            SaveFailedError: The marker could not be written.
+        """
+        if _util.job.is_first():
+            with self.step_change(step) as path:
+                edit.pin(path)
+
+    def unpin(self, step: int) -> None:
+        """Removes the pin of a step."""
+        if _util.job.is_first():
+            with self.step_change(step, _steps.markers.PIN) as path:
+                edit.unpin(path)
+
     def make_permanent(self, step: int) -> None:
         """Makes a temporary step permanent: only policies delete it.
 
         Raises:
             SaveFailedError: The marker could not be changed.
         """
-        if _util.processes.is_first():
+        if _util.job.is_first():
             with self.step_change(step, _steps.markers.TEMPORARY) as path:
                 edit.make_permanent(path)
 
@@ -279,13 +303,20 @@ class RunSteps:
         """
         return self.retention.explain()
 
+    def explain_all(self) -> dict[int, list[str]]:
+        """Returns the reasons of `explain`, and the damage of each damaged step."""
+        reasons = self.explain()
+        for step, why in self.damage_reasons().items():
+            reasons[step] = [f"damaged: {why}"]
+        return dict(sorted(reasons.items()))
+
     def prune(self) -> tuple[int, ...]:
         """Deletes the steps that no policy keeps; returns the deleted steps.
 
         Raises:
             SaveFailedError: The newest step is damaged.
         """
-        return self.delete_unkept() if _util.processes.is_first() else ()
+        return self.delete_unkept() if _util.job.is_first() else ()
 
     def delete(self, step: int) -> None:
         """Deletes a step and its copies.

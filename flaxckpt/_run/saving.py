@@ -25,7 +25,6 @@ from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt._run import params_only, run_steps
 from flaxckpt._types import JSON, PyTree
-from flaxckpt.formats import _native
 from flaxckpt.formats._native.items import Items
 from flaxckpt.formats._reader import Lineage
 
@@ -264,14 +263,6 @@ class Saves:
             self._run.events.emit("failed", step, path=final, error=text)
             raise
 
-    def tidy(self) -> None:
-        """Removes files left by crashes."""
-        with _storage.paths.listing_cache(self._run.directory):
-            items = (_native.items.METRICS, "metadata")
-            _steps.delete.tidy(self._run.saves_in, self._run.format, items)
-            if self._run.open_uploads():
-                self.params_only.tidy()
-
     # ---- beside the steps -------------------------------------------------------
 
     def rehearse(
@@ -316,7 +307,7 @@ class Saves:
             with _checkpoint.commit.store_errors(path):
                 snapshot = _checkpoint.save.take_snapshot(request, state)
             _checkpoint.save.write_snapshot(snapshot)
-            if _util.processes.is_first():
+            if _util.job.is_first():
                 self.params_only.keep_only(path)
         return path
 
@@ -371,7 +362,7 @@ class Saves:
         if self._handle is not None and self._handle_step == step:
             return not self._handle.has_failed()
         # Processes may see a new step at different times.
-        is_there = _util.processes.is_distributed() or step in self._run.known_paths()
+        is_there = _util.job.is_distributed() or step in self._run.known_paths()
         return step in self._own_steps and is_there
 
     def add_own(self, step: int) -> None:

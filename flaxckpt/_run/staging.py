@@ -81,7 +81,7 @@ def _resolve(staging: PathLike, directory: Path) -> Path:
             f"staging must be a directory on this machine, got {path}: pass the path"
             " of a fast disk"
         )
-    if _util.processes.is_distributed():
+    if _util.job.is_distributed():
         raise errors.OptionError(
             f"staging={path} supports only one process: the disk of each machine would"
             " have only a part of each step. Leave out staging, so that all processes"

@@ -36,7 +36,7 @@ def compare(path: Path, final: Path) -> Relation:
     if marker is None and manifest is None:
         is_there = _storage.of(final).exists(final)
         return "other" if is_there and _is_foreign(final) else "none"
-    is_intact = manifest is not None and marker == _native.checkpoint.commit_marker(
+    is_intact = manifest is not None and marker == _native.contents.commit_marker(
         manifest
     )
     return "other" if is_intact else "damaged"

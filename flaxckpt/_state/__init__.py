@@ -9,11 +9,14 @@ from flaxckpt import _doors
 if TYPE_CHECKING:
     from flaxckpt._state import (
         boxes,
+        classes,
         containers,
+        describe,
         dtypes,
         flax_state,
         leaf,
         leaf_types,
+        numpy_dtypes,
         object_graph,
         optax_containers,
         optimizer_roles,
@@ -25,11 +28,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "boxes",
+    "classes",
     "containers",
+    "describe",
     "dtypes",
     "flax_state",
     "leaf",
     "leaf_types",
+    "numpy_dtypes",
     "object_graph",
     "optax_containers",
     "optimizer_roles",

@@ -1,12 +1,12 @@
-"""Names of element types, their storage types, and the allowed casts."""
+"""Names of element types, their storage types, and the allowed casts.
+
+Works with names only, without numpy: `_state.numpy_dtypes` converts arrays.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
-
-import ml_dtypes
-import numpy as np
+import re
 
 from flaxckpt import errors
 
@@ -41,7 +41,7 @@ _STORED_AS_IS = frozenset(
 )
 """Types supported by TensorStore's zarr3 driver and restored by stock Orbax."""
 
-_STORED_AS_BYTES = frozenset(
+STORED_AS_BYTES = frozenset(
     {
         "uint2",
         "uint4",
@@ -54,25 +54,37 @@ _STORED_AS_BYTES = frozenset(
 )
 """One byte per element in numpy, unknown to TensorStore: stored as uint8 bits."""
 
+PYTHON_NUMBERS: dict[type, str] = {
+    bool: "bool",
+    int: "int64",
+    float: "float64",
+    complex: "complex128",
+}
+"""Class of a Python number -> its type in numpy."""
+
+_NUMBER = re.compile("[a-z]+([0-9]+)")
+"""The bits of a value, in the name of any type but bool."""
+
+_ZARR_2_KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
+
 _WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 
 
-@functools.lru_cache(maxsize=256)
-def name(dtype: Any) -> str:
-    """Returns the name of a numpy or jax element type: `bfloat16`, `float32`."""
-    return str(np.dtype(dtype).name)
-
-
-@functools.cache
-def to_numpy(dtype_name: str) -> np.dtype[Any]:
-    """Returns the numpy dtype called `dtype_name`.
+def check(dtype_name: str) -> str:
+    """Returns `dtype_name` if leaves of such a type can be stored.
 
     Raises:
         OptionError: Leaves of such a type cannot be stored.
     """
-    if dtype_name not in _STORED_AS_IS and dtype_name not in _STORED_AS_BYTES:
+    if dtype_name not in _STORED_AS_IS and dtype_name not in STORED_AS_BYTES:
         raise errors.OptionError(f"{dtype_name!r} is not a supported element type")
-    return np.dtype(getattr(ml_dtypes, dtype_name, dtype_name))
+    return dtype_name
+
+
+def of_zarr_2(name: str) -> str:
+    """Returns the type with zarr 2's name of a simple type: `<f4` is `float32`."""
+    kind, bits = _ZARR_2_KINDS[name[1]], 8 * int(name[2:])
+    return "bool" if (kind, bits) == ("bool", 8) else f"{kind}{bits}"
 
 
 @functools.lru_cache(maxsize=256)
@@ -80,56 +92,16 @@ def stored_name(dtype_name: str) -> str | None:
     """Returns the type that stores `dtype_name` on disk, or None."""
     if dtype_name in _STORED_AS_IS:
         return dtype_name
-    return "uint8" if dtype_name in _STORED_AS_BYTES else None
+    return "uint8" if dtype_name in STORED_AS_BYTES else None
 
 
-@functools.cache
-def zarr_2_name(dtype_name: str) -> str:
-    """Returns the zarr 2 name of a stored type: `<f4`, or our name if not in numpy."""
-    dtype = to_numpy(dtype_name)
-    return dtype_name if dtype.isbuiltin != 1 else dtype.newbyteorder("<").str
-
-
-def to_stored(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Returns `array` in its storage type; copies only to swap bytes."""
-    if array.dtype.name in _STORED_AS_BYTES:
-        return array.view(np.uint8)
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder())
-
-
-def from_stored(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any, Any]:
-    """Undoes `to_stored`, without a copy."""
-    wanted = to_numpy(dtype_name)
-    return array.view(wanted) if dtype_name in _STORED_AS_BYTES else array
-
-
-def check_bools(array: np.ndarray[Any, Any]) -> None:
-    """Raises ValueError for bytes other than 0 and 1 in an array of bools.
-
-    numpy treats other bytes as true; the behaviour of jax depends on the compiled code.
+def item_size(dtype_name: str) -> int:
+    """Returns the bytes per element in memory.
 
     Raises:
-        ValueError: The array holds such bytes.
+        OptionError: Leaves of such a type cannot be stored.
     """
-    if array.dtype == np.bool_ and array.size:
-        largest = int(array.view(np.uint8).max())
-        if largest > 1:
-            raise ValueError(f"an array of bools has the byte {largest}, wanted 0 or 1")
-
-
-def convert(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any, Any]:
-    """Casts `array` to `dtype_name`; returns `array` itself without a change of type.
-
-    Values beyond the range of a narrower float become infinite, as in TensorStore.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        return np.asarray(array, to_numpy(dtype_name))
-
-
-def cast_into(target: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
-    """Fills `target` with `values`, cast to its type as by `convert`."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        target[...] = values
+    return max(8, _value_bits(check(dtype_name))) // 8
 
 
 @functools.cache
@@ -137,21 +109,21 @@ def item_bits(dtype_name: str) -> int:
     """Returns the bits per element on disk."""
     stored = stored_name(dtype_name)
     assert stored is not None, dtype_name
-    return 8 * to_numpy(stored).itemsize
+    return 8 * item_size(stored)
 
 
-@functools.cache
 def _value_bits(dtype_name: str) -> int:
     """Returns the bits of an element's value: 4 for int4, although stored in a byte."""
-    if kind(dtype_name) in ("int", "uint"):
-        return int(ml_dtypes.iinfo(to_numpy(dtype_name)).bits)  # type: ignore[no-untyped-call]
-    return 8 * to_numpy(dtype_name).itemsize
+    match = _NUMBER.match(dtype_name)
+    return 8 if match is None else int(match[1])
 
 
 def bounds(dtype_name: str) -> tuple[int, int]:
     """Returns the smallest and the largest value of an integer type."""
-    info = ml_dtypes.iinfo(to_numpy(dtype_name))  # type: ignore[no-untyped-call]
-    return int(info.min), int(info.max)
+    bits = _value_bits(check(dtype_name))
+    if kind(dtype_name) == "uint":
+        return 0, 2**bits - 1
+    return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
 
 
 def kind(dtype_name: str) -> str:

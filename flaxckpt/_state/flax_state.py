@@ -22,9 +22,11 @@ from flax.linen import spmd
 from jax.sharding import PartitionSpec
 
 from flaxckpt import errors
-from flaxckpt._state import leaf as state_leaf
+from flaxckpt._state import describe as state_describe
+from flaxckpt._state import flatten as state_flatten
 from flaxckpt._state import leaf_types
 from flaxckpt._state import tree as state_tree
+from flaxckpt._state.flatten import FlatTree
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._types import LeafPath, PyTree
 
@@ -118,13 +120,13 @@ def flatten(state: PyTree, *, whole_branches: bool = False) -> FlatState:
     faults: dict[LeafPath, str] = {}
 
     def enter(path: LeafPath, leaf: state_tree.TreeLeaf) -> None:
-        info = state_leaf.describe(path, leaf)
+        info = state_describe.describe(path, leaf)
         if isinstance(info, str):
             faults[path] = info
         else:
             table[path] = Leaf(info, (None if leaf.is_empty else leaf.value,))
 
-    structure = state_tree.walk(tree, enter, boxes=boxes())
+    structure = state_flatten.walk(tree, enter, boxes=boxes())
     if faults:
         advice = ""
         if "" in faults and callable(state):
@@ -142,7 +144,7 @@ def flatten(state: PyTree, *, whole_branches: bool = False) -> FlatState:
         tuple(
             (
                 (*keys, _OPT_STATE),
-                state_tree.flatten(node.opt_state, boxes=boxes()).structure,
+                flatten_plain(node.opt_state).structure,
             )
             for keys, node in optimizers
         ),
@@ -181,10 +183,15 @@ def check_state(state: PyTree) -> None:
 _LEAF: Any = jax.tree.structure(0)
 
 
+def flatten_plain(tree: PyTree) -> FlatTree:
+    """Flattens a tree without NNX objects; boxes of Flax are absent from leaf paths."""
+    return state_flatten.flatten(tree, boxes=boxes())
+
+
 def leaves_by_path(tree: PyTree) -> dict[LeafPath, Any]:
     """Returns the leaves of any pytree by path, of any type."""
     plain = _split_objects(tree).tree
-    entries = state_tree.flatten(plain, boxes=boxes()).leaves
+    entries = flatten_plain(plain).leaves
     return {path: entry.value for path, entry in entries.items()}
 
 
@@ -198,7 +205,9 @@ def _find_nodes(
     nodes = jax.tree_util.tree_leaves_with_path(
         state, is_leaf=lambda node: predicate(node) or is_object(node)
     )
-    return [(state_tree.to_keys(path), node) for path, node in nodes if predicate(node)]
+    return [
+        (state_flatten.to_keys(path), node) for path, node in nodes if predicate(node)
+    ]
 
 
 def _is_nnx_optimizer(node: object) -> bool:
@@ -223,7 +232,7 @@ class _Split(NamedTuple):
 def _split_objects(state: PyTree, whole_branches: bool = False) -> _Split:
     """Replaces NNX objects by `nnx.State`s."""
     try:
-        state_tree.check_nesting(state, is_object)
+        state_flatten.check_nesting(state, is_object)
         treedef: Any  # jax declares no attributes of it
         nodes, treedef = flatten_around_objects(state, and_variables=True)
     except errors.LeafNameError:
@@ -405,7 +414,7 @@ def _check_objects(objects: Mapping[str, Any]) -> None:
             continue
         seen.add(id(node))
         fields = {type(node).__name__: dict(vars(node))}
-        state_tree.check_nesting(fields, is_object)
+        state_flatten.check_nesting(fields, is_object)
         waiting += filter(is_object, jax.tree.leaves(fields, is_leaf=is_object))
 
 
@@ -658,7 +667,7 @@ def _fits(params: PyTree, optimizer: Any) -> bool:
 
 
 def _shapes(tree: PyTree) -> dict[LeafPath, Any]:
-    entries = state_tree.flatten(tree, boxes=boxes()).leaves
+    entries = flatten_plain(tree).leaves
     return {
         path: getattr(entry.value, "shape", None)
         for path, entry in entries.items()

@@ -1,27 +1,30 @@
-"""Leaves, leaf infos and leaf tables; the leaf infos of states."""
+"""Leaves, leaf infos and leaf tables.
+
+`_state.describe` describes the leaves of a state.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
-
-from flaxckpt import _util
-from flaxckpt._state import dtypes, leaf_types, tree
+from flaxckpt._state import tree
 from flaxckpt._types import LeafPath, Shape
 
 if TYPE_CHECKING:
+    import jax
+    import numpy as np
     import tensorstore as ts
+    from jax.sharding import PartitionSpec, Sharding
 
-    from flaxckpt._arrays.byte_ranges import Span
+    from flaxckpt._arrays.spans import Span
     from flaxckpt._arrays.zarr.metadata import RawArray
+
+
+MeshAxes: TypeAlias = str | tuple[str, ...] | None
+"""The mesh axes that split an axis of a leaf; None for none."""
 
 
 class Role(NamedTuple):
@@ -69,7 +72,7 @@ class LeafInfo:
         chunk_shape: Shape of the stored chunks; None if not an array.
         weak_type: True if jax may promote the leaf like a Python number.
         prng_impl: The implementation of a PRNG key (`threefry2x32`).
-        spec: The partition spec, current or at the save.
+        mesh_axes: The partition spec, current or at the save, as a tuple.
         shard_shape: The shape of the shard on a device, current or at the save; None
             if unknown, or if the shard is the whole leaf.
         role: The role of an optimizer leaf.
@@ -86,10 +89,18 @@ class LeafInfo:
     chunk_shape: Shape | None = None
     weak_type: bool = False
     prng_impl: str | None = None
-    spec: PartitionSpec | None = None
+    mesh_axes: tuple[MeshAxes, ...] | None = None
     shard_shape: Shape | None = None
     role: Role | None = None
     boxes: tuple[Box, ...] = ()
+
+    @property
+    def spec(self) -> PartitionSpec | None:
+        """The partition spec, current or at the save."""
+        # Imported here: metadata is read and printed without jax.
+        from jax.sharding import PartitionSpec
+
+        return None if self.mesh_axes is None else PartitionSpec(*self.mesh_axes)
 
     @property
     def is_python_number(self) -> bool:
@@ -193,148 +204,3 @@ class Leaf:
 
 
 LeafTable: TypeAlias = dict[LeafPath, Leaf]
-
-
-# ---- leaves of a state ------------------------------------------------------------
-
-_JAX_TYPES = (jax.Array, jax.ShapeDtypeStruct)
-_ARRAYS = (np.ndarray, np.memmap)
-"""Classes of numpy arrays without data beside their values."""
-
-_PYTHON_NUMBERS: dict[type, str] = {
-    bool: "bool",
-    int: "int64",
-    float: "float64",
-    complex: "complex128",
-}
-
-_SURROGATES = (
-    "a str with two surrogates that would be restored as one character: write that"
-    " character, or keep the text as bytes in a numpy array"
-)
-
-
-def describe(path: LeafPath, leaf: tree.TreeLeaf) -> LeafInfo | str:
-    """Returns the leaf info of a leaf of a concrete or abstract state.
-
-    Returns:
-        The leaf info, or a description of a value that cannot be stored.
-    """
-    keys, value, is_empty = leaf
-    if is_empty:
-        return LeafInfo(path, keys, "empty", _empty_type(value))
-    if isinstance(value, leaf_types.BrokenLeaf):
-        return value.reason
-    if isinstance(value, jax.core.Tracer):
-        return "a traced value, which exists only inside a jax transformation"
-    if isinstance(value, _JAX_TYPES):
-        return _describe_jax(path, keys, value)
-    if isinstance(value, np.ndarray | np.generic):
-        if type(value) not in _ARRAYS and type(value) is not value.dtype.type:
-            return _describe_subclass(value)
-        dtype = dtypes.name(value.dtype)
-        if dtypes.stored_name(dtype) is None:
-            return f"a numpy array of dtype {dtype}"
-        is_array = isinstance(value, np.ndarray)
-        return LeafInfo(
-            path,
-            keys,
-            "array" if is_array else "scalar",
-            "numpy.ndarray" if is_array else "numpy.generic",
-            value.shape,
-            dtype,
-        )
-    if type(value) is str:
-        try:
-            _util.json_limits.check_text(value, "it")
-        except ValueError:
-            return _SURROGATES
-        return LeafInfo(path, keys, "string", "str")
-    if type(value) is int and not -(2**63) <= value < 2**63:
-        return f"the int {value}, which needs more than 64 bits"
-    if number := _PYTHON_NUMBERS.get(type(value)):
-        return LeafInfo(
-            path, keys, "scalar", type(value).__name__, (), number, weak_type=True
-        )
-    if callable(value) and (isinstance(value, type) or hasattr(value, "__name__")):
-        return _util.arguments.describe(value)
-    return f"a {type(value).__module__}.{type(value).__qualname__}"
-
-
-def describe_value(value: Any) -> str:
-    """Returns a short description of any value, for messages."""
-    info = describe("", tree.TreeLeaf((), value, False))
-    return str(info)
-
-
-def _describe_subclass(value: np.ndarray[Any, Any] | np.generic) -> str:
-    """Describes a value of a subclass of numpy's arrays or scalars.
-
-    Data of the instance beside its values would be lost.
-    """
-    if isinstance(value, np.ma.MaskedArray):
-        return (
-            "a masked array, whose mask would be lost: save x.data and"
-            " np.ma.getmaskarray(x) as two leaves, or x.filled()"
-        )
-    cls = f"{type(value).__module__}.{type(value).__qualname__}"
-    if isinstance(value, np.generic):
-        return f"a {cls}, which would be restored as a plain numpy {value.dtype}"
-    return f"a {cls}, which would be restored as a plain array: save np.asarray(x)"
-
-
-def _describe_jax(
-    path: LeafPath,
-    keys: tuple[tree.Key, ...],
-    value: jax.Array | jax.ShapeDtypeStruct,
-) -> LeafInfo | str:
-    sharding = value.sharding
-    if isinstance(value, jax.Array) and not value.committed:
-        sharding = None
-    shape = value.shape
-    is_key, dtype, is_stored = _element_type(value.dtype)
-    if not is_stored:
-        return f"a jax array of dtype {dtype}"
-    return LeafInfo(
-        path,
-        keys,
-        "prng_key" if is_key else "array",
-        "jax.Array",
-        shape,
-        dtype,
-        sharding,
-        None,
-        not is_key and bool(value.weak_type),
-        _prng_impl(value) if is_key else None,
-        sharding.spec if isinstance(sharding, NamedSharding) else None,
-        None if sharding is None else _shard_shape(sharding, shape),
-    )
-
-
-@functools.cache
-def _element_type(dtype: Any) -> tuple[bool, str, bool]:
-    """Returns for a dtype: is a PRNG key, name of the element type, can be stored."""
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    name = "uint32" if is_key else dtypes.name(dtype)
-    return is_key, name, dtypes.stored_name(name) is not None
-
-
-def _shard_shape(sharding: Sharding, shape: Shape) -> Shape | None:
-    """Returns the shape of a shard; None for a whole leaf or an invalid sharding."""
-    try:
-        shard = sharding.shard_shape(shape)
-    except ValueError:
-        return None
-    return None if shard == shape else shard
-
-
-def _prng_impl(value: jax.Array | jax.ShapeDtypeStruct) -> str:
-    if isinstance(value, jax.ShapeDtypeStruct):
-        # jax.random.key_impl rejects abstract keys; their dtype has the name.
-        return str(value.dtype._impl.name)
-    return str(jax.random.key_impl(value))
-
-
-def _empty_type(value: object) -> str:
-    """Returns stock Orbax's name of an empty container, in lower case."""
-    return type(value).__name__ if type(value) in (dict, list, tuple) else "None"

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from flaxckpt._state import tree
+from flaxckpt._state import flatten, tree
 from flaxckpt._types import LeafPath, PyTree, Shape
 
 Spec: TypeAlias = PartitionSpec
@@ -104,7 +104,7 @@ def specs_by_types(
         params: Parameters, as arrays or `ShapeDtypeStruct`s.
         specs: Leaf path within `params` -> partition spec.
         axis_sizes: Size of each axis of the mesh.
-        boxes: See `_state.tree.flatten`.
+        boxes: See `_state.flatten.flatten`.
 
     Returns:
         Keys within the optimizer state -> spec, or None if jax returns no sharding.
@@ -115,7 +115,7 @@ def specs_by_types(
         tuple(axis_sizes),
         axis_types=(AxisType.Explicit,) * len(axis_sizes),
     )
-    flat = tree.flatten(params, boxes=boxes)
+    flat = flatten.flatten(params, boxes=boxes)
     try:
         typed = {
             path: jax.ShapeDtypeStruct(
@@ -133,7 +133,7 @@ def specs_by_types(
         return {}
     return {
         entry.keys: _spec_of(entry.value)
-        for entry in tree.flatten(state, boxes=boxes).leaves.values()
+        for entry in flatten.flatten(state, boxes=boxes).leaves.values()
         if not entry.is_empty
     }
 

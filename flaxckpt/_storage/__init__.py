@@ -8,6 +8,7 @@ from flaxckpt import _doors
 
 if TYPE_CHECKING:
     from flaxckpt._storage import (
+        bucket,
         commit_marker,
         files,
         leases,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Stamp",
+    "bucket",
     "commit_marker",
     "files",
     "leases",

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import tensorstore as ts
 
 from flaxckpt import _util, errors
-from flaxckpt._storage.store_requests import Connection, StoreOptions, TransientError
+from flaxckpt._storage.store_options import StoreOptions
+from flaxckpt._storage.store_requests import Connection, TransientError
 
 _PART_BYTES = 8 * 2**20
 """Size of a part of a value read part by part."""

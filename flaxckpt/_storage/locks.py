@@ -17,11 +17,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from flaxckpt import _util, errors
-from flaxckpt._storage.bucket import StoredValue
 from flaxckpt._storage.paths import RemotePath
+
+if TYPE_CHECKING:
+    from flaxckpt._storage.bucket import StoredValue
 
 _log = logging.getLogger(__name__)
 

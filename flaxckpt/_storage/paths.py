@@ -20,11 +20,12 @@ from urllib.parse import unquote, urlsplit
 
 from flaxckpt import _util, errors
 from flaxckpt._storage import store_settings
-from flaxckpt._storage.bucket import Bucket
 from flaxckpt._types import PathLike
 
 if TYPE_CHECKING:
     import tensorstore as ts
+
+    from flaxckpt._storage.bucket import Bucket
 
     _Base = Path  # the type of paths in all signatures
 else:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import TYPE_CHECKING
 
-from flaxckpt import _util, errors
-from flaxckpt._storage.bucket import Bucket
-from flaxckpt._storage.store_requests import StoreOptions
+from flaxckpt import _storage, _util, errors
+from flaxckpt._storage.store_options import StoreOptions
+
+if TYPE_CHECKING:
+    from flaxckpt._storage.bucket import Bucket
 
 SCHEMES = ("s3", "gs", "memory")
 
@@ -61,7 +64,8 @@ def of(scheme: str, bucket: str) -> Bucket:
     options = _completed(scheme, chosen or StoreOptions())
     key = (f"{scheme}://{bucket}", options)
     if key not in _stores:
-        _stores.setdefault(key, Bucket(scheme, bucket, options))
+        # Through the door: TensorStore is imported with the first bucket.
+        _stores.setdefault(key, _storage.bucket.Bucket(scheme, bucket, options))
     return _stores[key]
 
 

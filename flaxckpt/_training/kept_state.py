@@ -173,7 +173,7 @@ def _take_leaves(leaves: list[Any]) -> None:
         return
     for i, leaf in enumerate(leaves):
         if taken := _state.leaf_types.take(leaf):
-            parts = _state.tree.flatten(taken.parts)
+            parts = _state.flax_state.flatten_plain(taken.parts)
             copies = {
                 path: part.value.copy() if _may_change(part.value) else part.value
                 for path, part in parts.leaves.items()

@@ -21,9 +21,9 @@ def process_count() -> int:
     return int(jax.process_count())
 
 
-def is_first() -> bool:
-    """Returns True in process 0, without starting a backend in a single process."""
-    return not jax.distributed.is_initialized() or process_index() == 0
+def has_joined() -> bool:
+    """Returns True if this process has joined a job by `jax.distributed`."""
+    return bool(jax.distributed.is_initialized())
 
 
 def gather_flags(flags: Sequence[bool]) -> list[list[bool]]:
@@ -53,11 +53,6 @@ def reached_preemption(step: int) -> bool:
     if not has_preemption_service():
         return False
     return bool(multihost_utils.reached_preemption_sync_point(step))
-
-
-def is_distributed() -> bool:
-    """Returns True in a multi-process job; starts no backend otherwise."""
-    return jax.distributed.is_initialized() and process_count() > 1
 
 
 def broadcast_bytes(content: bytes) -> bytes:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from flaxckpt._util import forks, processes
+from flaxckpt._util import forks, job
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def _is_watched() -> bool:
         in_front = os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
     except (AttributeError, ValueError, OSError):  # none, closed, or no terminal
         return False
-    return in_front and processes.is_first()
+    return in_front and job.is_first()
 
 
 def _show(counter: Counter, ended: threading.Event) -> None:

@@ -9,40 +9,75 @@ import io
 import os
 import sys
 
-from flaxckpt.cli import (
-    convert,
-    diff,
-    doctor,
-    du,
-    explain,
-    ls,
-    pin,
-    plan,
-    prune,
-    report,
-    show,
-    verify,
-)
-from flaxckpt.cli._app import INTERRUPTED, app
+import click
+
+from flaxckpt import _doors
+from flaxckpt.cli import _app
 
 __all__ = ["app", "main"]
 
-for _verb in (
-    ls.ls,
-    show.show,
-    diff.diff,
-    verify.verify,
-    plan.plan,
-    convert.convert,
-    explain.explain,
-    prune.prune,
-    pin.pin,
-    pin.unpin,
-    du.du,
-    report.report,
-    doctor.doctor,
-):
-    app.command()(_verb)
+_MODULES = {
+    "ls": "ls",
+    "show": "show",
+    "diff": "diff",
+    "verify": "verify",
+    "plan": "plan",
+    "convert": "convert",
+    "explain": "explain",
+    "prune": "prune",
+    "pin": "pin",
+    "unpin": "pin",
+    "du": "du",
+    "report": "report",
+    "doctor": "doctor",
+}
+"""Verb -> its module, in the order of the help."""
+
+
+class _Verbs(click.Group):
+    """The verbs; a verb's module is imported when the verb is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Returns the names of the verbs."""
+        return [*_MODULES]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Returns the command of a verb; None for another name."""
+        if cmd_name not in _MODULES:
+            return None
+        module = _doors.import_module(f"{__name__}.{_MODULES[cmd_name]}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+
+@click.group(
+    "flaxckpt",
+    cls=_Verbs,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(
+    package_name="flaxckpt",
+    message="%(prog)s %(version)s",
+    help="Print the version.",
+)
+def app() -> None:
+    """Parses the verb."""
+
+
+app.help = _app.as_help(
+    """Inspects, compares, verifies, converts and prunes checkpoints.
+
+    Reads checkpoints of flaxckpt, Orbax, T5X, Flax, EasyLM, safetensors, GGUF and
+    numpy (.npz). Needs neither an accelerator nor the model's code.
+
+    Exit codes: 0 success; 1 a difference, damage, or a failed read or write; 2 wrong
+    usage.
+
+    Example:
+      flaxckpt ls runs/7
+    """
+)
 
 
 def main() -> None:
@@ -55,4 +90,4 @@ def main() -> None:
     try:
         app(prog_name="flaxckpt")
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(_app.INTERRUPTED)

@@ -89,11 +89,11 @@ def leaf(info: LeafInfo) -> dict[str, Any]:
         "kind": info.kind,
         "dtype": info.dtype,
         "shape": list(info.shape),
-        "bytes": _arrays.layout.stored_bytes(info),
+        "bytes": _arrays.forms.stored_bytes(info),
         "python_type": info.python_type,
         "weak_type": info.weak_type,
         "prng_impl": info.prng_impl,
-        "spec": None if info.spec is None else _plain(list(info.spec)),
+        "spec": None if info.mesh_axes is None else _plain(list(info.mesh_axes)),
         "chunk_shape": None if info.chunk_shape is None else list(info.chunk_shape),
         "role": None if info.role is None else info.role._asdict(),
     }
@@ -231,9 +231,11 @@ def format_metrics(
     return ", ".join(texts)
 
 
-def format_spec(spec: Any) -> str:
-    """Formats a partition spec, such as `P('data', None)`."""
-    return f"P({', '.join(map(repr, spec))})"
+def format_spec(info: LeafInfo) -> str | None:
+    """Formats the partition spec of a leaf, `P('data', None)`; None without a spec."""
+    if info.mesh_axes is None:
+        return None
+    return f"P({', '.join(map(repr, info.mesh_axes))})"
 
 
 def shorten_path(path: str) -> str:

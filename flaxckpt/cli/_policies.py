@@ -3,44 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any, Required, TypedDict
 
 from flaxckpt import errors
+from flaxckpt.cli._parameters import Option
 
 if TYPE_CHECKING:
     from flaxckpt.policies import PreservationPolicy
 
 KeepOption = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--keep",
         "-k",
         metavar="POLICY",
         help="A preservation policy: latest:3, duration:24h, best:1:eval/loss:min,"
         " without:eval/loss, every:1000, closest:1000, exponential:100:2, secs:3600,"
         " steps:1,10. May be repeated.",
-        show_default=False,
     ),
 ]
 ConfigOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--config",
         "-c",
         metavar="FILE",
         help="The settings of the run, in TOML, YAML or JSON; uses its keep.",
-        show_default=False,
     ),
 ]
 GroupOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--group",
         metavar="TABLE",
         help="Table of the file with the settings: train.checkpoint.",
-        show_default=False,
     ),
 ]
 
@@ -70,10 +66,10 @@ def parse_policies(
     return parse_rules(keep, config, group)["keep"]
 
 
-class RetentionOptions(TypedDict):
+class RetentionOptions(TypedDict, total=False):
     """Options of retention, as for `Checkpointer`."""
 
-    keep: tuple[PreservationPolicy, ...]
+    keep: Required[tuple[PreservationPolicy, ...]]
     keep_dataset: tuple[PreservationPolicy, ...]
     keep_items: Mapping[str, tuple[PreservationPolicy, ...]]
     items: str | tuple[str, ...]
@@ -92,14 +88,12 @@ def parse_rules(
         raise errors.OptionError(
             "--group names a table of the --config file: pass --config, too"
         )
+    parsed = tuple(_parse(text) for text in keep or ())
+    if config is None:
+        return {"keep": parsed}
     from flaxckpt.configs import CheckpointConfig
 
-    parsed = [
-        policy for text in keep or () for policy in _parse(CheckpointConfig, text)
-    ]
-    settings = CheckpointConfig()
-    if config is not None:
-        settings = CheckpointConfig.from_file(config, group=group)
+    settings = CheckpointConfig.from_file(config, group=group)
     return {
         "keep": (*parsed, *settings.keep),
         "keep_dataset": settings.keep_dataset,
@@ -109,11 +103,12 @@ def parse_rules(
     }
 
 
-def _parse(config: type[Any], text: str) -> tuple[PreservationPolicy, ...]:
+def _parse(text: str) -> PreservationPolicy:
+    from flaxckpt.configs import _policies
+
     name, _, rest = text.partition(":")
     try:
-        table = _parse_table(name, rest)
-        kept: tuple[PreservationPolicy, ...] = config(keep=[table]).keep
+        return _policies.parse("keep[0]", _parse_table(name, rest))
     except errors.OptionError as error:
         raise errors.OptionError(f"--keep {text}: {error}") from None
     except (KeyError, ValueError):
@@ -122,7 +117,6 @@ def _parse(config: type[Any], text: str) -> tuple[PreservationPolicy, ...]:
             " best:1:eval/loss:min, without:eval/loss, every:1000, closest:1000,"
             " exponential:100:2, secs:3600 (or secs:2h) or steps:1,10"
         ) from None
-    return kept
 
 
 def _parse_table(name: str, text: str) -> dict[str, Any]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
 from flaxckpt import _arrays, errors
 from flaxckpt.cli import _app, _output
+from flaxckpt.cli._parameters import Argument, Option
 
 if TYPE_CHECKING:
     from flaxckpt.transforms import Transform
@@ -19,106 +18,93 @@ _Patterns = list[str] | None
 @_app.verb
 def convert(
     src: Annotated[
-        str, typer.Argument(metavar="SRC", help="A checkpoint, or a run directory.")
+        str, Argument(metavar="SRC", help="A checkpoint, or a run directory.")
     ],
-    dst: Annotated[
-        str, typer.Argument(metavar="DST", help="Path of the new checkpoint.")
-    ],
+    dst: Annotated[str, Argument(metavar="DST", help="Path of the new checkpoint.")],
     format: Annotated[
         Literal["orbax", "safetensors", "msgpack", "huggingface"] | None,
-        typer.Option(
+        Option(
             "--format",
             "-f",
             "--to",
             help="By default from the suffix of DST, else orbax.",
-            show_default=False,
         ),
     ] = None,
     step: _app.StepOption = None,
     step_format: _app.StepFormatOption = None,
     only: Annotated[
-        _Patterns, typer.Option("--only", metavar="PATTERN", help="Leaves to keep.")
+        _Patterns, Option("--only", metavar="PATTERN", help="Leaves to keep.")
     ] = None,
     drop: Annotated[
-        _Patterns, typer.Option("--drop", metavar="PATTERN", help="Leaves to drop.")
+        _Patterns, Option("--drop", metavar="PATTERN", help="Leaves to drop.")
     ] = None,
     rename: Annotated[
         _Patterns,
-        typer.Option(
-            "--rename", metavar="PATTERN=NAME", help=r"For example 'a/(.*)=b/\1'."
-        ),
+        Option("--rename", metavar="PATTERN=NAME", help=r"For example 'a/(.*)=b/\1'."),
     ] = None,
     cast: Annotated[
         _Patterns,
-        typer.Option(
-            "--cast", metavar="PATTERN=DTYPE", help="For example '.*=bfloat16'."
-        ),
+        Option("--cast", metavar="PATTERN=DTYPE", help="For example '.*=bfloat16'."),
     ] = None,
     store: Annotated[
         Literal["auto", "files", "ocdbt"],
-        typer.Option("--store", help="Storage of arrays (orbax only)."),
+        Option("--store", help="Storage of arrays (orbax only)."),
     ] = "auto",
     codec: Annotated[
         Literal["none", "compact", "zstd"],
-        typer.Option("--codec", help="Compression of chunks (orbax only)."),
+        Option("--codec", help="Compression of chunks (orbax only)."),
     ] = "none",
     items: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--items",
             metavar="NAME,…",
             help="One item, or the branches of the state that are items, joined by"
             " commas (orbax only). By default those of SRC.",
-            show_default=False,
         ),
     ] = None,
     map: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--map",
             metavar="NAME",
             help="Family of a published model, or auto.",
-            show_default=False,
         ),
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--target",
             metavar="LAYOUT",
             help="Layout of the map, such as linen.",
-            show_default=False,
         ),
     ] = None,
     prefix: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--prefix",
             metavar="PATH",
             help="Leaf path of the mapped parameters.",
-            show_default=False,
         ),
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--config",
             metavar="PATH",
             help="config.json, or its directory (huggingface only).",
-            show_default=False,
         ),
     ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--tokenizer",
             metavar="DIR",
             help="Directory of files to copy (huggingface only).",
-            show_default=False,
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a checkpoint at DST.")
+        bool, Option("--overwrite", help="Replace a checkpoint at DST.")
     ] = False,
     json: _app.JsonOption = False,
 ) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output
 from flaxckpt.cli._output import Cell, TextColumn
+from flaxckpt.cli._parameters import Argument, Option
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.diff import CheckpointDiff, LeafDiff
@@ -18,26 +17,22 @@ _ROWS = 100
 
 @_app.verb
 def diff(
-    a: Annotated[
-        str, typer.Argument(metavar="A", help="A checkpoint, or a run directory.")
-    ],
+    a: Annotated[str, Argument(metavar="A", help="A checkpoint, or a run directory.")],
     b: Annotated[
         str | None,
-        typer.Argument(metavar="B", help="Another checkpoint; by default A."),
+        Argument(metavar="B", help="Another checkpoint; by default A."),
     ] = None,
     step_a: Annotated[
         int | None,
-        typer.Option("--step-a", "-a", min=0, help="Step of A; by default the newest."),
+        Option("--step-a", "-a", min=0, help="Step of A; by default the newest."),
     ] = None,
     step_b: Annotated[
         int | None,
-        typer.Option("--step-b", "-b", min=0, help="Step of B; by default the newest."),
+        Option("--step-b", "-b", min=0, help="Step of B; by default the newest."),
     ] = None,
     values: Annotated[
         bool,
-        typer.Option(
-            "--values/--no-values", help="Whether to read and compare values."
-        ),
+        Option("--values/--no-values", help="Whether to read and compare values."),
     ] = True,
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from flaxckpt.cli import _app, _output
 from flaxckpt.cli._output import Cell, TextColumn
+from flaxckpt.cli._parameters import Argument, Option
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.doctor import Diagnosis
@@ -17,15 +16,13 @@ if TYPE_CHECKING:
 def doctor(
     directory: Annotated[
         str,
-        typer.Argument(
-            metavar="DIRECTORY", help="The directory to test.", show_default=False
-        ),
+        Argument(metavar="DIRECTORY", help="The directory to test."),
     ] = ".",
     max_mb: Annotated[
-        int, typer.Option("--max-mb", min=1, help="Maximum megabytes to write.")
+        int, Option("--max-mb", min=1, help="Maximum megabytes to write.")
     ] = 256,
     max_secs: Annotated[
-        float, typer.Option("--max-secs", min=0.0, help="Approximate duration.")
+        float, Option("--max-secs", min=0.0, help="Approximate duration.")
     ] = 2.0,
     json: _app.JsonOption = False,
 ) -> int:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from flaxckpt.cli import _app, _output
 from flaxckpt.cli._output import TextColumn
+from flaxckpt.cli._parameters import Option
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.listing import DiskUsage
@@ -18,7 +17,7 @@ def du(
     path: _app.PathArgument,
     step: _app.StepOption = None,
     depth: Annotated[
-        int, typer.Option("--depth", "-d", min=1, help="Depth of the tree.")
+        int, Option("--depth", "-d", min=1, help="Depth of the tree.")
     ] = 2,
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from flaxckpt.cli import _app, _output
+from flaxckpt.cli._parameters import Argument
 
-_Steps = Annotated[list[int], typer.Argument(metavar="STEP", min=0, help="The steps.")]
+_Steps = Annotated[list[int], Argument(metavar="STEP", min=0, help="The steps.")]
 
 
 @_app.verb

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output
+from flaxckpt.cli._parameters import Argument, Option
 
 if TYPE_CHECKING:
     from flaxckpt._checkpoint.plan import RestorePlan
@@ -19,7 +18,7 @@ def plan(
     path: _app.PathArgument,
     target: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="TARGET",
             help="The state to restore into: another checkpoint, a JSON file with"
             ' shapes, {"params": {"w": "float32[3, 4]"}}, or output of show --json.',
@@ -28,24 +27,23 @@ def plan(
     step: _app.StepOption = None,
     step_format: _app.StepFormatOption = None,
     target_step: Annotated[
-        int | None, typer.Option("--target-step", min=0, help="Step of TARGET.")
+        int | None, Option("--target-step", min=0, help="Step of TARGET.")
     ] = None,
     optimizer: Annotated[
         Literal["match", "exact", "reinit"] | None,
-        typer.Option(
+        Option(
             "--optimizer",
             help="How to match optimizer leaves; by default by role, or by path if"
             " TARGET has no roles.",
-            show_default=False,
         ),
     ] = None,
     unused: Annotated[
         Literal["warn", "error", "ignore"],
-        typer.Option("--unused", help="How to treat leaves that TARGET lacks."),
+        Option("--unused", help="How to treat leaves that TARGET lacks."),
     ] = "warn",
     suggest: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--suggest",
             help="Guess the transforms from the names of PATH to those of TARGET.",
         ),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output, _policies
 from flaxckpt.cli._output import Cell, TextColumn
+from flaxckpt.cli._parameters import Option
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.run_view import Pruned
@@ -22,7 +21,7 @@ def prune(
     group: _policies.GroupOption = None,
     yes: Annotated[
         bool,
-        typer.Option("--yes", "-y", help="Delete the steps; otherwise only list them."),
+        Option("--yes", "-y", help="Delete the steps; otherwise only list them."),
     ] = False,
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output, _policies
+from flaxckpt.cli._parameters import Option
 
 if TYPE_CHECKING:
     from flaxckpt._report import Report
@@ -21,12 +20,11 @@ def report(
     path: _app.PathArgument,
     output: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--output",
             "-o",
             metavar="FILE",
             help=f"The file to write; by default {_DEFAULT}.",
-            show_default=False,
         ),
     ] = None,
     keep: _policies.KeepOption = None,
@@ -34,27 +32,26 @@ def report(
     group: _policies.GroupOption = None,
     step_a: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--step-a", "-a", min=0, help="Step to compare; by default the previous."
         ),
     ] = None,
     step_b: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--step-b", "-b", min=0, help="Step to compare with; by default the newest."
         ),
     ] = None,
     diff: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             "--diff/--no-diff",
             help="Whether to compare two steps, which reads both; by default if each"
             " has up to 2 GB.",
-            show_default=False,
         ),
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read every byte of all steps.")
+        bool, Option("--verify", help="Read every byte of all steps.")
     ] = False,
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,

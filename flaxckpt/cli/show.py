@@ -6,11 +6,10 @@ import collections
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output
 from flaxckpt.cli._output import Cell, TextColumn
+from flaxckpt.cli._parameters import Argument, Option
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.leaf_statistics import LeafStatistics
@@ -26,22 +25,20 @@ def show(
     path: _app.PathArgument,
     leaf: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="LEAF",
             help="A leaf, whose values are read, or a container.",
-            show_default=False,
         ),
     ] = None,
     step: _app.StepOption = None,
     step_format: _app.StepFormatOption = None,
     depth: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--depth",
             "-d",
             min=1,
             help="Depth of the tree; by default as deep as fits 100 lines.",
-            show_default=False,
         ),
     ] = None,
     json: _app.JsonOption = False,
@@ -55,10 +52,11 @@ def show(
       flaxckpt show runs/7 --depth 2
       flaxckpt show runs/7 params/dense/kernel
     """
-    from flaxckpt import _checkpoint, _inspect, _run
+    from flaxckpt import _inspect, _run
+    from flaxckpt.formats import _locate
 
     path, step = _app.locate_step(path, step, step_format)
-    metadata = _checkpoint.restore.metadata(path, step=step)
+    metadata = _locate.read_metadata(path, step)
     if leaf is not None and leaf in metadata.leaves:
         statistics = _inspect.leaf_statistics.leaf_statistics(path, leaf, step=step)
         _show_leaf(statistics, json)
@@ -125,7 +123,7 @@ def _tree_row(tree: Subtree, top: int) -> list[str | Cell]:
     if tree.info is None:
         leaves = _output.count(tree.leaves, "leaf", "leaves")
         return [Cell(indented, "bold"), Cell(leaves, "dim"), "", Cell(size, "bold")]
-    spec = "" if tree.info.spec is None else _output.format_spec(tree.info.spec)
+    spec = _output.format_spec(tree.info) or ""
     return [indented, str(tree.info), spec, size if tree.info.dtype else ""]
 
 
@@ -139,7 +137,7 @@ def _show_leaf(statistics: LeafStatistics, json: bool) -> None:
     info = statistics.info
     _output.print_line(f"{info.path or '(all)'}: {info}")
     rows: list[tuple[str, Any]] = [
-        ("spec", None if info.spec is None else _output.format_spec(info.spec)),
+        ("spec", _output.format_spec(info)),
         ("chunks", None if info.chunk_shape is None else list(info.chunk_shape)),
         ("role", info.role and f"{info.role.field} of {info.role.state_class}"),
     ]

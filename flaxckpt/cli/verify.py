@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output
 from flaxckpt.cli._output import Cell, TextColumn
+from flaxckpt.cli._parameters import Option
 
 if TYPE_CHECKING:
     from flaxckpt._checkpoint.verify_report import VerifyReport
@@ -22,7 +21,7 @@ def verify(
     step: _app.StepOption = None,
     step_format: _app.StepFormatOption = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Verify all steps of a run directory.")
+        bool, Option("--all", help="Verify all steps of a run directory.")
     ] = False,
     json: _app.JsonOption = False,
 ) -> int:

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from flaxckpt import _util, errors
-from flaxckpt.datasets import _adapters, _diagnostics, _duck_types, _json_codec, _shards
+from flaxckpt.datasets import (
+    _adapters,
+    _diagnostics,
+    _duck_types,
+    _json_codec,
+    _names,
+    _shards,
+)
 from flaxckpt.datasets._buffered import Buffered
 from flaxckpt.datasets._iterators import Restarting
 
@@ -40,7 +47,7 @@ def state_files(dataset: Any) -> dict[str, bytes]:
     iterators, _ = _iterators(dataset)
     states = [_state(iterator) for iterator in iterators]
     as_bytes = all(isinstance(state, bytes) for state in states)
-    names = _shards.state_names(len(iterators))
+    names = _names.state_names(len(iterators))
     files: dict[str, bytes] = {}
     for name, iterator, state in zip(names, iterators, states, strict=True):
         files[name] = _content(iterator, state, as_bytes=as_bytes)

@@ -154,7 +154,7 @@ def _dict(state: Mapping[Any, Any], at: str, depth: int) -> Any:
 def _array(array: np.ndarray[Any, Any], at: str) -> dict[str, Any]:
     if _state.dtypes.stored_name(array.dtype.name) is None:
         raise _type_error(array, at)
-    native = _state.dtypes.to_stored(array)
+    native = _state.numpy_dtypes.to_stored(array)
     return {
         "dtype": ("" if array.dtype.isnative else ">") + array.dtype.name,
         "shape": array.shape,
@@ -214,9 +214,9 @@ def _data(text: str) -> bytes:
 
 def _to_array(row: Mapping[str, Any]) -> np.ndarray[Any, Any]:
     name = row["dtype"]
-    dtype = _state.dtypes.to_numpy(name.removeprefix(">"))
+    dtype = _state.numpy_dtypes.to_numpy(name.removeprefix(">"))
     array = np.frombuffer(_data(row["data"]), dtype).reshape(row["shape"])
-    _state.dtypes.check_bools(array)
+    _state.numpy_dtypes.check_bools(array)
     swapped = name.startswith(">")
     return array.astype(dtype.newbyteorder(">")) if swapped else array.copy()
 

@@ -8,28 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from flaxckpt import _util, errors
-from flaxckpt.datasets import _duck_types, _json_codec
-
-_STATE = re.compile(r"process_(\d+)-of-(\d+)\.json")
-_SHARED = "process_0.json"
-"""The state that all processes share, as MaxText saves it of an elastic iterator."""
+from flaxckpt.datasets import _duck_types, _json_codec, _names
 
 _SHARD = re.compile(r"shard_state_(\d+)\.json")
-
-
-def state_names(iterators: int) -> list[str]:
-    """Returns the file names of this process, numbered by parts of the data."""
-    processes = _util.processes.process_count()
-    return [
-        f"process_{_util.processes.process_index() + i * processes}"
-        f"-of-{processes * iterators}.json"
-        for i in range(iterators)
-    ]
-
-
-def is_state_name(name: str) -> bool:
-    """Returns True for the name of a file with the state of an iterator."""
-    return name == _SHARED or _STATE.fullmatch(name) is not None
 
 
 def choose(
@@ -41,13 +22,15 @@ def choose(
         DatasetStateError: No file fits, as the number of processes has changed.
         DamagedCheckpointError: The state of a process is missing.
     """
-    names = state_names(len(iterators))
+    names = _names.state_names(len(iterators))
     if all(name in files for name in names):
         return names
-    saved = sorted(name for name in files if _STATE.fullmatch(name))
-    count = int(match[2]) if saved and (match := _STATE.fullmatch(saved[0])) else 0
-    if not saved and _SHARED in files:
-        saved, count = [_SHARED], 1
+    saved = sorted(name for name in files if _names.STATE.fullmatch(name))
+    count = (
+        int(match[2]) if saved and (match := _names.STATE.fullmatch(saved[0])) else 0
+    )
+    if not saved and _names.SHARED in files:
+        saved, count = [_names.SHARED], 1
         if len(iterators) == _util.processes.process_count() == 1:
             return saved
     elif (

@@ -3,35 +3,50 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast
 
-from flaxckpt import _steps, _storage, errors
+from flaxckpt import _doors, _steps, _storage, errors
 from flaxckpt._types import PathLike
-from flaxckpt.formats import _hub_cache, _signatures, _t5x
-from flaxckpt.formats._gguf import reader as gguf_reader
-from flaxckpt.formats._msgpack import reader as msgpack_reader
-from flaxckpt.formats._msgpack import stream
-from flaxckpt.formats._native import checkpoint, items
-from flaxckpt.formats._npz import reader as npz_reader
-from flaxckpt.formats._reader import Reader
-from flaxckpt.formats._safetensors import reader as safetensors_reader
+from flaxckpt.formats import _hub_cache, _recognise, _signatures
+from flaxckpt.formats._native import items
+from flaxckpt.formats._safetensors import files as safetensors_files
+
+if TYPE_CHECKING:
+    from flaxckpt.formats import _orbax_aggregate as _orbax_aggregate
+    from flaxckpt.formats._reader import Reader
 
 __all__ = ["Detected", "detect", "recognises"]
 
-READERS: dict[str, Reader] = {
+_RECOGNISERS: dict[str, Callable[[Path], str | None]] = {
     # Old Orbax checkpoints have a file with the same name as T5X's, but other keys.
-    "t5x": _t5x,
-    "orbax": checkpoint,
+    "t5x": _recognise.t5x,
+    "orbax": items.recognises,
     # Before safetensors, which also goes by the suffix.
-    "gguf": gguf_reader,
-    "safetensors": safetensors_reader,
-    "npz": npz_reader,
-    "streaming": stream,
+    "gguf": _recognise.gguf,
+    "safetensors": safetensors_files.recognises,
+    "npz": _recognise.npz,
+    "streaming": _recognise.streaming,
     # After T5X, whose single files are msgpack maps, too.
-    "msgpack": msgpack_reader,
+    "msgpack": _recognise.msgpack,
 }
-"""Format name -> reader, in the order in which `identify` tries them."""
+"""Format name -> function that returns the evidence for a checkpoint, in the order in
+which `identify` tries them."""
+
+_READERS = {
+    "t5x": "_t5x",
+    "orbax": "_native.checkpoint",
+    "gguf": "_gguf.reader",
+    "safetensors": "_safetensors.reader",
+    "npz": "_npz.reader",
+    "streaming": "_msgpack.stream",
+    "msgpack": "_msgpack.reader",
+}
+"""Format name -> module of the reader, imported on first use."""
+
+if not TYPE_CHECKING:
+    __getattr__ = _doors.opener(__name__, ("_orbax_aggregate", *_READERS.values()))
 
 _SUPPORTED = (
     "flaxckpt or Orbax (a directory with a _METADATA file in it or in its state/),"
@@ -43,12 +58,14 @@ _MAX_TRIED = 20
 """The most entries of a directory to try for an error message."""
 
 
-def _readers(path: Path) -> dict[str, Reader]:
-    """Returns the readers for the storage of `path`.
+def _recognisers(path: Path) -> Mapping[str, Callable[[Path], str | None]]:
+    """Returns the recognisers for the storage of `path`.
 
     On an object store only Orbax: the other readers map files, or follow links.
     """
-    return READERS if _storage.of(path).can_map else {"orbax": checkpoint}
+    if _storage.of(path).can_map:
+        return _RECOGNISERS
+    return {"orbax": _RECOGNISERS["orbax"]}
 
 
 class Detected(NamedTuple):
@@ -57,12 +74,16 @@ class Detected(NamedTuple):
     Attributes:
         format: Name of the format, such as `orbax`.
         why: The evidence, such as a file name.
-        reader: The reader of the format.
     """
 
     format: str
     why: str
-    reader: Reader
+
+    @property
+    def reader(self) -> Reader:
+        """The reader of the format."""
+        module = _doors.import_module(f"{__name__}.{_READERS[self.format]}")
+        return cast("Reader", module)
 
     def __str__(self) -> str:
         return f"{self.format}: {self.why}"
@@ -71,9 +92,9 @@ class Detected(NamedTuple):
 def identify(path: Path) -> Detected | None:
     """Returns the format of the checkpoint `path`; None if not recognised."""
     with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
-        for name, reader in _readers(path).items():
-            if why := reader.recognises(path):
-                return Detected(name, why, reader)
+        for name, recogniser in _recognisers(path).items():
+            if why := recogniser(path):
+                return Detected(name, why)
     return None
 
 
@@ -143,7 +164,7 @@ def _explain_unrecognised(path: Path) -> NoReturn:
             f" of its leaves is missing: wanted state/_METADATA, found"
             f" {_describe_content(path)}; restore another step"
         )
-    if _readers(path) is not READERS:
+    if not _storage.of(path).can_map:
         raise errors.CheckpointFormatError(
             f"{path} is not a checkpoint that can be read from a store: wanted flaxckpt"
             f" or Orbax, with the file {marker}; found {_describe_content(path)}. Copy"
@@ -198,7 +219,7 @@ def _describe_unsupported(path: Path) -> str | None:
         return (
             _hub_cache.describe_model(path)
             or _describe_torch_model(path)
-            or safetensors_reader.describe_ambiguity(path)
+            or safetensors_files.describe_ambiguity(path)
             or _describe_decimal_steps(path)
             or _describe_parent(path)
             or _describe_runs(path)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from flaxckpt import _state, _steps, _storage, errors, formats
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _hub_cache
-from flaxckpt.formats._reader import Stored
+from flaxckpt.formats._reader import CheckpointMetadata, Stored
 
 _log = logging.getLogger(__name__)
 
@@ -49,9 +49,13 @@ class Located(NamedTuple):
             return self._read(types)
 
     def _read(self, types: Sequence[type]) -> Stored:
-        return self.detected.reader.read(
-            self.path, step=self.step, resolve=_state.treedef.resolver(types)
-        )
+        return self._read_with(_state.classes.resolver(types))
+
+    def _read_with(self, resolve: _state.treedef.Resolve) -> Stored:
+        return self.detected.reader.read(self.path, step=self.step, resolve=resolve)
+
+
+_T = TypeVar("_T")
 
 
 def open_checkpoint(
@@ -65,11 +69,34 @@ def open_checkpoint(
 
     See `locate` and `Located.open`.
     """
+    return _read(path, step, step_format, lambda located: located._read(types))
+
+
+def read_metadata(
+    path: PathLike, step: int | None = None, *, step_format: str | None = None
+) -> CheckpointMetadata:
+    """Locates a checkpoint and returns its metadata, without importing any class.
+
+    See `locate` and `Located.open`.
+    """
+
+    def read(located: Located) -> CheckpointMetadata:
+        return located._read_with(_state.treedef.resolve_nothing).metadata
+
+    return _read(path, step, step_format, read)
+
+
+def _read(
+    path: PathLike,
+    step: int | None,
+    step_format: str | None,
+    read: Callable[[Located], _T],
+) -> _T:
     root = _storage.paths.resolve(path)
     with _storage.permissions.reading(root), _storage.paths.listing_cache(root):
         located = _locate(root, step, step_format)
         try:
-            return located._read(types)
+            return read(located)
         except OSError as error:
             unread = error
     # Only outside `listing_cache`, which still lists a file deleted meanwhile.

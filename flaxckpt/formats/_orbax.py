@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _arrays, _state, _storage, errors
+from flaxckpt import _arrays, _state, _storage, errors, formats
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
-from flaxckpt.formats import _zarr2
-from flaxckpt.formats._msgpack import leaves, scanner
+from flaxckpt.formats import _plain
 from flaxckpt.formats._native import arrays as native_arrays
 from flaxckpt.formats._native import items, orbax_json
 from flaxckpt.formats._native.arrays import ArrayForm
@@ -42,11 +39,6 @@ class _Row:
         return self.value_type != "string" and not is_empty
 
 
-_MAX_CHUNK_BYTES = 64 * 2**20  # if the array is smaller; old releases never cut arrays
-_STANDS_FOR = ("PLACEHOLDER://", "AGGREGATED://")
-"""Prefixes of strings in the aggregate file that name a zarr array."""
-
-
 def read(path: Path, item: Path) -> Stored:
     """Reads everything but the arrays of a tree, without the metadata of the step.
 
@@ -58,17 +50,22 @@ def read(path: Path, item: Path) -> Stored:
         DamagedCheckpointError: A file is missing or malformed.
     """
     if not (item / items.TREE).is_file():
-        return _read_aggregate(path, item)
+        # Through the door: few checkpoints need its readers of arrays.
+        return formats._orbax_aggregate.read(path, item)
     stamp = _storage.stamp(item / items.TREE)
     metadata = items.read_json(item / items.TREE, path)
     rows = _read_rows(item, metadata)
-    inline = _inline_leaves(path, item)
+    inline: Mapping[LeafPath, StoredLeaf] = {}
+    if (item / items.AGGREGATE).is_file():
+        inline = formats._orbax_aggregate.inline_leaves(path, item)
     version = 3 if metadata.get("use_zarr3") else 2
     ocdbt = metadata.get("use_ocdbt")
     if ocdbt is None:
-        ocdbt = (item / _arrays.zarr.ocdbt.MANIFEST).is_file()
+        ocdbt = (item / _arrays.zarr.metadata.DATABASE).is_file()
     names = [row.name for row in rows if row.is_array and row.path not in inline]
-    forms, blosc = _array_forms(item, path, names, version=version, ocdbt=bool(ocdbt))
+    forms, blosc = native_arrays.array_forms(
+        item, path, names, version=version, ocdbt=bool(ocdbt)
+    )
     impls = _prng_impls(item)
     splits = _splits(item, path)
     infos = [
@@ -94,89 +91,7 @@ def read(path: Path, item: Path) -> Stored:
             source = dataclasses.replace(inline[info.path], info=info)
             table[info.path] = Leaf(info, (source,))
     table = {info.path: table[info.path] for info in infos}
-    return leaves.make_plain_stored(
-        path, table, format_name="orbax", step=None, stamp=stamp
-    )
-
-
-# ---- the tree in msgpack ----------------------------------------------------------
-
-
-def _read_aggregate(path: Path, item: Path) -> Stored:
-    """Reads a checkpoint without `_METADATA`, with only the aggregate file."""
-    file = item / items.AGGREGATE
-    stamp = _storage.stamp(file)
-    tree = _read_tree(file)
-    names = list(dict.fromkeys(_array_names(tree)))
-    ocdbt = (item / _arrays.zarr.ocdbt.MANIFEST).is_file()
-    opened: dict[str, leaves.Opened] = {}
-    if ocdbt:
-        # Without `_METADATA` the flag is unknown, but these releases wrote all chunks.
-        forms, blosc = _array_forms(item, path, names, version=2, ocdbt=True)
-        arrays = native_arrays.Arrays(item, 2, ocdbt=True, is_checked=True, blosc=blosc)
-        for name, form in forms.items():
-            open_array = functools.partial(arrays.open, name, form, path)
-            opened[name] = leaves.Opened(*form, open_array)
-    else:
-        faults = {}
-        for name in names:
-            try:
-                opened[name] = _zarr2.find_array(item, name)
-            except PermissionError:
-                raise
-            except (ValueError, OSError) as error:
-                faults[name] = errors.one_line(error, 200)
-        if faults:
-            raise leaves.unreadable_error(item, faults)
-    tree = _insert(tree, opened)
-    return leaves.make_stored(
-        path, file, leaves.walk(tree), format_name="orbax", step=None, stamp=stamp
-    )
-
-
-def _inline_leaves(path: Path, item: Path) -> dict[LeafPath, StoredLeaf]:
-    """Returns the leaves with values in the aggregate file, beside `_METADATA`."""
-    file = item / items.AGGREGATE
-    if not file.is_file():
-        return {}
-    tree = _insert(_read_tree(file), {})
-    stamp = _storage.stamp(file)
-    stored = leaves.make_stored(
-        path, file, leaves.walk(tree), format_name="", step=None, stamp=stamp
-    )
-    return {
-        name: leaf.source
-        for name, leaf in stored.table.items()
-        if isinstance(leaf.source, StoredLeaf) and leaf.info.kind != "empty"
-    }
-
-
-def _read_tree(file: Path) -> scanner.Value:
-    try:
-        _zarr2.check_inside(file.parent, file)
-    except ValueError as error:
-        raise errors.DamagedCheckpointError(str(error)) from None
-    with scanner.scanner(file) as scan:
-        tree = scan.value()
-        scan.leave()
-    return tree
-
-
-def _array_names(value: scanner.Value) -> Iterator[str]:
-    for _, leaf in leaves.walk(value):
-        if isinstance(leaf, str) and leaf.startswith(_STANDS_FOR):
-            yield leaf.partition("://")[2]
-
-
-def _insert(value: scanner.Value, arrays: Mapping[str, leaves.Opened]) -> scanner.Value:
-    """Returns `value` with arrays in place of their names; None if not in `arrays`."""
-    if isinstance(value, dict):
-        return {key: _insert(child, arrays) for key, child in value.items()}
-    if isinstance(value, list):
-        return [_insert(child, arrays) for child in value]
-    if isinstance(value, str) and value.startswith(_STANDS_FOR):
-        return arrays.get(value.partition("://")[2])
-    return value
+    return _plain.make_stored(path, table, format_name="orbax", step=None, stamp=stamp)
 
 
 # ---- the tree in `_METADATA` ------------------------------------------------------
@@ -216,55 +131,11 @@ def _check_places(item: Path, rows: Sequence[_Row]) -> None:
         if row.is_array and (other := seen.setdefault(row.name, path)) != path:
             faults[path] = f"has the same place as {other}"
     if faults:
-        raise leaves.unreadable_error(item, faults)
+        raise _plain.unreadable_error(item, faults)
 
 
 def _rank(key: _state.tree.Key) -> tuple[str, int]:
     return ("", int(key.name)) if key.kind == "index" else (str(key.name), 0)
-
-
-def _array_forms(
-    item: Path, checkpoint: Path, names: Sequence[str], *, version: int, ocdbt: bool
-) -> tuple[dict[str, ArrayForm], set[str]]:
-    """Reads the forms of arrays from their zarr metadata.
-
-    Returns:
-        Array name -> form; and the names of the arrays compressed by blosc.
-    """
-    native_arrays.check_names(item, names, ocdbt=ocdbt)
-    file = "zarr.json" if version == 3 else ".zarray"
-    readers = native_arrays.metadata_readers(item, checkpoint, names, file, ocdbt=ocdbt)
-    forms = {}
-    blosc = set()
-    faults = {}
-    for name, read_text in readers.items():
-        try:
-            text = read_text()
-            forms[name] = native_arrays.parse_form(text)
-            _check_chunks(forms[name])
-            if _arrays.zarr.chunk_headers.parse(text).codec == "blosc":
-                blosc.add(name)
-        except PermissionError:
-            raise
-        except (ValueError, KeyError, TypeError, OSError, errors.CheckpointError) as e:
-            message = str(e).split(" [tensorstore_spec")[0].split(" [source")[0]
-            faults[name] = message[:200]
-    if faults:
-        raise leaves.unreadable_error(item, faults)
-    return forms, blosc
-
-
-def _check_chunks(form: ArrayForm) -> None:
-    """Raises ValueError if TensorStore would abort over too large chunks."""
-    shape, dtype, chunk_shape = form
-    itemsize = _state.dtypes.to_numpy(dtype).itemsize
-    chunk_bytes = math.prod(chunk_shape) * itemsize
-    if (
-        len(chunk_shape) != len(shape)
-        or 0 in chunk_shape
-        or chunk_bytes > max(math.prod(shape) * itemsize, _MAX_CHUNK_BYTES)
-    ):
-        raise ValueError(f"chunks {list(chunk_shape)} in an array {list(shape)}")
 
 
 def _prng_impls(item: Path) -> dict[str, str]:
@@ -304,7 +175,7 @@ def _add_split(info: LeafInfo, split: orbax_json.Split | None) -> LeafInfo:
     if split is None or len(split.parts) > len(info.shape):
         return info
     shard_shape = split.shard_shape(info.shape)
-    return dataclasses.replace(info, spec=split.spec, shard_shape=shard_shape)
+    return dataclasses.replace(info, mesh_axes=split.mesh_axes, shard_shape=shard_shape)
 
 
 def _leaf_info(
@@ -320,7 +191,7 @@ def _leaf_info(
     try:
         python_type = orbax_json.python_type(row.value_type, dtype)
         if impl:
-            _arrays.layout.check_keys(impl, shape, dtype)
+            _arrays.forms.check_keys(impl, shape, dtype)
     except ValueError as error:
         raise errors.DamagedCheckpointError(f"{item}: {path}: {error}") from None
     is_scalar = python_type not in ("jax.Array", "numpy.ndarray")

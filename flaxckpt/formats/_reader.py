@@ -153,14 +153,7 @@ class Stored:
 
 
 class Reader(Protocol):
-    """Recognises and reads a format."""
-
-    def recognises(self, path: Path) -> str | None:
-        """Returns the evidence for a checkpoint of this format; None if not one.
-
-        Looks at file names and the first bytes of a file.
-        """
-        ...
+    """Reads a format."""
 
     def read(
         self, path: Path, *, step: int | None, resolve: _state.treedef.Resolve

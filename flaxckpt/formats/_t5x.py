@@ -14,13 +14,11 @@ from typing import Any
 
 from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._types import LeafPath
-from flaxckpt.formats import _signatures, _zarr2
+from flaxckpt.formats import _plain, _recognise, _zarr2
 from flaxckpt.formats._msgpack import leaves, scanner
 from flaxckpt.formats._reader import Stored
 
-_FILE = "checkpoint"
 _VERSIONS = (2, 3)
-_KEYS = {"version", "optimizer"}
 _SPEC_KEYS = frozenset(("driver", "dtype", "kvstore", "metadata", "path", "transform"))
 _KVSTORE_KEYS = frozenset(("driver", "path", "bucket"))
 _METADATA_KEYS = frozenset(
@@ -42,33 +40,6 @@ _TRANSFORM_KEYS = frozenset(
 _STORES = ("file", "gfile", "gcs")
 
 
-def recognises(path: Path) -> str | None:
-    """Returns the evidence for a step of T5X or its msgpack file; else None."""
-    file = path / _FILE if path.is_dir() else path
-    if (path / "_METADATA").exists() or not _is_ours(file):
-        return None
-    if path.is_dir():
-        return f"it has a file {_FILE!r} with the keys 'version' and 'optimizer'"
-    return "it begins with a msgpack map of 'version' and 'optimizer'"
-
-
-def _is_ours(file: Path) -> bool:
-    keys = _signatures.read_first_keys(file)
-    if not keys or keys[0] not in _KEYS:
-        return False
-    if set(keys) == _KEYS:
-        return True
-    if keys[0] == "version":
-        return False
-    # In the other order, the whole state precedes the version.
-    try:
-        with scanner.scanner(file) as scan:
-            tree = scan.value()
-    except errors.DamagedCheckpointError:
-        return False
-    return set(tree) == _KEYS and isinstance(tree["version"], int)
-
-
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
     """Reads everything but arrays.
 
@@ -76,7 +47,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         CheckpointFormatError: The version is not supported.
         DamagedCheckpointError: Leaves are missing, or differ from T5X's.
     """
-    file = path / _FILE if path.is_dir() else path.resolve()
+    file = path / _recognise.T5X_FILE if path.is_dir() else path.resolve()
     stamp = _storage.stamp(file)
     try:
         _zarr2.check_inside(file.parent, file)
@@ -86,7 +57,11 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         tree = scan.value()
         scan.leave()
     version = tree["version"]
-    if type(version) is not int or version not in _VERSIONS or set(tree) != _KEYS:
+    if (
+        type(version) is not int
+        or version not in _VERSIONS
+        or set(tree) != _recognise.T5X_KEYS
+    ):
         raise errors.CheckpointFormatError(
             f"{file} has version {str(version)[:40]} of T5X's format and the keys"
             f" {', '.join(sorted(tree)[:5])}; wanted version 2 or 3 and the keys"
@@ -95,7 +70,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     replacer = _SpecReplacer(file.parent, version)
     state = replacer.replace(tree["optimizer"], ())
     if replacer.faults:
-        raise leaves.unreadable_error(path, replacer.faults)
+        raise _plain.unreadable_error(path, replacer.faults)
     return leaves.make_stored(
         path, file, leaves.walk(state), format_name="t5x", step=step, stamp=stamp
     )
@@ -131,7 +106,7 @@ class _SpecReplacer:
             self.faults[leaf] = errors.one_line(error, 200)
             return None
 
-    def _array(self, spec: dict[str, Any], leaf: LeafPath) -> leaves.Opened:
+    def _array(self, spec: dict[str, Any], leaf: LeafPath) -> _plain.Opened:
         name = _directory(spec)
         if other := self._leaves.get(name):
             raise ValueError(f"shares the directory {name} with {other}")
@@ -141,8 +116,8 @@ class _SpecReplacer:
         dtype = spec.get("dtype", array.dtype)
         if array.shape != shape or array.dtype != dtype:
             raise ValueError(
-                f"wanted {str(dtype)[:40]}{list(shape)}, as {_FILE!r} has it, found"
-                f" {array.dtype}{list(array.shape)} in {name}/.zarray"
+                f"wanted {str(dtype)[:40]}{list(shape)}, as {_recognise.T5X_FILE!r} has"
+                f" it, found {array.dtype}{list(array.shape)} in {name}/.zarray"
             )
         _check_transform(spec.get("transform"), shape)
         if self._version == 2 and array.dtype == "uint16":

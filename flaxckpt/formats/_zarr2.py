@@ -26,7 +26,7 @@ import tensorstore as ts
 from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
-from flaxckpt.formats._msgpack import leaves
+from flaxckpt.formats import _plain
 from flaxckpt.formats._native import orbax_json
 
 _MAX_METADATA_BYTES = 2**16
@@ -69,16 +69,16 @@ class _Zarr2:
         return math.prod(self.chunk_shape) * self.dtype.itemsize
 
 
-def find_array(root: Path, name: str) -> leaves.Opened:
+def find_array(root: Path, name: str) -> _plain.Opened:
     """Returns the array in the directory `name` of a checkpoint, values unread.
 
     Raises:
         ValueError: The array is missing or unsupported.
     """
     array = _parse(root, name, _metadata(root, name))
-    return leaves.Opened(
+    return _plain.Opened(
         array.shape,
-        _state.dtypes.name(array.dtype.newbyteorder("=")),
+        _state.numpy_dtypes.name(array.dtype.newbyteorder("=")),
         array.chunk_shape,
         functools.partial(_open, array),
     )
@@ -158,9 +158,9 @@ def _dtype(name: object) -> np.dtype[Any]:
     if isinstance(name, str):
         with contextlib.suppress(TypeError, errors.OptionError):
             if not _NUMBER.fullmatch(name):
-                return _state.dtypes.to_numpy(name)
+                return _state.numpy_dtypes.to_numpy(name)
             dtype = np.dtype(name)
-            _state.dtypes.to_numpy(dtype.name)
+            _state.numpy_dtypes.to_numpy(dtype.name)
             return dtype
     raise ValueError(f"unsupported element type {str(name)[:40]!r}")
 
@@ -200,7 +200,7 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
                 _arrays.zarr.metadata.within(chunk.bounds, whole)
             ]
 
-    return leaves.completed_future(
+    return _arrays.byte_ranges.completed_future(
         ts.virtual_chunked(
             read,
             dtype=ts.dtype(_state.dtypes.stored_name(array.dtype.name) or ""),
@@ -263,7 +263,7 @@ def _read_chunk(array: _Zarr2, key: str) -> Array:
             f"chunk {key} has {len(content)} bytes, wanted {array.chunk_bytes}"
         )
     values = np.frombuffer(content, array.dtype)
-    _state.dtypes.check_bools(values)
+    _state.numpy_dtypes.check_bools(values)
     if array.dtype.name != _state.dtypes.stored_name(array.dtype.name):
         values = values.view(np.uint8)
     return values.reshape(array.chunk_shape, order="C" if array.order == "C" else "F")

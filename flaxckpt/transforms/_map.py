@@ -85,7 +85,7 @@ def cast(pattern: str, dtype: Any, *, lossy: bool = False) -> TableTransform:
     if not isinstance(dtype, str):
         try:
             # numpy interprets None as float64.
-            wanted = "" if dtype is None else _state.dtypes.name(dtype)
+            wanted = "" if dtype is None else _state.numpy_dtypes.name(dtype)
         except TypeError:
             wanted = ""
     if not wanted:
@@ -93,7 +93,7 @@ def cast(pattern: str, dtype: Any, *, lossy: bool = False) -> TableTransform:
             "cast needs an element type, such as 'bfloat16' or jax.numpy.bfloat16, got"
             f" {_util.arguments.describe(dtype)}"
         )
-    wanted = _state.dtypes.name(_state.dtypes.to_numpy(wanted))
+    wanted = _state.dtypes.check(wanted)
     return _Cast(compile_pattern(pattern), wanted, lossy)
 
 

@@ -23,6 +23,7 @@ from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
 from flaxckpt._state import dtypes as state_dtypes
+from flaxckpt._state import numpy_dtypes as state_numpy_dtypes
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._storage import filesystem as storage_filesystem
 from tests.helpers import strategies
@@ -35,7 +36,7 @@ RAW_DTYPES = [dtype for dtype in DTYPES if dtype not in zarr_metadata._NEVER_RAW
 def array_of(dtype, shape, seed=0):
     """Random bits, but for booleans, which have only two values."""
     rng = np.random.default_rng(seed)
-    kind = state_dtypes.to_numpy(dtype)
+    kind = state_numpy_dtypes.to_numpy(dtype)
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
     bits = rng.integers(0, 256, (*shape, kind.itemsize), np.uint8)

@@ -31,7 +31,7 @@ def layout(store, codec="none", **more):
 
 def all_types():
     """Every element type that is stored, on both sides of what is compressed."""
-    names = sorted(state_dtypes._STORED_AS_IS | state_dtypes._STORED_AS_BYTES)
+    names = sorted(state_dtypes._STORED_AS_IS | state_dtypes.STORED_AS_BYTES)
     found = {}
     for name in names:
         dtype = np.dtype(getattr(ml_dtypes, name, name))

@@ -19,6 +19,7 @@ import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt._arrays import read as arrays_read
 from flaxckpt._state import dtypes as state_dtypes
+from flaxckpt._state import numpy_dtypes as state_numpy_dtypes
 from tests.helpers import strategies
 
 STATE = {
@@ -596,9 +597,9 @@ def test_a_checkpoint_deleted_while_it_is_read_says_so(tmp_path, monkeypatch):
 )
 def test_small_integers_are_widened_and_never_narrowed(tmp_path, found, wanted):
     low, high = state_dtypes.bounds(found)
-    values = np.array([low, high, 0, 1], state_dtypes.to_numpy(found))
+    values = np.array([low, high, 0, 1], state_numpy_dtypes.to_numpy(found))
     flaxckpt.save(tmp_path / "c", {"w": values})
-    like = np.zeros(4, state_dtypes.to_numpy(wanted))
+    like = np.zeros(4, state_numpy_dtypes.to_numpy(wanted))
     again = flaxckpt.load(tmp_path / "c", {"w": like})["w"]
     assert again.dtype == like.dtype
     assert [int(value) for value in again] == [low, high, 0, 1]

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._state import dtypes as state_dtypes
+from flaxckpt._state import numpy_dtypes as state_numpy_dtypes
 from flaxckpt._storage.storage import LOCAL
 from tests.helpers import strategies
 
@@ -52,8 +53,10 @@ def test_any_tree_comes_back_without_a_template(tmp_path_factory, tree, store):
 
 @pytest.mark.parametrize("store", STORES)
 def test_every_stored_dtype_comes_back(tmp_path, store):
-    names = sorted(state_dtypes._STORED_AS_IS | state_dtypes._STORED_AS_BYTES)
-    tree = {n: np.array([[0, 1], [1, 0]], state_dtypes.to_numpy(n)) for n in names}
+    names = sorted(state_dtypes._STORED_AS_IS | state_dtypes.STORED_AS_BYTES)
+    tree = {
+        n: np.array([[0, 1], [1, 0]], state_numpy_dtypes.to_numpy(n)) for n in names
+    }
     tree["on jax"] = {
         n: jnp.asarray(tree[n])
         for n in names

@@ -16,7 +16,7 @@ from flaxckpt._steps import markers as steps_markers
 from flaxckpt._util import json_limits as util_json_limits
 from flaxckpt.datasets import _json_codec
 from flaxckpt.formats import _locate
-from flaxckpt.formats._native import checkpoint as native_checkpoint
+from flaxckpt.formats._native import contents as native_contents
 from flaxckpt.formats._native import orbax_json as native_orbax_json
 from flaxckpt.formats._safetensors import header as safetensors_header
 from tests.helpers import strategies
@@ -186,10 +186,10 @@ def test_very_many_leaves_are_refused_at_the_call(tmp_path, monkeypatch):
 def test_a_manifest_that_cannot_be_parsed_is_not_committed(
     tmp_path, monkeypatch, leaves
 ):
-    monkeypatch.setattr(native_checkpoint.native_manifest, "_PARSED_LEAVES", 10)
-    row_of = native_checkpoint.native_manifest.leaf_row
+    monkeypatch.setattr(native_contents.native_manifest, "_PARSED_LEAVES", 10)
+    row_of = native_contents.native_manifest.leaf_row
     monkeypatch.setattr(
-        native_checkpoint.native_manifest,
+        native_contents.native_manifest,
         "leaf_row",
         lambda info: {**row_of(info), "role": "none"},
     )

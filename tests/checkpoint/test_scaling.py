@@ -19,13 +19,15 @@ import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt._checkpoint import planner, save
 from flaxckpt._checkpoint.commit import SaveRequest
+from flaxckpt._state import classes as state_classes
+from flaxckpt._state import flatten as state_flatten
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import leaf as state_leaf
 from flaxckpt._state import tree as state_tree
 from flaxckpt._state import treedef as state_treedef
 from flaxckpt._util import gc_pause as util_gc_pause
 from flaxckpt.formats import _reader
-from flaxckpt.formats._native import checkpoint as native_checkpoint
+from flaxckpt.formats._native import contents as native_contents
 from flaxckpt.formats._native import manifest as native_manifest
 from flaxckpt.formats._native import orbax_json as native_orbax_json
 
@@ -79,14 +81,14 @@ def contents(make, n):
 @functools.cache
 def manifest(make, n):
     return native_orbax_json.loads(
-        native_checkpoint._manifest_text(contents(make, n), {}), ""
+        native_contents._manifest_text(contents(make, n), {}), ""
     )
 
 
 def read(make, n, *, with_roles=True):
     """The checkpoint of a state, without a disk."""
     data = manifest(make, n)
-    structure = state_treedef.from_json(data["structure"], state_treedef.resolve, set())
+    structure = state_treedef.from_json(data["structure"], state_classes.resolve, set())
     keys = dict(state_tree.key_paths(structure))
     table = {}
     for row in data["leaves"]:
@@ -110,8 +112,8 @@ WORK = {
     "a save": lambda n: snapshot(linen_like(n)),
     "a save of NNX": lambda n: snapshot(nnx_like(n)),
     "a save of many optimizers": lambda n: snapshot(several_optimizers(n)),
-    "metadata": lambda n: native_checkpoint.make_files(contents(linen_like, n)),
-    "the manifest": lambda n: native_checkpoint._manifest_text(
+    "metadata": lambda n: native_contents.make_files(contents(linen_like, n)),
+    "the manifest": lambda n: native_contents._manifest_text(
         contents(linen_like, n), {}
     ),
     "reading metadata": lambda n: read(linen_like, n),
@@ -194,7 +196,7 @@ def test_a_flattened_state_is_freed_without_the_garbage_collector(wrap):
     gc.disable()
     try:
         state_flax_state.flatten(state)
-        state_tree.flatten(state)
+        state_flatten.flatten(state)
         save.take_snapshot(SaveRequest(path=NOWHERE), {"a": state})
         del state, leaf
         assert gone() is None

@@ -17,7 +17,7 @@ from flaxckpt import errors
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import files as storage_files
 from flaxckpt._storage.storage import LOCAL
-from flaxckpt.formats._native import checkpoint as native_checkpoint
+from flaxckpt.formats._native import contents as native_contents
 from flaxckpt.policies import LatestN
 from tests.helpers import strategies
 from tests.helpers.files import flip_bit
@@ -355,7 +355,7 @@ def test_a_damaged_step_of_another_writer_is_marked_too(tmp_path):
 
 
 def test_large_databases_are_verified_by_their_values(tmp_path, monkeypatch):
-    monkeypatch.setattr(native_checkpoint, "_SMALL_DATABASE_BYTES", 0)
+    monkeypatch.setattr(native_contents, "_SMALL_DATABASE_BYTES", 0)
     for codec in ("none", "compact"):
         layout = flaxckpt.ArrayLayout(store="ocdbt", codec=codec)
         run(tmp_path / codec, 1, layout=layout)
@@ -371,7 +371,7 @@ def test_large_databases_are_verified_by_their_values(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("codec", ["none", "compact"])
 def test_what_is_missing_in_a_sound_database_is_named(tmp_path, monkeypatch, codec):
-    monkeypatch.setattr(native_checkpoint, "_SMALL_DATABASE_BYTES", 0)
+    monkeypatch.setattr(native_contents, "_SMALL_DATABASE_BYTES", 0)
     layout = flaxckpt.ArrayLayout(store="ocdbt", codec=codec, chunk_bytes=4096)
     run(tmp_path, 1, layout=layout)
     assert flaxckpt.verify(tmp_path / "1").ok

@@ -9,9 +9,9 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
+from click.testing import CliRunner
 from flax import serialization
 from flax.training.train_state import TrainState
-from typer.testing import CliRunner
 
 import flaxckpt
 from flaxckpt.cli import app

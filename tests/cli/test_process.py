@@ -9,15 +9,15 @@ import subprocess
 import sys
 import tomllib
 
+import click
 import numpy as np
 import pytest
-import typer.main
 
 import flaxckpt
 from flaxckpt.cli import _output, app, main
 from tests import ROOT
 
-VERBS = [*typer.main.get_command(app).commands]
+VERBS = app.list_commands(click.Context(app))
 PYPROJECT = ROOT / "pyproject.toml"
 COMMAND = [sys.executable, "-m", "flaxckpt"]
 
@@ -146,9 +146,11 @@ def test_the_console_script_is_the_command():
 
 
 def test_shells_complete_verbs():
+    script = run(_FLAXCKPT_COMPLETE="bash_source").stdout
+    assert "_FLAXCKPT_COMPLETE=bash_complete" in script
     words = {"COMP_WORDS": "flaxckpt p", "COMP_CWORD": "1"}
-    found = run(_FLAXCKPT_COMPLETE="complete_bash", **words)
-    assert found.stdout.split() == ["plan", "prune", "pin"]
+    found = run(_FLAXCKPT_COMPLETE="bash_complete", **words)
+    assert found.stdout.split() == ["plain,plan", "plain,prune", "plain,pin"]
 
 
 def test_what_a_terminal_cannot_show_is_printed_all_the_same(here):

@@ -104,8 +104,7 @@ def test_a_run_says_how_its_steps_are_called(tmp_path, template):
     (tmp_path / "events.jsonl").unlink()
     with pytest.raises(errors.CheckpointNotFoundError):
         flaxckpt.load(tmp_path, step=10)
-    with inspect_run_view.open_run(tmp_path, step_format=template) as run:
-        assert run.steps() == [10]
+    assert inspect_run_view.numbers(tmp_path, template) == [10]
 
 
 def test_names_beside_a_run_are_none_of_its_steps(tmp_path):
@@ -151,7 +150,9 @@ def test_files_are_steps_under_a_format_that_is_given(tmp_path):
     found = inspect_listing.listing(tmp_path, step_format="export_{step}.msgpack")
     assert [step.step for step in found.steps] == [7, 8]
     with pytest.raises(errors.OptionError, match="not directories"):
-        inspect_run_view.open_run(tmp_path, step_format="export_{step}.msgpack")
+        inspect_run_view.set_pinned(
+            tmp_path, [7], pinned=True, step_format="export_{step}.msgpack"
+        )
 
 
 def test_damage_of_a_name_that_is_no_steps_is_not_told(models):

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict, FrozenConfigDict
 
 import flaxckpt
-from flaxckpt import configs, errors
+from flaxckpt import errors
 from flaxckpt.configs import Cast, CheckpointConfig
+from flaxckpt.configs import _policies as configs_policies
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import (
     BestN,
@@ -143,7 +144,7 @@ def test_every_field_of_a_layout_is_an_option():
 
 
 def test_each_policy_has_a_name_in_files():
-    assert {cls for cls, _, _ in configs._POLICIES.values()} == {
+    assert {cls for cls, _, _ in configs_policies._POLICIES.values()} == {
         found
         for found in vars(flaxckpt.policies).values()
         if hasattr(found, "preserved") and not getattr(found, "_is_protocol", False)
@@ -166,7 +167,7 @@ def test_the_document_shows_every_option():
 
 def test_the_same_in_toml_yaml_json_and_python_is_equal(tmp_path):
     (tmp_path / "a.toml").write_text(FULL)
-    mapping = configs.CheckpointConfig.from_file(tmp_path / "a.toml").to_mapping()
+    mapping = CheckpointConfig.from_file(tmp_path / "a.toml").to_mapping()
     (tmp_path / "b.yaml").write_text(yaml.safe_dump(mapping))
     (tmp_path / "c.json").write_text(json.dumps(mapping))
     (tmp_path / "d.yml").write_text(yaml.safe_dump({"a": {"b": mapping}, "c": 1}))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flaxckpt._util import job as util_job
 from flaxckpt._util import processes as util_processes
 from tests.helpers.files import free_port
 
@@ -47,6 +48,6 @@ def test_the_first_ones_clock_counts_and_anybodys_signal(tmp_path):
 
 def test_one_process_asks_nobody():
     assert util_processes.gather_flags([True, False]) == [[True, False]]
-    assert util_processes.is_first()
+    assert util_job.is_first()
     assert not util_processes.has_preemption_service()
     assert not util_processes.reached_preemption(3)

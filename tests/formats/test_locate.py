@@ -15,7 +15,6 @@ import flaxckpt
 from flaxckpt import _storage, errors, formats
 from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage.storage import LOCAL
-from flaxckpt.formats._native import checkpoint as native_checkpoint
 from tests import GOLDEN
 from tests.helpers.files import without_permissions
 
@@ -215,13 +214,13 @@ def test_a_load_recognises_its_checkpoint_once_and_no_other_step(
     orbax_steps, monkeypatch, load
 ):
     asked = []
-    recognises = native_checkpoint.recognises
+    recognises = formats._RECOGNISERS["orbax"]
 
     def counted(path):
         asked.append(path)
         return recognises(path)
 
-    monkeypatch.setattr(native_checkpoint, "recognises", counted)
+    monkeypatch.setitem(formats._RECOGNISERS, "orbax", counted)
     load(orbax_steps)
     assert asked.count(orbax_steps / "6") == 1
     assert orbax_steps / "5" not in asked

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from jax.sharding import NamedSharding, PartitionSpec
-from typer.testing import CliRunner
 
 import flaxckpt
 from flaxckpt import errors, formats, transforms

@@ -23,7 +23,7 @@ import numpy as np
 
 import flaxckpt
 from flaxckpt import _storage, errors, formats
-from flaxckpt._state import treedef as state_treedef
+from flaxckpt._state import classes as state_classes
 from flaxckpt._steps import index as steps_index
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._steps import names as steps_names
@@ -93,7 +93,7 @@ def only_ours() -> Iterator[None]:
         assert len(outcome) < 20_000, outcome[:1000]
 
 
-RESOLVE: Final = state_treedef.resolver()
+RESOLVE: Final = state_classes.resolver()
 LARGE: Final = 2**24
 
 

@@ -9,7 +9,7 @@ import sys
 from types import ModuleType
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import flaxckpt
 from flaxckpt.cli import app

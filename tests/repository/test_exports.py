@@ -63,7 +63,7 @@ def test_type_checkers_see_what_is_imported_when_it_is_asked_for():
 
 
 def test_import_waits_with_jax_until_it_is_needed(fresh):
-    assert {"jax", "flax", "tensorstore", "typer"}.isdisjoint(fresh["at_first"])
+    assert {"jax", "flax", "tensorstore", "click"}.isdisjoint(fresh["at_first"])
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():
@@ -77,7 +77,7 @@ def test_import_pulls_in_no_other_framework(fresh):
 
 def test_import_is_light(fresh):
     """Each takes a tenth of a second, and few programs need them."""
-    assert {"flax.nnx", "matplotlib", "typer"}.isdisjoint(fresh["modules"])
+    assert {"flax.nnx", "matplotlib", "click"}.isdisjoint(fresh["modules"])
 
 
 def test_every_public_callable_has_a_docstring():

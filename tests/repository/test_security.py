@@ -100,10 +100,10 @@ def test_the_place_of_an_array_is_in_its_directory_whatever_it_is_called(ocdbt):
     ],
 )
 def test_classes_are_made_only_of_flax_and_optax(name):
-    from flaxckpt._state import treedef as state_treedef
+    from flaxckpt._state import classes as state_classes
 
-    assert state_treedef.resolve(name) is None
-    assert state_treedef.resolve("flax.core.frozen_dict:FrozenDict") is not None
+    assert state_classes.resolve(name) is None
+    assert state_classes.resolve("flax.core.frozen_dict:FrozenDict") is not None
 
 
 @pytest.fixture

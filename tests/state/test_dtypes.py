@@ -6,25 +6,26 @@ import pytest
 
 from flaxckpt import errors
 from flaxckpt._state import dtypes as state_dtypes
+from flaxckpt._state import numpy_dtypes as state_numpy_dtypes
 
-ALL = sorted(state_dtypes._STORED_AS_IS | state_dtypes._STORED_AS_BYTES)
+ALL = sorted(state_dtypes._STORED_AS_IS | state_dtypes.STORED_AS_BYTES)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_stored_form_keeps_every_bit(name):
-    dtype = state_dtypes.to_numpy(name)
-    assert state_dtypes.name(dtype) == name
+    dtype = state_numpy_dtypes.to_numpy(name)
+    assert state_numpy_dtypes.name(dtype) == name
     array = np.array([0, 1, 1, 0], dtype)
-    stored = state_dtypes.to_stored(array)
+    stored = state_numpy_dtypes.to_stored(array)
     assert stored.dtype.name == state_dtypes.stored_name(name)
-    back = state_dtypes.from_stored(stored, name)
+    back = state_numpy_dtypes.from_stored(stored, name)
     assert back.dtype == dtype
     assert back.tobytes() == array.tobytes()
 
 
 def test_bytes_in_foreign_order_are_swapped():
     array = np.array([1, 2, 3], ">i4")
-    stored = state_dtypes.to_stored(array)
+    stored = state_numpy_dtypes.to_stored(array)
     assert stored.dtype.isnative
     np.testing.assert_array_equal(stored, array)
 
@@ -32,7 +33,7 @@ def test_bytes_in_foreign_order_are_swapped():
 @pytest.mark.parametrize("name", ["object", "S4", "datetime64", "float128", "nonsense"])
 def test_other_types_are_refused(name):
     with pytest.raises(errors.OptionError, match=name):
-        state_dtypes.to_numpy(name)
+        state_numpy_dtypes.to_numpy(name)
     assert state_dtypes.stored_name(name) is None
 
 
@@ -71,14 +72,45 @@ def test_integers_grow_within_their_kind(found, wanted):
     fits = wanted_low <= low and high <= wanted_high
     assert state_dtypes.restores_as(found, wanted) == (is_kind and fits)
     if is_kind and fits:
-        values = np.array([low, high], state_dtypes.to_numpy(found))
-        cast = state_dtypes.convert(values, wanted)
-        assert cast.dtype == state_dtypes.to_numpy(wanted)
+        values = np.array([low, high], state_numpy_dtypes.to_numpy(found))
+        cast = state_numpy_dtypes.convert(values, wanted)
+        assert cast.dtype == state_numpy_dtypes.to_numpy(wanted)
         assert [int(value) for value in cast] == [low, high]
 
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_bounds_are_those_of_the_type(name):
     low, high = state_dtypes.bounds(name)
-    info = ml_dtypes.iinfo(state_dtypes.to_numpy(name))
+    info = ml_dtypes.iinfo(state_numpy_dtypes.to_numpy(name))
     assert (low, high) == (info.min, info.max)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_sizes_are_those_of_numpy(name):
+    assert state_dtypes.check(name) == name
+    itemsize = state_numpy_dtypes.to_numpy(name).itemsize
+    assert state_dtypes.item_size(name) == itemsize
+    stored = state_numpy_dtypes.to_numpy(state_dtypes.stored_name(name))
+    assert state_dtypes.item_bits(name) == 8 * stored.itemsize
+
+
+@pytest.mark.parametrize("kind", "biufc")
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 16])
+def test_names_of_zarr_2_are_those_of_numpy(kind, size):
+    try:
+        name = np.dtype(f"<{kind}{size}").name
+    except TypeError:
+        name = None
+    ours = state_dtypes.of_zarr_2(f"<{kind}{size}")
+    if name in ALL:
+        assert ours == name
+    else:
+        with pytest.raises(errors.OptionError):
+            state_dtypes.check(ours)
+
+
+@pytest.mark.parametrize(
+    "value", [True, 3, -(2**63), 2.5, 2j], ids=lambda value: type(value).__name__
+)
+def test_python_numbers_have_the_types_of_numpy(value):
+    assert state_dtypes.PYTHON_NUMBERS[type(value)] == np.asarray(value).dtype.name

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import strategies as st
 
 from flaxckpt import errors
+from flaxckpt._state import classes as state_classes
+from flaxckpt._state import flatten as state_flatten
 from flaxckpt._state import tree as state_tree
 from flaxckpt._state import treedef as state_treedef
 from tests.helpers import strategies
@@ -23,17 +25,17 @@ def values(flat):
 @hypothesis.given(strategies.trees)
 def test_a_tree_comes_back_from_its_leaves(tree):
     hypothesis.assume(is_nameable(tree))
-    flat = state_tree.flatten(tree)
+    flat = state_flatten.flatten(tree)
     strategies.assert_same(tree, state_tree.unflatten(flat.structure, values(flat)))
 
 
 @hypothesis.given(strategies.trees)
 def test_a_tree_comes_back_from_its_written_description(tree):
     hypothesis.assume(is_nameable(tree))
-    flat = state_tree.flatten(tree)
+    flat = state_flatten.flatten(tree)
     written = json.loads(json.dumps(state_treedef.to_json(flat.structure)))
     unknown = set()
-    structure = state_treedef.from_json(written, state_treedef.resolve, unknown)
+    structure = state_treedef.from_json(written, state_classes.resolve, unknown)
     assert not unknown
     strategies.assert_same(tree, state_tree.unflatten(structure, values(flat)))
     assert [path for path, _ in state_tree.key_paths(structure)] == list(flat.leaves)
@@ -41,7 +43,7 @@ def test_a_tree_comes_back_from_its_written_description(tree):
 
 def is_nameable(tree):
     try:
-        state_tree.flatten(tree)
+        state_flatten.flatten(tree)
     except errors.LeafNameError:
         return False
     return True
@@ -58,20 +60,20 @@ def test_different_keys_have_different_leaf_paths(one, other):
 
 def test_leaf_paths_name_keys_fields_and_indices():
     tree = {"a": [Point(1, {"b/c": 2, "50%": 3})], 7: None, "empty": {}}
-    flat = state_tree.flatten(tree)
+    flat = state_flatten.flatten(tree)
     assert list(flat.leaves) == ["a/0/x", "a/0/y/b%2Fc", "a/0/y/50%25", "7", "empty"]
     assert [path for path, e in flat.leaves.items() if e.is_empty] == ["7", "empty"]
 
 
 def test_a_bare_leaf_has_the_empty_path():
-    flat = state_tree.flatten(3)
+    flat = state_flatten.flatten(3)
     assert list(flat.leaves) == [""]
     assert state_tree.unflatten(flat.structure, {"": 4}) == 4
 
 
 def test_order_of_a_dict_is_kept():
     tree = {"b": 1, "a": {"z": 2, "y": 3}}
-    flat = state_tree.flatten(tree)
+    flat = state_flatten.flatten(tree)
     rebuilt = state_tree.unflatten(flat.structure, values(flat))
     assert list(rebuilt) == ["b", "a"]
     assert list(rebuilt["a"]) == ["z", "y"]
@@ -82,7 +84,7 @@ def test_order_of_a_dict_is_kept():
 )
 def test_keys_that_cannot_be_told_apart_on_disk_are_refused(tree):
     with pytest.raises(errors.LeafNameError):
-        state_tree.flatten(tree)
+        state_flatten.flatten(tree)
 
 
 def test_what_is_nested_too_deep_to_be_read_is_refused():
@@ -90,11 +92,11 @@ def test_what_is_nested_too_deep_to_be_read_is_refused():
     for _ in range(state_tree.MAX_DEPTH):
         tree = {"a": tree}
     with pytest.raises(errors.LeafNameError, match="deep"):
-        state_tree.flatten(tree)
+        state_flatten.flatten(tree)
 
 
 def test_an_unknown_class_becomes_a_dict_and_is_reported():
-    flat = state_tree.flatten({"p": Point(1, 2), "q": jax.tree_util.Partial(sum, 3)})
+    flat = state_flatten.flatten({"p": Point(1, 2), "q": jax.tree_util.Partial(sum, 3)})
     unknown = set()
     structure = state_treedef.from_json(
         state_treedef.to_json(flat.structure), lambda name: None, unknown
@@ -124,7 +126,7 @@ def test_an_unknown_class_becomes_a_dict_and_is_reported():
 )
 def test_rubbish_is_no_description(description):
     with pytest.raises(ValueError, match=r"."):
-        state_treedef.from_json(description, state_treedef.resolve, set())
+        state_treedef.from_json(description, state_classes.resolve, set())
 
 
 def test_a_description_nested_too_deep_is_refused():
@@ -132,4 +134,4 @@ def test_a_description_nested_too_deep_is_refused():
     for _ in range(state_tree.MAX_DEPTH + 2):
         description = ["list", [0], [description]]
     with pytest.raises(ValueError, match="nested"):
-        state_treedef.from_json(description, state_treedef.resolve, set())
+        state_treedef.from_json(description, state_classes.resolve, set())

@@ -18,6 +18,7 @@ from flaxckpt import errors
 from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._checkpoint.commit import SaveOptions
 from flaxckpt._state import boxes as state_boxes
+from flaxckpt._state import flatten as state_flatten
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import optimizer_roles as state_optimizer_roles
 from flaxckpt._state import tree as state_tree
@@ -360,7 +361,7 @@ def test_names_are_those_of_jax_and_come_back(tree):
     renamed = _base.apply(NAMES, table)
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     assert sorted(renamed) == sorted(
-        state_tree.join(state_tree.to_keys(path)) for path, _ in paths
+        state_tree.join(state_flatten.to_keys(path)) for path, _ in paths
     )
     assert [
         leaf.source is old.source

@@ -12,12 +12,13 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import tensorstore as ts
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flaxckpt import _state, _storage, errors
 from flaxckpt._arrays.zarr import metadata
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 _LONG_BYTES = 64 * 2**20
 """Decoded size up to which the ratio below is not checked."""
@@ -61,7 +62,7 @@ def parse(text: bytes) -> Chunks:
 
 def _parse(data: Mapping[str, Any]) -> Chunks:
     shape, dtype, chunk_shape = metadata.parse(data)
-    size = math.prod(chunk_shape) * _state.dtypes.to_numpy(dtype).itemsize
+    size = math.prod(chunk_shape) * _state.dtypes.item_size(dtype)
     if data["zarr_format"] == 3:
         codecs = map(metadata.codec_name, data["codecs"])
         codec = next((name for name in codecs if name in _BEST_RATIO), None)
@@ -118,9 +119,7 @@ def check_values(store: ts.KvStore, name: str, chunks: Chunks) -> None:
     """
     before = metadata.database_key(name, "")
     end = before[:-1] + "0" if before else ""  # "0" comes after "/"
-    keys = [
-        key.decode() for key in store.list(ts.KvStore.KeyRange(before, end)).result()
-    ]
+    keys = [key.decode() for key in store.list(store.KeyRange(before, end)).result()]
     reads = {
         key: store.read(key, byte_range=slice(0, _HEADER_BYTES))
         for key in keys

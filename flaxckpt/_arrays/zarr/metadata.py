@@ -15,14 +15,21 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from flaxckpt import _state, _storage
 from flaxckpt._types import JSON, Shape
 
+if TYPE_CHECKING:
+    import numpy as np
+
 METADATA = "zarr.json"
+
+DATABASE = "manifest.ocdbt"
+"""File that an OCDBT database begins with."""
+
+DATABASE_PART = "ocdbt.process_"
+"""Prefix of the database of a process, in Orbax and in flaxckpt."""
 
 CODECS = ("none", "compact", "zstd")
 
@@ -193,7 +200,7 @@ def _metadata_2(
         "zarr_format": 2,
         "shape": list(shape),
         "chunks": list(chunk_shape),
-        "dtype": _state.dtypes.zarr_2_name(dtype),
+        "dtype": _state.numpy_dtypes.zarr_2_name(dtype),
         "compressor": compressors[_codec(encoding, shape, dtype)],
         "fill_value": None,
         "filters": None,
@@ -352,8 +359,8 @@ def _element_type(name: Any) -> str:
     if not isinstance(name, str):
         raise ValueError(f"element type {str(name)[:80]} is not supported")
     if _ZARR_2_NUMBER.fullmatch(name):  # numpy accepts too many other texts
-        name = np.dtype(name).name
-    return _state.dtypes.name(_state.dtypes.to_numpy(name))
+        name = _state.dtypes.of_zarr_2(name)
+    return _state.dtypes.check(name)
 
 
 def _check_2(metadata: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,10 +21,7 @@ import tensorstore as ts
 
 from flaxckpt import _storage
 from flaxckpt._arrays.zarr import metadata
-
-MANIFEST = "manifest.ocdbt"
-PART = "ocdbt.process_"
-"""Prefix of the database of a process, in Orbax and in flaxckpt."""
+from flaxckpt._arrays.zarr.metadata import DATABASE, DATABASE_PART
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
 _MAX_NODE_BYTES = 128 * 2**20
@@ -58,7 +56,7 @@ def check(root: Path) -> None:
         ValueError: The tree is damaged or too large.
         OSError: The database is missing or unreadable.
     """
-    _check_tree(root, *_storage.of(root).fingerprint(root / MANIFEST))
+    _check_tree(root, *_storage.of(root).fingerprint(root / DATABASE))
 
 
 @functools.lru_cache(maxsize=64)
@@ -66,14 +64,14 @@ def _check_tree(root: Path, fingerprint: tuple[int, ...], size: int) -> None:
     del fingerprint  # only a key of the cache
     if size > _MAX_MANIFEST_BYTES:
         raise ValueError(
-            f"{MANIFEST} has {size} bytes, wanted at most {_MAX_MANIFEST_BYTES}"
+            f"{DATABASE} has {size} bytes, wanted at most {_MAX_MANIFEST_BYTES}"
         )
     tree = _Tree(root)
-    tree.count(MANIFEST, _read_part(root / MANIFEST, 0, size))
+    tree.count(DATABASE, _read_part(root / DATABASE, 0, size))
     for height, place in tree.roots():
         if height > _MAX_HEIGHT:
             raise ValueError(
-                f"{MANIFEST} declares a tree of {height} levels,"
+                f"{DATABASE} declares a tree of {height} levels,"
                 f" wanted at most {_MAX_HEIGHT}"
             )
         tree.walk(place, height)
@@ -91,6 +89,20 @@ def open(root: Path, context: ts.Context) -> ts.KvStore:
     return _storage.paths.result(ts.KvStore.open(spec, context=context), root)
 
 
+_DATABASES: weakref.WeakKeyDictionary[ts.Context, dict[Path, ts.KvStore]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The open databases of each context, shared by arrays that are read together."""
+
+
+def open_shared(root: Path, context: ts.Context) -> ts.KvStore:
+    """Opens a database once for all its arrays that are read with a context."""
+    opened = _DATABASES.setdefault(context, {})
+    if root not in opened:
+        opened[root] = open(root, context)
+    return opened[root]
+
+
 def merge(root: Path, writers: int) -> None:
     """Merges the databases of all processes into a single database, atomically.
 
@@ -100,7 +112,7 @@ def merge(root: Path, writers: int) -> None:
     whole = open(root, context)
     transaction = ts.Transaction(atomic=True)
     taken = [
-        open(root / f"{PART}{writer}", context).experimental_copy_range_to(
+        open(root / f"{DATABASE_PART}{writer}", context).experimental_copy_range_to(
             whole.with_transaction(transaction)
         )
         for writer in range(writers)
@@ -109,7 +121,7 @@ def merge(root: Path, writers: int) -> None:
         _storage.paths.result(future, root)
     _storage.paths.result(transaction.commit_async(), root)
     for writer in range(writers):
-        (root / f"{PART}{writer}" / MANIFEST).unlink(missing_ok=True)
+        (root / f"{DATABASE_PART}{writer}" / DATABASE).unlink(missing_ok=True)
 
 
 def keys(root: Path) -> set[str]:
@@ -178,7 +190,7 @@ class _Tree:
         versions = found.get("versions")
         if not versions:
             raise ValueError(
-                f"{MANIFEST} is split into several files, which is not supported"
+                f"{DATABASE} is split into several files, which is not supported"
             )
         newest = versions[-1]
         if "root" in newest and "location" in newest["root"]:

@@ -14,9 +14,8 @@ import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _arrays
-from flaxckpt._arrays.byte_ranges import Span
+from flaxckpt._arrays.spans import Span
 from flaxckpt._arrays.zarr.metadata import Array
-from flaxckpt.formats._msgpack import leaves
 
 BLOCK: Final = 32
 """Elements in a block of Q8_0."""
@@ -54,7 +53,7 @@ def open_q8_0(blocks: Span, context: ts.Context) -> ts.Future[ts.TensorStore]:
         ),
         context=context,
     )
-    return leaves.completed_future(store)
+    return _arrays.byte_ranges.completed_future(store)
 
 
 def decode_q8_0(blocks: Array) -> Array:

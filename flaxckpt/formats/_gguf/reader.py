@@ -9,25 +9,17 @@ import shlex
 from pathlib import Path
 
 from flaxckpt import _arrays, _state, _storage, errors
-from flaxckpt._arrays.byte_ranges import Span
+from flaxckpt._arrays.spans import Span
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf, Unsupported
-from flaxckpt.formats import _names, _signatures
+from flaxckpt.formats import _names, _plain
 from flaxckpt.formats._gguf import header as gguf_header
 from flaxckpt.formats._gguf import quantization
-from flaxckpt.formats._gguf.header import MAGIC, Header, Tensor
-from flaxckpt.formats._msgpack import leaves
+from flaxckpt.formats._gguf.header import Header, Tensor
 from flaxckpt.formats._reader import Stored
 
 _log = logging.getLogger(__name__)
 
 _SPLIT_COUNT = "split.count"
-
-
-def recognises(path: Path) -> str | None:
-    """Returns the evidence for a GGUF file; else None."""
-    if path.is_file() and _signatures.read_start(path, len(MAGIC)) == MAGIC:
-        return f"it begins with {MAGIC.decode()!r}"
-    return None
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
@@ -42,7 +34,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     count = header.values.get(_SPLIT_COUNT)
     if isinstance(count, int) and count > 1:
         _log.warning("%s is one of %d files; the others are not read", path, count)
-    return leaves.make_plain_stored(
+    return _plain.make_stored(
         path,
         _leaf_table(path, header, stamp),
         format_name="gguf",
@@ -113,7 +105,7 @@ def _stored_leaf(
             element.dtype,
             identity=stamp.identity,
         )
-        return _arrays.byte_ranges.stored_leaf(path, info, span)
+        return _arrays.spans.stored_leaf(path, info, span)
     *outer, last = tensor.shape
     blocks = Span(
         stamp.path,

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import tensorstore as ts
 
 from flaxckpt import _arrays, _state, _storage, errors
-from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
-from flaxckpt._types import JSON, LeafPath, Shape
+from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
+from flaxckpt._types import LeafPath
+from flaxckpt.formats import _plain
 from flaxckpt.formats._msgpack.scanner import Array, Run, Value
-from flaxckpt.formats._reader import CheckpointMetadata, Stored
+from flaxckpt.formats._reader import Stored
 
 _MAX_LEAVES = 5 * 10**5
 _MAX_PATH_BYTES = 256 * 2**20  # for all leaf paths together, which share outer keys
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Opened:
-    """An array with a function to open it, unlike the plain bytes of `Array`.
-
-    Attributes:
-        shape: In elements.
-        dtype: Name of the element type.
-        chunk_shape: Shape of the smallest part that can be read.
-        open: Opens the array; see `StoredLeaf`.
-        check: Compares the array with its checksum, if any; see `StoredLeaf`.
-    """
-
-    shape: Shape
-    dtype: str
-    chunk_shape: Shape
-    open: Callable[[ts.Context], ts.Future[ts.TensorStore]]
-    check: Callable[[], None] | None = None
 
 
 def _is_sequence(names: Mapping[str, object]) -> bool:
@@ -124,69 +100,10 @@ def make_stored(
         else:
             leaves[name] = _leaf(path, file_stamp, name, keys, value)
     if faults:
-        raise unreadable_error(file, faults)
+        raise _plain.unreadable_error(file, faults)
     table = {name: Leaf(leaf.info, (leaf,)) for name, leaf in leaves.items()}
-    return make_plain_stored(
+    return _plain.make_stored(
         path, table, format_name=format_name, step=step, stamp=stamp
-    )
-
-
-def make_plain_stored(
-    path: Path,
-    table: LeafTable,
-    *,
-    format_name: str,
-    step: int | None,
-    stamp: _storage.Stamp,
-    custom: Mapping[str, JSON] | None = None,
-) -> Stored:
-    """Returns the checkpoint of a leaf table without recorded containers.
-
-    Args:
-        path: The checkpoint.
-        table: The leaves.
-        format_name: Value of `CheckpointMetadata.format`.
-        step: Step number, or None.
-        stamp: Stamp of the file that describes the leaves, from before the read.
-        custom: Metadata in the file, if any.
-    """
-    infos = [leaf.info for leaf in table.values()]
-    return Stored(
-        CheckpointMetadata(
-            str(path),
-            format_name,
-            step,
-            {info.path: info for info in infos},
-            {},
-            None,
-            None,
-            custom or {},
-            False,
-            sum(_arrays.layout.stored_bytes(info) for info in infos),
-            unsupported={
-                path: leaf.unsupported.form
-                for path, leaf in table.items()
-                if leaf.unsupported is not None
-            },
-        ),
-        table,
-        _state.tree.plain_structure(
-            (i.path, i.keys, i.python_type if i.kind == "empty" else None)
-            for i in infos
-        ),
-        stamp=stamp,
-    )
-
-
-def unreadable_error(
-    path: Path, faults: Mapping[LeafPath, str]
-) -> errors.DamagedCheckpointError:
-    """Returns the error for leaves that cannot be read, with their faults."""
-    count = f"{len(faults)} leaves" if len(faults) > 1 else "1 leaf"
-    return errors.DamagedCheckpointError(
-        f"{count} of {path} cannot be read:\n"
-        + errors.rows(f"{name}: {reason}" for name, reason in faults.items())
-        + "\nRestore another step."
     )
 
 
@@ -207,7 +124,7 @@ def _leaf(
         case Array():
             dtype = _state.dtypes.stored_name(value.dtype)
             assert dtype is not None, value
-            span = _arrays.byte_ranges.Span(
+            span = _arrays.spans.Span(
                 file.path, 0, value.shape, dtype, value.pieces, file.identity
             )
             info = LeafInfo(
@@ -223,8 +140,8 @@ def _leaf(
                     for axis, size in enumerate(value.shape)
                 ),
             )
-            return _arrays.byte_ranges.stored_leaf(path, info, span)
-        case Opened():
+            return _arrays.spans.stored_leaf(path, info, span)
+        case _plain.Opened():
             info = LeafInfo(
                 name,
                 keys,
@@ -236,30 +153,21 @@ def _leaf(
             )
             return StoredLeaf(path, info, value.open, check=value.check)
         case _:
-            number = np.asarray(value)
             info = LeafInfo(
                 name,
                 keys,
                 "scalar",
                 type(value).__name__,
                 (),
-                number.dtype.name,
+                _number_type(value),
                 chunk_shape=(),
                 weak_type=True,
             )
-            return StoredLeaf(path, info, functools.partial(_open_number, number))
+            return StoredLeaf(path, info, _arrays.spans.number_opener(value))
 
 
-def _open_number(
-    number: np.ndarray[Any, Any], context: ts.Context
-) -> ts.Future[ts.TensorStore]:
-    return completed_future(ts.array(number, context=context))
-
-
-def completed_future(store: ts.TensorStore) -> ts.Future[ts.TensorStore]:
-    """Returns a future with the result `store`."""
-    promise: ts.Promise[ts.TensorStore]
-    future: ts.Future[ts.TensorStore]
-    promise, future = ts.Promise.new()
-    promise.set_result(store)
-    return future
+def _number_type(value: complex) -> str:
+    """Returns the element type of a Python number, as numpy chooses it."""
+    if isinstance(value, int) and value >= 2**63:
+        return "uint64"
+    return _state.dtypes.PYTHON_NUMBERS[type(value)]

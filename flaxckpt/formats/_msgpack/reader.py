@@ -8,22 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from flaxckpt import _state, _storage, errors
-from flaxckpt.formats import _signatures
 from flaxckpt.formats._msgpack import leaves, scanner
 from flaxckpt.formats._reader import Stored
 
 _ELSEWHERE = "//GDAPlaceholder:"
 """Prefix of a string that stands for an array of several processes."""
-
-
-def recognises(path: Path) -> str | None:
-    """Returns the evidence for a file with a msgpack map; else None."""
-    keys = _signatures.read_first_keys(path)
-    if keys is None or keys == ["version", "optimizer"]:
-        return None
-    if not keys:
-        return "it is an empty msgpack map"
-    return f"it begins with a msgpack map, whose first key is {keys[0][:60]!r}"
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:

@@ -268,7 +268,7 @@ class Scanner:
         kind, size = self.head()
         name = self.text(kind, size)
         try:
-            itemsize = _state.dtypes.to_numpy(name).itemsize
+            itemsize = _state.dtypes.item_size(name)
         except errors.OptionError:
             raise self.fault(f"an array of the element type {name[:40]!r}") from None
         kind, size = self.head()

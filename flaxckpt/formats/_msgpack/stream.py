@@ -12,17 +12,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from flaxckpt import _state, _storage
-from flaxckpt.formats import _signatures
 from flaxckpt.formats._msgpack import leaves, scanner
 from flaxckpt.formats._msgpack.scanner import Run, Scanner, Value
 from flaxckpt.formats._reader import Stored
-
-
-def recognises(path: Path) -> str | None:
-    """Returns the evidence for a stream of records; else None."""
-    if not _signatures.begins_with_record(path):
-        return None
-    return "it begins with a msgpack record of keys and a value"
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:

@@ -221,8 +221,8 @@ def _add_leaf(
 
 
 def _add_array(file: _file_layout.FileLayout, info: LeafInfo) -> None:
-    shape, dtype = _arrays.layout.stored_form(info)[0], info.dtype or ""
-    itemsize = _state.dtypes.to_numpy(dtype).itemsize
+    shape, dtype = _arrays.forms.stored_form(info)[0], info.dtype or ""
+    itemsize = _state.dtypes.item_size(dtype)
     elements = math.prod(shape)
     if info.python_type == "numpy.generic":
         _add_elements(file, info, shape, 0, itemsize, _NUMPY_SCALAR)
@@ -262,7 +262,7 @@ def _add_elements(
     kind: int = _NDARRAY,
 ) -> None:
     """Appends the bytes from `start` to `stop` of a leaf, as an array."""
-    name = _state.dtypes.to_numpy(info.dtype or "").name
+    name = _state.numpy_dtypes.to_numpy(info.dtype or "").name
     size = stop - start
     inner = b"\x93" + _pack(shape) + _pack(name) + _bin_header(size)
     file.add(_ext_header(kind, len(inner) + size) + inner)

@@ -9,14 +9,25 @@ from flaxckpt import _doors
 if TYPE_CHECKING:
     from flaxckpt.formats._native import (
         checkpoint,
+        contents,
         items,
         manifest,
         metadata,
         names,
+        orbax_files,
         orbax_json,
     )
 
-__all__ = ["checkpoint", "items", "manifest", "metadata", "names", "orbax_json"]
+__all__ = [
+    "checkpoint",
+    "contents",
+    "items",
+    "manifest",
+    "metadata",
+    "names",
+    "orbax_files",
+    "orbax_json",
+]
 
 if not TYPE_CHECKING:
     __getattr__ = _doors.opener(__name__, __all__)

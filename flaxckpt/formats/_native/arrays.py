@@ -11,18 +11,19 @@ import functools
 import json
 import math
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
-
-import tensorstore as ts
+from typing import TYPE_CHECKING, NamedTuple
 
 from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._arrays.zarr.metadata import RawArray
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
+from flaxckpt.formats import _plain
 from flaxckpt.formats._native import orbax_json
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 
 class ArrayForm(NamedTuple):
@@ -45,7 +46,7 @@ def check_size(form: ArrayForm, stored_bytes: int) -> None:
     Chunks of zeros need not be stored, so only an array above 1 TiB is compared with
     the stored bytes.
     """
-    itemsize = _state.dtypes.to_numpy(form.dtype).itemsize
+    itemsize = _state.dtypes.item_size(form.dtype)
     size = math.prod(form.shape) * itemsize
     if size > _MAX_ZEROS_BYTES and size > stored_bytes * _BEST_RATIO:
         raise ValueError(f"it has {size} bytes, but only {stored_bytes} are stored")
@@ -149,27 +150,10 @@ def _check_database(root: Path, checkpoint: Path) -> None:
         _arrays.zarr.ocdbt.check(root)
     except (FileNotFoundError, NotADirectoryError):
         raise errors.DamagedCheckpointError(
-            f"{root / _arrays.zarr.ocdbt.MANIFEST} is missing; restore another step"
+            f"{root / _arrays.zarr.metadata.DATABASE} is missing; restore another step"
         ) from None
     except ValueError as error:
         raise errors.DamagedCheckpointError(str(error)) from None
-
-
-_DATABASES: weakref.WeakKeyDictionary[ts.Context, dict[Path, ts.KvStore]] = (
-    weakref.WeakKeyDictionary()
-)
-"""The open databases of each context, shared by arrays that are read together."""
-
-
-def _database(root: Path, context: ts.Context) -> ts.KvStore:
-    opened = _DATABASES.setdefault(context, {})
-    if root not in opened:
-        _storage.store_requests.use_threads()
-        spec = _arrays.zarr.metadata.kvstore(root, "", ocdbt=True)
-        opened[root] = _storage.paths.result(
-            ts.KvStore.open(spec, context=context), root
-        )
-    return opened[root]
 
 
 def check_names(path: Path, names: Iterable[str], *, ocdbt: bool) -> None:
@@ -180,6 +164,53 @@ def check_names(path: Path, names: Iterable[str], *, ocdbt: bool) -> None:
             f"{path} has arrays with names that lead out of it:\n"
             + errors.rows(repr(name[:80]) for name in faults)
         )
+
+
+_MAX_CHUNK_BYTES = 64 * 2**20  # if the array is smaller; old releases never cut arrays
+
+
+def array_forms(
+    item: Path, checkpoint: Path, names: Sequence[str], *, version: int, ocdbt: bool
+) -> tuple[dict[str, ArrayForm], set[str]]:
+    """Reads the forms of arrays from their zarr metadata.
+
+    Returns:
+        Array name -> form; and the names of the arrays compressed by blosc.
+    """
+    check_names(item, names, ocdbt=ocdbt)
+    file = "zarr.json" if version == 3 else ".zarray"
+    readers = metadata_readers(item, checkpoint, names, file, ocdbt=ocdbt)
+    forms = {}
+    blosc = set()
+    faults = {}
+    for name, read_text in readers.items():
+        try:
+            text = read_text()
+            forms[name] = parse_form(text)
+            _check_chunks(forms[name])
+            if _arrays.zarr.chunk_headers.parse(text).codec == "blosc":
+                blosc.add(name)
+        except PermissionError:
+            raise
+        except (ValueError, KeyError, TypeError, OSError, errors.CheckpointError) as e:
+            message = str(e).split(" [tensorstore_spec")[0].split(" [source")[0]
+            faults[name] = message[:200]
+    if faults:
+        raise _plain.unreadable_error(item, faults)
+    return forms, blosc
+
+
+def _check_chunks(form: ArrayForm) -> None:
+    """Raises ValueError if TensorStore would abort over too large chunks."""
+    shape, dtype, chunk_shape = form
+    itemsize = _state.dtypes.item_size(dtype)
+    chunk_bytes = math.prod(chunk_shape) * itemsize
+    if (
+        len(chunk_shape) != len(shape)
+        or 0 in chunk_shape
+        or chunk_bytes > max(math.prod(shape) * itemsize, _MAX_CHUNK_BYTES)
+    ):
+        raise ValueError(f"chunks {list(chunk_shape)} in an array {list(shape)}")
 
 
 _MAX_ZEROS_BYTES = 2**40
@@ -243,7 +274,7 @@ class Arrays:
         is_blosc = is_compact or name in self.blosc
         if self.is_checked and not is_blosc:
             return open_array()
-        store = _database(self.root, context)
+        store = _arrays.zarr.ocdbt.open_shared(self.root, context)
         read = store.read(_arrays.zarr.metadata.database_key(name, file))
         if is_blosc:
             text = _text_of_value(read, self.root, file)
@@ -252,35 +283,19 @@ class Arrays:
             if chunks.codec == "blosc":
                 _arrays.zarr.chunk_headers.check_values(store, name, chunks)
             return open_array()
-        promise: ts.Promise[ts.TensorStore]
-        future: ts.Future[ts.TensorStore]
-        promise, future = ts.Promise.new()
 
-        def check_metadata(read: ts.Future[ts.KvStore.ReadResult]) -> None:
-            try:
-                result = read.result()
-                if result.state != "value":
-                    raise ValueError(f"{file} is missing")
-                _check_form(result.value, form)
-                if _arrays.zarr.chunk_headers.parse(result.value).codec == "blosc":
-                    raise ValueError("it is compressed by blosc, unlike when saved")
-                open_array().add_done_callback(pass_on)
-            except BaseException as error:
-                promise.set_exception(error)
+        def check(result: ts.KvStore.ReadResult) -> None:
+            if result.state != "value":
+                raise ValueError(f"{file} is missing")
+            _check_form(result.value, form)
+            if _arrays.zarr.chunk_headers.parse(result.value).codec == "blosc":
+                raise ValueError("it is compressed by blosc, unlike when saved")
 
-        def pass_on(array: ts.Future[ts.TensorStore]) -> None:
-            try:
-                promise.set_result(array.result())
-            except BaseException as error:
-                promise.set_exception(error)
-
-        read.add_done_callback(check_metadata)
-        read.force()
-        return future
+        return _arrays.read.open_after(read, check, open_array)
 
     def raw(self, name: str, info: LeafInfo) -> RawArray | None:
         """Returns the location of the chunks of an uncompressed array, else None."""
-        form = _arrays.layout.stored_form(info)
+        form = _arrays.forms.stored_form(info)
         if self.encoding is None or not _arrays.zarr.metadata.is_raw(
             self.encoding, *form
         ):
@@ -348,7 +363,7 @@ def leaf_table(
         stored = StoredLeaf(path, info, value=strings.get(info.path))
         if info.dtype is not None:
             raw = arrays.raw(name, info)
-            form = ArrayForm(*_arrays.layout.stored_form(info), info.chunk_shape or ())
+            form = ArrayForm(*_arrays.forms.stored_form(info), info.chunk_shape or ())
             open_array = functools.partial(arrays.open, name, form, path)
             check = None if checks is None else functools.partial(checks, name)
             stored = StoredLeaf(path, info, open_array, raw=raw, check=check)

@@ -1,296 +1,30 @@
-"""Reads and writes the native format: Orbax's own layout, plus our manifest."""
+"""Reads the native format: Orbax's own layout, plus our manifest."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import re
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from flaxckpt import _arrays, _state, _steps, _storage, datasets, errors
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._storage.commit_marker import MARKER
-from flaxckpt._types import JSON, LeafPath
+from flaxckpt._types import LeafPath
 from flaxckpt.formats import _composite
 from flaxckpt.formats._native import arrays as native_arrays
 from flaxckpt.formats._native import items, orbax_json
 from flaxckpt.formats._native import manifest as native_manifest
 from flaxckpt.formats._native import metadata as native_metadata
-from flaxckpt.formats._native.items import METRICS, Items
-from flaxckpt.formats._reader import Lineage, Stored
+from flaxckpt.formats._reader import Stored
 
 _DATABASE = re.compile(
-    rf"(?:manifest\.ocdbt|(?:{re.escape(_arrays.zarr.ocdbt.PART)}\d+/)?d/.+)", re.DOTALL
+    rf"(?:manifest\.ocdbt|(?:{re.escape(_arrays.zarr.metadata.DATABASE_PART)}\d+/)?d/.+)",
+    re.DOTALL,
 )
 """A file in an item of the database, or of the database of a single process."""
-
-_SMALL_DATABASE_BYTES = 64 * 2**20
-
-
-# ---- writing --------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
-    """Contents of a checkpoint except the arrays.
-
-    Attributes:
-        infos: The leaves, in order.
-        structure: The containers.
-        ocdbt: Whether the arrays are in an OCDBT database.
-        encoding: Encoding of the chunks.
-        items: The items with the arrays and the dataset.
-        step: Step number, or None.
-        strings: Leaf path -> value of the string leaves.
-        metrics: Metrics of the step.
-        custom: The user's metadata.
-        dataset: File name -> content of the dataset iterator's state; empty if not
-            saved.
-        json: JSON item -> content.
-        created: Time of the start of the save, in seconds since 1970.
-        lineage: Checkpoints that the run started from.
-        transforms: The transforms applied to the state, as text.
-        is_item: Whether this is an item of a step that another program commits: without
-            the files of a step.
-    """
-
-    infos: Sequence[LeafInfo]
-    structure: _state.tree.Node | LeafPath
-    ocdbt: bool
-    encoding: _arrays.zarr.metadata.Encoding
-    items: Items = dataclasses.field(default_factory=Items)
-    step: int | None = None
-    strings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    custom: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
-    dataset: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
-    json: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
-    created: float = 0.0
-    lineage: Sequence[Lineage] = ()
-    transforms: Sequence[str] = ()
-    is_item: bool = False
-
-
-def make_files(contents: Contents) -> dict[str, bytes]:
-    """Returns the files of a checkpoint: relative path -> content.
-
-    Without the arrays, and without the files that `seal` makes once all others exist.
-
-    Raises:
-        SaveFailedError: `read` would not accept a file.
-    """
-    files: dict[str, bytes] = {}
-    if not contents.is_item:
-        files[items.CHECKPOINT] = _checkpoint_metadata(contents)
-    for item, leaves in contents.items.split(contents.infos).items():
-        infos = contents.items.below(leaves)
-        root = items.prefix(item)
-        files |= {
-            f"{root}{items.TREE}": orbax_json.tree_metadata(
-                infos, ocdbt=contents.ocdbt, zarr_version=contents.encoding.version
-            ),
-            f"{root}{items.SHARDING}": orbax_json.shardings(infos),
-            f"{root}{items.ARRAYS}": orbax_json.array_metadatas(infos),
-        }
-        strings = {
-            orbax_json.param_name(info.keys): contents.strings[info.path]
-            for info in infos
-            if info.kind == "string"
-        }
-        if strings:
-            content = orbax_json.strings(strings)
-            files[f"{root}{items.STRINGS}"] = content
-            with _trial_parse(f"{root}{items.STRINGS}") as parse:
-                data = parse(content)
-                for leaf in strings:
-                    orbax_json.string_at(data, leaf)
-    for name, content in contents.dataset.items():
-        files[f"{contents.items.dataset}/{name}"] = content
-    for item, value in contents.json.items():
-        files[f"{item}/{items.JSON_ITEM}"] = orbax_json.dumps(value)
-    if contents.metrics:
-        metrics = orbax_json.dumps(dict(contents.metrics))
-        files[f"{METRICS}/{METRICS}"] = metrics
-        files[items.METRICS_DIGESTS] = native_metadata.metrics_digests(metrics)
-    for name in (items.CHECKPOINT, f"{METRICS}/{METRICS}"):
-        if name in files:
-            with _trial_parse(name) as parse:
-                parse(files[name])
-    return files
-
-
-@contextlib.contextmanager
-def _trial_parse(name: str) -> Iterator[Callable[[bytes], dict[str, Any]]]:
-    """Context with a function that parses the file `name` as readers do.
-
-    Raises:
-        SaveFailedError: The block failed; explains why readers cannot read the file.
-    """
-
-    def parse(content: bytes) -> dict[str, Any]:
-        orbax_json.check_size(content)
-        return orbax_json.loads(content, name)
-
-    try:
-        yield parse
-    except (
-        *(ValueError, TypeError, KeyError, AttributeError, RecursionError),
-        errors.DamagedCheckpointError,
-    ) as error:
-        raise errors.SaveFailedError(
-            f"readers would refuse {name} with this content:"
-            f" {errors.printable(errors.one_line(error))}\n"
-            "Nothing is saved, and earlier checkpoints are unchanged; leave out or"
-            " shorten the value at fault, or save several checkpoints."
-        ) from error
-
-
-def seal(
-    contents: Contents,
-    files: Mapping[str, bytes],
-    root: Path,
-    digests: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, bytes]:
-    """Returns the manifest and the file with its digest: relative path -> content.
-
-    The file is the commit marker or, in an item, `flaxckpt.digest`.
-
-    The manifest has the digests of all `files` except the metrics, which may be
-    replaced later, and of a small database under `root`, which is faster to verify as
-    a whole than by its values. For zarr 2, whose chunks have no checksums, it has the
-    digests of all array files.
-
-    Args:
-        contents: Contents of the checkpoint.
-        files: Result of `make_files`.
-        root: The directory with the arrays.
-        digests: Digests of files written by other processes: name -> digest.
-
-    Raises:
-        SaveFailedError: `read` would not accept the manifest.
-    """
-    recorded = {
-        name: _storage.files.digest(content)
-        for name, content in files.items()
-        if not name.startswith(METRICS)
-    }
-    recorded |= {**digests, **_digests_of_arrays(contents, root)}
-    with _trial_parse(orbax_json.MANIFEST) as parse:
-        manifest = _manifest_text(contents, recorded)
-        native_manifest.check_readable(parse(manifest), contents.infos)
-    return {orbax_json.MANIFEST: manifest, seal_name(recorded): commit_marker(manifest)}
-
-
-def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
-    """Returns the digests of array files of zarr 2, or of a small database.
-
-    Other arrays rely on the checksums of their chunks.
-    """
-    is_zarr2 = contents.encoding.version == 2
-    if not (is_zarr2 or contents.ocdbt):
-        return {}
-    files: list[Path] = []
-    for item, infos in contents.items.split(contents.infos).items():
-        tree = root / item
-        if contents.ocdbt:
-            files += [tree / _arrays.zarr.ocdbt.MANIFEST, *tree.glob("d/*")]
-            files += tree.glob(f"{_arrays.zarr.ocdbt.PART}*/d/*")
-        else:
-            names = {contents.items.param_name(info) for info in infos}
-            files += [file for name in names for file in (tree / name).glob("*")]
-    files = [file for file in files if file.is_file()]  # empty without arrays
-    size = sum(file.stat().st_size for file in files)
-    if not is_zarr2 and size > _SMALL_DATABASE_BYTES:
-        return {}
-    return {
-        file.relative_to(root).as_posix(): digest
-        for file in files
-        if (digest := _storage.of(file).digest_file(file, max_bytes=sys.maxsize))
-    }
-
-
-def seal_name(digests: Mapping[str, str]) -> str:
-    """Returns the name of the file with the digest of the manifest.
-
-    Args:
-        digests: The digests in the manifest: file name -> digest.
-    """
-    return MARKER if items.CHECKPOINT in digests else items.SEAL
-
-
-def commit_marker(manifest: bytes) -> bytes:
-    """Returns the content of `commit_success.txt`, and of `flaxckpt.digest`."""
-    return orbax_json.dumps({orbax_json.MANIFEST: _storage.files.digest(manifest)})
-
-
-def _checkpoint_metadata(contents: Contents) -> bytes:
-    handlers: dict[str, JSON] = dict.fromkeys(
-        contents.items.trees, orbax_json.STATE_HANDLER
-    )
-    if contents.metrics:
-        handlers[METRICS] = orbax_json.JSON_HANDLER
-    if contents.dataset:
-        handlers[contents.items.dataset] = orbax_json.JSON_HANDLER
-    handlers |= dict.fromkeys(contents.json, orbax_json.JSON_HANDLER)
-    return orbax_json.dumps(
-        {
-            "item_handlers": handlers,
-            "metrics": {},
-            "performance_metrics": {},
-            "init_timestamp_nsecs": int(contents.created * 1e9),
-            "commit_timestamp_nsecs": time.time_ns(),
-            "custom_metadata": dict(contents.custom),
-        }
-    )
-
-
-def _manifest_text(contents: Contents, digests: Mapping[str, str]) -> bytes:
-    optional: dict[str, JSON] = {}
-    if contents.lineage:
-        optional["lineage"] = [origin._asdict() for origin in contents.lineage]
-    if contents.transforms:
-        optional["transforms"] = list(contents.transforms)
-    if contents.metrics:
-        optional["metrics"] = True
-    if contents.items != Items():
-        optional["items"] = native_manifest.items_row(contents.items)
-    if contents.json:
-        optional["json"] = list(contents.json)
-    return orbax_json.dumps(
-        {
-            "format": "flaxckpt",
-            "version": native_manifest.version_for(contents.items, contents.json),
-            "step": contents.step,
-            "versions": native_manifest.versions(),
-            "ocdbt": contents.ocdbt,
-            "encoding": native_manifest.encoding_row(contents.encoding),
-            "leaves": [native_manifest.leaf_row(info) for info in contents.infos],
-            "structure": _state.treedef.to_json(contents.structure),
-            "digests": digests,
-            **optional,
-        }
-    )
-
-
-# ---- reading --------------------------------------------------------------------
-
-
-def recognises(path: Path) -> str | None:
-    """Returns the evidence for a native or Orbax checkpoint, or an item; else None."""
-    item = items.find_item(path)
-    if item is None:
-        return None
-    if (path / orbax_json.MANIFEST).is_file():
-        return f"it has the manifest {orbax_json.MANIFEST}"
-    files = (item / items.TREE, item / orbax_json.MANIFEST, items.find_json(item))
-    file = next((f for f in files if f and f.is_file()), item / items.AGGREGATE)
-    return f"it has the file {file.relative_to(path)}"
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:

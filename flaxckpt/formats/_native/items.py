@@ -128,7 +128,7 @@ class Items:
 
 def database(item: str) -> str:
     """Returns the file that an item's OCDBT database begins with."""
-    return f"{prefix(item)}{_arrays.zarr.ocdbt.MANIFEST}"
+    return f"{prefix(item)}{_arrays.zarr.metadata.DATABASE}"
 
 
 def prefix(item: str) -> str:
@@ -165,6 +165,18 @@ def find_item(path: Path) -> Path | None:
         return texts[0]
     _check_tree(path)
     return None
+
+
+def recognises(path: Path) -> str | None:
+    """Returns the evidence for a native or Orbax checkpoint, or an item; else None."""
+    item = find_item(path)
+    if item is None:
+        return None
+    if (path / orbax_json.MANIFEST).is_file():
+        return f"it has the manifest {orbax_json.MANIFEST}"
+    files = (item / TREE, item / orbax_json.MANIFEST, find_json(item))
+    file = next((f for f in files if f and f.is_file()), item / AGGREGATE)
+    return f"it has the file {file.relative_to(path)}"
 
 
 OWN_HANDLER = "flaxckpt.integrations.orbax.CheckpointHandler"

@@ -8,12 +8,9 @@ import importlib.metadata
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-from jax.sharding import PartitionSpec
-
 from flaxckpt import _arrays, _state, errors
 from flaxckpt._arrays.zarr.metadata import sizes
-from flaxckpt._state.leaf import LeafInfo, Role
+from flaxckpt._state.leaf import LeafInfo, MeshAxes, Role
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats._native import orbax_json
 from flaxckpt.formats._native.items import Items
@@ -92,7 +89,7 @@ def check_arrays(infos: Sequence[LeafInfo]) -> None:
     faults = {
         info.path: f"{_shorten(info)} with {fault}"
         for info in infos
-        if info.chunk_shape is not None and (fault := _arrays.layout.fault(info))
+        if info.chunk_shape is not None and (fault := _arrays.forms.fault(info))
     }
     if faults:
         raise errors.UnsupportedLeafError(
@@ -125,7 +122,7 @@ def check_readable(data: Mapping[str, Any], infos: Sequence[LeafInfo]) -> None:
         parse(data, lambda name: None)
         return
     kinds = {
-        (i.kind, i.python_type, i.dtype, i.shape, i.chunk_shape, i.spec): n
+        (i.kind, i.python_type, i.dtype, i.shape, i.chunk_shape, i.mesh_axes): n
         for n, i in enumerate(infos)
     }
     for n in kinds.values():
@@ -149,9 +146,9 @@ def leaf_row(info: LeafInfo) -> JSON:
         row["weak_type"] = True
     if info.prng_impl:
         row["prng_impl"] = info.prng_impl
-    if info.spec is not None:
+    if info.mesh_axes is not None:
         row["spec"] = [
-            list(part) if isinstance(part, tuple) else part for part in info.spec
+            list(part) if isinstance(part, tuple) else part for part in info.mesh_axes
         ]
     if info.shard_shape is not None:
         row["shard"] = info.shard_shape
@@ -182,7 +179,7 @@ def parse_leaf(
     if len(chunk_shape) != len(shape) + bool(impl) or 0 in chunk_shape:
         raise ValueError(f"{path} has chunks {chunk_shape} in an array {shape}")
     if impl:
-        _arrays.layout.check_keys(impl, (*shape, _arrays.layout.key_words(impl)), dtype)
+        _arrays.forms.check_keys(impl, (*shape, _arrays.forms.key_words(impl)), dtype)
     info = LeafInfo(
         path,
         keys[path],
@@ -194,11 +191,11 @@ def parse_leaf(
         weak_type=bool(row.get("weak_type", False))
         or (is_scalar and python_type != "numpy.generic"),
         prng_impl=impl,
-        spec=_parse_spec(row["spec"]) if "spec" in row else None,
+        mesh_axes=_parse_spec(row["spec"]) if "spec" in row else None,
         shard_shape=sizes(row["shard"]) if "shard" in row else None,
         role=_parse_role(row["role"]) if "role" in row else None,
     )
-    if fault := _arrays.layout.fault(info):
+    if fault := _arrays.forms.fault(info):
         raise ValueError(f"{path} has {fault}")
     return info
 
@@ -221,15 +218,13 @@ def with_trusted_roles(
 
 @functools.cache
 def _parse_dtype(name: str) -> str:
-    return _state.dtypes.name(_state.dtypes.to_numpy(name))
+    return _state.dtypes.check(name)
 
 
-def _parse_spec(parts: Any) -> PartitionSpec:
+def _parse_spec(parts: Any) -> tuple[MeshAxes, ...]:
     if not isinstance(parts, list):
         raise ValueError(f"{str(parts)[:80]} is not a partition spec")
-    return PartitionSpec(
-        *(tuple(part) if isinstance(part, list) else part for part in parts)
-    )
+    return tuple(map(orbax_json.parse_mesh_axes, parts))
 
 
 def _parse_role(row: Any) -> Role:
@@ -412,8 +407,8 @@ def parse_texts(value: Any) -> tuple[str, ...]:
 @functools.cache
 def versions() -> dict[str, str]:
     """Returns the versions of the packages used in a save."""
-    versions = {"jax": jax.__version__}
-    for name in ("flaxckpt", "flax", "optax", "tensorstore"):
+    versions = {}
+    for name in ("jax", "flaxckpt", "flax", "optax", "tensorstore"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -70,7 +70,7 @@ def checkpoint_metadata(
         _seconds(fields.get("commit_timestamp_nsecs")),
         user_metadata(fields),
         dataset is not None and dataset not in deleted and (path / dataset).is_dir(),
-        sum(_arrays.layout.stored_bytes(info) for info in infos),
+        sum(_arrays.forms.stored_bytes(info) for info in infos),
         deleted_items=deleted,
     )
 

@@ -17,7 +17,7 @@ _RESERVED = frozenset(
         items.SHARDING,
         items.STRINGS,
         "array_metadatas",
-        _arrays.zarr.ocdbt.MANIFEST,
+        _arrays.zarr.metadata.DATABASE,
         "d",
     )
 )

@@ -253,7 +253,7 @@ def read_header(file: IO[bytes], member: Member) -> Header:
         head = _read_start(file, member, size)
     shape, is_fortran, dtype = parse_header(head[start:size])
     name = _dtype_name(dtype)
-    wanted = size + math.prod(shape) * _state.dtypes.to_numpy(name).itemsize
+    wanted = size + math.prod(shape) * _state.dtypes.item_size(name)
     if wanted != member.nbytes:
         raise ValueError(f"has {member.nbytes} bytes, wanted {wanted} by its header")
     is_big_endian = dtype.kind != "V" and not dtype.isnative

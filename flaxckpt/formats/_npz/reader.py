@@ -20,22 +20,13 @@ import tensorstore as ts
 from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
-from flaxckpt.formats import _names, _signatures
+from flaxckpt.formats import _names, _plain
 from flaxckpt.formats._msgpack import leaves
 from flaxckpt.formats._npz import members as npz_members
 from flaxckpt.formats._npz.members import Header, Member
 from flaxckpt.formats._reader import Stored
 
 _log = logging.getLogger(__name__)
-
-
-def recognises(path: Path) -> str | None:
-    """Returns the evidence for an archive of arrays; else None."""
-    if not path.is_file():
-        return None
-    if _signatures.is_archive_of_arrays(path):
-        return "it is a zip archive that begins with an array of numpy"
-    return None
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
@@ -100,8 +91,8 @@ def _refused(path: Path, unsupported: Mapping[str, str]) -> errors.CheckpointErr
 
 
 def _nest(
-    path: Path, arrays: Mapping[str, leaves.Opened]
-) -> dict[str, leaves.Opened | dict[str, Any]]:
+    path: Path, arrays: Mapping[str, _plain.Opened]
+) -> dict[str, _plain.Opened | dict[str, Any]]:
     """Returns the arrays in nested dicts, by their names split at `/`.
 
     Names stay whole if a name continues another name, or has too many parts.
@@ -125,12 +116,12 @@ def _nest(
 
 def _array(
     member: Member, header: Header, check: Callable[[Member], None]
-) -> leaves.Opened:
+) -> _plain.Opened:
     shape = header.shape
     if member.is_deflated:
         chunk_shape = tuple([max(size, 1) for size in shape])
         # Expansion includes the comparison with the checksum.
-        return leaves.Opened(
+        return _plain.Opened(
             shape,
             header.dtype,
             chunk_shape,
@@ -142,7 +133,7 @@ def _array(
     chunk_shape = tuple(
         [1 if axis == slowest else max(size, 1) for axis, size in enumerate(shape)]
     )
-    return leaves.Opened(
+    return _plain.Opened(
         shape,
         header.dtype,
         chunk_shape,
@@ -163,7 +154,7 @@ def _c_shape(header: Header) -> Shape:
 def _open_stored(
     member: Member, header: Header, context: ts.Context
 ) -> ts.Future[ts.TensorStore]:
-    span = _arrays.byte_ranges.Span(
+    span = _arrays.spans.Span(
         member.archive.path,
         member.offset + header.nbytes,
         _c_shape(header),
@@ -172,14 +163,14 @@ def _open_stored(
         is_big_endian=header.is_big_endian,
     )
     store = _arrays.byte_ranges.open(span, context).result()
-    return leaves.completed_future(store.T if header.is_fortran else store)
+    return _arrays.byte_ranges.completed_future(store.T if header.is_fortran else store)
 
 
 def _open_deflated(
     member: Member, header: Header, context: ts.Context
 ) -> ts.Future[ts.TensorStore]:
     shape = _c_shape(header)
-    dtype = _state.dtypes.to_numpy(header.dtype)
+    dtype = _state.numpy_dtypes.to_numpy(header.dtype)
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
 
     def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
@@ -189,7 +180,7 @@ def _open_deflated(
         values = npz_members.expand(member, start, stop).view(dtype)
         if header.is_big_endian:
             values.byteswap(inplace=True)
-        _state.dtypes.check_bools(values)
+        _state.numpy_dtypes.check_bools(values)
         values = values.reshape((-1, *shape[1:]) if shape else ())
         inner = domain.index_exp[1:]
         target[...] = values[(slice(None), *inner)] if shape else values
@@ -203,4 +194,4 @@ def _open_deflated(
         ),
         context=context,
     )
-    return leaves.completed_future(store.T if header.is_fortran else store)
+    return _arrays.byte_ranges.completed_future(store.T if header.is_fortran else store)

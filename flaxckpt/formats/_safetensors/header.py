@@ -205,7 +205,7 @@ def _parse_tensor(name: str, row: Any, begin: int) -> tuple[str, Tensor, int]:
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"{short(name)} has the data_offsets {reprlib.repr(offsets)}")
     start, stop = offsets
-    size = math.prod(shape) * _state.dtypes.to_numpy(DTYPES[dtype]).itemsize
+    size = math.prod(shape) * _state.dtypes.item_size(DTYPES[dtype])
     if size != stop - start:
         raise ValueError(
             f"{short(name)} is {dtype}{reprlib.repr(shape)}: wanted {size} bytes, found"
@@ -288,7 +288,7 @@ def short(name: str) -> str:
 
 def dtype_name(info: LeafInfo) -> str | None:
     """Returns the safetensors name of a leaf's element type, or None if lacking."""
-    dtype = _arrays.layout.stored_form(info)[1]
+    dtype = _arrays.forms.stored_form(info)[1]
     is_exact = info.kind == "prng_key" or dtype == info.dtype
     return _NAMES.get(dtype) if is_exact else None
 
@@ -305,10 +305,10 @@ def make_header(
     rows: dict[str, JSON] = {METADATA: dict(metadata)} if metadata else {}
     offset = 0
     for name, info in tensors:
-        size = _arrays.layout.stored_bytes(info)
+        size = _arrays.forms.stored_bytes(info)
         rows[name] = {
             "dtype": dtype_name(info),
-            "shape": list(_arrays.layout.stored_form(info)[0]),
+            "shape": list(_arrays.forms.stored_form(info)[0]),
             "data_offsets": [offset, offset + size],
         }
         offset += size

@@ -186,7 +186,7 @@ def _check_tensors(
         if info.dtype is None:
             continue
         tensor = tensors[names[info.path]]
-        if _arrays.layout.stored_form(info) != (tensor.shape, tensor.dtype):
+        if _arrays.forms.stored_form(info) != (tensor.shape, tensor.dtype):
             raise ValueError(
                 f"{info.path} is recorded as {info}, stored as"
                 f" {tensor.dtype}{list(tensor.shape)}"
@@ -224,5 +224,5 @@ def _whole(info: LeafInfo) -> LeafInfo:
     """Returns `info` with a single chunk; chunks of its source do not matter."""
     if info.dtype is None:
         return info
-    shape = tuple([size or 1 for size in _arrays.layout.stored_form(info)[0]])
+    shape = tuple([size or 1 for size in _arrays.forms.stored_form(info)[0]])
     return dataclasses.replace(info, chunk_shape=shape)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from flaxckpt import _arrays, _state, _steps, _storage, errors
+from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._state.leaf import Leaf, LeafTable, StoredLeaf
 from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
 from flaxckpt.formats import _hub_cache, _signatures
 from flaxckpt.formats._reader import CheckpointMetadata, Stored
+from flaxckpt.formats._safetensors import files as safetensors_files
 from flaxckpt.formats._safetensors import header as safetensors_header
 from flaxckpt.formats._safetensors import metadata as safetensors_metadata
 from flaxckpt.formats._safetensors.header import (
     INDEX_SUFFIX,
     OURS,
-    SUFFIX,
     Header,
     Index,
     Tensor,
@@ -28,117 +27,6 @@ from flaxckpt.formats._safetensors.header import (
 from flaxckpt.formats._safetensors.metadata import Described
 
 _log = logging.getLogger(__name__)
-
-_IN_STEPS = ("_CHECKPOINT_METADATA", "_METADATA", "checkpoint")
-"""Every step of Orbax, T5X or flaxckpt has at least one of these files."""
-
-_BEGINNING = re.compile(rb'\s*\{\s*["}]')
-_SHARD = re.compile(r"(.+)-(\d{5,6})-of-(\d{5,6})\.safetensors", re.DOTALL)
-_CONSOLIDATED = "consolidated"
-_MANY = 20
-"""The most files listed in a message."""
-
-
-def recognises(path: Path) -> str | None:
-    """Returns the evidence for safetensors (file, index, directory); else None."""
-    if path.is_dir():
-        main = _find_main_file(_hub_cache.find_snapshot(path) or path)
-        return None if main is None else f"it holds {main.relative_to(path)}"
-    if path.name.endswith(INDEX_SUFFIX) and path.is_file():
-        return f"its name ends in {INDEX_SUFFIX}"
-    if not path.is_file():
-        return None
-    start = _signatures.read_start(path, 8 + 64)
-    length = int.from_bytes(start[:8], "little")
-    if _BEGINNING.match(start[8:]) and length <= safetensors_header.MAX_HEADER_BYTES:
-        return "it begins with the header of a safetensors file"
-    if path.suffix == SUFFIX and not _is_something_else(path, start):
-        return f"its name ends in {SUFFIX}"
-    return None
-
-
-def describe_ambiguity(directory: Path) -> str | None:
-    """Describes a directory with several safetensors files or indices; else None."""
-    names = _list_candidates(directory)
-    if len(names) < 2:
-        return None
-    kind = "indices" if names[0].endswith(INDEX_SUFFIX) else "files"
-    return (
-        f"a directory that holds several safetensors {kind}"
-        f" ({errors.first_few(names, _MANY)}): pass the path of one"
-    )
-
-
-def _is_something_else(path: Path, start: bytes) -> bool:
-    """Returns True if a file begins like a file of another format."""
-    others = (_signatures.LFS, _signatures.ARCHIVE, b"\x80\x02", b"\x80\x04")
-    return start.startswith(others) or _signatures.is_msgpack(path)
-
-
-def _list_candidates(directory: Path) -> list[str]:
-    """Returns the names of the indices in a directory, else of safetensors files.
-
-    Names that begin with `consolidated` count only if there are no others: they are
-    copies of a model under the names of its makers, as Mistral publishes them.
-    """
-    names = sorted(
-        path.name for path in directory.iterdir() if not path.name.startswith(".")
-    )
-    for suffix in (INDEX_SUFFIX, SUFFIX):
-        found = [name for name in names if name.endswith(suffix)]
-        others = [name for name in found if not name.startswith(_CONSOLIDATED)]
-        if found:
-            return others or found
-    return []
-
-
-def _find_main_file(directory: Path) -> Path | None:
-    """Returns the only index or safetensors file in a directory, or None.
-
-    Without an index, the first of an incomplete set of shards, for which `read` raises
-    an error. None in a run directory, which has steps beside the file.
-    """
-    names = _list_candidates(directory)
-    if not names or (len(names) > 1 and not _are_shards(names)):
-        return None
-    if any(_is_step(path) for path in directory.iterdir()):
-        return None
-    return directory / names[0]
-
-
-def _are_shards(names: list[str]) -> bool:
-    """Returns True for an incomplete set of shards of the same checkpoint."""
-    matches = [_SHARD.fullmatch(name) for name in names]
-    sets = {(match[1], match[3]) if match else None for match in matches}
-    return len(sets) == 1 and None not in sets and bool(_missing_shards(names))
-
-
-def _missing_shards(names: list[str]) -> list[str]:
-    """Returns the missing shards of the set of `names[0]`; empty if not a shard."""
-    match = _SHARD.fullmatch(names[0])
-    if match is None or int(match[3]) > safetensors_header.MAX_SHARDS:
-        return []
-    stem, digits, count = match[1], len(match[2]), match[3]
-    wanted = (
-        f"{stem}-{number:0{digits}d}-of-{count}{SUFFIX}"
-        for number in range(1, int(count) + 1)
-    )
-    present = set(names)
-    return [name for name in wanted if name not in present]
-
-
-def _is_step(path: Path) -> bool:
-    """Returns True for a step of a run; a safetensors file beside it is an export."""
-    try:
-        if any((path / name).exists() for name in _IN_STEPS):
-            return True
-        return (
-            _steps.names.is_usual(path.name)
-            and path.is_file()
-            and _signatures.is_msgpack(path)
-        )
-    except PermissionError:
-        return _steps.names.is_usual(path.name)
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
@@ -149,12 +37,12 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     """
     main = path = _hub_cache.find_snapshot(path) or path
     if path.is_dir():
-        file = _find_main_file(path)
+        file = safetensors_files.find_main_file(path)
         if file is None:
             raise errors.CheckpointFormatError(
                 f"{path} no longer holds a single safetensors file or index"
             )
-        _check_shards(path, _list_candidates(path))
+        _check_shards(path, safetensors_files.list_candidates(path))
         main = _locate_file(path, file.name)
     stamp = _storage.stamp(main)
     files: dict[str, Stamp] = {}
@@ -164,7 +52,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         metadata = _read_shards(main, tensors, files)
     else:
         header = _read_header(main)
-        if _missing_shards([main.name]):
+        if safetensors_files.missing_shards([main.name]):
             _log.warning("%s is one of several shards; the others are not read", main)
         tensors.update(header.tensors)
         files = dict.fromkeys(tensors, stamp)
@@ -184,7 +72,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
             described.custom,
             has_dataset=False,
             total_bytes=sum(
-                _arrays.layout.stored_bytes(info) for info in described.infos
+                _arrays.forms.stored_bytes(info) for info in described.infos
             ),
             lineage=described.lineage,
             transforms=described.transforms,
@@ -200,7 +88,7 @@ def _check_shards(path: Path, names: list[str]) -> None:
     """Raises DamagedCheckpointError for missing shards without an index."""
     if names[0].endswith(INDEX_SUFFIX):
         return
-    if missing := _missing_shards(names):
+    if missing := safetensors_files.missing_shards(names):
         raise errors.DamagedCheckpointError(
             f"{path} holds {len(names)} of {len(names) + len(missing)} shards and no"
             f" index; these are missing:\n{errors.rows(missing)}\nGet them and the"
@@ -245,7 +133,7 @@ def _leaf_table(
         if info.dtype is not None:
             name = described.names[info.path]
             tensor, file = tensors[name], files[name]
-            span = _arrays.byte_ranges.Span(
+            span = _arrays.spans.Span(
                 file.path,
                 tensor.offset,
                 tensor.shape,
@@ -253,7 +141,7 @@ def _leaf_table(
                 identity=file.identity,
                 is_replaced_only=described.is_native,
             )
-            stored = _arrays.byte_ranges.stored_leaf(path, info, span)
+            stored = _arrays.spans.stored_leaf(path, info, span)
         table[info.path] = Leaf(info, (stored,))
     return table
 

@@ -1,0 +1,138 @@
+"""Finds and builds the classes of containers by the names in a checkpoint.
+
+The names are untrusted: only classes known to the caller, and of flax and optax, are
+built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flaxckpt import _util, errors
+from flaxckpt._state import flax_state, leaf_types
+from flaxckpt._state.treedef import Build, Resolve
+from flaxckpt._types import JSON
+
+_log = logging.getLogger(__name__)
+
+_TRUSTED_PACKAGES = ("flax", "optax")
+_NO_STATE = re.compile(r"_test$|\.testing(\.|$)")
+"""Modules without state classes, whose import may have side effects."""
+
+
+def resolver(types: Sequence[type] = ()) -> Resolve:
+    """Returns a function that finds the builder of a class by its stored name.
+
+    Args:
+        types: The caller's own classes that may be built.
+
+    Raises:
+        OptionError: `types` is not a list of classes.
+    """
+    if not _util.arguments.is_list(types):
+        raise errors.OptionError(
+            f"types must be a list of classes, got {_util.arguments.describe(types)}"
+        )
+    for cls in types:
+        if not inspect.isclass(cls):
+            raise errors.OptionError(
+                "types must be a list of classes, but contains"
+                f" {_util.arguments.describe(cls)}"
+            )
+    by_name = {f"{cls.__module__}:{cls.__qualname__}": cls for cls in types}
+
+    def find(type_name: str) -> Build | leaf_types.LeafType | None:
+        cls = by_name.get(type_name)
+        if cls is None:
+            return leaf_types.of_name(type_name) or resolve(type_name)
+        return leaf_types.of_class(cls) or _lenient_builder(cls)
+
+    return find
+
+
+def resolve(type_name: str) -> Build | None:
+    """Returns the builder of a class by its stored name, or None.
+
+    Only containers defined by flax, optax or the standard library's `collections` are
+    found; no other module is imported, whatever names the file holds.
+    """
+    module_name, _, qualname = type_name.partition(":")
+    package = module_name.split(".")[0]
+    if package not in _TRUSTED_PACKAGES and module_name != "collections":
+        return None
+    if _NO_STATE.search(module_name):
+        return None
+    try:
+        cls: Any = sys.modules.get(module_name) or importlib.import_module(module_name)
+        for part in qualname.split("."):
+            cls = getattr(cls, part)
+    except (ImportError, AttributeError, ValueError):
+        return None
+    if not isinstance(cls, type) or cls.__module__.split(".")[0] != package:
+        return None  # imported there from another package
+    return _lenient_builder(cls)
+
+
+def _lenient_builder(cls: Any) -> Build | None:
+    """Returns a builder of `cls` that returns a dict if the fields have changed."""
+    exact = _exact_builder(cls)
+
+    def build(children: dict[str | int, Any], static: Mapping[str, JSON]) -> Any:
+        assert exact is not None
+        try:
+            return exact(children, static)
+        except (TypeError, ValueError) as error:
+            _log.warning("%s cannot be built (%s): returning a dict", cls, error)
+            return children
+
+    return None if exact is None else build
+
+
+def _exact_builder(cls: Any) -> Build | None:
+    nnx = flax_state.loaded_nnx()
+    if nnx is not None and issubclass(cls, nnx.Variable):
+        return lambda children, static: _variable(cls, children["value"], static)
+    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        return lambda children, _: cls(**_by_field_name(children))
+    if dataclasses.is_dataclass(cls):
+        return lambda children, static: _dataclass(
+            cls, _by_field_name(children), static
+        )
+    if issubclass(cls, Mapping):
+        return lambda children, _: cls(children)
+    return None
+
+
+def _by_field_name(children: Mapping[str | int, Any]) -> dict[str, Any]:
+    return {str(name): child for name, child in children.items()}
+
+
+def _variable(cls: Any, value: Any, metadata: Mapping[str, JSON]) -> Any:
+    # The mesh of the saved variable may not exist in this process.
+    variable = cls(value, **{**metadata, "eager_sharding": False})
+    variable.set_metadata(eager_sharding=metadata.get("eager_sharding", False))
+    return variable
+
+
+def _dataclass(
+    cls: Any, children: Mapping[str, Any], static: Mapping[str, JSON]
+) -> Any:
+    """Builds an instance; fields that were not saved, such as `tx`, are None."""
+    fields = {
+        **{name: flax_state.to_tuples(value) for name, value in static.items()},
+        **children,
+    }
+    required = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    return cls(**{**dict.fromkeys(required), **fields})

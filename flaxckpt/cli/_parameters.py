@@ -1,0 +1,138 @@
+"""Commands of click from the signatures of verbs.
+
+A verb declares a parameter as `Annotated[type, Option(...)]` or `Annotated[type,
+Argument(...)]`: the type says how to parse it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, Literal
+
+import click
+
+
+class Argument:
+    """Declares an argument.
+
+    Args:
+        metavar: The name in the usage.
+        help: The help text.
+        min: The smallest allowed number.
+    """
+
+    def __init__(self, metavar: str, help: str, *, min: int | None = None) -> None:
+        self.metavar = metavar
+        self.help = help
+        self.min = min
+
+
+class Option:
+    """Declares an option.
+
+    Args:
+        *names: The names: `--step`, `-s`; `--diff/--no-diff` sets and unsets a flag.
+        help: The help text.
+        metavar: The value in the help; by default its type.
+        min: The smallest allowed number.
+    """
+
+    def __init__(
+        self,
+        *names: str,
+        help: str,
+        metavar: str | None = None,
+        min: float | None = None,
+    ) -> None:
+        self.names = names
+        self.help = help
+        self.metavar = metavar
+        self.min = min
+
+
+def make_command(
+    name: str, run: Callable[..., None], verb: Callable[..., int], help: str
+) -> click.Command:
+    """Returns the command that parses the parameters of `verb` and calls `run`."""
+    hints = typing.get_type_hints(verb, include_extras=True)
+    parameters = inspect.signature(verb).parameters.values()
+    params = [_make(p.name, hints[p.name], p.default) for p in parameters]
+    return _Command(name, callback=run, params=params, help=help)
+
+
+def _make(name: str, hint: Any, default: Any) -> click.Parameter:
+    wanted, declared = typing.get_args(hint)
+    is_required = default is inspect.Parameter.empty
+    if typing.get_origin(wanted) in (types.UnionType, typing.Union):
+        [wanted] = [arg for arg in typing.get_args(wanted) if arg is not type(None)]
+    is_list = typing.get_origin(wanted) is list
+    if is_list:
+        [wanted] = typing.get_args(wanted)
+    kind = _parser(wanted, declared.min)
+    if isinstance(declared, Argument):
+        metavar = f"{declared.metavar}{'...' if is_list else ''}"
+        return _Argument(
+            [name],
+            meaning=declared.help,
+            type=kind,
+            nargs=-1 if is_list else 1,
+            callback=_to_list if is_list else None,
+            required=is_required,
+            default=None if is_required else default,
+            metavar=metavar if is_required else f"[{metavar}]",
+        )
+    return click.Option(
+        [*declared.names, name],
+        help=declared.help,
+        type=None if wanted is bool else kind,
+        is_flag=wanted is bool,
+        multiple=is_list,
+        callback=_to_list if is_list else None,
+        default=() if is_list else default,
+        metavar=declared.metavar,
+        show_default=default not in (None, False),
+    )
+
+
+def _to_list(
+    ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]
+) -> list[Any] | None:
+    """Returns the values of a repeated parameter; None without any."""
+    return list(values) or None
+
+
+def _parser(wanted: Any, least: float | None) -> click.ParamType[Any]:
+    if typing.get_origin(wanted) is Literal:
+        return click.Choice(typing.get_args(wanted))
+    if wanted is int:
+        return click.INT if least is None else click.IntRange(min=int(least))
+    if wanted is float:
+        return click.FLOAT if least is None else click.FloatRange(min=least)
+    return click.STRING
+
+
+class _Argument(click.Argument):
+    """An argument with a help text."""
+
+    def __init__(self, *args: Any, meaning: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.meaning = meaning
+
+
+class _Command(click.Command):
+    """A command whose help describes the arguments, before the options."""
+
+    def format_options(
+        self, ctx: click.Context, formatter: click.HelpFormatter
+    ) -> None:
+        """Writes the arguments and the options."""
+        arguments = [param for param in self.params if isinstance(param, _Argument)]
+        if arguments:
+            with formatter.section("Arguments"):
+                formatter.write_dl(
+                    [(param.make_metavar(ctx), param.meaning) for param in arguments]
+                )
+        super().format_options(ctx, formatter)

@@ -1,0 +1,124 @@
+"""Verbs that read metadata import neither jax nor TensorStore, and print the same."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import flaxckpt
+
+HEAVY = {"jax", "flax", "optax", "tensorstore", "numpy", "ml_dtypes", "rich"}
+
+PROBE = """
+import json, sys
+from flaxckpt.cli import main
+try:
+    main()
+finally:
+    print(json.dumps([*sys.modules]), file=sys.stderr)
+"""
+
+VERBS = [
+    *("ls RUN", "ls RUN --keep best:1:loss:min --json", "ls RUN/2", "du RUN --json"),
+    *("du RUN/1", "explain RUN --keep latest:1", "pin RUN 1", "unpin RUN 1"),
+    *("prune RUN --keep latest:1", "show RUN", "show RUN --json", "show RUN/1 params"),
+]
+
+
+def state():
+    """A state of containers, shardings and leaves of all kinds."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    rows = NamedSharding(mesh, PartitionSpec("data", None))
+    both = NamedSharding(mesh, PartitionSpec(("data",)))
+    params = {
+        "kernel": jax.device_put(jnp.ones((8, 4)), rows),
+        "scale": jax.device_put(jnp.ones(8, jnp.bfloat16), both),
+    }
+    return {
+        "params": params,
+        "opt_state": optax.adam(1e-3).init(params),
+        "module": nnx.Linear(2, 3, rngs=nnx.Rngs(0)),
+        "rest": {
+            "key": jax.random.key(1),
+            "fast": jax.random.key(1, impl="rbg"),
+            "bits": jnp.ones(4, jnp.uint4),
+            "half": np.ones(3, np.float16),
+            "step": 3,
+            "name": "run",
+            "none": None,
+        },
+    }
+
+
+def save_ours(directory, **options):
+    with flaxckpt.Checkpointer(directory, **options) as run:
+        for step in (1, 2):
+            run.save(step, state(), metrics={"loss": 1 / step}, json={"config": {}})
+
+
+def save_orbax(directory, *, zarr3):
+    names = ("params", "opt_state")
+    kept = {name: state()[name] for name in names} | {"step": 3, "name": "run"}
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=zarr3)
+    options = ocp.CheckpointManagerOptions(best_fn=lambda found: found["loss"])
+    with ocp.CheckpointManager(
+        directory, options=options, item_handlers=handler
+    ) as manager:
+        for step in (1, 2):
+            args = ocp.args.PyTreeSave(kept)
+            manager.save(step, args=args, metrics={"loss": 1 / step})
+
+
+RUNS = {
+    "files": save_ours,
+    "database": lambda path: save_ours(
+        path, layout=flaxckpt.ArrayLayout(store="ocdbt")
+    ),
+    "items": lambda path: save_ours(path, items=[*state()]),
+    "orbax": lambda path: save_orbax(path, zarr3=False),
+    "orbax zarr 3": lambda path: save_orbax(path, zarr3=True),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    root = tmp_path_factory.mktemp("imports")
+    for name, save in RUNS.items():
+        save(root / name)
+    return root
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("verb", VERBS)
+def test_metadata_is_read_without_jax(made, command, monkeypatch, run, verb):
+    monkeypatch.chdir(made)
+    arguments = [word.replace("RUN", run) for word in verb.split()]
+    found = subprocess.run(
+        [sys.executable, "-c", PROBE, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "80"},
+    )
+    *errors, modules = found.stderr.splitlines()
+    assert (found.returncode, errors) == (0, [])
+    assert HEAVY.isdisjoint(json.loads(modules))
+    assert found.stdout == command(*arguments).stdout  # here, jax is imported
+
+
+def test_a_database_of_orbax_is_read_without_jax(here):
+    found = subprocess.run(
+        [sys.executable, "-c", PROBE, "show", "orbax"], capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    assert {"jax", "flax", "optax"}.isdisjoint(
+        json.loads(found.stderr.splitlines()[-1])
+    )
