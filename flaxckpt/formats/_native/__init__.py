@@ -14,9 +14,18 @@ if TYPE_CHECKING:
         metadata,
         names,
         orbax_json,
+        segments,
     )
 
-__all__ = ["checkpoint", "items", "manifest", "metadata", "names", "orbax_json"]
+__all__ = [
+    "checkpoint",
+    "items",
+    "manifest",
+    "metadata",
+    "names",
+    "orbax_json",
+    "segments",
+]
 
 if not TYPE_CHECKING:
     __getattr__ = _doors.opener(__name__, __all__)
