@@ -142,7 +142,9 @@ def with_chunk_shape(
     if info.dtype is not None:
         shape, dtype = stored_form(info)
         written = write_shape(info, shape)
-        chunk_shape = _chunk_shape(written, dtype, layout.chunk_bytes, written == shape)
+        axes = layout.axes_of(len(shape))
+        is_whole = written == shape
+        chunk_shape = _chunk_shape(written, dtype, layout.chunk_bytes, is_whole, axes)
     elif role is None:
         return info
     # Called for every leaf; dataclasses.replace would take twice as long.
@@ -164,12 +166,19 @@ def with_chunk_shape(
 
 
 @functools.lru_cache(maxsize=4096)
-def _chunk_shape(written: Shape, dtype: str, max_bytes: int, ragged: bool) -> Shape:
+def _chunk_shape(
+    written: Shape,
+    dtype: str,
+    max_bytes: int,
+    ragged: bool,
+    shard_axes: tuple[int, ...],
+) -> Shape:
     return zarr_chunk_shape.choose_chunk_shape(
         written,
         itemsize=_state.dtypes.item_bits(dtype) / 8,
         max_bytes=max_bytes,
         ragged=ragged,
+        shard_axes=shard_axes,
     )
 
 

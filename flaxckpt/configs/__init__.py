@@ -262,6 +262,7 @@ _LAYOUT_PARSERS: Mapping[str, Parser] = {
     "codec": _parsing.one_of("none", "compact", "zstd"),
     "checksum": _parsing.boolean,
     "zarr_version": _parsing.one_of(2, 3),
+    "shard_axes": _parsing.axes,
 }
 # Name in files -> policy, its field for the name's value, and the field's parser.
 _POLICIES: Mapping[str, tuple[type[Any], str, Parser]] = {

@@ -24,6 +24,13 @@ _PAGE_BYTES = (16_384, 4_096)
 """Sizes of memory pages; multiples of the first suit more machines."""
 
 
+_LEAST_TILE_BYTES = 2**20
+"""Parts for later cuts are not smaller."""
+
+_MOST_PARTS = 32
+"""Parts along an axis that is cut later, at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaSlices:
     """Equal parts of a shard, divided among its replicas.
@@ -101,8 +108,11 @@ def choose_chunk_shape(
     itemsize: float,
     max_bytes: float,
     ragged: bool = False,
+    shard_axes: Sequence[int] = (),
 ) -> tuple[int, ...]:
     """Cuts `write_shape` into chunks of at most `max_bytes` each.
+
+    With `shard_axes`, the rules below apply to a tile: see `tile_shape`.
 
     An array that fits is a single chunk. Other arrays are cut along the first axis with
     rows that fit, and axes before into single rows: so each chunk is a contiguous run
@@ -139,6 +149,7 @@ def choose_chunk_shape(
         max_bytes: Bound on a chunk, in bytes before compression.
         ragged: True if chunk sizes need not divide. Only safe if `write_shape` is the
             whole array, without another writer next to the last chunk.
+        shard_axes: Axes that will be cut when the array is read.
 
     Returns:
         A shape of the same rank, with sizes of at least 1. A chunk is larger than
@@ -153,7 +164,11 @@ def choose_chunk_shape(
     _check_shape(write_shape)
     if itemsize <= 0 or max_bytes <= 0:
         raise ValueError(f"want positive sizes, got {itemsize=} and {max_bytes=}")
-    shape = tuple(max(1, dim) for dim in write_shape)
+    whole = tuple(max(1, dim) for dim in write_shape)
+    shape = tile_shape(whole, itemsize, shard_axes)
+    # A chunk that does not divide its tile is no part of a tile.
+    cuts = zip(shape, whole, strict=True)
+    ragged = ragged and all(size in (1, dim) for size, dim in cuts)
     size = math.prod(shape)
     limit = max(1, int(max_bytes // itemsize))
     if size <= limit:
@@ -177,6 +192,34 @@ def choose_chunk_shape(
     if chunk_count(shape, chunk) <= few:
         return chunk
     return dividing[min(n for n in dividing if n * few >= size)]
+
+
+def tile_shape(
+    shape: Sequence[int], itemsize: float, shard_axes: Sequence[int]
+) -> tuple[int, ...]:
+    """Returns the shape of the tiles of an array that is cut later along `shard_axes`.
+
+    Tiles divide the array. A part of a tile along the first axis that the tile does not
+    cut is one run of bytes, so it can be read on its own. That is the first of
+    `shard_axes` if a single row of the axes before has 1 MiB. Along all others, the
+    array is cut into up to 32 equal tiles, of at least 1 MiB each, by its smallest
+    prime factors.
+    """
+    tile = list(shape)
+    axes = sorted({axis for axis in shard_axes if shape[axis] > 1})
+    if axes and math.prod(shape[axes[0] :]) * itemsize >= _LEAST_TILE_BYTES:
+        tile[: axes[0]] = [1] * axes[0]
+        axes = axes[1:]
+    while axes:
+        axis = min(axes, key=lambda axis: shape[axis] // tile[axis])
+        factor = next((n for n in _divisors(tile[axis]) if n > 1), _MOST_PARTS + 1)
+        parts = shape[axis] // tile[axis] * factor
+        smallest = math.prod(tile) * itemsize / factor
+        if parts > _MOST_PARTS or smallest < _LEAST_TILE_BYTES:
+            axes.remove(axis)
+        else:
+            tile[axis] //= factor
+    return tuple(tile)
 
 
 def chunk_count(shape: Sequence[int], chunk: Sequence[int]) -> int:
