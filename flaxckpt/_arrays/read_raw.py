@@ -38,8 +38,9 @@ _CAST_AT_ONCE = 2**20
 
 _MAX_DIGESTED_BYTES = 2**30
 
-_SMALL_GAP_BYTES = 4096
-"""Gaps up to this size are read, too: a request costs more."""
+_SMALL_GAP_BYTES = 2**16
+_SMALL_GAP_IN_STORES_BYTES = 2**22
+"""Smaller gaps between bytes are read, too: another request would take longer."""
 
 
 class Reading:
@@ -134,20 +135,20 @@ class _Form:
         return rows[tuple(inner)]
 
     def byte_ranges(
-        self, regions: Sequence[Region], at_once: int
+        self, regions: Sequence[Region], at_once: int, least_gap: int
     ) -> list[tuple[int, int]]:
         """Returns the ranges of bytes of a chunk that cover regions in it.
 
         Ranges begin and end at multiples of `at_once`, or at the end of the chunk.
-        Small gaps are included.
 
         Args:
             regions: Regions of the array within the chunk.
             at_once: A number of bytes.
+            least_gap: Smaller gaps between the bytes of a region are included.
         """
         if any(zarr_metadata.extent(r) == self.chunk_shape for r in regions):
             return [(0, self.chunk_bytes)]
-        gap = max(at_once, _SMALL_GAP_BYTES)
+        gap = max(at_once, least_gap)
         runs: list[tuple[int, int]] = []
         for region in regions:
             inner = [
@@ -262,7 +263,7 @@ def from_files(
                 needed = [bounds for _, bounds in needs.get(key, ())]
                 tasks += [
                     functools.partial(chunk_file.verify_mapped, block, content, *part)
-                    for part in form.byte_ranges(needed, block.verified_at_once)
+                    for part in form.byte_ranges(needed, block.verified_at_once, 0)
                 ]
             continue
         for region in inside:
@@ -331,10 +332,12 @@ def _fill(
 ) -> None:
     """Reads parts of a chunk: each a target, and the region of its values."""
     at_once = block.verified_at_once if verify else 1
-    ranges = form.byte_ranges([bounds for _, bounds in parts], at_once)
+    in_store = _storage.of(block.path).costs_requests
+    gap = _SMALL_GAP_IN_STORES_BYTES if in_store else _SMALL_GAP_BYTES
+    ranges = form.byte_ranges([bounds for _, bounds in parts], at_once, gap)
     if len(parts) == 1 and len(ranges) == 1:
         [(target, bounds)], [(start, stop)] = parts, ranges
-        (first, end), *others = form.byte_ranges([bounds], 1)
+        (first, end), *others = form.byte_ranges([bounds], 1, gap)
         if (
             target.flags.c_contiguous
             and target.dtype == form.dtype

@@ -18,8 +18,7 @@ from flaxckpt.formats._native.items import Items
 
 KEY = "segments"
 
-_LEAST_BYTES = 2**16
-"""Smallest segments that are read: whole pages on any machine."""
+_LEAST_BYTES = _arrays.zarr.segments.LEAST_BYTES
 
 
 class _Chunks(NamedTuple):
