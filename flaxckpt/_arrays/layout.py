@@ -142,9 +142,14 @@ def with_chunk_shape(
     if info.dtype is not None:
         shape, dtype = stored_form(info)
         written = write_shape(info, shape)
-        axes = layout.axes_of(len(shape))
+        cuts = tuple(
+            [
+                (axis, shape[axis] // written[axis])
+                for axis in layout.axes_of(len(shape))
+            ]
+        )
         is_whole = written == shape
-        chunk_shape = _chunk_shape(written, dtype, layout.chunk_bytes, is_whole, axes)
+        chunk_shape = _chunk_shape(written, dtype, layout.chunk_bytes, is_whole, cuts)
     elif role is None:
         return info
     # Called for every leaf; dataclasses.replace would take twice as long.
@@ -171,14 +176,14 @@ def _chunk_shape(
     dtype: str,
     max_bytes: int,
     ragged: bool,
-    shard_axes: tuple[int, ...],
+    cuts: tuple[tuple[int, int], ...],
 ) -> Shape:
     return zarr_chunk_shape.choose_chunk_shape(
         written,
         itemsize=_state.dtypes.item_bits(dtype) / 8,
         max_bytes=max_bytes,
         ragged=ragged,
-        shard_axes=shard_axes,
+        cuts=dict(cuts),
     )
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 # Chunk counts that are never too many: in all, and as a multiple of the minimal
@@ -26,6 +27,8 @@ _PAGE_BYTES = (16_384, 4_096)
 
 _LEAST_TILE_BYTES = 2**20
 """Parts for later cuts are not smaller."""
+
+_LEAST_ROW_BYTES = 8 * _LEAST_TILE_BYTES
 
 _MOST_PARTS = 32
 """Parts along an axis that is cut later, at most."""
@@ -108,11 +111,11 @@ def choose_chunk_shape(
     itemsize: float,
     max_bytes: float,
     ragged: bool = False,
-    shard_axes: Sequence[int] = (),
+    cuts: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[int, ...]:
     """Cuts `write_shape` into chunks of at most `max_bytes` each.
 
-    With `shard_axes`, the rules below apply to a tile: see `tile_shape`.
+    With `cuts`, the rules below apply to a tile: see `tile_shape`.
 
     An array that fits is a single chunk. Other arrays are cut along the first axis with
     rows that fit, and axes before into single rows: so each chunk is a contiguous run
@@ -149,7 +152,8 @@ def choose_chunk_shape(
         max_bytes: Bound on a chunk, in bytes before compression.
         ragged: True if chunk sizes need not divide. Only safe if `write_shape` is the
             whole array, without another writer next to the last chunk.
-        shard_axes: Axes that will be cut when the array is read.
+        cuts: Axis that will be cut when the array is read -> number of parts along it,
+            of all writers.
 
     Returns:
         A shape of the same rank, with sizes of at least 1. A chunk is larger than
@@ -165,10 +169,10 @@ def choose_chunk_shape(
     if itemsize <= 0 or max_bytes <= 0:
         raise ValueError(f"want positive sizes, got {itemsize=} and {max_bytes=}")
     whole = tuple(max(1, dim) for dim in write_shape)
-    shape = tile_shape(whole, itemsize, shard_axes)
+    shape = tile_shape(whole, itemsize, cuts)
     # A chunk that does not divide its tile is no part of a tile.
-    cuts = zip(shape, whole, strict=True)
-    ragged = ragged and all(size in (1, dim) for size, dim in cuts)
+    sizes = zip(shape, whole, strict=True)
+    ragged = ragged and all(size in (1, dim) for size, dim in sizes)
     size = math.prod(shape)
     limit = max(1, int(max_bytes // itemsize))
     if size <= limit:
@@ -195,27 +199,37 @@ def choose_chunk_shape(
 
 
 def tile_shape(
-    shape: Sequence[int], itemsize: float, shard_axes: Sequence[int]
+    shape: Sequence[int], itemsize: float, cuts: Mapping[int, int]
 ) -> tuple[int, ...]:
-    """Returns the shape of the tiles of an array that is cut later along `shard_axes`.
+    """Returns the shape of the tiles of a part of an array that is cut later.
 
-    Tiles divide the array. A part of a tile along the first axis that the tile does not
-    cut is one run of bytes, so it can be read on its own. That is the first of
-    `shard_axes` if a single row of the axes before has 1 MiB. Along all others, the
-    array is cut into up to 32 equal tiles, of at least 1 MiB each, by its smallest
-    prime factors.
+    Tiles divide the part, into 1 MiB or more each. A cut along the first axis of a tile
+    leaves runs of bytes, so it needs no tiles. Along the other axes of `cuts`, the
+    array is divided by its smallest prime factors into up to 32 tiles, first along the
+    axis with the fewest. The first of `cuts` becomes the first axis of the tiles if a
+    single row of the axes before has 8 MiB.
+
+    Args:
+        shape: Shape of the part of a writer, at least 1 along each axis.
+        itemsize: Bytes per element, as stored; may be a fraction.
+        cuts: Axis that is cut later -> number of parts along it, of all writers.
     """
     tile = list(shape)
-    axes = sorted({axis for axis in shard_axes if shape[axis] > 1})
-    if axes and math.prod(shape[axes[0] :]) * itemsize >= _LEAST_TILE_BYTES:
+    axes = sorted(axis for axis in cuts if shape[axis] > 1)
+    if axes and math.prod(shape[axes[0] :]) * itemsize >= _LEAST_ROW_BYTES:
         tile[: axes[0]] = [1] * axes[0]
         axes = axes[1:]
+    elif axes and math.prod(shape[: axes[0]]) == 1:
+        axes = axes[1:]
+
+    def parts(axis: int) -> int:
+        return cuts[axis] * (shape[axis] // tile[axis])
+
     while axes:
-        axis = min(axes, key=lambda axis: shape[axis] // tile[axis])
+        axis = min(axes, key=parts)
         factor = next((n for n in _divisors(tile[axis]) if n > 1), _MOST_PARTS + 1)
-        parts = shape[axis] // tile[axis] * factor
         smallest = math.prod(tile) * itemsize / factor
-        if parts > _MOST_PARTS or smallest < _LEAST_TILE_BYTES:
+        if parts(axis) * factor > _MOST_PARTS or smallest < _LEAST_TILE_BYTES:
             axes.remove(axis)
         else:
             tile[axis] //= factor
