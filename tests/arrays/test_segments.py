@@ -30,6 +30,7 @@ from flaxckpt._arrays.zarr.segments import Segments
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt.formats._native import checkpoint as native_checkpoint
 from flaxckpt.formats._native import orbax_json
+from tests.helpers import faulty_store as faulty
 from tests.helpers import orbax_readers
 from tests.helpers.files import flip_bit
 from tests.helpers.strategies import assert_same
@@ -387,3 +388,52 @@ def test_stock_orbax_reads_chunks_with_segments(tmp_path):
     found = orbax_readers._v0_standard(tmp_path, 1, None)
     np.testing.assert_array_equal(found["w"], state["w"])
     assert flaxckpt.verify(tmp_path / "1").ok
+
+
+@pytest.mark.parametrize("rows", [(0, 64), (100, 200), (1000, 3560), (4000, 4096)])
+def test_stores_are_asked_for_the_needed_bytes(rows):
+    state = {"w": ramp(4096, 1024)}  # 16 MiB; a request of a store is of 8
+    path = faulty.new_path("segments")
+    flaxckpt.save(path / "c", state, layout=FILES)
+    leaf = flaxckpt.formats._locate.read_stored(path / "c", None).table["w"]
+    region = rows, (0, 1024)
+    chunk = path / "c/state/w/c.0.0"
+    content = chunk.read_bytes()
+
+    def found():
+        reading = arrays_read_raw.from_files(
+            *(leaf.sources[0].raw, leaf.info, [region]),
+            dtype="float32",
+            memory_map=True,
+            verify=True,
+        )
+        arrays_read_raw.run([reading])
+        return reading.result()[region]
+
+    sizes = []
+    with faulty.faulty(path) as kv:
+        real = kv.read
+
+        def read(key, byte_range=None):
+            future = real(key, byte_range=byte_range)
+            if key.endswith("c.0.0"):
+                sizes.append(len(future.result().value))
+            return future
+
+        kv.read = read
+        values = found()
+    np.testing.assert_array_equal(values, state["w"][slice(*rows)])
+    assert sum(sizes) <= values.nbytes + 2 * SEGMENT
+    place = rows[0] * 4096 + 5
+    for damaged, is_found in (
+        (content[:place] + b"?" + content[place + 1 :], True),
+        (b"?" + content[1:], rows[0] == 0),
+        (content[: rows[1] * 4096 - 7], True),
+        (content + b"?", rows[1] == 4096),
+    ):
+        chunk.write_bytes(damaged)
+        if is_found:
+            with pytest.raises(ValueError, match=r"has changed|bytes instead of"):
+                found()
+        else:
+            np.testing.assert_array_equal(found(), values)
