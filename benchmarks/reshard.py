@@ -14,6 +14,12 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import flaxckpt
+
 PROCESSES = 4
 DEVICES = 2 * PROCESSES
 MESHES = ((8, 1), (4, 2), (2, 4), (1, 8))
@@ -37,19 +43,12 @@ def main() -> None:
 
 
 def _initialize(rank: int, port: int) -> None:
-    import jax
-
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, rank)
 
 
 def _measure(directory: Path, *, quick: bool) -> Iterator[dict[str, object]]:
     """Yields the layout, the change, and the bytes read and needed, of each restore."""
-    import jax
-    import numpy as np
-
-    import flaxckpt
-
     layouts = {
         "shard_axes": flaxckpt.ArrayLayout(store="files", shard_axes=(-2, -1)),
         "default": flaxckpt.ArrayLayout(store="files"),
@@ -103,10 +102,7 @@ def _shapes(*, quick: bool) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _sharding(mesh: tuple[int, int], shape: tuple[int, ...]) -> object:
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
-
+def _sharding(mesh: tuple[int, int], shape: tuple[int, ...]) -> NamedSharding:
     is_bias = len(shape) == 2 and shape[0] < DEVICES
     axes = (None,) * (len(shape) - 2) + (None if is_bias else "data", "model")
     return NamedSharding(jax.make_mesh(mesh, ("data", "model")), PartitionSpec(*axes))

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks import reshard, timing
 from benchmarks.samples import Rows, Sample, Series, Settings, Skip
@@ -43,7 +44,7 @@ def run(settings: Settings) -> Rows:
         yield Sample(Series(CASE, "the worst of them", name), max(ratios), "x")
 
 
-def _in_processes(directory: Path, settings: Settings) -> list[dict[str, object]]:
+def _in_processes(directory: Path, settings: Settings) -> list[dict[str, Any]]:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
