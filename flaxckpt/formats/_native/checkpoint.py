@@ -189,7 +189,7 @@ def seal(
     }
     recorded |= {**digests, **_digests_of_arrays(contents, root)}
     with _trial_parse(orbax_json.MANIFEST) as parse:
-        manifest = _manifest_text(contents, recorded, checksums or {})
+        manifest = _manifest_text(contents, recorded, checksums)
         native_manifest.check_readable(parse(manifest), contents.infos)
     return {orbax_json.MANIFEST: manifest, seal_name(recorded): commit_marker(manifest)}
 
@@ -260,7 +260,7 @@ def _checkpoint_metadata(contents: Contents) -> bytes:
 def _manifest_text(
     contents: Contents,
     digests: Mapping[str, str],
-    checksums: _arrays.write.Checksums,
+    checksums: _arrays.write.Checksums | None = None,
 ) -> bytes:
     optional: dict[str, JSON] = {}
     segments = native_segments.row(
@@ -268,7 +268,7 @@ def _manifest_text(
         contents.items,
         contents.encoding,
         contents.segment_bytes() if checksums else None,
-        checksums,
+        checksums or {},
     )
     if segments is not None:
         optional[native_segments.KEY] = segments
