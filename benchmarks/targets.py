@@ -181,7 +181,7 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(
         "12 changes of mesh, bytes read to bytes needed",
-        Series("reshard", "12 changes of mesh: read", "flaxckpt shard_axes"),
+        Series("reshard", "12 changes of mesh, shard_axes: read", "flaxckpt"),
         1.1,
     ),
     Target(
