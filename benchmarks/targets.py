@@ -186,6 +186,11 @@ TARGETS: tuple[Target, ...] = (
         Series("planning", "10,000 leaves", "flaxckpt"),
     ),
     Target(
+        "12 changes of mesh, bytes read to bytes needed",
+        Series("reshard", "12 changes of mesh, shard_axes: read", "flaxckpt"),
+        1.1,
+    ),
+    Target(
         "blocking on a GPU, to the copy alone",
         Series("gpu", "blocking", "flaxckpt"),
         1.0,

@@ -11,6 +11,7 @@ from benchmarks.cases import (
     loop,
     memory,
     planning,
+    reshard,
     steps,
     tiny,
     train_state,
@@ -31,6 +32,7 @@ CASES: dict[str, Case] = {
         flat_files,
         imports,
         planning,
+        reshard,
         gpu,
     )
 }

@@ -111,7 +111,14 @@ def with_chunk_shape(
     if info.dtype is not None:
         shape, dtype = forms.stored_form(info)
         written = write_shape(info, shape)
-        chunk_shape = _chunk_shape(written, dtype, layout.chunk_bytes, written == shape)
+        cuts = tuple(
+            [
+                (axis, shape[axis] // written[axis])
+                for axis in layout.axes_of(len(shape))
+            ]
+        )
+        is_whole = written == shape
+        chunk_shape = _chunk_shape(written, dtype, layout.chunk_bytes, is_whole, cuts)
     elif role is None:
         return info
     # Called for every leaf; dataclasses.replace would take twice as long.
@@ -133,10 +140,17 @@ def with_chunk_shape(
 
 
 @functools.lru_cache(maxsize=4096)
-def _chunk_shape(written: Shape, dtype: str, max_bytes: int, ragged: bool) -> Shape:
+def _chunk_shape(
+    written: Shape,
+    dtype: str,
+    max_bytes: int,
+    ragged: bool,
+    cuts: tuple[tuple[int, int], ...],
+) -> Shape:
     return zarr_chunk_shape.choose_chunk_shape(
         written,
         itemsize=_state.dtypes.item_bits(dtype) / 8,
         max_bytes=max_bytes,
         ragged=ragged,
+        cuts=dict(cuts),
     )

@@ -272,7 +272,9 @@ class _Work(NamedTuple):
     @classmethod
     def of(cls, job: ReadJob) -> _Work:
         """Returns the work of this process for a leaf."""
-        reads = _regions_to_read(job.found, job.wanted)
+        raw = job.stored.raw
+        is_shared = raw is None or raw.ocdbt  # else `read_raw` shares the chunks
+        reads = _regions_to_read(job.found, job.wanted, once=is_shared)
         elements = sum(math.prod(metadata.extent(region)) for region in reads)
         bits = _state.dtypes.item_bits(forms.stored_form(job.found)[1])
         return cls(job, reads, elements * bits // 8)
@@ -292,15 +294,16 @@ def _is_raw(stored: StoredLeaf) -> bool:
     return stored.raw is not None or stored.span is not None
 
 
-def _regions_to_read(found: LeafInfo, wanted: LeafInfo) -> dict[Region, list[Region]]:
+def _regions_to_read(
+    found: LeafInfo, wanted: LeafInfo, *, once: bool
+) -> dict[Region, list[Region]]:
     """Returns the regions to read -> the regions needed by devices.
-
-    Reads each region separately if no chunk overlaps two regions. Otherwise reads their
-    enclosing region, so that no chunk is read twice.
 
     Args:
         found: The stored leaf.
         wanted: The leaf with the requested sharding.
+        once: True to read the enclosing region if a chunk overlaps two regions, because
+            it would be read twice.
     """
     shape, _ = forms.stored_form(found)
     sharding = wanted.sharding
@@ -318,15 +321,13 @@ def _regions_to_read(found: LeafInfo, wanted: LeafInfo) -> dict[Region, list[Reg
         dict.fromkeys(metadata.region_of(index or (), shape) for index in indices)
     )
     chunk = found.chunk_shape
-    if len(regions) == 1 or (
-        chunk and all(_fits_chunks(r, chunk, shape) for r in regions)
+    if (
+        not once
+        or len(regions) == 1
+        or (chunk and all(_fits_chunks(r, chunk, shape) for r in regions))
     ):
         return {region: [region] for region in regions}
-    box = tuple(
-        (min(start for start, _ in bounds), max(stop for _, stop in bounds))
-        for bounds in zip(*regions, strict=True)
-    )
-    return {box: regions}
+    return {metadata.enclosing(regions): regions}
 
 
 def _fits_chunks(region: Region, chunk: Shape, shape: Shape) -> bool:

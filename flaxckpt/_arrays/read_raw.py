@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ _CAST_AT_ONCE = 2**20
 """Bytes that are read and cast at a time: few enough for the cache of a core."""
 
 _MAX_DIGESTED_BYTES = 2**30
+
+_SMALL_GAP_BYTES = 2**16
+_SMALL_GAP_IN_STORES_BYTES = 2**22
+"""Smaller gaps between bytes are read, too: another request would take longer."""
 
 
 class Reading:
@@ -129,6 +134,63 @@ class _Form:
         )
         return rows[tuple(inner)]
 
+    def byte_ranges(
+        self, regions: Sequence[Region], at_once: int, least_gap: int
+    ) -> list[tuple[int, int]]:
+        """Returns the ranges of bytes of a chunk that cover regions in it.
+
+        Ranges begin and end at multiples of `at_once`, or at the end of the chunk.
+
+        Args:
+            regions: Regions of the array within the chunk.
+            at_once: A number of bytes.
+            least_gap: Smaller gaps between the bytes of a region are included.
+        """
+        if any(zarr_metadata.extent(r) == self.chunk_shape for r in regions):
+            return [(0, self.chunk_bytes)]
+        gap = max(at_once, least_gap)
+        runs: list[tuple[int, int]] = []
+        for region in regions:
+            inner = [
+                (start % size, start % size + stop - start)
+                for (start, stop), size in zip(region, self.chunk_shape, strict=True)
+            ]
+            for start, stop in self._runs(inner, gap):
+                end = min(-(-stop // at_once) * at_once, self.chunk_bytes)
+                runs.append((start // at_once * at_once, end))
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted(runs):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+            else:
+                merged.append((start, stop))
+        return merged
+
+    def _runs(
+        self, inner: Sequence[tuple[int, int]], gap: int
+    ) -> Iterator[tuple[int, int]]:
+        """Yields the runs of bytes of a box in the chunk, with gaps of `gap` or more.
+
+        Shorter gaps are included, so the runs are few, even if the box is narrow.
+        """
+        run, stride = self.dtype.itemsize, self.dtype.itemsize
+        first = 0
+        steps: list[tuple[int, int]] = []  # (runs, stride) of the outer axes
+        for (start, stop), size in reversed(
+            [*zip(inner, self.chunk_shape, strict=True)]
+        ):
+            first += start * stride
+            if stop - start == 1 or (not steps and stride - run < gap):
+                run += (stop - start - 1) * stride
+            else:
+                steps.insert(0, (stop - start, stride))
+            stride *= size
+        for index in itertools.product(*[range(count) for count, _ in steps]):
+            start = first + sum(
+                i * stride for i, (_, stride) in zip(index, steps, strict=True)
+            )
+            yield start, start + run
+
     def is_run(self, chunks: int) -> bool:
         """Returns True if adjacent chunks form a contiguous part of the array."""
         if chunks == 1:
@@ -180,35 +242,69 @@ def from_files(
                 chunk_file.read_small(directory / zarr_metadata.METADATA)
             )
         )
-    arrays: dict[Region, Array] = {}
     may_map = memory_map and dtype == form.stored and _storage.of(directory).can_map
-    for region in regions:
-        chunks = [
-            (
-                Block(directory / key, form.chunk_bytes, form.encoding.checksum),
-                bounds,
-            )
-            for key, bounds in zarr_metadata.chunks(region, form.chunk_shape)
-        ]
-        blocks = [block for block, _ in chunks]
-        run = _map(form, blocks) if may_map and blocks else None
-        if run is None:
-            arrays[region] = target = empty(
-                zarr_metadata.extent(region), _state.numpy_dtypes.to_numpy(dtype)
-            )
-            for block, bounds in chunks:
-                part = target[zarr_metadata.within(bounds, region)]
-                tasks.append(
-                    functools.partial(_fill, form, part, block, bounds, verify)
-                )
-        else:
-            arrays[region] = form.values(run, region)
-            for n, block in enumerate(blocks if verify else ()):
+    arrays: dict[Region, Array] = {}
+    for box, inside in _group(regions, form.chunk_shape).items():
+        needs: dict[str, list[tuple[Region, Region]]] = {}
+        for region in inside:
+            for key, bounds in zarr_metadata.chunks(region, form.chunk_shape):
+                needs.setdefault(key, []).append((region, bounds))
+        blocks = {
+            chunk.key: _block(raw, form, chunk)
+            for chunk in zarr_metadata.chunks(box, form.chunk_shape)
+        }
+        run = _map(form, [*blocks.values()]) if may_map and blocks else None
+        if run is not None:
+            values = form.values(run, box)
+            for region in inside:
+                arrays[region] = values[zarr_metadata.within(region, box)]
+            for n, (key, block) in enumerate(blocks.items() if verify else ()):
                 content = run[n * block.size : (n + 1) * block.size]
-                tasks.append(
-                    functools.partial(chunk_file.verify_mapped, block, content)
-                )
+                needed = [bounds for _, bounds in needs.get(key, ())]
+                tasks += [
+                    functools.partial(chunk_file.verify_mapped, block, content, *part)
+                    for part in form.byte_ranges(needed, block.verified_at_once, 0)
+                ]
+            continue
+        for region in inside:
+            extent = zarr_metadata.extent(region)
+            arrays[region] = empty(extent, _state.numpy_dtypes.to_numpy(dtype))
+        for key, places in needs.items():
+            parts = [
+                (arrays[region][zarr_metadata.within(bounds, region)], bounds)
+                for region, bounds in places
+            ]
+            tasks.append(functools.partial(_fill, form, blocks[key], parts, verify))
     return Reading(tasks, lambda: arrays)
+
+
+def _group(
+    regions: Sequence[Region], chunk_shape: Shape
+) -> dict[Region, Sequence[Region]]:
+    """Returns regions in groups without a common chunk: enclosing region -> regions."""
+    keys = [
+        chunk.key for r in regions for chunk in zarr_metadata.chunks(r, chunk_shape)
+    ]
+    if len(keys) == len(set(keys)):
+        return {region: [region] for region in regions}
+    return {zarr_metadata.enclosing(regions): regions}
+
+
+def _block(raw: RawArray, form: _Form, chunk: zarr_metadata.Chunk) -> Block:
+    """Returns the file of a chunk."""
+    block = Block(
+        raw.root / raw.name / chunk.key, form.chunk_bytes, form.encoding.checksum
+    )
+    if raw.segments is None:
+        return block
+    index = [
+        start // size
+        for (start, _), size in zip(chunk.bounds, form.chunk_shape, strict=True)
+    ]
+    return block._replace(
+        segment_bytes=raw.segments.nbytes,
+        checksums=raw.segments.of_chunk(index, block.size),
+    )
 
 
 def _map(form: _Form, blocks: Sequence[Block]) -> Bytes | None:
@@ -232,27 +328,34 @@ def empty(shape: Shape, dtype: np.dtype[Any]) -> Array:
 
 
 def _fill(
-    form: _Form, target: Array, block: Block, bounds: Region, verify: bool
+    form: _Form, block: Block, parts: Sequence[tuple[Array, Region]], verify: bool
 ) -> None:
-    """Reads the values of `bounds` from a chunk into `target`."""
-    starts_there = all(
-        start % size == 0
-        for (start, _), size in zip(bounds, form.chunk_shape, strict=True)
-    )
-    if (
-        starts_there
-        and target.flags.c_contiguous
-        and target.shape[1:] == form.chunk_shape[1:]
-        and target.dtype == form.dtype
-    ):
-        # The target is the start of the chunk; the rest is padding.
-        memory = target.reshape(-1).view(np.uint8)
-        rest = np.empty(block.size - memory.size, np.uint8)
-        chunk_file.read(block, [memory.data, rest.data], verify=verify)
-        return
-    buffer = chunk_file.empty(block.size)
-    chunk_file.read(block, [buffer.data], verify=verify)
-    _state.numpy_dtypes.cast_into(target, form.values(buffer, bounds))
+    """Reads parts of a chunk: each a target, and the region of its values."""
+    at_once = block.verified_at_once if verify else 1
+    in_store = _storage.of(block.path).costs_requests
+    gap = _SMALL_GAP_IN_STORES_BYTES if in_store else _SMALL_GAP_BYTES
+    ranges = form.byte_ranges([bounds for _, bounds in parts], at_once, gap)
+    if len(parts) == 1 and len(ranges) == 1:
+        [(target, bounds)], [(start, stop)] = parts, ranges
+        (first, end), *others = form.byte_ranges([bounds], 1, gap)
+        if (
+            target.flags.c_contiguous
+            and target.dtype == form.dtype
+            and target.nbytes == end - first
+            and not others
+        ):
+            before = np.empty(first - start, np.uint8)
+            memory = target.reshape(-1).view(np.uint8)
+            after = np.empty(stop - end, np.uint8)
+            into = [before.data, memory.data, after.data]
+            chunk_file.read(block, into, start=start, verify=verify)
+            return
+    buffer = chunk_file.empty(block.size)  # takes memory only where it is filled
+    for start, stop in ranges:
+        into = [buffer[start:stop].data]
+        chunk_file.read(block, into, start=start, verify=verify)
+    for target, bounds in parts:
+        _state.numpy_dtypes.cast_into(target, form.values(buffer, bounds))
 
 
 # ---- from byte ranges of a file -------------------------------------------------
@@ -444,5 +547,6 @@ def _content(form: _Form, key: str, value: bytes, verify: bool) -> Bytes:
         raise ValueError(f"{key} has {len(content)} bytes instead of {size}")
     values = content[: form.chunk_bytes]
     if verify and form.encoding.checksum:
-        chunk_file.check(key, [values.data], content[form.chunk_bytes :].tobytes())
+        block = Block(Path(key), form.chunk_bytes, has_checksum=True)
+        chunk_file.check(block, [values.data], content[form.chunk_bytes :].tobytes())
     return values

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util
 from flaxckpt._arrays.to_host import HostArray, HostShard
-from flaxckpt._arrays.zarr import chunk_file
+from flaxckpt._arrays.zarr import chunk_file, segments
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
 from flaxckpt._arrays.zarr.metadata import Array, Encoding, Region
@@ -84,6 +85,11 @@ class _Target(NamedTuple):
     report: Count = _util.progress.ignore
     previous: Previous | None = None
     writer: int | None = None
+    segment_bytes: int = sys.maxsize
+
+
+Checksums: TypeAlias = dict[str, dict[str, bytes]]
+"""Array -> chunk key -> checksums of the segments of the chunk, without the last."""
 
 
 def write(
@@ -96,7 +102,8 @@ def write(
     max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES,
     count: Count = _util.progress.ignore,
     writer: int | None = None,
-) -> None:
+    segment_bytes: int = sys.maxsize,
+) -> Checksums:
     """Writes `arrays` under `root` as zarr.
 
     Args:
@@ -113,6 +120,10 @@ def write(
             to the same `root`; otherwise None. Process 0 writes the metadata of all
             arrays. Each process writes its own database, for
             `_arrays.zarr.ocdbt.merge`.
+        segment_bytes: Bytes of the segments of chunks that are verified on their own.
+
+    Returns:
+        The checksums of the segments of all chunks with several segments.
 
     Raises:
         OSError, ValueError: An array could not be written.
@@ -121,11 +132,17 @@ def write(
     if not _storage.of(root).has_hard_links:
         previous = None
     target = _Target(
-        root, encoding, context, max_concurrent_bytes, count, previous, writer
+        root,
+        encoding,
+        context,
+        max_concurrent_bytes,
+        count,
+        previous,
+        writer,
+        segment_bytes,
     )
     if not ocdbt:
-        _write_directories(target, arrays)
-        return
+        return _write_directories(target, arrays)
     if writer is not None:
         target = target._replace(root=root / f"{zarr_metadata.DATABASE_PART}{writer}")
         target.root.mkdir()
@@ -135,16 +152,17 @@ def write(
             _write_databases(target._replace(root=memory), arrays)
     else:
         _write_databases(target, arrays)
+    return {}
 
 
-def _write_directories(target: _Target, arrays: Iterable[HostArray]) -> None:
-    """Writes a directory for each array."""
+def _write_directories(target: _Target, arrays: Iterable[HostArray]) -> Checksums:
+    """Writes a directory for each array; returns the checksums of segments."""
     root, previous = target.root, target.previous
     raw: list[HostArray] = []
     encoded: list[HostArray] = []
     for array in arrays:
         (raw if is_raw(array, target.encoding) else encoded).append(array)
-    _write_files(target, raw)
+    checksums = _write_files(target, raw)
     at_once = min(target.max_concurrent_bytes, _ENCODED_AT_ONCE)
     if encoded and _storage.upload.is_needed(root):
         per_copy = target.max_concurrent_bytes // (1 + _COPIES_IN_REQUESTS)
@@ -152,13 +170,14 @@ def _write_directories(target: _Target, arrays: Iterable[HostArray]) -> None:
         for batch in _util.memory.batches(_sized(encoded), at_once):
             with _storage.upload.memory_directory(root) as memory:
                 _write_encoded(target._replace(root=memory), batch, at_once)
-        return
+        return checksums
     is_shared = target.writer is not None
     _write_encoded(target, encoded, at_once, may_exist=is_shared)
     # Other processes may still be writing these files.
     if previous is not None and not is_shared:
         for array in encoded:
             _link_files(previous, root / array.name, array.name)
+    return checksums
 
 
 def _sized(arrays: Iterable[HostArray]) -> Iterator[tuple[HostArray, int]]:
@@ -251,10 +270,19 @@ class _Chunk(NamedTuple):
 
     def parts(self, encoding: Encoding) -> list[memoryview]:
         """Returns the values, padding and checksum, as views where possible."""
-        parts = self._content()
-        if encoding.checksum:
-            parts.append(memoryview(chunk_file.checksum(parts)))
+        parts, _ = self.parts_and_checksums(encoding, sys.maxsize)
         return parts
+
+    def parts_and_checksums(
+        self, encoding: Encoding, segment_bytes: int
+    ) -> tuple[list[memoryview], list[int]]:
+        """Returns `parts`, and the checksums of the segments without the last."""
+        parts = self._content()
+        if not encoding.checksum:
+            return parts, []
+        *inner, last = segments.running_checksums(parts, segment_bytes)
+        tail = last.to_bytes(chunk_file.CHECKSUM_BYTES, "little")
+        return [*parts, memoryview(tail)], inner
 
     def _content(self) -> list[memoryview]:
         array = self.array
@@ -283,8 +311,13 @@ def _chunks(array: HostArray) -> Iterator[_Chunk]:
             yield _Chunk(array, shard, key, bounds)
 
 
-def _write_files(target: _Target, arrays: Sequence[HostArray]) -> None:
-    """Writes each array as a directory of chunk files, on several threads."""
+def _write_files(target: _Target, arrays: Sequence[HostArray]) -> Checksums:
+    """Writes each array as a directory of chunk files, on several threads.
+
+    Returns:
+        The checksums of the segments of all chunks with several segments.
+    """
+    checksums: Checksums = {}
     root, previous, encoding = target.root, target.previous, target.encoding
     file_mode = None if previous is None else previous.file_mode
     budget = _util.threads.Budget(target.max_concurrent_bytes)
@@ -315,7 +348,10 @@ def _write_files(target: _Target, arrays: Sequence[HostArray]) -> None:
         compare_all = not (is_unchanged and encoding.checksum)
         copies = chunk.needs_copy() + _COPIES_IN_REQUESTS * costs_requests
         with budget.hold(chunk.size * copies):
-            parts = chunk.parts(encoding)
+            parts, inner = chunk.parts_and_checksums(encoding, target.segment_bytes)
+            if inner:
+                packed = segments.to_bytes(inner)
+                checksums.setdefault(name, {})[chunk.key] = packed
             if old is None or not chunk_file.link_if_equal(
                 old, new, parts, compare_all=compare_all, mode=file_mode
             ):
@@ -338,6 +374,7 @@ def _write_files(target: _Target, arrays: Sequence[HostArray]) -> None:
     if previous is not None and not previous.is_current():
         # Files of another checkpoint may have been linked.
         raise OSError(f"{previous.root} was replaced during the save")
+    return checksums
 
 
 def _is_unchanged(array: HostArray, metadata: bytes, previous: Previous) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import sys
 import threading
 import time
 import weakref
@@ -247,11 +248,11 @@ def temporary_directory(snapshot: Snapshot) -> Iterator[Path]:
 
 def write_files(
     snapshot: Snapshot, temporary: Path, previous: _arrays.write.Previous | None
-) -> dict[str, bytes]:
+) -> tuple[dict[str, bytes], _arrays.write.Checksums]:
     """Writes the arrays and metadata files of this process, without the manifest.
 
     Returns:
-        The files other than arrays: name -> content.
+        The files other than arrays: name -> content; and the result of `write_arrays`.
     """
     files: dict[str, bytes] = {}
 
@@ -261,8 +262,8 @@ def write_files(
         write_new(temporary, files)
 
     with _util.threads.beside(describe) as check:
-        write_arrays(snapshot, temporary, previous, check)
-    return files
+        checksums = write_arrays(snapshot, temporary, previous, check)
+    return files, checksums
 
 
 def write_arrays(
@@ -270,7 +271,7 @@ def write_arrays(
     root: Path,
     previous: _arrays.write.Previous | None,
     check: Callable[[], object],
-) -> None:
+) -> _arrays.write.Checksums:
     """Writes the arrays of this process; an error from `check` stops the write.
 
     Args:
@@ -278,6 +279,9 @@ def write_arrays(
         root: The directory of the checkpoint.
         previous: Arrays of an earlier step; equal arrays are hard-linked.
         check: Called after every part of an array.
+
+    Returns:
+        The checksums of the segments of chunks.
     """
     operation, mode = snapshot.request.operation, snapshot.request.options.mode
     if mode is not None and previous is not None:
@@ -298,8 +302,8 @@ def write_arrays(
         writer=None if operation is None else operation.index,
     )
     if not snapshot.contents.ocdbt:
-        write(root, snapshot.arrays)
-        return
+        size = snapshot.contents.segment_bytes() or sys.maxsize
+        return write(root, snapshot.arrays, segment_bytes=size)
     for item in snapshot.contents.items.trees:  # a database each
         start = _native.items.prefix(item)
         write(
@@ -310,6 +314,7 @@ def write_arrays(
                 if f"{array.name}/".startswith(start)
             ],
         )
+    return {}
 
 
 def finish_checkpoint(
@@ -317,6 +322,8 @@ def finish_checkpoint(
     temporary: Path,
     files: Mapping[str, bytes],
     digests: Mapping[str, str] | None = None,
+    *,
+    checksums: _arrays.write.Checksums,
 ) -> Written:
     """Writes the manifest and commits the checkpoint; an item only becomes durable.
 
@@ -325,9 +332,10 @@ def finish_checkpoint(
         temporary: The directory with its files.
         files: Files other than arrays: name -> content.
         digests: Digests of files written by other processes: name -> digest.
+        checksums: Checksums of the segments of chunks, from all processes.
     """
     contents, request = snapshot.contents, snapshot.request
-    sealed = _native.contents.seal(contents, files, temporary, digests or {})
+    sealed = _native.contents.seal(contents, files, temporary, digests or {}, checksums)
     if request.is_item:
         write_new(temporary, sealed)
         size = _storage.of(temporary).sync_tree(temporary)

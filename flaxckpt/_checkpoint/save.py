@@ -530,5 +530,5 @@ def write_snapshot(
         commit.write_lock(request.path),
         commit.temporary_directory(snapshot) as temporary,
     ):
-        files = commit.write_files(snapshot, temporary, previous)
-        return commit.finish_checkpoint(snapshot, temporary, files)
+        files, checksums = commit.write_files(snapshot, temporary, previous)
+        return commit.finish_checkpoint(snapshot, temporary, files, checksums=checksums)

@@ -21,7 +21,7 @@ from flaxckpt._checkpoint.commit import Snapshot, Written
 from flaxckpt._distributed.messages import ApartError
 from flaxckpt._distributed.operation import Operation
 from flaxckpt._state.leaf import Leaf, LeafInfo
-from flaxckpt._types import Shape
+from flaxckpt._types import JSON, Shape
 from flaxckpt.formats import _native
 
 Named = tuple[str, Shape, Leaf]
@@ -151,8 +151,8 @@ def _lead(
     with commit.temporary_directory(snapshot) as temporary:
         try:
             operation.first("made", lambda: temporary.name)
-            files = commit.write_files(snapshot, temporary, previous)
-            written_digests = operation.gather("written")
+            files, checksums = commit.write_files(snapshot, temporary, previous)
+            reports = operation.gather("written")
         except BaseException as error:
             # Remove the directory only after the other processes stop writing to it.
             operation.fail(error, stage="written")
@@ -163,9 +163,13 @@ def _lead(
             for item in snapshot.contents.items.trees:
                 _arrays.zarr.ocdbt.merge(temporary / item, operation.count)
         digests: dict[str, str] = {}
-        for text in written_digests[1:]:
-            digests |= json.loads(text)
-        written = commit.finish_checkpoint(snapshot, temporary, files, digests)
+        others = [json.loads(text) for text in reports[1:]]
+        for report in others:
+            digests |= report["digests"]
+        checksums = _native.segments.merge(checksums, [r["segments"] for r in others])
+        written = commit.finish_checkpoint(
+            snapshot, temporary, files, digests, checksums=checksums
+        )
     operation.first("committed", lambda: str(written.size))
     return written
 
@@ -175,9 +179,9 @@ def _follow(
 ) -> Written:
     try:
         temporary = snapshot.request.path.parent / operation.first("made", str)
-        digests = _write_part(snapshot, temporary, previous, operation)
+        report = _write_part(snapshot, temporary, previous, operation)
         snapshot.request.cancellation.close()  # process 0 may commit from now on
-        operation.report("written", json.dumps(digests))
+        operation.report("written", json.dumps(report))
     except BaseException as error:
         operation.fail(error)
         if isinstance(error, Exception):
@@ -193,14 +197,15 @@ def _write_part(
     temporary: Path,
     previous: _arrays.write.Previous | None,
     operation: Operation,
-) -> dict[str, str]:
+) -> dict[str, JSON]:
     """Writes the chunks and the dataset state of this process, durably.
 
     Returns:
-        Files of the dataset iterators: name -> digest.
+        The report to process 0: the files of the dataset iterators, name -> digest; and
+        the checksums of the segments of chunks.
     """
     contents = snapshot.contents
-    commit.write_arrays(snapshot, temporary, previous, operation.check)
+    checksums = commit.write_arrays(snapshot, temporary, previous, operation.check)
     dataset = contents.items.dataset
     files = {
         f"{dataset}/{name}": content
@@ -220,7 +225,11 @@ def _write_part(
                 root / f"{_arrays.zarr.metadata.DATABASE_PART}{operation.index}"
             )
         storage.sync_directory(root)
-    return {name: _storage.files.digest(content) for name, content in files.items()}
+    digests: JSON = {
+        name: _storage.files.digest(content) for name, content in files.items()
+    }
+    segments = _native.segments.to_message(checksums)
+    return {"digests": digests, "segments": segments}
 
 
 def _sync(root: Path, snapshot: Snapshot) -> None:

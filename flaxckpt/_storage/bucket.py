@@ -123,21 +123,26 @@ class Bucket:
         stored = self._span(key, start, stop)
         return stored and stored.value[: stop - start]
 
-    def pieces(self, key: str, size: int) -> Iterator[bytes]:
-        """Yields a value part by part.
+    def pieces(
+        self, key: str, size: int, *, start: int = 0, stop: int | None = None
+    ) -> Iterator[bytes]:
+        """Yields a value, or a range of its bytes, part by part.
 
         Args:
             key: Key of the value; a missing value has no parts.
-            size: Expected size. The actual size may differ.
+            size: Expected size of the range. Its actual size may differ.
+            start: First byte.
+            stop: End of the range, exclusive; None for the end of the value.
 
         Raises:
             StoreError: The value was replaced during the read, or the store is
                 unreachable.
         """
         generation: bytes | None = None
-        for start in itertools.count(0, _PART_BYTES):
-            stop = start + _PART_BYTES
-            part = self._span(key, start, stop if stop < size else None)
+        end = start + size
+        for begin in itertools.count(start, _PART_BYTES):
+            is_last = begin + _PART_BYTES >= end
+            part = self._span(key, begin, stop if is_last else begin + _PART_BYTES)
             if part is None and generation is None:
                 return
             if part is None or generation not in (None, part.generation):
@@ -147,7 +152,7 @@ class Bucket:
                 )
             generation = part.generation
             yield part.value
-            if len(part.value) != _PART_BYTES or stop >= size:
+            if len(part.value) != _PART_BYTES or is_last:
                 return
 
     def _span(self, key: str, start: int, stop: int | None) -> StoredValue | None:

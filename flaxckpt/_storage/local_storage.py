@@ -227,14 +227,14 @@ class LocalStorage:
         finally:
             os.close(descriptor)
 
-    def read_into(self, file: Path, views: Sequence[memoryview], /) -> None:
-        wanted = sum(view.nbytes for view in views)
+    def read_into(
+        self, file: Path, views: Sequence[memoryview], /, *, offset: int, file_size: int
+    ) -> None:
         descriptor = files.open_regular_file(file, within=file.parent.parent)
         try:
             size = os.fstat(descriptor).st_size
-            if size != wanted:
-                raise ValueError(f"{file.name} has {size} bytes instead of {wanted}")
-            offset = 0
+            if size != file_size:
+                raise ValueError(f"{file.name} has {size} bytes instead of {file_size}")
             for view in views:
                 while view:
                     count = os.preadv(descriptor, [view[:_CALL_BYTES]], offset)

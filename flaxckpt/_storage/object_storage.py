@@ -165,10 +165,20 @@ class ObjectStorage:
     def read_range(self, file: RemotePath, offset: int, size: int, /) -> bytes:
         return file.store.part(file.key, offset, offset + size) or b""
 
-    def read_into(self, file: RemotePath, views: Sequence[memoryview], /) -> None:
+    def read_into(
+        self,
+        file: RemotePath,
+        views: Sequence[memoryview],
+        /,
+        *,
+        offset: int,
+        file_size: int,
+    ) -> None:
         size, wanted = 0, sum(view.nbytes for view in views)
         views = [view for view in views if view]
-        for part in file.pieces(wanted):
+        # A range that ends at the expected end is open, to notice a longer object.
+        stop = None if offset + wanted == file_size else offset + wanted
+        for part in file.pieces(wanted, start=offset, stop=stop):
             size += len(part)
             left = memoryview(part)
             while views and left:

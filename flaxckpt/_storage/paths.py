@@ -172,7 +172,9 @@ class RemotePath(_Base):
             raise _missing(self)
         return stored.value
 
-    def pieces(self, size: int) -> Iterator[bytes]:
+    def pieces(
+        self, size: int, *, start: int = 0, stop: int | None = None
+    ) -> Iterator[bytes]:
         """Yields the content of the object part by part; see `Bucket.pieces`.
 
         Raises:
@@ -181,7 +183,7 @@ class RemotePath(_Base):
                 unreachable.
         """
         piece = None
-        for piece in self.store.pieces(self.key, size):
+        for piece in self.store.pieces(self.key, size, start=start, stop=stop):
             yield piece
         if piece is None:
             raise _missing(self)

@@ -252,11 +252,22 @@ class Storage(Protocol[_Path]):
             OSError: The file cannot be read.
         """
 
-    def read_into(self, file: _Path, views: Sequence[memoryview], /) -> None:
-        """Fills `views` with the file of an array; the sizes must be equal.
+    def read_into(
+        self,
+        file: _Path,
+        views: Sequence[memoryview],
+        /,
+        *,
+        offset: int,
+        file_size: int,
+    ) -> None:
+        """Fills `views` with the bytes from `offset` of a file of an array.
+
+        A store that is asked for a part of an object does not learn its size.
 
         Raises:
-            ValueError: The sizes differ, or a link leads out of the array's parent.
+            ValueError: The file has another size than `file_size`, ends too early, or
+                is a link out of the array's parent.
             OSError: The file is missing, or cannot be read.
         """
 

@@ -243,6 +243,7 @@ _LAYOUT_PARSERS: Mapping[str, Parser] = {
     "codec": _parsing.one_of("none", "compact", "zstd"),
     "checksum": _parsing.boolean,
     "zarr_version": _parsing.one_of(2, 3),
+    "shard_axes": _parsing.axes,
 }
 
 

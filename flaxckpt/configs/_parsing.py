@@ -191,6 +191,18 @@ def steps(key: str, value: Any) -> tuple[int, ...]:
     return tuple(sorted(set(each(whole(0))(key, value))))
 
 
+def axes(key: str, value: Any) -> int | tuple[int, ...]:
+    """Parses an axis or a list of axes; negative axes count from the last."""
+
+    def axis(key: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise _type_error(key, "an axis, such as 0 or -1", value)
+        return value
+
+    is_list = isinstance(value, Collection) and not isinstance(value, str | bytes)
+    return each(axis)(key, value) if is_list else axis(key, value)
+
+
 # ---- tables --------------------------------------------------------------------------
 
 

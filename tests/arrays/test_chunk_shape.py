@@ -313,3 +313,58 @@ def cut_axis(shape, chunk):
 def is_run(shape, chunk):
     """Whether a chunk is one run of bytes of an array in C order."""
     return all(size == 1 for size in chunk[: cut_axis(shape, chunk)])
+
+
+# ---- axes that are cut later ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "cuts", "expected"),
+    [
+        ((8192, 8192), {}, (8192, 8192)),
+        # rows of a chunk are one run: nothing to do
+        ((8192, 8192), {0: 1}, (8192, 8192)),
+        # strips of columns, whose rows are one run
+        ((8192, 8192), {1: 1}, (8192, 256)),
+        ((8192, 8192), {0: 1, 1: 1}, (8192, 256)),
+        ((8192, 8200), {1: 1}, (8192, 1025)),
+        ((8192, 1000), {0: 1, 1: 1}, (8192, 125)),
+        # a part of a writer, of whom there are 8 along the second axis
+        ((8192, 1024), {0: 1, 1: 8}, (8192, 256)),
+        ((8192, 1024), {0: 1, 1: 32}, (8192, 1024)),
+        # one layer after the other, each cut along its first axis
+        ((32, 1024, 4096), {1: 1}, (1, 1024, 4096)),
+        ((32, 1024, 4096), {1: 1, 2: 1}, (1, 1024, 512)),
+        ((32, 1024, 4096), {0: 1, 2: 1}, (32, 1024, 128)),
+        # small layers stay together
+        ((32, 128, 128), {1: 1}, (32, 128, 128)),
+        ((128, 128, 128), {1: 1}, (128, 32, 128)),
+        ((4, 128, 8192), {1: 8, 2: 1}, (4, 128, 1024)),
+        ((512, 256), {0: 1, 1: 1}, (512, 256)),
+        ((50257,), {0: 1}, (50257,)),
+        ((1, 8192, 8192), {0: 1, 2: 1}, (1, 8192, 256)),
+        ((0, 8192), {0: 1, 1: 1}, (1, 8192)),
+        ((), {}, ()),
+    ],
+)
+def test_chunks_are_cut_where_meshes_will(shape, cuts, expected):
+    for ragged in (True, False):
+        found = zarr_chunk_shape.choose_chunk_shape(
+            shape, itemsize=2, max_bytes=128 * MIB, ragged=ragged, cuts=cuts
+        )
+        assert found == expected
+
+
+@given(shapes, itemsizes, st.dictionaries(st.integers(0, 3), st.integers(1, 40)))
+def test_tiles_divide_the_array_and_are_neither_small_nor_many(shape, itemsize, cuts):
+    shape = tuple(size or 1 for size in shape)
+    cuts = {axis: parts for axis, parts in cuts.items() if axis < len(shape)}
+    tile = zarr_chunk_shape.tile_shape(shape, itemsize, cuts)
+    assert all(size % part == 0 for size, part in zip(shape, tile, strict=True))
+    assert math.prod(tile) * itemsize >= MIB or tile == shape
+    first = min((axis for axis in cuts if shape[axis] > 1), default=0)
+    for axis, (dim, part) in enumerate(zip(shape, tile, strict=True)):
+        if axis in cuts:
+            assert dim == part or cuts[axis] * (dim // part) <= 32
+        else:
+            assert part == dim or (axis < first and part == 1)

@@ -201,6 +201,7 @@ any_config = st.builds(
         codec=st.sampled_from(["none", "compact", "zstd"]),
         checksum=st.booleans(),
         zarr_version=st.sampled_from([2, 3]),
+        shard_axes=st.sampled_from([(), 1, (0, -1)]),
     ),
     save_dtype=st.lists(
         st.builds(
@@ -304,6 +305,8 @@ def test_references_in_a_config_dict_are_followed():
         ({"every_secs": float("nan")}, "every_secs must be a positive number"),
         ({"every_secs": "1.2.3"}, "every_secs must be a positive number"),
         ({"layout": {"chunk_bytes": "0.3 B"}}, "layout.chunk_bytes must be a whole"),
+        ({"layout": {"shard_axes": "0"}}, "layout.shard_axes must be an axis"),
+        ({"layout": {"shard_axes": [0.5]}}, r"layout.shard_axes\[0\] must be"),
         ({"layout": {"zarr_version": True}}, "layout.zarr_version must be one of 2, 3"),
         ({"layout": [1]}, "layout must be a table"),
         ({"save_dtype": [{"pattern": ".*"}]}, r"save_dtype\[0\].dtype is missing"),

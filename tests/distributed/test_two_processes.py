@@ -1,5 +1,6 @@
 """What two processes save and restore together; see `program` for what each does."""
 
+import base64
 import json
 import stat
 
@@ -208,6 +209,10 @@ class Parts:
 def test_each_process_reads_its_share_only(job):
     for said in job[1]["sizes"]:
         assert said["share"] < 0.6
+        assert said["parts"] < 0.6  # of each chunk a half, verified
+    manifest = json.loads((job[0] / "sizes" / "columns" / "flaxckpt.json").read_text())
+    [checksums] = manifest["segments"]["crc32c"].values()
+    assert len(base64.b64decode(checksums)) == 4 * 63 * 4  # of all processes' chunks
 
 
 @pytest.mark.parametrize("count", [1, 4])

@@ -264,6 +264,9 @@ MESH = jax.make_mesh((1,), ("x",))
     chunk_text=(lambda: flaxckpt.ArrayLayout(chunk_bytes="64MB"), "got '64MB'"),
     chunk_float=(lambda: flaxckpt.ArrayLayout(chunk_bytes=1.5), "whole number of at"),
     chunk_nan=(lambda: flaxckpt.ArrayLayout(chunk_bytes=NAN), "got nan"),
+    axis_text=(lambda: flaxckpt.ArrayLayout(shard_axes="0"), "shard_axes must be"),
+    axis_float=(lambda: flaxckpt.ArrayLayout(shard_axes=(0.5,)), "got 0.5"),
+    axis_bool=(lambda: flaxckpt.ArrayLayout(shard_axes=True), "got True"),
     by_place=(lambda: flaxckpt.ArrayLayout("files"), "chunk_bytes must be a whole"),
 )
 def test_layouts_meshes_and_stores(call, says):

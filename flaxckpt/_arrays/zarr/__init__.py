@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         chunk_shape,
         metadata,
         ocdbt,
+        segments,
         writer_assignment,
     )
 
@@ -24,6 +25,7 @@ __all__ = [
     "chunk_shape",
     "metadata",
     "ocdbt",
+    "segments",
     "writer_assignment",
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 from flaxckpt import _util, errors
@@ -23,6 +24,10 @@ class ArrayLayout:
         checksum: True if every chunk ends in its CRC-32C, verified by all readers. Not
             available in zarr 2.
         zarr_version: 3, or 2 for readers without zarr 3: Orbax before 0.4.5, and T5X.
+        shard_axes: Axes along which arrays will be cut when they are restored on
+            another mesh, for example `(0, 1)`, or -1 for the last. Chunks are shaped so
+            that a process reads little more than its part. Axes that an array lacks
+            are ignored. Costs more, smaller files, which may not be mapped as a whole.
     """
 
     chunk_bytes: int = 64 * MIB
@@ -30,9 +35,15 @@ class ArrayLayout:
     codec: Literal["none", "compact", "zstd"] = "none"
     checksum: bool = True
     zarr_version: Literal[2, 3] = 3
+    shard_axes: int | Sequence[int] = ()
 
     def __post_init__(self) -> None:
         _util.arguments.check_int("chunk_bytes", self.chunk_bytes, least=1)
+        axes = self.shard_axes
+        axes = _util.arguments.check_ints(
+            "shard_axes", axes if _util.arguments.is_list(axes) else (axes,)
+        )
+        object.__setattr__(self, "shard_axes", axes)
         for name, allowed in (
             ("store", ("auto", "files", "ocdbt")),
             ("codec", ("none", "compact", "zstd")),
@@ -42,6 +53,12 @@ class ArrayLayout:
                 raise errors.OptionError(
                     f"{name} must be one of {allowed}, got {getattr(self, name)!r}"
                 )
+
+    def axes_of(self, rank: int) -> tuple[int, ...]:
+        """Returns `shard_axes` in an array of `rank` axes, counted from the first."""
+        axes = self.shard_axes
+        assert not isinstance(axes, int), axes
+        return tuple([a % rank for a in axes if -rank <= a < rank])
 
     @property
     def encoding(self) -> metadata.Encoding:

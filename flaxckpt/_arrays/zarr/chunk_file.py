@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-import crc32c
 import numpy as np
 
 from flaxckpt import _storage
+from flaxckpt._arrays.zarr import segments
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 
@@ -46,23 +46,33 @@ class Block(NamedTuple):
         path: The file.
         size: Size of the block in bytes, without the checksum.
         has_checksum: True if the CRC-32C of the block follows, little endian.
+        segment_bytes: Size of segments that are verified on their own; 0 if there are
+            none.
+        checksums: Checksums of the segments, without the last.
     """
 
     path: Path
     size: int
     has_checksum: bool
+    segment_bytes: int = 0
+    checksums: Sequence[int] = ()
 
     @property
     def file_size(self) -> int:
         """Size of the whole file in bytes."""
         return self.size + CHECKSUM_BYTES * self.has_checksum
 
+    @property
+    def verified_at_once(self) -> int:
+        """Bytes of the smallest part that can be verified; 1 without a checksum."""
+        if not self.has_checksum:
+            return 1
+        return self.segment_bytes if self.checksums else max(self.size, 1)
+
 
 def checksum(parts: Sequence[memoryview]) -> bytes:
     """Returns the CRC-32C of the concatenated `parts`."""
-    value = 0
-    for part in parts:
-        value = crc32c.crc32c(part, value)
+    [value] = segments.running_checksums(parts, sys.maxsize)
     return value.to_bytes(CHECKSUM_BYTES, "little")
 
 
@@ -160,18 +170,33 @@ def empty(size: int) -> Bytes:
     return memory[start : start + size]
 
 
-def read(block: Block, into: Sequence[memoryview], *, verify: bool) -> None:
-    """Reads a block into the memory `into`, of the size of the block.
+def read(
+    block: Block, into: Sequence[memoryview], *, verify: bool, start: int = 0
+) -> None:
+    """Reads a part of a block into the memory `into`.
+
+    Args:
+        block: The block.
+        into: Memory of the size of the part.
+        verify: True to compare the part with its checksums. The part then begins and
+            ends between segments, or is the whole block.
+        start: First byte of the part.
 
     Raises:
-        ValueError: The file has another size, or fails its checksum.
+        ValueError: The file has another size, or fails a checksum.
         OSError: The file is missing or unreadable.
     """
-    tail = np.empty(block.file_size - block.size, np.uint8)
+    stop = start + sum(view.nbytes for view in into)
+    verify = verify and block.has_checksum
+    # Reading a whole file tells its size, also in stores.
+    with_tail = stop == block.size and (verify or not start)
+    tail = np.empty(CHECKSUM_BYTES * (block.has_checksum and with_tail), np.uint8)
     path = block.path
-    _storage.of(path).read_into(path, [*into, tail.data])
-    if verify and block.has_checksum:
-        check(path.name, into, tail.tobytes())
+    _storage.of(path).read_into(
+        path, [*into, tail.data], offset=start, file_size=block.file_size
+    )
+    if verify:
+        check(block, into, tail.tobytes(), start=start)
 
 
 def read_small(path: Path) -> bytes:
@@ -268,24 +293,35 @@ def map_range(descriptor: int, offset: int, size: int) -> Bytes | None:
     return content[before:] if address == start and _can_read(content) else None
 
 
-def verify_mapped(block: Block, content: Bytes) -> None:
-    """Compares a mapped block with its checksum.
+def verify_mapped(
+    block: Block, content: Bytes, start: int = 0, stop: int | None = None
+) -> None:
+    """Compares a mapped block, or a part of it, with its checksums.
+
+    Args:
+        block: The block.
+        content: The whole block.
+        start: First byte of the part, a multiple of `block.verified_at_once`.
+        stop: End of the part: such a multiple, or None for the end of the block.
 
     Raises:
-        ValueError: The block has changed since it was written.
-        OSError: The block or its checksum cannot be read.
+        ValueError: The part has changed since it was written.
+        OSError: The part or its checksum cannot be read.
     """
     if not block.has_checksum:
         return
-    if not _can_read(content):
+    stop = block.size if stop is None else stop
+    part = content[start:stop]
+    if not _can_read(part):
         raise OSError(errno.EIO, "a part of the file cannot be read", str(block.path))
-    with _open(block) as file:
-        tail = b""
-        while part := os.pread(
-            file, CHECKSUM_BYTES - len(tail), block.size + len(tail)
-        ):
-            tail += part
-    check(block.path.name, [content.data], tail)
+    tail = b""
+    if stop == block.size:
+        with _open(block) as file:
+            while left := os.pread(
+                file, CHECKSUM_BYTES - len(tail), block.size + len(tail)
+            ):
+                tail += left
+    check(block, [part.data], tail, start=start)
 
 
 def _can_read(content: Bytes) -> bool:
@@ -303,18 +339,38 @@ def _can_read(content: Bytes) -> bool:
     return not (failed and ctypes.get_errno() == errno.EFAULT)
 
 
-def check(name: str, parts: Sequence[memoryview], recorded: bytes) -> None:
-    """Compares the content of the block `name` with its checksum.
+def check(
+    block: Block, parts: Sequence[memoryview], tail: bytes, *, start: int = 0
+) -> None:
+    """Compares the content of a block, or of some of its segments, with the checksums.
+
+    Args:
+        block: The block.
+        parts: The content.
+        tail: The checksum of the whole block; empty if the content ends before.
+        start: First byte of the content in the block.
 
     Raises:
-        ValueError: The block has changed since it was written.
+        ValueError: The content has changed since it was written.
     """
-    actual = checksum(parts)
-    if actual != recorded:
-        raise ValueError(
-            f"{name} has changed since it was written: its CRC-32C is"
-            f" {actual[::-1].hex()} instead of {recorded[::-1].hex()}"
-        )
+    size = sum(part.nbytes for part in parts)
+    if size == block.size:  # its own checksum covers all segments
+        first, recorded, nbytes = 0, [int.from_bytes(tail, "little")], block.size
+    else:
+        first, nbytes = start // block.segment_bytes, block.segment_bytes
+        recorded = [*block.checksums[first : -(-(start + size) // nbytes)]]
+        recorded += [int.from_bytes(tail, "little")] * bool(tail)
+    found = segments.running_checksums(
+        parts, nbytes or sys.maxsize, block.checksums[first - 1] if first else 0
+    )
+    for n, (actual, wanted) in enumerate(zip(found, recorded, strict=True), first):
+        if actual != wanted:
+            where = f" in bytes {n * nbytes} to {min((n + 1) * nbytes, block.size)}"
+            raise ValueError(
+                f"{block.path.name} has changed since it was written"
+                f"{where if size < block.size else ''}: its CRC-32C is"
+                f" {actual:08x} instead of {wanted:08x}"
+            )
 
 
 @contextlib.contextmanager

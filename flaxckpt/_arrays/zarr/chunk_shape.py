@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 # Chunk counts that are never too many: in all, and as a multiple of the minimal
@@ -22,6 +23,15 @@ _AS_GOOD = 2
 
 _PAGE_BYTES = (16_384, 4_096)
 """Sizes of memory pages; multiples of the first suit more machines."""
+
+
+_LEAST_TILE_BYTES = 2**20
+"""Parts for later cuts are not smaller."""
+
+_LEAST_ROW_BYTES = 8 * _LEAST_TILE_BYTES
+
+_MOST_PARTS = 32
+"""Parts along an axis that is cut later, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +111,11 @@ def choose_chunk_shape(
     itemsize: float,
     max_bytes: float,
     ragged: bool = False,
+    cuts: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[int, ...]:
     """Cuts `write_shape` into chunks of at most `max_bytes` each.
+
+    With `cuts`, the rules below apply to a tile: see `tile_shape`.
 
     An array that fits is a single chunk. Other arrays are cut along the first axis with
     rows that fit, and axes before into single rows: so each chunk is a contiguous run
@@ -139,6 +152,8 @@ def choose_chunk_shape(
         max_bytes: Bound on a chunk, in bytes before compression.
         ragged: True if chunk sizes need not divide. Only safe if `write_shape` is the
             whole array, without another writer next to the last chunk.
+        cuts: Axis that will be cut when the array is read -> number of parts along it,
+            of all writers.
 
     Returns:
         A shape of the same rank, with sizes of at least 1. A chunk is larger than
@@ -153,7 +168,11 @@ def choose_chunk_shape(
     _check_shape(write_shape)
     if itemsize <= 0 or max_bytes <= 0:
         raise ValueError(f"want positive sizes, got {itemsize=} and {max_bytes=}")
-    shape = tuple(max(1, dim) for dim in write_shape)
+    whole = tuple(max(1, dim) for dim in write_shape)
+    shape = tile_shape(whole, itemsize, cuts)
+    # A chunk that does not divide its tile is no part of a tile.
+    sizes = zip(shape, whole, strict=True)
+    ragged = ragged and all(size in (1, dim) for size, dim in sizes)
     size = math.prod(shape)
     limit = max(1, int(max_bytes // itemsize))
     if size <= limit:
@@ -177,6 +196,44 @@ def choose_chunk_shape(
     if chunk_count(shape, chunk) <= few:
         return chunk
     return dividing[min(n for n in dividing if n * few >= size)]
+
+
+def tile_shape(
+    shape: Sequence[int], itemsize: float, cuts: Mapping[int, int]
+) -> tuple[int, ...]:
+    """Returns the shape of the tiles of a part of an array that is cut later.
+
+    Tiles divide the part, into 1 MiB or more each. A cut along the first axis of a tile
+    leaves runs of bytes, so it needs no tiles. Along the other axes of `cuts`, the
+    array is divided by its smallest prime factors into up to 32 tiles, first along the
+    axis with the fewest. The first of `cuts` becomes the first axis of the tiles if a
+    single row of the axes before has 8 MiB.
+
+    Args:
+        shape: Shape of the part of a writer, at least 1 along each axis.
+        itemsize: Bytes per element, as stored; may be a fraction.
+        cuts: Axis that is cut later -> number of parts along it, of all writers.
+    """
+    tile = list(shape)
+    axes = sorted(axis for axis in cuts if shape[axis] > 1)
+    if axes and math.prod(shape[axes[0] :]) * itemsize >= _LEAST_ROW_BYTES:
+        tile[: axes[0]] = [1] * axes[0]
+        axes = axes[1:]
+    elif axes and math.prod(shape[: axes[0]]) == 1:
+        axes = axes[1:]
+
+    def parts(axis: int) -> int:
+        return cuts[axis] * (shape[axis] // tile[axis])
+
+    while axes:
+        axis = min(axes, key=parts)
+        factor = next((n for n in _divisors(tile[axis]) if n > 1), _MOST_PARTS + 1)
+        smallest = math.prod(tile) * itemsize / factor
+        if parts(axis) * factor > _MOST_PARTS or smallest < _LEAST_TILE_BYTES:
+            axes.remove(axis)
+        else:
+            tile[axis] //= factor
+    return tuple(tile)
 
 
 def chunk_count(shape: Sequence[int], chunk: Sequence[int]) -> int:

@@ -12,12 +12,13 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from flaxckpt import _state, _storage
+from flaxckpt._arrays.zarr.segments import Segments
 from flaxckpt._types import JSON, Shape
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class RawArray(NamedTuple):
         ocdbt: True if `root` is a database.
         encoding: Encoding of the chunks.
         digests: File of the database -> digest; empty if not recorded.
+        segments: Checksums of the segments of the chunks; None if not recorded.
     """
 
     root: Path
@@ -93,6 +95,7 @@ class RawArray(NamedTuple):
     ocdbt: bool
     encoding: Encoding
     digests: Mapping[str, str] = MappingProxyType({})
+    segments: Segments | None = None
 
 
 def is_raw(encoding: Encoding, shape: Shape, dtype: str) -> bool:
@@ -272,6 +275,14 @@ def within(inner: Region, outer: Region) -> tuple[Any, ...]:
 def extent(region: Region) -> Shape:
     """Returns the shape of a region."""
     return tuple(stop - start for start, stop in region)
+
+
+def enclosing(regions: Sequence[Region]) -> Region:
+    """Returns the smallest region that contains all `regions`."""
+    return tuple(
+        (min(start for start, _ in bounds), max(stop for _, stop in bounds))
+        for bounds in zip(*regions, strict=True)
+    )
 
 
 class Chunk(NamedTuple):

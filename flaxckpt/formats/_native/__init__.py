@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         names,
         orbax_files,
         orbax_json,
+        segments,
     )
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "names",
     "orbax_files",
     "orbax_json",
+    "segments",
 ]
 
 if not TYPE_CHECKING:

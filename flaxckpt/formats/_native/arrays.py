@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._arrays.zarr.metadata import RawArray
+from flaxckpt._arrays.zarr.segments import Segments
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.formats import _plain
@@ -231,6 +232,7 @@ class Arrays:
         digests: File of an array or the database -> recorded digest.
         is_checked: True if the forms come from the arrays' own metadata.
         blosc: Names of arrays in a database compressed by blosc, as far as known.
+        segments: Leaf path -> checksums of the segments of its chunks.
     """
 
     root: Path
@@ -241,6 +243,7 @@ class Arrays:
     digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_checked: bool = False
     blosc: Collection[str] = ()
+    segments: Mapping[LeafPath, Segments] = dataclasses.field(default_factory=dict)
 
     def open(
         self, name: str, form: ArrayForm, checkpoint: Path, context: ts.Context
@@ -300,7 +303,14 @@ class Arrays:
             self.encoding, *form
         ):
             return None
-        return RawArray(self.root, name, self.ocdbt, self.encoding, self.digests)
+        return RawArray(
+            self.root,
+            name,
+            self.ocdbt,
+            self.encoding,
+            self.digests,
+            self.segments.get(info.path),
+        )
 
 
 class _DigestChecks:

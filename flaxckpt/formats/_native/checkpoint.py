@@ -235,6 +235,7 @@ def _item_table(
             for name, digest in digests.items()
             if not manifest.ocdbt or _DATABASE.fullmatch(name)
         },
+        segments=manifest.segments,
     )
     return native_arrays.leaf_table(path, names, infos, arrays, strings)
 

@@ -18,6 +18,7 @@ from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats._native import items, orbax_files, orbax_json
 from flaxckpt.formats._native import manifest as native_manifest
 from flaxckpt.formats._native import metadata as native_metadata
+from flaxckpt.formats._native import segments as native_segments
 from flaxckpt.formats._native.items import METRICS, Items
 from flaxckpt.formats._reader import Lineage
 
@@ -63,6 +64,10 @@ class Contents:
     lineage: Sequence[Lineage] = ()
     transforms: Sequence[str] = ()
     is_item: bool = False
+
+    def segment_bytes(self) -> int | None:
+        """Returns the bytes of the segments of chunks; None for no segments."""
+        return native_segments.choose_bytes(self.infos, self.encoding, ocdbt=self.ocdbt)
 
 
 def make_files(contents: Contents) -> dict[str, bytes]:
@@ -144,6 +149,7 @@ def seal(
     files: Mapping[str, bytes],
     root: Path,
     digests: Mapping[str, str] = MappingProxyType({}),
+    checksums: _arrays.write.Checksums | None = None,
 ) -> dict[str, bytes]:
     """Returns the manifest and the file with its digest: relative path -> content.
 
@@ -159,6 +165,7 @@ def seal(
         files: Result of `make_files`.
         root: The directory with the arrays.
         digests: Digests of files written by other processes: name -> digest.
+        checksums: Checksums of the segments of chunks, from all processes.
 
     Raises:
         SaveFailedError: `read` would not accept the manifest.
@@ -170,7 +177,7 @@ def seal(
     }
     recorded |= {**digests, **_digests_of_arrays(contents, root)}
     with _trial_parse(orbax_json.MANIFEST) as parse:
-        manifest = _manifest_text(contents, recorded)
+        manifest = _manifest_text(contents, recorded, checksums)
         native_manifest.check_readable(parse(manifest), contents.infos)
     return {orbax_json.MANIFEST: manifest, seal_name(recorded): commit_marker(manifest)}
 
@@ -238,8 +245,21 @@ def _checkpoint_metadata(contents: Contents) -> bytes:
     )
 
 
-def _manifest_text(contents: Contents, digests: Mapping[str, str]) -> bytes:
+def _manifest_text(
+    contents: Contents,
+    digests: Mapping[str, str],
+    checksums: _arrays.write.Checksums | None = None,
+) -> bytes:
     optional: dict[str, JSON] = {}
+    segments = native_segments.row(
+        contents.infos,
+        contents.items,
+        contents.encoding,
+        contents.segment_bytes() if checksums else None,
+        checksums or {},
+    )
+    if segments is not None:
+        optional[native_segments.KEY] = segments
     if contents.lineage:
         optional["lineage"] = [origin._asdict() for origin in contents.lineage]
     if contents.transforms:
