@@ -28,7 +28,7 @@ from flaxckpt._arrays.zarr import segments as zarr_segments
 from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
 from flaxckpt._arrays.zarr.segments import Segments
 from flaxckpt._state.leaf import LeafInfo
-from flaxckpt.formats._native import checkpoint as native_checkpoint
+from flaxckpt.formats._native import contents as native_contents
 from flaxckpt.formats._native import orbax_json
 from tests.helpers import faulty_store as faulty
 from tests.helpers import orbax_readers
@@ -346,7 +346,7 @@ def test_a_part_of_a_chunk_is_all_that_is_read(tmp_path, items):
 
 def test_checkpoints_without_the_checksums_are_read_chunk_by_chunk(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_checkpoint.Contents, "segment_bytes", lambda self: None)
+        patch.setattr(native_contents.Contents, "segment_bytes", lambda self: None)
         path = saved(tmp_path / "c", {"w": ramp(1024, 1024)})
     assert "segments" not in manifest(path)
     wanted = placed({"w": ramp(1024, 1024)}, NamedSharding(mesh(8), P("x")))
@@ -374,7 +374,7 @@ def test_malformed_checksums_are_damage(tmp_path, segments):
     path = saved(tmp_path / "c", {"w": ramp(1024, 1024)})
     text = orbax_json.dumps(manifest(path) | {"segments": segments})
     (path / "flaxckpt.json").write_bytes(text)
-    seal = native_checkpoint.commit_marker(text)
+    seal = native_contents.commit_marker(text)
     (path / "commit_success.txt").write_bytes(seal)
     with pytest.raises(errors.DamagedCheckpointError, match="is not a manifest"):
         flaxckpt.load(path)
