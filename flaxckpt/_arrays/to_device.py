@@ -105,7 +105,12 @@ def _to_devices(blocks: Mapping[Region, Array], wanted: LeafInfo) -> jax.Array:
         and entire is not None
         and len(sharding.device_set) == 1
     ):
-        placed = _put(entire, sharding)
+        placed = (
+            # Three times as fast as device_put, for the thousands of small arrays.
+            jax.make_array_from_callback(entire.shape, sharding, lambda _: entire)
+            if 0 < entire.nbytes < _COPIED_BELOW
+            else _put(entire, sharding)
+        )
     else:
         indices = sharding.addressable_devices_indices_map(wanted.shape)
         placed = jax.make_array_from_single_device_arrays(
