@@ -73,6 +73,8 @@ class SaveInterval:
             )
         if mtbf_secs is not None:
             _util.arguments.check_positive("mtbf_secs", mtbf_secs)
+            if not math.isfinite(mtbf_secs):
+                raise errors.OptionError("mtbf_secs must be finite: leave it out")
         self._overhead = overhead
         self._mtbf_secs = mtbf_secs
         self._clock = clock

@@ -80,9 +80,9 @@ def _make(name: str, hint: Any, default: Any) -> click.Parameter:
             type=kind,
             nargs=-1 if is_list else 1,
             callback=_to_list if is_list else None,
-            required=is_required,
-            default=None if is_required else default,
             metavar=metavar if is_required else f"[{metavar}]",
+            # A default, even None, would satisfy click for a required argument.
+            **({"required": True} if is_required else {"default": default}),
         )
     return click.Option(
         [*declared.names, name],

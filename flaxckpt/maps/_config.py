@@ -98,6 +98,31 @@ def look_up(config: Mapping[str, Any], key: str) -> Any:
     return value
 
 
+def with_old_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration with the keys of transformers 4 for rotary embeddings.
+
+    transformers 5 calls `rope_scaling` `rope_parameters`, and versions before 4.43 call
+    the key `rope_type` in it `type`.
+
+    Raises:
+        OptionError: Two keys name different types of rotary embeddings.
+    """
+    found: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        for name in ("rope_type", "type"):
+            kind = look_up(config, f"{key}.{name}")
+            if kind is not None:
+                found[f"{key}.{name}"] = kind
+    if not found:
+        return dict(config)
+    if len(set(map(str, found.values()))) > 1:
+        listed = " and ".join(f"{key} {kind!r:.40}" for key, kind in found.items())
+        raise errors.OptionError(f"the config contradicts itself: it has {listed}")
+    kind = next(iter(found.values()))
+    scaling = config.get("rope_scaling") or config["rope_parameters"]
+    return {**config, "rope_scaling": {**scaling, "rope_type": kind}}
+
+
 def with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a configuration with other values of keys, dotted as in `look_up`."""
     changed = dict(config)

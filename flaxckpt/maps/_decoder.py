@@ -76,7 +76,9 @@ LINEN = (
     ),
     Tensor(f"{_LAYER}.{_NORMS}.weight", f"model/layers/{{i}}/{_NORMS}/weight"),
     Tensor("model.norm.weight", "model/norm/weight"),
-    Tensor("lm_head.weight", "lm_head/kernel", "v e -> e v", f"not {TIED}", True),
+    Tensor(
+        "lm_head.weight", "lm_head/kernel", "v e -> e v", f"not {TIED}", is_head=True
+    ),
 )
 
 LINEN_UNTIED = (

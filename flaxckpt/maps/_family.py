@@ -42,6 +42,7 @@ class Tensor(NamedTuple):
         form: The axes of both, in einops notation; None if they are equal.
         when: The condition on the configuration under which there is such a tensor.
         optional: True if checkpoints may lack it, such as a head.
+        is_head: True if only checkpoints of the base model alone lack it.
         times: The size whose power `exponent` the values are multiplied with.
         exponent: See `times`.
         factor_dtype: The type that this factor is rounded to, if any.
@@ -53,6 +54,7 @@ class Tensor(NamedTuple):
     form: str | None = None
     when: str = ""
     optional: bool = False
+    is_head: bool = False
     times: str | None = None
     exponent: float = 1
     factor_dtype: str | None = None
@@ -266,7 +268,7 @@ class Family:
                 f"the config is of a {found!r:.80}, wanted"
                 f" {' or '.join(map(repr, self.model_types))}: {advice}"
             )
-        content = {**self.defaults, **content}
+        content = {**self.defaults, **_config.with_old_keys(content)}
         for condition, why in self.refused.items():
             if _config.holds(content, condition):
                 key = condition.removeprefix("not ").partition("=")[0]
@@ -356,7 +358,9 @@ class Family:
         source = bases[0].apply(tensor.source.replace(".", "/"))
         target = bases[1].apply(tensor.target)
         target = f"{prefix}/{target}" if prefix else target
-        return Row(source, target, tensor.form, tensor.optional)
+        is_base_alone = "" in (bases[0].new, bases[1].new)
+        optional = tensor.optional or (tensor.is_head and is_base_alone)
+        return Row(source, target, tensor.form, optional)
 
 
 class _Base(NamedTuple):

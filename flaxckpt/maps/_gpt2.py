@@ -24,8 +24,11 @@ GPT2 = Family(
             *linear(f"{_LAYER}.{{m:attn.c_attn|attn.c_proj|mlp.c_fc|mlp.c_proj}}"),
             *norm(f"{_LAYER}.{{n:ln_1|ln_2}}"),
             *norm("transformer.ln_f"),
-            *linear(
-                "lm_head", when="not tie_word_embeddings", bias=False, optional=True
+            *(
+                tensor._replace(is_head=True)
+                for tensor in linear(
+                    "lm_head", when="not tie_word_embeddings", bias=False
+                )
             ),
         ),
     },

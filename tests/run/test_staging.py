@@ -19,7 +19,7 @@ from flaxckpt import _storage, errors
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import store_requests
-from flaxckpt._util import processes as util_processes
+from flaxckpt._util import job as util_job
 from flaxckpt.configs import CheckpointConfig
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
@@ -797,7 +797,7 @@ def test_staging_that_cannot_be_is_refused(tmp_path):
 
 
 def test_staging_is_for_one_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(util_processes, "is_distributed", lambda: True)
+    monkeypatch.setattr(util_job, "is_distributed", lambda: True)
     with pytest.raises(errors.OptionError, match="supports only one process"):
         flaxckpt.Checkpointer(tmp_path / "run", staging=tmp_path / "ssd")
 

@@ -151,6 +151,7 @@ def test_the_callback_measures_saves_and_reports_its_choice(
         {"overhead": 1},
         {"overhead": "1 %"},
         {"mtbf_secs": 0, "overhead": 0.01},
+        {"mtbf_secs": float("inf"), "overhead": 0.01},
         {"mtbf_secs": 3600.0},
     ],
 )
