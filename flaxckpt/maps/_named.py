@@ -230,7 +230,9 @@ def _candidates(
         make = functools.partial(family, config, target=layout, prefix=root)
         names = [tensor.target for tensor in family.tables[layout]]
         yield _Candidate(layout, root, make, _matches(names, root, table))
-        if base := family.target_bases.get(layout):  # the base model alone
+        base = family.target_bases.get(layout)
+        # Below the base's name is a whole model, which perhaps has lost its head.
+        if base and (prefix is not None or root.rpartition("/")[2] != base):
             alone = functools.partial(make, source_base="", target_base="")
             names = [name.removeprefix(f"{base}/") for name in names]
             yield _Candidate(layout, root, alone, _matches(names, root, table))

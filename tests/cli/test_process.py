@@ -70,6 +70,13 @@ def test_every_verb_has_json_and_help_with_an_example(verb, command):
     assert not line.endswith("...")
 
 
+@pytest.mark.parametrize("verb", sorted({*VERBS} - {"doctor"}))
+def test_every_verb_wants_its_arguments(verb, command):
+    result = command(verb, code=2)
+    assert "Missing argument" in result.stderr
+    assert f"flaxckpt {verb} --help" in result.stderr
+
+
 def test_exit_codes_of_the_process(here):
     found = run("verify", "run", "--json")
     assert (found.returncode, found.stderr) == (0, "")

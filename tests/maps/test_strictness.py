@@ -331,3 +331,71 @@ def test_a_number_in_the_checkpoint_may_be_huge_as_well(tmp_path):
     )
     assert seconds < 20
     assert f"{BILLION - 2} leaves are missing:\n  l/1" in message
+
+
+# ---- heads of untied models ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", maps.llama.targets)
+def test_an_untied_model_without_its_head_is_refused_both_ways(tmp_path, target):
+    whole = write(tmp_path / "whole", {**published(), HEAD: np.ones((11, 6), "f4")})
+    lacking = write(tmp_path / "lacking", published(), UNTIED)
+    (whole / "config.json").write_text(json.dumps(UNTIED))
+    changes = maps.llama(UNTIED, target=target, prefix="params")
+    with pytest.raises(errors.OptionError, match="lm_head/weight"):
+        flaxckpt.load(lacking, transforms=changes)
+    state = flaxckpt.load(whole, transforms=changes)
+    head = next(
+        path for path in flatten(state) if "lm_head" in path or "logits" in path
+    )
+    flaxckpt.save(tmp_path / "run", state)
+    with pytest.raises(errors.OptionError, match=r"lm_head|logits_dense"):
+        flaxckpt.export_huggingface(
+            tmp_path / "run",
+            tmp_path / "out",
+            config=UNTIED,
+            transforms=[drop(head)],
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_base_model_alone_has_no_head(tmp_path):
+    base = {path.removeprefix("model/"): x for path, x in published().items()}
+    source = write(tmp_path / "base", base, UNTIED)
+    changes = maps.llama(UNTIED, target="linen", source_base="", target_base="")
+    state = flaxckpt.load(source, transforms=changes)
+    assert flatten(state).keys() >= {"embed_tokens/embedding", "norm/weight"}
+
+
+# ---- keys of the configuration -------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["maxtext", "maxtext-scanned"])
+def test_rotary_scaling_has_several_spellings_and_one_meaning(tmp_path, target):
+    source = write(tmp_path / "source", published())
+
+    def load(**config):
+        changes = maps.llama({**CONFIG, **config}, target=target)
+        return flatten(flaxckpt.load(source, transforms=changes))
+
+    plain = load(rope_scaling=None)
+    scaled = load(rope_scaling={"rope_type": "llama3", "factor": 8.0})
+    query = next(path for path in plain if path.endswith("query/kernel"))
+    assert not np.array_equal(plain[query], scaled[query])
+    theta = {"rope_theta": 5e5, "factor": 8.0}
+    for config in (
+        {"rope_scaling": {"type": "llama3"}},
+        {"rope_parameters": {"rope_type": "llama3", **theta}},
+        {"rope_parameters": {"rope_type": "llama3"}, "rope_scaling": None},
+    ):
+        assert_equal(scaled, load(**config))
+    for config in (
+        {"rope_parameters": {"rope_type": "default", **theta}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    ):
+        assert_equal(plain, load(**config))
+    with pytest.raises(errors.OptionError, match="contradicts itself"):
+        load(
+            rope_parameters={"rope_type": "default"},
+            rope_scaling={"rope_type": "llama3"},
+        )
