@@ -441,7 +441,7 @@ def test_a_name_needs_a_config_that_fits(tmp_path):
     refuse(tmp_path, match="'auto' or one of", map="lama", config=model)
     refuse(tmp_path, match="'mamba'", map="auto", config={"model_type": "mamba"})
     refuse(
-        tmp_path, match="29 leaves are missing", map="auto", config=model, prefix="p"
+        tmp_path, match="30 leaves are missing", map="auto", config=model, prefix="p"
     )
     refuse(tmp_path, match="no target 'x'", map="auto", config=model, target="x")
     refuse(tmp_path, match="name of a map", map=changes, target="linen")
