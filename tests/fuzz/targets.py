@@ -27,7 +27,7 @@ from flaxckpt._state import classes as state_classes
 from flaxckpt._steps import index as steps_index
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._steps import names as steps_names
-from flaxckpt.datasets import _json_codec
+from flaxckpt.datasets import _files, _json_codec
 from tests import GOLDEN
 
 CORPUS: Final = Path(__file__).parent / "corpus"
@@ -366,9 +366,7 @@ def dataset(data: bytes) -> None:
     files = {names[data[0] % 2]: data[1:]}
     iterator = AnyState(b"" if data[0] & 2 else {})
     with only_ours():
-        flaxckpt.datasets._files.set_state(
-            iterator, {names[0]: b"{}", **files}, path=Path("step")
-        )
+        _files.set_state(iterator, {names[0]: b"{}", **files}, path=Path("step"))
 
 
 @target("json", head=1)
