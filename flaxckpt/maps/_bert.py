@@ -9,7 +9,7 @@ Sources:
 from __future__ import annotations
 
 from flaxckpt.maps._family import Family, Tensor
-from flaxckpt.maps._modules import array, embedding, linear, norm
+from flaxckpt.maps._modules import array, embedding, head, linear, norm
 
 OLD_NAMES = {"LayerNorm/gamma": "LayerNorm/weight", "LayerNorm/beta": "LayerNorm/bias"}
 
@@ -23,7 +23,11 @@ def encoder(base: str) -> tuple[Tensor, ...]:
         *linear(f"{layer}.attention.self.{{p:query|key|value}}"),
         *linear(f"{layer}.{{d:attention.output|intermediate|output}}.dense"),
         *norm(f"{layer}.{{n:attention.output|output}}.LayerNorm"),
-        *linear(f"{base}.pooler.dense", optional=True),
+        *head(
+            linear(f"{base}.pooler.dense"),
+            "BertForSequenceClassification|BertForMultipleChoice"
+            "|BertForNextSentencePrediction|BertForPreTraining",
+        ),
     )
 
 
@@ -51,16 +55,25 @@ BERT = Family(
     tables={
         "linen": (
             *encoder("bert"),
-            *linear(f"{_TRANSFORM}.dense", optional=True),
-            *norm(f"{_TRANSFORM}.LayerNorm", optional=True),
-            *array("cls.predictions.bias", optional=True),
-            *linear(
-                "cls.predictions.decoder",
-                when="not tie_word_embeddings",
-                bias=False,
-                optional=True,
+            *head(
+                (
+                    *linear(f"{_TRANSFORM}.dense"),
+                    *norm(f"{_TRANSFORM}.LayerNorm"),
+                    *array("cls.predictions.bias"),
+                    *linear(
+                        "cls.predictions.decoder",
+                        when="not tie_word_embeddings",
+                        bias=False,
+                    ),
+                ),
+                "ForMaskedLM|ForPreTraining|BertLMHeadModel",
             ),
-            *linear("{h:cls.seq_relationship|classifier|qa_outputs}", optional=True),
+            *head(
+                linear("cls.seq_relationship"),
+                "ForNextSentencePrediction|ForPreTraining",
+            ),
+            *head(linear("classifier"), "Classification|ForMultipleChoice"),
+            *head(linear("qa_outputs"), "ForQuestionAnswering"),
         ),
     },
     defaults={"tie_word_embeddings": True},

@@ -25,6 +25,8 @@ class Side:
         advice: What to do if the leaves have the names in `base`.
         excluded: The names of other leaves of the family, each with the condition under
             which a model has them.
+        heads: The names of leaves that a model may lack, each with the condition under
+            which it may, which does not hold.
         ignored: Pattern of the leaf paths that are left out.
     """
 
@@ -32,6 +34,7 @@ class Side:
     base: Mapping[str, str]
     advice: str
     excluded: Mapping[str, str]
+    heads: Mapping[str, str]
     ignored: str = ""
 
     def check(self, title: str, config: Mapping[str, Any], table: LeafTable) -> None:
@@ -55,6 +58,18 @@ class Side:
                 + "\nPass the config of this model, or correct it: for instance,"
                 " tie_word_embeddings is False for a head that was trained apart. Or"
                 " drop the leaves first: drop(pattern)."
+            )
+        missing = {
+            name: _config.describe_fault(config, condition)
+            for name, condition in self.heads.items()
+            if not any(map(_pattern([name]).fullmatch, table))
+        }
+        if missing:
+            raise errors.OptionError(
+                f"{title}: the leaves of a head are missing:\n"
+                + errors.rows(f"{name}: {why}" for name, why in missing.items())
+                + "\nAdd them. Or pass the config of a model without this head: its"
+                " architectures say which class it is."
             )
 
 

@@ -9,7 +9,7 @@ Sources:
 from __future__ import annotations
 
 from flaxckpt.maps._family import Family, Tensor
-from flaxckpt.maps._modules import array, embedding, linear, norm, under
+from flaxckpt.maps._modules import array, embedding, head, linear, norm, under
 
 
 def _encoder(layer: str) -> tuple[Tensor, ...]:
@@ -26,7 +26,7 @@ _TEXT_MODEL = (
     *embedding("text_model.embeddings.{w:token|position}_embedding"),
     *_encoder("text_model.encoder.layers.{i}"),
     *norm("text_model.final_layer_norm"),
-    *linear("text_projection", bias=False, optional=True),
+    *head(linear("text_projection", bias=False), "CLIPModel|WithProjection"),
 )
 _VISION_MODEL = (
     *array(f"{_VISION}.class_embedding"),
@@ -38,7 +38,7 @@ _VISION_MODEL = (
     *embedding(f"{_VISION}.position_embedding"),
     *_encoder("vision_model.encoder.layers.{j}"),
     *norm("vision_model.{n:pre_layrnorm|post_layernorm}"),
-    *linear("visual_projection", bias=False, optional=True),
+    *head(linear("visual_projection", bias=False), "CLIPModel|WithProjection"),
 )
 
 
@@ -68,7 +68,7 @@ CLIP = Family(
         "linen": (
             *under("not model_type=clip_vision_model", _TEXT_MODEL),
             *under("not model_type=clip_text_model", _VISION_MODEL),
-            *array("logit_scale", optional=True),
+            *head(array("logit_scale"), "CLIPModel"),
         )
     },
     ignored=r"(text|vision)_model/embeddings/position_ids",

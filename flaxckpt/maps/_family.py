@@ -41,8 +41,9 @@ class Tensor(NamedTuple):
         target: Its leaf path in the target layout.
         form: The axes of both, in einops notation; None if they are equal.
         when: The condition on the configuration under which there is such a tensor.
-        optional: True if checkpoints may lack it, such as a head.
-        is_head: True if only checkpoints of the base model alone lack it.
+        optional: True if checkpoints may lack it, or the condition on the
+            configuration under which they may.
+        is_head: True if checkpoints of the base model alone lack it.
         times: The size whose power `exponent` the values are multiplied with.
         exponent: See `times`.
         factor_dtype: The type that this factor is rounded to, if any.
@@ -53,7 +54,7 @@ class Tensor(NamedTuple):
     target: str
     form: str | None = None
     when: str = ""
-    optional: bool = False
+    optional: bool | str = False
     is_head: bool = False
     times: str | None = None
     exponent: float = 1
@@ -246,6 +247,12 @@ class Family:
             if bases[at].new is None
             else f"leave {option}='' out, which is for the base model alone",
             {name(tensor, bases): tensor.when for tensor in others},
+            {
+                name(tensor, bases): tensor.optional
+                for tensor in rows
+                if isinstance(tensor.optional, str)
+                and not self._row(tensor, bases, prefix).optional
+            },
             ignored,
         )
 
@@ -301,7 +308,10 @@ class Family:
             )
             indices = self.sizes.keys() & {*parse_name(source).axes}
             if all(self._size(config, index) for index in indices):
-                tensors.append(tensor._replace(source=source))
+                optional = tensor.optional
+                if isinstance(optional, str) and _config.holds(config, optional):
+                    optional = True
+                tensors.append(tensor._replace(source=source, optional=optional))
         return tensors, others
 
     def _size(self, config: Mapping[str, Any], axis: str) -> int:
@@ -359,7 +369,8 @@ class Family:
         target = bases[1].apply(tensor.target)
         target = f"{prefix}/{target}" if prefix else target
         is_base_alone = "" in (bases[0].new, bases[1].new)
-        optional = tensor.optional or (tensor.is_head and is_base_alone)
+        # A condition that is left did not hold.
+        optional = tensor.optional is True or (tensor.is_head and is_base_alone)
         return Row(source, target, tensor.form, optional)
 
 

@@ -8,7 +8,7 @@ Sources:
 from __future__ import annotations
 
 from flaxckpt.maps._family import Family
-from flaxckpt.maps._modules import embedding, linear, norm
+from flaxckpt.maps._modules import embedding, head, linear, norm
 
 _LAYER = "transformer.h.{i}"
 
@@ -24,12 +24,7 @@ GPT2 = Family(
             *linear(f"{_LAYER}.{{m:attn.c_attn|attn.c_proj|mlp.c_fc|mlp.c_proj}}"),
             *norm(f"{_LAYER}.{{n:ln_1|ln_2}}"),
             *norm("transformer.ln_f"),
-            *(
-                tensor._replace(is_head=True)
-                for tensor in linear(
-                    "lm_head", when="not tie_word_embeddings", bias=False
-                )
-            ),
+            *head(linear("lm_head", when="not tie_word_embeddings", bias=False)),
         ),
     },
     defaults={"tie_word_embeddings": True},

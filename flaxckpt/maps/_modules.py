@@ -21,7 +21,7 @@ def linear(
     *,
     when: str = "",
     bias: bool | str = True,
-    optional: bool = False,
+    optional: bool | str = False,
 ) -> tuple[Tensor, ...]:
     """Returns the rows of `Linear`, whose weight is the transposed kernel of `Dense`.
 
@@ -30,7 +30,8 @@ def linear(
         target: Its leaf path; by default that of the same name.
         when: The condition under which there is such a module.
         bias: Whether it has a bias, or the condition under which it has one.
-        optional: True if checkpoints may lack the module.
+        optional: True if checkpoints may lack the module, or the condition under which
+            they may.
     """
     rows = _kernel_and_bias(name, target, "o e -> e o", bias=bias)
     return under(when, [row._replace(optional=optional) for row in rows])
@@ -87,7 +88,7 @@ def array(
     target: LeafPath | None = None,
     *,
     when: str = "",
-    optional: bool = False,
+    optional: bool | str = False,
 ) -> tuple[Tensor, ...]:
     """Returns the row of an array that is the same in torch and Flax."""
     return (Tensor(name, target or name.replace(".", "/"), None, when, optional),)
@@ -99,6 +100,19 @@ def under(condition: str, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         t._replace(when=" and ".join(filter(None, (condition, t.when))))
         for t in tensors
     )
+
+
+def head(tensors: Sequence[Tensor], classes: str = "") -> tuple[Tensor, ...]:
+    """Returns the rows of a head, which the base model alone lacks.
+
+    Args:
+        tensors: The rows.
+        classes: Parts of the names of classes, joined by `|`, if models with other
+            `architectures` may lack the head too.
+    """
+    conditions = (f"not architectures=*{c}*" for c in classes.split("|"))
+    optional = " and ".join(conditions) if classes else False
+    return tuple(t._replace(optional=optional, is_head=True) for t in tensors)
 
 
 def _kernel_and_bias(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from flaxckpt.maps._bert import OLD_NAMES, encoder, shapes
 from flaxckpt.maps._family import Family
-from flaxckpt.maps._modules import array, linear, norm
+from flaxckpt.maps._modules import array, head, linear, norm
 
 _TIED = "not tie_word_embeddings"
 
@@ -21,12 +21,18 @@ ROBERTA = Family(
     tables={
         "linen": (
             *encoder("roberta"),
-            *linear("lm_head.dense", optional=True),
-            *norm("lm_head.layer_norm", optional=True),
-            *array("lm_head.bias", optional=True),
-            *linear("lm_head.decoder", when=_TIED, bias=False, optional=True),
-            *linear("{h:classifier|qa_outputs}", optional=True),
-            *linear("classifier.{d:dense|out_proj}", optional=True),
+            *head(
+                (
+                    *linear("lm_head.dense"),
+                    *norm("lm_head.layer_norm"),
+                    *array("lm_head.bias"),
+                    *linear("lm_head.decoder", when=_TIED, bias=False),
+                ),
+                "ForMaskedLM|ForCausalLM",
+            ),
+            *head(linear("classifier"), "ForTokenClassification|ForMultipleChoice"),
+            *head(linear("classifier.{d:dense|out_proj}"), "ForSequenceClassification"),
+            *head(linear("qa_outputs"), "ForQuestionAnswering"),
         ),
     },
     defaults={"tie_word_embeddings": True},

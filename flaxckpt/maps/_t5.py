@@ -47,7 +47,12 @@ _DECODER = (
     *_feed_forward("decoder.block.{j}.layer.2"),
     *embedding(f"decoder.{_BIAS}"),
     *array("decoder.final_layer_norm.weight"),
-    *linear("lm_head", when="not tie_word_embeddings", bias=False, optional=True),
+    *linear(
+        "lm_head",
+        when="not tie_word_embeddings",
+        bias=False,
+        optional="architectures=*T5Model*",
+    ),
 )
 
 T5 = Family(

@@ -9,7 +9,15 @@ Sources:
 from __future__ import annotations
 
 from flaxckpt.maps._family import Family
-from flaxckpt.maps._modules import array, conv, from_heads, linear, norm, to_heads
+from flaxckpt.maps._modules import (
+    array,
+    conv,
+    from_heads,
+    head,
+    linear,
+    norm,
+    to_heads,
+)
 
 _LAYER = "vit.encoder.layer.{i}"
 _QKV = "{p:query|key|value}"
@@ -22,7 +30,7 @@ _LINEN = (
     *norm(f"{_LAYER}.layernorm_{{n:before|after}}"),
     *norm("vit.layernorm"),
     *linear("vit.pooler.dense", optional=True),
-    *linear("classifier", optional=True),
+    *head(linear("classifier"), "ForImageClassification"),
 )
 
 _BONSAI = (
@@ -45,7 +53,7 @@ _BONSAI = (
         "layers/{i}/layernorm_{n:before|after}",
     ),
     *norm("vit.layernorm", "ln"),
-    *linear("classifier", optional=True),
+    *head(linear("classifier"), "ForImageClassification"),
 )
 
 VIT = Family(

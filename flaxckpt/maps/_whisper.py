@@ -14,6 +14,7 @@ from flaxckpt.maps._modules import (
     conv1d,
     embedding,
     from_heads,
+    head,
     linear,
     norm,
     to_heads,
@@ -75,11 +76,12 @@ WHISPER = Family(
             *_ENCODER,
             *_attention("model.encoder.layers.{i}.self_attn"),
             *under(_HAS_DECODER, (*_DECODER, *_attention(_ATTENTIONS))),
-            *linear(
-                "proj_out", when="not tie_word_embeddings", bias=False, optional=True
+            *under(
+                _HAS_DECODER,
+                head(linear("proj_out", when="not tie_word_embeddings", bias=False)),
             ),
-            *array("layer_weights", optional=True),
-            *linear("{c:projector|classifier}", optional=True),
+            *array("layer_weights", optional="not use_weighted_layer_sum"),
+            *linear("{c:projector|classifier}", optional=_HAS_DECODER),
         ),
         # Bonsai's model has as many heads in its decoder as in its encoder.
         "bonsai": tuple(

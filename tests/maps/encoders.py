@@ -275,6 +275,13 @@ _WHISPER = (
         _SPEECH,
     ),
     _linen(
+        "whisper-linen-untied",
+        "whisper",
+        _whisper(tie_word_embeddings=False),
+        _GENERATION,
+        _SPEECH,
+    ),
+    _linen(
         "whisper-linen-base",
         "whisper",
         _whisper(),

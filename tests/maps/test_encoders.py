@@ -178,6 +178,66 @@ def test_copies_of_tied_weights_must_be_equal(tmp_path, id, name):
 
 # ---- heads --------------------------------------------------------------------------
 
+HEADS = {
+    "gpt2-linen-untied": "lm_head",
+    "bert-linen-pretraining": "cls.seq_relationship",
+    "bert-linen-masked-lm": "cls.predictions",
+    "bert-linen-classifier": "classifier",
+    "bert-linen-questions": "qa_outputs",
+    "roberta-linen-masked-lm": "lm_head",
+    "roberta-linen-classifier": "classifier",
+    "roberta-linen-tokens": "classifier",
+    "t5-linen-gated-untied": "lm_head",
+    "vit-linen": "classifier",
+    "clip-linen": "visual_projection",
+    "clip-linen-text-projection": "text_projection",
+    "whisper-linen-untied": "proj_out",
+    "whisper-linen-classifier": "classifier",
+}
+
+
+@pytest.mark.parametrize("id", HEADS)
+def test_a_model_without_its_head_is_refused_both_ways(tmp_path, id):
+    case = case_of(id)
+    _, tensors = publish(tmp_path / "model", case)
+    changes = getattr(maps, case.family)(
+        tmp_path / "model", target="linen", **case.options
+    )
+    head = HEADS[id]
+    leaves = flatten(flaxckpt.load(tmp_path / "model", transforms=changes))
+    begin = head.replace(".", "/") + "/"
+    kept = {path: x for path, x in leaves.items() if not path.startswith(begin)}
+    assert len(kept) < len(leaves)
+    flaxckpt.save(tmp_path / "own", {"params": nest(kept)})
+    with pytest.raises(errors.OptionError, match=begin) as caught:
+        flaxckpt.export_huggingface(
+            tmp_path / "own", tmp_path / "out", map="auto", config=tmp_path / "model"
+        )
+    assert str(caught.value).count("\n") < 15
+    assert not (tmp_path / "out").exists()
+    rewrite(
+        tmp_path / "model",
+        {name: x for name, x in tensors.items() if not name.startswith(f"{head}.")},
+    )
+    with pytest.raises(errors.OptionError, match=begin):
+        flaxckpt.load(tmp_path / "model", transforms=changes)
+
+
+def test_the_architectures_of_the_config_say_whether_there_is_a_head(tmp_path):
+    case = case_of("t5-linen-gated-untied")
+    _, tensors = publish(tmp_path, case)
+    whole = flaxckpt.load(tmp_path, transforms=maps.t5(tmp_path, target="linen"))
+    del whole["lm_head"]
+    flaxckpt.save(tmp_path / "own", {"params": whole})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["T5Model"]
+    flaxckpt.export_huggingface(tmp_path / "own", tmp_path / "out", config=config)
+    model = transformers.AutoModel.from_pretrained(tmp_path / "out")
+    found = {name: x.numpy() for name, x in model.state_dict().items()}
+    del tensors["lm_head.weight"]
+    assert tensors.keys() <= found.keys()
+    assert all((found[name] == x).all() for name, x in tensors.items())
+
 
 def test_a_base_model_fills_a_model_with_a_new_head(tmp_path):
     model, _ = publish(tmp_path, case_of("bert-linen-base"))
