@@ -78,7 +78,14 @@ WHISPER = Family(
             *under(_HAS_DECODER, (*_DECODER, *_attention(_ATTENTIONS))),
             *under(
                 _HAS_DECODER,
-                head(linear("proj_out", when="not tie_word_embeddings", bias=False)),
+                head(
+                    linear(
+                        "proj_out",
+                        "lm_head",
+                        when="not tie_word_embeddings",
+                        bias=False,
+                    )
+                ),
             ),
             *array("layer_weights", optional="not use_weighted_layer_sum"),
             *linear("{c:projector|classifier}", optional=_HAS_DECODER),

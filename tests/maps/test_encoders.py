@@ -206,10 +206,11 @@ def test_a_model_without_its_head_is_refused_both_ways(tmp_path, id):
     head = HEADS[id]
     leaves = flatten(flaxckpt.load(tmp_path / "model", transforms=changes))
     begin = head.replace(".", "/") + "/"
-    kept = {path: x for path, x in leaves.items() if not path.startswith(begin)}
+    own = "lm_head/" if head == "proj_out" else begin
+    kept = {path: x for path, x in leaves.items() if not path.startswith(own)}
     assert len(kept) < len(leaves)
     flaxckpt.save(tmp_path / "own", {"params": nest(kept)})
-    with pytest.raises(errors.OptionError, match=begin) as caught:
+    with pytest.raises(errors.OptionError, match=own) as caught:
         flaxckpt.export_huggingface(
             tmp_path / "own", tmp_path / "out", map="auto", config=tmp_path / "model"
         )
