@@ -224,7 +224,9 @@ def _read_batch(
             for array in arrays.values():
                 _state.numpy_dtypes.check_bools(array)
             parts = {
-                region: arrays[read][metadata.within(region, read)]
+                region: arrays[read]
+                if region == read
+                else arrays[read][metadata.within(region, read)]
                 for read, regions in work.reads.items()
                 for region in regions
             }
@@ -358,11 +360,11 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
                 memory_map=options.memory_map,
                 verify=options.verify,
             )
-        databases.begin(stored.raw, stored.root, verify=options.verify)
+        database = databases.open(stored.raw, stored.root, verify=options.verify)
         if forms.stored_bytes(stored.info) > _DATABASE_VALUE_BYTES:
             return _from_store(work, databases.context)
         return read_raw.from_database(
-            stored.raw, stored.info, regions, databases, verify=options.verify
+            stored.raw, stored.info, regions, database, verify=options.verify
         )
     except errors.StoreError:
         raise  # the leaf itself may be intact

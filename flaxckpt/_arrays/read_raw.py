@@ -109,6 +109,7 @@ class _Form:
         self.shape = shape
         self.stored = stored
         self.chunk_shape = chunk_shape
+        self.only_chunk = zarr_metadata.whole(shape) if chunk_shape == shape else None
         self.dtype: np.dtype[Any] = _state.numpy_dtypes.to_numpy(stored)
         self.chunk_bytes = math.prod(chunk_shape) * self.dtype.itemsize
 
@@ -125,8 +126,8 @@ class _Form:
             content: Chunks along the first axis, from the first chunk of `region` on.
             region: Region of the array.
         """
-        if not self.shape:
-            return content.view(self.dtype).reshape(())
+        if region == self.only_chunk:
+            return content.view(self.dtype).reshape(self.shape)
         rows = content.view(self.dtype).reshape((-1, *self.chunk_shape[1:]))
         inner = (
             slice(start - start // size * size, stop - start // size * size)
@@ -424,8 +425,8 @@ class Databases:
         self._opened: dict[Path, ts.KvStore] = {}
         self._faults: dict[Path, Exception] = {}
 
-    def begin(self, raw: RawArray, checkpoint: Path, *, verify: bool) -> None:
-        """Opens the database of an array, unless already open.
+    def open(self, raw: RawArray, checkpoint: Path, *, verify: bool) -> ts.KvStore:
+        """Returns the opened database of an array.
 
         Args:
             raw: The array.
@@ -436,37 +437,28 @@ class Databases:
             ValueError, OSError: The database has a link to the outside, has changed
                 since it was written, or is missing.
         """
-        if raw.root not in self._opened and raw.root not in self._faults:
-            try:
-                _storage.of(raw.root).check_root(raw.root, checkpoint)
-            except (ValueError, OSError) as error:
-                self._faults[raw.root] = error
-        self.open(raw, verify=verify)
-
-    def open(self, raw: RawArray, *, verify: bool) -> ts.KvStore:
-        """Returns the opened database of an array.
-
-        Raises:
-            ValueError, OSError: The database has changed since it was written, or is
-                missing.
-        """
-        _storage.store_requests.use_threads()
         root = raw.root
+        opened = self._opened.get(root)
+        if opened is not None:
+            return opened
         if root in self._faults:
             raise self._faults[root]
-        if root not in self._opened:
-            try:
-                if verify:
-                    check_digests(root, raw.digests, max_bytes=_MAX_DIGESTED_BYTES)
-                ocdbt.check(root)
-                spec = zarr_metadata.kvstore(root, "", ocdbt=True)
-                opening = ts.KvStore.open(spec, context=self.context)
-                opened = _storage.paths.result(opening, root)
-            except (ValueError, OSError) as error:
-                self._faults[root] = error
-                raise
-            self._opened[root] = opened
-        return self._opened[root]
+        try:
+            self._opened[root] = opened = self._open(raw, checkpoint, verify=verify)
+        except (ValueError, OSError) as error:
+            self._faults[root] = error
+            raise
+        return opened
+
+    def _open(self, raw: RawArray, checkpoint: Path, *, verify: bool) -> ts.KvStore:
+        _storage.store_requests.use_threads()
+        _storage.of(raw.root).check_root(raw.root, checkpoint)
+        if verify:
+            check_digests(raw.root, raw.digests, max_bytes=_MAX_DIGESTED_BYTES)
+        ocdbt.check(raw.root)
+        spec = zarr_metadata.kvstore(raw.root, "", ocdbt=True)
+        opening = ts.KvStore.open(spec, context=self.context)
+        return _storage.paths.result(opening, raw.root)
 
 
 def check_digests(
@@ -487,54 +479,51 @@ def from_database(
     raw: RawArray,
     info: LeafInfo,
     regions: Sequence[Region],
-    databases: Databases,
+    database: ts.KvStore,
     *,
     verify: bool,
 ) -> Reading:
-    """Reads `regions` of an array from a database."""
+    """Reads `regions` of an array from an open database."""
     form = _form_of(raw, info)
-    values = databases.open(raw, verify=verify)
     verify = verify and not raw.digests  # digests cover the whole database
-    metadata = (
-        values.read(zarr_metadata.database_key(raw.name, zarr_metadata.METADATA))
-        if verify
-        else None
-    )
+
+    def begin(key: str) -> ts.Future[ts.KvStore.ReadResult]:
+        return database.read(zarr_metadata.database_key(raw.name, key))
+
+    metadata = begin(zarr_metadata.METADATA) if verify else None
     pending = {
         region: [
-            (key, bounds, values.read(zarr_metadata.database_key(raw.name, key)))
+            (key, bounds, begin(key))
             for key, bounds in zarr_metadata.chunks(region, form.chunk_shape)
         ]
         for region in regions
     }
 
-    def result(key: str, future: ts.Future[ts.KvStore.ReadResult]) -> bytes:
+    def finish(key: str, future: ts.Future[ts.KvStore.ReadResult]) -> bytes:
         read = _storage.paths.result(future, raw.root)
         if read.state != "value":
             raise ValueError(f"{key} is missing")
         return read.value
 
+    def values(region: Region, chunks: Sequence[Any]) -> Array:
+        parts = [
+            (
+                bounds,
+                form.values(_content(form, key, finish(key, future), verify), bounds),
+            )
+            for key, bounds, future in chunks
+        ]
+        if len(parts) == 1:
+            return parts[0][1]
+        target = empty(zarr_metadata.extent(region), form.dtype)
+        for bounds, part in parts:
+            target[zarr_metadata.within(bounds, region)] = part
+        return target
+
     def arrays() -> Mapping[Region, Array]:
         if metadata is not None:
-            form.check_metadata(result(zarr_metadata.METADATA, metadata))
-        arrays = {}
-        for region, chunks in pending.items():
-            parts = [
-                (
-                    bounds,
-                    form.values(
-                        _content(form, key, result(key, future), verify), bounds
-                    ),
-                )
-                for key, bounds, future in chunks
-            ]
-            if len(parts) == 1:
-                arrays[region] = parts[0][1]
-                continue
-            arrays[region] = target = empty(zarr_metadata.extent(region), form.dtype)
-            for bounds, values in parts:
-                target[zarr_metadata.within(bounds, region)] = values
-        return arrays
+            form.check_metadata(finish(zarr_metadata.METADATA, metadata))
+        return {region: values(region, chunks) for region, chunks in pending.items()}
 
     return Reading([], arrays)
 

@@ -85,8 +85,9 @@ def read_raw(root, array, chunk_shape, encoding, region, *, ocdbt, memory_map):
     info = info_of(array, chunk_shape)
     if ocdbt:
         databases = arrays_read_raw.Databases(ts.Context())
+        database = databases.open(raw, raw.root, verify=True)
         reading = arrays_read_raw.from_database(
-            raw, info, [region], databases, verify=True
+            raw, info, [region], database, verify=True
         )
     else:
         reading = arrays_read_raw.from_files(
