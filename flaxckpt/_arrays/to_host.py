@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from flaxckpt import _state, errors
-from flaxckpt._arrays import forms, layout
+from flaxckpt import _state, _util, errors
+from flaxckpt._arrays import device_memory, forms, layout
 from flaxckpt._arrays.zarr import chunk_shape as zarr_chunk_shape
 from flaxckpt._arrays.zarr import writer_assignment
 from flaxckpt._arrays.zarr.metadata import Array, Region, region_of, whole
@@ -26,18 +27,28 @@ _log = logging.getLogger(__name__)
 
 _PINNED = "pinned_host"
 
+SnapshotMemory: TypeAlias = Literal["host", "device", "auto"]
+"""The memory of copies of arrays on accelerators until they are written."""
+
+SNAPSHOTS: Sequence[SnapshotMemory] = get_args(SnapshotMemory)
+
+STAGED_BYTES = 256 * 2**20
+"""Bytes moved from devices to the host at a time, while as many are written."""
+
 
 class HostShard(NamedTuple):
     """A part of an array that this process writes.
 
     Attributes:
         region: Region in the whole array.
-        data: The values, in the type in memory. Never modified; a jax array is in host
-            memory, or being transferred there.
+        data: The values, in the type in memory. Never modified. A jax array belongs to
+            the snapshot alone; it is in host memory, or being transferred there.
+        is_on_device: Whether `data` is a jax array on its device instead; see `staged`.
     """
 
     region: Region
     data: Array | jax.Array
+    is_on_device: bool = False
 
 
 class HostArray(NamedTuple):
@@ -77,18 +88,23 @@ Named: TypeAlias = tuple[str, Shape, Leaf]
 
 
 def to_host(
-    leaves: Sequence[Named], places: Mapping[str, int] = MappingProxyType({})
+    leaves: Sequence[Named],
+    places: Mapping[str, int] = MappingProxyType({}),
+    memory: SnapshotMemory = "host",
 ) -> list[HostArray]:
     """Returns snapshots of the current values of `leaves`.
 
     A jax array on the CPU is viewed, not copied: while the view exists, jax gives a
     donated array new memory instead of overwriting the old. Arrays on accelerators are
-    copied, all at once; see `_from_devices`. A numpy array is copied, because its owner
-    may change the array in place.
+    copied, all at once; see `_copy`. A numpy array is copied, because its owner may
+    change the array in place.
 
     Args:
         leaves: Arrays with parts that this process may write.
         places: Name -> place of the writing replicas, if not 0; see `places`.
+        memory: Memory for the copies of arrays on accelerators: "device" copies them
+            there if the memory suffices, also on the CPU; "auto" if a step then still
+            has enough.
 
     Raises:
         UnsupportedLeafError: A leaf is abstract, donated or deleted.
@@ -100,35 +116,62 @@ def to_host(
     }
     if faults:
         raise errors.UnsupportedLeafError(faults)
+    views = memory != "device"
     parts = [
-        _view(leaf) or _parts_to_write(leaf, places.get(name, 0))
+        (views and _view(leaf)) or _parts_to_write(leaf, places.get(name, 0), views)
         for name, _, leaf in leaves
     ]
-    on_devices = [
-        shard.data
-        for shards in parts
-        for shard in shards
-        if not isinstance(shard.data, np.ndarray)
-    ]
-    copies = iter(_from_devices(on_devices) if on_devices else ())
+    copies = iter(
+        _copy([shard for shards in parts for shard in shards if _is_jax(shard)], memory)
+    )
     return [
         HostArray(
             name,
             forms.stored_form(leaf.info)[0],
             leaf.info.dtype or "",
             chunk_shape,
-            tuple(
-                [
-                    shard
-                    if isinstance(shard.data, np.ndarray)
-                    else shard._replace(data=next(copies))
-                    for shard in shards
-                ]
-            ),
+            tuple([next(copies) if _is_jax(shard) else shard for shard in shards]),
             weakref.ref(leaf.source) if isinstance(leaf.source, jax.Array) else None,
         )
         for (name, chunk_shape, leaf), shards in zip(leaves, parts, strict=True)
     ]
+
+
+def staged(
+    arrays: Iterable[HostArray], max_bytes: int = STAGED_BYTES
+) -> Iterator[list[HostArray]]:
+    """Yields all arrays in batches, in host memory until the next batch is asked for.
+
+    Arrays on devices are moved in batches of at most `max_bytes`, or of one array. The
+    next batch is moved while the caller works. Others are a single batch.
+
+    Raises:
+        RuntimeError: The values on a device are the result of a failed computation.
+    """
+    arrays = list(arrays)
+    if not any(shard.is_on_device for array in arrays for shard in array.shards):
+        yield arrays
+        return
+    moving: collections.deque[list[HostArray]] = collections.deque()
+    sized = ((array, array.nbytes) for array in arrays)
+    try:
+        for batch in _util.memory.batches(sized, max_bytes):
+            moving.append(_start_moves(batch))
+            if len(moving) > 1:
+                yield from _end_moves(moving.popleft())
+        yield from _end_moves(moving.popleft())
+    finally:
+        for batch in moving:
+            release(batch)
+
+
+def release(arrays: Iterable[HostArray]) -> None:
+    """Frees the memory of the jax arrays of a snapshot, on devices and pinned."""
+    for array in arrays:
+        for shard in array.shards:
+            # jax waits for transfers in progress, and for views.
+            if isinstance(shard.data, jax.Array) and not shard.data.is_deleted():
+                shard.data.delete()
 
 
 def places(leaves: Sequence[Named], processes: int) -> dict[str, int]:
@@ -200,22 +243,135 @@ def _is_one_cpu(sharding: Sharding) -> bool:
     return is_one and _is_on_cpu(sharding)
 
 
-def _from_devices(arrays: Sequence[jax.Array]) -> list[Array | jax.Array]:
-    """Copies arrays from accelerators to the host, all transfers concurrently.
+def _is_jax(shard: HostShard) -> bool:
+    return isinstance(shard.data, jax.Array)
 
-    Copies to pinned host memory if the backend has any, which is fastest. Such a copy
-    is a separate jax array: this function returns immediately, and jax delays a
-    donation of the original until the transfer is done.
+
+def _copy(shards: Sequence[HostShard], memory: SnapshotMemory) -> list[HostShard]:
+    """Copies jax arrays of one device each; the originals may then be donated.
+
+    Copies on the devices and to pinned host memory are separate jax arrays: this
+    function returns immediately, and jax delays a donation of the original until the
+    copy is made. Without pinned memory, waits for the transfers.
+    """
+    arrays = [shard.data for shard in shards if isinstance(shard.data, jax.Array)]
+    copies = _copy_on_devices(arrays, memory) if arrays else []
+    is_on_device = copies is not None
+    if copies is None:
+        copies = _start_transfers(arrays)
+    return [
+        HostShard(
+            shard.region,
+            _own_values(array) if copy is array else copy,
+            is_on_device and not device_memory.is_beside(copy),
+        )
+        for shard, array, copy in zip(shards, arrays, copies, strict=True)
+    ]
+
+
+def _copy_on_devices(
+    arrays: Sequence[jax.Array], memory: SnapshotMemory
+) -> list[jax.Array] | None:
+    """Copies arrays within their memory; returns None if they are to be on the host.
+
+    `device_put` needs no compilation, runs in no order that processes must agree on,
+    and allocates all memory before it returns.
+    """
+    if memory == "host":
+        return None
+    if memory == "auto" and not device_memory.has_room(arrays):
+        _log.debug("no memory on devices for a snapshot of %d arrays", len(arrays))
+        return None
+    try:
+        copies = jax.device_put(
+            list(arrays), [array.sharding for array in arrays], may_alias=False
+        )
+    except jax.errors.JaxRuntimeError as error:
+        _log.warning(
+            "no memory on devices for a snapshot of %d arrays, so they are copied to"
+            " the host: %s",
+            len(arrays),
+            errors.one_line(error),
+        )
+        return None
+    device_memory.note_copies(arrays)
+    return list(copies)
+
+
+def _start_transfers(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Starts transfers of arrays of one device each to the host, all concurrently.
+
+    Returns:
+        Copies in pinned host memory. If the backend has none, or not enough, `arrays`
+        themselves, with their transfers in progress. `np.asarray` waits in both cases.
     """
     pinned = [_pinned(array.sharding) for array in arrays]
     if all(pinned):
         try:
             return list(jax.device_put(list(arrays), pinned, may_alias=False))
         except jax.errors.JaxRuntimeError as error:
-            _log.warning("no pinned memory for %d arrays: %s", len(arrays), error)
+            _log.warning(
+                "no pinned memory for %d arrays: %s",
+                len(arrays),
+                errors.one_line(error),
+            )
     for array in arrays:
         array.copy_to_host_async()
-    return [np.asarray(array) for array in arrays]
+    return list(arrays)
+
+
+def _own_values(array: jax.Array) -> Array:
+    """Returns a copy of an array of one device, or a view if it is on the CPU.
+
+    An array in pinned memory is never viewed: an accelerator refuses to donate it then.
+    """
+    if device_memory.is_beside(array) and not _is_on_cpu(array.sharding):
+        return np.array(array)
+    return np.asarray(array)
+
+
+def _start_moves(batch: Sequence[HostArray]) -> list[HostArray]:
+    """Starts to move arrays to the host, and frees their memory on devices."""
+    shards = [s for array in batch for s in array.shards if s.is_on_device]
+    arrays = [shard.data for shard in shards if isinstance(shard.data, jax.Array)]
+    moves = _start_transfers(arrays)
+    for array, move in zip(arrays, moves, strict=True):
+        if move is not array:
+            array.delete()  # once it is transferred
+    moved = iter(moves)
+    return [
+        array._replace(
+            shards=tuple(
+                [
+                    shard._replace(data=next(moved)) if shard.is_on_device else shard
+                    for shard in array.shards
+                ]
+            )
+        )
+        for array in batch
+    ]
+
+
+def _end_moves(batch: Sequence[HostArray]) -> Iterator[list[HostArray]]:
+    """Yields the arrays once they are on the host; then frees their memory."""
+    moved = [
+        array._replace(shards=tuple([_end_move(shard) for shard in array.shards]))
+        for array in batch
+    ]
+    try:
+        yield moved
+    finally:
+        moved.clear()  # views of pinned memory, of which the caller has the list
+        release(batch)
+
+
+def _end_move(shard: HostShard) -> HostShard:
+    if not shard.is_on_device:
+        return shard
+    values = np.asarray(shard.data)
+    if isinstance(shard.data, jax.Array) and not device_memory.is_beside(shard.data):
+        shard.data.delete()
+    return HostShard(shard.region, values)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -234,14 +390,15 @@ def _is_on_cpu(sharding: Sharding) -> bool:
     return all(device.platform == "cpu" for device in devices)
 
 
-def _parts_to_write(leaf: Leaf, place: int) -> list[HostShard]:
+def _parts_to_write(leaf: Leaf, place: int, views: bool) -> list[HostShard]:
     """Returns the parts of an array that this process writes; none for size 0.
 
-    The values of arrays on accelerators stay there.
+    The values of arrays on accelerators stay there, as jax arrays.
 
     Args:
         leaf: The array.
         place: Place of the writing replicas in their groups.
+        views: Whether arrays on the CPU are viewed.
     """
     value = leaf.source
     if not isinstance(value, jax.Array):
@@ -264,7 +421,7 @@ def _parts_to_write(leaf: Leaf, place: int) -> list[HostShard]:
         writing.replicas, writing.parts, place, math.prod(grid)
     )
     return [
-        _part(shard, value.shape, writing.slices, part)
+        _part(shard, value.shape, writing.slices, part, views)
         for shard in value.addressable_shards
         if (part := writers.part(shard.replica_id, _number(shard, value.shape, grid)))
         is not None
@@ -292,16 +449,25 @@ def _part(
     shape: Shape,
     slices: zarr_chunk_shape.ReplicaSlices | None,
     part: int,
+    views: bool,
 ) -> HostShard:
     region = region_of(shard.index, shape)
-    data = shard.data
-    if _is_on_cpu(data.sharding):
+    data: Array | jax.Array = shard.data
+    if views and _is_on_cpu(shard.data.sharding):
         data = np.asarray(data)
     if slices is not None:
-        start, stop = slices.bounds[part]
-        origin = region[slices.axis][0]
+        axis, (start, stop) = slices.axis, slices.bounds[part]
+        origin = region[axis][0]
         bounds = (origin + start, origin + stop)
-        region = (*region[: slices.axis], bounds, *region[slices.axis + 1 :])
-        # On an accelerator, cut there: only this part is transferred.
-        data = data[(*[slice(None)] * slices.axis, slice(start, stop))]
+        region = (*region[:axis], bounds, *region[axis + 1 :])
+        data = _cut(data, axis, start, stop)
     return HostShard(region, data)
+
+
+def _cut(data: Array | jax.Array, axis: int, start: int, stop: int) -> Any:
+    """Returns a part of an array; on an accelerator, so that only it is transferred."""
+    part = (*[slice(None)] * axis, slice(start, stop))
+    if isinstance(data, jax.Array) and device_memory.is_beside(data):
+        # Accelerators do not compute in host memory.
+        return np.array(np.asarray(data)[part])
+    return data[part]
