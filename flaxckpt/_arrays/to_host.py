@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -16,7 +16,8 @@ import numpy as np
 from jax.sharding import Sharding
 
 from flaxckpt import _state, _util, errors
-from flaxckpt._arrays import device_memory, forms, layout
+from flaxckpt._arrays import device_copy, device_memory, forms, layout
+from flaxckpt._arrays.device_copy import DeviceCopy
 from flaxckpt._arrays.zarr import chunk_shape as zarr_chunk_shape
 from flaxckpt._arrays.zarr import writer_assignment
 from flaxckpt._arrays.zarr.metadata import Array, Region, region_of, whole
@@ -42,13 +43,12 @@ class HostShard(NamedTuple):
     Attributes:
         region: Region in the whole array.
         data: The values, in the type in memory. Never modified. A jax array belongs to
-            the snapshot alone; it is in host memory, or being transferred there.
-        is_on_device: Whether `data` is a jax array on its device instead; see `staged`.
+            the snapshot alone; it is in host memory, or being transferred there. A copy
+            on a device is moved by `staged`.
     """
 
     region: Region
-    data: Array | jax.Array
-    is_on_device: bool = False
+    data: Array | jax.Array | DeviceCopy
 
 
 class HostArray(NamedTuple):
@@ -139,7 +139,7 @@ def to_host(
 
 def staged(
     arrays: Iterable[HostArray], max_bytes: int = STAGED_BYTES
-) -> Iterator[list[HostArray]]:
+) -> Generator[list[HostArray], None, None]:
     """Yields all arrays in batches, in host memory until the next batch is asked for.
 
     Arrays on devices are moved in batches of at most `max_bytes`, or of one array. The
@@ -149,9 +149,13 @@ def staged(
         RuntimeError: The values on a device are the result of a failed computation.
     """
     arrays = list(arrays)
-    if not any(shard.is_on_device for array in arrays for shard in array.shards):
+    values = [shard.data for array in arrays for shard in array.shards]
+    copies = [data for data in values if isinstance(data, DeviceCopy)]
+    if not copies:
         yield arrays
         return
+    for copy in copies:
+        copy.wait()
     moving: collections.deque[list[HostArray]] = collections.deque()
     sized = ((array, array.nbytes) for array in arrays)
     try:
@@ -166,11 +170,13 @@ def staged(
 
 
 def release(arrays: Iterable[HostArray]) -> None:
-    """Frees the memory of the jax arrays of a snapshot, on devices and pinned."""
+    """Frees the memory of a snapshot on devices, and its pinned memory."""
     for array in arrays:
         for shard in array.shards:
             # jax waits for transfers in progress, and for views.
-            if isinstance(shard.data, jax.Array) and not shard.data.is_deleted():
+            if isinstance(shard.data, DeviceCopy) or (
+                isinstance(shard.data, jax.Array) and not shard.data.is_deleted()
+            ):
                 shard.data.delete()
 
 
@@ -255,47 +261,18 @@ def _copy(shards: Sequence[HostShard], memory: SnapshotMemory) -> list[HostShard
     copy is made. Without pinned memory, waits for the transfers.
     """
     arrays = [shard.data for shard in shards if isinstance(shard.data, jax.Array)]
-    copies = _copy_on_devices(arrays, memory) if arrays else []
-    is_on_device = copies is not None
+    copies: Sequence[DeviceCopy | Array | jax.Array] | None = None
+    if memory != "host" and arrays:
+        copies = device_copy.copy(arrays, needs_room=memory == "auto")
     if copies is None:
-        copies = _start_transfers(arrays)
+        copies = [
+            _own_values(array) if copy is array else copy
+            for array, copy in zip(arrays, _start_transfers(arrays), strict=True)
+        ]
     return [
-        HostShard(
-            shard.region,
-            _own_values(array) if copy is array else copy,
-            is_on_device and not device_memory.is_beside(copy),
-        )
-        for shard, array, copy in zip(shards, arrays, copies, strict=True)
+        HostShard(shard.region, copy)
+        for shard, copy in zip(shards, copies, strict=True)
     ]
-
-
-def _copy_on_devices(
-    arrays: Sequence[jax.Array], memory: SnapshotMemory
-) -> list[jax.Array] | None:
-    """Copies arrays within their memory; returns None if they are to be on the host.
-
-    `device_put` needs no compilation, runs in no order that processes must agree on,
-    and allocates all memory before it returns.
-    """
-    if memory == "host":
-        return None
-    if memory == "auto" and not device_memory.has_room(arrays):
-        _log.debug("no memory on devices for a snapshot of %d arrays", len(arrays))
-        return None
-    try:
-        copies = jax.device_put(
-            list(arrays), [array.sharding for array in arrays], may_alias=False
-        )
-    except jax.errors.JaxRuntimeError as error:
-        _log.warning(
-            "no memory on devices for a snapshot of %d arrays, so they are copied to"
-            " the host: %s",
-            len(arrays),
-            errors.one_line(error),
-        )
-        return None
-    device_memory.note_copies(arrays)
-    return list(copies)
 
 
 def _start_transfers(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -306,7 +283,7 @@ def _start_transfers(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         themselves, with their transfers in progress. `np.asarray` waits in both cases.
     """
     pinned = [_pinned(array.sharding) for array in arrays]
-    if all(pinned):
+    if arrays and all(pinned):
         try:
             return list(jax.device_put(list(arrays), pinned, may_alias=False))
         except jax.errors.JaxRuntimeError as error:
@@ -331,47 +308,63 @@ def _own_values(array: jax.Array) -> Array:
 
 
 def _start_moves(batch: Sequence[HostArray]) -> list[HostArray]:
-    """Starts to move arrays to the host, and frees their memory on devices."""
-    shards = [s for array in batch for s in array.shards if s.is_on_device]
-    arrays = [shard.data for shard in shards if isinstance(shard.data, jax.Array)]
-    moves = _start_transfers(arrays)
-    for array, move in zip(arrays, moves, strict=True):
-        if move is not array:
-            array.delete()  # once it is transferred
-    moved = iter(moves)
-    return [
-        array._replace(
-            shards=tuple(
-                [
-                    shard._replace(data=next(moved)) if shard.is_on_device else shard
-                    for shard in array.shards
-                ]
-            )
+    """Starts to move arrays to the host."""
+    values = [shard.data for array in batch for shard in array.shards]
+    copies = [data for data in values if isinstance(data, DeviceCopy)]
+    transfers = _start_transfers([copy.value for copy in copies])
+    moves: Iterator[DeviceCopy | jax.Array] = iter(
+        [
+            # Without pinned memory, the value holds the transfer in progress.
+            copy if transfer is copy.value else transfer
+            for copy, transfer in zip(copies, transfers, strict=True)
+        ]
+    )
+    moving = [
+        _with_values(
+            array,
+            [
+                next(moves) if isinstance(shard.data, DeviceCopy) else shard.data
+                for shard in array.shards
+            ],
         )
         for array in batch
     ]
+    for copy, transfer in zip(copies, transfers, strict=True):
+        if transfer is not copy.value:
+            copy.delete()  # jax frees the memory at the end of the transfer
+    return moving
 
 
 def _end_moves(batch: Sequence[HostArray]) -> Iterator[list[HostArray]]:
-    """Yields the arrays once they are on the host; then frees their memory."""
+    """Yields the arrays on the host; then frees their memory."""
     moved = [
-        array._replace(shards=tuple([_end_move(shard) for shard in array.shards]))
+        _with_values(array, [_end_move(shard.data) for shard in array.shards])
         for array in batch
     ]
     try:
         yield moved
     finally:
-        moved.clear()  # views of pinned memory, of which the caller has the list
-        release(batch)
+        release(moved)
+        moved.clear()  # the caller has the list, too
 
 
-def _end_move(shard: HostShard) -> HostShard:
-    if not shard.is_on_device:
-        return shard
-    values = np.asarray(shard.data)
-    if isinstance(shard.data, jax.Array) and not device_memory.is_beside(shard.data):
-        shard.data.delete()
-    return HostShard(shard.region, values)
+def _end_move(data: Array | jax.Array | DeviceCopy) -> Array | jax.Array:
+    if not isinstance(data, DeviceCopy):
+        return data
+    values = np.asarray(data.value)
+    data.delete()
+    return values
+
+
+def _with_values(
+    array: HostArray, values: Sequence[Array | jax.Array | DeviceCopy]
+) -> HostArray:
+    """Returns an array with other values for its shards."""
+    shards = [
+        shard._replace(data=value)
+        for shard, value in zip(array.shards, values, strict=True)
+    ]
+    return array._replace(shards=tuple(shards))
 
 
 @functools.lru_cache(maxsize=1024)
