@@ -31,7 +31,8 @@ class DeviceCopy:
     Attributes:
         dtype: Type of the array.
         nbytes: Size of the array, in bytes.
-        value: The copy; after a failure, the original.
+        value: The copy, or an array that shares its memory; after a failure, the
+            original.
     """
 
     __slots__ = ("_copy", "_original", "dtype", "nbytes", "value")

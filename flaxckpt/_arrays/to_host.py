@@ -265,36 +265,41 @@ def _copy(shards: Sequence[HostShard], memory: SnapshotMemory) -> list[HostShard
     if memory != "host" and arrays:
         copies = device_copy.copy(arrays, needs_room=memory == "auto")
     if copies is None:
-        copies = [
-            _own_values(array) if copy is array else copy
-            for array, copy in zip(arrays, _start_transfers(arrays), strict=True)
-        ]
+        transfers, are_pinned = _start_transfers(arrays)
+        copies = transfers if are_pinned else list(map(_own_values, transfers))
     return [
         HostShard(shard.region, copy)
         for shard, copy in zip(shards, copies, strict=True)
     ]
 
 
-def _start_transfers(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def _start_transfers(arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], bool]:
     """Starts transfers of arrays of one device each to the host, all concurrently.
 
     Returns:
-        Copies in pinned host memory. If the backend has none, or not enough, `arrays`
-        themselves, with their transfers in progress. `np.asarray` waits in both cases.
+        Copies in pinned host memory, and True. If the backend has no such memory, or
+        not enough, the arrays with their transfers in progress, and False. `np.asarray`
+        waits in both cases.
     """
     pinned = [_pinned(array.sharding) for array in arrays]
-    if arrays and all(pinned):
+    if all(pinned):
         try:
-            return list(jax.device_put(list(arrays), pinned, may_alias=False))
+            copies = jax.device_put(list(arrays), pinned, may_alias=False)
+            return list(copies), True
         except jax.errors.JaxRuntimeError as error:
             _log.warning(
                 "no pinned memory for %d arrays: %s",
                 len(arrays),
                 errors.one_line(error),
             )
-    for array in arrays:
-        array.copy_to_host_async()
-    return list(arrays)
+    # jax keeps a transferred value as long as the array, which may be a parameter.
+    aliases = [
+        jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
+        for array in arrays
+    ]
+    for alias in aliases:
+        alias.copy_to_host_async()
+    return aliases, False
 
 
 def _own_values(array: jax.Array) -> Array:
@@ -311,28 +316,24 @@ def _start_moves(batch: Sequence[HostArray]) -> list[HostArray]:
     """Starts to move arrays to the host."""
     values = [shard.data for array in batch for shard in array.shards]
     copies = [data for data in values if isinstance(data, DeviceCopy)]
-    transfers = _start_transfers([copy.value for copy in copies])
-    moves: Iterator[DeviceCopy | jax.Array] = iter(
-        [
-            # Without pinned memory, the value holds the transfer in progress.
-            copy if transfer is copy.value else transfer
-            for copy, transfer in zip(copies, transfers, strict=True)
-        ]
-    )
-    moving = [
+    transfers, are_pinned = _start_transfers([copy.value for copy in copies])
+    if not are_pinned:
+        for copy, transfer in zip(copies, transfers, strict=True):
+            copy.value = transfer
+        return list(batch)
+    for copy in copies:
+        copy.delete()  # jax frees the memory at the end of the transfer
+    moved = iter(transfers)
+    return [
         _with_values(
             array,
             [
-                next(moves) if isinstance(shard.data, DeviceCopy) else shard.data
+                next(moved) if isinstance(shard.data, DeviceCopy) else shard.data
                 for shard in array.shards
             ],
         )
         for array in batch
     ]
-    for copy, transfer in zip(copies, transfers, strict=True):
-        if transfer is not copy.value:
-            copy.delete()  # jax frees the memory at the end of the transfer
-    return moving
 
 
 def _end_moves(batch: Sequence[HostArray]) -> Iterator[list[HostArray]]:

@@ -157,12 +157,12 @@ def test_a_loop_may_donate_its_state(tmp_path, transforms):
             np.testing.assert_array_equal(array, number)
 
 
-def snapshot_of(state):
+def snapshot_of(state, memory="device"):
     """Returns the snapshot of a dict of arrays."""
     options = SaveOptions()
     table, _ = save.plan_leaves(save.flatten(state, options), options)
     leaves = [(path, leaf.info.chunk_shape, leaf) for path, leaf in table.items()]
-    return to_host.to_host(leaves, memory="device")
+    return to_host.to_host(leaves, memory=memory)
 
 
 def test_copies_are_in_other_memory_on_the_same_devices():
@@ -309,6 +309,20 @@ def test_auto_asks_the_devices_for_their_memory(monkeypatch, caplog, tmp_path, f
 )
 def test_the_peak_of_a_step_counts(stats, size, largest, fits):
     assert device_memory._has_room(stats, size, largest) == fits
+
+
+def test_no_array_of_the_state_keeps_its_values_on_the_host(monkeypatch):
+    """As jax does for arrays that are converted to numpy, if that is a copy."""
+    monkeypatch.setattr(to_host, "_is_on_cpu", lambda sharding: False)
+    monkeypatch.setattr(to_host, "_is_one_cpu", lambda sharding: False)
+    monkeypatch.setattr(to_host, "_pinned", lambda sharding: None)
+    state = {"w": jax.device_put(jnp.array([-8, 7, 3], jnp.int4), jax.devices()[1])}
+    for memory in ("host", "device"):
+        for batch in to_host.staged(snapshot_of(state, memory)):
+            host = batch[0].shards[0].data
+            assert host.tolist() == [-8, 7, 3]
+            shard = state["w"].addressable_shards[0].data
+            assert not np.shares_memory(np.asarray(shard), host)
 
 
 def live_bytes():
