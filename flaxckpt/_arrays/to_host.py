@@ -293,7 +293,7 @@ def _start_transfers(arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], bool
                 errors.one_line(error),
             )
     # jax keeps a transferred value as long as the array, which may be a parameter.
-    aliases = [
+    aliases: list[jax.Array] = [
         jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
         for array in arrays
     ]
