@@ -29,19 +29,25 @@ class DeviceCopy:
         copy: The copy.
 
     Attributes:
-        dtype: Type of the array.
-        nbytes: Size of the array, in bytes.
         value: The copy, or an array that shares its memory; after a failure, the
             original.
     """
 
-    __slots__ = ("_copy", "_original", "dtype", "nbytes", "value")
+    __slots__ = ("_copy", "_original", "value")
 
     def __init__(self, original: jax.Array, copy: jax.Array) -> None:
         self.value = self._copy = copy
-        self.dtype: np.dtype[Any] = copy.dtype
-        self.nbytes: int = copy.nbytes
         self._original: jax.Array | None = original
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the array."""
+        return self._copy.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the array, in bytes."""
+        return self._copy.nbytes
 
     def wait(self) -> None:
         """Waits for the copy, and forgets the original.
@@ -86,8 +92,7 @@ def copy(
         return None
     by_device: dict[jax.Device | None, list[int]] = {}
     for index, array in enumerate(arrays):
-        is_beside = device_memory.is_beside(array)
-        device = None if is_beside else next(iter(array.devices()))
+        device = device_memory.device_of(array.sharding)
         by_device.setdefault(device, []).append(index)
     copies: dict[int, DeviceCopy | jax.Array] = {}
     try:

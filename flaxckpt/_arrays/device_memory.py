@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Sharding
 
 _MARGIN = 0.05
 """Part of the memory of a device that stays free, because it may be fragmented."""
@@ -51,15 +53,21 @@ def _sizes(arrays: Sequence[jax.Array]) -> dict[jax.Device, int]:
     """Returns the bytes of arrays on each device, without those in host memory."""
     sizes: dict[jax.Device, int] = {}
     for array in arrays:
-        if not is_beside(array):
-            sizes[array.device] = sizes.get(array.device, 0) + array.nbytes
+        device = device_of(array.sharding)
+        if device is not None:
+            sizes[device] = sizes.get(device, 0) + array.nbytes
     return sizes
 
 
 def is_beside(array: jax.Array) -> bool:
     """Returns True if an array of one device is in host memory beside the device."""
-    kind = array.sharding.memory_kind
-    devices: set[Any] = array.sharding.device_set
-    return kind is not None and any(
-        kind != device.default_memory().kind for device in devices
-    )
+    return device_of(array.sharding) is None
+
+
+@functools.lru_cache(maxsize=1024)
+def device_of(sharding: Sharding) -> jax.Device | None:
+    """Returns the single device of a sharding; None if it is in host memory beside."""
+    devices: set[Any] = sharding.device_set
+    (device,) = devices
+    is_there = sharding.memory_kind in (None, device.default_memory().kind)
+    return device if is_there else None

@@ -118,7 +118,7 @@ def to_host(
         raise errors.UnsupportedLeafError(faults)
     views = memory != "device"
     parts = [
-        (views and _view(leaf)) or _parts_to_write(leaf, places.get(name, 0), views)
+        _single_part(leaf, views) or _parts_to_write(leaf, places.get(name, 0), views)
         for name, _, leaf in leaves
     ]
     copies = iter(
@@ -227,8 +227,8 @@ def _missing_values(leaf: Leaf) -> str | None:
     return None
 
 
-def _view(leaf: Leaf) -> list[HostShard] | None:
-    """Returns a view of an array held whole on the CPU; None for other arrays.
+def _single_part(leaf: Leaf, views: bool) -> list[HostShard] | None:
+    """Returns an array of one device as the only part; None for other arrays.
 
     A fast path for the most common kind of leaf.
     """
@@ -236,17 +236,17 @@ def _view(leaf: Leaf) -> list[HostShard] | None:
     if (
         not isinstance(value, jax.Array)
         or leaf.info.kind == "prng_key"
-        or not _is_one_cpu(value.sharding)
+        or not _is_on_one(value.sharding)
     ):
         return None
-    array = np.asarray(value)
-    return [HostShard(whole(array.shape), array)] if array.size else None
+    is_viewed = views and _is_on_cpu(value.sharding)
+    data = np.asarray(value) if is_viewed else value
+    return [HostShard(whole(value.shape), data)] if value.size else None
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_one_cpu(sharding: Sharding) -> bool:
-    is_one = len(sharding.device_set) == 1 and sharding.is_fully_addressable
-    return is_one and _is_on_cpu(sharding)
+def _is_on_one(sharding: Sharding) -> bool:
+    return len(sharding.device_set) == 1 and sharding.is_fully_addressable
 
 
 def _is_jax(shard: HostShard) -> bool:

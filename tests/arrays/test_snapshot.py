@@ -261,7 +261,6 @@ def test_auto_asks_the_devices_for_their_memory(monkeypatch, caplog, tmp_path, f
 
     monkeypatch.setattr(device_memory, "has_room", has_room)
     monkeypatch.setattr(to_host, "_is_on_cpu", lambda sharding: False)
-    monkeypatch.setattr(to_host, "_is_one_cpu", lambda sharding: False)
     caplog.set_level(logging.DEBUG, "flaxckpt")
     state = {"w": jnp.ones((8, 8)), "n": np.arange(3)}
     with flaxckpt.Checkpointer(tmp_path, snapshot="auto") as ckpt:
@@ -314,7 +313,6 @@ def test_the_peak_of_a_step_counts(stats, size, largest, fits):
 def test_no_array_of_the_state_keeps_its_values_on_the_host(monkeypatch):
     """As jax does for arrays that are converted to numpy, if that is a copy."""
     monkeypatch.setattr(to_host, "_is_on_cpu", lambda sharding: False)
-    monkeypatch.setattr(to_host, "_is_one_cpu", lambda sharding: False)
     monkeypatch.setattr(to_host, "_pinned", lambda sharding: None)
     state = {"w": jax.device_put(jnp.array([-8, 7, 3], jnp.int4), jax.devices()[1])}
     for memory in ("host", "device"):
@@ -356,7 +354,6 @@ def test_no_copy_is_left_when_a_save_has_ended(tmp_path, monkeypatch, end):
 def test_many_saves_leave_no_memory_behind(tmp_path, monkeypatch, snapshot, saves):
     if snapshot == "host":  # through pinned memory, as from an accelerator
         monkeypatch.setattr(to_host, "_is_on_cpu", lambda sharding: False)
-        monkeypatch.setattr(to_host, "_is_one_cpu", lambda sharding: False)
     params = {f"w{i}": jnp.full((256, 256), i) for i in range(8)}
     state = {"params": params, "opt_state": optax.adam(1e-3).init(params)}
     size = sum(array.nbytes for array in jax.tree.leaves(state))
