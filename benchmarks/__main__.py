@@ -32,7 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console()
     with _scratch(options.directory, quick=options.quick) as directory:
         settings = Settings(
-            directory, options.rounds, options.quick, tuple(options.contenders or ())
+            directory,
+            options.rounds,
+            options.quick,
+            tuple(options.contenders or ()),
+            options.platform,
         )
         host = machine.describe(directory)
         console.print(f"{host}\n{settings.rounds} rounds in {directory}")
@@ -67,6 +71,11 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=_DIRECTORY,
         help=f"directory for temporary checkpoints (default: {_DIRECTORY})",
+    )
+    add(
+        "--platform",
+        default="gpu",
+        help="platform of jax that the case gpu measures; cpu tests the case",
     )
     add("--json", type=Path, metavar="FILE", help="write the results")
     add("--picture", type=Path, metavar="FILE", help="draw a chart, as .svg or .png")

@@ -11,7 +11,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +99,7 @@ class Flaxckpt(Session):
         directory: The directory of steps.
         layout: The array layout.
         load_options: Further arguments of `load`.
+        snapshot: The memory of copies of arrays on accelerators.
     """
 
     def __init__(
@@ -105,9 +107,12 @@ class Flaxckpt(Session):
         directory: Path,
         layout: flaxckpt.ArrayLayout | None = None,
         load_options: Mapping[str, Any] | None = None,
+        snapshot: Literal["host", "device"] = "host",
     ) -> None:
         super().__init__(directory)
-        self._checkpointer = flaxckpt.Checkpointer(directory, layout=layout)
+        self._checkpointer = flaxckpt.Checkpointer(
+            directory, layout=layout, snapshot=snapshot
+        )
         self._load_options = load_options or {}
 
     def save(self, step: int, state: PyTree) -> None:
@@ -134,6 +139,31 @@ def _compact(directory: Path) -> Session:
 
 def _unmapped(directory: Path) -> Session:
     return Flaxckpt(directory, load_options={"memory_map": False})
+
+
+def _device(directory: Path) -> Session:
+    return Flaxckpt(directory, snapshot="device")
+
+
+class Pageable(Flaxckpt):
+    """Transfers arrays from accelerators to pageable memory, never to pinned memory."""
+
+    def __init__(
+        self, directory: Path, snapshot: Literal["host", "device"] = "host"
+    ) -> None:
+        super().__init__(directory, snapshot=snapshot)
+        self._no_pinned = mock.patch(
+            "flaxckpt._arrays.to_host._pinned", return_value=None
+        )
+        self._no_pinned.start()
+
+    def close(self) -> None:
+        super().close()
+        self._no_pinned.stop()
+
+
+def _device_pageable(directory: Path) -> Session:
+    return Pageable(directory, snapshot="device")
 
 
 # ---- Orbax ----------------------------------------------------------------------
@@ -291,6 +321,9 @@ CONTENDERS = {
         Contender("flaxckpt", Flaxckpt, restores_parts=True),
         Contender("flaxckpt unmapped", _unmapped),
         Contender("flaxckpt compact", _compact),
+        Contender("flaxckpt pageable", Pageable),
+        Contender("flaxckpt device", _device),
+        Contender("flaxckpt device pageable", _device_pageable),
         Contender("orbax", OrbaxV0, "orbax"),
         Contender("orbax uncompressed", _uncompressed, "orbax"),
         Contender("orbax v1", OrbaxV1, "orbax"),

@@ -93,6 +93,13 @@ def _extra_memory() -> Iterator[list[int]]:
         os.close(status)
 
 
+def resident_bytes() -> int:
+    """Returns the memory of this process in bytes, pinned memory included; else 0."""
+    if not STATUS.exists():
+        return 0
+    return int(STATUS.read_text().split("VmRSS:")[1].split()[0]) * 1024
+
+
 def _anonymous_bytes(status: int) -> int:
     text = os.pread(status, 4096, 0)
     return int(text.split(b"RssAnon:")[1].split()[0]) * 1024

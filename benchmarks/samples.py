@@ -66,12 +66,14 @@ class Settings:
         rounds: The number of measurements of each figure.
         quick: True for tiny states, which only test the benchmarks.
         contenders: The names of the contenders to measure; empty for all.
+        platform: The platform of jax that the case `gpu` measures.
     """
 
     directory: Path
     rounds: int = 5
     quick: bool = False
     contenders: tuple[str, ...] = ()
+    platform: str = "gpu"
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,33 @@ def _flat_files() -> list[Target]:
     ]
 
 
+def _on_gpu() -> list[Target]:
+    case, pause, step = "gpu", "pause", "step during a save"
+    ways = ("flaxckpt", "flaxckpt device")
+    return [
+        Target(
+            "pause of a GPU, to the copy to pinned memory",
+            Series(case, pause, "flaxckpt"),
+            1.1,
+            Series(case, "copy", "to pinned memory"),
+        ),
+        Target(
+            "pause of a GPU with a snapshot on it, seconds",
+            Series(case, pause, "flaxckpt device"),
+            0.01,
+        ),
+        *(
+            Target(
+                f"{step} on a GPU, {name}, to a step alone",
+                Series(case, step, name),
+                1.05,
+                Series(case, step, "no saves"),
+            )
+            for name in ways
+        ),
+    ]
+
+
 _STATE = "train_state"
 _USED = "restore and use"
 
@@ -190,10 +217,5 @@ TARGETS: tuple[Target, ...] = (
         Series("reshard", "12 changes of mesh, shard_axes: read", "flaxckpt"),
         1.1,
     ),
-    Target(
-        "blocking on a GPU, to the copy alone",
-        Series("gpu", "blocking", "flaxckpt"),
-        1.0,
-        Series("gpu", "blocking", "device to host"),
-    ),
+    *_on_gpu(),
 )

@@ -35,8 +35,12 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests that need a GPU, unless JAX_PLATFORMS names one."""
-    if not re.search("gpu|cuda|rocm", os.environ["JAX_PLATFORMS"]):
+    """Skips the tests that need a GPU, unless JAX_PLATFORMS names one.
+
+    GPU_TESTS_ON=cpu runs them on a CPU device, which only tests the tests.
+    """
+    is_there = re.search("gpu|cuda|rocm", os.environ["JAX_PLATFORMS"])
+    if not is_there and "GPU_TESTS_ON" not in os.environ:
         skip = pytest.mark.skip(reason="needs a GPU: set JAX_PLATFORMS=cuda,cpu")
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from flaxckpt import _state, errors
-from flaxckpt._arrays import forms, layout
+from flaxckpt import _state, _util, errors
+from flaxckpt._arrays import device_copy, device_memory, forms, layout
+from flaxckpt._arrays.device_copy import DeviceCopy
 from flaxckpt._arrays.zarr import chunk_shape as zarr_chunk_shape
 from flaxckpt._arrays.zarr import writer_assignment
 from flaxckpt._arrays.zarr.metadata import Array, Region, region_of, whole
@@ -26,18 +28,27 @@ _log = logging.getLogger(__name__)
 
 _PINNED = "pinned_host"
 
+SnapshotMemory: TypeAlias = Literal["host", "device", "auto"]
+"""The memory of copies of arrays on accelerators until they are written."""
+
+SNAPSHOTS: Sequence[SnapshotMemory] = get_args(SnapshotMemory)
+
+STAGED_BYTES = 256 * 2**20
+"""Bytes moved from devices to the host at a time, while as many are written."""
+
 
 class HostShard(NamedTuple):
     """A part of an array that this process writes.
 
     Attributes:
         region: Region in the whole array.
-        data: The values, in the type in memory. Never modified; a jax array is in host
-            memory, or being transferred there.
+        data: The values, in the type in memory. Never modified. A jax array belongs to
+            the snapshot alone; it is in host memory, or being transferred there. A copy
+            on a device is moved by `staged`.
     """
 
     region: Region
-    data: Array | jax.Array
+    data: Array | jax.Array | DeviceCopy
 
 
 class HostArray(NamedTuple):
@@ -77,18 +88,23 @@ Named: TypeAlias = tuple[str, Shape, Leaf]
 
 
 def to_host(
-    leaves: Sequence[Named], places: Mapping[str, int] = MappingProxyType({})
+    leaves: Sequence[Named],
+    places: Mapping[str, int] = MappingProxyType({}),
+    memory: SnapshotMemory = "host",
 ) -> list[HostArray]:
     """Returns snapshots of the current values of `leaves`.
 
     A jax array on the CPU is viewed, not copied: while the view exists, jax gives a
     donated array new memory instead of overwriting the old. Arrays on accelerators are
-    copied, all at once; see `_from_devices`. A numpy array is copied, because its owner
-    may change the array in place.
+    copied, all at once; see `_copy`. A numpy array is copied, because its owner may
+    change the array in place.
 
     Args:
         leaves: Arrays with parts that this process may write.
         places: Name -> place of the writing replicas, if not 0; see `places`.
+        memory: Memory for the copies of arrays on accelerators: "device" copies them
+            there if the memory suffices, also on the CPU; "auto" if a step then still
+            has enough.
 
     Raises:
         UnsupportedLeafError: A leaf is abstract, donated or deleted.
@@ -100,35 +116,68 @@ def to_host(
     }
     if faults:
         raise errors.UnsupportedLeafError(faults)
+    views = memory != "device"
     parts = [
-        _view(leaf) or _parts_to_write(leaf, places.get(name, 0))
+        _single_part(leaf, views) or _parts_to_write(leaf, places.get(name, 0), views)
         for name, _, leaf in leaves
     ]
-    on_devices = [
-        shard.data
-        for shards in parts
-        for shard in shards
-        if not isinstance(shard.data, np.ndarray)
-    ]
-    copies = iter(_from_devices(on_devices) if on_devices else ())
+    copies = iter(
+        _copy([shard for shards in parts for shard in shards if _is_jax(shard)], memory)
+    )
     return [
         HostArray(
             name,
             forms.stored_form(leaf.info)[0],
             leaf.info.dtype or "",
             chunk_shape,
-            tuple(
-                [
-                    shard
-                    if isinstance(shard.data, np.ndarray)
-                    else shard._replace(data=next(copies))
-                    for shard in shards
-                ]
-            ),
+            tuple([next(copies) if _is_jax(shard) else shard for shard in shards]),
             weakref.ref(leaf.source) if isinstance(leaf.source, jax.Array) else None,
         )
         for (name, chunk_shape, leaf), shards in zip(leaves, parts, strict=True)
     ]
+
+
+def staged(
+    arrays: Iterable[HostArray], max_bytes: int = STAGED_BYTES
+) -> Generator[list[HostArray], None, None]:
+    """Yields all arrays in batches, in host memory until the next batch is asked for.
+
+    Arrays on devices are moved in batches of at most `max_bytes`, or of one array. The
+    next batch is moved while the caller works. Others are a single batch.
+
+    Raises:
+        RuntimeError: The values on a device are the result of a failed computation.
+    """
+    arrays = list(arrays)
+    values = [shard.data for array in arrays for shard in array.shards]
+    copies = [data for data in values if isinstance(data, DeviceCopy)]
+    if not copies:
+        yield arrays
+        return
+    for copy in copies:
+        copy.wait()
+    moving: collections.deque[list[HostArray]] = collections.deque()
+    sized = ((array, array.nbytes) for array in arrays)
+    try:
+        for batch in _util.memory.batches(sized, max_bytes):
+            moving.append(_start_moves(batch))
+            if len(moving) > 1:
+                yield from _end_moves(moving.popleft())
+        yield from _end_moves(moving.popleft())
+    finally:
+        for batch in moving:
+            release(batch)
+
+
+def release(arrays: Iterable[HostArray]) -> None:
+    """Frees the memory of a snapshot on devices, and its pinned memory."""
+    for array in arrays:
+        for shard in array.shards:
+            # jax waits for transfers in progress, and for views.
+            if isinstance(shard.data, DeviceCopy) or (
+                isinstance(shard.data, jax.Array) and not shard.data.is_deleted()
+            ):
+                shard.data.delete()
 
 
 def places(leaves: Sequence[Named], processes: int) -> dict[str, int]:
@@ -178,8 +227,8 @@ def _missing_values(leaf: Leaf) -> str | None:
     return None
 
 
-def _view(leaf: Leaf) -> list[HostShard] | None:
-    """Returns a view of an array held whole on the CPU; None for other arrays.
+def _single_part(leaf: Leaf, views: bool) -> list[HostShard] | None:
+    """Returns an array of one device as the only part; None for other arrays.
 
     A fast path for the most common kind of leaf.
     """
@@ -187,35 +236,136 @@ def _view(leaf: Leaf) -> list[HostShard] | None:
     if (
         not isinstance(value, jax.Array)
         or leaf.info.kind == "prng_key"
-        or not _is_one_cpu(value.sharding)
+        or not _is_on_one(value.sharding)
     ):
         return None
-    array = np.asarray(value)
-    return [HostShard(whole(array.shape), array)] if array.size else None
+    is_viewed = views and _is_on_cpu(value.sharding)
+    data = np.asarray(value) if is_viewed else value
+    return [HostShard(whole(value.shape), data)] if value.size else None
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_one_cpu(sharding: Sharding) -> bool:
-    is_one = len(sharding.device_set) == 1 and sharding.is_fully_addressable
-    return is_one and _is_on_cpu(sharding)
+def _is_on_one(sharding: Sharding) -> bool:
+    return len(sharding.device_set) == 1 and sharding.is_fully_addressable
 
 
-def _from_devices(arrays: Sequence[jax.Array]) -> list[Array | jax.Array]:
-    """Copies arrays from accelerators to the host, all transfers concurrently.
+def _is_jax(shard: HostShard) -> bool:
+    return isinstance(shard.data, jax.Array)
 
-    Copies to pinned host memory if the backend has any, which is fastest. Such a copy
-    is a separate jax array: this function returns immediately, and jax delays a
-    donation of the original until the transfer is done.
+
+def _copy(shards: Sequence[HostShard], memory: SnapshotMemory) -> list[HostShard]:
+    """Copies jax arrays of one device each; the originals may then be donated.
+
+    Copies on the devices and to pinned host memory are separate jax arrays: this
+    function returns immediately, and jax delays a donation of the original until the
+    copy is made. Without pinned memory, waits for the transfers.
+    """
+    arrays = [shard.data for shard in shards if isinstance(shard.data, jax.Array)]
+    copies: Sequence[DeviceCopy | Array | jax.Array] | None = None
+    if memory != "host" and arrays:
+        copies = device_copy.copy(arrays, needs_room=memory == "auto")
+    if copies is None:
+        transfers, are_pinned = _start_transfers(arrays)
+        copies = transfers if are_pinned else list(map(_own_values, transfers))
+    return [
+        HostShard(shard.region, copy)
+        for shard, copy in zip(shards, copies, strict=True)
+    ]
+
+
+def _start_transfers(arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], bool]:
+    """Starts transfers of arrays of one device each to the host, all concurrently.
+
+    Returns:
+        Copies in pinned host memory, and True. If the backend has no such memory, or
+        not enough, the arrays with their transfers in progress, and False. `np.asarray`
+        waits in both cases.
     """
     pinned = [_pinned(array.sharding) for array in arrays]
     if all(pinned):
         try:
-            return list(jax.device_put(list(arrays), pinned, may_alias=False))
+            copies = jax.device_put(list(arrays), pinned, may_alias=False)
+            return list(copies), True
         except jax.errors.JaxRuntimeError as error:
-            _log.warning("no pinned memory for %d arrays: %s", len(arrays), error)
-    for array in arrays:
-        array.copy_to_host_async()
-    return [np.asarray(array) for array in arrays]
+            _log.warning(
+                "no pinned memory for %d arrays: %s",
+                len(arrays),
+                errors.one_line(error),
+            )
+    # jax keeps a transferred value as long as the array, which may be a parameter.
+    aliases: list[jax.Array] = [
+        jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
+        for array in arrays
+    ]
+    for alias in aliases:
+        alias.copy_to_host_async()
+    return aliases, False
+
+
+def _own_values(array: jax.Array) -> Array:
+    """Returns a copy of an array of one device, or a view if it is on the CPU.
+
+    An array in pinned memory is never viewed: an accelerator refuses to donate it then.
+    """
+    if device_memory.is_beside(array) and not _is_on_cpu(array.sharding):
+        return np.array(array)
+    return np.asarray(array)
+
+
+def _start_moves(batch: Sequence[HostArray]) -> list[HostArray]:
+    """Starts to move arrays to the host."""
+    values = [shard.data for array in batch for shard in array.shards]
+    copies = [data for data in values if isinstance(data, DeviceCopy)]
+    transfers, are_pinned = _start_transfers([copy.value for copy in copies])
+    if not are_pinned:
+        for copy, transfer in zip(copies, transfers, strict=True):
+            copy.value = transfer
+        return list(batch)
+    for copy in copies:
+        copy.delete()  # jax frees the memory at the end of the transfer
+    moved = iter(transfers)
+    return [
+        _with_values(
+            array,
+            [
+                next(moved) if isinstance(shard.data, DeviceCopy) else shard.data
+                for shard in array.shards
+            ],
+        )
+        for array in batch
+    ]
+
+
+def _end_moves(batch: Sequence[HostArray]) -> Iterator[list[HostArray]]:
+    """Yields the arrays on the host; then frees their memory."""
+    moved = [
+        _with_values(array, [_end_move(shard.data) for shard in array.shards])
+        for array in batch
+    ]
+    try:
+        yield moved
+    finally:
+        release(moved)
+        moved.clear()  # the caller has the list, too
+
+
+def _end_move(data: Array | jax.Array | DeviceCopy) -> Array | jax.Array:
+    if not isinstance(data, DeviceCopy):
+        return data
+    values = np.asarray(data.value)
+    data.delete()
+    return values
+
+
+def _with_values(
+    array: HostArray, values: Sequence[Array | jax.Array | DeviceCopy]
+) -> HostArray:
+    """Returns an array with other values for its shards."""
+    shards = [
+        shard._replace(data=value)
+        for shard, value in zip(array.shards, values, strict=True)
+    ]
+    return array._replace(shards=tuple(shards))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -234,14 +384,15 @@ def _is_on_cpu(sharding: Sharding) -> bool:
     return all(device.platform == "cpu" for device in devices)
 
 
-def _parts_to_write(leaf: Leaf, place: int) -> list[HostShard]:
+def _parts_to_write(leaf: Leaf, place: int, views: bool) -> list[HostShard]:
     """Returns the parts of an array that this process writes; none for size 0.
 
-    The values of arrays on accelerators stay there.
+    The values of arrays on accelerators stay there, as jax arrays.
 
     Args:
         leaf: The array.
         place: Place of the writing replicas in their groups.
+        views: Whether arrays on the CPU are viewed.
     """
     value = leaf.source
     if not isinstance(value, jax.Array):
@@ -264,7 +415,7 @@ def _parts_to_write(leaf: Leaf, place: int) -> list[HostShard]:
         writing.replicas, writing.parts, place, math.prod(grid)
     )
     return [
-        _part(shard, value.shape, writing.slices, part)
+        _part(shard, value.shape, writing.slices, part, views)
         for shard in value.addressable_shards
         if (part := writers.part(shard.replica_id, _number(shard, value.shape, grid)))
         is not None
@@ -292,16 +443,25 @@ def _part(
     shape: Shape,
     slices: zarr_chunk_shape.ReplicaSlices | None,
     part: int,
+    views: bool,
 ) -> HostShard:
     region = region_of(shard.index, shape)
-    data = shard.data
-    if _is_on_cpu(data.sharding):
+    data: Array | jax.Array = shard.data
+    if views and _is_on_cpu(shard.data.sharding):
         data = np.asarray(data)
     if slices is not None:
-        start, stop = slices.bounds[part]
-        origin = region[slices.axis][0]
+        axis, (start, stop) = slices.axis, slices.bounds[part]
+        origin = region[axis][0]
         bounds = (origin + start, origin + stop)
-        region = (*region[: slices.axis], bounds, *region[slices.axis + 1 :])
-        # On an accelerator, cut there: only this part is transferred.
-        data = data[(*[slice(None)] * slices.axis, slice(start, stop))]
+        region = (*region[:axis], bounds, *region[axis + 1 :])
+        data = _cut(data, axis, start, stop)
     return HostShard(region, data)
+
+
+def _cut(data: Array | jax.Array, axis: int, start: int, stop: int) -> Any:
+    """Returns a part of an array; on an accelerator, so that only it is transferred."""
+    part = (*[slice(None)] * axis, slice(start, stop))
+    if isinstance(data, jax.Array) and device_memory.is_beside(data):
+        # Accelerators do not compute in host memory.
+        return np.array(np.asarray(data)[part])
+    return data[part]

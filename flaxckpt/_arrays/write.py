@@ -8,6 +8,7 @@ Other chunks go through TensorStore.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import math
 import sys
@@ -21,6 +22,7 @@ import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util
+from flaxckpt._arrays import to_host
 from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._arrays.zarr import chunk_file, segments
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
@@ -108,7 +110,8 @@ def write(
 
     Args:
         root: A directory without arrays of these names.
-        arrays: The arrays to write.
+        arrays: The arrays to write. Arrays on devices are moved to the host in batches,
+            and their memory is freed.
         encoding: Encoding of the chunks.
         ocdbt: True to write a single database instead of a directory per array.
         previous: An earlier checkpoint on the same file system. Equal files are linked
@@ -141,18 +144,15 @@ def write(
         writer,
         segment_bytes,
     )
-    if not ocdbt:
-        return _write_directories(target, arrays)
-    if writer is not None:
-        target = target._replace(root=root / f"{zarr_metadata.DATABASE_PART}{writer}")
-        target.root.mkdir()
-    if _storage.upload.is_needed(root):
-        # All batches go into a single database, held in memory.
-        with _storage.upload.memory_directory(target.root) as memory:
-            _write_databases(target._replace(root=memory), arrays)
-    else:
-        _write_databases(target, arrays)
-    return {}
+    at_once = min(max_concurrent_bytes, to_host.STAGED_BYTES)
+    with contextlib.closing(to_host.staged(arrays, at_once)) as batches:
+        if ocdbt:
+            _write_databases(target, batches)
+            return {}
+        checksums: Checksums = {}
+        for batch in batches:
+            checksums |= _write_directories(target, batch)
+        return checksums
 
 
 def _write_directories(target: _Target, arrays: Iterable[HostArray]) -> Checksums:
@@ -408,10 +408,24 @@ def _link_files(previous: Previous, new: Path, name: str) -> None:
 # ---- databases, and TensorStore -------------------------------------------------
 
 
-def _write_databases(target: _Target, arrays: Iterable[HostArray]) -> None:
-    at_once = target.max_concurrent_bytes
-    for batch in _util.memory.batches(_sized(arrays), at_once):
-        _write_database(target, batch)
+def _write_databases(target: _Target, batches: Iterable[list[HostArray]]) -> None:
+    """Writes a database; one of this process alone, if others write, too."""
+    if target.writer is not None:
+        part = f"{zarr_metadata.DATABASE_PART}{target.writer}"
+        target = target._replace(root=target.root / part)
+        target.root.mkdir()
+    if _storage.upload.is_needed(target.root):
+        # All batches go into a single database, held in memory.
+        with _storage.upload.memory_directory(target.root) as memory:
+            _write_batches(target._replace(root=memory), batches)
+    else:
+        _write_batches(target, batches)
+
+
+def _write_batches(target: _Target, batches: Iterable[list[HostArray]]) -> None:
+    for arrays in batches:
+        for batch in _util.memory.batches(_sized(arrays), target.max_concurrent_bytes):
+            _write_database(target, batch)
 
 
 def _write_database(target: _Target, arrays: Sequence[HostArray]) -> None:

@@ -33,6 +33,7 @@ class SaveOptions:
         layout: Chunks and encoding of arrays.
         transforms: Changes to apply to the state before writing.
         max_concurrent_bytes: Memory budget of the writing thread.
+        snapshot: The memory of copies of arrays on accelerators.
         items: The items with the arrays and the dataset.
         mode: Mode of directories, from which the mode of files follows; None for the
             umask's.
@@ -41,6 +42,7 @@ class SaveOptions:
     layout: ArrayLayout = dataclasses.field(default_factory=ArrayLayout)
     transforms: Sequence[Transform] = ()
     max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
+    snapshot: _arrays.to_host.SnapshotMemory = "host"
     items: Items = dataclasses.field(default_factory=Items)
     mode: int | None = None
 

@@ -272,7 +272,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     )
     if _may_be_too_large(infos):
         commit.metadata_files(contents, path)  # raises before the first write
-    values = tuple(_arrays.to_host.to_host(arrays, devices))
+    values = tuple(_arrays.to_host.to_host(arrays, devices, options.snapshot))
     return Snapshot(request=request, contents=contents, arrays=values)
 
 
@@ -512,7 +512,7 @@ def write_snapshot(
     """Writes a snapshot and commits the checkpoint durably, from all processes.
 
     Args:
-        snapshot: The snapshot to write.
+        snapshot: The snapshot to write, whose memory on devices is freed.
         previous: Arrays of an earlier step; equal arrays are hard-linked.
 
     Raises:
@@ -520,6 +520,15 @@ def write_snapshot(
             not confirm the rename, the message says so.
         SaveCancelledError: The save was cancelled. Written files are removed.
     """
+    try:
+        return _write_snapshot(snapshot, previous)
+    finally:
+        _arrays.to_host.release(snapshot.arrays)
+
+
+def _write_snapshot(
+    snapshot: Snapshot, previous: _arrays.write.Previous | None
+) -> Written:
     request = snapshot.request
     if request.overwrite and not _storage.of(request.path).can_rename:
         # Removes the old checkpoint first: a cancelled save would leave neither.

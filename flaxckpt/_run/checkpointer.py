@@ -75,6 +75,10 @@ class Checkpointer:
         dataset_item: The name of the item with the state of the dataset iterator.
         layout: Chunks and encoding of arrays.
         max_concurrent_bytes: Bytes in transfer to or from storage at a time.
+        snapshot: Where a save copies arrays on accelerators before the loop goes on, to
+            be written from there: "host", pinned memory if there is any; "device",
+            faster, but the state is in the device's memory twice until it is written;
+            "auto", the device if a training step still has enough memory.
         transforms: Transforms of the state at every save. A restore into a state undoes
             the invertible transforms.
         step_format: Names of steps: `{step}`, `step_{step}`, `{step:08d}`.
@@ -112,6 +116,7 @@ class Checkpointer:
         keep: Sequence[PreservationPolicy] = (),
         layout: ArrayLayout | None = None,
         max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES,
+        snapshot: Literal["host", "device", "auto"] = "host",
         transforms: Sequence[Transform] = (),
         step_format: str = "{step}",
         read_only: bool = False,
@@ -132,6 +137,9 @@ class Checkpointer:
             layout=check_layout(layout),
             transforms=_transforms.check(transforms),
             max_concurrent_bytes=max_concurrent_bytes,
+            snapshot=_util.arguments.check_choice(
+                "snapshot", snapshot, _arrays.to_host.SNAPSHOTS
+            ),
             items=_native.names.make_items(items, dataset_item),
             mode=_storage.modes.check(permissions, _storage.paths.resolve(directory)),
         )
@@ -630,6 +638,7 @@ def beside(checkpointer: Checkpointer, directory: PathLike) -> Checkpointer:
         directory,
         layout=options.layout,
         max_concurrent_bytes=options.max_concurrent_bytes,
+        snapshot=options.snapshot,
         transforms=options.transforms,
         step_format=checkpointer._run.format.template,
         peer_timeout_secs=checkpointer._peer_timeout_secs,

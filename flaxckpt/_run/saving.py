@@ -302,6 +302,7 @@ class Saves:
                     *self._options.transforms,
                 ),
                 items=Items(),  # a branch of the optimizer is missing
+                snapshot="host",  # the caller waits
             )
             request = dataclasses.replace(request, path=path, options=options)
             with _checkpoint.commit.store_errors(path):

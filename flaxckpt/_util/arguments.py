@@ -8,10 +8,12 @@ from __future__ import annotations
 import operator
 import os
 import types
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from flaxckpt import errors
+
+T = TypeVar("T")
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
@@ -61,6 +63,21 @@ def check_int(name: str, value: Any, *, least: int | None = None) -> int:
             f"{name} must be a whole number{bound}, got {describe(value)}"
         )
     return number
+
+
+def check_choice(name: str, value: Any, choices: Sequence[T]) -> T:
+    """Returns `value`, one of `choices`.
+
+    Raises:
+        OptionError: `value` is none of them.
+    """
+    for choice in choices:
+        if type(value) is type(choice) and value == choice:
+            return choice
+    *most, last = map(repr, choices)
+    raise errors.OptionError(
+        f"{name} must be {', '.join(most)} or {last}, got {describe(value)}"
+    )
 
 
 def check_ints(

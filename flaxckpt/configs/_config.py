@@ -93,6 +93,7 @@ class CheckpointConfig:
     layout: ArrayLayout = _LAYOUT
     save_dtype: tuple[Cast, ...] = ()
     max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
+    snapshot: Literal["host", "device", "auto"] = "host"
     step_format: str = "{step}"
     read_only: bool = False
     peer_timeout_secs: float = _distributed.operation.TIMEOUT_SECS
@@ -275,6 +276,7 @@ _PARSERS: Mapping[str, Parser] = {
     "layout": _parsing.record(ArrayLayout, _LAYOUT_PARSERS),
     "save_dtype": _parsing.each(_parsing.record(Cast, _CAST_PARSERS)),
     "max_concurrent_bytes": _parsing.bytes_,
+    "snapshot": _parsing.one_of("host", "device", "auto"),
     "step_format": _step_format,
     "read_only": _parsing.boolean,
     "peer_timeout_secs": _parsing.secs,

@@ -87,6 +87,7 @@ def save():
             DIRECTORY / layout,
             layout=LAYOUTS[layout],
             permissions=GIVEN.get("permissions"),
+            snapshot=GIVEN.get("snapshot", "host"),
         ) as ckpt:
             for step in (1, 2):
                 handle = ckpt.save(
@@ -193,7 +194,9 @@ def train():
         mean = state["w"].mean()  # of all devices: a collective
         return {"w": state["w"] * 0.5 + mean, "n": state["n"] + 1}
 
-    with flaxckpt.Checkpointer(DIRECTORY) as ckpt:
+    with flaxckpt.Checkpointer(
+        DIRECTORY, snapshot=GIVEN.get("snapshot", "host")
+    ) as ckpt:
         state = {"w": halves(np.arange(4096.0, dtype=np.float32).reshape(64, 64))}
         state["n"] = jnp.zeros((), jnp.int32)
         for number in range(1, 4):

@@ -59,6 +59,14 @@ def test_every_file_of_both_has_the_mode_asked_for(job):
     assert modes == {(True, 0o750), (False, 0o640)}
 
 
+def test_snapshots_on_devices_need_no_common_order(tmp_path):
+    said = jobs.run(
+        "save,train", 2, tmp_path, layouts=["files", "zstd_ocdbt"], snapshot="device"
+    )
+    assert said["save"][0] == said["save"][1]
+    assert said["train"] == ({"steps": [1, 2, 3]},) * 2
+
+
 def test_training_goes_on_while_another_process_has_not_written(job):
     assert job[1]["train"] == ({"steps": [1, 2, 3]},) * 2
 

@@ -115,11 +115,19 @@ def test_a_picture_is_drawn_of_a_run(run, tmp_path):
     assert "<svg" in (tmp_path / "run.svg").read_text()
 
 
-def test_an_accelerator_is_measured_beside_the_copy_from_it(tmp_path):
-    settings = Settings(tmp_path, rounds=1, quick=True, contenders=("flaxckpt",))
+def test_an_accelerator_is_measured_beside_the_copies_from_it(tmp_path):
+    names = ("flaxckpt", "flaxckpt device", "flaxckpt device pageable")
+    settings = Settings(tmp_path, rounds=1, quick=True, contenders=names)
     found = collect(gpu.measure(settings, jax.devices()[-1]))
-    assert Series("gpu", "blocking", "device to host") in found
-    assert Series("gpu", "restore and use", "flaxckpt") in found
+    wanted = [target for target in TARGETS if target.measured.case == "gpu"]
+    assert len(wanted) == 4
+    for target in wanted:
+        assert target.measured in found
+        assert target.base is None or target.base in found
+    for name in names:
+        assert Series("gpu", "restore and use", name) in found
+        assert Series("gpu", "host memory of 40 saves", name) in found
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -149,7 +157,7 @@ def test_a_target_is_met_by_medians(target, ours, theirs, value, is_met):
 
 
 def test_targets_name_cases_and_contenders_that_there_are():
-    others = {"its dependencies", "device to host", "safetensors.flax"}
+    others = {"its dependencies", "safetensors.flax", gpu.PINNED, gpu.NO_SAVES}
     others |= {"flaxckpt converted", "flaxckpt safetensors"}
     for target in TARGETS:
         for series in filter(None, (target.measured, target.base)):
