@@ -154,7 +154,7 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
 
 def bytes_here(job: ReadJob) -> int:
     """Returns the uncompressed bytes that this process reads for a leaf."""
-    if job.found.dtype is None or job.wanted.sharding is None:
+    if job.found.dtype is None or _is_whole(job.wanted):
         return forms.stored_bytes(job.found)
     return _Work.of(job).nbytes
 
@@ -308,14 +308,11 @@ def _regions_to_read(
             it would be read twice.
     """
     shape, _ = forms.stored_form(found)
-    sharding = wanted.sharding
-    if (
-        sharding is None
-        or wanted.kind != "array"
-        or (len(sharding.device_set) == 1 and sharding.is_fully_addressable)
-    ):
+    if _is_whole(wanted):
         whole = metadata.whole(shape)
         return {whole: [whole]}
+    sharding = wanted.sharding
+    assert sharding is not None, wanted
     indices = sharding.addressable_devices_indices_map(shape).values()
     if not indices:
         return {}  # other processes have all parts
@@ -330,6 +327,16 @@ def _regions_to_read(
     ):
         return {region: [region] for region in regions}
     return {metadata.enclosing(regions): regions}
+
+
+def _is_whole(wanted: LeafInfo) -> bool:
+    """Returns True if this process needs a whole leaf in one piece."""
+    sharding = wanted.sharding
+    return (
+        sharding is None
+        or wanted.kind != "array"
+        or (len(sharding.device_set) == 1 and sharding.is_fully_addressable)
+    )
 
 
 def _fits_chunks(region: Region, chunk: Shape, shape: Shape) -> bool:
