@@ -11,6 +11,7 @@ import collections
 import functools
 import math
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,12 @@ _THREADS_OF_STORES = 32
 
 _COPIES_IN_REQUESTS = 3
 """Copies of an object in memory during a write: ours, and TensorStore's."""
+
+_COPIES_IN_UPLOADS = 1 + _COPIES_IN_REQUESTS
+"""Copies in memory of what TensorStore writes to memory first."""
+
+_UPLOADED_AT_ONCE = 64 * 2**20
+"""Bytes of a part of a database that is uploaded while the next is made."""
 
 _ENCODED_AT_ONCE = 256 * 2**20
 """Bytes that TensorStore compresses at a time, and holds until written."""
@@ -147,11 +154,10 @@ def write(
         target = target._replace(root=root / f"{zarr_metadata.DATABASE_PART}{writer}")
         target.root.mkdir()
     if _storage.upload.is_needed(root):
-        # All batches go into a single database, held in memory.
-        with _storage.upload.memory_directory(target.root) as memory:
-            _write_databases(target._replace(root=memory), arrays)
+        _upload_database(target, arrays)
     else:
-        _write_databases(target, arrays)
+        for batch in _util.memory.batches(_sized(arrays), max_concurrent_bytes):
+            _write_database(target, batch)
     return {}
 
 
@@ -165,11 +171,10 @@ def _write_directories(target: _Target, arrays: Iterable[HostArray]) -> Checksum
     checksums = _write_files(target, raw)
     at_once = min(target.max_concurrent_bytes, _ENCODED_AT_ONCE)
     if encoded and _storage.upload.is_needed(root):
-        per_copy = target.max_concurrent_bytes // (1 + _COPIES_IN_REQUESTS)
-        at_once = min(at_once, per_copy)
+        at_once = min(at_once, target.max_concurrent_bytes // _COPIES_IN_UPLOADS)
         for batch in _util.memory.batches(_sized(encoded), at_once):
             with _storage.upload.memory_directory(root) as memory:
-                _write_encoded(target._replace(root=memory), batch, at_once)
+                _write_encoded(target._replace(root=memory.path), batch, at_once)
         return checksums
     is_shared = target.writer is not None
     _write_encoded(target, encoded, at_once, may_exist=is_shared)
@@ -359,18 +364,23 @@ def _write_files(target: _Target, arrays: Sequence[HostArray]) -> Checksums:
         target.report(chunk.nbytes)
 
     # Large arrays are shared among the threads, chunk by chunk, and come first.
-    tasks: list[Callable[[], None]] = []
+    tasks: list[Callable[[], object]] = []
+    last: list[Callable[[], object]] = []
     for array in sorted(arrays, key=lambda array: -array.nbytes):
-        if array.nbytes < _SHARED_BYTES:
+        if costs_requests:  # the objects of an array need no directory
+            last.append(functools.partial(begin, array))
+            is_unchanged = False
+        elif array.nbytes < _SHARED_BYTES:
             tasks.append(functools.partial(write_array, array))
             continue
-        is_unchanged = begin(array)
+        else:
+            is_unchanged = begin(array)
         tasks += [
             functools.partial(write_chunk, chunk, is_unchanged)
             for chunk in _chunks(array)
         ]
     threads = _THREADS_OF_STORES if costs_requests else _THREADS
-    _util.threads.each(lambda task: task(), tasks, threads=threads)
+    _util.threads.each(lambda task: task(), [*tasks, *last], threads=threads)
     if previous is not None and not previous.is_current():
         # Files of another checkpoint may have been linked.
         raise OSError(f"{previous.root} was replaced during the save")
@@ -408,14 +418,33 @@ def _link_files(previous: Previous, new: Path, name: str) -> None:
 # ---- databases, and TensorStore -------------------------------------------------
 
 
-def _write_databases(target: _Target, arrays: Iterable[HostArray]) -> None:
-    at_once = target.max_concurrent_bytes
-    for batch in _util.memory.batches(_sized(arrays), at_once):
-        _write_database(target, batch)
+def _upload_database(target: _Target, arrays: Iterable[HostArray]) -> None:
+    """Writes arrays into a database in memory, and uploads it part by part.
+
+    The files with values are uploaded while the next arrays are written. The nodes of
+    the tree, and the manifest, change with each part and are uploaded last.
+    """
+    at_once = min(_UPLOADED_AT_ONCE, target.max_concurrent_bytes // _COPIES_IN_UPLOADS)
+    budget = _util.threads.Budget(target.max_concurrent_bytes)
+    ordered = sorted(arrays, key=lambda array: -array.nbytes)
+    batches = _util.memory.batches(_sized(ordered), at_once)
+    one_at_a_time = threading.Lock()
+    with _storage.upload.memory_directory(target.root) as memory:
+        in_memory = target._replace(root=memory.path)
+
+        def write(batch: Sequence[HostArray]) -> None:
+            size = sum(array.nbytes for array in batch)
+            with budget.hold(size * _COPIES_IN_UPLOADS):
+                with one_at_a_time:
+                    _write_database(in_memory, batch)
+                    values = memory.take(zarr_metadata.DATABASE_VALUES)
+                memory.send(values)
+
+        _util.threads.each(write, batches, threads=_THREADS_OF_STORES)
 
 
 def _write_database(target: _Target, arrays: Sequence[HostArray]) -> None:
-    """Writes arrays into a database, in a single transaction and data file."""
+    """Writes arrays into a database, in a single transaction."""
     encoding = target.encoding
     transaction = ts.Transaction(atomic=True)
     database = zarr_ocdbt.open(target.root, target.context)

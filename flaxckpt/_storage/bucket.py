@@ -40,6 +40,18 @@ def _nothing() -> bytes:
     return bytes(empty.read("none").result().stamp.generation)
 
 
+class _Written(NamedTuple):
+    """The values written under a prefix, as long as they are recorded.
+
+    Attributes:
+        sizes: Key -> size of the value.
+        digests: Key -> digest of the value, for some keys.
+    """
+
+    sizes: dict[str, int]
+    digests: dict[str, str]
+
+
 class _Listing:
     """A cached listing of the keys under a prefix."""
 
@@ -83,7 +95,7 @@ class Bucket:
         self.url = self.connection.url
         self.options = self.connection.options
         self._lock = _util.forks.PerProcess(threading.Lock)
-        self._counts: dict[str, int] = {}
+        self._written: dict[str, _Written] = {}
         self._listings = threading.local()
         self._changes = 0
 
@@ -193,35 +205,52 @@ class Bucket:
                 size=len(value),
             )
         if stamp.generation:
-            self._count(key, len(value))
+            self._record_size(key, len(value))
             return bytes(stamp.generation)
         # After a lost answer, the retry finds the value of the first attempt.
         present = self.read(key)
         if present is not None and present.value == value:
-            self._count(key, len(value))
+            self._record_size(key, len(value))
             return present.generation
         return None
 
-    # ---- counting written bytes ---------------------------------------------------
+    # ---- records of written values ------------------------------------------------
 
     @contextlib.contextmanager
-    def counted(self, prefix: str) -> Iterator[None]:
-        """Counts the bytes written under `prefix` while the `with` block lasts."""
-        self._counts[prefix] = 0
+    def recorded(self, prefix: str) -> Iterator[None]:
+        """Records the values written under `prefix` while the `with` block lasts."""
+        self._written[prefix] = _Written({}, {})
         try:
             yield
         finally:
-            self._counts.pop(prefix, None)
+            self._written.pop(prefix, None)
 
-    def counted_bytes(self, prefix: str) -> int:
-        """Returns the bytes written under `prefix`; 0 outside of `counted`."""
-        return self._counts.get(prefix, 0)
+    def recorded_bytes(self, prefix: str) -> int:
+        """Returns the bytes written under `prefix`; 0 outside of `recorded`."""
+        written = self._written.get(prefix)
+        return sum(written.sizes.values()) if written else 0
 
-    def _count(self, key: str, size: int) -> None:
+    def recorded_size(self, key: str) -> int | None:
+        """Returns the size of a written value; None if not recorded."""
+        return next((w.sizes[key] for w in self._records(key) if key in w.sizes), None)
+
+    def recorded_digest(self, key: str) -> str | None:
+        """Returns the digest of a written value; None if not recorded."""
+        return next((w.digests[key] for w in self._records(key) if key in w.digests), None)
+
+    def record_digest(self, key: str, digest: str) -> None:
+        """Records the digest of a value written in a `recorded` block."""
+        for written in self._records(key):
+            written.digests[key] = digest
+
+    def _record_size(self, key: str, size: int) -> None:
+        for written in self._records(key):
+            written.sizes[key] = size
+
+    def _records(self, key: str) -> list[_Written]:
         with self._lock.get():
-            for prefix in self._counts:
-                if key.startswith(prefix):
-                    self._counts[prefix] += size
+            written = [*self._written.items()]
+        return [record for prefix, record in written if key.startswith(prefix)]
 
     # ---- deleting and listing -----------------------------------------------------
 

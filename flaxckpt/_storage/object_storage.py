@@ -88,7 +88,7 @@ class ObjectStorage:
         yield from (path / key for key in self.files_below(path))
 
     def known_size(self, file: RemotePath, within: RemotePath | None, /) -> int | None:
-        return None
+        return file.store.recorded_size(file.key)
 
     def known_size_below(self, directory: RemotePath, /) -> int:
         return 0
@@ -149,6 +149,10 @@ class ObjectStorage:
         yield cast("io.BufferedReader", io.BytesIO(file.read_bytes()))
 
     def digest_file(self, file: RemotePath, /, *, max_bytes: int) -> str | None:
+        recorded = file.store.recorded_digest(file.key)
+        size = file.store.recorded_size(file.key)
+        if recorded is not None and size is not None:
+            return recorded if size <= max_bytes else None
         content = file.read_bytes()
         return storage_files.digest(content) if len(content) <= max_bytes else None
 
@@ -220,7 +224,7 @@ class ObjectStorage:
         return  # the names of objects are durable
 
     def sync_tree(self, root: RemotePath, /) -> int:
-        return root.store.counted_bytes(root.prefix)
+        return root.store.recorded_bytes(root.prefix)
 
     def remove_tree(self, path: RemotePath, /) -> None:
         path.store.delete_under(path.prefix)

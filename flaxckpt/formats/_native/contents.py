@@ -191,23 +191,28 @@ def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
     if not (is_zarr2 or contents.ocdbt):
         return {}
     files: list[Path] = []
-    for item, infos in contents.items.split(contents.infos).items():
-        tree = root / item
-        if contents.ocdbt:
-            files += [tree / _arrays.zarr.metadata.DATABASE, *tree.glob("d/*")]
-            files += tree.glob(f"{_arrays.zarr.metadata.DATABASE_PART}*/d/*")
-        else:
-            names = {contents.items.param_name(info) for info in infos}
-            files += [file for name in names for file in (tree / name).glob("*")]
-    files = [file for file in files if file.is_file()]  # empty without arrays
-    size = sum(file.stat().st_size for file in files)
-    if not is_zarr2 and size > _SMALL_DATABASE_BYTES:
+    with _storage.paths.listing_cache(root):
+        for item, infos in contents.items.split(contents.infos).items():
+            tree = root / item
+            if contents.ocdbt:
+                files += [tree / _arrays.zarr.metadata.DATABASE, *tree.glob("d/*")]
+                files += tree.glob(f"{_arrays.zarr.metadata.DATABASE_PART}*/d/*")
+            else:
+                names = {contents.items.param_name(info) for info in infos}
+                files += [file for name in names for file in (tree / name).glob("*")]
+        files = [file for file in files if file.is_file()]  # empty without arrays
+    if not is_zarr2 and sum(map(_size, files)) > _SMALL_DATABASE_BYTES:
         return {}
     return {
         file.relative_to(root).as_posix(): digest
         for file in files
         if (digest := _storage.of(file).digest_file(file, max_bytes=sys.maxsize))
     }
+
+
+def _size(file: Path) -> int:
+    known = _storage.of(file).known_size(file, None)
+    return file.stat().st_size if known is None else known
 
 
 def seal_name(digests: Mapping[str, str]) -> str:
