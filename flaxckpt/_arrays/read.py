@@ -210,12 +210,15 @@ def _read_batch(
     Arrays are made only afterwards: threads that read, and threads of jax that make
     arrays, slow each other down.
     """
+    # Large leaves first, so that the last requests are short.
+    batch = sorted(batch, key=lambda work: -work.nbytes)
     readings = [_begin(work, options, databases) for work in batch]
     unreported = [
         _report_tasks(work, reading, options.report)
         for work, reading in zip(batch, readings, strict=True)
     ]
-    read_raw.run(readings)
+    in_store = any(_storage.of(w.job.stored.root).costs_requests for w in batch)
+    read_raw.run(readings, in_store=in_store)
     blocks = []
     for work, reading, size in zip(batch, readings, unreported, strict=True):
         try:

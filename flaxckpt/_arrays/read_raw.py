@@ -33,6 +33,9 @@ from flaxckpt._types import Shape
 _THREADS = 8
 """Threads that read files. More than cores: some wait for the disk."""
 
+_THREADS_IN_STORES = 32
+"""Threads that read objects: they mostly wait for the network."""
+
 _CAST_AT_ONCE = 2**20
 """Bytes that are read and cast at a time: few enough for the cache of a core."""
 
@@ -89,10 +92,11 @@ def failed_reading(error: Exception) -> Reading:
     return Reading([fail], dict)
 
 
-def run(readings: Sequence[Reading]) -> None:
-    """Runs the tasks of all readings."""
+def run(readings: Sequence[Reading], *, in_store: bool = False) -> None:
+    """Runs the tasks of all readings, in files or in an object store."""
     tasks = [task for reading in readings for task in reading.tasks]
-    _util.threads.each(lambda task: task(), tasks, threads=_THREADS)
+    threads = _THREADS_IN_STORES if in_store else _THREADS
+    _util.threads.each(lambda task: task(), tasks, threads=threads)
 
 
 class _Form:

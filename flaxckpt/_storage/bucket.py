@@ -7,9 +7,10 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _util, errors
@@ -18,6 +19,16 @@ from flaxckpt._storage.store_requests import Connection, TransientError
 
 _PART_BYTES = 8 * 2**20
 """Size of a part of a value read part by part."""
+
+
+_PARTS_AT_A_TIME = 8
+"""Parts of a value that are requested at a time."""
+
+_COPIES_OF_PARTS = 2
+"""Copies of a part in memory while it is read: TensorStore's, and a Python object."""
+
+_PARTS_BYTES = 256 * 2**20
+"""Memory of all parts of all values that are read at a time."""
 
 
 class StoredValue(NamedTuple):
@@ -96,6 +107,9 @@ class Bucket:
         self.options = self.connection.options
         self._lock = _util.forks.PerProcess(threading.Lock)
         self._written: dict[str, _Written] = {}
+        self._reading = _util.forks.PerProcess(
+            lambda: _util.threads.Budget(_PARTS_BYTES)
+        )
         self._listings = threading.local()
         self._changes = 0
 
@@ -158,14 +172,63 @@ class Bucket:
             if part is None and generation is None:
                 return
             if part is None or generation not in (None, part.generation):
-                raise errors.StoreError(
-                    f"cannot read {self.url}/{key}: it was replaced during the"
-                    " read; try again"
-                )
+                raise self._replaced_error(key)
             generation = part.generation
             yield part.value
             if len(part.value) != _PART_BYTES or is_last:
                 return
+
+    def read_into(
+        self,
+        key: str,
+        views: Sequence[memoryview],
+        *,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> int | None:
+        """Fills `views` with a value, or a range of its bytes; several parts at a time.
+
+        Args:
+            key: Key of the value.
+            views: Memory for the bytes, in order.
+            start: First byte.
+            stop: End of the range, exclusive; None for the end of the value.
+
+        Returns:
+            Number of bytes in the range, which may exceed the views; None for a missing
+            value.
+
+        Raises:
+            StoreError: The value was replaced during the read, or the store is
+                unreachable.
+        """
+        targets = [np.frombuffer(view, np.uint8) for view in views]
+        wanted = sum(len(target) for target in targets)
+        begins = range(0, max(wanted, 1), _PART_BYTES)
+        parts: list[StoredValue | None] = []
+        sizes: list[int] = []
+
+        def read(begin: int) -> None:
+            end = start + begin + _PART_BYTES
+            is_last = begin == begins[-1]
+            expected = min(_PART_BYTES, wanted - begin)
+            with self._reading.get().hold(_COPIES_OF_PARTS * expected):
+                part = self._span(key, start + begin, stop if is_last else end)
+                if part is not None:
+                    sizes.append(len(part.value))
+                    _copy_into(targets, begin, part.value[: wanted - begin])
+                    part = part._replace(value=b"")
+            parts.append(part)
+
+        _util.threads.each(read, begins, threads=_PARTS_AT_A_TIME)
+        if len({part and part.generation for part in parts}) > 1:
+            raise self._replaced_error(key)
+        return None if parts[0] is None else sum(sizes)
+
+    def _replaced_error(self, key: str) -> errors.StoreError:
+        return errors.StoreError(
+            f"cannot read {self.url}/{key}: it was replaced during the read; try again"
+        )
 
     def _span(self, key: str, start: int, stop: int | None) -> StoredValue | None:
         """Returns a value from `start` to `stop`, or to the end of the value."""
@@ -336,6 +399,17 @@ _BEYOND = "OUT_OF_RANGE"
 """TensorStore's error code for a range beyond the end of a value."""
 
 _DELETED_AT_ONCE = 256
+
+
+def _copy_into(
+    targets: Sequence[np.ndarray[Any, np.dtype[np.uint8]]], at: int, content: bytes
+) -> None:
+    """Copies `content` to the position `at` of the concatenated targets."""
+    left = np.frombuffer(content, np.uint8)  # numpy copies beside other threads
+    for target in targets:
+        part = target[at : at + len(left)]
+        part[:] = left[: len(part)]
+        left, at = left[len(part) :], max(0, at - len(target))
 
 
 def _after(prefix: str) -> str | bytes:

@@ -178,18 +178,10 @@ class ObjectStorage:
         offset: int,
         file_size: int,
     ) -> None:
-        size, wanted = 0, sum(view.nbytes for view in views)
-        views = [view for view in views if view]
+        wanted = sum(view.nbytes for view in views)
         # A range that ends at the expected end is open, to notice a longer object.
         stop = None if offset + wanted == file_size else offset + wanted
-        for part in file.pieces(wanted, start=offset, stop=stop):
-            size += len(part)
-            left = memoryview(part)
-            while views and left:
-                count = min(len(left), len(views[0]))
-                views[0][:count] = left[:count]
-                left, views[0] = left[count:], views[0][count:]
-                views = views if views[0] else views[1:]
+        size = file.read_into(views, start=offset, stop=stop)
         if size != wanted:
             raise ValueError(f"{file.name} has {size} bytes instead of {wanted}")
 

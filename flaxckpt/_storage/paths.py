@@ -13,7 +13,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -187,6 +187,19 @@ class RemotePath(_Base):
             yield piece
         if piece is None:
             raise _missing(self)
+
+    def read_into(
+        self, views: Sequence[memoryview], *, start: int, stop: int | None
+    ) -> int:
+        """Fills `views` with the object, or a range of it; see `Bucket.read_into`.
+
+        Raises:
+            FileNotFoundError: The object is missing.
+        """
+        size = self.store.read_into(self.key, views, start=start, stop=stop)
+        if size is None:
+            raise _missing(self)
+        return size
 
     def read_text(self, encoding: str = "utf-8") -> str:  # type: ignore[override]
         """Returns the content of the object as text."""
