@@ -350,7 +350,8 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
             )
         if stored.raw is None:
             check = stored.check if options.verify else None
-            return _from_store(work, databases.context, check)
+            opened = _open(stored, databases.context)
+            return _from_store(work, opened, check)
         if not stored.raw.ocdbt:
             _storage.of(stored.raw.root).check_root(stored.raw.root, stored.root)
             return read_raw.from_files(
@@ -363,7 +364,7 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
             )
         databases.begin(stored.raw, stored.root, verify=options.verify)
         if forms.stored_bytes(stored.info) > _DATABASE_VALUE_BYTES:
-            return _from_store(work, databases.context)
+            return _from_large_values(work, databases, verify=options.verify)
         return read_raw.from_database(
             stored.raw, stored.info, regions, databases, verify=options.verify
         )
@@ -375,12 +376,39 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
         return read_raw.failed_reading(_util.memory.TooLargeError())
 
 
+def _from_large_values(
+    work: _Work, databases: read_raw.Databases, *, verify: bool
+) -> Reading:
+    """Reads a raw array in a database through TensorStore.
+
+    TensorStore need not read the metadata, which would delay the values: they are what
+    the manifest of the checkpoint says, or the array is damaged.
+    """
+    stored = work.job.stored
+    raw, info = stored.raw, stored.info
+    assert raw is not None, stored
+    check = read_raw.metadata_check(raw, info, databases, verify=verify)
+    shape, dtype = forms.stored_form(info)
+    spec: dict[str, JSON] = {
+        "driver": "zarr3",
+        "kvstore": metadata.kvstore(raw.root, raw.name, ocdbt=True),
+        "metadata": metadata.metadata(
+            raw.encoding, shape, dtype, info.chunk_shape or ()
+        ),
+        "assume_metadata": True,
+        "fill_missing_data_reads": False,
+    }
+    opened = ts.open(spec, read=True, context=databases.context)
+    return _from_store(work, opened, check)
+
+
 def _from_store(
-    work: _Work, context: ts.Context, check: Callable[[], None] | None = None
+    work: _Work,
+    opened: ts.Future[ts.TensorStore],
+    check: Callable[[], None] | None = None,
 ) -> Reading:
     """Reads a leaf through TensorStore."""
     job = work.job
-    opened = _open(job.stored, context)
     started: dict[Region, tuple[ts.Future[Any], Array]] = {}
 
     def start() -> None:

@@ -482,9 +482,12 @@ def check_digests(
         ValueError: A file has changed, or is larger than `max_bytes`.
         OSError: A file is missing, or cannot be read.
     """
-    for name, recorded in digests.items():
+
+    def check(name: str) -> None:
         found = _storage.of(root).digest_file(root / name, max_bytes=max_bytes)
-        _storage.files.check_digest(name, found, recorded)
+        _storage.files.check_digest(name, found, digests[name])
+
+    _util.threads.each(check, digests, threads=_THREADS)
 
 
 def from_database(
@@ -497,13 +500,9 @@ def from_database(
 ) -> Reading:
     """Reads `regions` of an array from a database."""
     form = _form_of(raw, info)
+    check = metadata_check(raw, info, databases, verify=verify)
     values = databases.open(raw, verify=verify)
     verify = verify and not raw.digests  # digests cover the whole database
-    metadata = (
-        values.read(zarr_metadata.database_key(raw.name, zarr_metadata.METADATA))
-        if verify
-        else None
-    )
     pending = {
         region: [
             (key, bounds, values.read(zarr_metadata.database_key(raw.name, key)))
@@ -512,22 +511,16 @@ def from_database(
         for region in regions
     }
 
-    def result(key: str, future: ts.Future[ts.KvStore.ReadResult]) -> bytes:
-        read = _storage.paths.result(future, raw.root)
-        if read.state != "value":
-            raise ValueError(f"{key} is missing")
-        return read.value
-
     def arrays() -> Mapping[Region, Array]:
-        if metadata is not None:
-            form.check_metadata(result(zarr_metadata.METADATA, metadata))
+        if check is not None:
+            check()
         arrays = {}
         for region, chunks in pending.items():
             parts = [
                 (
                     bounds,
                     form.values(
-                        _content(form, key, result(key, future), verify), bounds
+                        _content(form, key, _value(raw, key, future), verify), bounds
                     ),
                 )
                 for key, bounds, future in chunks
@@ -541,6 +534,30 @@ def from_database(
         return arrays
 
     return Reading([], arrays)
+
+
+def metadata_check(
+    raw: RawArray, info: LeafInfo, databases: Databases, *, verify: bool
+) -> Callable[[], None] | None:
+    """Begins to read the metadata of an array in a database.
+
+    Returns:
+        A function that compares it with the recorded form, and raises ValueError if it
+        differs; None if it need not be compared.
+    """
+    if not verify or raw.digests:  # digests cover the whole database
+        return None
+    form = _form_of(raw, info)
+    key = zarr_metadata.database_key(raw.name, zarr_metadata.METADATA)
+    pending = databases.open(raw, verify=verify).read(key)
+    return lambda: form.check_metadata(_value(raw, zarr_metadata.METADATA, pending))
+
+
+def _value(raw: RawArray, name: str, read: ts.Future[ts.KvStore.ReadResult]) -> bytes:
+    result = _storage.paths.result(read, raw.root)
+    if result.state != "value":
+        raise ValueError(f"{name} is missing")
+    return result.value
 
 
 def _content(form: _Form, key: str, value: bytes, verify: bool) -> Bytes:

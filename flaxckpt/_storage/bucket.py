@@ -111,6 +111,7 @@ class Bucket:
             lambda: _util.threads.Budget(_PARTS_BYTES)
         )
         self._listings = threading.local()
+        self._ahead = threading.local()
         self._changes = 0
 
     # ---- requests -----------------------------------------------------------------
@@ -128,6 +129,12 @@ class Bucket:
         A range beyond the end raises an error, except an empty range, which gets only
         the generation. `size` is the expected size, for the deadline.
         """
+        for values in self._read_ahead():
+            if key in values:
+                stored = values[key]
+                end = stop if stop is not None else stored and len(stored.value)
+                if stored is None or (end or 0) <= len(stored.value):
+                    return stored and stored._replace(value=stored.value[start:end])
         part = None if start is None and stop is None else slice(start, stop)
         answer = self.connection.request(
             f"read {self.url}/{key}",
@@ -358,6 +365,32 @@ class Bucket:
         if (listing := self._listing(key)) is not None:
             return listing.has(key)
         return self.read(key, start=0, stop=0) is not None
+
+    @contextlib.contextmanager
+    def read_ahead(self, keys: Iterable[str]) -> Iterator[None]:
+        """Reads small values at once, for reads on this thread in the `with` block.
+
+        Changes by other processes meanwhile are not seen; changes by this process end
+        the use of all values.
+        """
+        values: dict[str, StoredValue | None] = {}
+        changes = self._changes
+
+        def read(key: str) -> None:
+            values[key] = self.read(key)
+
+        _util.threads.each(read, keys, threads=_PARTS_AT_A_TIME)
+        ahead = self._ahead.__dict__.setdefault("all", [])
+        ahead.append((changes, values))
+        try:
+            yield
+        finally:
+            ahead.pop()
+
+    def _read_ahead(self) -> Iterator[dict[str, StoredValue | None]]:
+        for changes, values in self._ahead.__dict__.get("all", []):
+            if changes == self._changes:
+                yield values
 
     # ---- cached listings ----------------------------------------------------------
 

@@ -257,6 +257,14 @@ def listing_cache(path: Path) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
+def read_ahead(files: Sequence[Path]) -> contextlib.AbstractContextManager[None]:
+    """Reads small files of one object store at once; see `Bucket.read_ahead`."""
+    remote = [file for file in files if is_remote(file)]
+    if remote:
+        return remote[0].store.read_ahead([file.key for file in remote])
+    return contextlib.nullcontext()
+
+
 def result(future: ts.Future[_T], path: Path, size: int = 0) -> _T:
     """Returns the result of a TensorStore read; in stores, before a deadline.
 

@@ -56,7 +56,8 @@ def check(root: Path) -> None:
         ValueError: The tree is damaged or too large.
         OSError: The database is missing or unreadable.
     """
-    _check_tree(root, *_storage.of(root).fingerprint(root / DATABASE))
+    with _storage.paths.read_ahead([root / DATABASE]):
+        _check_tree(root, *_storage.of(root).fingerprint(root / DATABASE))
 
 
 @functools.lru_cache(maxsize=64)
@@ -67,8 +68,9 @@ def _check_tree(root: Path, fingerprint: tuple[int, ...], size: int) -> None:
             f"{DATABASE} has {size} bytes, wanted at most {_MAX_MANIFEST_BYTES}"
         )
     tree = _Tree(root)
-    tree.count(DATABASE, _read_part(root / DATABASE, 0, size))
-    for height, place in tree.roots():
+    manifest = _read_part(root / DATABASE, 0, size)
+    tree.count(DATABASE, manifest)
+    for height, place in _roots(manifest):
         if height > _MAX_HEIGHT:
             raise ValueError(
                 f"{DATABASE} declares a tree of {height} levels,"
@@ -184,18 +186,6 @@ class _Tree:
                 f" from {self._stored} to {self._decoded} bytes, more than is supported"
             )
 
-    def roots(self) -> Iterator[tuple[int, _Place]]:
-        """Yields height and root of the newest version; nothing for an empty tree."""
-        found = self._dump(None)
-        versions = found.get("versions")
-        if not versions:
-            raise ValueError(
-                f"{DATABASE} is split into several files, which is not supported"
-            )
-        newest = versions[-1]
-        if "root" in newest and "location" in newest["root"]:
-            yield newest["root_height"], _parse_place(newest["root"]["location"])
-
     def walk(self, place: _Place, height: int) -> None:
         """Counts a node and its descendants."""
         path = self._root / place.file
@@ -209,13 +199,27 @@ class _Tree:
             # At height 0, entries are values instead of nodes.
             self.walk(_parse_place(str(entry.get("location"))), height - 1)
 
-    def _dump(self, node: str | None) -> Any:
+    def _dump(self, node: str) -> Any:
         if self._store is None:
             _storage.store_requests.use_threads()
             spec = metadata.kvstore(self._root, "", ocdbt=False)
             opening = ts.KvStore.open(spec, context=_storage.store_requests.context())
             self._store = _storage.paths.result(opening, self._root)
         return _storage.paths.result(ts.ocdbt.dump(self._store, node), self._root)
+
+
+def _roots(manifest: bytes) -> Iterator[tuple[int, _Place]]:
+    """Yields height and root of the newest version; nothing for an empty tree."""
+    memory = ts.KvStore.open({"driver": "memory"}).result()
+    memory.write(DATABASE, manifest).result()
+    versions = ts.ocdbt.dump(memory, None).result().get("versions")
+    if not versions:
+        raise ValueError(
+            f"{DATABASE} is split into several files, which is not supported"
+        )
+    newest = versions[-1]
+    if "root" in newest and "location" in newest["root"]:
+        yield newest["root_height"], _parse_place(newest["root"]["location"])
 
 
 def _parse_place(text: str) -> _Place:
