@@ -16,6 +16,7 @@ import tensorstore as ts
 from flaxckpt import _util, errors
 from flaxckpt._storage.store_options import StoreOptions
 from flaxckpt._storage.store_requests import Connection, TransientError
+from flaxckpt._storage.stored_value import StoredValue
 
 _PART_BYTES = 8 * 2**20
 """Size of a part of a value read part by part."""
@@ -29,18 +30,6 @@ _COPIES_OF_PARTS = 2
 
 _PARTS_BYTES = 256 * 2**20
 """Memory of all parts of all values that are read at a time."""
-
-
-class StoredValue(NamedTuple):
-    """A value in a store.
-
-    Attributes:
-        value: The bytes.
-        generation: Changes with the value.
-    """
-
-    value: bytes
-    generation: bytes
 
 
 @functools.cache
@@ -97,6 +86,8 @@ class Bucket:
         connection: The connection to the bucket.
         url: `s3://bucket`.
         options: As given.
+        directories: Keys without an object, when this process looked.
+        appended: Key of a journal -> content after this process appended to it.
     """
 
     def __init__(
@@ -105,6 +96,8 @@ class Bucket:
         self.connection = Connection(scheme, bucket, options or StoreOptions())
         self.url = self.connection.url
         self.options = self.connection.options
+        self.directories: set[str] = set()
+        self.appended: dict[str, StoredValue] = {}
         self._lock = _util.forks.PerProcess(threading.Lock)
         self._written: dict[str, _Written] = {}
         self._reading = _util.forks.PerProcess(
@@ -306,7 +299,9 @@ class Bucket:
 
     def recorded_digest(self, key: str) -> str | None:
         """Returns the digest of a written value; None if not recorded."""
-        return next((w.digests[key] for w in self._records(key) if key in w.digests), None)
+        return next(
+            (w.digests[key] for w in self._records(key) if key in w.digests), None
+        )
 
     def record_digest(self, key: str, digest: str) -> None:
         """Records the digest of a value written in a `recorded` block."""

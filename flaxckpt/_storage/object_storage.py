@@ -29,6 +29,7 @@ from flaxckpt._storage import (
 )
 from flaxckpt._storage import files as storage_files
 from flaxckpt._storage.paths import RemotePath
+from flaxckpt._storage.stored_value import StoredValue
 from flaxckpt._types import JSON
 
 _log = logging.getLogger(__name__)
@@ -208,9 +209,14 @@ class ObjectStorage:
 
     def make_directory(self, path: RemotePath, /, *, mode: int | None = None) -> None:
         # Stores have no directories, but no object may have the path of a directory.
+        # To look once is enough: nobody makes such an object later, but by mistake.
         for above in (path, *path.parents):
-            if len(above.parts) > 1 and above.is_file():
-                raise NotADirectoryError(errno.ENOTDIR, "it is an object", str(above))
+            if len(above.parts) > 1 and above.key not in above.store.directories:
+                if above.is_file():
+                    raise NotADirectoryError(
+                        errno.ENOTDIR, "it is an object", str(above)
+                    )
+                above.store.directories.add(above.key)
 
     def sync_directory(self, path: RemotePath, /) -> None:
         return  # the names of objects are durable
@@ -233,16 +239,19 @@ class ObjectStorage:
         *,
         mode: int | None = None,
     ) -> None:
+        appended = file.store.appended
         for _ in range(_APPEND_TRIES):
-            present = file.store.read(file.key)
-            if present is None:
-                if file.store.create(file.key, lines) is not None:
-                    return
-                continue
-            content = present.value + lines
+            # Unless others append, too, the object is as the last call has left it.
+            present = appended.pop(file.key, None) or file.store.read(file.key)
+            content = lines if present is None else present.value + lines
             if len(content) > max_bytes:
                 content = content[-max_bytes // 2 :].partition(b"\n")[2]
-            if file.store.exchange(file.key, content, present.generation) is not None:
+            if present is None:
+                generation = file.store.create(file.key, content)
+            else:
+                generation = file.store.exchange(file.key, content, present.generation)
+            if generation is not None:
+                appended[file.key] = StoredValue(content, generation)
                 return
         raise OSError(errno.EAGAIN, "other processes keep writing to it", str(file))
 
