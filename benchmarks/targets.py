@@ -104,6 +104,20 @@ def _flat_files() -> list[Target]:
     ]
 
 
+def _buckets() -> list[Target]:
+    return [
+        Target(
+            f"{what} in a bucket, round trip {milliseconds} ms, {name}, to boto3",
+            Series("buckets", f"{milliseconds} ms: {what}", name),
+            1.1,
+            Series("buckets", f"{milliseconds} ms: {what}", "boto3"),
+        )
+        for milliseconds in (0, 20, 80)
+        for what in ("save", "restore")
+        for name in ("flaxckpt files", "flaxckpt ocdbt")
+    ]
+
+
 _STATE = "train_state"
 _USED = "restore and use"
 
@@ -190,6 +204,7 @@ TARGETS: tuple[Target, ...] = (
         Series("reshard", "12 changes of mesh, shard_axes: read", "flaxckpt"),
         1.1,
     ),
+    *_buckets(),
     Target(
         "blocking on a GPU, to the copy alone",
         Series("gpu", "blocking", "flaxckpt"),

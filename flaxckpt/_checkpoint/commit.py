@@ -236,7 +236,10 @@ def temporary_directory(snapshot: Snapshot) -> Iterator[Path]:
     if snapshot.request.is_item:
         yield final
         return
-    _storage.of(final.parent).make_directory(final.parent, mode=mode)
+    parent = _storage.of(final.parent)
+    # A run in a store has looked at its directory when it was opened.
+    if parent.has_directories or snapshot.request.step is None:
+        parent.make_directory(final.parent, mode=mode)
     with _storage.of(final).new_checkpoint(
         final,
         overwrite=snapshot.request.overwrite,

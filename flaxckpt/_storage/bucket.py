@@ -86,7 +86,6 @@ class Bucket:
         connection: The connection to the bucket.
         url: `s3://bucket`.
         options: As given.
-        directories: Keys without an object, when this process looked.
         appended: Key of a journal -> content after this process appended to it.
     """
 
@@ -96,7 +95,6 @@ class Bucket:
         self.connection = Connection(scheme, bucket, options or StoreOptions())
         self.url = self.connection.url
         self.options = self.connection.options
-        self.directories: set[str] = set()
         self.appended: dict[str, StoredValue] = {}
         self._lock = _util.forks.PerProcess(threading.Lock)
         self._written: dict[str, _Written] = {}

@@ -209,14 +209,9 @@ class ObjectStorage:
 
     def make_directory(self, path: RemotePath, /, *, mode: int | None = None) -> None:
         # Stores have no directories, but no object may have the path of a directory.
-        # To look once is enough: nobody makes such an object later, but by mistake.
         for above in (path, *path.parents):
-            if len(above.parts) > 1 and above.key not in above.store.directories:
-                if above.is_file():
-                    raise NotADirectoryError(
-                        errno.ENOTDIR, "it is an object", str(above)
-                    )
-                above.store.directories.add(above.key)
+            if len(above.parts) > 1 and above.is_file():
+                raise NotADirectoryError(errno.ENOTDIR, "it is an object", str(above))
 
     def sync_directory(self, path: RemotePath, /) -> None:
         return  # the names of objects are durable
