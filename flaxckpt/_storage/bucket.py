@@ -23,12 +23,12 @@ _PART_BYTES = 8 * 2**20
 
 
 _PARTS_AT_A_TIME = 8
-"""Parts of a value that are requested at a time."""
+"""Parts of a value, or small values, that are requested at a time."""
 
 _COPIES_OF_PARTS = 2
 """Copies of a part in memory while it is read: TensorStore's, and a Python object."""
 
-_PARTS_BYTES = 256 * 2**20
+_PARTS_BYTES = 128 * 2**20
 """Memory of all parts of all values that are read at a time."""
 
 
@@ -120,12 +120,11 @@ class Bucket:
         A range beyond the end raises an error, except an empty range, which gets only
         the generation. `size` is the expected size, for the deadline.
         """
-        for values in self._read_ahead():
+        for values in self._values_read_ahead():
             if key in values:
                 stored = values[key]
-                end = stop if stop is not None else stored and len(stored.value)
-                if stored is None or (end or 0) <= len(stored.value):
-                    return stored and stored._replace(value=stored.value[start:end])
+                if stored is None or (stop or 0) <= len(stored.value):
+                    return stored and stored._replace(value=stored.value[start:stop])
         part = None if start is None and stop is None else slice(start, stop)
         answer = self.connection.request(
             f"read {self.url}/{key}",
@@ -380,7 +379,7 @@ class Bucket:
         finally:
             ahead.pop()
 
-    def _read_ahead(self) -> Iterator[dict[str, StoredValue | None]]:
+    def _values_read_ahead(self) -> Iterator[dict[str, StoredValue | None]]:
         for changes, values in self._ahead.__dict__.get("all", []):
             if changes == self._changes:
                 yield values

@@ -190,6 +190,10 @@ def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
     is_zarr2 = contents.encoding.version == 2
     if not (is_zarr2 or contents.ocdbt):
         return {}
+    if contents.encoding.codec == "none" and not is_zarr2:
+        arrays = (info for info in contents.infos if info.chunk_shape is not None)
+        if sum(map(_arrays.forms.stored_bytes, arrays)) > _SMALL_DATABASE_BYTES:
+            return {}  # without a request for the sizes of the files
     files: list[Path] = []
     with _storage.paths.listing_cache(root):
         for item, infos in contents.items.split(contents.infos).items():
