@@ -18,7 +18,7 @@ import tensorstore as ts
 from flaxckpt import _state, _storage, _util, errors
 from flaxckpt._arrays import forms, read_raw, to_device
 from flaxckpt._arrays.read_raw import Reading
-from flaxckpt._arrays.zarr import metadata
+from flaxckpt._arrays.zarr import metadata, ocdbt
 from flaxckpt._arrays.zarr.metadata import Array, Region
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import JSON, LeafPath, Shape
@@ -173,7 +173,9 @@ def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
     values: dict[LeafPath, Any] = {}
     faults = Faults()
     too_large: list[errors.Mismatch] = []
-    context = _storage.store_requests.context({"file_io_concurrency": {"limit": 32}})
+    context = _storage.store_requests.context(
+        {"file_io_concurrency": {"limit": 32}, **ocdbt.MANIFESTS}
+    )
     databases = read_raw.Databases(context)
     for batch in _batches(jobs, options.max_concurrent_bytes):
         blocks = _read_batch(batch, options, databases, faults)
@@ -391,14 +393,14 @@ def _from_large_values(
     shape, dtype = forms.stored_form(info)
     spec: dict[str, JSON] = {
         "driver": "zarr3",
-        "kvstore": metadata.kvstore(raw.root, raw.name, ocdbt=True),
         "metadata": metadata.metadata(
             raw.encoding, shape, dtype, info.chunk_shape or ()
         ),
         "assume_metadata": True,
         "fill_missing_data_reads": False,
     }
-    opened = ts.open(spec, read=True, context=databases.context)
+    values = databases.open(raw, verify=verify) / metadata.database_key(raw.name, "")
+    opened = ts.open(spec, kvstore=values, read=True, context=databases.context)
     return _from_store(work, opened, check)
 
 

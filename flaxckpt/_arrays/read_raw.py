@@ -421,7 +421,11 @@ def _fill_part(target: Array, span: Span, origin: Sequence[int]) -> None:
 
 
 class Databases:
-    """Databases of a restore, each opened and verified once."""
+    """Databases of a restore, each opened and verified once.
+
+    Args:
+        context: A context with `ocdbt.MANIFESTS`.
+    """
 
     def __init__(self, context: ts.Context) -> None:
         self.context = context
@@ -462,10 +466,7 @@ class Databases:
             try:
                 if verify:
                     check_digests(root, raw.digests, max_bytes=_MAX_DIGESTED_BYTES)
-                ocdbt.check(root)
-                spec = zarr_metadata.kvstore(root, "", ocdbt=True)
-                opening = ts.KvStore.open(spec, context=self.context)
-                opened = _storage.paths.result(opening, root)
+                opened = ocdbt.open_checked(root, self.context)
             except (ValueError, OSError) as error:
                 self._faults[root] = error
                 raise

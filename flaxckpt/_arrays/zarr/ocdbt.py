@@ -22,6 +22,7 @@ import tensorstore as ts
 from flaxckpt import _storage
 from flaxckpt._arrays.zarr import metadata
 from flaxckpt._arrays.zarr.metadata import DATABASE, DATABASE_PART
+from flaxckpt._types import JSON
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
 _MAX_NODE_BYTES = 128 * 2**20
@@ -88,6 +89,41 @@ def open(root: Path, context: ts.Context) -> ts.KvStore:
     """
     _storage.store_requests.use_threads()
     spec = metadata.kvstore(root, "", ocdbt=True)
+    return _storage.paths.result(ts.KvStore.open(spec, context=context), root)
+
+
+MANIFESTS: dict[str, JSON] = {"memory_key_value_store#manifests": {}}
+"""The context resource that `open_checked` needs: the manifests of stores in memory."""
+
+
+def open_checked(root: Path, context: ts.Context) -> ts.KvStore:
+    """Opens a database for reading, after `check`.
+
+    TensorStore compares the manifest of a store with the present one before each read.
+    It gets the manifest that was checked instead, from memory.
+
+    Args:
+        root: The directory of the database, with checked links.
+        context: A context with `MANIFESTS`.
+
+    Raises:
+        ValueError, OSError: As for `check`.
+    """
+    manifest = root / DATABASE
+    with _storage.paths.read_ahead([manifest]):
+        check(root)
+        if not _storage.of(root).costs_requests:
+            return open(root, context)
+        content = manifest.read_bytes()
+    [resource] = MANIFESTS
+    memory: dict[str, JSON] = {
+        "driver": "memory",
+        "memory_key_value_store": resource,
+        "path": f"{root}/",
+    }
+    in_memory = ts.KvStore.open(memory, context=context).result()
+    in_memory.write(DATABASE, content).result()
+    spec = metadata.kvstore(root, "", ocdbt=True) | {"manifest": memory}
     return _storage.paths.result(ts.KvStore.open(spec, context=context), root)
 
 
