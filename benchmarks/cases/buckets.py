@@ -210,7 +210,7 @@ class _Boto3(_Objects):
         with TransferManager(self._client) as manager:
             uploads = [
                 manager.upload(
-                    io.BytesIO(np.asarray(array)),
+                    io.BytesIO(np.asarray(array).data),
                     self._bucket,
                     f"{self.prefix(step)}{name}",
                 )

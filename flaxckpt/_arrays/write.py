@@ -339,11 +339,6 @@ def _write_files(target: _Target, arrays: Sequence[HostArray]) -> Checksums:
             chunk_file.write(directory / zarr_metadata.METADATA, [memoryview(content)])
         return previous is not None and _is_unchanged(array, content, previous)
 
-    def write_array(array: HostArray) -> None:
-        is_unchanged = begin(array)
-        for chunk in _chunks(array):
-            write_chunk(chunk, is_unchanged)
-
     def write_chunk(chunk: _Chunk, is_unchanged: bool) -> None:
         name = chunk.array.name
         new = root / name / chunk.key
@@ -363,28 +358,53 @@ def _write_files(target: _Target, arrays: Sequence[HostArray]) -> Checksums:
                 chunk_file.write(new, parts)
         target.report(chunk.nbytes)
 
-    # Large arrays are shared among the threads, chunk by chunk, and come first.
-    tasks: list[Callable[[], object]] = []
-    last: list[Callable[[], object]] = []
-    for array in sorted(arrays, key=lambda array: -array.nbytes):
-        if costs_requests:  # the objects of an array need no directory
-            last.append(functools.partial(begin, array))
-            is_unchanged = False
-        elif array.nbytes < _SHARED_BYTES:
-            tasks.append(functools.partial(write_array, array))
-            continue
-        else:
-            is_unchanged = begin(array)
-        tasks += [
-            functools.partial(write_chunk, chunk, is_unchanged)
-            for chunk in _chunks(array)
-        ]
+    tasks = _tasks(arrays, begin, write_chunk, in_store=costs_requests)
     threads = _THREADS_OF_STORES if costs_requests else _THREADS
-    _util.threads.each(lambda task: task(), [*tasks, *last], threads=threads)
+    _util.threads.each(lambda task: task(), tasks, threads=threads)
     if previous is not None and not previous.is_current():
         # Files of another checkpoint may have been linked.
         raise OSError(f"{previous.root} was replaced during the save")
     return checksums
+
+
+def _tasks(
+    arrays: Sequence[HostArray],
+    begin: Callable[[HostArray], bool],
+    write_chunk: Callable[[_Chunk, bool], None],
+    *,
+    in_store: bool,
+) -> list[Callable[[], object]]:
+    """Returns the tasks that write arrays, in the order to start them.
+
+    Large arrays are shared among the threads, chunk by chunk, and come first. In a
+    store they come last: a server busy with them answers small requests late.
+
+    Args:
+        arrays: The arrays.
+        begin: Makes the directory of an array; returns True if it is unchanged.
+        write_chunk: Writes a chunk of an array that is unchanged, or not.
+        in_store: True for objects, which need no directory before them.
+    """
+
+    def write(array: HostArray) -> None:
+        is_unchanged = begin(array)
+        for chunk in _chunks(array):
+            write_chunk(chunk, is_unchanged)
+
+    tasks: list[Callable[[], object]] = []
+    ordered = sorted(arrays, key=lambda array: -array.nbytes)
+    for array in ordered:
+        if not in_store and array.nbytes < _SHARED_BYTES:
+            tasks.append(functools.partial(write, array))
+            continue
+        is_unchanged = False if in_store else begin(array)
+        tasks += [
+            functools.partial(write_chunk, chunk, is_unchanged)
+            for chunk in _chunks(array)
+        ]
+    if not in_store:
+        return tasks
+    return [functools.partial(begin, array) for array in ordered] + tasks[::-1]
 
 
 def _is_unchanged(array: HostArray, metadata: bytes, previous: Previous) -> bool:

@@ -116,14 +116,14 @@ def open_checked(root: Path, context: ts.Context) -> ts.KvStore:
             return open(root, context)
         content = manifest.read_bytes()
     [resource] = MANIFESTS
-    memory: dict[str, JSON] = {
+    spec_in_memory: dict[str, JSON] = {
         "driver": "memory",
         "memory_key_value_store": resource,
         "path": f"{root}/",
     }
-    in_memory = ts.KvStore.open(memory, context=context).result()
+    in_memory = ts.KvStore.open(spec_in_memory, context=context).result()
     in_memory.write(DATABASE, content).result()
-    spec = metadata.kvstore(root, "", ocdbt=True) | {"manifest": memory}
+    spec = metadata.kvstore(root, "", ocdbt=True) | {"manifest": spec_in_memory}
     return _storage.paths.result(ts.KvStore.open(spec, context=context), root)
 
 
@@ -246,7 +246,8 @@ class _Tree:
 
 def _roots(manifest: bytes) -> Iterator[tuple[int, _Place]]:
     """Yields height and root of the newest version; nothing for an empty tree."""
-    memory = ts.KvStore.open({"driver": "memory"}).result()
+    spec: dict[str, JSON] = {"driver": "memory"}
+    memory = ts.KvStore.open(spec).result()
     memory.write(DATABASE, manifest).result()
     versions = ts.ocdbt.dump(memory, None).result().get("versions")
     if not versions:
