@@ -53,6 +53,15 @@ def tiny_leaves(count: int) -> PyTree:
     return state
 
 
+def mixed(*, quick: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+    """Arrays of 64 MiB, of 16 to 26 MiB and of 8 KiB, 200 MB together; abstract."""
+    if quick:
+        return {"embedding": _float(16, 64), "bias": _float(16)}
+    kernels = {f"kernel_{i}": _float(2048, 2048 + 256 * i) for i in range(6)}
+    biases = {f"bias_{i}": _float(2048) for i in range(40)}
+    return {"embedding": _float(2**14, 2**10), **kernels, **biases}
+
+
 def lora(*, quick: bool = False) -> PyTree:
     """A frozen base, 99 % of the bytes, and adapters to it; abstract."""
     layers, width = (4, 200) if quick else (24, 2000)

@@ -131,6 +131,20 @@ def _on_gpu() -> list[Target]:
     ]
 
 
+def _buckets() -> list[Target]:
+    return [
+        Target(
+            f"{what} in a bucket, round trip {milliseconds} ms, {name}, to boto3",
+            Series("buckets", f"{milliseconds} ms: {what}", name),
+            1.1,
+            Series("buckets", f"{milliseconds} ms: {what}", "boto3"),
+        )
+        for milliseconds in (0, 20, 80)
+        for what in ("save", "restore")
+        for name in ("flaxckpt files", "flaxckpt ocdbt")
+    ]
+
+
 _STATE = "train_state"
 _USED = "restore and use"
 
@@ -218,4 +232,5 @@ TARGETS: tuple[Target, ...] = (
         1.1,
     ),
     *_on_gpu(),
+    *_buckets(),
 )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from benchmarks.cases import (
+    buckets,
     flat_files,
     frozen,
     gpu,
@@ -33,6 +34,7 @@ CASES: dict[str, Case] = {
         imports,
         planning,
         reshard,
+        buckets,
         gpu,
     )
 }

@@ -18,7 +18,7 @@ import tensorstore as ts
 from flaxckpt import _state, _storage, _util, errors
 from flaxckpt._arrays import forms, read_raw, to_device
 from flaxckpt._arrays.read_raw import Reading
-from flaxckpt._arrays.zarr import metadata
+from flaxckpt._arrays.zarr import metadata, ocdbt
 from flaxckpt._arrays.zarr.metadata import Array, Region
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import JSON, LeafPath, Shape
@@ -173,7 +173,9 @@ def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
     values: dict[LeafPath, Any] = {}
     faults = Faults()
     too_large: list[errors.Mismatch] = []
-    context = _storage.store_requests.context({"file_io_concurrency": {"limit": 32}})
+    context = _storage.store_requests.context(
+        {"file_io_concurrency": {"limit": 32}, **ocdbt.MANIFESTS}
+    )
     databases = read_raw.Databases(context)
     for batch in _batches(jobs, options.max_concurrent_bytes):
         blocks = _read_batch(batch, options, databases, faults)
@@ -210,12 +212,15 @@ def _read_batch(
     Arrays are made only afterwards: threads that read, and threads of jax that make
     arrays, slow each other down.
     """
+    # Large leaves first, so that the last requests are short.
+    batch = sorted(batch, key=lambda work: -work.nbytes)
     readings = [_begin(work, options, databases) for work in batch]
     unreported = [
         _report_tasks(work, reading, options.report)
         for work, reading in zip(batch, readings, strict=True)
     ]
-    read_raw.run(readings)
+    in_store = any(_storage.of(w.job.stored.root).costs_requests for w in batch)
+    read_raw.run(readings, in_store=in_store)
     blocks = []
     for work, reading, size in zip(batch, readings, unreported, strict=True):
         try:
@@ -356,7 +361,8 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
             )
         if stored.raw is None:
             check = stored.check if options.verify else None
-            return _from_store(work, databases.context, check)
+            opened = _open(stored, databases.context)
+            return _from_store(work, opened, check)
         if not stored.raw.ocdbt:
             _storage.of(stored.raw.root).check_root(stored.raw.root, stored.root)
             return read_raw.from_files(
@@ -369,7 +375,9 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
             )
         database = databases.open(stored.raw, stored.root, verify=options.verify)
         if forms.stored_bytes(stored.info) > _DATABASE_VALUE_BYTES:
-            return _from_store(work, databases.context)
+            return _from_large_values(
+                work, database, databases.context, verify=options.verify
+            )
         return read_raw.from_database(
             stored.raw, stored.info, regions, database, verify=options.verify
         )
@@ -381,12 +389,39 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
         return read_raw.failed_reading(_util.memory.TooLargeError())
 
 
+def _from_large_values(
+    work: _Work, database: ts.KvStore, context: ts.Context, *, verify: bool
+) -> Reading:
+    """Reads a raw array in an open database through TensorStore.
+
+    TensorStore need not read the metadata, which would delay the values: they are what
+    the manifest of the checkpoint says, or the array is damaged.
+    """
+    stored = work.job.stored
+    raw, info = stored.raw, stored.info
+    assert raw is not None, stored
+    check = read_raw.metadata_check(raw, info, database, verify=verify)
+    shape, dtype = forms.stored_form(info)
+    spec: dict[str, JSON] = {
+        "driver": "zarr3",
+        "metadata": metadata.metadata(
+            raw.encoding, shape, dtype, info.chunk_shape or ()
+        ),
+        "assume_metadata": True,
+        "fill_missing_data_reads": False,
+    }
+    values = database / metadata.database_key(raw.name, "")
+    opened = ts.open(spec, kvstore=values, read=True, context=context)
+    return _from_store(work, opened, check)
+
+
 def _from_store(
-    work: _Work, context: ts.Context, check: Callable[[], None] | None = None
+    work: _Work,
+    opened: ts.Future[ts.TensorStore],
+    check: Callable[[], None] | None = None,
 ) -> Reading:
     """Reads a leaf through TensorStore."""
     job = work.job
-    opened = _open(job.stored, context)
     started: dict[Region, tuple[ts.Future[Any], Array]] = {}
 
     def start() -> None:

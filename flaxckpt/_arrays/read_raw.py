@@ -33,6 +33,9 @@ from flaxckpt._types import Shape
 _THREADS = 8
 """Threads that read files. More than cores: some wait for the disk."""
 
+_THREADS_IN_STORES = 32
+"""Threads that read objects: they mostly wait for the network."""
+
 _CAST_AT_ONCE = 2**20
 """Bytes that are read and cast at a time: few enough for the cache of a core."""
 
@@ -89,10 +92,11 @@ def failed_reading(error: Exception) -> Reading:
     return Reading([fail], dict)
 
 
-def run(readings: Sequence[Reading]) -> None:
-    """Runs the tasks of all readings."""
+def run(readings: Sequence[Reading], *, in_store: bool = False) -> None:
+    """Runs the tasks of all readings, in files or in an object store."""
     tasks = [task for reading in readings for task in reading.tasks]
-    _util.threads.each(lambda task: task(), tasks, threads=_THREADS)
+    threads = _THREADS_IN_STORES if in_store else _THREADS
+    _util.threads.each(lambda task: task(), tasks, threads=threads)
 
 
 class _Form:
@@ -418,7 +422,11 @@ def _fill_part(target: Array, span: Span, origin: Sequence[int]) -> None:
 
 
 class Databases:
-    """Databases of a restore, each opened and verified once."""
+    """Databases of a restore, each opened and verified once.
+
+    Args:
+        context: A context with `ocdbt.MANIFESTS`.
+    """
 
     def __init__(self, context: ts.Context) -> None:
         self.context = context
@@ -455,10 +463,7 @@ class Databases:
         _storage.of(raw.root).check_root(raw.root, checkpoint)
         if verify:
             check_digests(raw.root, raw.digests, max_bytes=_MAX_DIGESTED_BYTES)
-        ocdbt.check(raw.root)
-        spec = zarr_metadata.kvstore(raw.root, "", ocdbt=True)
-        opening = ts.KvStore.open(spec, context=self.context)
-        return _storage.paths.result(opening, raw.root)
+        return ocdbt.open_checked(raw.root, self.context)
 
 
 def check_digests(
@@ -470,9 +475,12 @@ def check_digests(
         ValueError: A file has changed, or is larger than `max_bytes`.
         OSError: A file is missing, or cannot be read.
     """
-    for name, recorded in digests.items():
+
+    def check(name: str) -> None:
         found = _storage.of(root).digest_file(root / name, max_bytes=max_bytes)
-        _storage.files.check_digest(name, found, recorded)
+        _storage.files.check_digest(name, found, digests[name])
+
+    _util.threads.each(check, digests, threads=_THREADS)
 
 
 def from_database(
@@ -485,31 +493,23 @@ def from_database(
 ) -> Reading:
     """Reads `regions` of an array from an open database."""
     form = _form_of(raw, info)
+    check = metadata_check(raw, info, database, verify=verify)
     verify = verify and not raw.digests  # digests cover the whole database
-
-    def begin(key: str) -> ts.Future[ts.KvStore.ReadResult]:
-        return database.read(zarr_metadata.database_key(raw.name, key))
-
-    metadata = begin(zarr_metadata.METADATA) if verify else None
     pending = {
         region: [
-            (key, bounds, begin(key))
+            (key, bounds, database.read(zarr_metadata.database_key(raw.name, key)))
             for key, bounds in zarr_metadata.chunks(region, form.chunk_shape)
         ]
         for region in regions
     }
 
-    def finish(key: str, future: ts.Future[ts.KvStore.ReadResult]) -> bytes:
-        read = _storage.paths.result(future, raw.root)
-        if read.state != "value":
-            raise ValueError(f"{key} is missing")
-        return read.value
-
     def values(region: Region, chunks: Sequence[Any]) -> Array:
         parts = [
             (
                 bounds,
-                form.values(_content(form, key, finish(key, future), verify), bounds),
+                form.values(
+                    _content(form, key, _value(raw, key, future), verify), bounds
+                ),
             )
             for key, bounds, future in chunks
         ]
@@ -521,11 +521,35 @@ def from_database(
         return target
 
     def arrays() -> Mapping[Region, Array]:
-        if metadata is not None:
-            form.check_metadata(finish(zarr_metadata.METADATA, metadata))
+        if check is not None:
+            check()
         return {region: values(region, chunks) for region, chunks in pending.items()}
 
     return Reading([], arrays)
+
+
+def metadata_check(
+    raw: RawArray, info: LeafInfo, database: ts.KvStore, *, verify: bool
+) -> Callable[[], None] | None:
+    """Begins to read the metadata of an array in an open database.
+
+    Returns:
+        A function that compares it with the recorded form, and raises ValueError if it
+        differs; None if it need not be compared.
+    """
+    if not verify or raw.digests:  # digests cover the whole database
+        return None
+    form = _form_of(raw, info)
+    key = zarr_metadata.database_key(raw.name, zarr_metadata.METADATA)
+    pending = database.read(key)
+    return lambda: form.check_metadata(_value(raw, zarr_metadata.METADATA, pending))
+
+
+def _value(raw: RawArray, name: str, read: ts.Future[ts.KvStore.ReadResult]) -> bytes:
+    result = _storage.paths.result(read, raw.root)
+    if result.state != "value":
+        raise ValueError(f"{name} is missing")
+    return result.value
 
 
 def _content(form: _Form, key: str, value: bytes, verify: bool) -> Bytes:

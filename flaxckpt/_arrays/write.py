@@ -12,6 +12,7 @@ import contextlib
 import functools
 import math
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,12 @@ _THREADS_OF_STORES = 32
 
 _COPIES_IN_REQUESTS = 3
 """Copies of an object in memory during a write: ours, and TensorStore's."""
+
+_COPIES_IN_UPLOADS = 1 + _COPIES_IN_REQUESTS
+"""Copies in memory of what TensorStore writes to memory first."""
+
+_UPLOADED_AT_ONCE = 64 * 2**20
+"""Bytes of a part of a database that is uploaded while the next is made."""
 
 _ENCODED_AT_ONCE = 256 * 2**20
 """Bytes that TensorStore compresses at a time, and holds until written."""
@@ -165,11 +172,10 @@ def _write_directories(target: _Target, arrays: Iterable[HostArray]) -> Checksum
     checksums = _write_files(target, raw)
     at_once = min(target.max_concurrent_bytes, _ENCODED_AT_ONCE)
     if encoded and _storage.upload.is_needed(root):
-        per_copy = target.max_concurrent_bytes // (1 + _COPIES_IN_REQUESTS)
-        at_once = min(at_once, per_copy)
+        at_once = min(at_once, target.max_concurrent_bytes // _COPIES_IN_UPLOADS)
         for batch in _util.memory.batches(_sized(encoded), at_once):
             with _storage.upload.memory_directory(root) as memory:
-                _write_encoded(target._replace(root=memory), batch, at_once)
+                _write_encoded(target._replace(root=memory.path), batch, at_once)
         return checksums
     is_shared = target.writer is not None
     _write_encoded(target, encoded, at_once, may_exist=is_shared)
@@ -334,11 +340,6 @@ def _write_files(target: _Target, arrays: Sequence[HostArray]) -> Checksums:
             chunk_file.write(directory / zarr_metadata.METADATA, [memoryview(content)])
         return previous is not None and _is_unchanged(array, content, previous)
 
-    def write_array(array: HostArray) -> None:
-        is_unchanged = begin(array)
-        for chunk in _chunks(array):
-            write_chunk(chunk, is_unchanged)
-
     def write_chunk(chunk: _Chunk, is_unchanged: bool) -> None:
         name = chunk.array.name
         new = root / name / chunk.key
@@ -358,23 +359,53 @@ def _write_files(target: _Target, arrays: Sequence[HostArray]) -> Checksums:
                 chunk_file.write(new, parts)
         target.report(chunk.nbytes)
 
-    # Large arrays are shared among the threads, chunk by chunk, and come first.
-    tasks: list[Callable[[], None]] = []
-    for array in sorted(arrays, key=lambda array: -array.nbytes):
-        if array.nbytes < _SHARED_BYTES:
-            tasks.append(functools.partial(write_array, array))
-            continue
-        is_unchanged = begin(array)
-        tasks += [
-            functools.partial(write_chunk, chunk, is_unchanged)
-            for chunk in _chunks(array)
-        ]
+    tasks = _tasks(arrays, begin, write_chunk, in_store=costs_requests)
     threads = _THREADS_OF_STORES if costs_requests else _THREADS
     _util.threads.each(lambda task: task(), tasks, threads=threads)
     if previous is not None and not previous.is_current():
         # Files of another checkpoint may have been linked.
         raise OSError(f"{previous.root} was replaced during the save")
     return checksums
+
+
+def _tasks(
+    arrays: Sequence[HostArray],
+    begin: Callable[[HostArray], bool],
+    write_chunk: Callable[[_Chunk, bool], None],
+    *,
+    in_store: bool,
+) -> list[Callable[[], object]]:
+    """Returns the tasks that write arrays, in the order to start them.
+
+    Large arrays are shared among the threads, chunk by chunk, and come first. In a
+    store they come last: a server busy with them answers small requests late.
+
+    Args:
+        arrays: The arrays.
+        begin: Makes the directory of an array; returns True if it is unchanged.
+        write_chunk: Writes a chunk of an array that is unchanged, or not.
+        in_store: True for objects, which need no directory before them.
+    """
+
+    def write(array: HostArray) -> None:
+        is_unchanged = begin(array)
+        for chunk in _chunks(array):
+            write_chunk(chunk, is_unchanged)
+
+    tasks: list[Callable[[], object]] = []
+    ordered = sorted(arrays, key=lambda array: -array.nbytes)
+    for array in ordered:
+        if not in_store and array.nbytes < _SHARED_BYTES:
+            tasks.append(functools.partial(write, array))
+            continue
+        is_unchanged = False if in_store else begin(array)
+        tasks += [
+            functools.partial(write_chunk, chunk, is_unchanged)
+            for chunk in _chunks(array)
+        ]
+    if not in_store:
+        return tasks
+    return [functools.partial(begin, array) for array in ordered] + tasks[::-1]
 
 
 def _is_unchanged(array: HostArray, metadata: bytes, previous: Previous) -> bool:
@@ -415,21 +446,41 @@ def _write_databases(target: _Target, batches: Iterable[list[HostArray]]) -> Non
         target = target._replace(root=target.root / part)
         target.root.mkdir()
     if _storage.upload.is_needed(target.root):
-        # All batches go into a single database, held in memory.
-        with _storage.upload.memory_directory(target.root) as memory:
-            _write_batches(target._replace(root=memory), batches)
-    else:
-        _write_batches(target, batches)
-
-
-def _write_batches(target: _Target, batches: Iterable[list[HostArray]]) -> None:
+        _upload_database(target, batches)
+        return
     for arrays in batches:
         for batch in _util.memory.batches(_sized(arrays), target.max_concurrent_bytes):
             _write_database(target, batch)
 
 
+def _upload_database(target: _Target, batches: Iterable[list[HostArray]]) -> None:
+    """Writes arrays into a database in memory, and uploads it part by part.
+
+    The files with values are uploaded while the next arrays are written. The nodes of
+    the tree, and the manifest, change with each part and are uploaded last.
+    """
+    at_once = min(_UPLOADED_AT_ONCE, target.max_concurrent_bytes // _COPIES_IN_UPLOADS)
+    budget = _util.threads.Budget(target.max_concurrent_bytes)
+    one_at_a_time = threading.Lock()
+    with _storage.upload.memory_directory(target.root) as memory:
+        in_memory = target._replace(root=memory.path)
+
+        def write(batch: Sequence[HostArray]) -> None:
+            size = sum(array.nbytes for array in batch)
+            with budget.hold(size * _COPIES_IN_UPLOADS):
+                with one_at_a_time:
+                    _write_database(in_memory, batch)
+                    values = memory.take(zarr_metadata.DATABASE_VALUES)
+                memory.send(values)
+
+        for arrays in batches:
+            ordered = sorted(arrays, key=lambda array: -array.nbytes)
+            parts = _util.memory.batches(_sized(ordered), at_once)
+            _util.threads.each(write, parts, threads=_THREADS_OF_STORES)
+
+
 def _write_database(target: _Target, arrays: Sequence[HostArray]) -> None:
-    """Writes arrays into a database, in a single transaction and data file."""
+    """Writes arrays into a database, in a single transaction."""
     encoding = target.encoding
     transaction = ts.Transaction(atomic=True)
     database = zarr_ocdbt.open(target.root, target.context)

@@ -150,6 +150,9 @@ class Written(NamedTuple):
     arrays: _arrays.write.Previous
 
 
+_THREADS_OF_STORES = 8
+"""Threads that write the small files of a checkpoint as objects."""
+
 _locks: weakref.WeakValueDictionary[Path, threading.Lock] = (
     weakref.WeakValueDictionary()
 )
@@ -235,7 +238,10 @@ def temporary_directory(snapshot: Snapshot) -> Iterator[Path]:
     if snapshot.request.is_item:
         yield final
         return
-    _storage.of(final.parent).make_directory(final.parent, mode=mode)
+    parent = _storage.of(final.parent)
+    # A run in a store has looked at its directory when it was opened.
+    if parent.has_directories or snapshot.request.step is None:
+        parent.make_directory(final.parent, mode=mode)
     with _storage.of(final).new_checkpoint(
         final,
         overwrite=snapshot.request.overwrite,
@@ -343,10 +349,12 @@ def finish_checkpoint(
         size = _storage.of(temporary).sync_tree(temporary)
         return Written(size, _arrays.write.Previous(request.path, {}))
     marker = sealed.pop(_storage.commit_marker.MARKER)
-    write_new(temporary, sealed)
     markers = _steps.markers.for_new_step(request.path, temporary=request.temporary)
-    write_new(temporary, {**markers, **request.markers})
-    manifest = _storage.stamp(temporary / _native.orbax_json.MANIFEST)
+    write_new(temporary, {**sealed, **markers, **request.markers})
+    stamp = None
+    if _storage.of(temporary).has_hard_links:
+        manifest = _storage.stamp(temporary / _native.orbax_json.MANIFEST)
+        stamp = manifest._replace(path=request.path / _native.orbax_json.MANIFEST)
     rename = functools.partial(publish, overwrite=request.overwrite)
     size = _storage.of(temporary).commit(
         temporary,
@@ -356,7 +364,8 @@ def finish_checkpoint(
         request.cancellation.close,
         mode=request.options.mode,
     )
-    stamp = manifest._replace(path=request.path / _native.orbax_json.MANIFEST)
+    if stamp is None:
+        return Written(size, _arrays.write.Previous(request.path, {}))
     return Written(size, linkable_arrays(snapshot, stamp))
 
 
@@ -392,7 +401,12 @@ def metadata_files(contents: _native.contents.Contents, path: Path) -> dict[str,
 
 def write_new(root: Path, files: Mapping[str, bytes]) -> None:
     """Writes new files and syncs each file, but not their directories."""
-    for name, content in files.items():
+    storage = _storage.of(root)
+
+    def write(name: str) -> None:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        _storage.of(path).write(path, content)
+        storage.write(path, files[name])
+
+    threads = _THREADS_OF_STORES if storage.costs_requests else 1
+    _util.threads.each(write, files, threads=threads)

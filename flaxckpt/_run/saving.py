@@ -99,8 +99,9 @@ class Saves:
             return self._skip(request)
         counter = _util.progress.Counter(f"saving step {step}")
         with self._failure_event(step, path):
-            request = self._complete_request(request, counter, operation)
-            snapshot = _checkpoint.save.take_snapshot(request, state)
+            with _storage.paths.listing_cache(path):
+                request = self._complete_request(request, counter, operation)
+                snapshot = _checkpoint.save.take_snapshot(request, state)
             self._try_undoing(state)
         counter.total = snapshot.nbytes
         blocked = request.elapsed()

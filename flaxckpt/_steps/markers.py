@@ -104,10 +104,12 @@ _NAMES = frozenset(
 def for_new_step(final: Path, *, temporary: bool) -> dict[str, bytes]:
     """Returns the markers of a new step for the name `final`: file name -> content.
 
-    A pin belongs to the name: the replacement of a pinned step is pinned.
+    A pin belongs to the name: the replacement of a pinned step is pinned. In an object
+    store, the pin is kept where it is.
     """
     markers = {TEMPORARY: _CONTENT} if temporary else {}
-    return markers | ({PIN: _CONTENT} if is_pinned(final) else {})
+    has_pin = _storage.of(final).can_rename and is_pinned(final)
+    return markers | ({PIN: _CONTENT} if has_pin else {})
 
 
 def is_pinned(path: Path) -> bool:

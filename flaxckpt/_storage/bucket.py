@@ -7,29 +7,29 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _util, errors
 from flaxckpt._storage.store_options import StoreOptions
 from flaxckpt._storage.store_requests import Connection, TransientError
+from flaxckpt._storage.stored_value import StoredValue
 
 _PART_BYTES = 8 * 2**20
 """Size of a part of a value read part by part."""
 
 
-class StoredValue(NamedTuple):
-    """A value in a store.
+_PARTS_AT_A_TIME = 8
+"""Parts of a value, or small values, that are requested at a time."""
 
-    Attributes:
-        value: The bytes.
-        generation: Changes with the value.
-    """
+_COPIES_OF_PARTS = 2
+"""Copies of a part in memory while it is read: TensorStore's, and a Python object."""
 
-    value: bytes
-    generation: bytes
+_PARTS_BYTES = 128 * 2**20
+"""Memory of all parts of all values that are read at a time."""
 
 
 @functools.cache
@@ -38,6 +38,18 @@ def _nothing() -> bytes:
     spec = {"driver": "memory"}
     empty = ts.KvStore.open(spec).result()
     return bytes(empty.read("none").result().stamp.generation)
+
+
+class _Written(NamedTuple):
+    """The values written under a prefix, as long as they are recorded.
+
+    Attributes:
+        sizes: Key -> size of the value.
+        digests: Key -> digest of the value, for some keys.
+    """
+
+    sizes: dict[str, int]
+    digests: dict[str, str]
 
 
 class _Listing:
@@ -74,6 +86,7 @@ class Bucket:
         connection: The connection to the bucket.
         url: `s3://bucket`.
         options: As given.
+        appended: Key of a journal -> content after this process appended to it.
     """
 
     def __init__(
@@ -82,9 +95,14 @@ class Bucket:
         self.connection = Connection(scheme, bucket, options or StoreOptions())
         self.url = self.connection.url
         self.options = self.connection.options
+        self.appended: dict[str, StoredValue] = {}
         self._lock = _util.forks.PerProcess(threading.Lock)
-        self._counts: dict[str, int] = {}
+        self._written: dict[str, _Written] = {}
+        self._reading = _util.forks.PerProcess(
+            lambda: _util.threads.Budget(_PARTS_BYTES)
+        )
         self._listings = threading.local()
+        self._ahead = threading.local()
         self._changes = 0
 
     # ---- requests -----------------------------------------------------------------
@@ -102,6 +120,11 @@ class Bucket:
         A range beyond the end raises an error, except an empty range, which gets only
         the generation. `size` is the expected size, for the deadline.
         """
+        for values in self._values_read_ahead():
+            if key in values:
+                stored = values[key]
+                if stored is None or (stop or 0) <= len(stored.value):
+                    return stored and stored._replace(value=stored.value[start:stop])
         part = None if start is None and stop is None else slice(start, stop)
         answer = self.connection.request(
             f"read {self.url}/{key}",
@@ -146,14 +169,63 @@ class Bucket:
             if part is None and generation is None:
                 return
             if part is None or generation not in (None, part.generation):
-                raise errors.StoreError(
-                    f"cannot read {self.url}/{key}: it was replaced during the"
-                    " read; try again"
-                )
+                raise self._replaced_error(key)
             generation = part.generation
             yield part.value
             if len(part.value) != _PART_BYTES or is_last:
                 return
+
+    def read_into(
+        self,
+        key: str,
+        views: Sequence[memoryview],
+        *,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> int | None:
+        """Fills `views` with a value, or a range of its bytes; several parts at a time.
+
+        Args:
+            key: Key of the value.
+            views: Memory for the bytes, in order.
+            start: First byte.
+            stop: End of the range, exclusive; None for the end of the value.
+
+        Returns:
+            Number of bytes in the range, which may exceed the views; None for a missing
+            value.
+
+        Raises:
+            StoreError: The value was replaced during the read, or the store is
+                unreachable.
+        """
+        targets = [np.frombuffer(view, np.uint8) for view in views]
+        wanted = sum(len(target) for target in targets)
+        begins = range(0, max(wanted, 1), _PART_BYTES)
+        parts: list[StoredValue | None] = []
+        sizes: list[int] = []
+
+        def read(begin: int) -> None:
+            end = start + begin + _PART_BYTES
+            is_last = begin == begins[-1]
+            expected = min(_PART_BYTES, wanted - begin)
+            with self._reading.get().hold(_COPIES_OF_PARTS * expected):
+                part = self._span(key, start + begin, stop if is_last else end)
+                if part is not None:
+                    sizes.append(len(part.value))
+                    _copy_into(targets, begin, part.value[: wanted - begin])
+                    part = part._replace(value=b"")
+            parts.append(part)
+
+        _util.threads.each(read, begins, threads=_PARTS_AT_A_TIME)
+        if len({part and part.generation for part in parts}) > 1:
+            raise self._replaced_error(key)
+        return None if parts[0] is None else sum(sizes)
+
+    def _replaced_error(self, key: str) -> errors.StoreError:
+        return errors.StoreError(
+            f"cannot read {self.url}/{key}: it was replaced during the read; try again"
+        )
 
     def _span(self, key: str, start: int, stop: int | None) -> StoredValue | None:
         """Returns a value from `start` to `stop`, or to the end of the value."""
@@ -193,35 +265,54 @@ class Bucket:
                 size=len(value),
             )
         if stamp.generation:
-            self._count(key, len(value))
+            self._record_size(key, len(value))
             return bytes(stamp.generation)
         # After a lost answer, the retry finds the value of the first attempt.
         present = self.read(key)
         if present is not None and present.value == value:
-            self._count(key, len(value))
+            self._record_size(key, len(value))
             return present.generation
         return None
 
-    # ---- counting written bytes ---------------------------------------------------
+    # ---- records of written values ------------------------------------------------
 
     @contextlib.contextmanager
-    def counted(self, prefix: str) -> Iterator[None]:
-        """Counts the bytes written under `prefix` while the `with` block lasts."""
-        self._counts[prefix] = 0
+    def recorded(self, prefix: str) -> Iterator[None]:
+        """Records the values written under `prefix` while the `with` block lasts."""
+        self._written[prefix] = _Written({}, {})
         try:
             yield
         finally:
-            self._counts.pop(prefix, None)
+            self._written.pop(prefix, None)
 
-    def counted_bytes(self, prefix: str) -> int:
-        """Returns the bytes written under `prefix`; 0 outside of `counted`."""
-        return self._counts.get(prefix, 0)
+    def recorded_bytes(self, prefix: str) -> int:
+        """Returns the bytes written under `prefix`; 0 outside of `recorded`."""
+        written = self._written.get(prefix)
+        return sum(written.sizes.values()) if written else 0
 
-    def _count(self, key: str, size: int) -> None:
+    def recorded_size(self, key: str) -> int | None:
+        """Returns the size of a written value; None if not recorded."""
+        return next((w.sizes[key] for w in self._records(key) if key in w.sizes), None)
+
+    def recorded_digest(self, key: str) -> str | None:
+        """Returns the digest of a written value; None if not recorded."""
+        return next(
+            (w.digests[key] for w in self._records(key) if key in w.digests), None
+        )
+
+    def record_digest(self, key: str, digest: str) -> None:
+        """Records the digest of a value written in a `recorded` block."""
+        for written in self._records(key):
+            written.digests[key] = digest
+
+    def _record_size(self, key: str, size: int) -> None:
+        for written in self._records(key):
+            written.sizes[key] = size
+
+    def _records(self, key: str) -> list[_Written]:
         with self._lock.get():
-            for prefix in self._counts:
-                if key.startswith(prefix):
-                    self._counts[prefix] += size
+            written = [*self._written.items()]
+        return [record for prefix, record in written if key.startswith(prefix)]
 
     # ---- deleting and listing -----------------------------------------------------
 
@@ -267,6 +358,32 @@ class Bucket:
             return listing.has(key)
         return self.read(key, start=0, stop=0) is not None
 
+    @contextlib.contextmanager
+    def read_ahead(self, keys: Iterable[str]) -> Iterator[None]:
+        """Reads small values at once, for reads on this thread in the `with` block.
+
+        Changes by other processes meanwhile are not seen; changes by this process end
+        the use of all values.
+        """
+        values: dict[str, StoredValue | None] = {}
+        changes = self._changes
+
+        def read(key: str) -> None:
+            values[key] = self.read(key)
+
+        _util.threads.each(read, keys, threads=_PARTS_AT_A_TIME)
+        ahead = self._ahead.__dict__.setdefault("all", [])
+        ahead.append((changes, values))
+        try:
+            yield
+        finally:
+            ahead.pop()
+
+    def _values_read_ahead(self) -> Iterator[dict[str, StoredValue | None]]:
+        for changes, values in self._ahead.__dict__.get("all", []):
+            if changes == self._changes:
+                yield values
+
     # ---- cached listings ----------------------------------------------------------
 
     @contextlib.contextmanager
@@ -307,6 +424,17 @@ _BEYOND = "OUT_OF_RANGE"
 """TensorStore's error code for a range beyond the end of a value."""
 
 _DELETED_AT_ONCE = 256
+
+
+def _copy_into(
+    targets: Sequence[np.ndarray[Any, np.dtype[np.uint8]]], at: int, content: bytes
+) -> None:
+    """Copies `content` to the position `at` of the concatenated targets."""
+    left = np.frombuffer(content, np.uint8)  # numpy copies beside other threads
+    for target in targets:
+        part = target[at : at + len(left)]
+        part[:] = left[: len(part)]
+        left, at = left[len(part) :], max(0, at - len(target))
 
 
 def _after(prefix: str) -> str | bytes:

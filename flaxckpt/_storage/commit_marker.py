@@ -64,7 +64,7 @@ def new_checkpoint(
         _make_room(lock, overwrite=overwrite, keep=keep)
         _locks[final] = lock
         try:
-            with final.store.counted(final.prefix):
+            with final.store.recorded(final.prefix):
                 yield final
         except BaseException as error:
             _clear(lock)
@@ -124,7 +124,7 @@ def commit(final: RemotePath, marker: bytes) -> int:
     """
     _locks[final].confirm()
     write_new(final / MARKER, marker)
-    return final.store.counted_bytes(final.prefix)
+    return final.store.recorded_bytes(final.prefix)
 
 
 def write_new(path: RemotePath, content: bytes) -> None:

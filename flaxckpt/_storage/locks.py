@@ -23,7 +23,7 @@ from flaxckpt import _util, errors
 from flaxckpt._storage.paths import RemotePath
 
 if TYPE_CHECKING:
-    from flaxckpt._storage.bucket import StoredValue
+    from flaxckpt._storage.stored_value import StoredValue
 
 _log = logging.getLogger(__name__)
 

@@ -29,6 +29,7 @@ from flaxckpt._storage import (
 )
 from flaxckpt._storage import files as storage_files
 from flaxckpt._storage.paths import RemotePath
+from flaxckpt._storage.stored_value import StoredValue
 from flaxckpt._types import JSON
 
 _log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class ObjectStorage:
         yield from (path / key for key in self.files_below(path))
 
     def known_size(self, file: RemotePath, within: RemotePath | None, /) -> int | None:
-        return None
+        return file.store.recorded_size(file.key)
 
     def known_size_below(self, directory: RemotePath, /) -> int:
         return 0
@@ -149,6 +150,10 @@ class ObjectStorage:
         yield cast("io.BufferedReader", io.BytesIO(file.read_bytes()))
 
     def digest_file(self, file: RemotePath, /, *, max_bytes: int) -> str | None:
+        recorded = file.store.recorded_digest(file.key)
+        size = file.store.recorded_size(file.key)
+        if recorded is not None and size is not None:
+            return recorded if size <= max_bytes else None
         content = file.read_bytes()
         return storage_files.digest(content) if len(content) <= max_bytes else None
 
@@ -174,18 +179,10 @@ class ObjectStorage:
         offset: int,
         file_size: int,
     ) -> None:
-        size, wanted = 0, sum(view.nbytes for view in views)
-        views = [view for view in views if view]
+        wanted = sum(view.nbytes for view in views)
         # A range that ends at the expected end is open, to notice a longer object.
         stop = None if offset + wanted == file_size else offset + wanted
-        for part in file.pieces(wanted, start=offset, stop=stop):
-            size += len(part)
-            left = memoryview(part)
-            while views and left:
-                count = min(len(left), len(views[0]))
-                views[0][:count] = left[:count]
-                left, views[0] = left[count:], views[0][count:]
-                views = views if views[0] else views[1:]
+        size = file.read_into(views, start=offset, stop=stop)
         if size != wanted:
             raise ValueError(f"{file.name} has {size} bytes instead of {wanted}")
 
@@ -220,7 +217,7 @@ class ObjectStorage:
         return  # the names of objects are durable
 
     def sync_tree(self, root: RemotePath, /) -> int:
-        return root.store.counted_bytes(root.prefix)
+        return root.store.recorded_bytes(root.prefix)
 
     def remove_tree(self, path: RemotePath, /) -> None:
         path.store.delete_under(path.prefix)
@@ -237,16 +234,19 @@ class ObjectStorage:
         *,
         mode: int | None = None,
     ) -> None:
+        appended = file.store.appended
         for _ in range(_APPEND_TRIES):
-            present = file.store.read(file.key)
-            if present is None:
-                if file.store.create(file.key, lines) is not None:
-                    return
-                continue
-            content = present.value + lines
+            # Unless others append, too, the object is as the last call has left it.
+            present = appended.pop(file.key, None) or file.store.read(file.key)
+            content = lines if present is None else present.value + lines
             if len(content) > max_bytes:
                 content = content[-max_bytes // 2 :].partition(b"\n")[2]
-            if file.store.exchange(file.key, content, present.generation) is not None:
+            if present is None:
+                generation = file.store.create(file.key, content)
+            else:
+                generation = file.store.exchange(file.key, content, present.generation)
+            if generation is not None:
+                appended[file.key] = StoredValue(content, generation)
                 return
         raise OSError(errno.EAGAIN, "other processes keep writing to it", str(file))
 

@@ -13,7 +13,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -188,6 +188,19 @@ class RemotePath(_Base):
         if piece is None:
             raise _missing(self)
 
+    def read_into(
+        self, views: Sequence[memoryview], *, start: int, stop: int | None
+    ) -> int:
+        """Fills `views` with the object, or a range of it; see `Bucket.read_into`.
+
+        Raises:
+            FileNotFoundError: The object is missing.
+        """
+        size = self.store.read_into(self.key, views, start=start, stop=stop)
+        if size is None:
+            raise _missing(self)
+        return size
+
     def read_text(self, encoding: str = "utf-8") -> str:  # type: ignore[override]
         """Returns the content of the object as text."""
         return self.read_bytes().decode(encoding)
@@ -241,6 +254,14 @@ def listing_cache(path: Path) -> contextlib.AbstractContextManager[None]:
     """Caches the listing of a path in an object store; see `Bucket.listing_cache`."""
     if is_remote(path):
         return path.store.listing_cache(path.prefix)
+    return contextlib.nullcontext()
+
+
+def read_ahead(files: Sequence[Path]) -> contextlib.AbstractContextManager[None]:
+    """Reads small files of one object store at once; see `Bucket.read_ahead`."""
+    remote = [file for file in files if is_remote(file)]
+    if remote:
+        return remote[0].store.read_ahead([file.key for file in remote])
     return contextlib.nullcontext()
 
 

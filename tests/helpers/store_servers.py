@@ -163,8 +163,13 @@ def moto(
     return Server(command, port, directory, BUCKET, host)
 
 
-def seaweed(directory: Path) -> Server:
-    """SeaweedFS, which writes to disk; skips the test if it is not installed."""
+def seaweed(directory: Path, *, volumes: int = 50) -> Server:
+    """SeaweedFS, which writes to disk; skips the test if it is not installed.
+
+    Args:
+        directory: Of its files.
+        volumes: Files of 64 MB that it may make.
+    """
     beside = str(Path(sys.executable).parent)
     weed = shutil.which("weed", path=f"{beside}{os.pathsep}{os.environ['PATH']}")
     if weed is None or not _has("boto3"):
@@ -177,7 +182,7 @@ def seaweed(directory: Path) -> Server:
         *("-s3", f"-s3.port={s3}", f"-s3.config={directory / 's3.json'}"),
         *(f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}"),
         *("-s3.port.iceberg=0", "-s3.port.lance=0"),
-        *("-master.volumeSizeLimitMB=64", "-volume.max=50"),
+        *("-master.volumeSizeLimitMB=64", f"-volume.max={volumes}"),
     ]
     return Server(command, s3, directory, BUCKET)
 

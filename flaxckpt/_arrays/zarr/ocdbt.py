@@ -22,6 +22,7 @@ import tensorstore as ts
 from flaxckpt import _storage
 from flaxckpt._arrays.zarr import metadata
 from flaxckpt._arrays.zarr.metadata import DATABASE, DATABASE_PART
+from flaxckpt._types import JSON
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
 _MAX_NODE_BYTES = 128 * 2**20
@@ -56,7 +57,8 @@ def check(root: Path) -> None:
         ValueError: The tree is damaged or too large.
         OSError: The database is missing or unreadable.
     """
-    _check_tree(root, *_storage.of(root).fingerprint(root / DATABASE))
+    with _storage.paths.read_ahead([root / DATABASE]):
+        _check_tree(root, *_storage.of(root).fingerprint(root / DATABASE))
 
 
 @functools.lru_cache(maxsize=64)
@@ -67,8 +69,9 @@ def _check_tree(root: Path, fingerprint: tuple[int, ...], size: int) -> None:
             f"{DATABASE} has {size} bytes, wanted at most {_MAX_MANIFEST_BYTES}"
         )
     tree = _Tree(root)
-    tree.count(DATABASE, _read_part(root / DATABASE, 0, size))
-    for height, place in tree.roots():
+    manifest = _read_part(root / DATABASE, 0, size)
+    tree.count(DATABASE, manifest)
+    for height, place in _roots(manifest):
         if height > _MAX_HEIGHT:
             raise ValueError(
                 f"{DATABASE} declares a tree of {height} levels,"
@@ -86,6 +89,41 @@ def open(root: Path, context: ts.Context) -> ts.KvStore:
     """
     _storage.store_requests.use_threads()
     spec = metadata.kvstore(root, "", ocdbt=True)
+    return _storage.paths.result(ts.KvStore.open(spec, context=context), root)
+
+
+MANIFESTS: dict[str, JSON] = {"memory_key_value_store#manifests": {}}
+"""The context resource that `open_checked` needs: the manifests of stores in memory."""
+
+
+def open_checked(root: Path, context: ts.Context) -> ts.KvStore:
+    """Opens a database for reading, after `check`.
+
+    TensorStore compares the manifest of a store with the present one before each read.
+    It gets the manifest that was checked instead, from memory.
+
+    Args:
+        root: The directory of the database, with checked links.
+        context: A context with `MANIFESTS`.
+
+    Raises:
+        ValueError, OSError: As for `check`.
+    """
+    manifest = root / DATABASE
+    with _storage.paths.read_ahead([manifest]):
+        check(root)
+        if not _storage.of(root).costs_requests:
+            return open(root, context)
+        content = manifest.read_bytes()
+    [resource] = MANIFESTS
+    spec_in_memory: dict[str, JSON] = {
+        "driver": "memory",
+        "memory_key_value_store": resource,
+        "path": f"{root}/",
+    }
+    in_memory = ts.KvStore.open(spec_in_memory, context=context).result()
+    in_memory.write(DATABASE, content).result()
+    spec = metadata.kvstore(root, "", ocdbt=True) | {"manifest": spec_in_memory}
     return _storage.paths.result(ts.KvStore.open(spec, context=context), root)
 
 
@@ -184,18 +222,6 @@ class _Tree:
                 f" from {self._stored} to {self._decoded} bytes, more than is supported"
             )
 
-    def roots(self) -> Iterator[tuple[int, _Place]]:
-        """Yields height and root of the newest version; nothing for an empty tree."""
-        found = self._dump(None)
-        versions = found.get("versions")
-        if not versions:
-            raise ValueError(
-                f"{DATABASE} is split into several files, which is not supported"
-            )
-        newest = versions[-1]
-        if "root" in newest and "location" in newest["root"]:
-            yield newest["root_height"], _parse_place(newest["root"]["location"])
-
     def walk(self, place: _Place, height: int) -> None:
         """Counts a node and its descendants."""
         path = self._root / place.file
@@ -209,13 +235,28 @@ class _Tree:
             # At height 0, entries are values instead of nodes.
             self.walk(_parse_place(str(entry.get("location"))), height - 1)
 
-    def _dump(self, node: str | None) -> Any:
+    def _dump(self, node: str) -> Any:
         if self._store is None:
             _storage.store_requests.use_threads()
             spec = metadata.kvstore(self._root, "", ocdbt=False)
             opening = ts.KvStore.open(spec, context=_storage.store_requests.context())
             self._store = _storage.paths.result(opening, self._root)
         return _storage.paths.result(ts.ocdbt.dump(self._store, node), self._root)
+
+
+def _roots(manifest: bytes) -> Iterator[tuple[int, _Place]]:
+    """Yields height and root of the newest version; nothing for an empty tree."""
+    spec: dict[str, JSON] = {"driver": "memory"}
+    memory = ts.KvStore.open(spec).result()
+    memory.write(DATABASE, manifest).result()
+    versions = ts.ocdbt.dump(memory, None).result().get("versions")
+    if not versions:
+        raise ValueError(
+            f"{DATABASE} is split into several files, which is not supported"
+        )
+    newest = versions[-1]
+    if "root" in newest and "location" in newest["root"]:
+        yield newest["root_height"], _parse_place(newest["root"]["location"])
 
 
 def _parse_place(text: str) -> _Place:

@@ -35,7 +35,9 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
             recorded digest.
     """
     if _storage.of(path).exists(path / orbax_json.MANIFEST):
-        return _read_native(path, step, resolve)
+        names = (orbax_json.MANIFEST, MARKER, items.CHECKPOINT)
+        with _storage.paths.read_ahead([path / name for name in names]):
+            return _read_native(path, step, resolve)
     seal = _find_seal(path)
     if seal and orbax_json.MANIFEST in _read_seal(seal, path):
         raise errors.DamagedCheckpointError(

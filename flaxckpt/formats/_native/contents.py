@@ -190,24 +190,33 @@ def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
     is_zarr2 = contents.encoding.version == 2
     if not (is_zarr2 or contents.ocdbt):
         return {}
+    if contents.encoding.codec == "none" and not is_zarr2:
+        arrays = (info for info in contents.infos if info.chunk_shape is not None)
+        if sum(map(_arrays.forms.stored_bytes, arrays)) > _SMALL_DATABASE_BYTES:
+            return {}  # without a request for the sizes of the files
     files: list[Path] = []
-    for item, infos in contents.items.split(contents.infos).items():
-        tree = root / item
-        if contents.ocdbt:
-            files += [tree / _arrays.zarr.metadata.DATABASE, *tree.glob("d/*")]
-            files += tree.glob(f"{_arrays.zarr.metadata.DATABASE_PART}*/d/*")
-        else:
-            names = {contents.items.param_name(info) for info in infos}
-            files += [file for name in names for file in (tree / name).glob("*")]
-    files = [file for file in files if file.is_file()]  # empty without arrays
-    size = sum(file.stat().st_size for file in files)
-    if not is_zarr2 and size > _SMALL_DATABASE_BYTES:
+    with _storage.paths.listing_cache(root):
+        for item, infos in contents.items.split(contents.infos).items():
+            tree = root / item
+            if contents.ocdbt:
+                files += [tree / _arrays.zarr.metadata.DATABASE, *tree.glob("d/*")]
+                files += tree.glob(f"{_arrays.zarr.metadata.DATABASE_PART}*/d/*")
+            else:
+                names = {contents.items.param_name(info) for info in infos}
+                files += [file for name in names for file in (tree / name).glob("*")]
+        files = [file for file in files if file.is_file()]  # empty without arrays
+    if not is_zarr2 and sum(map(_size, files)) > _SMALL_DATABASE_BYTES:
         return {}
     return {
         file.relative_to(root).as_posix(): digest
         for file in files
         if (digest := _storage.of(file).digest_file(file, max_bytes=sys.maxsize))
     }
+
+
+def _size(file: Path) -> int:
+    known = _storage.of(file).known_size(file, None)
+    return file.stat().st_size if known is None else known
 
 
 def seal_name(digests: Mapping[str, str]) -> str:

@@ -147,12 +147,14 @@ def find_item(path: Path) -> Path | None:
         CheckpointFormatError: The checkpoint is of other items only.
     """
     storage = _storage.of(path)
-    if not (storage.is_committed(path) or storage.is_committed(path.parent)):
-        return None
+
+    def is_committed() -> bool:  # asked last: the parent may cost a request
+        return storage.is_committed(path) or storage.is_committed(path.parent)
+
     for name in (*PREFERRED_ITEMS, ""):
         if is_tree(path / name):
-            return path / name
-    if not (path / CHECKPOINT).is_file():
+            return path / name if is_committed() else None
+    if not ((path / CHECKPOINT).is_file() and is_committed()):
         return None
     names = sorted(storage.directories(path))
     for name in names:

@@ -1,0 +1,186 @@
+"""Values are sent and read in parts, several at a time, and only once."""
+
+import numpy as np
+import pytest
+
+import flaxckpt
+from flaxckpt import _storage, errors
+from flaxckpt._arrays import write as arrays_write
+from flaxckpt._storage import bucket as storage_bucket
+from tests.helpers import faulty_store as faulty
+from tests.helpers import slow, strategies
+
+PLACES = ("memory", "moto", "seaweed")
+DATABASE = flaxckpt.ArrayLayout(store="ocdbt", chunk_bytes=2**14)
+PART = 1000
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Values are read in parts of `PART` bytes, and databases sent in small parts."""
+    monkeypatch.setattr(storage_bucket, "_PART_BYTES", PART)
+    monkeypatch.setattr(arrays_write, "_UPLOADED_AT_ONCE", 2**15)
+
+
+def arrays(count=6):
+    rng = np.random.default_rng(0)
+    return {
+        f"w{i}": rng.standard_normal((64, 64 + i), np.float32) for i in range(count)
+    }
+
+
+def views_of(*sizes):
+    memory = [np.zeros(size, np.uint8) for size in sizes]
+    return memory, [array.data for array in memory]
+
+
+# ---- reading ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", slow.all_but(PLACES, ["memory", "moto"]))
+@pytest.mark.parametrize("sizes", [(5000,), (1, 0, 2499, 2500), (3000, 2000)])
+def test_parts_come_to_their_places(store_path, small_parts, kind, sizes):
+    file = store_path(kind) / "value"
+    content = np.random.default_rng(1).bytes(5000)
+    file.write_bytes(content)
+    memory, views = views_of(*sizes)
+    storage = _storage.of(file)
+    storage.read_into(file, views, offset=0, file_size=5000)
+    assert b"".join(array.tobytes() for array in memory) == content
+    memory, views = views_of(2100)
+    storage.read_into(file, views, offset=300, file_size=5000)
+    assert memory[0].tobytes() == content[300:2400]
+
+
+@pytest.mark.parametrize("kind", ["memory", "moto"])
+@pytest.mark.parametrize("size", [0, 1, PART, 4999, 5001, 9000])
+def test_a_value_of_another_size_is_refused(store_path, small_parts, kind, size):
+    file = store_path(kind) / "value"
+    file.write_bytes(bytes(size))
+    memory, views = views_of(5000)
+    with pytest.raises(ValueError, match=f"has {size} bytes instead of 5000"):
+        _storage.of(file).read_into(file, views, offset=0, file_size=5000)
+    del memory
+
+
+@pytest.mark.parametrize("size", [10, 5000])
+def test_a_value_that_is_gone_is_missing(store_path, small_parts, size):
+    _, views = views_of(size)
+    file = store_path("memory") / "value"
+    with pytest.raises(FileNotFoundError, match="no such object"):
+        _storage.of(file).read_into(file, views, offset=0, file_size=size)
+
+
+def test_parts_of_two_values_are_not_put_together(store_path, small_parts, monkeypatch):
+    file = store_path("memory") / "value"
+    file.write_bytes(bytes(5000))
+    monkeypatch.setattr(storage_bucket, "_PARTS_AT_A_TIME", 1)
+    real = storage_bucket.Bucket.read
+
+    def read(self, key, *, start=None, **options):
+        if start == 3 * PART:
+            file.write_bytes(b"\1" * 5000)
+        return real(self, key, start=start, **options)
+
+    monkeypatch.setattr(storage_bucket.Bucket, "read", read)
+    _, views = views_of(5000)
+    with pytest.raises(errors.StoreError, match="replaced during the read"):
+        _storage.of(file).read_into(file, views, offset=0, file_size=5000)
+
+
+# ---- databases --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", slow.all_but(PLACES, ["memory", "moto"]))
+def test_a_database_is_sent_in_parts_and_read_as_a_whole(store_path, small_parts, kind):
+    path, state = store_path(kind), arrays()
+    flaxckpt.save(path, state, layout=DATABASE)
+    values = [key for key in path.keys() if key.startswith("state/d/0")]  # noqa: SIM118
+    assert len(values) > 2
+    strategies.assert_same(state, flaxckpt.load(path))
+    assert flaxckpt.verify(path).ok
+    flaxckpt.save(path, state, layout=DATABASE, overwrite=True)
+    assert flaxckpt.verify(path).ok
+
+
+@pytest.mark.parametrize("limit", [2**26, 1000], ids=["small", "large"])
+def test_what_was_sent_is_not_read_back(monkeypatch, small_parts, limit):
+    from flaxckpt.formats._native import contents
+
+    monkeypatch.setattr(contents, "_SMALL_DATABASE_BYTES", limit)
+    path = faulty.new_path("sent-once")
+    read = []
+    with faulty.faulty(path) as kv:
+        real = kv.read
+        kv.read = lambda key, **options: (read.append(key), real(key, **options))[1]
+        flaxckpt.save(path, arrays(), layout=DATABASE)
+    assert not [key for key in read if "/d/" in key or "ocdbt" in key]
+    digests = flaxckpt.verify(path)
+    assert digests.ok
+    recorded = (path / "flaxckpt.json").read_text()
+    assert ("state/d/0" in recorded) == (limit > 1000)
+
+
+def test_a_part_that_cannot_be_sent_fails_the_save_and_leaves_nothing(small_parts):
+    path, state = faulty.new_path("part-refused"), arrays()
+    sent = []
+
+    def fail(key, value, if_equal):
+        if "/d/0" in key and value is not None:
+            sent.append(key)
+            if len(sent) == 3:
+                raise ValueError("PERMISSION_DENIED: no more parts")
+        return real(key, value, if_equal)
+
+    with faulty.faulty(path) as kv:
+        real, kv._write = kv._write, fail
+        with pytest.raises(errors.SaveFailedError, match="no more parts"):
+            flaxckpt.save(path, state, layout=DATABASE)
+    assert len(sent) >= 3
+    assert [key for key in path.keys() if not key.endswith("writing")] == []  # noqa: SIM118
+    flaxckpt.Checkpointer(path.parent).close()
+    flaxckpt.save(path, state, layout=DATABASE)
+    strategies.assert_same(state, flaxckpt.load(path))
+
+
+@pytest.mark.parametrize("rate", [20, 60])
+def test_parts_that_fail_for_a_time_are_sent_again(small_parts, rate):
+    path, state = faulty.new_path(f"parts-repeated-{rate}"), arrays()
+    with faulty.faulty(path, seed=rate, rate=rate):
+        try:
+            flaxckpt.save(path, state, layout=DATABASE)
+        except errors.SaveFailedError:
+            return  # too many of one request, at the higher rate
+    strategies.assert_same(state, flaxckpt.load(path))
+    assert flaxckpt.verify(path).ok
+
+
+# ---- what is remembered -----------------------------------------------------------
+
+
+def test_values_are_read_ahead_until_this_process_changes_something():
+    path = faulty.new_path("read-ahead")
+    (path / "a").write_bytes(b"first")
+    with faulty.faulty(path) as kv:
+        with _storage.paths.read_ahead([path / "a", path / "b"]):
+            begun = kv.requests
+            assert (path / "a").read_bytes() == b"first"
+            assert path.store.part(f"{path.key}/a", 1, 3) == b"ir"
+            assert not (path / "b").is_file()
+            stamp = _storage.stamp(path / "a")
+            assert kv.requests == begun
+            (path / "a").write_bytes(b"second")
+            assert (path / "a").read_bytes() == b"second"
+        assert not stamp.is_current()
+
+
+def test_a_journal_that_others_write_too_has_all_lines():
+    path = faulty.new_path("appended")
+    storage, journal = _storage.of(path), path / "journal"
+    for number in range(6):
+        storage.append_lines(journal, b"ours %d\n" % number, 2**20)
+        if number % 2:
+            journal.write_bytes(journal.read_bytes() + b"theirs %d\n" % number)
+        if number == 3:
+            journal.unlink()
+    assert journal.read_bytes() == b"ours 4\nours 5\ntheirs 5\n"
