@@ -27,6 +27,7 @@ from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
 from flaxckpt._arrays.zarr.metadata import Array, Encoding, Region
 from flaxckpt._storage import Stamp
+from flaxckpt._util.pace import Pace
 
 DEFAULT_CONCURRENT_BYTES = 2 * 2**30
 """Default of the bytes in transfer between memory and storage at a time."""
@@ -86,6 +87,7 @@ class _Target(NamedTuple):
     previous: Previous | None = None
     writer: int | None = None
     segment_bytes: int = sys.maxsize
+    pace: Pace | None = None
 
 
 Checksums: TypeAlias = dict[str, dict[str, bytes]]
@@ -103,6 +105,7 @@ def write(
     count: Count = _util.progress.ignore,
     writer: int | None = None,
     segment_bytes: int = sys.maxsize,
+    pace: Pace | None = None,
 ) -> Checksums:
     """Writes `arrays` under `root` as zarr.
 
@@ -121,6 +124,8 @@ def write(
             arrays. Each process writes its own database, for
             `_arrays.zarr.ocdbt.merge`.
         segment_bytes: Bytes of the segments of chunks that are verified on their own.
+        pace: The pace of the threads that write chunk files to a disk; None for full
+            speed. Threads of TensorStore serve the whole program, so they have none.
 
     Returns:
         The checksums of the segments of all chunks with several segments.
@@ -140,6 +145,7 @@ def write(
         previous,
         writer,
         segment_bytes,
+        pace,
     )
     if not ocdbt:
         return _write_directories(target, arrays)
@@ -369,8 +375,12 @@ def _write_files(target: _Target, arrays: Sequence[HostArray]) -> Checksums:
             functools.partial(write_chunk, chunk, is_unchanged)
             for chunk in _chunks(array)
         ]
-    threads = _THREADS_OF_STORES if costs_requests else _THREADS
-    _util.threads.each(lambda task: task(), tasks, threads=threads)
+    # A thread of low priority must not be the first to use TensorStore, whose threads
+    # would inherit the priority.
+    threads, pace = (
+        (_THREADS_OF_STORES, None) if costs_requests else (_THREADS, target.pace)
+    )
+    _util.threads.each(lambda task: task(), tasks, threads=threads, pace=pace)
     if previous is not None and not previous.is_current():
         # Files of another checkpoint may have been linked.
         raise OSError(f"{previous.root} was replaced during the save")
