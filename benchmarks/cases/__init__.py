@@ -10,6 +10,7 @@ from benchmarks.cases import (
     imports,
     loop,
     memory,
+    overlap,
     planning,
     reshard,
     steps,
@@ -32,6 +33,7 @@ CASES: dict[str, Case] = {
         flat_files,
         imports,
         planning,
+        overlap,
         reshard,
         gpu,
     )
