@@ -227,6 +227,12 @@ TARGETS: tuple[Target, ...] = (
         Series("planning", "10,000 leaves", "flaxckpt"),
     ),
     Target(
+        "restore while compiling, to one after the other",
+        Series("overlap", "restore while compiling", "flaxckpt"),
+        0.85,
+        Series("overlap", "restore, then compile", "flaxckpt"),
+    ),
+    Target(
         "12 changes of mesh, bytes read to bytes needed",
         Series("reshard", "12 changes of mesh, shard_axes: read", "flaxckpt"),
         1.1,

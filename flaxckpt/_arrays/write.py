@@ -30,6 +30,7 @@ from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
 from flaxckpt._arrays.zarr.metadata import Array, Encoding, Region
 from flaxckpt._storage import Stamp
+from flaxckpt._util.pace import Pace
 
 DEFAULT_CONCURRENT_BYTES = 2 * 2**30
 """Default of the bytes in transfer between memory and storage at a time."""
@@ -95,6 +96,7 @@ class _Target(NamedTuple):
     previous: Previous | None = None
     writer: int | None = None
     segment_bytes: int = sys.maxsize
+    pace: Pace | None = None
 
 
 Checksums: TypeAlias = dict[str, dict[str, bytes]]
@@ -112,6 +114,7 @@ def write(
     count: Count = _util.progress.ignore,
     writer: int | None = None,
     segment_bytes: int = sys.maxsize,
+    pace: Pace | None = None,
 ) -> Checksums:
     """Writes `arrays` under `root` as zarr.
 
@@ -131,6 +134,8 @@ def write(
             arrays. Each process writes its own database, for
             `_arrays.zarr.ocdbt.merge`.
         segment_bytes: Bytes of the segments of chunks that are verified on their own.
+        pace: The pace of the threads that write chunk files to a disk; None for full
+            speed. Threads of TensorStore serve the whole program, so they have none.
 
     Returns:
         The checksums of the segments of all chunks with several segments.
@@ -150,6 +155,7 @@ def write(
         previous,
         writer,
         segment_bytes,
+        pace,
     )
     at_once = min(max_concurrent_bytes, to_host.STAGED_BYTES)
     with contextlib.closing(to_host.staged(arrays, at_once)) as batches:
@@ -360,8 +366,12 @@ def _write_files(target: _Target, arrays: Sequence[HostArray]) -> Checksums:
         target.report(chunk.nbytes)
 
     tasks = _tasks(arrays, begin, write_chunk, in_store=costs_requests)
-    threads = _THREADS_OF_STORES if costs_requests else _THREADS
-    _util.threads.each(lambda task: task(), tasks, threads=threads)
+    # A thread of low priority must not be the first to use TensorStore, whose threads
+    # would inherit the priority.
+    threads, pace = (
+        (_THREADS_OF_STORES, None) if costs_requests else (_THREADS, target.pace)
+    )
+    _util.threads.each(lambda task: task(), tasks, threads=threads, pace=pace)
     if previous is not None and not previous.is_current():
         # Files of another checkpoint may have been linked.
         raise OSError(f"{previous.root} was replaced during the save")

@@ -19,6 +19,7 @@ from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._checkpoint.cancellation import Cancellation
 from flaxckpt._checkpoint.overwrite import check_replaceable
 from flaxckpt._types import JSON
+from flaxckpt._util.pace import Pace
 from flaxckpt.formats import _native
 from flaxckpt.formats._native.items import Items
 from flaxckpt.formats._reader import Lineage
@@ -71,6 +72,7 @@ class SaveRequest:
         operation: The operation of all processes; None for a single process.
         markers: Step markers to write: file name -> content.
         cancellation: Decides whether the save is cancelled or may commit.
+        pace: Whether the writing threads give way to the program.
         is_item: Whether `path` is an item of a step that another program commits: a
             directory that the program makes before the write.
     """
@@ -91,6 +93,7 @@ class SaveRequest:
     operation: _distributed.operation.Operation | None = None
     markers: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     cancellation: Cancellation = dataclasses.field(default_factory=Cancellation)
+    pace: Pace = dataclasses.field(default_factory=Pace)
     is_item: bool = False
 
     @property
@@ -308,6 +311,7 @@ def write_arrays(
         max_concurrent_bytes=snapshot.request.options.max_concurrent_bytes,
         count=count,
         writer=None if operation is None else operation.index,
+        pace=snapshot.request.pace,
     )
     if not snapshot.contents.ocdbt:
         size = snapshot.contents.segment_bytes() or sys.maxsize

@@ -155,6 +155,7 @@ def save_async(
         name=f"save of {final}",
         counter=counter,
         cancellation=request.cancellation,
+        pace=request.pace,
     )
 
 
@@ -180,6 +181,7 @@ def save_item(path: Path, state: PyTree, options: SaveOptions) -> Callable[[], i
     # Each step has its own directory, and the operations of a run are counted.
     operation = _distributed.agreement.begin("item", path.parent.parent, what)
     request = SaveRequest(path=path, options=options, operation=operation, is_item=True)
+    request.pace.lift()  # the other program does not tell when it waits
     with _distributed.agreement.report_failure(operation), commit.store_errors(path):
         snapshot = take_snapshot(request, state)
         if operation is not None:

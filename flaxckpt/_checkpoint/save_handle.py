@@ -16,6 +16,7 @@ from typing import Literal, NoReturn
 
 from flaxckpt import _doors, _util, errors
 from flaxckpt._checkpoint.cancellation import Cancellation
+from flaxckpt._util.pace import Pace
 
 _log = logging.getLogger(__name__)
 
@@ -59,14 +60,15 @@ class SaveHandle:
         name: str,
         counter: _util.progress.Counter,
         cancellation: Cancellation,
+        pace: Pace,
     ) -> None:
         _doors.open_all()
         self._cancellation = cancellation
+        self._pace = pace
         self._name = name
         self._counter = counter
         self._result: SaveResult | None = None
         self._error: BaseException | None = None
-        self._is_awaited = False
         self._ended = (
             threading.Event()
         )  # Ctrl-C in Thread.join marks a running thread as ended
@@ -140,7 +142,7 @@ class SaveHandle:
                 f"the {self._name} was cancelled before its commit: nothing was saved,"
                 " and earlier checkpoints are untouched"
             )
-            self._is_awaited = True
+            self._pace.lift()
             self._ended.wait()
         return self.is_cancelled()
 
@@ -153,8 +155,8 @@ class SaveHandle:
         return self._error is not None
 
     def is_awaited(self) -> bool:
-        """Returns True if any caller has started to wait for the save."""
-        return self._is_awaited
+        """Returns True if any caller has waited for the save while it was running."""
+        return self._pace.is_lifted()
 
     def has_unreported_error(self) -> bool:
         """Returns True if the save failed and `wait` has not yet raised the error."""
@@ -163,6 +165,7 @@ class SaveHandle:
     def wait(self, timeout_secs: float | None = None) -> SaveResult:
         """Waits until the checkpoint is durable and old steps are deleted.
 
+        Until then, the save writes at low priority, to slow down the program little.
         If many steps have to be deleted, the rest is deleted after the next save.
 
         Raises:
@@ -171,8 +174,8 @@ class SaveHandle:
             CheckpointError: The save failed and saved nothing.
         """
         _util.arguments.check_timeout("timeout_secs", timeout_secs)
-        self._is_awaited = True
         if not self.done():
+            self._pace.lift()
             with _util.progress.bar(self._counter):
                 self._ended.wait(timeout_secs)
         if not self.done():
@@ -207,6 +210,7 @@ def _report_at_exit() -> None:
     _is_ending.set()
     try:
         for handle in list(_unfinished):  # on daemon threads, and in children
+            handle._pace.lift()
             handle._ended.wait()
     except BaseException:  # Ctrl-C; an exception here would not change the exit code
         _exit(f"the {each._name} was interrupted" for each in list(_unfinished))

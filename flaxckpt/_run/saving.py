@@ -117,6 +117,7 @@ class Saves:
             name=f"save of {path}",
             counter=counter,
             cancellation=request.cancellation,
+            pace=request.pace,
         )
         self._handle_step = step
         return self._handle
@@ -249,6 +250,7 @@ class Saves:
             name=f"save of {final}",
             counter=_util.progress.Counter(reason),
             cancellation=request.cancellation,
+            pace=request.pace,
         )
 
     @contextlib.contextmanager
@@ -308,6 +310,7 @@ class Saves:
             request = dataclasses.replace(request, path=path, options=options)
             with _checkpoint.commit.store_errors(path):
                 snapshot = _checkpoint.save.take_snapshot(request, state)
+            request.pace.lift()  # the caller waits
             _checkpoint.save.write_snapshot(snapshot)
             if _util.job.is_first():
                 self.params_only.keep_only(path)

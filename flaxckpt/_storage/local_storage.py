@@ -38,7 +38,11 @@ from flaxckpt._types import JSON
 
 _STREAM_BYTES = 2**20
 _CALL_BYTES = 2**30
-"""Maximal number of bytes that a single system call reads or writes."""
+"""Maximal number of bytes that a single system call reads."""
+
+_WRITTEN_AT_ONCE = 2**18
+"""Maximal number of bytes that a single system call writes. For larger writes, Linux
+takes larger pieces of fresh memory into the page cache, which cost it more time."""
 
 _SYNCED_AT_ONCE = 2**20
 _SYNCING_THREADS = 8
@@ -324,7 +328,7 @@ class LocalStorage:
             size = 0
             for view in parts:
                 while view:
-                    written = os.write(descriptor, view[:_CALL_BYTES])
+                    written = os.write(descriptor, view[:_WRITTEN_AT_ONCE])
                     view = view[written:]
                     size += written
             # Syncing a large file now lets the disk work while others are written.

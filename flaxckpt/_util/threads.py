@@ -6,39 +6,54 @@ thread can be started, the calling thread does all the work.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from flaxckpt._util.pace import Pace
+
 T = TypeVar("T")
 
 
-def each(function: Callable[[T], object], items: Iterable[T], *, threads: int) -> None:
+def each(
+    function: Callable[[T], object],
+    items: Iterable[T],
+    *,
+    threads: int,
+    pace: Pace | None = None,
+) -> None:
     """Calls `function` once for every item, on up to `threads` threads.
+
+    Args:
+        function: The function.
+        items: Its arguments.
+        threads: The number of threads.
+        pace: If given, the threads have low priority until the pace is lifted; then as
+            many others help.
 
     Raises:
         BaseException: The first exception of a call. Items not yet started are skipped;
             all running calls have ended.
     """
-    items = list(items)
-    waiting = iter(items)
-    lock = threading.Lock()
+    waiting = collections.deque(items)
     raised: list[BaseException] = []
 
     def work() -> None:
         try:
             while not raised:
-                with lock:
-                    item = next(waiting, waiting)
-                if item is waiting:
+                try:
+                    item = waiting.popleft()
+                except IndexError:
                     return
-                function(item)  # type: ignore[arg-type]
+                function(item)
         except BaseException as error:
             raised.append(error)
 
-    count = min(threads, len(items)) - 1  # the calling thread also works
-    helpers = [helper for _ in range(count) if (helper := _start(work))]
+    helpers = [] if pace is None else pace.start(work, min(threads, len(waiting)))
+    count = min(threads, len(waiting)) - 1  # the calling thread also works
+    helpers += [helper for _ in range(count) if (helper := _start(work))]
     work()
     for helper in helpers:
         helper.join()

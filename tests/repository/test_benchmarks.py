@@ -20,6 +20,7 @@ SECONDS = Target("commit, seconds", OURS, 2.0)
 
 RUN_CASES = (
     *("train_state", "tiny", "steps", "loop", "frozen", "flat_files", "planning"),
+    "overlap",
     "gpu",
 )
 
