@@ -178,6 +178,9 @@ TARGETS: tuple[Target, ...] = (
         Series(_STATE, _USED, "flaxckpt"),
     ),
     Target("memory of a save", Series("memory", "save", "flaxckpt"), 0.05),
+    Target(
+        "compact: memory of a save", Series("memory", "save", "flaxckpt compact"), 0.1
+    ),
     Target("memory of a restore", Series("memory", "restore", "flaxckpt"), 0.05),
     Target(
         "the same, unmapped", Series("memory", "restore", "flaxckpt unmapped"), 1.05

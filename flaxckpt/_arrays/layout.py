@@ -118,7 +118,9 @@ def with_chunk_shape(
             ]
         )
         is_whole = written == shape
-        chunk_shape = _chunk_shape(written, dtype, layout.chunk_bytes, is_whole, cuts)
+        chunk_shape = _chunk_shape(
+            written, dtype, layout.max_chunk_bytes, is_whole, cuts
+        )
     elif role is None:
         return info
     # Called for every leaf; dataclasses.replace would take twice as long.

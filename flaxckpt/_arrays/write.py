@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import math
 import sys
 import threading
@@ -50,8 +51,11 @@ _COPIES_IN_UPLOADS = 1 + _COPIES_IN_REQUESTS
 _UPLOADED_AT_ONCE = 64 * 2**20
 """Bytes of a part of a database that is uploaded while the next is made."""
 
-_ENCODED_AT_ONCE = 256 * 2**20
+_ENCODED_AT_ONCE = 64 * 2**20
 """Bytes that TensorStore compresses at a time, and holds until written."""
+
+_ENCODED_PART = 16 * 2**20
+"""Bytes of the parts of an array that TensorStore gets one by one."""
 
 _SHARED_BYTES = 16 * 2**20
 """Size in bytes from which several threads share the chunks of an array."""
@@ -548,16 +552,16 @@ def _write_encoded(
     try:
         for array, future in zip(arrays, opened, strict=True):
             store = future.result()
-            for shard in array.shards:
-                while pending and in_flight + shard.data.nbytes > bytes_at_once:
+            for part in _parts(array):
+                while pending and in_flight + part.data.nbytes > bytes_at_once:
                     oldest, size = pending.popleft()
                     oldest.result()
                     in_flight -= size
                     target.report(size)
-                write = _start_write(array, shard, store, transaction)
+                write = _start_write(array, part, store, transaction)
                 started.append(write)
-                pending.append((write, shard.data.nbytes))
-                in_flight += shard.data.nbytes
+                pending.append((write, part.data.nbytes))
+                in_flight += part.data.nbytes
         for write, size in pending:
             write.result()
             target.report(size)
@@ -565,6 +569,22 @@ def _write_encoded(
         # After a failure, wait for all writes before the caller cleans up.
         for future in (*opened, *started):
             future.exception()
+
+
+def _parts(array: HostArray) -> Iterator[HostShard]:
+    """Yields the shards of an array, large ones in parts of whole rows of chunks."""
+    for shard in array.shards:
+        if shard.data.nbytes <= _ENCODED_PART:
+            yield shard
+            continue
+        data = np.asarray(shard.data)
+        (start, stop), *others = shard.region
+        rows_at_once = _ENCODED_PART * (stop - start) // data.nbytes
+        step = max(rows_at_once // array.chunk_shape[0], 1) * array.chunk_shape[0]
+        cuts = [start, *range((start // step + 1) * step, stop, step), stop]
+        for low, high in itertools.pairwise(cuts):
+            region = ((low, high), *others)
+            yield HostShard(region, data[low - start : high - start])
 
 
 def _start_write(

@@ -11,13 +11,18 @@ from flaxckpt._arrays.zarr import metadata
 
 MIB = 2**20
 
+_CHUNK_BYTES = 64 * MIB
+_COMPRESSED_CHUNK_BYTES = 8 * MIB
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayLayout:
     """Chunks and encoding of arrays on disk.
 
     Attributes:
-        chunk_bytes: Upper bound on a chunk, in bytes before compression.
+        chunk_bytes: Upper bound on a chunk, in bytes before compression; None for
+            64 MiB, or 8 MiB for compressed chunks, which are in memory several times
+            while they are encoded.
         store: `files` is a directory per leaf and a file per chunk, `ocdbt` is a
             database for all leaves, `auto` selects `ocdbt` for many small leaves.
         codec: `none`; `compact` is blosc with lz4 and bit-shuffle; `zstd` is level 1.
@@ -30,7 +35,7 @@ class ArrayLayout:
             are ignored. Costs more, smaller files, which may not be mapped as a whole.
     """
 
-    chunk_bytes: int = 64 * MIB
+    chunk_bytes: int | None = None
     store: Literal["auto", "files", "ocdbt"] = "auto"
     codec: Literal["none", "compact", "zstd"] = "none"
     checksum: bool = True
@@ -38,7 +43,8 @@ class ArrayLayout:
     shard_axes: int | Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        _util.arguments.check_int("chunk_bytes", self.chunk_bytes, least=1)
+        if self.chunk_bytes is not None:
+            _util.arguments.check_int("chunk_bytes", self.chunk_bytes, least=1)
         axes = self.shard_axes
         axes = _util.arguments.check_ints(
             "shard_axes", axes if _util.arguments.is_list(axes) else (axes,)
@@ -59,6 +65,12 @@ class ArrayLayout:
         axes = self.shard_axes
         assert not isinstance(axes, int), axes
         return tuple([a % rank for a in axes if -rank <= a < rank])
+
+    @property
+    def max_chunk_bytes(self) -> int:
+        """Upper bound on a chunk, in bytes before compression."""
+        default = _CHUNK_BYTES if self.codec == "none" else _COMPRESSED_CHUNK_BYTES
+        return default if self.chunk_bytes is None else self.chunk_bytes
 
     @property
     def encoding(self) -> metadata.Encoding:
