@@ -1,13 +1,12 @@
 """Restores a state on other meshes, and counts the bytes that a process reads.
 
-`python -m benchmarks.reshard RANK PORT DIRECTORY [--quick]` is one of several processes
-of a job, each with two devices. It saves a state on every mesh and restores it on all
-others, and prints the bytes that it has read, and those that its devices need, as JSON.
+`benchmarks.several` says how it is run. It saves a state on every mesh and restores it
+on all others, and prints the bytes that it has read, and those that its devices need,
+as JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -19,9 +18,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
+from benchmarks import several
 
 PROCESSES = 4
-DEVICES = 2 * PROCESSES
 MESHES = ((8, 1), (4, 2), (2, 4), (1, 8))
 """Sizes along the axes `data` and `model`; restoring on another makes 12 changes."""
 
@@ -31,20 +30,9 @@ IO = Path("/proc/self/io")
 
 def main() -> None:
     """Runs a process, as given on the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("rank", type=int)
-    parser.add_argument("port", type=int)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
-    _initialize(options.rank, options.port)
-    for row in _measure(options.directory, quick=options.quick):
+    job = several.join()
+    for row in _measure(job.directory, quick=job.quick):
         print(json.dumps(row), flush=True)
-
-
-def _initialize(rank: int, port: int) -> None:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, rank)
 
 
 def _measure(directory: Path, *, quick: bool) -> Iterator[dict[str, object]]:
@@ -103,7 +91,7 @@ def _shapes(*, quick: bool) -> dict[str, tuple[int, ...]]:
 
 
 def _sharding(mesh: tuple[int, int], shape: tuple[int, ...]) -> NamedSharding:
-    is_bias = len(shape) == 2 and shape[0] < DEVICES
+    is_bias = len(shape) == 2 and shape[0] < several.DEVICES
     axes = (None,) * (len(shape) - 2) + (None if is_bias else "data", "model")
     return NamedSharding(jax.make_mesh(mesh, ("data", "model")), PartitionSpec(*axes))
 

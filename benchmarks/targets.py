@@ -240,6 +240,15 @@ TARGETS: tuple[Target, ...] = (
         Series("reshard", "12 changes of mesh, shard_axes: read", "flaxckpt"),
         1.1,
     ),
+    *(
+        Target(
+            f"commit of {count} processes, to one",
+            Series("processes", "commit", f"{count} processes"),
+            limit,
+            Series("processes", "commit", "1 process"),
+        )
+        for count, limit in ((2, 0.8), (4, 1.1))
+    ),
     *_on_gpu(),
     *_buckets(),
 )

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import memory, states, timing
 from benchmarks.__main__ import main
-from benchmarks.cases import CASES, buckets, gpu
+from benchmarks.cases import CASES, buckets, gpu, processes
 from benchmarks.contenders import CONTENDERS
 from benchmarks.samples import Result, Sample, Series, Settings, collect
 from benchmarks.targets import TARGETS, Target, judge
@@ -160,7 +160,7 @@ def test_a_target_is_met_by_medians(target, ours, theirs, value, is_met):
 def test_targets_name_cases_and_contenders_that_there_are():
     others = {"its dependencies", "safetensors.flax", gpu.PINNED, gpu.NO_SAVES}
     others |= {"flaxckpt converted", "flaxckpt safetensors"}
-    others |= {*buckets.STORES, buckets.BOTO3, buckets.SOCKETS}
+    others |= {*buckets.STORES, buckets.BOTO3, buckets.SOCKETS, *processes.JOBS}
     for target in TARGETS:
         for series in filter(None, (target.measured, target.base)):
             assert series.case in CASES
