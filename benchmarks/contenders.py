@@ -6,6 +6,7 @@ measures one contender has not imported the others.
 
 from __future__ import annotations
 
+import concurrent.futures
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -245,6 +246,12 @@ class OrbaxV1(Session):
 
 # ---- plain files ----------------------------------------------------------------
 
+_PART_BYTES = 64 * 2**20
+"""Bytes of a file of `RawWrite`."""
+
+_CALL_BYTES = 2**18
+"""Bytes that `RawWrite` writes in a call, which takes the least time."""
+
 
 class OneFile(Session):
     """A file for all leaves, synced before `save` returns."""
@@ -254,9 +261,7 @@ class OneFile(Session):
         arrays = {name: np.asarray(leaf) for name, leaf in _named_leaves(state)}
         self._write(path, arrays)
         for target in (path, self.directory):
-            descriptor = os.open(target, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+            _sync(target)
 
     def restore(self, step: int, abstract_state: PyTree) -> PyTree:
         arrays = self._read(self.directory / str(step))
@@ -306,13 +311,39 @@ class NumpySavez(OneFile):
             return dict(file)
 
 
-class RawWrite(OneFile):
-    """Writes only the bytes: the speed of the disk."""
+class RawWrite(Session):
+    """Writes only the bytes, by two threads, and syncs them: the speed of the disk."""
 
-    def _write(self, path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-        with path.open("wb") as file:
-            for array in arrays.values():
-                file.write(array.data)
+    def save(self, step: int, state: PyTree) -> None:
+        directory = self.directory / str(step)
+        directory.mkdir()
+        parts = [
+            part
+            for _, leaf in _named_leaves(state)
+            for part in _split(np.ravel(leaf).view(np.uint8).data)
+        ]
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            names = [directory / str(number) for number in range(len(parts))]
+            list(pool.map(_write_and_sync, names, parts))
+        for path in (directory, self.directory):
+            _sync(path)
+
+
+def _split(content: memoryview) -> list[memoryview]:
+    return [content[i : i + _PART_BYTES] for i in range(0, len(content), _PART_BYTES)]
+
+
+def _write_and_sync(path: Path, content: memoryview) -> None:
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, len(content), _CALL_BYTES):
+            file.write(content[start : start + _CALL_BYTES])
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 CONTENDERS = {

@@ -154,7 +154,7 @@ TARGETS: tuple[Target, ...] = (
         _STATE,
         "commit",
         "flaxckpt",
-        {"orbax": 0.35, "orbax uncompressed": 1.05, "raw write": 1.5},
+        {"orbax": 0.35, "orbax uncompressed": 1.05, "raw write": 1.25},
     ),
     *_against("blocking", _STATE, "blocking", "flaxckpt", {"orbax": 0.25}),
     *_against(

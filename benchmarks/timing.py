@@ -15,6 +15,11 @@ from typing import NamedTuple, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_MANY_FILES = 500
+_FORGET_SECS = 6.0
+"""Seconds after the removal of many files. For five seconds, ext4 without a journal
+gives none of their inodes to new files, and looks at each again for each new file."""
+
 
 class Turn(NamedTuple):
     """One contender's turn.
@@ -54,8 +59,11 @@ def scratch(parent: Path) -> Iterator[Path]:
         settle()
         yield directory
     finally:
+        files = sum(len(names) for _, _, names in os.walk(directory))
         shutil.rmtree(directory)
         settle()
+        if files > _MANY_FILES:
+            time.sleep(_FORGET_SECS)
 
 
 def settle() -> None:
