@@ -61,7 +61,7 @@ import jax, numpy as np
 import flaxckpt
 
 url, what = sys.argv[1:]
-shape = (64, 2**20)  # 256 MiB, in chunks of 64
+shape = (128, 2**20)  # 512 MiB, in chunks of 64
 state = {"w": jax.block_until_ready(jax.random.normal(jax.random.key(0), shape))}
 layout = flaxckpt.ArrayLayout(store="files", chunk_bytes=2**26)
 ckpt = flaxckpt.Checkpointer(url, layout=layout, max_concurrent_bytes=2**26)
@@ -106,7 +106,8 @@ def test_neither_a_save_nor_a_check_nor_a_restore_has_all_of_it_twice(store_path
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-2000:]
         beyond[what] = int(done.stdout) / 2**20
-    # What libraries take is there, too: it does not grow with the state.
-    assert beyond["save"] < 448, beyond
-    assert beyond["verify"] < 320, beyond
-    assert beyond["restore"] < 256 + 256, beyond
+    # Requests in flight, and freed memory that the allocator keeps, take about 256 MiB
+    # of a restore: they do not grow with the state.
+    assert beyond["save"] < 704, beyond
+    assert beyond["verify"] < 448, beyond
+    assert beyond["restore"] < 512 + 384, beyond
