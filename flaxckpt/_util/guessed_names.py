@@ -345,6 +345,28 @@ ANSWERS: Mapping[str, Mapping[str, str]] = {
         **_write("checkpointer.latest_step()", "latest_step"),
         **_write("on_step(step, state), which returns if it saved", "should_save"),
     },
+    "CheckpointConfig": {
+        **_write("keep=[LatestN(3)], or in a file keep = [{latest = 3}]", *_LATEST),
+        **_write(
+            "keep=[EveryNSteps(1000)], or in a file keep = [{every_steps = 1000}]",
+            *_PERIOD,
+        ),
+        **_write(
+            'keep=[BestN(1, "loss", "min")], or in a file'
+            ' keep = [{best = 1, metric = "loss", mode = "min"}]',
+            *(*_BEST, *_POLICIES, "keep_checkpoints_without_metrics"),
+        ),
+        **_write(
+            "keep=[EveryNSecs(3600)], or in a file keep = [{every_secs = 3600}]",
+            "keep_time_interval",
+        ),
+        **_write("every_steps = 1000", *_EVERY),
+        **_write("every_secs = 600", *_EVERY_SECS[1:]),
+        **_write("on_steps = [10, 20]", *_ON_STEPS),
+        **_write("directory", *_RUN),
+        **_write("source", "init_checkpoint", "restore_from", "load_path"),
+        **_write('save_dtype = {pattern = "params/.*", dtype = "bfloat16"}', "dtype"),
+    },
     "SaveHandle": _WAITING,
     "LoadHandle": _WAITING,
     "BestN": {
@@ -384,6 +406,11 @@ def explain(target: T) -> T:
         setattr(target, method, _explain_arguments(getattr(target, method), place))
     target.__getattr__ = _getter(name)  # type: ignore[attr-defined]
     return target
+
+
+def answer(place: str, name: str) -> str | None:
+    """Returns what to write instead of a guessed name, or None."""
+    return ANSWERS[place].get(name)
 
 
 def unknown_name(module: str, name: str) -> AttributeError:

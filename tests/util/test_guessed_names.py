@@ -12,7 +12,7 @@ import pytest
 from flax.training import checkpoints
 
 import flaxckpt
-from flaxckpt import errors, policies, transforms
+from flaxckpt import configs, errors, policies, transforms
 from flaxckpt._util import guessed_names
 from flaxckpt._util.guessed_names import ANSWERS, CALL
 
@@ -22,7 +22,7 @@ def find(place):
     if place.startswith("flaxckpt"):
         return {"flaxckpt": flaxckpt, "flaxckpt.policies": policies}[place]
     owner, _, method = place.partition(".")
-    home = flaxckpt if owner in flaxckpt.__all__ else policies
+    [home] = [m for m in (flaxckpt, policies, configs) if owner in m.__all__]
     return getattr(getattr(home, owner), method) if method else getattr(home, owner)
 
 
