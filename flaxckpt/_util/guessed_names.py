@@ -231,6 +231,13 @@ ANSWERS: Mapping[str, Mapping[str, str]] = {
         **_write("step_format='{step:08d}'", "step_format_fixed_length"),
         **_write("step_format='step_{step}'", "step_name_format"),
         **_write("save(step, state, dataset=…)", *_DATASET),
+        **_write("keep_dataset=[LatestN(3)]", "keep_dataset_checkpoints"),
+        **_write("save(step, state) and restore(state)", "train_state", "state"),
+        **_write("restore(abstract_state(state, mesh=mesh))", "partitioner", "mesh"),
+        **dict.fromkeys(
+            ("convert_from_tf_checkpoint", "restore_from_tf_checkpoint"),
+            "convert the checkpoint with T5X first",
+        ),
         **_write("save(step, state, overwrite=True)", "overwrite", "force"),
         **_write("metadata=", "custom_metadata", "save_root_metadata"),
         **_write("sinks=[…]", "logger", "loggers"),
@@ -302,7 +309,11 @@ ANSWERS: Mapping[str, Mapping[str, str]] = {
         **_write("Checkpointer(directory, keep=[LatestN(3)])", "keep", *_LATEST),
         **_write("save(step, state).wait()", *_WAIT, *_ASYNC),
         **_write("overwrite=True", "force", "exist_ok"),
-        **_write("Checkpointer(directory, transforms=[…])", "transforms", *_DTYPE),
+        **_write(
+            "Checkpointer(directory, transforms=[…])",
+            *("transforms", "state_transformation_fns", *_DTYPE),
+        ),
+        **_write("Checkpointer(directory, max_concurrent_bytes=…)", "concurrent_gb"),
     },
     "Checkpointer.restore": {
         **_write("restore(state)", *_TEMPLATE, "restore_kwargs"),
@@ -311,6 +322,8 @@ ANSWERS: Mapping[str, Mapping[str, str]] = {
         **_write("dataset=", *_DATASET),
         **_RESTORE,
         **_MAPPED,
+        **_write("transforms=[…]", "state_transformation_fns", "remap"),
+        **_omit("as plan(path, state) reads no arrays", "lazy_parameters"),
     },
     "Checkpointer.restore_latest": {
         **_write("restore_latest(state)", CALL, *_TEMPLATE),

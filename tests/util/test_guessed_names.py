@@ -216,6 +216,18 @@ def test_names_of_flax_are_known_or_answered():
     assert not missing(arguments(checkpoints.restore_checkpoint), "load")
 
 
+def test_names_of_t5x_are_known_or_answered():
+    from tests.repository.test_migration import T5X
+
+    assert not missing(T5X["Checkpointer"].split(), "Checkpointer")
+    assert not missing(T5X["constructors"].split(), "Checkpointer")
+    of_restore = {"step", "path", "fallback_state", "lazy_parameters", "remap"}
+    of_save = {"train_state", "state_transformation_fns", "concurrent_gb", "force"}
+    assert of_save | of_restore <= set(T5X["calls"].split())
+    assert not missing(of_save, "Checkpointer.save")
+    assert not missing(of_restore, "Checkpointer.restore")
+
+
 def test_arguments_of_trainers_are_answered():
     """Of Hugging Face's TrainingArguments, and of Lightning's ModelCheckpoint."""
     huggingface = {
