@@ -591,8 +591,11 @@ class _Planner:
         found: LeafInfo | None,
         sources: tuple[LeafPath, ...],
     ) -> None:
-        self._problems.append(problem)
         done = self._table[sources[0]].transforms if sources else ()
+        if done:
+            found_after = f"{problem.found} after {' > '.join(done)}"
+            problem = dataclasses.replace(problem, found=found_after)
+        self._problems.append(problem)
         self._leaves[problem.leaf] = LeafPlan(
             ("conflict",), sources, wanted, found, 0, done
         )

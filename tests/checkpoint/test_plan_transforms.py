@@ -89,7 +89,7 @@ def test_leaves_that_cannot_be_restored_have_their_chains(tmp_path):
     assert plan.leaves["params/a"].actions == ("conflict",)
     assert plan.leaves["params/b"].actions == ("dropped",)
     assert set(chains(plan).values()) == {"rename"}
-    with pytest.raises(errors.RestoreMismatchError):
+    with pytest.raises(errors.RestoreMismatchError, match=r"\[2, 3\] after rename\n"):
         flaxckpt.load(tmp_path / "c", wanted, transforms=changes)
 
 
