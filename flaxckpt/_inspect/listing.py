@@ -5,8 +5,9 @@ Runs of other libraries are listed as well, whatever the names of their steps.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -58,12 +59,16 @@ class Listing:
         steps: The checkpoints, the oldest first.
         bytes: The size of all their files, with shared files counted once; None in
             object stores.
+        best: Metric that a policy ranks steps by -> the best step.
+        older: The number of older steps left out by `newest`.
     """
 
     path: str
     is_run: bool
     steps: tuple[Step, ...]
     bytes: int | None
+    best: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    older: int = 0
 
     @property
     def has_damage(self) -> bool:
@@ -76,6 +81,7 @@ def listing(
     *,
     keep: Sequence[PreservationPolicy] = (),
     step_format: str | None = None,
+    newest: int | None = None,
 ) -> Listing:
     """Lists the checkpoints at a path without reading arrays.
 
@@ -83,6 +89,7 @@ def listing(
         path: A run directory, or a checkpoint.
         keep: The policies of the run, which are not recorded.
         step_format: The format of step names; detected by default.
+        newest: The number of the newest steps to list; all by default.
 
     Raises:
         CheckpointNotFoundError: The path does not exist.
@@ -95,24 +102,44 @@ def listing(
         return Listing(str(root), False, (step,), step.bytes)
     view = run_view.survey(root, step_format)
     reasons = view.explain(keep)
-    best = {str(policy) for policy in keep if isinstance(policy, policies.BestN)}
+    best = _find_best(keep, reasons, view)
+    listed = [*view.paths.items()]
+    older = 0 if newest is None else max(0, len(listed) - newest)
     counted: set[_run.disk_usage.FileId] = set()
     steps, total = [], 0
-    for number, step_path in _shown([*view.paths.items()], root):
+    for number, step_path in _shown(listed[older:], root):
         usage = _run.disk_usage.on_disk(step_path, counted)
         total += 0 if usage is None else usage.own
-        why = reasons.get(number, [])
         step = _describe(
             number,
             step_path,
             usage,
-            why=why,
-            is_best=not best.isdisjoint(why),
+            why=reasons.get(number, []),
+            is_best=number in best.values(),
             doubt=view.doubtful.get(number),
         )
         steps.append(step)
     is_known = all(step.bytes is not None for step in steps)
-    return Listing(str(root), True, _mark_newest(steps), total if is_known else None)
+    size = total if is_known else None
+    return Listing(str(root), True, _mark_newest(steps), size, best, older)
+
+
+def _find_best(
+    keep: Sequence[PreservationPolicy],
+    reasons: Mapping[int, Sequence[str]],
+    view: run_view.RunView,
+) -> dict[str, int]:
+    """Returns metric -> the best step, for the metrics that policies rank steps by."""
+    best = {}
+    for policy in keep:
+        if not isinstance(policy, policies.BestN):
+            continue
+        kept = [step for step, why in reasons.items() if str(policy) in why]
+        first = dataclasses.replace(policy, n=1)
+        ranked = [view.ranked_step(step) for step in kept if step in view.steps]
+        for step in first.preserved(ranked):
+            best.setdefault(policy.metric, step)
+    return best
 
 
 def _shown(steps: Sequence[_Step], root: Path) -> Iterator[_Step]:
@@ -166,7 +193,9 @@ def _mark_newest(steps: Sequence[Step]) -> tuple[Step, ...]:
     """Returns the steps with `latest` on the newest undamaged step."""
     good = [step for step in steps if step.damage is None]
     return tuple(
-        replace(step, marks=("latest", *step.marks)) if step in good[-1:] else step
+        dataclasses.replace(step, marks=("latest", *step.marks))
+        if step in good[-1:]
+        else step
         for step in steps
     )
 
