@@ -59,6 +59,7 @@ class Listing:
         steps: The checkpoints, the oldest first.
         bytes: The size of all their files, with shared files counted once; None in
             object stores.
+        keep: The policies, given or recorded by the run; None if unknown.
         best: Metric that a policy ranks steps by -> the best step.
         older: The number of older steps left out by `newest`.
     """
@@ -67,6 +68,7 @@ class Listing:
     is_run: bool
     steps: tuple[Step, ...]
     bytes: int | None
+    keep: tuple[PreservationPolicy, ...] | None = None
     best: Mapping[str, int] = dataclasses.field(default_factory=dict)
     older: int = 0
 
@@ -87,7 +89,7 @@ def listing(
 
     Args:
         path: A run directory, or a checkpoint.
-        keep: The policies of the run, which are not recorded.
+        keep: The policies of the run; by default those that the run has recorded.
         step_format: The format of step names; detected by default.
         newest: The number of the newest steps to list; all by default.
 
@@ -101,8 +103,10 @@ def listing(
         step = _describe(None, root, usage)
         return Listing(str(root), False, (step,), step.bytes)
     view = run_view.survey(root, step_format)
-    reasons = view.explain(keep)
-    best = _find_best(keep, reasons, view)
+    rules = view.rules(keep)
+    used = () if rules is None else rules.keep
+    reasons = view.explain(used)
+    best = _find_best(used, reasons, view)
     listed = [*view.paths.items()]
     older = 0 if newest is None else max(0, len(listed) - newest)
     counted: set[_run.disk_usage.FileId] = set()
@@ -120,8 +124,15 @@ def listing(
         )
         steps.append(step)
     is_known = all(step.bytes is not None for step in steps)
-    size = total if is_known else None
-    return Listing(str(root), True, _mark_newest(steps), size, best, older)
+    return Listing(
+        str(root),
+        True,
+        _mark_newest(steps),
+        total if is_known else None,
+        None if rules is None else rules.keep,
+        best,
+        older,
+    )
 
 
 def _find_best(
@@ -130,7 +141,7 @@ def _find_best(
     view: run_view.RunView,
 ) -> dict[str, int]:
     """Returns metric -> the best step, for the metrics that policies rank steps by."""
-    best = {}
+    best: dict[str, int] = {}
     for policy in keep:
         if not isinstance(policy, policies.BestN):
             continue

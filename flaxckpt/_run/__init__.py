@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         retention,
         run_steps,
         session,
+        settings,
         staging,
     )
 
@@ -28,6 +29,7 @@ __all__ = [
     "retention",
     "run_steps",
     "session",
+    "settings",
     "staging",
 ]
 

@@ -23,7 +23,7 @@ from flaxckpt import (
 from flaxckpt._checkpoint.commit import SaveRequest
 from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._run import metrics as run_metrics
-from flaxckpt._run import params_only, run_steps
+from flaxckpt._run import params_only, run_steps, settings
 from flaxckpt._types import JSON, PyTree
 from flaxckpt.formats._native.items import Items
 from flaxckpt.formats._reader import Lineage
@@ -42,6 +42,7 @@ class Saves:
     Attributes:
         lineage: The checkpoints that the run began from.
         params_only: The states saved without their optimizer.
+        settings: Records the settings of the run.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Saves:
         self._options = options
         self._processes = processes
         self.params_only = params_only.ParamsOnly(run.directory, run.format)
+        self.settings = settings.Recorder(run.events, run.rules)
         # One save at a time, for all threads.
         self._lock = _util.forks.PerProcess(threading.RLock)
         self._handle: SaveHandle | None = None
@@ -188,9 +190,10 @@ class Saves:
             bytes=written,
             blocked_secs=blocked,
             total_secs=request.elapsed(),
-            metrics=len(request.metrics),
+            metrics=request.metrics,
             **details,
         )
+        self.settings.record()  # before the first deletion
 
         def is_awaited() -> bool:
             return self._handle is not None and self._handle.is_awaited()

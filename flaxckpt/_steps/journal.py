@@ -89,11 +89,12 @@ def _line(event: Event) -> bytes:
         "kind": event.kind,
         "step": event.step,
         "path": event.path,
-        "details": event.details,
     }
-    line = json.dumps(row).encode() + b"\n"
-    if len(line) > _MAX_LINE_BYTES:
-        line = json.dumps(row | {"details": {}}).encode() + b"\n"
+    short = {name: event.details[name] for name in event.details if name != "metrics"}
+    for details in (event.details, short, {}):
+        line = json.dumps(row | {"details": details}).encode() + b"\n"
+        if len(line) <= _MAX_LINE_BYTES:
+            break
     return line
 
 

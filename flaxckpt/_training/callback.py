@@ -365,6 +365,7 @@ class CheckpointCallback:
     def _start(self) -> None:
         """Starts watching for signals and for the end of the checkpointer."""
         self._session.attach(self)
+        self._session.saves.settings.callback = self._triggers.settings()
         subscribe = self.checkpointer.events.subscribe
         self._subscribed += [sink for sink in self._sinks if subscribe(sink)]
         lost_steps.watch(self)

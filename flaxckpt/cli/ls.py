@@ -150,7 +150,9 @@ def _summary(listing: Listing, left_out: Sequence[str]) -> str:
 
 def _watch(list_steps: _List, newest: int | None, sort: str) -> int:
     """Shows the steps as they come, until Ctrl-C."""
-    view = _Screen(newest, sort) if _output.is_terminal() else _Log(newest)
+    view: _Screen | _Log = _Log(newest)
+    if _output.is_terminal():
+        view = _Screen(newest, sort)
     try:
         while True:
             start = time.monotonic()
