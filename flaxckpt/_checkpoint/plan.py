@@ -7,15 +7,22 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from flaxckpt import _util
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.errors import Mismatch
 
 if TYPE_CHECKING:
-    import rich.table
+    import rich.console
 
 _ROWS_PRINTED = 60
-_HEADER: tuple[str, ...] = ("leaf", "action", "wanted", "found", "transforms")
+_HEADER: tuple[str, ...] = (
+    *("leaf", "leaves", "action", "wanted", "found", "transforms"),
+)
+_LEAST_WIDTH = 40
+"""Width in columns that longer leaf paths get on a narrow terminal."""
+
+_STYLES = {"conflict": "red", "init": "yellow", "dropped": "dim"}
 
 Action: TypeAlias = Literal[
     "loaded",
@@ -89,17 +96,23 @@ class RestorePlan:
         ]
         return "\n".join([self._summary(), *lines])
 
-    def __rich__(self) -> rich.table.Table:
-        from rich.table import Table  # imported only when rich prints the plan
+    def __rich__(self) -> rich.console.RenderableType:
+        from rich.console import Group  # imported only when rich prints the plan
+        from rich.table import Table
+        from rich.text import Text
 
-        table = Table(title=self._summary())
-        header, *rows = self._rows() or [_HEADER]
-        for name in header:
-            table.add_column(name, overflow="fold")
-        for row in rows:
-            style = {"conflict": "red", "init": "yellow", "dropped": "dim"}.get(row[1])
-            table.add_row(*row, style=style)
-        return table
+        rows = self._rows()
+        if not rows:
+            return Text(self._summary())
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        longest = min(_LEAST_WIDTH, max(len(row[0]) for row in rows))
+        for name in rows[0]:
+            least = longest if name == "leaf" else None
+            table.add_column(name, overflow="fold", min_width=least)
+        for row in rows[1:]:
+            style = next((s for action, s in _STYLES.items() if action in row), "")
+            table.add_row(*[Text(cell, style) for cell in row])
+        return Group(Text(self._summary()), table)
 
     def _summary(self) -> str:
         counts = collections.Counter(a for p in self.leaves.values() for a in p.actions)
@@ -110,34 +123,46 @@ class RestorePlan:
         return f"{self.path}: {listed or 'nothing to load'}; {size}"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """Returns table rows of all leaves with other actions than `loaded`.
+        """Returns a header, and rows of all leaves with other actions than `loaded`.
 
-        The last column, with the transforms, is left out if it is empty.
+        Conflicts come first. Leaves that differ only in the numbers of their paths
+        share a row. Columns without any text are left out.
         """
         problems = {problem.leaf: problem for problem in self.problems}
-        rows = [
+        leaves = [
             _row(path, leaf, problems.get(path))
             for path, leaf in self.leaves.items()
             if leaf.actions != ("loaded",)
         ]
-        if not rows:
+        if not leaves:
             return []
-        shown = [_HEADER, *rows[:_ROWS_PRINTED]]
-        if len(rows) > _ROWS_PRINTED:
-            shown.append((f"… and {len(rows) - _ROWS_PRINTED} more", "", "", "", ""))
-        has_transforms = any(leaf.transforms for leaf in self.leaves.values())
-        return shown if has_transforms else [row[:-1] for row in shown]
+        leaves.sort(key=lambda row: row.cells[0] != "conflict")
+        folded = _util.folding.fold(leaves)
+        rows = [_HEADER, *map(_cells, folded[:_ROWS_PRINTED])]
+        if len(folded) > _ROWS_PRINTED:
+            more = f"… and {len(folded) - _ROWS_PRINTED} more"
+            rows.append((more, *[""] * (len(_HEADER) - 1)))
+        used = [n for n in range(len(_HEADER)) if any(row[n] for row in rows[1:])]
+        return [tuple(row[n] for n in used) for row in rows]
 
 
-def _row(path: LeafPath, leaf: LeafPlan, problem: Mismatch | None) -> tuple[str, ...]:
-    found = str(leaf.found or "-")
+def _row(path: LeafPath, leaf: LeafPlan, problem: Mismatch | None) -> _util.folding.Row:
+    found, source = str(leaf.found or "-"), ""
     if leaf.sources and leaf.sources != (path,):
-        found += f" from {leaf.sources[0]}"
+        source = f" from {leaf.sources[0]}"
         if len(leaf.sources) > 1:
-            found += f" and {len(leaf.sources) - 1} more"
+            source += f" and {len(leaf.sources) - 1} more"
     actions = ", ".join(action for action in leaf.actions if action != "loaded")
     wanted = str(leaf.wanted or "-")
     if problem is not None and "conflict" in leaf.actions:
         wanted = problem.wanted
-        found = problem.found if problem.kind == "unsupported" else found
-    return path, actions, wanted, found, " > ".join(leaf.transforms)
+        if leaf.found is None or problem.kind == "unsupported":
+            found = problem.found
+    cells = (actions, wanted, found, " > ".join(leaf.transforms))
+    return _util.folding.Row(path, cells, source)
+
+
+def _cells(row: _util.folding.Row) -> tuple[str, ...]:
+    actions, wanted, found, transforms = row.cells
+    count = f"{row.count:,}" if row.count > 1 else ""
+    return row.name, count, actions, wanted, found + row.source, transforms

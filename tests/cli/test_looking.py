@@ -251,7 +251,7 @@ def test_diff_of_two_steps_lists_what_has_changed(here, command):
     lines = command.text("diff", "run", "-a", 100, "-b", 200, code=1)
     assert lines[:2] == ["a: run/100", "b: run/200"]
     [kernel] = [line for line in lines if line.startswith("params/dense/kernel")]
-    assert kernel.split()[1:4] == ["values", "12", "100"]
+    assert kernel.split()[1:] == ["12", "100", "0.995"]
     found = command.json("diff", "run", "-a", 100, "-b", 200, code=1)
     assert not found["equal"]
     assert found["changed"]["params/dense/kernel"]["max_abs"] == 100.0
@@ -328,7 +328,7 @@ def test_plan_into_an_equal_state_is_0(here, command):
 def test_plan_into_what_does_not_fit_is_1(here, command):
     lines = command.text("plan", "orbax", "run", code=1)
     assert any("conflict" in line for line in lines)
-    assert "8 leaves cannot be restored:" in lines
+    assert lines[-1] == "8 leaves cannot be restored"
     found = command.json("plan", "orbax", "run", code=1)
     assert len(found["problems"]) == 8
 

@@ -8,8 +8,12 @@ import subprocess
 import sys
 import time
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax.training import train_state
 
 import flaxckpt
 from flaxckpt._util import humanize
@@ -205,6 +209,113 @@ def read_until(terminal, text):
 
 def test_ls_watch_prints_no_json(losses, command):
     assert "leave --json out" in command.refuses("ls", "run", "--watch", "--json")
+
+
+# ---- diff ---------------------------------------------------------------------------
+
+
+def layered_state(value, layers=12):
+    """A state with an optimizer; later layers change more with `value`."""
+    params = {
+        f"layers_{n}": {
+            "attn": {"kernel": jnp.full((4, 4), 1 + n * value)},
+            "mlp": {"kernel": jnp.full((4, 8), 1 + n * value)},
+        }
+        for n in range(layers)
+    }
+    params["embed"] = {"embedding": jnp.full((8, 4), 1 + value)}
+    tx = optax.adamw(1e-3)
+    state = train_state.TrainState.create(apply_fn=print, params=params, tx=tx)
+    moments = jax.tree.map(lambda x: x + int(value), state.opt_state)
+    return state.replace(step=int(value * 10), opt_state=moments)
+
+
+@pytest.fixture
+def layered(tmp_path, monkeypatch):
+    """A run whose steps 1 and 2 differ; another of fewer layers."""
+    monkeypatch.chdir(tmp_path)
+    with flaxckpt.Checkpointer("run") as run:
+        for step in (1, 2):
+            run.save(step, layered_state(float(step)))
+    flaxckpt.save("small", layered_state(1.0, layers=3))
+    return tmp_path
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_diff_shows_params_before_the_optimizer_and_large_changes_first(
+    layered, terminal, width
+):
+    lines = terminal(width, "diff", "run", "-a", 1, "-b", 2, "--limit", 100, code=1)
+    assert all(len(line) <= width for line in lines)
+    paths = [line.split()[0] for line in lines[3:-1]]
+    assert len(paths) == 75
+    tops = [path.split("/")[0] for path in paths]
+    assert tops == sorted(tops, key=["step", "params", "opt_state"].index)
+    params = [line for line in lines if line.startswith("params/")]
+    norms = [float(line.split()[3]) for line in params]
+    assert norms == sorted(norms, reverse=True)
+    assert norms[0] > 1.5 * norms[-1]
+
+
+def test_diff_shows_as_many_rows_as_it_may(layered, terminal):
+    lines = terminal(80, "diff", "run", "-a", 1, "-b", 2, "--limit", 3, code=1)
+    assert len(lines) == 3 + 3 + 2
+    assert lines[-2] == "… and 72 more: --limit 75 shows all"
+
+
+def test_diff_of_some_leaves_reads_only_these(layered, command):
+    asked = ["diff", "run", "-a", 1, "-b", 2, "--only", "params/.*/attn/.*"]
+    found = command.json(*asked, code=1)
+    assert len(found["changed"]) + len(found["same"]) == 12
+    assert all("/attn/" in path for path in found["changed"])
+    assert found["bytes_compared"] == 12 * 64
+    refused = command.refuses("diff", "run", "-a", 1, "-b", 2, "--only", "attn")
+    assert "matches no leaf (it must match a whole leaf path)" in refused
+    assert "not a valid regular expression" in command.refuses(
+        "diff", "run", "-a", 1, "-b", 2, "--only", "("
+    )
+
+
+def test_diff_by_subtree_is_as_deep_as_fits(layered, terminal):
+    asked = ["diff", "run", "-a", 1, "-b", 2, "--by-subtree"]
+    lines = terminal(80, *asked, "--limit", 20, code=1)
+    rows = {line.split()[0]: line.split() for line in lines[3:-1]}
+    assert [*rows][-1] == "opt_state/0"
+    assert rows["params/layers_11"][1:5] == ["2", "of", "2", "48"]
+    assert rows["opt_state/0"][1:4] == ["51", "of", "51"]
+    few = terminal(80, *asked, "--limit", 4, code=1)
+    assert [line.split()[0] for line in few[3:-1]] == ["step", "params", "opt_state"]
+
+
+# ---- plan ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_plan_folds_layers_that_are_alike(layered, terminal, width):
+    lines = terminal(width, "plan", "run", "small")
+    assert all(len(line) <= width for line in lines[1:])
+    attn = "params/layers_{3..11}/attn/kernel"
+    [row] = [line for line in lines if line.startswith(attn)]
+    assert row.split() == [attn, "9", "dropped", "-", "float32[4,", "4]"]
+    assert len(lines) < 12
+
+
+def test_plan_of_an_equal_state_is_a_line_without_a_table(layered, terminal):
+    line = "".join(terminal(80, "plan", "run", "run"))
+    assert line.endswith(" bytes to read")
+    assert not set(line) & set("┏━│")
+
+
+def test_plan_shows_conflicts_first_with_the_nearest_leaf(layered, terminal, command):
+    (layered / "wanted.json").write_text(
+        '{"params": {"embed": {"embeding": "float32[8, 4]"}}}'
+    )
+    lines = terminal(140, "plan", "run", "wanted.json", code=1)
+    assert lines[2].split()[:2] == ["params/embed/embeding", "conflict"]
+    assert "nothing (nearest: params/embed/embedding)" in lines[2]
+    assert lines[-1] == "1 leaf cannot be restored"
+    refused = terminal(140, "plan", "run", "small", "--unused", "error", code=1)
+    assert "cannot be restored:" in "".join(refused)
 
 
 # ---- verify ------------------------------------------------------------------------
