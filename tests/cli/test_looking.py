@@ -197,9 +197,29 @@ def test_show_of_a_container_shows_what_is_in_it(here, command):
     lines = command.text("show", "run", "params")
     assert lines[1].split() == ["params", "2", "leaves", "60", "B"]
     assert command.json("show", "run", "params")[0]["leaves"] == 2
-    assert "did you mean params/dense/bias?" in command.refuses(
-        "show", "run", "params/dense/bais"
-    )
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("params/dense/bais", "did you mean params/dense/bias?"),
+        ("params/dens", "did you mean params/dense?"),
+        ("parms/dense/bias", "did you mean params/dense/bias?"),
+        ("params/dense/bias/x", "did you mean params/dense/bias?"),
+        ("bias", "did you mean params/dense/bias, opt_state/0/mu/dense/bias, "),
+        ("params/zzz", "it has params/dense"),
+        ("zzz", "it has step, params, opt_state"),
+    ],
+)
+def test_show_names_the_nearest_branches(here, command, path, advice):
+    assert advice in command.refuses("show", "run", path)
+
+
+def test_show_names_the_layer_of_the_same_number(here, command):
+    flaxckpt.save("deep", {f"layers_{n}": {"w": np.ones(1)} for n in range(12)})
+    assert "did you mean layers_3/w?" in command.refuses("show", "deep", "layer_3/w")
+    found = command.refuses("show", "deep", "w")
+    assert "did you mean layers_{0..11}/w?" in found
 
 
 def test_show_of_very_many_leaves_is_cut(here, command):
