@@ -161,7 +161,12 @@ def _is_empty(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
-_BEFORE_STEPS = (_steps.journal.NAME, "metadata", "params_only")
+_BEFORE_STEPS = (
+    _steps.journal.NAME,
+    _steps.journal.STATISTICS,
+    "metadata",
+    "params_only",
+)
 
 
 def _has_only_begun(root: Path) -> bool:
