@@ -164,5 +164,5 @@ def _row(path: LeafPath, leaf: LeafPlan, problem: Mismatch | None) -> _util.fold
 
 def _cells(row: _util.folding.Row) -> tuple[str, ...]:
     actions, wanted, found, transforms = row.cells
-    count = f"{row.count:,}" if row.count > 1 else ""
+    count = f"{row.leaves:,}" if row.leaves > 1 else ""
     return row.name, count, actions, wanted, found + row.source, transforms

@@ -19,13 +19,13 @@ class Row(NamedTuple):
         name: The leaf path.
         cells: Texts that are equal in folded rows.
         source: A text with the same numbers as the name, such as another leaf path.
-        count: The number of leaves.
+        leaves: The number of leaves.
     """
 
     name: str
     cells: tuple[str, ...] = ()
     source: str = ""
-    count: int = 1
+    leaves: int = 1
 
 
 class _Pattern(NamedTuple):

@@ -91,7 +91,7 @@ def _find_path(ctx: click.Context, *, second: bool = False) -> str | None:
 def _children(leaves: Iterable[str], incomplete: str) -> list[str]:
     """Returns the paths one level below the last `/` that begin with `incomplete`."""
     start = incomplete.rfind("/") + 1
-    paths = {}
+    paths: dict[str, None] = {}
     for leaf in leaves:
         if leaf.startswith(incomplete):
             name, slash, _ = leaf[start:].partition("/")

@@ -116,10 +116,9 @@ def _sort(steps: Sequence[Step], key: str) -> list[Step]:
             f"--sort {key} is neither step, saved, size nor a metric of a step: the"
             f" metrics are {', '.join(names) or 'none'}"
         )
-    value_of = attributes.get(key, lambda step: step.metrics.get(key))
 
     def rank(step: Step) -> tuple[bool, float]:
-        value = value_of(step)
+        value = attributes[key](step) if key in attributes else step.metrics.get(key)
         is_known = value is not None and value == value  # NaN has no place
         return is_known, value if is_known and value is not None else 0.0
 

@@ -11,7 +11,7 @@ from flaxckpt._util.folding import Row
 
 
 def folded(*names):
-    return [(row.name, row.count) for row in folding.fold(Row(name) for name in names)]
+    return [(row.name, row.leaves) for row in folding.fold(Row(name) for name in names)]
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_names_that_differ_in_numbers_share_a_row(names, shown):
 def test_rows_with_different_cells_are_apart():
     rows = [Row(f"w{n}", ("a" if n < 3 else "b",)) for n in range(5)]
     assert folding.fold(rows) == [
-        Row("w{0..2}", ("a",), count=3),
-        Row("w{3,4}", ("b",), count=2),
+        Row("w{0..2}", ("a",), leaves=3),
+        Row("w{3,4}", ("b",), leaves=2),
     ]
 
 
@@ -63,7 +63,7 @@ def test_folded_rows_stand_for_exactly_their_rows(numbers):
         for i, k in itertools.product(*map(_expand, row.name[1:].split("/b")))
     ]
     assert sorted(expanded) == sorted(f"a{i}/b{k}" for i, k in numbers)
-    assert sum(row.count for row in rows) == len(numbers)
+    assert sum(row.leaves for row in rows) == len(numbers)
 
 
 def _expand(text):
