@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from flaxckpt import _util
@@ -19,8 +19,15 @@ _ROWS_PRINTED = 60
 _HEADER: tuple[str, ...] = (
     *("leaf", "leaves", "action", "wanted", "found", "transforms"),
 )
-_LEAST_WIDTH = 40
-"""Width in columns that longer leaf paths get on a narrow terminal."""
+_GAP = 2
+_LEAST_WIDTH = 8
+"""Width of the column of leaf paths on a terminal that is too narrow for words."""
+
+_LONG = 12
+"""Longer words may be folded."""
+
+_NEAREST = " (nearest: "
+"""Begins the nearest leaf in the text of a missing leaf."""
 
 _STYLES = {"conflict": "red", "init": "yellow", "dropped": "dim"}
 
@@ -96,23 +103,24 @@ class RestorePlan:
         ]
         return "\n".join([self._summary(), *lines])
 
-    def __rich__(self) -> rich.console.RenderableType:
-        from rich.console import Group  # imported only when rich prints the plan
-        from rich.table import Table
+    def __rich_console__(
+        self, console: rich.console.Console, options: rich.console.ConsoleOptions
+    ) -> Iterator[rich.console.RenderableType]:
+        from rich.table import Table  # imported only when rich prints the plan
         from rich.text import Text
 
+        yield Text(self._summary())
         rows = self._rows()
         if not rows:
-            return Text(self._summary())
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        longest = min(_LEAST_WIDTH, max(len(row[0]) for row in rows))
-        for name in rows[0]:
-            least = longest if name == "leaf" else None
-            table.add_column(name, overflow="fold", min_width=least)
+            return
+        table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold")
+        widths = _fit_widths(rows, options.max_width - _GAP * len(rows[0]))
+        for name, width in zip(rows[0], widths, strict=True):
+            table.add_column(name, overflow="fold", width=width)
         for row in rows[1:]:
             style = next((s for action, s in _STYLES.items() if action in row), "")
             table.add_row(*[Text(cell, style) for cell in row])
-        return Group(Text(self._summary()), table)
+        yield table
 
     def _summary(self) -> str:
         counts = collections.Counter(a for p in self.leaves.values() for a in p.actions)
@@ -138,12 +146,33 @@ class RestorePlan:
             return []
         leaves.sort(key=lambda row: row.cells[0] != "conflict")
         folded = _util.folding.fold(leaves)
-        rows = [_HEADER, *map(_cells, folded[:_ROWS_PRINTED])]
+        rows = [
+            _HEADER,
+            *[_cells(row, problems.get(row.name)) for row in folded[:_ROWS_PRINTED]],
+        ]
         if len(folded) > _ROWS_PRINTED:
             more = f"… and {len(folded) - _ROWS_PRINTED} more"
             rows.append((more, *[""] * (len(_HEADER) - 1)))
         used = [n for n in range(len(_HEADER)) if any(row[n] for row in rows[1:])]
         return [tuple(row[n] for n in used) for row in rows]
+
+
+def _fit_widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Returns the widths of columns, together at most `width` if words allow it.
+
+    Each column has its longest word, or most of it. The rest of the width goes to the
+    leaf paths, in the first column, then to the others.
+    """
+    columns = [*zip(*rows, strict=True)]
+    wanted = [max(map(len, column)) for column in columns]
+    words = [
+        max(min(len(word), _LONG) for cell in column for word in cell.split() or [""])
+        for column in columns
+    ]
+    widths = [min(_LEAST_WIDTH, words[0]), *words[1:]]
+    for n, most in enumerate(wanted):
+        widths[n] += max(0, min(most - widths[n], width - sum(widths)))
+    return widths
 
 
 def _row(path: LeafPath, leaf: LeafPlan, problem: Mismatch | None) -> _util.folding.Row:
@@ -157,12 +186,15 @@ def _row(path: LeafPath, leaf: LeafPlan, problem: Mismatch | None) -> _util.fold
     if problem is not None and "conflict" in leaf.actions:
         wanted = problem.wanted
         if leaf.found is None or problem.kind == "unsupported":
-            found = problem.found
+            found = problem.found.partition(_NEAREST)[0]
     cells = (actions, wanted, found, " > ".join(leaf.transforms))
     return _util.folding.Row(path, cells, source)
 
 
-def _cells(row: _util.folding.Row) -> tuple[str, ...]:
+def _cells(row: _util.folding.Row, problem: Mismatch | None) -> tuple[str, ...]:
+    """Returns the cells of a row; a leaf that is alone names the nearest leaf."""
     actions, wanted, found, transforms = row.cells
+    if problem is not None and found != "-":
+        found += "".join(problem.found.partition(_NEAREST)[1:])
     count = f"{row.leaves:,}" if row.leaves > 1 else ""
     return row.name, count, actions, wanted, found + row.source, transforms
