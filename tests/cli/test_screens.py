@@ -297,7 +297,7 @@ def test_plan_folds_layers_that_are_alike(layered, terminal, width):
     attn = "params/layers_{3..11}/attn/kernel"
     [row] = [line for line in lines if line.startswith(attn)]
     assert row.split()[:5] == [attn, "9", "dropped", "-", "float32[4,"]
-    assert len(lines) < 12
+    assert sum(line.startswith("params/") for line in lines) == 2
 
 
 def test_plan_of_an_equal_state_is_a_line_without_a_table(layered, terminal):
