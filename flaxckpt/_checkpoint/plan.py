@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from flaxckpt import _util
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.errors import Mismatch
 
 if TYPE_CHECKING:
-    import rich.table
+    import rich.console
 
 _ROWS_PRINTED = 60
-_HEADER: tuple[str, ...] = ("leaf", "action", "wanted", "found", "transforms")
+_HEADER: tuple[str, ...] = (
+    *("leaf", "leaves", "action", "wanted", "found", "transforms"),
+)
+_GAP = 2
+_LEAST_WIDTH = 8
+"""Width of the column of leaf paths on a terminal that is too narrow for words."""
+
+_LONG = 12
+"""Longer words may be folded."""
+
+_NEAREST = " (nearest: "
+"""Begins the nearest leaf in the text of a missing leaf."""
+
+_STYLES = {"conflict": "red", "init": "yellow", "dropped": "dim"}
 
 Action: TypeAlias = Literal[
     "loaded",
@@ -89,17 +103,24 @@ class RestorePlan:
         ]
         return "\n".join([self._summary(), *lines])
 
-    def __rich__(self) -> rich.table.Table:
+    def __rich_console__(
+        self, console: rich.console.Console, options: rich.console.ConsoleOptions
+    ) -> Iterator[rich.console.RenderableType]:
         from rich.table import Table  # imported only when rich prints the plan
+        from rich.text import Text
 
-        table = Table(title=self._summary())
-        header, *rows = self._rows() or [_HEADER]
-        for name in header:
-            table.add_column(name, overflow="fold")
-        for row in rows:
-            style = {"conflict": "red", "init": "yellow", "dropped": "dim"}.get(row[1])
-            table.add_row(*row, style=style)
-        return table
+        yield Text(self._summary())
+        rows = self._rows()
+        if not rows:
+            return
+        table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold")
+        widths = _fit_widths(rows, options.max_width - _GAP * len(rows[0]))
+        for name, width in zip(rows[0], widths, strict=True):
+            table.add_column(name, overflow="fold", width=width)
+        for row in rows[1:]:
+            style = next((s for action, s in _STYLES.items() if action in row), "")
+            table.add_row(*[Text(cell, style) for cell in row])
+        yield table
 
     def _summary(self) -> str:
         counts = collections.Counter(a for p in self.leaves.values() for a in p.actions)
@@ -110,34 +131,70 @@ class RestorePlan:
         return f"{self.path}: {listed or 'nothing to load'}; {size}"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """Returns table rows of all leaves with other actions than `loaded`.
+        """Returns a header, and rows of all leaves with other actions than `loaded`.
 
-        The last column, with the transforms, is left out if it is empty.
+        Conflicts come first. Leaves that differ only in the numbers of their paths
+        share a row. Columns without any text are left out.
         """
         problems = {problem.leaf: problem for problem in self.problems}
-        rows = [
+        leaves = [
             _row(path, leaf, problems.get(path))
             for path, leaf in self.leaves.items()
             if leaf.actions != ("loaded",)
         ]
-        if not rows:
+        if not leaves:
             return []
-        shown = [_HEADER, *rows[:_ROWS_PRINTED]]
-        if len(rows) > _ROWS_PRINTED:
-            shown.append((f"… and {len(rows) - _ROWS_PRINTED} more", "", "", "", ""))
-        has_transforms = any(leaf.transforms for leaf in self.leaves.values())
-        return shown if has_transforms else [row[:-1] for row in shown]
+        leaves.sort(key=lambda row: row.cells[0] != "conflict")
+        folded = _util.folding.fold(leaves)
+        rows = [
+            _HEADER,
+            *[_cells(row, problems.get(row.name)) for row in folded[:_ROWS_PRINTED]],
+        ]
+        if len(folded) > _ROWS_PRINTED:
+            more = f"… and {len(folded) - _ROWS_PRINTED} more"
+            rows.append((more, *[""] * (len(_HEADER) - 1)))
+        used = [n for n in range(len(_HEADER)) if any(row[n] for row in rows[1:])]
+        return [tuple(row[n] for n in used) for row in rows]
 
 
-def _row(path: LeafPath, leaf: LeafPlan, problem: Mismatch | None) -> tuple[str, ...]:
-    found = str(leaf.found or "-")
+def _fit_widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Returns the widths of columns, together at most `width` if words allow it.
+
+    Each column has its longest word, or most of it. The rest of the width goes to the
+    leaf paths, in the first column, then to the others.
+    """
+    columns = [*zip(*rows, strict=True)]
+    wanted = [max(map(len, column)) for column in columns]
+    words = [
+        max(min(len(word), _LONG) for cell in column for word in cell.split() or [""])
+        for column in columns
+    ]
+    widths = [min(_LEAST_WIDTH, words[0]), *words[1:]]
+    for n, most in enumerate(wanted):
+        widths[n] += max(0, min(most - widths[n], width - sum(widths)))
+    return widths
+
+
+def _row(path: LeafPath, leaf: LeafPlan, problem: Mismatch | None) -> _util.folding.Row:
+    found, source = str(leaf.found or "-"), ""
     if leaf.sources and leaf.sources != (path,):
-        found += f" from {leaf.sources[0]}"
+        source = f" from {leaf.sources[0]}"
         if len(leaf.sources) > 1:
-            found += f" and {len(leaf.sources) - 1} more"
+            source += f" and {len(leaf.sources) - 1} more"
     actions = ", ".join(action for action in leaf.actions if action != "loaded")
     wanted = str(leaf.wanted or "-")
     if problem is not None and "conflict" in leaf.actions:
         wanted = problem.wanted
-        found = problem.found if problem.kind == "unsupported" else found
-    return path, actions, wanted, found, " > ".join(leaf.transforms)
+        if leaf.found is None or problem.kind == "unsupported":
+            found = problem.found.partition(_NEAREST)[0]
+    cells = (actions, wanted, found, " > ".join(leaf.transforms))
+    return _util.folding.Row(path, cells, source)
+
+
+def _cells(row: _util.folding.Row, problem: Mismatch | None) -> tuple[str, ...]:
+    """Returns the cells of a row; a leaf that is alone names the nearest leaf."""
+    actions, wanted, found, transforms = row.cells
+    if problem is not None and found != "-":
+        found += "".join(problem.found.partition(_NEAREST)[1:])
+    count = f"{row.leaves:,}" if row.leaves > 1 else ""
+    return row.name, count, actions, wanted, found + row.source, transforms

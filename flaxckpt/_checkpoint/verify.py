@@ -12,19 +12,16 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeAlias
 
 import crc32c
 
 from flaxckpt import _arrays, _state, _steps, _storage, _util, errors
 from flaxckpt._checkpoint import file_sizes, verify_report
+from flaxckpt._checkpoint.verify_report import Check
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt.formats import _locate, _native
 from flaxckpt.formats._reader import Stored
-
-Check: TypeAlias = Callable[[], object]
-"""A function that raises an error for a fault."""
 
 _LARGE = 2**62
 """Size limit that admits any file."""
@@ -107,12 +104,20 @@ def _verify(
                 raise
             findings.add(findings.unread, verify_report.HERE, str(error))
     secs = time.monotonic() - start
-    leaves, unreadable = None, {}
+    leaves, unreadable, places = None, {}, {}
     if stored is not None:
         leaves = sum(leaf.info.kind != "empty" for leaf in stored.table.values())
         unreadable = _unreadable(stored, findings)
+        places = _describe_places(stored, findings)
     return findings.report(
-        path, format_name, step, extra, secs, leaves=leaves, unreadable=unreadable
+        path,
+        format_name,
+        step,
+        extra,
+        secs,
+        leaves=leaves,
+        unreadable=unreadable,
+        places=places,
     )
 
 
@@ -225,6 +230,45 @@ def _leaves_in(name: str, stored: Stored) -> list[LeafPath]:
     ]
 
 
+def _describe_places(
+    stored: Stored, findings: verify_report.Findings
+) -> dict[str, str]:
+    """Returns name of a fault -> the file, and the values in it."""
+    described = {}
+    for name in (*findings.problems, *findings.unread):
+        place = findings.places.get(name, verify_report.NOWHERE)
+        if name in stored.table:
+            leaves = [name]
+        elif stored.items.tree_of_file(name) is not None:
+            leaves, place = _leaves_in(name, stored), verify_report.Place(name)
+        else:
+            continue
+        text = errors.first_few(leaves, 3)
+        if len(leaves) == 1:
+            text += _describe_values(stored, stored.table[leaves[0]].info, place)
+        elif leaves:
+            text = f"{len(leaves):,} leaves: {text}"
+        described[name] = " -> ".join(filter(None, (place.file, text)))
+    return described
+
+
+def _describe_values(stored: Stored, info: LeafInfo, place: verify_report.Place) -> str:
+    """Returns `, rows 0-127 of 512` for a part of a leaf; empty for the whole leaf."""
+    shape, region = _arrays.forms.stored_form(info)[0], place.region
+    if region is None and place.file and info.chunk_shape is not None:
+        directory = _native.items.prefix(stored.items.array_directory(info))
+        key = place.file.rpartition(directory)[2]
+        region = _arrays.zarr.metadata.region_of_key(key, shape, info.chunk_shape)
+    if region is None:
+        return ""
+    cut = [n for n, size in enumerate(shape) if region[n] != (0, size)]
+    if cut == [0]:
+        (start, stop), noun = region[0], "rows" if shape[1:] else "elements"
+        return f", {noun} {start}-{stop - 1} of {shape[0]}"
+    ranges = ", ".join(f"{start}:{stop}" for start, stop in region)
+    return f", [{ranges}] of {[*shape]}" if cut else ""
+
+
 # ---- our own format ---------------------------------------------------------------
 
 
@@ -235,8 +279,8 @@ def _verify_own(
     manifest = _native.items.read_json(path / _native.orbax_json.MANIFEST, path)
     encoding = _native.manifest.parse_encoding(manifest)
     digests = file_sizes.digests(stored)
-    checks: list[tuple[str, Check]] = [
-        (
+    checks = [
+        Check(
             name,
             functools.partial(
                 _check_digest,
@@ -261,16 +305,16 @@ def _verify_own(
     else:
         for leaf_path, leaf in leaves.items():
             files, new_checks = _array_checks(
-                path, encoding, leaf.info, stored, findings
+                path, encoding, leaf_path, stored, findings
             )
             expected |= files
-            checks += [(leaf_path, check) for check in new_checks]
+            checks += new_checks
             if not encoding.checksum and not files <= digests.keys():
                 undigested[leaf_path] = leaf
     is_digested = manifest.get("metrics") is True or _steps.markers.is_measured(path)
     checks += _metrics_checks(path, findings, is_digested=is_digested)
     seal_name = _native.contents.seal_name(stored.digests)
-    checks.append((seal_name, functools.partial(_check_seal, path, seal_name)))
+    checks.append(Check(seal_name, functools.partial(_check_seal, path, seal_name)))
     findings.counter.total = _storage.of(path).known_size_below(path)
     findings.run(checks)
     if encoding is not None and manifest["ocdbt"]:
@@ -348,12 +392,12 @@ def _check_database_keys(
 def _array_checks(
     path: Path,
     encoding: _arrays.zarr.metadata.Encoding,
-    info: LeafInfo,
+    leaf_path: LeafPath,
     stored: Stored,
     findings: verify_report.Findings,
 ) -> tuple[set[str], list[Check]]:
     """Returns the files of an array, and checks of the files without a digest."""
-    digests = stored.digests
+    info, digests = stored.table[leaf_path].info, stored.digests
     root = _native.items.prefix(stored.items.array_directory(info))
     shape, dtype = _arrays.forms.stored_form(info)
     chunk_shape = info.chunk_shape or ()
@@ -369,18 +413,22 @@ def _array_checks(
             )
             _arrays.zarr.metadata.check_compact(text)
 
-        checks.append(check_metadata)
+        checks.append(Check(leaf_path, check_metadata, metadata))
     size = file_sizes.chunk_bytes(encoding, info)
     max_bytes = size or math.prod(chunk_shape) * _state.dtypes.item_bits(dtype) // 8
     checks += [
-        functools.partial(
-            _check_chunk,
-            path / chunk,
-            path,
-            size,
-            max_bytes,
-            encoding.checksum,
-            findings.counter.add,
+        Check(
+            leaf_path,
+            functools.partial(
+                _check_chunk,
+                path / chunk,
+                path,
+                size,
+                max_bytes,
+                encoding.checksum,
+                findings.counter.add,
+            ),
+            chunk,
         )
         for chunk in chunks
         if chunk not in digests
@@ -462,8 +510,8 @@ def _check_seal(path: Path, seal_name: str) -> None:
 
 def _metrics_checks(
     path: Path, findings: verify_report.Findings, *, is_digested: bool
-) -> list[tuple[str, Check]]:
-    """Returns the checks of the metrics, as pairs of file name and check.
+) -> list[Check]:
+    """Returns the checks of the metrics.
 
     Args:
         path: The checkpoint.
@@ -478,10 +526,10 @@ def _metrics_checks(
             (path / name).stat()  # raises if the directory has no metrics file
         _native.metadata.load_metrics(path)
 
-    checks: list[tuple[str, Check]] = [(name, check)]
+    checks = [Check(name, check)]
     if is_digested or (path / digests).exists():
         check_digests = functools.partial(_native.metadata.check_metrics_digests, path)
-        checks.append((digests, check_digests))
+        checks.append(Check(digests, check_digests))
     elif (path / name).exists():
         findings.unchecked[name] = "the metrics were saved without a digest"
     return checks
@@ -570,14 +618,16 @@ def _decode(
                 read = functools.partial(
                     _arrays.blockwise.read, [piece], max_bytes=_DECODED_AT_ONCE
                 )
-                faults.attempt(piece.path, read)
+                place = verify_report.Place("", piece.region)
+                faults.attempt(piece.path, read, place)
         findings.counter.add(sum(piece.nbytes for piece in batch))
     # The error does not tell a failed read from a failed decoding.
     proved = not faults.problems or _find_unreadable(path) is None
     for name, why in faults.problems.items():
-        findings.add(findings.problems if proved else findings.unread, name, why)
+        to = findings.problems if proved else findings.unread
+        findings.add(to, name, why, faults.places[name])
     for name, why in faults.unread.items():
-        findings.add(findings.unread, name, why)
+        findings.add(findings.unread, name, why, faults.places[name])
 
 
 # ---- files ------------------------------------------------------------------------

@@ -10,8 +10,10 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from flaxckpt import _storage, _util, errors
+from flaxckpt._arrays.zarr.metadata import Region
 from flaxckpt._types import LeafPath
 
 _THREADS = 8
@@ -39,6 +41,8 @@ class VerifyReport:
             in `problems` or `unread`, the file of the leaf (a file may hold many
             leaves), or the form of its values, such as `quantized as Q4_K`.
         extra: Files that do not belong to the checkpoint. They are harmless.
+        places: Name in `problems` or `unread` -> the file and the values in it, such as
+            `state/w/c.1.0 -> w, rows 128-255 of 512`, if they are known.
         bytes_checked: Bytes read and compared.
         secs: Duration in seconds.
     """
@@ -54,6 +58,7 @@ class VerifyReport:
     extra: tuple[str, ...]
     bytes_checked: int
     secs: float
+    places: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -97,10 +102,42 @@ class VerifyReport:
         ):
             if findings:
                 lines.append(f"{title}: {len(findings)}")
-                lines += [f"  {name}: {why}" for name, why in findings.items()]
+                lines += [
+                    f"  {self.places.get(name, name)}: {why}"
+                    for name, why in findings.items()
+                ]
         if self.extra:
             lines.append(f"not in the checkpoint: {', '.join(self.extra)}")
         return "\n".join(map(errors.printable, lines))
+
+
+class Check(NamedTuple):
+    """A check of a leaf or a file.
+
+    Attributes:
+        name: Leaf path, or file in the checkpoint.
+        run: Raises an error for a fault.
+        file: The checked file of the leaf.
+    """
+
+    name: str
+    run: Callable[[], object]
+    file: str = ""
+
+
+class Place(NamedTuple):
+    """The place of a fault in a leaf.
+
+    Attributes:
+        file: The file in the checkpoint; empty if unknown.
+        region: The start and the stop of the faulty values along each axis, or None.
+    """
+
+    file: str
+    region: Region | None = None
+
+
+NOWHERE = Place("")
 
 
 class Findings:
@@ -116,6 +153,7 @@ class Findings:
         self.missing: set[str] = set()  # names of problems with a missing file
         self.unread: dict[str, str] = {}
         self.unchecked: dict[str, str] = {}
+        self.places: dict[str, Place] = {}  # of leaves among problems and unread
         self.counter = counter
         self.thorough = thorough
         self._lock = threading.Lock()
@@ -125,28 +163,41 @@ class Findings:
         """True after the first problem, unless `thorough`."""
         return bool(self.problems) and not self.thorough
 
-    def attempt(self, name: str, check: Callable[[], object]) -> None:
-        """Calls `check` and records any error under `name`."""
+    def attempt(
+        self, name: str, check: Callable[[], object], place: Place = NOWHERE
+    ) -> None:
+        """Calls `check` and records any error under `name`, and its place."""
         if self.is_enough:
             return
         try:
             check()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             self.missing.add(name)
-            self.add(self.problems, name, f"{_file_of(error)} is missing")
+            why = f"{_file_of(error)} is missing"
+            self.add(self.problems, name, why, place)
         except (ValueError, errors.DamagedCheckpointError) as error:
             # Too little memory is a fault of this machine, not of the checkpoint.
             is_unread = _util.memory.is_too_large(
                 error
             ) or _storage.permissions.is_unread(error)
-            self.add(self.unread if is_unread else self.problems, name, str(error))
+            findings = self.unread if is_unread else self.problems
+            self.add(findings, name, str(error), place)
         except (OSError, MemoryError) as error:
-            self.add(self.unread, name, str(error) or "larger than the memory")
+            why = str(error) or "larger than the memory"
+            self.add(self.unread, name, why, place)
 
-    def add(self, findings: dict[str, str], name: str, why: str) -> None:
+    def add(
+        self,
+        findings: dict[str, str],
+        name: str,
+        why: str,
+        place: Place = NOWHERE,
+    ) -> None:
         """Records the first finding `why` about the leaf or file `name`."""
         with self._lock:
-            findings.setdefault(name, errors.printable(errors.one_line(why)))
+            if name not in findings:
+                findings[name] = errors.printable(errors.one_line(why))
+                self.places.setdefault(name, place)
 
     def take(self, other: Findings, item: str, names: Mapping[str, str]) -> None:
         """Adds the findings in an item.
@@ -162,7 +213,10 @@ class Findings:
             (self.unchecked, other.unchecked),
         ):
             for name, why in findings.items():
-                self.add(mine, names.get(name, f"{item}/{name}"), why)
+                place = other.places.get(name, NOWHERE)
+                if place.file:
+                    place = place._replace(file=f"{item}/{place.file}")
+                self.add(mine, names.get(name, f"{item}/{name}"), why, place)
         self.missing |= {names.get(name, f"{item}/{name}") for name in other.missing}
 
     def report(
@@ -175,6 +229,7 @@ class Findings:
         *,
         leaves: int | None = None,
         unreadable: Mapping[LeafPath, str] = MappingProxyType({}),
+        places: Mapping[str, str] = MappingProxyType({}),
     ) -> VerifyReport:
         """Returns the report on the checkpoint `path`."""
         return VerifyReport(
@@ -189,11 +244,16 @@ class Findings:
             extra=tuple(sorted(extra)),
             bytes_checked=self.counter.done,
             secs=secs,
+            places=_sort(places),
         )
 
-    def run(self, checks: Sequence[tuple[str, Callable[[], object]]]) -> None:
+    def run(self, checks: Sequence[Check]) -> None:
         """Runs all `checks` in several threads."""
-        _util.threads.each(lambda check: self.attempt(*check), checks, threads=_THREADS)
+        _util.threads.each(
+            lambda check: self.attempt(check.name, check.run, Place(check.file)),
+            checks,
+            threads=_THREADS,
+        )
 
 
 def _sort(findings: Mapping[str, str]) -> Mapping[str, str]:

@@ -14,7 +14,7 @@ from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt.formats import _locate
-from flaxckpt.transforms import Transform
+from flaxckpt.transforms import Transform, _moments, _patterns
 from flaxckpt.transforms import _base as _transforms
 
 _PIECE_BYTES = 16 * 2**20
@@ -75,7 +75,8 @@ class CheckpointDiff:
         b: Path of the second.
         only_in_a: Leaf paths that only the first has.
         only_in_b: Leaf paths that only the second has.
-        changed: Leaf path -> its difference; the largest changes first.
+        changed: Leaf path -> its difference: branch by branch in the order of the
+            state, the optimizer's last; the largest changes first in each branch.
         same: Leaf paths of equal leaves.
         bytes_compared: Size of all compared values of one side.
     """
@@ -130,6 +131,7 @@ def diff(
     step_a: int | None = None,
     step_b: int | None = None,
     values: bool = True,
+    only: str | None = None,
     transforms: Sequence[Transform] = (),
 ) -> CheckpointDiff:
     """Compares two checkpoints of any formats, or two steps of a run, leaf by leaf.
@@ -146,11 +148,13 @@ def diff(
         step_a: The step of `a`; the newest by default.
         step_b: The step of `b`; the newest by default.
         values: True to compare values; else only names, shapes and types.
+        only: A regular expression on whole leaf paths: the leaves to compare.
         transforms: Applied to `a` first, so that its leaves get the names in `b`.
 
     Raises:
         CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
             `load`.
+        OptionError: `only` is not a regular expression, or matches no leaf.
     """
     sides = [
         _locate.open_checkpoint(path, step) for path, step in ((a, step_a), (b, step_b))
@@ -159,6 +163,8 @@ def diff(
         side.check_items(side.items.trees)
     table_a = _transforms.apply(_transforms.check(transforms), sides[0].table)
     table_b = sides[1].table
+    if only is not None:
+        table_a, table_b = _select(only, table_a, table_b)
     both = [path for path in table_a if path in table_b]
     changed: dict[LeafPath, LeafDiff] = {}
     pairs: list[tuple[Leaf, Leaf]] = []
@@ -174,20 +180,62 @@ def diff(
     counter = _util.progress.Counter(f"comparing {sides[0].metadata.path}")
     with _util.progress.bar(counter):
         changed |= _compare(pairs, counter)
-    ranked = sorted(changed.items(), key=lambda item: -_rank(item[1]))
+    order = _Order((table_b, table_a))
+    ranked = sorted(
+        changed, key=lambda path: (*order.place(path), -_rank(changed[path]))
+    )
     return CheckpointDiff(
         sides[0].metadata.path,
         sides[1].metadata.path,
-        _only(table_a, table_b),
-        _only(table_b, table_a),
-        dict(ranked),
+        tuple(sorted(_only(table_a, table_b), key=order.place)),
+        tuple(sorted(_only(table_b, table_a), key=order.place)),
+        {path: changed[path] for path in ranked},
         tuple([path for path in both if path not in changed]),
         counter.done,
     )
 
 
-def _only(table: LeafTable, other: LeafTable) -> tuple[LeafPath, ...]:
-    return tuple([path for path in table if path not in other])
+def _only(table: LeafTable, other: LeafTable) -> list[LeafPath]:
+    return [path for path in table if path not in other]
+
+
+def _select(only: str, *tables: LeafTable) -> list[dict[LeafPath, Leaf]]:
+    """Returns the leaves of each table that the pattern matches.
+
+    Raises:
+        OptionError: `only` is not a regular expression, or matches no leaf.
+    """
+    pattern = _patterns.compile_pattern(only)
+    selected = [
+        {path: leaf for path, leaf in table.items() if pattern.fullmatch(path)}
+        for table in tables
+    ]
+    if not any(selected):
+        raise _patterns.no_match(only, {path for table in tables for path in table})
+    return selected
+
+
+class _Order:
+    """The order of leaves: by branch of the state, the optimizer's branches last.
+
+    Leaves of the root are a branch as well.
+    """
+
+    def __init__(self, tables: Sequence[LeafTable]) -> None:
+        self._infos = {p: leaf.info for table in tables for p, leaf in table.items()}
+        self._branches: dict[str, int] = {}
+        for path in self._infos:
+            self._branches.setdefault(_branch(path), len(self._branches))
+
+    def place(self, path: LeafPath) -> tuple[bool, int]:
+        """Returns the sort key of a leaf's branch."""
+        is_optimizer = _moments.is_optimizer_leaf(path, self._infos[path])
+        return is_optimizer, self._branches[_branch(path)]
+
+
+def _branch(path: LeafPath) -> str:
+    top, slash, _ = path.partition("/")
+    return top if slash else ""
 
 
 def _rank(difference: LeafDiff) -> float:

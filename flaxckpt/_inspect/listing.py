@@ -5,8 +5,9 @@ Runs of other libraries are listed as well, whatever the names of their steps.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -59,6 +60,8 @@ class Listing:
         bytes: The size of all their files, with shared files counted once; None in
             object stores.
         keep: The policies, given or recorded by the run; None if unknown.
+        best: Metric that a policy ranks steps by -> the best step.
+        older: The number of older steps left out by `newest`.
     """
 
     path: str
@@ -66,6 +69,8 @@ class Listing:
     steps: tuple[Step, ...]
     bytes: int | None
     keep: tuple[PreservationPolicy, ...] | None = None
+    best: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    older: int = 0
 
     @property
     def has_damage(self) -> bool:
@@ -78,6 +83,7 @@ def listing(
     *,
     keep: Sequence[PreservationPolicy] = (),
     step_format: str | None = None,
+    newest: int | None = None,
 ) -> Listing:
     """Lists the checkpoints at a path without reading arrays.
 
@@ -85,6 +91,7 @@ def listing(
         path: A run directory, or a checkpoint.
         keep: The policies of the run; by default those that the run has recorded.
         step_format: The format of step names; detected by default.
+        newest: The number of the newest steps to list; all by default.
 
     Raises:
         CheckpointNotFoundError: The path does not exist.
@@ -99,19 +106,20 @@ def listing(
     rules = view.rules(keep)
     used = () if rules is None else rules.keep
     reasons = view.explain(used)
-    best = {str(policy) for policy in used if isinstance(policy, policies.BestN)}
+    best = _find_best(used, reasons, view)
+    listed = [*view.paths.items()]
+    older = 0 if newest is None else max(0, len(listed) - newest)
     counted: set[_run.disk_usage.FileId] = set()
     steps, total = [], 0
-    for number, step_path in _shown([*view.paths.items()], root):
+    for number, step_path in _shown(listed[older:], root):
         usage = _run.disk_usage.on_disk(step_path, counted)
         total += 0 if usage is None else usage.own
-        why = reasons.get(number, [])
         step = _describe(
             number,
             step_path,
             usage,
-            why=why,
-            is_best=not best.isdisjoint(why),
+            why=reasons.get(number, []),
+            is_best=number in best.values(),
             doubt=view.doubtful.get(number),
         )
         steps.append(step)
@@ -122,7 +130,27 @@ def listing(
         _mark_newest(steps),
         total if is_known else None,
         None if rules is None else rules.keep,
+        best,
+        older,
     )
+
+
+def _find_best(
+    keep: Sequence[PreservationPolicy],
+    reasons: Mapping[int, Sequence[str]],
+    view: run_view.RunView,
+) -> dict[str, int]:
+    """Returns metric -> the best step, for the metrics that policies rank steps by."""
+    best: dict[str, int] = {}
+    for policy in keep:
+        if not isinstance(policy, policies.BestN):
+            continue
+        kept = [step for step, why in reasons.items() if str(policy) in why]
+        first = dataclasses.replace(policy, n=1)
+        ranked = [view.ranked_step(step) for step in kept if step in view.steps]
+        for step in first.preserved(ranked):
+            best.setdefault(policy.metric, step)
+    return best
 
 
 def _shown(steps: Sequence[_Step], root: Path) -> Iterator[_Step]:
@@ -176,7 +204,9 @@ def _mark_newest(steps: Sequence[Step]) -> tuple[Step, ...]:
     """Returns the steps with `latest` on the newest undamaged step."""
     good = [step for step in steps if step.damage is None]
     return tuple(
-        replace(step, marks=("latest", *step.marks)) if step in good[-1:] else step
+        dataclasses.replace(step, marks=("latest", *step.marks))
+        if step in good[-1:]
+        else step
         for step in steps
     )
 

@@ -78,11 +78,22 @@ class RunView:
                 reasons = run.explain_all()
         else:
             reasons = policies.decide(
-                rules.keep, [_ranked_step(*item) for item in self.steps.items()]
+                rules.keep, [self.ranked_step(step) for step in self.steps]
             )
         for step, entry in self.doubtful.items():
             reasons[step] = [f"damaged: {damage(entry.path, entry)}"]
         return dict(sorted(reasons.items()))
+
+    def ranked_step(self, step: int) -> _run.metrics.RankedStep:
+        """Returns a step for policies, with the metrics and the time of its files."""
+        path = self.steps[step]
+        return _run.metrics.RankedStep(
+            step,
+            temporary=False,
+            elsewhere={},
+            metrics=lambda: (path.is_dir() and _run.metrics.read_metrics(path)) or {},
+            created=lambda: created(path) or 0.0,
+        )
 
     def checkpointer_format(self) -> str | None:
         """Returns the format of step names for a `Checkpointer`, or None."""
@@ -202,17 +213,6 @@ def created(path: Path) -> float | None:
         return path.stat().st_mtime
     except (OSError, ValueError):  # deleted, or an empty directory
         return None
-
-
-def _ranked_step(step: int, path: Path) -> _run.metrics.RankedStep:
-    """Returns a step for policies if no `Checkpointer` can open the run."""
-    return _run.metrics.RankedStep(
-        step,
-        temporary=False,
-        elsewhere={},
-        metrics=dict,
-        created=lambda: created(path) or 0.0,
-    )
 
 
 # ---- changes ----------------------------------------------------------------------

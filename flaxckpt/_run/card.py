@@ -19,19 +19,6 @@ _log = logging.getLogger(__name__)
 _ROWS = 8
 _MOST_METRICS = 3
 
-# Notebooks have their own style sheets, and are light or dark by their own switches.
-_FRAME = (
-    "display:inline-block;box-sizing:border-box;max-width:100%;overflow-x:auto;"
-    "padding:10px 14px;border:1px solid rgba(128,128,128,.4);border-radius:8px;"
-    "font:13px/1.45 system-ui,sans-serif"
-)
-_SOFT = "opacity:.7;font-size:12px"
-_LEFT = "text-align:left;padding:2px 18px 2px 0"
-_RIGHT = (
-    "text-align:right;white-space:nowrap;padding:2px 18px 2px 0;"
-    "font-variant-numeric:tabular-nums"
-)
-
 
 def of_run(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
     """Returns an HTML card of the current steps of a run; never raises.
@@ -45,7 +32,8 @@ def of_run(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
             return _card(run, path_of)
     except Exception as error:  # a notebook would show a traceback instead
         _log.warning("cannot show %s: %s", run.directory, error)
-        message = _util.html.element("div", f"cannot be read: {error}", style=_SOFT)
+        text = f"cannot be read: {error}"
+        message = _util.html.element("div", text, style=_util.html.SOFT)
         return _frame(run, message)
 
 
@@ -61,7 +49,8 @@ def _card(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
     sizes = {step: disk_usage.on_disk(path_of(step), set()) for step in shown}
     best = {str(policy) for policy in bests}
     titles = ["step", *columns, "size", "kept by"]
-    rows = [_row("th", titles, len(columns) + 2, None)]
+    numbers = range(len(columns) + 2)
+    rows = [_util.html.card_row(titles, numbers, tag="th")]
     for step in reversed(shown):
         usage = sizes[step]
         cells = [
@@ -71,7 +60,9 @@ def _card(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
             ", ".join(reasons[step]) or "none: to be deleted",
         ]
         is_best = not best.isdisjoint(reasons[step])
-        rows.append(_row("td", cells, len(columns) + 2, step, is_best=is_best))
+        rows.append(
+            _util.html.card_row(cells, numbers, is_bold=is_best, data_step=step)
+        )
     summary = [_util.humanize.count(len(steps), "step")]
     if steps:
         summary.append(f"newest {max(steps)}")
@@ -80,38 +71,13 @@ def _card(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
         summary.append(f"best {', '.join(map(str, best_steps))}")
     if len(reasons) > len(shown):
         summary.append(f"the newest {len(shown)} are shown")
-    table = _util.html.element(
-        "table", *rows, style="border-collapse:collapse;margin:0"
-    )
-    line = _util.html.element("div", ", ".join(summary), style=_SOFT)
-    return _frame(run, line, *([table] if shown else []))
+    line = _util.html.element("div", ", ".join(summary), style=_util.html.SOFT)
+    return _frame(run, line, *([_util.html.card_table(*rows)] if shown else []))
 
 
 def _frame(run: Checkpointer, *parts: Markup) -> str:
     name = run.directory.name or str(run.directory)
-    return _util.html.element(
-        "div",
-        _util.html.element("strong", f"Checkpointer {name}"),
-        _util.html.element("div", str(run.directory), style=_SOFT),
-        *parts,
-        style=_FRAME,
-    )
-
-
-def _row(
-    tag: str,
-    cells: list[str],
-    numbers: int,
-    step: int | None,
-    *,
-    is_best: bool = False,
-) -> Markup:
-    weight = ";font-weight:600" if is_best else ""
-    elements = [
-        _util.html.element(tag, cell, style=(_RIGHT if n < numbers else _LEFT) + weight)
-        for n, cell in enumerate(cells)
-    ]
-    return _util.html.element("tr", *elements, data_step=step)
+    return _util.html.card(f"Checkpointer {name}", run.directory, *parts)
 
 
 def _number(metrics: Mapping[str, float], name: str) -> str:

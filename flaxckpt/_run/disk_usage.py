@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _arrays, _storage
+from flaxckpt import _arrays, _storage, _util, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats._reader import CheckpointMetadata
@@ -102,12 +103,44 @@ def _prefixes(path: LeafPath) -> list[LeafPath]:
 
 def missing_path(metadata: CheckpointMetadata, path: LeafPath) -> str:
     """Returns the error message for a path missing in a checkpoint."""
-    near = difflib.get_close_matches(path, list(metadata.leaves)[:_NEAREST_AMONG], n=1)
-    advice = f"did you mean {near[0]}?" if near else "show without it lists them all"
+    near, is_similar = _find_near(metadata.leaves, path)
+    names = [_util.folding.Row(name) for name in near]
+    shown = [row.name for row in _util.folding.fold(names)]
+    listed = errors.first_few(shown, _MOST_NEAR)
+    advice = f"did you mean {listed}?" if is_similar else f"it has {listed}"
     return f"{metadata.path} has neither a leaf nor a container {path}: {advice}"
 
 
-_NEAREST_AMONG = 5_000
+_MOST_NEAR = 6
+
+
+def _find_near(
+    leaves: Mapping[LeafPath, LeafInfo], path: LeafPath
+) -> tuple[list[LeafPath], bool]:
+    """Returns paths for a path that does not exist, and whether they are similar to it.
+
+    Similar are siblings with a similar name, which have the same paths below them, and
+    paths that end like `path`. Without these, the children of the last container on the
+    way that exists.
+    """
+    known = dict.fromkeys(prefix for leaf in leaves for prefix in _prefixes(leaf))
+    parts = path.strip("/").split("/")
+    depth = next(n for n in range(len(parts)) if "/".join(parts[: n + 1]) not in known)
+    above, rest = "/".join(parts[:depth]), parts[depth + 1 :]
+    siblings = [p for p in known if p.rpartition("/")[0] == above]
+    names = {p.rpartition("/")[2]: p for p in siblings}
+    if not siblings:  # `path` goes on below a leaf
+        return [above], True
+    near = difflib.get_close_matches(parts[depth], names, n=_MOST_NEAR)
+    numbers = re.findall("[0-9]+", parts[depth])
+    near = [name for name in near if re.findall("[0-9]+", name) == numbers] or near
+    below = ["/".join((names[name], *rest)) for name in near]
+    if existing := [p for p in below if p in known]:
+        return existing, True
+    ending = [p for p in known if p.endswith("/" + "/".join(parts))]
+    if near or ending:
+        return [names[name] for name in near] or ending, True
+    return siblings, False
 
 
 class Usage(NamedTuple):

@@ -255,17 +255,18 @@ class Restores:
 
     def _warn_of_older(self, number: int, newer: Sequence[int]) -> None:
         """Warns, as the last message, of a restore of an older step."""
-        steps = ", ".join(str(step) for step in dict.fromkeys(newer) if step != number)
-        if steps:
-            _log.warning(
-                "restored step %d of %s instead of the newer step %s, which is damaged"
-                if steps.isdigit()
-                else "restored step %d of %s instead of the newer steps %s, which are"
-                " damaged",
-                number,
-                self._run.directory,
-                steps,
-            )
+        left_out = [step for step in dict.fromkeys(newer) if step != number]
+        if not left_out:
+            return
+        names = ", ".join(map(str, left_out))
+        _log.warning(
+            "restored step %d of %s instead of the newer %s, damaged: %s of training"
+            " lost",
+            number,
+            self._run.directory,
+            f"step {names}" if len(left_out) == 1 else f"steps {names}",
+            _util.humanize.count(max(left_out) - number, "step"),
+        )
 
     # ---- a step -----------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from flaxckpt import _doors
 if TYPE_CHECKING:
     from flaxckpt._util import (
         arguments,
+        folding,
         forks,
         gc_pause,
         guessed_names,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "arguments",
+    "folding",
     "forks",
     "gc_pause",
     "guessed_names",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 
 
 def size(count: float | None) -> str:
@@ -38,6 +40,42 @@ def number(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return "-" if value is None else str(value)
+
+
+_FEWEST_DIGITS, _MOST_DIGITS = 4, 12
+"""Significant digits of numbers in a column."""
+
+
+def same_decimals(values: Sequence[float | None]) -> list[str]:
+    """Formats the numbers of a column with the fewest digits that tell them apart.
+
+    Numbers of similar size get equally many decimals, other numbers an exponent. At
+    least four significant digits are given, if the numbers have so many, and at most
+    twelve. None becomes an empty text.
+    """
+    finite = {v for v in values if v is not None and math.isfinite(v)}
+    largest = max(map(abs, finite), default=0.0)
+    kind, digits, most = "g", _FEWEST_DIGITS, _MOST_DIGITS
+    if largest < 1e7 and all(abs(v) >= 1e-4 for v in finite if v):
+        whole = math.floor(math.log10(largest)) + 1 if largest else 1
+        decimals = max([_decimals(f"{v:.{_FEWEST_DIGITS}g}") for v in finite] or [0])
+        most -= whole
+        kind, digits = "f", min(decimals, max(0, _FEWEST_DIGITS + 2 - whole))
+    while len({f"{v:.{digits}{kind}}" for v in finite}) < len(finite) and digits < most:
+        digits += 1
+    return ["" if v is None else f"{v:.{digits}{kind}}" for v in values]
+
+
+def _decimals(text: str) -> int:
+    return len(text.partition(".")[2])
+
+
+def duration(seconds: float) -> str:
+    """Formats the length of a period, as in `24 h`."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length and seconds % length == 0:
+            return f"{seconds / length:g} {unit}"
+    return f"{seconds:g} s"
 
 
 TO_THE_SECOND = "%Y-%m-%d %H:%M:%S"

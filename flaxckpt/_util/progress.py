@@ -61,12 +61,29 @@ def ignore(size: int) -> None:
     """Counts nothing."""
 
 
+_open = threading.local()
+"""Its attribute `bar` is True in a thread with an open bar."""
+
+
 @contextlib.contextmanager
 def bar(counter: Counter) -> Iterator[None]:
-    """Shows a progress bar during a long block if a person watches the terminal."""
-    if not _is_watched():
+    """Shows a progress bar during a long block if a person watches the terminal.
+
+    Of nested blocks, only the outermost has a bar.
+    """
+    if getattr(_open, "bar", False) or not _is_watched():
         yield
         return
+    _open.bar = True
+    try:
+        with _bar(counter):
+            yield
+    finally:
+        _open.bar = False
+
+
+@contextlib.contextmanager
+def _bar(counter: Counter) -> Iterator[None]:
     ended = threading.Event()
     painter = threading.Thread(
         target=_show, args=(counter, ended), name="flaxckpt progress", daemon=True

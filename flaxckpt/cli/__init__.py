@@ -74,6 +74,14 @@ app.help = _app.as_help(
     Exit codes: 0 success; 1 a difference, damage, or a failed read or write; 2 wrong
     usage.
 
+    To complete verbs, paths, steps and leaves with the Tab key, put a line into
+    ~/.bashrc, ~/.zshrc, or ~/.config/fish/completions/flaxckpt.fish:
+
+    \b
+      eval "$(_FLAXCKPT_COMPLETE=bash_source flaxckpt)"
+      eval "$(_FLAXCKPT_COMPLETE=zsh_source flaxckpt)"
+      _FLAXCKPT_COMPLETE=fish_source flaxckpt | source
+
     Example:
       flaxckpt ls runs/7
     """

@@ -10,14 +10,20 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import sys
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import click
+
 from flaxckpt import errors
 from flaxckpt._util.humanize import count as count
+from flaxckpt._util.humanize import duration as duration
 from flaxckpt._util.humanize import number as number
+from flaxckpt._util.humanize import same_decimals as same_decimals
 from flaxckpt._util.humanize import secs as secs
 from flaxckpt._util.humanize import size as size
 from flaxckpt._util.humanize import when as when
@@ -115,7 +121,7 @@ def print_table(
     rows: Sequence[Sequence[str | Cell]],
     most: int | None = None,
 ) -> None:
-    """Prints a table: by rich on a terminal, elsewhere as aligned text.
+    """Prints a table: aligned text, which rich folds if the terminal is narrower.
 
     Omits empty columns, and rows beyond the first `most`.
     """
@@ -125,10 +131,10 @@ def print_table(
     cells = [[row[n] for n in used] for row in cells]
     if not cells:
         return
-    if is_terminal():
+    if is_terminal() and table_width(columns, cells) > terminal_width():
         _print_rich_table(columns, cells)
     else:
-        _print_plain_table(columns, cells)
+        print("\n".join(table_lines(columns, cells)))
     if len(rows) > len(cells):
         print_line(f"… and {len(rows) - len(cells)} more: --json lists them all")
 
@@ -138,19 +144,72 @@ def _cell(cell: str | Cell) -> Cell:
     return Cell(errors.printable(text), style)
 
 
-def _print_plain_table(
+_GAP = "  "
+
+
+def table_width(
+    columns: Sequence[TextColumn], rows: Sequence[Sequence[str | Cell]]
+) -> int:
+    """Returns the width of a table in which no cell is folded."""
+    widths = _column_widths(columns, [[_cell(cell) for cell in row] for row in rows])
+    return sum(widths) + len(_GAP) * (len(widths) - 1)
+
+
+def table_lines(
+    columns: Sequence[TextColumn], rows: Sequence[Sequence[str | Cell]]
+) -> list[str]:
+    """Returns the lines of a table, with colors on a terminal."""
+    cells = [[_cell(cell) for cell in row] for row in rows]
+    widths = _column_widths(columns, cells)
+    header = [Cell(column.title, "bold") for column in columns]
+    lines = [header, *cells] if any(column.title for column in columns) else cells
+    return [_format_row(columns, widths, row) for row in lines]
+
+
+def _column_widths(
     columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]]
-) -> None:
-    titles = [column.title for column in columns]
-    texts = [titles] if any(titles) else []
-    texts += [[cell.text for cell in row] for row in rows]
-    widths = [max(len(row[n]) for row in texts) for n in range(len(columns))]
-    for row in texts:
-        aligned = [
-            text.rjust(width) if column.is_number else text.ljust(width)
-            for text, width, column in zip(row, widths, columns, strict=True)
-        ]
-        print("  ".join(aligned).rstrip())
+) -> list[int]:
+    return [
+        max([_width(column.title), *(_width(row[n].text) for row in rows)])
+        for n, column in enumerate(columns)
+    ]
+
+
+def _format_row(
+    columns: Sequence[TextColumn], widths: Sequence[int], row: Sequence[Cell]
+) -> str:
+    texts = []
+    for column, width, cell in zip(columns, widths, row, strict=True):
+        space = " " * (width - _width(cell.text))
+        text = style_text(cell)
+        texts.append(space + text if column.is_number else text + space)
+    return _GAP.join(texts).rstrip()
+
+
+def _width(text: str) -> int:
+    """Returns the number of terminal columns that a text takes."""
+    if text.isascii():
+        return len(text)
+    return sum(1 + (unicodedata.east_asian_width(char) in "WF") for char in text)
+
+
+def style_text(cell: Cell) -> str:
+    """Returns the text of a cell, with its style on a terminal."""
+    if not cell.style or not is_terminal() or os.environ.get("NO_COLOR"):
+        return cell.text
+    words = cell.style.split()
+    colors = [word for word in words if word not in ("bold", "dim")]
+    return click.style(
+        cell.text,
+        fg=colors[0] if colors else None,
+        bold="bold" in words or None,
+        dim="dim" in words or None,
+    )
+
+
+def terminal_width() -> int:
+    """Returns the width of the terminal in columns."""
+    return shutil.get_terminal_size().columns
 
 
 def _print_rich_table(

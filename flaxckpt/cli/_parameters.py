@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import click
 
+from flaxckpt.cli import _completion
+
 
 class Argument:
     """Declares an argument.
@@ -80,6 +82,7 @@ def _make(name: str, hint: Any, default: Any) -> click.Parameter:
             type=kind,
             nargs=-1 if is_list else 1,
             callback=_to_list if is_list else None,
+            shell_complete=_completion.COMPLETERS.get(name),
             metavar=metavar if is_required else f"[{metavar}]",
             # A default, even None, would satisfy click for a required argument.
             **({"required": True} if is_required else {"default": default}),
@@ -91,6 +94,7 @@ def _make(name: str, hint: Any, default: Any) -> click.Parameter:
         is_flag=wanted is bool,
         multiple=is_list,
         callback=_to_list if is_list else None,
+        shell_complete=_completion.COMPLETERS.get(name),
         default=() if is_list else default,
         metavar=declared.metavar,
         show_default=default not in (None, False),

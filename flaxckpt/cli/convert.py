@@ -12,7 +12,75 @@ from flaxckpt.cli._parameters import Argument, Option
 if TYPE_CHECKING:
     from flaxckpt.transforms import Transform
 
+_Format = Annotated[
+    Literal["orbax", "safetensors", "msgpack", "huggingface"] | None,
+    Option(
+        "--format",
+        "-f",
+        "--to",
+        help="By default from the suffix of DST, else orbax.",
+    ),
+]
 _Patterns = list[str] | None
+_Only = Annotated[
+    _Patterns, Option("--only", metavar="PATTERN", help="Leaves to keep.")
+]
+_Drop = Annotated[
+    _Patterns, Option("--drop", metavar="PATTERN", help="Leaves to drop.")
+]
+_Rename = Annotated[
+    _Patterns,
+    Option("--rename", metavar="PATTERN=NAME", help=r"For example 'a/(.*)=b/\1'."),
+]
+_Cast = Annotated[
+    _Patterns,
+    Option("--cast", metavar="PATTERN=DTYPE", help="For example '.*=bfloat16'."),
+]
+_Store = Annotated[
+    Literal["auto", "files", "ocdbt"],
+    Option("--store", help="Storage of arrays (orbax only)."),
+]
+_Codec = Annotated[
+    Literal["none", "compact", "zstd"],
+    Option("--codec", help="Compression of chunks (orbax only)."),
+]
+_Items = Annotated[
+    str | None,
+    Option(
+        "--items",
+        metavar="NAME,…",
+        help="One item, or the branches of the state that are items, joined by"
+        " commas (orbax only). By default those of SRC.",
+    ),
+]
+_Map = Annotated[
+    str | None,
+    Option("--map", metavar="NAME", help="Family of a published model, or auto."),
+]
+_Target = Annotated[
+    str | None,
+    Option("--target", metavar="LAYOUT", help="Layout of the map, such as linen."),
+]
+_Prefix = Annotated[
+    str | None,
+    Option("--prefix", metavar="PATH", help="Leaf path of the mapped parameters."),
+]
+_Config = Annotated[
+    str | None,
+    Option(
+        "--config",
+        metavar="PATH",
+        help="config.json, or its directory (huggingface only).",
+    ),
+]
+_Tokenizer = Annotated[
+    str | None,
+    Option(
+        "--tokenizer",
+        metavar="DIR",
+        help="Directory of files to copy (huggingface only).",
+    ),
+]
 
 
 @_app.verb
@@ -21,88 +89,21 @@ def convert(
         str, Argument(metavar="SRC", help="A checkpoint, or a run directory.")
     ],
     dst: Annotated[str, Argument(metavar="DST", help="Path of the new checkpoint.")],
-    format: Annotated[
-        Literal["orbax", "safetensors", "msgpack", "huggingface"] | None,
-        Option(
-            "--format",
-            "-f",
-            "--to",
-            help="By default from the suffix of DST, else orbax.",
-        ),
-    ] = None,
+    format: _Format = None,
     step: _app.StepOption = None,
     step_format: _app.StepFormatOption = None,
-    only: Annotated[
-        _Patterns, Option("--only", metavar="PATTERN", help="Leaves to keep.")
-    ] = None,
-    drop: Annotated[
-        _Patterns, Option("--drop", metavar="PATTERN", help="Leaves to drop.")
-    ] = None,
-    rename: Annotated[
-        _Patterns,
-        Option("--rename", metavar="PATTERN=NAME", help=r"For example 'a/(.*)=b/\1'."),
-    ] = None,
-    cast: Annotated[
-        _Patterns,
-        Option("--cast", metavar="PATTERN=DTYPE", help="For example '.*=bfloat16'."),
-    ] = None,
-    store: Annotated[
-        Literal["auto", "files", "ocdbt"],
-        Option("--store", help="Storage of arrays (orbax only)."),
-    ] = "auto",
-    codec: Annotated[
-        Literal["none", "compact", "zstd"],
-        Option("--codec", help="Compression of chunks (orbax only)."),
-    ] = "none",
-    items: Annotated[
-        str | None,
-        Option(
-            "--items",
-            metavar="NAME,…",
-            help="One item, or the branches of the state that are items, joined by"
-            " commas (orbax only). By default those of SRC.",
-        ),
-    ] = None,
-    map: Annotated[
-        str | None,
-        Option(
-            "--map",
-            metavar="NAME",
-            help="Family of a published model, or auto.",
-        ),
-    ] = None,
-    target: Annotated[
-        str | None,
-        Option(
-            "--target",
-            metavar="LAYOUT",
-            help="Layout of the map, such as linen.",
-        ),
-    ] = None,
-    prefix: Annotated[
-        str | None,
-        Option(
-            "--prefix",
-            metavar="PATH",
-            help="Leaf path of the mapped parameters.",
-        ),
-    ] = None,
-    config: Annotated[
-        str | None,
-        Option(
-            "--config",
-            metavar="PATH",
-            help="config.json, or its directory (huggingface only).",
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        Option(
-            "--tokenizer",
-            metavar="DIR",
-            help="Directory of files to copy (huggingface only).",
-        ),
-    ] = None,
+    only: _Only = None,
+    drop: _Drop = None,
+    rename: _Rename = None,
+    cast: _Cast = None,
+    store: _Store = "auto",
+    codec: _Codec = "none",
+    items: _Items = None,
+    map: _Map = None,
+    target: _Target = None,
+    prefix: _Prefix = None,
+    config: _Config = None,
+    tokenizer: _Tokenizer = None,
     overwrite: Annotated[
         bool, Option("--overwrite", help="Replace a checkpoint at DST.")
     ] = False,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 from typing import TYPE_CHECKING, Annotated
 
 from flaxckpt import errors
@@ -11,8 +13,6 @@ from flaxckpt.cli._parameters import Argument, Option
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.diff import CheckpointDiff, LeafDiff
-
-_ROWS = 100
 
 
 @_app.verb
@@ -34,16 +34,33 @@ def diff(
         bool,
         Option("--values/--no-values", help="Whether to read and compare values."),
     ] = True,
+    only: Annotated[
+        str | None,
+        Option(
+            "--only",
+            metavar="PATTERN",
+            help="Leaves to compare: a regular expression on whole leaf paths.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int, Option("--limit", "-n", min=1, help="The most rows to show.")
+    ] = 40,
+    by_subtree: Annotated[
+        bool,
+        Option("--by-subtree", help="Show a row per container, as deep as --limit."),
+    ] = False,
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
     """Compares two checkpoints leaf by leaf.
 
-    The checkpoints may have different formats, or be two steps of a run.
+    The checkpoints may have different formats, or be two steps of a run. Shows the
+    leaves branch by branch, the optimizer last, and the largest changes first.
     Exits with 1 if there is a difference.
 
     Example:
       flaxckpt diff runs/7 --step-a 1000 --step-b 2000
+      flaxckpt diff runs/7 -a 1000 -b 2000 --only 'params/.*' --by-subtree
       flaxckpt diff runs/7 model.safetensors
     """
     from flaxckpt import _inspect
@@ -56,42 +73,113 @@ def diff(
     side_a, step_a = _app.locate_step(a, step_a, step_format)
     side_b, step_b = _app.locate_step(a if b is None else b, step_b, step_format)
     result = _inspect.diff.diff(
-        side_a, side_b, step_a=step_a, step_b=step_b, values=values
+        side_a, side_b, step_a=step_a, step_b=step_b, values=values, only=only
     )
     if json:
         _output.print_document({"equal": result.is_empty, **_output.fields_of(result)})
     else:
-        _show(result)
+        _show(result, limit, by_subtree=by_subtree)
     return _app.SUCCESS if result.is_empty else _app.FINDING
 
 
-def _show(result: CheckpointDiff) -> None:
+def _show(result: CheckpointDiff, limit: int, *, by_subtree: bool) -> None:
     _output.print_line(f"a: {_output.shorten_path(result.a)}")
     _output.print_line(f"b: {_output.shorten_path(result.b)}")
-    rows = [_row(path, leaf) for path, leaf in result.changed.items()]
-    rows += [[path, Cell("only in a", "red"), "", "", ""] for path in result.only_in_a]
-    rows += [
-        [path, Cell("only in b", "green"), "", "", ""] for path in result.only_in_b
-    ]
+    rows = _subtree_rows(result, limit) if by_subtree else _leaf_rows(result)
     columns = [
-        TextColumn("leaf"),
-        TextColumn("what differs"),
+        TextColumn("subtree" if by_subtree else "leaf"),
+        TextColumn("leaves", is_number=True),
+        TextColumn("differs"),
         TextColumn("elements", is_number=True),
-        TextColumn("at most", is_number=True),
-        TextColumn("norm", is_number=True),
+        TextColumn("by at most", is_number=True),
+        TextColumn("rel. norm", is_number=True),
     ]
-    _output.print_table(columns, rows, most=_ROWS)
+    _output.print_table(columns, rows[:limit])
+    if hidden := len(rows) - limit if len(rows) > limit else 0:
+        _output.print_line(f"… and {hidden:,} more: --limit {len(rows)} shows all")
     _output.print_line(_summary(result))
+
+
+def _leaf_rows(result: CheckpointDiff) -> list[list[str | Cell]]:
+    """Returns a row for each leaf that differs."""
+    rows = [_row(path, leaf) for path, leaf in result.changed.items()]
+    for paths, text, style in (
+        (result.only_in_a, "only in a", "red"),
+        (result.only_in_b, "only in b", "green"),
+    ):
+        rows += [[path, "", Cell(text, style), "", "", ""] for path in paths]
+    return rows
 
 
 def _row(path: str, leaf: LeafDiff) -> list[str | Cell]:
     if leaf.kind in ("kind", "shape"):
-        return [path, Cell(f"{leaf.a} -> {leaf.b}", "yellow"), "", "", ""]
-    what = f"{leaf.a.dtype} -> {leaf.b.dtype}" if leaf.kind == "dtype" else "values"
+        return [path, "", Cell(f"{leaf.a} -> {leaf.b}", "yellow"), "", "", ""]
+    types = f"{leaf.a.dtype} -> {leaf.b.dtype}" if leaf.kind == "dtype" else ""
+    if leaf.a.kind == "string":
+        types = "text"
     if not leaf.different:
-        return [path, what, "", "", ""]
-    changes = [_output.number(leaf.max_abs), _output.number(leaf.rel_norm)]
-    return [path, what, str(leaf.different), *changes]
+        return [path, "", types, "", "", ""]
+    changes = [_number(leaf.max_abs), _number(leaf.rel_norm)]
+    return [path, "", types, f"{leaf.different:,}", *changes]
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+# ---- subtrees ---------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class _Subtree:
+    """The differences below a container, or of a leaf."""
+
+    leaves: int = 0
+    differing: int = 0
+    only: int = 0
+    elements: int = 0
+    max_abs: float = 0.0
+    rel_norm: float = 0.0
+
+    def add(self, leaf: LeafDiff | None, *, is_only: bool) -> None:
+        """Adds a leaf; None if it does not differ, or is in one checkpoint only."""
+        self.leaves += 1
+        self.only += is_only
+        self.differing += is_only or leaf is not None
+        if leaf is not None:
+            self.elements += leaf.different
+            self.max_abs = max(self.max_abs, leaf.max_abs)
+            self.rel_norm = max(self.rel_norm, leaf.rel_norm)
+
+
+def _subtree_rows(result: CheckpointDiff, limit: int) -> list[list[str | Cell]]:
+    """Returns a row for each subtree with differences, as deep as fits `limit`."""
+    depth, subtrees = 1, _subtrees(result, 1)
+    while len(deeper := _subtrees(result, depth + 1)) <= limit:
+        if deeper.keys() == subtrees.keys():
+            break
+        depth, subtrees = depth + 1, deeper
+    return [
+        [
+            path or "(root)",
+            f"{subtree.differing:,} of {subtree.leaves:,}",
+            Cell(f"{subtree.only:,} only in one" if subtree.only else "", "yellow"),
+            f"{subtree.elements:,}" if subtree.elements else "",
+            _number(subtree.max_abs) if subtree.elements else "",
+            _number(subtree.rel_norm) if subtree.elements else "",
+        ]
+        for path, subtree in subtrees.items()
+    ]
+
+
+def _subtrees(result: CheckpointDiff, depth: int) -> dict[str, _Subtree]:
+    """Returns the subtrees of `depth` with differences, in the order of the leaves."""
+    subtrees: dict[str, _Subtree] = collections.defaultdict(_Subtree)
+    only = {*result.only_in_a, *result.only_in_b}
+    for path in (*result.changed, *result.only_in_a, *result.only_in_b, *result.same):
+        subtree = "/".join(path.split("/")[:depth])
+        subtrees[subtree].add(result.changed.get(path), is_only=path in only)
+    return {path: subtree for path, subtree in subtrees.items() if subtree.differing}
 
 
 def _summary(result: CheckpointDiff) -> str:

@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import functools
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-from flaxckpt.cli import _app, _output, _policies
-from flaxckpt.cli._output import Cell, TextColumn
+from flaxckpt import errors
+from flaxckpt.cli import _app, _output, _policies, _step_table
+from flaxckpt.cli._parameters import Option
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.listing import Listing, Step
-    from flaxckpt.policies import PreservationPolicy
 
-_STYLES = {"damaged": "red", "latest": "green", "best": "green", "pinned": "cyan"}
-_MOST_METRICS = 4
-"""Metrics shown per step, so that each step fits one line."""
+_List: TypeAlias = Callable[..., "Listing"]
+"""Lists the steps, or the `newest` ones only."""
+
+_POLL_SECS = 1.0
+_SHARE_OF_TIME = 0.2
+"""The largest part of the time that a watch spends on listing steps."""
+
+_RECENT = 20
+"""Steps listed again by each look for new ones."""
+
+_LINES_AROUND = 3
+"""Lines of a screen that show no steps: the titles, the summary and the cursor."""
 
 
 @_app.verb
 def ls(
     path: _app.PathArgument,
+    newest: Annotated[
+        int | None,
+        Option("-n", "--newest", min=1, help="List only the newest steps, so many."),
+    ] = None,
+    sort: Annotated[
+        str,
+        Option(
+            "--sort",
+            metavar="KEY",
+            help="step, saved, size or the name of a metric: the largest comes last.",
+        ),
+    ] = "step",
+    watch: Annotated[
+        bool,
+        Option("--watch", "-w", help="Go on, and show new steps until Ctrl-C."),
+    ] = False,
     keep: _policies.KeepOption = None,
     config: _policies.ConfigOption = None,
     group: _policies.GroupOption = None,
@@ -28,66 +57,163 @@ def ls(
 ) -> int:
     """Lists the steps of a run with sizes, metrics and marks.
 
-    With --keep or --config, also shows the best steps and the reasons to keep each
-    step. If there are many metrics, shows the first.
+    The marks say which step is the latest and the best, and what keeps each step. On a
+    terminal, shows as many metrics as fit, first those that rank steps.
     Exits with 1 if a step is known to be damaged; verify checks for damage.
 
     Example:
+      flaxckpt ls runs/7 -n 10
       flaxckpt ls runs/7 --keep latest:3 --keep best:1:eval/loss:min
     """
     from flaxckpt import _inspect
 
+    if watch and json:
+        raise errors.OptionError("--watch prints text: leave --json out")
     policies = _policies.parse_policies(keep, config, group)
-    listing = _inspect.listing.listing(path, keep=policies, step_format=step_format)
+    list_steps = functools.partial(
+        _inspect.listing.listing, path, keep=policies, step_format=step_format
+    )
+    if watch:
+        return _watch(list_steps, newest, sort)
+    listing = list_steps(newest=newest)
     if json:
         _output.print_document(listing)
     else:
-        _show(listing, policies)
+        print("\n".join(_lines(listing, sort)))
     return _app.FINDING if listing.has_damage else _app.SUCCESS
 
 
-def _show(listing: Listing, policies: Sequence[PreservationPolicy]) -> None:
+def _lines(listing: Listing, sort: str) -> list[str]:
+    """Returns the lines of the table, the damage and the summary."""
     if not listing.steps:
-        _output.print_line(f"{_output.shorten_path(listing.path)} has no steps yet")
-        return
-    formats = sorted({step.format for step in listing.steps} - {"unknown"})
-    columns = [
-        TextColumn("step", is_number=True),
-        TextColumn("saved", is_whole=True),
-        TextColumn("size", is_number=True),
-        TextColumn("format", is_whole=True),
-        TextColumn("metrics"),
-        TextColumn("marks"),
-        TextColumn("kept by"),
+        name = errors.printable(_output.shorten_path(listing.path))
+        return [f"{name} has no steps yet"]
+    width = _output.terminal_width() if _output.is_terminal() else None
+    table = _step_table.fit_table(listing, _sort(listing.steps, sort), width)
+    lines = _output.table_lines(table.columns, table.rows)
+    lines += [
+        errors.printable(f"step {step.step} is damaged: {step.damage}")
+        for step in listing.steps
+        if step.damage is not None
     ]
-    rows = [_row(step, len(formats) > 1, policies) for step in listing.steps]
-    _output.print_table(columns, rows)
-    for step in listing.steps:
-        if step.damage is not None:
-            _output.print_line(f"step {step.step} is damaged: {step.damage}")
-    count = _output.count(len(listing.steps), "step")
-    summary = [count if listing.is_run else "1 checkpoint"]
-    summary += formats if len(formats) == 1 else []
+    return [*lines, errors.printable(_summary(listing, table.left_out))]
+
+
+def _sort(steps: Sequence[Step], key: str) -> list[Step]:
+    """Returns the steps in ascending order of `key`, steps without a value first.
+
+    Raises:
+        OptionError: No step has the metric `key`.
+    """
+    attributes: dict[str, Callable[[Step], float | None]] = {
+        "step": lambda step: step.step,
+        "saved": lambda step: step.created,
+        "size": lambda step: step.bytes,
+    }
+    names = dict.fromkeys(name for step in steps for name in step.metrics)
+    if key not in attributes and key not in names:
+        raise errors.OptionError(
+            f"--sort {key} is neither step, saved, size nor a metric of a step: the"
+            f" metrics are {', '.join(names) or 'none'}"
+        )
+
+    def rank(step: Step) -> tuple[bool, float]:
+        value = attributes[key](step) if key in attributes else step.metrics.get(key)
+        is_known = value is not None and value == value  # NaN has no place
+        return is_known, value if is_known and value is not None else 0.0
+
+    return sorted(steps, key=rank)
+
+
+def _summary(listing: Listing, left_out: Sequence[str]) -> str:
+    formats = {step.format for step in listing.steps} - {"unknown"}
+    if not listing.is_run:
+        parts = ["1 checkpoint"]
+    elif listing.older:
+        total = _output.count(len(listing.steps) + listing.older, "step")
+        parts = [f"the newest {len(listing.steps):,} of {total}"]
+    else:
+        parts = [_output.count(len(listing.steps), "step")]
+    parts += formats if len(formats) == 1 else []
     if listing.bytes is not None:
-        summary.append(_output.size(listing.bytes))
-    _output.print_line(", ".join(summary))
+        parts.append(_output.size(listing.bytes))
+    summary = ", ".join(parts)
+    if left_out:
+        metrics = "metric" if len(left_out) == 1 else "metrics"
+        summary += f"; +{len(left_out)} more {metrics}: {errors.first_few(left_out, 3)}"
+    return summary
 
 
-def _row(
-    step: Step, with_format: bool, policies: Sequence[PreservationPolicy]
-) -> list[str | Cell]:
-    from flaxckpt.policies import BestN
+# ---- watching -------------------------------------------------------------------
 
-    ranked = [policy.metric for policy in policies if isinstance(policy, BestN)]
-    style = next((s for mark, s in _STYLES.items() if mark in step.marks), "")
-    why = ", ".join(step.why) or "nothing"
-    deleted = [f"{item} deleted" for item in step.deleted_items]
-    return [
+
+def _watch(list_steps: _List, newest: int | None, sort: str) -> int:
+    """Shows the steps as they come, until Ctrl-C."""
+    view: _Screen | _Log = _Log(newest)
+    if _output.is_terminal():
+        view = _Screen(newest, sort)
+    try:
+        while True:
+            start = time.monotonic()
+            view.show(list_steps(newest=view.most()))
+            spent = time.monotonic() - start
+            time.sleep(max(_POLL_SECS, spent / _SHARE_OF_TIME))
+    except KeyboardInterrupt:
+        return _app.SUCCESS
+
+
+class _Screen:
+    """Draws the newest steps again and again in the same place of a terminal."""
+
+    def __init__(self, newest: int | None, sort: str) -> None:
+        self._newest = newest
+        self._sort = sort
+        self._drawn = 0  # lines
+
+    def most(self) -> int:
+        """Returns the number of the newest steps to list: as many as fit."""
+        fitting = max(1, shutil.get_terminal_size().lines - _LINES_AROUND)
+        return min(self._newest or fitting, fitting)
+
+    def show(self, listing: Listing) -> None:
+        """Draws the listing over the one before."""
+        height = shutil.get_terminal_size().lines - 1
+        lines = _lines(listing, self._sort)[-height:]
+        up = f"\x1b[{self._drawn}A" if self._drawn else ""
+        print(f"{up}\x1b[J" + "\n".join(lines), flush=True)
+        self._drawn = len(lines)
+
+
+class _Log:
+    """Prints a line for each new step."""
+
+    def __init__(self, newest: int | None) -> None:
+        self._newest = newest
+        self._seen: set[int | None] = set()
+
+    def most(self) -> int | None:
+        """Returns the number of the newest steps to list."""
+        return _RECENT if self._seen else None
+
+    def show(self, listing: Listing) -> None:
+        """Prints the steps that were not in the listings before."""
+        new = [step for step in listing.steps if step.step not in self._seen]
+        is_first = not self._seen
+        self._seen.update(step.step for step in new)
+        for step in new[-self._newest :] if is_first and self._newest else new:
+            _output.print_line(_describe(step, listing))
+        sys.stdout.flush()
+
+
+def _describe(step: Step, listing: Listing) -> str:
+    size = "" if step.bytes is None else _output.size(step.bytes)
+    metrics = [f"{name}={value:.6g}" for name, value in step.metrics.items()]
+    marks = _step_table.list_marks(step, listing.best)
+    parts = [
         "" if step.step is None else str(step.step),
         _output.when(step.created),
-        _output.size(step.bytes) if step.bytes is not None else "",
-        step.format if with_format else "",
-        _output.format_metrics(step.metrics, _MOST_METRICS, ranked),
-        Cell(", ".join((*step.marks, *deleted)), style),
-        why if policies and step.damage is None else "",
+        size,
+        " ".join(metrics),
+        ", ".join(marks),
     ]
+    return "  ".join(filter(None, parts))

@@ -104,9 +104,10 @@ def _show(restore_plan: RestorePlan) -> None:
     else:
         _output.print_lines(str(restore_plan))
     if count := len(restore_plan.problems):
-        rows = [
-            f"{problem.leaf}: wanted {problem.wanted}, found {problem.found}"
-            for problem in restore_plan.problems
-        ]
         leaves = _output.count(count, "leaf", "leaves")
-        _output.print_lines(f"{leaves} cannot be restored:\n{errors.rows(rows)}")
+        shown = {
+            p for p, leaf in restore_plan.leaves.items() if "conflict" in leaf.actions
+        }
+        others = [p.row for p in restore_plan.problems if p.leaf not in shown]
+        end = f":\n{errors.rows(others)}" if others else ""
+        _output.print_lines(f"{leaves} cannot be restored{end}")

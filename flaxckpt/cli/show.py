@@ -57,6 +57,7 @@ def show(
 
     path, step = _app.locate_step(path, step, step_format)
     metadata = _locate.read_metadata(path, step)
+    leaf = leaf and leaf.rstrip("/")
     if leaf is not None and leaf in metadata.leaves:
         statistics = _inspect.leaf_statistics.leaf_statistics(path, leaf, step=step)
         _show_leaf(statistics, json)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output
-from flaxckpt.cli._output import Cell, TextColumn
+from flaxckpt.cli._output import Cell
 from flaxckpt.cli._parameters import Option
 
 if TYPE_CHECKING:
     from flaxckpt._checkpoint.verify_report import VerifyReport
 
-_ROWS = 20
+_FAULTS = 20
 
 
 @_app.verb
@@ -27,46 +29,119 @@ def verify(
 ) -> int:
     """Verifies every byte of a checkpoint against the checksums.
 
-    Data without checksums is read and decoded.
+    Data without checksums is read and decoded. --all shows the steps with faults, and
+    a summary.
     Exits with 1 if anything is damaged or unreadable, or if --all skipped a step
     without arrays.
 
     Example:
       flaxckpt verify runs/7 --all
     """
-    from flaxckpt import _checkpoint, _inspect
+    from flaxckpt import _inspect
 
     if every and step is not None:
         raise errors.OptionError("--all verifies all steps: leave --step out")
-    steps = _inspect.run_view.numbers(path, step_format) if every else [step]
-    reports: list[VerifyReport] = []
-    skipped: dict[str, str] = {}
-    for number in steps:
-        try:
-            step_path, step_number = _app.locate_step(path, number, step_format)
-            reports.append(_checkpoint.verify.verify(step_path, step=step_number))
-        except errors.CheckpointFormatError as error:
-            if not every:
-                raise
-            skipped[str(number)] = str(error)
-            if not json:
-                _output.print_line(f"step {number}: not verified: {error}")
-            continue
+    if every:
+        steps = _inspect.run_view.numbers(path, step_format)
+        verified = _verify_all(path, steps, step_format, quiet=json)
+    else:
+        verified = _Verified([_verify_step(path, step, step_format)], {})
         if not json:
-            _show(reports[-1])
-    is_good = all(report.ok for report in reports) and not skipped
+            _show(verified.reports[0])
     if json:
-        summaries = [
-            {"ok": report.ok, "summary": report.summary, **_output.fields_of(report)}
-            for report in reports
-        ]
-        document = {"ok": is_good, "reports": summaries}
-        if skipped:
-            document["not_verified"] = skipped
-        _output.print_document(document)
-    elif not steps:
+        _print_document(verified)
+    return _app.SUCCESS if verified.is_good else _app.FINDING
+
+
+class _Verified(NamedTuple):
+    """The reports on steps; and steps without arrays -> the reason to skip them."""
+
+    reports: list[VerifyReport]
+    skipped: dict[str, str]
+
+    @property
+    def is_good(self) -> bool:
+        """True if all steps are good."""
+        return all(report.ok for report in self.reports) and not self.skipped
+
+
+def _verify_step(path: str, step: int | None, step_format: str | None) -> VerifyReport:
+    from flaxckpt import _checkpoint
+
+    step_path, number = _app.locate_step(path, step, step_format)
+    return _checkpoint.verify.verify(step_path, step=number)
+
+
+def _verify_all(
+    path: str, steps: Sequence[int], step_format: str | None, *, quiet: bool
+) -> _Verified:
+    """Verifies all steps and shows the faults, also of an interrupted verification."""
+    from flaxckpt import _util
+
+    verified = _Verified([], {})
+    start = time.monotonic()
+    counter = _util.progress.Counter(
+        f"verifying {_output.shorten_path(path)}", of_bytes=False, total=len(steps)
+    )
+    try:
+        with _util.progress.bar(counter):
+            for step in steps:
+                try:
+                    verified.reports.append(_verify_step(path, step, step_format))
+                except errors.CheckpointFormatError as error:
+                    verified.skipped[str(step)] = str(error)
+                counter.add(1)
+    finally:
+        if not quiet:
+            _show_all(verified, path, len(steps), time.monotonic() - start)
+    return verified
+
+
+def _print_document(verified: _Verified) -> None:
+    summaries = [
+        {"ok": report.ok, "summary": report.summary, **_output.fields_of(report)}
+        for report in verified.reports
+    ]
+    document: dict[str, Any] = {"ok": verified.is_good, "reports": summaries}
+    if verified.skipped:
+        document["not_verified"] = verified.skipped
+    _output.print_document(document)
+
+
+def _show_all(verified: _Verified, path: str, total: int, secs: float) -> None:
+    """Prints the faults of the steps, and a summary line."""
+    if not total:
         _output.print_line(f"{path} has no steps yet")
-    return _app.SUCCESS if is_good else _app.FINDING
+        return
+    for report in verified.reports:
+        if not report.ok or report.extra:
+            _show(report)
+    for name, why in verified.skipped.items():
+        _output.print_line(f"step {name}: not verified: {why}")
+    damaged = [str(report.step) for report in verified.reports if report.problems]
+    unread = [
+        str(report.step)
+        for report in verified.reports
+        if report.unread and not report.problems
+    ]
+    good = sum(report.ok for report in verified.reports)
+    size = sum(report.bytes_checked for report in verified.reports)
+    parts = [f"{good:,} of {_output.count(total, 'step')} good"]
+    for what, names in (
+        ("DAMAGED", damaged),
+        ("could not be read", unread),
+        ("not verified", list(verified.skipped)),
+    ):
+        if names:
+            parts.append(f"{len(names):,} {what}: {errors.first_few(names, 8)}")
+    if rest := total - len(verified.reports) - len(verified.skipped):
+        parts.append(f"{rest:,} not reached")
+    unchecked = sum(len(report.unchecked) for report in verified.reports)
+    if unchecked:
+        arrays = _output.count(unchecked, "array")
+        parts.append(f"{arrays} without checksums: only read")
+    checked = f"{_output.size(size)} checked in {_output.secs(secs)}"
+    _output.print_line("; ".join([*parts, checked]))
 
 
 def _show(report: VerifyReport) -> None:
@@ -83,17 +158,27 @@ def _show(report: VerifyReport) -> None:
     _output.print_line(f"{name}: {', '.join(parts)}")
     if report.summary:
         _output.print_line(f"  {report.summary}")
-    rows: list[list[str | Cell]] = []
-    for style, prefix, faults in (
-        ("red", "", report.problems),
-        ("yellow", "could not be read: ", report.unread),
-    ):
-        rows += [[name, Cell(prefix + why, style)] for name, why in faults.items()]
-    columns = [TextColumn("where"), TextColumn("what is wrong")]
-    _output.print_table(columns, rows, most=_ROWS)
+    _show_faults(report)
     if report.unchecked:
         _output.print_line(f"  {len(report.unchecked)} without checksums: only read")
     if report.extra:
         _output.print_line(
-            f"  not part of the checkpoint: {', '.join(report.extra[:_ROWS])}"
+            f"  not part of the checkpoint: {', '.join(report.extra[:_FAULTS])}"
+        )
+
+
+def _show_faults(report: VerifyReport) -> None:
+    """Prints the file, the values in it and the fault, for the first faults."""
+    faults = [(name, why, "red") for name, why in report.problems.items()]
+    faults += [
+        (name, f"could not be read: {why}", "yellow")
+        for name, why in report.unread.items()
+    ]
+    for name, why, style in faults[:_FAULTS]:
+        place = errors.printable(report.places.get(name, name))
+        print(f"  {_output.style_text(Cell(place, style))}")
+        _output.print_line(f"    {why}")
+    if len(faults) > _FAULTS:
+        _output.print_line(
+            f"  … and {len(faults) - _FAULTS} more: --json lists them all"
         )

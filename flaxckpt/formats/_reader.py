@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from flaxckpt import _state, _storage, errors
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath
+from flaxckpt.formats import _summary
 from flaxckpt.formats._native.items import Items
 
 
@@ -75,6 +76,13 @@ class CheckpointMetadata:
     json: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
     damaged_items: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unsupported: Mapping[LeafPath, str] = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return _summary.as_text(self)
+
+    def _repr_html_(self) -> str:
+        """Returns an HTML card for notebooks."""
+        return _summary.as_card(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

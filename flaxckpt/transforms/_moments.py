@@ -28,6 +28,11 @@ _DEEPEST_ROOT = 3
 _CANDIDATES = 8
 
 
+def is_optimizer_leaf(path: LeafPath, info: LeafInfo) -> bool:
+    """Returns True for a leaf with a role in an optimizer, or in a container of one."""
+    return info.role is not None or not _OPTIMIZERS.isdisjoint(path.split("/")[:-1])
+
+
 class Slot(NamedTuple):
     """The place of the mirrors of parameters: between a head and a tail.
 
@@ -124,7 +129,7 @@ def find_mirrors(table: LeafTable) -> Mirrors:
             slot = _slot_of_role(path, role.param)
             if slot is not None:
                 by_role.setdefault(slot, {})[role.param] = path
-        elif role is not None or not _OPTIMIZERS.isdisjoint(path.split("/")[:-1]):
+        elif is_optimizer_leaf(path, leaf.info):
             for slot, name in _possible_slots(path):
                 by_path.setdefault(slot, {})[name] = path
         else:

@@ -510,6 +510,9 @@ def test_a_damaged_newest_step_is_left_out_with_a_warning(run_dir, caplog):
         strategies.assert_same(state(1), ckpt.restore())
         assert "step 3 is damaged" in caplog.text
         assert "step 2 is damaged" in caplog.text
+        last = caplog.records[-1].getMessage()
+        assert "restored step 1 of" in last
+        assert "the newer steps 3, 2, damaged: 2 steps of training lost" in last
         assert ckpt.steps() == [1]
         assert list(ckpt.damaged()) == [2, 3]
 
@@ -537,7 +540,7 @@ def test_a_step_that_was_marked_before_is_told_of_at_each_restart(run_dir, caplo
         told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
         assert "step 3 is left out, because it is marked as damaged" in told[0]
         assert "restored step 2 of" in told[-1]
-        assert "instead of the newer step 3" in told[-1]
+        assert "the newer step 3, damaged: 1 step of training lost" in told[-1]
         assert [(e.kind, e.step) for e in seen] == [("fell_back", 3), ("restored", 2)]
     caplog.clear()
     with flaxckpt.Checkpointer(run_dir, layout=layout) as ckpt:

@@ -320,6 +320,17 @@ def chunks(region: Region, chunk_shape: Shape) -> tuple[Chunk, ...]:
     )
 
 
+def region_of_key(key: str, shape: Shape, chunk_shape: Shape) -> Region | None:
+    """Returns the region of the chunk `key`, such as `c.0.1`; None for other keys."""
+    index = [text for text in key.replace("/", ".").split(".") if text != "c"]
+    if len(index) != len(shape) or not all(text.isdecimal() for text in index):
+        return None
+    return tuple(
+        (min(int(i) * size, total), min((int(i) + 1) * size, total))
+        for i, size, total in zip(index, chunk_shape, shape, strict=True)
+    )
+
+
 DATABASE_VALUES = "d/0"
 """Start of the names of the files of values in a database in an object store. Random
 hexadecimal digits follow, as in all databases."""

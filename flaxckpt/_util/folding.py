@@ -1,0 +1,133 @@
+"""Folds rows that differ only in numbers in their names: `layers_{0..11}/kernel`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+_NUMBERS = re.compile(r"([0-9]+)")
+
+_Numbers: TypeAlias = tuple[frozenset[str], ...]
+"""The numbers at each position of a name."""
+
+
+class Row(NamedTuple):
+    """A row of a table of leaves.
+
+    Attributes:
+        name: The leaf path.
+        cells: Texts that are equal in folded rows.
+        source: A text with the same numbers as the name, such as another leaf path.
+        leaves: The number of leaves.
+    """
+
+    name: str
+    cells: tuple[str, ...] = ()
+    source: str = ""
+    leaves: int = 1
+
+
+class _Pattern(NamedTuple):
+    """A row without its numbers; folded rows have equal patterns.
+
+    Attributes:
+        name: The parts of the name between its numbers.
+        source: The parts of the source; an int is the position of the same number in
+            the name.
+        cells: The cells of the row.
+    """
+
+    name: tuple[str, ...]
+    source: tuple[str | int, ...]
+    cells: tuple[str, ...]
+
+
+def fold(rows: Iterable[Row]) -> list[Row]:
+    """Returns the rows, with one row for those that differ only in numbers.
+
+    The numbers of a folded name are all combinations of the numbers in braces. A folded
+    row has the place of the first of its rows.
+    """
+    groups: dict[_Pattern, dict[_Numbers, int]] = {}
+    for place, row in enumerate(rows):
+        pattern, numbers = _split(row)
+        groups.setdefault(pattern, {})[numbers] = place
+    folded = [
+        (place, _join(pattern, numbers))
+        for pattern, places in groups.items()
+        for numbers, place in _merge(places, len(pattern.name) - 1).items()
+    ]
+    return [row for _, row in sorted(folded, key=lambda each: each[0])]
+
+
+def _split(row: Row) -> tuple[_Pattern, _Numbers]:
+    parts = _NUMBERS.split(row.name)
+    numbers = parts[1::2]
+    source: list[str | int] = [*_NUMBERS.split(row.source)]
+    last = len(numbers)
+    for n in range(len(source) - 2, 0, -2):  # the last numbers are those of layers
+        equal = [i for i in range(last) if numbers[i] == source[n]]
+        if equal:
+            source[n] = last = equal[-1]
+    pattern = _Pattern(tuple(parts[::2]), tuple(source), row.cells)
+    return pattern, tuple(frozenset((number,)) for number in numbers)
+
+
+def _merge(places: Mapping[_Numbers, int], positions: int) -> dict[_Numbers, int]:
+    """Unites numbers at one position where all others are equal, position by position.
+
+    Args:
+        places: Numbers of a row -> its place.
+        positions: The number of positions.
+    """
+    merged = dict(places)
+    for position in reversed(range(positions)):
+        united: dict[tuple[_Numbers, _Numbers], tuple[frozenset[str], int]] = {}
+        for numbers, place in merged.items():
+            others = (numbers[:position], numbers[position + 1 :])
+            values, first = united.get(others, (frozenset(), place))
+            united[others] = (values | numbers[position], min(first, place))
+        merged = {
+            (*before, values, *after): first
+            for (before, after), (values, first) in united.items()
+        }
+    return merged
+
+
+def _join(pattern: _Pattern, numbers: _Numbers) -> Row:
+    texts = [format_numbers(values) for values in numbers]
+    name = pattern.name[0]
+    for text, part in zip(texts, pattern.name[1:], strict=True):
+        name += text + part
+    source = "".join(
+        texts[part] if isinstance(part, int) else part for part in pattern.source
+    )
+    count = 1
+    for values in numbers:
+        count *= len(values)
+    return Row(name, pattern.cells, source, count)
+
+
+def format_numbers(numbers: Iterable[str]) -> str:
+    """Formats numbers as `{0..11}` or `{0,2..4}`; a single number as itself."""
+    ordered = sorted(numbers, key=lambda text: (int(text), text))
+    if len(ordered) == 1:
+        return ordered[0]
+    runs: list[list[str]] = []
+    for text in ordered:
+        if runs and _follows(runs[-1][-1], text):
+            runs[-1].append(text)
+        else:
+            runs.append([text])
+    return f"{{{','.join(map(_format_run, runs))}}}"
+
+
+def _follows(text: str, next_text: str) -> bool:
+    """Returns True for the next number with the same width or without zeros."""
+    same_form = len(text) == len(next_text) or not text.startswith("0") or text == "0"
+    return int(next_text) == int(text) + 1 and same_form
+
+
+def _format_run(run: Sequence[str]) -> str:
+    return ",".join(run) if len(run) < 3 else f"{run[0]}..{run[-1]}"

@@ -1,0 +1,118 @@
+"""Completion of paths, steps, metrics and leaves in bash, zsh and fish.
+
+Completion is silent: a path that cannot be read completes to nothing. Object stores are
+not asked, because a request may take seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
+
+import click
+from click.shell_completion import CompletionItem
+
+Complete: TypeAlias = Callable[
+    [click.Context, click.Parameter, str], list[CompletionItem]
+]
+"""Returns the completions of an incomplete word."""
+
+
+def complete_path(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Lets the shell complete a file or a directory."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_step(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Completes a step of the run, the newest first."""
+    steps: list[int] = []
+    path = _find_path(ctx, second=param.name in ("step_b", "target_step"))
+    with contextlib.suppress(Exception):
+        from flaxckpt import _inspect
+
+        if path is not None:
+            steps = _inspect.run_view.numbers(path, ctx.params.get("step_format"))
+    return _matching(map(str, reversed(steps)), incomplete)
+
+
+def complete_leaf(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Completes a leaf path, container by container."""
+    leaves: Iterable[str] = ()
+    path = _find_path(ctx)
+    with contextlib.suppress(Exception):
+        from flaxckpt.cli import _app
+        from flaxckpt.formats import _locate
+
+        if path is not None:
+            place = _app.locate_step(
+                path, ctx.params.get("step"), ctx.params.get("step_format")
+            )
+            leaves = _locate.read_metadata(*place).leaves
+    names = _children(leaves, incomplete)
+    while len(names) == 1 and names[0].endswith("/"):  # the shell would add a space
+        names = _children(leaves, names[0])
+    return _matching(names, incomplete)
+
+
+def complete_sort_key(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Completes a key of `ls --sort`: a column, or a metric of the newest step."""
+    metrics: Iterable[str] = ()
+    path = _find_path(ctx)
+    with contextlib.suppress(Exception):
+        from flaxckpt.formats import _locate
+
+        if path is not None:
+            metrics = _locate.read_metadata(path, None).metrics
+    return _matching(["step", "saved", "size", *metrics], incomplete)
+
+
+def _find_path(ctx: click.Context, *, second: bool = False) -> str | None:
+    """Returns the path on the command line; the second of two, if there is one."""
+    named = ("path", "a", "src"), ("b", "target")
+    first, other = (
+        next((ctx.params[name] for name in names if ctx.params.get(name)), None)
+        for names in named
+    )
+    if first is None and ctx.args:  # click stops at an option without its value
+        first, other = (*ctx.args, None)[:2]
+    found = (second and other) or first
+    return None if found is None or "://" in found else str(found)
+
+
+def _children(leaves: Iterable[str], incomplete: str) -> list[str]:
+    """Returns the paths one level below the last `/` that begin with `incomplete`."""
+    start = incomplete.rfind("/") + 1
+    paths: dict[str, None] = {}
+    for leaf in leaves:
+        if leaf.startswith(incomplete):
+            name, slash, _ = leaf[start:].partition("/")
+            paths[leaf[:start] + name + slash] = None
+    return [*paths]
+
+
+def _matching(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+_PATHS = (
+    *("path", "a", "b", "src", "dst", "target", "directory"),
+    *("config", "output", "tokenizer"),
+)
+_STEPS = ("step", "steps", "step_a", "step_b", "target_step")
+
+COMPLETERS: Mapping[str, Complete] = {
+    **dict.fromkeys(_PATHS, complete_path),
+    **dict.fromkeys(_STEPS, complete_step),
+    "leaf": complete_leaf,
+    "sort": complete_sort_key,
+}
+"""Name of a parameter, which means the same in all verbs -> its completion."""

@@ -1,0 +1,184 @@
+"""Table of steps, one line per step, fitted to the width of the terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from flaxckpt.cli import _output
+from flaxckpt.cli._output import Cell, TextColumn
+
+if TYPE_CHECKING:
+    from flaxckpt._inspect.listing import Listing, Step
+
+_STYLES = {"damaged": "red", "best": "green", "latest": "cyan", "pinned": "cyan"}
+_BEST = "bold green"
+_MOST_METRICS = 12
+_GAP = 2
+_TO_BE_DELETED = "to be deleted"
+
+_LONGEST_NAME = 24
+
+_SAME_AS_MARKS = ("newest", "temporary", "pinned", "no policy", "being read by")
+"""Beginnings of reasons that the marks of a step tell."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepTable:
+    """A table of steps.
+
+    Attributes:
+        columns: The columns.
+        rows: The cells of each step.
+        left_out: The metrics without a column.
+    """
+
+    columns: Sequence[TextColumn]
+    rows: Sequence[Sequence[str | Cell]]
+    left_out: Sequence[str]
+
+
+class _Column:
+    """A column with its cells."""
+
+    def __init__(self, column: TextColumn, cells: Sequence[str | Cell]) -> None:
+        self.column = column
+        self.cells = cells
+        self.width = _output.table_width([column], [[cell] for cell in cells])
+        self.is_empty = not any(map(_text, cells))
+
+
+def _text(cell: str | Cell) -> str:
+    return cell.text if isinstance(cell, Cell) else cell
+
+
+def fit_table(listing: Listing, steps: Sequence[Step], width: int | None) -> StepTable:
+    """Returns the table with the most metrics that fits.
+
+    Metrics that policies rank steps by come first. To fit more metrics, the table gives
+    times without the year, then only the first mark of each step.
+
+    Args:
+        listing: The listing.
+        steps: Its steps in the order of the table.
+        width: The width in columns; None for no limit.
+    """
+    names = _order_metrics(listing, steps)
+    metrics = [_metric_column(name, listing, steps) for name in names[:_MOST_METRICS]]
+    times = [_time_column(steps, form) for form in ("%Y-%m-%d %H:%M", "%m-%d %H:%M")]
+    marks = [_marks_column(listing, steps, has_all=each) for each in (True, False)]
+    ends = ((times[0], marks[0]), (times[1], marks[0]), (times[1], marks[1]))
+    for count, (time, mark) in itertools.product(range(len(metrics), -1, -1), ends):
+        columns = [*_head_columns(steps, time), *metrics[:count], mark]
+        columns = [column for column in columns if not column.is_empty]
+        if width is None or sum(each.width + _GAP for each in columns) - _GAP <= width:
+            break
+    rows = zip(*(column.cells for column in columns), strict=True)
+    return StepTable([each.column for each in columns], [*rows], names[count:])
+
+
+def _order_metrics(listing: Listing, steps: Sequence[Step]) -> list[str]:
+    names = dict.fromkeys(name for step in steps for name in step.metrics)
+    ranked = [name for name in listing.best if name in names]
+    return [*dict.fromkeys([*ranked, *names])]
+
+
+def _head_columns(steps: Sequence[Step], time: _Column) -> list[_Column]:
+    formats = {step.format for step in steps} - {"unknown"}
+    numbers = ["" if step.step is None else str(step.step) for step in steps]
+    sizes = ["" if step.bytes is None else _output.size(step.bytes) for step in steps]
+    kinds = [step.format if len(formats) > 1 else "" for step in steps]
+    return [
+        _Column(TextColumn("step", is_number=True), numbers),
+        time,
+        _Column(TextColumn("size", is_number=True), sizes),
+        _Column(TextColumn("format"), kinds),
+    ]
+
+
+def _time_column(steps: Sequence[Step], form: str) -> _Column:
+    return _Column(
+        TextColumn("saved"), [_output.when(step.created, form) for step in steps]
+    )
+
+
+def _metric_column(name: str, listing: Listing, steps: Sequence[Step]) -> _Column:
+    texts = _output.same_decimals([step.metrics.get(name) for step in steps])
+    best = listing.best.get(name)
+    cells = [
+        Cell(text, _BEST if step.step == best else "")
+        for text, step in zip(texts, steps, strict=True)
+    ]
+    return _Column(TextColumn(_shorten_name(name), is_number=True), cells)
+
+
+def _shorten_name(name: str) -> str:
+    """Returns a name, with an ellipsis in the middle if it is long."""
+    if len(name) <= _LONGEST_NAME:
+        return name
+    half = _LONGEST_NAME // 2
+    return f"{name[: half - 1]}…{name[-half:]}"
+
+
+def _marks_column(listing: Listing, steps: Sequence[Step], *, has_all: bool) -> _Column:
+    cells = []
+    for step in steps:
+        marks = list_marks(step, listing.best)
+        style = next((s for mark, s in _STYLES.items() if mark in step.marks), "")
+        if _TO_BE_DELETED in marks:
+            style = "yellow"
+        if not has_all and len(marks) > 1:
+            marks = [f"{marks[0]} +{len(marks) - 1}"]
+        cells.append(Cell(", ".join(marks), style))
+    return _Column(TextColumn("marks"), cells)
+
+
+def list_marks(step: Step, best: Mapping[str, int]) -> list[str]:
+    """Returns the marks of a step, then other reasons to keep it, shortened.
+
+    Args:
+        step: The step.
+        best: Metric that policies rank steps by -> the best step.
+    """
+    marks = [mark for mark in step.marks if mark != "best"]
+    first_in = [metric for metric, number in best.items() if number == step.step]
+    marks += ["best" if len(best) == 1 else f"best {metric}" for metric in first_in]
+    marks += [f"{item} deleted" for item in step.deleted_items]
+    if step.step is None or step.damage is not None:
+        return marks
+    if not step.why:
+        return [*marks, _TO_BE_DELETED]
+    first_by = tuple(f"best {metric}" for metric in first_in)
+    for reason in map(_shorten_reason, step.why):
+        if reason.startswith(_SAME_AS_MARKS) or reason.endswith(first_by):
+            continue
+        marks.append(reason)
+    return marks
+
+
+def _shorten_reason(reason: str) -> str:
+    """Returns `every 1000` for `EveryNSteps(1000)`; another reason as it is."""
+    name, _, rest = reason.partition("(")
+    arguments = [text.strip("'\"") for text in rest.removesuffix(")").split(", ")]
+    match name, arguments:
+        case "LatestN", [count]:
+            return f"latest {count}"
+        case "LatestDuration", [secs]:
+            return f"last {_output.duration(float(secs))}"
+        case "BestN", [count, metric, _]:
+            return f"{count} best {metric}"
+        case "EveryNSteps", [steps]:
+            return f"every {steps}"
+        case "EveryNStepsClosest", [steps]:
+            return f"near every {steps}"
+        case "EveryNSecs", [secs]:
+            return f"every {_output.duration(float(secs))}"
+        case "ExponentialSteps", [*_]:
+            return "exponential"
+        case "OnSteps", [*_]:
+            return "chosen step"
+        case "WithoutMetric", [metric]:
+            return f"without {metric}"
+    return reason

@@ -1,0 +1,155 @@
+"""Completion of paths, steps, metrics and leaves: by click's interface, and in bash."""
+
+import os
+import pty
+import select
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from click.shell_completion import ShellComplete
+
+import flaxckpt
+from flaxckpt.cli import app
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state = {
+        "params": {
+            "layers_0": {"attn": {"kernel": np.ones(2)}, "bias": np.ones(2)},
+            "layers_1": {"attn": {"kernel": np.ones(2)}, "bias": np.ones(2)},
+        },
+        "step": 3,
+    }
+    with flaxckpt.Checkpointer("run") as opened:
+        for step in (100, 200, 1000):
+            opened.save(step, state, metrics={"eval/loss": 1 / step, "eval/top1": 0.5})
+    return tmp_path
+
+
+def completed(line):
+    """Returns the completions of the last word of a command line."""
+    *words, incomplete = line.split(" ")
+    complete = ShellComplete(app, {}, "flaxckpt", "_FLAXCKPT_COMPLETE")
+    return [
+        "(a file)" if item.type == "file" else item.value
+        for item in complete.get_completions(words, incomplete)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("di", ["diff"]),
+        ("ls ", ["(a file)"]),
+        ("diff run ", ["(a file)"]),
+        ("plan run r", ["(a file)"]),
+        ("report run -o ", ["(a file)"]),
+        ("show run --step ", ["1000", "200", "100"]),
+        ("show run --step 1", ["1000", "100"]),
+        ("diff run --step-a 2", ["200"]),
+        ("diff elsewhere run -b 2", ["200"]),
+        ("diff elsewhere run -a 2", []),
+        ("plan elsewhere run --target-step 1", ["1000", "100"]),
+        ("pin run 100 2", ["200"]),
+        ("explain run 1", ["1000", "100"]),
+        ("show run ", ["params/", "step"]),
+        ("show run s", ["step"]),
+        ("show run pa", ["params/layers_0/", "params/layers_1/"]),
+        (
+            "show run params/layers_1/",
+            ["params/layers_1/attn/", "params/layers_1/bias"],
+        ),
+        ("show run params/layers_1/a", ["params/layers_1/attn/kernel"]),
+        ("show run nothing", []),
+        ("show run --step 200 params/layers_0/b", ["params/layers_0/bias"]),
+        ("show missing ", []),
+        ("show gs://bucket/run ", []),
+        ("ls run --sort e", ["eval/loss", "eval/top1"]),
+        ("ls run --sort s", ["step", "saved", "size"]),
+        ("plan run run --optimizer m", ["match"]),
+    ],
+)
+def test_words_are_completed(run, line, words):
+    assert completed(line) == words
+
+
+def test_a_completed_container_is_shown(run, command):
+    assert "layers_1" in command("show", "run", "params/").stdout
+
+
+def test_completion_waits_for_no_jax(run):
+    code = (
+        "import sys\nfrom flaxckpt.cli import main\n"
+        "try: main()\nfinally: print('jax' in sys.modules, file=sys.stderr)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ
+        | {
+            "_FLAXCKPT_COMPLETE": "bash_complete",
+            "COMP_WORDS": "flaxckpt show run params/layers_0/",
+            "COMP_CWORD": "3",
+        },
+    )
+    assert found.stdout.split() == [
+        "plain,params/layers_0/attn/",
+        "plain,params/layers_0/bias",
+    ]
+    assert found.stderr == "False\n"
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+def test_the_tab_key_completes_in_bash(run):
+    program = run / "bin" / "flaxckpt"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m flaxckpt "$@"\n')
+    program.chmod(0o755)
+    (run / "rc").write_text(
+        'PS1="$ "\nbind "set bell-style none"\n'
+        'eval "$(_FLAXCKPT_COMPLETE=bash_source flaxckpt)"\necho is ready\n'
+    )
+    parent, child = pty.openpty()
+    shell = subprocess.Popen(
+        ["bash", "--rcfile", "rc", "-i"],
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        cwd=run,
+        start_new_session=True,
+        env=os.environ
+        | {"PATH": f"{program.parent}:{os.environ['PATH']}", "TERM": "dumb"},
+    )
+    os.close(child)
+    try:
+        read_until(parent, "is ready")
+        for typed, shown in (
+            ("flaxckpt sh\t", "flaxckpt show "),
+            ("ru\t", "run/"),
+            (" params/layers_1/b\t", "params/layers_1/bias "),
+            ("--step 2\t", "--step 200 "),
+        ):
+            os.write(parent, typed.encode())
+            read_until(parent, shown)
+        os.write(parent, b"\n")
+        read_until(parent, "norm")  # it has run
+    finally:
+        shell.kill()
+        shell.wait()
+        os.close(parent)
+
+
+def read_until(terminal, text):
+    """Reads the output on a terminal until it contains `text`."""
+    output, end = "", time.monotonic() + 60
+    while text not in output and time.monotonic() < end:
+        if select.select([terminal], [], [], 1)[0]:
+            output += os.read(terminal, 4096).decode(errors="replace")
+    assert text in output

@@ -1,0 +1,382 @@
+"""The screens of the verbs on terminals of 80 and 140 columns."""
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training import train_state
+
+import flaxckpt
+from flaxckpt._util import humanize
+from flaxckpt.policies import LatestN
+
+COMMAND = [sys.executable, "-m", "flaxckpt"]
+POLICIES = ["-k", "latest:3", "-k", "best:1:eval/loss:min", "-k", "every:1000"]
+WIDTHS = [80, 140]
+
+
+@pytest.fixture
+def terminal(command, monkeypatch):
+    """Returns the lines of a verb on a terminal, without colors."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+
+    def run(width, *args, code=0):
+        monkeypatch.setenv("COLUMNS", str(width))
+        return [plain(line) for line in command.text(*args, code=code)]
+
+    return run
+
+
+def plain(line):
+    return re.sub("\x1b\\[[0-9;]*[A-Za-z]", "", line)
+
+
+@pytest.fixture
+def losses(tmp_path, monkeypatch):
+    """A run of forty steps; the losses of its steps differ in the fourth decimal."""
+    monkeypatch.chdir(tmp_path)
+    with flaxckpt.Checkpointer("run") as run:
+        for n in range(40):
+            loss = 2.3 + 1e-3 * np.cos(n / 3)
+            run.save(
+                (n + 1) * 100,
+                {"params": {"w": np.full((4, 4), n, np.float32)}},
+                metrics={
+                    "train/loss": loss - 0.1,
+                    "eval/loss": loss,
+                    "eval/accuracy": 0.71 + n / 1e4,
+                },
+            )
+    return tmp_path
+
+
+# ---- ls ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("policies", [[], POLICIES])
+def test_ls_has_a_line_per_step_and_a_column_per_metric(
+    losses, terminal, width, policies
+):
+    lines = terminal(width, "ls", "run", *policies)
+    assert len(lines) == 1 + 40 + 1
+    assert all(len(line) <= width for line in lines)
+    metrics = ["train/loss", "eval/loss", "eval/accuracy"]
+    if policies:
+        metrics.insert(0, metrics.pop(1))  # ranked first
+    assert lines[0].split() == ["step", "saved", "size", *metrics, "marks"]
+    shown = [line.split()[5 if policies else 6] for line in lines[1:-1]]
+    assert len(set(shown)) == 40  # the digits tell all losses apart
+    if policies:
+        [best] = [line for line in lines if "  best" in line]
+        loss = min(shown, key=float)
+        assert loss in best
+        assert best.split()[0] == str((shown.index(loss) + 1) * 100)
+
+
+def test_ls_gives_each_reason_shortly(losses, terminal):
+    lines = terminal(140, "ls", "run", "-n", "3", *POLICIES)
+    assert lines[-2].endswith("  latest, latest 3, every 1000")
+    assert lines[-3].endswith("  latest 3")
+    assert lines[-1].startswith("the newest 3 of 40 steps, flaxckpt, ")
+    narrow = terminal(80, "ls", "run", "-n", "3", *POLICIES)
+    assert narrow[-2].endswith("  latest +2")
+    assert terminal(140, "ls", "run", *POLICIES)[1].endswith("  to be deleted")
+
+
+def test_ls_of_many_metrics_counts_those_that_do_not_fit(losses, terminal, command):
+    long = "eval/loss_on_a_very_long_validation_set"
+    with flaxckpt.Checkpointer("many") as run:
+        metrics = {f"metric_{n}": n + 0.5 for n in range(50)} | {long: 0.25}
+        run.save(1, {"w": np.ones(2)}, metrics=metrics).wait()
+    fitting = []
+    for width in WIDTHS:
+        lines = terminal(width, "ls", "many")
+        assert len(lines) == 3
+        assert max(map(len, lines[:2])) <= width
+        fitting.append(count := lines[0].count("metric_"))
+        assert f"; +{51 - count} more metrics: metric_{count}, " in lines[-1]
+    assert 3 <= fitting[0] < fitting[1]
+    ranked = terminal(80, "ls", "many", "-k", f"best:1:{long}:min")
+    assert "eval/loss_o…lidation_set" in ranked[0]
+    assert command.json("ls", "many")["steps"][0]["metrics"] == metrics
+
+
+def test_ls_marks_the_best_of_each_ranking(losses, terminal, command):
+    ranked = ["-k", "best:2:eval/loss:min", "-k", "best:1:eval/accuracy:max"]
+    lines = terminal(140, "ls", "run", *ranked)
+    [best] = [line for line in lines if line.endswith("  best eval/loss")]
+    assert sum(line.endswith("  2 best eval/loss") for line in lines) == 1
+    assert lines[-2].endswith("  latest, best eval/accuracy")
+    found = command.json("ls", "run", *ranked)["best"]
+    assert found == {"eval/loss": int(best.split()[0]), "eval/accuracy": 4000}
+
+
+def test_ls_sorts_by_a_metric(losses, terminal, command):
+    lines = terminal(80, "ls", "run", "--sort", "eval/loss")
+    shown = [float(line.split()[5]) for line in lines[1:-1]]
+    assert shown == sorted(shown)
+    newest = terminal(80, "ls", "run", "--sort", "eval/loss", "-n", "5")
+    steps = [int(line.split()[0]) for line in newest[1:-1]]
+    assert sorted(steps) == [3600, 3700, 3800, 3900, 4000] != steps
+    for key in ("saved", "size", "step"):
+        assert len(terminal(80, "ls", "run", "--sort", key)) == 42
+    refused = command.refuses("ls", "run", "--sort", "loss")
+    assert "the metrics are train/loss, eval/loss, eval/accuracy" in refused
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ([1.0, 0.5, 1 / 3], ["1.0000", "0.5000", "0.3333"]),
+        ([3.0, 1.0, None], ["3", "1", ""]),
+        ([2.2999, 2.29991, 2.3], ["2.29990", "2.29991", "2.30000"]),
+        ([1e-6, 1.00001e-6], ["1e-06", "1.00001e-06"]),
+        ([1e9, 1.0005e9], ["1e+09", "1.0005e+09"]),
+        ([0.5, float("nan"), float("-inf")], ["0.5", "nan", "-inf"]),
+        ([0.00025, 3.0], ["0.00025", "3.00000"]),
+        ([0.25, 0.25 + 1e-17], ["0.25", "0.25"]),
+        ([1 / 3, 1 / 3 + 1e-15], ["0.333333333333"] * 2),
+        ([], []),
+    ],
+)
+def test_a_column_has_the_digits_that_tell_its_numbers_apart(values, shown):
+    assert humanize.same_decimals(values) == shown
+
+
+# ---- ls --watch --------------------------------------------------------------------
+
+
+def test_ls_watch_prints_a_line_for_each_new_step_until_ctrl_c(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        for step in (1, 2, 3):
+            run.save(step, {"w": np.ones(2)}, metrics={"loss": 1 / step}).wait()
+        watch = subprocess.Popen(
+            [*COMMAND, "ls", "--watch", tmp_path / "run", "-n", "2"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        first = [watch.stdout.readline() for _ in range(2)]
+        run.save(4, {"w": np.ones(2)}, metrics={"loss": 0.25}).wait()
+        last = watch.stdout.readline()
+    watch.send_signal(signal.SIGINT)
+    rest, errors = watch.communicate()
+    assert [line.split()[0] for line in first] == ["2", "3"]
+    assert last.startswith("4  ")
+    assert "  loss=0.25  latest" in last
+    assert (watch.returncode, rest, errors) == (0, "", "")
+
+
+def test_ls_watch_redraws_a_terminal(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run", keep=[LatestN(2)]) as run:
+        run.save(1, {"w": np.ones(2)}).wait()
+        parent, child = pty.openpty()
+        watch = subprocess.Popen(
+            [*COMMAND, "ls", "-w", tmp_path / "run"],
+            stdout=child,
+            stderr=child,
+            env=os.environ | {"COLUMNS": "80", "LINES": "24", "TERM": "xterm"},
+        )
+        os.close(child)
+        drawn = read_until(parent, "1 step, flaxckpt")
+        assert "\x1b[3A" not in drawn
+        run.save(2, {"w": np.ones(2)}).wait()
+        drawn = read_until(parent, "2 steps, flaxckpt")
+    assert "\x1b[3A\x1b[J" in drawn  # over the three lines before
+    watch.send_signal(signal.SIGINT)
+    assert watch.wait() == 0
+    os.close(parent)
+
+
+def read_until(terminal, text):
+    """Reads the output on a terminal until it contains `text`."""
+    output, end = "", time.monotonic() + 60
+    while text not in output and time.monotonic() < end:
+        output += os.read(terminal, 4096).decode()
+    assert text in output
+    return output
+
+
+def test_ls_watch_prints_no_json(losses, command):
+    assert "leave --json out" in command.refuses("ls", "run", "--watch", "--json")
+
+
+# ---- diff ---------------------------------------------------------------------------
+
+
+def layered_state(value, layers=12):
+    """A state with an optimizer; later layers change more with `value`."""
+    params = {
+        f"layers_{n}": {
+            "attn": {"kernel": jnp.full((4, 4), 1 + n * value)},
+            "mlp": {"kernel": jnp.full((4, 8), 1 + n * value)},
+        }
+        for n in range(layers)
+    }
+    params["embed"] = {"embedding": jnp.full((8, 4), 1 + value)}
+    tx = optax.adamw(1e-3)
+    state = train_state.TrainState.create(apply_fn=print, params=params, tx=tx)
+    moments = jax.tree.map(lambda x: x + int(value), state.opt_state)
+    return state.replace(step=int(value * 10), opt_state=moments)
+
+
+@pytest.fixture
+def layered(tmp_path, monkeypatch):
+    """A run whose steps 1 and 2 differ; another of fewer layers."""
+    monkeypatch.chdir(tmp_path)
+    with flaxckpt.Checkpointer("run") as run:
+        for step in (1, 2):
+            run.save(step, layered_state(float(step)))
+    flaxckpt.save("small", layered_state(1.0, layers=3))
+    return tmp_path
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_diff_shows_params_before_the_optimizer_and_large_changes_first(
+    layered, terminal, width
+):
+    lines = terminal(width, "diff", "run", "-a", 1, "-b", 2, "--limit", 100, code=1)
+    assert all(len(line) <= width for line in lines)
+    paths = [line.split()[0] for line in lines[3:-1]]
+    assert len(paths) == 75
+    tops = [path.split("/")[0] for path in paths]
+    assert tops == sorted(tops, key=["step", "params", "opt_state"].index)
+    params = [line for line in lines if line.startswith("params/")]
+    norms = [float(line.split()[3]) for line in params]
+    assert norms == sorted(norms, reverse=True)
+    assert norms[0] > 1.5 * norms[-1]
+
+
+def test_diff_shows_as_many_rows_as_it_may(layered, terminal):
+    lines = terminal(80, "diff", "run", "-a", 1, "-b", 2, "--limit", 3, code=1)
+    assert len(lines) == 3 + 3 + 2
+    assert lines[-2] == "… and 72 more: --limit 75 shows all"
+
+
+def test_diff_of_some_leaves_reads_only_these(layered, command):
+    asked = ["diff", "run", "-a", 1, "-b", 2, "--only", "params/.*/attn/.*"]
+    found = command.json(*asked, code=1)
+    assert len(found["changed"]) + len(found["same"]) == 12
+    assert all("/attn/" in path for path in found["changed"])
+    assert found["bytes_compared"] == 12 * 64
+    refused = command.refuses("diff", "run", "-a", 1, "-b", 2, "--only", "attn")
+    assert "matches no leaf (it must match a whole leaf path)" in refused
+    assert "not a valid regular expression" in command.refuses(
+        "diff", "run", "-a", 1, "-b", 2, "--only", "("
+    )
+
+
+def test_diff_by_subtree_is_as_deep_as_fits(layered, terminal):
+    asked = ["diff", "run", "-a", 1, "-b", 2, "--by-subtree"]
+    lines = terminal(80, *asked, "--limit", 20, code=1)
+    rows = {line.split()[0]: line.split() for line in lines[3:-1]}
+    assert [*rows][-1] == "opt_state/0"
+    assert rows["params/layers_11"][1:5] == ["2", "of", "2", "48"]
+    assert rows["opt_state/0"][1:4] == ["51", "of", "51"]
+    few = terminal(80, *asked, "--limit", 4, code=1)
+    assert [line.split()[0] for line in few[3:-1]] == ["step", "params", "opt_state"]
+
+
+# ---- plan ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_plan_folds_layers_that_are_alike(layered, terminal, width):
+    lines = terminal(width, "plan", "run", "small")
+    assert all(len(line) <= width for line in lines[1:])
+    attn = "params/layers_{3..11}/attn/kernel"
+    [row] = [line for line in lines if line.startswith(attn)]
+    assert row.split()[:5] == [attn, "9", "dropped", "-", "float32[4,"]
+    assert sum(line.startswith("params/") for line in lines) == 2
+
+
+def test_plan_of_an_equal_state_is_a_line_without_a_table(layered, terminal):
+    line = "".join(terminal(80, "plan", "run", "run"))
+    assert line.endswith(" bytes to read")
+    assert not set(line) & set("┏━│")
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_plan_folds_long_cells_and_loses_nothing(layered, terminal, width):
+    flaxckpt.save("large", layered_state(1.0, layers=20))
+    lines = terminal(width, "plan", "run", "large", code=1)
+    assert all(len(line) <= width for line in lines)
+    text = "".join("".join(line.split()) for line in lines)
+    assert text.count("initial") == 4
+    wide = terminal(300, "plan", "run", "large", code=1)
+    assert sorted("".join(wide).replace(" ", "")) == sorted(text)
+    kernel = "opt_state/0/mu/layers_{12..19}/attn/kernel"
+    assert any(line.split()[:2] == [kernel, "8"] for line in wide)
+
+
+def test_plan_shows_conflicts_first_with_the_nearest_leaf(layered, terminal, command):
+    (layered / "wanted.json").write_text(
+        '{"params": {"embed": {"embeding": "float32[8, 4]"}}}'
+    )
+    lines = terminal(140, "plan", "run", "wanted.json", code=1)
+    assert lines[2].split()[:2] == ["params/embed/embeding", "conflict"]
+    assert "nothing (nearest: params/embed/embedding)" in lines[2]
+    assert lines[-1] == "1 leaf cannot be restored"
+    refused = terminal(140, "plan", "run", "small", "--unused", "error", code=1)
+    assert "cannot be restored:" in "".join(refused)
+
+
+# ---- verify ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(tmp_path, monkeypatch):
+    """A run of three steps; one chunk of an array of the second is damaged."""
+    monkeypatch.chdir(tmp_path)
+    layout = flaxckpt.ArrayLayout(chunk_bytes=2**15)
+    with flaxckpt.Checkpointer("run", layout=layout) as run:
+        for step in (1, 2, 3):
+            values = np.random.default_rng(step).normal(size=(512, 64))
+            run.save(step, {"params": {"Dense_0": {"kernel": values}}, "n": values[0]})
+    [*chunks] = sorted((tmp_path / "run/2/state/params.Dense_0.kernel").glob("c.*"))
+    assert len(chunks) > 4
+    chunk = tmp_path / "run/2/state/params.Dense_0.kernel/c.1.0"
+    content = bytearray(chunk.read_bytes())
+    content[100] ^= 4
+    chunk.write_bytes(content)
+    return tmp_path
+
+
+def test_verify_says_which_rows_of_a_leaf_a_damaged_file_holds(damaged, terminal):
+    lines = terminal(80, "verify", "run", "--all", code=1)
+    rows = lines[2].partition(", rows ")[2]
+    assert lines[1] == "  1 of 2 leaves cannot be read: params/Dense_0/kernel"
+    assert lines[2] == (
+        "  state/params.Dense_0.kernel/c.1.0 -> params/Dense_0/kernel, rows " + rows
+    )
+    start, stop = re.fullmatch(r"(\d+)-(\d+) of 512", rows).groups()
+    assert int(stop) + 1 == 2 * int(start)
+    assert lines[3] == "    c.1.0 has changed since it was written: its CRC-32C differs"
+    assert lines[4].startswith("2 of 3 steps good; 1 DAMAGED: 2; ")
+    assert len(lines) == 5
+    report = flaxckpt.verify("run", step=2)
+    assert report.places == {"params/Dense_0/kernel": lines[2].strip()}
+    assert lines[2].strip() in str(report)
+
+
+def test_verify_says_which_leaves_a_damaged_database_holds(tmp_path):
+    values = np.random.default_rng(0).normal(size=(64, 64))
+    layout = flaxckpt.ArrayLayout(store="ocdbt")
+    flaxckpt.save(tmp_path / "a", {"b": values, "c": values + 1}, layout=layout)
+    [file] = (tmp_path / "a/state/d").iterdir()
+    content = bytearray(file.read_bytes())
+    content[300] ^= 4
+    file.write_bytes(content)
+    [(name, place)] = flaxckpt.verify(tmp_path / "a").places.items()
+    assert name == f"state/d/{file.name}"
+    assert place == f"{name} -> 2 leaves: b, c"

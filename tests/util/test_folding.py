@@ -1,0 +1,72 @@
+"""Rows of a table of leaves that differ only in numbers."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flaxckpt._util import folding
+from flaxckpt._util.folding import Row
+
+
+def folded(*names):
+    return [(row.name, row.leaves) for row in folding.fold(Row(name) for name in names)]
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["a/b"], [("a/b", 1)]),
+        (["a/b", "c"], [("a/b", 1), ("c", 1)]),
+        ([f"layers_{n}/w" for n in range(12)], [("layers_{0..11}/w", 12)]),
+        (["l_0/w", "x", "l_1/w"], [("l_{0,1}/w", 2), ("x", 1)]),
+        (["l0", "l2", "l3", "l4", "l9"], [("l{0,2..4,9}", 5)]),
+        (["l08", "l09", "l10"], [("l{08..10}", 3)]),
+        (["l0", "l00", "l1"], [("l{0,00,1}", 3)]),
+        (
+            [f"l{i}/e{k}/w" for i in range(3) for k in range(4)],
+            [("l{0..2}/e{0..3}/w", 12)],
+        ),
+        (["l0/e0", "l0/e1", "l1/e0"], [("l0/e{0,1}", 2), ("l1/e0", 1)]),
+        ([""], [("", 1)]),
+    ],
+)
+def test_names_that_differ_in_numbers_share_a_row(names, shown):
+    assert folded(*names) == shown
+
+
+def test_rows_with_different_cells_are_apart():
+    rows = [Row(f"w{n}", ("a" if n < 3 else "b",)) for n in range(5)]
+    assert folding.fold(rows) == [
+        Row("w{0..2}", ("a",), leaves=3),
+        Row("w{3,4}", ("b",), leaves=2),
+    ]
+
+
+def test_a_source_has_the_numbers_of_its_name():
+    rows = [Row(f"opt/0/l_{n}/w", source=f"model.{n}.w") for n in range(3)]
+    [row] = folding.fold(rows)
+    assert (row.name, row.source) == ("opt/0/l_{0..2}/w", "model.{0..2}.w")
+    shifted = [Row(f"l_{n}/w", source=f"model.{n + 1}.w") for n in range(3)]
+    assert len(folding.fold(shifted)) == 3
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), unique=True, min_size=1)
+)
+def test_folded_rows_stand_for_exactly_their_rows(numbers):
+    rows = folding.fold(Row(f"a{i}/b{k}") for i, k in numbers)
+    expanded = [
+        f"a{i}/b{k}"
+        for row in rows
+        for i, k in itertools.product(*map(_expand, row.name[1:].split("/b")))
+    ]
+    assert sorted(expanded) == sorted(f"a{i}/b{k}" for i, k in numbers)
+    assert sum(row.leaves for row in rows) == len(numbers)
+
+
+def _expand(text):
+    for part in text.strip("{}").split(","):
+        first, _, last = part.partition("..")
+        yield from range(int(first), int(last or first) + 1)
