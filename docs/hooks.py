@@ -24,6 +24,16 @@ PAGES = [
     "CHANGELOG.md",
 ]
 PROGRAMS = "examples"
+# How much a word on such a page counts in the search; 1 on all others.
+BOOST = {
+    "getting-started.md": 3,
+    "how-to/": 3,
+    "faq.md": 2,
+    "errors.md": 2,
+    "FORMAT.md": 0.3,
+    "ARCHITECTURE.md": 0.3,
+    "CHANGELOG.md": 0.3,
+}
 ERRORS = "reference/errors.md"
 ERROR = re.compile(r"<code>(\w+Error)</code>")
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)(?=[)#])")
@@ -41,7 +51,9 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(
     markdown: str, *, page: Page, config: MkDocsConfig, files: Files
 ) -> str:
-    """Makes links through the repository those through the site."""
+    """Makes links through the repository those through the site; ranks the page."""
+    boost = [BOOST[path] for path in BOOST if page.file.src_uri.startswith(path)]
+    page.meta["search"] = {"boost": boost[0] if boost else 1}
     here = posixpath.dirname(page.file.src_uri)
     there = posixpath.dirname(in_repository(page.file.src_uri))
 
