@@ -24,6 +24,7 @@ PAGES = [
     "CHANGELOG.md",
 ]
 PROGRAMS = "examples"
+SUFFIXES = (".py", ".ipynb")
 # How much a word on such a page counts in the search; 1 on all others.
 BOOST = {
     "getting-started.md": 3,
@@ -41,7 +42,8 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)(?=[)#])")
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Adds the files that are not below docs/."""
-    programs = (file.relative_to(ROOT) for file in ROOT.glob(f"{PROGRAMS}/**/*.py"))
+    files_there = (ROOT / PROGRAMS).rglob("*.*")
+    programs = (f.relative_to(ROOT) for f in files_there if f.suffix in SUFFIXES)
     for path in [*PAGES, *sorted(map(Path.as_posix, programs))]:
         source = str(ROOT / path)
         files.append(File.generated(config, in_site(path), abs_src_path=source))
@@ -84,7 +86,7 @@ def in_site(path: str) -> str:
     """Where a file, or a directory of programs, is in the site."""
     if path == "README.md":
         return "index.md"
-    if path.startswith(PROGRAMS) and not path.endswith(".py"):
+    if path.startswith(PROGRAMS) and not path.endswith(SUFFIXES):
         return "examples.md"
     return path.removeprefix("docs/")
 
