@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import griffe
 
-PRIVATE = re.compile(r"(?<![\w.])_\w|\._")
+INTERNAL = re.compile(r"(?<![\w.])_\w|\._|^[a-z_]+\.[A-Z_]+$|^MappingProxyType")
+MAX_CHARS = 60
+"""Of a default that is shown."""
 
 
 class PublicDefaults(griffe.Extension):
@@ -28,8 +31,9 @@ class PublicDefaults(griffe.Extension):
 
 
 def public(default: Any, module: str) -> Any:
-    """Returns the default, or its value if it is an expression with private names."""
-    if default is None or not PRIVATE.search(str(default)):
+    """Returns the default, or its value if it is an expression with internal names."""
+    if default is None or not INTERNAL.search(str(default)):
         return default
     value = eval(str(default), dict(vars(importlib.import_module(module))))
-    return repr(value) if isinstance(value, bool | int | float | str) else "…"
+    shown = repr(dict(value) if isinstance(value, Mapping) else value)
+    return "..." if "<" in shown or len(shown) > MAX_CHARS else shown
