@@ -24,6 +24,17 @@ PAGES = [
     "CHANGELOG.md",
 ]
 PROGRAMS = "examples"
+SUFFIXES = (".py", ".ipynb")
+# How much a word on such a page counts in the search; 1 on all others.
+BOOST = {
+    "getting-started.md": 3,
+    "how-to/": 3,
+    "faq.md": 2,
+    "errors.md": 2,
+    "FORMAT.md": 0.3,
+    "ARCHITECTURE.md": 0.3,
+    "CHANGELOG.md": 0.3,
+}
 ERRORS = "reference/errors.md"
 ERROR = re.compile(r"<code>(\w+Error)</code>")
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)(?=[)#])")
@@ -31,7 +42,8 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)(?=[)#])")
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Adds the files that are not below docs/."""
-    programs = (file.relative_to(ROOT) for file in ROOT.glob(f"{PROGRAMS}/**/*.py"))
+    files_there = (ROOT / PROGRAMS).rglob("*.*")
+    programs = (f.relative_to(ROOT) for f in files_there if f.suffix in SUFFIXES)
     for path in [*PAGES, *sorted(map(Path.as_posix, programs))]:
         source = str(ROOT / path)
         files.append(File.generated(config, in_site(path), abs_src_path=source))
@@ -41,7 +53,9 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(
     markdown: str, *, page: Page, config: MkDocsConfig, files: Files
 ) -> str:
-    """Makes links through the repository those through the site."""
+    """Makes links through the repository those through the site; ranks the page."""
+    boost = [BOOST[path] for path in BOOST if page.file.src_uri.startswith(path)]
+    page.meta["search"] = {"boost": boost[0] if boost else 1}
     here = posixpath.dirname(page.file.src_uri)
     there = posixpath.dirname(in_repository(page.file.src_uri))
 
@@ -72,7 +86,7 @@ def in_site(path: str) -> str:
     """Where a file, or a directory of programs, is in the site."""
     if path == "README.md":
         return "index.md"
-    if path.startswith(PROGRAMS) and not path.endswith(".py"):
+    if path.startswith(PROGRAMS) and not path.endswith(SUFFIXES):
         return "examples.md"
     return path.removeprefix("docs/")
 

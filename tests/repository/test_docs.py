@@ -1,11 +1,14 @@
 """Every Python and shell block of the documents runs, in order.
 
-Each document has a directory, and its Python one namespace. A block that directly
-follows one of the shell is what is printed. A block after `<!-- not run: why -->` is
-left out.
+Each document has a directory, and its Python one namespace. A block of text that
+directly follows another block is what is printed. A block after `<!-- not run: why -->`
+is left out.
 """
 
+import contextlib
+import io
 import itertools
+import re
 import sys
 from types import ModuleType
 
@@ -36,6 +39,7 @@ PREPARED = {
     "cli.md": documented_runs.make,
     "report.md": documented_runs.make,
     "maps.md": documented_runs.make_model,
+    "fine-tune-from-hugging-face.md": documented_runs.make_model,
 }
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -103,7 +107,9 @@ def test_every_block_runs(document, tmp_path, monkeypatch):
             assert is_printed(block.code, printed), printed
         printed = None
         if block.is_run and block.language == "python":
-            exec(compile(block.code, str(document), "exec"), module.__dict__)
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                exec(compile(block.code, str(document), "exec"), module.__dict__)
+            printed = output.getvalue()
         elif block.is_run and block.language == "sh":
             printed = "".join(run(command) for command in commands(block.code))
 
@@ -240,6 +246,20 @@ def test_what_is_printed_otherwise_is_found():
     assert is_printed(wanted, "step 2000\na\nb\n1 steps, 7 kB\n")
     assert not is_printed(wanted, "step 2000\na\nb\n1 step, 7 kB\n")
     assert not is_printed(wanted, "a step 1\n1 steps, 7 kB\n")
+
+
+def test_the_glossary_has_the_concepts_of_the_architecture():
+    architecture = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    concepts = architecture.partition("## Concepts")[2].partition("\n## ")[0]
+    glossary = terms((ROOT / "docs/glossary.md").read_text(encoding="utf-8"))
+    assert len(terms(concepts)) > 5
+    assert terms(concepts) <= glossary
+
+
+def terms(text):
+    """Returns the first cells of a table, in lower case; a cell may hold several."""
+    cells = re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE)
+    return {term.strip().lower() for cell in cells for term in cell.split(",")}
 
 
 def test_figures_of_the_readme_are_those_that_were_measured():
