@@ -27,6 +27,8 @@
 #                seven releases of Orbax and flaxckpt read each other's checkpoints, as
 #                the tables in docs/orbax.md say: each in .venv-orbax-RELEASE, 4 GB in
 #                all; the oldest wants Python 3.12 or older
+#   make dist    builds the sdist and the wheel into dist/, and checks them and the other
+#                files of a release: in an environment of its own, .venv-dist
 #   make docs    builds the site of README and docs/ into site/
 #   make fuzz    gives each parser changed files, for FUZZ_SECS seconds each: in an
 #                environment of its own, .venv-fuzz; what is found is in fuzz-findings
@@ -66,6 +68,8 @@ LOWEST_VENV := .venv-lowest
 LOWEST_INSTALLED := $(LOWEST_VENV)/.installed
 NEWEST_VENV := .venv-newest
 NEWEST_INSTALLED := $(NEWEST_VENV)/.installed
+DIST_VENV := .venv-dist
+DIST_INSTALLED := $(DIST_VENV)/.installed
 FUZZ_VENV := .venv-fuzz
 FUZZ_INSTALLED := $(FUZZ_VENV)/.installed
 ORBAX_REQUIREMENTS := tests/orbax_versions/requirements
@@ -82,7 +86,7 @@ install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --n
 newest = --upgrade --upgrade-strategy eager
 endif
 
-.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz check bench docs clean
+.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz check bench dist docs clean
 
 demo: $(DEMO_INSTALLED)
 	@$(DEMO_VENV)/bin/python -m examples.demo
@@ -142,6 +146,14 @@ check: $(INSTALLED)
 
 bench: $(BENCH_INSTALLED)
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+dist: $(DIST_INSTALLED)
+	@rm -rf dist
+	@echo "==> build"
+	@$(DIST_VENV)/bin/python -m build --quiet
+	@$(DIST_VENV)/bin/python -m twine check --strict dist/*
+	@$(DIST_VENV)/bin/check-wheel-contents dist/*.whl
+	@$(DIST_VENV)/bin/cffconvert --validate
 
 docs: $(INSTALLED)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -213,6 +225,14 @@ $(NEWEST_INSTALLED): pyproject.toml
 	@$(call install,$(NEWEST_VENV)) $(newest) --editable '.[test,examples]'
 	@touch $@
 
+$(DIST_INSTALLED): Makefile
+	$(check_python)
+	@echo "==> Installing the tools of a release into $(DIST_VENV)"
+	@$(PYTHON) -m venv $(DIST_VENV)
+	@$(call install,$(DIST_VENV)) 'build>=1.3' 'cffconvert>=2' \
+		'check-wheel-contents>=0.6.3' 'twine>=6.1'
+	@touch $@
+
 $(FUZZ_INSTALLED): pyproject.toml
 	@echo "==> Installing flaxckpt with atheris into $(FUZZ_VENV)"
 	@$(PYTHON) -m venv $(FUZZ_VENV)
@@ -227,5 +247,5 @@ $(FUZZ_INSTALLED): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(DEMO_VENV) $(FRAMEWORKS_VENV) $(TRAINERS_VENV) $(MAPS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(FUZZ_VENV) $(ORBAX_VENVS) demo-run report-run fuzz-findings bench-results artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
+	rm -rf $(VENV) $(DEMO_VENV) $(FRAMEWORKS_VENV) $(TRAINERS_VENV) $(MAPS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(FUZZ_VENV) $(DIST_VENV) $(ORBAX_VENVS) demo-run report-run fuzz-findings bench-results artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

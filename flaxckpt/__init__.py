@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     )
     from flaxckpt.partition import abstract_state, parameter_infos
 
+    __version__: str
+
 __all__ = [
     "Ambiguity",
     "ArrayLayout",
@@ -146,12 +148,22 @@ if not TYPE_CHECKING:  # type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            if name == "__version__":
+                return _find_version()
+            guessed_names = _doors.import_module(f"{__name__}._util.guessed_names")
+            raise guessed_names.unknown_name(__name__, name)
         home = _HOMES.get(name)
         module = _doors.import_module(f"{__name__}.{home or name}")
         value = module if home is None else getattr(module, name)
         globals()[name] = value
         return value
+
+    def _find_version() -> str:
+        metadata = _doors.import_module("importlib.metadata")
+        try:
+            return metadata.version(__name__)
+        except metadata.PackageNotFoundError:  # used from its source tree
+            raise AttributeError(f"{__name__} is not installed") from None
 
     def __dir__() -> list[str]:
         return sorted([*__all__, *(name for name in globals() if name[:2] == "__")])

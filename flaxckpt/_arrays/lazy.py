@@ -95,7 +95,8 @@ class Deriver:
             ) from None
         info = _result_info(base, result, self._what)
         sources = tuple(source for leaf in leaves for source in leaf.sources)
-        return Leaf(info, sources, _Computation(tuple(leaves), fn, is_wide, precision))
+        computation = _Computation(tuple(leaves), fn, is_wide, precision)
+        return Leaf(info, sources, computation, _joined_transforms(leaves))
 
     def _shape(
         self, fn: Fn, infos: Sequence[LeafInfo], is_wide: bool, precision: Precision
@@ -114,6 +115,14 @@ class Deriver:
                     result = jax.eval_shape(fn, *args)
             self._shapes[key] = result
         return self._shapes[key]
+
+
+def _joined_transforms(leaves: Sequence[Leaf]) -> tuple[str, ...]:
+    """Returns the transforms of leaves that are joined; in brackets if they differ."""
+    chains = dict.fromkeys(leaf.transforms for leaf in leaves)
+    if len(chains) == 1:
+        return leaves[0].transforms
+    return (f"({' | '.join(' > '.join(chain) or 'none' for chain in chains)})",)
 
 
 class Equality(NamedTuple):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import rich.table
 
 _ROWS_PRINTED = 60
+_HEADER: tuple[str, ...] = ("leaf", "action", "wanted", "found", "transforms")
 
 Action: TypeAlias = Literal[
     "loaded",
@@ -42,6 +43,8 @@ class LeafPlan:
         wanted: The leaf in the state; None for a dropped leaf.
         found: The leaf in the checkpoint; None for a missing leaf.
         bytes: Bytes that this process reads for the leaf.
+        transforms: Names of the transforms that changed the leaf, in order; chains of
+            joined leaves are in brackets if they differ, `(none | transpose)`.
     """
 
     actions: tuple[Action, ...]
@@ -49,6 +52,7 @@ class LeafPlan:
     wanted: LeafInfo | None
     found: LeafInfo | None
     bytes: int
+    transforms: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,7 +80,7 @@ class RestorePlan:
 
     def __str__(self) -> str:
         rows = self._rows()
-        widths = [max(len(row[i]) for row in rows) for i in range(4)] if rows else []
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(
                 cell.ljust(w) for cell, w in zip(row, widths, strict=True)
@@ -89,9 +93,10 @@ class RestorePlan:
         from rich.table import Table  # imported only when rich prints the plan
 
         table = Table(title=self._summary())
-        for name in ("leaf", "action", "wanted", "found"):
+        header, *rows = self._rows() or [_HEADER]
+        for name in header:
             table.add_column(name, overflow="fold")
-        for row in self._rows()[1:]:
+        for row in rows:
             style = {"conflict": "red", "init": "yellow", "dropped": "dim"}.get(row[1])
             table.add_row(*row, style=style)
         return table
@@ -104,8 +109,11 @@ class RestorePlan:
             size += f", {self.bytes_here:,} here"
         return f"{self.path}: {listed or 'nothing to load'}; {size}"
 
-    def _rows(self) -> list[tuple[str, str, str, str]]:
-        """Returns table rows of all leaves with other actions than `loaded`."""
+    def _rows(self) -> list[tuple[str, ...]]:
+        """Returns table rows of all leaves with other actions than `loaded`.
+
+        The last column, with the transforms, is left out if it is empty.
+        """
         problems = {problem.leaf: problem for problem in self.problems}
         rows = [
             _row(path, leaf, problems.get(path))
@@ -114,15 +122,14 @@ class RestorePlan:
         ]
         if not rows:
             return []
-        shown = [("leaf", "action", "wanted", "found"), *rows[:_ROWS_PRINTED]]
+        shown = [_HEADER, *rows[:_ROWS_PRINTED]]
         if len(rows) > _ROWS_PRINTED:
-            shown.append((f"… and {len(rows) - _ROWS_PRINTED} more", "", "", ""))
-        return shown
+            shown.append((f"… and {len(rows) - _ROWS_PRINTED} more", "", "", "", ""))
+        has_transforms = any(leaf.transforms for leaf in self.leaves.values())
+        return shown if has_transforms else [row[:-1] for row in shown]
 
 
-def _row(
-    path: LeafPath, leaf: LeafPlan, problem: Mismatch | None
-) -> tuple[str, str, str, str]:
+def _row(path: LeafPath, leaf: LeafPlan, problem: Mismatch | None) -> tuple[str, ...]:
     found = str(leaf.found or "-")
     if leaf.sources and leaf.sources != (path,):
         found += f" from {leaf.sources[0]}"
@@ -133,4 +140,4 @@ def _row(
     if problem is not None and "conflict" in leaf.actions:
         wanted = problem.wanted
         found = problem.found if problem.kind == "unsupported" else found
-    return path, actions, wanted, found
+    return path, actions, wanted, found, " > ".join(leaf.transforms)

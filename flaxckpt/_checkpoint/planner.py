@@ -591,8 +591,14 @@ class _Planner:
         found: LeafInfo | None,
         sources: tuple[LeafPath, ...],
     ) -> None:
+        done = self._table[sources[0]].transforms if sources else ()
+        if done:
+            found_after = f"{problem.found} after {' > '.join(done)}"
+            problem = dataclasses.replace(problem, found=found_after)
         self._problems.append(problem)
-        self._leaves[problem.leaf] = LeafPlan(("conflict",), sources, wanted, found, 0)
+        self._leaves[problem.leaf] = LeafPlan(
+            ("conflict",), sources, wanted, found, 0, done
+        )
 
     @_util.forks.lazy
     def _whole(self) -> tuple[str, ...]:
@@ -619,7 +625,9 @@ class _Planner:
             elif self._options.optimizer == "reinit" and leaf.info.role:
                 continue
             name = path if path not in self._leaves else f"{path} (in the checkpoint)"
-            self._leaves[name] = LeafPlan(("dropped",), (path,), None, leaf.info, 0)
+            self._leaves[name] = LeafPlan(
+                ("dropped",), (path,), None, leaf.info, 0, leaf.transforms
+            )
 
 
 def step_counters(
@@ -636,7 +644,7 @@ def _leaf_plan(
     """Returns the plan that restores `leaf`, found at `source_path`, as `wanted`."""
     sources = [s.info for s in leaf.sources if isinstance(s, StoredLeaf)]
     if not sources:  # a transform made the leaf without stored sources
-        return LeafPlan(("init",), (), wanted, leaf.info, size)
+        return LeafPlan(("init",), (), wanted, leaf.info, size, leaf.transforms)
     stored = sources[0]
     actions: tuple[Action, ...] = ("loaded",)
     if wanted.kind == "array" and wanted.dtype != stored.dtype:
@@ -654,7 +662,7 @@ def _leaf_plan(
     ):
         actions += ("resharded",)
     paths = tuple([info.path for info in sources])
-    return LeafPlan(actions, paths, wanted, stored, size)
+    return LeafPlan(actions, paths, wanted, stored, size, leaf.transforms)
 
 
 def _trim_axes(mesh_axes: Sequence[MeshAxes] | None) -> tuple[MeshAxes, ...]:

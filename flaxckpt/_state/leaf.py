@@ -184,11 +184,13 @@ class Leaf:
             of an empty container is None.
         fn: Computes the leaf from its sources, as jax arrays of their stored shapes and
             types. It is traced. If None, the leaf is its only source, cast.
+        transforms: Names of the transforms that changed the leaf, in order.
     """
 
     info: LeafInfo
     sources: tuple[Source, ...]
     fn: Callable[..., jax.Array] | None = None
+    transforms: tuple[str, ...] = ()
 
     @property
     def source(self) -> Source:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from flaxckpt import (
     _run,
     _steps,
     _training,
+    _util,
     errors,
 )
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
@@ -49,6 +51,7 @@ class Cast:
         return cast(self.pattern, self.dtype, lossy=self.lossy)
 
 
+@_util.guessed_names.explain
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     """Options of `Checkpointer` and `CheckpointCallback`, as plain data.
@@ -137,7 +140,16 @@ class CheckpointConfig:
         Raises:
             OptionError: An option is unknown or invalid.
         """
-        return cls(**_parsing.table("", mapping, _parsing.names(cls)))
+        return cls(
+            **_parsing.table(
+                "",
+                mapping,
+                _parsing.names(cls),
+                answer=functools.partial(
+                    _util.guessed_names.answer, CheckpointConfig.__name__
+                ),
+            )
+        )
 
     @classmethod
     def from_file(cls, path: PathLike, *, group: str | None = None) -> Self:

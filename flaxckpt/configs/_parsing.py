@@ -206,10 +206,22 @@ def axes(key: str, value: Any) -> int | tuple[int, ...]:
 # ---- tables --------------------------------------------------------------------------
 
 
-def table(key: str, value: Any, names: Iterable[str]) -> dict[str, Any]:
+def table(
+    key: str,
+    value: Any,
+    names: Iterable[str],
+    *,
+    answer: Callable[[str], str | None] = lambda name: None,
+) -> dict[str, Any]:
     """Parses a mapping as a dict; rejects keys other than `names`.
 
     ConfigDicts of ml_collections, which are not mappings, have `to_dict`.
+
+    Args:
+        key: The full name of the table; empty for the whole config.
+        value: The mapping.
+        names: The names of the options.
+        answer: Returns what to write instead of an unknown name, if that is known.
     """
     to_dict = getattr(value, "to_dict", None)
     mapping = to_dict() if to_dict else value
@@ -222,6 +234,7 @@ def table(key: str, value: Any, names: Iterable[str]) -> dict[str, Any]:
             advice = f"the options are {', '.join(names)}"
             if near:
                 advice = f"did you mean {prefix}{near[0]}?"
+            advice = answer(name) or advice
             raise errors.OptionError(f"{prefix}{name} is not an option; {advice}")
     return dict(mapping)
 

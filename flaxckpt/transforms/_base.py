@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import inspect
 import logging
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -67,8 +68,31 @@ def apply(
         wanted: On restore, the table of the state to fill.
     """
     for transform in transforms:
-        table = _with_containers(_apply_one(transform, table, wanted))
+        new_table = _with_containers(_apply_one(transform, table, wanted))
+        table = _with_name(transform, new_table, table)
     return table
+
+
+def _with_name(transform: Transform, new: LeafTable, old: LeafTable) -> LeafTable:
+    """Returns the table `new` with the transform's name in the leaves it changed."""
+    [call] = describe([transform])
+    name = call.partition("(")[0].rpartition(".")[2]
+    for path, leaf in new.items():
+        if not _is_same(leaf, old.get(path)):
+            chain = (*leaf.transforms, name)
+            new[path] = dataclasses.replace(leaf, transforms=chain)
+    return new
+
+
+def _is_same(leaf: Leaf, old: Leaf | None) -> bool:
+    if leaf is old or old is None:
+        return leaf is old
+    return (
+        leaf.fn is old.fn
+        and len(leaf.sources) == len(old.sources)
+        and all(map(operator.is_, leaf.sources, old.sources))
+        and leaf.info == old.info
+    )
 
 
 def _apply_one(

@@ -282,6 +282,8 @@ def test_references_in_a_config_dict_are_followed():
             {"keep": [{"lates": 1}]},
             r"keep\[0\].lates is not an option; did you .*latest?",
         ),
+        ({"max_to_keep": 3}, r"max_to_keep .*; write .* keep = \[{latest = 3}\]"),
+        ({"save_interval_steps": 9}, "not an option; write every_steps = 1000"),
         ({"xyz": 1}, "xyz is not an option; the options are directory, keep"),
         ({"keep": {"latest": 1}}, "keep must be a list, found .*dict"),
         ({"keep": [3]}, r"keep\[0\] must be a table, found 3 \(int\)"),

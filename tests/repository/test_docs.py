@@ -7,15 +7,21 @@ is left out.
 
 import contextlib
 import io
+import itertools
 import re
 import sys
 from types import ModuleType
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from etils import epath
 
 import flaxckpt
 from flaxckpt.cli import app
+from flaxckpt.policies import LatestN
 from tests import ROOT
 from tests.helpers import documented_runs
 from tests.helpers.documents import (
@@ -35,6 +41,8 @@ PREPARED = {
     "maps.md": documented_runs.make_model,
     "fine-tune-from-hugging-face.md": documented_runs.make_model,
 }
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 BENCHMARKS = "tests/repository/test_benchmarks.py"
 
@@ -116,6 +124,47 @@ def test_the_recipes_of_the_readme_run_again_as_one_file(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
         exec(code, module.__dict__)
     assert flaxckpt.Checkpointer("finetuned").steps() == [1, 2]  # it has resumed
+
+
+def test_the_readme_begins_with_python():
+    before, python, _ = README.partition("```python")
+    assert python
+    assert before.count("\n") < 25
+    assert "| flaxckpt | Orbax |" in README[README.index("### 5. ") :]
+
+
+def test_lines_of_orbax_and_ours_beside_them_do_the_same(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    header, _, *rows = table_of(README, "with Orbax")
+    assert len(rows) == 10
+    found = []
+    for column, label in enumerate(header):
+        open_run, save, rest = (
+            compile("\n".join(row[column].strip("`") for row in part), label, "exec")
+            for part in (rows[:2], rows[2:4], rows[4:])
+        )
+        folder = epath.Path(tmp_path / label)
+        names = {
+            **{"ocp": ocp, "jax": jax, "flaxckpt": flaxckpt, "LatestN": LatestN},
+            **{"directory": folder / "run", "path": folder / "single"},
+        }
+        exec(open_run, names)
+        for step in (1, 2, 3):
+            names |= {"step": step, "state": {"w": jnp.full(3, step), "n": step}}
+            exec(save, names)
+        exec(rest, names)
+        names["manager"].close()
+        state = jax.tree.map(np.asarray, names["state"])
+        found.append((names["steps"], names["latest"], str(state)))
+    assert found[0] == found[1]
+    assert found[0][:2] == ([2, 3], 3)
+
+
+def table_of(text, first):
+    """Returns the rows of the table that begins with the column `first`."""
+    lines = iter(text[text.index(f"| {first} |") :].splitlines())
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
 def test_the_files_in_the_document_of_the_command_are_those_it_is_run_with(tmp_path):

@@ -56,16 +56,17 @@ def wheel(tmp_path_factory):
     return built
 
 
-def test_the_wheel_has_the_package_with_its_types_and_nothing_else(wheel):
+def test_the_wheel_has_all_files_of_the_package_and_nothing_else(wheel):
+    """Also the scripts, styles and licences beside the modules."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    sources = {
-        str(file.relative_to(ROOT)) for file in (ROOT / "flaxckpt").rglob("*.py")
+    files = {
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "flaxckpt").rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
     }
-    assert {name for name in names if ".dist-info/" not in name} == {
-        *sources,
-        "flaxckpt/py.typed",
-    }
+    assert "flaxckpt/py.typed" in files
+    assert {name for name in names if ".dist-info/" not in name} == files
     assert any(name.endswith("/licenses/LICENSE") for name in names)
 
 
