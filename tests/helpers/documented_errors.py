@@ -237,6 +237,20 @@ def url_as_path():
     flaxckpt.load(Path("s3://bucket/run"))
 
 
+# ---- ArgumentError ------------------------------------------------------------------
+
+
+def argument_of_orbax():
+    flaxckpt.Checkpointer("run", max_to_keep=3)
+
+
+# ---- UnknownNameError ---------------------------------------------------------------
+
+
+def name_of_orbax():
+    flaxckpt.Checkpointer("run").all_steps()
+
+
 # ---- ReadOnlyError ------------------------------------------------------------------
 
 
