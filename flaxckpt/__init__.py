@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     )
     from flaxckpt.partition import abstract_state, parameter_infos
 
+    __version__: str
+
 __all__ = [
     "Ambiguity",
     "ArrayLayout",
@@ -146,7 +148,11 @@ if not TYPE_CHECKING:  # type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            if name == "__version__":
+                return _doors.import_module("importlib.metadata").version(__name__)
+            from flaxckpt._util import guessed_names
+
+            raise guessed_names.unknown_name(__name__, name)
         home = _HOMES.get(name)
         module = _doors.import_module(f"{__name__}.{home or name}")
         value = module if home is None else getattr(module, name)

@@ -12,6 +12,8 @@
     ├── LeafNameError             (ValueError)         leaf names collide or are unsafe
     ├── DatasetStateError         (TypeError)          an iterator without usable state
     ├── OptionError               (ValueError)         invalid arguments
+    │   └── ArgumentError         (TypeError)          a call that Python refuses
+    ├── UnknownNameError          (AttributeError)     a name of another library
     ├── ReadOnlyError             (PermissionError)    writing through a reader
     ├── SaveFailedError           (OSError)            the bytes could not be written
     ├── SaveCancelledError        (RuntimeError)       a save was cancelled
@@ -29,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = [
+    "ArgumentError",
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointFormatError",
@@ -46,6 +49,7 @@ __all__ = [
     "SaveCancelledError",
     "SaveFailedError",
     "StoreError",
+    "UnknownNameError",
     "UnsupportedLeafError",
 ]
 
@@ -78,6 +82,14 @@ class DamagedCheckpointError(CheckpointError, OSError):
 
 class OptionError(CheckpointError, ValueError):
     """Invalid argument value."""
+
+
+class ArgumentError(OptionError, TypeError):
+    """A call with an unknown or missing argument; the message has the right call."""
+
+
+class UnknownNameError(CheckpointError, AttributeError):
+    """An attribute that has another name here; the message has the right name."""
 
 
 class ReadOnlyError(CheckpointError, PermissionError):

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from flaxckpt import _util, errors
 
@@ -70,6 +70,7 @@ class PreservationPolicy(Protocol):
         """
 
 
+@_util.guessed_names.explain
 @dataclass(frozen=True, slots=True)
 class LatestN(PreservationPolicy):
     """Keeps the `n` newest checkpoints; temporary checkpoints are ignored."""
@@ -86,6 +87,7 @@ class LatestN(PreservationPolicy):
         return set(sorted(c.step for c in _permanent(checkpoints))[-self.n :])
 
 
+@_util.guessed_names.explain
 @dataclass(frozen=True, slots=True)
 class LatestDuration(PreservationPolicy):
     """Keeps the checkpoints saved at most `secs` before the newest checkpoint.
@@ -114,6 +116,7 @@ class LatestDuration(PreservationPolicy):
         return set()
 
 
+@_util.guessed_names.explain
 @dataclass(frozen=True, slots=True)
 class BestN(PreservationPolicy):
     """Keeps the `n` checkpoints with the best `metric`; the newer wins a tie.
@@ -127,6 +130,7 @@ class BestN(PreservationPolicy):
     mode: Literal["min", "max"]
 
     def __post_init__(self) -> None:
+        _check_order(self.n)
         object.__setattr__(self, "n", _count("BestN", self.n))
         if not self.metric or not isinstance(self.metric, str):
             raise errors.OptionError(
@@ -151,6 +155,7 @@ class BestN(PreservationPolicy):
         return {step for _, step in scored[-self.n :]}
 
 
+@_util.guessed_names.explain
 @dataclass(frozen=True, slots=True)
 class WithoutMetric(PreservationPolicy):
     """Keeps each checkpoint without `metric`, except temporary checkpoints.
@@ -175,6 +180,7 @@ class WithoutMetric(PreservationPolicy):
         return {c.step for c in _permanent(checkpoints) if self.metric not in c.metrics}
 
 
+@_util.guessed_names.explain
 @dataclass(frozen=True, slots=True)
 class EveryNSteps(PreservationPolicy):
     """Keeps each checkpoint whose step is a multiple of `n`, including 0.
@@ -194,6 +200,7 @@ class EveryNSteps(PreservationPolicy):
         return {c.step for c in _permanent(checkpoints) if c.step % self.n == 0}
 
 
+@_util.guessed_names.explain
 @dataclass(frozen=True, slots=True)
 class EveryNStepsClosest(PreservationPolicy):
     """Keeps the checkpoint closest to each multiple of `n`, including 0.
@@ -223,6 +230,7 @@ class EveryNStepsClosest(PreservationPolicy):
         return set(closest.values())
 
 
+@_util.guessed_names.explain
 @dataclass(frozen=True, slots=True)
 class ExponentialSteps(PreservationPolicy):
     """Keeps each checkpoint whose step is 0, `n`, `n * base`, `n * base**2`, ….
@@ -258,6 +266,7 @@ class ExponentialSteps(PreservationPolicy):
         return kept
 
 
+@_util.guessed_names.explain
 @dataclass(frozen=True, slots=True)
 class EveryNSecs(PreservationPolicy):
     """Keeps the oldest checkpoint, then each at least `secs` newer than the last kept.
@@ -286,6 +295,7 @@ class EveryNSecs(PreservationPolicy):
         return kept
 
 
+@_util.guessed_names.explain
 @dataclass(frozen=True, slots=True)
 class OnSteps(PreservationPolicy):
     """Keeps the given steps, temporary or not."""
@@ -404,6 +414,12 @@ def _to_int(number: object, least: int) -> int | None:
     return whole if whole >= least else None
 
 
+if not TYPE_CHECKING:  # type checkers would accept any name
+
+    def __getattr__(name: str) -> Any:
+        raise _util.guessed_names.unknown_name(__name__, name)
+
+
 def _count(name: str, n: object) -> int:
     count = _to_int(n, 1)
     if count is None:
@@ -412,6 +428,15 @@ def _count(name: str, n: object) -> int:
             " pass no policy at all"
         )
     return count
+
+
+def _check_order(n: object) -> None:
+    """Raises OptionError for a `BestN` that got its metric first."""
+    if isinstance(n, str):
+        raise errors.OptionError(
+            f"BestN takes the number before the metric, got n={n!r}: write"
+            f" BestN(1, {n!r}, 'min')"
+        )
 
 
 def _secs(name: str, secs: object) -> float:

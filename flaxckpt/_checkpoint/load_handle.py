@@ -14,6 +14,7 @@ from flaxckpt import _doors, _util, errors
 from flaxckpt._types import PyTree
 
 
+@_util.guessed_names.explain
 class LoadHandle:
     """A load in progress. The program waits for the load at exit."""
 

@@ -38,6 +38,7 @@ _DIGESTED_BYTES = 2**30
 
 
 @_util.gc_pause.pause()
+@_util.guessed_names.explain
 def load(
     path: PathLike,
     abstract_state: PyTree | None = None,
@@ -114,6 +115,7 @@ def load(
     return restore(stored, abstract_state, options, counter)
 
 
+@_util.guessed_names.explain
 def load_async(
     path: PathLike,
     abstract_state: PyTree | None = None,
@@ -254,6 +256,7 @@ def _file_digest(stored: Stored) -> str | None:
 
 
 @_util.gc_pause.pause()
+@_util.guessed_names.explain
 def plan(
     path: PathLike,
     abstract_state: PyTree,

@@ -32,6 +32,7 @@ _SMALL_LEAF_BYTES = 128 * 2**10
 # ---- public functions -----------------------------------------------------------
 
 
+@_util.guessed_names.explain
 def save(
     path: PathLike,
     state: PyTree,
@@ -88,6 +89,7 @@ def save(
     ).wait()
 
 
+@_util.guessed_names.explain
 def save_async(
     path: PathLike,
     state: PyTree,

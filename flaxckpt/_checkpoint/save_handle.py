@@ -50,6 +50,7 @@ class SaveResult:
     tier: Literal["directory", "staging"] = "directory"
 
 
+@_util.guessed_names.explain
 class SaveHandle:
     """A save in progress. The program waits for the save at exit."""
 

@@ -46,6 +46,7 @@ from flaxckpt.transforms import _base as _transforms
 _log = logging.getLogger(__name__)
 
 
+@_util.guessed_names.explain
 class Checkpointer:
     """Saves, finds, restores and deletes the steps in a run directory.
 
@@ -207,7 +208,8 @@ class Checkpointer:
         dataset: Any = None,
         metadata: Mapping[str, JSON] | None = None,
         json: Mapping[str, JSON] | None = None,
-        on_exists: Literal["error", "skip", "overwrite"] = "error",
+        on_exists: Literal["error", "skip", "overwrite"] | None = None,
+        overwrite: bool | None = None,
         temporary: bool = False,
     ) -> SaveHandle:
         """Saves `state` as `step`; returns when a snapshot of the state is taken.
@@ -222,8 +224,9 @@ class Checkpointer:
             dataset: An iterator; its position is saved in the same commit.
             metadata: Your own JSON about this step.
             json: Item -> JSON to save as an item of its own; see `metadata(step).json`.
-            on_exists: Action for an existing step. An overwritten step keeps its pin. A
-                skipped step becomes permanent unless `temporary`.
+            on_exists: Action for an existing step, by default "error". An overwritten
+                step keeps its pin. A skipped step becomes permanent unless `temporary`.
+            overwrite: True is `on_exists="overwrite"`.
             temporary: True to delete the step after the next permanent step, or after
                 two newer steps. A policy such as `BestN` may still keep the step.
 
@@ -238,10 +241,6 @@ class Checkpointer:
         """
         started = time.monotonic()
         self._session.check_writable("save")
-        if on_exists not in ("error", "skip", "overwrite"):
-            raise errors.OptionError(
-                f"on_exists must be 'error', 'skip' or 'overwrite', got {on_exists!r}"
-            )
         step = _steps.names.check(step)
         request = self._saves.request(
             step,
@@ -249,7 +248,7 @@ class Checkpointer:
             dataset=dataset,
             metadata=metadata or {},
             json=json or {},
-            on_exists=on_exists,
+            on_exists=_choose_action(on_exists, overwrite),
             temporary=temporary,
             started=started,
         )
@@ -622,6 +621,27 @@ class Checkpointer:
     def _repr_html_(self) -> str:
         """Returns an HTML card of the current steps, without reading arrays."""
         return card.of_run(self, self._run.path)
+
+
+def _choose_action(
+    on_exists: Literal["error", "skip", "overwrite"] | None, overwrite: bool | None
+) -> Literal["error", "skip", "overwrite"]:
+    """Returns the action for an existing step, from the two arguments that set it.
+
+    Raises:
+        OptionError: The arguments are invalid, or contradict each other.
+    """
+    if overwrite is not None:
+        _util.arguments.check_choice("overwrite", overwrite, (True, False))
+    if on_exists is None:
+        return "overwrite" if overwrite else "error"
+    _util.arguments.check_choice("on_exists", on_exists, ("error", "skip", "overwrite"))
+    if overwrite is not None and overwrite != (on_exists == "overwrite"):
+        raise errors.OptionError(
+            f"on_exists={on_exists!r} and overwrite={overwrite} contradict each other:"
+            " pass one of them"
+        )
+    return on_exists
 
 
 def session_of(checkpointer: Checkpointer) -> Session:

@@ -31,6 +31,7 @@ REQUEUE_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: a temporary failure; the program may be started again."""
 
 
+@_util.guessed_names.explain
 class CheckpointCallback:
     """Saves at chosen steps of a training loop, and restores at the beginning.
 

@@ -121,6 +121,27 @@ def test_an_existing_step_is_kept_skipped_or_replaced(run_dir):
             ckpt.save(3, state(4), on_exists="maybe")
 
 
+def test_overwrite_replaces_a_step_as_in_the_function_save(run_dir):
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        ckpt.save(3, state(3), overwrite=False)
+        ckpt.save(3, state(4), overwrite=True)
+        ckpt.save(3, state(5), overwrite=True, on_exists="overwrite")
+        ckpt.save(3, state(6), overwrite=False, on_exists="skip")
+        ckpt.wait()
+        strategies.assert_same(state(5), ckpt.restore())
+        with pytest.raises(errors.CheckpointExistsError):
+            ckpt.save(3, state(4), overwrite=False)
+        for on_exists, overwrite in (
+            ("error", True),
+            ("skip", True),
+            ("overwrite", False),
+        ):
+            with pytest.raises(errors.OptionError, match="contradict"):
+                ckpt.save(3, state(4), on_exists=on_exists, overwrite=overwrite)
+        with pytest.raises(errors.OptionError, match="overwrite must be True or False"):
+            ckpt.save(3, state(4), overwrite="yes")
+
+
 @pytest.mark.parametrize("step", [-1, 1.5, "3", None])
 def test_a_step_that_is_no_whole_number_is_refused(run_dir, step):
     with flaxckpt.Checkpointer(run_dir) as ckpt, pytest.raises(errors.OptionError):

@@ -1,0 +1,230 @@
+"""Names of other libraries get an error of one line that says the right name."""
+
+import copy
+import dataclasses
+import inspect
+import pickle
+import re
+import traceback
+
+import numpy as np
+import pytest
+from flax.training import checkpoints
+
+import flaxckpt
+from flaxckpt import errors, policies, transforms
+from flaxckpt._util import guessed_names
+from flaxckpt._util.guessed_names import ANSWERS, CALL
+
+
+def find(place):
+    """Returns the module, class, function or method of a place in the table."""
+    if place.startswith("flaxckpt"):
+        return {"flaxckpt": flaxckpt, "flaxckpt.policies": policies}[place]
+    owner, _, method = place.partition(".")
+    home = flaxckpt if owner in flaxckpt.__all__ else policies
+    return getattr(getattr(home, owner), method) if method else getattr(home, owner)
+
+
+def parameters(found):
+    return {} if inspect.ismodule(found) else inspect.signature(found).parameters
+
+
+@pytest.mark.parametrize("place", ANSWERS)
+def test_a_guessed_name_is_answered_in_one_line(place):
+    found = find(place)
+    for name, answer in ANSWERS[place].items():
+        if name == CALL:
+            continue
+        assert name not in parameters(found)
+        if inspect.ismodule(found):
+            assert not hasattr(found, name)
+            with pytest.raises(errors.UnknownNameError) as raised:
+                getattr(found, name)
+        else:
+            self = [None] if "." in place else []
+            with pytest.raises(errors.ArgumentError) as raised:
+                found(*self, **{name: 1})
+            assert isinstance(raised.value, TypeError)
+        assert str(raised.value) == f"{place} has no {name}: {answer}"
+
+
+@pytest.mark.parametrize("place", [p for p in ANSWERS if p != "flaxckpt"])
+def test_answers_name_arguments_and_functions_that_exist(place):
+    known = parameters(find(place))
+    callables = {
+        *dir(flaxckpt),
+        *dir(flaxckpt.Checkpointer),
+        *dir(flaxckpt.CheckpointCallback),
+        *dir(flaxckpt.SaveHandle),
+        *dir(policies),
+        *dir(transforms),
+        "on_step",
+    }
+    for answer in set(ANSWERS[place].values()):
+        if keyword := re.match(r"write (\w+)=", answer):
+            assert keyword[1] in known, answer
+        assert set(re.findall(r"(\w+)\(", answer)) <= callables, answer
+
+
+def test_attributes_of_objects_are_answered(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as checkpointer:
+        handle = checkpointer.save(1, {"w": np.zeros(3)})
+        on_step = flaxckpt.CheckpointCallback(checkpointer, every_steps=1)
+        for owner, name, answer in (
+            (checkpointer, "all_steps", "steps()"),
+            (checkpointer, "latest", "latest_step()"),
+            (checkpointer, "max_to_keep", "keep=[LatestN(3)]"),
+            (on_step, "should_save", "on_step(step, state), which returns if it saved"),
+            (handle, "result", "wait()"),
+        ):
+            assert not hasattr(owner, name)
+            assert getattr(owner, name, None) is None
+            wanted = re.escape(f"{type(owner).__name__} has no {name}: write {answer}")
+            with pytest.raises(AttributeError, match=f"^{wanted}$") as raised:
+                getattr(owner, name)
+            # Python adds no guess of its own when it prints the error.
+            printed = traceback.format_exception(raised.value)
+            assert "Did you mean" not in printed[-1]
+
+
+def test_other_names_get_the_errors_of_python(tmp_path):
+    checkpointer = flaxckpt.Checkpointer(tmp_path)
+    with pytest.raises(AttributeError, match="'Checkpointer' object has no") as raised:
+        _ = checkpointer.stepz
+    assert raised.value.name == "stepz"
+    assert raised.value.obj is checkpointer
+    with pytest.raises(TypeError, match="unexpected keyword argument 'kep'") as wrong:
+        flaxckpt.Checkpointer(tmp_path, kep=())
+    assert not isinstance(wrong.value, errors.CheckpointError)
+
+
+def test_a_type_error_inside_a_call_stays(tmp_path):
+    def fail():
+        raise TypeError("argument 'max_to_keep' of another function")
+
+    with pytest.raises(TypeError, match="of another function") as raised:
+        flaxckpt.Checkpointer(tmp_path, metrics_from=fail, sinks=iter_that_fails())
+    assert type(raised.value) is TypeError
+
+
+def iter_that_fails():
+    raise TypeError("argument 'max_to_keep' of another function")
+
+
+def test_an_attribute_error_inside_a_property_stays():
+    @guessed_names.explain
+    class SaveHandle:
+        @property
+        def broken(self):
+            return self.inner
+
+    with pytest.raises(AttributeError, match="no attribute 'inner'"):
+        _ = SaveHandle().broken
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: policies.BestN("loss", 1),
+        lambda: policies.BestN("loss", 1, "min"),
+        lambda: policies.BestN(1, "loss"),
+        lambda: policies.BestN(best_fn=lambda metrics: metrics["loss"]),
+    ],
+)
+def test_swapped_arguments_of_best_n_are_answered(call):
+    with pytest.raises(errors.OptionError) as raised:
+        call()
+    [line] = str(raised.value).replace("'", '"').splitlines()
+    assert line.endswith('write BestN(1, "loss", "min")')
+
+
+def test_wrong_calls_say_how_to_call(tmp_path):
+    checkpointer = flaxckpt.Checkpointer(tmp_path)
+    for call, wanted in (
+        (lambda: flaxckpt.Checkpointer(tmp_path, 3), "keep=[LatestN(3)]"),
+        (lambda: flaxckpt.save({"w": 1}), "write save(path, state)"),
+        (lambda: checkpointer.save({"w": 1}), "write save(step, state)"),
+        (lambda: policies.LatestN(), "write LatestN(3)"),
+    ):
+        with pytest.raises(errors.ArgumentError, match=re.escape(wanted)):
+            call()
+
+
+def test_explained_objects_are_as_before():
+    policy = policies.BestN(2, "loss", "max")
+    assert pickle.loads(pickle.dumps(policy)) == copy.deepcopy(policy) == policy
+    assert list(inspect.signature(policies.BestN).parameters) == ["n", "metric", "mode"]
+    assert flaxckpt.load.__module__ == "flaxckpt._checkpoint.restore"
+    with pytest.raises(errors.ArgumentError) as raised:
+        policies.LatestN(keep_n=3)
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert str(again) == str(raised.value)
+
+
+# ---- the table has the names of other libraries --------------------------------------
+
+
+def test_all_policies_and_transforms_are_found_from_the_package():
+    names = set(ANSWERS["flaxckpt"])
+    public = {n for n in policies.__all__ if n[0].isupper()}
+    assert public - names == {"PreservationPolicy", "Ranked"}
+    functions = {n for n in transforms.__all__ if n[0].islower()}
+    assert functions <= names
+
+
+def missing(theirs, place, *others):
+    """Returns the names of another library that are neither ours nor in the table."""
+    found = find(place)
+    known = {*ANSWERS[place], *parameters(found), *dir(found), *others}
+    return {name for name in theirs if not name.startswith("_")} - known
+
+
+def test_names_of_orbax_are_known_or_answered():
+    ocp = pytest.importorskip("orbax.checkpoint")
+    from orbax.checkpoint import v1
+
+    def arguments(function):
+        return set(inspect.signature(function).parameters) - {"self"}
+
+    manager, options = ocp.CheckpointManager, ocp.CheckpointManagerOptions
+    assert not missing(dir(manager), "Checkpointer")
+    assert not missing(dir(v1.training.Checkpointer), "Checkpointer")
+    assert not missing((f.name for f in dataclasses.fields(options)), "Checkpointer")
+    assert not missing(arguments(manager.__init__), "Checkpointer")
+    assert not missing(arguments(v1.training.Checkpointer.__init__), "Checkpointer")
+    assert not missing(arguments(manager.save), "Checkpointer.save")
+    assert not missing(arguments(manager.restore), "Checkpointer.restore")
+    standard = ocp.StandardCheckpointer
+    assert not missing(arguments(standard.save), "save")
+    assert not missing(arguments(standard.restore), "load")
+    theirs = v1.training.preservation_policies
+    names = {n for n, f in vars(theirs).items() if dataclasses.is_dataclass(f)}
+    assert not missing(names, "flaxckpt.policies", "PreservationContext")
+
+
+def test_names_of_flax_are_known_or_answered():
+    def arguments(function):
+        return set(inspect.signature(function).parameters)
+
+    assert not missing(
+        {"save_checkpoint", "restore_checkpoint", "latest_checkpoint"}, "flaxckpt"
+    )
+    assert not missing({"save_checkpoint_multiprocess", "available_steps"}, "flaxckpt")
+    assert not missing(arguments(checkpoints.save_checkpoint), "save")
+    assert not missing(arguments(checkpoints.save_checkpoint_multiprocess), "save")
+    assert not missing(arguments(checkpoints.restore_checkpoint), "load")
+
+
+def test_arguments_of_trainers_are_answered():
+    """Of Hugging Face's TrainingArguments, and of Lightning's ModelCheckpoint."""
+    huggingface = {
+        *("output_dir", "save_total_limit", "load_best_model_at_end"),
+        *("metric_for_best_model", "greater_is_better", "save_steps", "save_strategy"),
+    }
+    assert not missing(huggingface, "Checkpointer")
+    lightning = {
+        *("monitor", "save_top_k", "mode", "every_n_train_steps"),
+        "train_time_interval",
+    }
+    assert not missing(lightning, "CheckpointCallback")
