@@ -33,7 +33,7 @@ def of_run(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
     except Exception as error:  # a notebook would show a traceback instead
         _log.warning("cannot show %s: %s", run.directory, error)
         text = f"cannot be read: {error}"
-        message = _util.html.element("div", text, style=_util.html.SOFT)
+        message = _util.html.element("div", text, style=_util.card.SOFT)
         return _frame(run, message)
 
 
@@ -50,7 +50,7 @@ def _card(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
     best = {str(policy) for policy in bests}
     titles = ["step", *columns, "size", "kept by"]
     numbers = range(len(columns) + 2)
-    rows = [_util.html.card_row(titles, numbers, tag="th")]
+    rows = [_util.card.row(titles, numbers, tag="th")]
     for step in reversed(shown):
         usage = sizes[step]
         cells = [
@@ -60,9 +60,7 @@ def _card(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
             ", ".join(reasons[step]) or "none: to be deleted",
         ]
         is_best = not best.isdisjoint(reasons[step])
-        rows.append(
-            _util.html.card_row(cells, numbers, is_bold=is_best, data_step=step)
-        )
+        rows.append(_util.card.row(cells, numbers, is_bold=is_best, data_step=step))
     summary = [_util.humanize.count(len(steps), "step")]
     if steps:
         summary.append(f"newest {max(steps)}")
@@ -71,13 +69,13 @@ def _card(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
         summary.append(f"best {', '.join(map(str, best_steps))}")
     if len(reasons) > len(shown):
         summary.append(f"the newest {len(shown)} are shown")
-    line = _util.html.element("div", ", ".join(summary), style=_util.html.SOFT)
-    return _frame(run, line, *([_util.html.card_table(*rows)] if shown else []))
+    line = _util.html.element("div", ", ".join(summary), style=_util.card.SOFT)
+    return _frame(run, line, *([_util.card.table(*rows)] if shown else []))
 
 
 def _frame(run: Checkpointer, *parts: Markup) -> str:
     name = run.directory.name or str(run.directory)
-    return _util.html.card(f"Checkpointer {name}", run.directory, *parts)
+    return _util.card.frame(f"Checkpointer {name}", run.directory, *parts)
 
 
 def _number(metrics: Mapping[str, float], name: str) -> str:

@@ -9,6 +9,7 @@ from flaxckpt import _doors
 if TYPE_CHECKING:
     from flaxckpt._util import (
         arguments,
+        card,
         folding,
         forks,
         gc_pause,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "arguments",
+    "card",
     "folding",
     "forks",
     "gc_pause",

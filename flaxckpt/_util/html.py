@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import html
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from flaxckpt import errors
@@ -52,61 +52,6 @@ def text(value: object) -> Markup:
     if isinstance(value, Markup):
         return value
     return Markup(html.escape(errors.printable(str(value))))
-
-
-# Notebooks have their own style sheets, and are light or dark by their own switches.
-_CARD = (
-    "display:inline-block;box-sizing:border-box;max-width:100%;overflow-x:auto;"
-    "padding:10px 14px;border:1px solid rgba(128,128,128,.4);border-radius:8px;"
-    "font:13px/1.45 system-ui,sans-serif"
-)
-SOFT = "opacity:.7;font-size:12px"
-_LEFT = "text-align:left;padding:2px 18px 2px 0"
-_RIGHT = (
-    "text-align:right;white-space:nowrap;padding:2px 18px 2px 0;"
-    "font-variant-numeric:tabular-nums"
-)
-
-
-def card(title: str, path: object, *parts: Markup) -> Markup:
-    """Returns a card for notebooks: a title, a path and `parts` in a frame."""
-    return element(
-        "div",
-        element("strong", title),
-        element("div", path, style=SOFT),
-        *parts,
-        style=_CARD,
-    )
-
-
-def card_table(*rows: Markup) -> Markup:
-    """Returns the table of a card."""
-    return element("table", *rows, style="border-collapse:collapse;margin:0")
-
-
-def card_row(
-    cells: Sequence[str],
-    numbers: Collection[int],
-    *,
-    tag: str = "td",
-    is_bold: bool = False,
-    **attributes: object,
-) -> Markup:
-    """Returns a row of the table of a card.
-
-    Args:
-        cells: The texts.
-        numbers: The columns that are aligned to the right.
-        tag: The tag of cells, `td` or `th`.
-        is_bold: Whether to print the row in bold type.
-        **attributes: Attributes of the row.
-    """
-    weight = ";font-weight:600" if is_bold else ""
-    elements = [
-        element(tag, cell, style=(_RIGHT if n in numbers else _LEFT) + weight)
-        for n, cell in enumerate(cells)
-    ]
-    return element("tr", *elements, **attributes)
 
 
 _MINUTES = "%Y-%m-%d %H:%M"

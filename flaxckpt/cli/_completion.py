@@ -47,14 +47,11 @@ def complete_leaf(
     leaves: Iterable[str] = ()
     path = _find_path(ctx)
     with contextlib.suppress(Exception):
-        from flaxckpt.cli import _app
         from flaxckpt.formats import _locate
 
         if path is not None:
-            place = _app.locate_step(
-                path, ctx.params.get("step"), ctx.params.get("step_format")
-            )
-            leaves = _locate.read_metadata(*place).leaves
+            step, form = ctx.params.get("step"), ctx.params.get("step_format")
+            leaves = _locate.read_metadata(path, step, step_format=form).leaves
     names = _children(leaves, incomplete)
     while len(names) == 1 and names[0].endswith("/"):  # the shell would add a space
         names = _children(leaves, names[0])

@@ -27,17 +27,17 @@ def as_text(metadata: CheckpointMetadata) -> str:
 def as_card(metadata: CheckpointMetadata) -> str:
     """Returns an HTML card with the metrics and the branches of the state."""
     head = [_headline(metadata), *_notes(metadata)]
-    parts = [_util.html.element("div", line, style=_util.html.SOFT) for line in head]
+    parts = [_util.html.element("div", line, style=_util.card.SOFT) for line in head]
     names = list(metadata.metrics)
     rows = [
-        _util.html.card_row([name, _util.humanize.number(metadata.metrics[name])], (1,))
+        _util.card.row([name, _util.humanize.number(metadata.metrics[name])], (1,))
         for name in names[:_BRANCHES]
     ]
     if rows:
-        parts.append(_util.html.card_table(*rows))
+        parts.append(_util.card.table(*rows))
     parts.append(_branch_table(metadata))
     name = PurePosixPath(metadata.path).name
-    return _util.html.card(f"Checkpoint {name}", metadata.path, *parts)
+    return _util.card.frame(f"Checkpoint {name}", metadata.path, *parts)
 
 
 def _branch_table(metadata: CheckpointMetadata) -> Markup:
@@ -47,14 +47,14 @@ def _branch_table(metadata: CheckpointMetadata) -> Markup:
         count = counts.setdefault(path.partition("/")[0], [0, 0])
         count[0] += 1
         count[1] += _arrays.forms.stored_bytes(info)
-    header = _util.html.card_row(["branch", "leaves", "size"], (1, 2), tag="th")
+    header = _util.card.row(["branch", "leaves", "size"], (1, 2), tag="th")
     rows = [
-        _util.html.card_row([name, f"{n:,}", _util.humanize.size(size)], (1, 2))
+        _util.card.row([name, f"{n:,}", _util.humanize.size(size)], (1, 2))
         for name, (n, size) in list(counts.items())[:_BRANCHES]
     ]
     if more := len(counts) - len(rows):
-        rows.append(_util.html.card_row([f"… and {more} more", "", ""], (1, 2)))
-    return _util.html.card_table(header, *rows) if rows else _util.html.NOTHING
+        rows.append(_util.card.row([f"… and {more} more", "", ""], (1, 2)))
+    return _util.card.table(header, *rows) if rows else _util.html.NOTHING
 
 
 def _headline(metadata: CheckpointMetadata) -> str:
