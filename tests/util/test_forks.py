@@ -332,7 +332,8 @@ def test_a_fork_works_while_threads_of_its_parent_save_and_tell(run, tmp_path):
         """
     )
     assert told == [
-        "[('committed', 7), ('restored', 7), ('snapshot', 7), ('started', 7)]",
+        "[('committed', 7), ('measured', 7), ('restored', 7), ('snapshot', 7),"
+        " ('started', 7)]",
         "[1]",
         "0 [1, 2, 3, 7]",
     ]
