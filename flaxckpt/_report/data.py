@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from flaxckpt._inspect.listing import Step
+from flaxckpt._report.copies import Copy
 from flaxckpt.formats._reader import Lineage
 
 
@@ -81,12 +82,39 @@ class MetricValue(NamedTuple):
         stays: True if any reason keeps the step.
         best: `best` or `among the best` by a policy; without a policy for the metric,
             `lowest` or `highest`; None for other values.
+        is_deleted: True if the step was deleted since.
     """
 
     step: int
     value: float
     stays: bool
     best: str | None
+    is_deleted: bool = False
+
+
+class SavedStep(NamedTuple):
+    """A step that was saved at some time, and may be deleted since.
+
+    Attributes:
+        step: The step.
+        saved: The time of the save, in seconds since 1970, or None.
+        bytes: Bytes written, or None.
+        metrics: The metrics of the step, as far as known.
+        blocked_secs: Seconds that training waited, or None.
+        total_secs: Seconds until the step was durable, or None.
+        deleted: The time of the deletion, NaN if not recorded; None for an existing
+            step.
+        reason: The reason of the deletion, or None.
+    """
+
+    step: int
+    saved: float | None
+    bytes: int | None
+    metrics: Mapping[str, float]
+    blocked_secs: float | None
+    total_secs: float | None
+    deleted: float | None
+    reason: str | None
 
 
 class Part(NamedTuple):
@@ -110,11 +138,30 @@ class Part(NamedTuple):
     bytes: int
 
 
+class TreeRow(NamedTuple):
+    """A container or a leaf of a state.
+
+    Attributes:
+        path: The leaf path, or the common prefix of the leaves; empty for the root.
+        depth: The number of keys in `path`.
+        leaves: The number of leaves.
+        bytes: The size of the values, uncompressed.
+        type: The type of a leaf; None for a container.
+    """
+
+    path: str
+    depth: int
+    leaves: int
+    bytes: int
+    type: str | None
+
+
 class ChangedLeaf(NamedTuple):
     """A leaf that differs between two steps.
 
     Attributes:
         path: The leaf path.
+        group: The part of the state: `params`, or a part of the optimizer.
         what: The difference, as `LeafDiff.kind`; or `only in` a step.
         shown: The type, or both types.
         different: The number of different elements.
@@ -123,6 +170,7 @@ class ChangedLeaf(NamedTuple):
     """
 
     path: str
+    group: str
     what: str
     shown: str
     different: int
@@ -138,6 +186,7 @@ class Change(NamedTuple):
         step_b: The second step.
         leaves: The leaves that differ, the largest changes first.
         equal: The number of equal leaves.
+        equal_in: Group -> the number of its equal leaves; the optimizer comes last.
         bytes_compared: Size of the values of one step.
     """
 
@@ -145,6 +194,7 @@ class Change(NamedTuple):
     step_b: int
     leaves: tuple[ChangedLeaf, ...]
     equal: int
+    equal_in: Mapping[str, int]
     bytes_compared: int
 
 
@@ -185,6 +235,11 @@ class Integrity(NamedTuple):
     detail: str
     bytes_checked: int
 
+    @property
+    def is_bad(self) -> bool:
+        """True if the checkpoint is damaged or could not be read."""
+        return self.state in ("damaged", "unread")
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -199,13 +254,17 @@ class Report:
         bytes: The size on disk; None in object stores.
         policies: The policies that give the reasons.
         steps: The checkpoints, the oldest first, with metrics and reasons.
+        history: The steps that were ever saved, the oldest first; with existing ones.
         saves: The saves, in order.
         happened: Other events in the journal, in order.
-        metrics: Name -> values by step.
+        metrics: Name -> values by step, of existing and deleted steps.
         shown: The checkpoint that `parts` describes; None if none can be read.
         total_bytes: The size of all its arrays, uncompressed.
         leaves: The number of its leaves.
-        parts: The sizes of its parts; they add up to `total_bytes`.
+        copies: Its containers that repeat the shapes of another one.
+        parts: The sizes of its other parts; with the copies, they add up to
+            `total_bytes`.
+        tree: Its other containers and leaves, each container before its content.
         change: The differences between two steps.
         positions: The positions of dataset iterators, the oldest step first.
         lineage: The checkpoints that the run started from, the nearest first.
@@ -221,13 +280,16 @@ class Report:
     bytes: int | None
     policies: tuple[str, ...]
     steps: tuple[Step, ...]
+    history: tuple[SavedStep, ...]
     saves: tuple[Save, ...]
     happened: tuple[OtherEvent, ...]
     metrics: Mapping[str, tuple[MetricValue, ...]]
     shown: str | None
     total_bytes: int
     leaves: int
+    copies: tuple[Copy, ...]
     parts: tuple[Part, ...]
+    tree: tuple[TreeRow, ...]
     change: Change | None
     positions: tuple[Position, ...]
     lineage: tuple[Lineage, ...]
@@ -245,4 +307,4 @@ class Report:
 
         Checkpoints that were not checked do not count.
         """
-        return all(check.state not in ("damaged", "unread") for check in self.integrity)
+        return not any(check.is_bad for check in self.integrity)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from flaxckpt._report.data import OtherEvent, Save
+from flaxckpt._inspect.listing import Step
+from flaxckpt._report.data import OtherEvent, Save, SavedStep
 from flaxckpt._steps.event import Event
 from flaxckpt._types import JSON
 
@@ -95,8 +96,31 @@ _LONGEST = 1e9
 """Seconds. Values in a journal are untrusted."""
 
 
-def deleted_steps(events: Sequence[OtherEvent]) -> tuple[int, ...]:
-    """Returns the steps deleted according to the journal, ascending."""
+def steps(
+    events: Iterable[Event], saves: Sequence[Save], existing: Sequence[Step]
+) -> tuple[SavedStep, ...]:
+    """Returns the steps that were ever saved, ascending, with those on the disk."""
+    durable = {s.step: s for s in saves if s.outcome == "durable"}
+    deletions = {event.step: event for event in events if event.kind == "deleted"}
+    present = {step.step: step for step in existing}
+    numbers = {n for n in (*durable, *deletions, *present) if n is not None}
+    history = []
+    for number in sorted(numbers):
+        step, save = present.get(number), durable.get(number)
+        gone = deletions.get(number)
+        saved = SavedStep(number, None, None, {}, None, None, None, None)
+        if save is not None:
+            saved = saved._replace(
+                saved=save.began,
+                bytes=save.bytes,
+                blocked_secs=save.blocked_secs,
+                total_secs=save.total_secs,
+            )
+        if step is not None:
+            saved = saved._replace(saved=step.created, metrics=step.metrics)
+        elif gone is not None:
+            saved = saved._replace(deleted=gone.time, reason=_why(gone))
+        history.append(saved)
     return tuple(
-        sorted({e.step for e in events if e.kind == "deleted" and e.step is not None})
+        each for each in history if each.step in present or each.deleted is not None
     )

@@ -1,1 +1,11 @@
 """SVG charts: functions from numbers to markup."""
+
+from __future__ import annotations
+
+from flaxckpt._report.charts import curves as curves
+from flaxckpt._report.charts import share_bar as share_bar
+from flaxckpt._report.charts import step_strip as step_strip
+from flaxckpt._report.charts import timeline as timeline
+from flaxckpt._report.charts import treemap as treemap
+
+__all__ = ["curves", "share_bar", "step_strip", "timeline", "treemap"]
