@@ -119,6 +119,7 @@ def write(
     writer: int | None = None,
     segment_bytes: int = sys.maxsize,
     pace: Pace | None = None,
+    observe: Callable[[list[HostArray]], object] | None = None,
 ) -> Checksums:
     """Writes `arrays` under `root` as zarr.
 
@@ -140,6 +141,8 @@ def write(
         segment_bytes: Bytes of the segments of chunks that are verified on their own.
         pace: The pace of the threads that write chunk files to a disk; None for full
             speed. Threads of TensorStore serve the whole program, so they have none.
+        observe: Called with the arrays of each batch after the write, while they are in
+            host memory; None for no call.
 
     Returns:
         The checksums of the segments of all chunks with several segments.
@@ -162,7 +165,9 @@ def write(
         pace,
     )
     at_once = min(max_concurrent_bytes, to_host.STAGED_BYTES)
-    with contextlib.closing(to_host.staged(arrays, at_once)) as batches:
+    with contextlib.closing(to_host.staged(arrays, at_once)) as staged:
+        batches: Iterable[list[HostArray]]
+        batches = staged if observe is None else _observed(staged, observe)
         if ocdbt:
             _write_databases(target, batches)
             return {}
@@ -170,6 +175,15 @@ def write(
         for batch in batches:
             checksums |= _write_directories(target, batch)
         return checksums
+
+
+def _observed(
+    batches: Iterable[list[HostArray]], observe: Callable[[list[HostArray]], object]
+) -> Iterator[list[HostArray]]:
+    """Yields the batches; calls `observe` with each when the caller has written it."""
+    for batch in batches:
+        yield batch
+        observe(batch)
 
 
 def _write_directories(target: _Target, arrays: Iterable[HostArray]) -> Checksums:

@@ -73,6 +73,7 @@ class SaveRequest:
         markers: Step markers to write: file name -> content.
         cancellation: Decides whether the save is cancelled or may commit.
         pace: Whether the writing threads give way to the program.
+        sampler: Samples the arrays while they are written; None for no statistics.
         is_item: Whether `path` is an item of a step that another program commits: a
             directory that the program makes before the write.
     """
@@ -94,6 +95,7 @@ class SaveRequest:
     markers: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     cancellation: Cancellation = dataclasses.field(default_factory=Cancellation)
     pace: Pace = dataclasses.field(default_factory=Pace)
+    sampler: _arrays.sample.Sampler | None = None
     is_item: bool = False
 
     @property
@@ -303,6 +305,9 @@ def write_arrays(
         snapshot.request.cancellation.check()
         snapshot.request.count(size)
 
+    sampler = snapshot.request.sampler
+    if sampler is not None:
+        sampler.choose(snapshot.arrays)
     write = functools.partial(
         _arrays.write.write,
         encoding=snapshot.contents.encoding,
@@ -315,9 +320,15 @@ def write_arrays(
     )
     if not snapshot.contents.ocdbt:
         size = snapshot.contents.segment_bytes() or sys.maxsize
+        if sampler is not None:
+            write = functools.partial(write, observe=sampler.add)
         return write(root, snapshot.arrays, segment_bytes=size)
     for item in snapshot.contents.items.trees:  # a database each
         start = _native.items.prefix(item)
+        if sampler is not None:
+            write = functools.partial(
+                write, observe=functools.partial(sampler.add, prefix=start)
+            )
         write(
             root / item,
             [

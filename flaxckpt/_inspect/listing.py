@@ -58,12 +58,14 @@ class Listing:
         steps: The checkpoints, the oldest first.
         bytes: The size of all their files, with shared files counted once; None in
             object stores.
+        keep: The policies, given or recorded by the run; None if unknown.
     """
 
     path: str
     is_run: bool
     steps: tuple[Step, ...]
     bytes: int | None
+    keep: tuple[PreservationPolicy, ...] | None = None
 
     @property
     def has_damage(self) -> bool:
@@ -81,7 +83,7 @@ def listing(
 
     Args:
         path: A run directory, or a checkpoint.
-        keep: The policies of the run, which are not recorded.
+        keep: The policies of the run; by default those that the run has recorded.
         step_format: The format of step names; detected by default.
 
     Raises:
@@ -94,8 +96,10 @@ def listing(
         step = _describe(None, root, usage)
         return Listing(str(root), False, (step,), step.bytes)
     view = run_view.survey(root, step_format)
-    reasons = view.explain(keep)
-    best = {str(policy) for policy in keep if isinstance(policy, policies.BestN)}
+    rules = view.rules(keep)
+    used = () if rules is None else rules.keep
+    reasons = view.explain(used)
+    best = {str(policy) for policy in used if isinstance(policy, policies.BestN)}
     counted: set[_run.disk_usage.FileId] = set()
     steps, total = [], 0
     for number, step_path in _shown([*view.paths.items()], root):
@@ -112,7 +116,13 @@ def listing(
         )
         steps.append(step)
     is_known = all(step.bytes is not None for step in steps)
-    return Listing(str(root), True, _mark_newest(steps), total if is_known else None)
+    return Listing(
+        str(root),
+        True,
+        _mark_newest(steps),
+        total if is_known else None,
+        None if rules is None else rules.keep,
+    )
 
 
 def _shown(steps: Sequence[_Step], root: Path) -> Iterator[_Step]:

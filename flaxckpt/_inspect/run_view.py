@@ -1,7 +1,7 @@
 """Views and prunes a run directory from outside of the run.
 
-A directory does not record its policies, so they are arguments. The format of step
-names is detected, or an argument.
+The journal of a run has its rules of retention; other runs need them as arguments. The
+format of step names is detected, or an argument.
 """
 
 from __future__ import annotations
@@ -51,20 +51,34 @@ class RunView:
             for step, path in self.paths.items()
         )
 
-    def explain(self, keep: Sequence[PreservationPolicy]) -> dict[int, list[str]]:
-        """Returns the reasons to keep each step by the policies `keep`, oldest first.
+    def rules(self, keep: Sequence[PreservationPolicy] = ()) -> Rules | None:
+        """Returns rules with the policies `keep`; without any, the recorded rules.
+
+        Returns:
+            The rules; None if there are no policies and no recorded rules.
+        """
+        if keep:
+            return Rules(keep=policies.check(keep, "keep"))
+        recorded = _run.settings.read(self.root)
+        return None if recorded is None else recorded.rules
+
+    def explain(self, keep: Sequence[PreservationPolicy] = ()) -> dict[int, list[str]]:
+        """Returns the reasons to keep each step, oldest first.
 
         A step without reasons would be deleted.
+
+        Args:
+            keep: The policies; by default those that the run has recorded.
         """
+        rules = self.rules(keep) or Rules()
         name = self.checkpointer_format()
         if name is not None:
-            rules = _run.retention.Rules(keep=policies.check(keep, "keep"))
             run = _open_steps(self.root, name, rules, read_only=True)
             with _storage.permissions.explain_errors(self.root):
                 reasons = run.explain_all()
         else:
             reasons = policies.decide(
-                keep, [_ranked_step(*item) for item in self.steps.items()]
+                rules.keep, [_ranked_step(*item) for item in self.steps.items()]
             )
         for step, entry in self.doubtful.items():
             reasons[step] = [f"damaged: {damage(entry.path, entry)}"]
@@ -136,7 +150,12 @@ def _is_empty(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
-_BEFORE_STEPS = (_steps.journal.NAME, "metadata", "params_only")
+_BEFORE_STEPS = (
+    _steps.journal.NAME,
+    _steps.journal.STATISTICS,
+    "metadata",
+    "params_only",
+)
 
 
 def _has_only_begun(root: Path) -> bool:
@@ -284,6 +303,8 @@ def prune(
 ) -> Pruned:
     """Deletes the steps of a run that no policy keeps, or lists them.
 
+    Without `keep`, the rules are those that the run has recorded.
+
     Args:
         path: The run directory.
         dry_run: True to delete nothing.
@@ -295,12 +316,16 @@ def prune(
         dataset_item: See `keep`.
 
     Raises:
-        OptionError: A policy uses a metric that no step has.
+        OptionError: A policy uses a metric that no step has, or there are neither
+            policies nor recorded policies.
         SaveFailedError: The newest step is damaged, so older steps are kept.
         CheckpointError: The path is not a run directory with steps of one format.
     """
-    made = _native.names.make_items(items, dataset_item)
-    rules = Rules.of(keep, keep_dataset, keep_items, None, made)
+    if keep or keep_dataset or keep_items:
+        made = _native.names.make_items(items, dataset_item)
+        rules = Rules.of(keep, keep_dataset, keep_items, None, made)
+    else:
+        rules = _recorded_rules(_storage.paths.resolve(path), step_format)
     with _run_opened(path, step_format, rules, read_only=dry_run) as run:
         reasons = run.explain_all()
         _check_metrics(run, reasons)
@@ -310,6 +335,23 @@ def prune(
         freed = None if sizes is None else sum(sizes.get(s, 0) for s in deleted)
         left = tuple(s for s, why in reasons.items() if not why and s not in deleted)
         return Pruned(str(run.directory), dry_run, deleted, left, freed, reasons)
+
+
+def _recorded_rules(root: Path, step_format: str | None) -> Rules:
+    """Returns the rules that a run has recorded.
+
+    Raises:
+        OptionError: The run has recorded no policies.
+    """
+    rules = survey(root, step_format).rules()
+    if rules is not None and rules.keep:
+        return rules
+    known = "has recorded no policies" if rules is None else "keeps every step"
+    raise errors.OptionError(
+        f"prune needs policies, and the run {root} {known}: pass --keep latest:3,"
+        " --keep best:1:eval/loss:min, --keep every:1000, or the settings of the run as"
+        " --config FILE"
+    )
 
 
 def _check_metrics(run: RunSteps, reasons: Mapping[int, Sequence[str]]) -> None:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
         restoring,
         retention,
         run_steps,
+        sample_log,
         session,
+        settings,
         staging,
     )
 
@@ -27,7 +29,9 @@ __all__ = [
     "restoring",
     "retention",
     "run_steps",
+    "sample_log",
     "session",
+    "settings",
     "staging",
 ]
 

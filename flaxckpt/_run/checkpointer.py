@@ -499,7 +499,8 @@ class Checkpointer:
         self.wait()
         if _util.job.is_first():
             with self._run.step_change(step) as path:
-                edit.add_metrics(path, metrics)
+                added = edit.add_metrics(path, metrics)
+            self.events.emit("measured", step, path=path, metrics=added)
 
     def explain(self) -> dict[int, list[str]]:
         """Returns the reasons for keeping each step, oldest first.

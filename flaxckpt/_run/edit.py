@@ -17,8 +17,12 @@ from flaxckpt.formats._reader import Stored
 _log = logging.getLogger(__name__)
 
 
-def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
-    """Adds metrics to the step `path`; locks the file against other processes."""
+def add_metrics(path: Path, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Adds metrics to the step `path`; locks the file against other processes.
+
+    Returns:
+        The added metrics, with nested names joined by `/`.
+    """
     added = run_metrics.as_metrics(metrics)
     with (
         _change(path, "add metrics to"),
@@ -37,6 +41,7 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
         _native.metadata.write_metrics(
             path, _native.metadata.merge_metrics(stored, added)
         )
+    return added
 
 
 def write_run_metadata(

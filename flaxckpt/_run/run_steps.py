@@ -33,6 +33,7 @@ class RunSteps:
         directory: The run directory.
         saves_in: The directory where steps are saved.
         format: Format of the names of steps.
+        rules: Rules of retention in the run directory.
         retention: Retention in `saves_in`.
         events: The events of the run.
         mode: Mode of new directories; None for the umask's.
@@ -54,6 +55,7 @@ class RunSteps:
         self.directory = directory
         self.saves_in = directory if saves_in is None else saves_in
         self.format = step_format
+        self.rules = rules
         self.retention = retention.Retention(self.saves_in, step_format, rules)
         journal = None if read_only else self.saves_in / _steps.journal.NAME
         self.events = events.Stream(directory, journal, mode)

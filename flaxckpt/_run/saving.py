@@ -23,7 +23,7 @@ from flaxckpt import (
 from flaxckpt._checkpoint.commit import SaveRequest
 from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._run import metrics as run_metrics
-from flaxckpt._run import params_only, run_steps
+from flaxckpt._run import params_only, run_steps, sample_log, settings
 from flaxckpt._types import JSON, PyTree
 from flaxckpt.formats._native.items import Items
 from flaxckpt.formats._reader import Lineage
@@ -42,6 +42,8 @@ class Saves:
     Attributes:
         lineage: The checkpoints that the run began from.
         params_only: The states saved without their optimizer.
+        settings: Records the settings of the run.
+        has_statistics: True to record statistics of the leaves at each save.
     """
 
     def __init__(
@@ -51,10 +53,12 @@ class Saves:
         processes: _distributed.agreement.Processes,
     ) -> None:
         self.lineage: tuple[Lineage, ...] = ()
+        self.has_statistics = False
         self._run = run
         self._options = options
         self._processes = processes
         self.params_only = params_only.ParamsOnly(run.directory, run.format)
+        self.settings = settings.Recorder(run.events, run.rules)
         # One save at a time, for all threads.
         self._lock = _util.forks.PerProcess(threading.RLock)
         self._handle: SaveHandle | None = None
@@ -158,6 +162,7 @@ class Saves:
             count=counter.add,
             operation=operation,
             markers=self._run.markers_of_new(overwrite=overwrite),
+            sampler=_arrays.sample.Sampler() if self.has_statistics else None,
         )
 
     def _try_undoing(self, state: PyTree) -> None:
@@ -188,9 +193,11 @@ class Saves:
             bytes=written,
             blocked_secs=blocked,
             total_secs=request.elapsed(),
-            metrics=len(request.metrics),
+            metrics=request.metrics,
             **details,
         )
+        self.settings.record()  # before the first deletion
+        self._record_statistics(snapshot)
 
         def is_awaited() -> bool:
             return self._handle is not None and self._handle.is_awaited()
@@ -214,6 +221,20 @@ class Saves:
         )
         self._run.upload()
         return SaveResult(step, str(final), written, blocked, total, deleted, tier=tier)
+
+    def _record_statistics(self, snapshot: _checkpoint.commit.Snapshot) -> None:
+        """Records the statistics of the leaves, if sampled; logs failures."""
+        sampler, contents = snapshot.request.sampler, snapshot.contents
+        if sampler is None or not _util.job.is_first():
+            return
+        paths = {contents.items.array_directory(i): i.path for i in contents.infos}
+        step = sample_log.StepSamples(
+            snapshot.request.number, contents.created, sampler.result(paths)
+        )
+        try:
+            sample_log.append(self._run.saves_in, step, self._run.mode)
+        except OSError as error:
+            _log.warning("the statistics of step %d are missing: %s", step.step, error)
 
     def _previous(self) -> _arrays.write.Previous | None:
         """Returns the arrays of the newest step, for hard links to unchanged files."""

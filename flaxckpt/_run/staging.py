@@ -175,6 +175,7 @@ class StagedSteps(run_steps.RunSteps):
             mode=mode,
             saves_in=staging,
         )
+        self.rules = rules
         self._far_retention = retention.Retention(directory, step_format, rules)
         self._near, self._far = self.retention.index, self._far_retention.index
         self.uploads = uploads.Uploads(

@@ -414,11 +414,11 @@ class Uploads:
             edit.make_permanent(final)
 
     def _copy_journal(self) -> None:
-        """Writes the journal and the run metadata to the run directory."""
+        """Writes the journal, statistics and run metadata to the run directory."""
         try:
-            there = self._directory / _steps.journal.NAME
-            journal = self._staging / _steps.journal.NAME
-            _steps.journal.append_new_events(journal, there, self._mode)
+            for name in (_steps.journal.NAME, _steps.journal.STATISTICS):
+                journal, there = self._staging / name, self._directory / name
+                _steps.journal.append_new_lines(journal, there, self._mode)
             custom = _native.metadata.read_run_metadata(self._staging)
             if custom and custom != _native.metadata.read_run_metadata(self._directory):
                 _native.metadata.write_run_metadata(

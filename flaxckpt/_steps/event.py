@@ -11,12 +11,14 @@ from typing import Any, Literal, TypeAlias, get_args
 from flaxckpt._types import JSON
 
 Kind: TypeAlias = Literal[
+    "configured",
     "preflight",
     "scheduled",
     "started",
     "snapshot",
     "committed",
     "uploaded",
+    "measured",
     "deleted",
     "restored",
     "fell_back",
@@ -37,8 +39,9 @@ class Event:
     Attributes:
         kind: `started`, `snapshot`, `committed`, `failed`, `cancelled` and `skipped`
             for a save, `uploaded` for an upload from staging, `restored` and
-            `fell_back` for a restore, `deleted`; `preflight`, `scheduled` and
-            `preempted` for a training loop.
+            `fell_back` for a restore, `measured` for metrics added later, `deleted`;
+            `preflight`, `scheduled` and `preempted` for a training loop; `configured`,
+            only in the journal, for the settings of the run.
         step: The checkpoint's step, or None.
         path: The checkpoint, or the run directory.
         time: Seconds since 1970.

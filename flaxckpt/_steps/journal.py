@@ -14,6 +14,9 @@ from flaxckpt._steps.event import KINDS, Event
 NAME = "events.jsonl"
 """The journal's name in a run directory."""
 
+STATISTICS = "statistics.jsonl"
+"""Name of the file with the statistics of the leaves at each save."""
+
 _MAX_LINE_BYTES = 64 * 2**10
 
 _MAX_BYTES = 2**20
@@ -89,18 +92,19 @@ def _line(event: Event) -> bytes:
         "kind": event.kind,
         "step": event.step,
         "path": event.path,
-        "details": event.details,
     }
-    line = json.dumps(row).encode() + b"\n"
-    if len(line) > _MAX_LINE_BYTES:
-        line = json.dumps(row | {"details": {}}).encode() + b"\n"
+    short = {name: event.details[name] for name in event.details if name != "metrics"}
+    for details in (event.details, short, {}):
+        line = json.dumps(row | {"details": details}).encode() + b"\n"
+        if len(line) <= _MAX_LINE_BYTES:
+            break
     return line
 
 
-def append_new_events(journal: Path, other: Path, mode: int | None = None) -> None:
-    """Appends the new events of a journal to another journal.
+def append_new_lines(journal: Path, other: Path, mode: int | None = None) -> None:
+    """Appends the new lines of a journal to another journal.
 
-    New events come after the last line that both journals have. The mode of the other
+    New lines come after the last line that both journals have. The mode of the other
     journal follows from `mode`, that of directories.
 
     Raises:

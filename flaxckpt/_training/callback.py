@@ -82,6 +82,8 @@ class CheckpointCallback:
         preflight: Whether the first call rehearses a save without arrays and tests
             the directory and its free space; `warn` only logs problems.
         sinks: Receivers of events, in addition to the checkpointer's.
+        statistics: Whether each save records norms, extrema and histograms of the
+            leaves, from samples, in 2 % of its time.
         clock: Returns seconds, for `every_secs` and `grace_secs`.
 
     Attributes:
@@ -112,6 +114,7 @@ class CheckpointCallback:
         check_step: bool = True,
         preflight: Literal["warn"] | bool = True,
         sinks: Sequence[Any] = (),
+        statistics: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if isinstance(checkpointer, str | os.PathLike):
@@ -136,6 +139,7 @@ class CheckpointCallback:
         self.checkpointer = checkpointer
         self.last_save: SaveHandle | None = None
         self._session = session_of(checkpointer)
+        self._session.saves.has_statistics = statistics
         self._preemption = Preemption(
             watches=on_preemption, exit_code=exit_code, clock=clock
         )
@@ -365,6 +369,7 @@ class CheckpointCallback:
     def _start(self) -> None:
         """Starts watching for signals and for the end of the checkpointer."""
         self._session.attach(self)
+        self._session.saves.settings.callback = self._triggers.settings()
         subscribe = self.checkpointer.events.subscribe
         self._subscribed += [sink for sink in self._sinks if subscribe(sink)]
         lost_steps.watch(self)

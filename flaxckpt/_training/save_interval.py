@@ -86,6 +86,10 @@ class SaveInterval:
         self._choice: Choice | None = None
         self._reported: Choice | None = None
 
+    def settings(self) -> dict[str, float | None]:
+        """Returns the arguments that choose the interval."""
+        return {"overhead": self._overhead, "mtbf_secs": self._mtbf_secs}
+
     def begin_step(self) -> None:
         """Records the time at which the loop begins a step."""
         self._step_began = self._clock()

@@ -6,8 +6,12 @@ import bisect
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from flaxckpt import _util, errors
+from flaxckpt import _steps, _util, errors
 from flaxckpt._training.save_interval import SaveInterval
+from flaxckpt._types import JSON
+
+_MOST_RECORDED = 100
+"""Numbers of `on_steps` in the record of a run's settings."""
 
 
 class Due(NamedTuple):
@@ -72,6 +76,19 @@ class Triggers:
         self._clock = clock
         self._saved_at = clock()
         self._has_begun = False
+
+    def settings(self) -> dict[str, JSON]:
+        """Returns the arguments that were given, in JSON types."""
+        given = {
+            "every_steps": self._every_steps,
+            "every_secs": self._every_secs,
+            "on_steps": self._on_steps[:_MOST_RECORDED],
+            "save_first": self._save_first,
+            **(self._interval.settings() if self._interval is not None else {}),
+        }
+        return {
+            name: _steps.event.plain(value) for name, value in given.items() if value
+        }
 
     @property
     def has_clock(self) -> bool:

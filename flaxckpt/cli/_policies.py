@@ -1,4 +1,4 @@
-"""Preservation policies from options, because run directories record none."""
+"""Preservation policies from options, for runs that record none, or other policies."""
 
 from __future__ import annotations
 

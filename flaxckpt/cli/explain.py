@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from flaxckpt import errors
 from flaxckpt.cli import _app, _output, _policies
 from flaxckpt.cli._output import Cell, TextColumn
+from flaxckpt.cli._parameters import Argument
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from flaxckpt._inspect.history import SavedStep, Verdict
+    from flaxckpt._inspect.run_view import RunView
+    from flaxckpt._run.retention import Rules
+    from flaxckpt._steps.event import Event
 
 
 @_app.verb
 def explain(
     path: _app.RunArgument,
+    step: Annotated[
+        int | None,
+        Argument(metavar="[STEP]", min=0, help="A step that exists or was deleted."),
+    ] = None,
     keep: _policies.KeepOption = None,
     config: _policies.ConfigOption = None,
     group: _policies.GroupOption = None,
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
-    """Shows the reasons to keep each step.
+    """Shows the reasons to keep each step, or to delete a step.
 
-    A run directory does not record its policies: pass them as --keep or --config.
+    A run of flaxckpt records its policies; --keep or --config replace them.
     Exits with 1 if a step is known to be damaged.
 
     Example:
+      flaxckpt explain runs/7
+      flaxckpt explain runs/7 300
       flaxckpt explain runs/7 --keep latest:3 --keep every:1000
     """
     from flaxckpt import _inspect, _steps, _storage
@@ -30,9 +49,22 @@ def explain(
     view = _inspect.run_view.survey(root, step_format)
     reasons = view.explain(policies)
     code = _app.FINDING if view.has_damage else _app.SUCCESS
+    if step is not None:
+        events = _steps.journal.read(root / _steps.journal.NAME)
+        return _explain_step(root, step, reasons, events, view, json)
     if json:
         _output.print_document(reasons)
         return code
+    _show(root, reasons)
+    if reasons and not policies:
+        _show_settings(view.rules(), _steps.journal.recent(root / _steps.journal.NAME))
+    return code
+
+
+def _show(root: Path, reasons: Mapping[int, Sequence[str]]) -> None:
+    if not reasons:
+        _output.print_line(f"{_output.shorten_path(str(root))} has no steps yet")
+        return
     rows: list[list[str | Cell]] = [
         [
             str(step),
@@ -43,10 +75,94 @@ def explain(
     _output.print_table(
         [TextColumn("step", is_number=True), TextColumn("kept by")], rows
     )
-    for event in reversed(_steps.journal.recent(root / _steps.journal.NAME)):
+
+
+def _show_settings(rules: Rules | None, events: Sequence[Event]) -> None:
+    """Prints the recorded policies, and the last choice of the time between saves."""
+    if rules is None:
+        _output.print_line(
+            "the policies of the run are unknown: pass --keep or --config"
+        )
+    elif rules.keep:
+        _output.print_line(f"policies: {', '.join(map(str, rules.keep))}")
+    else:
+        _output.print_line("the run has no policies: every step stays")
+    for event in reversed(events):
         if event.kind == "scheduled":
             _output.print_line(f"saves: {event.details.get('reason')}")
-            break
-    if not reasons:
-        _output.print_line(f"{_output.shorten_path(str(root))} has no steps yet")
-    return code
+            return
+
+
+# ---- one step ---------------------------------------------------------------------
+
+
+def _explain_step(
+    root: Path,
+    number: int,
+    reasons: Mapping[int, Sequence[str]],
+    events: Sequence[Event],
+    view: RunView,
+    json: bool,
+) -> int:
+    """Prints why a step stays or was deleted."""
+    from flaxckpt import _inspect
+
+    listing = _inspect.listing.listing(root, step_format=view.step_format)
+    steps = _inspect.history.of_events(events, listing)
+    step = next((each for each in steps if each.step == number), None)
+    if step is None:
+        numbers = ", ".join(str(each.step) for each in steps[-5:])
+        raise errors.CheckpointNotFoundError(
+            f"{root} has no step {number}, and never had one by its journal; the last"
+            f" steps are {numbers or 'none'}"
+        )
+    why = reasons.get(number, ())
+    verdicts = _inspect.history.explain_deletion(number, steps, events)
+    if json:
+        _output.print_document(
+            {**_output.fields_of(step), "kept_by": why, "verdicts": verdicts}
+        )
+        return _app.SUCCESS
+    by_number = {each.step: each for each in steps}
+    for line in _tell(step, why, verdicts, by_number):
+        _output.print_line(line)
+    return _app.SUCCESS
+
+
+def _tell(
+    step: SavedStep,
+    why: Sequence[str],
+    verdicts: Sequence[Verdict],
+    steps: Mapping[int, SavedStep],
+) -> list[str]:
+    """Returns the lines that explain a step."""
+    saved = f"step {step.step} was saved {_output.when(step.saved) or 'at some time'}"
+    if step.metrics:
+        saved += f" with {_output.format_metrics(step.metrics)}"
+    if step.deleted is None:
+        if not why:
+            return [saved, "nothing keeps it: the next save or prune deletes it"]
+        if [*why] == ["no policy"]:
+            return [saved, "it stays: no policy deletes steps"]
+        return [saved, f"kept by {', '.join(why)}"]
+    if step.deleted != step.deleted:  # NaN
+        return [saved, "it is gone, and the journal does not say why"]
+    lines = [saved, f"deleted {_output.when(step.deleted)}: {step.reason}"]
+    for verdict in verdicts if step.reason == "no policy keeps it" else ():
+        kept = [_with_metric(steps[number], verdict.metric) for number in verdict.kept]
+        text = f"  {verdict.policy} kept {', '.join(kept) or 'none'}"
+        if verdict.metric is not None:
+            value = step.metrics.get(verdict.metric)
+            text += f"; step {step.step} had {_number(value)}"
+        lines.append(text)
+    return lines
+
+
+def _with_metric(step: SavedStep, metric: str | None) -> str:
+    if metric is None:
+        return str(step.step)
+    return f"{step.step} ({_number(step.metrics.get(metric))})"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.6g}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from flaxckpt import errors
 from flaxckpt.cli import _app, _output, _policies
 from flaxckpt.cli._output import Cell, TextColumn
 from flaxckpt.cli._parameters import Option
@@ -28,23 +27,19 @@ def prune(
 ) -> int:
     """Deletes the steps that no policy keeps.
 
-    Without --yes, only lists them.
+    Without --yes, only lists them. A run of flaxckpt records its policies; --keep or
+    --config replace them.
     Never deletes the newest step, pinned steps, and steps being read. Deletes nothing
     until the newest step has been verified. Exits with 1 if a step could not be
     deleted.
 
     Example:
+      flaxckpt prune runs/7
       flaxckpt prune runs/7 --keep latest:3 --keep best:1:eval/loss:min --yes
     """
     from flaxckpt import _inspect
 
     rules = _policies.parse_rules(keep, config, group)
-    if not rules["keep"]:
-        raise errors.OptionError(
-            "prune needs policies, and a run directory does not record them: pass"
-            " --keep latest:3, --keep best:1:eval/loss:min, --keep every:1000, or the"
-            " settings of the run as --config FILE"
-        )
     result = _inspect.run_view.prune(
         path, dry_run=not yes, step_format=step_format, **rules
     )

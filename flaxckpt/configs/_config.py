@@ -115,6 +115,7 @@ class CheckpointConfig:
     step_is: Literal["completed", "index"] = "completed"
     check_step: bool = True
     preflight: Literal["warn"] | bool = True
+    statistics: bool = False
     source: str | None = None
     source_step: int | None = None
     source_map: str | None = None
@@ -298,6 +299,7 @@ _PARSERS: Mapping[str, Parser] = {
     "step_is": _parsing.one_of("completed", "index"),
     "check_step": _parsing.boolean,
     "preflight": _parsing.one_of(True, False, "warn"),
+    "statistics": _parsing.boolean,
     "source": _parsing.optional(_parsing.path),
     "source_step": _parsing.optional(_parsing.whole(0)),
     "source_map": _parsing.optional(_source_map),

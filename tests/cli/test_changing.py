@@ -9,6 +9,7 @@ import numpy as np
 import flaxckpt
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt.datasets import StepIndexed
+from flaxckpt.policies import BestN, LatestN
 from tests.helpers.files import flip_bit
 
 
@@ -41,6 +42,39 @@ def test_explain_says_why_each_step_stays(here, command):
     assert command.json("explain", "run")["100"] == ["no policy"]
     assert command.text("explain", "empty") == ["empty has no steps yet"]
     assert "is a checkpoint" in command.refuses("explain", "w.msgpack")
+
+
+def test_explain_and_ls_use_the_policies_that_the_run_has_recorded(here, command):
+    keep = [LatestN(2), BestN(1, "loss", "min")]
+    with flaxckpt.Checkpointer("own", keep=keep) as run:
+        for step, loss in ((1, 0.9), (2, 0.3), (3, 0.5), (4, 0.6), (5, 0.7)):
+            run.save(step, {"n": step}, metrics={"loss": loss}).wait()
+    lines = command.text("explain", "own")
+    assert lines[1:] == [
+        "   2  BestN(1, 'loss', 'min')",
+        "   4  LatestN(2)",
+        "   5  newest, LatestN(2)",
+        "policies: LatestN(2), BestN(1, 'loss', 'min')",
+    ]
+    [best] = [row for row in command.text("ls", "own") if "best" in row]
+    assert best.split()[0] == "2"
+    saved, deleted, latest, best = command.text("explain", "own", 3)
+    assert saved.endswith(" with loss=0.5")
+    assert deleted.endswith(": no policy keeps it")
+    assert latest == "  LatestN(2) kept 4, 5"
+    assert best == "  BestN(1, 'loss', 'min') kept 2 (0.3); step 3 had 0.5"
+    assert command.text("explain", "own", 2)[1] == "kept by BestN(1, 'loss', 'min')"
+    assert command.json("explain", "own", 3)["verdicts"][0]["kept"] == [4, 5]
+    assert "never had one" in command.refuses("explain", "own", 6)
+    assert command.text("prune", "own")[-1] == "nothing to delete"
+
+
+def test_the_policies_of_a_run_without_a_record_are_unknown(here, command):
+    (here / "run" / "events.jsonl").unlink()
+    assert "are unknown: pass --keep" in command.text("explain", "run")[-1]
+    assert "has recorded no policies" in command.refuses("prune", "run")
+    _, why = command.text("explain", "run", 100)
+    assert why == "it stays: no policy deletes steps"
 
 
 def test_explain_exits_with_1_if_a_step_is_known_to_be_damaged(here, command):

@@ -1,0 +1,216 @@
+"""Statistics of arrays from samples, in a small share of the time of a save."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flaxckpt import _state
+from flaxckpt._arrays.to_host import HostArray
+from flaxckpt._arrays.zarr.metadata import Array, extent
+
+SHARE = 0.02
+"""Fraction of the time of a save that samples may take."""
+
+BINS = 12
+"""Bins of a histogram, of equal width from the minimum to the maximum."""
+
+MAX_LEAVES = 512
+"""The largest arrays of a state are sampled; fewer if the save is short."""
+
+_MIN_LEAVES = 64
+
+_SECS_PER_VALUE = 1e-7
+"""First guess of the time for a value; later, the time that was measured."""
+
+_SECS_PER_LEAF = 2e-5
+"""Time for an array with the fewest values."""
+
+_LEAST, _MOST = 64, 2**18
+"""Limits on the values of an array in a sample."""
+
+_RUN = 256
+"""Adjacent values that are sampled together: fewer parts of memory are read."""
+
+
+class LeafSample(NamedTuple):
+    """Statistics of a leaf from a sample of its values.
+
+    Attributes:
+        size: Number of values that this process saved.
+        sampled: Number of values in the sample; equal to `size` if all.
+        norm: Root of the sum of squares, scaled up from the finite values.
+        mean: Mean of the finite values; 0 without any, as the next two.
+        min: The smallest finite value.
+        max: The largest finite value.
+        nonfinite: Number of NaNs and infinities in the sample.
+        histogram: Number of finite values in each of `BINS` bins.
+    """
+
+    size: int
+    sampled: int
+    norm: float
+    mean: float
+    min: float
+    max: float
+    nonfinite: int
+    histogram: tuple[int, ...]
+
+
+class Sampler:
+    """Samples the arrays of a save while they are in host memory.
+
+    The size of the samples follows from the time that the save has taken so far.
+
+    Args:
+        share: Fraction of the time of the save to use.
+        clock: Seconds.
+
+    Attributes:
+        secs: Seconds spent.
+    """
+
+    def __init__(
+        self, share: float = SHARE, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.secs = 0.0
+        self._share = share
+        self._clock = clock
+        self._began = clock()
+        self._values = 0
+        self._names: list[str] = []
+        self._samples: dict[str, LeafSample] = {}
+
+    def choose(self, arrays: Iterable[HostArray]) -> None:
+        """Chooses the arrays to sample; call once, with all arrays of the save."""
+        usable = [array for array in arrays if array.nbytes and _is_number(array)]
+        largest = sorted(usable, key=lambda array: -array.nbytes)[:MAX_LEAVES]
+        self._names = [array.name for array in largest]
+        self._began = self._clock()
+
+    def add(self, arrays: Iterable[HostArray], prefix: str = "") -> None:
+        """Samples the chosen arrays among `arrays`, which are in host memory.
+
+        Args:
+            arrays: The arrays.
+            prefix: Beginning of their names, which the arrays lack.
+        """
+        began = self._clock()
+        free = (began - self._began) * self._share - self.secs
+        count = max(int(free / _SECS_PER_LEAF), _MIN_LEAVES)
+        names = frozenset(self._names[:count])
+        chosen = [array for array in arrays if prefix + array.name in names]
+        if not chosen:
+            return
+        free -= _SECS_PER_LEAF * len(chosen)
+        each = free / self._secs_per_value() / len(chosen)
+        most = int(min(max(each, _LEAST), _MOST))
+        parts = [_sample(array, most) for array in chosen]
+        summaries = _summarize(parts, [_size(array) for array in chosen])
+        for array, summary in zip(chosen, summaries, strict=True):
+            self._samples[prefix + array.name] = summary
+        self._values += sum(map(len, parts))
+        self.secs += self._clock() - began
+
+    def _secs_per_value(self) -> float:
+        if not self._values:
+            return _SECS_PER_VALUE
+        return max(self.secs / self._values, _SECS_PER_VALUE / 10)
+
+    def result(self, paths: Mapping[str, str]) -> dict[str, LeafSample]:
+        """Returns the samples: leaf path -> sample.
+
+        Args:
+            paths: Name of an array -> its leaf path.
+        """
+        return {paths[name]: sample for name, sample in self._samples.items()}
+
+
+def _is_number(array: HostArray) -> bool:
+    return _state.dtypes.stored_name(array.dtype) == array.dtype
+
+
+def _size(array: HostArray) -> int:
+    """Returns the number of values that this process saves."""
+    return sum([math.prod(extent(shard.region)) for shard in array.shards])
+
+
+def _sample(array: HostArray, most: int) -> Array:
+    """Returns at most about `most` values of an array, as float64."""
+    parts = [np.asarray(shard.data).reshape(-1) for shard in array.shards]
+    total = _size(array)
+    taken = [_spread(part, math.ceil(most * part.size / total)) for part in parts]
+    return np.concatenate([_to_float(part) for part in taken])
+
+
+def _spread(values: Array, most: int) -> Array:
+    """Returns evenly spaced runs of adjacent values."""
+    if len(values) <= most:
+        return values
+    runs = max(most // _RUN, 1)
+    rows = values[: len(values) // runs * runs].reshape(runs, -1)
+    return rows[:, : math.ceil(most / runs)].reshape(-1)
+
+
+def _to_float(values: Array) -> Array:
+    if np.iscomplexobj(values):
+        values = np.abs(values)
+    return values.astype(np.float64)
+
+
+def _summarize(parts: Sequence[Array], counts: Sequence[int]) -> list[LeafSample]:
+    """Returns the statistics of each part; `counts` are the sizes of the arrays.
+
+    All parts at once, as calls of numpy take longer than their work on small parts.
+    """
+    sizes = np.array([len(part) for part in parts])
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    values = np.concatenate(parts)
+    finite = np.isfinite(values)
+    clean = np.where(finite, values, 0.0)
+
+    def each(ufunc: np.ufunc, of: Array) -> Array:
+        return ufunc.reduceat(of, starts)
+
+    usable = each(np.add, finite.astype(np.int64))
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = each(np.add, clean * clean)
+        total = each(np.add, clean)
+    low = each(np.minimum, np.where(finite, values, np.inf))
+    high = each(np.maximum, np.where(finite, values, -np.inf))
+    histograms = _histograms(clean, finite, sizes, low, high)
+    return [
+        LeafSample(
+            count,
+            int(size),
+            math.sqrt(square / n * count) if n else 0.0,
+            float(sum_ / n) if n else 0.0,
+            float(least) if n else 0.0,
+            float(most) if n else 0.0,
+            int(size - n),
+            tuple(bins),
+        )
+        for count, size, n, square, sum_, least, most, bins in zip(
+            counts, sizes, usable, squares, total, low, high, histograms, strict=True
+        )
+    ]
+
+
+def _histograms(
+    values: Array, finite: Array, sizes: Array, low: Array, high: Array
+) -> list[list[int]]:
+    """Returns the histogram of the finite values of each part."""
+    group = np.repeat(np.arange(len(sizes)), sizes)[finite]
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        place = (values[finite] / 2 - low[group] / 2) / (
+            high[group] / 2 - low[group] / 2
+        )
+    place = np.nan_to_num(place * BINS)  # a single value has no width
+    bins = np.clip(place.astype(np.int64), 0, BINS - 1)
+    counts: Any = np.bincount(group * BINS + bins, minlength=len(sizes) * BINS)
+    rows: list[list[int]] = counts.reshape(-1, BINS).tolist()
+    return rows

@@ -1,0 +1,187 @@
+"""The history of a run: every save there ever was, from its journal and its steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from flaxckpt import _run, _steps, _storage, policies
+from flaxckpt._inspect import listing as listings
+from flaxckpt._inspect.listing import Listing
+from flaxckpt._steps.event import Event
+from flaxckpt._types import JSON, PathLike
+from flaxckpt.policies import PreservationPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """A step that was saved, whether or not it still exists.
+
+    Attributes:
+        step: The step.
+        saved: When the save was durable, in seconds since 1970; None if unknown.
+        bytes: Bytes written by the save; None if unknown.
+        metrics: The metrics of the step.
+        blocked_secs: Seconds that the training loop waited; None if unknown.
+        total_secs: Seconds until the step was durable; None if unknown.
+        deleted: When the step was deleted, in seconds since 1970; None if it exists.
+            NaN if nobody recorded the deletion.
+        reason: The recorded reason of the deletion.
+    """
+
+    step: int
+    saved: float | None = None
+    bytes: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    blocked_secs: float | None = None
+    total_secs: float | None = None
+    deleted: float | None = None
+    reason: str | None = None
+
+    @property
+    def exists(self) -> bool:
+        """True if the step exists."""
+        return self.deleted is None
+
+    @property
+    def temporary(self) -> bool:
+        """False: the journal does not say which steps were temporary."""
+        return False
+
+    @property
+    def created(self) -> float:
+        """Like `saved`, for policies; 0 if unknown."""
+        return self.saved or 0.0
+
+
+def history(path: PathLike, step_format: str | None = None) -> list[SavedStep]:
+    """Returns every step that a run directory has or had, ascending.
+
+    A journal in an object store, and a run without a journal, miss older steps.
+
+    Args:
+        path: The run directory.
+        step_format: The format of step names; detected by default.
+
+    Raises:
+        CheckpointNotFoundError: The path does not exist.
+        CheckpointFormatError: The path is neither a run directory nor a checkpoint.
+    """
+    root = _storage.paths.resolve(path)
+    events = _steps.journal.read(root / _steps.journal.NAME)
+    return of_events(events, listings.listing(root, step_format=step_format))
+
+
+def of_events(events: Iterable[Event], listing: Listing) -> list[SavedStep]:
+    """Returns every step in a journal or a listing, ascending.
+
+    A step that was saved again counts once, as it was saved last. The metrics of steps
+    that exist are those of the listing.
+    """
+    saved: dict[int, SavedStep] = {}
+    for event in events:
+        if event.step is not None:
+            _add_event(saved, event.step, event)
+    there = {step.step: step for step in listing.steps if step.step is not None}
+    for number, found in there.items():
+        step = saved.get(number, SavedStep(number, found.created, found.bytes))
+        saved[number] = replace(step, metrics=found.metrics, deleted=None, reason=None)
+    for number, step in saved.items():
+        if step.exists and number not in there:
+            saved[number] = replace(step, deleted=math.nan)
+    return [saved[number] for number in sorted(saved)]
+
+
+def _add_event(saved: dict[int, SavedStep], number: int, event: Event) -> None:
+    known = saved.get(number)
+    details = event.details
+    match event.kind:
+        case "committed":
+            size = _number(details.get("bytes"))
+            saved[number] = SavedStep(
+                number,
+                event.time,
+                None if size is None else int(size),
+                _metrics(details.get("metrics")),
+                _number(details.get("blocked_secs")),
+                _number(details.get("total_secs")),
+            )
+        case "measured" if known is not None:
+            metrics = {**known.metrics, **_metrics(details.get("metrics"))}
+            saved[number] = replace(known, metrics=metrics)
+        case "deleted" if known is not None:
+            reason = str(details.get("reason", ""))
+            saved[number] = replace(known, deleted=event.time, reason=reason)
+
+
+def _number(value: JSON) -> float | None:
+    """Returns a finite number of at least 0, or None; a journal is untrusted."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value < math.inf else None
+
+
+def _metrics(value: JSON) -> dict[str, float]:
+    """Returns the metrics in an event; older events only have their number."""
+    metrics = {}
+    for name, number in value.items() if isinstance(value, dict) else ():
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if is_number or number in ("nan", "inf", "-inf"):
+            metrics[name] = float(number)
+    return metrics
+
+
+# ---- one step ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The choice of a policy at the time when a step was deleted.
+
+    Attributes:
+        policy: The policy as text.
+        kept: The steps that the policy kept then, ascending.
+        metric: The metric that the policy compares, or None.
+    """
+
+    policy: str
+    kept: tuple[int, ...]
+    metric: str | None = None
+
+
+def explain_deletion(
+    number: int, steps: Sequence[SavedStep], events: Sequence[Event]
+) -> tuple[Verdict, ...]:
+    """Returns the choice of each policy when a step was deleted.
+
+    Args:
+        number: The deleted step.
+        steps: The history of the run.
+        events: The journal of the run.
+
+    Returns:
+        A verdict for each policy in force; empty if the policies or the time of the
+        deletion are unknown.
+    """
+    step = next((each for each in steps if each.step == number), None)
+    if step is None or step.deleted is None or not math.isfinite(step.deleted):
+        return ()
+    at = step.deleted
+    settings = _run.settings.last(events, before=at)
+    if settings is None:
+        return ()
+    # The step that was saved last is the reason of the deletion.
+    there = [
+        each
+        for each in steps
+        if each.created <= at and (each.deleted is None or each.deleted >= at)
+    ]
+    return tuple(_verdict(policy, there) for policy in settings.rules.keep)
+
+
+def _verdict(policy: PreservationPolicy, there: Sequence[SavedStep]) -> Verdict:
+    if isinstance(policy, _run.settings.UnknownPolicy):
+        return Verdict(str(policy), ())
+    metric = policy.metric if isinstance(policy, policies.BestN) else None
+    return Verdict(str(policy), tuple(sorted(policy.preserved(there))), metric)

@@ -1,0 +1,113 @@
+"""Every save there ever was, and why it was deleted."""
+
+import math
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+import flaxckpt
+from flaxckpt._inspect import history, listing
+from flaxckpt._steps import journal
+from flaxckpt.policies import BestN, LatestN
+from tests.helpers import faulty_store as faulty
+
+STATE = {"w": jnp.arange(4.0)}
+
+
+def make(path, losses=(0.9, 0.3, 0.5, 0.6, 0.7)):
+    keep = [LatestN(2), BestN(1, "loss", "min")]
+    with flaxckpt.Checkpointer(path, keep=keep) as ckpt:
+        for number, loss in enumerate(losses, 1):
+            ckpt.save(100 * number, STATE, metrics={"loss": loss}).wait()
+
+
+def test_deleted_steps_stay_in_the_history(tmp_path):
+    make(tmp_path)
+    steps = history.history(tmp_path)
+    assert [s.step for s in steps] == [100, 200, 300, 400, 500]
+    assert [s.step for s in steps if s.exists] == [200, 400, 500]
+    assert [s.metrics["loss"] for s in steps] == [0.9, 0.3, 0.5, 0.6, 0.7]
+    for step in steps:
+        assert step.blocked_secs <= step.total_secs
+        assert step.bytes > 0
+    assert steps[0].saved < steps[0].deleted < steps[2].deleted
+    assert steps[0].reason == "no policy keeps it"
+
+
+def test_a_deletion_is_explained_by_the_choice_of_each_policy(tmp_path):
+    make(tmp_path)
+    steps, events = history.history(tmp_path), journal.read(tmp_path / "events.jsonl")
+    latest, best = history.explain_deletion(300, steps, events)
+    assert (latest.policy, latest.kept, latest.metric) == (
+        "LatestN(2)",
+        (400, 500),
+        None,
+    )
+    assert (best.policy, best.kept) == ("BestN(1, 'loss', 'min')", (200,))
+    assert best.metric == "loss"
+    assert history.explain_deletion(500, steps, events) == ()
+    assert history.explain_deletion(7, steps, events) == ()
+
+
+def test_the_policies_are_those_of_the_time_of_the_deletion(tmp_path):
+    make(tmp_path)
+    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
+        ckpt.save(600, STATE)
+    steps, events = history.history(tmp_path), journal.read(tmp_path / "events.jsonl")
+    assert len(history.explain_deletion(300, steps, events)) == 2
+    [verdict] = history.explain_deletion(200, steps, events)
+    assert (verdict.policy, verdict.kept) == ("LatestN(1)", (600,))
+
+
+def test_a_step_saved_again_counts_as_saved_last(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, STATE, metrics={"loss": 1.0}).wait()
+        ckpt.save(1, STATE, metrics={"loss": 2.0}, on_exists="overwrite").wait()
+        ckpt.add_metrics(1, {"acc": 0.5})
+        ckpt.save(2, STATE).wait()
+        ckpt.delete(2)
+    one, two = history.history(tmp_path)
+    assert one.metrics == {"loss": 2.0, "acc": 0.5}
+    assert one.exists
+    assert two.reason == "deleted on request"
+
+
+def test_what_nobody_recorded_is_unknown(tmp_path):
+    make(tmp_path)
+    shutil.rmtree(tmp_path / "400")
+    gone = next(s for s in history.history(tmp_path) if s.step == 400)
+    assert math.isnan(gone.deleted)
+    assert gone.reason is None
+    events = journal.read(tmp_path / "events.jsonl")
+    assert history.explain_deletion(400, [gone], events) == ()
+    (tmp_path / "events.jsonl").unlink()
+    assert [s.step for s in history.history(tmp_path)] == [200, 500]
+
+
+def test_a_run_of_orbax_has_a_history_of_the_steps_that_exist(tmp_path):
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["l"])
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        for step in (1, 2):
+            values = {"w": np.full(3, step, np.float32)}
+            manager.save(step, args=ocp.args.StandardSave(values), metrics={"l": 1.0})
+    steps = history.history(tmp_path)
+    assert [(s.step, s.exists, s.metrics) for s in steps] == [
+        (1, True, {"l": 1.0}),
+        (2, True, {"l": 1.0}),
+    ]
+    assert listing.listing(tmp_path).keep is None
+
+
+def test_listings_use_the_recorded_policies_on_disks_and_in_stores(tmp_path):
+    for path in (tmp_path / "run", faulty.new_path("recorded")):
+        make(path)
+        found = listing.listing(path)
+        assert found.keep == (LatestN(2), BestN(1, "loss", "min"))
+        why = {step.step: step.why for step in found.steps}
+        assert why[200] == ("BestN(1, 'loss', 'min')",)
+        assert why[500] == ("newest", "LatestN(2)")
+        assert "best" in found.steps[0].marks
+        given = listing.listing(path, keep=[LatestN(1)])
+        assert given.steps[0].why == ()
