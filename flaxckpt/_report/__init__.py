@@ -38,6 +38,8 @@ from __future__ import annotations
 from flaxckpt._report import assets as assets
 from flaxckpt._report import cards as cards
 from flaxckpt._report import charts as charts
+from flaxckpt._report import copies as copies
+from flaxckpt._report import data as data
 from flaxckpt._report import section as section
 from flaxckpt._report import section_origin as section_origin
 from flaxckpt._report import section_saves as section_saves
@@ -47,7 +49,10 @@ from flaxckpt._report import tables as tables
 from flaxckpt._report import tree as tree
 from flaxckpt._report.data import Report as Report
 from flaxckpt._report.gather import ReportOptions as ReportOptions
+from flaxckpt._report.gather import describe_change as describe_change
 from flaxckpt._report.gather import gather as gather
+from flaxckpt._report.page import alert as alert
+from flaxckpt._report.page import headline as headline
 from flaxckpt._report.page import page as page
 
 __all__ = [
@@ -56,6 +61,8 @@ __all__ = [
     "assets",
     "cards",
     "charts",
+    "copies",
+    "data",
     "gather",
     "page",
     "section",

@@ -260,17 +260,7 @@ def _compare_steps(
             )
             return None
         diff = _inspect.diff.diff(a.path, b.path)
-        leaves = _changed_leaves(diff, repeated, *pair)
-        groups = [leaf.group for leaf in leaves]
-        equal = Counter(_group(path, repeated) for path in diff.same)
-        order = sorted({*groups, *equal}, key=_rank)
-        return Change(
-            *pair,
-            leaves,
-            len(diff.same),
-            {group: equal[group] for group in order},
-            diff.bytes_compared,
-        )
+        return describe_change(diff, repeated, pair, (str(pair[0]), str(pair[1])))
     except _UNREADABLE as error:
         is_damaged = isinstance(error, errors.DamagedCheckpointError)
         if is_requested and not is_damaged:
@@ -310,8 +300,35 @@ def _choose_steps(
     return None if a is None else (a, b)
 
 
+def describe_change(
+    diff: CheckpointDiff,
+    repeated: Sequence[copies.Copy],
+    steps: tuple[int, int],
+    names: tuple[str, str],
+) -> Change:
+    """Returns the data of a comparison, by parts of the state.
+
+    Args:
+        diff: The comparison.
+        repeated: The copies in the second step.
+        steps: The two steps.
+        names: Their names, for leaves that only one of them has.
+    """
+    leaves = _changed_leaves(diff, repeated, names)
+    groups = [leaf.group for leaf in leaves]
+    equal = Counter(_group(path, repeated) for path in diff.same)
+    order = sorted({*groups, *equal}, key=_rank)
+    return Change(
+        *steps,
+        leaves,
+        len(diff.same),
+        {group: equal[group] for group in order},
+        diff.bytes_compared,
+    )
+
+
 def _changed_leaves(
-    diff: CheckpointDiff, repeated: Sequence[copies.Copy], a: int, b: int
+    diff: CheckpointDiff, repeated: Sequence[copies.Copy], names: tuple[str, str]
 ) -> tuple[ChangedLeaf, ...]:
     rows = []
     for path, leaf in diff.changed.items():
@@ -328,10 +345,10 @@ def _changed_leaves(
                 leaf.rel_norm,
             )
         )
-    for step, paths in ((a, diff.only_in_a), (b, diff.only_in_b)):
+    for name, paths in zip(names, (diff.only_in_a, diff.only_in_b), strict=True):
         rows += [
             ChangedLeaf(
-                path, _group(path, repeated), f"only in {step}", "", 0, 0.0, 0.0
+                path, _group(path, repeated), f"only in {name}", "", 0, 0.0, 0.0
             )
             for path in paths
         ]

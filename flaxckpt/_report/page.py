@@ -44,8 +44,8 @@ def page(report: Report) -> str:
         html.element(
             "header",
             _header(report, name),
-            _alert(report),
-            cards(*_headline(report)),
+            alert(report),
+            cards(*headline(report)),
             _navigation([section for column in columns for section in column]),
         ),
         html.element(
@@ -85,7 +85,7 @@ def _render(
     return [section for section in rendered if section is not None]
 
 
-def _alert(report: Report) -> html.Markup:
+def alert(report: Report) -> html.Markup:
     """Returns a line on damage at the top of the page."""
     bad = [check for check in report.integrity if check.is_bad]
     if not bad:
@@ -141,7 +141,8 @@ def _footer(report: Report) -> html.Markup:
 # ---- the headline -----------------------------------------------------------------
 
 
-def _headline(report: Report) -> list[html.Markup]:
+def headline(report: Report) -> list[html.Markup]:
+    """Returns the cards of a report, the most important first."""
     made = [_best(report), _newest(report), _steps(report), _integrity(report)]
     made += [_disk(report), _last_save(report)]
     return [each for each in made if each is not None]

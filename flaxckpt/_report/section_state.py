@@ -135,7 +135,8 @@ def _branches(report: Report) -> list[tree.Branch]:
         )
 
     root = next(row for row in report.tree)
-    outermost = list(branch(root).inner) or [branch(root)]
+    whole = branch(root)
+    outermost = list(whole.inner or [whole])
     return outermost + [
         tree.Branch(
             copy.path,

@@ -19,17 +19,18 @@ class Branch(NamedTuple):
         bytes: The size of all values.
         type: The type of a leaf, `float32[4, 4]`, or a note on a container without
             `inner`; empty for other containers.
-        inner: The containers and leaves inside.
+        inner: The containers and leaves inside; None if they are inserted when the
+            container is unfolded.
         is_open: True if the container is unfolded at first.
         data: HTML attributes of the entry.
     """
 
-    name: str
+    name: object
     path: str
     leaves: int
     bytes: int
     type: str
-    inner: Sequence[Branch] = ()
+    inner: Sequence[Branch] | None = ()
     is_open: bool = False
     data: Mapping[str, object] = {}
 
@@ -66,14 +67,14 @@ def _entry(branch: Branch) -> html.Markup:
             html.element("span", humanize.size(branch.bytes), class_="size"),
         ]
     )
-    if not branch.inner:
+    if branch.inner is not None and not branch.inner:
         return html.element(
             "li", line, data_leaf="", data_path=branch.path, **branch.data
         )
     folded = html.element(
         "details",
         html.element("summary", line),
-        entries(branch.inner),
+        entries(branch.inner or ()),
         open="" if branch.is_open else None,
         data_open="" if branch.is_open else None,
     )
@@ -83,6 +84,6 @@ def _entry(branch: Branch) -> html.Markup:
 
 
 def _count(branch: Branch) -> str:
-    if branch.leaves == 1 and not branch.inner:
+    if branch.leaves == 1 and branch.inner is not None and not branch.inner:
         return ""
     return humanize.count(branch.leaves, "leaf", "leaves")

@@ -76,7 +76,18 @@ def _caption(name: str, drawn: Sequence[MetricValue], *, has_log: bool) -> html.
     best = [point for point in drawn if point.best == "best"]
     facts = [f"best {humanize.number(p.value)} at step {p.step:,}" for p in best[-1:]]
     facts.append(f"last {humanize.number(drawn[-1].value)}")
-    switch = html.element(
+    return html.element(
+        "figcaption",
+        html.element("strong", name),
+        html.element("span", ", ".join(facts), class_="facts"),
+        html.element("output"),
+        log_switch(name) if has_log else html.NOTHING,
+    )
+
+
+def log_switch(name: str) -> html.Markup:
+    """Returns the button that makes the vertical axis of a metric logarithmic."""
+    return html.element(
         "button",
         "log",
         type="button",
@@ -84,13 +95,6 @@ def _caption(name: str, drawn: Sequence[MetricValue], *, has_log: bool) -> html.
         aria_pressed="false",
         aria_label=f"Logarithmic axis for {name}",
         class_="control",
-    )
-    return html.element(
-        "figcaption",
-        html.element("strong", name),
-        html.element("span", ", ".join(facts), class_="facts"),
-        html.element("output"),
-        switch if has_log else html.NOTHING,
     )
 
 
@@ -130,17 +134,24 @@ def _layer(
     return html.element(
         "g",
         *frame.grid(y),
-        _line(series, x, y, height),
+        line(series, x, y, height),
         *marks,
         *_best_labels(drawn, x, y),
         class_=frame.kind(y),
     )
 
 
-def _line(
+def line(
     series: Sequence[MetricValue], x: scales.Scale, y: scales.Axis, height: float
 ) -> html.Markup:
-    """Draws the line, with gaps at values that are not finite."""
+    """Draws a line through values, with gaps at those that are not finite.
+
+    Args:
+        series: The values, by ascending step.
+        x: Maps steps to percent.
+        y: The vertical axis.
+        height: The height of the plot, in pixels.
+    """
     pieces: list[list[str]] = [[]]
     for point in _thin_out(series, _PLACES):
         if math.isfinite(point.value):

@@ -1,0 +1,73 @@
+"""The view on a run: the report's sections, replaced as the run changes."""
+
+from __future__ import annotations
+
+from flaxckpt import _report
+from flaxckpt._report import Report
+from flaxckpt._ui import frame
+from flaxckpt._ui.places import Place
+from flaxckpt._ui.workspace import Query, Workspace, address
+from flaxckpt._util import html
+
+_RUN = (
+    _report.section_steps.steps,
+    _report.section_saves.saves,
+    _report.section_origin.integrity,
+)
+_STATE = (
+    _report.section_state.sizes,
+    _report.section_origin.dataset,
+    _report.section_origin.lineage,
+)
+"""The sections of the two columns; changes and leaves have their own views."""
+
+
+def page(workspace: Workspace, query: Query) -> html.Markup:
+    """Returns the page on a run or a checkpoint, the field `run`."""
+    return show(workspace, workspace.places.find(query.text("run")))
+
+
+def show(workspace: Workspace, place: Place) -> html.Markup:
+    """Returns the page on a run or a checkpoint."""
+    snapshot = workspace.feeds.latest(place)
+    content = html.element(
+        "div",
+        _content(snapshot.report),
+        id="sections",
+        hx_get=address("/run/sections", run=place.name),
+        hx_trigger="run-changed from:body",
+    )
+    return frame.page(
+        workspace,
+        place.name,
+        content,
+        place=place,
+        view="/run",
+        version=snapshot.version,
+    )
+
+
+def sections(workspace: Workspace, query: Query) -> html.Markup:
+    """Returns the sections on a run as of now."""
+    place = workspace.places.find(query.text("run"))
+    return _content(workspace.feeds.latest(place).report)
+
+
+def _content(report: Report) -> html.Markup:
+    columns = []
+    for sections in (_RUN, _STATE):
+        made = [section(report) for section in sections]
+        markup = [section.markup() for section in made if section is not None]
+        columns.append(html.element("div", *markup, class_="column"))
+    return html.join(
+        [
+            _report.alert(report),
+            _report.cards.cards(*_report.headline(report)),
+            html.element(
+                "div",
+                _report.section_steps.metrics(report).markup(),
+                *columns,
+                class_="columns",
+            ),
+        ]
+    )
