@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Step
 from flaxckpt._report.copies import Copy
 from flaxckpt.formats._reader import Lineage
@@ -90,31 +91,6 @@ class MetricValue(NamedTuple):
     stays: bool
     best: str | None
     is_deleted: bool = False
-
-
-class SavedStep(NamedTuple):
-    """A step that was saved at some time, and may be deleted since.
-
-    Attributes:
-        step: The step.
-        saved: The time of the save, in seconds since 1970, or None.
-        bytes: Bytes written, or None.
-        metrics: The metrics of the step, as far as known.
-        blocked_secs: Seconds that training waited, or None.
-        total_secs: Seconds until the step was durable, or None.
-        deleted: The time of the deletion, NaN if not recorded; None for an existing
-            step.
-        reason: The reason of the deletion, or None.
-    """
-
-    step: int
-    saved: float | None
-    bytes: int | None
-    metrics: Mapping[str, float]
-    blocked_secs: float | None
-    total_secs: float | None
-    deleted: float | None
-    reason: str | None
 
 
 class Part(NamedTuple):
@@ -252,9 +228,10 @@ class Report:
         version: The version of flaxckpt.
         formats: The formats of the checkpoints.
         bytes: The size on disk; None in object stores.
-        policies: The policies that give the reasons.
+        policies: The policies that give the reasons; None if unknown.
         steps: The checkpoints, the oldest first, with metrics and reasons.
         history: The steps that were ever saved, the oldest first; with existing ones.
+        verdicts: Deleted step -> what each policy kept at that time, of the last ones.
         saves: The saves, in order.
         happened: Other events in the journal, in order.
         metrics: Name -> values by step, of existing and deleted steps.
@@ -278,9 +255,10 @@ class Report:
     version: str
     formats: tuple[str, ...]
     bytes: int | None
-    policies: tuple[str, ...]
+    policies: tuple[str, ...] | None
     steps: tuple[Step, ...]
     history: tuple[SavedStep, ...]
+    verdicts: Mapping[int, tuple[Verdict, ...]]
     saves: tuple[Save, ...]
     happened: tuple[OtherEvent, ...]
     metrics: Mapping[str, tuple[MetricValue, ...]]

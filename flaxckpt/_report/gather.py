@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from flaxckpt import _inspect, _run, _steps, _storage, errors
 from flaxckpt._inspect.diff import CheckpointDiff
+from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Listing, Step
 from flaxckpt._report import (
     copies,
@@ -31,10 +32,10 @@ from flaxckpt._report.data import (
     MetricValue,
     Position,
     Report,
-    SavedStep,
     TreeRow,
 )
 from flaxckpt._run.disk_usage import Subtree
+from flaxckpt._steps.event import Event
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt._util import humanize
 from flaxckpt.formats import _locate
@@ -47,6 +48,8 @@ _COMPARED_BYTES = 2**31
 _MOST_TRIED = 3
 """Steps that are tried for the sizes, as all may be unreadable."""
 
+_MOST_VERDICTS = 200
+
 _MOST_POSITIONS = 200
 _MOST_POSITIONS_IN_STORES = 10
 
@@ -57,7 +60,7 @@ class ReportOptions(NamedTuple):
     """The options of a report.
 
     Attributes:
-        keep: The policies of the run.
+        keep: The policies of the run; by default those that it has recorded.
         step_a: The first step to compare; None for the step before `step_b`.
         step_b: The second step to compare; None for the newest.
         diff: True to compare values; None to compare unless large.
@@ -102,8 +105,8 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
     events = _steps.journal.read(root / _steps.journal.NAME) if listing.is_run else []
     if not events:
         notes["saves"] = _no_journal_note(listing)
-    saves = save_history.saves(events)
-    history = save_history.steps(events, saves, listing.steps)
+    keep = listing.keep or ()
+    history = _inspect.history.of_events(events, listing)
     trees = [] if metadata is None else _run.disk_usage.subtrees(metadata.leaves)
     repeated = copies.find(trees) if trees else ()
     rest = copies.without(trees, repeated)
@@ -114,12 +117,13 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         version=importlib.metadata.version("flaxckpt"),
         formats=tuple(sorted({step.format for step in listing.steps} - {"unknown"})),
         bytes=listing.bytes,
-        policies=tuple(str(policy) for policy in options.keep),
+        policies=None if listing.keep is None else tuple(map(str, listing.keep)),
         steps=listing.steps,
-        history=history,
-        saves=saves,
+        history=tuple(history),
+        verdicts=_verdicts(history, events),
+        saves=save_history.saves(events),
         happened=save_history.other_events(events),
-        metrics=_metrics(listing.steps, history, options.keep),
+        metrics=_metrics(listing.steps, history, keep),
         shown=None if metadata is None else metadata.path,
         total_bytes=0 if metadata is None else metadata.total_bytes,
         leaves=0 if metadata is None else len(metadata.leaves),
@@ -166,6 +170,18 @@ def _no_journal_note(listing: Listing) -> str:
     return f"The run has no journal of saves ({_steps.journal.NAME})."
 
 
+def _verdicts(
+    history: Sequence[SavedStep], events: Sequence[Event]
+) -> Mapping[int, tuple[Verdict, ...]]:
+    """Returns what the policies kept when they deleted each of the last steps."""
+    deleted = [step.step for step in history if not step.exists]
+    found = {
+        number: _inspect.history.explain_deletion(number, history, events)
+        for number in deleted[-_MOST_VERDICTS:]
+    }
+    return {number: verdicts for number, verdicts in found.items() if verdicts}
+
+
 # ---- metrics ----------------------------------------------------------------------
 
 
@@ -179,7 +195,7 @@ def _metrics(
     Metrics used by policies come first: pages show only the first of many.
     """
     bests = [policy for policy in keep if isinstance(policy, BestN)]
-    deleted = {s.step: s.metrics for s in history if s.deleted is not None}
+    deleted = {s.step: s.metrics for s in history if not s.exists}
     existing = {step.step: step for step in steps if step.step is not None}
     known = {**deleted, **{n: step.metrics for n, step in existing.items()}}
     names = dict.fromkeys(itertools.chain.from_iterable(known.values()))

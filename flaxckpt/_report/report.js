@@ -126,6 +126,7 @@
 
   // Shows the cursor in a plot and in those beside it, at the step.
   function showStep(plot, step) {
+    for (const title of plot.querySelectorAll("title")) title.remove();
     const beside = plot.closest("[data-sync]")?.querySelectorAll(".plot[data-series]");
     for (const other of beside ?? [plot]) {
       showCursor(other, nearest(pointsOf(other), step));

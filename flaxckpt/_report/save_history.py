@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-from flaxckpt._inspect.listing import Step
-from flaxckpt._report.data import OtherEvent, Save, SavedStep
+from flaxckpt._report.data import OtherEvent, Save
 from flaxckpt._steps.event import Event
 from flaxckpt._types import JSON
 
@@ -94,33 +93,3 @@ def _number(details: Mapping[str, JSON], name: str) -> float | None:
 
 _LONGEST = 1e9
 """Seconds. Values in a journal are untrusted."""
-
-
-def steps(
-    events: Iterable[Event], saves: Sequence[Save], existing: Sequence[Step]
-) -> tuple[SavedStep, ...]:
-    """Returns the steps that were ever saved, ascending, with those on the disk."""
-    durable = {s.step: s for s in saves if s.outcome == "durable"}
-    deletions = {event.step: event for event in events if event.kind == "deleted"}
-    present = {step.step: step for step in existing}
-    numbers = {n for n in (*durable, *deletions, *present) if n is not None}
-    history = []
-    for number in sorted(numbers):
-        step, save = present.get(number), durable.get(number)
-        gone = deletions.get(number)
-        saved = SavedStep(number, None, None, {}, None, None, None, None)
-        if save is not None:
-            saved = saved._replace(
-                saved=save.began,
-                bytes=save.bytes,
-                blocked_secs=save.blocked_secs,
-                total_secs=save.total_secs,
-            )
-        if step is not None:
-            saved = saved._replace(saved=step.created, metrics=step.metrics)
-        elif gone is not None:
-            saved = saved._replace(deleted=gone.time, reason=_why(gone))
-        history.append(saved)
-    return tuple(
-        each for each in history if each.step in present or each.deleted is not None
-    )

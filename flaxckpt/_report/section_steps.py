@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Step
 from flaxckpt._report import section, tables
 from flaxckpt._report.charts import curves, step_strip
-from flaxckpt._report.data import MetricValue, Report, SavedStep
+from flaxckpt._report.data import MetricValue, Report
 from flaxckpt._report.section import Section
 from flaxckpt._util import html, humanize
 
 _MOST_CURVES = 12
 _MOST_COLUMNS = 4
+_MOST_KEPT = 4
 _MOST_ROWS = 1000
 """Row limit of the table, which keeps the page of a long run small."""
 
@@ -31,7 +33,7 @@ def metrics(report: Report) -> Section:
         if any(math.isfinite(point.value) for point in values)
     }
     figures = [
-        curves.curve(name, points, is_main=n == 0)
+        curves.curve(name, points, is_main=n == 0 and len(drawn) != 2)
         for n, (name, points) in enumerate(list(drawn.items())[:_MOST_CURVES])
     ]
     return Section(
@@ -88,7 +90,7 @@ def steps(report: Report) -> Section | None:
     if not report.history:
         return Section("steps", "Steps", "There are no steps yet.")
     existing = {s.step: s for s in report.steps if s.step is not None}
-    gone = [s.step for s in report.history if s.deleted is not None]
+    gone = [s.step for s in report.history if not s.exists]
     best = {number for number, step in existing.items() if "best" in step.marks}
     kept = {number: _why(report, step) for number, step in existing.items()}
     is_dense = len(kept) > step_strip.FEW
@@ -110,6 +112,8 @@ def steps(report: Report) -> Section | None:
 def _steps_summary(report: Report, gone: int) -> str:
     if report.policies:
         policies = f"The policies are {', '.join(report.policies)}."
+    elif report.policies is not None:
+        policies = "The run deletes no steps."
     else:
         policies = (
             "The policies of the run are unknown: pass --keep or --config to show the"
@@ -142,7 +146,7 @@ def _table(report: Report, existing: Mapping[int, Step]) -> list[html.Markup]:
     for saved in _shown(report.history):
         step = existing.get(saved.step)
         rows.append(
-            _deleted_row(saved, names)
+            _deleted_row(saved, report.verdicts.get(saved.step, ()), names)
             if step is None
             else _step_row(report, step, saved, names, is_bad=saved.step in bad)
         )
@@ -156,7 +160,7 @@ def _table(report: Report, existing: Mapping[int, Step]) -> list[html.Markup]:
 
 def _shown(history: Sequence[SavedStep]) -> list[SavedStep]:
     """Returns the steps to list, the newest first; existing before deleted ones."""
-    ranked = sorted(history, key=lambda s: (s.deleted is not None, -s.step))
+    ranked = sorted(history, key=lambda s: (not s.exists, -s.step))
     return sorted(ranked[:_MOST_ROWS], key=lambda s: -s.step)
 
 
@@ -190,14 +194,16 @@ def _step_row(
     return tables.Row(cells, data, "bad" if is_bad else None)
 
 
-def _deleted_row(saved: SavedStep, names: Sequence[str]) -> tables.Row:
+def _deleted_row(
+    saved: SavedStep, verdicts: Sequence[Verdict], names: Sequence[str]
+) -> tables.Row:
     when = humanize.when(saved.deleted) if math.isfinite(saved.deleted or 0) else ""
     why = ", ".join(filter(None, (saved.reason or "not recorded", when)))
     cells = [
         str(saved.step),
         *_metric_cells(saved.metrics, names),
         _mark("deleted"),
-        why,
+        html.join([why, *map(_verdict, verdicts)]),
         _moment(saved.saved),
         _size(saved.bytes),
         _secs(saved.blocked_secs),
@@ -215,6 +221,15 @@ def _deleted_row(saved: SavedStep, names: Sequence[str]) -> tables.Row:
 
 def _mark(name: str) -> html.Markup:
     return html.element("span", name, class_=f"mark {name.replace(' ', '-')}")
+
+
+def _verdict(verdict: Verdict) -> html.Markup:
+    """Returns a line with the steps that a policy kept instead."""
+    kept = [f"{step:,}" for step in verdict.kept]
+    shown = ", ".join(kept[-_MOST_KEPT:]) or "none"
+    if len(kept) > _MOST_KEPT:
+        shown = f"{len(kept)} steps, the last {shown}"
+    return html.element("span", f"{verdict.policy} kept {shown}", class_="verdict")
 
 
 def _metric_cells(values: Mapping[str, float], names: Sequence[str]) -> list[str]:

@@ -233,10 +233,12 @@ def test_points_of_curves_are_the_metrics(show, report):
     opened = show(report)
     points = opened.data("figure[data-metric='eval/loss'] .linear [data-value]")
     found = {int(point["step"]): float(point["value"]) for point in points}
-    assert found == {step: LOSSES[step] for step in LASTS}
+    assert found == LOSSES
     best = {int(point["step"]): point["best"] for point in points if "best" in point}
     assert best == {50: "best", 20: "among the best"}
-    assert {point["kept"] for point in points} == {"yes"}
+    assert {int(p["step"]) for p in points if p["kept"] == "yes"} == LASTS
+    faint = opened.data("figure[data-metric='eval/loss'] .linear .deleted")
+    assert {int(point["step"]) for point in faint} == LOSSES.keys() - LASTS
     places = opened.page.eval_on_selector_all(
         "figure[data-metric='eval/loss'] .linear circle[data-value]",
         "found => found.map(e => [+e.dataset.value, e.cy.baseVal.value])",

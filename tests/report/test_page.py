@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import flaxckpt
 from examples import report as examples_report
 from flaxckpt import _report, errors
+from flaxckpt._report.data import MetricValue
 from flaxckpt._run import disk_usage as run_disk_usage
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._steps import event as steps_event
@@ -70,12 +71,13 @@ def test_steps_and_reasons_are_those_of_the_run(run):
 
 def test_metrics_are_those_that_were_saved_and_the_best_is_marked(run):
     found = gather(run, keep=KEEP).metrics["eval/loss"]
-    assert {m.step: m.value for m in found} == {s: LOSSES[s] for s in sorted(LASTS)}
+    assert {m.step: m.value for m in found} == LOSSES
+    assert {m.step for m in found if m.is_deleted} == LOSSES.keys() - LASTS
     assert {m.step: m.best for m in found if m.best} == {
         50: "best",
         20: "among the best",
     }
-    assert all(m.stays for m in found)
+    assert {m.step for m in found if m.stays} == LASTS
 
 
 @pytest.mark.parametrize("name", ["flaxckpt.json", "state/_METADATA"])
@@ -108,12 +110,34 @@ def test_the_metric_of_a_policy_comes_before_all_others(tmp_path):
 def test_what_no_policy_keeps_would_go(run):
     found = gather(run, keep=[LatestN(1)])
     stays = {m.step: m.stays for m in found.metrics["eval/loss"]}
-    assert stays == {step: step == 80 for step in sorted(LASTS)}
+    assert stays == {step: step == 80 for step in LOSSES}
+
+
+def test_policies_are_those_that_the_run_recorded(run):
+    found = gather(run)
+    assert found.policies == tuple(map(str, KEEP))
+    assert {m.best for m in found.metrics["eval/loss"] if m.step == 50} == {"best"}
+    reasons = {step.step: step.reason for step in found.history if not step.exists}
+    assert reasons == dict.fromkeys(LOSSES.keys() - LASTS, "no policy keeps it")
+    kept = {verdict.policy: verdict.kept for verdict in found.verdicts[30]}
+    assert kept == {
+        str(KEEP[0]): (40, 50, 60),
+        str(KEEP[1]): (20, 50),
+        str(KEEP[2]): (40,),
+    }
+    text = _text(_report.page(found))
+    assert "LatestN(3) kept 40, 50, 60" in text
 
 
 def test_without_policies_nothing_is_called_the_best(run):
-    found = gather(run).metrics["eval/loss"]
-    assert {m.step: m.best for m in found if m.best} == {50: "lowest", 40: "highest"}
+    lines = (run / "events.jsonl").read_text().splitlines()
+    unknown = [line for line in lines if '"kind": "configured"' not in line]
+    (run / "events.jsonl").write_text("\n".join(unknown) + "\n")
+    found = gather(run)
+    assert found.policies is None
+    assert "The policies of the run are unknown" in _text(_report.page(found))
+    values = found.metrics["eval/loss"]
+    assert {m.step: m.best for m in values if m.best} == {50: "lowest", 10: "highest"}
 
 
 def test_seconds_of_saves_are_those_of_the_journal(run):
@@ -452,6 +476,29 @@ def test_ticks_are_few_and_in_their_range(a, b):
     assert all(low - slack <= tick <= high + slack for tick in found)
 
 
+@given(
+    st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=9)
+)
+def test_curves_of_any_numbers_have_finite_places_and_different_labels(values):
+    series = [
+        MetricValue(10**9 + n, value, True, None) for n, value in enumerate(values)
+    ]
+    found = Elements(_report.charts.curves.curve("m", series)).found
+    drawn = [given for tag, given, _ in found if tag in ("polyline", "circle", "text")]
+    places = [
+        v for given in drawn for v in given.values() if "," in (v or "") or "%" in v
+    ]
+    assert places
+    assert not any("nan" in place or "inf" in place for place in places)
+    ticks = [text for tag, given, text in found if given.get("class") == "tick end"]
+    linear = ticks[: len(_report.charts.scales.linear_axis(values, 100, 0).ticks)]
+    assert len(set(linear)) == len(linear)
+    steps = [
+        text for _, given, text in found if "tick middle" in given.get("class", "")
+    ]
+    assert len(set(steps)) == len(steps)
+
+
 @given(names)
 def test_any_text_stays_text(name):
     made = util_html.element("p", name, title=name)
@@ -517,7 +564,9 @@ def test_many_steps_and_leaves_are_a_small_page(run):
         steps=tuple(
             dataclasses.replace(steps[n % 6], step=n, marks=()) for n in range(3000)
         ),
-        history=tuple(small.history[n % 8]._replace(step=n) for n in range(3000)),
+        history=tuple(
+            dataclasses.replace(small.history[n % 8], step=n) for n in range(3000)
+        ),
         saves=tuple(saves[n % 8]._replace(step=n) for n in range(3000)),
         metrics={
             f"metric_{n}": tuple(

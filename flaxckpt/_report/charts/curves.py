@@ -103,10 +103,11 @@ def _ends(axis: scales.Axis) -> str:
     return f"{scale.low!r},{scale.high!r},{html.px(scale.start)},{html.px(scale.stop)}"
 
 
-def _data(drawn: Sequence[MetricValue]) -> str:
+def _data(drawn: Sequence[MetricValue]) -> html.Markup:
     """Returns the values for the script: step, value and kind of each."""
     most = _thin_out(drawn, _MOST_VALUES)
-    return " ".join(f"{p.step},{p.value:.6g},{_kind(p)[0]}" for p in most)
+    values = [f"{p.step},{p.value:.6g},{_kind(p)[0]}" for p in most]
+    return html.Markup(" ".join(values))  # other texts are shortened
 
 
 def _kind(point: MetricValue) -> str:

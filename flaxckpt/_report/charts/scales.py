@@ -69,11 +69,12 @@ def log_axis(values: Sequence[float], bottom: float, top: float) -> Axis | None:
     first, last = math.log10(low), math.log10(high)
     room = (last - first) / 6
     scale = Scale(first - room, last + room, bottom, top)
-    decades = range(math.ceil(scale.low), math.floor(scale.high) + 1)
+    lowest, highest = max(scale.low, _POWERS.start), min(scale.high, _POWERS.stop)
+    decades = range(math.ceil(lowest), math.floor(highest) + 1)
     every = max(1, -(-len(decades) // 6))
     found = [10.0**power for power in decades[::every]]
     if len(found) < _FEW:
-        powers = range(math.floor(scale.low), math.floor(scale.high) + 1)
+        powers = range(math.floor(lowest), math.floor(highest) + 1)
         found = [m * 10.0**power for power in powers for m in (1, 2, 5)]
         found = [v for v in found if scale.low <= math.log10(v) <= scale.high]
     if len(found) < 2:
@@ -87,6 +88,9 @@ _LEAST_RATIO = 1.5
 """Of the largest to the smallest value: below, both axes look the same."""
 
 _FEW = 3
+
+_POWERS = range(-306, 306)
+"""Decades whose ticks are normal floats."""
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
