@@ -29,6 +29,7 @@ from flaxckpt._report import (
 from flaxckpt._report.data import (
     Change,
     ChangedLeaf,
+    Integrity,
     MetricValue,
     Position,
     Report,
@@ -66,6 +67,7 @@ class ReportOptions(NamedTuple):
         diff: True to compare values; None to compare unless large.
         verify: True to read every byte of all steps.
         step_format: The format of step names; None to detect it.
+        known: The integrity of steps in an earlier report, which is not checked again.
     """
 
     keep: Sequence[PreservationPolicy] = ()
@@ -74,6 +76,7 @@ class ReportOptions(NamedTuple):
     diff: bool | None = None
     verify: bool = False
     step_format: str | None = None
+    known: Sequence[Integrity] = ()
 
 
 def gather(path: PathLike, options: ReportOptions) -> Report:
@@ -95,7 +98,9 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
             root, keep=options.keep, step_format=options.step_format
         )
     notes: dict[str, str] = {}
-    checks = integrity.check_steps(root, listing.steps, every=options.verify)
+    checks = integrity.check_steps(
+        root, listing.steps, every=options.verify, known=options.known
+    )
     good = [
         step
         for step, check in zip(listing.steps, checks, strict=True)

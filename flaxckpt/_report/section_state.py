@@ -26,8 +26,13 @@ _LEAST_SHARE = 0.002
 # ---- sizes ------------------------------------------------------------------------
 
 
-def sizes(report: Report) -> Section:
-    """Returns the section on the sizes in the newest step."""
+def sizes(report: Report, *, has_tree: bool = True) -> Section:
+    """Returns the section on the sizes in the newest step.
+
+    Args:
+        report: The data.
+        has_tree: False to leave out the tree of the leaves.
+    """
     if not report.parts:
         return Section(
             "sizes", "Sizes", report.notes.get("sizes", "There are no arrays.")
@@ -40,19 +45,26 @@ def sizes(report: Report) -> Section:
     body = [share_bar.share_bar("Parts of the state", _shares(report))]
     if len(report.parts) > 1:
         body.append(_picture(report))
-    body.append(tree.tree(_branches(report), "Containers and leaves"))
+    if has_tree:
+        body += _tree(report)
+    return Section("sizes", "Sizes", summary, body)
+
+
+def _tree(report: Report) -> list[html.Markup]:
+    body = [tree.tree(_branches(report), "Containers and leaves")]
     shown = sum(row.type is not None for row in report.tree)
     if shown > _MOST_LEAVES:
         note = (
             f"The first {_MOST_LEAVES:,} of {shown:,} leaves: flaxckpt show lists all."
         )
         body.append(html.element("p", note, class_="note"))
-    return Section("sizes", "Sizes", summary, body)
+    return body
 
 
 def _shares(report: Report) -> list[share_bar.Share]:
     """Returns the outermost containers, and the copies inside of them on their own."""
-    outermost = [row for row in report.tree if row.depth == _outermost_depth(report)]
+    depth = _outermost_depth(report)
+    outermost = [row for row in report.tree if row.depth == depth]
     sized = [(row.path or "(all)", row.bytes, "") for row in outermost]
     copied = [
         (c.path, c.bytes, f"the shapes of {c.of or 'all'}") for c in report.copies

@@ -16,15 +16,16 @@ from typing import NamedTuple
 
 from flaxckpt import _report, _steps, _storage, errors
 from flaxckpt._report import Report
+from flaxckpt._report.data import Integrity
 from flaxckpt._ui.places import Place
 
 _log = logging.getLogger(__name__)
 
 _POLL_SECS = 1.0
 _POLL_SECS_IN_STORES = 10.0
-_POLLS_PER_REPORT = 60
+_POLLS_PER_REPORT = 120
 """Polls after which a report is gathered again, changed or not: for pins and metrics
-that were added."""
+that were added, and files that were damaged."""
 
 _WATCHED_SECS = 60.0
 """A run that nobody has asked for so long is not polled."""
@@ -150,17 +151,20 @@ class _Feed:
             self._polls += 1
             try:
                 is_changed = _stamp(self._path) != self._stamp
-                if is_changed or self._polls >= _POLLS_PER_REPORT:
+                if self._polls >= _POLLS_PER_REPORT:
                     self._gather()
+                elif is_changed and self._snapshot is not None:
+                    self._gather(self._snapshot.report.integrity)
             except (errors.CheckpointError, OSError):
                 # Deleted steps are gone a moment later; else the page shows the last
                 # report, and reading anything of it tells the error.
                 _log.debug("cannot read %s", self._path, exc_info=True)
 
-    def _gather(self) -> None:
+    def _gather(self, known: Sequence[Integrity] = ()) -> None:
         before = self._snapshot
         stamp = _stamp(self._path)
-        report = _report.gather(self._path, _report.ReportOptions(diff=False))
+        options = _report.ReportOptions(diff=False, known=known)
+        report = _report.gather(self._path, options)
         self._stamp, self._polls = stamp, 0
         if before is None:
             self._snapshot = Snapshot(1, report, "")

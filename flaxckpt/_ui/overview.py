@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+
 from flaxckpt import _report
 from flaxckpt._report import Report
+from flaxckpt._report.section import Section
 from flaxckpt._ui import frame
 from flaxckpt._ui.places import Place
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html
 
-_RUN = (
+_RUN: Sequence[Callable[[Report], Section | None]] = (
     _report.section_steps.steps,
     _report.section_saves.saves,
     _report.section_origin.integrity,
 )
-_STATE = (
-    _report.section_state.sizes,
+_STATE: Sequence[Callable[[Report], Section | None]] = (
+    functools.partial(_report.section_state.sizes, has_tree=False),
     _report.section_origin.dataset,
     _report.section_origin.lineage,
 )

@@ -73,6 +73,9 @@ def _count_ticks(high: float) -> list[tuple[float, str]]:
 def _value_labels(x: scales.Scale, y: float) -> list[html.Markup]:
     """Labels round values below the bars; values in the margins would be cut off."""
     found = scales.ticks(x.low, x.high, 6)
+    if x.high - x.low <= abs(x.low) * _NARROW:  # all values are equal
+        text = f"{x.low:.6g}"
+        return [html.element("text", text, x="50%", y=html.px(y), class_="tick middle")]
     return [
         html.element(
             "text", text, x=html.percent(x(tick)), y=html.px(y), class_="tick middle"
@@ -84,3 +87,6 @@ def _value_labels(x: scales.Scale, y: float) -> list[html.Markup]:
 
 _MARGIN = 3.0
 """Percent."""
+
+_NARROW = 1e-12
+"""Of the values: labels cannot tell the ends of such a range apart."""
