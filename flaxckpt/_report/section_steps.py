@@ -83,8 +83,16 @@ def _key(points: Sequence[MetricValue]) -> list[tuple[str, str]]:
 # ---- steps ------------------------------------------------------------------------
 
 
-def steps(report: Report) -> Section | None:
-    """Returns the section on all steps and the reasons to keep or delete them."""
+def steps(
+    report: Report, *, most: int = _MOST_ROWS, rest: object = "--json lists them all."
+) -> Section | None:
+    """Returns the section on all steps and the reasons to keep or delete them.
+
+    Args:
+        report: The data.
+        most: Row limit of the table.
+        rest: Where the steps beyond are to be found.
+    """
     if not report.is_run:
         return None
     if not report.history:
@@ -104,7 +112,7 @@ def steps(report: Report) -> Section | None:
         [
             step_strip.strip(kept, gone, best),
             section.legend(items if gone or best else items[:1]),
-            *_table(report, existing),
+            *_table(report, existing, most, rest),
         ],
     )
 
@@ -128,7 +136,9 @@ def _steps_summary(report: Report, gone: int) -> str:
     return text
 
 
-def _table(report: Report, existing: Mapping[int, Step]) -> list[html.Markup]:
+def _table(
+    report: Report, existing: Mapping[int, Step], most: int, rest: object
+) -> list[html.Markup]:
     names = list(report.metrics)[:_MOST_COLUMNS]
     columns = [
         tables.Column("step", is_number=True),
@@ -143,7 +153,7 @@ def _table(report: Report, existing: Mapping[int, Step]) -> list[html.Markup]:
     ]
     rows = []
     bad = {check.step for check in report.integrity if check.is_bad}
-    for saved in _shown(report.history):
+    for saved in _shown(report.history, most):
         step = existing.get(saved.step)
         rows.append(
             _deleted_row(saved, report.verdicts.get(saved.step, ()), names)
@@ -153,15 +163,15 @@ def _table(report: Report, existing: Mapping[int, Step]) -> list[html.Markup]:
     parts = [tables.table("The newest first", columns, rows, what="steps")]
     if len(report.history) > len(rows):
         more = len(report.history) - len(rows)
-        note = f"… and {more:,} more: --json lists them all."
-        parts.append(html.element("p", note, class_="note"))
+        note = html.element("p", f"… and {more:,} more: ", rest, class_="note")
+        parts.append(note)
     return parts
 
 
-def _shown(history: Sequence[SavedStep]) -> list[SavedStep]:
+def _shown(history: Sequence[SavedStep], most: int) -> list[SavedStep]:
     """Returns the steps to list, the newest first; existing before deleted ones."""
     ranked = sorted(history, key=lambda s: (not s.exists, -s.step))
-    return sorted(ranked[:_MOST_ROWS], key=lambda s: -s.step)
+    return sorted(ranked[:most], key=lambda s: -s.step)
 
 
 def _step_row(

@@ -6,6 +6,7 @@ from flaxckpt import _inspect, _report, errors
 from flaxckpt._report.data import Change
 from flaxckpt._ui import forms, frame
 from flaxckpt._ui.opened import OpenCheckpoint
+from flaxckpt._ui.places import Place
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 
@@ -17,18 +18,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the page that compares step `a` of a `run` with step `b` of `with`."""
     place = workspace.places.find(query.text("run"))
     other = workspace.places.find(query.text("with") or place.name)
-    steps = [
-        step.step
-        for step in workspace.feeds.latest(place).report.steps
-        if step.step is not None and step.damage is None
-    ]
-    b = query.number("b")
-    if b is None and other.is_run:
-        b = workspace.opened.get(other, None).step
-    before = [step for step in steps if other != place or b is None or step < b]
-    a = query.number("a")
-    if a is None and before:
-        a = before[-1]
+    a, b = _choose_steps(workspace, place, other, query)
     choices = [forms.hidden("run", place.name)]
     if place.is_run:
         choices.append(forms.step_choice(workspace, place, "From step", "a", a))
@@ -59,6 +49,20 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         place=place,
         view="/compare",
     )
+
+
+def _choose_steps(
+    workspace: Workspace, place: Place, other: Place, query: Query
+) -> tuple[int | None, int | None]:
+    """Returns the steps of a request; by default the newest, and the one before."""
+    b, later = query.number("b"), forms.good_steps(workspace, other)
+    if b not in later:
+        b = later[-1] if later else None
+    a, earlier = query.number("a"), forms.good_steps(workspace, place)
+    if a is None:
+        earlier = [step for step in earlier if other != place or b is None or step < b]
+        a = earlier[-1] if earlier else None
+    return a, b
 
 
 def result(workspace: Workspace, query: Query) -> html.Markup:

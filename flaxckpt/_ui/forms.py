@@ -56,6 +56,12 @@ def step_choice(
     return choice(label, name, options, "" if chosen is None else str(chosen))
 
 
+def good_steps(workspace: Workspace, place: Place) -> list[int]:
+    """Returns the steps of a run that can be read, ascending; none of a checkpoint."""
+    report = workspace.feeds.latest(place).report
+    return [s.step for s in report.steps if s.step is not None and s.damage is None]
+
+
 def step_form(workspace: Workspace, place: Place, step: int | None) -> html.Markup:
     """Returns a form that shows the view for another step of a run."""
     if step is None:

@@ -85,7 +85,8 @@ def _events(place: Place | None, version: int) -> html.Markup:
 
 def _header(workspace: Workspace, place: Place | None, view: str) -> html.Markup:
     places = workspace.places
-    above = str(places.root.parent if places.is_single else places.root)
+    is_below = place is not None and not places.is_single
+    above = str(places.root if is_below else places.root.parent)
     name = html.element("h1", places.root.name or str(places.root))
     crumbs: list[html.Markup] = []
     if not places.is_single:

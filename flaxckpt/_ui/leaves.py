@@ -11,11 +11,12 @@ from flaxckpt._run.disk_usage import Subtree
 from flaxckpt._types import LeafPath
 from flaxckpt._ui import forms, frame
 from flaxckpt._ui.opened import OpenCheckpoint
+from flaxckpt._ui.places import Place
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 
 _MOST_CHILDREN = 500
-_MOST_FOUND = 200
+_MOST_FOUND = 100
 _OPENED_ROWS = 40
 """A container is unfolded at first if the tree has few rows then."""
 
@@ -27,10 +28,12 @@ _MOST_BYTES = 2**31
 def page(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the page on the leaves of the `step` of a `run`, or on one `leaf`."""
     place = workspace.places.find(query.text("run"))
-    opened = workspace.opened.get(place, query.number("step"))
-    step = "" if opened.step is None else str(opened.step)
+    step = query.number("step")
+    steps = forms.good_steps(workspace, place)
+    if step is None and steps:
+        step = steps[-1]
     leaf = query.text("leaf")
-    fields = {"run": place.name, "step": step or None}
+    fields = {"run": place.name, "step": None if step is None else str(step)}
     panel = html.element(
         "section",
         frame.message("Choose a leaf to read its values."),
@@ -39,30 +42,45 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         hx_get=address("/leaves/leaf", **fields, leaf=leaf) if leaf else None,
         hx_trigger="load" if leaf else None,
     )
-    tree = html.element(
+    browser = html.element(
         "section",
-        _heading(opened),
-        forms.step_form(workspace, place, opened.step),
+        html.element("h2", "Leaves" if step is None else f"Leaves of step {step:,}"),
+        forms.step_form(workspace, place, step),
         _search_field(fields),
-        html.element(
-            "div", _level(opened, "", unfold=_OPENED_ROWS), id="tree", class_="tree"
-        ),
+        _tree(workspace, place, step),
     )
     return frame.page(
         workspace,
         f"Leaves of {place.name}",
-        html.element("div", tree, panel, class_="panes"),
+        html.element("div", browser, panel, class_="panes"),
         place=place,
         view="/leaves",
     )
 
 
-def _heading(opened: OpenCheckpoint) -> html.Markup:
-    name = "Leaves" if opened.step is None else f"Leaves of step {opened.step:,}"
+def _tree(workspace: Workspace, place: Place, step: int | None) -> html.Markup:
+    """Returns the tree; if the checkpoint has to be opened first, it comes later."""
+    opened = workspace.opened.find(place, step)
+    if opened is not None:
+        return html.element("div", _top(opened), id="tree", class_="tree")
+    return html.element(
+        "div",
+        frame.message("Opening the checkpoint …"),
+        id="tree",
+        class_="tree",
+        hx_get=address("/leaves/branch", run=place.name, step=step),
+        hx_trigger="load",
+    )
+
+
+def _top(opened: OpenCheckpoint) -> html.Markup:
     leaves = humanize.count(opened.root.leaves, "leaf", "leaves")
     facts = f"{leaves}, {humanize.size(opened.root.bytes)}"
     return html.join(
-        [html.element("h2", name), html.element("p", facts, class_="summary-text")]
+        [
+            html.element("p", facts, class_="note"),
+            _level(opened, "", unfold=_OPENED_ROWS),
+        ]
     )
 
 
@@ -75,7 +93,7 @@ def _search_field(fields: dict[str, str | None]) -> html.Markup:
         aria_label="Search leaves",
         autocomplete="off",
         hx_get=address("/leaves/search", **fields),
-        hx_trigger="input changed delay:60ms, search",
+        hx_trigger="input changed delay:30ms, search",
         hx_target="#tree",
         hx_sync="this:replace",
     )
@@ -85,9 +103,14 @@ def _search_field(fields: dict[str, str | None]) -> html.Markup:
 
 
 def branch(workspace: Workspace, query: Query) -> html.Markup:
-    """Returns the content of a container, `under`, from its child `from` on."""
+    """Returns the content of a container, `under`, from its child `from` on.
+
+    Without a container, returns the top of the tree.
+    """
     place = workspace.places.find(query.text("run"))
     opened = workspace.opened.get(place, query.number("step"))
+    if not query.text("under") and query.number("from") is None:
+        return _top(opened)
     return _level(opened, query.text("under"), start=query.number("from") or 0)
 
 
@@ -95,8 +118,6 @@ def _level(
     opened: OpenCheckpoint, under: LeafPath, *, start: int = 0, unfold: int = 0
 ) -> html.Markup:
     children = opened.children.get(under, ())
-    if not under and opened.root.info is not None:
-        children = [opened.root]  # the state is a single leaf
     entries = [
         _branch(opened, child, unfold // max(1, len(children)))
         for child in children[start : start + _MOST_CHILDREN]
@@ -108,9 +129,9 @@ def _level(
 
 def _branch(opened: OpenCheckpoint, tree: Subtree, unfold: int) -> Branch:
     name = tree.path.rpartition("/")[2] or "(the state)"
-    children = opened.children.get(tree.path)
-    if children is None:
+    if tree.info is not None:
         return _leaf_entry(opened, tree, name)
+    children = opened.children[tree.path]
     is_open = len(children) <= unfold
     inner = (
         [_branch(opened, child, unfold // len(children) - 1) for child in children]
@@ -165,7 +186,7 @@ def search(workspace: Workspace, query: Query) -> html.Markup:
     opened = workspace.opened.get(place, query.number("step"))
     words = query.text("q").lower().split()
     if not words:
-        return _level(opened, "", unfold=_OPENED_ROWS)
+        return _top(opened)
     found = find(list(opened.stored.metadata.leaves), words)
     count = f"{len(found):,} of {opened.root.leaves:,} leaves"
     if len(found) > _MOST_FOUND:

@@ -65,15 +65,20 @@ class OpenCheckpoints:
         """
         if place.is_run and step is None:
             step = _locate.locate(place.path).step
-        key = (str(place.path), step)
         with self._lock:
-            found = self._open.get(key)
-            if found is None or not _is_current(found.stored):
+            found = self.find(place, step)
+            key = (str(place.path), step)
+            if found is None:
                 found = self._open[key] = _open(place, step)
             self._open.move_to_end(key)
             while len(self._open) > _MOST_OPEN:
                 self._open.popitem(last=False)
             return found
+
+    def find(self, place: Place, step: int | None) -> OpenCheckpoint | None:
+        """Returns a checkpoint that is open and has not changed, or None."""
+        found = self._open.get((str(place.path), step))
+        return found if found is not None and _is_current(found.stored) else None
 
 
 def _is_current(stored: Stored) -> bool:
@@ -83,10 +88,28 @@ def _is_current(stored: Stored) -> bool:
 def _open(place: Place, step: int | None) -> OpenCheckpoint:
     stored = _locate.open_checkpoint(place.path, step)
     trees = _run.disk_usage.subtrees(stored.metadata.leaves)
-    children: dict[LeafPath, list[Subtree]] = {}
-    for tree in trees[1:]:
-        above = tree.path.rpartition("/")[0]
-        children.setdefault(above, []).append(tree)
     return OpenCheckpoint(
-        place, step, stored, {tree.path: tree for tree in trees}, children
+        place, step, stored, {tree.path: tree for tree in trees}, _children(trees)
     )
+
+
+def _children(trees: Sequence[Subtree]) -> dict[LeafPath, list[Subtree]]:
+    """Returns the content of each container.
+
+    A path may be a leaf and a container, as the root is for a key that is empty: then
+    the container has the leaf as its first child.
+    """
+    containers = {"", *(_above(tree.path) for tree in trees)}
+    children: dict[LeafPath, list[Subtree]] = {}
+    for tree in trees:
+        is_container = tree.path in containers
+        if tree.path:
+            shown = tree._replace(info=None) if is_container else tree
+            children[_above(tree.path)].append(shown)
+        if is_container:
+            children[tree.path] = [tree] if tree.info is not None else []
+    return children
+
+
+def _above(path: LeafPath) -> LeafPath:
+    return path.rpartition("/")[0]

@@ -13,8 +13,10 @@ from flaxckpt._ui.places import Place
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html
 
+_MOST_STEPS = 300
+"""More rows would answer slowly to a click on a heading."""
+
 _RUN: Sequence[Callable[[Report], Section | None]] = (
-    _report.section_steps.steps,
     _report.section_saves.saves,
     _report.section_origin.integrity,
 )
@@ -36,7 +38,7 @@ def show(workspace: Workspace, place: Place) -> html.Markup:
     snapshot = workspace.feeds.latest(place)
     content = html.element(
         "div",
-        _content(snapshot.report),
+        _content(snapshot.report, place),
         id="sections",
         hx_get=address("/run/sections", run=place.name),
         hx_trigger="run-changed from:body",
@@ -52,15 +54,28 @@ def show(workspace: Workspace, place: Place) -> html.Markup:
 
 
 def sections(workspace: Workspace, query: Query) -> html.Markup:
-    """Returns the sections on a run as of now."""
+    """Returns the sections on a run as of now; with `all`, all of its steps."""
     place = workspace.places.find(query.text("run"))
-    return _content(workspace.feeds.latest(place).report)
+    report = workspace.feeds.latest(place).report
+    return _content(report, place, most=None if query.text("all") else _MOST_STEPS)
 
 
-def _content(report: Report) -> html.Markup:
+def _content(
+    report: Report, place: Place, *, most: int | None = _MOST_STEPS
+) -> html.Markup:
+    show_all = html.element(
+        "button",
+        "show all",
+        type="button",
+        hx_get=address("/run/sections", run=place.name, all=1),
+        hx_target="#sections",
+    )
+    steps = _report.section_steps.steps(
+        report, most=len(report.history) if most is None else most, rest=show_all
+    )
     columns = []
-    for sections in (_RUN, _STATE):
-        made = [section(report) for section in sections]
+    for first, sections in ((steps, _RUN), (None, _STATE)):
+        made = [first, *[section(report) for section in sections]]
         markup = [section.markup() for section in made if section is not None]
         columns.append(html.element("div", *markup, class_="column"))
     return html.join(

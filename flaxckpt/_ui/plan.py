@@ -22,8 +22,9 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     chosen = query.text("into") or next((n for n in names if n != place.name), "")
     into = workspace.places.find(chosen or place.name)
     step = query.number("step")
-    if step is None and place.is_run:
-        step = workspace.opened.get(place, None).step
+    steps = forms.good_steps(workspace, place)
+    if step is None and steps:
+        step = steps[-1]
     choices = [forms.hidden("run", place.name)]
     if place.is_run:
         choices.append(
@@ -72,17 +73,17 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
         optimizer="match" if target.has_roles else "exact",
         unused="ignore",
     )
-    return html.join([_verdict(plan, into.name), _actions(plan), *_groups(plan)])
+    return html.join([_outcome(plan, into.name), _actions(plan), *_groups(plan)])
 
 
-def _verdict(plan: RestorePlan, into: str) -> html.Markup:
+def _outcome(plan: RestorePlan, into: str) -> html.Markup:
     if plan.problems:
         leaves = humanize.count(len(plan.problems), "leaf", "leaves")
         text = f"The restore would fail: {leaves} of {into} cannot be restored."
-        return html.element("p", text, class_="verdict bad")
+        return html.element("p", text, class_="outcome bad")
     size = humanize.size(plan.bytes_to_read)
     text = f"The restore would succeed, and read {size}."
-    return html.element("p", text, class_="verdict good")
+    return html.element("p", text, class_="outcome good")
 
 
 def _actions(plan: RestorePlan) -> html.Markup:
@@ -125,7 +126,7 @@ def _groups(plan: RestorePlan) -> list[html.Markup]:
             for path, leaf in list(leaves.items())[:_MOST_ROWS]
         ]
         title = f"{humanize.count(len(leaves), 'leaf', 'leaves')}: {', '.join(actions)}"
-        caption = title
+        caption = "In the order of the state"
         if len(leaves) > len(rows):
             caption = f"The first {len(rows)} of {len(leaves):,}"
         made.append(

@@ -127,7 +127,7 @@ VIEWS = {
     "overview": ("/run", {"run": "run"}, "#steps tr[data-step]"),
     "leaves": ("/leaves", {"run": "run", "leaf": "params/head"}, "#leaf dl"),
     "compare": ("/compare", {"run": "run", "a": 70, "b": 80}, "#result details"),
-    "plan": ("/plan", {"run": "run", "into": "source"}, "#result .verdict"),
+    "plan": ("/plan", {"run": "run", "into": "source"}, "#result .outcome"),
 }
 
 
@@ -226,7 +226,7 @@ def test_a_restore_is_planned(visit):
     page = opened.open("/plan", run="run")
     page.select_option("select[name=into]", "source")
     page.click("form button")
-    page.wait_for_selector("#result .verdict.bad")
+    page.wait_for_selector("#result .outcome.bad")
     assert "3 leaves of source cannot be restored" in page.text_content("#result")
     rows = page.locator("#result tr[data-actions=conflict]")
     assert rows.count() == 3
@@ -261,7 +261,7 @@ def test_names_that_are_scripts_run_nothing(visit):
     page = opened.open("/compare", run=run, a=1, b=2)
     page.wait_for_selector("#result details")
     page = opened.open("/plan", run=run, into="run")
-    page.wait_for_selector("#result .verdict")
+    page.wait_for_selector("#result .outcome")
     assert page.locator("img, body script").count() == 0
     assert page.title().endswith("flaxckpt")
     assert opened.is_quiet, opened.messages

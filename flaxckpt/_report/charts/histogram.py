@@ -22,15 +22,10 @@ def histogram(title: str, edges: Sequence[float], counts: Sequence[int]) -> html
         counts: The number of values in each bin.
     """
     bottom = _HEIGHT - _BOTTOM
-    x = scales.Scale(edges[0], edges[-1], 0.0, 100.0)
     largest = max(counts)
     y = scales.Axis(scales.Scale(0.0, scales.top(largest), bottom, _TOP), False, ())
     y = y._replace(ticks=_count_ticks(y.scale.high))
-    bars = [
-        _bar(edges[n], edges[n + 1], count, x, y)
-        for n, count in enumerate(counts)
-        if count
-    ]
+    bars = [_bar(n, edges, count, y) for n, count in enumerate(counts) if count]
     description = (
         f"{sum(counts):,} values from {edges[0]:.6g} to {edges[-1]:.6g}, at most"
         f" {largest:,} in a bin."
@@ -42,23 +37,27 @@ def histogram(title: str, edges: Sequence[float], counts: Sequence[int]) -> html
         *frame.grid(y),
         *bars,
         frame.level(bottom, "baseline"),
-        *_value_labels(x, bottom + 18),
+        *_value_labels(edges, bottom + 18),
     )
     return frame.frame(frame.vertical_axis(_HEIGHT, y), plot)
 
 
 def _bar(
-    low: float, high: float, count: int, x: scales.Scale, y: scales.Axis
+    number: int, edges: Sequence[float], count: int, y: scales.Axis
 ) -> html.Markup:
-    width = x(high) - x(low)
-    tip = f"{low:.5g} to {high:.5g}: {humanize.count(count, 'value')}"
+    """Draws the bar of a bin; all bins are of equal width."""
+    width = 100 / (len(edges) - 1)
+    tip = (
+        f"{edges[number]:.5g} to {edges[number + 1]:.5g}:"
+        f" {humanize.count(count, 'value')}"
+    )
     top = min(y(count), y.scale.start - 1)  # a single value is seen, too
     return html.element(
         "rect",
         html.element("title", tip),
-        x=html.percent(x(low) + width * _GAP / 2),
+        x=html.percent((number + _GAP / 2) * width),
         y=html.px(top),
-        width=html.percent(width * (1 - _GAP)),
+        width=html.percent((1 - _GAP) * width),
         height=html.px(y.scale.start - top),
         class_="bar behind",
         data_count=count,
@@ -70,16 +69,15 @@ def _count_ticks(high: float) -> list[tuple[float, str]]:
     return [(tick, scales.short(tick)) for tick in found]
 
 
-def _value_labels(x: scales.Scale, y: float) -> list[html.Markup]:
+def _value_labels(edges: Sequence[float], y: float) -> list[html.Markup]:
     """Labels round values below the bars; values in the margins would be cut off."""
+    place = {"y": html.px(y), "class_": "tick middle"}
+    if len(edges) == 2:  # all values are equal
+        return [html.element("text", f"{edges[0]:.6g}", x="50%", **place)]
+    x = scales.Scale(edges[0], edges[-1], 0.0, 100.0)
     found = scales.ticks(x.low, x.high, 6)
-    if x.high - x.low <= abs(x.low) * _NARROW:  # all values are equal
-        text = f"{x.low:.6g}"
-        return [html.element("text", text, x="50%", y=html.px(y), class_="tick middle")]
     return [
-        html.element(
-            "text", text, x=html.percent(x(tick)), y=html.px(y), class_="tick middle"
-        )
+        html.element("text", text, x=html.percent(x(tick)), **place)
         for tick, text in zip(found, scales.labels(found), strict=True)
         if _MARGIN < x(tick) < 100 - _MARGIN
     ]
@@ -87,6 +85,3 @@ def _value_labels(x: scales.Scale, y: float) -> list[html.Markup]:
 
 _MARGIN = 3.0
 """Percent."""
-
-_NARROW = 1e-12
-"""Of the values: labels cannot tell the ends of such a range apart."""

@@ -18,12 +18,11 @@ class Scale(NamedTuple):
 
     def __call__(self, value: float) -> float:
         """Returns the coordinate of `value`; the middle for an empty range."""
-        if self.high == self.low:
+        span = self.high / 2 - self.low / 2  # halved: the difference may overflow
+        if not span:
             return (self.start + self.stop) / 2
-        part = value / 2 - self.low / 2  # halved, because the difference may overflow
-        return self.start + part / (self.high / 2 - self.low / 2) * (
-            self.stop - self.start
-        )
+        part = (value / 2 - self.low / 2) / span
+        return self.start + part * (self.stop - self.start)
 
 
 class Axis(NamedTuple):
