@@ -6,13 +6,14 @@ too:
 
 | component | draws |
 |---|---|
-| `section_steps`, `section_saves`, `section_state`, `section_origin` | sections of a `Report`; `changed_groups` a `Change` alone |
+| `section_steps`, `section_saves`, `section_state`, `section_leaves`, `section_origin` | sections of a `Report`; `changed_groups` a `Change` alone |
 | `section.Section`, `section.legend` | a foldable section; a key of marks |
 | `cards.card`, `cards.cards` | a headline figure; several |
 | `tables.table` | a table that is sorted and searched |
 | `tree.tree`, `tree.entries` | leaves in folded containers; entries to insert into a tree |
 | `charts.curves`, `charts.timeline`, `charts.step_strip` | metrics and saves over steps |
 | `charts.treemap`, `charts.share_bar` | sizes |
+| `charts.small` | a line or a histogram in a cell |
 | `assets.style`, `assets.script`, `assets.policy` | what a page needs once, and the policy that allows it |
 
 No component has inline styles, handlers or identifiers of its own except sections. The
@@ -38,9 +39,9 @@ from __future__ import annotations
 from flaxckpt._report import assets as assets
 from flaxckpt._report import cards as cards
 from flaxckpt._report import charts as charts
-from flaxckpt._report import copies as copies
 from flaxckpt._report import data as data
 from flaxckpt._report import section as section
+from flaxckpt._report import section_leaves as section_leaves
 from flaxckpt._report import section_origin as section_origin
 from flaxckpt._report import section_saves as section_saves
 from flaxckpt._report import section_state as section_state
@@ -61,11 +62,11 @@ __all__ = [
     "assets",
     "cards",
     "charts",
-    "copies",
     "data",
     "gather",
     "page",
     "section",
+    "section_leaves",
     "section_origin",
     "section_saves",
     "section_state",

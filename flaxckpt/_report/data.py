@@ -174,6 +174,30 @@ class Change(NamedTuple):
     bytes_compared: int
 
 
+class LeafHistory(NamedTuple):
+    """Statistics of a leaf at the saves of a run, from samples of its values.
+
+    Attributes:
+        path: The leaf path.
+        group: The part of the state, as of `ChangedLeaf`.
+        norms: Step -> the norm, ascending.
+        mean: The mean at the last step, as the next three.
+        min: The smallest finite value.
+        max: The largest finite value.
+        nonfinite: The number of NaNs and infinities in the sample.
+        histogram: The number of values in bins of equal width from `min` to `max`.
+    """
+
+    path: str
+    group: str
+    norms: Mapping[int, float]
+    mean: float
+    min: float
+    max: float
+    nonfinite: int
+    histogram: tuple[int, ...]
+
+
 class Position(NamedTuple):
     """The positions of the dataset iterators at a step.
 
@@ -243,6 +267,8 @@ class Report:
             `total_bytes`.
         tree: Its other containers and leaves, each container before its content.
         change: The differences between two steps.
+        leaf_histories: Statistics of leaves over the saves, if the run recorded any;
+            the parameters first.
         positions: The positions of dataset iterators, the oldest step first.
         lineage: The checkpoints that the run started from, the nearest first.
         integrity: The integrity of each checkpoint, the oldest first.
@@ -269,6 +295,7 @@ class Report:
     parts: tuple[Part, ...]
     tree: tuple[TreeRow, ...]
     change: Change | None
+    leaf_histories: tuple[LeafHistory, ...]
     positions: tuple[Position, ...]
     lineage: tuple[Lineage, ...]
     integrity: tuple[Integrity, ...]

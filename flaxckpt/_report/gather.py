@@ -30,6 +30,7 @@ from flaxckpt._report.data import (
     Change,
     ChangedLeaf,
     Integrity,
+    LeafHistory,
     MetricValue,
     Position,
     Report,
@@ -136,6 +137,7 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         parts=size_groups.divide(rest) if rest else (),
         tree=tuple(_tree_row(tree) for tree in rest),
         change=_compare_steps(root, listing, good, repeated, options, notes),
+        leaf_histories=_leaf_histories(root, repeated) if listing.is_run else (),
         positions=_dataset_positions(root, listing.steps, notes),
         lineage=() if metadata is None else metadata.lineage,
         integrity=checks,
@@ -387,6 +389,32 @@ def _group(path: LeafPath, repeated: Sequence[copies.Copy]) -> str:
 def _rank(group: str) -> tuple[bool, bool, str]:
     """Ranks groups: the parameters come first, the optimizer last."""
     return copies.is_optimizer(group), group != "params", group
+
+
+def _leaf_histories(
+    root: Path, repeated: Sequence[copies.Copy]
+) -> tuple[LeafHistory, ...]:
+    """Returns the recorded statistics of leaves; a step saved again counts once."""
+    norms: dict[LeafPath, dict[int, float]] = {}
+    last = {}
+    for samples in _run.sample_log.read(root):
+        for path, leaf in samples.leaves.items():
+            norms.setdefault(path, {})[samples.step] = leaf.norm
+            last[path] = leaf
+    histories = [
+        LeafHistory(
+            path,
+            _group(path, repeated),
+            dict(sorted(norms[path].items())),
+            leaf.mean,
+            leaf.min,
+            leaf.max,
+            leaf.nonfinite,
+            leaf.histogram,
+        )
+        for path, leaf in last.items()
+    ]
+    return tuple(sorted(histories, key=lambda leaf: _rank(leaf.group)))
 
 
 # ---- the dataset ------------------------------------------------------------------

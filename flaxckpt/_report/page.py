@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 
 from flaxckpt._report import (
     assets,
+    section_leaves,
     section_origin,
     section_saves,
     section_state,
@@ -24,12 +25,13 @@ _RUN: Sequence[Callable[[Report], Section | None]] = (
     section_steps.steps,
     section_saves.saves,
     section_origin.integrity,
+    section_origin.lineage,
+    section_origin.dataset,
 )
 _STATE: Sequence[Callable[[Report], Section | None]] = (
     section_state.change,
+    section_leaves.leaves,
     section_state.sizes,
-    section_origin.dataset,
-    section_origin.lineage,
 )
 """The sections: across the page, and in its two columns on wide screens."""
 

@@ -32,16 +32,17 @@ def metrics(report: Report) -> Section:
         for name, values in report.metrics.items()
         if any(math.isfinite(point.value) for point in values)
     }
-    figures = [
-        curves.curve(name, points, is_main=n == 0 and len(drawn) != 2)
-        for n, (name, points) in enumerate(list(drawn.items())[:_MOST_CURVES])
-    ]
+    shown = list(drawn.items())[:_MOST_CURVES]
+    main = [] if len(shown) == 2 else shown[:1]  # two are beside each other
+    figures = [curves.curve(*each, is_main=True) for each in main]
+    others = [curves.curve(*each) for each in shown[len(main) :]]
+    figures.append(html.element("div", *others, class_="figures"))
     return Section(
         "metrics",
         "Metrics",
         _metrics_summary(report.metrics, drawn),
         [
-            html.element("div", *figures, class_="figures", data_sync=""),
+            html.element("div", *figures, data_sync=""),
             section.legend(_key([p for ps in report.metrics.values() for p in ps])),
         ],
     )
@@ -213,7 +214,7 @@ def _deleted_row(
         str(saved.step),
         *_metric_cells(saved.metrics, names),
         _mark("deleted"),
-        html.join([why, *map(_verdict, verdicts)]),
+        _folded(why, [_verdict(verdict) for verdict in verdicts]),
         _moment(saved.saved),
         _size(saved.bytes),
         _secs(saved.blocked_secs),
@@ -233,13 +234,19 @@ def _mark(name: str) -> html.Markup:
     return html.element("span", name, class_=f"mark {name.replace(' ', '-')}")
 
 
+def _folded(text: str, lines: Sequence[html.Markup]) -> object:
+    if not lines:
+        return text
+    return html.element("details", html.element("summary", text), *lines)
+
+
 def _verdict(verdict: Verdict) -> html.Markup:
     """Returns a line with the steps that a policy kept instead."""
-    kept = [f"{step:,}" for step in verdict.kept]
-    shown = ", ".join(kept[-_MOST_KEPT:]) or "none"
-    if len(kept) > _MOST_KEPT:
-        shown = f"{len(kept)} steps, the last {shown}"
-    return html.element("span", f"{verdict.policy} kept {shown}", class_="verdict")
+    shown = ", ".join(f"{step:,}" for step in verdict.kept) or "none"
+    if len(verdict.kept) > _MOST_KEPT:
+        first, last = verdict.kept[0], verdict.kept[-1]
+        shown = f"{len(verdict.kept)} steps from {first:,} to {last:,}"
+    return html.element("div", f"{verdict.policy} kept {shown}")
 
 
 def _metric_cells(values: Mapping[str, float], names: Sequence[str]) -> list[str]:

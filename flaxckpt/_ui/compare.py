@@ -81,7 +81,7 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     found = _inspect.diff.diff(
         place.path, other.path, step_a=first.step, step_b=second.step
     )
-    repeated = _report.copies.find(list(second.trees.values()))
+    repeated = workspace.feeds.latest(other).report.copies
     change = _report.describe_change(
         found,
         repeated,

@@ -607,10 +607,18 @@ def test_the_page_of_the_example_has_every_section(tmp_path):
     assert found.notes == {}
     assert found.lineage[0].path == str(tmp_path / "pretrained" / "10")
     assert [e.step for e in found.happened if e.kind == "restored"][-1] == 17
+    norms = {leaf.path: leaf.norms for leaf in found.leaf_histories}
+    kernel = norms["params/embed/kernel"]
+    assert list(kernel) == [10, 17, 20, 30]
+    saved = flaxckpt.load(run, step=30).params["embed"]["kernel"]
+    assert kernel[30] == pytest.approx(float(np.linalg.norm(saved)), rel=0.2)
+    shown = Elements(_report.page(found)).with_data("data-path", "data-norm")
+    assert [row["data-path"] for row in shown] == list(norms)[:300]
+    assert shown[0]["data-path"].startswith("params/")
     titles = Elements(_report.page(found)).with_data("aria-labelledby")
     assert [given["id"] for given in titles] == [
-        *("metrics", "steps", "saves", "integrity"),
-        *("change", "sizes", "dataset", "lineage"),
+        *("metrics", "steps", "saves", "integrity", "lineage", "dataset"),
+        *("change", "leaves", "sizes"),
     ]
 
 

@@ -213,7 +213,7 @@ def _draw_point(
     return points.draw_point(
         x(point.step),
         y(point.value),
-        3.5,
+        2.6 if point.is_deleted else 4.0,
         f"step {point.step}: {name} {point.value:.6g} ({fate}{best})",
         "best" if point.best in ("best", "among the best") else kind,
         data_step=point.step,
