@@ -128,7 +128,7 @@ def train(
     held_out = make_batch(classes, 10**6)
     with flaxckpt.Checkpointer(directory, keep=KEEP) as checkpointer:
         on_step = flaxckpt.CheckpointCallback(
-            checkpointer, every_steps=10, dataset=batches
+            checkpointer, every_steps=10, dataset=batches, statistics=True
         )
         state, start = on_step.restore_or_init(
             create_state(classes, steps),

@@ -14,6 +14,7 @@ from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt.errors import Mismatch
 from flaxckpt.formats import _locate
+from flaxckpt.formats._reader import Stored
 
 _PIECE_BYTES = 16 * 2**20
 _AT_ONCE = 64 * 2**20
@@ -73,7 +74,13 @@ def leaf_statistics(
         RestoreMismatchError: The leaf does not exist.
         CheckpointError: As for `load`.
     """
-    stored = _locate.open_checkpoint(path, step)
+    return statistics_of(_locate.open_checkpoint(path, step), leaf_path, bins=bins)
+
+
+def statistics_of(
+    stored: Stored, leaf_path: LeafPath, *, bins: int = 16
+) -> LeafStatistics:
+    """Reads a leaf of an open checkpoint; see `leaf_statistics`."""
     stored.check_leaf(leaf_path)
     leaf = stored.table.get(leaf_path)
     if leaf is None:

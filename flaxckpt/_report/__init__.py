@@ -1,10 +1,76 @@
-"""The HTML report on a run or a checkpoint."""
+"""The HTML report on a run or a checkpoint, and the components that it is made of.
+
+`gather` reads a `Report`: numbers and names. `page` draws it. Between them are pure
+functions from data to markup, in which every name is escaped; other pages compose them,
+too:
+
+| component | draws |
+|---|---|
+| `section_steps`, `section_saves`, `section_state`, `section_leaves`, `section_origin` | sections of a `Report`; `changed_groups` a `Change` alone |
+| `section.Section`, `section.legend` | a foldable section; a key of marks |
+| `cards.card`, `cards.cards` | a headline figure; several |
+| `tables.table` | a table that is sorted and searched |
+| `tree.tree`, `tree.entries` | leaves in folded containers; entries to insert into a tree |
+| `charts.curves`, `charts.timeline`, `charts.step_strip` | metrics and saves over steps |
+| `charts.treemap`, `charts.share_bar` | sizes |
+| `charts.small` | a line or a histogram in a cell |
+| `assets.style`, `assets.script`, `assets.policy` | what a page needs once, and the policy that allows it |
+
+No component has inline styles, handlers or identifiers of its own except sections. The
+script handles events on the document, so that markup inserted later works, too. These
+are its marks, which pages may set on other elements as well:
+
+| mark | effect |
+|---|---|
+| `<title>` in an SVG mark, `data-tip` on any element | the text beside the pointer |
+| `.plot[data-series][data-name][data-x][data-y]` | a cursor at the nearest step: `data-series` has `step,value,kind` for each point, `data-x` the first and last step, `data-y` (and `data-log`, of decimal logarithms) the lowest and highest value and their pixels |
+| `data-sync` | all plots inside show the same step |
+| `figure output` | the text of the cursor |
+| `tr[data-step]` | a pointer on the row shows the step in all plots |
+| `button[data-action=log]` | switches its `figure` to `.log` axes |
+| `th > button.sort` | sorts the rows by `td[data-v]`, or by the text |
+| `input[data-search]` | hides the `tbody tr` and `[data-leaf]` of its `data-scope` that lack a word, in their text and `data-path`; unfolds `[data-branch] > details`; counts in `output.found` |
+| `button[data-action=fold]`, `unfold` | all `[data-branch]` of the `data-scope` |
+| `.control` | is visible only while the script runs, which marks the page with `html.live` |
+"""  # noqa: E501
 
 from __future__ import annotations
 
+from flaxckpt._report import assets as assets
+from flaxckpt._report import cards as cards
+from flaxckpt._report import charts as charts
+from flaxckpt._report import data as data
+from flaxckpt._report import section as section
+from flaxckpt._report import section_leaves as section_leaves
+from flaxckpt._report import section_origin as section_origin
+from flaxckpt._report import section_saves as section_saves
+from flaxckpt._report import section_state as section_state
+from flaxckpt._report import section_steps as section_steps
+from flaxckpt._report import tables as tables
+from flaxckpt._report import tree as tree
 from flaxckpt._report.data import Report as Report
 from flaxckpt._report.gather import ReportOptions as ReportOptions
+from flaxckpt._report.gather import describe_change as describe_change
 from flaxckpt._report.gather import gather as gather
+from flaxckpt._report.page import alert as alert
+from flaxckpt._report.page import headline as headline
 from flaxckpt._report.page import page as page
 
-__all__ = ["Report", "ReportOptions", "gather", "page"]
+__all__ = [
+    "Report",
+    "ReportOptions",
+    "assets",
+    "cards",
+    "charts",
+    "data",
+    "gather",
+    "page",
+    "section",
+    "section_leaves",
+    "section_origin",
+    "section_saves",
+    "section_state",
+    "section_steps",
+    "tables",
+    "tree",
+]

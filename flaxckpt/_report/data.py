@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Step
+from flaxckpt._report.copies import Copy
 from flaxckpt.formats._reader import Lineage
 
 
@@ -81,12 +83,14 @@ class MetricValue(NamedTuple):
         stays: True if any reason keeps the step.
         best: `best` or `among the best` by a policy; without a policy for the metric,
             `lowest` or `highest`; None for other values.
+        is_deleted: True if the step was deleted since.
     """
 
     step: int
     value: float
     stays: bool
     best: str | None
+    is_deleted: bool = False
 
 
 class Part(NamedTuple):
@@ -110,11 +114,30 @@ class Part(NamedTuple):
     bytes: int
 
 
+class TreeRow(NamedTuple):
+    """A container or a leaf of a state.
+
+    Attributes:
+        path: The leaf path, or the common prefix of the leaves; empty for the root.
+        depth: The number of keys in `path`.
+        leaves: The number of leaves.
+        bytes: The size of the values, uncompressed.
+        type: The type of a leaf; None for a container.
+    """
+
+    path: str
+    depth: int
+    leaves: int
+    bytes: int
+    type: str | None
+
+
 class ChangedLeaf(NamedTuple):
     """A leaf that differs between two steps.
 
     Attributes:
         path: The leaf path.
+        group: The part of the state: `params`, or a part of the optimizer.
         what: The difference, as `LeafDiff.kind`; or `only in` a step.
         shown: The type, or both types.
         different: The number of different elements.
@@ -123,6 +146,7 @@ class ChangedLeaf(NamedTuple):
     """
 
     path: str
+    group: str
     what: str
     shown: str
     different: int
@@ -138,6 +162,7 @@ class Change(NamedTuple):
         step_b: The second step.
         leaves: The leaves that differ, the largest changes first.
         equal: The number of equal leaves.
+        equal_in: Group -> the number of its equal leaves; the optimizer comes last.
         bytes_compared: Size of the values of one step.
     """
 
@@ -145,7 +170,32 @@ class Change(NamedTuple):
     step_b: int
     leaves: tuple[ChangedLeaf, ...]
     equal: int
+    equal_in: Mapping[str, int]
     bytes_compared: int
+
+
+class LeafHistory(NamedTuple):
+    """Statistics of a leaf at the saves of a run, from samples of its values.
+
+    Attributes:
+        path: The leaf path.
+        group: The part of the state, as of `ChangedLeaf`.
+        norms: Step -> the norm, ascending.
+        mean: The mean at the last step, as the next three.
+        min: The smallest finite value.
+        max: The largest finite value.
+        nonfinite: The number of NaNs and infinities in the sample.
+        histogram: The number of values in bins of equal width from `min` to `max`.
+    """
+
+    path: str
+    group: str
+    norms: Mapping[int, float]
+    mean: float
+    min: float
+    max: float
+    nonfinite: int
+    histogram: tuple[int, ...]
 
 
 class Position(NamedTuple):
@@ -185,6 +235,11 @@ class Integrity(NamedTuple):
     detail: str
     bytes_checked: int
 
+    @property
+    def is_bad(self) -> bool:
+        """True if the checkpoint is damaged or could not be read."""
+        return self.state in ("damaged", "unread")
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -197,16 +252,23 @@ class Report:
         version: The version of flaxckpt.
         formats: The formats of the checkpoints.
         bytes: The size on disk; None in object stores.
-        policies: The policies that give the reasons.
+        policies: The policies that give the reasons; None if unknown.
         steps: The checkpoints, the oldest first, with metrics and reasons.
+        history: The steps that were ever saved, the oldest first; with existing ones.
+        verdicts: Deleted step -> what each policy kept at that time, of the last ones.
         saves: The saves, in order.
         happened: Other events in the journal, in order.
-        metrics: Name -> values by step.
+        metrics: Name -> values by step, of existing and deleted steps.
         shown: The checkpoint that `parts` describes; None if none can be read.
         total_bytes: The size of all its arrays, uncompressed.
         leaves: The number of its leaves.
-        parts: The sizes of its parts; they add up to `total_bytes`.
+        copies: Its containers that repeat the shapes of another one.
+        parts: The sizes of its other parts; with the copies, they add up to
+            `total_bytes`.
+        tree: Its other containers and leaves, each container before its content.
         change: The differences between two steps.
+        leaf_histories: Statistics of leaves over the saves, if the run recorded any;
+            the parameters first.
         positions: The positions of dataset iterators, the oldest step first.
         lineage: The checkpoints that the run started from, the nearest first.
         integrity: The integrity of each checkpoint, the oldest first.
@@ -219,16 +281,21 @@ class Report:
     version: str
     formats: tuple[str, ...]
     bytes: int | None
-    policies: tuple[str, ...]
+    policies: tuple[str, ...] | None
     steps: tuple[Step, ...]
+    history: tuple[SavedStep, ...]
+    verdicts: Mapping[int, tuple[Verdict, ...]]
     saves: tuple[Save, ...]
     happened: tuple[OtherEvent, ...]
     metrics: Mapping[str, tuple[MetricValue, ...]]
     shown: str | None
     total_bytes: int
     leaves: int
+    copies: tuple[Copy, ...]
     parts: tuple[Part, ...]
+    tree: tuple[TreeRow, ...]
     change: Change | None
+    leaf_histories: tuple[LeafHistory, ...]
     positions: tuple[Position, ...]
     lineage: tuple[Lineage, ...]
     integrity: tuple[Integrity, ...]
@@ -245,4 +312,4 @@ class Report:
 
         Checkpoints that were not checked do not count.
         """
-        return all(check.state not in ("damaged", "unread") for check in self.integrity)
+        return not any(check.is_bad for check in self.integrity)

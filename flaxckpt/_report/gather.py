@@ -10,16 +10,35 @@ import importlib.metadata
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from flaxckpt import _inspect, _run, _steps, _storage, errors
 from flaxckpt._inspect.diff import CheckpointDiff
+from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Listing, Step
-from flaxckpt._report import dataset_positions, integrity, save_history, size_groups
-from flaxckpt._report.data import Change, ChangedLeaf, MetricValue, Position, Report
-from flaxckpt._types import PathLike
+from flaxckpt._report import (
+    copies,
+    dataset_positions,
+    integrity,
+    save_history,
+    size_groups,
+)
+from flaxckpt._report.data import (
+    Change,
+    ChangedLeaf,
+    Integrity,
+    LeafHistory,
+    MetricValue,
+    Position,
+    Report,
+    TreeRow,
+)
+from flaxckpt._run.disk_usage import Subtree
+from flaxckpt._steps.event import Event
+from flaxckpt._types import LeafPath, PathLike
 from flaxckpt._util import humanize
 from flaxckpt.formats import _locate
 from flaxckpt.formats._reader import CheckpointMetadata
@@ -27,6 +46,11 @@ from flaxckpt.policies import BestN, PreservationPolicy
 
 _COMPARED_BYTES = 2**31
 """Larger steps are compared only on request."""
+
+_MOST_TRIED = 3
+"""Steps that are tried for the sizes, as all may be unreadable."""
+
+_MOST_VERDICTS = 200
 
 _MOST_POSITIONS = 200
 _MOST_POSITIONS_IN_STORES = 10
@@ -38,12 +62,13 @@ class ReportOptions(NamedTuple):
     """The options of a report.
 
     Attributes:
-        keep: The policies of the run.
+        keep: The policies of the run; by default those that it has recorded.
         step_a: The first step to compare; None for the step before `step_b`.
         step_b: The second step to compare; None for the newest.
         diff: True to compare values; None to compare unless large.
         verify: True to read every byte of all steps.
         step_format: The format of step names; None to detect it.
+        known: The integrity of steps in an earlier report, which is not checked again.
     """
 
     keep: Sequence[PreservationPolicy] = ()
@@ -52,6 +77,7 @@ class ReportOptions(NamedTuple):
     diff: bool | None = None
     verify: bool = False
     step_format: str | None = None
+    known: Sequence[Integrity] = ()
 
 
 def gather(path: PathLike, options: ReportOptions) -> Report:
@@ -73,12 +99,23 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
             root, keep=options.keep, step_format=options.step_format
         )
     notes: dict[str, str] = {}
-    metadata = _read_metadata(root, listing, options.step_format, notes)
-    change = _compare_steps(root, listing, options, notes)
+    checks = integrity.check_steps(
+        root, listing.steps, every=options.verify, known=options.known
+    )
+    good = [
+        step
+        for step, check in zip(listing.steps, checks, strict=True)
+        if step.damage is None and not check.is_bad
+    ]
+    metadata = _read_metadata(listing, good, notes)
     events = _steps.journal.read(root / _steps.journal.NAME) if listing.is_run else []
     if not events:
         notes["saves"] = _no_journal_note(listing)
+    keep = listing.keep or ()
+    history = _inspect.history.of_events(events, listing)
     trees = [] if metadata is None else _run.disk_usage.subtrees(metadata.leaves)
+    repeated = copies.find(trees) if trees else ()
+    rest = copies.without(trees, repeated)
     return Report(
         path=listing.path,
         is_run=listing.is_run,
@@ -86,37 +123,52 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         version=importlib.metadata.version("flaxckpt"),
         formats=tuple(sorted({step.format for step in listing.steps} - {"unknown"})),
         bytes=listing.bytes,
-        policies=tuple(str(policy) for policy in options.keep),
+        policies=None if listing.keep is None else tuple(map(str, listing.keep)),
         steps=listing.steps,
+        history=tuple(history),
+        verdicts=_verdicts(history, events),
         saves=save_history.saves(events),
         happened=save_history.other_events(events),
-        metrics=_metrics(listing.steps, options.keep),
+        metrics=_metrics(listing.steps, history, keep),
         shown=None if metadata is None else metadata.path,
         total_bytes=0 if metadata is None else metadata.total_bytes,
         leaves=0 if metadata is None else len(metadata.leaves),
-        parts=size_groups.divide(trees) if trees else (),
-        change=change,
+        copies=repeated,
+        parts=size_groups.divide(rest) if rest else (),
+        tree=tuple(_tree_row(tree) for tree in rest),
+        change=_compare_steps(root, listing, good, repeated, options, notes),
+        leaf_histories=_leaf_histories(root, repeated) if listing.is_run else (),
         positions=_dataset_positions(root, listing.steps, notes),
         lineage=() if metadata is None else metadata.lineage,
-        integrity=integrity.check_steps(root, listing.steps, every=options.verify),
+        integrity=checks,
         notes=notes,
     )
 
 
 def _read_metadata(
-    root: Path, listing: Listing, step_format: str | None, notes: dict[str, str]
+    listing: Listing, good: Sequence[Step], notes: dict[str, str]
 ) -> CheckpointMetadata | None:
-    """Returns the metadata of the newest good checkpoint, or None."""
-    if not listing.steps:
-        notes["sizes"] = "There are no steps yet."
-        return None
-    try:
-        return _locate.open_checkpoint(root, step_format=step_format).metadata
-    except _UNREADABLE as error:
-        notes["sizes"] = (
-            f"The newest step cannot be read: {_steps.event.first_lines(error, 1)}"
-        )
-        return None
+    """Returns the metadata of the newest checkpoint that can be read, or None."""
+    notes["sizes"] = (
+        "No step can be read." if listing.steps else "There are no steps yet."
+    )
+    for step in good[: -_MOST_TRIED - 1 : -1]:
+        try:
+            path = _storage.paths.from_text(step.path)
+            metadata = _locate.read_metadata(path)
+        except _UNREADABLE as error:
+            notes["sizes"] = (
+                f"The newest step cannot be read: {_steps.event.first_lines(error, 1)}"
+            )
+        else:
+            del notes["sizes"]
+            return metadata
+    return None
+
+
+def _tree_row(tree: Subtree) -> TreeRow:
+    kind = None if tree.info is None else str(tree.info)
+    return TreeRow(tree.path, tree.depth, tree.leaves, tree.bytes, kind)
 
 
 def _no_journal_note(listing: Listing) -> str:
@@ -125,36 +177,51 @@ def _no_journal_note(listing: Listing) -> str:
     return f"The run has no journal of saves ({_steps.journal.NAME})."
 
 
+def _verdicts(
+    history: Sequence[SavedStep], events: Sequence[Event]
+) -> Mapping[int, tuple[Verdict, ...]]:
+    """Returns what the policies kept when they deleted each of the last steps."""
+    deleted = [step.step for step in history if not step.exists]
+    found = {
+        number: _inspect.history.explain_deletion(number, history, events)
+        for number in deleted[-_MOST_VERDICTS:]
+    }
+    return {number: verdicts for number, verdicts in found.items() if verdicts}
+
+
 # ---- metrics ----------------------------------------------------------------------
 
 
 def _metrics(
-    steps: Sequence[Step], keep: Sequence[PreservationPolicy]
+    steps: Sequence[Step],
+    history: Sequence[SavedStep],
+    keep: Sequence[PreservationPolicy],
 ) -> Mapping[str, tuple[MetricValue, ...]]:
     """Returns each metric's values by step, for steps with a number.
 
     Metrics used by policies come first: pages show only the first of many.
     """
     bests = [policy for policy in keep if isinstance(policy, BestN)]
-    names = dict.fromkeys(itertools.chain.from_iterable(s.metrics for s in steps))
+    deleted = {s.step: s.metrics for s in history if not s.exists}
+    existing = {step.step: step for step in steps if step.step is not None}
+    known = {**deleted, **{n: step.metrics for n, step in existing.items()}}
+    names = dict.fromkeys(itertools.chain.from_iterable(known.values()))
     ranked = dict.fromkeys(p.metric for p in bests if p.metric in names)
     series = {}
     for name in ranked | names:
-        values = {
-            step.step: step.metrics[name]
-            for step in steps
-            if step.step is not None and name in step.metrics
-        }
-        if not values:
-            continue
+        values = {n: known[n][name] for n in sorted(known) if name in known[n]}
+        current = {n: value for n, value in values.items() if n in existing}
         deciding = [policy for policy in bests if policy.metric == name]
-        labels = _best(steps, values, deciding) if deciding else _extremes(values)
+        labels = _best(steps, current, deciding) if deciding else _extremes(values)
         series[name] = tuple(
             MetricValue(
-                step.step, values[step.step], bool(step.why), labels.get(step.step)
+                n,
+                value,
+                n in existing and bool(existing[n].why),
+                labels.get(n),
+                n not in existing,
             )
-            for step in steps
-            if step.step in values and step.step is not None
+            for n, value in values.items()
         )
     return series
 
@@ -188,7 +255,12 @@ def _extremes(values: Mapping[int, float]) -> Mapping[int, str]:
 
 
 def _compare_steps(
-    root: Path, listing: Listing, options: ReportOptions, notes: dict[str, str]
+    root: Path,
+    listing: Listing,
+    good: Sequence[Step],
+    repeated: Sequence[copies.Copy],
+    options: ReportOptions,
+    notes: dict[str, str],
 ) -> Change | None:
     """Returns the differences between two steps; None if not compared."""
     is_requested = options.diff or (options.step_a, options.step_b) != (None, None)
@@ -196,7 +268,7 @@ def _compare_steps(
         notes["change"] = "Not compared, because of --no-diff."
         return None
     try:
-        pair = _choose_steps(listing, options)
+        pair = _choose_steps(listing, good, options)
         if pair is None:
             notes["change"] = "There are no two good steps to compare."
             return None
@@ -211,8 +283,7 @@ def _compare_steps(
             )
             return None
         diff = _inspect.diff.diff(a.path, b.path)
-        leaves = _changed_leaves(diff, *pair)
-        return Change(*pair, leaves, len(diff.same), diff.bytes_compared)
+        return describe_change(diff, repeated, pair, (str(pair[0]), str(pair[1])))
     except _UNREADABLE as error:
         is_damaged = isinstance(error, errors.DamagedCheckpointError)
         if is_requested and not is_damaged:
@@ -223,7 +294,9 @@ def _compare_steps(
         return None
 
 
-def _choose_steps(listing: Listing, options: ReportOptions) -> tuple[int, int] | None:
+def _choose_steps(
+    listing: Listing, good: Sequence[Step], options: ReportOptions
+) -> tuple[int, int] | None:
     """Returns the two steps to compare, or None.
 
     Raises:
@@ -234,15 +307,15 @@ def _choose_steps(listing: Listing, options: ReportOptions) -> tuple[int, int] |
             f"{listing.path} is a single checkpoint without steps: to compare it with"
             " another, use flaxckpt diff"
         )
-    good = [s.step for s in listing.steps if s.step is not None and s.damage is None]
+    numbers = [step.step for step in good if step.step is not None]
     b = options.step_b
     if b is None:
-        b = max(good, default=None)
+        b = max(numbers, default=None)
     if b is None:
         return None
     a = options.step_a
     if a is None:
-        a = max((step for step in good if step < b), default=None)
+        a = max((step for step in numbers if step < b), default=None)
     if a == b:
         raise errors.OptionError(
             f"step {a} would be compared with itself: pass two different steps"
@@ -250,20 +323,98 @@ def _choose_steps(listing: Listing, options: ReportOptions) -> tuple[int, int] |
     return None if a is None else (a, b)
 
 
-def _changed_leaves(diff: CheckpointDiff, a: int, b: int) -> tuple[ChangedLeaf, ...]:
+def describe_change(
+    diff: CheckpointDiff,
+    repeated: Sequence[copies.Copy],
+    steps: tuple[int, int],
+    names: tuple[str, str],
+) -> Change:
+    """Returns the data of a comparison, by parts of the state.
+
+    Args:
+        diff: The comparison.
+        repeated: The copies in the second step.
+        steps: The two steps.
+        names: Their names, for leaves that only one of them has.
+    """
+    leaves = _changed_leaves(diff, repeated, names)
+    groups = [leaf.group for leaf in leaves]
+    equal = Counter(_group(path, repeated) for path in diff.same)
+    order = sorted({*groups, *equal}, key=_rank)
+    return Change(
+        *steps,
+        leaves,
+        len(diff.same),
+        {group: equal[group] for group in order},
+        diff.bytes_compared,
+    )
+
+
+def _changed_leaves(
+    diff: CheckpointDiff, repeated: Sequence[copies.Copy], names: tuple[str, str]
+) -> tuple[ChangedLeaf, ...]:
     rows = []
     for path, leaf in diff.changed.items():
         shown = str(leaf.b) if str(leaf.a) == str(leaf.b) else f"{leaf.a} → {leaf.b}"
+        group = _group(path, repeated)
         rows.append(
             ChangedLeaf(
-                path, leaf.kind, shown, leaf.different, leaf.max_abs, leaf.rel_norm
+                path,
+                group,
+                leaf.kind,
+                shown,
+                leaf.different,
+                leaf.max_abs,
+                leaf.rel_norm,
             )
         )
-    for step, paths in ((a, diff.only_in_a), (b, diff.only_in_b)):
+    for name, paths in zip(names, (diff.only_in_a, diff.only_in_b), strict=True):
         rows += [
-            ChangedLeaf(path, f"only in {step}", "", 0, 0.0, 0.0) for path in paths
+            ChangedLeaf(
+                path, _group(path, repeated), f"only in {name}", "", 0, 0.0, 0.0
+            )
+            for path in paths
         ]
     return tuple(rows)
+
+
+def _group(path: LeafPath, repeated: Sequence[copies.Copy]) -> str:
+    """Returns the part of a state with a leaf: a copy, or an outermost container."""
+    for copy in repeated:
+        if path.startswith(f"{copy.path}/"):
+            return copy.path
+    return path.partition("/")[0]
+
+
+def _rank(group: str) -> tuple[bool, bool, str]:
+    """Ranks groups: the parameters come first, the optimizer last."""
+    return copies.is_optimizer(group), group != "params", group
+
+
+def _leaf_histories(
+    root: Path, repeated: Sequence[copies.Copy]
+) -> tuple[LeafHistory, ...]:
+    """Returns the recorded statistics of leaves; a step saved again counts once."""
+    norms: dict[LeafPath, dict[int, float]] = {}
+    last = {}
+    for samples in _run.sample_log.read(root):
+        for path, leaf in samples.leaves.items():
+            norms.setdefault(path, {})[samples.step] = leaf.norm
+            last[path] = leaf
+    histories = [
+        LeafHistory(
+            path,
+            _group(path, repeated),
+            dict(sorted(norms[path].items())),
+            leaf.mean,
+            leaf.min,
+            leaf.max,
+            leaf.nonfinite,
+            leaf.histogram,
+        )
+        for path, leaf in last.items()
+    ]
+    return tuple(sorted(histories, key=lambda leaf: _rank(leaf.group)))
 
 
 # ---- the dataset ------------------------------------------------------------------
@@ -274,8 +425,6 @@ def _dataset_positions(
 ) -> tuple[Position, ...]:
     costs_requests = _storage.of(root).costs_requests
     most = _MOST_POSITIONS_IN_STORES if costs_requests else _MOST_POSITIONS
-    if len(steps) > most:
-        notes["dataset"] = f"Only the {most} newest steps were read."
     positions = []
     for step in steps[-most:]:
         path = _storage.paths.from_text(step.path)
@@ -286,4 +435,7 @@ def _dataset_positions(
             notes["dataset"] = (
                 f"The state{of} cannot be read: {_steps.event.first_lines(error, 1)}"
             )
-    return tuple(position for position in positions if position is not None)
+    found = tuple(position for position in positions if position is not None)
+    if found and len(steps) > most:
+        notes["dataset"] = f"Only the {most} newest steps were read."
+    return found

@@ -21,7 +21,11 @@ _CHECKED_IN_STORES = 1
 
 
 def check_steps(
-    root: Path, steps: Sequence[Step], *, every: bool
+    root: Path,
+    steps: Sequence[Step],
+    *,
+    every: bool,
+    known: Sequence[Integrity] = (),
 ) -> tuple[Integrity, ...]:
     """Returns the integrity of each of `steps`, in order, the newest last.
 
@@ -29,12 +33,20 @@ def check_steps(
         root: The run directory.
         steps: The steps as listed.
         every: True to read every byte of the steps.
+        known: The integrity of steps that were checked before; whole ones are not
+            checked again.
     """
     if every:
         return tuple(_verify(step) for step in steps)
     count = _CHECKED_IN_STORES if _storage.of(root).costs_requests else _CHECKED
     newest = {step.path for step in steps[-count:]}
-    return tuple(_check(step, step.path in newest) for step in steps)
+    whole = {check.step: check for check in known if check.state == "whole"}
+    return tuple(
+        whole[step.step]
+        if step.step in whole and step.damage is None
+        else _check(step, step.path in newest)
+        for step in steps
+    )
 
 
 def _check(step: Step, is_new: bool) -> Integrity:

@@ -1,4 +1,4 @@
-"""Renders a report as a static HTML page that loads nothing and runs nothing."""
+"""Renders a report as an HTML page that loads nothing, and needs no script."""
 
 from __future__ import annotations
 
@@ -7,58 +7,102 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 
-from flaxckpt._report import section_origin, section_saves, section_state, section_steps
-from flaxckpt._report.charts import css
+from flaxckpt._report import (
+    assets,
+    section_leaves,
+    section_origin,
+    section_saves,
+    section_state,
+    section_steps,
+)
+from flaxckpt._report.cards import card, cards
 from flaxckpt._report.data import Report
 from flaxckpt._report.section import Section
 from flaxckpt._util import html, humanize
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""The policy of the page: names in the page cannot run or load anything."""
-
-
-_SECTIONS: Sequence[Callable[[Report], Section | None]] = (
+_FIRST: Sequence[Callable[[Report], Section | None]] = (section_steps.metrics,)
+_RUN: Sequence[Callable[[Report], Section | None]] = (
+    section_steps.steps,
     section_saves.saves,
-    section_steps.metrics,
-    section_steps.retention,
-    section_state.sizes,
-    section_state.change,
-    section_origin.dataset,
-    section_origin.lineage,
     section_origin.integrity,
+    section_origin.lineage,
+    section_origin.dataset,
 )
+_STATE: Sequence[Callable[[Report], Section | None]] = (
+    section_state.change,
+    section_leaves.leaves,
+    section_state.sizes,
+)
+"""The sections: across the page, and in its two columns on wide screens."""
 
 
 def page(report: Report) -> str:
     """Returns the page."""
     name = PurePosixPath(report.path).name or report.path
-    head = html.element(
-        "head",
-        html.element("meta", charset="utf-8"),
-        html.element(
-            "meta", name_="viewport", content="width=device-width, initial-scale=1"
-        ),
-        html.element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        html.element("meta", name_="color-scheme", content="light dark"),
-        html.element("link", rel="icon", href="data:,"),
-        html.element("title", f"{name}: flaxckpt report"),
-        html.element("style", html.Markup(css.PAGE)),
-    )
-    rendered = [section(report) for section in _SECTIONS]
-    sections = [section for section in rendered if section is not None]
+    columns = [_render(sections, report) for sections in (_FIRST, _RUN, _STATE)]
+    first, run, state = ([section.markup() for section in c] for c in columns)
     body = html.element(
         "body",
         html.element(
             "header",
             _header(report, name),
-            html.element("div", *_headline(report), class_="cards"),
-            _navigation(sections),
+            alert(report),
+            cards(*headline(report)),
+            _navigation([section for column in columns for section in column]),
         ),
-        html.element("main", *[section.markup() for section in sections]),
+        html.element(
+            "main",
+            *first,
+            html.element("div", *run, class_="column"),
+            html.element("div", *state, class_="column"),
+        ),
         _footer(report),
+        html.element("script", html.Markup(assets.script())),
     )
-    document = html.element("html", head, body, lang="en")
+    document = html.element("html", _head(name), body, lang="en")
     return f"<!doctype html>\n{document}\n"
+
+
+def _head(name: str) -> html.Markup:
+    return html.element(
+        "head",
+        html.element("meta", charset="utf-8"),
+        html.element(
+            "meta", http_equiv="Content-Security-Policy", content=assets.policy()
+        ),
+        html.element(
+            "meta", name_="viewport", content="width=device-width, initial-scale=1"
+        ),
+        html.element("meta", name_="color-scheme", content="light dark"),
+        html.element("link", rel="icon", href="data:,"),
+        html.element("title", f"{name}: flaxckpt report"),
+        html.element("style", html.Markup(assets.style())),
+    )
+
+
+def _render(
+    sections: Sequence[Callable[[Report], Section | None]], report: Report
+) -> list[Section]:
+    rendered = [section(report) for section in sections]
+    return [section for section in rendered if section is not None]
+
+
+def alert(report: Report) -> html.Markup:
+    """Returns a line on damage at the top of the page."""
+    bad = [check for check in report.integrity if check.is_bad]
+    if not bad:
+        return html.NOTHING
+    steps = [f"{check.step:,}" for check in bad if check.step is not None]
+    shown = ", ".join(steps[:5]) + (" …" if len(steps) > 5 else "")
+    what = "The checkpoint is" if not steps else f"Step {shown} is"
+    if len(steps) > 1:
+        what = f"{len(steps):,} steps are"
+        shown = f": {shown}"
+    else:
+        shown = ""
+    text = f"{what} damaged or cannot be read{shown}. "
+    link = html.element("a", "What was found", href="#integrity")
+    return html.element("p", text, link, class_="alert")
 
 
 def _header(report: Report, name: str) -> html.Markup:
@@ -99,29 +143,11 @@ def _footer(report: Report) -> html.Markup:
 # ---- the headline -----------------------------------------------------------------
 
 
-def _headline(report: Report) -> list[html.Markup]:
-    cards = [_steps(report), _newest(report), _best(report), _disk(report)]
-    cards += [_integrity(report), _last_save(report)]
-    return [card for card in cards if card is not None]
-
-
-def _card(
-    name: str,
-    title: str,
-    value: object,
-    detail: object,
-    kind: str | None = None,
-    **data: object,
-) -> html.Markup:
-    return html.element(
-        "div",
-        html.element("p", title, class_="card-title"),
-        html.element("p", value, class_="card-value"),
-        html.element("p", detail, class_="card-detail"),
-        class_=f"card {kind}" if kind else "card",
-        data_card=name,
-        **data,
-    )
+def headline(report: Report) -> list[html.Markup]:
+    """Returns the cards of a report, the most important first."""
+    made = [_best(report), _newest(report), _steps(report), _integrity(report)]
+    made += [_disk(report), _last_save(report)]
+    return [each for each in made if each is not None]
 
 
 def _steps(report: Report) -> html.Markup | None:
@@ -130,7 +156,7 @@ def _steps(report: Report) -> html.Markup | None:
     count = len(report.steps)
     saved = len({save.step for save in report.saves if save.outcome == "durable"})
     detail = f"of {saved:,} saved" if saved > count else "all saved steps"
-    return _card("steps", "Steps", f"{count:,}", detail, data_value=count)
+    return card("steps", "Steps", f"{count:,}", detail, link="steps", data_value=count)
 
 
 def _newest(report: Report) -> html.Markup | None:
@@ -140,10 +166,15 @@ def _newest(report: Report) -> html.Markup | None:
     if newest.step is None:
         size = f"{humanize.count(report.leaves, 'leaf', 'leaves')}"
         value = humanize.size(report.total_bytes)
-        return _card("newest", "Arrays", value, size, data_value=report.total_bytes)
+        return card("newest", "Arrays", value, size, data_value=report.total_bytes)
     saved = html.join(("saved ", html.moment(newest.created)))
-    return _card(
-        "newest", "Newest step", str(newest.step), saved, data_value=newest.step
+    return card(
+        "newest",
+        "Newest step",
+        f"{newest.step:,}",
+        saved,
+        link="steps",
+        data_value=newest.step,
     )
 
 
@@ -152,22 +183,26 @@ def _best(report: Report) -> html.Markup | None:
         best = [point for point in points if point.best == "best"]
         if best:
             point = best[-1]
-            return _card(
+            return card(
                 "best",
                 f"Best {name}",
-                f"{point.value:.4g}",
-                f"at step {point.step}",
+                humanize.number(point.value),
+                f"at step {point.step:,}",
+                "main",
+                link="metrics",
                 data_value=point.value,
                 data_step=point.step,
             )
     for name, points in report.metrics.items():
         point = points[-1]
         if math.isfinite(point.value):
-            return _card(
+            return card(
                 "last-metric",
                 f"Last {name}",
-                f"{point.value:.4g}",
-                f"at step {point.step}",
+                humanize.number(point.value),
+                f"at step {point.step:,}",
+                "main",
+                link="metrics",
                 data_value=point.value,
                 data_step=point.step,
             )
@@ -177,17 +212,18 @@ def _best(report: Report) -> html.Markup | None:
 def _disk(report: Report) -> html.Markup:
     if report.bytes is None:
         detail = "object stores do not report sizes"
-        return _card("bytes", "On the disk", "unknown", detail)
+        return card("bytes", "On the disk", "unknown", detail)
     detail = f"the arrays of one step: {humanize.size(report.total_bytes)}"
     if not report.is_run:
         detail = "all files"
     elif report.shown is None:
         detail = "no step can be read" if report.steps else "no steps yet"
-    return _card(
+    return card(
         "bytes",
         "On the disk",
         humanize.size(report.bytes),
         detail,
+        link="sizes",
         data_value=report.bytes,
     )
 
@@ -199,18 +235,19 @@ def _integrity(report: Report) -> html.Markup | None:
     for check in report.integrity:
         count[check.state] += 1
     total, checked = len(report.integrity), report.checked_count
+    kind: str | None
     if count["damaged"]:
         value, kind = f"{count['damaged']:,} damaged", "bad"
     elif count["unread"]:
         value, kind = f"{count['unread']:,} unread", "bad"
     elif not checked:
-        value, kind = "not checked", "plain"
+        value, kind = "not looked at", None
     elif checked < total:
-        value, kind = f"{checked:,} of {total:,} checked", "plain"
+        value, kind = f"{checked:,} of {total:,}", None
     elif count["verified"] == total:
         value, kind = "verified", "good"
     else:
-        value, kind = "files complete", "good"
+        value, kind = "files complete", None
     detail = ", ".join(
         f"{n:,} {_STATES[state]}"
         for state, n in count.items()
@@ -218,13 +255,23 @@ def _integrity(report: Report) -> html.Markup | None:
     )
     if count["whole"]:
         detail += "; arrays not read"
-    return _card("integrity", "Integrity", value, detail, kind, data_value=value)
+    if kind is None and checked:
+        detail = f"steps looked at: {detail}" if checked < total else detail
+    return card(
+        "integrity",
+        "Integrity",
+        value,
+        detail,
+        kind,
+        link="integrity",
+        data_value=value,
+    )
 
 
 _STATES: dict[str, str] = {
     "verified": "read in full",
     "whole": "with all files and sizes",
-    "unknown": "not checked",
+    "unknown": "not looked at",
 }
 
 
@@ -233,11 +280,12 @@ def _last_save(report: Report) -> html.Markup | None:
     if last is None or last.total_secs is None:
         return None
     blocked = humanize.secs(last.blocked_secs or 0.0)
-    return _card(
+    return card(
         "last-save",
         "Last save blocked",
         blocked,
         f"durable after {humanize.secs(last.total_secs)}",
+        link="saves",
         data_value=last.blocked_secs,
         data_total=last.total_secs,
     )

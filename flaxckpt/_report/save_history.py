@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from flaxckpt._report.data import OtherEvent, Save
 from flaxckpt._steps.event import Event
@@ -93,10 +93,3 @@ def _number(details: Mapping[str, JSON], name: str) -> float | None:
 
 _LONGEST = 1e9
 """Seconds. Values in a journal are untrusted."""
-
-
-def deleted_steps(events: Sequence[OtherEvent]) -> tuple[int, ...]:
-    """Returns the steps deleted according to the journal, ascending."""
-    return tuple(
-        sorted({e.step for e in events if e.kind == "deleted" and e.step is not None})
-    )

@@ -1,4 +1,4 @@
-"""Sections of a report: a summary sentence with pictures and tables."""
+"""Sections of a page: a summary sentence with pictures and tables."""
 
 from __future__ import annotations
 
@@ -6,20 +6,14 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flaxckpt._util import html, humanize
+from flaxckpt._util import html
 
 WIDE, NARROW = 960, 340
-"""Widths of pictures, on screens and on phones."""
-
-_SHOWN = 8
-"""Rows of a table that are visible at once; the reader opens the rest."""
-
-_MOST_ROWS = 250
-"""Row limit of a table, which keeps the page of a long run small."""
+"""Widths of treemaps, on screens and on phones."""
 
 
 class Section(NamedTuple):
-    """A part of the page.
+    """A part of the page, which a reader may fold.
 
     Attributes:
         name: For links.
@@ -35,11 +29,18 @@ class Section(NamedTuple):
 
     def markup(self) -> html.Markup:
         """Returns the section as HTML."""
+        heading = html.element("h2", self.title, id=f"{self.name}-title")
         return html.element(
             "section",
-            html.element("h2", self.title, id=f"{self.name}-title"),
-            html.element("p", _keep_options_whole(self.summary), class_="summary-text"),
-            *self.body,
+            html.element(
+                "details",
+                html.element("summary", heading),
+                html.element(
+                    "p", _keep_options_whole(self.summary), class_="summary-text"
+                ),
+                *self.body,
+                open="",
+            ),
             id=self.name,
             aria_labelledby=f"{self.name}-title",
         )
@@ -56,27 +57,6 @@ def _keep_options_whole(summary: object) -> html.Markup:
 
 
 _OPTION = re.compile(r"(--[a-z][a-z-]*)")
-
-
-def table(
-    title: str, columns: Sequence[html.Column], rows: Sequence[html.Row]
-) -> list[html.Markup]:
-    """Returns a table whose rows beyond the first few are collapsed."""
-    parts = [html.table(title, columns, rows[:_SHOWN])]
-    more = rows[_SHOWN:_MOST_ROWS]
-    if more:
-        label = humanize.count(len(more), "more row")
-        parts.append(
-            html.element(
-                "details",
-                html.element("summary", label),
-                html.table(f"{title}, continued", columns, more),
-            )
-        )
-    if len(rows) > _MOST_ROWS:
-        note = f"… and {len(rows) - _MOST_ROWS:,} more: --json lists them all."
-        parts.append(html.element("p", note, class_="note"))
-    return parts
 
 
 def legend(items: Sequence[tuple[str, str]]) -> html.Markup:
@@ -98,7 +78,7 @@ def _swatch(class_: str) -> html.Markup:
         mark = html.element("polygon", points=corners, class_=class_)
     elif class_.startswith("point"):
         mark = html.element("circle", cx=6, cy=6, r=4.2, class_=class_)
-    elif class_ == "gone":
+    elif class_ in ("gone", "exists"):
         mark = html.element("line", x1=6, x2=6, y1=0, y2=12, class_=class_)
     else:
         mark = html.element("rect", x=1, y=1, width=10, height=10, rx=2, class_=class_)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from flaxckpt._report import section
-from flaxckpt._report.data import Report, State
+from flaxckpt._report import section, tables
+from flaxckpt._report.data import Integrity, Report, State
 from flaxckpt._report.section import Section
 from flaxckpt._util import html, humanize
 from flaxckpt.formats._reader import Lineage
@@ -28,10 +28,10 @@ def dataset(report: Report) -> Section | None:
         dict.fromkeys(name for position in report.positions for name in position.values)
     )[:4]
     columns = [
-        html.Column("step", is_number=True),
-        *[html.Column(name, is_number=True) for name in names],
-        html.Column("processes", is_number=True),
-        html.Column("size", is_number=True),
+        tables.Column("step", is_number=True),
+        *[tables.Column(name, is_number=True) for name in names],
+        tables.Column("processes", is_number=True),
+        tables.Column("size", is_number=True),
     ]
     rows = []
     for position in report.positions[::-1]:
@@ -45,12 +45,12 @@ def dataset(report: Report) -> Section | None:
             "data_values": "; ".join(f"{k}={v}" for k, v in position.values.items()),
         }
         processes = str(position.processes) if position.processes else ""
-        rows.append(html.Row([step, *values, processes, size], data))
+        rows.append(tables.Row([step, *values, processes, size], data))
     return Section(
         "dataset",
         "Dataset",
         f"{summary} {note}".strip(),
-        section.table("Positions, the newest first", columns, rows),
+        [tables.table("The newest first", columns, rows, what="steps")],
     )
 
 
@@ -100,39 +100,101 @@ def integrity(report: Report) -> Section | None:
     if not report.integrity:
         return None
     counts = collections.Counter(check.state for check in report.integrity)
-    parts = [f"{counts[state]:,} {_NAMES[state]}" for state in _NAMES if counts[state]]
-    summary = f"{', '.join(parts).capitalize()}."
-    if checked := counts["unknown"] and report.checked_count:
-        total = len(report.integrity)
-        summary = f"{checked:,} of {total:,} checked: {', '.join(parts)}."
+    looked = report.checked_count
+    total = len(report.integrity)
+    parts = [f"{counts[state]:,} {name}" for state, name in _NAMES.items()]
+    found = [part for part, state in zip(parts, _NAMES, strict=True) if counts[state]]
+    what = humanize.count(total, "step") if report.is_run else "1 checkpoint"
+    summary = f"{looked:,} of {what} looked at: {', '.join(found)}."
     if not counts["verified"]:
-        summary += " Arrays were not read: --verify reads every byte."
+        summary += " No array was read: --verify reads every byte."
     columns = [
-        html.Column("step", is_number=True),
-        html.Column("state"),
-        html.Column("finding"),
+        tables.Column("steps", is_number=True),
+        tables.Column("count", is_number=True),
+        tables.Column("state"),
+        tables.Column("finding", is_wide=True),
     ]
-    rows = []
-    for check in report.integrity[::-1]:
-        state = html.element("span", _NAMES[check.state], class_=f"state {check.state}")
-        step = "" if check.step is None else str(check.step)
-        kind = "bad" if check.state in ("damaged", "unread") else None
-        data: dict[str, object] = {
-            "data_step": check.step,
-            "data_state": check.state,
-            "data_bytes": check.bytes_checked,
-        }
-        rows.append(html.Row([step, state, check.detail], data, kind))
+    ranges = _ranges(report.integrity)
+    rows = [_range_row(checks) for checks in ranges[::-1]]
     rows.sort(key=lambda row: row.kind is None)  # problems come first
-    return Section(
-        "integrity", "Integrity", summary, section.table("Each step", columns, rows)
+    shown = rows[:_MOST_ROWS]
+    body = [_state_bar(ranges)] if total > 1 else []
+    body.append(tables.table("Neighbouring steps in the same state", columns, shown))
+    return Section("integrity", "Integrity", summary, body)
+
+
+def _ranges(checks: Sequence[Integrity]) -> list[list[Integrity]]:
+    """Returns runs of neighbouring steps in the same state; problems are alone."""
+    ranges: list[list[Integrity]] = []
+    for check in checks:
+        is_same = ranges and ranges[-1][0].state == check.state
+        if is_same and not check.is_bad:
+            ranges[-1].append(check)
+        else:
+            ranges.append([check])
+    return ranges
+
+
+def _range_row(checks: Sequence[Integrity]) -> tables.Row:
+    first, last = checks[0], checks[-1]
+    state = html.element("span", _NAMES[last.state], class_=f"state {last.state}")
+    name = "" if last.step is None else f"{last.step:,}"
+    count = sum(check.bytes_checked for check in checks)
+    detail = last.detail
+    if first is not last:
+        name = f"{first.step:,} – {last.step:,}"  # noqa: RUF001
+        if last.state == "verified":
+            detail = f"{humanize.size(count)} read"
+    data: dict[str, object] = {
+        "data_step": last.step,
+        "data_first": first.step,
+        "data_count": len(checks),
+        "data_state": last.state,
+        "data_bytes": count,
+    }
+    cells = [name, f"{len(checks):,}", state, detail]
+    return tables.Row(cells, data, "bad" if last.is_bad else None)
+
+
+def _state_bar(ranges: Sequence[Sequence[Integrity]]) -> html.Markup:
+    """Draws the steps from the oldest to the newest, coloured by their states."""
+    total = sum(map(len, ranges))
+    parts, left = [], 0.0
+    for checks in ranges:
+        width = 100 * len(checks) / total
+        steps = humanize.count(len(checks), "step")
+        text = f"{steps} to step {checks[-1].step}: {_NAMES[checks[0].state]}"
+        parts.append(
+            html.element(
+                "rect",
+                html.element("title", text),
+                x=html.percent(left),
+                width=html.percent(max(width, 0.2)),
+                y=0,
+                height=14,
+                class_=f"check {checks[0].state}",
+            )
+        )
+        left += width
+    counts: collections.Counter[State] = collections.Counter()
+    for checks in ranges:
+        counts[checks[0].state] += len(checks)
+    key = [(f"check {s}", f"{counts[s]:,} {n}") for s, n in _NAMES.items() if counts[s]]
+    picture = html.plot(
+        "Integrity of the steps, the oldest first",
+        ", ".join(text for _, text in key),
+        14,
+        *parts,
     )
+    return html.join([picture, section.legend(key)])
 
 
 _NAMES: Mapping[State, str] = {
-    "verified": "verified",
-    "whole": "whole",
     "damaged": "damaged",
     "unread": "could not be read",
-    "unknown": "not checked",
+    "verified": "verified",
+    "whole": "with all files and sizes",
+    "unknown": "not looked at",
 }
+
+_MOST_ROWS = 250

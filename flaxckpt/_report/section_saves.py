@@ -5,11 +5,14 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
-from flaxckpt._report import section
+from flaxckpt._report import section, tables
 from flaxckpt._report.charts import timeline
 from flaxckpt._report.data import Report, Save
 from flaxckpt._report.section import Section
 from flaxckpt._util import html, humanize
+
+_MOST_ROWS = 250
+"""Row limit of the table of failures."""
 
 
 def saves(report: Report) -> Section:
@@ -29,10 +32,6 @@ def saves(report: Report) -> Section:
         for save in report.saves
         if save.outcome == "failed"
     ]
-    pictures = [
-        timeline.timeline(report.saves, others, w)
-        for w in (section.WIDE, section.NARROW)
-    ]
     key = section.legend(
         [
             ("bar blocked", "training waited"),
@@ -40,14 +39,12 @@ def saves(report: Report) -> Section:
             *_glyphs(report),
         ]
     )
-    rows = section.table(
-        "Saves, the newest first",
-        _SAVE_COLUMNS,
-        [_save_row(s) for s in report.saves[::-1]],
-    )
-    return Section(
-        "saves", "Saves", _summary(report.saves), [key, html.both(*pictures), *rows]
-    )
+    body = [timeline.timeline(report.saves, others), key]
+    bad = [_failed_row(s) for s in report.saves[::-1] if s.outcome != "durable"]
+    if bad:
+        title = "Saves that did not become durable, the newest first"
+        body.append(tables.table(title, _FAILED_COLUMNS, bad[:_MOST_ROWS]))
+    return Section("saves", "Saves", _summary(report.saves), body)
 
 
 def _describe(step: int | None, why: str) -> str:
@@ -93,37 +90,20 @@ def _summary(saves: Sequence[Save]) -> str:
     return text
 
 
-_SAVE_COLUMNS = [
-    html.Column("step", is_number=True),
-    html.Column("began"),
-    html.Column("blocked", is_number=True),
-    html.Column("background", is_number=True),
-    html.Column("durable after", is_number=True),
-    html.Column("written", is_number=True),
-    html.Column("upload", is_number=True),
-    html.Column("failure"),
+_FAILED_COLUMNS = [
+    tables.Column("step", is_number=True),
+    tables.Column("began"),
+    tables.Column("blocked", is_number=True),
+    tables.Column("failure"),
 ]
 
 
-def _save_row(save: Save) -> html.Row:
+def _failed_row(save: Save) -> tables.Row:
     cells = [
         "" if save.step is None else str(save.step),
         html.moment(save.began, humanize.TO_THE_SECOND),
-        *map(_secs, (save.blocked_secs, save.behind_secs, save.total_secs)),
-        "" if save.bytes is None else humanize.size(save.bytes),
-        _secs(save.uploaded_secs),
+        "" if save.blocked_secs is None else humanize.secs(save.blocked_secs),
         save.failure or "",
     ]
-    data = {
-        "data_step": save.step,
-        "data_blocked": save.blocked_secs,
-        "data_behind": save.behind_secs,
-        "data_total": save.total_secs,
-        "data_bytes": save.bytes,
-        "data_outcome": save.outcome,
-    }
-    return html.Row(cells, data, "bad" if save.has_failed else None)
-
-
-def _secs(value: float | None) -> str:
-    return "" if value is None else humanize.secs(value)
+    data = {"data_step": save.step, "data_outcome": save.outcome}
+    return tables.Row(cells, data, "bad" if save.has_failed else None)

@@ -4,25 +4,90 @@ from __future__ import annotations
 
 import collections
 import math
+import statistics
+from collections.abc import Sequence
 
-from flaxckpt._report import section
-from flaxckpt._report.charts import treemap
-from flaxckpt._report.data import ChangedLeaf, Part, Report
+from flaxckpt._report import copies, section, tables, tree
+from flaxckpt._report.charts import share_bar, treemap
+from flaxckpt._report.data import Change, ChangedLeaf, Part, Report, TreeRow
 from flaxckpt._report.section import Section
 from flaxckpt._util import html, humanize
 
-_MOST_CHANGES = 20
+_MOST_CHANGES = 100
+"""Row limit of each part of the state."""
+
+_MOST_LEAVES = 3000
+"""Row limit of the tree of leaves."""
+
+_MOST_SHARES = 7
+_LEAST_SHARE = 0.002
 
 
 # ---- sizes ------------------------------------------------------------------------
 
 
-def sizes(report: Report) -> Section:
-    """Returns the section on the sizes in the newest step."""
+def sizes(report: Report, *, has_tree: bool = True) -> Section:
+    """Returns the section on the sizes in the newest step.
+
+    Args:
+        report: The data.
+        has_tree: False to leave out the tree of the leaves.
+    """
     if not report.parts:
         return Section(
             "sizes", "Sizes", report.notes.get("sizes", "There are no arrays.")
         )
+    leaves = humanize.count(report.leaves, "leaf", "leaves")
+    summary = (
+        f"{humanize.size(report.total_bytes)} of arrays, uncompressed, in {leaves} of"
+        f" {section.display_name(report.shown)}."
+    )
+    body = [share_bar.share_bar("Parts of the state", _shares(report))]
+    if len(report.parts) > 1:
+        body.append(_picture(report))
+    if has_tree:
+        body += _tree(report)
+    return Section("sizes", "Sizes", summary, body)
+
+
+def _tree(report: Report) -> list[html.Markup]:
+    body = [tree.tree(_branches(report), "Containers and leaves")]
+    shown = sum(row.type is not None for row in report.tree)
+    if shown > _MOST_LEAVES:
+        note = (
+            f"The first {_MOST_LEAVES:,} of {shown:,} leaves: flaxckpt show lists all."
+        )
+        body.append(html.element("p", note, class_="note"))
+    return body
+
+
+def _shares(report: Report) -> list[share_bar.Share]:
+    """Returns the outermost containers, and the copies inside of them on their own."""
+    depth = _outermost_depth(report)
+    outermost = [row for row in report.tree if row.depth == depth]
+    sized = [(row.path or "(all)", row.bytes, "") for row in outermost]
+    copied = [
+        (c.path, c.bytes, f"the shapes of {c.of or 'all'}") for c in report.copies
+    ]
+    sized.sort(key=lambda share: -share[1])
+    ranked = [*sized[: _MOST_SHARES - len(copied)], *copied]
+    large = [s for s in ranked if s[1] >= report.total_bytes * _LEAST_SHARE]
+    rest = report.total_bytes - sum(size for _, size, _ in large)
+    if rest > 0:
+        large.append(("other", rest, ""))
+    return [
+        share_bar.Share(*share, min(n, share_bar.COLOURS - 1))
+        for n, share in enumerate(large)
+    ]
+
+
+def _outermost_depth(report: Report) -> int:
+    """Returns the least depth with several containers or leaves."""
+    counts = collections.Counter(row.depth for row in report.tree)
+    return next((d for d in sorted(counts) if counts[d] > 1), min(counts))
+
+
+def _picture(report: Report) -> html.Markup:
     groups: dict[str, list[Part]] = collections.defaultdict(list)
     for part in report.parts:
         groups[part.group].append(part)
@@ -30,30 +95,24 @@ def sizes(report: Report) -> Section:
         treemap.Group(name, [_tile(part) for part in parts])
         for name, parts in groups.items()
     ]
-    pictures = [
-        treemap.treemap(drawn, section.WIDE, 400),
-        treemap.treemap(drawn, section.NARROW, 420),
-    ]
-    ordered = sorted(report.parts, key=lambda part: -part.bytes)
-    rows = [_part_row(part, report.total_bytes) for part in ordered]
-    leaves = humanize.count(report.leaves, "leaf", "leaves")
-    summary = (
-        f"{humanize.size(report.total_bytes)} of arrays, uncompressed, in"
-        f" {leaves} of"
-        f" {section.display_name(report.shown)}."
+    caption = "Areas are bytes."
+    if report.copies:
+        originals = dict.fromkeys(
+            copy.of or "the whole state" for copy in report.copies
+        )
+        names = ", ".join(copy.path for copy in report.copies)
+        caption = (
+            f"Areas are bytes. {names}: left out, because they have the same leaves and"
+            f" shapes as {', '.join(originals)}."
+        )
+    return html.element(
+        "figure",
+        html.both(
+            treemap.treemap(drawn, section.WIDE, 300),
+            treemap.treemap(drawn, section.NARROW, 380),
+        ),
+        html.element("figcaption", caption, class_="note"),
     )
-    columns = [
-        html.Column("subtree"),
-        html.Column("leaves", is_number=True),
-        html.Column("size", is_number=True),
-        html.Column("share", is_number=True),
-    ]
-    as_table = html.element(
-        "details",
-        html.element("summary", "The sizes as a table"),
-        html.table("Sizes by subtree", columns, rows),
-    )
-    return Section("sizes", "Sizes", summary, [html.both(*pictures), as_table])
 
 
 def _display_name(part: Part) -> str:
@@ -69,15 +128,37 @@ def _tile(part: Part) -> treemap.Tile:
     return treemap.Tile(inside, description, name, part.bytes)
 
 
-def _part_row(part: Part, total: int) -> html.Row:
-    share = part.bytes / total if total else 0.0
-    cells = [
-        _display_name(part),
-        f"{part.leaves:,}",
-        humanize.size(part.bytes),
-        f"{share:.1%}",
+def _branches(report: Report) -> list[tree.Branch]:
+    """Returns the outermost containers and leaves, and the copies as single entries."""
+    inner: dict[str, list[TreeRow]] = collections.defaultdict(list)
+    count = 0
+    for row in report.tree:
+        count += row.type is not None
+        if row.path and count <= _MOST_LEAVES:
+            inner[row.path.rpartition("/")[0]].append(row)
+
+    def branch(row: TreeRow) -> tree.Branch:
+        inside = [branch(child) for child in inner[row.path]]
+        inside.sort(key=lambda child: copies.is_optimizer(child.path))
+        name = row.path.rpartition("/")[2]
+        is_open = row.depth == 1 and not copies.is_optimizer(row.path)
+        return tree.Branch(
+            name, row.path, row.leaves, row.bytes, row.type or "", inside, is_open
+        )
+
+    root = next(row for row in report.tree)
+    whole = branch(root)
+    outermost = list(whole.inner or [whole])
+    return outermost + [
+        tree.Branch(
+            copy.path,
+            copy.path,
+            copy.leaves,
+            copy.bytes,
+            f"the leaves and shapes of {copy.of or 'the whole state'}",
+        )
+        for copy in report.copies
     ]
-    return html.Row(cells, {"data_path": _display_name(part), "data_bytes": part.bytes})
 
 
 # ---- changes ----------------------------------------------------------------------
@@ -91,57 +172,97 @@ def change(report: Report) -> Section | None:
         if not report.is_run:
             return None
         return Section("change", title, report.notes.get("change", "Not compared."))
-    between = f"From step {diff.step_a} to step {diff.step_b}"
+    between = f"From step {diff.step_a:,} to step {diff.step_b:,}"
     if not diff.leaves:
         return Section("change", title, f"{between}, nothing changed.")
     count = humanize.count(len(diff.leaves), "leaf", "leaves")
-    summary = f"{between}, {count} changed and {diff.equal:,} did not."
-    shown = diff.leaves[:_MOST_CHANGES]
-    if len(diff.leaves) > len(shown):
-        summary += f" The {len(shown)} that changed most are shown; --json lists all."
-    finite = [leaf.rel_norm for leaf in shown if math.isfinite(leaf.rel_norm)]
-    largest = max(finite, default=0.0)
-    columns = [
-        html.Column("leaf"),
-        html.Column("relative change", is_number=True),
-        html.Column("at most", is_number=True),
-        html.Column("elements", is_number=True),
-        html.Column("type"),
+    summary = (
+        f"{between}, {count} changed and {diff.equal:,} did not. The relative change"
+        " is the norm of the difference / the norm before."
+    )
+    return Section("change", title, summary, changed_groups(diff))
+
+
+def changed_groups(diff: Change) -> list[html.Markup]:
+    """Returns the changed leaves by part of the state; the optimizer is folded."""
+    groups: dict[str, list[ChangedLeaf]] = {name: [] for name in diff.equal_in}
+    for leaf in diff.leaves:
+        groups.setdefault(leaf.group, []).append(leaf)
+    return [
+        _changed_group(name, leaves, diff.equal_in.get(name, 0))
+        for name, leaves in groups.items()
     ]
+
+
+def _changed_group(name: str, leaves: Sequence[ChangedLeaf], equal: int) -> html.Markup:
+    norms = [leaf.rel_norm for leaf in leaves if leaf.different]
+    text = f"{len(leaves):,} of {humanize.count(len(leaves) + equal, 'leaf', 'leaves')}"
+    text += " changed"
+    if norms:
+        text += (
+            f", by {max(norms):.3g} at most, {statistics.median(norms):.3g} at median"
+        )
+    heading = [html.element("strong", name), html.element("span", text, class_="facts")]
+    if not leaves:
+        return html.element("p", *heading, class_="group")
+    shown = leaves[:_MOST_CHANGES]
+    largest = max((norm for norm in norms if math.isfinite(norm)), default=0.0)
     rows = [_change_row(leaf, largest) for leaf in shown]
-    caption = "Largest relative changes first: norm of the change / norm before"
-    return Section("change", title, summary, [html.table(caption, columns, rows)])
+    caption = "The largest relative changes first"
+    if len(leaves) > len(shown):
+        caption = f"The {len(shown)} that changed most; --json lists all"
+    return html.element(
+        "details",
+        html.element("summary", *heading),
+        tables.table(caption, _CHANGE_COLUMNS, rows, what="leaves"),
+        class_="group",
+        open=None if copies.is_optimizer(name) else "",
+    )
 
 
-def _change_row(leaf: ChangedLeaf, largest: float) -> html.Row:
+_CHANGE_COLUMNS = [
+    tables.Column("leaf"),
+    tables.Column("relative change", is_number=True),
+    tables.Column("at most", is_number=True),
+    tables.Column("elements", is_number=True),
+    tables.Column("type"),
+]
+
+
+def _change_row(leaf: ChangedLeaf, largest: float) -> tables.Row:
     data: dict[str, object] = {"data_path": leaf.path, "data_what": leaf.what}
+    name = leaf.path.removeprefix(f"{leaf.group}/")
     if not leaf.different:
         what = leaf.shown if leaf.what in ("kind", "shape") else leaf.what
-        return html.Row([leaf.path, "", "", "", what], data)
+        return tables.Row([name, "", "", "", what], data)
     part = min(leaf.rel_norm / largest, 1.0) if largest else 0.0
     if not math.isfinite(leaf.rel_norm):
         part = 1.0
-    bar = html.element(
-        "svg",
-        html.element("rect", x=0, y=1, width=100, height=8, class_="track"),
-        html.element(
-            "rect", x=0, y=1, width=html.px(100 * part), height=8, class_="bar behind"
-        ),
-        viewBox="0 0 100 10",
-        preserveAspectRatio="none",
-        class_="inline-bar",
-        aria_hidden="true",
-    )
     data |= {
         "data_rel": leaf.rel_norm,
         "data_abs": leaf.max_abs,
         "data_different": leaf.different,
     }
+    shown = html.element(
+        "div", f"{leaf.rel_norm:.3g}", _inline_bar(part), class_="with-bar"
+    )
     cells = [
-        leaf.path,
-        html.element("div", f"{leaf.rel_norm:.3g}", bar, class_="with-bar"),
-        f"{leaf.max_abs:.3g}",
+        name,
+        tables.Cell(shown, leaf.rel_norm),
+        tables.Cell(f"{leaf.max_abs:.3g}", leaf.max_abs),
         f"{leaf.different:,}",
         leaf.shown,
     ]
-    return html.Row(cells, data)
+    return tables.Row(cells, data)
+
+
+def _inline_bar(part: float) -> html.Markup:
+    return html.element(
+        "svg",
+        html.element("rect", y=1, width="100%", height=8, class_="track"),
+        html.element(
+            "rect", y=1, width=html.percent(100 * part), height=8, class_="bar behind"
+        ),
+        class_="inline-bar",
+        aria_hidden="true",
+    )

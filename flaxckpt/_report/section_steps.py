@@ -1,107 +1,131 @@
-"""The sections on the metrics of steps, and on the reasons to keep them."""
+"""The sections on the metrics of steps, and on the reasons to keep or delete them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Step
-from flaxckpt._report import save_history, section
+from flaxckpt._report import section, tables
 from flaxckpt._report.charts import curves, step_strip
-from flaxckpt._report.data import Report
+from flaxckpt._report.data import MetricValue, Report
 from flaxckpt._report.section import Section
 from flaxckpt._util import html, humanize
 
 _MOST_CURVES = 12
-_MOST_COLUMNS = 3
+_MOST_COLUMNS = 4
+_MOST_KEPT = 4
+_MOST_ROWS = 1000
+"""Row limit of the table, which keeps the page of a long run small."""
 
 
 # ---- metrics ----------------------------------------------------------------------
 
 
 def metrics(report: Report) -> Section:
-    """Returns the section with each metric over the existing steps."""
+    """Returns the section with each metric over the steps."""
+    if not report.metrics:
+        return Section("metrics", "Metrics", "No metrics are stored with the steps.")
     drawn = {
         name: values
         for name, values in report.metrics.items()
         if any(math.isfinite(point.value) for point in values)
     }
-    if not report.metrics:
-        return Section("metrics", "Metrics", "No metrics are stored with the steps.")
-    figures = []
-    for name, points in list(drawn.items())[:_MOST_CURVES]:
-        caption = html.element("figcaption", name)
-        figures.append(
-            html.element(
-                "figure", caption, curves.curve(name, points), data_metric=name
-            )
-        )
-    items = [("point kept", "kept")]
-    if any(not p.stays for points in report.metrics.values() for p in points):
-        items.append(("point goes", "would be deleted"))
-    if _has_best(report):
-        items.append(("point best", "best by a policy"))
-    key = section.legend(items)
-    summary = "Metrics of the existing steps: a metric is deleted with its step."
-    if not _has_best(report):
-        summary += (
-            " Only a policy defines which step is best: pass --keep best:1:NAME:min or"
-            " --config."
-        )
-    if len(drawn) > _MOST_CURVES:
-        summary += f" The first {_MOST_CURVES} of {len(drawn)} are drawn."
-    missing = [name for name in report.metrics if name not in drawn]
-    if missing:
-        summary += f" Never finite: {', '.join(missing[:5])}."
-    grid = html.element("div", *figures, class_="figures")
-    return Section("metrics", "Metrics", summary, [key, grid])
-
-
-def _has_best(report: Report) -> bool:
-    return any(p.best == "best" for points in report.metrics.values() for p in points)
-
-
-# ---- retention --------------------------------------------------------------------
-
-
-def retention(report: Report) -> Section | None:
-    """Returns the section on existing steps and the reasons to keep them."""
-    if not report.is_run:
-        return None
-    if not report.steps:
-        return Section("retention", "Retention", "There are no steps yet.")
-    existing = {s.step for s in report.steps}
-    deleted = save_history.deleted_steps(report.happened)
-    gone = [step for step in deleted if step not in existing]
-    kept = {s.step: _why(report, s) for s in report.steps if s.step is not None}
-    best = {s.step for s in report.steps if "best" in s.marks and s.step is not None}
-    pictures = [
-        step_strip.strip(kept, gone, best, width)
-        for width in (section.WIDE, section.NARROW)
-    ]
-    items = [("point kept", "exists"), ("gone", "deleted")]
-    if best:
-        items.insert(1, ("point best", "best"))
-    metrics = list(report.metrics)[:_MOST_COLUMNS]
-    rows = [_step_row(report, step, metrics) for step in report.steps[::-1]]
+    shown = list(drawn.items())[:_MOST_CURVES]
+    main = [] if len(shown) == 2 else shown[:1]  # two are beside each other
+    figures = [curves.curve(*each, is_main=True) for each in main]
+    others = [curves.curve(*each) for each in shown[len(main) :]]
+    figures.append(html.element("div", *others, class_="figures"))
     return Section(
-        "retention",
-        "Retention",
-        _retention_summary(report, len(gone)),
+        "metrics",
+        "Metrics",
+        _metrics_summary(report.metrics, drawn),
         [
-            section.legend(items if gone or best else items[:1]),
-            html.both(*pictures),
-            *section.table("Steps, the newest first", _columns(metrics), rows),
+            html.element("div", *figures, data_sync=""),
+            section.legend(_key([p for ps in report.metrics.values() for p in ps])),
         ],
     )
 
 
-def _retention_summary(report: Report, gone: int) -> str:
+def _metrics_summary(
+    all_metrics: Mapping[str, Sequence[MetricValue]],
+    drawn: Mapping[str, Sequence[MetricValue]],
+) -> str:
+    points = [point for values in all_metrics.values() for point in values]
+    steps = len({point.step for point in points})
+    gone = len({point.step for point in points if point.is_deleted})
+    text = humanize.count(steps, "saved step")
+    text += f", {gone:,} of them deleted since." if gone else "."
+    if not any(point.best == "best" for point in points):
+        text += (
+            " Only a policy defines which step is best: pass --keep best:1:NAME:min or"
+            " --config."
+        )
+    if len(drawn) > _MOST_CURVES:
+        text += f" The first {_MOST_CURVES} of {len(drawn)} are drawn."
+    missing = [name for name in all_metrics if name not in drawn]
+    if missing:
+        text += f" Never finite: {', '.join(missing[:5])}."
+    return text
+
+
+def _key(points: Sequence[MetricValue]) -> list[tuple[str, str]]:
+    items = [("point kept", "kept")]
+    if any(not point.stays and not point.is_deleted for point in points):
+        items.append(("point goes", "would be deleted"))
+    if any(point.is_deleted for point in points):
+        items.append(("point deleted", "deleted since"))
+    if any(point.best == "best" for point in points):
+        items.append(("point best", "best by a policy"))
+    return items
+
+
+# ---- steps ------------------------------------------------------------------------
+
+
+def steps(
+    report: Report, *, most: int = _MOST_ROWS, rest: object = "--json lists them all."
+) -> Section | None:
+    """Returns the section on all steps and the reasons to keep or delete them.
+
+    Args:
+        report: The data.
+        most: Row limit of the table.
+        rest: Where the steps beyond are to be found.
+    """
+    if not report.is_run:
+        return None
+    if not report.history:
+        return Section("steps", "Steps", "There are no steps yet.")
+    existing = {s.step: s for s in report.steps if s.step is not None}
+    gone = [s.step for s in report.history if not s.exists]
+    best = {number for number, step in existing.items() if "best" in step.marks}
+    kept = {number: _why(report, step) for number, step in existing.items()}
+    is_dense = len(kept) > step_strip.FEW
+    items = [("exists" if is_dense else "point kept", "exists"), ("gone", "deleted")]
+    if best:
+        items.insert(1, ("point best", "best"))
+    return Section(
+        "steps",
+        "Steps",
+        _steps_summary(report, len(gone)),
+        [
+            step_strip.strip(kept, gone, best),
+            section.legend(items if gone or best else items[:1]),
+            *_table(report, existing, most, rest),
+        ],
+    )
+
+
+def _steps_summary(report: Report, gone: int) -> str:
     if report.policies:
         policies = f"The policies are {', '.join(report.policies)}."
+    elif report.policies is not None:
+        policies = "The run deletes no steps."
     else:
         policies = (
-            "A run does not record its policies: pass --keep or --config to show the"
+            "The policies of the run are unknown: pass --keep or --config to show the"
             " reasons to keep each step."
         )
     existing = humanize.count(len(report.steps), "existing step")
@@ -113,38 +137,133 @@ def _retention_summary(report: Report, gone: int) -> str:
     return text
 
 
-def _columns(metrics: Sequence[str]) -> list[html.Column]:
-    return [
-        html.Column("step", is_number=True),
-        html.Column("saved"),
-        html.Column("kept by"),
-        html.Column("marks"),
-        *[html.Column(name, is_number=True) for name in metrics],
-        html.Column("size", is_number=True),
-        html.Column("format"),
+def _table(
+    report: Report, existing: Mapping[int, Step], most: int, rest: object
+) -> list[html.Markup]:
+    names = list(report.metrics)[:_MOST_COLUMNS]
+    columns = [
+        tables.Column("step", is_number=True),
+        *[tables.Column(name, is_number=True) for name in names],
+        tables.Column("marks"),
+        tables.Column("kept by, or why deleted", is_wide=True),
+        tables.Column("saved"),
+        tables.Column("size", is_number=True),
+        tables.Column("blocked", is_number=True),
+        tables.Column("durable in", is_number=True),
+        tables.Column("format"),
     ]
+    rows = []
+    bad = {check.step for check in report.integrity if check.is_bad}
+    for saved in _shown(report.history, most):
+        step = existing.get(saved.step)
+        rows.append(
+            _deleted_row(saved, report.verdicts.get(saved.step, ()), names)
+            if step is None
+            else _step_row(report, step, saved, names, is_bad=saved.step in bad)
+        )
+    parts = [tables.table("The newest first", columns, rows, what="steps")]
+    if len(report.history) > len(rows):
+        more = len(report.history) - len(rows)
+        note = html.element("p", f"… and {more:,} more: ", rest, class_="note")
+        parts.append(note)
+    return parts
 
 
-def _step_row(report: Report, step: Step, metrics: Sequence[str]) -> html.Row:
-    marks = [
-        html.element("span", mark, class_=f"mark {mark.replace(' ', '-')}")
-        for mark in step.marks
-    ]
+def _shown(history: Sequence[SavedStep], most: int) -> list[SavedStep]:
+    """Returns the steps to list, the newest first; existing before deleted ones."""
+    ranked = sorted(history, key=lambda s: (not s.exists, -s.step))
+    return sorted(ranked[:most], key=lambda s: -s.step)
+
+
+def _step_row(
+    report: Report,
+    step: Step,
+    saved: SavedStep,
+    names: Sequence[str],
+    *,
+    is_bad: bool,
+) -> tables.Row:
+    known = dict.fromkeys([*step.marks, "damaged"] if is_bad else step.marks)
     cells = [
-        "" if step.step is None else str(step.step),
-        html.moment(step.created),
+        str(saved.step),
+        *_metric_cells(step.metrics, names),
+        html.join(map(_mark, known)),
         _why(report, step),
-        html.join(marks),
-        *[f"{step.metrics[m]:.4g}" if m in step.metrics else "" for m in metrics],
-        "" if step.bytes is None else humanize.size(step.bytes),
+        _moment(step.created),
+        _size(step.bytes),
+        _secs(saved.blocked_secs),
+        _secs(saved.total_secs),
         step.format if len(report.formats) > 1 else "",
     ]
     data: dict[str, object] = {
         "data_step": step.step,
         "data_bytes": step.bytes,
-        "data_why": "; ".join(step.why),
+        "data_why": "; ".join(step.why) or None,
+        "data_blocked": saved.blocked_secs,
+        "data_total": saved.total_secs,
     }
-    return html.Row(cells, data, "bad" if step.damage is not None else None)
+    return tables.Row(cells, data, "bad" if is_bad else None)
+
+
+def _deleted_row(
+    saved: SavedStep, verdicts: Sequence[Verdict], names: Sequence[str]
+) -> tables.Row:
+    when = humanize.when(saved.deleted) if math.isfinite(saved.deleted or 0) else ""
+    why = ", ".join(filter(None, (saved.reason or "not recorded", when)))
+    cells = [
+        str(saved.step),
+        *_metric_cells(saved.metrics, names),
+        _mark("deleted"),
+        _folded(why, [_verdict(verdict) for verdict in verdicts]),
+        _moment(saved.saved),
+        _size(saved.bytes),
+        _secs(saved.blocked_secs),
+        _secs(saved.total_secs),
+        "",
+    ]
+    data: dict[str, object] = {
+        "data_step": saved.step,
+        "data_deleted": saved.reason or "yes",
+        "data_blocked": saved.blocked_secs,
+        "data_total": saved.total_secs,
+    }
+    return tables.Row(cells, data, "deleted")
+
+
+def _mark(name: str) -> html.Markup:
+    return html.element("span", name, class_=f"mark {name.replace(' ', '-')}")
+
+
+def _folded(text: str, lines: Sequence[html.Markup]) -> object:
+    if not lines:
+        return text
+    return html.element("details", html.element("summary", text), *lines)
+
+
+def _verdict(verdict: Verdict) -> html.Markup:
+    """Returns a line with the steps that a policy kept instead."""
+    shown = ", ".join(f"{step:,}" for step in verdict.kept) or "none"
+    if len(verdict.kept) > _MOST_KEPT:
+        first, last = verdict.kept[0], verdict.kept[-1]
+        shown = f"{len(verdict.kept)} steps from {first:,} to {last:,}"
+    return html.element("div", f"{verdict.policy} kept {shown}")
+
+
+def _metric_cells(values: Mapping[str, float], names: Sequence[str]) -> list[str]:
+    return [f"{values[name]:.6g}" if name in values else "" for name in names]
+
+
+def _moment(seconds: float | None) -> object:
+    shown = html.moment(seconds)
+    return tables.Cell(shown, seconds) if shown and seconds is not None else ""
+
+
+def _size(count: int | None) -> object:
+    return "" if count is None else tables.Cell(humanize.size(count), count)
+
+
+def _secs(value: float | None) -> object:
+    return "" if value is None else tables.Cell(humanize.secs(value), value)
 
 
 def _why(report: Report, step: Step) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import datetime
 import html
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from flaxckpt import errors
 from flaxckpt._util import humanize
@@ -39,7 +38,7 @@ def element(name: str, *children: object, **attributes: object) -> Markup:
     return Markup(f"<{name}{markup}>{join(children)}</{name}>")
 
 
-_VOID = frozenset(("meta", "link", "br"))
+_VOID = frozenset(("meta", "link", "br", "input"))
 
 
 def join(parts: Iterable[object]) -> Markup:
@@ -71,69 +70,6 @@ def moment(seconds: float | None, form: str = _MINUTES) -> Markup:
     return element("time", shown, datetime=exact.isoformat(timespec="seconds"))
 
 
-# ---- tables -----------------------------------------------------------------------
-
-
-class Column(NamedTuple):
-    """A column of a table.
-
-    Attributes:
-        title: The heading.
-        is_number: True if the column is aligned to the right.
-    """
-
-    title: str
-    is_number: bool = False
-
-
-class Row(NamedTuple):
-    """A row of a table.
-
-    Attributes:
-        cells: The cells; the first is the heading of the row.
-        data: HTML attributes of the row, for programs that read the page.
-        kind: A CSS class.
-    """
-
-    cells: Sequence[object]
-    data: Mapping[str, object]
-    kind: str | None = None
-
-
-def table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Markup:
-    """Returns a table in a box with a scroll bar for wide tables."""
-    shown = [n for n in range(len(columns)) if any(str(row.cells[n]) for row in rows)]
-    heads = [
-        element("th", columns[n].title, scope="col", class_=_class(columns[n]))
-        for n in shown
-    ]
-    body = []
-    for row in rows:
-        cells = [
-            element(
-                "td" if n else "th",
-                row.cells[n],
-                scope=None if n else "row",
-                class_=_class(columns[n]),
-            )
-            for n in shown
-        ]
-        body.append(element("tr", *cells, class_=row.kind, **row.data))
-    content = element(
-        "table",
-        element("caption", title),
-        element("thead", element("tr", *heads)),
-        element("tbody", *body),
-    )
-    return element(
-        "div", content, class_="scroll", tabindex=0, role="region", aria_label=title
-    )
-
-
-def _class(column: Column) -> str | None:
-    return "number" if column.is_number else None
-
-
 # ---- pictures ---------------------------------------------------------------------
 
 
@@ -144,18 +80,40 @@ def picture(
     *parts: object,
     class_: str | None = None,
 ) -> Markup:
-    """Returns an SVG with a title and a description for screen readers."""
+    """Returns an SVG that grows and shrinks as a whole, texts included."""
     width, height = size
     return element(
         "svg",
-        element("title", title),
-        element("desc", description),
         *parts,
         viewBox=f"0 0 {px(width)} {px(height)}",
         role="img",
         aria_label=f"{title}. {description}",
-        class_=class_,
+        class_=f"picture {class_}" if class_ else "picture",
     )
+
+
+def plot(
+    title: str, description: str, height: float, *parts: object, **attributes: object
+) -> Markup:
+    """Returns an SVG as wide as its place, whose texts and marks keep their sizes.
+
+    The parts have horizontal coordinates in percent, and vertical ones in pixels.
+    """
+    return element(
+        "svg",
+        *parts,
+        width="100%",
+        height=px(height),
+        role="img",
+        aria_label=f"{title}. {description}",
+        class_="picture plot",
+        **attributes,
+    )
+
+
+def percent(value: float) -> str:
+    """Formats a coordinate of a plot."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") + "%"
 
 
 def label(x: float, y: float, value: object, **attributes: object) -> Markup:

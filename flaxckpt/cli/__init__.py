@@ -29,6 +29,7 @@ _MODULES = {
     "unpin": "pin",
     "du": "du",
     "report": "report",
+    "ui": "ui",
     "doctor": "doctor",
 }
 """Verb -> its module, in the order of the help."""

@@ -58,9 +58,9 @@ def report(
 ) -> int:
     """Writes a report of a run as an HTML page.
 
-    Shows saves, metrics, retention, sizes, changes, the dataset, lineage and integrity.
-    The page loads no other files, and replaces an older report. With --json, writes a
-    page only if --output is given.
+    Shows metrics, the steps and why they are kept or were deleted, saves, integrity,
+    changes, sizes, the dataset and lineage. The page loads no other files, and replaces
+    an older report. With --json, writes a page only if --output is given.
     Exits with 1 if a step is damaged or unreadable.
 
     Example:
@@ -138,10 +138,10 @@ def _show(data: Report, file: Path | None, size: int) -> None:
     checked, total = data.checked_count, len(data.integrity)
     if checked < total:
         _output.print_line(
-            f"the integrity of {checked:,} of {total:,} steps was checked: --verify"
-            " reads every byte of all steps"
+            f"{checked:,} of {total:,} steps were looked at: --verify reads every byte"
+            " of all steps"
             if data.is_run
-            else "the integrity of the checkpoint was not checked"
+            else "the integrity of the checkpoint was not looked at"
         )
     steps = _output.count(len(data.steps), "step") if data.is_run else "1 checkpoint"
     path = _output.shorten_path(str(file))

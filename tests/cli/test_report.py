@@ -113,5 +113,5 @@ def test_a_run_in_a_store_is_reported(here, command):
         for step in (1, 2):
             run.save(step, {"w": np.full(3, step, np.float32)})
     told, line = command.text("report", "memory://cli-report/run")
-    assert told.startswith("the integrity of 1 of 2 steps was checked: --verify")
+    assert told.startswith("1 of 2 steps were looked at: --verify")
     assert line.startswith("wrote report.html: 2 steps")

@@ -26,6 +26,7 @@ ROWS = (
     {"_run", "_convert"},
     {"_training", "_inspect"},
     {"_report", "configs", "integrations"},
+    {"_ui"},
     {"cli"},
     {"__main__"},
 )
@@ -79,6 +80,8 @@ DOORS: dict[str, set[str]] = {
     "grain": set(),
     "orbax": {"integrations"},
     "tensorflow": set(),
+    "starlette": {"_ui"},
+    "uvicorn": {"_ui"},
     "torch": set(),
 }
 PRIVATE_JAX_DOOR = "_util.processes"

@@ -5,88 +5,185 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flaxckpt._report.charts import points, scales
+from flaxckpt._report.charts import frame, points, scales
 from flaxckpt._report.data import MetricValue
 from flaxckpt._util import html, humanize
 
-_WIDTH, _HEIGHT = 320, 206
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 14, 34
+_TALL, _LOW = 320, 216
+_TOP, _BOTTOM = 16, 26
+
 _MARKERS = 150
-"""With more points, only the best points and the ends get markers."""
+"""With more points, only existing steps or, of too many, the best get markers."""
 
 _PLACES = 400
 """The maximal number of points in a line."""
 
+_MOST_VALUES = 2000
+"""The maximal number of values that the script shows."""
 
-def curve(name: str, series: Sequence[MetricValue]) -> html.Markup:
-    """Draws a metric as a line through its finite values, at least one."""
+_UNITS = 1000.0
+"""The width of a line's own coordinates, which are stretched over the plot."""
+
+
+def curve(
+    name: str, series: Sequence[MetricValue], *, is_main: bool = False
+) -> html.Markup:
+    """Draws a metric as a line through its finite values, at least one.
+
+    Args:
+        name: The name of the metric.
+        series: The values, by ascending step.
+        is_main: True for a taller figure.
+    """
     drawn = [point for point in series if math.isfinite(point.value)]
     steps = [point.step for point in drawn]
     values = [point.value for point in drawn]
-    low, high = _range(values)
-    x = scales.Scale(min(steps), max(steps), _LEFT + 6, _WIDTH - _RIGHT)
-    y = scales.Scale(low, high, _HEIGHT - _BOTTOM, _TOP)
+    height = _TALL if is_main else _LOW
+    bottom = height - _BOTTOM
+    x = scales.Scale(min(steps), max(steps), 0.0, 100.0)
+    linear = scales.linear_axis(values, bottom, _TOP)
+    log = scales.log_axis(values, bottom, _TOP)
+    axes = [linear] if log is None else [linear, log]
     description = (
         f"{humanize.count(len(drawn), 'value')} from step {min(steps)} to"
         f" {max(steps)}, from {min(values):.6g} to {max(values):.6g}."
     )
-    return html.picture(
+    plot = html.plot(
         f"{name} over steps",
         description,
-        (_WIDTH, _HEIGHT),
-        *_axes(x, y),
-        *_lines(series, x, y),
-        *[_draw_point(name, point, x, y) for point in _with_markers(drawn)],
-        *_best_labels(drawn, x, y),
+        height,
+        html.element("rect", width="100%", height=height, class_="ground"),
+        *[_layer(name, series, x, axis, height) for axis in axes],
+        frame.level(bottom, "baseline"),
+        *frame.step_axis(x, bottom + 18, 11 if is_main else 6),
+        tabindex=0,
+        data_name=name,
+        data_series=_data(drawn),
+        data_x=f"{min(steps)},{max(steps)}",
+        data_y=_ends(linear),
+        data_log=None if log is None else _ends(log),
+    )
+    return html.element(
+        "figure",
+        _caption(name, drawn, has_log=log is not None),
+        frame.frame(frame.vertical_axis(height, *axes), plot),
+        class_="main" if is_main else None,
+        data_metric=name,
     )
 
 
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    low, high = min(values), max(values)
-    if low == high:
-        wider = abs(low) / 10 or 1.0
-        return low - wider, high + wider
-    room = high / 6 - low / 6  # for the labels of the extremes
-    return low - room, high + room
+def _caption(name: str, drawn: Sequence[MetricValue], *, has_log: bool) -> html.Markup:
+    best = [point for point in drawn if point.best == "best"]
+    facts = [f"best {humanize.number(p.value)} at step {p.step:,}" for p in best[-1:]]
+    facts.append(f"last {humanize.number(drawn[-1].value)}")
+    return html.element(
+        "figcaption",
+        html.element("strong", name),
+        html.element("span", ", ".join(facts), class_="facts"),
+        html.element("output"),
+        log_switch(name) if has_log else html.NOTHING,
+    )
 
 
-def _axes(x: scales.Scale, y: scales.Scale) -> list[html.Markup]:
-    parts = []
-    for tick in scales.ticks(y.low, y.high, 5):
-        at = y(tick)
-        parts.append(html.line(_LEFT, at, _WIDTH - _RIGHT, at, "grid"))
-        shown = f"{tick:.4g}" if abs(tick) > 1e-12 * (y.high - y.low) else "0"
-        parts.append(html.label(_LEFT - 6, at + 4, shown, class_="tick end"))
-    bottom = _HEIGHT - _BOTTOM
-    parts.append(html.line(_LEFT, bottom, _WIDTH - _RIGHT, bottom, "baseline"))
-    for step in scales.whole_ticks(x.low, x.high, 5):
-        shown = scales.short(step)
-        parts.append(html.label(x(step), bottom + 16, shown, class_="tick middle"))
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts.append(html.label(middle, _HEIGHT - 3, "step", class_="tick middle"))
-    return parts
+def log_switch(name: str) -> html.Markup:
+    """Returns the button that makes the vertical axis of a metric logarithmic."""
+    return html.element(
+        "button",
+        "log",
+        type="button",
+        data_action="log",
+        aria_pressed="false",
+        aria_label=f"Logarithmic axis for {name}",
+        class_="control",
+    )
 
 
-def _lines(
-    series: Sequence[MetricValue], x: scales.Scale, y: scales.Scale
-) -> list[html.Markup]:
-    """Draws the line, with gaps at values that are not finite."""
+def _ends(axis: scales.Axis) -> str:
+    scale = axis.scale
+    return f"{scale.low!r},{scale.high!r},{html.px(scale.start)},{html.px(scale.stop)}"
+
+
+def _data(drawn: Sequence[MetricValue]) -> html.Markup:
+    """Returns the values for the script: step, value and kind of each."""
+    most = _thin_out(drawn, _MOST_VALUES)
+    values = [f"{p.step},{p.value:.6g},{_kind(p)[0]}" for p in most]
+    return html.Markup(" ".join(values))  # other texts are shortened
+
+
+def _kind(point: MetricValue) -> str:
+    """Returns `best`, `among the best`, `deleted`, `kept` or `goes`."""
+    if point.best in ("best", "among the best"):
+        return point.best
+    if point.is_deleted:
+        return "deleted"
+    return "kept" if point.stays else "goes"
+
+
+# ---- the marks --------------------------------------------------------------------
+
+
+def _layer(
+    name: str,
+    series: Sequence[MetricValue],
+    x: scales.Scale,
+    y: scales.Axis,
+    height: float,
+) -> html.Markup:
+    """Draws what depends on the vertical axis: grid, line and points."""
+    drawn = [point for point in series if math.isfinite(point.value)]
+    marks = [_draw_point(name, p, x, y) for p in _with_markers(drawn)]
+    return html.element(
+        "g",
+        *frame.grid(y),
+        line(series, x, y, height),
+        *marks,
+        *_best_labels(drawn, x, y),
+        class_=frame.kind(y),
+    )
+
+
+def line(
+    series: Sequence[MetricValue], x: scales.Scale, y: scales.Axis, height: float
+) -> html.Markup:
+    """Draws a line through values, with gaps at those that are not finite.
+
+    Args:
+        series: The values, by ascending step.
+        x: Maps steps to percent.
+        y: The vertical axis.
+        height: The height of the plot, in pixels.
+    """
     pieces: list[list[str]] = [[]]
-    for point in _thin_out(series):
+    for point in _thin_out(series, _PLACES):
         if math.isfinite(point.value):
-            pieces[-1].append(f"{x(point.step):.1f},{y(point.value):.1f}")
+            across = x(point.step) / 100 * _UNITS
+            pieces[-1].append(f"{across:.1f},{y(point.value):.1f}")
         elif pieces[-1]:
             pieces.append([])
-    return [
-        html.element("polyline", points=html.Markup(" ".join(piece)), class_="curve")
+    has_deleted = any(point.is_deleted for point in series)
+    lines = [
+        html.element(
+            "polyline",
+            points=html.Markup(" ".join(piece)),
+            class_="curve faint" if has_deleted else "curve",
+        )
         for piece in pieces
         if len(piece) > 1
     ]
+    return html.element(
+        "svg",
+        *lines,
+        viewBox=f"0 0 {html.px(_UNITS)} {html.px(height)}",
+        preserveAspectRatio="none",
+        width="100%",
+        height=html.px(height),
+        class_="place",
+    )
 
 
-def _thin_out(series: Sequence[MetricValue]) -> Sequence[MetricValue]:
+def _thin_out(series: Sequence[MetricValue], most: int) -> Sequence[MetricValue]:
     """Thins out many points to the lowest and highest of each small group."""
-    size = 2 * -(-len(series) // _PLACES)
+    size = 2 * -(-len(series) // most)
     if size <= 2:
         return series
     thinned: list[MetricValue] = []
@@ -98,21 +195,25 @@ def _thin_out(series: Sequence[MetricValue]) -> Sequence[MetricValue]:
 
 
 def _with_markers(drawn: Sequence[MetricValue]) -> Sequence[MetricValue]:
-    if len(drawn) <= _MARKERS:
-        return drawn
-    return [p for p in drawn if p.best or p in (drawn[0], drawn[-1])][-_MARKERS:]
+    existing = [point for point in drawn if not point.is_deleted]
+    best = [p for p in drawn if p.best or p in (drawn[0], drawn[-1])]
+    shown = (drawn, existing, best)
+    return next((some for some in shown if len(some) <= _MARKERS), best[-_MARKERS:])
+
+
+_FATES = {"deleted": "deleted since", "goes": "would be deleted"}
 
 
 def _draw_point(
-    name: str, point: MetricValue, x: scales.Scale, y: scales.Scale
+    name: str, point: MetricValue, x: scales.Scale, y: scales.Axis
 ) -> html.Markup:
-    fate = "kept" if point.stays else "would be deleted"
+    kind = _kind(point)
+    fate = _FATES.get(kind, "kept" if point.stays else "would be deleted")
     best = f", {point.best}" if point.best else ""
-    kind = "kept" if point.stays else "goes"
     return points.draw_point(
         x(point.step),
         y(point.value),
-        3.5,
+        2.6 if point.is_deleted else 4.0,
         f"step {point.step}: {name} {point.value:.6g} ({fate}{best})",
         "best" if point.best in ("best", "among the best") else kind,
         data_step=point.step,
@@ -123,23 +224,24 @@ def _draw_point(
 
 
 def _best_labels(
-    drawn: Sequence[MetricValue], x: scales.Scale, y: scales.Scale
+    drawn: Sequence[MetricValue], x: scales.Scale, y: scales.Axis
 ) -> list[html.Markup]:
-    """Labels the best value or the extremes, if space allows."""
+    """Labels the best value or the extremes."""
     parts = []
     for point in drawn:
         if point.best in (None, "among the best"):
             continue
-        across = x(point.step)
-        is_right = across > _WIDTH * 0.6
-        is_low = y(point.value) > (_TOP + _HEIGHT - _BOTTOM) / 2
-        down = y(point.value) + (18 if is_low else -10)
+        is_right = x(point.step) > 60
+        is_low = y(point.value) > (y.scale.start + y.scale.stop) / 2
+        is_best = point.best == "best"
         parts.append(
-            html.label(
-                across + (4 if is_right else -4),
-                down,
-                f"{point.best} {point.value:.4g}",
-                class_=f"{'best' if point.best == 'best' else 'extreme'}-label"
+            html.element(
+                "text",
+                f"{point.best} {humanize.number(point.value)}",
+                x=html.percent(x(point.step)),
+                y=html.px(y(point.value) + (17 if is_low else -10)),
+                dx=4 if is_right else 8 if x(point.step) < 5 else -4,
+                class_=f"{'best' if is_best else 'extreme'}-label"
                 f"{' end' if is_right else ''}",
             )
         )

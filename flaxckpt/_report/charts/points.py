@@ -1,4 +1,4 @@
-"""The points of charts: a diamond for the best, a circle for others."""
+"""The points of plots: a diamond for the best, a circle for others."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ def draw_point(
     """Draws a point.
 
     Args:
-        x: The coordinate from the left.
-        y: The coordinate from the top.
+        x: The coordinate from the left, in percent.
+        y: The coordinate from the top, in pixels.
         radius: The radius of a circle; a diamond is larger.
         tooltip: The text of its tooltip.
-        kind: `best`, `kept` or `goes`.
+        kind: `best`, `kept`, `goes` or `deleted`.
         **data: The data of the point, `data_step=…`.
     """
     title = html.element("title", tooltip)
     class_ = f"point {kind}"
+    center = {"cx": html.percent(x), "cy": html.px(y)}
     if kind != "best":
-        center = {"cx": html.px(x), "cy": html.px(y)}
         return html.element("circle", title, **center, r=radius, class_=class_, **data)
+    # A polygon has no coordinates in percent: a small picture has, around its middle.
     size = radius + 3
-    corners = [(x, y - size), (x + size, y), (x, y + size), (x - size, y)]
-    places = " ".join(f"{across:.1f},{down:.1f}" for across, down in corners)
-    return html.element("polygon", title, points=places, class_=class_, **data)
+    corners = f"0,{-size} {size},0 0,{size} {-size},0"
+    diamond = html.element("polygon", title, points=corners, class_=class_, **data)
+    return html.element("svg", diamond, x=html.percent(x), y=html.px(y), class_="place")

@@ -1,0 +1,41 @@
+"""The style sheet and the script of a page, and the policy that allows only them."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+
+
+@functools.cache
+def style() -> str:
+    """Returns the style sheet of the components."""
+    return (_FOLDER / "report.css").read_text(encoding="utf-8")
+
+
+@functools.cache
+def script() -> str:
+    """Returns the script of the components; it handles events on the document."""
+    return (_FOLDER / "report.js").read_text(encoding="utf-8")
+
+
+def source_hash(text: str) -> str:
+    """Returns the source of a content security policy for an inline text."""
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+def policy() -> str:
+    """Returns the content security policy of a page that loads nothing.
+
+    The style sheet and the script of the page are allowed by their hashes; nothing
+    else runs or is loaded, whatever the names in the page are.
+    """
+    return (
+        f"default-src 'none'; style-src {source_hash(style())};"
+        f" script-src {source_hash(script())}; img-src data:;"
+        " base-uri 'none'; form-action 'none'"
+    )

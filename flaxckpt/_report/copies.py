@@ -1,0 +1,123 @@
+"""Finds the parts of a state that have the shapes of the parameters, as moments have.
+
+Moments of the optimizer repeat the tree of the parameters. A picture of all of them
+would show the same tree several times, so they are told apart from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flaxckpt._run.disk_usage import Subtree
+from flaxckpt._types import LeafPath
+
+_OPTIMIZERS = frozenset(("opt_state", "param_states", "optimizer", "opt"))
+_AVERAGES = frozenset(("ema", "ema_params", "params_ema", "target_params"))
+_DEEPEST = 3
+"""An optimizer state further inside is one of the user's own containers."""
+
+_LEAST_SHARE = 0.02
+"""Smaller copies are not worth a name."""
+
+
+class Copy(NamedTuple):
+    """A container with the leaves and shapes of another one.
+
+    Attributes:
+        path: The container, `opt_state/0/mu`.
+        of: The other container, `params`.
+        leaves: The number of leaves.
+        bytes: The size of the values; the types may differ from those of the other.
+    """
+
+    path: LeafPath
+    of: LeafPath
+    leaves: int
+    bytes: int
+
+
+def is_optimizer(path: LeafPath) -> bool:
+    """Returns True for a leaf or container of an optimizer state."""
+    return not _OPTIMIZERS.isdisjoint(path.split("/")[:_DEEPEST])
+
+
+def find(trees: Sequence[Subtree]) -> tuple[Copy, ...]:
+    """Returns the largest containers that repeat one outside of the optimizer.
+
+    Args:
+        trees: Of a whole checkpoint, each container before its children.
+    """
+    forms = _forms(trees)
+    originals: dict[int, Subtree] = {}
+    for tree, form in zip(trees, forms, strict=True):
+        if tree.info is None and not _may_repeat(tree.path):
+            originals.setdefault(form, tree)
+    copies: list[Copy] = []
+    least = trees[0].bytes * _LEAST_SHARE
+    for tree, form in zip(trees, forms, strict=True):
+        if tree.info is not None or tree.bytes < least or not _may_repeat(tree.path):
+            continue
+        is_inside = copies and tree.path.startswith(f"{copies[-1].path}/")
+        if form in originals and not is_inside:
+            of = originals[form].path
+            copies.append(Copy(tree.path, of, tree.leaves, tree.bytes))
+    return tuple(copies)
+
+
+def without(trees: Sequence[Subtree], copies: Sequence[Copy]) -> list[Subtree]:
+    """Returns the trees without the copies, in smaller containers."""
+    paths = {copy.path for copy in copies}
+    rest: list[Subtree] = []
+    skipped: LeafPath | None = None
+    for tree in trees:
+        if skipped is not None and tree.path.startswith(f"{skipped}/"):
+            continue
+        if tree.path in paths:
+            skipped = tree.path
+            continue
+        inside = [c for c in copies if _contains(tree.path, c.path)]
+        rest.append(
+            tree._replace(
+                leaves=tree.leaves - sum(copy.leaves for copy in inside),
+                bytes=tree.bytes - sum(copy.bytes for copy in inside),
+            )
+        )
+    return [tree for tree in rest if tree.leaves]
+
+
+def _contains(container: LeafPath, path: LeafPath) -> bool:
+    return not container or path.startswith(f"{container}/")
+
+
+def _may_repeat(path: LeafPath) -> bool:
+    keys = path.split("/")
+    return is_optimizer(path) or not _AVERAGES.isdisjoint(keys[:_DEEPEST])
+
+
+def _forms(trees: Sequence[Subtree]) -> list[int]:
+    """Returns a number for each tree, equal for trees of equal names and shapes."""
+    numbers: dict[object, int] = {}
+    forms = [0] * len(trees)
+    inner: list[list[tuple[str, int]]] = [[] for _ in trees]
+    parents = _parents(trees)
+    for n in range(len(trees) - 1, -1, -1):  # children before their container
+        tree, parent = trees[n], parents[n]
+        form: object = tuple(sorted(inner[n]))
+        if tree.info is not None:
+            form = (tree.info.kind == "empty", tree.info.shape)
+        forms[n] = numbers.setdefault(form, len(numbers))
+        if parent is not None:
+            inner[parent].append((tree.path.rpartition("/")[2], forms[n]))
+    return forms
+
+
+def _parents(trees: Sequence[Subtree]) -> list[int | None]:
+    parents: list[int | None] = []
+    above: list[int] = []
+    for n, tree in enumerate(trees):
+        while above and trees[above[-1]].depth >= tree.depth:
+            above.pop()
+        parents.append(above[-1] if above else None)
+        above.append(n)
+    return parents

@@ -1,0 +1,181 @@
+"""The web application: addresses, threads, errors, and events as runs change."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import (
+    HTMLResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from flaxckpt import _report, errors
+from flaxckpt._ui import compare, frame, leaves, overview, plan, runs
+from flaxckpt._ui.access import Guard
+from flaxckpt._ui.feeds import Feeds
+from flaxckpt._ui.places import Place
+from flaxckpt._ui.workspace import Query, View, Workspace
+
+_VIEWS: Mapping[str, View] = {
+    "/": runs.page,
+    "/runs": runs.content,
+    "/run": overview.page,
+    "/run/sections": overview.sections,
+    "/leaves": leaves.page,
+    "/leaves/branch": leaves.branch,
+    "/leaves/search": leaves.search,
+    "/compare": compare.page,
+    "/plan": plan.page,
+    "/plan/result": plan.result,
+}
+"""Address -> its view. These read names, shapes and metrics."""
+
+_READS: Mapping[str, View] = {
+    "/leaves/leaf": leaves.statistics,
+    "/compare/result": compare.result,
+}
+"""Address -> its view. These read the values of arrays, one request at a time."""
+
+_VIEWS_AT_ONCE = 4
+_NEWS_SECS = 0.25
+_HEARTBEAT_SECS = 15.0
+"""A comment tells whether the browser is still there."""
+
+
+def make_app(workspace: Workspace, *, token: str, port: int) -> ASGIApp:
+    """Returns the application, behind its guard.
+
+    Args:
+        workspace: The data behind the page.
+        token: The secret in the address that is printed.
+        port: The port of the server.
+    """
+    few, one = asyncio.Semaphore(_VIEWS_AT_ONCE), asyncio.Semaphore(1)
+    routes = [
+        Route(path, partial(_answer, workspace, view, turn))
+        for views, turn in ((_VIEWS, few), (_READS, one))
+        for path, view in views.items()
+    ]
+    routes.append(Route("/events", partial(_events, workspace)))
+    routes += [
+        Route(f"/static/{name}", partial(_send_file, file))
+        for name, file in _static_files().items()
+    ]
+    return Guard(Starlette(routes=routes), token=token, port=port)
+
+
+# ---- views ------------------------------------------------------------------------
+
+
+async def _answer(
+    workspace: Workspace, view: View, turn: asyncio.Semaphore, request: Request
+) -> Response:
+    """Renders a view on a thread, after its turn has come."""
+    async with turn:
+        if await request.is_disconnected():  # while it waited
+            return Response(status_code=499)
+        return await run_in_threadpool(_render, workspace, view, request)
+
+
+def _render(workspace: Workspace, view: View, request: Request) -> Response:
+    try:
+        content = view(workspace, Query(request.scope["query_string"]))
+    except (errors.CheckpointError, OSError) as error:
+        return _report_error(workspace, request, error)
+    return HTMLResponse(_encode(content))
+
+
+def _report_error(workspace: Workspace, request: Request, error: Exception) -> Response:
+    content = frame.message(str(error), "error")
+    if "hx-request" not in request.headers:
+        content = frame.page(workspace, "Error", content)
+    return HTMLResponse(_encode(content), status_code=_status(error))
+
+
+def _status(error: Exception) -> int:
+    if isinstance(error, errors.CheckpointNotFoundError):
+        return 404
+    return 400 if isinstance(error, errors.OptionError) else 500
+
+
+def _encode(content: str) -> bytes:
+    return content.encode(errors="backslashreplace")
+
+
+# ---- events -----------------------------------------------------------------------
+
+
+async def _events(workspace: Workspace, request: Request) -> Response:
+    """Sends an event each time a run has changed since the version that is shown."""
+    try:
+        query = Query(request.scope["query_string"])
+        name, seen = query.text("run"), query.number("version")
+        places = [workspace.places.find(name)] if name else runs.listed(workspace)
+    except errors.CheckpointError as error:
+        return PlainTextResponse(str(error), _status(error))
+    return StreamingResponse(
+        _news(workspace.feeds, places, seen), media_type="text/event-stream"
+    )
+
+
+async def _news(
+    feeds: Feeds, places: Sequence[Place], seen: int | None
+) -> AsyncIterator[str]:
+    quiet_secs = 0.0
+    while not feeds.is_closed:
+        latest = await run_in_threadpool(feeds.news, places)
+        if latest.version != seen:
+            seen, quiet_secs = latest.version, 0.0
+            data = json.dumps({"version": latest.version, "news": latest.text})
+            yield f"data: {data}\n\n"
+        if quiet_secs >= _HEARTBEAT_SECS:
+            quiet_secs = 0.0
+            yield ": still here\n\n"
+        await asyncio.sleep(_NEWS_SECS)
+        quiet_secs += _NEWS_SECS
+
+
+# ---- files ------------------------------------------------------------------------
+
+
+class _File(NamedTuple):
+    """A file that pages load.
+
+    Attributes:
+        content: The content.
+        media_type: Its type.
+    """
+
+    content: bytes
+    media_type: str
+
+
+async def _send_file(file: _File, request: Request) -> Response:
+    return Response(file.content, media_type=file.media_type)
+
+
+def _static_files() -> dict[str, _File]:
+    """Returns the files that pages load, all in memory: no path is ever opened."""
+    folder = Path(__file__).parent / "static"
+    script = "text/javascript"
+    style = _report.assets.style() + (folder / "ui.css").read_text(encoding="utf-8")
+    return {
+        frame.STYLE: _File(style.encode(), "text/css"),
+        "report.js": _File(_report.assets.script().encode(), script),
+        **{
+            name: _File((folder / name).read_bytes(), script)
+            for name in ("htmx.min.js", "ui.js")
+        },
+    }

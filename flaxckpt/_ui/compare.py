@@ -1,0 +1,114 @@
+"""The view on the differences between two steps."""
+
+from __future__ import annotations
+
+from flaxckpt import _inspect, _report, errors
+from flaxckpt._report.data import Change
+from flaxckpt._ui import forms, frame
+from flaxckpt._ui.opened import OpenCheckpoint
+from flaxckpt._ui.places import Place
+from flaxckpt._ui.workspace import Query, Workspace, address
+from flaxckpt._util import html, humanize
+
+_MOST_BYTES = 2**32
+"""Larger pairs of steps are compared only on request."""
+
+
+def page(workspace: Workspace, query: Query) -> html.Markup:
+    """Returns the page that compares step `a` of a `run` with step `b` of `with`."""
+    place = workspace.places.find(query.text("run"))
+    other = workspace.places.find(query.text("with") or place.name)
+    a, b = _choose_steps(workspace, place, other, query)
+    choices = [forms.hidden("run", place.name)]
+    if place.is_run:
+        choices.append(forms.step_choice(workspace, place, "From step", "a", a))
+    if len(workspace.places.runs) > 1:
+        choices.append(forms.checkpoint_choice(workspace, "to", "with", other.name))
+    if other.is_run:
+        choices.append(forms.step_choice(workspace, other, "to step", "b", b))
+    choices.append(html.element("button", "Compare", type="submit"))
+    is_asked = query.number("b") is not None or query.text("with") != ""
+    url = address("/compare/result", run=place.name, a=a, b=b, **{"with": other.name})
+    result = html.element(
+        "div",
+        frame.message("Reads both, and compares them leaf by leaf."),
+        id="result",
+        aria_live="polite",
+        hx_get=url if is_asked else None,
+        hx_trigger="load" if is_asked else None,
+    )
+    return frame.page(
+        workspace,
+        f"Compare steps of {place.name}",
+        html.element(
+            "section",
+            html.element("h2", "What changed between two steps"),
+            html.element("form", *choices, class_="choices"),
+            result,
+        ),
+        place=place,
+        view="/compare",
+    )
+
+
+def _choose_steps(
+    workspace: Workspace, place: Place, other: Place, query: Query
+) -> tuple[int | None, int | None]:
+    """Returns the steps of a request; by default the newest, and the one before."""
+    b, later = query.number("b"), forms.good_steps(workspace, other)
+    if b not in later:
+        b = later[-1] if later else None
+    a, earlier = query.number("a"), forms.good_steps(workspace, place)
+    if a is None:
+        earlier = [step for step in earlier if other != place or b is None or step < b]
+        a = earlier[-1] if earlier else None
+    return a, b
+
+
+def result(workspace: Workspace, query: Query) -> html.Markup:
+    """Compares two steps, and returns the leaves that differ."""
+    place = workspace.places.find(query.text("run"))
+    other = workspace.places.find(query.text("with") or place.name)
+    first = workspace.opened.get(place, query.number("a"))
+    second = workspace.opened.get(other, query.number("b"))
+    if first[:2] == second[:2]:
+        raise errors.OptionError("choose two different steps")
+    size = first.root.bytes + second.root.bytes
+    if size > _MOST_BYTES and not query.text("large"):
+        fields = {"run": place.name, "a": first.step, "b": second.step}
+        url = address("/compare/result", **fields, **{"with": other.name}, large=1)
+        return forms.read_anyway(size, url, "#result")
+    found = _inspect.diff.diff(
+        place.path, other.path, step_a=first.step, step_b=second.step
+    )
+    repeated = workspace.feeds.latest(other).report.copies
+    change = _report.describe_change(
+        found,
+        repeated,
+        (first.step or 0, second.step or 0),
+        (_name(first), _name(second)),
+    )
+    return html.join([_summary(first, second, change), *_groups(change)])
+
+
+def _summary(first: OpenCheckpoint, second: OpenCheckpoint, change: Change) -> object:
+    between = f"From {_name(first)} to {_name(second)}"
+    if not change.leaves:
+        text = f"{between}, nothing changed: all {change.equal:,} leaves are equal."
+    else:
+        leaves = humanize.count(len(change.leaves), "leaf", "leaves")
+        text = (
+            f"{between}, {leaves} changed and {change.equal:,} did not. The relative"
+            " change is the norm of the difference / the norm before."
+        )
+    return html.element("p", text, class_="summary-text")
+
+
+def _groups(change: Change) -> list[html.Markup]:
+    return _report.section_state.changed_groups(change) if change.leaves else []
+
+
+def _name(opened: OpenCheckpoint) -> str:
+    if opened.step is None:
+        return opened.place.name
+    return f"step {opened.step:,} of {opened.place.name}"

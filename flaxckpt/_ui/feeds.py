@@ -1,0 +1,193 @@
+"""The newest report on each run that somebody looks at, gathered again as runs change.
+
+A thread looks at the journal and the names of the steps, and gathers a report when they
+have changed. Pages show the last report at once, whatever its size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from flaxckpt import _report, _steps, _storage, errors
+from flaxckpt._report import Report
+from flaxckpt._report.data import Integrity
+from flaxckpt._ui.places import Place
+
+_log = logging.getLogger(__name__)
+
+_POLL_SECS = 1.0
+_POLL_SECS_IN_STORES = 10.0
+_POLLS_PER_REPORT = 120
+"""Polls after which a report is gathered again, changed or not: for pins and metrics
+that were added, and files that were damaged."""
+
+_WATCHED_SECS = 60.0
+"""A run that nobody has asked for so long is not polled."""
+
+
+class Snapshot(NamedTuple):
+    """A report on a run, as of some time.
+
+    Attributes:
+        version: Grows with each report on the run.
+        report: The report.
+        news: The difference to the report before: `step 300 saved`.
+    """
+
+    version: int
+    report: Report
+    news: str
+
+
+class News(NamedTuple):
+    """The last change of some runs.
+
+    Attributes:
+        version: Grows with each change.
+        text: What has changed: `step 300 saved`.
+    """
+
+    version: int
+    text: str
+
+
+class Feeds:
+    """Reports on runs, kept current by a thread until `close`."""
+
+    def __init__(self) -> None:
+        self._feeds: dict[Path, _Feed] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._follow, name="flaxckpt ui", daemon=True
+        )
+        self._thread.start()
+
+    def latest(self, place: Place) -> Snapshot:
+        """Returns the last report on a run; gathers the first.
+
+        Raises:
+            CheckpointError: The run cannot be read, or does not exist any more.
+        """
+        with self._lock:
+            feed = self._feeds.setdefault(place.path, _Feed(place.path))
+        return feed.latest()
+
+    def news(self, places: Sequence[Place]) -> News:
+        """Returns the last change of some runs; skips runs that cannot be read."""
+        found = []
+        for place in places:
+            with contextlib.suppress(errors.CheckpointError, OSError):
+                found.append((place, self.latest(place)))
+        newest = max(found, key=lambda item: item[1].report.made, default=None)
+        if newest is None:
+            return News(0, "")
+        place, snapshot = newest
+        text = snapshot.news
+        if text and len(places) > 1:
+            text = f"{place.name}: {text}"
+        return News(sum(each.version for _, each in found), text)
+
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`."""
+        return self._closed.is_set()
+
+    def close(self) -> None:
+        """Ends the thread, unless it is gathering a report."""
+        self._closed.set()
+
+    def _follow(self) -> None:
+        while not self._closed.wait(_POLL_SECS / 4):
+            with self._lock:
+                feeds = [*self._feeds.values()]
+            for feed in feeds:
+                if feed.is_due() and not self._closed.is_set():
+                    feed.refresh()
+
+
+class _Feed:
+    """The reports on a run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._snapshot: Snapshot | None = None
+        self._stamp: object = None
+        self._polls = 0
+        self._polled = self._asked = -float("inf")
+        in_store = _storage.of(path).costs_requests
+        self._poll_secs = _POLL_SECS_IN_STORES if in_store else _POLL_SECS
+
+    def latest(self) -> Snapshot:
+        """Returns the last report; gathers the first."""
+        is_watched = time.monotonic() - self._asked < _WATCHED_SECS
+        self._asked = time.monotonic()
+        if self._snapshot is None:
+            with self._lock:
+                if self._snapshot is None:
+                    self._gather()
+        elif not is_watched:
+            self.refresh()
+        assert self._snapshot is not None
+        return self._snapshot
+
+    def is_due(self) -> bool:
+        """Returns True if the run is to be polled now."""
+        now = time.monotonic()
+        is_watched = now - self._asked < _WATCHED_SECS
+        return is_watched and now - self._polled >= self._poll_secs
+
+    def refresh(self) -> None:
+        """Gathers a new report if the run has changed."""
+        with self._lock:
+            self._polled = time.monotonic()
+            self._polls += 1
+            try:
+                is_changed = _stamp(self._path) != self._stamp
+                if self._polls >= _POLLS_PER_REPORT:
+                    self._gather()
+                elif is_changed and self._snapshot is not None:
+                    self._gather(self._snapshot.report.integrity)
+            except (errors.CheckpointError, OSError):
+                # Deleted steps are gone a moment later; else the page shows the last
+                # report, and reading anything of it tells the error.
+                _log.debug("cannot read %s", self._path, exc_info=True)
+
+    def _gather(self, known: Sequence[Integrity] = ()) -> None:
+        before = self._snapshot
+        stamp = _stamp(self._path)
+        options = _report.ReportOptions(diff=False, known=known)
+        report = _report.gather(self._path, options)
+        self._stamp, self._polls = stamp, 0
+        if before is None:
+            self._snapshot = Snapshot(1, report, "")
+        else:
+            news = changes(before.report, report)
+            self._snapshot = Snapshot(before.version + 1, report, news)
+
+
+def _stamp(run: Path) -> object:
+    """Returns a value that changes with the steps and the journal of a run."""
+    journal = _storage.stamp(run / _steps.journal.NAME)
+    names = _storage.of(run).names(run) if run.is_dir() else []
+    return journal, _storage.stamp(run), tuple(names)
+
+
+def changes(before: Report, after: Report) -> str:
+    """Describes the difference between two reports on a run; empty if unknown."""
+    old = {step.step for step in before.steps}
+    new = {step.step for step in after.steps}
+    saved = [f"step {step} saved" for step in sorted(_numbers(new - old))]
+    deleted = [f"step {step} deleted" for step in sorted(_numbers(old - new))]
+    return ", ".join([*saved[-3:], *deleted[-3:]])
+
+
+def _numbers(steps: set[int | None]) -> list[int]:
+    return [step for step in steps if step is not None]

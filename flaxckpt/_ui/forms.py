@@ -1,0 +1,100 @@
+"""Forms that several views have: which step, which checkpoint, whether to read much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flaxckpt._ui.places import Place
+from flaxckpt._ui.workspace import Workspace
+from flaxckpt._util import html, humanize
+
+
+def choice(
+    label: str, name: str, options: Sequence[tuple[str, str]], chosen: str
+) -> html.Markup:
+    """Returns a list to choose from.
+
+    Args:
+        label: The label.
+        name: The field of the address.
+        options: Pairs of a value and its text.
+        chosen: The chosen value.
+    """
+    entries = [
+        html.element(
+            "option", text, value=value, selected="" if value == chosen else None
+        )
+        for value, text in options
+    ]
+    return html.element(
+        "label",
+        html.element("span", label),
+        html.element("select", *entries, name_=name),
+    )
+
+
+def hidden(name: str, value: str) -> html.Markup:
+    """Returns a field of a form that the reader does not see."""
+    return html.element("input", type="hidden", name_=name, value=value)
+
+
+def step_choice(
+    workspace: Workspace, place: Place, label: str, name: str, chosen: int | None
+) -> html.Markup:
+    """Returns a list of the steps of a run, the newest first.
+
+    Args:
+        workspace: The data behind the page.
+        place: The run.
+        label: The label.
+        name: The field of the address.
+        chosen: The chosen step.
+    """
+    report = workspace.feeds.latest(place).report
+    steps = [step for step in report.steps[::-1] if step.step is not None]
+    options = [(str(s.step), ", ".join((f"{s.step:,}", *s.marks))) for s in steps]
+    return choice(label, name, options, "" if chosen is None else str(chosen))
+
+
+def good_steps(workspace: Workspace, place: Place) -> list[int]:
+    """Returns the steps of a run that can be read, ascending; none of a checkpoint."""
+    report = workspace.feeds.latest(place).report
+    return [s.step for s in report.steps if s.step is not None and s.damage is None]
+
+
+def step_form(workspace: Workspace, place: Place, step: int | None) -> html.Markup:
+    """Returns a form that shows the view for another step of a run."""
+    if step is None:
+        return html.NOTHING
+    return html.element(
+        "form",
+        hidden("run", place.name),
+        step_choice(workspace, place, "Step", "step", step),
+        html.element("button", "Show", type="submit"),
+        class_="choices",
+        data_submit="",
+    )
+
+
+def checkpoint_choice(
+    workspace: Workspace, label: str, name: str, chosen: str
+) -> html.Markup:
+    """Returns a list of all runs and checkpoints that the page may open."""
+    places = workspace.places
+    names = [*places.runs, *places.others]
+    return choice(label, name, [(each, each) for each in names], chosen)
+
+
+def read_anyway(size: int, url: html.Markup, target: str) -> html.Markup:
+    """Returns a button to read many bytes.
+
+    Args:
+        size: The bytes.
+        url: The address that reads them.
+        target: The selector of the element to show the result in.
+    """
+    text = f"{humanize.size(size)} of arrays have to be read, which takes a while."
+    button = html.element(
+        "button", "Read them", type="button", hx_get=url, hx_target=target
+    )
+    return html.element("div", html.element("p", text), button, class_="message note")

@@ -1,0 +1,115 @@
+"""The checkpoints that were opened last, without their arrays.
+
+Opening a checkpoint of 10,000 leaves takes half a second, so a few stay open while the
+reader looks at their leaves.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from flaxckpt import _run
+from flaxckpt._run.disk_usage import Subtree
+from flaxckpt._types import LeafPath
+from flaxckpt._ui.places import Place
+from flaxckpt.formats import _locate
+from flaxckpt.formats._reader import Stored
+
+_MOST_OPEN = 6
+
+
+class OpenCheckpoint(NamedTuple):
+    """A checkpoint without its arrays.
+
+    Attributes:
+        place: The run or the checkpoint.
+        step: The step of a run; None for a checkpoint.
+        stored: The checkpoint as its reader opened it.
+        trees: Path -> a container or a leaf; the empty path is all of the state.
+        children: Path of a container -> what it contains.
+    """
+
+    place: Place
+    step: int | None
+    stored: Stored
+    trees: Mapping[LeafPath, Subtree]
+    children: Mapping[LeafPath, Sequence[Subtree]]
+
+    @property
+    def root(self) -> Subtree:
+        """All leaves together."""
+        return self.trees[""]
+
+
+class OpenCheckpoints:
+    """Opens checkpoints, and keeps a few; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: collections.OrderedDict[tuple[str, int | None], OpenCheckpoint] = (
+            collections.OrderedDict()
+        )
+
+    def get(self, place: Place, step: int | None) -> OpenCheckpoint:
+        """Returns an open checkpoint, opened again if it has changed.
+
+        Args:
+            place: The run or the checkpoint.
+            step: The step of a run; None is the newest, or for a checkpoint.
+
+        Raises:
+            CheckpointError: As for `metadata`.
+        """
+        if place.is_run and step is None:
+            step = _locate.locate(place.path).step
+        with self._lock:
+            found = self.find(place, step)
+            key = (str(place.path), step)
+            if found is None:
+                found = self._open[key] = _open(place, step)
+            self._open.move_to_end(key)
+            while len(self._open) > _MOST_OPEN:
+                self._open.popitem(last=False)
+            return found
+
+    def find(self, place: Place, step: int | None) -> OpenCheckpoint | None:
+        """Returns a checkpoint that is open and has not changed, or None."""
+        found = self._open.get((str(place.path), step))
+        return found if found is not None and _is_current(found.stored) else None
+
+
+def _is_current(stored: Stored) -> bool:
+    return stored.stamp is not None and stored.stamp.is_current()
+
+
+def _open(place: Place, step: int | None) -> OpenCheckpoint:
+    stored = _locate.open_checkpoint(place.path, step)
+    trees = _run.disk_usage.subtrees(stored.metadata.leaves)
+    return OpenCheckpoint(
+        place, step, stored, {tree.path: tree for tree in trees}, _children(trees)
+    )
+
+
+def _children(trees: Sequence[Subtree]) -> dict[LeafPath, list[Subtree]]:
+    """Returns the content of each container.
+
+    A path may be a leaf and a container, as the root is for a key that is empty: then
+    the container has the leaf as its first child.
+    """
+    containers = {"", *(_above(tree.path) for tree in trees)}
+    children: dict[LeafPath, list[Subtree]] = {}
+    for tree in trees:
+        is_container = tree.path in containers
+        if tree.path:
+            shown = tree._replace(info=None) if is_container else tree
+            children[_above(tree.path)].append(shown)
+        if is_container:
+            children[tree.path] = [tree] if tree.info is not None else []
+    return children
+
+
+def _above(path: LeafPath) -> LeafPath:
+    return path.rpartition("/")[0]

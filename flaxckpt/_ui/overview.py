@@ -1,0 +1,93 @@
+"""The view on a run: the report's sections, replaced as the run changes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from flaxckpt import _report
+from flaxckpt._report import Report
+from flaxckpt._report.section import Section
+from flaxckpt._ui import frame
+from flaxckpt._ui.places import Place
+from flaxckpt._ui.workspace import Query, Workspace, address
+from flaxckpt._util import html
+
+_MOST_STEPS = 300
+"""More rows would answer slowly to a click on a heading."""
+
+_RUN: Sequence[Callable[[Report], Section | None]] = (
+    _report.section_saves.saves,
+    _report.section_origin.integrity,
+    _report.section_origin.lineage,
+    _report.section_origin.dataset,
+)
+_STATE: Sequence[Callable[[Report], Section | None]] = (
+    _report.section_leaves.leaves,
+    functools.partial(_report.section_state.sizes, has_tree=False),
+)
+"""The sections of the two columns; changes and leaves have their own views."""
+
+
+def page(workspace: Workspace, query: Query) -> html.Markup:
+    """Returns the page on a run or a checkpoint, the field `run`."""
+    return show(workspace, workspace.places.find(query.text("run")))
+
+
+def show(workspace: Workspace, place: Place) -> html.Markup:
+    """Returns the page on a run or a checkpoint."""
+    snapshot = workspace.feeds.latest(place)
+    content = html.element(
+        "div",
+        _content(snapshot.report, place),
+        id="sections",
+        hx_get=address("/run/sections", run=place.name),
+        hx_trigger="run-changed from:body",
+    )
+    return frame.page(
+        workspace,
+        place.name,
+        content,
+        place=place,
+        view="/run",
+        version=snapshot.version,
+    )
+
+
+def sections(workspace: Workspace, query: Query) -> html.Markup:
+    """Returns the sections on a run as of now; with `all`, all of its steps."""
+    place = workspace.places.find(query.text("run"))
+    report = workspace.feeds.latest(place).report
+    return _content(report, place, most=None if query.text("all") else _MOST_STEPS)
+
+
+def _content(
+    report: Report, place: Place, *, most: int | None = _MOST_STEPS
+) -> html.Markup:
+    show_all = html.element(
+        "button",
+        "show all",
+        type="button",
+        hx_get=address("/run/sections", run=place.name, all=1),
+        hx_target="#sections",
+    )
+    steps = _report.section_steps.steps(
+        report, most=len(report.history) if most is None else most, rest=show_all
+    )
+    columns = []
+    for first, sections in ((steps, _RUN), (None, _STATE)):
+        made = [first, *[section(report) for section in sections]]
+        markup = [section.markup() for section in made if section is not None]
+        columns.append(html.element("div", *markup, class_="column"))
+    return html.join(
+        [
+            _report.alert(report),
+            _report.cards.cards(*_report.headline(report)),
+            html.element(
+                "div",
+                _report.section_steps.metrics(report).markup(),
+                *columns,
+                class_="columns",
+            ),
+        ]
+    )

@@ -1,0 +1,163 @@
+"""The view on a directory of runs: a table, and their metrics side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from flaxckpt import _report, errors
+from flaxckpt._report import Report
+from flaxckpt._report.data import MetricValue
+from flaxckpt._ui import frame, overview
+from flaxckpt._ui.places import Place
+from flaxckpt._ui.workspace import Query, Workspace, address
+from flaxckpt._util import html, humanize
+
+_MOST_CURVES = 12
+_MOST_COLUMNS = 4
+_MOST_RUNS = 60
+"""More runs are only listed by name."""
+
+
+def page(workspace: Workspace, query: Query) -> html.Markup:
+    """Returns the first page: all runs, or the only one."""
+    places = workspace.places
+    if places.is_single:
+        (place,) = places.runs.values()
+        return overview.show(workspace, place)
+    count = humanize.count(
+        len(places.runs), "run or checkpoint", "runs and checkpoints"
+    )
+    content = html.element(
+        "div",
+        frame.message(f"Reading {count} …"),
+        id="runs",
+        hx_get="/runs",
+        hx_trigger="load, run-changed from:body",
+    )
+    name = places.root.name or str(places.root)
+    return frame.page(workspace, name, content, version=0)
+
+
+def listed(workspace: Workspace) -> list[Place]:
+    """Returns the runs and checkpoints that are described."""
+    return list(workspace.places.runs.values())[:_MOST_RUNS]
+
+
+def content(workspace: Workspace, query: Query) -> html.Markup:
+    """Returns the metrics of all runs, and a table of the runs."""
+    reports: dict[str, Report] = {}
+    unread: dict[str, Exception] = {}
+    for place in listed(workspace):
+        try:
+            report = workspace.feeds.latest(place).report
+        except (errors.CheckpointError, OSError) as error:
+            unread[place.name] = error
+        else:
+            reports[place.name] = report
+    metrics = _metrics(reports)
+    names = list(metrics)[:_MOST_COLUMNS]
+    rows = [_row(run, report, names) for run, report in reports.items()]
+    rows += [_unread_row(run, error, names) for run, error in unread.items()]
+    more = list(workspace.places.runs)[_MOST_RUNS:]
+    return html.join(
+        [
+            _metrics_section(metrics, list(reports)),
+            html.element(
+                "section",
+                html.element("h2", "Runs"),
+                _report.tables.table("By name", _columns(names), rows, what="runs"),
+                _more(more),
+                id="all-runs",
+            ),
+        ]
+    )
+
+
+def _metrics(reports: Mapping[str, Report]) -> dict[str, dict[str, list[MetricValue]]]:
+    """Returns metric -> run -> its finite values, the metrics of most runs first."""
+    metrics: dict[str, dict[str, list[MetricValue]]] = {}
+    for run, report in reports.items():
+        for name, values in report.metrics.items():
+            finite = [point for point in values if math.isfinite(point.value)]
+            if finite:
+                metrics.setdefault(name, {})[run] = finite
+    return dict(sorted(metrics.items(), key=lambda item: -len(item[1])))
+
+
+def _metrics_section(
+    metrics: Mapping[str, Mapping[str, Sequence[MetricValue]]], runs: Sequence[str]
+) -> html.Markup:
+    if not metrics:
+        return html.NOTHING
+    numbers = {run: n for n, run in enumerate(runs)}
+    figures = [
+        _report.charts.run_curves.run_curves(
+            name, {numbers[run]: (run, values) for run, values in series.items()}
+        )
+        for name, series in list(metrics.items())[:_MOST_CURVES]
+    ]
+    return html.element(
+        "section",
+        html.element("h2", "Metrics of all runs"),
+        html.element("div", *figures, class_="figures"),
+        _report.charts.run_curves.key(runs),
+        id="metrics",
+    )
+
+
+# ---- the table --------------------------------------------------------------------
+
+
+def _columns(names: Sequence[str]) -> list[_report.tables.Column]:
+    column = _report.tables.Column
+    return [
+        column("run"),
+        column("steps", is_number=True),
+        column("newest", is_number=True),
+        *[column(f"last {name}", is_number=True) for name in names],
+        column("saved"),
+        column("size", is_number=True),
+        column("state"),
+    ]
+
+
+def _row(run: str, report: Report, names: Sequence[str]) -> _report.tables.Row:
+    cell = _report.tables.Cell
+    newest = next((s for s in report.steps if "latest" in s.marks), None)
+    saved = None if newest is None else newest.created
+    number = None if newest is None else newest.step
+    damaged = sum(step.damage is not None for step in report.steps)
+    cells = [
+        html.element("a", run, href=address("/run", run=run)),
+        f"{len(report.steps):,}" if report.is_run else "checkpoint",
+        "" if number is None else f"{number:,}",
+        *[_last(report.metrics.get(name, ())) for name in names],
+        "" if saved is None else cell(html.moment(saved), saved),
+        "" if report.bytes is None else cell(humanize.size(report.bytes), report.bytes),
+        humanize.count(damaged, "damaged step") if damaged else "",
+    ]
+    data = {"data_run": run}
+    return _report.tables.Row(cells, data, "bad" if damaged else None)
+
+
+def _last(values: Sequence[MetricValue]) -> object:
+    if not values:
+        return ""
+    return _report.tables.Cell(humanize.number(values[-1].value), values[-1].value)
+
+
+def _unread_row(run: str, error: Exception, names: Sequence[str]) -> _report.tables.Row:
+    link = html.element("a", run, href=address("/run", run=run))
+    blank = [""] * (len(_columns(names)) - 2)
+    return _report.tables.Row([link, *blank, str(error)], {"data_run": run}, "bad")
+
+
+def _more(names: Sequence[str]) -> html.Markup:
+    if not names:
+        return html.NOTHING
+    links = [
+        html.element("li", html.element("a", name, href=address("/run", run=name)))
+        for name in names
+    ]
+    return html.element("ul", *links, class_="more")

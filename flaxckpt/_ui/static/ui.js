@@ -1,0 +1,100 @@
+// What the page adds to the report's script and htmx: news of the run, and what the
+// reader has unfolded and sorted stays so when sections are replaced.
+"use strict";
+(() => {
+  // ---- news ---------------------------------------------------------------------------
+
+  const line = document.getElementById("news");
+  let events = null;
+  let address = document.body.dataset.events;
+
+  function listen() {
+    if (!address || events) return;
+    events = new EventSource(address);
+    events.onopen = () => say("live");
+    events.onerror = () => say("not connected: is flaxckpt ui still running?");
+    events.onmessage = (message) => {
+      const { version, news } = JSON.parse(message.data);
+      // Where the next connection goes on.
+      address = address.replace(/version=\d+/, `version=${version}`);
+      say(news || "live");
+      htmx.trigger(document.body, "run-changed");
+    };
+  }
+
+  function say(text) {
+    line.textContent = text;
+    line.classList.toggle("lost", text.startsWith("not connected"));
+  }
+
+  // A browser opens few connections to a server: tabs that nobody sees give theirs back.
+  document.addEventListener("visibilitychange", () => {
+    if (!document.hidden) listen();
+    else if (events) {
+      events.close();
+      events = null;
+    }
+  });
+  if (!document.hidden) listen();
+
+  // ---- what the reader has changed ----------------------------------------------------
+
+  const nameOf = (details) =>
+    `${details.closest("section")?.id} ${details.querySelector("summary")?.textContent}`;
+  const captionOf = (table) => table.caption?.textContent;
+
+  document.addEventListener("htmx:beforeSwap", (event) => {
+    const { target } = event.detail;
+    if (target.id !== "sections" && target.id !== "runs") return;
+    const unfolded = new Map();
+    for (const each of target.querySelectorAll("details")) {
+      unfolded.set(nameOf(each), each.open);
+    }
+    const sorted = new Map();
+    for (const head of target.querySelectorAll("th[aria-sort]")) {
+      const order = [head.cellIndex, head.getAttribute("aria-sort")];
+      sorted.set(captionOf(head.closest("table")), order);
+    }
+    const scrolled = [...target.querySelectorAll(".scroll")].map((box) => box.scrollTop);
+    target.addEventListener(
+      "htmx:afterSwap", () => restore(target, unfolded, sorted, scrolled), { once: true },
+    );
+  });
+
+  function restore(target, unfolded, sorted, scrolled) {
+    for (const each of target.querySelectorAll("details")) {
+      each.open = unfolded.get(nameOf(each)) ?? each.open;
+    }
+    for (const table of target.querySelectorAll("table")) {
+      const [column, order] = sorted.get(captionOf(table)) ?? [];
+      const head = table.tHead?.rows[0]?.cells[column];
+      const button = head?.querySelector("button.sort");
+      if (button) button.click();
+      if (button && head.getAttribute("aria-sort") !== order) button.click();
+    }
+    target.querySelectorAll(".scroll").forEach((box, number) => {
+      box.scrollTop = scrolled[number] ?? 0;
+    });
+  }
+
+  // ---- forms --------------------------------------------------------------------------
+
+  document.addEventListener("change", (event) => {
+    const form = event.target.closest?.("form[data-submit]");
+    if (form) form.requestSubmit();
+  });
+
+  document.addEventListener("htmx:sendError", () => {
+    say("not connected: is flaxckpt ui still running?");
+  });
+
+  // The leaf that the panel shows.
+  document.addEventListener("htmx:beforeRequest", (event) => {
+    const link = event.target.closest?.(".tree a");
+    if (!link) return;
+    for (const other of document.querySelectorAll(".tree a[aria-current]")) {
+      other.removeAttribute("aria-current");
+    }
+    link.setAttribute("aria-current", "true");
+  });
+})();

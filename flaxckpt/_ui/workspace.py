@@ -1,0 +1,86 @@
+"""The data behind the views, and the fields of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
+from urllib import parse
+
+from flaxckpt import errors
+from flaxckpt._ui import feeds, opened, places
+from flaxckpt._util import html
+
+
+class Workspace(NamedTuple):
+    """The data behind the page.
+
+    Attributes:
+        places: The runs and checkpoints that may be opened.
+        feeds: The reports on runs.
+        opened: The open checkpoints.
+    """
+
+    places: places.Places
+    feeds: feeds.Feeds
+    opened: opened.OpenCheckpoints
+
+
+class Query:
+    """The fields of a request's address.
+
+    Args:
+        raw: The part of the address after `?`.
+
+    Raises:
+        OptionError: It is not UTF-8, or has too many fields.
+    """
+
+    def __init__(self, raw: bytes) -> None:
+        try:
+            fields = parse.parse_qsl(
+                raw.decode("latin-1"),
+                keep_blank_values=True,
+                errors="surrogatepass",
+                max_num_fields=_MOST_FIELDS,
+            )
+        except ValueError:
+            raise errors.OptionError("the address cannot be read") from None
+        self._fields: Mapping[str, str] = dict(fields)
+
+    def text(self, name: str) -> str:
+        """Returns a field; empty if missing."""
+        return self._fields.get(name, "")
+
+    def number(self, name: str) -> int | None:
+        """Returns a field that is a step; None if missing.
+
+        Raises:
+            OptionError: The field is not the number of a step.
+        """
+        text = self.text(name)
+        if not text:
+            return None
+        if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
+            raise errors.OptionError(f"{name} is not the number of a step: {text!r}")
+        return int(text)
+
+
+_MOST_FIELDS = 32
+_MOST_DIGITS = 18
+
+View: TypeAlias = Callable[[Workspace, Query], html.Markup]
+"""Returns a page, or a part of one, for a request."""
+
+
+def address(path: str, **fields: object) -> html.Markup:
+    """Returns an address of this server, for an attribute.
+
+    Args:
+        path: The path, `/leaves`.
+        **fields: The fields; None leaves a field out.
+    """
+    given = {name: str(value) for name, value in fields.items() if value is not None}
+    query = parse.urlencode(given, errors="surrogatepass")
+    # Percent-encoded, so `&` is the only character to escape. Unlike other texts, an
+    # address must not be shortened.
+    return html.Markup(f"{path}?{query}".replace("&", "&amp;") if query else path)

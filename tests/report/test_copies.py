@@ -1,0 +1,120 @@
+"""Moments are told apart from the parameters, for states of several kinds."""
+
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import FrozenDict
+from flax.training.train_state import TrainState
+
+import flaxckpt
+from flaxckpt import _report, _run
+from tests.helpers.report_runs import LASTS, make_run
+
+PARAMS = {
+    "trunk": {"kernel": np.ones((8, 4), np.float32), "bias": np.ones(4, np.float32)},
+    "head": np.ones((4, 2), np.float32),
+}
+
+
+class Pair(NamedTuple):
+    params: Any
+    opt_state: Any
+
+
+@flax.struct.dataclass
+class Struct:
+    params: Any
+    opt_state: Any
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(8, 4, rngs=rngs)
+        self.second = nnx.Linear(4, 2, rngs=rngs)
+
+
+def nnx_state():
+    model = Model(nnx.Rngs(0))
+    return {
+        "model": model,
+        "optimizer": nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param),
+    }
+
+
+def in_dict(tx):
+    return {"params": PARAMS, "opt_state": tx.init(PARAMS)}
+
+
+BF16 = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
+STATES = {
+    "dict": (lambda: in_dict(optax.adam(1e-3)), "params", 2),
+    "frozen": (lambda: FrozenDict(in_dict(optax.adam(1e-3))), "params", 2),
+    "named tuple": (lambda: Pair(**in_dict(optax.adam(1e-3))), "params", 2),
+    "struct": (lambda: Struct(**in_dict(optax.adam(1e-3))), "params", 2),
+    "linen": (
+        lambda: TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(1e-3)),
+        "params",
+        2,
+    ),
+    "nnx": (nnx_state, "model", 2),
+    "momentum": (lambda: in_dict(optax.sgd(1e-3, momentum=0.9)), "params", 1),
+    "other type": (lambda: in_dict(BF16), "params", 2),
+    "average": (lambda: {"params": PARAMS, "ema_params": PARAMS}, "params", 1),
+    "no moments": (lambda: in_dict(optax.sgd(1e-3)), "params", 0),
+    "alike layers": (lambda: {"params": {"a": PARAMS, "b": PARAMS}}, "params", 0),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("x64", [False, True])
+def test_copies_and_parts_are_the_whole_state(tmp_path, name, x64):
+    make, original, count = STATES[name]
+    with jax.enable_x64(x64):
+        flaxckpt.save(tmp_path / "checkpoint", make())
+    described = flaxckpt.metadata(tmp_path / "checkpoint")
+    trees = _run.disk_usage.subtrees(described.leaves)
+    found = _report.copies.find(trees)
+    assert [copy.of for copy in found] == [original] * count
+    rest = _report.copies.without(trees, found)
+    parts = (*_report.size_groups.divide(rest), *found)
+    assert sum(part.bytes for part in parts) == described.total_bytes
+    assert sum(part.leaves for part in parts) == len(described.leaves)
+    assert rest[0].bytes == described.total_bytes - sum(copy.bytes for copy in found)
+    report = _report.gather(tmp_path / "checkpoint", _report.ReportOptions())
+    page = _report.page(report)
+    assert page.count('class="share ') >= 1 + count
+
+
+def test_a_damaged_newest_step_does_not_hide_the_sizes_and_the_changes(tmp_path):
+    run = make_run(tmp_path)
+    (run / "80" / "flaxckpt.json").write_text("{")
+    found = _report.gather(run, _report.ReportOptions())
+    assert found.shown == str(run / "70")
+    assert found.total_bytes == flaxckpt.metadata(run / "70").total_bytes
+    assert (found.change.step_a, found.change.step_b) == (60, 70)
+    assert [c.step for c in found.integrity if c.is_bad] == [80]
+    page = _report.page(found)
+    assert "Step 80 is damaged or cannot be read" in page
+    assert {s.step for s in found.steps} == LASTS
+
+
+def test_values_that_are_not_finite_are_told(tmp_path):
+    state = {"params": {"w": np.arange(100, dtype=np.float32), "v": np.ones(9)}}
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        on_step = flaxckpt.CheckpointCallback(
+            run, every_steps=1, statistics=True, check_step=False
+        )
+        for step in (1, 2):
+            state["params"]["w"][0] = np.nan if step == 2 else 0
+            on_step(step, state)
+    found = _report.gather(tmp_path / "run", _report.ReportOptions())
+    lost = {leaf.path: leaf.nonfinite for leaf in found.leaf_histories}
+    assert lost == {"params/w": 1, "params/v": 0}
+    page = _report.page(found)
+    assert "1 leaf has NaNs or infinities" in page

@@ -1,0 +1,299 @@
+"""The local page in a real browser, with a run that goes on.
+
+Skipped where there is no Chromium. FLAXCKPT_CHROMIUM names one; pictures of the page go
+to FLAXCKPT_ARTIFACTS, if that is set.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flaxckpt
+from tests.helpers.report_runs import make_run
+from tests.helpers.ui_server import serving
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is missing")
+pytest.importorskip("starlette", reason="starlette is missing")
+pytest.importorskip("uvicorn", reason="uvicorn is missing")
+
+ARGUMENTS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update"),
+    "--disable-sync",
+]
+WIDTHS = (390, 1280, 1920)
+BAD = "<script>document.title='run'</script>\"'>"
+WORSE = "<img src=x onerror=\"document.title='run'\">"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    named = os.environ.get("FLAXCKPT_CHROMIUM")
+    names = (named,) if named else ("chromium", "chromium-browser", "google-chrome")
+    path = next((found for name in names if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.skip("no Chromium: install one, or name it in FLAXCKPT_CHROMIUM")
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(
+            executable_path=path, headless=True, args=ARGUMENTS
+        )
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A directory with the runs `run`, `growing` and `hostile`, and `source`."""
+    root = tmp_path_factory.mktemp("ui")
+    make_run(root)
+    with flaxckpt.Checkpointer(root / "growing") as run:
+        for step in (1, 2):
+            save(run, step)
+    with flaxckpt.Checkpointer(root / BAD.replace("/", "|")) as run:
+        for step in (1, 2):
+            state = {BAD: {WORSE: jnp.full(3, step)}, WORSE: "</code><b>"}
+            run.save(step, state, metrics={BAD: step, WORSE: -step})
+    return root
+
+
+def save(run, step):
+    state = {"layers": {f"layer_{n}": {"w": np.full(4, n + step)} for n in range(600)}}
+    run.save(step, state, metrics={"loss": 1 / step})
+
+
+@pytest.fixture(scope="module")
+def served(runs):
+    with serving(runs) as server:
+        yield server
+
+
+class Page:
+    """A page in the browser, with its messages and the hosts that it asked."""
+
+    def __init__(self, browser, served, width=1280, scheme="light"):
+        self.served = served
+        self.context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme
+        )
+        self.page = self.context.new_page()
+        self.messages, self.requests = [], []
+        self.page.on("console", lambda message: self.messages.append(message.text))
+        self.page.on("pageerror", lambda error: self.messages.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.messages.append(dialog.message))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(served.address)
+
+    def open(self, path, **fields):
+        self.page.goto(self.served.url(path, **fields))
+        return self.page
+
+    def texts(self, selector):
+        return self.page.locator(selector).all_text_contents()
+
+    @property
+    def is_quiet(self):
+        own = f"http://{self.served.host}/"
+        foreign = [url for url in self.requests if not url.startswith(own)]
+        return (self.messages, foreign) == ([], [])
+
+
+@pytest.fixture
+def visit(browser, served):
+    """A function that opens the first page."""
+    opened = []
+
+    def start(**given):
+        opened.append(Page(browser, served, **given))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.context.close()
+
+
+def picture(page, tmp_path, name):
+    directory = Path(os.environ.get("FLAXCKPT_ARTIFACTS") or tmp_path)
+    directory.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=directory / f"ui-{name}.png", full_page=True)
+
+
+VIEWS = {
+    "runs": ("/", {}, "#all-runs tr[data-run]"),
+    "overview": ("/run", {"run": "run"}, "#steps tr[data-step]"),
+    "leaves": ("/leaves", {"run": "run", "leaf": "params/head"}, "#leaf dl"),
+    "compare": ("/compare", {"run": "run", "a": 70, "b": 80}, "#result details"),
+    "plan": ("/plan", {"run": "run", "into": "source"}, "#result .outcome"),
+}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("view", VIEWS)
+def test_each_view_is_quiet_and_fits(visit, tmp_path, view, width):
+    opened = visit(width=width, scheme="dark" if width == 1280 else "light")
+    path, fields, wanted = VIEWS[view]
+    page = opened.open(path, **fields)
+    page.wait_for_selector(wanted)
+    picture(page, tmp_path, f"{view}-{width}")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert opened.is_quiet, opened.messages
+    assert served_token_is_gone(opened)
+
+
+def served_token_is_gone(opened):
+    """The token is in no address or text that the page has."""
+    token = opened.served.token
+    return token not in opened.page.url and token not in opened.page.content()
+
+
+def test_a_new_step_appears_while_a_run_saves(visit, runs):
+    opened = visit()
+    page = opened.open("/run", run="growing")
+    page.wait_for_selector("#steps tr[data-step='2']")
+    page.click("#saves > details > summary")  # what is folded stays folded
+    sync_api.expect(page.locator("#news")).to_have_text("live")
+    with flaxckpt.Checkpointer(runs / "growing") as run:
+        save(run, 3)
+    page.wait_for_selector("#steps tr[data-step='3']", timeout=60_000)
+    sync_api.expect(page.locator("#news")).to_have_text("step 3 saved")
+    assert page.get_attribute("#saves > details", "open") is None
+    assert page.get_attribute("#steps > details", "open") is not None
+    points = page.locator("figure[data-metric=loss] .linear [data-step]")
+    assert points.count() >= 3
+    assert opened.is_quiet, opened.messages
+
+
+def test_leaves_are_unfolded_searched_and_read(visit):
+    opened = visit()
+    page = opened.open("/leaves", run="growing", step=2)
+    assert page.locator("#tree [data-leaf]").count() == 0  # 600 are not sent at first
+    page.click("li[data-path=layers] > details > summary")
+    page.wait_for_selector("li[data-path='layers/layer_7']")
+    page.click("text=100 more")
+    page.wait_for_selector("li[data-path='layers/layer_599']")
+    page.click("li[data-path='layers/layer_7'] > details > summary")
+    page.wait_for_selector("li[data-path='layers/layer_7/w']")
+    page.fill("input[name=q]", "W layer_59")
+    page.wait_for_selector("text=11 of 600 leaves")
+    assert set(opened.texts("#tree a")) == {
+        "layers/layer_59/w",
+        *(f"layers/layer_{n}/w" for n in range(590, 600)),
+    }
+    page.click("text=layers/layer_590/w")
+    sync_api.expect(page.locator("#leaf h2")).to_have_text("layers/layer_590/w")
+    numbers = dict(zip(opened.texts("#leaf dt"), opened.texts("#leaf dd"), strict=True))
+    assert numbers["elements"] == "4"
+    assert numbers["mean"] == numbers["min"] == numbers["max"] == "592"
+    assert page.locator("#leaf rect[data-count='4']").count() == 1
+    assert "leaf=layers%2Flayer_590%2Fw" in page.url
+    page.reload()
+    sync_api.expect(page.locator("#leaf h2")).to_have_text("layers/layer_590/w")
+    page.fill("input[name=q]", "no such leaf")
+    page.wait_for_selector("text=0 of 600 leaves")
+    page.fill("input[name=q]", "")
+    page.wait_for_selector("li[data-path=layers] > details")
+    assert opened.is_quiet, opened.messages
+
+
+def test_another_step_is_chosen_from_the_list(visit):
+    page = visit().open("/leaves", run="growing")
+    page.select_option("select[name=step]", "1")
+    page.wait_for_selector("text=Leaves of step 1")
+    assert "step=1" in page.url
+
+
+def test_two_steps_are_compared(visit, runs):
+    opened = visit()
+    page = opened.open("/compare", run="run")
+    page.select_option("select[name=a]", "70")
+    page.click("form button")
+    page.wait_for_selector("#result details")
+    truth = flaxckpt.diff(runs / "run", runs / "run", step_a=70, step_b=80)
+    paths = page.eval_on_selector_all(
+        "#result tr[data-path]", "rows => rows.map(row => row.dataset.path)"
+    )
+    assert set(paths) == set(truth.changed)
+    assert f"{len(truth.same)} did not" in page.text_content("#result")
+    assert opened.is_quiet, opened.messages
+
+
+def test_a_restore_is_planned(visit):
+    opened = visit()
+    page = opened.open("/plan", run="run")
+    page.select_option("select[name=into]", "source")
+    page.click("form button")
+    page.wait_for_selector("#result .outcome.bad")
+    assert "3 leaves of source cannot be restored" in page.text_content("#result")
+    rows = page.locator("#result tr[data-actions=conflict]")
+    assert rows.count() == 3
+    assert opened.is_quiet, opened.messages
+
+
+def test_curves_answer_to_the_pointer_and_the_log_button(visit):
+    opened = visit()
+    page = opened.open("/run", run="run")
+    figure = page.locator("figure[data-metric='eval/loss']")
+    figure.locator(".plot").hover()
+    sync_api.expect(figure.locator("output")).to_contain_text("step")
+    figure.locator("button").click()
+    sync_api.expect(figure).to_have_class(re.compile(r"\blog\b"))
+    assert opened.is_quiet, opened.messages
+
+
+def test_names_that_are_scripts_run_nothing(visit):
+    opened = visit()
+    run = BAD.replace("/", "|")
+    page = opened.page
+    page.wait_for_selector("#all-runs tr[data-run]")
+    assert run in " ".join(opened.texts("#all-runs a"))
+    page = opened.open("/run", run=run)
+    page.wait_for_selector("#steps tr[data-step]")
+    assert BAD in " ".join(opened.texts("figcaption"))
+    page = opened.open("/leaves", run=run)
+    page.fill("input[name=q]", "img")
+    page.wait_for_selector("text=2 of 2 leaves")
+    page.locator("#tree a").last.click()
+    sync_api.expect(page.locator("#leaf h2")).to_contain_text("onerror")
+    page = opened.open("/compare", run=run, a=1, b=2)
+    page.wait_for_selector("#result details")
+    page = opened.open("/plan", run=run, into="run")
+    page.wait_for_selector("#result .outcome")
+    assert page.locator("img, body script").count() == 0
+    assert page.title().endswith("flaxckpt")
+    assert opened.is_quiet, opened.messages
+
+
+def test_errors_are_shown_where_the_result_would_be(visit):
+    opened = visit()
+    page = opened.open("/compare", run="growing", a=1, b=1)
+    page.wait_for_selector("#result .message.error")
+    assert "two different steps" in page.text_content("#result")
+    page = opened.open("/run", run="nothing")
+    assert "no run or checkpoint" in page.text_content("[role=alert]")
+
+
+def test_a_page_of_another_site_reads_nothing(browser, served, tmp_path):
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(served.address)
+    page.wait_for_selector("#news")
+    other = context.new_page()
+    file = tmp_path / "other.html"
+    file.write_text(
+        f"<iframe src='{served.url('/run', run='run')}'></iframe>"
+        f"<script src='{served.url('/static/ui.js')}'></script><p id=p></p>"
+    )
+    other.goto(file.as_uri())
+    read = other.evaluate(
+        "url => fetch(url, {credentials: 'include', mode: 'no-cors'})"
+        ".then(reply => reply.type, error => 'refused')",
+        served.url("/run", run="run"),
+    )
+    assert read in ("refused", "opaque")
+    [frame] = [each for each in other.frames if each != other.main_frame]
+    assert "flaxckpt" not in frame.content() or "chrome-error" in frame.url
+    context.close()

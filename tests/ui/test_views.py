@@ -1,0 +1,351 @@
+"""The views show all that a checkpoint has, of any kind of state, and nothing else."""
+
+import html
+import re
+import shutil
+import subprocess
+import sys
+from typing import NamedTuple
+from urllib import parse
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import FrozenDict
+
+import flaxckpt
+from flaxckpt import errors
+from tests.helpers.files import largest_file
+from tests.helpers.report_runs import make_run
+from tests.helpers.ui_server import serving
+
+pytest.importorskip("starlette", reason="starlette is missing")
+pytest.importorskip("uvicorn", reason="uvicorn is missing")
+
+from flaxckpt._ui import (
+    app,
+    compare,
+    feeds,
+    leaves,
+    opened,
+    overview,
+    places,
+    plan,
+    runs,
+    workspace,
+)
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+@flax.struct.dataclass
+class Data:
+    table: object
+    name: str = flax.struct.field(pytree_node=False, default="x")
+
+
+def x64_state():
+    with jax.enable_x64(True):
+        return {"big": jnp.arange(5, dtype=jnp.float64) / 3}
+
+
+STATES = {
+    "dict": lambda: {"a": {"b": np.arange(4.0), "c/d": np.ones(2)}, "": np.zeros(1)},
+    "frozen": lambda: FrozenDict({"params": {"w": jnp.ones((2, 3))}}),
+    "named tuple": lambda: Pair(np.arange(3), (1, 2.5, None, "text")),
+    "dataclass": lambda: Data(jnp.zeros(3, jnp.bfloat16)),
+    "nnx": lambda: nnx.Linear(3, 2, rngs=nnx.Rngs(0)),
+    "optimizer": lambda: optax.adam(1e-3).init({"w": jnp.ones(3)}),
+    "x64": x64_state,
+    "leaf": lambda: np.arange(7),
+    "keys": lambda: {"key": jax.random.key(0), "empty": np.zeros((0, 3))},
+    "odd": lambda: {"x": np.array([np.nan, np.inf, 1.0]), "c": np.array([1j, 2])},
+    "names": lambda: {"&x=1": np.ones(2), "é%#?+ \n": np.ones(2)},
+}
+
+
+def open_all(root, others=()):
+    following = feeds.Feeds()
+    return workspace.Workspace(
+        places.find_places(root, others), following, opened.OpenCheckpoints()
+    )
+
+
+@pytest.fixture
+def open_page():
+    """A function that opens a path as the server does."""
+    opened_spaces = []
+
+    def open_path(root, others=()):
+        opened_spaces.append(open_all(root, others))
+        return opened_spaces[-1]
+
+    yield open_path
+    for each in opened_spaces:
+        each.feeds.close()
+
+
+def ask(view, space, **fields):
+    """Returns the markup of a view for the fields of an address."""
+    return view(space, workspace.Query(encode(fields)))
+
+
+def encode(fields):
+    given = {name.rstrip("_"): value for name, value in fields.items()}
+    return parse.urlencode(given, errors="surrogatepass").encode()
+
+
+def addresses(markup, path):
+    """Returns the fields of all addresses of a path in the markup."""
+    found = re.findall(rf'hx-get="{path}\?([^"]*)"', markup)
+    return [workspace.Query(html.unescape(each).encode()) for each in found]
+
+
+def leaves_in_the_tree(space, name):
+    """Walks the tree as a reader who unfolds everything."""
+    waiting = [ask(leaves.branch, space, run=name)]
+    found = []
+    while waiting:
+        markup = waiting.pop()
+        found += [each.text("leaf") for each in addresses(markup, "/leaves/leaf")]
+        for each in addresses(markup, "/leaves/branch"):
+            fields = {"run": name, "under": each.text("under")}
+            if (start := each.number("from")) is not None:
+                fields["from"] = start
+            waiting.append(ask(leaves.branch, space, **fields))
+    return found
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_every_leaf_is_in_the_tree_and_can_be_read(tmp_path, open_page, kind):
+    flaxckpt.save(tmp_path / "one", STATES[kind]())
+    space = open_page(tmp_path / "one")
+    stored = flaxckpt.metadata(tmp_path / "one").leaves
+    assert sorted(leaves_in_the_tree(space, "one")) == sorted(stored)
+    for path, info in stored.items():
+        shown = ask(leaves.statistics, space, run="one", leaf=path)
+        assert html.escape(errors.printable(str(info))) in shown
+    assert "<h2" in ask(leaves.page, space, run="one")
+    assert "Sizes" in ask(overview.page, space, run="one")
+
+
+def test_a_wide_container_comes_in_parts(tmp_path, open_page):
+    state = {f"layer_{n}": np.full(1, n) for n in range(1201)}
+    flaxckpt.save(tmp_path / "one", state)
+    space = open_page(tmp_path / "one")
+    found = leaves_in_the_tree(space, "one")
+    assert len(found) == len(set(found)) == 1201
+
+
+def test_leaves_are_found_by_all_words_in_any_case():
+    paths = ["params/Dense_0/kernel", "params/Dense_1/bias", "mu/Dense_1/kernel"]
+    assert leaves.find(paths, ["kernel", "dense_1"]) == ["mu/Dense_1/kernel"]
+    assert leaves.find(paths, ["nothing"]) == []
+    assert leaves.find(paths, []) == paths
+
+
+def test_statistics_are_those_of_the_values(tmp_path, open_page):
+    values = np.array([0.0, 1.0, np.nan, -3.0, np.inf])
+    flaxckpt.save(tmp_path / "one", {"w": values})
+    shown = ask(leaves.statistics, open_page(tmp_path / "one"), run="one", leaf="w")
+    pairs = dict(re.findall("<dt>([^<]*)</dt><dd>([^<]*)</dd>", shown))
+    assert (pairs["min"], pairs["max"], pairs["elements"]) == ("-3", "1", "5")
+    assert (pairs["zeros"], pairs["NaNs"], pairs["infinities"]) == ("1", "1", "1")
+    counts = [int(n) for n in re.findall('data-count="([0-9]+)"', shown)]
+    assert sum(counts) == 3
+
+
+def test_large_reads_wait_for_a_click(tmp_path, open_page, monkeypatch):
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        for step in (1, 2):
+            run.save(step, {"w": np.full(100, step)})
+    space = open_page(tmp_path / "run")
+    monkeypatch.setattr(leaves, "_MOST_BYTES", 99)
+    monkeypatch.setattr(compare, "_MOST_BYTES", 99)
+    for view, fields in (
+        (leaves.statistics, {"leaf": "w"}),
+        (compare.result, {"a": 1, "b": 2}),
+    ):
+        shown = ask(view, space, run="run", **fields)
+        assert "Read them" in shown
+        assert "<table" not in shown
+        assert "<dl" not in shown
+        shown = ask(view, space, run="run", large=1, **fields)
+        assert "Read them" not in shown
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    root = tmp_path_factory.mktemp("ui")
+    make_run(root)
+    return root
+
+
+def test_a_comparison_is_that_of_diff(made, open_page):
+    space = open_page(made)
+    shown = ask(compare.result, space, run="run", a=70, b=80)
+    truth = flaxckpt.diff(made / "run", made / "run", step_a=70, step_b=80)
+    assert set(re.findall('data-path="([^"]*)"', shown)) == set(truth.changed)
+    shown = ask(compare.result, space, run="run", a=80, with_="source")
+    assert "step 80 of run to source" in shown
+
+
+def test_a_plan_is_that_of_the_restore(made, open_page):
+    space = open_page(made / "run", [made / "source"])
+    into = str(made / "source")
+    assert into in ask(plan.page, space, run="run")
+    shown = ask(plan.result, space, run="run", step=80, into=into)
+    assert "would fail: 3 leaves" in shown
+    assert shown.count('data-actions="conflict"') == 3
+    shown = ask(plan.result, space, run="run", step=80, into="run")
+    assert "would succeed" in shown
+
+
+def test_a_directory_of_runs_has_their_metrics_and_a_row_for_each(made, open_page):
+    space = open_page(made)
+    assert set(space.places.runs) == {"run", "source"}
+    shown = ask(runs.content, space)
+    assert set(re.findall('data-run="([^"]*)"', shown)) == {"run", "source"}
+    assert set(re.findall('data-metric="([^"]*)"', shown)) == {
+        "eval/loss",
+        "eval/accuracy",
+    }
+
+
+def test_a_damaged_run_is_shown_with_its_damage(made, tmp_path, open_page):
+    shutil.copytree(made / "run", tmp_path / "run")
+    (tmp_path / "run" / "80" / "flaxckpt.json").write_text("{")
+    largest = largest_file(tmp_path / "run" / "70" / "state")
+    largest.write_bytes(largest.read_bytes()[:-1])
+    space = open_page(tmp_path / "run")
+    assert "damaged" in ask(overview.page, space, run="run")
+    assert "damaged" in ask(runs.page, space)
+    assert "Leaves" in ask(leaves.page, space, run="run")
+
+
+def test_an_empty_run_is_shown(tmp_path, open_page):
+    (tmp_path / "run").mkdir()
+    space = open_page(tmp_path / "run")
+    assert "no steps yet" in ask(overview.page, space, run="run")
+    for view in (leaves.page, compare.page, plan.page):
+        assert "<form" in ask(view, space, run="run") or view is leaves.page
+
+
+def test_runs_in_directories_are_found_and_links_are_not_followed(tmp_path):
+    state = {"w": np.ones(2)}
+    for name in ("a", "deep/b", "deep/er/c", "deep/er/est/d"):
+        with flaxckpt.Checkpointer(tmp_path / "runs" / name) as run:
+            run.save(1, state)
+    flaxckpt.save(tmp_path / "runs" / "deep" / "single", state)
+    flaxckpt.save(tmp_path / "outside", state)
+    (tmp_path / "runs" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "runs" / "notes.txt").write_text("x")
+    found = places.find_places(tmp_path / "runs")
+    assert list(found.runs) == ["a", "deep/b", "deep/er/c", "deep/single"]
+    for name in ("link", "..", "a/1", "", "/", str(tmp_path / "outside")):
+        with pytest.raises(errors.CheckpointNotFoundError, match="may open"):
+            found.find(name)
+
+
+def test_what_is_no_run_is_refused_before_anything_is_served(tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(errors.CheckpointFormatError):
+        places.find_places(tmp_path)
+    with pytest.raises(errors.CheckpointNotFoundError):
+        places.find_places(tmp_path / "missing")
+    flaxckpt.save(tmp_path / "one", {"w": np.ones(2)})
+    with pytest.raises(errors.CheckpointNotFoundError):
+        places.find_places(tmp_path / "one", [tmp_path / "missing"])
+
+
+def test_the_page_changes_nothing(made, open_page):
+    before = {path: path.stat().st_mtime_ns for path in made.rglob("*")}
+    space = open_page(made)
+    ask(runs.content, space)
+    ask(overview.page, space, run="run")
+    ask(leaves.statistics, space, run="run", leaf="params/head")
+    ask(compare.result, space, run="run", a=70, b=80)
+    ask(plan.result, space, run="run", step=80, into="source")
+    assert {path: path.stat().st_mtime_ns for path in made.rglob("*")} == before
+
+
+def test_news_of_a_run_are_its_new_and_deleted_steps(tmp_path, open_page):
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        run.save(1, {"w": np.ones(2)}).wait()
+        space = open_page(tmp_path / "run")
+        [place] = space.places.runs.values()
+        first = space.feeds.latest(place)
+        run.save(2, {"w": np.ones(2)}).wait()
+        run.delete(1)
+    feeds._Feed.refresh(space.feeds._feeds[place.path])
+    second = space.feeds.latest(place)
+    assert second.version > first.version
+    assert [step.step for step in second.report.steps] == [2]
+    assert feeds.changes(first.report, second.report) == "step 2 saved, step 1 deleted"
+    assert space.feeds.news([place]).version == second.version
+
+
+def test_every_view_has_an_address():
+    assert set(app._VIEWS) | set(app._READS) >= {"/", "/run", "/leaves", "/compare"}
+    assert "/plan/result" in app._VIEWS
+
+
+@pytest.mark.parametrize("kind", ["memory", "moto"])
+def test_runs_in_object_stores_are_shown(store_path, open_page, kind):
+    root = store_path(kind)
+    with flaxckpt.Checkpointer(root / "run") as run:
+        for step in (1, 2):
+            run.save(step, {"w": np.full(3, step)}, metrics={"loss": 1 / step})
+    space = open_page(root)
+    assert list(space.places.runs) == ["run"]
+    assert 'data-metric="loss"' in ask(overview.page, space, run="run")
+    assert "<dl" in ask(leaves.statistics, space, run="run", step=2, leaf="w")
+    assert 'data-path="w"' in ask(compare.result, space, run="run", a=1, b=2)
+
+
+def test_a_missing_package_is_one_line(tmp_path):
+    flaxckpt.save(tmp_path / "one", {"w": np.ones(2)})
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.modules['uvicorn'] = None\n"
+            "sys.argv = ['flaxckpt', 'ui', sys.argv[1]]\n"
+            "import flaxckpt.cli; flaxckpt.cli.main()",
+            tmp_path / "one",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "flaxckpt: flaxckpt ui needs uvicorn: pip install flaxckpt[ui]\n"
+    )
+
+
+def test_a_port_in_use_is_an_error_of_one_line(tmp_path):
+    flaxckpt.save(tmp_path / "one", {"w": np.ones(2)})
+    with serving(tmp_path / "one") as served:
+        port = served.host.rpartition(":")[2]
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "flaxckpt", "ui", tmp_path / "one"),
+                *("--no-browser", "--port", port),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"flaxckpt: port {port} of 127.0.0.1 cannot be used")
+    assert done.stderr.count("\n") == 1
