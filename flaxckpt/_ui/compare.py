@@ -31,7 +31,11 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     url = address("/compare/result", run=place.name, a=a, b=b, **{"with": other.name})
     result = html.element(
         "div",
-        frame.message("Reads both, and compares them leaf by leaf."),
+        frame.message(
+            "Reading both, and comparing them leaf by leaf …"
+            if is_asked
+            else "Reads both, and compares them leaf by leaf."
+        ),
         id="result",
         aria_live="polite",
         hx_get=url if is_asked else None,

@@ -15,7 +15,7 @@ from flaxckpt._ui.places import Place
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 
-_MOST_CHILDREN = 500
+_MOST_CHILDREN = 200
 _MOST_FOUND = 100
 _OPENED_ROWS = 40
 """A container is unfolded at first if the tree has few rows then."""

@@ -19,12 +19,12 @@ _MOST_STEPS = 300
 _RUN: Sequence[Callable[[Report], Section | None]] = (
     _report.section_saves.saves,
     _report.section_origin.integrity,
-    _report.section_origin.lineage,
-    _report.section_origin.dataset,
 )
 _STATE: Sequence[Callable[[Report], Section | None]] = (
     _report.section_leaves.leaves,
     functools.partial(_report.section_state.sizes, has_tree=False),
+    _report.section_origin.lineage,
+    _report.section_origin.dataset,
 )
 """The sections of the two columns; changes and leaves have their own views."""
 

@@ -173,7 +173,8 @@ def test_leaves_are_unfolded_searched_and_read(visit):
     assert page.locator("#tree [data-leaf]").count() == 0  # 600 are not sent at first
     page.click("li[data-path=layers] > details > summary")
     page.wait_for_selector("li[data-path='layers/layer_7']")
-    page.click("text=100 more")
+    page.click("text=400 more")
+    page.click("text=200 more")
     page.wait_for_selector("li[data-path='layers/layer_599']")
     page.click("li[data-path='layers/layer_7'] > details > summary")
     page.wait_for_selector("li[data-path='layers/layer_7/w']")
