@@ -65,7 +65,8 @@ def subtrees(
         trees.append(
             Subtree(path, depth, counts[path][0], counts[path][1], leaves.get(path))
         )
-        waiting += [(child, depth + 1) for child in reversed(inner.get(path, []))]
+        children = _util.folding.order_numbers(inner.get(path, []))
+        waiting += [(child, depth + 1) for child in reversed(children)]
     return trees
 
 

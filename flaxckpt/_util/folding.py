@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 _NUMBERS = re.compile(r"([0-9]+)")
+_MOST_DIGITS = 18
 
 _Numbers: TypeAlias = tuple[frozenset[str], ...]
 """The numbers at each position of a name."""
@@ -41,6 +43,24 @@ class _Pattern(NamedTuple):
     name: tuple[str, ...]
     source: tuple[str | int, ...]
     cells: tuple[str, ...]
+
+
+def order_numbers(names: Sequence[str]) -> list[str]:
+    """Returns the names with their numbers in order, if they were sorted as text.
+
+    Keys of dicts are sorted as text, `layers_10` before `layers_2`; any other order is
+    the order of the state.
+    """
+    if any(before > after for before, after in itertools.pairwise(names)):
+        return list(names)
+    return sorted(names, key=_natural_key)
+
+
+def _natural_key(name: str) -> list[tuple[int, str]]:
+    first, *parts = _NUMBERS.split(name)
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    numbers = [(int(digits[:_MOST_DIGITS]), text) for digits, text in pairs]
+    return [(-1, first), *numbers]
 
 
 def fold(rows: Iterable[Row]) -> list[Row]:

@@ -70,3 +70,16 @@ def _expand(text):
     for part in text.strip("{}").split(","):
         first, _, last = part.partition("..")
         yield from range(int(first), int(last or first) + 1)
+
+
+def test_numbers_are_in_order_if_the_names_were_sorted_as_text():
+    text = ["bias", "layers_0", "layers_1", "layers_10", "layers_2", "w"]
+    numbers = ["bias", "layers_0", "layers_1", "layers_2", "layers_10", "w"]
+    assert folding.order_numbers(text) == numbers
+    assert folding.order_numbers(["step", "params"]) == ["step", "params"]
+    assert folding.order_numbers([]) == []
+
+
+@given(st.lists(st.text("a01/", max_size=6), unique=True))
+def test_ordered_names_are_the_same_names(names):
+    assert sorted(folding.order_numbers(sorted(names))) == sorted(names)
