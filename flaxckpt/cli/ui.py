@@ -39,6 +39,7 @@ def ui(
             help="A further checkpoint or run for plans. May be repeated.",
         ),
     ] = None,
+    json: _app.JsonOption = False,
 ) -> int:
     """Shows runs in the browser, on a local page that only reads.
 
@@ -57,8 +58,11 @@ def ui(
     from flaxckpt import _ui
 
     def show(address: str) -> None:
-        _output.print_line(address)
-        _output.print_line("Ctrl-C ends the page.")
+        if json:
+            _output.print_document({"address": address})
+        else:
+            _output.print_line(address)
+            _output.print_line("Ctrl-C ends the page.")
         sys.stdout.flush()
         if browser:  # on a thread, because some browsers run in the terminal
             opening = threading.Thread(

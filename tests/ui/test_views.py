@@ -1,6 +1,7 @@
 """The views show all that a checkpoint has, of any kind of state, and nothing else."""
 
 import html
+import json
 import re
 import shutil
 import subprocess
@@ -330,6 +331,25 @@ def test_a_missing_package_is_one_line(tmp_path):
     assert done.stderr == (
         "flaxckpt: flaxckpt ui needs uvicorn: pip install flaxckpt[ui]\n"
     )
+
+
+def test_programs_get_the_address_as_json(tmp_path):
+    flaxckpt.save(tmp_path / "one", {"w": np.ones(2)})
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "flaxckpt", "ui", tmp_path / "one"),
+            *("--no-browser", "--json"),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        document = json.loads("".join(process.stdout.readline() for _ in range(3)))
+        assert document["address"].startswith("http://127.0.0.1:")
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def test_a_port_in_use_is_an_error_of_one_line(tmp_path):
