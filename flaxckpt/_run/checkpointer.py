@@ -403,8 +403,13 @@ class Checkpointer:
         return max(self._run.paths(), default=None)
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
-        """Returns the newest step with the best finite `metric`; None without any."""
+        """Returns the newest step with the best finite `metric`; None without any.
+
+        Warns if the steps have other metrics only: the name may be wrong.
+        """
         best = self._run.best_steps(policies.BestN(1, metric, mode))
+        if not best:
+            self._run.warn_of_unknown(metric)
         return next(iter(best), None)
 
     def damaged(self) -> dict[int, str]:

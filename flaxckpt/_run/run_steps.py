@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,8 @@ from typing import Literal
 from flaxckpt import _checkpoint, _steps, _storage, _util, errors, formats, policies
 from flaxckpt._run import edit, events, params_only, retention
 from flaxckpt.formats import _locate, _native
+
+_log = logging.getLogger(__name__)
 
 Tier = Literal["directory", "staging"]
 
@@ -120,6 +123,17 @@ class RunSteps:
     def best_steps(self, policy: policies.BestN) -> set[int]:
         """Returns the steps that `policy` preserves."""
         return self.retention.index.best_steps(policy)
+
+    def warn_of_unknown(self, metric: str) -> None:
+        """Warns if the steps have metrics, and none has `metric`."""
+        names = {name for path in self.paths().values() for name in self.metrics(path)}
+        if names and metric not in names:
+            _log.warning(
+                "no step of %s has a metric %r, so none is the best; the steps have %s",
+                self.directory,
+                metric,
+                ", ".join(sorted(names)),
+            )
 
     def forget(self) -> None:
         """Forgets all values read until now."""

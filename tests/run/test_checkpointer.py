@@ -584,12 +584,14 @@ def test_nothing_is_deleted_unless_asked(run_dir):
     assert run(run_dir, [3, 2, 1]).steps() == [0, 1, 2]
 
 
-def test_the_newest_stays_beside_the_best_across_restarts(run_dir):
+def test_the_newest_stays_beside_the_best_across_restarts(run_dir, caplog):
     ckpt = run(run_dir, [0.1, 0.5, 0.7, 0.9], keep=[BestN(1, "loss", "min")])
     assert ckpt.steps() == [0, 3]
     assert ckpt.best_step("loss", "min") == 0
     assert ckpt.best_step("loss", "max") == 3
     assert ckpt.best_step("accuracy", "max") is None
+    assert "no step of" in caplog.text
+    assert "the steps have loss" in caplog.text
 
 
 def test_nan_and_missing_metrics_are_never_best(run_dir):
