@@ -141,24 +141,33 @@ def _size(array: HostArray) -> int:
 
 def _sample(array: HostArray, most: int) -> Array:
     """Returns at most about `most` values of an array, as float64."""
-    parts = [np.asarray(shard.data).reshape(-1) for shard in array.shards]
+    # In the order of the memory, to copy nothing.
+    parts = [np.asarray(shard.data).ravel(order="K") for shard in array.shards]
     total = _size(array)
     taken = [_spread(part, math.ceil(most * part.size / total)) for part in parts]
     return np.concatenate([_to_float(part) for part in taken])
 
 
 def _spread(values: Array, most: int) -> Array:
-    """Returns evenly spaced runs of adjacent values."""
+    """Returns runs of adjacent values, one from each of equal parts of the array.
+
+    The place of a run in its part is random, as equal distances could be multiples of
+    the length of a row; and the same at each save, so that steps can be compared.
+    """
     if len(values) <= most:
         return values
     runs = max(most // _RUN, 1)
-    rows = values[: len(values) // runs * runs].reshape(runs, -1)
-    return rows[:, : math.ceil(most / runs)].reshape(-1)
+    length = math.ceil(most / runs)
+    edges = np.linspace(0, len(values) - length + 1, runs + 1).astype(np.int64)
+    generator = np.random.default_rng(len(values))
+    starts = generator.integers(edges[:-1], np.maximum(edges[1:], edges[:-1] + 1))
+    places: Array = starts[:, np.newaxis] + np.arange(length)
+    return values[places.reshape(-1)]
 
 
 def _to_float(values: Array) -> Array:
     if np.iscomplexobj(values):
-        values = np.abs(values)
+        values = np.abs(values.astype(np.complex128))
     return values.astype(np.float64)
 
 

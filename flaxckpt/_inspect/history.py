@@ -28,6 +28,7 @@ class SavedStep:
         deleted: When the step was deleted, in seconds since 1970; None if it exists.
             NaN if nobody recorded the deletion.
         reason: The recorded reason of the deletion.
+        temporary: True if the step was saved as a temporary step.
     """
 
     step: int
@@ -38,16 +39,12 @@ class SavedStep:
     total_secs: float | None = None
     deleted: float | None = None
     reason: str | None = None
+    temporary: bool = False
 
     @property
     def exists(self) -> bool:
         """True if the step exists."""
         return self.deleted is None
-
-    @property
-    def temporary(self) -> bool:
-        """False: the journal does not say which steps were temporary."""
-        return False
 
     @property
     def created(self) -> float:
@@ -106,6 +103,7 @@ def _add_event(saved: dict[int, SavedStep], number: int, event: Event) -> None:
                 _metrics(details.get("metrics")),
                 _number(details.get("blocked_secs")),
                 _number(details.get("total_secs")),
+                temporary=details.get("temporary") is True,
             )
         case "measured" if known is not None:
             metrics = {**known.metrics, **_metrics(details.get("metrics"))}
@@ -115,11 +113,15 @@ def _add_event(saved: dict[int, SavedStep], number: int, event: Event) -> None:
             saved[number] = replace(known, deleted=event.time, reason=reason)
 
 
+_LARGEST = 1e300
+"""Numbers in a journal are untrusted; Python's ints have no limit."""
+
+
 def _number(value: JSON) -> float | None:
     """Returns a finite number of at least 0, or None; a journal is untrusted."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if 0 <= value < math.inf else None
+    return float(value) if 0 <= value < _LARGEST else None
 
 
 def _metrics(value: JSON) -> dict[str, float]:
@@ -127,6 +129,8 @@ def _metrics(value: JSON) -> dict[str, float]:
     metrics = {}
     for name, number in value.items() if isinstance(value, dict) else ():
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if is_number and abs(number) > _LARGEST:
+            continue
         if is_number or number in ("nan", "inf", "-inf"):
             metrics[name] = float(number)
     return metrics
@@ -150,34 +154,36 @@ class Verdict:
     metric: str | None = None
 
 
-def explain_deletion(
-    number: int, steps: Sequence[SavedStep], events: Sequence[Event]
-) -> tuple[Verdict, ...]:
-    """Returns the choice of each policy when a step was deleted.
+def explain_deletions(events: Iterable[Event]) -> dict[int, tuple[Verdict, ...]]:
+    """Returns the choices of the policies when steps were deleted.
 
     Args:
-        number: The deleted step.
-        steps: The history of the run.
         events: The journal of the run.
 
     Returns:
-        A verdict for each policy in force; empty if the policies or the time of the
-        deletion are unknown.
+        Step -> a verdict for each policy in force at its last deletion. Steps are
+        missing if they were not deleted by the policies of the run, or if these are
+        unknown. Policies that would have kept the step are left out: the journal does
+        not have all that they knew.
     """
-    step = next((each for each in steps if each.step == number), None)
-    if step is None or step.deleted is None or not math.isfinite(step.deleted):
-        return ()
-    at = step.deleted
-    settings = _run.settings.last(events, before=at)
-    if settings is None:
-        return ()
-    # The step that was saved last is the reason of the deletion.
-    there = [
-        each
-        for each in steps
-        if each.created <= at and (each.deleted is None or each.deleted >= at)
-    ]
-    return tuple(_verdict(policy, there) for policy in settings.rules.keep)
+    verdicts: dict[int, tuple[Verdict, ...]] = {}
+    saved: dict[int, SavedStep] = {}
+    keep: Sequence[PreservationPolicy] = ()
+    for event in events:
+        if event.kind == "configured":
+            settings = _run.settings.last([event])
+            keep = () if settings is None else settings.rules.keep
+        number = event.step
+        if number is None:
+            continue
+        if event.kind == "deleted":
+            verdicts.pop(number, None)
+            if keep and event.details.get("reason") == _steps.event.NOT_KEPT:
+                there = [step for step in saved.values() if step.exists]
+                found = [_verdict(policy, there) for policy in keep]
+                verdicts[number] = tuple(v for v in found if number not in v.kept)
+        _add_event(saved, number, event)
+    return verdicts
 
 
 def _verdict(policy: PreservationPolicy, there: Sequence[SavedStep]) -> Verdict:

@@ -81,7 +81,7 @@ class Listing:
 def listing(
     path: PathLike,
     *,
-    keep: Sequence[PreservationPolicy] = (),
+    keep: Sequence[PreservationPolicy] | None = None,
     step_format: str | None = None,
     newest: int | None = None,
 ) -> Listing:

@@ -51,18 +51,21 @@ class RunView:
             for step, path in self.paths.items()
         )
 
-    def rules(self, keep: Sequence[PreservationPolicy] = ()) -> Rules | None:
-        """Returns rules with the policies `keep`; without any, the recorded rules.
+    def rules(self, keep: Sequence[PreservationPolicy] | None = None) -> Rules | None:
+        """Returns rules with the policies `keep`; if None, the recorded rules.
 
         Returns:
             The rules; None if there are no policies and no recorded rules.
         """
-        if keep:
+        if keep is not None:
             return Rules(keep=policies.check(keep, "keep"))
-        recorded = _run.settings.read(self.root)
+        names = {step: path.name for step, path in self.steps.items()}
+        recorded = _run.settings.read(self.root, names)
         return None if recorded is None else recorded.rules
 
-    def explain(self, keep: Sequence[PreservationPolicy] = ()) -> dict[int, list[str]]:
+    def explain(
+        self, keep: Sequence[PreservationPolicy] | None = None
+    ) -> dict[int, list[str]]:
         """Returns the reasons to keep each step, oldest first.
 
         A step without reasons would be deleted.
@@ -280,6 +283,7 @@ class Pruned:
         left: Steps that could not be deleted; the log has the reasons.
         bytes: The size of files that only deleted steps have; None in object stores.
         reasons: Step -> reasons to keep it, for all steps before pruning.
+        items: The items to delete from steps that stay: step and item.
     """
 
     path: str
@@ -288,6 +292,7 @@ class Pruned:
     left: tuple[int, ...]
     bytes: int | None
     reasons: Mapping[int, Sequence[str]]
+    items: tuple[tuple[int, str], ...] = ()
 
 
 def prune(
@@ -295,7 +300,7 @@ def prune(
     *,
     dry_run: bool,
     step_format: str | None = None,
-    keep: Sequence[PreservationPolicy] = (),
+    keep: Sequence[PreservationPolicy] | None = None,
     keep_dataset: Sequence[PreservationPolicy] = (),
     keep_items: Mapping[str, Sequence[PreservationPolicy]] = MappingProxyType({}),
     items: str | Sequence[str] = _native.items.STATE,
@@ -303,7 +308,7 @@ def prune(
 ) -> Pruned:
     """Deletes the steps of a run that no policy keeps, or lists them.
 
-    Without `keep`, the rules are those that the run has recorded.
+    If `keep` is None, the rules are those that the run has recorded.
 
     Args:
         path: The run directory.
@@ -321,20 +326,26 @@ def prune(
         SaveFailedError: The newest step is damaged, so older steps are kept.
         CheckpointError: The path is not a run directory with steps of one format.
     """
-    if keep or keep_dataset or keep_items:
+    root = _storage.paths.resolve(path)
+    if keep is not None:
         made = _native.names.make_items(items, dataset_item)
         rules = Rules.of(keep, keep_dataset, keep_items, None, made)
     else:
-        rules = _recorded_rules(_storage.paths.resolve(path), step_format)
+        rules = _recorded_rules(root, step_format)
+    if not (rules.keep or rules.keep_items):
+        raise _no_policies(root, "keeps every step")
     with _run_opened(path, step_format, rules, read_only=dry_run) as run:
         reasons = run.explain_all()
         _check_metrics(run, reasons)
         sizes = _own_sizes(survey(run.directory, step_format).steps, reasons)
         doomed = tuple(step for step, why in reasons.items() if not why)
+        doomed_items = run.retention.items_to_delete()
         deleted = doomed if dry_run else run.prune()
         freed = None if sizes is None else sum(sizes.get(s, 0) for s in deleted)
         left = tuple(s for s, why in reasons.items() if not why and s not in deleted)
-        return Pruned(str(run.directory), dry_run, deleted, left, freed, reasons)
+        return Pruned(
+            str(run.directory), dry_run, deleted, left, freed, reasons, doomed_items
+        )
 
 
 def _recorded_rules(root: Path, step_format: str | None) -> Rules:
@@ -344,11 +355,14 @@ def _recorded_rules(root: Path, step_format: str | None) -> Rules:
         OptionError: The run has recorded no policies.
     """
     rules = survey(root, step_format).rules()
-    if rules is not None and rules.keep:
-        return rules
-    known = "has recorded no policies" if rules is None else "keeps every step"
-    raise errors.OptionError(
-        f"prune needs policies, and the run {root} {known}: pass --keep latest:3,"
+    if rules is None:
+        raise _no_policies(root, "has recorded no policies")
+    return rules
+
+
+def _no_policies(root: Path, why: str) -> errors.OptionError:
+    return errors.OptionError(
+        f"prune needs policies, and the run {root} {why}: pass --keep latest:3,"
         " --keep best:1:eval/loss:min, --keep every:1000, or the settings of the run as"
         " --config FILE"
     )
@@ -356,13 +370,14 @@ def _recorded_rules(root: Path, step_format: str | None) -> Rules:
 
 def _check_metrics(run: RunSteps, reasons: Mapping[int, Sequence[str]]) -> None:
     """Raises OptionError if a policy keeps nothing because its metric is unknown."""
-    keep = run.retention.rules.keep
-    for policy in keep:
+    rules = run.retention.rules
+    together = (rules.keep, *rules.keep_items.values())
+    for policy, others in [(policy, keep) for keep in together for policy in keep]:
         if not isinstance(policy, policies.BestN) or not reasons:
             continue
-        if policies.WithoutMetric(policy.metric) in keep:
+        if policies.WithoutMetric(policy.metric) in others:
             continue  # keeps all steps
-        if any(str(policy) in why for why in reasons.values()):
+        if run.best_steps(policy):
             continue
         names = sorted(
             {name for path in run.paths().values() for name in run.metrics(path)}

@@ -71,7 +71,7 @@ class ReportOptions(NamedTuple):
         known: The integrity of steps in an earlier report, which is not checked again.
     """
 
-    keep: Sequence[PreservationPolicy] = ()
+    keep: Sequence[PreservationPolicy] | None = None
     step_a: int | None = None
     step_b: int | None = None
     diff: bool | None = None
@@ -182,11 +182,8 @@ def _verdicts(
 ) -> Mapping[int, tuple[Verdict, ...]]:
     """Returns what the policies kept when they deleted each of the last steps."""
     deleted = [step.step for step in history if not step.exists]
-    found = {
-        number: _inspect.history.explain_deletion(number, history, events)
-        for number in deleted[-_MOST_VERDICTS:]
-    }
-    return {number: verdicts for number, verdicts in found.items() if verdicts}
+    found = _inspect.history.explain_deletions(events)
+    return {n: found[n] for n in deleted[-_MOST_VERDICTS:] if found.get(n)}
 
 
 # ---- metrics ----------------------------------------------------------------------

@@ -190,6 +190,8 @@ class Checkpointer:
         if not self.read_only:
             self._run.make_directory()
             if _util.job.is_first():
+                if self._run.has_pending_uploads():
+                    self._saves.settings.record()  # after those in the old journal
                 self._run.tidy()
         if metadata is not None:
             self._session.check_writable("write metadata")

@@ -68,41 +68,36 @@ class Stream:
             path: The checkpoint; by default the run directory.
             **details: JSON values; other values are converted to text.
         """
-        with self._loss_warning():
-            event = self._make(kind, step, path, details)
-            if self._sinks:
-                self._queue.get().append(event)
-            self._write(event)
+        self._add(kind, step, path, details, in_journal_only=False)
 
-    def record(self, kind: Kind, **details: Any) -> None:
-        """Adds an event to the journal only; logs failures."""
-        with self._loss_warning():
-            self._write(self._make(kind, None, None, details))
+    def record(self, kind: Kind, **details: Any) -> bool:
+        """Adds an event to the journal only; returns False, with a log, if it fails."""
+        return self._add(kind, None, None, details, in_journal_only=True)
 
-    def _make(
+    def _add(
         self,
         kind: Kind,
         step: int | None,
         path: Path | str | None,
         details: Mapping[str, Any],
-    ) -> Event:
-        number = None if step is None else int(step)
-        plain = {name: _steps.event.plain(value) for name, value in details.items()}
-        return Event(kind, number, str(path or self._path), time.time(), plain)
-
-    def _write(self, event: Event) -> None:
-        if self._journal is not None and _util.job.is_first():
-            self._journal.write(event)
-
-    @contextlib.contextmanager
-    def _loss_warning(self) -> Iterator[None]:
-        """Logs an exception of the block, once."""
+        *,
+        in_journal_only: bool,
+    ) -> bool:
+        """Adds an event; logs the first failure, and returns False after any."""
         try:
-            yield
+            number = None if step is None else int(step)
+            plain = {name: _steps.event.plain(value) for name, value in details.items()}
+            event = Event(kind, number, str(path or self._path), time.time(), plain)
+            if self._sinks and not in_journal_only:
+                self._queue.get().append(event)
+            if self._journal is not None and _util.job.is_first():
+                self._journal.write(event)
         except Exception as error:
             if not self._has_lost:
                 _log.warning("events are missing in %s: %s", self._journal, error)
             self._has_lost = True
+            return False
+        return True
 
     def subscribe(self, sink: Sink) -> bool:
         """Adds a sink for all later events, unless already added.

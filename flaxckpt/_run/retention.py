@@ -365,6 +365,10 @@ class Retention:
                 " again."
             ) from error
 
+    def items_to_delete(self) -> tuple[tuple[int, str], ...]:
+        """Returns the items to delete from the steps that stay: step and item."""
+        return tuple(self._decide(None).items)
+
     def _items_to_delete(
         self, staying: Mapping[int, ranked_steps.RunStep], just_saved: int | None
     ) -> list[tuple[int, str]]:

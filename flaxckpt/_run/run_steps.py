@@ -249,6 +249,10 @@ class RunSteps:
         """Keeps uploads from reading a step during the `with` block."""
         return contextlib.nullcontext()
 
+    def has_pending_uploads(self) -> bool:
+        """Returns True if steps in a staging directory are to be uploaded."""
+        return False
+
     def open_uploads(self) -> bool:
         """Starts pending uploads; returns False without access to the run directory."""
         return True
@@ -307,9 +311,13 @@ class RunSteps:
         deleted = self.retention.delete_unkept(
             just_saved=just_saved, is_awaited=is_awaited
         )
+        reason = _steps.event.NOT_KEPT
+        if just_saved is None:  # perhaps by policies other than those of the run
+            used = ", ".join(map(str, self.rules.keep))
+            reason = f"pruned, not kept by {used or 'any policy'}"
         for step in deleted:
             path = self.saves_in / self.format.name(step)
-            self.events.emit("deleted", step, path=path, reason="no policy keeps it")
+            self.events.emit("deleted", step, path=path, reason=reason)
         return deleted
 
     def explain(self) -> dict[int, list[str]]:

@@ -54,9 +54,11 @@ def append(root: Path, samples: StepSamples, mode: int | None = None) -> None:
 
 
 def _short(leaf: _arrays.sample.LeafSample) -> list[Any]:
-    return [
-        float(f"{value:.5g}") if isinstance(value, float) else value for value in leaf
-    ]
+    return [_round(value) if isinstance(value, float) else value for value in leaf]
+
+
+def _round(value: float) -> float | str:
+    return float(f"{value:.5g}") if math.isfinite(value) else str(value)  # as JSON
 
 
 def read(root: Path) -> list[StepSamples]:

@@ -58,7 +58,7 @@ class Saves:
         self._options = options
         self._processes = processes
         self.params_only = params_only.ParamsOnly(run.directory, run.format)
-        self.settings = settings.Recorder(run.events, run.rules)
+        self.settings = settings.Recorder(run.events, run.rules, run.format.template)
         # One save at a time, for all threads.
         self._lock = _util.forks.PerProcess(threading.RLock)
         self._handle: SaveHandle | None = None
@@ -185,7 +185,10 @@ class Saves:
             )
         self._own_steps.add(step)
         tier = self._run.tier(final)
-        details = {"tier": tier} if self._run.has_staging else {}
+        details: dict[str, Any] = {"tier": tier} if self._run.has_staging else {}
+        if request.temporary:
+            details["temporary"] = True
+        self.settings.record()  # before the first deletion
         self._run.events.emit(
             "committed",
             step,
@@ -196,7 +199,6 @@ class Saves:
             metrics=request.metrics,
             **details,
         )
-        self.settings.record()  # before the first deletion
         self._record_statistics(snapshot)
 
         def is_awaited() -> bool:

@@ -18,7 +18,7 @@ from flaxckpt import _steps, errors, policies
 from flaxckpt._run import events, retention
 from flaxckpt._steps.event import Event
 from flaxckpt._types import JSON
-from flaxckpt.formats._native import names
+from flaxckpt.formats._native import names as native_names
 from flaxckpt.policies import PreservationPolicy, Ranked
 
 _log = logging.getLogger(__name__)
@@ -42,6 +42,16 @@ _POLICIES = {
     )
 }
 _NEEDS_METRICS = (policies.BestN, policies.WithoutMetric)
+
+_MOST_STEPS = 1000
+"""Steps of an `OnSteps` in the record; a line of a journal is limited."""
+
+_KEYS = frozenset(
+    (
+        *("keep", "keep_items", "items", "dataset_item", "metrics_from"),
+        *("step_format", "callback"),
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,13 +77,13 @@ class RunSettings(NamedTuple):
     Attributes:
         rules: Rules of retention. Policies that only the program can evaluate are
             `UnknownPolicy` objects.
+        step_format: Template of the names of steps.
         callback: Arguments of the `CheckpointCallback`; empty without one.
-        time: When the settings were recorded, in seconds since 1970.
     """
 
     rules: retention.Rules
+    step_format: str
     callback: Mapping[str, JSON]
-    time: float
 
 
 # ---- writing ----------------------------------------------------------------------
@@ -85,26 +95,30 @@ class Recorder:
     Args:
         stream: The events of the run.
         rules: Rules of retention.
+        step_format: Template of the names of steps.
 
     Attributes:
         callback: Arguments of the `CheckpointCallback`.
     """
 
-    def __init__(self, stream: events.Stream, rules: retention.Rules) -> None:
+    def __init__(
+        self, stream: events.Stream, rules: retention.Rules, step_format: str
+    ) -> None:
         self.callback: Mapping[str, JSON] = {}
         self._stream = stream
-        self._rules = rules
+        self._rules = {**_rules_to_json(rules), "step_format": step_format}
         self._saves = 0
         self._recorded: Mapping[str, JSON] | None = None
 
     def record(self) -> None:
         """Records the settings, unless recorded not long ago; call once per save."""
-        settings = {**_rules_to_json(self._rules), "callback": dict(self.callback)}
+        settings = {**self._rules, "callback": dict(self.callback)}
         is_due = self._saves % _RECORDED_AGAIN_AFTER == 0
-        self._saves += 1
-        if is_due or settings != self._recorded:
-            self._stream.record("configured", **settings)
+        if not is_due and settings == self._recorded:
+            self._saves += 1
+        elif self._stream.record("configured", **settings):
             self._recorded = settings
+            self._saves += 1
 
 
 def _rules_to_json(rules: retention.Rules) -> dict[str, JSON]:
@@ -122,8 +136,9 @@ def _rules_to_json(rules: retention.Rules) -> dict[str, JSON]:
 
 def _to_json(policy: PreservationPolicy) -> dict[str, JSON]:
     name = type(policy).__name__
-    if _POLICIES.get(name) is not type(policy):
-        return {"policy": "custom", "text": f"{policy}"[:200]}
+    is_long = isinstance(policy, policies.OnSteps) and len(policy.steps) > _MOST_STEPS
+    if _POLICIES.get(name) is not type(policy) or is_long:
+        return {"policy": "custom", "text": _describe(policy)}
     fields = {
         field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)
     }
@@ -132,32 +147,58 @@ def _to_json(policy: PreservationPolicy) -> dict[str, JSON]:
     return {"policy": name, **fields}
 
 
+def _describe(policy: PreservationPolicy) -> str:
+    try:
+        return f"{policy}"[:200]
+    except Exception:  # of the user's own `__str__`
+        return type(policy).__name__
+
+
 # ---- reading ----------------------------------------------------------------------
 
 
-def read(root: Path) -> RunSettings | None:
-    """Returns the last recorded settings of a run directory, or None."""
-    return last(_steps.journal.recent(root / _steps.journal.NAME))
+def read(root: Path, names: Mapping[int, str]) -> RunSettings | None:
+    """Returns the last recorded settings of a run directory, or None.
+
+    Args:
+        root: The run directory. A staging directory has no settings of its own.
+        names: Step -> its name, for each step. Programs with other names of steps may
+            use the same directory; their settings do not count.
+    """
+    if (root / _steps.names.STAGING_OWNER).is_file():
+        return None
+    return last(_steps.journal.recent(root / _steps.journal.NAME), names)
 
 
-def last(journal: Sequence[Event], before: float | None = None) -> RunSettings | None:
+def last(
+    journal: Sequence[Event], names: Mapping[int, str] = MappingProxyType({})
+) -> RunSettings | None:
     """Returns the last settings in a journal, or None.
 
     Args:
         journal: The events, in order.
-        before: Seconds since 1970, to ignore later events.
+        names: As for `read`.
     """
     for event in reversed(journal):
-        if event.kind != "configured" or (before is not None and event.time > before):
+        if event.kind != "configured" or not _has_format(event, names):
             continue
         try:
             return _parse(event)
-        except (errors.OptionError, TypeError, ValueError) as error:
+        except (errors.OptionError, TypeError, ValueError, OverflowError) as error:
             _log.warning(
                 "the recorded settings of %s are ignored: %s", event.path, error
             )
             return None
     return None
+
+
+def _has_format(event: Event, names: Mapping[int, str]) -> bool:
+    """Returns True if the settings in an event are of steps with these names."""
+    try:
+        step_format = _steps.names.StepFormat(str(event.details.get("step_format")))
+    except errors.OptionError:
+        return True  # `_parse` reports it
+    return all(step_format.step(name) == step for step, name in names.items())
 
 
 def _parse(event: Event) -> RunSettings:
@@ -167,20 +208,22 @@ def _parse(event: Event) -> RunSettings:
         OptionError, TypeError, ValueError: The event has no such settings.
     """
     details: Mapping[str, Any] = event.details
+    if unknown := details.keys() ^ _KEYS:
+        raise ValueError(f"they lack, or a later version added, {sorted(unknown)}")
+    _steps.names.StepFormat(details["step_format"])
     has_other_metrics = details.get("metrics_from") is True
-    items = details.get("items", "state")
-    made = names.make_items(
-        tuple(items) if isinstance(items, list) else items,
-        details.get("dataset_item", "dataset"),
+    items = details["items"]
+    made = native_names.make_items(
+        tuple(items) if isinstance(items, list) else items, details["dataset_item"]
     )
     keep_items = {
         item: _from_list(keep, has_other_metrics)
-        for item, keep in _mapping(details.get("keep_items", {})).items()
+        for item, keep in _mapping(details["keep_items"]).items()
     }
-    keep = _from_list(details.get("keep", []), has_other_metrics)
+    keep = _from_list(details["keep"], has_other_metrics)
     rules = retention.Rules.of(keep, (), keep_items, None, made)
-    callback = _mapping(details.get("callback", {}))
-    return RunSettings(rules, MappingProxyType(callback), event.time)
+    callback = MappingProxyType(_mapping(details["callback"]))
+    return RunSettings(rules, details["step_format"], callback)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -23,8 +23,7 @@ _log = logging.getLogger(__name__)
 KEEP = (policies.LatestN(1),)
 """Default of `keep_staging`; steps with pending uploads stay as well."""
 
-_OWNER = "STAGING_OF"
-"""File in a staging directory that names its run directory."""
+_OWNER = _steps.names.STAGING_OWNER
 
 
 # ---- where staging is -------------------------------------------------------------
@@ -336,6 +335,10 @@ class StagedSteps(run_steps.RunSteps):
                 overwrite
             ).content()
         }
+
+    def has_pending_uploads(self) -> bool:
+        """Returns True if steps in staging are to be uploaded."""
+        return bool(self.uploads.pending())
 
     def open_uploads(self) -> bool:
         return self.uploads.open()

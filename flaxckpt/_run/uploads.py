@@ -113,7 +113,7 @@ class Uploads:
         for step in deleted:
             self.last_listed.pop(step, None)
             path = self._directory / self._format.name(step)
-            self._events.emit("deleted", step, path=path, reason="no policy keeps it")
+            self._events.emit("deleted", step, path=path, reason=_steps.event.NOT_KEPT)
         return deleted
 
     # ---- the upload thread ---------------------------------------------------

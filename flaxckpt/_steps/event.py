@@ -31,6 +31,9 @@ Kind: TypeAlias = Literal[
 
 KINDS = frozenset(get_args(Kind))
 
+NOT_KEPT = "no policy keeps it"
+"""Reason of a deletion by the policies of a run, after a save."""
+
 
 @dataclass(frozen=True, slots=True)
 class Event:

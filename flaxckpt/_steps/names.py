@@ -13,6 +13,9 @@ from flaxckpt import _util, errors
 Number: TypeAlias = Callable[[str], int | None]
 """Returns the step of a name, or None."""
 
+STAGING_OWNER = "STAGING_OF"
+"""File in a staging directory that names its run directory."""
+
 _FIELD = re.compile(r"\{step(?::0(\d+)d)?\}")
 
 _ANY_NAME = re.compile(r"(?:.*(?<![0-9]\.)(?<![0-9]))?([0-9]{1,18})", re.DOTALL)

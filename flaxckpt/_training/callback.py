@@ -140,7 +140,7 @@ class CheckpointCallback:
         self.checkpointer = checkpointer
         self.last_save: SaveHandle | None = None
         self._session = session_of(checkpointer)
-        self._session.saves.has_statistics = statistics
+        self._session.saves.has_statistics |= statistics
         self._preemption = Preemption(
             watches=on_preemption, exit_code=exit_code, clock=clock
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from http import cookies
 from typing import NamedTuple
 from urllib import parse
 
@@ -116,13 +115,13 @@ class Guard:
         return response
 
     def _has_session(self, headers: Headers) -> bool:
-        jar = cookies.SimpleCookie()
-        try:
-            jar.load("; ".join(headers.getlist("cookie")))
-        except cookies.CookieError:
-            return False
-        found = jar.get(self._cookie)
-        return found is not None and _are_equal(found.value, self._session)
+        # Other programs at this address have cookies of any form, also of this name.
+        pairs = ";".join(headers.getlist("cookie")).split(";")
+        given = [pair.strip().partition("=") for pair in pairs]
+        return any(
+            name == self._cookie and _are_equal(value, self._session)
+            for name, _, value in given
+        )
 
 
 def check_origin(method: str, headers: Headers) -> Refusal | None:

@@ -446,7 +446,9 @@ def _answered(place: str, name: str) -> errors.UnknownNameError | None:
 
 def _getter(place: str) -> Callable[[object, str], Any]:
     def get(self: object, name: str) -> Any:
-        if error := _answered(place, name):
+        # A property of a subclass may have raised AttributeError.
+        is_known = any(name in vars(cls) for cls in type(self).__mro__)
+        if not is_known and (error := _answered(place, name)):
             raise error
         return object.__getattribute__(self, name)  # raises Python's own error
 

@@ -55,21 +55,21 @@ _NAMES = {
 
 def parse_policies(
     keep: list[str] | None, config: str | None, group: str | None
-) -> tuple[PreservationPolicy, ...]:
-    """Returns the policies of these options.
+) -> tuple[PreservationPolicy, ...] | None:
+    """Returns the policies of these options; None without any option.
 
     Raises:
         OptionError: An option is not a policy.
     """
     if not keep and config is None and group is None:
-        return ()  # without an import of all of flaxckpt
+        return None  # without an import of all of flaxckpt
     return parse_rules(keep, config, group)["keep"]
 
 
 class RetentionOptions(TypedDict, total=False):
     """Options of retention, as for `Checkpointer`."""
 
-    keep: Required[tuple[PreservationPolicy, ...]]
+    keep: Required[tuple[PreservationPolicy, ...] | None]
     keep_dataset: tuple[PreservationPolicy, ...]
     keep_items: Mapping[str, tuple[PreservationPolicy, ...]]
     items: str | tuple[str, ...]
@@ -81,6 +81,8 @@ def parse_rules(
 ) -> RetentionOptions:
     """Returns the rules of these options, and the items of the config.
 
+    Without any option, `keep` is None.
+
     Raises:
         OptionError: An option is not a policy.
     """
@@ -90,7 +92,7 @@ def parse_rules(
         )
     parsed = tuple(_parse(text) for text in keep or ())
     if config is None:
-        return {"keep": parsed}
+        return {"keep": parsed or None}
     from flaxckpt.configs import CheckpointConfig
 
     settings = CheckpointConfig.from_file(config, group=group)

@@ -56,7 +56,7 @@ def explain(
         _output.print_document(reasons)
         return code
     _show(root, reasons)
-    if reasons and not policies:
+    if reasons and policies is None:
         _show_settings(view.rules(), _steps.journal.recent(root / _steps.journal.NAME))
     return code
 
@@ -117,7 +117,7 @@ def _explain_step(
             f" steps are {numbers or 'none'}"
         )
     why = reasons.get(number, ())
-    verdicts = _inspect.history.explain_deletion(number, steps, events)
+    verdicts = _inspect.history.explain_deletions(events).get(number, ())
     if json:
         _output.print_document(
             {**_output.fields_of(step), "kept_by": why, "verdicts": verdicts}

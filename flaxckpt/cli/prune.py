@@ -49,8 +49,18 @@ def prune(
         return code
     columns = [TextColumn("step", is_number=True), TextColumn("kept by")]
     _output.print_table(columns, [_row(result, step) for step in result.reasons])
+    verb = "would be deleted" if result.dry_run else "deleted"
+    for item, steps in _steps_of_items(result).items():
+        _output.print_line(f"{item} of step {', '.join(map(str, steps))}: {verb}")
     _output.print_line(_summary(result))
     return code
+
+
+def _steps_of_items(result: Pruned) -> dict[str, list[int]]:
+    steps: dict[str, list[int]] = {}
+    for step, item in result.items:
+        steps.setdefault(item, []).append(step)
+    return steps
 
 
 def _row(result: Pruned, step: int) -> list[str | Cell]:
@@ -67,9 +77,11 @@ def _summary(result: Pruned) -> str:
     if result.left:
         total = _output.count(len(result.deleted + result.left), "step")
         return f"deleted {len(result.deleted):,} of {total}"
-    if not result.deleted:
+    if not result.deleted and not result.items:
         return "nothing to delete"
     steps = _output.count(len(result.deleted), "step")
+    if result.items:
+        steps += f" and {_output.count(len(result.items), 'item')} of other steps"
     if result.bytes is not None:
         steps += f", {_output.size(result.bytes)}"
     if result.dry_run:

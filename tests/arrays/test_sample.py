@@ -99,3 +99,24 @@ def test_only_the_largest_arrays_are_sampled():
     now = iter([0.0, 0.0, 100.0, 100.1])
     long = sampled(*arrays, empty, key, clock=lambda: next(now))
     assert long.keys() == {str(n) for n in range(89, 601)}
+
+
+def test_samples_meet_all_columns():
+    values = np.zeros((4096, 512), np.float32)
+    values[:, 256:] = 100
+    for order in ("C", "F"):
+        array = np.asarray(values, order=order)
+        shard = HostShard(((0, 4096), (0, 512)), array)
+        host = HostArray("w", (4096, 512), "float32", (4096, 512), (shard,))
+        for secs in (0.01, 1, 100):
+            now = iter([0.0, 0.0, secs, secs + 0.001])
+            got = sampled(host, clock=lambda now=now: next(now))["w"]
+            assert (got.min, got.max) == (0, 100)
+            assert 20 < got.mean < 80
+
+
+def test_the_absolute_values_of_large_complex_numbers_are_finite():
+    values = np.full(4, 3e38 + 3e38j, np.complex64)
+    got = sampled(host("w", values))["w"]
+    assert got.nonfinite == 0
+    assert got.max == pytest.approx(4.24e38, rel=0.01)

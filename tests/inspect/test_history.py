@@ -1,5 +1,6 @@
 """Every save there ever was, and why it was deleted."""
 
+import json
 import math
 import shutil
 
@@ -8,7 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import flaxckpt
-from flaxckpt._inspect import history, listing
+from flaxckpt._inspect import history, listing, run_view
 from flaxckpt._steps import journal
 from flaxckpt.policies import BestN, LatestN
 from tests.helpers import faulty_store as faulty
@@ -21,6 +22,10 @@ def make(path, losses=(0.9, 0.3, 0.5, 0.6, 0.7)):
     with flaxckpt.Checkpointer(path, keep=keep) as ckpt:
         for number, loss in enumerate(losses, 1):
             ckpt.save(100 * number, STATE, metrics={"loss": loss}).wait()
+
+
+def explain(path):
+    return history.explain_deletions(journal.read(path / "events.jsonl"))
 
 
 def test_deleted_steps_stay_in_the_history(tmp_path):
@@ -38,8 +43,8 @@ def test_deleted_steps_stay_in_the_history(tmp_path):
 
 def test_a_deletion_is_explained_by_the_choice_of_each_policy(tmp_path):
     make(tmp_path)
-    steps, events = history.history(tmp_path), journal.read(tmp_path / "events.jsonl")
-    latest, best = history.explain_deletion(300, steps, events)
+    found = explain(tmp_path)
+    latest, best = found[300]
     assert (latest.policy, latest.kept, latest.metric) == (
         "LatestN(2)",
         (400, 500),
@@ -47,17 +52,16 @@ def test_a_deletion_is_explained_by_the_choice_of_each_policy(tmp_path):
     )
     assert (best.policy, best.kept) == ("BestN(1, 'loss', 'min')", (200,))
     assert best.metric == "loss"
-    assert history.explain_deletion(500, steps, events) == ()
-    assert history.explain_deletion(7, steps, events) == ()
+    assert 500 not in found
 
 
 def test_the_policies_are_those_of_the_time_of_the_deletion(tmp_path):
     make(tmp_path)
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
         ckpt.save(600, STATE)
-    steps, events = history.history(tmp_path), journal.read(tmp_path / "events.jsonl")
-    assert len(history.explain_deletion(300, steps, events)) == 2
-    [verdict] = history.explain_deletion(200, steps, events)
+    found = explain(tmp_path)
+    assert len(found[300]) == 2
+    [verdict] = found[200]
     assert (verdict.policy, verdict.kept) == ("LatestN(1)", (600,))
 
 
@@ -80,8 +84,7 @@ def test_what_nobody_recorded_is_unknown(tmp_path):
     gone = next(s for s in history.history(tmp_path) if s.step == 400)
     assert math.isnan(gone.deleted)
     assert gone.reason is None
-    events = journal.read(tmp_path / "events.jsonl")
-    assert history.explain_deletion(400, [gone], events) == ()
+    assert 400 not in explain(tmp_path)
     (tmp_path / "events.jsonl").unlink()
     assert [s.step for s in history.history(tmp_path)] == [200, 500]
 
@@ -111,3 +114,39 @@ def test_listings_use_the_recorded_policies_on_disks_and_in_stores(tmp_path):
         assert "best" in found.steps[0].marks
         given = listing.listing(path, keep=[LatestN(1)])
         assert given.steps[0].why == ()
+
+
+def test_a_deletion_is_explained_by_the_steps_of_its_time(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(2)]) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, STATE, metrics={"loss": 1.0}).wait()
+        ckpt.save(3, STATE, on_exists="overwrite").wait()
+        ckpt.add_metrics(2, {"loss": 0.0})
+        ckpt.delete(2)
+    [verdict] = explain(tmp_path)[1]
+    assert verdict.kept == (2, 3)
+    assert 2 not in explain(tmp_path), "deleted on request"
+
+
+def test_other_policies_than_those_of_the_run_are_not_explained(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(5)]) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, STATE).wait()
+    run_view.prune(tmp_path, dry_run=False, keep=[LatestN(1)])
+    assert explain(tmp_path) == {}
+    gone = history.history(tmp_path)[0]
+    assert gone.reason == "pruned, not kept by LatestN(1)"
+
+
+def test_hostile_numbers_of_a_journal_are_left_out(tmp_path):
+    make(tmp_path)
+    huge = {"bytes": 10**400, "total_secs": 10**400, "metrics": {"a": 10**400, "b": 1}}
+    event = {"time": 1.0, "kind": "committed", "step": 9, "path": "x", "details": huge}
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    hostile = next(s for s in history.history(tmp_path) if s.step == 9)
+    assert (hostile.bytes, hostile.total_secs, hostile.metrics) == (
+        None,
+        None,
+        {"b": 1},
+    )

@@ -355,7 +355,7 @@ def test_the_journal_is_made_with_the_first_event_and_goes_on(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.restore()
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
-    kinds = ["started", "snapshot", "committed", "configured", "restored"]
+    kinds = ["started", "snapshot", "configured", "committed", "restored"]
     assert [json.loads(line)["kind"] for line in lines] == kinds
     assert [event.kind for event in journal(tmp_path)] == kinds
 

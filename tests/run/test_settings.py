@@ -51,7 +51,7 @@ def test_every_policy_is_read_as_it_was_recorded(tmp_path):
     split = ("params", "opt_state")
     with flaxckpt.Checkpointer(tmp_path, items=split, **options) as ckpt:
         ckpt.save(1, state)
-    rules = settings.read(tmp_path).rules
+    rules = settings.read(tmp_path, {1: "1"}).rules
     assert list(rules.keep) == ALL
     assert rules.keep_items == {"dataset": (LatestN(2),), "opt_state": (LatestN(1),)}
     assert rules.items.state == ("params", "opt_state")
@@ -61,7 +61,7 @@ def test_a_policy_of_the_user_may_keep_every_step(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, keep=[Primes(), LatestN(1)]) as ckpt:
         for step in (4, 5, 6):
             ckpt.save(step, STATE)
-    keep = settings.read(tmp_path).rules.keep
+    keep = settings.read(tmp_path, {}).rules.keep
     assert [*map(str, keep)] == ["perhaps Primes()", "LatestN(1)"]
     ranked = flaxckpt.Checkpointer(tmp_path, read_only=True)
     kept = keep[0].preserved([ranked.metadata(step) for step in ranked.steps()])
@@ -75,7 +75,7 @@ def test_policies_on_metrics_from_elsewhere_may_keep_every_step(tmp_path):
         tmp_path, keep=keep, metrics_from=lambda: elsewhere
     ) as ckpt:
         ckpt.save(1, STATE)
-    found = settings.read(tmp_path).rules.keep
+    found = settings.read(tmp_path, {}).rules.keep
     assert [*map(str, found)] == ["perhaps BestN(1, 'loss', 'min')", "LatestN(1)"]
 
 
@@ -85,7 +85,7 @@ def test_settings_are_recorded_when_they_change_and_now_and_then(tmp_path):
         return sum(event.kind == "configured" for event in events)
 
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
-        assert settings.read(tmp_path) is None
+        assert settings.read(tmp_path, {}) is None
         for step in range(1, 4):
             ckpt.save(step, STATE).wait()
         assert count() == 1
@@ -93,22 +93,55 @@ def test_settings_are_recorded_when_they_change_and_now_and_then(tmp_path):
         for step in range(4, 8):
             callback(step, STATE)
     assert count() == 2
-    assert settings.read(tmp_path).callback == {"every_steps": 2}
+    assert settings.read(tmp_path, {}).callback == {"every_steps": 2}
     flaxckpt.Checkpointer(tmp_path, keep=[LatestN(2)], read_only=True).restore()
-    assert settings.read(tmp_path).rules.keep == (LatestN(1),)
+    assert settings.read(tmp_path, {}).rules.keep == (LatestN(1),)
 
 
 def test_settings_outlive_the_oldest_lines_of_a_journal(tmp_path):
     events = []
-    recorder = settings.Recorder(_Lines(events), retention.Rules())
+    recorder = settings.Recorder(_Lines(events), retention.Rules(), "{step}")
     for _ in range(1000):
         recorder.record()
     assert len(events) == 10
 
 
 class _Lines:
-    def __init__(self, lines):
-        self.record = lambda kind, **details: lines.append((kind, details))
+    """A journal that is full for a while."""
+
+    def __init__(self, lines, fails=()):
+        self.lines = lines
+        self.fails = iter(fails)
+
+    def record(self, kind, **details):
+        if next(self.fails, False):
+            return False
+        self.lines.append((kind, details))
+        return True
+
+
+def test_settings_that_could_not_be_recorded_are_recorded_at_the_next_save():
+    events = []
+    lines = _Lines(events, fails=[True, True])
+    recorder = settings.Recorder(lines, retention.Rules(), "{step}")
+    for _ in range(5):
+        recorder.record()
+    assert len(events) == 1
+
+
+VALID = {
+    "keep": [{"policy": "LatestN", "n": 1}],
+    "keep_items": {},
+    "items": "state",
+    "dataset_item": "dataset",
+    "metrics_from": False,
+    "step_format": "{step}",
+    "callback": {},
+}
+
+
+def configured(**details):
+    return Event("configured", None, "run", time.time(), VALID | details)
 
 
 @pytest.mark.parametrize(
@@ -119,22 +152,68 @@ class _Lines:
         {"keep": [{"policy": "LatestN"}]},
         {"keep": [{"policy": "LatestN", "n": "many"}]},
         {"keep": [{"policy": "LatestN", "n": 1, "__class__": 2}]},
+        {"keep": [{"policy": "LatestDuration", "secs": 10**400}]},
         {"keep_items": []},
         {"items": 7},
         {"callback": []},
+        {"step_format": "no step"},
+        {"keep_if": "of a later version"},
     ],
 )
 def test_records_that_cannot_be_read_are_ignored(details, caplog):
-    event = Event("configured", None, "run", time.time(), details)
-    assert settings.last([event]) is None
+    assert settings.last([configured()]).rules.keep == (LatestN(1),)
+    assert settings.last([configured(**details)]) is None
     assert "are ignored" in caplog.text
 
 
+def test_a_record_without_its_policies_is_ignored(tmp_path):
+    """A line of a journal that is too long loses its details."""
+    event = Event("configured", None, "run", time.time(), {})
+    assert settings.last([event]) is None
+    chosen = policies.OnSteps(range(100, 20000))
+    with flaxckpt.Checkpointer(tmp_path, keep=[chosen, LatestN(1)]) as ckpt:
+        ckpt.save(1, STATE)
+    first, _ = settings.read(tmp_path, {}).rules.keep
+    assert str(first).startswith("perhaps OnSteps([100, 101")
+
+
 def test_a_policy_of_a_later_version_may_keep_every_step():
-    details = {"keep": [{"policy": "Fibonacci", "start": 1}]}
-    event = Event("configured", None, "run", time.time(), details)
-    [policy] = settings.last([event]).rules.keep
+    [policy] = settings.last(
+        [configured(keep=[{"policy": "Fibonacci", "start": 1}])]
+    ).rules.keep
     assert str(policy) == "perhaps Fibonacci({'start': 1})"
+
+
+def test_settings_of_other_names_of_steps_do_not_count(tmp_path):
+    raw = {"keep": [LatestN(10)], "step_format": "raw_{step}"}
+    ema = {"keep": [LatestN(1)], "step_format": "ema_{step:04d}"}
+    for options, steps in ((raw, (1, 2, 3)), (ema, (5,))):
+        with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
+            for step in steps:
+                ckpt.save(step, STATE)
+    assert settings.read(tmp_path, {1: "raw_1"}).rules.keep == (LatestN(10),)
+    assert settings.read(tmp_path, {5: "ema_0005"}).rules.keep == (LatestN(1),)
+    assert settings.read(tmp_path, {5: "5"}) is None
+
+
+def test_a_staging_directory_has_no_settings_of_its_own(tmp_path):
+    near, far = tmp_path / "near", tmp_path / "far"
+    with flaxckpt.Checkpointer(far, keep=[LatestN(1)], staging=near) as ckpt:
+        ckpt.save(1, STATE)
+    assert settings.read(far, {}).rules.keep == (LatestN(1),)
+    assert settings.read(near, {}) is None
+
+
+class Unprintable(Primes):
+    def __str__(self):
+        raise RuntimeError("a deleted array")
+
+
+def test_a_policy_that_cannot_be_printed_does_not_fail_a_save(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, keep=[Unprintable()]) as ckpt:
+        ckpt.save(2, STATE).wait()
+    [policy] = settings.read(tmp_path, {}).rules.keep
+    assert str(policy) == "perhaps Unprintable"
 
 
 def test_the_journal_has_the_values_of_metrics(tmp_path):
