@@ -46,12 +46,8 @@ class Axis(NamedTuple):
 def linear_axis(values: Sequence[float], bottom: float, top: float) -> Axis:
     """Returns an axis for finite values with some room around them."""
     low, high = min(values), max(values)
-    if low == high:
-        wider = abs(low) / 10 or 1.0
-        low, high = low - wider, high + wider
-    else:
-        room = high / 6 - low / 6
-        low, high = max(low - room, -_LARGEST), min(high + room, _LARGEST)
+    room = high / 6 - low / 6 if low < high else abs(low) / 10 or 1.0
+    low, high = max(low - room, -_LARGEST), min(high + room, _LARGEST)
     found = ticks(low, high, 5)
     return Axis(
         Scale(low, high, bottom, top),
@@ -103,7 +99,8 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     step = next((m * power for m in (1, 2, 5) if span / (m * power) <= count), 0)
     step = step or 10 * power
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [n * step for n in range(first, last + 1)]
+    found = [n * step for n in range(first, last + 1)]
+    return list(dict.fromkeys(found))  # between adjacent floats, some are equal
 
 
 def whole_ticks(low: float, high: float, count: int) -> list[int]:
