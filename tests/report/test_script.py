@@ -1,6 +1,7 @@
 """The script of the page in a real browser: values, log axes, sorting, search."""
 
 import dataclasses
+import math
 import re
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import _report
+from flaxckpt._inspect.history import SavedStep
 from tests.helpers.report_runs import LASTS, LOSSES
 from tests.report.test_browser import browser, report, show  # noqa: F401
 
@@ -192,6 +194,28 @@ def test_rows_of_a_long_table_are_searched(show, report):  # noqa: F811
     assert [row["step"] for row in opened.data("#steps tbody tr:not([hidden])")] == [
         "299"
     ]
+
+
+def test_a_search_finds_whole_numbers_and_no_folded_texts(show, report):  # noqa: F811
+    many = tuple(
+        SavedStep(n, deleted=math.nan, reason="no policy keeps it")
+        for n in range(0, 1100, 10)
+    )
+    opened = show(dataclasses.replace(report, history=many, steps=()))
+
+    def found(text):
+        opened.page.fill("#steps [data-search]", text)
+        rows = opened.data("#steps tbody tr:not([hidden])")
+        return [int(row["step"]) for row in rows]
+
+    assert found("100") == [100]
+    assert found("20") == [20]
+    assert found("LatestN") == []
+    found("")
+    opened.page.click("#steps tr[data-step='30'] summary")
+    assert found("20") == [30, 20]
+    assert found("LatestN(3)") == [30]
+    assert opened.messages == []
 
 
 def test_sections_fold_and_links_unfold_them(show, report):  # noqa: F811
