@@ -158,7 +158,7 @@ def _read_metadata(
             metadata = _locate.read_metadata(path)
         except _UNREADABLE as error:
             notes["sizes"] = (
-                f"The newest step cannot be read: {_steps.event.first_lines(error, 1)}"
+                f"The newest step cannot be read: {integrity.explain(error)}"
             )
         else:
             del notes["sizes"]
@@ -288,9 +288,7 @@ def _compare_steps(
         is_damaged = isinstance(error, errors.DamagedCheckpointError)
         if is_requested and not is_damaged:
             raise
-        notes["change"] = (
-            f"The steps could not be compared: {_steps.event.first_lines(error, 1)}"
-        )
+        notes["change"] = f"The steps could not be compared: {integrity.explain(error)}"
         return None
 
 
@@ -433,7 +431,7 @@ def _dataset_positions(
         except _UNREADABLE as error:
             of = "" if step.step is None else f" of step {step.step}"
             notes["dataset"] = (
-                f"The state{of} cannot be read: {_steps.event.first_lines(error, 1)}"
+                f"The state{of} cannot be read: {integrity.explain(error)}"
             )
     found = tuple(position for position in positions if position is not None)
     if found and len(steps) > most:

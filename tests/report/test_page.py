@@ -254,6 +254,39 @@ def test_by_default_files_and_sizes_are_looked_at(run):
     assert [e.step for e in found.integrity if e.state == "damaged"] == [50]
 
 
+def test_damage_is_told_with_its_files(tmp_path):
+    state = {"w": np.zeros((300, 300)), "b": np.zeros((300, 300))}
+    layout = flaxckpt.ArrayLayout(chunk_bytes=2**18, store="files")
+    flaxckpt.save(tmp_path / "one", state, layout=layout)
+    lost = sorted((tmp_path / "one" / "state" / "w").glob("c.*"))
+    assert len(lost) == 3
+    for file in lost[:2]:
+        file.unlink()
+    found = gather(tmp_path / "one")
+    [check] = found.integrity
+    assert check.state == "damaged"
+    names = [f"{file.name}: wanted" for file in lost[:2]]
+    assert re.search(
+        "incomplete; restore another step: {}.*found none; {}.*found none$".format(
+            *map(re.escape, names)
+        ),
+        check.detail,
+    )
+    assert check.detail in _text(_report.page(found))
+
+
+def test_the_command_that_reads_every_byte_is_whole(run):
+    assert f"flaxckpt verify {run} --all reads every byte" in _text(
+        _report.page(gather(run))
+    )
+    text = _text(_report.page(gather(run / "80")))
+    assert f"flaxckpt verify {run / '80'} reads every byte" in text
+    spaced = run.rename(run.with_name("a run"))
+    text = _text(_report.page(gather(spaced)))
+    assert f"flaxckpt verify '{spaced}' --all reads every byte" in text
+    assert "No array was read" not in _text(_report.page(gather(spaced, verify=True)))
+
+
 def _card(page):
     """Returns the class and the texts of the integrity card."""
     elements = Elements(page).found
