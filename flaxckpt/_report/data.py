@@ -141,6 +141,7 @@ class ChangedLeaf(NamedTuple):
         what: The difference, as `LeafDiff.kind`; or `only in` a step.
         shown: The type, or both types.
         different: The number of different elements.
+        elements: The number of all elements, where some differ.
         max_abs: The largest difference of two elements.
         rel_norm: The norm of the difference relative to the norm of the first leaf.
     """
@@ -150,6 +151,7 @@ class ChangedLeaf(NamedTuple):
     what: str
     shown: str
     different: int
+    elements: int
     max_abs: float
     rel_norm: float
 
@@ -160,7 +162,7 @@ class Change(NamedTuple):
     Attributes:
         step_a: The first step.
         step_b: The second step.
-        leaves: The leaves that differ, the largest changes first.
+        leaves: The leaves that differ, the largest changes of each part first.
         equal: The number of equal leaves.
         equal_in: Group -> the number of its equal leaves; the optimizer comes last.
         bytes_compared: Size of the values of one step.

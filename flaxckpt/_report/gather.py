@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _inspect, _run, _steps, _storage, errors
+from flaxckpt import _arrays, _inspect, _run, _steps, _storage, errors
 from flaxckpt._inspect.diff import CheckpointDiff
 from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Listing, Step
@@ -37,6 +37,7 @@ from flaxckpt._report.data import (
     TreeRow,
 )
 from flaxckpt._run.disk_usage import Subtree
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._steps.event import Event
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt._util import humanize
@@ -362,6 +363,7 @@ def _changed_leaves(
                 leaf.kind,
                 shown,
                 leaf.different,
+                _elements(leaf.a) if leaf.different else 0,
                 leaf.max_abs,
                 leaf.rel_norm,
             )
@@ -369,11 +371,18 @@ def _changed_leaves(
     for name, paths in zip(names, (diff.only_in_a, diff.only_in_b), strict=True):
         rows += [
             ChangedLeaf(
-                path, _group(path, repeated), f"only in {name}", "", 0, 0.0, 0.0
+                path, _group(path, repeated), f"only in {name}", "", 0, 0, 0.0, 0.0
             )
             for path in paths
         ]
     return tuple(rows)
+
+
+def _elements(info: LeafInfo) -> int:
+    """Returns the number of elements that a comparison counts."""
+    if info.kind == "string":
+        return 1
+    return math.prod(_arrays.forms.stored_form(info)[0])
 
 
 def _group(path: LeafPath, repeated: Sequence[copies.Copy]) -> str:

@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -178,11 +179,29 @@ def test_changes_are_those_of_diff_the_largest_first(run):
     assert {leaf.path: leaf.rel_norm for leaf in found.leaves} == {
         path: leaf.rel_norm for path, leaf in truth.changed.items()
     }
-    norms = [leaf.rel_norm for leaf in found.leaves]
-    assert norms == sorted(norms, reverse=True)
+    for group in found.equal_in:
+        norms = [leaf.rel_norm for leaf in found.leaves if leaf.group == group]
+        assert norms == sorted(norms, reverse=True)
     [head] = [leaf for leaf in found.leaves if leaf.path == "params/head"]
     assert head.rel_norm == pytest.approx(10 / 70)
     assert found.equal == len(truth.same)
+    assert (head.different, head.elements) == (48, 48)
+
+
+def test_changed_elements_are_counted_among_all(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as saved:
+        for step in (1, 2):
+            w = np.arange(16.0)
+            w[: 11 * (step - 1)] += 1
+            state = {"w": w, "name": f"s{step}", "key": jax.random.key(step)}
+            saved.save(step, state)
+    found = gather(tmp_path / "run")
+    counts = {leaf.path: leaf[4:6] for leaf in found.change.leaves}
+    assert counts == {"w": (11, 16), "name": (1, 1), "key": (1, 2)}
+    text = _text(_report.page(found))
+    assert "11 of 16" in text
+    assert "relative change" in text
+    assert "largest difference" in text
 
 
 def test_steps_to_compare_may_be_chosen(run):
