@@ -16,7 +16,8 @@ too:
 | `charts.small` | a line or a histogram in a cell |
 | `assets.style`, `assets.script`, `assets.policy` | what a page needs once, and the policy that allows it |
 
-No component has inline styles, handlers or identifiers of its own except sections. The
+No component has inline styles, handlers or identifiers of its own except sections
+and the rows of steps. The
 script handles events on the document, so that markup inserted later works, too. These
 are its marks, which pages may set on other elements as well:
 

@@ -84,6 +84,7 @@ class MetricValue(NamedTuple):
         best: `best` or `among the best` by a policy; without a policy for the metric,
             `lowest` or `highest`; None for other values.
         is_deleted: True if the step was deleted since.
+        mode: The mode of the policy for which the value is `best`; None for others.
     """
 
     step: int
@@ -91,6 +92,7 @@ class MetricValue(NamedTuple):
     stays: bool
     best: str | None
     is_deleted: bool = False
+    mode: Literal["min", "max"] | None = None
 
 
 class Part(NamedTuple):

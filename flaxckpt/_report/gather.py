@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from flaxckpt import _arrays, _inspect, _run, _steps, _storage, errors
 from flaxckpt._inspect.diff import CheckpointDiff
@@ -213,7 +213,9 @@ def _metrics(
         values = {n: known[n][name] for n in sorted(known) if name in known[n]}
         current = {n: value for n, value in values.items() if n in existing}
         deciding = [policy for policy in bests if policy.metric == name]
-        labels = _best(steps, current, deciding) if deciding else _extremes(values)
+        labels, modes = _best(steps, current, deciding)
+        if not deciding:
+            labels = _extremes(values)
         series[name] = tuple(
             MetricValue(
                 n,
@@ -221,6 +223,7 @@ def _metrics(
                 n in existing and bool(existing[n].why),
                 labels.get(n),
                 n not in existing,
+                modes.get(n),
             )
             for n, value in values.items()
         )
@@ -229,9 +232,14 @@ def _metrics(
 
 def _best(
     steps: Sequence[Step], values: Mapping[int, float], keep: Sequence[BestN]
-) -> Mapping[int, str]:
-    """Labels the steps that policies keep as best, and the best of each policy."""
+) -> tuple[Mapping[int, str], Mapping[int, Literal["min", "max"]]]:
+    """Labels the steps that policies keep as best, and the best of each policy.
+
+    Returns:
+        Step -> the label, and step -> the mode of the policy.
+    """
     labels: dict[int, str] = {}
+    modes: dict[int, Literal["min", "max"]] = {}
     for policy in keep:
         kept = [s.step for s in steps if s.step in values and str(policy) in s.why]
         labels = (
@@ -239,8 +247,10 @@ def _best(
         )
         if kept:
             sign = 1 if policy.mode == "max" else -1
-            labels[max(labels, key=lambda s: (sign * values[s], s))] = "best"
-    return labels
+            best = max(labels, key=lambda s: (sign * values[s], s))
+            labels[best] = "best"
+            modes[best] = policy.mode
+    return labels, modes
 
 
 def _extremes(values: Mapping[int, float]) -> Mapping[int, str]:

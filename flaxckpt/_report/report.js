@@ -298,11 +298,14 @@
     if (link) unfoldTarget(link.hash);
   });
 
-  // A link to a folded section opens the section.
+  // A link to a folded section, or to a row in one, opens the section.
   function unfoldTarget(hash) {
     const target = document.getElementById(decodeURIComponent(hash.slice(1)));
-    const folded = target?.querySelector(":scope > details");
-    if (folded) folded.open = true;
+    if (target) target.hidden = false;
+    let at = target?.querySelector(":scope > details") ?? target;
+    for (; at; at = at.parentElement) {
+      if (at.localName === "details") at.open = true;
+    }
   }
 
   if (location.hash) unfoldTarget(location.hash);

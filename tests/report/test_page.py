@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import flaxckpt
 from examples import report as examples_report
 from flaxckpt import _report, errors
+from flaxckpt._inspect.history import SavedStep
 from flaxckpt._report.data import MetricValue
 from flaxckpt._run import disk_usage as run_disk_usage
 from flaxckpt._state.leaf import LeafInfo
@@ -128,6 +129,8 @@ def test_policies_are_those_that_the_run_recorded(run):
     }
     text = _text(_report.page(found))
     assert "LatestN(3) kept 40, 50, 60" in text
+    best = "BestN(2, 'eval/loss', 'min') kept 20 (0.4), 50 (0.3); step 30 had 0.7"
+    assert best in text
 
 
 def test_without_policies_nothing_is_called_the_best(run):
@@ -306,16 +309,51 @@ def test_the_command_that_reads_every_byte_is_whole(run):
     assert "No array was read" not in _text(_report.page(gather(spaced, verify=True)))
 
 
-def _card(page):
-    """Returns the class and the texts of the integrity card."""
+def _card(page, name="integrity"):
+    """Returns the class and the texts of a card."""
     elements = Elements(page).found
     at = next(
-        n for n, (_, given, _) in enumerate(elements) if given.get("data-card") == CARD
+        n for n, (_, given, _) in enumerate(elements) if given.get("data-card") == name
     )
     return elements[at][1]["class"], [text for _, _, text in elements[at + 1 : at + 4]]
 
 
-CARD = "integrity"
+def test_the_card_of_the_best_step_says_among_which_steps_it_is_best(run):
+    texts = ["Lowest eval/loss", "0.3", "at step 50, of 8 saved"]
+    assert _card(_report.page(gather(run)), "best") == ("card main", texts)
+    keep = [BestN(1, "eval/accuracy", "max")]
+    texts = ["Highest eval/accuracy", "0.85", "at step 50, of 8 saved"]
+    assert _card(_report.page(gather(run, keep=keep)), "best")[1] == texts
+    keep = [BestN(1, "eval/loss", "max")]  # the highest were deleted
+    texts = ["Highest eval/loss", "0.6", "at step 40, of 6 that exist"]
+    assert _card(_report.page(gather(run, keep=keep)), "best")[1] == texts
+
+
+def test_the_card_of_the_best_step_says_that_it_is_damaged(run):
+    damage(run / "50")
+    kind, texts = _card(_report.page(gather(run)), "best")
+    assert kind == "card bad"
+    assert texts[1:] == [
+        "0.3",
+        "at step 50, which is damaged; next is step 20 with 0.4",
+    ]
+    for step in LASTS:
+        damage(run / str(step))
+    page = _report.page(gather(run))
+    _, texts = _card(page, "best")
+    assert texts[2] == "at step 50, which is damaged; no other step has a value"
+    kind, texts = _card(page, "newest")
+    assert kind == "card bad"
+    assert re.search('data-card="newest".*</time>, damaged<', page)
+
+
+def test_the_best_step_has_a_row_among_thousands(run):
+    found = gather(run)
+    steps = [*found.history, *(SavedStep(n) for n in range(1000, 3000))]
+    many = dataclasses.replace(found, history=tuple(steps))
+    rows = Elements(_report.page(many)).with_data("data-step", "id")
+    assert "step-50" in {row["id"] for row in rows}
+    assert len(rows) == len({row["id"] for row in rows}) == 1000
 
 
 def test_nothing_is_green_that_was_not_looked_at(tmp_path):

@@ -226,6 +226,18 @@ def test_sections_fold_and_links_unfold_them(show, report):  # noqa: F811
     assert visible(opened, "#saves .plot") != []
 
 
+def test_the_card_of_the_best_step_leads_to_its_row(show, report):  # noqa: F811
+    opened = show(report)
+    opened.page.click("#steps > details > summary")
+    assert visible(opened, "#step-50") == []
+    opened.page.click("[data-card=best]")
+    [row] = visible(opened, "#step-50")
+    assert row.get_attribute("data-step") == "50"
+    top = row.bounding_box()["y"]
+    assert 0 <= top < opened.page.viewport_size["height"]
+    assert opened.page.query_selector("tr:target") is not None
+
+
 def test_fragments_that_are_inserted_later_are_alive(show, report):  # noqa: F811
     opened = show(report)
     opened.page.evaluate(
