@@ -16,7 +16,8 @@ too:
 | `charts.small` | a line or a histogram in a cell |
 | `assets.style`, `assets.script`, `assets.policy` | what a page needs once, and the policy that allows it |
 
-No component has inline styles, handlers or identifiers of its own except sections. The
+No component has inline styles, handlers or identifiers of its own except sections
+and the rows of steps. The
 script handles events on the document, so that markup inserted later works, too. These
 are its marks, which pages may set on other elements as well:
 
@@ -29,7 +30,7 @@ are its marks, which pages may set on other elements as well:
 | `tr[data-step]` | a pointer on the row shows the step in all plots |
 | `button[data-action=log]` | switches its `figure` to `.log` axes |
 | `th > button.sort` | sorts the rows by `td[data-v]`, or by the text |
-| `input[data-search]` | hides the `tbody tr` and `[data-leaf]` of its `data-scope` that lack a word, in their text and `data-path`; unfolds `[data-branch] > details`; counts in `output.found` |
+| `input[data-search]` | hides the `tbody tr` and `[data-leaf]` of its `data-scope` that lack a word, in their text outside of closed folds and `data-path` (whole numbers match whole numbers); unfolds `[data-branch] > details`; counts in `output.found` |
 | `button[data-action=fold]`, `unfold` | all `[data-branch]` of the `data-scope` |
 | `.control` | is visible only while the script runs, which marks the page with `html.live` |
 """  # noqa: E501

@@ -23,7 +23,7 @@ def card(
         value: The figure.
         detail: A phrase below the figure.
         kind: `good`, `bad` or `main`; None for plain.
-        link: The section that explains the figure.
+        link: The identifier of the section or row that explains the figure.
         **data: HTML attributes of the card.
     """
     return html.element(

@@ -84,6 +84,7 @@ class MetricValue(NamedTuple):
         best: `best` or `among the best` by a policy; without a policy for the metric,
             `lowest` or `highest`; None for other values.
         is_deleted: True if the step was deleted since.
+        mode: The mode of the policy for which the value is `best`; None for others.
     """
 
     step: int
@@ -91,6 +92,7 @@ class MetricValue(NamedTuple):
     stays: bool
     best: str | None
     is_deleted: bool = False
+    mode: Literal["min", "max"] | None = None
 
 
 class Part(NamedTuple):
@@ -141,6 +143,7 @@ class ChangedLeaf(NamedTuple):
         what: The difference, as `LeafDiff.kind`; or `only in` a step.
         shown: The type, or both types.
         different: The number of different elements.
+        elements: The number of all elements, where some differ.
         max_abs: The largest difference of two elements.
         rel_norm: The norm of the difference relative to the norm of the first leaf.
     """
@@ -150,6 +153,7 @@ class ChangedLeaf(NamedTuple):
     what: str
     shown: str
     different: int
+    elements: int
     max_abs: float
     rel_norm: float
 
@@ -160,7 +164,7 @@ class Change(NamedTuple):
     Attributes:
         step_a: The first step.
         step_b: The second step.
-        leaves: The leaves that differ, the largest changes first.
+        leaves: The leaves that differ, the largest changes of each part first.
         equal: The number of equal leaves.
         equal_in: Group -> the number of its equal leaves; the optimizer comes last.
         bytes_compared: Size of the values of one step.

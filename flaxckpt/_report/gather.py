@@ -13,9 +13,9 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from flaxckpt import _inspect, _run, _steps, _storage, errors
+from flaxckpt import _arrays, _inspect, _run, _steps, _storage, errors
 from flaxckpt._inspect.diff import CheckpointDiff
 from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Listing, Step
@@ -37,6 +37,7 @@ from flaxckpt._report.data import (
     TreeRow,
 )
 from flaxckpt._run.disk_usage import Subtree
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._steps.event import Event
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt._util import humanize
@@ -158,7 +159,7 @@ def _read_metadata(
             metadata = _locate.read_metadata(path)
         except _UNREADABLE as error:
             notes["sizes"] = (
-                f"The newest step cannot be read: {_steps.event.first_lines(error, 1)}"
+                f"The newest step cannot be read: {integrity.explain(error)}"
             )
         else:
             del notes["sizes"]
@@ -209,7 +210,9 @@ def _metrics(
         values = {n: known[n][name] for n in sorted(known) if name in known[n]}
         current = {n: value for n, value in values.items() if n in existing}
         deciding = [policy for policy in bests if policy.metric == name]
-        labels = _best(steps, current, deciding) if deciding else _extremes(values)
+        labels, modes = _best(steps, current, deciding)
+        if not deciding:
+            labels = _extremes(values)
         series[name] = tuple(
             MetricValue(
                 n,
@@ -217,6 +220,7 @@ def _metrics(
                 n in existing and bool(existing[n].why),
                 labels.get(n),
                 n not in existing,
+                modes.get(n),
             )
             for n, value in values.items()
         )
@@ -225,9 +229,14 @@ def _metrics(
 
 def _best(
     steps: Sequence[Step], values: Mapping[int, float], keep: Sequence[BestN]
-) -> Mapping[int, str]:
-    """Labels the steps that policies keep as best, and the best of each policy."""
+) -> tuple[Mapping[int, str], Mapping[int, Literal["min", "max"]]]:
+    """Labels the steps that policies keep as best, and the best of each policy.
+
+    Returns:
+        Step -> the label, and step -> the mode of the policy.
+    """
     labels: dict[int, str] = {}
+    modes: dict[int, Literal["min", "max"]] = {}
     for policy in keep:
         kept = [s.step for s in steps if s.step in values and str(policy) in s.why]
         labels = (
@@ -235,8 +244,10 @@ def _best(
         )
         if kept:
             sign = 1 if policy.mode == "max" else -1
-            labels[max(labels, key=lambda s: (sign * values[s], s))] = "best"
-    return labels
+            best = max(labels, key=lambda s: (sign * values[s], s))
+            labels[best] = "best"
+            modes[best] = policy.mode
+    return labels, modes
 
 
 def _extremes(values: Mapping[int, float]) -> Mapping[int, str]:
@@ -285,9 +296,7 @@ def _compare_steps(
         is_damaged = isinstance(error, errors.DamagedCheckpointError)
         if is_requested and not is_damaged:
             raise
-        notes["change"] = (
-            f"The steps could not be compared: {_steps.event.first_lines(error, 1)}"
-        )
+        notes["change"] = f"The steps could not be compared: {integrity.explain(error)}"
         return None
 
 
@@ -361,6 +370,7 @@ def _changed_leaves(
                 leaf.kind,
                 shown,
                 leaf.different,
+                _elements(leaf.a) if leaf.different else 0,
                 leaf.max_abs,
                 leaf.rel_norm,
             )
@@ -368,11 +378,18 @@ def _changed_leaves(
     for name, paths in zip(names, (diff.only_in_a, diff.only_in_b), strict=True):
         rows += [
             ChangedLeaf(
-                path, _group(path, repeated), f"only in {name}", "", 0, 0.0, 0.0
+                path, _group(path, repeated), f"only in {name}", "", 0, 0, 0.0, 0.0
             )
             for path in paths
         ]
     return tuple(rows)
+
+
+def _elements(info: LeafInfo) -> int:
+    """Returns the number of elements that a comparison counts."""
+    if info.kind == "string":
+        return 1
+    return math.prod(_arrays.forms.stored_form(info)[0])
 
 
 def _group(path: LeafPath, repeated: Sequence[copies.Copy]) -> str:
@@ -430,7 +447,7 @@ def _dataset_positions(
         except _UNREADABLE as error:
             of = "" if step.step is None else f" of step {step.step}"
             notes["dataset"] = (
-                f"The state{of} cannot be read: {_steps.event.first_lines(error, 1)}"
+                f"The state{of} cannot be read: {integrity.explain(error)}"
             )
     found = tuple(position for position in positions if position is not None)
     if found and len(steps) > most:

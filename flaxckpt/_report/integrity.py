@@ -66,7 +66,7 @@ def _check(step: Step, is_new: bool) -> Integrity:
     except (errors.CheckpointError, OSError) as error:
         if is_ours or isinstance(error, errors.DamagedCheckpointError | OSError):
             return _of_error(step, error)
-        return Integrity(step.step, "unknown", _steps.event.first_lines(error, 1), 0)
+        return Integrity(step.step, "unknown", explain(error), 0)
     if is_ours:
         return Integrity(
             step.step, "whole", "all files exist, with the recorded sizes", 0
@@ -79,7 +79,13 @@ def _of_error(step: Step, error: Exception) -> Integrity:
     if not _storage.of(path).exists(path):
         return Integrity(step.step, "unknown", "deleted in the meantime", 0)
     state: State = "unread" if _storage.permissions.is_unread(error) else "damaged"
-    return Integrity(step.step, state, _steps.event.first_lines(error, 1), 0)
+    return Integrity(step.step, state, explain(error), 0)
+
+
+def explain(error: Exception) -> str:
+    """Returns the message of an error as one line, with the files that it lists."""
+    head, *rows = _steps.event.first_lines(error, 2 + errors.ROWS_SHOWN).splitlines()
+    return " ".join(filter(None, (head, "; ".join(map(str.strip, rows)))))
 
 
 def _verify(step: Step) -> Integrity:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from flaxckpt._report import (
@@ -16,7 +16,7 @@ from flaxckpt._report import (
     section_steps,
 )
 from flaxckpt._report.cards import card, cards
-from flaxckpt._report.data import Report
+from flaxckpt._report.data import MetricValue, Report
 from flaxckpt._report.section import Section
 from flaxckpt._util import html, humanize
 
@@ -167,13 +167,15 @@ def _newest(report: Report) -> html.Markup | None:
         size = f"{humanize.count(report.leaves, 'leaf', 'leaves')}"
         value = humanize.size(report.total_bytes)
         return card("newest", "Arrays", value, size, data_value=report.total_bytes)
-    saved = html.join(("saved ", html.moment(newest.created)))
+    fault = _faults(report).get(newest.step)
+    saved = ["saved ", html.moment(newest.created), f", {fault}" if fault else ""]
     return card(
         "newest",
         "Newest step",
         f"{newest.step:,}",
-        saved,
-        link="steps",
+        html.join(saved),
+        "bad" if fault else None,
+        link=section_steps.row_name(newest.step),
         data_value=newest.step,
     )
 
@@ -182,31 +184,68 @@ def _best(report: Report) -> html.Markup | None:
     for name, points in report.metrics.items():
         best = [point for point in points if point.best == "best"]
         if best:
-            point = best[-1]
-            return card(
-                "best",
-                f"Best {name}",
-                humanize.number(point.value),
-                f"at step {point.step:,}",
-                "main",
-                link="metrics",
-                data_value=point.value,
-                data_step=point.step,
-            )
+            return _best_card(report, name, points, best[-1])
     for name, points in report.metrics.items():
-        point = points[-1]
-        if math.isfinite(point.value):
-            return card(
-                "last-metric",
-                f"Last {name}",
-                humanize.number(point.value),
-                f"at step {point.step:,}",
-                "main",
-                link="metrics",
-                data_value=point.value,
-                data_step=point.step,
-            )
+        if math.isfinite(points[-1].value):
+            detail = _at_step(report, points[-1])
+            return _metric_card("last-metric", f"Last {name}", points[-1], detail)
     return None
+
+
+def _best_card(
+    report: Report, name: str, points: Sequence[MetricValue], best: MetricValue
+) -> html.Markup:
+    """Returns the card of the best step, with another one if it cannot be used."""
+    sign = 1 if best.mode == "max" else -1
+    finite = [point for point in points if math.isfinite(point.value)]
+    faults = _faults(report)
+    there = [point for point in finite if not point.is_deleted]
+    good = [point for point in there if point.step not in faults]
+    detail = _at_step(report, best)
+    if best.step in faults:
+        detail += "; no other step has a value"
+        if good:
+            next_best = max(good, key=lambda point: (sign * point.value, point.step))
+            value = humanize.number(next_best.value)
+            detail = f"{_at_step(report, best)}; next is step {next_best.step:,}"
+            detail += f" with {value}"
+    elif any(sign * point.value > sign * best.value for point in finite):
+        detail += f", of {len(there):,} that exist"
+    else:
+        detail += f", of {len(finite):,} saved"
+    title = f"{'Highest' if best.mode == 'max' else 'Lowest'} {name}"
+    kind = "bad" if best.step in faults else "main"
+    return _metric_card("best", title, best, detail, kind)
+
+
+def _metric_card(
+    card_name: str, title: str, point: MetricValue, detail: str, kind: str = "main"
+) -> html.Markup:
+    return card(
+        card_name,
+        title,
+        humanize.number(point.value),
+        detail,
+        kind,
+        link=section_steps.row_name(point.step),
+        data_value=point.value,
+        data_step=point.step,
+    )
+
+
+def _at_step(report: Report, point: MetricValue) -> str:
+    """Returns the place of a value, with the state of a step that cannot be read."""
+    fault = _faults(report).get(point.step)
+    return f"at step {point.step:,}" + (f", which is {fault}" if fault else "")
+
+
+def _faults(report: Report) -> Mapping[int | None, str]:
+    """Returns the steps that cannot be used -> their state."""
+    return {
+        check.step: "damaged" if check.state == "damaged" else "not readable"
+        for check in report.integrity
+        if check.is_bad
+    }
 
 
 def _disk(report: Report) -> html.Markup:

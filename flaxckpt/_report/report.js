@@ -227,6 +227,22 @@
 
   // ---- search and folds -------------------------------------------------------------
 
+  // Returns the texts in a node with spaces between them, without closed folds.
+  function textOf(node) {
+    if (node.nodeType === Node.TEXT_NODE) return node.data;
+    const isClosed = node.localName === "details" && !node.open;
+    const parts = isClosed ? node.querySelectorAll("summary") : node.childNodes;
+    return Array.from(parts, textOf).join(" ");
+  }
+
+  // A whole number is found only as such: 100 is not in 310 or 1000, nor in 0.100.
+  function hasWords(text, words) {
+    const numbers = text.match(/\d+(?:\.\d+)*/g) ?? [];
+    return words.every((word) => (
+      /^\d+$/.test(word) ? numbers.includes(word) : text.includes(word)
+    ));
+  }
+
   // Hides the rows and leaves that lack a word of the search; opens what has the others.
   function search(input) {
     const scope = input.closest("[data-scope]");
@@ -234,8 +250,8 @@
     let found = 0;
     let all = 0;
     for (const entry of scope.querySelectorAll("tbody tr, [data-leaf]")) {
-      const text = (entry.dataset.path ?? "") + " " + entry.textContent;
-      const fits = words.every((word) => text.toLowerCase().includes(word));
+      const text = `${entry.dataset.path ?? ""} ${textOf(entry)}`.toLowerCase();
+      const fits = hasWords(text, words);
       entry.hidden = !fits;
       found += fits;
       all += 1;
@@ -282,11 +298,14 @@
     if (link) unfoldTarget(link.hash);
   });
 
-  // A link to a folded section opens the section.
+  // A link to a folded section, or to a row in one, opens the section.
   function unfoldTarget(hash) {
     const target = document.getElementById(decodeURIComponent(hash.slice(1)));
-    const folded = target?.querySelector(":scope > details");
-    if (folded) folded.open = true;
+    if (target) target.hidden = false;
+    let at = target?.querySelector(":scope > details") ?? target;
+    for (; at; at = at.parentElement) {
+      if (at.localName === "details") at.open = true;
+    }
   }
 
   if (location.hash) unfoldTarget(location.hash);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import shlex
 from collections.abc import Mapping, Sequence
 
 from flaxckpt._report import section, tables
@@ -105,9 +106,12 @@ def integrity(report: Report) -> Section | None:
     parts = [f"{counts[state]:,} {name}" for state, name in _NAMES.items()]
     found = [part for part, state in zip(parts, _NAMES, strict=True) if counts[state]]
     what = humanize.count(total, "step") if report.is_run else "1 checkpoint"
-    summary = f"{looked:,} of {what} looked at: {', '.join(found)}."
+    summary: object = f"{looked:,} of {what} looked at: {', '.join(found)}."
     if not counts["verified"]:
-        summary += " No array was read: --verify reads every byte."
+        command = html.element("code", _verify_command(report), class_="command")
+        summary = html.join(
+            (summary, " No array was read: ", command, " reads every byte.")
+        )
     columns = [
         tables.Column("steps", is_number=True),
         tables.Column("count", is_number=True),
@@ -121,6 +125,12 @@ def integrity(report: Report) -> Section | None:
     body = [_state_bar(ranges)] if total > 1 else []
     body.append(tables.table("Neighbouring steps in the same state", columns, shown))
     return Section("integrity", "Integrity", summary, body)
+
+
+def _verify_command(report: Report) -> str:
+    """Returns the command that reads every byte of the checkpoints."""
+    option = " --all" if report.is_run else ""
+    return f"flaxckpt verify {shlex.quote(report.path)}{option}"
 
 
 def _ranges(checks: Sequence[Integrity]) -> list[list[Integrity]]:

@@ -200,7 +200,8 @@ def _changed_group(name: str, leaves: Sequence[ChangedLeaf], equal: int) -> html
     text += " changed"
     if norms:
         text += (
-            f", by {max(norms):.3g} at most, {statistics.median(norms):.3g} at median"
+            f"; relative change {max(norms):.3g} at most,"
+            f" {statistics.median(norms):.3g} at median"
         )
     heading = [html.element("strong", name), html.element("span", text, class_="facts")]
     if not leaves:
@@ -223,8 +224,8 @@ def _changed_group(name: str, leaves: Sequence[ChangedLeaf], equal: int) -> html
 _CHANGE_COLUMNS = [
     tables.Column("leaf"),
     tables.Column("relative change", is_number=True),
-    tables.Column("at most", is_number=True),
-    tables.Column("elements", is_number=True),
+    tables.Column("largest difference", is_number=True),
+    tables.Column("changed elements", is_number=True),
     tables.Column("type"),
 ]
 
@@ -250,7 +251,7 @@ def _change_row(leaf: ChangedLeaf, largest: float) -> tables.Row:
         name,
         tables.Cell(shown, leaf.rel_norm),
         tables.Cell(f"{leaf.max_abs:.3g}", leaf.max_abs),
-        f"{leaf.different:,}",
+        tables.Cell(f"{leaf.different:,} of {leaf.elements:,}", leaf.different),
         leaf.shown,
     ]
     return tables.Row(cells, data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Step
@@ -154,10 +154,14 @@ def _table(
     ]
     rows = []
     bad = {check.step for check in report.integrity if check.is_bad}
-    for saved in _shown(report.history, most):
+    best = {number for number, step in existing.items() if "best" in step.marks}
+    known = {saved.step: saved.metrics for saved in report.history}
+    for saved in _shown(report.history, most, best):
         step = existing.get(saved.step)
+        verdicts = report.verdicts.get(saved.step, ())
+        lines = [_verdict(verdict, saved, known) for verdict in verdicts]
         rows.append(
-            _deleted_row(saved, report.verdicts.get(saved.step, ()), names)
+            _deleted_row(saved, lines, names)
             if step is None
             else _step_row(report, step, saved, names, is_bad=saved.step in bad)
         )
@@ -169,9 +173,14 @@ def _table(
     return parts
 
 
-def _shown(history: Sequence[SavedStep], most: int) -> list[SavedStep]:
-    """Returns the steps to list, the newest first; existing before deleted ones."""
-    ranked = sorted(history, key=lambda s: (not s.exists, -s.step))
+def _shown(
+    history: Sequence[SavedStep], most: int, best: Collection[int]
+) -> list[SavedStep]:
+    """Returns the steps to list, the newest first.
+
+    Of too many, the best steps stay, and existing before deleted ones.
+    """
+    ranked = sorted(history, key=lambda s: (s.step not in best, not s.exists, -s.step))
     return sorted(ranked[:most], key=lambda s: -s.step)
 
 
@@ -196,6 +205,7 @@ def _step_row(
         step.format if len(report.formats) > 1 else "",
     ]
     data: dict[str, object] = {
+        "id": row_name(saved.step),
         "data_step": step.step,
         "data_bytes": step.bytes,
         "data_why": "; ".join(step.why) or None,
@@ -206,7 +216,7 @@ def _step_row(
 
 
 def _deleted_row(
-    saved: SavedStep, verdicts: Sequence[Verdict], names: Sequence[str]
+    saved: SavedStep, verdicts: Sequence[html.Markup], names: Sequence[str]
 ) -> tables.Row:
     when = humanize.when(saved.deleted) if math.isfinite(saved.deleted or 0) else ""
     why = ", ".join(filter(None, (saved.reason or "not recorded", when)))
@@ -214,7 +224,7 @@ def _deleted_row(
         str(saved.step),
         *_metric_cells(saved.metrics, names),
         _mark("deleted"),
-        _folded(why, [_verdict(verdict) for verdict in verdicts]),
+        _folded(why, verdicts),
         _moment(saved.saved),
         _size(saved.bytes),
         _secs(saved.blocked_secs),
@@ -222,12 +232,18 @@ def _deleted_row(
         "",
     ]
     data: dict[str, object] = {
+        "id": row_name(saved.step),
         "data_step": saved.step,
         "data_deleted": saved.reason or "yes",
         "data_blocked": saved.blocked_secs,
         "data_total": saved.total_secs,
     }
     return tables.Row(cells, data, "deleted")
+
+
+def row_name(step: int) -> str:
+    """Returns the identifier of a step's row, for links."""
+    return f"step-{step}"
 
 
 def _mark(name: str) -> html.Markup:
@@ -240,13 +256,36 @@ def _folded(text: str, lines: Sequence[html.Markup]) -> object:
     return html.element("details", html.element("summary", text), *lines)
 
 
-def _verdict(verdict: Verdict) -> html.Markup:
-    """Returns a line with the steps that a policy kept instead."""
-    shown = ", ".join(f"{step:,}" for step in verdict.kept) or "none"
-    if len(verdict.kept) > _MOST_KEPT:
-        first, last = verdict.kept[0], verdict.kept[-1]
-        shown = f"{len(verdict.kept)} steps from {first:,} to {last:,}"
-    return html.element("div", f"{verdict.policy} kept {shown}")
+def _verdict(
+    verdict: Verdict, step: SavedStep, metrics: Mapping[int, Mapping[str, float]]
+) -> html.Markup:
+    """Returns a line with the steps that a policy kept instead of `step`.
+
+    Args:
+        verdict: The choice of the policy.
+        step: The deleted step.
+        metrics: Step -> its metrics, of all steps.
+    """
+    kept = verdict.kept
+    values = [metrics.get(number, {}).get(verdict.metric or "") for number in kept]
+    if len(kept) > _MOST_KEPT:
+        shown = f"{len(kept)} steps from {kept[0]:,} to {kept[-1]:,}"
+        finite = [value for value in values if value is not None]
+        if finite:
+            ends = humanize.number(min(finite)), humanize.number(max(finite))
+            shown += f" ({ends[0]} to {ends[1]})"
+    else:
+        each = zip(kept, values, strict=True)
+        shown = ", ".join(
+            f"{n:,}" if value is None else f"{n:,} ({humanize.number(value)})"
+            for n, value in each
+        )
+    text = f"{verdict.policy} kept {shown or 'none'}"
+    if verdict.metric is not None:
+        own = step.metrics.get(verdict.metric)
+        value = "none" if own is None else humanize.number(own)
+        text += f"; step {step.step:,} had {value}"
+    return html.element("div", text)
 
 
 def _metric_cells(values: Mapping[str, float], names: Sequence[str]) -> list[str]:

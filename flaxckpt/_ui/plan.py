@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 
 from flaxckpt import _checkpoint, _inspect, _report
@@ -38,7 +39,9 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     result = html.element(
         "div",
         frame.message(
-            "Shows what a restore would do to each leaf, and reads no array."
+            "Shows what a restore would do to each leaf, and reads no array.\n"
+            "To plan a restore into a state that is not in the list, start the page"
+            f" with it: {_command(workspace)}"
         ),
         id="result",
         aria_live="polite",
@@ -59,6 +62,13 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         place=place,
         view="/plan",
     )
+
+
+def _command(workspace: Workspace) -> str:
+    """Returns the command that adds a checkpoint to the list of targets."""
+    opened = shlex.quote(str(workspace.places.root))
+    others = "".join(f" --against {shlex.quote(n)}" for n in workspace.places.others)
+    return f"flaxckpt ui {opened}{others} --against PATH"
 
 
 def result(workspace: Workspace, query: Query) -> html.Markup:

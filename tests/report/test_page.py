@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 import flaxckpt
 from examples import report as examples_report
 from flaxckpt import _report, errors
+from flaxckpt._inspect.history import SavedStep
 from flaxckpt._report.data import MetricValue
 from flaxckpt._run import disk_usage as run_disk_usage
 from flaxckpt._state.leaf import LeafInfo
@@ -127,6 +129,8 @@ def test_policies_are_those_that_the_run_recorded(run):
     }
     text = _text(_report.page(found))
     assert "LatestN(3) kept 40, 50, 60" in text
+    best = "BestN(2, 'eval/loss', 'min') kept 20 (0.4), 50 (0.3); step 30 had 0.7"
+    assert best in text
 
 
 def test_without_policies_nothing_is_called_the_best(run):
@@ -178,11 +182,29 @@ def test_changes_are_those_of_diff_the_largest_first(run):
     assert {leaf.path: leaf.rel_norm for leaf in found.leaves} == {
         path: leaf.rel_norm for path, leaf in truth.changed.items()
     }
-    norms = [leaf.rel_norm for leaf in found.leaves]
-    assert norms == pytest.approx(sorted(norms, reverse=True))
+    for group in found.equal_in:
+        norms = [leaf.rel_norm for leaf in found.leaves if leaf.group == group]
+        assert norms == sorted(norms, reverse=True)
     [head] = [leaf for leaf in found.leaves if leaf.path == "params/head"]
     assert head.rel_norm == pytest.approx(10 / 70)
     assert found.equal == len(truth.same)
+    assert (head.different, head.elements) == (48, 48)
+
+
+def test_changed_elements_are_counted_among_all(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as saved:
+        for step in (1, 2):
+            w = np.arange(16.0)
+            w[: 11 * (step - 1)] += 1
+            state = {"w": w, "name": f"s{step}", "key": jax.random.key(step)}
+            saved.save(step, state)
+    found = gather(tmp_path / "run")
+    counts = {leaf.path: leaf[4:6] for leaf in found.change.leaves}
+    assert counts == {"w": (11, 16), "name": (1, 1), "key": (1, 2)}
+    text = _text(_report.page(found))
+    assert "11 of 16" in text
+    assert "relative change" in text
+    assert "largest difference" in text
 
 
 def test_steps_to_compare_may_be_chosen(run):
@@ -254,16 +276,84 @@ def test_by_default_files_and_sizes_are_looked_at(run):
     assert [e.step for e in found.integrity if e.state == "damaged"] == [50]
 
 
-def _card(page):
-    """Returns the class and the texts of the integrity card."""
+def test_damage_is_told_with_its_files(tmp_path):
+    state = {"w": np.zeros((300, 300)), "b": np.zeros((300, 300))}
+    layout = flaxckpt.ArrayLayout(chunk_bytes=2**18, store="files")
+    flaxckpt.save(tmp_path / "one", state, layout=layout)
+    lost = sorted((tmp_path / "one" / "state" / "w").glob("c.*"))
+    assert len(lost) == 3
+    for file in lost[:2]:
+        file.unlink()
+    found = gather(tmp_path / "one")
+    [check] = found.integrity
+    assert check.state == "damaged"
+    names = [f"{file.name}: wanted" for file in lost[:2]]
+    assert re.search(
+        "incomplete; restore another step: {}.*found none; {}.*found none$".format(
+            *map(re.escape, names)
+        ),
+        check.detail,
+    )
+    assert check.detail in _text(_report.page(found))
+
+
+def test_the_command_that_reads_every_byte_is_whole(run):
+    assert f"flaxckpt verify {run} --all reads every byte" in _text(
+        _report.page(gather(run))
+    )
+    text = _text(_report.page(gather(run / "80")))
+    assert f"flaxckpt verify {run / '80'} reads every byte" in text
+    spaced = run.rename(run.with_name("a run"))
+    text = _text(_report.page(gather(spaced)))
+    assert f"flaxckpt verify '{spaced}' --all reads every byte" in text
+    assert "No array was read" not in _text(_report.page(gather(spaced, verify=True)))
+
+
+def _card(page, name="integrity"):
+    """Returns the class and the texts of a card."""
     elements = Elements(page).found
     at = next(
-        n for n, (_, given, _) in enumerate(elements) if given.get("data-card") == CARD
+        n for n, (_, given, _) in enumerate(elements) if given.get("data-card") == name
     )
     return elements[at][1]["class"], [text for _, _, text in elements[at + 1 : at + 4]]
 
 
-CARD = "integrity"
+def test_the_card_of_the_best_step_says_among_which_steps_it_is_best(run):
+    texts = ["Lowest eval/loss", "0.3", "at step 50, of 8 saved"]
+    assert _card(_report.page(gather(run)), "best") == ("card main", texts)
+    keep = [BestN(1, "eval/accuracy", "max")]
+    texts = ["Highest eval/accuracy", "0.85", "at step 50, of 8 saved"]
+    assert _card(_report.page(gather(run, keep=keep)), "best")[1] == texts
+    keep = [BestN(1, "eval/loss", "max")]  # the highest were deleted
+    texts = ["Highest eval/loss", "0.6", "at step 40, of 6 that exist"]
+    assert _card(_report.page(gather(run, keep=keep)), "best")[1] == texts
+
+
+def test_the_card_of_the_best_step_says_that_it_is_damaged(run):
+    damage(run / "50")
+    kind, texts = _card(_report.page(gather(run)), "best")
+    assert kind == "card bad"
+    assert texts[1:] == [
+        "0.3",
+        "at step 50, which is damaged; next is step 20 with 0.4",
+    ]
+    for step in LASTS:
+        damage(run / str(step))
+    page = _report.page(gather(run))
+    _, texts = _card(page, "best")
+    assert texts[2] == "at step 50, which is damaged; no other step has a value"
+    kind, texts = _card(page, "newest")
+    assert kind == "card bad"
+    assert re.search('data-card="newest".*</time>, damaged<', page)
+
+
+def test_the_best_step_has_a_row_among_thousands(run):
+    found = gather(run)
+    steps = [*found.history, *(SavedStep(n) for n in range(1000, 3000))]
+    many = dataclasses.replace(found, history=tuple(steps))
+    rows = Elements(_report.page(many)).with_data("data-step", "id")
+    assert "step-50" in {row["id"] for row in rows}
+    assert len(rows) == len({row["id"] for row in rows}) == 1000
 
 
 def test_nothing_is_green_that_was_not_looked_at(tmp_path):

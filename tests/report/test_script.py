@@ -1,6 +1,7 @@
 """The script of the page in a real browser: values, log axes, sorting, search."""
 
 import dataclasses
+import math
 import re
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import _report
+from flaxckpt._inspect.history import SavedStep
 from tests.helpers.report_runs import LASTS, LOSSES
 from tests.report.test_browser import browser, report, show  # noqa: F401
 
@@ -194,12 +196,46 @@ def test_rows_of_a_long_table_are_searched(show, report):  # noqa: F811
     ]
 
 
+def test_a_search_finds_whole_numbers_and_no_folded_texts(show, report):  # noqa: F811
+    many = tuple(
+        SavedStep(n, deleted=math.nan, reason="no policy keeps it")
+        for n in range(0, 1100, 10)
+    )
+    opened = show(dataclasses.replace(report, history=many, steps=()))
+
+    def found(text):
+        opened.page.fill("#steps [data-search]", text)
+        rows = opened.data("#steps tbody tr:not([hidden])")
+        return [int(row["step"]) for row in rows]
+
+    assert found("100") == [100]
+    assert found("20") == [20]
+    assert found("LatestN") == []
+    found("")
+    opened.page.click("#steps tr[data-step='30'] summary")
+    assert found("20") == [30, 20]
+    assert found("LatestN(3)") == [30]
+    assert opened.messages == []
+
+
 def test_sections_fold_and_links_unfold_them(show, report):  # noqa: F811
     opened = show(report)
     opened.page.click("#saves > details > summary")
     assert visible(opened, "#saves .plot") == []
     opened.page.click("nav a[href='#saves']")
     assert visible(opened, "#saves .plot") != []
+
+
+def test_the_card_of_the_best_step_leads_to_its_row(show, report):  # noqa: F811
+    opened = show(report)
+    opened.page.click("#steps > details > summary")
+    assert visible(opened, "#step-50") == []
+    opened.page.click("[data-card=best]")
+    [row] = visible(opened, "#step-50")
+    assert row.get_attribute("data-step") == "50"
+    top = row.bounding_box()["y"]
+    assert 0 <= top < opened.page.viewport_size["height"]
+    assert opened.page.query_selector("tr:target") is not None
 
 
 def test_fragments_that_are_inserted_later_are_alive(show, report):  # noqa: F811

@@ -209,6 +209,15 @@ def test_a_plan_is_that_of_the_restore(made, open_page):
     assert "would succeed" in shown
 
 
+def test_the_view_of_plans_says_how_to_add_a_checkpoint(made, open_page):
+    space = open_page(made / "run")
+    shown = html.unescape(ask(plan.page, space, run="run"))
+    assert f"flaxckpt ui {made / 'run'} --against PATH" in shown
+    space = open_page(made / "run", [made / "source"])
+    shown = html.unescape(ask(plan.page, space, run="run"))
+    assert f"--against {made / 'source'} --against PATH" in shown
+
+
 def test_a_directory_of_runs_has_their_metrics_and_a_row_for_each(made, open_page):
     space = open_page(made)
     assert set(space.places.runs) == {"run", "source"}
