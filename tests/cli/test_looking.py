@@ -4,7 +4,9 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 
@@ -348,9 +350,24 @@ def test_plan_into_an_equal_state_is_0(here, command):
 def test_plan_into_what_does_not_fit_is_1(here, command):
     lines = command.text("plan", "orbax", "run", code=1)
     assert any("conflict" in line for line in lines)
-    assert lines[-1] == "8 leaves cannot be restored"
     found = command.json("plan", "orbax", "run", code=1)
-    assert len(found["problems"]) == 8
+    assert lines[-2:] == ["3 leaves cannot be restored", found["advice"]]
+    assert len(found["problems"]) == 3
+
+
+def test_plan_into_a_renamed_model_says_how_to_rename(here, command):
+    layer = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}
+    for name in ("old", "new"):
+        params = {name: layer}
+        optimizer = optax.adam(1e-3).init(params)
+        flaxckpt.save(name, {"params": params, "opt_state": optimizer})
+    lines = command.text("plan", "old", "new", code=1)
+    assert lines[-2:] == [
+        "2 leaves cannot be restored",
+        r'Pass transforms=[rename(r"params/old/(.*)", r"params/new/\1")].',
+    ]
+    found = command.json("plan", "old", "new", code=1)
+    assert found["leaves"]["opt_state/0/mu/new/kernel"]["actions"] == ["init"]
 
 
 def test_plan_into_what_show_printed(here, command):
