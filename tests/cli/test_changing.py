@@ -63,9 +63,21 @@ def test_explain_and_ls_use_the_policies_that_the_run_has_recorded(here, command
     assert deleted.endswith(": no policy keeps it")
     assert latest == "  LatestN(2) kept 4, 5"
     assert best == "  BestN(1, 'loss', 'min') kept 2 (0.3); step 3 had 0.5"
-    assert command.text("explain", "own", 2)[1] == "kept by BestN(1, 'loss', 'min')"
+    assert command.text("explain", "own", 2)[1:] == [
+        "kept by BestN(1, 'loss', 'min')",
+        "  lowest loss: 0.3, of 5 saved; next is step 3 with 0.5",
+    ]
+    highest = command.text("explain", "own", 5, "-k", "best:2:loss:max")[1:]
+    assert highest == [
+        "kept by newest, BestN(2, 'loss', 'max')",
+        "  loss: 0.7, number 2 from the highest of 5 saved; next is step 4 with 0.6",
+    ]
+    [found] = command.json("explain", "own", 2)["rankings"]
+    assert (found["place"], found["next"], found["next_value"]) == (1, 3, 0.5)
     assert command.json("explain", "own", 3)["verdicts"][0]["kept"] == [4, 5]
-    assert "never had one" in command.refuses("explain", "own", 6)
+    refused = command.refuses("explain", "own", 6)
+    assert "never had one" in refused
+    assert "the nearest steps are 4, 5" in refused
     assert command.text("prune", "own")[-1] == "nothing to delete"
 
 
