@@ -5,8 +5,10 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import flaxckpt
+from flaxckpt import errors
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
@@ -79,6 +81,20 @@ def test_explain_and_ls_use_the_policies_that_the_run_has_recorded(here, command
     assert "never had one" in refused
     assert "the nearest steps are 4, 5" in refused
     assert command.text("prune", "own")[-1] == "nothing to delete"
+
+
+def test_a_deleted_step_is_said_to_be_deleted(here, command):
+    with flaxckpt.Checkpointer("own run", keep=[LatestN(2)]) as run:
+        for step in (1, 2, 3):
+            run.save(step, {"n": step}).wait()
+        with pytest.raises(errors.CheckpointNotFoundError, match="step 1 was deleted"):
+            run.restore(step=1)
+    why = f"step 1 was deleted, and `flaxckpt explain '{here / 'own run'}' 1` says why"
+    for verb in (("show", "--step"), ("diff", "-a")):
+        assert why in command.refuses(verb[0], "own run", verb[1], 1)
+    with pytest.raises(errors.CheckpointNotFoundError, match="says why"):
+        flaxckpt.load("own run", step=1)
+    assert command.refuses("show", "own run", "--step", 7).endswith("steps 2, 3\n")
 
 
 def test_the_policies_of_a_run_without_a_record_are_unknown(here, command):
