@@ -287,6 +287,18 @@ def test_diff_without_values_compares_structure(here, command):
     assert lines[-1].startswith("0 leaves differ, 0 are equal, ")
 
 
+def test_diff_takes_two_steps_after_the_run(here, command):
+    by_options = command.json("diff", "run", "-a", 100, "-b", 200, code=1)
+    assert command.json("diff", "run", 100, 200, code=1) == by_options
+    newest = command.json("diff", "run", "-a", 100, "-b", 300, code=1)
+    assert command.json("diff", "run", 100, code=1) == newest
+    shutil.copytree("run/200", "100")  # an existing path is no step
+    assert command.json("diff", "run", 100, "-a", 200)["equal"]
+    assert command.json("diff", "run", 100, 200, code=1) == by_options
+    assert "leave --step-a" in command.refuses("diff", "run", 100, 200, "-a", 300)
+    assert "got three" in command.refuses("diff", "run", "orbax", 200)
+
+
 def test_diff_wants_two(here, command):
     assert "--step-a and --step-b" in command.refuses("diff", "run")
     assert "has no step 7" in command.refuses("diff", "run", "-a", 7)
