@@ -177,6 +177,14 @@ def make_error(
     )
 
 
+def advise(
+    planned: RestorePlan, stored: Stored, *, has_transforms: bool, has_state: bool
+) -> str:
+    """Returns the advice of the error that `make_error` returns."""
+    groups = [] if has_transforms else _find_moved(planned, stored.table)
+    return _give_advice(planned, stored, groups, has_state=has_state)
+
+
 def make_unbuilt_error(
     path: str, unbuilt: _state.leaf_types.UnbuiltLeavesError
 ) -> errors.RestoreMismatchError:

@@ -7,13 +7,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from flaxckpt import _util
+from flaxckpt import _util, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.errors import Mismatch
 
 if TYPE_CHECKING:
     import rich.console
+    from rich.table import Table
 
 _ROWS_PRINTED = 60
 _HEADER: tuple[str, ...] = (
@@ -80,6 +81,8 @@ class RestorePlan:
         bytes_to_read: Bytes read by all processes together.
         bytes_here: Bytes read by this process.
         problems: Reasons why the restore would fail; empty if it would succeed.
+        advice: What to do about the problems, as in the error of `load`; empty if the
+            restore would succeed.
     """
 
     path: str
@@ -87,6 +90,7 @@ class RestorePlan:
     bytes_to_read: int
     bytes_here: int
     problems: tuple[Mismatch, ...]
+    advice: str = ""
 
     def count(self, action: Action) -> int:
         """Returns the number of leaves with `action`."""
@@ -101,26 +105,32 @@ class RestorePlan:
             ).rstrip()
             for row in rows
         ]
-        return "\n".join([self._summary(), *lines])
+        return "\n".join([self._summary(), *lines, *self._conclusion()])
 
     def __rich_console__(
         self, console: rich.console.Console, options: rich.console.ConsoleOptions
     ) -> Iterator[rich.console.RenderableType]:
-        from rich.table import Table  # imported only when rich prints the plan
-        from rich.text import Text
+        from rich.text import Text  # imported only when rich prints the plan
 
         yield Text(self._summary())
-        rows = self._rows()
-        if not rows:
-            return
+        if rows := self._rows():
+            yield self._table(rows, options.max_width)
+        if conclusion := self._conclusion():
+            yield Text("\n".join(conclusion))
+
+    def _table(self, rows: Sequence[Sequence[str]], width: int) -> Table:
+        """Returns `rows`, the first of them the header, in at most `width` columns."""
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold")
-        widths = _fit_widths(rows, options.max_width - _GAP * len(rows[0]))
-        for name, width in zip(rows[0], widths, strict=True):
-            table.add_column(name, overflow="fold", width=width)
+        widths = _fit_widths(rows, width - _GAP * len(rows[0]))
+        for name, each in zip(rows[0], widths, strict=True):
+            table.add_column(name, overflow="fold", width=each)
         for row in rows[1:]:
             style = next((s for action, s in _STYLES.items() if action in row), "")
             table.add_row(*[Text(cell, style) for cell in row])
-        yield table
+        return table
 
     def _summary(self) -> str:
         counts = collections.Counter(a for p in self.leaves.values() for a in p.actions)
@@ -129,6 +139,17 @@ class RestorePlan:
         if self.bytes_here != self.bytes_to_read:
             size += f", {self.bytes_here:,} here"
         return f"{self.path}: {listed or 'nothing to load'}; {size}"
+
+    def _conclusion(self) -> list[str]:
+        """Returns lines that say whether the restore fails, and what to do then."""
+        if not self.problems:
+            return []
+        leaves = _util.humanize.count(len(self.problems), "leaf", "leaves")
+        shown = {p for p, leaf in self.leaves.items() if "conflict" in leaf.actions}
+        others = [p.row for p in self.problems if p.leaf not in shown]
+        end = f":\n{errors.rows(others)}" if others else ""
+        lines = [f"{leaves} cannot be restored{end}"]
+        return [*lines, self.advice] if self.advice else lines
 
     def _rows(self) -> list[tuple[str, ...]]:
         """Returns a header, and rows of all leaves with other actions than `loaded`.

@@ -47,6 +47,8 @@ class RestoreOptions:
     Attributes:
         max_concurrent_bytes: Bytes to read at one time.
         keeps_steps: Whether step counters beside optimizers keep their values.
+        has_optimizer: Whether an optimizer that the abstract state lacks initializes
+            its leaves, for plans only.
     """
 
     missing: Literal["error", "init"] = "error"
@@ -58,6 +60,7 @@ class RestoreOptions:
     memory_map: Literal["auto"] | bool = "auto"
     max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
     keeps_steps: bool = False
+    has_optimizer: bool = False
     read_once: bool = False
 
     def __post_init__(self) -> None:
@@ -558,7 +561,8 @@ class _Planner:
         info = leaf.info
         is_optimizer = known is not None and self._options.optimizer != "exact"
         has_value = not isinstance(leaf.source, jax.ShapeDtypeStruct)
-        if is_optimizer and info.path.startswith(self._can_init):
+        has_optimizer = self._options.has_optimizer
+        if is_optimizer and (has_optimizer or info.path.startswith(self._can_init)):
             if problem := find_excess_width(info, None):
                 self._conflict(problem, info, None, ())
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -279,8 +280,52 @@ def plan(
     options = planner.RestoreOptions(
         missing=missing, unused=unused, optimizer=optimizer, transforms=transforms
     )
-    stored = _locate.open_checkpoint(path, step)
-    return planner.make_plan(stored, abstract_state, options)[0]
+    return _plan(_locate.open_checkpoint(path, step), abstract_state, options)
+
+
+def plan_for_target(
+    path: PathLike,
+    target: PyTree,
+    *,
+    step: int | None = None,
+    unused: Literal["warn", "error", "ignore"] = "warn",
+    optimizer: Literal["match", "exact", "reinit"] = "match",
+) -> RestorePlan:
+    """Returns the plan of `load` into the state that was saved as `target`.
+
+    Like `plan`, but the program that saved `target` has an optimizer, which
+    initializes the optimizer leaves that `path` lacks.
+
+    Args:
+        path: A checkpoint, or a run directory.
+        target: The abstract state that was read from another checkpoint.
+        step: Step of a run directory; by default the newest.
+        unused: As for `load`.
+        optimizer: As for `load`.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
+            `plan`.
+    """
+    options = planner.RestoreOptions(
+        unused=unused, optimizer=optimizer, has_optimizer=True
+    )
+    return _plan(_locate.open_checkpoint(path, step), target, options)
+
+
+def _plan(
+    stored: Stored, abstract_state: PyTree, options: planner.RestoreOptions
+) -> RestorePlan:
+    planned, _ = planner.make_plan(stored, abstract_state, options)
+    if not planned.problems:
+        return planned
+    advice = mismatch.advise(
+        planned,
+        stored,
+        has_transforms=bool(options.transforms),
+        has_state=abstract_state is not None,
+    )
+    return dataclasses.replace(planned, advice=advice)
 
 
 @_util.gc_pause.pause()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import crc32c
 
-from flaxckpt import _arrays, _state, _steps, _storage, _util, errors
+from flaxckpt import _arrays, _doors, _state, _steps, _storage, _util, errors
 from flaxckpt._checkpoint import file_sizes, verify_report
 from flaxckpt._checkpoint.verify_report import Check
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
@@ -25,6 +25,13 @@ from flaxckpt.formats._reader import Stored
 
 _LARGE = 2**62
 """Size limit that admits any file."""
+
+_READERS = (
+    "flaxckpt._arrays.blockwise",
+    "flaxckpt._arrays.read",
+    "flaxckpt.formats._native.contents",
+)
+"""Modules that read arrays, which other packages import only when they need them."""
 
 _DECODED_AT_ONCE = 128 * 2**20
 _PIECE_BYTES = 64 * 2**20
@@ -85,10 +92,15 @@ def _verify(
     *,
     thorough: bool = True,
 ) -> verify_report.VerifyReport:
-    start, counter = time.monotonic(), _util.progress.Counter(f"verifying {path.name}")
+    counter = _util.progress.Counter(f"verifying {path.name}")
     findings = verify_report.Findings(counter, thorough=thorough)
     with _util.progress.bar(counter), _storage.paths.listing_cache(path):
         stored = _read_description(path, read, findings)
+        # The first description in a process imports jax, and the first array
+        # TensorStore, which may take longer than reading the whole checkpoint.
+        for name in _READERS:
+            _doors.import_module(name)
+        start = time.monotonic()
         format_name = "unknown" if stored is None else stored.metadata.format
         extra: list[str] = []
         try:

@@ -44,7 +44,7 @@ class VerifyReport:
         places: Name in `problems` or `unread` -> the file and the values in it, such as
             `state/w/c.1.0 -> w, rows 128-255 of 512`, if they are known.
         bytes_checked: Bytes read and compared.
-        secs: Duration in seconds.
+        secs: Duration of the checks in seconds.
     """
 
     path: str

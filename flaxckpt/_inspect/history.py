@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from flaxckpt import _run, _steps, _storage, policies
 from flaxckpt._inspect import listing as listings
@@ -191,3 +192,63 @@ def _verdict(policy: PreservationPolicy, there: Sequence[SavedStep]) -> Verdict:
         return Verdict(str(policy), ())
     metric = policy.metric if isinstance(policy, policies.BestN) else None
     return Verdict(str(policy), tuple(sorted(policy.preserved(there))), metric)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The place of a step among all steps that were saved with a metric.
+
+    Attributes:
+        metric: The metric.
+        end: The end of the ranking that is best.
+        value: The metric of the step.
+        place: 1 for the best step, and so on.
+        count: The number of steps with a finite value.
+        next: The step behind this one; None for the last step.
+        next_value: The metric of `next`.
+    """
+
+    metric: str
+    end: Literal["lowest", "highest"]
+    value: float
+    place: int
+    count: int
+    next: int | None = None
+    next_value: float | None = None
+
+
+def rank(
+    number: int, best: policies.BestN, steps: Sequence[SavedStep]
+) -> Ranking | None:
+    """Returns the place of a step in the order of a policy; None without the metric.
+
+    Args:
+        number: The step.
+        best: The policy.
+        steps: The history of the run.
+    """
+    sign = 1 if best.mode == "max" else -1
+    ranked = sorted(
+        (
+            (value, each.step)
+            for each in steps
+            if (value := each.metrics.get(best.metric)) is not None
+            and math.isfinite(value)
+        ),
+        key=lambda pair: (sign * pair[0], pair[1]),  # the newer step wins a tie
+        reverse=True,
+    )
+    numbers = [step for _, step in ranked]
+    if number not in numbers:
+        return None
+    place = numbers.index(number)
+    next_value, following = (*ranked, (None, None))[place + 1]
+    return Ranking(
+        metric=best.metric,
+        end="lowest" if best.mode == "min" else "highest",
+        value=ranked[place][0],
+        place=place + 1,
+        count=len(ranked),
+        next=following,
+        next_value=next_value,
+    )

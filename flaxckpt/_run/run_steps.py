@@ -165,6 +165,7 @@ class RunSteps:
             raise errors.CheckpointNotFoundError(
                 f"{self.directory} has no step {step}:"
                 f" it has {_locate.summarize(list(paths))}"
+                f"{_steps.journal.describe_deletion(self.saves_in, step)}"
             )
         return paths[step]
 

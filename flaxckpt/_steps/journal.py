@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shlex
 import threading
 from pathlib import Path
 
@@ -125,6 +126,24 @@ def recent(journal: Path) -> list[Event]:
     except OSError:
         return []
     return [event for line in lines if (event := _parse(line))]
+
+
+def describe_deletion(root: Path, step: int) -> str:
+    """Returns text for errors about a missing step: that it was deleted.
+
+    Args:
+        root: The run directory.
+        step: The missing step.
+
+    Returns:
+        The text, which begins with a semicolon; empty if the last events of the
+        journal do not have the deletion.
+    """
+    kinds = [event.kind for event in recent(root / NAME) if event.step == step]
+    if not kinds or kinds[-1] != "deleted":
+        return ""
+    command = shlex.join(["flaxckpt", "explain", str(root), str(step)])
+    return f"; step {step} was deleted, and `{command}` says why"
 
 
 def _last_lines(journal: Path) -> list[bytes]:

@@ -20,7 +20,11 @@ def diff(
     a: Annotated[str, Argument(metavar="A", help="A checkpoint, or a run directory.")],
     b: Annotated[
         str | None,
-        Argument(metavar="B", help="Another checkpoint; by default A."),
+        Argument(metavar="B", help="Another checkpoint, or a step of A; by default A."),
+    ] = None,
+    other_step: Annotated[
+        int | None,
+        Argument(metavar="[STEP]", min=0, help="Another step of A, if B is a step."),
     ] = None,
     step_a: Annotated[
         int | None,
@@ -59,16 +63,27 @@ def diff(
     Exits with 1 if there is a difference.
 
     Example:
-      flaxckpt diff runs/7 --step-a 1000 --step-b 2000
+      flaxckpt diff runs/7 1000 2000
       flaxckpt diff runs/7 -a 1000 -b 2000 --only 'params/.*' --by-subtree
       flaxckpt diff runs/7 model.safetensors
     """
     from flaxckpt import _inspect
 
+    if b is not None and _is_step(b, has_other=other_step is not None):
+        if step_a is not None or step_b is not None:
+            raise errors.OptionError(
+                f"{b} is a step of {a}: leave --step-a and --step-b out"
+            )
+        b, step_a, step_b = None, int(b), other_step
+    elif other_step is not None:
+        raise errors.OptionError(
+            f"diff compares two checkpoints, got three: {a}, {b} and {other_step}; for"
+            " steps of two runs, pass --step-a and --step-b"
+        )
     if b is None and step_a == step_b:
         raise errors.OptionError(
             "diff compares two checkpoints: pass another path, or two steps of this"
-            " run as --step-a and --step-b"
+            f" run: flaxckpt diff {a} STEP STEP, or --step-a and --step-b"
         )
     side_a, step_a = _app.locate_step(a, step_a, step_format)
     side_b, step_b = _app.locate_step(a if b is None else b, step_b, step_format)
@@ -80,6 +95,15 @@ def diff(
     else:
         _show(result, limit, by_subtree=by_subtree)
     return _app.SUCCESS if result.is_empty else _app.FINDING
+
+
+def _is_step(b: str, *, has_other: bool) -> bool:
+    """Returns True if B is a step of A: a number, and not the path of a checkpoint."""
+    from flaxckpt import _storage
+
+    if not (b.isascii() and b.isdigit()):
+        return False
+    return has_other or not _storage.paths.resolve(b).exists()
 
 
 def _show(result: CheckpointDiff, limit: int, *, by_subtree: bool) -> None:

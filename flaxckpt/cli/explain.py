@@ -13,10 +13,11 @@ from flaxckpt.cli._parameters import Argument
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from flaxckpt._inspect.history import SavedStep, Verdict
+    from flaxckpt._inspect.history import Ranking, SavedStep, Verdict
     from flaxckpt._inspect.run_view import RunView
     from flaxckpt._run.retention import Rules
     from flaxckpt._steps.event import Event
+    from flaxckpt.policies import BestN
 
 
 @_app.verb
@@ -51,7 +52,8 @@ def explain(
     code = _app.FINDING if view.has_damage else _app.SUCCESS
     if step is not None:
         events = _steps.journal.read(root / _steps.journal.NAME)
-        return _explain_step(root, step, reasons, events, view, json)
+        why = reasons.get(step, ())
+        return _explain_step(view, step, why, view.rules(policies), events, json)
     if json:
         _output.print_document(reasons)
         return code
@@ -96,37 +98,80 @@ def _show_settings(rules: Rules | None, events: Sequence[Event]) -> None:
 # ---- one step ---------------------------------------------------------------------
 
 
+def _best_policies(rules: Rules, why: Sequence[str]) -> list[BestN]:
+    """Returns the policies that keep a step, among the best of a metric."""
+    from flaxckpt.policies import BestN
+
+    return [
+        policy
+        for policy in rules.keep
+        if isinstance(policy, BestN) and str(policy) in why
+    ]
+
+
 def _explain_step(
-    root: Path,
-    number: int,
-    reasons: Mapping[int, Sequence[str]],
-    events: Sequence[Event],
     view: RunView,
+    number: int,
+    why: Sequence[str],
+    rules: Rules | None,
+    events: Sequence[Event],
     json: bool,
 ) -> int:
     """Prints why a step stays or was deleted."""
     from flaxckpt import _inspect
 
-    listing = _inspect.listing.listing(root, step_format=view.step_format)
+    listing = _inspect.listing.listing(view.root, step_format=view.step_format)
     steps = _inspect.history.of_events(events, listing)
     step = next((each for each in steps if each.step == number), None)
     if step is None:
-        numbers = ", ".join(str(each.step) for each in steps[-5:])
         raise errors.CheckpointNotFoundError(
-            f"{root} has no step {number}, and never had one by its journal; the last"
-            f" steps are {numbers or 'none'}"
+            f"{view.root} has no step {number}, and never had one by its journal;"
+            f" {_describe_neighbours(number, [each.step for each in steps])}"
         )
-    why = reasons.get(number, ())
+    best = [] if rules is None else _best_policies(rules, why)
     verdicts = _inspect.history.explain_deletions(events).get(number, ())
+    places = [_inspect.history.rank(number, policy, steps) for policy in best]
+    rankings = [place for place in places if place is not None]
     if json:
         _output.print_document(
-            {**_output.fields_of(step), "kept_by": why, "verdicts": verdicts}
+            {
+                **_output.fields_of(step),
+                "kept_by": why,
+                "rankings": rankings,
+                "verdicts": verdicts,
+            }
         )
         return _app.SUCCESS
     by_number = {each.step: each for each in steps}
+    if rules is None and [*why] == ["no policy"]:
+        why = ["the policies of the run, which are unknown: pass --keep"]
     for line in _tell(step, why, verdicts, by_number):
         _output.print_line(line)
+    for ranking in rankings:
+        _output.print_line(f"  {_describe_ranking(ranking)}")
     return _app.SUCCESS
+
+
+def _describe_neighbours(number: int, steps: Sequence[int]) -> str:
+    """Returns text with the steps just below and above a number."""
+    below = [step for step in steps if step < number][-2:]
+    above = [step for step in steps if step > number][:2]
+    near = ", ".join(str(step) for step in (*below, *above))
+    return f"the nearest steps are {near}" if near else "it has no steps"
+
+
+def _describe_ranking(ranking: Ranking) -> str:
+    value = _number(ranking.value)
+    if ranking.place == 1:
+        text = f"{ranking.end} {ranking.metric}: {value}, of {ranking.count:,} saved"
+    else:
+        text = (
+            f"{ranking.metric}: {value}, number {ranking.place} from the {ranking.end}"
+            f" of {ranking.count:,} saved"
+        )
+    if ranking.next is not None:
+        text += f"; next is step {ranking.next} with {_number(ranking.next_value)}"
+    return text
 
 
 def _tell(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from flaxckpt import errors
 from flaxckpt.cli import _app, _output
 from flaxckpt.cli._parameters import Argument, Option
 
@@ -70,7 +69,7 @@ def plan(
 
         suggestion = _suggest.suggestion.suggest(path, target_state.state, step=step)
         return _show_suggestion(suggestion, json=json)
-    restore_plan = _checkpoint.restore.plan(
+    restore_plan = _checkpoint.restore.plan_for_target(
         path,
         target_state.state,
         step=step,
@@ -103,11 +102,3 @@ def _show(restore_plan: RestorePlan) -> None:
         _output.console().print(restore_plan)
     else:
         _output.print_lines(str(restore_plan))
-    if count := len(restore_plan.problems):
-        leaves = _output.count(count, "leaf", "leaves")
-        shown = {
-            p for p, leaf in restore_plan.leaves.items() if "conflict" in leaf.actions
-        }
-        others = [p.row for p in restore_plan.problems if p.leaf not in shown]
-        end = f":\n{errors.rows(others)}" if others else ""
-        _output.print_lines(f"{leaves} cannot be restored{end}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -79,7 +78,6 @@ def _verify_all(
     from flaxckpt import _util
 
     verified = _Verified([], {})
-    start = time.monotonic()
     counter = _util.progress.Counter(
         f"verifying {_output.shorten_path(path)}", of_bytes=False, total=len(steps)
     )
@@ -93,7 +91,7 @@ def _verify_all(
                 counter.add(1)
     finally:
         if not quiet:
-            _show_all(verified, path, len(steps), time.monotonic() - start)
+            _show_all(verified, path, len(steps))
     return verified
 
 
@@ -108,7 +106,7 @@ def _print_document(verified: _Verified) -> None:
     _output.print_document(document)
 
 
-def _show_all(verified: _Verified, path: str, total: int, secs: float) -> None:
+def _show_all(verified: _Verified, path: str, total: int) -> None:
     """Prints the faults of the steps, and a summary line."""
     if not total:
         _output.print_line(f"{path} has no steps yet")
@@ -140,6 +138,7 @@ def _show_all(verified: _Verified, path: str, total: int, secs: float) -> None:
     if unchecked:
         arrays = _output.count(unchecked, "array")
         parts.append(f"{arrays} without checksums: only read")
+    secs = sum(report.secs for report in verified.reports)
     checked = f"{_output.size(size)} checked in {_output.secs(secs)}"
     _output.print_line("; ".join([*parts, checked]))
 

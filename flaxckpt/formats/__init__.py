@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast
@@ -136,6 +138,7 @@ def _explain_unrecognised(path: Path) -> NoReturn:
     if not path.exists():
         raise errors.CheckpointNotFoundError(
             f"there is no checkpoint at {path}: the path does not exist"
+            f"{_suggest_near(path)}"
         )
     if is_dir and (advice := advice_on_saves(path)):
         raise errors.CheckpointNotFoundError(
@@ -176,6 +179,33 @@ def _explain_unrecognised(path: Path) -> NoReturn:
         f"{path} is not a checkpoint of a supported format: wanted {_SUPPORTED}; found"
         f" {_describe_content(path)}"
     )
+
+
+def _suggest_near(path: Path) -> str:
+    """Returns a question with an existing path that differs from `path` in a name.
+
+    Empty if there is none, in a store, or if the numbers in the names differ: another
+    run or step is not a typing error.
+    """
+    storage = _storage.of(path)
+    if storage.costs_requests:
+        return ""
+    above = next(parent for parent in path.parents if parent.is_dir())
+    wanted = path.relative_to(above).parts
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = storage.names(above)
+    numbers = _NUMBERS.findall(wanted[0])
+    alike = [name for name in names if _NUMBERS.findall(name) == numbers]
+    for name in difflib.get_close_matches(wanted[0], alike[:_NEAREST_AMONG], n=1):
+        near = above.joinpath(name, *wanted[1:])
+        if near.exists():
+            return f"; did you mean {near}?"
+    return ""
+
+
+_NUMBERS = re.compile("[0-9]+")
+_NEAREST_AMONG = 5_000
 
 
 def _describe_content(path: Path) -> str:

@@ -163,6 +163,7 @@ def _locate(path: Path, step: int | None, step_format: str | None) -> Located:
         advice = formats.advice_on_names(path)
     raise errors.CheckpointNotFoundError(
         f"{path} has no step {step}: it has {summarize(list(index.steps))}{advice}"
+        f"{_steps.journal.describe_deletion(path, step)}"
     )
 
 

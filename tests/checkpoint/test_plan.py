@@ -1,5 +1,6 @@
 """A plan says what a restore will do, before it reads a byte."""
 
+import flax.core
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,3 +134,28 @@ def test_one_leaf_is_opened_without_reading_the_others(path):
         flaxckpt.open_leaf(path, "params/ww")
     with pytest.raises(errors.RestoreMismatchError, match="None"):
         flaxckpt.open_leaf(path, "opt_state/1")
+
+
+@pytest.mark.parametrize("make", [dict, flax.core.FrozenDict])
+def test_a_plan_ends_with_the_advice_of_the_error(tmp_path, make):
+    layer = {"kernel": jnp.ones((8, 4)), "bias": jnp.ones(4)}
+    flaxckpt.save(tmp_path / "c", state(**{"dense": layer}))
+    wanted = make({"params": {"layer": layer}})
+    plan = flaxckpt.plan(tmp_path / "c", wanted)
+    with pytest.raises(errors.RestoreMismatchError) as raised:
+        flaxckpt.load(tmp_path / "c", wanted)
+    assert plan.advice == str(raised.value).splitlines()[-1]
+    rename = r'transforms=[rename(r"params/dense/(.*)", r"params/layer/\1")]'
+    assert str(plan).splitlines()[-1] == f"Pass {rename}."
+    assert rename in rich_text(plan)
+    renamed = flaxckpt.transforms.rename(r"params/dense/(.*)", r"params/layer/\1")
+    fits = flaxckpt.plan(tmp_path / "c", wanted, transforms=[renamed])
+    assert fits.advice == ""
+
+
+def test_a_plan_names_leaves_that_the_state_lacks(path):
+    wanted = {"params": {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}}
+    plan = flaxckpt.plan(path, wanted, unused="error")
+    lines = str(plan).splitlines()
+    assert any(line.startswith("6 leaves cannot be restored:") for line in lines)
+    assert lines[-1].startswith("Add these leaves to the state")

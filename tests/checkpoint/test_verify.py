@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -601,3 +603,22 @@ def test_a_damaged_dataset_state_is_damage(tmp_path):
     assert step == 1
     assert ckpt.damaged().keys() == {2}
     assert jax.tree.leaves(restored)
+
+
+def test_the_duration_leaves_imports_out(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"w": np.ones((4, 4), np.float32)})
+    code = (
+        "import sys, flaxckpt\n"
+        "from flaxckpt._checkpoint import verify\n"
+        "start = verify.time.monotonic\n"
+        "seen = []\n"
+        "def clock():\n"
+        "    seen.append(set(sys.modules))\n"
+        "    return start()\n"
+        "verify.time = type(sys)('clock')\n"
+        "verify.time.monotonic = clock\n"
+        "assert flaxckpt.verify(sys.argv[1]).ok\n"
+        "late = seen[-1] - seen[0]\n"
+        "assert not late & {'jax', 'flax', 'tensorstore'}, late\n"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path / "c"], check=True)

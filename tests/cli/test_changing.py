@@ -5,8 +5,10 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import flaxckpt
+from flaxckpt import errors
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
@@ -63,10 +65,36 @@ def test_explain_and_ls_use_the_policies_that_the_run_has_recorded(here, command
     assert deleted.endswith(": no policy keeps it")
     assert latest == "  LatestN(2) kept 4, 5"
     assert best == "  BestN(1, 'loss', 'min') kept 2 (0.3); step 3 had 0.5"
-    assert command.text("explain", "own", 2)[1] == "kept by BestN(1, 'loss', 'min')"
+    assert command.text("explain", "own", 2)[1:] == [
+        "kept by BestN(1, 'loss', 'min')",
+        "  lowest loss: 0.3, of 5 saved; next is step 3 with 0.5",
+    ]
+    highest = command.text("explain", "own", 5, "-k", "best:2:loss:max")[1:]
+    assert highest == [
+        "kept by newest, BestN(2, 'loss', 'max')",
+        "  loss: 0.7, number 2 from the highest of 5 saved; next is step 4 with 0.6",
+    ]
+    [found] = command.json("explain", "own", 2)["rankings"]
+    assert (found["place"], found["next"], found["next_value"]) == (1, 3, 0.5)
     assert command.json("explain", "own", 3)["verdicts"][0]["kept"] == [4, 5]
-    assert "never had one" in command.refuses("explain", "own", 6)
+    refused = command.refuses("explain", "own", 6)
+    assert "never had one" in refused
+    assert "the nearest steps are 4, 5" in refused
     assert command.text("prune", "own")[-1] == "nothing to delete"
+
+
+def test_a_deleted_step_is_said_to_be_deleted(here, command):
+    with flaxckpt.Checkpointer("own run", keep=[LatestN(2)]) as run:
+        for step in (1, 2, 3):
+            run.save(step, {"n": step}).wait()
+        with pytest.raises(errors.CheckpointNotFoundError, match="step 1 was deleted"):
+            run.restore(step=1)
+    why = f"step 1 was deleted, and `flaxckpt explain '{here / 'own run'}' 1` says why"
+    for verb in (("show", "--step"), ("diff", "-a")):
+        assert why in command.refuses(verb[0], "own run", verb[1], 1)
+    with pytest.raises(errors.CheckpointNotFoundError, match="says why"):
+        flaxckpt.load("own run", step=1)
+    assert command.refuses("show", "own run", "--step", 7).endswith("steps 2, 3\n")
 
 
 def test_the_policies_of_a_run_without_a_record_are_unknown(here, command):
@@ -74,7 +102,7 @@ def test_the_policies_of_a_run_without_a_record_are_unknown(here, command):
     assert "are unknown: pass --keep" in command.text("explain", "run")[-1]
     assert "has recorded no policies" in command.refuses("prune", "run")
     _, why = command.text("explain", "run", 100)
-    assert why == "it stays: no policy deletes steps"
+    assert why.startswith("kept by the policies of the run, which are unknown")
 
 
 def test_explain_exits_with_1_if_a_step_is_known_to_be_damaged(here, command):

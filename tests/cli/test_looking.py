@@ -4,7 +4,9 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 
@@ -285,6 +287,18 @@ def test_diff_without_values_compares_structure(here, command):
     assert lines[-1].startswith("0 leaves differ, 0 are equal, ")
 
 
+def test_diff_takes_two_steps_after_the_run(here, command):
+    by_options = command.json("diff", "run", "-a", 100, "-b", 200, code=1)
+    assert command.json("diff", "run", 100, 200, code=1) == by_options
+    newest = command.json("diff", "run", "-a", 100, "-b", 300, code=1)
+    assert command.json("diff", "run", 100, code=1) == newest
+    shutil.copytree("run/200", "100")  # an existing path is no step
+    assert command.json("diff", "run", 100, "-a", 200)["equal"]
+    assert command.json("diff", "run", 100, 200, code=1) == by_options
+    assert "leave --step-a" in command.refuses("diff", "run", 100, 200, "-a", 300)
+    assert "got three" in command.refuses("diff", "run", "orbax", 200)
+
+
 def test_diff_wants_two(here, command):
     assert "--step-a and --step-b" in command.refuses("diff", "run")
     assert "has no step 7" in command.refuses("diff", "run", "-a", 7)
@@ -348,9 +362,24 @@ def test_plan_into_an_equal_state_is_0(here, command):
 def test_plan_into_what_does_not_fit_is_1(here, command):
     lines = command.text("plan", "orbax", "run", code=1)
     assert any("conflict" in line for line in lines)
-    assert lines[-1] == "8 leaves cannot be restored"
     found = command.json("plan", "orbax", "run", code=1)
-    assert len(found["problems"]) == 8
+    assert lines[-2:] == ["3 leaves cannot be restored", found["advice"]]
+    assert len(found["problems"]) == 3
+
+
+def test_plan_into_a_renamed_model_says_how_to_rename(here, command):
+    layer = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}
+    for name in ("old", "new"):
+        params = {name: layer}
+        optimizer = optax.adam(1e-3).init(params)
+        flaxckpt.save(name, {"params": params, "opt_state": optimizer})
+    lines = command.text("plan", "old", "new", code=1)
+    assert lines[-2:] == [
+        "2 leaves cannot be restored",
+        r'Pass transforms=[rename(r"params/old/(.*)", r"params/new/\1")].',
+    ]
+    found = command.json("plan", "old", "new", code=1)
+    assert found["leaves"]["opt_state/0/mu/new/kernel"]["actions"] == ["init"]
 
 
 def test_plan_into_what_show_printed(here, command):

@@ -342,3 +342,24 @@ def test_a_leaf_of_a_file_that_was_replaced_is_never_read(tmp_path, format_name)
     files[1].replace(files[0])
     with pytest.raises(OSError, match="replaced or changed since it was opened"):
         leaf.read().result()
+
+
+# ---- missing paths ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("missing", "near"),
+    [
+        ("runs/runn", "runs/run"),
+        ("rnus/run", "runs/run"),
+        ("runs/run/state 100", None),
+        ("runs/run2", None),  # another number is another run
+        ("rnus/other", None),
+    ],
+)
+def test_a_missing_path_names_one_that_is_alike(tmp_path, missing, near):
+    flaxckpt.save(tmp_path / "runs/run/100", {"n": 1})
+    with pytest.raises(errors.CheckpointNotFoundError) as raised:
+        flaxckpt.load(tmp_path / missing)
+    question = str(raised.value).partition("does not exist")[2]
+    assert question == (f"; did you mean {tmp_path / near}?" if near else "")
