@@ -74,7 +74,7 @@ def diff(
             raise errors.OptionError(
                 f"{b} is a step of {a}: leave --step-a and --step-b out"
             )
-        b, step_a, step_b = None, int(b), other_step
+        step_a, step_b, b = int(b), other_step, None
     elif other_step is not None:
         raise errors.OptionError(
             f"diff compares two checkpoints, got three: {a}, {b} and {other_step}; for"
