@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Annotated
 
 from flaxckpt import errors
@@ -144,7 +145,8 @@ def _row(path: str, leaf: LeafDiff) -> list[str | Cell]:
     if not leaf.different:
         return [path, "", types, "", "", ""]
     changes = [_number(leaf.max_abs), _number(leaf.rel_norm)]
-    return [path, "", types, f"{leaf.different:,}", *changes]
+    elements = f"{leaf.different:,} of {math.prod(leaf.a.shape):,}"
+    return [path, "", types, elements, *changes]
 
 
 def _number(value: float) -> str:
