@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -129,7 +130,8 @@ class RestorePlan:
             table.add_column(name, overflow="fold", width=each)
         for row in rows[1:]:
             style = next((s for action, s in _STYLES.items() if action in row), "")
-            table.add_row(*[Text(cell, style) for cell in row])
+            cells = map(_break_paths, row, widths)
+            table.add_row(*[Text(cell, style) for cell in cells])
         return table
 
     def _summary(self) -> str:
@@ -196,6 +198,19 @@ def _fit_widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
     return widths
 
 
+def _break_paths(text: str, width: int) -> str:
+    """Returns `text` with line breaks after slashes in words longer than `width`."""
+    words = []
+    for word in text.split(" "):
+        lines = [""]
+        for part in re.findall("[^/]*/|[^/]+", word):
+            if lines[-1] and len(lines[-1]) + len(part) > width:
+                lines.append("")
+            lines[-1] += part
+        words.append("\n".join(lines))
+    return " ".join(words)
+
+
 def _row(path: LeafPath, leaf: LeafPlan, problem: Mismatch | None) -> _util.folding.Row:
     found, source = str(leaf.found or "-"), ""
     if leaf.sources and leaf.sources != (path,):
@@ -217,5 +232,7 @@ def _cells(row: _util.folding.Row, problem: Mismatch | None) -> tuple[str, ...]:
     actions, wanted, found, transforms = row.cells
     if problem is not None and found != "-":
         found += "".join(problem.found.partition(_NEAREST)[1:])
+    if row.source and found == wanted:
+        found = ""  # the types are the same
     count = f"{row.leaves:,}" if row.leaves > 1 else ""
-    return row.name, count, actions, wanted, found + row.source, transforms
+    return row.name, count, actions, wanted, (found + row.source).strip(), transforms

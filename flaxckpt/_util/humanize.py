@@ -6,6 +6,15 @@ import math
 import time
 from collections.abc import Sequence
 
+_WIDTH = 80
+"""Columns of a usual terminal."""
+
+
+def with_path(path: str, headline: str) -> list[str]:
+    """Returns a line with a path and a headline; two lines if it would be too long."""
+    whole = f"{path}: {headline}"
+    return [whole] if len(whole) <= _WIDTH else [f"{path}:", f"  {headline}"]
+
 
 def size(count: float | None) -> str:
     """Formats a number of bytes, as in `1.49 GB`; `-` for None."""

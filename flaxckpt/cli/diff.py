@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Annotated
 
 from flaxckpt import errors
@@ -74,7 +75,7 @@ def diff(
             raise errors.OptionError(
                 f"{b} is a step of {a}: leave --step-a and --step-b out"
             )
-        b, step_a, step_b = None, int(b), other_step
+        step_a, step_b, b = int(b), other_step, None
     elif other_step is not None:
         raise errors.OptionError(
             f"diff compares two checkpoints, got three: {a}, {b} and {other_step}; for"
@@ -144,7 +145,8 @@ def _row(path: str, leaf: LeafDiff) -> list[str | Cell]:
     if not leaf.different:
         return [path, "", types, "", "", ""]
     changes = [_number(leaf.max_abs), _number(leaf.rel_norm)]
-    return [path, "", types, f"{leaf.different:,}", *changes]
+    elements = f"{leaf.different:,} of {math.prod(leaf.a.shape):,}"
+    return [path, "", types, elements, *changes]
 
 
 def _number(value: float) -> str:

@@ -79,6 +79,8 @@ def show(
 
 
 def _show_head(metadata: CheckpointMetadata) -> None:
+    from flaxckpt import _util
+
     parts = [
         metadata.format,
         "" if metadata.step is None else f"step {metadata.step}",
@@ -86,9 +88,9 @@ def _show_head(metadata: CheckpointMetadata) -> None:
         f"{_output.size(metadata.total_bytes)} of arrays",
         "with a dataset's state" if metadata.has_dataset else "",
     ]
-    _output.print_line(
-        f"{_output.shorten_path(metadata.path)}: {', '.join(filter(None, parts))}"
-    )
+    path = _output.shorten_path(metadata.path)
+    for line in _util.humanize.with_path(path, ", ".join(filter(None, parts))):
+        _output.print_line(line)
     others = (metadata.json, metadata.deleted_items, metadata.damaged_items)
     if len(metadata.items) > 1 or any(others):
         items = [*metadata.items, *(f"{item} (JSON)" for item in metadata.json)]

@@ -16,8 +16,9 @@ _BRANCHES = 12
 
 
 def as_text(metadata: CheckpointMetadata) -> str:
-    """Returns the metadata in one to three lines, without leaf paths."""
-    lines = [f"<CheckpointMetadata {metadata.path}: {_headline(metadata)}"]
+    """Returns the metadata in one to four lines, without leaf paths."""
+    name = f"<CheckpointMetadata {metadata.path}"
+    lines = _util.humanize.with_path(name, _headline(metadata))
     lines += [f"  metrics: {_format_metrics(metadata)}"] if metadata.metrics else []
     notes = "; ".join(_notes(metadata))
     lines += [f"  {errors.one_line(notes)}"] if notes else []

@@ -273,7 +273,7 @@ def test_diff_of_two_steps_lists_what_has_changed(here, command):
     lines = command.text("diff", "run", "-a", 100, "-b", 200, code=1)
     assert lines[:2] == ["a: run/100", "b: run/200"]
     [kernel] = [line for line in lines if line.startswith("params/dense/kernel")]
-    assert kernel.split()[1:] == ["12", "100", "0.995"]
+    assert kernel.split()[1:] == ["12", "of", "12", "100", "0.995"]
     found = command.json("diff", "run", "-a", 100, "-b", 200, code=1)
     assert not found["equal"]
     assert found["changed"]["params/dense/kernel"]["max_abs"] == 100.0

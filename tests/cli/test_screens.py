@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import rich.console
 from flax.training import train_state
 
 import flaxckpt
@@ -252,7 +253,7 @@ def test_diff_shows_params_before_the_optimizer_and_large_changes_first(
     tops = [path.split("/")[0] for path in paths]
     assert tops == sorted(tops, key=["step", "params", "opt_state"].index)
     params = [line for line in lines if line.startswith("params/")]
-    norms = [float(line.split()[3]) for line in params]
+    norms = [float(line.split()[-1]) for line in params]
     assert norms == sorted(norms, reverse=True)
     assert norms[0] > 1.5 * norms[-1]
 
@@ -317,6 +318,19 @@ def test_plan_folds_long_cells_and_loses_nothing(layered, terminal, width):
     assert sorted("".join(wide).replace(" ", "")) == sorted(text)
     kernel = "opt_state/0/mu/layers_{12..19}/attn/kernel"
     assert any(line.split()[:2] == [kernel, "8"] for line in wide)
+
+
+def test_plan_breaks_paths_at_slashes(layered):
+    flaxckpt.save("moved", {"state": layered_state(1.0)})
+    rename = flaxckpt.transforms.rename("state/(.*)", r"\1")
+    plan = flaxckpt.plan("moved", layered_state(1.0), transforms=[rename])
+    console = rich.console.Console(width=70)
+    with console.capture() as captured:
+        console.print(plan)
+    words = captured.get().split()
+    for part in ("params/", "attn/kernel", "state/step"):
+        assert part in words, captured.get()
+    assert " from state/" in str(plan)
 
 
 def test_plan_shows_conflicts_first_with_the_nearest_leaf(layered, terminal, command):

@@ -5,6 +5,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import transforms
+from flaxckpt._util import humanize
 from tests import GOLDEN
 
 
@@ -14,14 +15,25 @@ def test_metadata_is_short_however_many_leaves_there_are(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as run:
         run.save(7, state, metrics=metrics, metadata={"seed": 1}).wait()
     metadata = flaxckpt.metadata(tmp_path)
-    first, second, third = repr(metadata).splitlines()
-    assert first.startswith(f"<CheckpointMetadata {tmp_path}/7: flaxckpt, step 7, ")
-    assert first.endswith(", 500 leaves, 4 kB")
+    *first, second, third = repr(metadata).splitlines()
+    headline = "".join(first)
+    assert headline.startswith(f"<CheckpointMetadata {tmp_path}/7:")
+    assert ": flaxckpt, step 7, " in " ".join(headline.split())
+    assert headline.endswith(", 500 leaves, 4 kB")
     assert second == (
         "  metrics: m0=0.333333, m1=1.33333, m2=2.33333, m3=3.33333, … 16 more"
     )
     assert third == "  custom: seed>"
     assert "layers_" not in repr(metadata)
+
+
+def test_a_long_path_has_its_own_line(tmp_path):
+    state = {"w": np.ones(2, np.float32)}
+    flaxckpt.save(tmp_path / ("long" * 20), state)
+    path, headline = repr(flaxckpt.metadata(tmp_path / ("long" * 20))).splitlines()
+    assert path == f"<CheckpointMetadata {tmp_path}/{'long' * 20}:"
+    assert headline.startswith("  flaxckpt, saved ")
+    assert humanize.with_path("/a", "flaxckpt") == ["/a: flaxckpt"]
 
 
 def test_metadata_tells_where_a_state_came_from(tmp_path):
