@@ -76,7 +76,7 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     place = workspace.places.find(query.text("run"))
     into = workspace.places.find(query.text("into"))
     target = _inspect.abstract_file.read_target(into.path)
-    plan = _checkpoint.restore.plan(
+    plan = _checkpoint.restore.plan_for_target(
         place.path,
         target.state,
         step=query.number("step"),
@@ -90,7 +90,8 @@ def _outcome(plan: RestorePlan, into: str) -> html.Markup:
     if plan.problems:
         leaves = humanize.count(len(plan.problems), "leaf", "leaves")
         text = f"The restore would fail: {leaves} of {into} cannot be restored."
-        return html.element("p", text, class_="outcome bad")
+        failed = html.element("p", text, class_="outcome bad")
+        return html.join([failed, html.element("pre", plan.advice)])
     size = humanize.size(plan.bytes_to_read)
     text = f"The restore would succeed, and read {size}."
     return html.element("p", text, class_="outcome good")

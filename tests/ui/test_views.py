@@ -205,6 +205,8 @@ def test_a_plan_is_that_of_the_restore(made, open_page):
     shown = ask(plan.result, space, run="run", step=80, into=into)
     assert "would fail: 3 leaves" in shown
     assert shown.count('data-actions="conflict"') == 3
+    [advice] = re.findall("<pre>(.*?)</pre>", shown, re.DOTALL)
+    assert advice.strip()
     shown = ask(plan.result, space, run="run", step=80, into="run")
     assert "would succeed" in shown
 
