@@ -84,7 +84,7 @@ def test_the_wheel_works_where_nothing_else_is_installed(wheel, tmp_path):
     command = home / "bin/flaxckpt"
     help_text = run(command, "--help", cwd=tmp_path)
     assert [verb for verb in VERBS if f" {verb} " not in help_text] == []
-    assert "loss=0.5" in run(command, "ls", "run", cwd=tmp_path)
+    assert "  loss  marks" in run(command, "ls", "run", cwd=tmp_path)
     assert "params/w" in run(command, "diff", "--json", "run", "run", cwd=tmp_path)
     run(command, "verify", "run", cwd=tmp_path)
     run(command, "convert", "run", "model.safetensors", cwd=tmp_path)
