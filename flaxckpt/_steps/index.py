@@ -164,8 +164,6 @@ def list_committed(
 ) -> list[Entry[_T]]:
     """Returns the committed steps under a run directory, ascending, from listings.
 
-    An empty directory is not a step: neither we nor Orbax commit empty directories.
-
     Args:
         root: The run directory.
         step_format: The format of step names.
@@ -183,8 +181,7 @@ def list_committed(
             Entry(step, root / name, recognise, files)
             for name, files in contents.items()
             if (step := step_format.step(name)) is not None
-            and files
-            and storage.lists_committed(files, _PARTS_OF_ORBAX)
+            and storage.lists_committed(files)
         ]
         return sorted(entries, key=lambda entry: entry.step)
 
@@ -199,9 +196,6 @@ def list_damaged(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
     """Returns the committed steps under `root` with a damage marker, ascending."""
     entries = list_committed(root, step_format, Path.is_dir)
     return {e.step: e.path for e in entries if e.is_damaged}
-
-
-_PARTS_OF_ORBAX = ("state", "default", "_CHECKPOINT_METADATA", "_METADATA", "metrics")
 
 
 def sign(path: Path) -> str | None:

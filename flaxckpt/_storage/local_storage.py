@@ -399,10 +399,8 @@ class LocalStorage:
     def is_unfinished(self, path: Path, /) -> bool:
         return False  # an unfinished save has a temporary name
 
-    def lists_committed(
-        self, names: Collection[str], unmarked: Collection[str], /
-    ) -> bool:
-        return True
+    def lists_committed(self, names: Collection[str], /) -> bool:
+        return bool(names)  # neither we nor Orbax commit empty directories
 
     temporary_directory = staticmethod(temporary.new_directory)
 

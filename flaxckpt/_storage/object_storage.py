@@ -266,12 +266,8 @@ class ObjectStorage:
     is_committed = staticmethod(commit_marker.is_committed)
     is_unfinished = staticmethod(commit_marker.is_unfinished)
 
-    def lists_committed(
-        self, names: Collection[str], unmarked: Collection[str], /
-    ) -> bool:
-        if commit_marker.MARKER in names:
-            return len(names) > 1  # a marker alone is a late write
-        return not any(name in names for name in unmarked)
+    def lists_committed(self, names: Collection[str], /) -> bool:
+        return commit_marker.MARKER in names and len(names) > 1
 
     def temporary_directory(
         self, final: RemotePath, /

@@ -388,14 +388,14 @@ class Storage(Protocol[_Path]):
     def is_unfinished(self, path: _Path, /) -> bool:
         """Returns True for the objects of an uncommitted save."""
 
-    def lists_committed(
-        self, names: Collection[str], unmarked: Collection[str], /
-    ) -> bool:
+    def lists_committed(self, names: Collection[str], /) -> bool:
         """Returns True if a checkpoint with `names` counts as committed.
+
+        In an object store only with the commit marker, and not with the marker alone,
+        which is a late write of an abandoned save.
 
         Args:
             names: The names of the files and directories in the checkpoint.
-            unmarked: Names that only occur with a commit marker.
         """
 
     def temporary_directory(self, final: _Path, /) -> AbstractContextManager[Path]:

@@ -607,6 +607,26 @@ def test_an_upload_that_is_cut_off_anywhere_is_made_later(tmp_path, layout):
     assert last > 10
 
 
+def test_no_part_of_an_upload_counts_as_a_step():
+    path = faulty.new_path("tiers-parts")
+    with flaxckpt.Checkpointer(path) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step), metrics={"loss": 1.0})
+    objects = {key: (path / "2" / key).read_bytes() for key in (path / "2").keys()}
+    marker = objects.pop("commit_success.txt")
+    assert len(objects) > 5
+    for key, content in objects.items():  # objects arrive in any order
+        (path / "2").store.delete_under((path / "2").prefix)
+        (path / "2" / key).write_bytes(content)
+        assert steps_in(path) == {1}, key
+        strategies.assert_same(state(1), flaxckpt.load(path))
+    for key, content in {**objects, "commit_success.txt": marker}.items():
+        assert steps_in(path) == {1}
+        (path / "2" / key).write_bytes(content)
+    assert steps_in(path) == {1, 2}
+    strategies.assert_same(state(2), flaxckpt.load(path))
+
+
 @pytest.mark.parametrize("how", ["refuses", "is silent"])
 def test_a_dead_endpoint_holds_nothing_up(tmp_path, monkeypatch, how):
     for name, value in store_servers.CREDENTIALS.items():
