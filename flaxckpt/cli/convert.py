@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from flaxckpt import _arrays, errors
-from flaxckpt.cli import _app, _output
+from flaxckpt.cli import _app, _output, _transforms
 from flaxckpt.cli._parameters import Argument, Option
 
 if TYPE_CHECKING:
@@ -20,21 +20,6 @@ _Format = Annotated[
         "--to",
         help="By default from the suffix of DST, else orbax.",
     ),
-]
-_Patterns = list[str] | None
-_Only = Annotated[
-    _Patterns, Option("--only", metavar="PATTERN", help="Leaves to keep.")
-]
-_Drop = Annotated[
-    _Patterns, Option("--drop", metavar="PATTERN", help="Leaves to drop.")
-]
-_Rename = Annotated[
-    _Patterns,
-    Option("--rename", metavar="PATTERN=NAME", help=r"For example 'a/(.*)=b/\1'."),
-]
-_Cast = Annotated[
-    _Patterns,
-    Option("--cast", metavar="PATTERN=DTYPE", help="For example '.*=bfloat16'."),
 ]
 _Store = Annotated[
     Literal["auto", "files", "ocdbt"],
@@ -52,10 +37,6 @@ _Items = Annotated[
         help="One item, or the branches of the state that are items, joined by"
         " commas (orbax only). By default those of SRC.",
     ),
-]
-_Map = Annotated[
-    str | None,
-    Option("--map", metavar="NAME", help="Family of a published model, or auto."),
 ]
 _Target = Annotated[
     str | None,
@@ -92,14 +73,14 @@ def convert(
     format: _Format = None,
     step: _app.StepOption = None,
     step_format: _app.StepFormatOption = None,
-    only: _Only = None,
-    drop: _Drop = None,
-    rename: _Rename = None,
-    cast: _Cast = None,
+    only: _transforms.OnlyOption = None,
+    drop: _transforms.DropOption = None,
+    rename: _transforms.RenameOption = None,
+    cast: _transforms.CastOption = None,
     store: _Store = "auto",
     codec: _Codec = "none",
     items: _Items = None,
-    map: _Map = None,
+    map: _transforms.MapOption = None,
     target: _Target = None,
     prefix: _Prefix = None,
     config: _Config = None,
@@ -124,11 +105,8 @@ def convert(
       flaxckpt convert runs/7 tuned --to huggingface --config Llama-3.2-1B
     """
     from flaxckpt import _convert
-    from flaxckpt.transforms import _parse
 
-    changes = _parse.parse(
-        only=only or (), drop=drop or (), rename=rename or (), cast=cast or ()
-    )
+    changes = _transforms.parse(only, drop, rename, cast)
     src, step = _app.locate_step(src, step, step_format)
     if format == "huggingface":
         _refuse({"--items": items}, "without --to huggingface")

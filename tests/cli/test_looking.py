@@ -382,6 +382,37 @@ def test_plan_into_a_renamed_model_says_how_to_rename(here, command):
     assert found["leaves"]["opt_state/0/mu/new/kernel"]["actions"] == ["init"]
 
 
+def save_as(name):
+    """Saves a model with Adam, under `name` in its parameters."""
+    params = {name: {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}}
+    optimizer = optax.adam(1e-3).init(params)
+    flaxckpt.save(name, {"params": params, "opt_state": optimizer})
+
+
+def test_plan_renames_and_casts_first(here, command):
+    save_as("old")
+    save_as("new")
+    asked = ["plan", "old", "new", "--rename", r"params/old/(.*)=params/new/\1"]
+    assert "7 loaded, 6 renamed" in command.text(*asked)[0], "moments follow"
+    found = command.json(*asked, "--cast", ".*/kernel=bfloat16")
+    kernel = found["leaves"]["params/new/kernel"]
+    assert kernel["transforms"] == ["rename", "cast"]
+    assert kernel["sources"] == ["params/old/kernel"]
+    assert "matches no leaf" in command.refuses("plan", "old", "new", "--rename", "a=b")
+    assert "--suggest guesses" in command.refuses(*asked, "--suggest")
+
+
+def test_plan_says_what_the_optimizer_initializes(here, command):
+    save_as("new")
+    *_, last = command.text("plan", "new", "new", "--drop", "opt_state/.*")
+    assert last == (
+        "The optimizer initializes 5 leaves: pass a state that has one, such as a"
+        " TrainState."
+    )
+    [line] = command.text("plan", "new", "new")
+    assert "initializes" not in line
+
+
 def test_plan_into_what_show_printed(here, command):
     (here / "shown.json").write_text(command("show", "run", "--json").stdout)
     assert command.json("plan", "run", "shown.json")["ok"]

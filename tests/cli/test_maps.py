@@ -87,3 +87,21 @@ def test_options_without_effect_are_refused(model, command):
         (["--to", "huggingface"], "needs the config"),
     ):
         assert message in command.refuses("convert", model, "out", *options)
+
+
+def test_a_plan_starts_from_a_published_model(tmp_path, model, command):
+    command(
+        *("convert", model, "flax", "--map", "auto"),
+        *("--target", "maxtext-scanned", "--prefix", "params"),
+    )
+    for name in ("auto", "llama"):
+        found = command.json("plan", model, "flax", "--map", name)
+        assert found["ok"]
+        assert found["bytes_to_read"] == sum(
+            array.nbytes for array in published.llama_tensors().values()
+        )
+    assert not command.json("plan", model, "flax", code=1)["ok"]
+    asked = ["--map", "auto", "--rename", r"params/(.*)=other/\1"]
+    assert not command.json("plan", model, "flax", *asked, code=1)["ok"]
+    refused = command.refuses("plan", model, "flax", "--map", "gpt2")
+    assert "not of maps.gpt2" in refused

@@ -1,0 +1,46 @@
+"""The options of transforms, of `convert` and `plan`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from flaxckpt.cli._parameters import Option
+
+if TYPE_CHECKING:
+    from flaxckpt.transforms import Transform
+
+_Patterns = list[str] | None
+
+OnlyOption = Annotated[
+    _Patterns, Option("--only", metavar="PATTERN", help="Leaves to keep.")
+]
+DropOption = Annotated[
+    _Patterns, Option("--drop", metavar="PATTERN", help="Leaves to drop.")
+]
+RenameOption = Annotated[
+    _Patterns,
+    Option("--rename", metavar="PATTERN=NAME", help=r"For example 'a/(.*)=b/\1'."),
+]
+CastOption = Annotated[
+    _Patterns,
+    Option("--cast", metavar="PATTERN=DTYPE", help="For example '.*=bfloat16'."),
+]
+MapOption = Annotated[
+    str | None,
+    Option("--map", metavar="NAME", help="Family of a published model, or auto."),
+]
+
+
+def parse(
+    only: _Patterns, drop: _Patterns, rename: _Patterns, cast: _Patterns
+) -> list[Transform]:
+    """Returns the transforms of the options.
+
+    Raises:
+        OptionError: A pattern, or the text of an option, is invalid.
+    """
+    from flaxckpt.transforms import _parse
+
+    return _parse.parse(
+        only=only or (), drop=drop or (), rename=rename or (), cast=cast or ()
+    )
