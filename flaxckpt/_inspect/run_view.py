@@ -59,9 +59,7 @@ class RunView:
         """
         if keep is not None:
             return Rules(keep=policies.check(keep, "keep"))
-        names = {step: path.name for step, path in self.steps.items()}
-        recorded = _run.settings.read(self.root, names)
-        return None if recorded is None else recorded.rules
+        return _run.settings.read_rules(self.root, self.steps)
 
     def explain(
         self, keep: Sequence[PreservationPolicy] | None = None

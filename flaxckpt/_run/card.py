@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flaxckpt import _storage, _util, policies
-from flaxckpt._run import disk_usage
+from flaxckpt._run import disk_usage, retention
 from flaxckpt._util.html import Markup
 
 if TYPE_CHECKING:
@@ -20,16 +20,21 @@ _ROWS = 8
 _MOST_METRICS = 3
 
 
-def of_run(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
+def of_run(
+    run: Checkpointer,
+    rules: Callable[[], retention.Rules],
+    path_of: Callable[[int], Path],
+) -> str:
     """Returns an HTML card of the current steps of a run; never raises.
 
     Args:
         run: The run.
+        rules: Returns the rules of retention.
         path_of: Returns the path of a step.
     """
     try:
         with _storage.paths.listing_cache(run.directory):
-            return _card(run, path_of)
+            return _card(run, rules, path_of)
     except Exception as error:  # a notebook would show a traceback instead
         _log.warning("cannot show %s: %s", run.directory, error)
         text = f"cannot be read: {error}"
@@ -37,12 +42,16 @@ def of_run(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
         return _frame(run, message)
 
 
-def _card(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
+def _card(
+    run: Checkpointer,
+    rules: Callable[[], retention.Rules],
+    path_of: Callable[[int], Path],
+) -> str:
     steps = run.steps()
     reasons = run.explain()
     shown = sorted(reasons)[-_ROWS:]
     metrics = {step: run.metrics(step) for step in shown}
-    bests = [policy for policy in run.keep if isinstance(policy, policies.BestN)]
+    bests = [policy for policy in rules().keep if isinstance(policy, policies.BestN)]
     names = dict.fromkeys(name for step in metrics.values() for name in step)
     ranking = dict.fromkeys(p.metric for p in bests if p.metric in names)
     columns = list(ranking | names)[:_MOST_METRICS]

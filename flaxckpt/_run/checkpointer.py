@@ -516,8 +516,10 @@ class Checkpointer:
         unreadable metrics; "dataset state deleted"; and "damaged: …", see `damaged`.
         With a staging directory, "staging: …" is a reason for keeping the step there,
         and "staging: not uploaded" means a pending upload.
+
+        A `read_only` object without policies uses those that the run has recorded.
         """
-        return self._run.explain_all()
+        return self._run.explain_all(self._session.rules())
 
     def prune(self, *, dry_run: bool = False) -> tuple[int, ...]:
         """Deletes the steps and dataset states that no policy keeps.
@@ -627,7 +629,7 @@ class Checkpointer:
 
     def _repr_html_(self) -> str:
         """Returns an HTML card of the current steps, without reading arrays."""
-        return card.of_run(self, self._run.path)
+        return card.of_run(self, self._session.rules, self._run.path)
 
 
 def _choose_action(

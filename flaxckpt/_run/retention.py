@@ -149,12 +149,15 @@ class Retention:
         steps = self.index.steps() | pending
         return bool(self._reasons(self.rules.keep, steps).get(step))
 
-    def explain(self) -> dict[int, list[str]]:
+    def explain(self, rules: Rules | None = None) -> dict[int, list[str]]:
         """Returns the reasons for keeping each step, oldest first.
 
         Steps without reasons are to be deleted.
+
+        Args:
+            rules: Rules of retention; by default those of this object.
         """
-        return self._explain(self.index.steps())
+        return self._explain(self.index.steps(), rules or self.rules)
 
     def _reasons(
         self,
@@ -174,9 +177,9 @@ class Retention:
         return reasons
 
     def _explain(
-        self, steps: Mapping[int, ranked_steps.RunStep]
+        self, steps: Mapping[int, ranked_steps.RunStep], rules: Rules
     ) -> dict[int, list[str]]:
-        reasons = self._reasons(self.rules.keep, steps)
+        reasons = self._reasons(rules.keep, steps)
         for number, why in reasons.items():
             if steps[number].markers.waiting:
                 why.append("not uploaded")
@@ -246,7 +249,7 @@ class Retention:
     def _decide(self, just_saved: int | None) -> _Decision:
         """Returns the current decision of retention."""
         steps = self.index.steps() if self._may_delete() else {}
-        reasons = self._explain(steps)
+        reasons = self._explain(steps, self.rules)
         doomed = [n for n, why in reasons.items() if not why and n != just_saved]
         staying = {n: step for n, step in steps.items() if n not in doomed}
         return _Decision(steps, doomed, self._items_to_delete(staying, just_saved))

@@ -321,16 +321,19 @@ class RunSteps:
             self.events.emit("deleted", step, path=path, reason=reason)
         return deleted
 
-    def explain(self) -> dict[int, list[str]]:
+    def explain(self, rules: retention.Rules | None = None) -> dict[int, list[str]]:
         """Returns the reasons for keeping each step, oldest first.
 
         Steps without reasons are to be deleted.
-        """
-        return self.retention.explain()
 
-    def explain_all(self) -> dict[int, list[str]]:
+        Args:
+            rules: Rules for the run directory; by default those of this object.
+        """
+        return self.retention.explain(rules)
+
+    def explain_all(self, rules: retention.Rules | None = None) -> dict[int, list[str]]:
         """Returns the reasons of `explain`, and the damage of each damaged step."""
-        reasons = self.explain()
+        reasons = self.explain(rules)
         for step, why in self.damage_reasons().items():
             reasons[step] = [f"damaged: {why}"]
         return dict(sorted(reasons.items()))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from flaxckpt import _checkpoint, _distributed, _storage, errors
 from flaxckpt._checkpoint.planner import RestoreOptions
-from flaxckpt._run import restoring, run_steps, saving
+from flaxckpt._run import restoring, retention, run_steps, saving, settings
 from flaxckpt._types import PathLike, PyTree
 
 _log = logging.getLogger(__name__)
@@ -65,6 +65,13 @@ class Session:
                 f"cannot {action} in {self.run.directory}: it was opened with"
                 " read_only=True"
             )
+
+    def rules(self) -> retention.Rules:
+        """Returns the rules of retention; of a reader without, the recorded rules."""
+        rules = self.run.rules
+        if not self.read_only or rules.keep or rules.keep_items:
+            return rules
+        return settings.read_rules(self.run.directory, self.run.paths()) or rules
 
     def load_source(
         self,

@@ -170,6 +170,17 @@ def read(root: Path, names: Mapping[int, str]) -> RunSettings | None:
     return last(_steps.journal.recent(root / _steps.journal.NAME), names)
 
 
+def read_rules(root: Path, paths: Mapping[int, Path]) -> retention.Rules | None:
+    """Returns the last recorded rules of a run directory, or None.
+
+    Args:
+        root: The run directory.
+        paths: Step -> its path, for each step.
+    """
+    recorded = read(root, {step: path.name for step, path in paths.items()})
+    return None if recorded is None else recorded.rules
+
+
 def last(
     journal: Sequence[Event], names: Mapping[int, str] = MappingProxyType({})
 ) -> RunSettings | None:

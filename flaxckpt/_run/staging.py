@@ -303,9 +303,9 @@ class StagedSteps(run_steps.RunSteps):
             ranked[step] = _MergedStep(step, metrics, near[step].created, is_temporary)
         return policy.preserved([ranked[step] for step in sorted(ranked)])
 
-    def explain(self) -> dict[int, list[str]]:
+    def explain(self, rules: retention.Rules | None = None) -> dict[int, list[str]]:
         """Returns the reasons for keeping steps in the run directory and in staging."""
-        reasons = self._far_retention.explain()
+        reasons = self._far_retention.explain(rules)
         for step, why in self.retention.explain().items():
             reasons.setdefault(step, []).extend(f"staging: {reason}" for reason in why)
         return reasons

@@ -8,6 +8,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import policies
+from flaxckpt._inspect import run_view
 from flaxckpt._run import retention, settings
 from flaxckpt._steps import journal
 from flaxckpt._steps.event import Event
@@ -77,6 +78,29 @@ def test_policies_on_metrics_from_elsewhere_may_keep_every_step(tmp_path):
         ckpt.save(1, STATE)
     found = settings.read(tmp_path, {}).rules.keep
     assert [*map(str, found)] == ["perhaps BestN(1, 'loss', 'min')", "LatestN(1)"]
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_a_reader_explains_by_the_recorded_policies(tmp_path, is_staged):
+    staging = {"staging": tmp_path / "ssd"} if is_staged else {}
+    run = tmp_path / "run"
+    keep = [LatestN(1), BestN(1, "loss", "min")]
+    with flaxckpt.Checkpointer(run, keep=keep, **staging) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, STATE, metrics={"loss": 1 / step if step < 3 else 2.0})
+            ckpt.wait()
+            ckpt.wait_for_uploads()
+        wanted = ckpt.explain()
+        assert wanted[2][0] == "BestN(1, 'loss', 'min')"
+    reader = flaxckpt.Checkpointer(run, read_only=True, **staging)
+    assert reader.explain() == wanted
+    assert reader.prune(dry_run=True) == ()
+    assert "best 2" in reader._repr_html_()
+    other = flaxckpt.Checkpointer(run, keep=[LatestN(1)], read_only=True, **staging)
+    assert other.prune(dry_run=True) == (2,)
+    if not is_staged:
+        assert run_view.survey(run).explain() == wanted
+    assert flaxckpt.Checkpointer(run, **staging).prune() == (), "it keeps all"
 
 
 def test_settings_are_recorded_when_they_change_and_now_and_then(tmp_path):
