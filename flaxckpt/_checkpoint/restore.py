@@ -288,6 +288,7 @@ def plan_for_target(
     target: PyTree,
     *,
     step: int | None = None,
+    transforms: Sequence[Transform] = (),
     unused: Literal["warn", "error", "ignore"] = "warn",
     optimizer: Literal["match", "exact", "reinit"] = "match",
 ) -> RestorePlan:
@@ -300,6 +301,7 @@ def plan_for_target(
         path: A checkpoint, or a run directory.
         target: The abstract state that was read from another checkpoint.
         step: Step of a run directory; by default the newest.
+        transforms: As for `load`.
         unused: As for `load`.
         optimizer: As for `load`.
 
@@ -308,7 +310,10 @@ def plan_for_target(
             `plan`.
     """
     options = planner.RestoreOptions(
-        unused=unused, optimizer=optimizer, has_optimizer=True
+        unused=unused,
+        optimizer=optimizer,
+        transforms=transforms,
+        has_optimizer=True,
     )
     return _plan(_locate.open_checkpoint(path, step), target, options)
 

@@ -124,8 +124,11 @@ def convert(
       flaxckpt convert runs/7 tuned --to huggingface --config Llama-3.2-1B
     """
     from flaxckpt import _convert
+    from flaxckpt.transforms import _parse
 
-    changes = _changes(only, drop, rename, cast)
+    changes = _parse.parse(
+        only=only or (), drop=drop or (), rename=rename or (), cast=cast or ()
+    )
     src, step = _app.locate_step(src, step, step_format)
     if format == "huggingface":
         _refuse({"--items": items}, "without --to huggingface")
@@ -161,21 +164,6 @@ def convert(
     return _app.SUCCESS
 
 
-def _changes(
-    only: _Patterns, drop: _Patterns, rename: _Patterns, cast: _Patterns
-) -> list[Transform]:
-    """Returns the transforms of the options."""
-    from flaxckpt import transforms
-
-    changes: list[Transform] = []
-    if only:
-        changes.append(transforms.keep("|".join(f"(?:{pattern})" for pattern in only)))
-    changes += [transforms.drop(pattern) for pattern in drop or ()]
-    changes += [transforms.rename(*_split("rename", text)) for text in rename or ()]
-    changes += [transforms.cast(*_split("cast", text)) for text in cast or ()]
-    return changes
-
-
 def _map_changes(
     src: str, name: str | None, target: str | None, prefix: str | None
 ) -> list[Transform]:
@@ -200,13 +188,3 @@ def _parse_items(text: str | None) -> str | tuple[str, ...] | None:
     if text is None or "," not in text:
         return text
     return tuple([name for name in text.split(",") if name])
-
-
-def _split(option: str, text: str) -> tuple[str, str]:
-    """Splits the text at the last `=` into a pattern and a value."""
-    pattern, equals, value = text.rpartition("=")
-    if not equals or not pattern:
-        raise errors.OptionError(
-            f"--{option} must be PATTERN=VALUE, found {text!r:.80}"
-        )
-    return pattern, value

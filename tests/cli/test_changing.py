@@ -269,7 +269,7 @@ def test_convert_changes_leaves(here, command):
 def test_convert_refuses_what_is_there(here, command):
     assert "w.msgpack" in command.refuses("convert", "orbax", "w.msgpack")
     command("convert", "orbax", "w.msgpack", "--overwrite", "--format", "msgpack")
-    assert "must be PATTERN=VALUE" in command.refuses(
+    assert "must be PATTERN=DTYPE" in command.refuses(
         "convert", "orbax", "x", "--cast", "w"
     )
     assert "does not exist" in command.refuses("convert", "nowhere", "x")

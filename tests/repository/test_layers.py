@@ -55,6 +55,7 @@ PASSAGES = {
         "_lora",
         "_moments",
         "_names",
+        "_parse",
         "_patterns",
         "_remap",
         "_tie",
