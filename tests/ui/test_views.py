@@ -425,3 +425,58 @@ def test_known_runs_are_not_read_again(tmp_path, open_page, monkeypatch):
     )
     look_again(space)
     assert looked == [tmp_path]
+
+
+def test_a_plan_changes_the_checkpoint_first(tmp_path, open_page):
+    def save_as(name):
+        params = {name: {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}}
+        optimizer = optax.adam(1e-3).init(params)
+        flaxckpt.save(tmp_path / name, {"params": params, "opt_state": optimizer})
+
+    save_as("old")
+    save_as("new")
+    space = open_page(tmp_path)
+    asked = {"run": "old", "into": "new"}
+    assert "would fail" in ask(plan.result, space, **asked)
+    renamed = {"rename": "params/old/kernel=params/new/kernel\r\n"}
+    assert "would fail" in ask(plan.result, space, **asked, **renamed)
+    rules = {"rename": r"params/old/(.*)=params/new/\1", "cast": ".*/kernel=bfloat16"}
+    shown = html.unescape(ask(plan.result, space, **asked, **rules))
+    assert "would succeed" in shown
+    assert "from params/old/kernel, by rename > cast" in shown
+    assert "by rename" in shown
+    fresh = ask(plan.result, space, **asked, **rules, drop="opt_state/.*")
+    assert "The optimizer initializes 5 leaves" in fresh
+    afresh = ask(plan.result, space, **asked, **rules, optimizer="reinit")
+    assert "The optimizer initializes 5 leaves" in afresh
+    shown = html.unescape(ask(plan.page, space, **asked, **rules))
+    assert rules["rename"] in shown
+    [url] = re.findall('hx-get="/plan/result[?]([^"]*)"', shown)
+    assert workspace.Query(url.encode()).text("rename") == rules["rename"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rename": "params"}, "rename must be PATTERN=NAME"),
+        ({"rename": "params/(=x"}, "not a regular expression|unterminated|missing"),
+        ({"cast": ".*=float7"}, "float7"),
+        ({"drop": "nothing/.*"}, "matches no leaf"),
+        ({"optimizer": "guess"}, "optimizer must be match, exact or reinit"),
+    ],
+)
+def test_rules_that_mean_nothing_are_refused(tmp_path, open_page, fields, message):
+    flaxckpt.save(tmp_path / "one", {"params": {"w": np.ones(2, np.float32)}})
+    space = open_page(tmp_path / "one")
+    with pytest.raises(errors.CheckpointError, match=message):
+        ask(plan.result, space, run="one", into="one", **fields)
+
+
+def test_long_rules_are_shown_whole(tmp_path, open_page):
+    flaxckpt.save(tmp_path / "one", {"w": np.ones(2)})
+    rule = "\n".join(f"<b>/{n}=</textarea>{n}" for n in range(300))
+    shown = ask(
+        plan.page, open_page(tmp_path / "one"), run="one", into="one", rename=rule
+    )
+    [field] = re.findall('<textarea name="rename"[^>]*>\n(.*?)</textarea>', shown, re.S)
+    assert html.unescape(field) == rule
