@@ -3,7 +3,6 @@
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 import time
 
@@ -12,7 +11,7 @@ import pytest
 
 import flaxckpt
 from tests.helpers import store_servers
-from tests.helpers.ui_server import serving
+from tests.helpers.ui_server import listen, send, serving
 
 pytest.importorskip("starlette", reason="starlette is missing")
 pytest.importorskip("uvicorn", reason="uvicorn is missing")
@@ -32,19 +31,10 @@ def served(tmp_path_factory):
         yield server
 
 
-def listen(served, path="/events?run=one&version="):
-    """Opens a stream of events; returns the socket and the first line of the reply."""
-    name, port = served.host.split(":")
-    stream = socket.create_connection((name, int(port)), timeout=_SOON_SECS)
-    lines = f"GET {path} HTTP/1.1", f"Host: {served.host}", f"Cookie: {served.cookie}"
-    stream.sendall("\r\n".join([*lines, "", ""]).encode())
-    return stream, stream.recv(2000).partition(b"\r\n")[0]
-
-
 def test_streams_of_events_leave_room_for_pages(served):
     with contextlib.ExitStack() as opened:
         for _ in range(app.MOST_STREAMS):
-            stream, status = listen(served)
+            stream, status = listen(served, "/events?run=one&version=")
             opened.enter_context(stream)
             assert status == b"HTTP/1.1 200 OK"
         refused = served.ask("/events?run=one&version=1")
@@ -55,7 +45,7 @@ def test_streams_of_events_leave_room_for_pages(served):
         assert set(news) == {"version", "text"}
     end = time.monotonic() + _SOON_SECS  # closed streams make room
     while True:
-        stream, status = listen(served)
+        stream, status = listen(served, "/events?run=one&version=")
         stream.close()
         if status == b"HTTP/1.1 200 OK":
             break
@@ -82,15 +72,6 @@ def slow(tmp_path, monkeypatch):
             yield served, server
     finally:
         server.kill()
-
-
-def send(served, path):
-    """Sends a request, and does not wait for the reply."""
-    name, port = served.host.split(":")
-    asked = socket.create_connection((name, int(port)), timeout=_SOON_SECS)
-    lines = f"GET {path} HTTP/1.1", f"Host: {served.host}", f"Cookie: {served.cookie}"
-    asked.sendall("\r\n".join([*lines, "", ""]).encode())
-    return asked
 
 
 def assert_ends(served):
