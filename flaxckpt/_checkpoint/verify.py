@@ -69,7 +69,11 @@ def verify(path: PathLike, *, step: int | None = None) -> verify_report.VerifyRe
 
 
 def verify_checkpoint(
-    path: Path, step: int | None, *, thorough: bool = True
+    path: Path,
+    step: int | None,
+    *,
+    thorough: bool = True,
+    counter: _util.progress.Counter | None = None,
 ) -> verify_report.VerifyReport:
     """Reads and verifies the whole checkpoint `path`.
 
@@ -77,12 +81,13 @@ def verify_checkpoint(
         path: A checkpoint.
         step: Step number of the checkpoint, or None.
         thorough: Whether to go on after the first problem.
+        counter: Counts the bytes read. An error of its `add` ends the verification.
 
     Raises:
         CheckpointNotFoundError, CheckpointFormatError: There is no checkpoint.
     """
     read = functools.partial(_locate.read_stored, path, step)
-    return _verify(path, step, read, thorough=thorough)
+    return _verify(path, step, read, thorough=thorough, counter=counter)
 
 
 def _verify(
@@ -91,8 +96,9 @@ def _verify(
     read: Callable[[], Stored],
     *,
     thorough: bool = True,
+    counter: _util.progress.Counter | None = None,
 ) -> verify_report.VerifyReport:
-    counter = _util.progress.Counter(f"verifying {path.name}")
+    counter = counter or _util.progress.Counter(f"verifying {path.name}")
     findings = verify_report.Findings(counter, thorough=thorough)
     with _util.progress.bar(counter), _storage.paths.listing_cache(path):
         stored = _read_description(path, read, findings)

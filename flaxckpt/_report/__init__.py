@@ -41,6 +41,7 @@ from flaxckpt._report import assets as assets
 from flaxckpt._report import cards as cards
 from flaxckpt._report import charts as charts
 from flaxckpt._report import data as data
+from flaxckpt._report import integrity as integrity
 from flaxckpt._report import section as section
 from flaxckpt._report import section_leaves as section_leaves
 from flaxckpt._report import section_origin as section_origin
@@ -65,6 +66,7 @@ __all__ = [
     "charts",
     "data",
     "gather",
+    "integrity",
     "page",
     "section",
     "section_leaves",

@@ -85,6 +85,7 @@ class MetricValue(NamedTuple):
             `lowest` or `highest`; None for other values.
         is_deleted: True if the step was deleted since.
         mode: The mode of the policy for which the value is `best`; None for others.
+        is_bad: True if the step is damaged, or could not be read.
     """
 
     step: int
@@ -93,6 +94,7 @@ class MetricValue(NamedTuple):
     best: str | None
     is_deleted: bool = False
     mode: Literal["min", "max"] | None = None
+    is_bad: bool = False
 
 
 class Part(NamedTuple):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from flaxckpt import _checkpoint, _steps, _storage, errors
+from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._inspect.listing import Step
 from flaxckpt._report.data import Integrity, State
 from flaxckpt._util import humanize
+from flaxckpt._util.progress import Counter
 from flaxckpt.formats import _locate
 
 _CHECKED = 10
@@ -37,7 +40,7 @@ def check_steps(
             checked again.
     """
     if every:
-        return tuple(_verify(step) for step in steps)
+        return tuple(verify_step(step).integrity for step in steps)
     count = _CHECKED_IN_STORES if _storage.of(root).costs_requests else _CHECKED
     newest = {step.path for step in steps[-count:]}
     whole = {check.step: check for check in known if check.state == "whole"}
@@ -77,9 +80,13 @@ def _check(step: Step, is_new: bool) -> Integrity:
 def _of_error(step: Step, error: Exception) -> Integrity:
     path = _storage.paths.from_text(step.path)
     if not _storage.of(path).exists(path):
-        return Integrity(step.step, "unknown", "deleted in the meantime", 0)
+        return _deleted(step)
     state: State = "unread" if _storage.permissions.is_unread(error) else "damaged"
     return Integrity(step.step, state, explain(error), 0)
+
+
+def _deleted(step: Step) -> Integrity:
+    return Integrity(step.step, "unknown", "deleted in the meantime", 0)
 
 
 def explain(error: Exception) -> str:
@@ -88,15 +95,41 @@ def explain(error: Exception) -> str:
     return " ".join(filter(None, (head, "; ".join(map(str.strip, rows)))))
 
 
-def _verify(step: Step) -> Integrity:
+class Verification(NamedTuple):
+    """The result of reading every byte of a step.
+
+    Attributes:
+        integrity: The integrity of the step.
+        report: The faults; None if the step could not be opened.
+    """
+
+    integrity: Integrity
+    report: VerifyReport | None
+
+
+def verify_step(step: Step, counter: Counter | None = None) -> Verification:
+    """Reads every byte of a step, and compares the data with checksums.
+
+    Args:
+        step: The step as listed.
+        counter: Counts the bytes read. An error of its `add` ends the verification.
+    """
     path = _storage.paths.from_text(step.path)
     try:
         try:
-            report = _checkpoint.verify.verify_checkpoint(path, step.step)
+            report = _checkpoint.verify.verify_checkpoint(
+                path, step.step, counter=counter
+            )
         except errors.DamagedCheckpointError as error:
             report = _checkpoint.verify.report_lost(path, step.step, error)
     except (errors.CheckpointError, OSError) as error:
-        return _of_error(step, error)
+        return Verification(_of_error(step, error), None)
+    if not report.ok and not _storage.of(path).exists(path):
+        return Verification(_deleted(step), None)
+    return Verification(_of_report(step, report), report)
+
+
+def _of_report(step: Step, report: VerifyReport) -> Integrity:
     faults = {**report.problems, **report.unread}
     if not report.ok:
         state: State = "damaged" if report.problems else "unread"

@@ -45,7 +45,7 @@
 
   const KINDS = {
     k: "kept", g: "would be deleted", d: "deleted since", b: "the best",
-    a: "among the best",
+    a: "among the best", u: "damaged, or not readable",
   };
   const parsed = new WeakMap();
 

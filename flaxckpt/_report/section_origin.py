@@ -96,8 +96,13 @@ def _origin(source: Lineage) -> html.Markup:
 # ---- integrity --------------------------------------------------------------------
 
 
-def integrity(report: Report) -> Section | None:
-    """Returns the section on damage, and on the checks made."""
+def integrity(report: Report, *, verify: html.Markup | None = None) -> Section | None:
+    """Returns the section on damage, and on the checks made.
+
+    Args:
+        report: The data.
+        verify: What to do if no array was read; by default, the command.
+    """
     if not report.integrity:
         return None
     counts = collections.Counter(check.state for check in report.integrity)
@@ -108,10 +113,8 @@ def integrity(report: Report) -> Section | None:
     what = humanize.count(total, "step") if report.is_run else "1 checkpoint"
     summary: object = f"{looked:,} of {what} looked at: {', '.join(found)}."
     if not counts["verified"]:
-        command = html.element("code", _verify_command(report), class_="command")
-        summary = html.join(
-            (summary, " No array was read: ", command, " reads every byte.")
-        )
+        how = _verify_command(report) if verify is None else verify
+        summary = html.join((summary, " No array was read. ", how))
     columns = [
         tables.Column("steps", is_number=True),
         tables.Column("count", is_number=True),
@@ -127,10 +130,12 @@ def integrity(report: Report) -> Section | None:
     return Section("integrity", "Integrity", summary, body)
 
 
-def _verify_command(report: Report) -> str:
-    """Returns the command that reads every byte of the checkpoints."""
+def _verify_command(report: Report) -> html.Markup:
+    """Returns a sentence with the command that reads every byte."""
     option = " --all" if report.is_run else ""
-    return f"flaxckpt verify {shlex.quote(report.path)}{option}"
+    text = f"flaxckpt verify {shlex.quote(report.path)}{option}"
+    command = html.element("code", text, class_="command")
+    return html.join((command, " reads every byte."))
 
 
 def _ranges(checks: Sequence[Integrity]) -> list[list[Integrity]]:

@@ -183,18 +183,28 @@ def change(report: Report) -> Section | None:
     return Section("change", title, summary, changed_groups(diff))
 
 
-def changed_groups(diff: Change) -> list[html.Markup]:
-    """Returns the changed leaves by part of the state; the optimizer is folded."""
+def changed_groups(
+    diff: Change, *, most: int = _MOST_CHANGES, rest: str = "--json lists all"
+) -> list[html.Markup]:
+    """Returns the changed leaves by part of the state; the optimizer is folded.
+
+    Args:
+        diff: The differences.
+        most: Row limit of each part.
+        rest: Where the leaves beyond are to be found.
+    """
     groups: dict[str, list[ChangedLeaf]] = {name: [] for name in diff.equal_in}
     for leaf in diff.leaves:
         groups.setdefault(leaf.group, []).append(leaf)
     return [
-        _changed_group(name, leaves, diff.equal_in.get(name, 0))
+        _changed_group(name, leaves, diff.equal_in.get(name, 0), most, rest)
         for name, leaves in groups.items()
     ]
 
 
-def _changed_group(name: str, leaves: Sequence[ChangedLeaf], equal: int) -> html.Markup:
+def _changed_group(
+    name: str, leaves: Sequence[ChangedLeaf], equal: int, most: int, rest: str
+) -> html.Markup:
     norms = [leaf.rel_norm for leaf in leaves if leaf.different]
     text = f"{len(leaves):,} of {humanize.count(len(leaves) + equal, 'leaf', 'leaves')}"
     text += " changed"
@@ -206,12 +216,12 @@ def _changed_group(name: str, leaves: Sequence[ChangedLeaf], equal: int) -> html
     heading = [html.element("strong", name), html.element("span", text, class_="facts")]
     if not leaves:
         return html.element("p", *heading, class_="group")
-    shown = leaves[:_MOST_CHANGES]
+    shown = leaves[:most]
     largest = max((norm for norm in norms if math.isfinite(norm)), default=0.0)
     rows = [_change_row(leaf, largest) for leaf in shown]
     caption = "The largest relative changes first"
     if len(leaves) > len(shown):
-        caption = f"The {len(shown)} that changed most; --json lists all"
+        caption = f"The {len(shown)} that changed most of {len(leaves):,}; {rest}"
     return html.element(
         "details",
         html.element("summary", *heading),

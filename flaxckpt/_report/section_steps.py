@@ -27,8 +27,9 @@ def metrics(report: Report) -> Section:
     """Returns the section with each metric over the steps."""
     if not report.metrics:
         return Section("metrics", "Metrics", "No metrics are stored with the steps.")
+    bad = {check.step for check in report.integrity if check.is_bad}
     drawn = {
-        name: values
+        name: [point._replace(is_bad=point.step in bad) for point in values]
         for name, values in report.metrics.items()
         if any(math.isfinite(point.value) for point in values)
     }
@@ -43,7 +44,7 @@ def metrics(report: Report) -> Section:
         _metrics_summary(report.metrics, drawn),
         [
             html.element("div", *figures, data_sync=""),
-            section.legend(_key([p for ps in report.metrics.values() for p in ps])),
+            section.legend(_key([p for ps in drawn.values() for p in ps])),
         ],
     )
 
@@ -72,12 +73,14 @@ def _metrics_summary(
 
 def _key(points: Sequence[MetricValue]) -> list[tuple[str, str]]:
     items = [("point kept", "kept")]
-    if any(not point.stays and not point.is_deleted for point in points):
+    if any(curves.is_going(point) for point in points):
         items.append(("point goes", "would be deleted"))
     if any(point.is_deleted for point in points):
         items.append(("point deleted", "deleted since"))
     if any(point.best == "best" for point in points):
         items.append(("point best", "best by a policy"))
+    if any(point.is_bad for point in points):
+        items.append(("point unusable", "damaged, or not readable"))
     return items
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import (
     HTMLResponse,
+    JSONResponse,
     PlainTextResponse,
     Response,
     StreamingResponse,
@@ -22,10 +23,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from flaxckpt import _report, errors
-from flaxckpt._ui import compare, frame, leaves, overview, plan, runs
+from flaxckpt._ui import compare, frame, leaves, overview, plan, runs, verify
 from flaxckpt._ui.access import Guard
-from flaxckpt._ui.feeds import Feeds
-from flaxckpt._ui.places import Place
+from flaxckpt._ui.feeds import News
 from flaxckpt._ui.workspace import Query, View, Workspace
 
 _VIEWS: Mapping[str, View] = {
@@ -39,6 +39,10 @@ _VIEWS: Mapping[str, View] = {
     "/compare": compare.page,
     "/plan": plan.page,
     "/plan/result": plan.result,
+    "/verify": verify.page,
+    "/verify/start": verify.start,
+    "/verify/status": verify.status,
+    "/verify/stop": verify.stop,
 }
 """Address -> its view. These read names, shapes and metrics."""
 
@@ -49,6 +53,10 @@ _READS: Mapping[str, View] = {
 """Address -> its view. These read the values of arrays, one request at a time."""
 
 _VIEWS_AT_ONCE = 4
+
+MOST_STREAMS = 24
+"""Streams of events; the server has more connections, for pages to be opened."""
+
 _NEWS_SECS = 0.25
 _HEARTBEAT_SECS = 15.0
 """A comment tells whether the browser is still there."""
@@ -68,7 +76,9 @@ def make_app(workspace: Workspace, *, token: str, port: int) -> ASGIApp:
         for views, turn in ((_VIEWS, few), (_READS, one))
         for path, view in views.items()
     ]
-    routes.append(Route("/events", partial(_events, workspace)))
+    streams = asyncio.Semaphore(MOST_STREAMS)
+    routes.append(Route("/events", partial(_events, workspace, streams)))
+    routes.append(Route("/news", partial(_poll, workspace)))
     routes += [
         Route(f"/static/{name}", partial(_send_file, file))
         for name, file in _static_files().items()
@@ -117,34 +127,59 @@ def _encode(content: str) -> bytes:
 # ---- events -----------------------------------------------------------------------
 
 
-async def _events(workspace: Workspace, request: Request) -> Response:
-    """Sends an event each time a run has changed since the version that is shown."""
+async def _events(
+    workspace: Workspace, streams: asyncio.Semaphore, request: Request
+) -> Response:
+    """Sends an event each time a run has changed since the version that is shown.
+
+    The page asks for `/news` instead if there are too many streams already.
+    """
     try:
         query = Query(request.scope["query_string"])
-        name, seen = query.text("run"), query.number("version")
-        places = [workspace.places.find(name)] if name else runs.listed(workspace)
+        if name := query.text("run"):
+            workspace.places.find(name)
     except errors.CheckpointError as error:
         return PlainTextResponse(str(error), _status(error))
+    if streams.locked():
+        return PlainTextResponse("too many pages are open: poll /news", 503)
+    news = partial(run_in_threadpool, runs.news, workspace, query)
     return StreamingResponse(
-        _news(workspace.feeds, places, seen), media_type="text/event-stream"
+        _stream(workspace, streams, news, query.text("version")),
+        media_type="text/event-stream",
     )
 
 
-async def _news(
-    feeds: Feeds, places: Sequence[Place], seen: int | None
+async def _stream(
+    workspace: Workspace,
+    streams: asyncio.Semaphore,
+    news: Callable[[], Awaitable[News]],
+    seen: str,
 ) -> AsyncIterator[str]:
     quiet_secs = 0.0
-    while not feeds.is_closed:
-        latest = await run_in_threadpool(feeds.news, places)
-        if latest.version != seen:
-            seen, quiet_secs = latest.version, 0.0
-            data = json.dumps({"version": latest.version, "news": latest.text})
-            yield f"data: {data}\n\n"
-        if quiet_secs >= _HEARTBEAT_SECS:
-            quiet_secs = 0.0
-            yield ": still here\n\n"
-        await asyncio.sleep(_NEWS_SECS)
-        quiet_secs += _NEWS_SECS
+    async with streams:
+        while not workspace.feeds.is_closed:
+            try:
+                latest = await news()
+            except errors.CheckpointNotFoundError:  # deleted: the page finds out
+                return
+            if latest.version != seen:
+                seen, quiet_secs = latest.version, 0.0
+                yield f"data: {json.dumps(latest._asdict())}\n\n"
+            if quiet_secs >= _HEARTBEAT_SECS:
+                quiet_secs = 0.0
+                yield ": still here\n\n"
+            await asyncio.sleep(_NEWS_SECS)
+            quiet_secs += _NEWS_SECS
+
+
+async def _poll(workspace: Workspace, request: Request) -> Response:
+    """Returns the last change of a run, or of all runs."""
+    try:
+        query = Query(request.scope["query_string"])
+        latest = await run_in_threadpool(runs.news, workspace, query)
+    except errors.CheckpointError as error:
+        return PlainTextResponse(str(error), _status(error))
+    return JSONResponse(latest._asdict())
 
 
 # ---- files ------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from flaxckpt._ui.places import Place
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 
+_MOST_ROWS = 500
 _MOST_BYTES = 2**32
 """Larger pairs of steps are compared only on request."""
 
@@ -109,7 +110,11 @@ def _summary(first: OpenCheckpoint, second: OpenCheckpoint, change: Change) -> o
 
 
 def _groups(change: Change) -> list[html.Markup]:
-    return _report.section_state.changed_groups(change) if change.leaves else []
+    if not change.leaves:
+        return []
+    return _report.section_state.changed_groups(
+        change, most=_MOST_ROWS, rest="flaxckpt diff --json lists all"
+    )
 
 
 def _name(opened: OpenCheckpoint) -> str:

@@ -49,11 +49,11 @@ class News(NamedTuple):
     """The last change of some runs.
 
     Attributes:
-        version: Grows with each change.
+        version: Differs after each change.
         text: What has changed: `step 300 saved`.
     """
 
-    version: int
+    version: str
     text: str
 
 
@@ -87,12 +87,12 @@ class Feeds:
                 found.append((place, self.latest(place)))
         newest = max(found, key=lambda item: item[1].report.made, default=None)
         if newest is None:
-            return News(0, "")
+            return News("0", "")
         place, snapshot = newest
         text = snapshot.news
         if text and len(places) > 1:
             text = f"{place.name}: {text}"
-        return News(sum(each.version for _, each in found), text)
+        return News(str(sum(each.version for _, each in found)), text)
 
     @property
     def is_closed(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 
 from flaxckpt._ui.places import Place
 from flaxckpt._ui.workspace import Workspace
@@ -30,6 +31,32 @@ def choice(
         "label",
         html.element("span", label),
         html.element("select", *entries, name_=name),
+    )
+
+
+def lines(label: str, name: str, content: str, example: str) -> html.Markup:
+    """Returns a field for several lines of text.
+
+    Args:
+        label: The label.
+        name: The field of the address.
+        content: The text.
+        example: The text that is shown while it is empty.
+    """
+    # A browser drops the first line break. Unlike names, the text is not shortened.
+    inside = html.Markup("\n" + escape(content))
+    return html.element(
+        "label",
+        html.element("span", label),
+        html.element(
+            "textarea",
+            inside,
+            name_=name,
+            rows=max(2, content.count("\n") + 1),
+            placeholder=example,
+            spellcheck="false",
+            autocapitalize="off",
+        ),
     )
 
 

@@ -15,6 +15,7 @@ VIEWS: Mapping[str, str] = {
     "/leaves": "Leaves",
     "/compare": "Compare",
     "/plan": "Plan",
+    "/verify": "Verify",
 }
 """Address of a view on a run -> its title."""
 
@@ -40,7 +41,7 @@ def page(
     *content: object,
     place: Place | None = None,
     view: str = "/",
-    version: int | None = None,
+    version: str | None = None,
 ) -> html.Markup:
     """Returns a page.
 
@@ -78,7 +79,7 @@ def page(
     return html.Markup(f"<!doctype html>\n{document}\n")
 
 
-def _events(place: Place | None, version: int) -> html.Markup:
+def _events(place: Place | None, version: str) -> html.Markup:
     run = None if place is None else place.name
     return address("/events", run=run, version=version)
 

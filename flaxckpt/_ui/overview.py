@@ -16,17 +16,13 @@ from flaxckpt._util import html
 _MOST_STEPS = 300
 """More rows would answer slowly to a click on a heading."""
 
-_RUN: Sequence[Callable[[Report], Section | None]] = (
-    _report.section_saves.saves,
-    _report.section_origin.integrity,
-)
 _STATE: Sequence[Callable[[Report], Section | None]] = (
     _report.section_leaves.leaves,
     functools.partial(_report.section_state.sizes, has_tree=False),
     _report.section_origin.lineage,
     _report.section_origin.dataset,
 )
-"""The sections of the two columns; changes and leaves have their own views."""
+"""The sections of the second column; changes and leaves have their own views."""
 
 
 def page(workspace: Workspace, query: Query) -> html.Markup:
@@ -39,7 +35,7 @@ def show(workspace: Workspace, place: Place) -> html.Markup:
     snapshot = workspace.feeds.latest(place)
     content = html.element(
         "div",
-        _content(snapshot.report, place),
+        _content(workspace, snapshot.report, place),
         id="sections",
         hx_get=address("/run/sections", run=place.name),
         hx_trigger="run-changed from:body",
@@ -50,7 +46,7 @@ def show(workspace: Workspace, place: Place) -> html.Markup:
         content,
         place=place,
         view="/run",
-        version=snapshot.version,
+        version=str(snapshot.version),
     )
 
 
@@ -58,12 +54,18 @@ def sections(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the sections on a run as of now; with `all`, all of its steps."""
     place = workspace.places.find(query.text("run"))
     report = workspace.feeds.latest(place).report
-    return _content(report, place, most=None if query.text("all") else _MOST_STEPS)
+    most = None if query.text("all") else _MOST_STEPS
+    return _content(workspace, report, place, most=most)
 
 
 def _content(
-    report: Report, place: Place, *, most: int | None = _MOST_STEPS
+    workspace: Workspace,
+    report: Report,
+    place: Place,
+    *,
+    most: int | None = _MOST_STEPS,
 ) -> html.Markup:
+    report = workspace.verifications.update(place, report)
     show_all = html.element(
         "button",
         "show all",
@@ -74,10 +76,11 @@ def _content(
     steps = _report.section_steps.steps(
         report, most=len(report.history) if most is None else most, rest=show_all
     )
+    run = [steps, _report.section_saves.saves(report), _integrity(report, place)]
+    state = [section(report) for section in _STATE]
     columns = []
-    for first, sections in ((steps, _RUN), (None, _STATE)):
-        made = [first, *[section(report) for section in sections]]
-        markup = [section.markup() for section in made if section is not None]
+    for sections in (run, state):
+        markup = [section.markup() for section in sections if section is not None]
         columns.append(html.element("div", *markup, class_="column"))
     return html.join(
         [
@@ -91,3 +94,9 @@ def _content(
             ),
         ]
     )
+
+
+def _integrity(report: Report, place: Place) -> Section | None:
+    link = html.element("a", "Verify", href=address("/verify", run=place.name))
+    how = html.join((link, " reads every byte."))
+    return _report.section_origin.integrity(report, verify=how)

@@ -6,6 +6,10 @@ Requests give names, never paths: a name that is not listed here opens nothing.
 from __future__ import annotations
 
 import itertools
+import logging
+import math
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +20,13 @@ from flaxckpt._types import PathLike
 _MOST_PLACES = 500
 _DEEPEST = 3
 """Levels of directories between the opened directory and a run."""
+
+_log = logging.getLogger(__name__)
+
+_AFTER_ERROR_SECS = 30.0
+_LEAST_SECS = 2.0
+_SHARE = 0.05
+"""How often, and for which share of the time, new runs are looked for."""
 
 
 class Place(NamedTuple):
@@ -32,20 +43,41 @@ class Place(NamedTuple):
     is_run: bool
 
 
-class Places(NamedTuple):
-    """The runs and checkpoints that may be opened.
+class Places:
+    """The runs and checkpoints that may be opened; thread-safe.
 
     Attributes:
         root: The opened path.
-        is_single: True if `root` itself is the run or the checkpoint.
-        runs: Name -> a run or checkpoint below `root`, or `root` itself.
         others: Name -> another checkpoint from the command line.
+
+    Args:
+        root: A run directory, a checkpoint, or a directory of runs.
+        others: Further checkpoints and run directories.
     """
 
-    root: Path
-    is_single: bool
-    runs: Mapping[str, Place]
-    others: Mapping[str, Place]
+    def __init__(self, root: Path, others: Mapping[str, Place]) -> None:
+        self.root = root
+        self.others = others
+        self._searching = threading.Lock()
+        self._version = 0
+        self._due = 0.0
+        self._found: Mapping[str, Place] = {}
+        self._search()
+
+    @property
+    def runs(self) -> Mapping[str, Place]:
+        """Name -> a run or checkpoint below `root`, or `root` itself."""
+        return self._found
+
+    @property
+    def is_single(self) -> bool:
+        """True if `root` itself is the run or the checkpoint."""
+        return any(place.path == self.root for place in self._found.values())
+
+    @property
+    def version(self) -> int:
+        """Grows as runs appear and disappear."""
+        return self._version
 
     def find(self, name: str) -> Place:
         """Returns the place of a name.
@@ -53,13 +85,40 @@ class Places(NamedTuple):
         Raises:
             CheckpointNotFoundError: No run or checkpoint has this name.
         """
-        place = self.runs.get(name) or self.others.get(name)
+        place = self._found.get(name) or self.others.get(name)
         if place is None:
             raise errors.CheckpointNotFoundError(
                 f"{self.root} has no run or checkpoint {name!r} that this page may"
-                " open: start flaxckpt ui again if it is new"
+                " open: it may have been deleted, or has no step yet"
             )
         return place
+
+    def look_again(self) -> None:
+        """Finds runs that have started since, and drops those that were deleted.
+
+        Takes a small part of the time at most, however slow the storage is.
+        """
+        if time.monotonic() < self._due or not self._searching.acquire(blocking=False):
+            return
+        try:
+            self._search()
+        except (errors.CheckpointError, OSError):
+            _log.debug("cannot search %s", self.root, exc_info=True)
+            self._due = time.monotonic() + _AFTER_ERROR_SECS
+        finally:
+            self._searching.release()
+
+    def _search(self) -> None:
+        began = time.monotonic()
+        # Looked at first, so that what appears during the search is found by the next.
+        was_empty = self.root.is_dir() and _is_empty(self.root)
+        found = _find(self.root, self._found)
+        if found != self._found:
+            self._found, self._version = found, self._version + 1
+        now = time.monotonic()
+        self._due = now + max(_LEAST_SECS, (now - began) / _SHARE)
+        if self.is_single and not was_empty:
+            self._due = math.inf  # a run, or a checkpoint, for good
 
 
 def find_places(root: PathLike, others: Sequence[PathLike] = ()) -> Places:
@@ -75,15 +134,26 @@ def find_places(root: PathLike, others: Sequence[PathLike] = ()) -> Places:
     """
     path = _storage.paths.resolve(root)
     further = {str(other): _place(str(other), other) for other in others}
-    is_run = _is_run(path)
-    if is_run is not None:
-        name = path.name or str(path)
-        return Places(path, True, {name: Place(name, path, is_run)}, further)
-    with _storage.paths.listing_cache(path):
-        found = [*itertools.islice(_search(path, "", _DEEPEST), _MOST_PLACES)]
-    if not found:
+    found = Places(path, further)
+    if not found.runs:
         _inspect.run_view.survey(path)  # raises: neither a run nor a checkpoint
-    return Places(path, False, {place.name: place for place in found}, further)
+    return found
+
+
+def _find(root: Path, known: Mapping[str, Place]) -> dict[str, Place]:
+    """Returns the runs and checkpoints at or below a path, by name.
+
+    Args:
+        root: The path.
+        known: Those that were found before, of which only the names are looked at.
+    """
+    is_run = _is_run(root)
+    if is_run is not None:
+        name = root.name or str(root)
+        return {name: Place(name, root, is_run)}
+    with _storage.paths.listing_cache(root):
+        search = _search(root, "", _DEEPEST, known)
+        return {place.name: place for place in itertools.islice(search, _MOST_PLACES)}
 
 
 def _place(name: str, other: PathLike) -> Place:
@@ -94,18 +164,23 @@ def _place(name: str, other: PathLike) -> Place:
     return Place(name, path, bool(is_run))
 
 
-def _search(directory: Path, prefix: str, depth: int) -> Iterator[Place]:
+def _search(
+    directory: Path, prefix: str, depth: int, known: Mapping[str, Place]
+) -> Iterator[Place]:
     """Yields the runs and checkpoints below a directory, by name."""
     for child in sorted(directory.iterdir()):
         if child.is_symlink() or _storage.temporary.TEMPORARY in child.name:
             continue
         name = f"{prefix}{child.name}"
+        if name in known and known[name].path == child:
+            yield known[name]
+            continue
         try:
             is_run = _is_run(child)
             if is_run is False or (is_run and not _is_empty(child)):
                 yield Place(name, child, is_run)
             elif is_run is None and depth > 1 and child.is_dir():
-                yield from _search(child, f"{name}/", depth - 1)
+                yield from _search(child, f"{name}/", depth - 1, known)
         except OSError:  # deleted, or not readable
             continue
 

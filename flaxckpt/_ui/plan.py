@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
-from flaxckpt import _checkpoint, _inspect, _report
+from flaxckpt import _checkpoint, _inspect, _report, errors
 from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
 from flaxckpt._types import LeafPath
 from flaxckpt._ui import forms, frame
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 from flaxckpt.errors import Mismatch
+from flaxckpt.transforms import _parse
 
 _MOST_ROWS = 500
 
@@ -34,8 +36,12 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     choices.append(
         forms.checkpoint_choice(workspace, "into the state of", "into", into.name)
     )
+    choices.append(_optimizer_choice(query))
     choices.append(html.element("button", "Plan", type="submit"))
+    choices.append(_rule_fields(query))
     is_asked = query.text("into") != ""
+    fields = {"run": place.name, "step": step, "into": into.name}
+    given = {name: query.text(name) or None for name in (*_RULES, "optimizer")}
     result = html.element(
         "div",
         frame.message(
@@ -45,9 +51,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         ),
         id="result",
         aria_live="polite",
-        hx_get=address("/plan/result", run=place.name, step=step, into=into.name)
-        if is_asked
-        else None,
+        hx_get=address("/plan/result", **fields, **given) if is_asked else None,
         hx_trigger="load" if is_asked else None,
     )
     return frame.page(
@@ -64,6 +68,49 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     )
 
 
+_RULES: Mapping[str, tuple[str, str]] = {
+    "only": ("keep only", "params/.*"),
+    "drop": ("drop", "params/head/.*"),
+    "rename": ("rename", r"params/encoder/(.*)=params/backbone/\1"),
+    "cast": ("cast", ".*/kernel=bfloat16"),
+}
+"""Field -> its label, and an example; in the order in which they are applied."""
+
+
+def _rule_fields(query: Query) -> html.Markup:
+    """Returns the fields of the transforms, folded while all are empty."""
+    fields = [
+        forms.lines(label, name, query.text(name), example)
+        for name, (label, example) in _RULES.items()
+    ]
+    note = (
+        "One rule a line, in this order, as --rename of the command line has them:"
+        " regular expressions on whole leaf paths. Moments follow their parameters."
+    )
+    return html.element(
+        "details",
+        html.element("summary", "Change the checkpoint first, as a fine-tuning does"),
+        html.element("p", note, class_="note"),
+        html.element("div", *fields, class_="rules"),
+        open="" if any(query.text(name) for name in _RULES) else None,
+        class_="transforms",
+    )
+
+
+_OPTIMIZERS = {
+    "": "by their roles, if known",
+    "match": "by their roles",
+    "exact": "by their paths",
+    "reinit": "starts afresh",
+}
+"""How optimizer leaves are matched -> what that means."""
+
+
+def _optimizer_choice(query: Query) -> html.Markup:
+    chosen = query.text("optimizer")
+    return forms.choice("optimizer", "optimizer", [*_OPTIMIZERS.items()], chosen)
+
+
 def _command(workspace: Workspace) -> str:
     """Returns the command that adds a checkpoint to the list of targets."""
     opened = shlex.quote(str(workspace.places.root))
@@ -72,18 +119,39 @@ def _command(workspace: Workspace) -> str:
 
 
 def result(workspace: Workspace, query: Query) -> html.Markup:
-    """Returns the plan of a restore."""
+    """Returns the plan of a restore, after the transforms of the fields.
+
+    Raises:
+        OptionError: A transform is invalid, or has no effect.
+    """
     place = workspace.places.find(query.text("run"))
     into = workspace.places.find(query.text("into"))
+    rules = {name: query.text(name).split("\n") for name in _RULES}
+    changes = _parse.parse(
+        **{name: filter(None, map(str.strip, lines)) for name, lines in rules.items()}
+    )
     target = _inspect.abstract_file.read_target(into.path)
     plan = _checkpoint.restore.plan_for_target(
         place.path,
         target.state,
         step=query.number("step"),
-        optimizer="match" if target.has_roles else "exact",
+        transforms=changes,
+        optimizer=_optimizer(query) or ("match" if target.has_roles else "exact"),
         unused="ignore",
     )
     return html.join([_outcome(plan, into.name), _actions(plan), *_groups(plan)])
+
+
+def _optimizer(query: Query) -> Literal["match", "exact", "reinit"] | None:
+    match query.text("optimizer"):
+        case "":
+            return None
+        case "match" | "exact" | "reinit" as chosen:
+            return chosen
+        case other:
+            raise errors.OptionError(
+                f"optimizer must be match, exact or reinit, found {other!r:.80}"
+            )
 
 
 def _outcome(plan: RestorePlan, into: str) -> html.Markup:
@@ -94,7 +162,14 @@ def _outcome(plan: RestorePlan, into: str) -> html.Markup:
         return html.join([failed, html.element("pre", plan.advice)])
     size = humanize.size(plan.bytes_to_read)
     text = f"The restore would succeed, and read {size}."
-    return html.element("p", text, class_="outcome good")
+    succeeds = html.element("p", text, class_="outcome good")
+    if not (fresh := plan.count("init")):
+        return succeeds
+    note = (
+        f"The optimizer initializes {humanize.count(fresh, 'leaf', 'leaves')}: pass a"
+        " state that has one, such as a TrainState."
+    )
+    return html.join([succeeds, html.element("p", note, class_="summary-text")])
 
 
 def _actions(plan: RestorePlan) -> html.Markup:
@@ -171,6 +246,8 @@ def _row(
     if leaf.sources and leaf.sources != (path,):
         found += f" from {', '.join(leaf.sources[:3])}"
         found += " …" if len(leaf.sources) > 3 else ""
+    if leaf.transforms:
+        found += f", by {' > '.join(leaf.transforms)}"
     wanted = "" if leaf.wanted is None else str(leaf.wanted)
     if problem is not None and "conflict" in leaf.actions:
         wanted, found = problem.wanted, problem.found

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from flaxckpt import _report, errors
 from flaxckpt._report import Report
 from flaxckpt._report.data import MetricValue
-from flaxckpt._ui import frame, overview
+from flaxckpt._ui import feeds, frame, overview
 from flaxckpt._ui.places import Place
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
@@ -30,18 +30,32 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     )
     content = html.element(
         "div",
+        html.element("div", data_version="", hidden=""),
         frame.message(f"Reading {count} …"),
         id="runs",
         hx_get="/runs",
         hx_trigger="load, run-changed from:body",
     )
     name = places.root.name or str(places.root)
-    return frame.page(workspace, name, content, version=0)
+    return frame.page(workspace, name, content, version="")
 
 
 def listed(workspace: Workspace) -> list[Place]:
     """Returns the runs and checkpoints that are described."""
     return list(workspace.places.runs.values())[:_MOST_RUNS]
+
+
+def news(workspace: Workspace, query: Query) -> feeds.News:
+    """Returns the last change of a `run`, or of all runs, also of new ones.
+
+    Raises:
+        CheckpointNotFoundError: The run does not exist any more.
+    """
+    workspace.places.look_again()
+    if name := query.text("run"):
+        return workspace.feeds.news([workspace.places.find(name)])
+    latest = workspace.feeds.news(listed(workspace))
+    return latest._replace(version=f"{workspace.places.version}.{latest.version}")
 
 
 def content(workspace: Workspace, query: Query) -> html.Markup:
@@ -60,8 +74,10 @@ def content(workspace: Workspace, query: Query) -> html.Markup:
     rows = [_row(run, report, names) for run, report in reports.items()]
     rows += [_unread_row(run, error, names) for run, error in unread.items()]
     more = list(workspace.places.runs)[_MOST_RUNS:]
+    version = news(workspace, query).version
     return html.join(
         [
+            html.element("div", data_version=version, hidden=""),
             _metrics_section(metrics, list(reports)),
             html.element(
                 "section",

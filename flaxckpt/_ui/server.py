@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
+import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 import uvicorn
 
 from flaxckpt import _doors, errors
 from flaxckpt._types import PathLike
-from flaxckpt._ui import app, feeds, opened, places
-from flaxckpt._ui.workspace import Workspace
+from flaxckpt._ui import app, places, workspace
 
 HOST = "127.0.0.1"
 
@@ -41,31 +47,33 @@ def serve(
     """
     found = places.find_places(path, others)
     _doors.open_all()  # before there are threads
-    with contextlib.closing(_listen(port)) as listener:
+    others_running = set(threading.enumerate())
+    with (
+        contextlib.closing(workspace.open_workspace(found)) as space,
+        contextlib.closing(_listen(port)) as listener,
+    ):
+        if found.is_single:
+            for place in found.runs.values():
+                space.feeds.latest(place)
         number = listener.getsockname()[1]
         token = secrets.token_urlsafe(32)
-        with contextlib.closing(feeds.Feeds()) as following:
-            if found.is_single:
-                for place in found.runs.values():
-                    following.latest(place)
-            workspace = Workspace(found, following, opened.OpenCheckpoints())
-            server = _Server(
-                uvicorn.Config(
-                    app.make_app(workspace, token=token, port=number),
-                    log_level="error",
-                    access_log=False,
-                    server_header=False,
-                    ws="none",
-                    lifespan="off",
-                    limit_concurrency=_MOST_CONNECTIONS,
-                    timeout_graceful_shutdown=_SHUTDOWN_SECS,
-                ),
-                before_shutdown=following.close,
-            )
-            on_ready(f"http://{HOST}:{number}/?token={token}")
-            # uvicorn raises the signal again, after it has ended all connections.
-            with contextlib.suppress(KeyboardInterrupt):
-                server.run(sockets=[listener])
+        server = _Server(
+            uvicorn.Config(
+                app.make_app(space, token=token, port=number),
+                log_level="error",
+                access_log=False,
+                server_header=False,
+                ws="none",
+                lifespan="off",
+                limit_concurrency=_MOST_CONNECTIONS,
+            ),
+            before_shutdown=space.close,
+        )
+        on_ready(f"http://{HOST}:{number}/?token={token}")
+        # uvicorn raises the signal again, after it has ended all connections.
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run(sockets=[listener])
+    _end_unless_idle(set(threading.enumerate()) - others_running)
 
 
 class _Server(uvicorn.Server):
@@ -78,9 +86,33 @@ class _Server(uvicorn.Server):
         self._before_shutdown = before_shutdown
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends the server."""
+        """Ends the server, and the process if a request is still being answered."""
         self._before_shutdown()
-        await super().shutdown(sockets)
+        try:
+            await asyncio.wait_for(super().shutdown(sockets), _SHUTDOWN_SECS)
+        except TimeoutError:
+            _end_process()
+
+
+def _end_unless_idle(threads: Iterable[threading.Thread]) -> None:
+    """Ends the process if some of the threads, which Python would join, go on."""
+    deadline = time.monotonic() + _SHUTDOWN_SECS
+    for thread in threads:
+        if not thread.daemon:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                _end_process()
+
+
+def _end_process() -> NoReturn:
+    """Ends the process at once, after a read that nothing can interrupt was left.
+
+    Python would wait for the thread that reads, which may take minutes. Nothing is
+    written here, so nothing has to be finished.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _listen(port: int) -> socket.socket:

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 from urllib import parse
 
 from flaxckpt import errors
-from flaxckpt._ui import feeds, opened, places
+from flaxckpt._ui import feeds, opened, places, verifications
 from flaxckpt._util import html
 
 
@@ -18,11 +18,28 @@ class Workspace(NamedTuple):
         places: The runs and checkpoints that may be opened.
         feeds: The reports on runs.
         opened: The open checkpoints.
+        verifications: The running verification, and the results.
     """
 
     places: places.Places
     feeds: feeds.Feeds
     opened: opened.OpenCheckpoints
+    verifications: verifications.Verifications
+
+    def close(self) -> None:
+        """Ends the work in the background, after the files that are being read."""
+        self.feeds.close()
+        self.verifications.stop()
+
+
+def open_workspace(found: places.Places) -> Workspace:
+    """Returns the data behind a page on runs and checkpoints, until `close`."""
+    return Workspace(
+        found,
+        feeds.Feeds(),
+        opened.OpenCheckpoints(),
+        verifications.Verifications(),
+    )
 
 
 class Query:

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -45,6 +46,21 @@ class Served:
             reply = connection.getresponse()
             reply.text = reply.read().decode()
             return reply
+
+
+def listen(served, path="/events?run=growing&version="):
+    """Opens a stream of events; returns the socket and the first line of the reply."""
+    stream = send(served, path)
+    return stream, stream.recv(2000).partition(b"\r\n")[0]
+
+
+def send(served, path):
+    """Sends a request on a socket of its own, and does not wait for the reply."""
+    name, port = served.host.split(":")
+    asked = socket.create_connection((name, int(port)), timeout=_END_SECS)
+    lines = f"GET {path} HTTP/1.1", f"Host: {served.host}", f"Cookie: {served.cookie}"
+    asked.sendall("\r\n".join([*lines, "", ""]).encode())
+    return asked
 
 
 @contextlib.contextmanager

@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 
 import flaxckpt
+from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.report_runs import make_run
-from tests.helpers.ui_server import serving
+from tests.helpers.ui_server import listen, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is missing")
 pytest.importorskip("starlette", reason="starlette is missing")
 pytest.importorskip("uvicorn", reason="uvicorn is missing")
+
+app = pytest.importorskip("flaxckpt._ui.app")
 
 ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -128,6 +131,12 @@ VIEWS = {
     "leaves": ("/leaves", {"run": "run", "leaf": "params/head"}, "#leaf dl"),
     "compare": ("/compare", {"run": "run", "a": 70, "b": 80}, "#result details"),
     "plan": ("/plan", {"run": "run", "into": "source"}, "#result .outcome"),
+    "rules": (
+        "/plan",
+        {"run": "run", "into": "run", "rename": "params/(.*)=weights/\\1"},
+        "#result .outcome",
+    ),
+    "verify": ("/verify", {"run": "run", "step": "all"}, "#verification"),
 }
 
 
@@ -232,6 +241,94 @@ def test_a_restore_is_planned(visit):
     rows = page.locator("#result tr[data-actions=conflict]")
     assert rows.count() == 3
     assert opened.is_quiet, opened.messages
+
+
+def test_a_restore_with_rules_is_planned(visit):
+    opened = visit()
+    page = opened.open("/plan", run="run", into="source")
+    page.wait_for_selector("#result .outcome.bad")
+    page.click("details.transforms > summary")
+    page.fill("textarea[name=drop]", "params/head\nopt_state/0/[mn]u/head")
+    page.fill("textarea[name=cast]", "params/.*=bfloat16")
+    page.click("form button")
+    page.wait_for_selector("text=by cast")
+    assert "3 leaves of source cannot" in page.text_content("#result")
+    page.fill("textarea[name=drop]", "no/such/leaf")
+    page.click("form button")
+    page.wait_for_selector("#result [role=alert]")
+    assert "matches no leaf" in page.text_content("#result")
+    assert page.input_value("textarea[name=cast]") == "params/.*=bfloat16"
+
+
+def test_a_run_is_verified_and_its_damage_is_shown(visit, runs, tmp_path):
+    shutil.copytree(runs / "run", runs / "harmed")
+    flip_bit(largest_file(runs / "harmed" / "70" / "state"))
+    opened = visit()
+    page = opened.page
+    page.wait_for_selector("#all-runs tr[data-run='harmed']", timeout=60_000)
+    page = opened.open("/run", run="harmed")
+    page.click("#integrity a")
+    page.select_option("select[name=step]", "80")
+    page.click("form button")
+    page.wait_for_selector("#verification .outcome.good")
+    assert "Step 80 of harmed is whole" in page.text_content("#verification")
+    page.select_option("select[name=step]", "all")
+    page.click("form button")
+    page.wait_for_selector("#verification .outcome.bad")
+    assert "1 of 6 damaged: 70" in page.text_content("#verification")
+    place = page.get_attribute("#verification tr[data-place]", "data-place")
+    truth = flaxckpt.verify(runs / "harmed", step=70)
+    assert place in truth.places.values()
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        picture(page, tmp_path, f"verified-{width}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page = opened.open("/run", run="harmed")  # remembered
+    page.wait_for_selector("#steps tr.bad[data-step='70']")
+    assert "1 damaged" in page.text_content("[data-card=integrity]")
+    assert "step 70 damaged" in page.text_content("figure[data-metric='eval/loss']")
+    picture(page, tmp_path, "damaged")
+    assert opened.is_quiet, opened.messages
+
+
+def test_a_run_that_starts_later_appears_by_itself(visit, runs):
+    opened = visit()
+    page = opened.page
+    page.wait_for_selector("#all-runs tr[data-run='run']")
+    sync_api.expect(page.locator("#news")).to_have_text(re.compile(".+"))
+    with flaxckpt.Checkpointer(runs / "later") as run:
+        save(run, 1)
+    page.wait_for_selector("#all-runs tr[data-run='later']", timeout=60_000)
+    page.click("#all-runs tr[data-run='later'] a")
+    page.wait_for_selector("#steps tr[data-step='1']")
+    shutil.rmtree(runs / "later")
+    page.wait_for_selector("text=no run or checkpoint", timeout=60_000)
+
+
+def test_the_data_of_all_runs_are_loaded_once(visit):
+    opened = visit()
+    opened.page.wait_for_selector("#all-runs tr[data-run='run']")
+    sync_api.expect(opened.page.locator("#news")).to_have_text("live")
+    opened.page.wait_for_timeout(1500)
+    loaded = [url for url in opened.requests if url.endswith("/runs")]
+    assert len(loaded) == 1
+
+
+def test_a_page_that_may_not_listen_asks_instead(visit, runs, served):
+    streams = [listen(served) for _ in range(app.MOST_STREAMS)]
+    try:
+        assert all(status == b"HTTP/1.1 200 OK" for _, status in streams)
+        opened = visit()
+        page = opened.open("/run", run="growing")
+        page.wait_for_selector("#steps tr[data-step='2']")
+        sync_api.expect(page.locator("#news")).to_have_text("live")
+        with flaxckpt.Checkpointer(runs / "growing") as run:
+            save(run, 9)
+        page.wait_for_selector("#steps tr[data-step='9']", timeout=60_000)
+        assert any("/news?" in url for url in opened.requests)
+    finally:
+        for stream, _ in streams:
+            stream.close()
 
 
 def test_curves_answer_to_the_pointer_and_the_log_button(visit):

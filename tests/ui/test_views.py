@@ -32,7 +32,6 @@ from flaxckpt._ui import (
     compare,
     feeds,
     leaves,
-    opened,
     overview,
     places,
     plan,
@@ -72,25 +71,18 @@ STATES = {
 }
 
 
-def open_all(root, others=()):
-    following = feeds.Feeds()
-    return workspace.Workspace(
-        places.find_places(root, others), following, opened.OpenCheckpoints()
-    )
-
-
 @pytest.fixture
 def open_page():
     """A function that opens a path as the server does."""
     opened_spaces = []
 
     def open_path(root, others=()):
-        opened_spaces.append(open_all(root, others))
+        opened_spaces.append(workspace.open_workspace(places.find_places(root, others)))
         return opened_spaces[-1]
 
     yield open_path
     for each in opened_spaces:
-        each.feeds.close()
+        each.close()
 
 
 def ask(view, space, **fields):
@@ -301,7 +293,7 @@ def test_news_of_a_run_are_its_new_and_deleted_steps(tmp_path, open_page):
     assert second.version > first.version
     assert [step.step for step in second.report.steps] == [2]
     assert feeds.changes(first.report, second.report) == "step 2 saved, step 1 deleted"
-    assert space.feeds.news([place]).version == second.version
+    assert space.feeds.news([place]).version == str(second.version)
 
 
 def test_every_view_has_an_address():
@@ -380,3 +372,111 @@ def test_a_port_in_use_is_an_error_of_one_line(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith(f"flaxckpt: port {port} of 127.0.0.1 cannot be used")
     assert done.stderr.count("\n") == 1
+
+
+def look_again(space):
+    """Looks for new runs at once."""
+    space.places._due = 0.0
+    return ask(runs.news, space)
+
+
+def test_a_run_that_starts_later_appears(tmp_path, open_page):
+    for name in ("a", "deep/b"):
+        with flaxckpt.Checkpointer(tmp_path / name) as run:
+            run.save(1, {"w": np.ones(2)})
+    space = open_page(tmp_path)
+    before = look_again(space)
+    assert look_again(space) == before
+    (tmp_path / "notes").mkdir()
+    with flaxckpt.Checkpointer(tmp_path / "deep" / "c") as run:
+        run.save(1, {"w": np.ones(2)}, metrics={"loss": 1.0})
+    after = look_again(space)
+    assert after.version != before.version
+    assert list(space.places.runs) == ["a", "deep/b", "deep/c"]
+    shown = ask(runs.content, space)
+    assert 'data-run="deep/c"' in shown
+    assert f'data-version="{after.version}"' in shown
+    shutil.rmtree(tmp_path / "a")
+    assert look_again(space).version not in (before.version, after.version)
+    assert list(space.places.runs) == ["deep/b", "deep/c"]
+    with pytest.raises(errors.CheckpointNotFoundError):
+        ask(runs.news, space, run="a")
+
+
+def test_a_directory_that_was_empty_becomes_one_of_runs(tmp_path, open_page):
+    space = open_page(tmp_path)
+    assert space.places.is_single
+    with flaxckpt.Checkpointer(tmp_path / "a") as run:
+        run.save(1, {"w": np.ones(2)})
+    look_again(space)
+    assert not space.places.is_single
+    assert list(space.places.runs) == ["a"]
+    assert "All runs" in ask(runs.page, space)
+
+
+def test_known_runs_are_not_read_again(tmp_path, open_page, monkeypatch):
+    with flaxckpt.Checkpointer(tmp_path / "a") as run:
+        run.save(1, {"w": np.ones(2)})
+    space = open_page(tmp_path)
+    looked = []
+    real = places._is_run
+    monkeypatch.setattr(
+        places, "_is_run", lambda path: looked.append(path) or real(path)
+    )
+    look_again(space)
+    assert looked == [tmp_path]
+
+
+def test_a_plan_changes_the_checkpoint_first(tmp_path, open_page):
+    def save_as(name):
+        params = {name: {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}}
+        optimizer = optax.adam(1e-3).init(params)
+        flaxckpt.save(tmp_path / name, {"params": params, "opt_state": optimizer})
+
+    save_as("old")
+    save_as("new")
+    space = open_page(tmp_path)
+    asked = {"run": "old", "into": "new"}
+    assert "would fail" in ask(plan.result, space, **asked)
+    renamed = {"rename": "params/old/kernel=params/new/kernel\r\n"}
+    assert "would fail" in ask(plan.result, space, **asked, **renamed)
+    rules = {"rename": r"params/old/(.*)=params/new/\1", "cast": ".*/kernel=bfloat16"}
+    shown = html.unescape(ask(plan.result, space, **asked, **rules))
+    assert "would succeed" in shown
+    assert "from params/old/kernel, by rename > cast" in shown
+    assert "by rename" in shown
+    fresh = ask(plan.result, space, **asked, **rules, drop="opt_state/.*")
+    assert "The optimizer initializes 5 leaves" in fresh
+    afresh = ask(plan.result, space, **asked, **rules, optimizer="reinit")
+    assert "The optimizer initializes 5 leaves" in afresh
+    shown = html.unescape(ask(plan.page, space, **asked, **rules))
+    assert rules["rename"] in shown
+    [url] = re.findall('hx-get="/plan/result[?]([^"]*)"', shown)
+    assert workspace.Query(url.encode()).text("rename") == rules["rename"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rename": "params"}, "rename must be PATTERN=NAME"),
+        ({"rename": "params/(=x"}, "not a regular expression|unterminated|missing"),
+        ({"cast": ".*=float7"}, "float7"),
+        ({"drop": "nothing/.*"}, "matches no leaf"),
+        ({"optimizer": "guess"}, "optimizer must be match, exact or reinit"),
+    ],
+)
+def test_rules_that_mean_nothing_are_refused(tmp_path, open_page, fields, message):
+    flaxckpt.save(tmp_path / "one", {"params": {"w": np.ones(2, np.float32)}})
+    space = open_page(tmp_path / "one")
+    with pytest.raises(errors.CheckpointError, match=message):
+        ask(plan.result, space, run="one", into="one", **fields)
+
+
+def test_long_rules_are_shown_whole(tmp_path, open_page):
+    flaxckpt.save(tmp_path / "one", {"w": np.ones(2)})
+    rule = "\n".join(f"<b>/{n}=</textarea>{n}" for n in range(300))
+    shown = ask(
+        plan.page, open_page(tmp_path / "one"), run="one", into="one", rename=rule
+    )
+    [field] = re.findall('<textarea name="rename"[^>]*>\n(.*?)</textarea>', shown, re.S)
+    assert html.unescape(field) == rule

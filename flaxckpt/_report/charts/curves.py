@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from flaxckpt import errors
 from flaxckpt._report.charts import frame, points, scales
 from flaxckpt._report.data import MetricValue
 from flaxckpt._util import html, humanize
@@ -76,6 +77,11 @@ def _caption(name: str, drawn: Sequence[MetricValue], *, has_log: bool) -> html.
     best = [point for point in drawn if point.best == "best"]
     facts = [f"best {humanize.number(p.value)} at step {p.step:,}" for p in best[-1:]]
     facts.append(f"last {humanize.number(drawn[-1].value)}")
+    if deleted := sum(point.is_deleted for point in drawn):
+        facts.append(f"{deleted:,} of {len(drawn):,} deleted since")
+    if bad := [f"{point.step:,}" for point in drawn if point.is_bad]:
+        steps = "step" if len(bad) == 1 else "steps"
+        facts.append(f"{steps} {errors.first_few(bad, 3)} damaged or not readable")
     return html.element(
         "figcaption",
         html.element("strong", name),
@@ -111,7 +117,9 @@ def _data(drawn: Sequence[MetricValue]) -> html.Markup:
 
 
 def _kind(point: MetricValue) -> str:
-    """Returns `best`, `among the best`, `deleted`, `kept` or `goes`."""
+    """Returns `unusable`, `best`, `among the best`, `deleted`, `kept` or `goes`."""
+    if point.is_bad:
+        return "unusable"
     if point.best in ("best", "among the best"):
         return point.best
     if point.is_deleted:
@@ -196,12 +204,21 @@ def _thin_out(series: Sequence[MetricValue], most: int) -> Sequence[MetricValue]
 
 def _with_markers(drawn: Sequence[MetricValue]) -> Sequence[MetricValue]:
     existing = [point for point in drawn if not point.is_deleted]
-    best = [p for p in drawn if p.best or p in (drawn[0], drawn[-1])]
+    best = [p for p in drawn if p.best or p.is_bad or p in (drawn[0], drawn[-1])]
     shown = (drawn, existing, best)
     return next((some for some in shown if len(some) <= _MARKERS), best[-_MARKERS:])
 
 
-_FATES = {"deleted": "deleted since", "goes": "would be deleted"}
+def is_going(point: MetricValue) -> bool:
+    """Returns True for a step that can be read, and that no reason keeps."""
+    return _kind(point) == "goes"
+
+
+_FATES = {
+    "unusable": "damaged, or not readable",
+    "deleted": "deleted since",
+    "goes": "would be deleted",
+}
 
 
 def _draw_point(

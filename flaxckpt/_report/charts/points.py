@@ -15,7 +15,7 @@ def draw_point(
         y: The coordinate from the top, in pixels.
         radius: The radius of a circle; a diamond is larger.
         tooltip: The text of its tooltip.
-        kind: `best`, `kept`, `goes` or `deleted`.
+        kind: `best`, `kept`, `goes`, `deleted` or `unusable`.
         **data: The data of the point, `data_step=…`.
     """
     title = html.element("title", tooltip)

@@ -12,15 +12,54 @@
     if (!address || events) return;
     events = new EventSource(address);
     events.onopen = () => say("live");
-    events.onerror = () => say("not connected: is flaxckpt ui still running?");
-    events.onmessage = (message) => {
-      const { version, news } = JSON.parse(message.data);
-      // Where the next connection goes on.
-      address = address.replace(/version=\d+/, `version=${version}`);
-      say(news || "live");
-      htmx.trigger(document.body, "run-changed");
+    events.onerror = () => {
+      say(LOST);
+      // Refused, as too many pages listen: this one asks from time to time.
+      if (events?.readyState === EventSource.CLOSED) ask();
     };
+    events.onmessage = (message) => tell(JSON.parse(message.data));
   }
+
+  const LOST = "not connected: is flaxckpt ui still running?";
+  const ASK_MS = 3000;
+  let asking = null;
+
+  async function ask() {
+    clearTimeout(asking);
+    if (document.hidden) return;
+    try {
+      const reply = await fetch(address.replace("/events", "/news"));
+      if (reply.status === 404) location.reload(); // deleted
+      else if (reply.ok) tell(await reply.json());
+    } catch {
+      say(LOST);
+    }
+    asking = setTimeout(ask, ASK_MS);
+  }
+
+  function tell({ version, news }) {
+    const isNew = !address.endsWith(`version=${version}`);
+    // Where the next connection goes on.
+    address = address.replace(/version=[\d.]*$/, `version=${version}`);
+    say(news || "live");
+    if (isNew) showNews();
+  }
+
+  // Loads the page's data again, unless it is of this version already. While the first
+  // data is still loading, this waits for it.
+  let isWaiting = false;
+
+  function showNews() {
+    const shown = document.querySelector("[data-version]")?.dataset.version;
+    isWaiting = shown === "";
+    if (!isWaiting && !(shown && address.endsWith(`version=${shown}`))) {
+      htmx.trigger(document.body, "run-changed");
+    }
+  }
+
+  document.addEventListener("htmx:afterSwap", () => {
+    if (isWaiting) showNews();
+  });
 
   function say(text) {
     line.textContent = text;
@@ -31,6 +70,7 @@
   document.addEventListener("visibilitychange", () => {
     if (!document.hidden) listen();
     else if (events) {
+      clearTimeout(asking);
       events.close();
       events = null;
     }
@@ -84,8 +124,11 @@
     if (form) form.requestSubmit();
   });
 
-  document.addEventListener("htmx:sendError", () => {
-    say("not connected: is flaxckpt ui still running?");
+  document.addEventListener("htmx:sendError", () => say(LOST));
+
+  // The run that the page shows was deleted: loading the page again tells so.
+  document.addEventListener("htmx:responseError", (event) => {
+    if (event.detail.target.id === "sections") location.reload();
   });
 
   // The leaf that the panel shows.

@@ -1,0 +1,264 @@
+"""The view on the integrity of a run: reads every byte of its steps, on request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flaxckpt import _report, errors
+from flaxckpt._inspect.listing import Step
+from flaxckpt._report import Report
+from flaxckpt._ui import forms, frame
+from flaxckpt._ui.places import Place
+from flaxckpt._ui.verifications import Job, Result
+from flaxckpt._ui.workspace import Query, Workspace, address
+from flaxckpt._util import html, humanize
+
+_ALL = "all"
+_MOST_SHOWN = 20
+"""Steps whose faults are listed."""
+
+_REFRESH = "every 600ms"
+
+
+def page(workspace: Workspace, query: Query) -> html.Markup:
+    """Returns the page that verifies the `step` of a `run`, or all of its steps."""
+    place = workspace.places.find(query.text("run"))
+    report = workspace.feeds.latest(place).report
+    choices = [forms.hidden("run", place.name)]
+    if place.is_run:
+        choices.append(_step_choice(report, query.text("step")))
+    choices.append(html.element("button", "Verify", type="submit"))
+    return frame.page(
+        workspace,
+        f"Verify {place.name}",
+        html.element(
+            "section",
+            html.element("h2", "Is this checkpoint whole?"),
+            html.element(
+                "p",
+                "Reads every byte, and compares the data with the checksums of the"
+                " save. Nothing is changed.",
+                class_="summary-text",
+            ),
+            html.element(
+                "form",
+                *choices,
+                class_="choices",
+                hx_get="/verify/start",
+                hx_target="#verification",
+                hx_swap="outerHTML",
+            ),
+            _status(workspace, place),
+        ),
+        place=place,
+        view="/verify",
+    )
+
+
+def start(workspace: Workspace, query: Query) -> html.Markup:
+    """Starts to verify the `step` of a `run`, or all steps, the newest first."""
+    place = workspace.places.find(query.text("run"))
+    report = workspace.feeds.latest(place).report
+    steps = report.steps[::-1]
+    if place.is_run and query.text("step") != _ALL:
+        number = query.number("step")
+        steps = tuple(step for step in steps if step.step == number)
+        if not steps:
+            raise errors.CheckpointNotFoundError(f"{place.name} has no step {number}")
+    try:
+        workspace.verifications.start(place, steps)
+    except errors.OptionError as error:
+        return _status(workspace, place, frame.message(str(error), "error"))
+    return _status(workspace, place)
+
+
+def stop(workspace: Workspace, query: Query) -> html.Markup:
+    """Stops the verification that is running."""
+    workspace.verifications.stop()
+    return status(workspace, query)
+
+
+def status(workspace: Workspace, query: Query) -> html.Markup:
+    """Returns the progress of the verification, and the results so far."""
+    return _status(workspace, workspace.places.find(query.text("run")))
+
+
+def _step_choice(report: Report, chosen: str) -> html.Markup:
+    numbered = [step for step in report.steps[::-1] if step.step is not None]
+    sizes = [step.bytes for step in numbered if step.bytes is not None]
+    total = f", {humanize.size(report.bytes)}" if report.bytes and sizes else ""
+    options = [
+        (str(step.step), ", ".join((f"{step.step:,}", *step.marks)))
+        for step in numbered
+    ]
+    options.insert(1, (_ALL, f"all {humanize.count(len(numbered), 'step')}{total}"))
+    return forms.choice("Step", "step", options, chosen)
+
+
+# ---- the status -------------------------------------------------------------------
+
+
+def _status(
+    workspace: Workspace, place: Place, message: html.Markup = html.NOTHING
+) -> html.Markup:
+    """Returns the part of the page that is replaced while a verification runs."""
+    report = workspace.feeds.latest(place).report
+    results = workspace.verifications.results(place, report)
+    job = workspace.verifications.job
+    parts = [message]
+    is_running = job is not None and job.is_running
+    if job is not None and is_running:
+        parts.append(_progress(job, place))
+    elif job is not None and job.place == place:
+        parts.append(_outcome(job, place))
+    parts += _faults(results)
+    if results:
+        known = workspace.verifications.update(place, report)
+        section = _report.section_origin.integrity(known, verify=html.NOTHING)
+        assert section is not None  # there is a result
+        parts.append(html.element("p", section.summary, class_="summary-text"))
+        parts += section.body
+    return html.element(
+        "div",
+        *parts,
+        id="verification",
+        aria_live="polite",
+        hx_get=address("/verify/status", run=place.name) if is_running else None,
+        hx_trigger=_REFRESH if is_running else None,
+        hx_swap="outerHTML" if is_running else None,
+    )
+
+
+def _progress(job: Job, place: Place) -> html.Markup:
+    """Returns the progress of a job, with a button that stops it."""
+    step, done, total = job.current
+    share = len(job.results) + (min(1.0, done / total) if total else 0.0)
+    text = f"Verifying {_name(job.place, step)}: {humanize.size(done)}"
+    if total:
+        text += f" of {humanize.size(total)}"
+    if len(job.steps) > 1:
+        text += f"; {len(job.results):,} of {len(job.steps):,} steps done"
+    bad = [result for result in job.results if result.integrity.is_bad]
+    if bad:
+        text += f", {len(bad):,} with faults"
+    button = html.element(
+        "button",
+        "Stopping …" if job.is_stopped else "Stop",
+        type="button",
+        disabled="" if job.is_stopped else None,
+        hx_get=address("/verify/stop", run=place.name),
+        hx_target="#verification",
+        hx_swap="outerHTML",
+    )
+    return html.element(
+        "div",
+        html.element("p", text),
+        html.element(
+            "progress",
+            value=f"{share / len(job.steps):.4f}",
+            max=1,
+            aria_label="Progress of the verification",
+        ),
+        button,
+        class_="verifying",
+    )
+
+
+def _name(place: Place, step: Step | None) -> str:
+    if step is None or step.step is None:
+        return place.name
+    return f"step {step.step:,} of {place.name}"
+
+
+def _outcome(job: Job, place: Place) -> html.Markup:
+    """Returns the result of a job in a sentence; green if every byte was good."""
+    bad = [result for result in job.results if result.integrity.is_bad]
+    good = [r for r in job.results if r.integrity.state == "verified"]
+    read = sum(result.integrity.bytes_checked for result in job.results)
+    secs = sum(result.secs for result in job.results)
+    facts = f"{humanize.size(read)} read in {humanize.secs(secs)}"
+    if bad:
+        text = f"{_verdict(bad, job)}; {facts}."
+    elif len(good) < len(job.steps):
+        text = f"{len(good):,} of {len(job.steps):,} steps verified; {facts}."
+        if len(job.steps) == 1:
+            text = f"Not verified; {facts}."
+    elif len(job.steps) == 1:
+        text = f"{_capital(_name(place, job.steps[0]))} is whole: {facts}."
+    else:
+        text = f"All {len(job.steps):,} steps are whole: {facts}."
+    if unchecked := sum(result.unchecked for result in job.results):
+        arrays = humanize.count(unchecked, "leaf or file", "leaves or files")
+        text += f" {arrays} without checksums: only read."
+    is_whole = len(good) == len(job.steps)
+    kind = "bad" if bad else "good" if is_whole else ""
+    parts = [html.element("p", text, class_=f"outcome {kind}".rstrip())]
+    if job.error is not None:
+        parts.append(frame.message(f"The verification failed: {job.error}", "error"))
+    elif job.is_stopped and not is_whole:
+        parts.append(frame.message("It was stopped, and the others were not read."))
+    return html.join(parts)
+
+
+def _verdict(bad: Sequence[Result], job: Job) -> str:
+    damaged = [r for r in bad if r.integrity.state == "damaged"]
+    if len(job.steps) == 1:
+        name = _capital(_name(job.place, bad[0].step))
+        return f"{name} {'is damaged' if damaged else 'could not be read'}"
+    parts = []
+    for results, what in (
+        (damaged, "damaged"),
+        ([r for r in bad if r not in damaged], "could not be read"),
+    ):
+        if results:
+            names = [f"{result.step.step:,}" for result in results]
+            shown = errors.first_few(names, 8)
+            parts.append(f"{len(results):,} of {len(job.steps):,} {what}: {shown}")
+    return "; ".join(parts)
+
+
+def _capital(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}" if text.startswith("step ") else text
+
+
+# ---- the faults -------------------------------------------------------------------
+
+_COLUMNS = [
+    _report.tables.Column("file, and the values in it", is_wide=True),
+    _report.tables.Column("fault", is_wide=True),
+]
+
+
+def _faults(results: Mapping[int | None, Result]) -> list[html.Markup]:
+    """Returns the faults of each damaged step, the newest first."""
+    bad = [result for result in results.values() if result.integrity.is_bad][::-1]
+    made = [_faults_of(result) for result in bad[:_MOST_SHOWN]]
+    if len(bad) > len(made):
+        steps = humanize.count(len(bad) - len(made), "further step")
+        text = f"{steps} with faults: verify a step alone to see them."
+        made.append(html.element("p", text, class_="note"))
+    return made
+
+
+def _faults_of(result: Result) -> html.Markup:
+    number, state = result.step.step, result.integrity.state
+    name = "" if number is None else f"Step {number:,}: "
+    verdict = "damaged" if state == "damaged" else "could not be read"
+    what = result.summary or result.integrity.detail
+    rows = [
+        _report.tables.Row([fault.place, fault.why], {"data_place": fault.place}, "bad")
+        for fault in result.faults
+    ]
+    caption = humanize.count(len(rows) + result.more_faults, "fault")
+    if result.more_faults:
+        caption = f"The first {len(rows)} of {caption}"
+    table = html.NOTHING
+    if rows:
+        table = _report.tables.table(caption, _COLUMNS, rows, what="faults")
+    return html.element(
+        "div",
+        html.element("p", html.element("strong", f"{name}{verdict}"), f": {what}"),
+        table,
+        class_="faults",
+        data_step=number,
+    )

@@ -1,0 +1,119 @@
+"""Many connections leave room for pages, and Ctrl-C ends whatever is being read."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+import flaxckpt
+from tests.helpers import store_servers
+from tests.helpers.ui_server import listen, send, serving
+
+pytest.importorskip("starlette", reason="starlette is missing")
+pytest.importorskip("uvicorn", reason="uvicorn is missing")
+
+from flaxckpt._ui import app
+
+_SOON_SECS = 30
+"""A limit for what takes a second at most; reads of a stopped store take longer."""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    root = tmp_path_factory.mktemp("ui")
+    with flaxckpt.Checkpointer(root / "runs" / "one") as run:
+        run.save(1, {"w": np.ones(3)})
+    with serving(root / "runs") as server:
+        yield server
+
+
+def test_streams_of_events_leave_room_for_pages(served):
+    with contextlib.ExitStack() as opened:
+        for _ in range(app.MOST_STREAMS):
+            stream, status = listen(served, "/events?run=one&version=")
+            opened.enter_context(stream)
+            assert status == b"HTTP/1.1 200 OK"
+        refused = served.ask("/events?run=one&version=1")
+        assert refused.status == 503
+        for path in ("/", "/run?run=one", "/leaves?run=one", "/static/ui.js"):
+            assert served.ask(path).status == 200
+        news = json.loads(served.ask("/news?run=one").text)
+        assert set(news) == {"version", "text"}
+    end = time.monotonic() + _SOON_SECS  # closed streams make room
+    while True:
+        stream, status = listen(served, "/events?run=one&version=")
+        stream.close()
+        if status == b"HTTP/1.1 200 OK":
+            break
+        assert time.monotonic() < end, status
+
+
+def test_news_of_a_run_that_does_not_exist_are_not_found(served):
+    assert served.ask("/news?run=two").status == 404
+    assert served.ask("/events?run=two").status == 404
+
+
+@pytest.fixture
+def slow(tmp_path, monkeypatch):
+    """A page on a run in a store of its own, and the store's server."""
+    server = store_servers.moto(tmp_path)
+    try:
+        server.start()
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        with flaxckpt.Checkpointer(f"s3://{server.bucket}/run") as run:
+            run.save(1, {"w": np.ones(1000)}).wait()
+        with serving(f"s3://{server.bucket}/run") as served:
+            assert served.ask("/run?run=run").status == 200
+            yield served, server
+    finally:
+        server.kill()
+
+
+def assert_ends(served):
+    """Ctrl-C ends the server, quietly, while the store does not answer."""
+    served.process.send_signal(signal.SIGINT)
+    try:
+        served.process.wait(timeout=_SOON_SECS)
+    except subprocess.TimeoutExpired:
+        pytest.fail("Ctrl-C did not end the server")
+
+
+def test_ctrl_c_ends_the_server_during_a_read(slow):
+    served, store = slow
+    assert served.cookie
+    store.signal(signal.SIGSTOP)
+    with send(served, "/leaves/leaf?run=run&step=1&leaf=w") as asked:
+        asked.settimeout(2)
+        with pytest.raises(TimeoutError):
+            asked.recv(1)  # it is reading
+        assert_ends(served)
+
+
+def test_ctrl_c_ends_the_server_during_a_verification(slow):
+    served, store = slow
+    store.signal(signal.SIGSTOP)
+    assert "Verifying" in served.ask("/verify/start?run=run&step=all").text
+    assert "Verifying" in served.ask("/verify/status?run=run").text
+    assert_ends(served)
+
+
+def test_a_verification_is_stopped_and_nothing_counts_as_read(slow):
+    served, store = slow
+    store.signal(signal.SIGSTOP)
+    assert "Verifying step 1" in served.ask("/verify/start?run=run&step=1").text
+    second = served.ask("/verify/start?run=run&step=all").text
+    assert "run is being verified" in second
+    assert "Stopping" in served.ask("/verify/stop?run=run").text
+    store.signal(signal.SIGCONT)
+    end = time.monotonic() + _SOON_SECS
+    while "Verifying" in (shown := served.ask("/verify/status?run=run").text):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert "Not verified" in shown
+    assert "outcome good" not in shown
+    assert "check verified" not in shown

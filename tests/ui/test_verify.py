@@ -1,0 +1,146 @@
+"""Verification on the page finds what `verify` finds; only what was read is green."""
+
+import html
+import re
+import time
+
+import numpy as np
+import pytest
+
+import flaxckpt
+from tests.helpers.files import flip_bit, largest_file
+from tests.ui.test_views import STATES, ask, open_page
+
+pytest.importorskip("starlette", reason="starlette is missing")
+pytest.importorskip("uvicorn", reason="uvicorn is missing")
+
+from flaxckpt._ui import overview, verifications, verify
+
+__all__ = ["open_page"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with the steps 1, 2 and 3."""
+    with flaxckpt.Checkpointer(tmp_path / "run") as made:
+        for step in (1, 2, 3):
+            made.save(step, {"w": np.full((64, 8), step), "n": step})
+    return tmp_path / "run"
+
+
+def verified(space, **fields):
+    """Verifies a step as a reader who waits for the result."""
+    ask(verify.start, space, **fields)
+    while space.verifications.job.is_running:
+        time.sleep(0.01)
+    return html.unescape(ask(verify.status, space, run=fields["run"]))
+
+
+def states(markup):
+    """Returns the last step of each range of the table -> its state."""
+    rows = re.findall(r'data-step="(\d+)" data-first.*?data-state="(\w+)"', markup)
+    return {int(step): state for step, state in rows}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_good_checkpoint_is_whole(tmp_path, open_page, kind):
+    flaxckpt.save(tmp_path / "one", STATES[kind]())
+    space = open_page(tmp_path / "one")
+    shown = verified(space, run="one")
+    assert "one is whole" in shown
+    assert "outcome good" in shown
+    assert 'class="state verified"' in ask(overview.page, space, run="one")
+
+
+def test_only_the_step_that_was_read_is_green(run, open_page):
+    space = open_page(run)
+    before = ask(overview.page, space, run="run")
+    assert "state verified" not in before
+    assert 'href="/verify?run=run"' in before
+    shown = verified(space, run="run", step=2)
+    assert "Step 2 of run is whole" in shown
+    assert states(shown) == {1: "whole", 2: "verified", 3: "whole"}
+    assert "All" not in shown
+
+
+def test_damage_is_told_in_files_and_leaves(run, open_page):
+    flip_bit(largest_file(run / "2" / "state"))
+    space = open_page(run)
+    shown = verified(space, run="run", step="all")
+    assert "outcome bad" in shown
+    assert "1 of 3 damaged: 2" in shown
+    assert states(shown) == {1: "verified", 2: "damaged", 3: "verified"}
+    truth = flaxckpt.verify(run, step=2)
+    for name, why in truth.problems.items():
+        assert f'data-place="{truth.places.get(name, name)}"' in shown
+        assert why in shown
+    assert truth.summary in shown
+    assert "Step 2 is damaged" in ask(overview.page, space, run="run")
+
+
+def test_a_file_that_cannot_be_opened_is_damage_as_well(run, open_page):
+    (run / "3" / "flaxckpt.json").write_text("{")
+    shown = verified(open_page(run), run="run", step=3)
+    assert "Step 3 of run is damaged" in shown
+
+
+def test_a_step_that_was_saved_again_is_not_green_any_more(run, open_page):
+    space = open_page(run)
+    verified(space, run="run", step=3)
+    with flaxckpt.Checkpointer(run) as again:
+        again.save(3, {"w": np.zeros((64, 8)), "n": 3}, overwrite=True)
+    space.feeds._feeds[run].refresh()
+    shown = ask(verify.status, space, run="run")
+    assert "check verified" not in shown
+    assert "check verified" not in ask(overview.page, space, run="run")
+
+
+def test_a_step_that_is_deleted_meanwhile_is_not_damaged(run, open_page):
+    space = open_page(run)
+    [place] = space.places.runs.values()
+    steps = space.feeds.latest(place).report.steps
+    with flaxckpt.Checkpointer(run) as again:
+        again.delete(1)
+    space.verifications.start(place, steps)
+    while space.verifications.job.is_running:
+        time.sleep(0.01)
+    found = [each.integrity.state for each in space.verifications.job.results]
+    assert found == ["unknown", "verified", "verified"]
+
+
+def test_what_has_no_checksums_is_said_to_be_only_read(tmp_path, open_page):
+    layout = flaxckpt.ArrayLayout(checksum=False)
+    flaxckpt.save(tmp_path / "one", {"w": np.ones(9)}, layout=layout)
+    assert "without checksums: only read" in verified(
+        open_page(tmp_path / "one"), run="one"
+    )
+
+
+def test_many_faults_are_counted_and_the_first_are_shown(tmp_path, open_page):
+    state = {f"layer_{n}": np.full(5, n) for n in range(130)}
+    layout = flaxckpt.ArrayLayout(store="files")
+    flaxckpt.save(tmp_path / "one", state, layout=layout)
+    for file in (tmp_path / "one").rglob("c.0"):
+        file.write_bytes(b"x")
+    space = open_page(tmp_path / "one")
+    shown = verified(space, run="one")
+    assert "The first 100 of 130 faults" in shown
+    assert shown.count("data-place=") == 100
+
+
+def test_results_are_bounded(tmp_path, open_page, run, monkeypatch):
+    monkeypatch.setattr(verifications, "_MOST_RESULTS", 2)
+    space = open_page(run)
+    shown = verified(space, run="run", step="all")
+    assert "All 3 steps are whole" in shown
+    assert states(shown) == {2: "verified", 3: "whole"}  # 3 was read first
+
+
+@pytest.mark.parametrize("kind", ["memory", "moto"])
+def test_runs_in_object_stores_are_verified(store_path, open_page, kind):
+    root = store_path(kind)
+    with flaxckpt.Checkpointer(root / "run") as made:
+        for step in (1, 2):
+            made.save(step, {"w": np.full(3, step)})
+    shown = verified(open_page(root / "run"), run="run", step="all")
+    assert "All 2 steps are whole" in shown
