@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 from flaxckpt import errors
-from flaxckpt._storage import locks
+from flaxckpt._storage import leases, locks
 from flaxckpt._storage.paths import RemotePath
 
 _log = logging.getLogger(__name__)
@@ -224,7 +224,9 @@ def sweep(root: RemotePath, is_ours: Callable[[str], bool]) -> None:
         if not is_ours(path.name) or (lock := locks.take_over(path)) is None:
             continue
         try:
-            if not is_committed(path):
+            if leases.readers(path):
+                lock.is_left = True  # until they have ended, or their leases expire
+            elif not is_committed(path):
                 remove(lock)
                 _log.info("removed %s, left by a crash", path)
         finally:

@@ -371,6 +371,8 @@ class ObjectStorage:
     def delete_part(
         self, path: RemotePath, name: str, announce: Callable[[], object], /
     ) -> None:
-        with leases.deletion(path):
+        with locks.lock(path), leases.deletion(path):
             announce()
+            if late := leases.readers(path):  # the next deletion goes on here
+                raise leases.in_use_error(path, late)
             self.remove_tree(path / name)
