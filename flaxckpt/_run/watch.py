@@ -50,7 +50,8 @@ def new_steps(
                     )
                 is_warned = True
             try:
-                if _storage.leases.is_being_deleted(path):
+                again = _steps.index.Entry(step, path, formats.recognises)
+                if _storage.leases.is_being_deleted(path) or not again.is_step:
                     continue  # yielded later if not deleted
                 seen.add(step)
                 yield step

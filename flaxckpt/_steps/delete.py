@@ -17,16 +17,27 @@ def delete(path: Path, *, even_pinned: bool = False) -> None:
 
     Files that cannot be removed are left to a later sweep.
 
+    Args:
+        path: The step.
+        even_pinned: Whether to delete a pinned step, or one that is not uploaded.
+
     Raises:
-        SaveFailedError: The step is being read, or is pinned.
+        SaveFailedError: The step is being read, or a marker keeps it.
         OSError: The step still has its name, or may regain it in a crash.
     """
 
-    def check_not_pinned(now: Path) -> None:
-        if not even_pinned and markers.is_pinned(now):
+    def check_markers(now: Path) -> None:
+        if even_pinned:
+            return
+        if markers.is_pinned(now):
             raise errors.SaveFailedError(f"{path} is not deleted: it is pinned")
+        # A change may have marked the step since a policy let it go. Staging is local.
+        if _storage.of(now).can_rename and markers.is_marked_for_upload(now):
+            raise errors.SaveFailedError(
+                f"{path} is not deleted: it is not uploaded yet"
+            )
 
-    _storage.of(path).delete(path, check_not_pinned)
+    _storage.of(path).delete(path, check_markers)
     _log.info("deleted %s", path)
 
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 from flaxckpt import errors
-from flaxckpt._storage import locks
+from flaxckpt._storage import leases, locks
 from flaxckpt._storage.paths import RemotePath
 
 _log = logging.getLogger(__name__)
@@ -94,7 +94,8 @@ def _make_room(
             " remove it yourself, or choose another path"
         )
     lock.is_left = True  # until removal is complete: a sweep continues after a failure
-    (final / MARKER).unlink(missing_ok=True)
+    withdraw(lock)
+    lock.confirm()
     final.store.delete_all(final.prefix + key for key in keys if not keep(key))
     lock.is_left = False
 
@@ -122,8 +123,11 @@ def commit(final: RemotePath, marker: bytes) -> int:
         CheckpointExistsError: Another process took over the lock.
         StoreError: The result of the commit is unknown.
     """
-    _locks[final].confirm()
+    lock = _locks[final]
+    lock.confirm()
     write_new(final / MARKER, marker)
+    # A process that took over the lock before the marker arrived removed the objects.
+    lock.confirm()
     return final.store.recorded_bytes(final.prefix)
 
 
@@ -134,42 +138,67 @@ def write_new(path: RemotePath, content: bytes) -> None:
     writes of abandoned attempts find the new object, and the store refuses them.
 
     Raises:
-        CheckpointExistsError: Another process writes the checkpoint.
+        CheckpointExistsError: Another process writes the checkpoint, or has taken over
+            the lock.
     """
     store, key = path.store, path.key
     for _ in range(_LATE_TRIES):
         if store.create(key, content) is not None:
             return
         present = store.read(key)
-        if present and store.exchange(key, content, present.generation) is not None:
+        if present is None:
+            continue
+        # After the read: a process that took over the lock wrote no part of `present`.
+        if lock := _lock_around(path):
+            lock.confirm()
+        if store.exchange(key, content, present.generation) is not None:
             return
     raise errors.CheckpointExistsError(
         f"{path} is also being written by another process"
     )
 
 
+def _lock_around(path: RemotePath) -> locks.Lock | None:
+    """Returns the lock that this process holds for the checkpoint with `path`."""
+    return next((_locks[above] for above in path.parents if above in _locks), None)
+
+
 # ---- deleting ---------------------------------------------------------------------
 
 
-def withdraw(path: RemotePath) -> bytes | None:
-    """Removes the commit marker and returns the content for `restore`."""
-    marker = path.store.read((path / MARKER).key)
+def withdraw(lock: locks.Lock) -> bytes | None:
+    """Removes the commit marker and returns the content for `restore`.
+
+    Raises:
+        CheckpointExistsError: Another process has taken over the lock.
+    """
+    store, key = lock.path.store, (lock.path / MARKER).key
+    marker = store.read(key)
+    lock.confirm()
     if marker is None:
         return None
-    path.store.delete((path / MARKER).key)
+    store.delete(key, marker.generation)
     return marker.value
 
 
-def restore(path: RemotePath, marker: bytes | None) -> None:
-    """Restores the commit marker."""
+def restore(lock: locks.Lock, marker: bytes | None) -> None:
+    """Restores the commit marker.
+
+    Raises:
+        CheckpointExistsError: Another process has taken over the lock.
+    """
+    lock.confirm()
     if marker is not None:
-        write_new(path / MARKER, marker)
+        write_new(lock.path / MARKER, marker)
 
 
 def remove(lock: locks.Lock) -> None:
     """Removes an uncommitted checkpoint; a later sweep removes what is left."""
     try:
+        lock.confirm()
         lock.path.store.delete_under(lock.path.prefix)
+    except errors.CheckpointExistsError:
+        return  # the new holder of the lock removes the objects
     except errors.StoreError as error:
         lock.is_left = True
         _log.warning("could not remove %s for now: %s", lock.path, error)
@@ -195,7 +224,9 @@ def sweep(root: RemotePath, is_ours: Callable[[str], bool]) -> None:
         if not is_ours(path.name) or (lock := locks.take_over(path)) is None:
             continue
         try:
-            if not is_committed(path):
+            if leases.readers(path):
+                lock.is_left = True  # until they have ended, or their leases expire
+            elif not is_committed(path):
                 remove(lock)
                 _log.info("removed %s, left by a crash", path)
         finally:

@@ -7,7 +7,8 @@ A process that deletes a checkpoint makes a file, too, and then looks for reader
 reader makes its file and then looks for a deletion. In either order, at least one of
 them sees the other, so no read begins while the checkpoint is being deleted. Both make
 a file before they list the directory, so that clients of a network file system do not
-list from an outdated cache.
+list from an outdated cache. Of several deletions at once, each may remove the file of
+the others, so a deletion looks for readers again before it removes anything for good.
 """
 
 from __future__ import annotations
@@ -225,7 +226,8 @@ def is_being_deleted(path: Path) -> bool:
         DamagedCheckpointError: The checkpoint is inaccessible.
     """
     with permissions.explain_errors(path):
-        return not path.is_dir() or bool(unexpired(path, _names(path, DELETING)))
+        # The name last: a deletion that was not announced before has seen the lease.
+        return bool(unexpired(path, _names(path, DELETING))) or not path.is_dir()
 
 
 @contextlib.contextmanager

@@ -498,6 +498,10 @@ class LocalStorage:
             with leases.deletion(path):
                 announce()
                 self.withdraw_name(path / name, aside)
+                if late := leases.readers(path):
+                    aside.rename(path / name)  # the next deletion goes on here
+                    self.sync_directory(path)
+                    raise leases.in_use_error(path, late)
             self.discard(aside)
 
 

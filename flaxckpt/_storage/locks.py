@@ -106,7 +106,7 @@ class Lock:
             raise errors.CheckpointExistsError(
                 f"{self.path} was taken over by another writer, because this process"
                 f" did not renew its lock for {_ABANDONED_SECS:g} s; this process"
-                " commits nothing"
+                " neither commits nor removes anything"
             )
 
     def release(self) -> None:

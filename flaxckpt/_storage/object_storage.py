@@ -353,20 +353,22 @@ class ObjectStorage:
     def delete(self, path: RemotePath, check: Callable[[Path], object], /) -> None:
         with locks.lock(path) as lock, leases.deletion(path):
             check(path)
-            marker = commit_marker.withdraw(path)
+            marker = commit_marker.withdraw(lock)
             try:
                 # A reader may have come before the marker was removed.
                 if late := leases.readers(path):
                     raise leases.in_use_error(path, late)
                 check(path)
             except errors.SaveFailedError:
-                commit_marker.restore(path, marker)
+                commit_marker.restore(lock, marker)
                 raise
             commit_marker.remove(lock)
 
     def delete_part(
         self, path: RemotePath, name: str, announce: Callable[[], object], /
     ) -> None:
-        with leases.deletion(path):
+        with locks.lock(path), leases.deletion(path):
             announce()
+            if late := leases.readers(path):  # the next deletion goes on here
+                raise leases.in_use_error(path, late)
             self.remove_tree(path / name)

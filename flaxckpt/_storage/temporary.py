@@ -226,6 +226,8 @@ def leftovers(names: Iterable[str], is_ours: Callable[[str], bool]) -> list[str]
 def _is_abandoned(path: Path) -> bool:
     """Returns True if no process uses this unlocked directory."""
     match = _NAME.fullmatch(path.name)
+    if match and match["what"] == DELETED and leases.readers(path):
+        return False  # its deletion ended before it looked for readers again
     if match and match["what"]:
         if filesystem.is_local(path):
             return True

@@ -1,0 +1,102 @@
+"""A process that loses its lock changes nothing of the process that took it over."""
+
+import contextlib
+
+import pytest
+
+from flaxckpt import errors
+from flaxckpt._storage import commit_marker, leases, locks
+from flaxckpt._storage.storage import of
+from tests.helpers import faulty_store
+
+
+@pytest.fixture
+def final(request, monkeypatch):
+    """A step in a new bucket, whose locks are old after no time."""
+    monkeypatch.setattr(locks, "_ABANDONED_SECS", 0.0)
+    return faulty_store.new_path(f"take-over-{request.node.originalname[:30]}") / "1"
+
+
+@contextlib.contextmanager
+def elsewhere():
+    """In the block, this process is one of another machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(locks, "_machine", lambda: "elsewhere")
+        yield
+
+
+def sweep(final):
+    """Another process takes over the lock, and removes what is not committed."""
+    with elsewhere():
+        for _ in range(2):  # the first one sees the lock for the first time
+            commit_marker.sweep(final.parent, lambda name: True)
+
+
+def save(final, content):
+    """Another process saves the step, unless it is there or locked."""
+    with elsewhere(), locks.lock(final):
+        if not commit_marker.is_committed(final):
+            for name in ("data", commit_marker.MARKER):
+                final.store.write((final / name).key, content)
+
+
+def write(final, act):
+    """This process writes the step; `act` runs after it has the lock."""
+    with commit_marker.new_checkpoint(final, overwrite=False, keep=lambda name: False):
+        act()
+
+
+def contents(final):
+    return {
+        name: (final / name).read_bytes() for name in ("data", commit_marker.MARKER)
+    }
+
+
+def test_a_writer_without_its_lock_replaces_no_object(final):
+    def act():
+        sweep(final)
+        save(final, b"theirs")
+        commit_marker.write_new(final / "data", b"mine")
+
+    with pytest.raises(errors.CheckpointExistsError, match="taken over"):
+        write(final, act)
+    assert contents(final) == dict.fromkeys(contents(final), b"theirs")
+
+
+def test_a_marker_that_comes_too_late_is_not_reported_as_a_commit(final, monkeypatch):
+    real = commit_marker.write_new
+
+    def write_new(path, content):
+        if path.name == commit_marker.MARKER:
+            sweep(final)
+        real(path, content)
+
+    def act():
+        commit_marker.write_new(final / "data", b"mine")
+        commit_marker.commit(final, b"mine")
+
+    monkeypatch.setattr(commit_marker, "write_new", write_new)
+    with pytest.raises(errors.CheckpointExistsError, match="taken over"):
+        write(final, act)
+    assert not (final / "data").is_file()
+
+
+@pytest.mark.parametrize("look", [1, 2], ids=["before", "after"])
+def test_a_deleter_without_its_lock_removes_nothing(final, monkeypatch, look):
+    """It loses the lock before, or after, it has removed the commit marker."""
+    save(final, b"old")
+    real, looks = leases.readers, []
+
+    def readers(path):
+        looks.append(path)
+        if len(looks) == look:
+            sweep(final)
+            with elsewhere(), contextlib.suppress(errors.CheckpointExistsError):
+                save(final, b"theirs")
+        return real(path)
+
+    monkeypatch.setattr(leases, "readers", readers)
+    with contextlib.suppress(errors.CheckpointExistsError):
+        of(final).delete(final, lambda path: None)
+    there = b"old" if look == 1 else b"theirs"
+    assert contents(final) == dict.fromkeys(contents(final), there)
