@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from flaxckpt._convert.convert import convert
     from flaxckpt._convert.huggingface import export_huggingface
     from flaxckpt._convert.peft import export_peft
+    from flaxckpt._inspect.bits import BitDiff
     from flaxckpt._inspect.diff import CheckpointDiff, LeafDiff, diff
+    from flaxckpt._inspect.replay import ReplayReport, replay
     from flaxckpt._inspect.simulate import Simulation, simulate
     from flaxckpt._run.checkpointer import Checkpointer
     from flaxckpt._state.leaf import LeafInfo
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Ambiguity",
     "ArrayLayout",
+    "BitDiff",
     "CheckpointCallback",
     "CheckpointDiff",
     "CheckpointMetadata",
@@ -67,6 +70,7 @@ __all__ = [
     "LeafMatch",
     "LeafPlan",
     "LoadHandle",
+    "ReplayReport",
     "RestorePlan",
     "SaveHandle",
     "SaveResult",
@@ -93,6 +97,7 @@ __all__ = [
     "plan",
     "policies",
     "register_leaf",
+    "replay",
     "save",
     "save_async",
     "set_store_options",
@@ -107,6 +112,7 @@ __all__ = [
 _HOMES = {
     "Ambiguity": "maps._suggest.suggestion",
     "ArrayLayout": "_arrays.zarr.array_layout",
+    "BitDiff": "_inspect.bits",
     "CheckpointCallback": "_training.callback",
     "CheckpointDiff": "_inspect.diff",
     "CheckpointMetadata": "formats._reader",
@@ -117,6 +123,7 @@ _HOMES = {
     "LeafMatch": "maps._suggest.suggestion",
     "LeafPlan": "_checkpoint.plan",
     "LoadHandle": "_checkpoint.load_handle",
+    "ReplayReport": "_inspect.replay",
     "RestorePlan": "_checkpoint.plan",
     "SaveHandle": "_checkpoint.save_handle",
     "SaveResult": "_checkpoint.save_handle",
@@ -136,6 +143,7 @@ _HOMES = {
     "parameter_infos": "partition",
     "plan": "_checkpoint.restore",
     "register_leaf": "_state.register_leaf",
+    "replay": "_inspect.replay",
     "save": "_checkpoint.save",
     "save_async": "_checkpoint.save",
     "set_store_options": "_storage.store_settings",

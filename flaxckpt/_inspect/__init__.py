@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         history,
         leaf_statistics,
         listing,
+        replay,
         run_view,
         simulate,
     )
@@ -25,6 +26,7 @@ __all__ = [
     "history",
     "leaf_statistics",
     "listing",
+    "replay",
     "run_view",
     "simulate",
 ]

@@ -33,6 +33,10 @@ class _ElsewhereError(errors.CheckpointExistsError):
     """Another process uploads the step."""
 
 
+_PATIENCE_SECS = 10.0
+"""How long an upload waits for another process, or for the save, to leave a step."""
+
+
 class _Turn:
     """A run of the upload thread, until no uploads are pending or it fails.
 
@@ -286,7 +290,9 @@ class Uploads:
     def _upload(self, step: int, path: Path, *, is_begin: bool) -> None:
         """Uploads a step, or its changes since the last upload."""
         begun, size = time.monotonic(), 0
-        with self.step_lock.get(), _storage.temporary.claim(path) as is_ours:
+        # A save has renamed its step a moment before it ends its claim.
+        claim = _storage.temporary.claim(path, patience_secs=_PATIENCE_SECS)
+        with self.step_lock.get(), claim as is_ours:
             with self.change_lock.get():  # wait for a change in progress
                 marker = _steps.markers.read_upload_marker(path)
             if marker is None:

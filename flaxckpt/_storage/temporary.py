@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -52,6 +53,8 @@ _TOUCHED_EVERY_SECS = 15.0
 _ABANDONED_SECS = 600.0
 _BRIEF_SECS = 60.0
 _MESSAGES_SECS = 86_400.0
+
+_LOCK_POLL_SECS = 0.01
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -112,8 +115,12 @@ def new_directory(final: Path, mode: int | None = None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def claim(path: Path) -> Iterator[bool]:
+def claim(path: Path, *, patience_secs: float = 0.0) -> Iterator[bool]:
     """Protects a directory from sweeps in the `with` block, even if renamed.
+
+    Args:
+        path: The directory.
+        patience_secs: How long to wait for another claim to end.
 
     Yields:
         True unless another process has claimed or removed the directory.
@@ -129,7 +136,7 @@ def claim(path: Path) -> Iterator[bool]:
     try:
         with _regular_touches(path, descriptor):
             is_ours = False
-            if _lock(descriptor):
+            if _lock(descriptor, patience_secs):
                 with contextlib.suppress(FileNotFoundError):
                     is_ours = os.path.samestat(path.lstat(), os.fstat(descriptor))
             yield is_ours
@@ -140,18 +147,23 @@ def claim(path: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _lock(descriptor: int) -> bool:
-    """Locks a directory; False if another process holds the lock.
+def _lock(descriptor: int, patience_secs: float) -> bool:
+    """Locks a directory; False if another process holds the lock for so long.
 
     True without a lock if the file system has no locks.
     """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
+    until = time.monotonic() + patience_secs
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_LOCK_POLL_SECS)
+        except OSError:
+            return True
+        else:
+            return True
 
 
 @contextlib.contextmanager

@@ -30,7 +30,12 @@ _CANDIDATES = 8
 
 def is_optimizer_leaf(path: LeafPath, info: LeafInfo) -> bool:
     """Returns True for a leaf with a role in an optimizer, or in a container of one."""
-    return info.role is not None or not _OPTIMIZERS.isdisjoint(path.split("/")[:-1])
+    return info.role is not None or is_in_optimizer(path)
+
+
+def is_in_optimizer(path: LeafPath) -> bool:
+    """Returns True for the path of a leaf below the usual name of an optimizer."""
+    return not _OPTIMIZERS.isdisjoint(path.split("/")[:-1])
 
 
 class Slot(NamedTuple):

@@ -16,6 +16,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import _storage, errors
+from flaxckpt._checkpoint import commit
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import store_requests
@@ -267,6 +268,29 @@ def test_what_changes_while_a_step_is_uploaded_follows(tmp_path, monkeypatch):
         assert not steps_markers.is_temporary(path / "1")
         assert ckpt.verify(1).ok
         assert flaxckpt.verify(path / "1").ok
+
+
+def test_an_upload_waits_for_the_save_that_has_just_renamed_its_step(
+    tmp_path, monkeypatch
+):
+    """The upload of an earlier step may find a step before its save has ended."""
+    real = commit.publish
+    told = []
+    with flaxckpt.Checkpointer(
+        tmp_path / "run", staging=tmp_path / "ssd", sinks=[told.append]
+    ) as ckpt:
+
+        def publish(*given, **options):
+            real(*given, **options)
+            ckpt._run.uploads.start()
+            time.sleep(0.5)  # the upload comes to the step, which is still claimed
+
+        monkeypatch.setattr(commit, "publish", publish)
+        ckpt.save(1, state(1)).wait()
+    assert [event.kind for event in told if event.kind in ("uploaded", "failed")] == [
+        "uploaded"
+    ]
+    strategies.assert_same(state(1), flaxckpt.load(tmp_path / "run"))
 
 
 def test_a_step_is_not_replaced_while_it_is_uploaded(tmp_path):
