@@ -332,6 +332,17 @@ def test_only_a_full_disk_lets_a_deletion_begin_unannounced(path, monkeypatch, c
     assert bool(begun) == (code in (errno.ENOSPC, errno.EDQUOT))
 
 
+@on_disk
+def test_an_announcement_that_cannot_be_removed_fails_no_deletion(path, monkeypatch):
+    def unlink(file, missing_ok=False):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with leases.deletion(path):
+        pass
+    assert names(path) == ["DELETING", "file"]
+
+
 # ---- leftovers in stores ----------------------------------------------------------
 
 
@@ -349,3 +360,15 @@ def test_a_sweep_removes_what_the_dead_left(path):
     put(path, "old", age=400)
     leases.sweep(path)
     assert {"DELETING", "old"} <= {*names(path)}
+
+
+@in_store
+def test_a_file_that_is_gone_by_now_need_not_be_swept(path, monkeypatch):
+    def is_recent(file):
+        file.unlink()
+        return False
+
+    put(path, OTHER)
+    monkeypatch.setattr(leases, "_is_recent", is_recent)
+    leases.sweep(path)
+    assert names(path) == ["file"]
