@@ -102,6 +102,16 @@ def test_two_checkpoints_of_one_number_are_an_error(tmp_path):
     assert index_of(tmp_path).steps == {}
 
 
+def test_what_is_called_unlike_all_others_is_recognised_on_demand(tmp_path):
+    make(tmp_path, "3", "4")
+    looked_at = []
+    found = index.StepIndex(tmp_path, looked_at.append)
+    assert found.numbers == [3, 4]
+    assert looked_at == []
+    found.find(4)
+    assert looked_at == [tmp_path / "4"]
+
+
 def test_names_follow_the_number_that_is_given(tmp_path):
     make(tmp_path, "model1", "3")
     assert index_of(tmp_path, number=lambda name: 5 if name == "3" else None).steps == {
