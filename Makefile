@@ -32,6 +32,9 @@
 #   make docs    builds the site of README and docs/ into site/
 #   make fuzz    gives each parser changed files, for FUZZ_SECS seconds each: in an
 #                environment of its own, .venv-fuzz; what is found is in fuzz-findings
+#   make mutants changes the modules that keep promises, and asks whether a test notices:
+#                two hours; MODULES names some of them, SAMPLE=100 takes so many mutants
+#                of each; in an environment of its own, .venv-mutants
 #   make clean   removes all that these targets made
 
 PYTHON ?= python3
@@ -72,6 +75,8 @@ DIST_VENV := .venv-dist
 DIST_INSTALLED := $(DIST_VENV)/.installed
 FUZZ_VENV := .venv-fuzz
 FUZZ_INSTALLED := $(FUZZ_VENV)/.installed
+MUTANTS_VENV := .venv-mutants
+MUTANTS_INSTALLED := $(MUTANTS_VENV)/.installed
 ORBAX_REQUIREMENTS := tests/orbax_versions/requirements
 ORBAX_VENVS := $(patsubst $(ORBAX_REQUIREMENTS)/%.txt,.venv-orbax-%,$(wildcard $(ORBAX_REQUIREMENTS)/*.txt))
 ORBAX_INSTALLED := $(addsuffix /.installed,$(ORBAX_VENVS))
@@ -86,7 +91,7 @@ install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --n
 newest = --upgrade --upgrade-strategy eager
 endif
 
-.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz check bench dist docs clean
+.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz mutants check bench dist docs clean
 
 demo: $(DEMO_INSTALLED)
 	@$(DEMO_VENV)/bin/python -m examples.demo
@@ -135,6 +140,10 @@ test-orbax-versions: $(INSTALLED) $(ORBAX_INSTALLED)
 fuzz: $(FUZZ_INSTALLED)
 	@echo "==> fuzz, $(FUZZ_SECS) s for each target"
 	@$(FUZZ_VENV)/bin/python -m tests.fuzz --guided --secs $(FUZZ_SECS) --keep fuzz-findings
+
+mutants: $(MUTANTS_INSTALLED)
+	@echo "==> mutants of $(or $(MODULES),all modules that keep promises)"
+	@$(MUTANTS_VENV)/bin/python -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(MODULES)
 
 check: $(INSTALLED)
 	@echo "==> ruff format --check"
@@ -239,6 +248,13 @@ $(FUZZ_INSTALLED): pyproject.toml
 	@$(call install,$(FUZZ_VENV)) --editable '.[test,fuzz]'
 	@touch $@
 
+$(MUTANTS_INSTALLED): pyproject.toml
+	$(check_python)
+	@echo "==> Installing flaxckpt with Cosmic Ray into $(MUTANTS_VENV)"
+	@$(PYTHON) -m venv $(MUTANTS_VENV)
+	@$(call install,$(MUTANTS_VENV)) --editable '.[test,mutants]'
+	@touch $@
+
 .venv-orbax-%/.installed: $(ORBAX_REQUIREMENTS)/%.txt
 	@echo "==> Installing Orbax $* into .venv-orbax-$*"
 	@$(PYTHON) -c 'import sys; sys.version_info < (3, 13) or sys.exit("Orbax of 2024 wants Python 3.11 or 3.12, found " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
@@ -247,5 +263,5 @@ $(FUZZ_INSTALLED): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(DEMO_VENV) $(FRAMEWORKS_VENV) $(TRAINERS_VENV) $(MAPS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(FUZZ_VENV) $(DIST_VENV) $(ORBAX_VENVS) demo-run report-run fuzz-findings bench-results artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
+	rm -rf $(VENV) $(DEMO_VENV) $(FRAMEWORKS_VENV) $(TRAINERS_VENV) $(MAPS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(FUZZ_VENV) $(MUTANTS_VENV) $(DIST_VENV) $(ORBAX_VENVS) demo-run report-run fuzz-findings mutants-results bench-results artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

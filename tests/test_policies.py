@@ -106,6 +106,8 @@ def stays(chosen, checkpoints, pinned=()):
         (EveryNSecs(10), at(0, 5000, 20, 29, 30), {0, 1, 2, 4}),
         (EveryNSecs(10), at(0, math.nan, 1), {0, 1, 2}),
         (EveryNSecs(10), list(reversed(at(0, 9, 10))), {0, 2}),
+        (EveryNSecs(10), at(5, 5, 6), {0}),
+        (EveryNSecs(10), at(10, 9.5, 10), {0, 1}),
         (OnSteps([2, 4, 9]), plain(1, 2, 3, 4), {2, 4}),
         (OnSteps(()), plain(1), set()),
         (LatestN(2), brief(1, 3, 5, among=(2, 4)), {2, 4}),
@@ -252,11 +254,50 @@ def test_arguments_that_make_no_sense_are_refused(make):
         make()
 
 
+@pytest.mark.parametrize(
+    ("keep", "told"),
+    [
+        ("LatestN(3)", "must be a list of policies, got 'LatestN"),
+        ({"a": LatestN(3)}, "must be a list of policies, got {'a'"),
+        (3, "must be a list of policies, got 3"),
+        ([LatestN], "contains the class LatestN instead of an instance"),
+        ([LatestN(1), 3], "contains 3: write"),
+    ],
+)
+def test_what_is_no_list_of_policies_is_refused(keep, told):
+    with pytest.raises(errors.OptionError, match=told):
+        policies.decide(keep, [])
+
+
+@pytest.mark.parametrize("saved", [None, 3, [3], "ab", [Saved(1), 3]], ids=repr)
+def test_what_is_no_list_of_checkpoints_is_refused(saved):
+    with pytest.raises(
+        errors.OptionError, match=r"objects with step and metrics, .* got"
+    ):
+        policies.decide([], saved)
+
+
+def test_names_in_another_order_or_of_others_are_explained():
+    with pytest.raises(errors.OptionError, match="write BestN\\(1, 'loss', 'min'\\)"):
+        BestN("loss", 1, "min")
+    with pytest.raises(AttributeError, match="LatestN"):
+        _ = policies.LatestNum
+
+
+def test_numbers_of_any_size_are_compared():
+    huge = [Saved(1, {LOSS: 1.2e308}), Saved(2, {LOSS: 1.1e308})]
+    assert BestN(1, LOSS, "max").preserved(huge) == {1}
+    negative = [Saved(1, {LOSS: -1.1e308}), Saved(2, {LOSS: -1.2e308})]
+    assert BestN(1, LOSS, "min").preserved(negative) == {2}
+    assert BestN(1, LOSS, "min").preserved(huge[::-1]) == {2}
+
+
 def test_numbers_of_numpy_are_numbers():
     assert LatestN(np.int64(3)) == LatestN(3)
     assert EveryNSecs(np.float32(3)) == EveryNSecs(3)
     assert OnSteps(np.arange(3)) == OnSteps(range(3))
     assert ExponentialSteps(np.int8(3), np.int8(4)) == ExponentialSteps(3, 4)
+    assert type(ExponentialSteps(np.int8(3), np.int8(4)).base) is int
     found = [LatestN(np.int8(3)), EveryNSecs(np.int8(3)), OnSteps(np.arange(3))]
     assert [*map(str, found)] == ["LatestN(3)", "EveryNSecs(3)", "OnSteps([0, 1, 2])"]
     assert [type(found[0].n), type(found[1].secs)] == [int, float]

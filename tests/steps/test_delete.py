@@ -1,13 +1,128 @@
-"""Deletions by policies, at moments that nobody chose."""
+"""Steps are deleted by name first, and what crashes leave is tidied up."""
+
+import logging
+import os
+import time
 
 import numpy as np
 import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._steps import delete as steps_delete
-from flaxckpt._steps import markers
-from flaxckpt._storage import rename
+from flaxckpt._steps import delete, markers, names
+from flaxckpt._storage import commit_marker, locks, rename
+from tests.helpers import faulty_store as faulty
+
+PLAIN = names.StepFormat()
+LEFT = "7.orbax-checkpoint-tmp-writing-0123abcd"
+REPLACING = "file.0123abcd.tmp"
+
+
+@pytest.fixture(params=["disk", "store"])
+def root(request, tmp_path):
+    """A run directory with steps 1 and 2."""
+    root = faulty.new_path("delete") if request.param == "store" else tmp_path
+    for step in ("1", "2"):
+        for name in ("state/w", "opt/m", commit_marker.MARKER):
+            if request.param == "disk":
+                (root / step / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / step / name).write_bytes(b"{}")
+    return root
+
+
+def entries(path):
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def test_a_deleted_step_is_gone_with_all_files(root, caplog):
+    caplog.set_level(logging.INFO, "flaxckpt")
+    delete.delete(root / "1")
+    assert entries(root) == ["2"]
+    assert f"deleted {root / '1'}" in caplog.text
+
+
+def test_a_pinned_step_is_deleted_only_on_demand(root):
+    markers.pin(root / "1")
+    with pytest.raises(errors.SaveFailedError, match="1 is not deleted: it is pinned"):
+        delete.delete(root / "1")
+    assert entries(root / "1") == ["PINNED", commit_marker.MARKER, "opt", "state"]
+    delete.delete(root / "1", even_pinned=True)
+    assert entries(root) == ["2"]
+
+
+def test_a_deleted_item_is_marked_and_gone(root):
+    delete.delete_item(root / "1", "opt")
+    assert entries(root / "1") == [
+        "ITEM_DELETED.opt",
+        commit_marker.MARKER,
+        "state",
+    ]
+    assert entries(root) == ["1", "2"]
+
+
+def leave(root, name):
+    (root / name).mkdir()
+    (root / name / "file").touch()
+
+
+def touch_old(file):
+    file.touch()
+    os.utime(file, (time.time() - 1000,) * 2)
+
+
+def test_a_sweep_removes_leftovers_of_steps_only(tmp_path):
+    leave(tmp_path, LEFT)
+    leave(tmp_path, "x" + LEFT)
+    delete.sweep(tmp_path, PLAIN)
+    assert entries(tmp_path) == ["x" + LEFT]
+
+
+def test_all_that_crashes_leave_in_a_run_is_tidied_up(tmp_path):
+    leave(tmp_path, LEFT)
+    leave(tmp_path, "1")
+    leave(tmp_path, "plots_1")
+    for directory in (
+        ".",
+        "metadata",
+        "1",
+        "1/metadata",
+        "plots_1",
+        "other",
+        "1/state",
+    ):
+        (tmp_path / directory).mkdir(exist_ok=True)
+        touch_old(tmp_path / directory / REPLACING)
+    (tmp_path / "linked").mkdir()
+    touch_old(tmp_path / "linked" / REPLACING)
+    (tmp_path / "link").symlink_to(tmp_path / "linked")
+    delete.tidy(tmp_path, PLAIN, ["metadata", "link"])
+    left = {
+        str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob(REPLACING)
+    }
+    assert left == {".", "plots_1", "other", "1/state", "linked"}
+    assert not (tmp_path / LEFT).exists()
+
+
+@pytest.mark.parametrize("root", ["store"], indirect=True)
+def test_a_run_in_a_store_is_tidied_up(root):
+    (root / "7/state/w").write_bytes(b"1")
+    holder = locks._self()._replace(id="gone")
+    root.store.write((root / "7").key + locks.LOCK, holder.content())
+    for name in ("1", "metadata", "1/metadata"):
+        (root / name / "DELETING").write_bytes(b'{"time": 1}')
+    delete.tidy(root, PLAIN, ["metadata"])
+    assert entries(root) == ["1", "2", "metadata"]
+    assert "DELETING" not in entries(root / "1")
+    assert "DELETING" in entries(root / "metadata"), "no replaced files in stores"
+
+
+def test_what_cannot_be_tidied_up_is_logged(tmp_path, monkeypatch, caplog):
+    def fail(root, step_format):
+        raise OSError("on fire")
+
+    monkeypatch.setattr(delete, "sweep", fail)
+    delete.tidy(tmp_path, PLAIN, [])
+    assert f"could not remove what a crash left in {tmp_path}: on fire" in caplog.text
 
 
 def test_a_change_that_comes_during_a_deletion_keeps_the_step(tmp_path, monkeypatch):
@@ -22,7 +137,7 @@ def test_a_change_that_comes_during_a_deletion_keeps_the_step(tmp_path, monkeypa
 
     monkeypatch.setattr(rename, "withdraw", withdraw)
     with pytest.raises(errors.SaveFailedError, match="not uploaded"):
-        steps_delete.delete(step)
+        delete.delete(step)
     assert markers.is_marked_for_upload(step)
-    steps_delete.delete(step, even_pinned=True)
+    delete.delete(step, even_pinned=True)
     assert not step.exists()

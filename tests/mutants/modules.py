@@ -1,0 +1,33 @@
+"""The modules that promise, each with the tests that know it and are quick."""
+
+_OUTAGE = "test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock"
+
+MODULES: dict[str, tuple[str, ...]] = {
+    "_storage/locks.py": (
+        "storage/test_locks.py",
+        f"storage/test_restarts.py::{_OUTAGE}",
+    ),
+    "_storage/leases.py": ("storage/test_leases.py", "run/test_watch.py"),
+    "_storage/commit_marker.py": ("storage/test_new_checkpoint.py",),
+    "_steps/markers.py": ("steps/test_markers.py",),
+    "_steps/delete.py": ("steps/test_delete.py",),
+    "_run/retention.py": ("run/test_retention.py", "run/test_retention_rules.py"),
+    "policies.py": ("test_policies.py",),
+    "_storage/temporary.py": ("storage/test_temporary.py",),
+    "_storage/rename.py": ("storage/test_local.py",),
+    "_storage/local_storage.py": (
+        "storage/test_local_storage.py",
+        "storage/test_local.py",
+    ),
+    "_steps/index.py": ("steps/test_index.py",),
+    "_checkpoint/commit.py": (
+        "checkpoint/test_save.py",
+        "checkpoint/test_cancellation.py",
+    ),
+    "_checkpoint/overwrite.py": ("checkpoint/test_overwrite.py",),
+    "_checkpoint/verify.py": ("checkpoint/test_verify.py",),
+    "_checkpoint/file_sizes.py": ("run/test_retention.py",),
+    "_arrays/read_raw.py": ("arrays/test_read_raw.py", "arrays/test_segments.py"),
+    "_arrays/zarr/chunk_file.py": ("arrays/test_chunk_file.py",),
+}
+"""Module below `flaxckpt` -> files of tests below `tests`."""

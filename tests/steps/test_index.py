@@ -1,0 +1,247 @@
+"""Which entries of a directory are steps, and which may be damaged ones."""
+
+import json
+
+import pytest
+
+from flaxckpt import errors
+from flaxckpt._steps import index, names
+from tests.helpers import faulty_store as faulty
+
+PLAIN = names.StepFormat()
+
+
+def make(root, *steps, content="ok"):
+    for name in steps:
+        (root / name).mkdir(parents=True)
+        (root / name / "content").write_text(content)
+
+
+def recognise(path):
+    """A checkpoint whose content says what it is."""
+    content = (path / "content").read_text() if (path / "content").exists() else None
+    if content == "damaged":
+        raise errors.DamagedCheckpointError(f"{path} is damaged")
+    if content == "unclear":
+        raise errors.CheckpointFormatError(f"{path} has several items")
+    return content
+
+
+def index_of(root, **options):
+    return index.StepIndex(root, recognise, **options)
+
+
+# ---- entries ----------------------------------------------------------------------
+
+
+def test_an_entry_says_what_it_is(tmp_path):
+    make(tmp_path, "1")
+    make(tmp_path, "2", content="damaged")
+    make(tmp_path, "3", content="unclear")
+    (tmp_path / "4").mkdir()
+    ok, damaged, unclear, none = (
+        index.Entry(step, tmp_path / str(step), recognise) for step in (1, 2, 3, 4)
+    )
+    assert (ok.checkpoint, ok.error, ok.why) == ("ok", None, "")
+    assert damaged.checkpoint is None
+    assert damaged.why == f"{tmp_path / '2'} is damaged"
+    assert [e.is_step for e in (ok, damaged, unclear, none)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert [e.was_step for e in (ok, damaged, unclear, none)] == [True] * 3 + [False]
+    (tmp_path / "4" / "commit_success.txt").touch()
+    assert none.was_step
+    assert not none.is_damaged
+    assert index.Entry(4, tmp_path / "4", recognise, ["x", "DAMAGED"]).is_damaged
+
+
+def test_an_entry_is_recognised_once(tmp_path):
+    make(tmp_path, "1")
+    calls = []
+    entry = index.Entry(1, tmp_path / "1", lambda path: calls.append(path) or "ok")
+    assert entry.checkpoint == entry.checkpoint == "ok"
+    assert entry.is_step
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("error", [errors.CheckpointError("?"), OSError("on fire")])
+def test_what_cannot_be_looked_at_may_have_been_a_step(tmp_path, error):
+    def fail(path):
+        raise error
+
+    assert index.Entry(1, tmp_path / "1", fail).was_step
+
+
+# ---- the index --------------------------------------------------------------------
+
+
+def test_steps_are_found_by_number(tmp_path):
+    make(tmp_path, "10", "9", "2.orbax-checkpoint-tmp-3", "4.tmp-5", "notes")
+    (tmp_path / "8").symlink_to(tmp_path / "9")
+    (tmp_path / "7").mkdir()
+    found = index_of(tmp_path)
+    assert found.numbers == [7, 9, 10]
+    assert found.steps == {9: tmp_path / "9", 10: tmp_path / "10"}
+    assert list(found.steps) == [9, 10]
+    assert found.find(9).checkpoint == "ok"
+    assert found.find(7) is None
+    assert found.find(8) is None
+
+
+def test_two_checkpoints_of_one_number_are_an_error(tmp_path):
+    make(tmp_path, "3", "step_3")
+    message = "contains step 3 twice, as 3 and step_3: pass the path of one"
+    with pytest.raises(errors.CheckpointFormatError, match=message):
+        index_of(tmp_path)
+    (tmp_path / "3/content").write_text("damaged")
+    assert index_of(tmp_path).steps == {3: tmp_path / "step_3"}
+    (tmp_path / "step_3/content").unlink()
+    assert index_of(tmp_path).steps == {}
+
+
+def test_what_is_called_unlike_all_others_is_recognised_on_demand(tmp_path):
+    make(tmp_path, "3", "4")
+    looked_at = []
+    found = index.StepIndex(tmp_path, looked_at.append)
+    assert found.numbers == [3, 4]
+    assert looked_at == []
+    found.find(4)
+    assert looked_at == [tmp_path / "4"]
+
+
+def test_names_follow_the_number_that_is_given(tmp_path):
+    make(tmp_path, "model1", "3")
+    assert index_of(tmp_path, number=lambda name: 5 if name == "3" else None).steps == {
+        5: tmp_path / "3"
+    }
+    assert index_of(tmp_path, number=names.number).numbers == [1, 3]
+
+
+def commit(root, step, path):
+    row = {"kind": "committed", "step": step, "path": path, "time": 1.0, "details": {}}
+    with (root / "events.jsonl").open("a") as journal:
+        journal.write(json.dumps(row) + "\n")
+
+
+def test_names_follow_the_journal_where_they_differ(tmp_path):
+    make(tmp_path, "model1", "plots_3")
+    assert index_of(tmp_path).numbers == []
+    commit(tmp_path, 1, f"{tmp_path}/model1/")
+    assert index_of(tmp_path).numbers == [1]
+    make(tmp_path, "5")
+    assert index_of(tmp_path).numbers == [1]
+    commit(tmp_path, 4, f"{tmp_path}/5")  # another number: not this name's
+    assert index_of(tmp_path).numbers == [1]
+    commit(tmp_path, 5, f"{tmp_path}/5")
+    assert index_of(tmp_path).numbers == [1, 5]
+
+
+@pytest.mark.parametrize("kind", ["started", "restored"])
+def test_only_commits_name_steps(tmp_path, kind):
+    make(tmp_path, "model1", "3")
+    commit(tmp_path, 1, "model1")
+    journal = tmp_path / "events.jsonl"
+    journal.write_text(journal.read_text().replace("committed", kind))
+    assert index_of(tmp_path).numbers == [3]
+
+
+def test_usual_names_need_no_journal(tmp_path):
+    make(tmp_path, "step_3", "step_4")
+    commit(tmp_path, 1, "model1")
+    assert index_of(tmp_path).numbers == [3, 4]
+    make(tmp_path, "plots_1")
+    assert index_of(tmp_path).numbers == [3, 4]
+
+
+# ---- doubt ------------------------------------------------------------------------
+
+
+def test_a_damaged_step_is_doubtful(tmp_path):
+    make(tmp_path, "1", "2")
+    make(tmp_path, "3", content="damaged")
+    (tmp_path / "4").mkdir()
+    (tmp_path / "5").touch()
+    found = index_of(tmp_path)
+    assert found.find_doubtful(1) is None
+    assert found.find_doubtful(9) is None
+    assert found.find_doubtful(3).why.endswith("3 is damaged")
+    assert found.find_doubtful(4).path == tmp_path / "4", "named like other steps"
+    assert found.find_doubtful(5) is None, "a file, unlike other steps"
+    assert {n: e.path for n, e in found.doubtful.items()} == {
+        3: tmp_path / "3",
+        4: tmp_path / "4",
+    }
+    assert list(found.doubtful) == [3, 4]
+
+
+def test_what_is_called_unlike_the_steps_is_not_doubtful(tmp_path):
+    (tmp_path / "4").mkdir()
+    assert index_of(tmp_path).doubtful == {}
+    make(tmp_path, "step_3")
+    assert index_of(tmp_path).doubtful == {}
+    (tmp_path / "4" / "flaxckpt.json").touch()
+    assert {*index_of(tmp_path).doubtful} == {4}
+
+
+# ---- lists ------------------------------------------------------------------------
+
+
+def test_committed_steps_are_listed_in_order(tmp_path):
+    make(tmp_path, "10", "9", "notes", "7.orbax-checkpoint-tmp-1")
+    (tmp_path / "8").mkdir()
+    (tmp_path / "9" / "DAMAGED").touch()
+    entries = index.list_committed(tmp_path, PLAIN, recognise)
+    assert [(e.step, e.path) for e in entries] == [
+        (9, tmp_path / "9"),
+        (10, tmp_path / "10"),
+    ]
+    assert sorted(entries[0].files) == ["DAMAGED", "content"]
+    assert index.list_steps(tmp_path, PLAIN) == {10: tmp_path / "10"}
+    assert index.list_damaged(tmp_path, PLAIN) == {9: tmp_path / "9"}
+    assert index.list_committed(tmp_path / "missing", PLAIN, recognise) == []
+
+
+def test_what_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(errors.DamagedCheckpointError):
+        index.list_committed(tmp_path / ("x" * 300), PLAIN, recognise)
+
+
+def test_steps_in_a_store_count_by_their_marker():
+    root = faulty.new_path("index")
+    for name in ("1/state/w", "1/commit_success.txt", "2/state/w", "3/metrics/x"):
+        (root / name).write_bytes(b"{}")
+    assert index.list_steps(root, PLAIN).keys() == {1}
+
+
+# ---- other looks ------------------------------------------------------------------
+
+
+def test_the_sign_of_a_step_is_a_file_that_only_steps_have(tmp_path):
+    assert index.sign(tmp_path) is None
+    (tmp_path / "flaxckpt.json").mkdir()
+    assert index.sign(tmp_path) is None
+    (tmp_path / "commit_success.txt").touch()
+    assert index.sign(tmp_path) == "commit_success.txt"
+
+
+def test_a_usual_name_of_a_step_is_found(tmp_path):
+    make(tmp_path, "model3", "plots_4")
+    assert index.find_usual_name(tmp_path, 3) is None
+    make(tmp_path, "step_3", "5")
+    assert index.find_usual_name(tmp_path, 3) == tmp_path / "step_3"
+    assert index.find_usual_name(tmp_path, 4) is None
+
+
+def test_checkpoints_of_any_name_are_grouped_by_number(tmp_path):
+    make(tmp_path, "model3", "step_3", "notes")
+    make(tmp_path, "4", content="unclear")
+    (tmp_path / "5").mkdir()
+    found = index.checkpoints_by_number(tmp_path, recognise)
+    assert found == {
+        3: [tmp_path / "model3", tmp_path / "step_3"],
+        4: [tmp_path / "4"],
+    }

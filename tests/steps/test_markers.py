@@ -1,0 +1,224 @@
+"""Markers of a step: what each says, on a disk and in a store."""
+
+import json
+import os
+import time
+
+import pytest
+
+from flaxckpt import errors
+from flaxckpt._steps import markers
+from flaxckpt._storage import leases
+from tests.helpers import faulty_store as faulty
+
+SIMPLE = {
+    "pinned": (markers.pin, markers.is_pinned, markers.unpin, "PINNED"),
+    "damaged": (
+        lambda path: markers.mark_damaged(path, "why"),
+        markers.is_damaged,
+        markers.unmark_damaged,
+        "DAMAGED",
+    ),
+    "to be uploaded": (
+        markers.mark_for_upload,
+        markers.is_marked_for_upload,
+        markers.unmark_upload,
+        "NOT_UPLOADED",
+    ),
+}
+UNREADABLE = [b"", b"\xff", b"7", b"[]", b"{}", b"[" * 60_000, b" " * 2**17]
+
+
+@pytest.fixture(params=["disk", "store"])
+def path(request, tmp_path):
+    """A step with one file."""
+    path = tmp_path / "1"
+    if request.param == "store":
+        path = faulty.new_path("markers") / "1"
+    else:
+        path.mkdir()
+    (path / "file").write_text("content")
+    return path
+
+
+def names(path):
+    return {entry.name for entry in path.iterdir()} - {"file"}
+
+
+@pytest.mark.parametrize("kind", SIMPLE)
+def test_a_marker_is_set_and_removed(path, kind):
+    mark, is_marked, unmark, name = SIMPLE[kind]
+    assert not is_marked(path)
+    unmark(path)
+    for _ in range(2):
+        mark(path)
+        assert is_marked(path)
+        assert names(path) == {name}
+    unmark(path)
+    assert not is_marked(path)
+    assert not names(path)
+
+
+def test_a_removed_marker_is_durably_gone(tmp_path, monkeypatch):
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd)) or real(fd))
+    markers.pin(tmp_path)
+    synced.clear()
+    markers.unpin(tmp_path)
+    assert [found.st_ino for found in synced] == [tmp_path.stat().st_ino]
+    markers.unpin(tmp_path)
+    assert len(synced) == 1
+
+
+def test_a_step_is_temporary_until_made_permanent(path):
+    for name, content in markers.for_new_step(path, temporary=True).items():
+        (path / name).write_bytes(content)
+    assert markers.is_temporary(path)
+    markers.make_permanent(path)
+    assert not markers.is_temporary(path)
+    markers.make_permanent(path)
+    assert markers.for_new_step(path, temporary=False) == {}
+
+
+def test_what_replaces_a_pinned_step_on_a_disk_is_pinned(path):
+    markers.pin(path)
+    assert markers.for_new_step(path.parent / "2", temporary=False) == {}
+    new = markers.for_new_step(path, temporary=True)
+    keeps_its_pin = hasattr(path, "store")
+    assert {*new} == ({"TEMPORARY"} if keeps_its_pin else {"TEMPORARY", "PINNED"})
+    assert {*new.values()} == {b"1\n"}
+
+
+# ---- items ------------------------------------------------------------------------
+
+
+def test_an_item_is_marked_as_deleted_once(path, monkeypatch):
+    for item, name in (
+        ("dataset", "DATASET_LET_GO"),
+        ("optimizer", "ITEM_DELETED.optimizer"),
+    ):
+        assert not markers.is_item_deleted(path, item)
+        markers.mark_item_deleted(path, item)
+        assert markers.is_item_deleted(path, item)
+        assert name in names(path)
+        with monkeypatch.context() as patch:
+            patch.setattr(markers, "_write", None)  # nothing is written again
+            markers.mark_item_deleted(path, item)
+    assert markers.deleted_items(names(path)) == {"dataset", "optimizer"}
+    assert markers.deleted_items(["dataset", "PINNED"]) == frozenset()
+
+
+def test_added_metrics_are_marked_once(path, monkeypatch):
+    assert not markers.is_measured(path)
+    markers.mark_measured(path)
+    assert markers.is_measured(path)
+    assert names(path) == {"MEASURED"}
+    monkeypatch.setattr(markers, "_write", None)
+    markers.mark_measured(path)
+
+
+def test_names_of_markers_are_known():
+    for name in (
+        *("PINNED", "TEMPORARY", "DATASET_LET_GO", "MEASURED", "DAMAGED"),
+        *("NOT_UPLOADED", "DELETING", "READING-x", "ITEM_DELETED.x"),
+    ):
+        assert markers.is_marker(name), name
+        is_copied = name in ("DATASET_LET_GO", "MEASURED", "ITEM_DELETED.x")
+        assert markers.is_copied(name) is is_copied, name
+    for name in ("state", "dataset", "READING", "ITEM_DELETED", "PINNED.txt"):
+        assert not markers.is_marker(name), name
+        assert not markers.is_copied(name), name
+
+
+def test_the_status_of_a_step_is_read_off_its_names(path):
+    lease = leases.Lease(path)
+    reading = names(path)
+    status = markers.status(path, ["state", *reading])
+    assert status == markers.Status(
+        pinned=False,
+        temporary=False,
+        items=frozenset(["state", *reading]),
+        deleted_items=frozenset(),
+        readers=tuple(leases.readers(path)),
+        waiting=False,
+    )
+    assert len(status.readers) == 1
+    lease.release()
+    for name, field in (
+        ("PINNED", "pinned"),
+        ("TEMPORARY", "temporary"),
+        ("NOT_UPLOADED", "waiting"),
+    ):
+        status = markers.status(path, ["state", name])
+        assert [status.pinned, status.temporary, status.waiting].count(True) == 1
+        assert getattr(status, field)
+    status = markers.status(path, [*reading, "DATASET_LET_GO", "ITEM_DELETED.a"])
+    assert status.readers == ()
+    assert status.deleted_items == {"dataset", "a"}
+
+
+# ---- damage -----------------------------------------------------------------------
+
+
+def test_the_reason_of_damage_is_kept(path):
+    markers.mark_damaged(path, "a chunk\x1b[2J differs")
+    assert markers.damage_reason(path) == errors.printable("a chunk\x1b[2J differs")
+    row = json.loads((path / "DAMAGED").read_bytes())
+    assert abs(row["time"] - time.time()) < 600
+    markers.mark_damaged(path, "x" * 5000)
+    assert markers.damage_reason(path) == "x" * 1000
+    row["reason"] = "y" * 5000
+    (path / "DAMAGED").write_text(json.dumps(row))
+    assert markers.damage_reason(path) == "y" * 1000
+
+
+@pytest.mark.parametrize("content", [None, *UNREADABLE])
+def test_damage_without_a_reason_says_so(path, content):
+    if content is not None:
+        (path / "DAMAGED").write_bytes(content)
+    assert markers.damage_reason(path) == "its marker gives no reason"
+
+
+# ---- uploads ----------------------------------------------------------------------
+
+
+def test_an_upload_marker_is_new_with_each_change(path):
+    assert markers.read_upload_marker(path) is None
+    assert markers.is_settled(path)
+    markers.mark_for_upload(path, ["b", "a"])
+    first = markers.read_upload_marker(path)
+    assert first.settled
+    assert not first.overwrite
+    assert first.removed == ("a", "b")
+    assert len(first.change) == 16
+    markers.mark_for_upload(path, ["c"])
+    second = markers.read_upload_marker(path)
+    assert second.removed == ("a", "b", "c")
+    assert second.change != first.change
+    assert markers.is_settled(path)
+    markers.unmark_upload(path)
+    assert markers.read_upload_marker(path) is None
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_step_to_be_uploaded_for_the_first_time_is_not_settled(path, overwrite):
+    content = markers.UploadMarker(overwrite).content()
+    (path / markers.NOT_UPLOADED).write_bytes(content)
+    assert not markers.is_settled(path)
+    markers.mark_for_upload(path)
+    marker = markers.read_upload_marker(path)
+    assert marker == markers.UploadMarker(overwrite, (), marker.change, False)
+
+
+def test_an_upload_marker_of_an_older_release_is_not_settled(path):
+    row = {"overwrite": 1, "removed": [], "change": "x"}
+    (path / markers.NOT_UPLOADED).write_text(json.dumps(row))
+    assert markers.read_upload_marker(path) == (True, (), "x", False)
+
+
+@pytest.mark.parametrize("content", UNREADABLE)
+def test_an_unreadable_upload_marker_counts(path, content):
+    (path / markers.NOT_UPLOADED).write_bytes(content)
+    assert markers.read_upload_marker(path) == (False, (), "", False)
+    assert not markers.is_settled(path)

@@ -1,0 +1,673 @@
+"""Each operation of storage on a disk: what it returns, makes durable and refuses."""
+
+import hashlib
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from flaxckpt import errors
+from flaxckpt._storage import commit_marker, local_storage, modes, rename, temporary
+from flaxckpt._storage.storage import LOCAL
+
+
+class Disk:
+    """Notes what is synced, as names below a root, and what was in a synced file."""
+
+    def __init__(self, monkeypatch, root):
+        self.root = root
+        self.synced = []
+        self._real = os.fsync
+        self._lock = threading.Lock()
+        monkeypatch.setattr(os, "fsync", self._sync)
+
+    def _sync(self, descriptor):
+        self._real(descriptor)
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        with self._lock:
+            self.synced.append(str(path.relative_to(self.root)))
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    return Disk(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def umask():
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def permissions(path):
+    return path.stat().st_mode & 0o7777
+
+
+def make(root, **contents):
+    for name, content in contents.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return root
+
+
+# ---- listing ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Files, a link to a file, a link to a directory and a broken link."""
+    root = make(tmp_path / "tree", b=b"12", a__d=b"345", a__c=b"", z__e__f=b"6789")
+    (root / "link").symlink_to("b")
+    (root / "to_a").symlink_to("a")
+    (root / "broken").symlink_to("nowhere")
+    return root
+
+
+def test_entries_exist_even_as_broken_links(tree):
+    for name, is_there in {"b": True, "a": True, "broken": True, "x": False}.items():
+        assert LOCAL.exists(tree / name) is is_there
+        assert LOCAL.is_taken(tree / name) is is_there
+    assert LOCAL.is_committed(tree / "a")
+    assert not LOCAL.is_committed(tree / "broken")
+    assert not LOCAL.is_unfinished(tree)
+    assert LOCAL.lists_committed([], [])
+
+
+def test_what_is_below_a_directory_is_listed_in_order(tree):
+    assert sorted(LOCAL.names(tree)) == ["a", "b", "broken", "link", "to_a", "z"]
+    assert sorted(LOCAL.directories(tree)) == ["a", "z"]
+    below = ["b", "broken", "link", "a/c", "a/d", "z/e/f"]
+    assert list(LOCAL.files_below(tree)) == below
+    assert LOCAL.files_and_links(tree) == {
+        "a/c": False,
+        "a/d": False,
+        "b": False,
+        "broken": True,
+        "link": True,
+        "to_a": True,
+        "z/e/f": False,
+    }
+    assert list(LOCAL.files_and_links(tree)) == sorted(LOCAL.files_and_links(tree))
+    assert {str(path.relative_to(tree)) for path in LOCAL.all_files(tree)} == {*below}
+    assert list(LOCAL.all_files(tree / "b")) == [tree / "b"]
+    assert LOCAL.contents(tree, lambda name: name != "z") == {"a": ["c", "d"]} or (
+        LOCAL.contents(tree, lambda name: name != "z") == {"a": ["d", "c"]}
+    )
+
+
+def test_a_directory_that_goes_while_it_is_listed_is_left_out(tree):
+    def select(name):
+        if name == "z":
+            (tree / "z/e/f").unlink()
+            (tree / "z/e").rmdir()
+            (tree / "z").rmdir()
+        return True
+
+    assert {*LOCAL.contents(tree, select)} == {"a"}
+
+
+def test_files_of_a_missing_directory_are_an_error(tree):
+    with pytest.raises(FileNotFoundError):
+        list(LOCAL.all_files(tree / "missing"))
+
+
+def test_entries_below_know_what_is_a_file(tree):
+    with pytest.raises(ValueError, match="to_a is a link to a directory"):
+        list(LOCAL.entries_below(tree))
+    (tree / "to_a").unlink()
+    assert dict(LOCAL.entries_below(tree)) == {
+        **{"a": False, "a/c": True, "a/d": True, "b": True, "broken": False},
+        **{"link": True, "z": False, "z/e": False, "z/e/f": True},
+    }
+
+
+def test_sizes_are_those_of_the_files(tree):
+    links = sum((tree / name).lstat().st_size for name in ("broken", "link"))
+    assert LOCAL.known_size_below(tree) == 9 + links
+    assert LOCAL.known_size(tree / "a/d", tree) == 3
+    assert LOCAL.known_size(tree / "link", tree) == 2
+    with pytest.raises(ValueError, match="out of"):
+        LOCAL.known_size(tree / "link", tree / "a")
+    os.link(tree / "b", tree / "a" / "again")
+    assert sorted(LOCAL.disk_files(tree).values()) == [0, 2, 3, 4]
+    assert LOCAL.disk_files(tree / "missing") == {}
+    [(where, size)] = LOCAL.disk_files(tree / "b").items()
+    assert (where, size) == (
+        ((tree / "b").stat().st_dev, (tree / "b").stat().st_ino),
+        2,
+    )
+
+
+def test_a_file_that_goes_while_sizes_are_added_counts_nothing(tree, monkeypatch):
+    real = LOCAL.files_below(tree)
+    monkeypatch.setattr(LOCAL, "files_below", lambda path: [*real, "gone"])
+    assert LOCAL.known_size_below(tree) >= 9
+
+
+def test_a_changed_file_has_another_identity(tree):
+    assert LOCAL.identity(tree / "missing") is None
+    before = LOCAL.identity(tree / "b"), LOCAL.fingerprint(tree / "b")
+    assert before == (LOCAL.identity(tree / "b"), LOCAL.fingerprint(tree / "b"))
+    assert before[1][1] == 2
+    os.utime(tree / "b", (1, 1))
+    assert LOCAL.identity(tree / "b") != before[0]
+    assert LOCAL.fingerprint(tree / "b") != before[1]
+
+
+# ---- reading ----------------------------------------------------------------------
+
+
+def test_a_file_is_read_up_to_a_limit(tree):
+    assert LOCAL.read(tree / "a/d", max_bytes=3) == b"345"
+    for limit in (2, 0):
+        with pytest.raises(errors.DamagedCheckpointError, match=f"{limit} bytes, fou"):
+            LOCAL.read(tree / "a/d", max_bytes=limit)
+    with pytest.raises(errors.DamagedCheckpointError, match="not a regular file"):
+        LOCAL.read(tree / "a", max_bytes=3)
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(tree, monkeypatch):
+    real = os.fstat
+
+    def fstat(descriptor):
+        found = real(descriptor)
+        with (tree / "b").open("ab") as opened:
+            opened.write(b"x" * 10)
+        return found
+
+    monkeypatch.setattr(local_storage.os, "fstat", fstat)
+    with pytest.raises(
+        errors.DamagedCheckpointError, match="at most 20 bytes, found 21"
+    ):
+        LOCAL.read(tree / "b", max_bytes=20)
+
+
+def test_a_digest_has_a_limit(tree):
+    digest = "sha256:" + hashlib.sha256(b"345").hexdigest()
+    assert LOCAL.digest_file(tree / "a/d", max_bytes=3) == digest
+    assert LOCAL.digest_file(tree / "a/d", max_bytes=2) is None
+
+
+def test_a_stream_gives_all_bytes(tree, monkeypatch):
+    monkeypatch.setattr(local_storage, "_STREAM_BYTES", 3)
+    (tree / "b").write_bytes(b"12345678")
+    parts = [bytes(part) for part in LOCAL.stream(tree / "b", tree, 8)]
+    assert parts == [b"123", b"456", b"78"]
+    with pytest.raises(ValueError, match="out of"):
+        list(LOCAL.stream(tree / "link", tree / "a", 8))
+
+
+def test_a_range_is_read_though_calls_read_less(tree, monkeypatch):
+    (tree / "b").write_bytes(b"0123456789")
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, n, at: real(fd, min(n, 2), at))
+    assert LOCAL.read_range(tree / "b", 1, 5) == b"12345"
+    assert LOCAL.read_range(tree / "b", 8, 5) == b"89"
+    assert LOCAL.read_small(tree / "b", 3, tree) == b"012"
+    with pytest.raises(ValueError, match="out of"):
+        LOCAL.read_small(tree / "link", 3, tree / "a")
+
+
+def test_bytes_are_read_into_several_views(tmp_path, monkeypatch):
+    file = make(tmp_path, array__chunk=b"0123456789") / "array/chunk"
+    monkeypatch.setattr(local_storage, "_CALL_BYTES", 3)
+    first, second = bytearray(4), bytearray(5)
+    views = [memoryview(first), memoryview(second)]
+    LOCAL.read_into(file, views, offset=1, file_size=10)
+    assert bytes(first + second) == b"123456789"
+    for size in (9, 11):
+        with pytest.raises(ValueError, match=f"has 10 bytes instead of {size}"):
+            LOCAL.read_into(file, views, offset=1, file_size=size)
+    with pytest.raises(ValueError, match="was truncated during the read"):
+        LOCAL.read_into(file, views, offset=2, file_size=10)
+    outside = make(tmp_path / "outside", chunk=b"0123456789") / "chunk"
+    link = make(tmp_path / "x" / "y", other=b"") / "link"
+    link.symlink_to(outside)
+    with pytest.raises(ValueError, match="leads out"):
+        LOCAL.read_into(link, views, offset=1, file_size=10)
+    link.unlink()
+    link.symlink_to(make(tmp_path / "x" / "z", chunk=b"0123456789") / "chunk")
+    LOCAL.read_into(link, views, offset=1, file_size=10)
+
+
+def test_nothing_that_reads_keeps_a_file_open(tree):
+    before = len(LOCAL.names("/proc/self/fd"))
+    for _ in range(3):
+        LOCAL.read(tree / "b", max_bytes=9)
+        LOCAL.read_range(tree / "b", 0, 9)
+        LOCAL.known_size(tree / "b", tree)
+        list(LOCAL.stream(tree / "b", tree, 2))
+        LOCAL.read_into(tree / "b", [memoryview(bytearray(2))], offset=0, file_size=2)
+        LOCAL.last_lines(tree / "b", 9)
+        LOCAL.forget_cached(tree / "b")
+        LOCAL.append_lines(tree / "a/c", b"1\n", 9)
+        with LOCAL.lock_file(tree / "b"):
+            pass
+    LOCAL.write_parts(tree / "new", [memoryview(b"1")])
+    LOCAL.sync_tree(tree / "a")
+    assert len(LOCAL.names("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "limit", "lines"),
+    [
+        (b"1\n22\n333\n", 100, [b"1\n", b"22\n", b"333\n"]),
+        (b"1\n22\n333\n", 9, [b"1\n", b"22\n", b"333\n"]),
+        (b"1\n22\n333\n", 8, [b"22\n", b"333\n"]),
+        (b"1\n22\n333\n", 7, [b"333\n"]),
+        (b"1\n22\n333", 100, [b"1\n", b"22\n"]),
+        (b"", 100, []),
+        (b"333", 100, []),
+    ],
+)
+def test_the_last_whole_lines_are_read(tmp_path, content, limit, lines):
+    file = make(tmp_path, log=content) / "log"
+    assert LOCAL.last_lines(file, limit) == lines
+
+
+def test_what_is_no_longer_there_need_not_be_forgotten(tree, monkeypatch):
+    LOCAL.forget_cached(tree / "missing")
+    advised = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *given: advised.append(given[1:]))
+    LOCAL.forget_cached(tree / "b")
+    assert advised == [(0, 0, os.POSIX_FADV_DONTNEED)]
+    monkeypatch.delattr(os, "posix_fadvise")
+    LOCAL.forget_cached(tree / "b")
+
+
+# ---- writing ----------------------------------------------------------------------
+
+
+def test_a_written_file_is_new_and_synced_with_its_content(tmp_path, disk, monkeypatch):
+    contents = []
+    real = disk._sync
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda fd: contents.append((tmp_path / "a").read_bytes()) or real(fd),
+    )
+    LOCAL.write(tmp_path / "a", b"12")
+    assert contents == [b"12"]
+    assert disk.synced == ["a"]
+    with pytest.raises(FileExistsError):
+        LOCAL.write(tmp_path / "a", b"34")
+    assert (tmp_path / "a").read_bytes() == b"12"
+
+
+@pytest.mark.parametrize("mode", [None, 0o750])
+def test_a_replacement_is_whole_durable_and_of_its_mode(tmp_path, disk, umask, mode):
+    make(tmp_path, a=b"old")
+    LOCAL.replace(tmp_path / "a", b"new", mode=mode)
+    assert (tmp_path / "a").read_bytes() == b"new"
+    assert permissions(tmp_path / "a") == (0o644 if mode is None else 0o640)
+    [temporary_name, directory] = disk.synced
+    assert temporary_name.startswith("a.")
+    assert directory == "."
+    assert LOCAL.names(tmp_path) == ["a"]
+
+
+def test_a_private_file_is_private_before_it_has_content(tmp_path, monkeypatch, umask):
+    modes_of_empty = []
+    monkeypatch.setattr(
+        modes, "follow", lambda file, mode: modes_of_empty.append(permissions(file))
+    )
+    LOCAL.replace(tmp_path / "a", b"new", mode=0o750)
+    assert modes_of_empty == [0o600]
+
+
+def test_a_replacement_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    make(tmp_path, a=b"old")
+    monkeypatch.setattr(Path, "replace", None)
+    with pytest.raises(TypeError):
+        LOCAL.replace(tmp_path / "a", b"new")
+    assert LOCAL.names(tmp_path) == ["a"]
+
+
+def test_new_directories_are_durable_with_their_parents(tmp_path, disk, umask):
+    LOCAL.make_directory(tmp_path / "a/b/c")
+    assert disk.synced == [".", "a", "a/b"]
+    LOCAL.make_directory(tmp_path / "a/b/c")
+    assert len(disk.synced) == 3
+    assert permissions(tmp_path / "a/b/c") == 0o755
+    LOCAL.make_directory(tmp_path / "p/q", mode=0o750)
+    assert permissions(tmp_path / "p/q") == permissions(tmp_path / "p") == 0o750
+
+
+@pytest.mark.parametrize("mode", [None, 0o750])
+def test_a_directory_that_another_process_makes_keeps_its_mode(tmp_path, mode, umask):
+    (tmp_path / "a").mkdir()
+    local_storage._make(tmp_path / "a", mode)
+    assert permissions(tmp_path / "a") == 0o755
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        local_storage._make(tmp_path / "file", mode)
+
+
+def test_a_tree_is_synced_from_below(tree, disk, monkeypatch):
+    monkeypatch.setattr(local_storage, "_SYNCING_THREADS", 1)
+    for name in ("link", "to_a", "broken"):
+        (tree / name).unlink()
+    os.link(tree / "b", tree.parent / "again")
+    assert LOCAL.sync_tree(tree) == 7, "a file of another step counts nothing"
+    below = ["tree", "tree/a", "tree/a/c", "tree/a/d", "tree/b"]
+    assert sorted(disk.synced) == [*below, "tree/z", "tree/z/e", "tree/z/e/f"]
+    assert disk.synced[-1] == "tree"
+    disk.synced.clear()
+    LOCAL.sync_files([tree / "b", tree / "a"], 1)
+    assert disk.synced == ["tree/b", "tree/a"]
+
+
+def test_parts_are_written_in_order_though_calls_write_less(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_storage, "_WRITTEN_AT_ONCE", 3)
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, view: real(fd, view[:2]))
+    LOCAL.write_parts(tmp_path / "a", [memoryview(b"12345"), memoryview(b"678")])
+    assert (tmp_path / "a").read_bytes() == b"12345678"
+    with pytest.raises(FileExistsError):
+        LOCAL.write_parts(tmp_path / "a", [])
+
+
+def test_large_files_are_synced_at_once(tmp_path, disk, monkeypatch):
+    monkeypatch.setattr(local_storage, "_SYNCED_AT_ONCE", 4)
+    LOCAL.write_parts(tmp_path / "a", [memoryview(b"12"), memoryview(b"34")])
+    LOCAL.write_parts(tmp_path / "b", [memoryview(b"12"), memoryview(b"3")])
+    assert disk.synced == ["a"]
+
+
+def test_lines_are_appended_whole(tmp_path, umask):
+    file = tmp_path / "log"
+    LOCAL.append_lines(file, b"1\n", 100)
+    LOCAL.append_lines(file, b"2\n", 100)
+    assert file.read_bytes() == b"1\n2\n"
+    assert permissions(file) == 0o644
+    file.write_bytes(b"1\ncut o")
+    LOCAL.append_lines(file, b"2\n", 100)
+    assert file.read_bytes() == b"1\ncut o\n2\n"
+    LOCAL.append_lines(file, b"3\n", 100, mode=0o750)
+    assert permissions(file) == 0o640
+
+
+def test_a_new_journal_is_private_before_it_has_its_mode(tmp_path, monkeypatch, umask):
+    found = []
+    monkeypatch.setattr(
+        modes,
+        "set_on_file",
+        lambda fd, mode: found.append(os.fstat(fd).st_mode & 0o777),
+    )
+    LOCAL.append_lines(tmp_path / "log", b"1\n", 100, mode=0o750)
+    assert found == [0o600]
+    monkeypatch.setattr(os, "geteuid", lambda: -2)
+    LOCAL.append_lines(tmp_path / "log", b"1\n", 100, mode=0o750)
+    assert len(found) == 1, "only the owner may change the mode"
+
+
+def test_lines_go_to_regular_files_only(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match=r"regular|No such device"):
+        LOCAL.append_lines(tmp_path / "pipe", b"1\n", 100)
+    (tmp_path / "link").symlink_to(make(tmp_path, log=b"") / "log")
+    with pytest.raises(OSError, match="symbolic"):
+        LOCAL.append_lines(tmp_path / "link", b"1\n", 100)
+
+
+def test_a_line_that_is_cut_off_is_an_error(tmp_path, monkeypatch):
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, content: real(fd, content[:-1]))
+    with pytest.raises(OSError, match="no space left"):
+        LOCAL.append_lines(tmp_path / "log", b"1\n", 100)
+
+
+def test_one_holds_the_lock_of_a_file(tmp_path):
+    file = make(tmp_path, a=b"") / "a"
+    held, events = threading.Event(), []
+
+    def wait():
+        held.wait()
+        with LOCAL.lock_file(file):
+            events.append("second")
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    with LOCAL.lock_file(file):
+        held.set()
+        time.sleep(0.05)
+        events.append("first")
+    thread.join()
+    assert events == ["first", "second"]
+    with LOCAL.lock_file(tmp_path):  # a directory
+        pass
+    with pytest.raises(FileNotFoundError), LOCAL.lock_file(tmp_path / "missing"):
+        pass
+
+
+def test_a_file_of_others_and_one_without_locks_is_locked_as_far_as_it_can_be(
+    tmp_path, monkeypatch
+):
+    real = os.open
+
+    def opened(path, flags, *given):
+        if flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied")
+        return real(path, flags, *given)
+
+    def flock(descriptor, how):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(local_storage.fcntl, "flock", flock)
+    with LOCAL.lock_file(make(tmp_path, a=b"") / "a"):
+        pass
+
+
+# ---- directories and checkpoints --------------------------------------------------
+
+FILES = {"one": b"1", "two": b"22"}
+
+
+def test_a_directory_is_added_once_with_all_files(tmp_path, disk):
+    step = make(tmp_path / "7", file=b"")
+    assert LOCAL.add_directory(step / "metrics", FILES)
+    assert {name: (step / "metrics" / name).read_bytes() for name in FILES} == FILES
+    assert disk.synced[-1] == "7"
+    assert {Path(name).name for name in disk.synced[:2]} == {*FILES}
+    assert disk.synced[2].startswith("7.orbax-checkpoint-tmp-")
+    assert not LOCAL.add_directory(step / "metrics", {"one": b"changed"})
+    assert (step / "metrics/one").read_bytes() == b"1"
+    assert LOCAL.names(tmp_path) == ["7"]
+    (step / "link").symlink_to("nowhere")
+    with pytest.raises(NotADirectoryError):
+        LOCAL.add_directory(step / "link", FILES)
+
+
+def test_a_withdrawn_name_is_durably_gone(tmp_path, disk):
+    make(tmp_path / "7", file=b"")
+    assert LOCAL.withdraw_name(tmp_path / "7", tmp_path / "x") == tmp_path / "x"
+    assert LOCAL.names(tmp_path) == ["x"]
+    assert disk.synced == ["."]
+
+
+def commit(final, publish=rename.publish, *, before=lambda: None, mode=None):
+    options = {"overwrite": False, "keep": bool, "check": bool}
+    with LOCAL.new_checkpoint(final, mode=mode, **options) as new:
+        make(new, state__w=b"12345")
+        return LOCAL.commit(new, final, b"{}", publish, before, mode=mode)
+
+
+def test_a_checkpoint_is_durable_before_it_has_its_name(tmp_path, disk):
+    final, at_publish, at_before = tmp_path / "7", [], []
+
+    def publish(new, path):
+        at_publish.extend(disk.synced)
+        rename.publish(new, path)
+
+    assert commit(final, publish, before=lambda: at_before.extend(disk.synced)) == 7
+    new = next(name for name in at_publish if "/" not in name)
+    files = {commit_marker.MARKER, "state", "state/w"}
+    assert {*at_publish} == {new, *(f"{new}/{name}" for name in files)}
+    assert at_before == at_publish
+    assert disk.synced[-1] == "."
+    assert (final / commit_marker.MARKER).read_bytes() == b"{}"
+    assert LOCAL.names(tmp_path) == ["7"]
+
+
+def test_a_checkpoint_has_its_mode_before_it_has_its_name(tmp_path, umask):
+    commit(tmp_path / "7", mode=0o750)
+    assert permissions(tmp_path / "7") == permissions(tmp_path / "7/state") == 0o750
+    assert permissions(tmp_path / "7/state/w") == 0o640
+    commit(tmp_path / "8")
+    assert permissions(tmp_path / "8") == 0o755
+
+
+def test_a_new_checkpoint_sweeps_what_was_left_of_it_and_of_no_other(tmp_path):
+    for name in ("7", "8"):
+        (tmp_path / f"{name}.orbax-checkpoint-tmp-writing-0123abcd").mkdir()
+    commit(tmp_path / "7")
+    left = ["7", "8.orbax-checkpoint-tmp-writing-0123abcd"]
+    assert sorted(LOCAL.names(tmp_path)) == left
+
+
+def copy(source, final, **options):
+    return LOCAL.copy_checkpoint(source, final, overwrite=False, **options)
+
+
+def test_a_copy_is_durable_before_it_has_its_name(tmp_path, disk, umask):
+    source = make(tmp_path / "7", a__b=b"123", c=b"4", d__e=b"5")
+    (source / "empty").mkdir()
+    at_publish = []
+
+    def publish(new, final):
+        at_publish.extend(disk.synced)
+        rename.publish(new, final)
+
+    size = copy(source, tmp_path / "8", markers={"PINNED": b"1\n"}, publish=publish)
+    assert size == 7
+    assert sorted(LOCAL.files_below(tmp_path / "8")) == ["PINNED", "a/b", "c", "d/e"]
+    assert (tmp_path / "8/a/b").read_bytes() == b"123"
+    assert {name.partition("/")[2] for name in at_publish} == {
+        *("", "a", "a/b", "c", "d", "d/e", "PINNED")
+    }
+    assert permissions(tmp_path / "8") == 0o755
+    copy(source, tmp_path / "9", files=[source / "a/b"], mode=0o750)
+    assert list(LOCAL.files_below(tmp_path / "9")) == ["a/b"]
+    assert permissions(tmp_path / "9/a/b") == 0o640
+    with pytest.raises(errors.CheckpointExistsError):
+        copy(source, tmp_path / "9")
+    assert sorted(LOCAL.names(tmp_path)) == ["7", "8", "9"]
+
+
+# ---- deleting ---------------------------------------------------------------------
+
+READER = "READING-there-7-0123abcd"
+
+
+def late(monkeypatch, act):
+    """Does `act` on a checkpoint right before it is withdrawn."""
+    real = rename.withdraw
+
+    def withdraw(final, aside):
+        act(final)
+        real(final, aside)
+
+    monkeypatch.setattr(rename, "withdraw", withdraw)
+
+
+def test_a_deletion_takes_the_name_durably_and_then_the_files(
+    tmp_path, disk, monkeypatch
+):
+    make(tmp_path / "7", state__w=b"12345")
+    seen = []
+    monkeypatch.setattr(
+        LOCAL, "discard", lambda path: seen.append((disk.synced[-1], LOCAL.names(path)))
+    )
+    LOCAL.delete(tmp_path / "7", lambda path: None)
+    assert seen == [(".", ["DELETING", "state"])]
+    [left] = LOCAL.names(tmp_path)
+    assert temporary.leftovers([left], str.isdigit)
+
+
+def test_a_deletion_removes_all(tmp_path):
+    make(tmp_path / "7", state__w=b"12345")
+    LOCAL.delete(tmp_path / "7", lambda path: None)
+    assert LOCAL.names(tmp_path) == []
+
+
+@pytest.mark.parametrize("when", ["before", "late"])
+def test_what_is_read_keeps_its_name(tmp_path, monkeypatch, disk, when):
+    step = make(tmp_path / "7", file=b"")
+    if when == "before":
+        (step / READER).touch()
+    else:
+        late(monkeypatch, lambda path: (path / READER).touch())
+    with pytest.raises(errors.SaveFailedError, match=r"7 is not deleted: .* there:7"):
+        LOCAL.delete(step, lambda path: None)
+    assert sorted(LOCAL.names(step)) == [READER, "file"]
+    assert LOCAL.names(tmp_path) == ["7"]
+    assert disk.synced == ([] if when == "before" else [".", "."])
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_check_that_fails_keeps_the_name(tmp_path, failing):
+    step = make(tmp_path / "7", file=b"")
+    checked = []
+
+    def check(path):
+        checked.append(path.name)
+        if len(checked) == failing:
+            raise errors.SaveFailedError("pinned")
+
+    with pytest.raises(errors.SaveFailedError, match="pinned"):
+        LOCAL.delete(step, check)
+    assert LOCAL.names(step) == ["file"]
+    assert LOCAL.names(tmp_path) == ["7"]
+    assert checked[0] == "7"
+    assert len(checked) == failing
+
+
+def test_what_is_deleted_is_claimed_meanwhile(tmp_path, monkeypatch):
+    make(tmp_path / "7", file=b"")
+    late(monkeypatch, lambda path: seen.append(_is_free(path)))
+    seen = []
+    monkeypatch.setattr(LOCAL, "discard", lambda path: seen.append(_is_free(path)))
+    LOCAL.delete(tmp_path / "7", lambda path: None)
+    assert seen == [False, False]
+
+
+def _is_free(path):
+    with temporary.claim(path) as is_ours:
+        return is_ours
+
+
+def test_a_part_is_announced_withdrawn_and_removed(tmp_path, disk, monkeypatch):
+    step = make(tmp_path / "7", state__w=b"12", opt__m=b"34")
+    at_announcement = []
+
+    def announce():
+        at_announcement.extend(sorted(LOCAL.names(step)))
+
+    LOCAL.delete_part(step, "opt", announce)
+    assert at_announcement == ["DELETING", "opt", "state"]
+    assert LOCAL.names(step) == ["state"]
+    assert LOCAL.names(tmp_path) == ["7"]
+    assert "7" in disk.synced
+    (step / READER).touch()
+    with pytest.raises(errors.SaveFailedError):
+        LOCAL.delete_part(step, "state", announce)
+    assert sorted(LOCAL.names(step)) == [READER, "state"]
+
+
+def test_the_facts_of_a_disk(tmp_path):
+    assert stat.S_ISDIR(tmp_path.stat().st_mode)
+    assert LOCAL.free_bytes(tmp_path) > 0
+    assert LOCAL.is_local(tmp_path)
+    assert LOCAL.kind(tmp_path)
+    for name in ("has_directories", "has_hard_links", "can_rename", "can_map"):
+        assert getattr(LOCAL, name) is True
+    assert LOCAL.costs_requests is False
+    assert LOCAL.kvstore(tmp_path, "a/")["path"] == f"{tmp_path}/a/"
+    (tmp_path / "link").symlink_to("x")
+    assert LOCAL.real_path(tmp_path / "link") == str(tmp_path.resolve() / "x")

@@ -1,0 +1,359 @@
+"""Locks in object stores: who holds them, for how long, and who takes them over."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from flaxckpt import errors
+from flaxckpt._storage import locks
+from tests.helpers import faulty_store as faulty
+
+ELSEWHERE = locks._Holder("x", "elsewhere boot ns", 17, "1")
+UNREADABLE = {
+    "empty": b"",
+    "no text": b"\xff",
+    "a list": b"[]",
+    "another object": b'{"id": "x"}',
+    "deep": b"[" * 100_000,
+}
+HOLDERS = {"elsewhere": ELSEWHERE, **UNREADABLE}
+
+
+@pytest.fixture
+def path():
+    return faulty.new_path("locks") / "1"
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only sleeping moves, with actions to do in the nth sleep."""
+
+    def sleep(secs):
+        clock.now += secs
+        clock.sleeps += 1
+        clock.actions.pop(clock.sleeps, lambda: None)()
+
+    clock = types.SimpleNamespace(now=1000.0, sleeps=0, actions={}, sleep=sleep)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(locks, "time", clock)
+    return clock
+
+
+def put(path, holder):
+    """Writes a lock of another holder."""
+    content = holder if isinstance(holder, bytes) else holder.content()
+    path.store.write(path.key + locks.LOCK, content)
+
+
+def read(path):
+    return json.loads(path.store.read(path.key + locks.LOCK).value)
+
+
+def holder_of(process):
+    return locks._Holder(
+        "x", locks._machine(), process.pid, locks._started(process.pid)
+    )
+
+
+@pytest.fixture
+def process():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as process:
+        yield process
+        process.kill()
+
+
+# ---- holding ----------------------------------------------------------------------
+
+
+def test_a_lock_is_there_until_it_is_released(path):
+    with locks.lock(path) as lock:
+        assert locks.is_locked(path)
+        assert not lock.is_inherited
+        assert lock.path == path
+    assert not locks.is_locked(path)
+
+
+def test_a_held_lock_changes_again_and_again(path, monkeypatch):
+    monkeypatch.setattr(locks, "_BEAT_SECS", 0.01)
+    with locks.lock(path):
+        beats = [read(path)["beat"]]
+        while beats[-1] < 3:
+            beats.append(read(path)["beat"])
+            time.sleep(0.001)
+    assert beats == sorted(beats)
+    assert not [t for t in threading.enumerate() if t.name == "flaxckpt store lock"]
+
+
+def test_each_renewal_counts_one(path):
+    with locks.lock(path) as lock:
+        assert read(path)["beat"] == 0
+        for beat in (1, 2):
+            lock.confirm()
+            assert read(path)["beat"] == beat
+
+
+def test_an_outage_does_not_end_the_renewals(path):
+    with locks.lock(path) as lock:
+        with faulty.faulty(path, last=0):
+            assert lock._beat()
+        assert lock._beat()
+        lock.confirm()
+
+
+def test_a_lock_that_is_lost_stays_lost(path, caplog):
+    with locks.lock(path) as lock:
+        put(path, ELSEWHERE)
+        assert not lock._beat()
+        with faulty.faulty(path, last=0) as kv:
+            with pytest.raises(errors.CheckpointExistsError, match="taken over"):
+                lock.confirm()
+            lock.release()
+            assert kv.requests == 0
+    assert read(path)["id"] == "x"
+
+
+def test_a_lock_without_a_thread_is_held_all_the_same(path, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with locks.lock(path) as lock:
+        lock.confirm()
+    assert not locks.is_locked(path)
+
+
+def test_a_lock_that_cannot_be_removed_is_left_to_a_sweep(path, caplog):
+    with faulty.faulty(path) as kv, locks.lock(path):
+        kv._last = 0
+    assert "could not remove the lock" in caplog.text
+    assert locks.is_locked(path)
+    lock = locks.take_over(path)
+    assert lock.is_inherited
+    lock.confirm()
+    lock.release()
+    assert not locks.is_locked(path)
+
+
+def test_a_lock_is_left_if_its_holder_says_so(path):
+    with locks.lock(path) as lock:
+        lock.is_left = True
+    assert locks.is_locked(path)
+    with locks.lock(path) as lock:
+        assert lock.is_inherited
+        assert not lock.is_left
+
+
+def test_a_forked_child_does_not_release_the_lock_of_its_parent(path):
+    with locks.lock(path) as lock:
+        if not (child := os.fork()):
+            with faulty.faulty(path, last=0) as kv:
+                lock.release()
+                os._exit(kv.requests)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        lock.confirm()
+
+
+# ---- waiting ----------------------------------------------------------------------
+
+
+def test_who_holds_a_lock_on_this_machine_is_not_waited_for(path, clock, process):
+    put(path, holder_of(process))
+    with (
+        pytest.raises(errors.CheckpointExistsError, match=f":{process.pid}: wait for"),
+        locks.lock(path),
+    ):
+        pass
+    assert clock.sleeps == 0
+
+
+def test_a_patient_writer_gets_the_lock_when_it_is_released(path, clock):
+    first = locks._acquire(path, patient=False)
+    clock.actions[5] = first.release
+    with locks.lock(path, patient=True) as lock:
+        assert not lock.is_inherited
+    assert clock.sleeps == 5
+
+
+def test_patience_ends_after_a_minute(path, clock):
+    first = locks._acquire(path, patient=False)
+    clock.actions = dict.fromkeys(range(1000), first._beat)
+    with (
+        pytest.raises(errors.CheckpointExistsError, match="is being written by"),
+        locks.lock(path, patient=True),
+    ):
+        pass
+    assert 1060 <= clock.now < 1062
+    first.release()
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_a_lock_of_elsewhere_is_taken_when_it_has_not_changed_for_long(
+    path, clock, holder
+):
+    put(path, holder)
+    with locks.lock(path) as lock:
+        assert lock.is_inherited
+        lock.confirm()
+    assert 1045 <= clock.now < 1047
+    assert not locks.is_locked(path)
+
+
+@pytest.mark.parametrize(
+    ("holder", "name"), [(ELSEWHERE, "elsewhere:17"), (b"", "an unknown process")]
+)
+def test_a_lock_of_elsewhere_that_changes_is_not_taken(path, clock, holder, name):
+    put(path, holder)
+    clock.actions[80] = lambda: put(path, holder)
+    with (
+        pytest.raises(errors.CheckpointExistsError, match=f"written by {name}: wait"),
+        locks.lock(path),
+    ):
+        pass
+    assert clock.sleeps == 80
+
+
+def test_a_long_name_of_a_holder_is_cut_off():
+    holder = locks._Holder("x", "h\x1b" * 99, 1, "1")
+    name = locks._name(types.SimpleNamespace(value=holder.content()))
+    assert name.startswith("h")
+    assert name.isprintable()
+    assert name.count("h") == 50
+
+
+def test_of_two_who_take_over_one_gets_the_lock(path, clock, monkeypatch):
+    put(path, ELSEWHERE)
+    real, quicker = path.store.exchange, ELSEWHERE._replace(id="quicker")
+
+    def exchange(key, value, generation):
+        real(key, quicker.content(), None)
+        return real(key, value, generation)
+
+    monkeypatch.setattr(path.store, "create", lambda key, value: None)
+    monkeypatch.setattr(path.store, "exchange", exchange)
+    with pytest.raises(errors.CheckpointExistsError), locks.lock(path):
+        pass
+    assert read(path)["id"] == "quicker"
+
+
+def test_a_lock_that_nobody_can_make_is_an_error_at_the_deadline(
+    path, clock, monkeypatch
+):
+    monkeypatch.setattr(path.store, "create", lambda key, value: None)
+    with (
+        pytest.raises(errors.StoreError, match="check that the bucket exists"),
+        locks.lock(path),
+    ):
+        pass
+    deadline = path.store.options.deadline_secs
+    assert deadline <= clock.now - 1000 < deadline + 2
+
+
+def test_a_lock_that_is_released_between_two_requests_is_acquired(
+    path, clock, monkeypatch
+):
+    real, tries = path.store.create, []
+
+    def create(key, value):
+        tries.append(key)
+        return real(key, value) if len(tries) == 3 else None
+
+    monkeypatch.setattr(path.store, "create", create)
+    with locks.lock(path) as lock:
+        assert not lock.is_inherited
+    assert clock.sleeps == 2
+
+
+# ---- taking over ------------------------------------------------------------------
+
+
+def test_nothing_is_taken_over_from_the_living(path, process):
+    assert locks.take_over(path) is None, "there is none"
+    with locks.lock(path):
+        assert locks.take_over(path) is None
+    put(path, holder_of(process))
+    assert locks.take_over(path) is None
+
+
+@pytest.mark.parametrize("end", ["killed", "waited for", "replaced"])
+@pytest.mark.parametrize("how", ["lock", "sweep"])
+def test_the_lock_of_a_dead_process_is_taken_at_once(path, clock, process, end, how):
+    holder = holder_of(process)
+    if end == "replaced":  # another process has the number now
+        holder = holder._replace(started=f"{int(holder.started) - 1}")
+    else:
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    if end == "waited for":
+        process.wait()
+    put(path, holder)
+    lock = locks.take_over(path) if how == "sweep" else locks._acquire(path, patient=0)
+    assert lock.is_inherited
+    assert clock.sleeps == 0
+    lock.confirm()
+    lock.release()
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_a_sweep_takes_a_lock_that_has_not_changed_for_long(path, clock, holder):
+    put(path, holder)
+    for secs in (0, 20, 24):
+        clock.now += secs
+        assert locks.take_over(path) is None
+    put(path, holder)  # it lives, and the time begins anew
+    for secs in (2, 44):
+        clock.now += secs
+        assert locks.take_over(path) is None
+    clock.now += 2
+    lock = locks.take_over(path)
+    assert lock.is_inherited
+    lock.confirm()
+    lock.release()
+
+
+def test_a_sweep_that_is_too_late_takes_nothing(path, clock, monkeypatch):
+    put(path, ELSEWHERE)
+    locks.take_over(path)
+    clock.now += 46
+    real, quicker = path.store.exchange, ELSEWHERE._replace(id="quicker")
+
+    def exchange(key, value, generation):
+        real(key, quicker.content(), None)
+        return real(key, value, generation)
+
+    monkeypatch.setattr(path.store, "exchange", exchange)
+    assert locks.take_over(path) is None
+    assert read(path)["id"] == "quicker"
+
+
+# ---- processes --------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
+def test_a_process_is_told_by_the_time_it_started(process):
+    [booted] = [
+        int(line.split()[1])
+        for line in Path("/proc/stat").read_text().splitlines()
+        if line.startswith("btime")
+    ]
+    begin = booted + int(locks._started(process.pid)) / os.sysconf("SC_CLK_TCK")
+    assert abs(begin - time.time()) < 600
+    assert locks._started(process.pid) == locks._started(process.pid)
+    assert locks._started(2**22 + 1) == ""
+    process.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert locks._started(process.pid) == "", "a zombie"
+
+
+@pytest.mark.skipif(not Path("/proc/self/ns/pid").exists(), reason="no /proc")
+def test_a_machine_is_told_by_its_boot_and_by_the_namespace_of_processes():
+    name = locks._machine()
+    assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() in name
+    assert f"{Path('/proc/self/ns/pid').readlink()}" in name

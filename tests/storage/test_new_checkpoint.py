@@ -1,0 +1,244 @@
+"""The life of a checkpoint in a store: locked, written, committed, withdrawn, swept."""
+
+import pytest
+
+from flaxckpt import errors
+from flaxckpt._storage import commit_marker, locks
+from tests.helpers import faulty_store as faulty
+
+FILES = {"state/w/c.0.0": b"weights", "_METADATA": b"{}"}
+
+
+@pytest.fixture
+def path():
+    return faulty.new_path("new-checkpoint") / "1"
+
+
+def new(path, *, overwrite=False, keep=lambda name: False):
+    return commit_marker.new_checkpoint(path, overwrite=overwrite, keep=keep)
+
+
+def write(path, **options):
+    """Writes and commits a checkpoint; returns the bytes that were counted."""
+    with new(path, **options) as made:
+        for name, content in FILES.items():
+            (made / name).write_bytes(content)
+        return commit_marker.commit(made, b"{}")
+
+
+def write_and_fail(path, error, act=lambda made: None):
+    """Raises `error` after writing a file and `act`."""
+    with new(path) as made:
+        (made / "file").write_bytes(b"1")
+        act(made)
+        raise error
+
+
+def leave(path, holder_id="gone"):
+    """Leaves the lock of a dead writer of this process."""
+    holder = locks._self()._replace(id=holder_id)
+    path.store.write(path.key + locks.LOCK, holder.content())
+
+
+WHOLE = sorted([*FILES, commit_marker.MARKER])
+
+
+# ---- writing ----------------------------------------------------------------------
+
+
+def test_a_checkpoint_exists_from_its_commit_on(path):
+    with new(path) as made:
+        assert made == path
+        assert locks.is_locked(path)
+        assert commit_marker.is_unfinished(path)
+        (made / "file").write_bytes(b"12345")
+        assert not commit_marker.is_committed(path)
+        assert commit_marker.commit(made, b"{}") == 7
+        assert commit_marker.is_committed(path)
+        assert not commit_marker.is_unfinished(path)
+    assert not locks.is_locked(path)
+    assert sorted(path.keys()) == [commit_marker.MARKER, "file"]
+    assert not commit_marker._locks
+
+
+def test_unfinished_is_what_has_a_lock_or_only_a_marker(path):
+    assert not commit_marker.is_unfinished(path)
+    (path / "file").write_bytes(b"1")
+    assert not commit_marker.is_unfinished(path)
+    leave(path)
+    assert commit_marker.is_unfinished(path)
+    (path / commit_marker.MARKER).write_bytes(b"{}")
+    assert not commit_marker.is_unfinished(path)
+    (path / "file").unlink()
+    assert commit_marker.is_unfinished(path)
+
+
+def test_an_error_removes_what_was_written(path):
+    with pytest.raises(KeyError):
+        write_and_fail(path, KeyError())
+    assert list(path.keys()) == []
+    assert not locks.is_locked(path)
+    assert not commit_marker._locks
+
+
+def test_an_error_of_the_store_leaves_the_lock_to_a_sweep(path):
+    with pytest.raises(errors.StoreError):
+        write_and_fail(path, errors.StoreError("no answer"))
+    assert list(path.keys()) == []
+    assert locks.is_locked(path)
+    (path / "late").write_bytes(b"1")  # it arrives after all
+    commit_marker.sweep(path.parent, lambda name: name == "1")
+    assert list(path.keys()) == []
+    assert not locks.is_locked(path)
+
+
+def test_an_error_after_the_commit_removes_nothing(path):
+    with pytest.raises(KeyError):
+        write_and_fail(path, KeyError(), lambda made: commit_marker.commit(made, b"{}"))
+    assert len(list(path.keys())) == 2
+
+
+def test_who_lost_the_lock_removes_nothing(path):
+    with pytest.raises(KeyError):
+        write_and_fail(path, KeyError(), leave)
+    assert list(path.keys()) == ["file"]
+    assert locks.is_locked(path)
+
+
+def test_without_the_store_nothing_is_removed_for_now(path, caplog):
+    with pytest.raises(KeyError), faulty.faulty(path) as kv:
+        write_and_fail(path, KeyError(), lambda made: setattr(kv, "_last", 0))
+    assert "could not remove memory://new-checkpoint/run/1 for now" in caplog.text
+    assert "could not remove the lock" not in caplog.text, "it is left on purpose"
+    assert list(path.keys()) == ["file"]
+    assert locks.is_locked(path)
+
+
+# ---- what is there before ---------------------------------------------------------
+
+
+def test_a_checkpoint_is_replaced_only_on_demand(path):
+    write(path)
+    with pytest.raises(errors.CheckpointExistsError, match="in the meantime"):
+        write(path)
+    assert sorted(path.keys()) == WHOLE
+    (path / "PINNED").write_bytes(b"1")
+    (path / "old").write_bytes(b"1")
+    with new(path, overwrite=True, keep=lambda name: name == "PINNED"):
+        assert list(path.keys()) == ["PINNED"]
+    assert not locks.is_locked(path)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_is_no_checkpoint_is_not_replaced(path, overwrite):
+    (path / "notes.txt").write_bytes(b"mine")
+    with pytest.raises(errors.CheckpointExistsError, match="not a checkpoint"):
+        write(path, overwrite=overwrite)
+    assert list(path.keys()) == ["notes.txt"]
+    assert not locks.is_locked(path)
+
+
+def test_what_a_dead_writer_left_is_replaced(path):
+    (path / "old").write_bytes(b"1")
+    leave(path)
+    write(path)
+    assert sorted(path.keys()) == WHOLE
+
+
+def test_a_late_marker_is_replaced(path):
+    (path / commit_marker.MARKER).write_bytes(b"late")
+    write(path)
+    assert sorted(path.keys()) == WHOLE
+
+
+def test_a_replacement_that_is_cut_off_is_left_to_a_sweep(path, monkeypatch):
+    write(path)
+
+    def delete_all(keys):
+        raise errors.StoreError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(path.store, "delete_all", delete_all)
+        with pytest.raises(errors.StoreError):
+            write(path, overwrite=True)
+    assert not commit_marker.is_committed(path)
+    assert locks.is_locked(path)
+    commit_marker.sweep(path.parent, lambda name: True)
+    assert list(path.keys()) == []
+
+
+def test_a_new_object_replaces_late_writes(path):
+    commit_marker.write_new(path / "file", b"1")
+    commit_marker.write_new(path / "file", b"2")
+    assert (path / "file").read_bytes() == b"2"
+
+
+def test_an_object_that_others_write_again_and_again_is_an_error(path, monkeypatch):
+    tries = []
+
+    def refuse(key, *given):
+        tries.append(key)
+
+    monkeypatch.setattr(path.store, "create", refuse)
+    with pytest.raises(errors.CheckpointExistsError, match="also being written"):
+        commit_marker.write_new(path / "file", b"1")
+    assert len(tries) == commit_marker._LATE_TRIES
+    path.store.write(path.key + "/file", b"theirs")
+    monkeypatch.setattr(path.store, "exchange", refuse)
+    with pytest.raises(errors.CheckpointExistsError, match="also being written"):
+        commit_marker.write_new(path / "file", b"1")
+    assert len(tries) == 3 * commit_marker._LATE_TRIES
+
+
+# ---- deleting ---------------------------------------------------------------------
+
+
+def test_a_marker_that_was_withdrawn_can_be_restored(path):
+    assert commit_marker.withdraw(path) is None
+    commit_marker.restore(path, None)
+    assert not commit_marker.is_committed(path)
+    write(path)
+    marker = commit_marker.withdraw(path)
+    assert marker == b"{}"
+    assert not commit_marker.is_committed(path)
+    commit_marker.restore(path, marker)
+    assert (path / commit_marker.MARKER).read_bytes() == b"{}"
+
+
+def test_what_cannot_be_removed_is_left_to_a_sweep(path, caplog):
+    (path / "file").write_bytes(b"1")
+    with faulty.faulty(path) as kv, locks.lock(path) as lock:
+        kv._last = 0
+        commit_marker.remove(lock)
+        assert lock.is_left
+    assert "could not remove" in caplog.text
+    commit_marker.sweep(path.parent, lambda name: True)
+    assert list(path.keys()) == []
+    with locks.lock(path) as lock:
+        commit_marker.remove(lock)
+        assert not lock.is_left
+
+
+# ---- leftovers --------------------------------------------------------------------
+
+
+def test_a_sweep_removes_what_the_dead_left_and_nothing_else(path, caplog):
+    root = path.parent
+    for name in ("1", "2", "3", "4", "theirs", "6"):
+        (root / name / "file").write_bytes(b"1")
+    (root / "2" / commit_marker.MARKER).write_bytes(b"{}")
+    for name in ("1", "2", "theirs", "6"):
+        leave(root / name)
+    (root / f"4{locks.LOCK}" / "file").write_bytes(b"of a user")
+    (root / "notes.txt").write_bytes(b"of a user")
+    with locks.lock(root / "3"):
+        commit_marker.sweep(root, lambda name: name.isdigit())
+        assert locks.is_locked(root / "3")
+    assert list((root / "1").keys()) == []
+    assert len(list((root / "2").keys())) == 2, "it is committed"
+    for name in ("3", "4", "theirs"):
+        assert list((root / name).keys()) == ["file"], name
+    assert list((root / "6").keys()) == []
+    locked = [name for name in ("1", "2", "3", "6") if locks.is_locked(root / name)]
+    assert not locked
+    assert locks.is_locked(root / "theirs")

@@ -1,0 +1,401 @@
+"""Temporary directories: whose they are, and what a sweep removes."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from flaxckpt._storage import files, filesystem, rename, temporary
+
+WRITING = "7.orbax-checkpoint-tmp-writing-0123abcd"
+REPLACED = "7.orbax-checkpoint-tmp-replaced-0123abcd"
+BRIEF = "7.orbax-checkpoint-tmp-metrics-0123abcd"
+MESSAGES = "together.orbax-checkpoint-tmp-5"
+
+
+REPLACING = "file.0123abcd.tmp"
+
+
+def leave(root, name, *, age=0.0):
+    (root / name).mkdir()
+    (root / name / "file").write_text(name)
+    then = time.time() - age
+    os.utime(root / name, (then, then))
+    return root / name
+
+
+def sweep(root):
+    temporary.sweep(root, str.isdigit)
+
+
+def is_locked(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """Other machines may see the directories."""
+    monkeypatch.setattr(filesystem, "is_local", lambda path: False)
+
+
+def heartbeats():
+    return [t for t in threading.enumerate() if t.name == "flaxckpt touch"]
+
+
+# ---- names ------------------------------------------------------------------------
+
+
+def test_a_new_name_is_one_of_a_leftover(tmp_path):
+    made = {temporary.new_path(tmp_path / "7", "writing").name for _ in range(9)}
+    assert len(made) == 9
+    assert temporary.leftovers(sorted(made), str.isdigit) == sorted(made)
+    assert temporary.leftovers(made, lambda name: False) == []
+
+
+def test_only_names_of_ours_are_leftovers():
+    ours = [WRITING, REPLACED, BRIEF, MESSAGES, "7.orbax-checkpoint-tmp-metrics"]
+    ours += [f"{trial}.orbax-checkpoint-tmp-writing-0123abcd" for trial in TRIALS]
+    others = ["7", "7.orbax-checkpoint-tmp-4", WRITING + "0", "together"]
+    assert temporary.leftovers([*ours, *others], str.isdigit) == ours
+
+
+TRIALS = ("preflight", "resume")
+
+
+def test_names_to_come_are_those_of_unfinished_saves(tmp_path):
+    for name in (
+        *(WRITING, "8.orbax-checkpoint-tmp", "9.orbax-checkpoint-tmp-17"),
+        *(REPLACED.replace("7", "5"), BRIEF.replace("7", "4"), "3"),
+        *(f"{trial}.orbax-checkpoint-tmp-writing-0123abcd" for trial in TRIALS),
+        ".orbax-checkpoint-tmp-4",
+    ):
+        (tmp_path / name).mkdir()
+    assert temporary.unfinished_names(tmp_path) == ["7", "8", "9"]
+
+
+# ---- new directories --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [None, 0o755])
+def test_a_new_directory_is_locked_and_removed_at_the_end(tmp_path, mode):
+    umask = os.umask(0o022)
+    try:
+        with temporary.new_directory(tmp_path / "7", mode) as path:
+            assert path.stat().st_mode & 0o777 == (0o755 if mode is None else 0o700)
+            assert temporary.leftovers([path.name], str.isdigit)
+            assert is_locked(path)
+            sweep(tmp_path)
+            (path / "file").touch()
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        os.umask(umask)
+
+
+def test_what_was_renamed_stays(tmp_path):
+    with temporary.new_directory(tmp_path / "7") as path:
+        path.rename(tmp_path / "7")
+        assert is_locked(tmp_path / "7")
+    assert [path.name for path in tmp_path.iterdir()] == ["7"]
+    assert not is_locked(tmp_path / "7")
+
+
+def test_an_error_removes_the_directory(tmp_path):
+    with pytest.raises(KeyError), temporary.new_directory(tmp_path / "7"):
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_may_be_the_only_copy_stays(tmp_path):
+    with (
+        pytest.raises(rename.NotDurableError),
+        temporary.new_directory(tmp_path / "7") as path,
+    ):
+        raise rename.NotDurableError(5, "Input/output error")
+    assert path.is_dir()
+
+
+def test_a_directory_that_was_swept_at_once_is_made_again(tmp_path, monkeypatch):
+    real, claimed = temporary.claim, []
+
+    def claim(path):
+        claimed.append(path)
+        if len(claimed) == 1:
+            path.rmdir()
+        return real(path)
+
+    monkeypatch.setattr(temporary, "claim", claim)
+    with temporary.new_directory(tmp_path / "7") as path:
+        assert path == claimed[1]
+        assert path.is_dir()
+    assert len(claimed) == 2
+
+
+def test_what_cannot_be_removed_is_left_to_a_sweep(tmp_path, monkeypatch, caplog):
+    def fail(path):
+        raise OSError("on fire")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "remove_tree", fail)
+        with temporary.new_directory(tmp_path / "7") as path:
+            pass
+    assert "on fire" in caplog.text
+    sweep(tmp_path)
+    assert not path.exists()
+
+
+# ---- claims -----------------------------------------------------------------------
+
+
+def test_one_of_two_claims_a_directory(tmp_path):
+    path = leave(tmp_path, WRITING)
+    with temporary.claim(path) as first, temporary.claim(path) as second:
+        assert first
+        assert not second
+    with temporary.claim(path) as again:
+        assert again
+
+
+def test_a_missing_or_another_directory_is_not_claimed(tmp_path, monkeypatch):
+    with temporary.claim(tmp_path / "missing") as is_ours:
+        assert not is_ours
+    real = os.open
+
+    def opened(path, *given):
+        descriptor = real(path, *given)
+        path.rmdir()
+        if path.name == "replaced":
+            (tmp_path / "other").mkdir()  # not of the same number
+            path.mkdir()
+        return descriptor
+
+    monkeypatch.setattr(temporary.os, "open", opened)
+    for name in ("gone", "replaced"):
+        (tmp_path / name).mkdir()
+        with temporary.claim(tmp_path / name) as is_ours:
+            assert not is_ours, name
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_is_no_directory_is_not_claimed(tmp_path, kind):
+    path = tmp_path / "7"
+    if kind == "file":
+        path.touch()
+    else:
+        path.symlink_to(leave(tmp_path, "8"))
+    with pytest.raises(OSError, match="7"), temporary.claim(path):
+        pass
+
+
+def test_a_file_system_without_locks_is_claimed(tmp_path, monkeypatch):
+    def fail(descriptor, how):
+        raise OSError(95, "Operation not supported")
+
+    path = leave(tmp_path, WRITING)
+    monkeypatch.setattr(temporary.fcntl, "flock", fail)
+    with temporary.claim(path) as is_ours:
+        assert is_ours
+
+
+def test_a_claim_closes_what_it_opens(tmp_path):
+    path = leave(tmp_path, WRITING)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    for _ in range(3):
+        with temporary.claim(path):
+            pass
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def test_a_child_that_inherits_a_claim_does_not_keep_it(tmp_path):
+    path = leave(tmp_path, WRITING)
+    with temporary.claim(path):
+        if not (child := os.fork()):
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with temporary.claim(path) as is_ours:
+            assert is_ours
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
+def test_where_others_see_a_directory_it_is_touched(tmp_path, monkeypatch, shared):
+    monkeypatch.setattr(temporary, "_TOUCHED_EVERY_SECS", 0.005)
+    path = leave(tmp_path, WRITING, age=1000)
+    with temporary.claim(path):
+        assert heartbeats()
+        deadline = time.monotonic() + 60
+        while path.stat().st_mtime < time.time() - 500 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert path.stat().st_mtime > time.time() - 500
+    assert not heartbeats()
+
+
+def test_a_touch_that_fails_is_tried_again(tmp_path, monkeypatch, shared):
+    calls = []
+
+    def utime(descriptor):
+        calls.append(descriptor)
+        raise OSError("on fire")
+
+    monkeypatch.setattr(temporary, "_TOUCHED_EVERY_SECS", 0.001)
+    path = leave(tmp_path, WRITING)
+    monkeypatch.setattr(temporary.os, "utime", utime)
+    with temporary.claim(path):
+        deadline = time.monotonic() + 60
+        while len(calls) < 3 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert len(calls) >= 3
+
+
+def test_without_threads_a_directory_is_claimed_all_the_same(
+    tmp_path, monkeypatch, shared
+):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with temporary.claim(leave(tmp_path, WRITING)) as is_ours:
+        assert is_ours
+
+
+def test_a_local_directory_is_not_touched(tmp_path):
+    with temporary.claim(leave(tmp_path, WRITING)):
+        assert not heartbeats()
+
+
+# ---- sweeps -----------------------------------------------------------------------
+
+HOLD = """
+import sys, pathlib
+from flaxckpt._storage import temporary
+with temporary.claim(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    input()
+"""
+
+
+def test_what_another_process_holds_stays(tmp_path):
+    path = leave(tmp_path, WRITING)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, path], stdin=-1, stdout=-1, text=True
+    ) as process:
+        assert process.stdout.readline() == "held\n"
+        sweep(tmp_path)
+        assert path.exists()
+        process.kill()
+    sweep(tmp_path)
+    assert not path.exists()
+
+
+def test_a_sweep_removes_leftovers_and_nothing_else(tmp_path):
+    for name in (WRITING, "8", "notes", "x.orbax-checkpoint-tmp-writing-0123abcd"):
+        leave(tmp_path, name)
+    sweep(tmp_path)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"8", "notes", "x.orbax-checkpoint-tmp-writing-0123abcd"}
+
+
+LIMITS = {WRITING: 600, REPLACED: 600, BRIEF: 60, MESSAGES: 86_400}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_how_old_a_leftover_must_be(tmp_path, monkeypatch, name, is_shared):
+    monkeypatch.setattr(filesystem, "is_local", lambda path: not is_shared)
+    (tmp_path / "7").mkdir()
+    path = leave(tmp_path, name, age=LIMITS[name] - 30)
+    sweep(tmp_path)
+    at_once = not is_shared and name in (WRITING, REPLACED)
+    assert path.exists() is not at_once
+    if not at_once:
+        os.utime(path, (time.time() - LIMITS[name] - 30,) * 2)
+        sweep(tmp_path)
+        assert not path.exists()
+
+
+@pytest.mark.parametrize("there", ["nothing", "a step", "a broken link"])
+def test_a_replaced_step_gets_its_name_back_if_nobody_has_it(tmp_path, there, caplog):
+    path = leave(tmp_path, REPLACED)
+    if there == "a step":
+        leave(tmp_path, "7")
+    elif there == "a broken link":
+        (tmp_path / "7").symlink_to("nowhere")
+    sweep(tmp_path)
+    assert not path.exists()
+    if there == "nothing":
+        assert (tmp_path / "7" / "file").read_text() == REPLACED
+        assert "restored" in caplog.text
+    elif there == "a step":
+        assert (tmp_path / "7" / "file").read_text() == "7"
+    else:
+        assert (tmp_path / "7").is_symlink()
+
+
+def test_a_sweep_is_durable_before_and_after(tmp_path, monkeypatch):
+    path = leave(tmp_path, REPLACED)
+    synced = []
+
+    def sync(directory):
+        synced.append((directory, path.exists()))
+
+    monkeypatch.setattr(files, "sync_directory", sync)
+    sweep(tmp_path)
+    assert synced == [(tmp_path, True), (tmp_path, False)]
+    synced.clear()
+    sweep(tmp_path)
+    assert synced == []
+
+
+def test_a_leftover_that_cannot_be_removed_is_an_error(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError("on fire")
+
+    leave(tmp_path, WRITING)
+    monkeypatch.setattr(files, "remove_tree", fail)
+    with pytest.raises(OSError, match="on fire"):
+        sweep(tmp_path)
+
+
+def test_old_files_of_crashes_are_swept(tmp_path):
+    names = ["READING-there-7-0123abcd", "DELETING", REPLACING]
+    for name in (*names, "notes"):
+        (tmp_path / name).touch()
+    temporary.sweep_files(tmp_path)
+    assert len(list(tmp_path.iterdir())) == len(names) + 1
+    for path in tmp_path.iterdir():
+        os.utime(path, (time.time() - 50,) * 2)
+    temporary.sweep_files(tmp_path)
+    assert len(list(tmp_path.iterdir())) == len(names) + 1
+    for path in tmp_path.iterdir():
+        os.utime(path, (time.time() - 70,) * 2)
+    temporary.sweep_files(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+def test_what_is_called_like_a_lease_and_is_no_file_is_not_swept(tmp_path):
+    (tmp_path / "DELETING").mkdir()
+    (tmp_path / "target").touch()
+    link = tmp_path / "READING-there-7-0123abcd"
+    link.symlink_to(tmp_path / "target")
+    for path in tmp_path.iterdir():
+        os.utime(path, (1, 1), follow_symlinks=False)
+    temporary.sweep_files(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_there_is_nothing_to_sweep_in_files_and_nowhere(tmp_path):
+    temporary.sweep_files(tmp_path / "missing")
+    (tmp_path / "file").touch()
+    temporary.sweep_files(tmp_path / "file")
