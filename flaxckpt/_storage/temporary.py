@@ -211,12 +211,7 @@ def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
     Raises:
         OSError: A directory could not be removed.
     """
-    abandoned = leftovers(files.directories(root), is_ours)
-    if not abandoned:
-        return
-    # Their replacements, or deletions, may not be durable yet.
-    files.sync_directory(root)
-    for path in (root / name for name in abandoned):
+    for path in [root / name for name in leftovers(files.directories(root), is_ours)]:
         with claim(path) as is_free:
             if is_free and _is_abandoned(path):
                 _remove_or_restore(path)
@@ -259,6 +254,9 @@ def _remove_or_restore(path: Path) -> None:
             files.sync_directory(final.parent)
             _log.warning("restored %s, because its replacement was interrupted", final)
             return
+    # Its replacement, or deletion, may not be durable yet. Not earlier: the names may
+    # have changed until this process claimed the directory and looked for `final`.
+    files.sync_directory(path.parent)
     files.remove_tree(path)
     _log.info("removed %s, left by a crash", path)
 

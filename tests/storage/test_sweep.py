@@ -1,0 +1,36 @@
+"""The sweep of a directory that another process renames meanwhile."""
+
+import contextlib
+
+from flaxckpt._storage import files, rename, temporary
+
+
+def test_the_last_renames_are_durable_before_a_leftover_is_removed(
+    tmp_path, monkeypatch
+):
+    """After a power cut, the step would have the name of the removed directory."""
+    final = tmp_path / "1"
+    new = temporary.new_path(final, temporary.WRITING)
+    for path, text in ((final, "old"), (new, "new")):
+        path.mkdir()
+        (path / "data").write_text(text)
+    calls = []
+    claim, sync, remove = temporary.claim, files.sync_directory, files.remove_tree
+
+    @contextlib.contextmanager
+    def late_claim(path):
+        rename.exchange_atomically(path, final)  # its writer, which is then killed
+        calls.append("exchange")
+        with claim(path) as is_ours:
+            yield is_ours
+
+    monkeypatch.setattr(temporary, "claim", late_claim)
+    monkeypatch.setattr(
+        files, "sync_directory", lambda path: (calls.append("sync"), sync(path))
+    )
+    monkeypatch.setattr(
+        files, "remove_tree", lambda path: (calls.append("remove"), remove(path))
+    )
+    temporary.sweep(tmp_path, lambda name: True)
+    assert calls == ["exchange", "sync", "remove"]
+    assert (final / "data").read_text() == "new"
