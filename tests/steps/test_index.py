@@ -117,6 +117,7 @@ def test_names_follow_the_number_that_is_given(tmp_path):
     assert index_of(tmp_path, number=lambda name: 5 if name == "3" else None).steps == {
         5: tmp_path / "3"
     }
+    make(tmp_path, "2.orbax-checkpoint-tmp-5", "checkpoint_5.tmp-6")
     assert index_of(tmp_path, number=names.number).numbers == [1, 3]
 
 
@@ -137,6 +138,20 @@ def test_names_follow_the_journal_where_they_differ(tmp_path):
     assert index_of(tmp_path).numbers == [1]
     commit(tmp_path, 5, f"{tmp_path}/5")
     assert index_of(tmp_path).numbers == [1, 5]
+
+
+def test_of_two_usual_names_the_journal_has_one(tmp_path):
+    make(tmp_path, "3", "step_4")
+    assert index_of(tmp_path).numbers == [3, 4]
+    commit(tmp_path, 4, f"{tmp_path}/step_4")
+    assert index_of(tmp_path).numbers == [4]
+
+
+def test_an_unusual_name_counts_if_the_journal_has_it(tmp_path):
+    make(tmp_path, "model1")
+    assert index_of(tmp_path).numbers == []
+    commit(tmp_path, 1, f"{tmp_path}/model1")
+    assert index_of(tmp_path).numbers == [1]
 
 
 @pytest.mark.parametrize("kind", ["started", "restored"])

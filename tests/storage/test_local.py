@@ -1,6 +1,9 @@
 """Files are written whole, synced, and never reached through links."""
 
+import ctypes
+import errno
 import os
+import types
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -82,6 +85,44 @@ def test_exchange_swaps_two_directories(tmp_path, monkeypatch, has_exchange):
     assert (tmp_path / "old" / "file").read_text() == "new"
     assert (tmp_path / "new" / "file").read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+
+
+def renames(monkeypatch, code):
+    """Lets the system's exchange of names fail with an error code."""
+
+    def fail(*given):
+        ctypes.set_errno(code)
+        return -1
+
+    library = types.SimpleNamespace(renameat2=fail)
+    monkeypatch.setattr(storage_rename.ctypes, "CDLL", lambda *a, **k: library)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP])
+def test_without_an_exchange_directories_change_names_one_by_one(
+    tmp_path, monkeypatch, code
+):
+    for name in ("new", "old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    renames(monkeypatch, code)
+    storage_rename.exchange(tmp_path / "new", tmp_path / "old")
+    assert (tmp_path / "old" / "file").read_text() == "new"
+    assert (tmp_path / "new" / "file").read_text() == "old"
+    with pytest.raises(FileNotFoundError):
+        storage_rename.exchange(tmp_path / "missing", tmp_path / "old")
+    assert (tmp_path / "old" / "file").read_text() == "new", "it has its name again"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+
+
+def test_an_exchange_that_fails_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "old").mkdir()
+    with pytest.raises(FileNotFoundError, match="cannot exchange"):
+        storage_rename.exchange(tmp_path / "missing", tmp_path / "old")
+    renames(monkeypatch, errno.EIO)
+    with pytest.raises(OSError, match="cannot exchange"):
+        storage_rename.exchange(tmp_path / "missing", tmp_path / "old")
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
 @pytest.mark.parametrize("failing", [1, 2])

@@ -216,18 +216,17 @@ def test_a_claim_closes_what_it_opens(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
-def test_a_child_that_inherits_a_claim_does_not_keep_it(tmp_path):
+def test_a_child_that_inherits_a_claim_does_not_keep_it(tmp_path, monkeypatch):
     path = leave(tmp_path, WRITING)
+    real, opened = os.open, []
+    monkeypatch.setattr(
+        os, "open", lambda *given: opened.append(real(*given)) or opened[-1]
+    )
     with temporary.claim(path):
-        if not (child := os.fork()):
-            time.sleep(60)
-            os._exit(0)
-    try:
-        with temporary.claim(path) as is_ours:
-            assert is_ours
-    finally:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
+        child = subprocess.Popen(["sleep", "600"], pass_fds=opened[:1])
+    with child, temporary.claim(path) as is_ours:
+        child.kill()
+        assert is_ours
 
 
 def test_where_others_see_a_directory_it_is_touched(tmp_path, monkeypatch, shared):
@@ -393,6 +392,17 @@ def test_what_is_called_like_a_lease_and_is_no_file_is_not_swept(tmp_path):
         os.utime(path, (1, 1), follow_symlinks=False)
     temporary.sweep_files(tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_file_that_another_process_sweeps_is_swept(tmp_path, monkeypatch):
+    def is_older(path, secs):
+        path.unlink()
+        return True
+
+    (tmp_path / "DELETING").touch()
+    monkeypatch.setattr(temporary.leases, "is_older", is_older)
+    temporary.sweep_files(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_there_is_nothing_to_sweep_in_files_and_nowhere(tmp_path):
