@@ -32,6 +32,9 @@
 #   make docs    builds the site of README and docs/ into site/
 #   make fuzz    gives each parser changed files, for FUZZ_SECS seconds each: in an
 #                environment of its own, .venv-fuzz; what is found is in fuzz-findings
+#   make sequences
+#                cuts the power in all sequences of up to three operations on a run, at
+#                every call, with all single losses: ten minutes or so
 #   make clean   removes all that these targets made
 
 PYTHON ?= python3
@@ -86,7 +89,7 @@ install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --n
 newest = --upgrade --upgrade-strategy eager
 endif
 
-.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz check bench dist docs clean
+.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz sequences check bench dist docs clean
 
 demo: $(DEMO_INSTALLED)
 	@$(DEMO_VENV)/bin/python -m examples.demo
@@ -135,6 +138,9 @@ test-orbax-versions: $(INSTALLED) $(ORBAX_INSTALLED)
 fuzz: $(FUZZ_INSTALLED)
 	@echo "==> fuzz, $(FUZZ_SECS) s for each target"
 	@$(FUZZ_VENV)/bin/python -m tests.fuzz --guided --secs $(FUZZ_SECS) --keep fuzz-findings
+
+sequences: $(INSTALLED)
+	@$(BIN)/python -m tests.sequences
 
 check: $(INSTALLED)
 	@echo "==> ruff format --check"
