@@ -35,6 +35,9 @@
 #   make mutants changes the modules that keep promises, and asks whether a test notices:
 #                two hours; MODULES names some of them, SAMPLE=100 takes so many mutants
 #                of each; in an environment of its own, .venv-mutants
+#   make sequences
+#                cuts the power in all sequences of up to three operations on a run, at
+#                every call, with all single losses: ten minutes or so
 #   make clean   removes all that these targets made
 
 PYTHON ?= python3
@@ -91,7 +94,7 @@ install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --n
 newest = --upgrade --upgrade-strategy eager
 endif
 
-.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz mutants check bench dist docs clean
+.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz mutants sequences check bench dist docs clean
 
 demo: $(DEMO_INSTALLED)
 	@$(DEMO_VENV)/bin/python -m examples.demo
@@ -144,6 +147,9 @@ fuzz: $(FUZZ_INSTALLED)
 mutants: $(MUTANTS_INSTALLED)
 	@echo "==> mutants of $(or $(MODULES),all modules that keep promises)"
 	@$(MUTANTS_VENV)/bin/python -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(MODULES)
+
+sequences: $(INSTALLED)
+	@$(BIN)/python -m tests.sequences
 
 check: $(INSTALLED)
 	@echo "==> ruff format --check"

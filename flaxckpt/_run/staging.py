@@ -319,15 +319,23 @@ class StagedSteps(run_steps.RunSteps):
             yield path
             return
         with self.uploads.change_lock.get():
-            try:
-                _steps.markers.mark_for_upload(path, removed)
-            except OSError as error:
-                raise errors.SaveFailedError(
-                    f"cannot change {path}: {error}; check that the step still exists"
-                    " and that its disk has space, then try again"
-                ) from error
+            self._mark_for_upload(path, removed)
             yield path
         self.uploads.start()
+
+    def _mark_for_upload(self, path: Path, removed: tuple[str, ...] = ()) -> None:
+        """Marks a step for upload; hold `change_lock`.
+
+        Raises:
+            SaveFailedError: The marker could not be written.
+        """
+        try:
+            _steps.markers.mark_for_upload(path, removed)
+        except OSError as error:
+            raise errors.SaveFailedError(
+                f"cannot change {path}: {error}; check that the step still exists and"
+                " that its disk has space, then try again"
+            ) from error
 
     def markers_of_new(self, *, overwrite: bool) -> dict[str, bytes]:
         return {
@@ -385,17 +393,26 @@ class StagedSteps(run_steps.RunSteps):
             yield
 
     def _delete(self, step: int, path: Path) -> None:
-        """Deletes a step from both directories.
+        """Deletes a step from both directories, the current copy last.
+
+        A crash in between leaves the current copy, never an older one alone.
 
         Raises:
             SaveFailedError: The step could not be deleted.
         """
         with self.uploads.step_lock.get():
-            for index in (self._near, self._far):
-                paths = index.damaged_paths() | index.paths()
-                if step in paths:
-                    edit.delete(paths[step])
-            self.uploads.last_listed.pop(step, None)
+            copies = [
+                paths[step]
+                for index in (self._near, self._far)
+                if step in (paths := index.damaged_paths() | index.paths())
+            ]
+            if len(copies) > 1 and self.tier(path) == "staging":
+                with self.uploads.change_lock.get():
+                    self._mark_for_upload(path)
+            for copy in sorted(copies, key=lambda copy: copy == path):
+                edit.delete(copy)
+                if self.tier(copy) == "directory":
+                    self.uploads.last_listed.pop(step, None)
 
     def prune(self) -> tuple[int, ...]:
         """Deletes the steps that no policy keeps; returns the steps gone from both.

@@ -553,18 +553,21 @@ READING = {
 class Expected:
     """What a log says of the steps that are there."""
 
-    def __init__(self, rows):
+    def __init__(self, rows=()):
         self.steps = {}  # step -> versions that it may have
         self.required = set()
         self.metrics = {}  # step -> what may be measured
         self.pinned = {}  # step -> whether it may be pinned
         self.aside = [None]  # what may be saved as parameters alone
-        for kind, *row in rows:
-            getattr(self, f"_{kind.replace(' ', '_')}")(*row)
+        for row in rows:
+            self.add(*row)
+
+    def add(self, kind, *row):
+        getattr(self, f"_{kind.replace(' ', '_')}")(*row)
 
     def _saving(self, step, version):
         self.steps.setdefault(step, set()).add(version)
-        self.metrics.setdefault(step, [{}])
+        self.metrics.setdefault(step, []).append({})
 
     def _saved(self, step, version):
         self.steps[step] = {version}
@@ -575,9 +578,11 @@ class Expected:
 
     def _deleted(self, step):
         self.steps.pop(step)
+        self.metrics.pop(step, None)
+        self.pinned.pop(step, None)
 
     def _measuring(self, step, metrics):
-        self.metrics.setdefault(step, [{}]).append(metrics)
+        self.metrics[step].append(metrics)
 
     def _measured(self, step, metrics):
         self.metrics[step] = [metrics]
@@ -628,7 +633,22 @@ def check(directory, rows):
     reader = flaxckpt.Checkpointer(directory, read_only=True)
     listed = set(reader.steps())
     problems += [f"step {step} is gone" for step in sorted(wanted.required - listed)]
-    for step in sorted(listed):
+    problems += check_steps(reader, wanted)
+    is_known = [set(), {"name"}]
+    if listed and set(reader.run_metadata) not in is_known:
+        problems.append(f"the run is called {reader.run_metadata}")
+    aside = reader._session.saves.params_only.latest()
+    if (aside and aside[0]) not in wanted.aside:
+        problems.append(f"parameters of {aside}, not of {wanted.aside}")
+    elif aside and not is_state(flaxckpt.load(aside[1]), aside[0], 0):
+        problems.append("the parameters are not what was saved")
+    return problems
+
+
+def check_steps(reader, wanted, is_state=is_state):
+    """What is wrong with the steps that a reader lists; empty if nothing."""
+    problems = []
+    for step in reader.steps():
         versions = wanted.steps.get(step, set())
         try:
             found = reader.restore(step=step)
@@ -641,17 +661,9 @@ def check(directory, rows):
             problems.append(f"step {step} is not what was saved")
         if metrics not in wanted.metrics.get(step, [{}]):
             problems.append(f"step {step} has the metrics {metrics}")
-        pinned = (directory / str(step) / "PINNED").exists()
+        pinned = (reader._session.run.path(step) / "PINNED").exists()
         if pinned not in wanted.pinned.get(step, {False}):
             problems.append(f"step {step} is {'' if pinned else 'not '}pinned")
-        is_known = [set(), {"name"}]
-        if set(reader.run_metadata) not in is_known:
-            problems.append(f"the run is called {reader.run_metadata}")
-    aside = reader._session.saves.params_only.latest()
-    if (aside and aside[0]) not in wanted.aside:
-        problems.append(f"parameters of {aside}, not of {wanted.aside}")
-    elif aside and not is_state(flaxckpt.load(aside[1]), aside[0], 0):
-        problems.append("the parameters are not what was saved")
     return problems
 
 
@@ -691,7 +703,8 @@ def age(directory):
 _KNOWN = re.compile(
     r"(\d+|params_only)(/\d+)?"
     r"(/(state|dataset|metrics|model|opt|extra|iter|config)(/.*)?|/[A-Z_]+(\.opt)?"
-    r"|/flaxckpt.json|/commit_success.txt)?|events.jsonl|metadata(/_ROOT_METADATA)?"
+    r"|/flaxckpt.json|/commit_success.txt)?"
+    r"|events.jsonl|STAGING_OF|metadata(/_ROOT_METADATA)?"
 )
 
 

@@ -17,6 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/sendfile.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
@@ -374,6 +375,25 @@ ssize_t pwritev(int fd, const struct iovec *parts, int count, off_t at) {
   free(all);
   return done;
 }
+
+/* Copies through memory, so that what is written counts like any other write. */
+static ssize_t copied(int out, int in, off64_t *at, size_t size) {
+  char data[65536];
+  if (size > sizeof data) size = sizeof data;
+  ssize_t got = at ? pread64(in, data, size, *at) : read(in, data, size);
+  ssize_t done = got > 0 ? write(out, data, (size_t)got) : got;
+  if (at && done > 0) *at += done;
+  return done;
+}
+#define SENDFILE(name, type) \
+  ssize_t name(int out, int in, type *at, size_t size) { \
+    REAL(name); \
+    PLACE; \
+    if (!of_descriptor(out, place)) return real(out, in, at, size); \
+    return copied(out, in, (off64_t *)at, size); \
+  }
+SENDFILE(sendfile, off_t)
+SENDFILE(sendfile64, off64_t)
 
 /* ---- reading ---- */
 

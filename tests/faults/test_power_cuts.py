@@ -40,7 +40,8 @@ def problems_of(worker, directory, scenario):
     different = {}
     for when in range(calls + 1):
         told = [json.loads(text) for at, text in disk.notes if at < when]
-        for state in disk.states(when, chance):
+        for lost in disk.losses(when, chance):
+            state = disk.state(disk.applied(when, lost))
             different[power.digest(state), len(told)] = when, state, told
     states = list(different.values())
     chosen = states if EVERY else chance.sample(states, min(STATES, len(states)))

@@ -16,6 +16,7 @@ import time
 import traceback
 from pathlib import Path
 
+from flaxckpt import _doors
 from tests.faults import scenarios
 from tests.faults.shim import Shim
 
@@ -24,16 +25,16 @@ FAILED, UNEXPECTED = 3, 4
 
 
 def main():
+    serve(prepare, run, record, look, kill)
+
+
+def serve(*functions):
+    """Calls the functions that lines on the input ask for, with the shim."""
+    _doors.open_all()  # once, rather than in each fork
     shim = Shim()
+    do = {function.__name__: function for function in functions}
     for line in sys.stdin:
         request = json.loads(line)
-        do = {
-            "prepare": prepare,
-            "run": run,
-            "record": record,
-            "look": look,
-            "kill": kill,
-        }
         answer = do[request.pop("do")](shim, **request)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
