@@ -75,7 +75,8 @@ def test_entries_exist_even_as_broken_links(tree):
     assert LOCAL.is_committed(tree / "a")
     assert not LOCAL.is_committed(tree / "broken")
     assert not LOCAL.is_unfinished(tree)
-    assert LOCAL.lists_committed([], [])
+    assert LOCAL.lists_committed(["a"])
+    assert not LOCAL.lists_committed([])
 
 
 def test_what_is_below_a_directory_is_listed_in_order(tree):

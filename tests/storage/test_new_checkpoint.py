@@ -194,14 +194,16 @@ def test_an_object_that_others_write_again_and_again_is_an_error(path, monkeypat
 
 
 def test_a_marker_that_was_withdrawn_can_be_restored(path):
-    assert commit_marker.withdraw(path) is None
-    commit_marker.restore(path, None)
+    with locks.lock(path) as lock:
+        assert commit_marker.withdraw(lock) is None
+        commit_marker.restore(lock, None)
     assert not commit_marker.is_committed(path)
     write(path)
-    marker = commit_marker.withdraw(path)
-    assert marker == b"{}"
-    assert not commit_marker.is_committed(path)
-    commit_marker.restore(path, marker)
+    with locks.lock(path) as lock:
+        marker = commit_marker.withdraw(lock)
+        assert marker == b"{}"
+        assert not commit_marker.is_committed(path)
+        commit_marker.restore(lock, marker)
     assert (path / commit_marker.MARKER).read_bytes() == b"{}"
 
 

@@ -342,8 +342,11 @@ def test_a_replaced_step_gets_its_name_back_if_nobody_has_it(tmp_path, there, ca
         assert (tmp_path / "7").is_symlink()
 
 
-def test_a_sweep_is_durable_before_and_after(tmp_path, monkeypatch):
-    path = leave(tmp_path, REPLACED)
+@pytest.mark.parametrize("what", [WRITING, REPLACED])
+def test_a_sweep_syncs_names_before_a_removal_and_after_a_rename(
+    tmp_path, monkeypatch, what
+):
+    path = leave(tmp_path, what)
     synced = []
 
     def sync(directory):
@@ -351,7 +354,8 @@ def test_a_sweep_is_durable_before_and_after(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "sync_directory", sync)
     sweep(tmp_path)
-    assert synced == [(tmp_path, True), (tmp_path, False)]
+    assert synced == [(tmp_path, what == WRITING)]
+    assert not path.exists()
     synced.clear()
     sweep(tmp_path)
     assert synced == []
