@@ -79,7 +79,7 @@ def _make_room(
     lock: locks.Lock, *, overwrite: bool, keep: Callable[[str], bool]
 ) -> None:
     final = lock.path
-    keys = final.keys()
+    keys = [key for key in final.keys() if not leases.is_lease(key)]
     if not keys:
         return
     is_late = keys == [MARKER]
@@ -96,7 +96,8 @@ def _make_room(
     lock.is_left = True  # until removal is complete: a sweep continues after a failure
     withdraw(lock)
     lock.confirm()
-    final.store.delete_all(final.prefix + key for key in keys if not keep(key))
+    others = [key for key in keys if key != MARKER and not keep(key)]
+    final.store.delete_all(final.prefix + key for key in others)
     lock.is_left = False
 
 
@@ -174,9 +175,9 @@ def withdraw(lock: locks.Lock) -> bytes | None:
     """
     store, key = lock.path.store, (lock.path / MARKER).key
     marker = store.read(key)
-    lock.confirm()
     if marker is None:
         return None
+    lock.confirm()
     store.delete(key, marker.generation)
     return marker.value
 

@@ -246,8 +246,8 @@ def _is_dead(lock: StoredValue) -> bool | None:
 # ---- locks of dead holders --------------------------------------------------------
 
 
-_seen: dict[tuple[str, bytes], float] = {}
-"""Locks of other machines -> the time since which they have not changed."""
+_seen: dict[str, tuple[bytes, float]] = {}
+"""Checkpoint -> generation of the lock of another machine, and when first seen."""
 
 
 def take_over(path: RemotePath) -> Lock | None:
@@ -265,15 +265,17 @@ def take_over(path: RemotePath) -> Lock | None:
     if is_dead is None:
         if time.monotonic() - begin > _BEAT_SECS:
             _seen.clear()  # the holders could not renew, either
-        seen = _seen.setdefault((f"{path}", current.generation), time.monotonic())
-        is_dead = time.monotonic() - seen > _ABANDONED_SECS
+        seen = _seen.get(f"{path}")
+        if seen is None or seen[0] != current.generation:
+            seen = _seen[f"{path}"] = current.generation, time.monotonic()
+        is_dead = time.monotonic() - seen[1] > _ABANDONED_SECS
     if not is_dead:
         return None
     holder = _self()
     generation = store.exchange(key, holder.content(), current.generation)
     if generation is None:
         return None
-    _seen.pop((f"{path}", current.generation), None)
+    _seen.pop(f"{path}", None)
     return Lock(path, holder, generation, inherited=True)
 
 

@@ -36,10 +36,8 @@ def cases(name: str, processes: int, without: Sequence[str] = ()) -> Iterator[Pr
     elif name == "reading":
         for readers in range(1, processes):
             for in_store in (False, True):
-                deleters = processes - readers
-                yield reading.protocol(
-                    readers, deleters, in_store=in_store, without=without
-                )
+                chosen = ("reader",) * readers + ("deleter",) * (processes - readers)
+                yield reading.protocol(*chosen, in_store=in_store, without=without)
     else:
         for overwriters in range(1, processes):
             for can_exchange in (False, True):

@@ -209,9 +209,11 @@ class _Process(NamedTuple):
                 is_removed = self.operation == "save" and bool(marker) and not is_step
             if is_removed:
                 yield "sees a marker to remove", self.begin_removal(marker)
-            elif is_step:
+            elif is_step or (marker and self.operation == "sweep"):
                 yield "sees a step", self.go("release")
-            elif is_left and (is_heir or self.operation == "delete"):
+            elif self.operation in ("delete", "sweep"):
+                yield "sees no marker", self.begin_removal(NONE)
+            elif is_left and is_heir:
                 yield "sees leftovers", self.begin_removal(NONE)
             elif is_left:
                 yield "sees files of others", self.go("release")
@@ -231,7 +233,7 @@ class _Process(NamedTuple):
             after = self.go("renew to remove", objects=objects, kept=NONE)
             yield "removes the marker", after
         else:
-            yield "finds another marker", self.go("release")
+            yield "finds another marker", self.go("renew to remove")
 
     def remove(self, which: int) -> Steps:
         self = self._replace(

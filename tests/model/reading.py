@@ -56,56 +56,56 @@ def _is_read(state: State) -> bool:
     return "read" in state.at
 
 
-def protocol(
-    readers: int, deleters: int, *, in_store: bool, without: Collection[str] = ()
-) -> Protocol:
-    """Returns the protocol of readers and deleters, perhaps without some rules.
+def protocol(*kinds: str, in_store: bool, without: Collection[str] = ()) -> Protocol:
+    """Returns the protocol of some processes, perhaps without rules or assumptions.
 
     Args:
-        readers: Number of readers, which come first.
-        deleters: Number of deleters.
+        kinds: `reader` or `deleter`, for each process.
         in_store: Whether the step is in a store.
         without: Names in `RULES` and `ASSUMPTIONS`.
     """
     invariants = {FILES: lambda state: not _is_read(state) or state.place != GONE}
     # Of two deleters in a directory, each may remove the file of the other: a reader
     # that comes then may see the step vanish for a moment.
-    if in_store or deleters == 1:
+    if in_store or kinds.count("deleter") == 1:
         invariants[NAME] = lambda state: not _is_read(state) or state.place == THERE
 
     def actions(state: State) -> Actions:
+        at_deleters = [
+            at for at, kind in zip(state.at, kinds, strict=True) if kind == "deleter"
+        ]
+        is_deleting = any(at not in ("start", *END) for at in at_deleters)
+        is_locked = in_store and (is_deleting or state.place not in (THERE, GONE))
         for me, at in enumerate(state.at, 1):
             if at in END:
                 continue
-            kind = "reader" if me <= readers else "deleter"
-            act = _read if me <= readers else _delete
-            if in_store and at == "start" and _is_locked(state, readers):
+            if kinds[me - 1] == "reader":
+                steps = _read(state, me, at, in_store, without)
+            elif at == "start" and is_locked:
                 continue
-            for text, goal, changes in act(state, me, at, in_store, without):
+            else:
+                steps = _delete(state, me, at, without)
+            for text, goal, changes in steps:
                 after = state._replace(at=put(state.at, me - 1, goal), **changes)
-                yield Event(f"{kind} {me}", text), after
+                yield Event(f"{kinds[me - 1]} {me}", text), after
             dead = state._replace(at=put(state.at, me - 1, "dead"))
             yield Event("time", f"kills {me}"), dead
-        yield from _environment(state, readers, without)
+        if state.is_announced and not (
+            is_deleting and "quick deletions" not in without
+        ):
+            after = state._replace(is_announced=False)
+            yield Event("time", "expires the deletion"), after
+        yield from _environment(state, without)
 
-    at = ("look before",) * readers + ("start",) * deleters
+    at = tuple("look before" if kind == "reader" else "start" for kind in kinds)
     return Protocol(State(at), actions, invariants)
 
 
-def _is_locked(state: State, readers: int) -> bool:
-    is_left = state.place not in (THERE, GONE)
-    return is_left or any(at not in ("start", *END) for at in state.at[readers:])
-
-
-def _environment(state: State, readers: int, without: Collection[str]) -> Actions:
+def _environment(state: State, without: Collection[str]) -> Actions:
     for reader in state.leases:
         if state.at[reader - 1] == "dead" or "awake readers" in without:
             after = state._replace(leases=state.leases - {reader})
             yield Event("time", f"expires the lease of {reader}"), after
-    is_quick = "quick deletions" not in without
-    is_current = any(at not in ("start", *END) for at in state.at[readers:])
-    if state.is_announced and not (is_quick and is_current):
-        yield Event("time", "expires the deletion"), state._replace(is_announced=False)
     is_left = state.place not in (THERE, GONE) and state.at[state.place - 1] == "dead"
     if is_left and ("sweep looks" in without or not state.leases):
         after = state._replace(place=GONE, is_announced=False)
@@ -136,21 +136,24 @@ def _read(
             else:
                 yield "finds no step", "done", {}
         case "look":
-            is_seen = is_there or "step" in without
-            is_free = not (state.is_announced and is_there)
-            if "fresh listings" in without or (is_seen and is_free):
-                yield "finds the step free", "read", {}
-            if not (is_seen and is_free):
-                yield "finds the step deleted", "release", {}
+            goal = "read" if "step" in without else "look for the step"
+            is_seen = state.is_announced and is_there
+            if not is_seen or "fresh listings" in without:
+                yield "sees no deletion", goal, {}
+            if is_seen:
+                yield "sees a deletion", "release", {}
+        case "look for the step":
+            if is_there or "fresh listings" in without:
+                yield "sees the step", "read", {}
+            if not is_there:
+                yield "sees no step", "release", {}
         case "read":
             yield "has read the step", "release", {}
         case "release":
             yield "removes its lease", "done", {"leases": state.leases - {me}}
 
 
-def _delete(
-    state: State, me: int, at: str, in_store: bool, without: Collection[str]
-) -> Steps:
+def _delete(state: State, me: int, at: str, without: Collection[str]) -> Steps:
     readers = state.leases
     is_there = state.place == THERE
     match at:

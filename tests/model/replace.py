@@ -41,7 +41,7 @@ class State(NamedTuple):
     Attributes:
         at: Where each process is, and a number that it remembers.
         names: The content of the step's name, and of two temporary names for each
-            overwriter: its new directory, and the step that it replaces.
+            process: the new directory of an overwriter, and the step that it replaces.
         durable: The contents of these names after the last sync.
         unsynced: The changes since: (kind, from, to).
         locks: The locked contents, and the holder of each.
@@ -103,15 +103,16 @@ def protocol(
     """Returns the protocol of some processes, perhaps without rules or assumptions.
 
     Args:
-        kinds: `overwriter` or `sweeper`, for each process; overwriters come first.
+        kinds: `overwriter` or `sweeper`, for each process; a sweeper among them.
         can_exchange: Whether the system exchanges two names in one step.
         without: Names in `RULES` and `ASSUMPTIONS`.
     """
     if "locks" in without:
         without = {*without, "unlocked"}
-    writers = range(1, kinds.count("overwriter") + 1)
-    names = (OLD, *(content for me in writers for content in (me, FREE)))
-    locks = frozenset((me, me) for me in writers)
+    names: tuple[int, ...] = (OLD,)
+    for me, kind in enumerate(kinds, 1):
+        names += (me if kind == "overwriter" else FREE, FREE)
+    locks = frozenset((me, me) for me in names[1:] if me)
     initial = State((("start", 0),) * len(kinds), names, names, locks=locks)
 
     def actions(state: State) -> Actions:
@@ -123,14 +124,14 @@ def protocol(
                 yield Event(f"{kinds[me - 1]} {me}", text), after
             yield Event("time", f"kills {me}"), process.end("dead")
         if not state.is_cut:
-            yield from _cut(state, without)
+            yield from _cut(state, kinds.index("sweeper"), without)
 
     return Protocol(initial, actions, INVARIANTS)
 
 
-def _cut(state: State, without: Collection[str]) -> Actions:
-    """Yields what a power cut may leave; a sweeper comes in place of process 1."""
-    at = (("dead", 0),) * (len(state.at) - 1) + (("start", 0),)
+def _cut(state: State, sweeper: int, without: Collection[str]) -> Actions:
+    """Yields what a power cut may leave; the sweeper begins again."""
+    at = put((("dead", 0),) * len(state.at), sweeper, ("start", 0))
     for kept in subsets(state.unsynced):
         halves: list[tuple[Any, ...]] = [(change, change) for change in kept]
         if "atomic renames" in without:
@@ -158,7 +159,11 @@ class _Process(NamedTuple):
 
     def go(self, at: str, number: int = 0, **changes: Any) -> State:
         where = put(self.state.at, self.me - 1, (at, number))
-        return self.state._replace(at=where, **changes)
+        after = self.state._replace(at=where, **changes)
+        if at in ("discard", "give up"):  # it keeps only the lock of its directory
+            others = {lock for lock in after.locks if lock[1] != self.me}
+            after = after._replace(locks=frozenset(others | {(self.me, self.me)}))
+        return after
 
     def end(self, at: str, **changes: Any) -> State:
         mine = {lock for lock in self.state.locks if lock[1] == self.me}
@@ -275,9 +280,15 @@ class _Process(NamedTuple):
             else:
                 goal = "remove" if "sync to sweep" in self.without else "sync"
                 yield "finds a step", self.go(goal, number)
-        elif at == "restore":  # refused if another has taken the name
-            changes = {} if names[0] else self.change("move", number, 0)
-            yield "restores the step", self.let_go(number, **changes)
+        elif at == "restore" and names[0]:
+            yield "is refused", self.end("done")
+        elif at == "restore":
+            yield (
+                "restores the step",
+                self.go("settle", number, **self.change("move", number, 0)),
+            )
+        elif at == "settle":
+            yield "syncs", self.let_go(number, **self.sync())
         elif at == "sync":
             yield "syncs", self.go("remove", number, **self.sync())
         elif at == "remove":

@@ -68,6 +68,8 @@ def _change_node(pickled: bytes, number: int, operator: str, index: int) -> str:
     tree = pickle.loads(pickled)
     node = next(itertools.islice(parsing.ast_nodes(tree), number, None))
     changed = OPERATORS[operator].mutate(node, index)
+    if changed.type == "number":  # Cosmic Ray adds a space
+        changed.prefix, changed.value = node.prefix, changed.value.strip()
     if changed is not node:
         siblings = node.parent.children
         siblings[[sibling is node for sibling in siblings].index(True)] = changed
@@ -156,5 +158,4 @@ def _change(source: str, changed: str) -> str:
     while old and new and old[-1] == new[-1]:
         old, new = old[:-1], new[:-1]
     before, after = (" ".join(map(str.strip, lines)) for lines in (old, new))
-    after = after.replace("[ ", "[").replace("( ", "(")  # of Cosmic Ray's numbers
     return f"remove {before}" if after == "pass" else f"{before} -> {after}"

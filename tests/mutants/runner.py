@@ -38,7 +38,7 @@ _WARM = (
 _TESTS_SECS = 8.0
 """Seconds of the tests of a mutant, without the mutant: the slowest are left out."""
 
-_PATIENCE_SECS = 15.0
+_PATIENCE_SECS = 30.0
 _PATIENCE = 5
 """A mutant has so many seconds, and so many times those of its tests."""
 

@@ -322,7 +322,14 @@ def test_a_private_file_is_private_before_it_has_content(tmp_path, monkeypatch, 
 
 
 def test_a_replacement_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def fail(*given):
+        raise PermissionError(13, "Permission denied")
+
     make(tmp_path, a=b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        with pytest.raises(PermissionError):
+            LOCAL.replace(tmp_path / "a", b"new")
     monkeypatch.setattr(Path, "replace", None)
     with pytest.raises(TypeError):
         LOCAL.replace(tmp_path / "a", b"new")
@@ -363,12 +370,15 @@ def test_a_tree_is_synced_from_below(tree, disk, monkeypatch):
     assert disk.synced == ["tree/b", "tree/a"]
 
 
-def test_parts_are_written_in_order_though_calls_write_less(tmp_path, monkeypatch):
+def test_parts_are_written_in_order_though_calls_write_less(
+    tmp_path, monkeypatch, umask
+):
     monkeypatch.setattr(local_storage, "_WRITTEN_AT_ONCE", 3)
     real = os.write
     monkeypatch.setattr(os, "write", lambda fd, view: real(fd, view[:2]))
     LOCAL.write_parts(tmp_path / "a", [memoryview(b"12345"), memoryview(b"678")])
     assert (tmp_path / "a").read_bytes() == b"12345678"
+    assert permissions(tmp_path / "a") == 0o644
     with pytest.raises(FileExistsError):
         LOCAL.write_parts(tmp_path / "a", [])
 
@@ -470,10 +480,13 @@ def test_a_file_of_others_and_one_without_locks_is_locked_as_far_as_it_can_be(
 FILES = {"one": b"1", "two": b"22"}
 
 
-def test_a_directory_is_added_once_with_all_files(tmp_path, disk):
+def test_a_directory_is_added_once_with_all_files(tmp_path, disk, umask):
     step = make(tmp_path / "7", file=b"")
+    step.chmod(0o750)
     assert LOCAL.add_directory(step / "metrics", FILES)
     assert {name: (step / "metrics" / name).read_bytes() for name in FILES} == FILES
+    assert permissions(step / "metrics") == 0o750
+    assert permissions(step / "metrics/one") == 0o640
     assert disk.synced[-1] == "7"
     assert {Path(name).name for name in disk.synced[:2]} == {*FILES}
     assert disk.synced[2].startswith("7.orbax-checkpoint-tmp-")
@@ -537,7 +550,7 @@ def copy(source, final, **options):
 
 
 def test_a_copy_is_durable_before_it_has_its_name(tmp_path, disk, umask):
-    source = make(tmp_path / "7", a__b=b"123", c=b"4", d__e=b"5")
+    source = make(tmp_path / "7", a__b=b"123", c=b"4", d__e__f=b"5")
     (source / "empty").mkdir()
     at_publish = []
 
@@ -547,10 +560,10 @@ def test_a_copy_is_durable_before_it_has_its_name(tmp_path, disk, umask):
 
     size = copy(source, tmp_path / "8", markers={"PINNED": b"1\n"}, publish=publish)
     assert size == 7
-    assert sorted(LOCAL.files_below(tmp_path / "8")) == ["PINNED", "a/b", "c", "d/e"]
+    assert sorted(LOCAL.files_below(tmp_path / "8")) == ["PINNED", "a/b", "c", "d/e/f"]
     assert (tmp_path / "8/a/b").read_bytes() == b"123"
     assert {name.partition("/")[2] for name in at_publish} == {
-        *("", "a", "a/b", "c", "d", "d/e", "PINNED")
+        *("", "a", "a/b", "c", "d", "d/e", "d/e/f", "PINNED")
     }
     assert permissions(tmp_path / "8") == 0o755
     copy(source, tmp_path / "9", files=[source / "a/b"], mode=0o750)
