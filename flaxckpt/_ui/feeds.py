@@ -37,7 +37,7 @@ class Snapshot(NamedTuple):
     Attributes:
         version: Grows with each report on the run.
         report: The report.
-        news: The difference to the report before: `step 300 saved`.
+        news: The last difference that has a description: `step 300 saved`.
     """
 
     version: int
@@ -169,7 +169,8 @@ class _Feed:
         if before is None:
             self._snapshot = Snapshot(1, report, "")
         else:
-            news = changes(before.report, report)
+            # A report right after a save may differ in the journal only.
+            news = changes(before.report, report) or before.news
             self._snapshot = Snapshot(before.version + 1, report, news)
 
 

@@ -98,17 +98,19 @@ def _rule_fields(query: Query) -> html.Markup:
 
 
 _OPTIMIZERS = {
-    "": "by their roles, if known",
-    "match": "by their roles",
-    "exact": "by their paths",
-    "reinit": "starts afresh",
+    "": "matched by roles, if recorded",
+    "match": "matched by roles",
+    "exact": "matched by paths",
+    "reinit": "started afresh",
 }
 """How optimizer leaves are matched -> what that means."""
 
 
 def _optimizer_choice(query: Query) -> html.Markup:
     chosen = query.text("optimizer")
-    return forms.choice("optimizer", "optimizer", [*_OPTIMIZERS.items()], chosen)
+    return forms.choice(
+        "with the optimizer", "optimizer", [*_OPTIMIZERS.items()], chosen
+    )
 
 
 def _command(workspace: Workspace) -> str:

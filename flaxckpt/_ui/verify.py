@@ -110,7 +110,8 @@ def _status(
     if job is not None and is_running:
         parts.append(_progress(job, place))
     elif job is not None and job.place == place:
-        parts.append(_outcome(job, place))
+        is_current = all(results.get(r.step.step) is r for r in job.results)
+        parts.append(_outcome(job, place, is_current=is_current))
     parts += _faults(results)
     if results:
         known = workspace.verifications.update(place, report)
@@ -170,34 +171,47 @@ def _name(place: Place, step: Step | None) -> str:
     return f"step {step.step:,} of {place.name}"
 
 
-def _outcome(job: Job, place: Place) -> html.Markup:
-    """Returns the result of a job in a sentence; green if every byte was good."""
-    bad = [result for result in job.results if result.integrity.is_bad]
-    good = [r for r in job.results if r.integrity.state == "verified"]
-    read = sum(result.integrity.bytes_checked for result in job.results)
-    secs = sum(result.secs for result in job.results)
-    facts = f"{humanize.size(read)} read in {humanize.secs(secs)}"
-    if bad:
-        text = f"{_verdict(bad, job)}; {facts}."
-    elif len(good) < len(job.steps):
-        text = f"{len(good):,} of {len(job.steps):,} steps verified; {facts}."
-        if len(job.steps) == 1:
-            text = f"Not verified; {facts}."
-    elif len(job.steps) == 1:
-        text = f"{_capital(_name(place, job.steps[0]))} is whole: {facts}."
-    else:
-        text = f"All {len(job.steps):,} steps are whole: {facts}."
+def _outcome(job: Job, place: Place, *, is_current: bool) -> html.Markup:
+    """Returns the result of a job in a sentence; green if every byte was good.
+
+    Args:
+        job: The job, which has ended.
+        place: The run or the checkpoint.
+        is_current: False if a step was saved again or deleted since.
+    """
+    states = [result.integrity.state for result in job.results]
+    is_bad = any(result.integrity.is_bad for result in job.results)
+    is_whole = states == ["verified"] * len(job.steps)
+    text = _sentence(job, place)
     if unchecked := sum(result.unchecked for result in job.results):
         arrays = humanize.count(unchecked, "leaf or file", "leaves or files")
         text += f" {arrays} without checksums: only read."
-    is_whole = len(good) == len(job.steps)
-    kind = "bad" if bad else "good" if is_whole else ""
-    parts = [html.element("p", text, class_=f"outcome {kind}".rstrip())]
+    if not is_current:
+        text += " Since then, steps were saved again or deleted."
+    kind = "bad" if is_bad else "good" if is_whole and is_current else "open"
+    parts = [html.element("p", text, class_=f"outcome {kind}")]
     if job.error is not None:
         parts.append(frame.message(f"The verification failed: {job.error}", "error"))
     elif job.is_stopped and not is_whole:
         parts.append(frame.message("It was stopped, and the others were not read."))
     return html.join(parts)
+
+
+def _sentence(job: Job, place: Place) -> str:
+    read = sum(result.integrity.bytes_checked for result in job.results)
+    secs = sum(result.secs for result in job.results)
+    facts = f"{humanize.size(read)} read in {humanize.secs(secs)}"
+    bad = [result for result in job.results if result.integrity.is_bad]
+    good = sum(result.integrity.state == "verified" for result in job.results)
+    total = len(job.steps)
+    if bad:
+        return f"{_verdict(bad, job)}; {facts}."
+    if good < total:
+        count = f"{good:,} of {total:,} steps verified" if total > 1 else "Not verified"
+        return f"{count}; {facts}."
+    if total > 1:
+        return f"All {total:,} steps are whole: {facts}."
+    return f"{_capital(_name(place, job.steps[0]))} is whole: {facts}."
 
 
 def _verdict(bad: Sequence[Result], job: Job) -> str:
@@ -213,7 +227,9 @@ def _verdict(bad: Sequence[Result], job: Job) -> str:
         if results:
             names = [f"{result.step.step:,}" for result in results]
             shown = errors.first_few(names, 8)
-            parts.append(f"{len(results):,} of {len(job.steps):,} {what}: {shown}")
+            parts.append(
+                f"{len(results):,} of {len(job.steps):,} steps {what}: {shown}"
+            )
     return "; ".join(parts)
 
 

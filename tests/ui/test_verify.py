@@ -68,7 +68,7 @@ def test_damage_is_told_in_files_and_leaves(run, open_page):
     space = open_page(run)
     shown = verified(space, run="run", step="all")
     assert "outcome bad" in shown
-    assert "1 of 3 damaged: 2" in shown
+    assert "1 of 3 steps damaged: 2" in shown
     assert states(shown) == {1: "verified", 2: "damaged", 3: "verified"}
     truth = flaxckpt.verify(run, step=2)
     for name, why in truth.problems.items():
@@ -91,6 +91,8 @@ def test_a_step_that_was_saved_again_is_not_green_any_more(run, open_page):
         again.save(3, {"w": np.zeros((64, 8)), "n": 3}, overwrite=True)
     space.feeds._feeds[run].refresh()
     shown = ask(verify.status, space, run="run")
+    assert "outcome good" not in shown
+    assert "saved again or deleted" in shown
     assert "check verified" not in shown
     assert "check verified" not in ask(overview.page, space, run="run")
 
