@@ -169,6 +169,7 @@ dist: $(DIST_INSTALLED)
 	@$(DIST_VENV)/bin/python -m twine check --strict dist/*
 	@$(DIST_VENV)/bin/check-wheel-contents dist/*.whl
 	@$(DIST_VENV)/bin/cffconvert --validate
+	@$(DIST_VENV)/bin/python conda-recipe/render.py
 
 docs: $(INSTALLED)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -245,7 +246,7 @@ $(DIST_INSTALLED): Makefile
 	@echo "==> Installing the tools of a release into $(DIST_VENV)"
 	@$(PYTHON) -m venv $(DIST_VENV)
 	@$(call install,$(DIST_VENV)) 'build>=1.3' 'cffconvert>=2' \
-		'check-wheel-contents>=0.6.3' 'twine>=6.1'
+		'check-wheel-contents>=0.6.3' 'py-rattler-build>=0.73' 'twine>=6.1'
 	@touch $@
 
 $(FUZZ_INSTALLED): pyproject.toml

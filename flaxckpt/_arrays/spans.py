@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from flaxckpt import _arrays, _state
-from flaxckpt._state.leaf import LeafInfo, StoredLeaf
+from flaxckpt import _state
 from flaxckpt._types import Shape
-
-if TYPE_CHECKING:
-    import tensorstore as ts
 
 
 class Span(NamedTuple):
@@ -50,20 +45,3 @@ class Span(NamedTuple):
     def itemsize(self) -> int:
         """Bytes per element."""
         return _state.dtypes.item_size(self.dtype)
-
-
-def stored_leaf(root: Path, info: LeafInfo, span: Span) -> StoredLeaf:
-    """Returns the leaf of the checkpoint `root` with its values in `span`."""
-
-    def open(context: ts.Context) -> ts.Future[ts.TensorStore]:
-        # Through the door: TensorStore is imported with the first array.
-        return _arrays.byte_ranges.open(span, context)
-
-    return StoredLeaf(root, info, open, span=span)
-
-
-def number_opener(
-    number: complex,
-) -> Callable[[ts.Context], ts.Future[ts.TensorStore]]:
-    """Returns a function that opens a Python number as an array without axes."""
-    return lambda context: _arrays.byte_ranges.open_number(number, context)

@@ -36,7 +36,7 @@ def check(path: Path) -> None:
     """
     storage = _storage.of(path)
     with _storage.paths.listing_cache(path):
-        stored = _locate.read_stored(path, None)
+        stored = _locate.read_without_classes(path)
         stored.check_items(stored.metadata.damaged_items)
         if stored.metadata.format != "flaxckpt":
             raise errors.DamagedCheckpointError(

@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from flaxckpt import _storage, errors
+from flaxckpt import _storage
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._checkpoint.save_handle import SaveResult
-from flaxckpt._convert import convert, model_files, plan
+from flaxckpt._convert import convert, export_map, model_files, plan
 from flaxckpt._convert.plan import ConvertOptions
 from flaxckpt._types import PathLike
-from flaxckpt.formats import _locate
 from flaxckpt.maps import _named
 from flaxckpt.transforms import Transform, _export, cast
 from flaxckpt.transforms import _base as _transforms
@@ -94,19 +93,19 @@ def export_huggingface(
     final = _storage.paths.resolve(directory)
     before = _transforms.check(transforms)
     files = model_files.read(config, tokenizer)
-    if isinstance(map, str):
-        _named.check_name("map", map)
-        table = _transforms.apply(before, _locate.open_checkpoint(run, step).table)
-        mapping = _named.find_for_export(
-            map, files.config, table, target=target, prefix=prefix
-        )
-    elif target is not None or prefix is not None:
-        raise errors.OptionError("target and prefix need the name of a map, not a list")
-    else:
-        mapping = list(_transforms.check(map, "map"))
+    mapping = export_map.find_map(
+        map,
+        _named.find_for_export,
+        files.config,
+        run=run,
+        step=step,
+        before=before,
+        target=target,
+        prefix=prefix,
+    )
     family = _named.family_of_export(map, files.config)
     files = dataclasses.replace(files, family=family)
-    changes: list[Transform] = [*before, _export.Export(tuple(mapping))]
+    changes: list[Transform] = [*before, _export.Export(mapping)]
     if dtype is not None:
         changes.append(cast(".*", dtype))
     return convert.convert_to(

@@ -10,12 +10,11 @@ from typing import Any, Literal
 from flaxckpt import _storage, _util, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._checkpoint.save_handle import SaveResult
-from flaxckpt._convert import adapter_files, convert, plan
+from flaxckpt._convert import adapter_files, convert, export_map, plan
 from flaxckpt._convert.adapter_files import AdapterFiles
 from flaxckpt._convert.plan import ConvertOptions
 from flaxckpt._types import PathLike
-from flaxckpt.formats import _locate
-from flaxckpt.maps import _config, _named, _peft
+from flaxckpt.maps import _config, _peft
 from flaxckpt.transforms import Transform, cast
 from flaxckpt.transforms import _base as _transforms
 
@@ -93,22 +92,18 @@ def export_peft(
         if not math.isfinite(alpha):
             raise errors.OptionError(f"alpha must be finite, got {alpha}")
     checked = adapter_files.check_settings({} if settings is None else settings)
-    if isinstance(map, str):
-        _named.check_name("map", map)
-        if config is None:
-            raise errors.OptionError(
-                f"map={map!r} needs the config of the model: pass config=, such as the"
-                " directory of the published model"
-            )
-        table = _transforms.apply(before, _locate.open_checkpoint(run, step).table)
-        mapping = _peft.find_map(
-            map, _config.read_config(config), table, target=target, prefix=prefix
-        )
-    elif target is not None or prefix is not None:
-        raise errors.OptionError("target and prefix need the name of a map, not a list")
-    else:
-        mapping = _transforms.check(map, "map")
-    to_peft = _peft.ToPeft(tuple(mapping), needs_alpha=alpha is None)
+    is_needed = isinstance(map, str) and config is not None
+    mapping = export_map.find_map(
+        map,
+        _peft.find_map,
+        _config.read_config(config) if is_needed else None,
+        run=run,
+        step=step,
+        before=before,
+        target=target,
+        prefix=prefix,
+    )
+    to_peft = _peft.ToPeft(mapping, needs_alpha=alpha is None)
     changes: list[Transform] = [*before, to_peft]
     if dtype is not None:
         changes.append(cast(".*", dtype))

@@ -100,7 +100,7 @@ def listing(
     root = _storage.paths.resolve(path)
     if step_format is None and root.exists() and formats.recognises(root):
         usage = _run.disk_usage.on_disk(root, set())
-        step = _describe(None, root, usage)
+        step = _describe(None, root, usage, damage=_find_damage(root))
         return Listing(str(root), False, (step,), step.bytes)
     view = run_view.survey(root, step_format)
     rules = view.rules(keep)
@@ -120,7 +120,7 @@ def listing(
             usage,
             why=reasons.get(number, []),
             is_best=number in best.values(),
-            doubt=view.doubtful.get(number),
+            damage=view.find_damage(number),
         )
         steps.append(step)
     is_known = all(step.bytes is not None for step in steps)
@@ -174,11 +174,10 @@ def _describe(
     *,
     why: Sequence[str] = (),
     is_best: bool = False,
-    doubt: _steps.index.Entry[formats.Detected] | None = None,
+    damage: str | None = None,
 ) -> Step:
     is_directory = path.is_dir()
     markers = _read_markers(path) if is_directory else None
-    damage = run_view.damage(path, doubt)
     marks = {
         "best": is_best,
         "pinned": markers is not None and markers.pinned,
@@ -198,6 +197,10 @@ def _describe(
         damage,
         () if markers is None else tuple(sorted(markers.deleted_items)),
     )
+
+
+def _find_damage(path: Path) -> str | None:
+    return run_view.damage(path, None) or run_view.find_lost_files(path)
 
 
 def _mark_newest(steps: Sequence[Step]) -> tuple[Step, ...]:

@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from flaxckpt import _run, _steps, _storage, errors, formats, policies
+from flaxckpt import _checkpoint, _run, _steps, _storage, errors, formats, policies
 from flaxckpt._run.retention import Rules
 from flaxckpt._run.run_steps import RunSteps
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _locate, _native
 from flaxckpt.policies import PreservationPolicy
+
+_MAX_DAMAGE = 300
+"""The most characters of the message about lost files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +49,18 @@ class RunView:
     @property
     def has_damage(self) -> bool:
         """True if a step is known to be damaged."""
-        return any(
-            damage(path, self.doubtful.get(step)) is not None
-            for step, path in self.paths.items()
-        )
+        return any(self.find_damage(step) is not None for step in self.paths)
+
+    def find_damage(self, step: int) -> str | None:
+        """Returns the known damage of a step, or None.
+
+        Of the newest step, the names and sizes of the files are checked: to check those
+        of all steps takes seconds.
+        """
+        doubt = self.doubtful.get(step)
+        if doubt is not None or step != max(self.steps):
+            return damage(self.paths[step], doubt)
+        return damage(self.steps[step], None) or find_lost_files(self.steps[step])
 
     def rules(self, keep: Sequence[PreservationPolicy] | None = None) -> Rules | None:
         """Returns rules with the policies `keep`; if None, the recorded rules.
@@ -81,8 +92,10 @@ class RunView:
             reasons = policies.decide(
                 rules.keep, [self.ranked_step(step) for step in self.steps]
             )
-        for step, entry in self.doubtful.items():
-            reasons[step] = [f"damaged: {damage(entry.path, entry)}"]
+        for step in (*self.doubtful, *[*self.steps][-1:]):
+            found = self.find_damage(step)
+            if step in self.doubtful or found is not None:
+                reasons[step] = [f"damaged: {found}"]
         return dict(sorted(reasons.items()))
 
     def ranked_step(self, step: int) -> _run.metrics.RankedStep:
@@ -203,6 +216,24 @@ def damage(
         formats.detect(path)
     except errors.CheckpointError as error:
         return str(error)
+    return None
+
+
+def find_lost_files(path: Path) -> str | None:
+    """Returns what the names and sizes of a flaxckpt step's files lack, or None.
+
+    None in an object store, which has an object completely or not at all.
+    """
+    is_ours = (path / _native.orbax_json.MANIFEST).is_file()
+    if not is_ours or _storage.of(path).costs_requests:
+        return None
+    try:
+        _checkpoint.file_sizes.check(path)
+    except (errors.CheckpointError, OSError) as error:
+        is_gone = not _storage.of(path).exists(path)
+        if is_gone or _storage.permissions.is_unread(error):
+            return None
+        return errors.one_line(error, _MAX_DAMAGE)
     return None
 
 

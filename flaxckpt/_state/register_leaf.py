@@ -11,7 +11,7 @@ import numpy as np
 from flaxckpt import _util, errors
 from flaxckpt._state import leaf_types
 
-_Leaf = TypeVar("_Leaf")
+T = TypeVar("T")
 
 _KNOWN = (
     *(dict, list, tuple, str, bool, int, float, complex, type(None)),
@@ -21,10 +21,10 @@ _KNOWN = (
 
 
 def register_leaf(
-    cls: type[_Leaf],
+    cls: type[T],
     *,
-    to_arrays: Callable[[_Leaf], leaf_types.Parts],
-    from_arrays: Callable[[leaf_types.Parts], _Leaf],
+    to_arrays: Callable[[T], leaf_types.Parts],
+    from_arrays: Callable[[leaf_types.Parts], T],
 ) -> None:
     """Registers a class of leaves that jax and flaxckpt do not know.
 

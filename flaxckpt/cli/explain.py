@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from flaxckpt.policies import BestN
 
 
+_DAMAGED = "damaged: "
+"""Begins the reason to keep a step that is damaged."""
+
+
 @_app.verb
 def explain(
     path: _app.RunArgument,
@@ -36,6 +40,7 @@ def explain(
     """Shows the reasons to keep each step, or to delete a step.
 
     A run of flaxckpt records its policies; --keep or --config replace them.
+    Checks the names and sizes of the files of the newest step; verify checks all.
     Exits with 1 if a step is known to be damaged.
 
     Example:
@@ -189,6 +194,8 @@ def _tell(
             return [saved, "nothing keeps it: the next save or prune deletes it"]
         if [*why] == ["no policy"]:
             return [saved, "it stays: no policy deletes steps"]
+        if why[0].startswith(_DAMAGED):
+            return [saved, f"it is {', '.join(why)}"]
         return [saved, f"kept by {', '.join(why)}"]
     if step.deleted != step.deleted:  # NaN
         return [saved, "it is gone, and the journal does not say why"]

@@ -59,7 +59,8 @@ def ls(
 
     The marks say which step is the latest and the best, and what keeps each step. On a
     terminal, shows as many metrics as fit, first those that rank steps.
-    Exits with 1 if a step is known to be damaged; verify checks for damage.
+    Checks the names and sizes of the files of the newest step; verify checks all.
+    Exits with 1 if a step is known to be damaged.
 
     Example:
       flaxckpt ls runs/7 -n 10
@@ -92,11 +93,15 @@ def _lines(listing: Listing, sort: str) -> list[str]:
     table = _step_table.fit_table(listing, _sort(listing.steps, sort), width)
     lines = _output.table_lines(table.columns, table.rows)
     lines += [
-        errors.printable(f"step {step.step} is damaged: {step.damage}")
+        errors.printable(f"{_name(step)} is damaged: {step.damage}")
         for step in listing.steps
         if step.damage is not None
     ]
     return [*lines, errors.printable(_summary(listing, table.left_out))]
+
+
+def _name(step: Step) -> str:
+    return "the checkpoint" if step.step is None else f"step {step.step}"
 
 
 def _sort(steps: Sequence[Step], key: str) -> list[Step]:

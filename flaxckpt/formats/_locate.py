@@ -257,6 +257,16 @@ def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Sto
         return Located(path, step, formats.detect(path)).open(types)
 
 
+def read_without_classes(path: Path) -> Stored:
+    """Reads everything but the arrays at exactly `path`, without importing any class.
+
+    The structure has none of the classes of the state.
+    """
+    with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
+        located = Located(path, None, formats.detect(path))
+        return located._read_with(_state.treedef.resolve_nothing)
+
+
 def read_step(path: Path, step: int, types: Sequence[type] = ()) -> Stored:
     """Reads everything but the arrays of a step of a run.
 

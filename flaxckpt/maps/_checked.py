@@ -52,12 +52,12 @@ class Side:
                 if not (known.fullmatch(path) or ignored.fullmatch(path)):
                     faults[path] = _config.describe_fault(config, condition)
         if faults:
-            raise errors.OptionError(
-                f"{len(faults)} leaves contradict the config of {title}:\n"
-                + errors.rows(f"{path}: {why}" for path, why in faults.items())
-                + "\nPass the config of this model, or correct it: for instance,"
+            raise _error(
+                f"{len(faults)} leaves contradict the config of {title}",
+                faults,
+                "Pass the config of this model, or correct it: for instance,"
                 " tie_word_embeddings is False for a head that was trained apart. Or"
-                " drop the leaves first: drop(pattern)."
+                " drop the leaves first: drop(pattern).",
             )
         missing = {
             name: _config.describe_fault(config, condition)
@@ -65,12 +65,18 @@ class Side:
             if not any(map(_pattern([name]).fullmatch, table))
         }
         if missing:
-            raise errors.OptionError(
-                f"{title}: the leaves of a head are missing:\n"
-                + errors.rows(f"{name}: {why}" for name, why in missing.items())
-                + "\nAdd them. Or pass the config of a model without this head: its"
-                " architectures say which class it is."
+            raise _error(
+                f"{title}: the leaves of a head are missing",
+                missing,
+                "Add them. Or pass the config of a model without this head: its"
+                " architectures say which class it is.",
             )
+
+
+def _error(title: str, faults: Mapping[str, str], advice: str) -> errors.OptionError:
+    """Returns the error for leaves, each with the reason why it is a fault."""
+    rows = errors.rows(f"{name}: {why}" for name, why in faults.items())
+    return errors.OptionError(f"{title}:\n{rows}\n{advice}")
 
 
 def _pattern(names: Iterable[str]) -> re.Pattern[str]:

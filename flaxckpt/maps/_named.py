@@ -124,12 +124,8 @@ def find_for_export(
     Raises:
         OptionError: The family is unknown, or no layout fits the checkpoint.
     """
-    if config is None:
-        raise errors.OptionError(
-            f"map={name!r} needs the config of the model: pass config=, such as the"
-            " directory of the published model"
-        )
     family = _family_of_config(name, config)
+    assert config is not None
     family.check_config(config)
     if target not in (None, *family.targets):
         family(config, target=str(target))  # raises
@@ -175,8 +171,13 @@ def _no_layout(
     )
 
 
-def _family_of_config(name: str, config: Mapping[str, Any]) -> Family:
+def _family_of_config(name: str, config: Mapping[str, Any] | None) -> Family:
     check_name("map", name)
+    if config is None:
+        raise errors.OptionError(
+            f"map={name!r} needs the config of the model: pass config=, such as the"
+            " directory of the published model"
+        )
     if name != AUTO:
         return next(family for family in FAMILIES if family.name == name)
     family = _detect.find_family(config)

@@ -289,7 +289,7 @@ def _second_fn(taken: tuple[int, int] | None) -> Callable[[jax.Array], jax.Array
 
 def find_map(
     name: str,
-    config: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
     table: LeafTable,
     *,
     target: str | None = None,
@@ -308,6 +308,7 @@ def find_map(
         OptionError: The family is unknown, or no layout has all kernels.
     """
     family = _named._family_of_config(name, config)
+    assert config is not None
     params = _export.without_optimizer(table)
     pairs = find_pairs(params)
     bases = {base: params[pair.a] for pair in pairs for base in pair.bases}

@@ -1,6 +1,7 @@
 """Verbs that only read: text, JSON and exit codes."""
 
 import json
+import os
 import shutil
 
 import jax
@@ -58,6 +59,22 @@ def test_ls_says_what_is_best_and_why_each_stays(here, command):
     assert rows[1].endswith("  to be deleted")
     assert rows[2].endswith("  best")
     assert rows[3].endswith("  latest, latest 1")
+
+
+def test_ls_and_explain_see_that_the_newest_step_was_cut_off(here, command):
+    [file] = (here / "run/300/state/params.dense.kernel").glob("c*")
+    os.truncate(file, file.stat().st_size // 2)
+    lines = command.text("ls", "run", code=1)
+    assert [line.split()[-1] for line in lines[2:4]] == ["latest", "damaged"]
+    assert lines[4].startswith("step 300 is damaged: ")
+    assert "wanted 52 bytes, found 26" in lines[4]
+    assert command.json("ls", "run", code=1)["steps"][2]["damage"]
+    assert "wanted 52 bytes" in command.text("explain", "run", code=1)[3]
+    _, why = command.text("explain", "run", 300)
+    assert why.startswith("it is damaged: ")
+    assert "the checkpoint is damaged: " in command.text("ls", "run/300", code=1)[2]
+    file.unlink()
+    assert "found none" in command.text("ls", "run", code=1)[4]
 
 
 def test_ls_takes_policies_from_the_settings_of_a_run(here, command):

@@ -63,6 +63,16 @@ def test_the_conda_recipe_has_the_requirements_of_the_package():
     assert (ROOT / "conda-recipe" / recipe["source"]["path"]).resolve() == ROOT
 
 
+def test_the_conda_recipe_can_be_rendered():
+    pytest.importorskip("rattler_build", reason="make dist has it")
+    script = ROOT / "conda-recipe/render.py"
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(f"flaxckpt-{VERSION}-py")
+    assert "python, from recipe.yaml" in done.stdout
+
+
 def test_the_citation_is_whole():
     citation = read_yaml("CITATION.cff")
     assert {"cff-version", "message", "title", "authors", "license"} <= citation.keys()

@@ -8,10 +8,10 @@ import os
 import shlex
 from pathlib import Path
 
-from flaxckpt import _arrays, _state, _storage, errors
+from flaxckpt import _state, _storage, errors
 from flaxckpt._arrays.spans import Span
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf, Unsupported
-from flaxckpt.formats import _names, _plain
+from flaxckpt.formats import _file_leaves, _names, _plain
 from flaxckpt.formats._gguf import header as gguf_header
 from flaxckpt.formats._gguf import quantization
 from flaxckpt.formats._gguf.header import Header, Tensor
@@ -105,7 +105,7 @@ def _stored_leaf(
             element.dtype,
             identity=stamp.identity,
         )
-        return _arrays.spans.stored_leaf(path, info, span)
+        return _file_leaves.stored_leaf(path, info, span)
     *outer, last = tensor.shape
     blocks = Span(
         stamp.path,

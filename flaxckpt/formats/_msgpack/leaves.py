@@ -8,7 +8,7 @@ from pathlib import Path
 from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
-from flaxckpt.formats import _plain
+from flaxckpt.formats import _file_leaves, _plain
 from flaxckpt.formats._msgpack.scanner import Array, Run, Value
 from flaxckpt.formats._reader import Stored
 
@@ -140,7 +140,7 @@ def _leaf(
                     for axis, size in enumerate(value.shape)
                 ),
             )
-            return _arrays.spans.stored_leaf(path, info, span)
+            return _file_leaves.stored_leaf(path, info, span)
         case _plain.Opened():
             info = LeafInfo(
                 name,
@@ -163,7 +163,7 @@ def _leaf(
                 chunk_shape=(),
                 weak_type=True,
             )
-            return StoredLeaf(path, info, _arrays.spans.number_opener(value))
+            return StoredLeaf(path, info, _file_leaves.number_opener(value))
 
 
 def _number_type(value: complex) -> str:

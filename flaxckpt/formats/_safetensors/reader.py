@@ -12,7 +12,7 @@ from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._state.leaf import Leaf, LeafTable, StoredLeaf
 from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
-from flaxckpt.formats import _hub_cache, _signatures
+from flaxckpt.formats import _file_leaves, _hub_cache, _signatures
 from flaxckpt.formats._reader import CheckpointMetadata, Stored
 from flaxckpt.formats._safetensors import files as safetensors_files
 from flaxckpt.formats._safetensors import header as safetensors_header
@@ -141,7 +141,7 @@ def _leaf_table(
                 identity=file.identity,
                 is_replaced_only=described.is_native,
             )
-            stored = _arrays.spans.stored_leaf(path, info, span)
+            stored = _file_leaves.stored_leaf(path, info, span)
         table[info.path] = Leaf(info, (stored,))
     return table
 

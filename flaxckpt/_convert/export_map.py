@@ -1,0 +1,67 @@
+"""The map of an export: by name, or as transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from flaxckpt import errors
+from flaxckpt._state.leaf import LeafTable
+from flaxckpt._types import LeafPath, PathLike
+from flaxckpt.formats import _locate
+from flaxckpt.maps import _named
+from flaxckpt.transforms import Transform
+from flaxckpt.transforms import _base as _transforms
+
+
+class Finder(Protocol):
+    """Returns the map of a published model to the leaves of a checkpoint."""
+
+    def __call__(
+        self,
+        name: str,
+        config: Mapping[str, Any] | None,
+        table: LeafTable,
+        /,
+        *,
+        target: str | None,
+        prefix: LeafPath | None,
+    ) -> Sequence[Transform]:
+        """See `maps._named.find_for_export`."""
+        ...
+
+
+def find_map(
+    map: str | Sequence[Transform],
+    find: Finder,
+    config: Mapping[str, Any] | None,
+    *,
+    run: PathLike,
+    step: int | None,
+    before: Sequence[Transform],
+    target: str | None,
+    prefix: LeafPath | None,
+) -> tuple[Transform, ...]:
+    """Returns the transforms from a published model to the leaves of a checkpoint.
+
+    Args:
+        map: The name of a family, `auto`, or the transforms.
+        find: Finds the map by its name.
+        config: The configuration of the model, if known.
+        run: A checkpoint, or a run directory.
+        step: Step of a run directory; by default the newest.
+        before: Changes to the checkpoint before the map.
+        target: Layout of the checkpoint, if known.
+        prefix: Leaf path of the parameters, if known.
+
+    Raises:
+        OptionError: The name is unknown, or no map fits; or `target` or `prefix` was
+            passed with transforms.
+    """
+    if isinstance(map, str):
+        _named.check_name("map", map)
+        table = _transforms.apply(before, _locate.open_checkpoint(run, step).table)
+        return tuple(find(map, config, table, target=target, prefix=prefix))
+    if target is not None or prefix is not None:
+        raise errors.OptionError("target and prefix need the name of a map, not a list")
+    return _transforms.check(map, "map")
