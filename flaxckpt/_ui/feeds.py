@@ -1,6 +1,6 @@
 """The newest report on each run that somebody looks at, gathered again as runs change.
 
-A thread looks at the journal and the names of the steps, and gathers a report when they
+Threads look at the journal and the names of the steps, and gather a report when they
 have changed. Pages show the last report at once, whatever its size.
 """
 
@@ -21,6 +21,7 @@ from flaxckpt._ui.places import Place
 
 _log = logging.getLogger(__name__)
 
+_THREADS = 2
 _POLL_SECS = 1.0
 _POLL_SECS_IN_STORES = 10.0
 _POLLS_PER_REPORT = 120
@@ -58,16 +59,16 @@ class News(NamedTuple):
 
 
 class Feeds:
-    """Reports on runs, kept current by a thread until `close`."""
+    """Reports on runs, kept current by threads until `close`."""
 
     def __init__(self) -> None:
         self._feeds: dict[Path, _Feed] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._follow, name="flaxckpt ui", daemon=True
-        )
-        self._thread.start()
+        for _ in range(_THREADS):
+            threading.Thread(
+                target=self._follow, name="flaxckpt ui", daemon=True
+            ).start()
 
     def latest(self, place: Place) -> Snapshot:
         """Returns the last report on a run; gathers the first.
@@ -75,16 +76,28 @@ class Feeds:
         Raises:
             CheckpointError: The run cannot be read, or does not exist any more.
         """
+        return self._feed(place).latest()
+
+    def available(self, place: Place) -> Snapshot | None:
+        """Returns the last report on a run; None until a thread has made the first.
+
+        Raises:
+            CheckpointError: The run cannot be read.
+        """
+        return self._feed(place).available()
+
+    def _feed(self, place: Place) -> _Feed:
         with self._lock:
-            feed = self._feeds.setdefault(place.path, _Feed(place.path))
-        return feed.latest()
+            return self._feeds.setdefault(place.path, _Feed(place.path))
 
     def news(self, places: Sequence[Place]) -> News:
-        """Returns the last change of some runs; skips runs that cannot be read."""
+        """Returns the last change of some runs; skips runs without a report."""
         found = []
         for place in places:
             with contextlib.suppress(errors.CheckpointError, OSError):
-                found.append((place, self.latest(place)))
+                snapshot = self.available(place)
+                if snapshot is not None:
+                    found.append((place, snapshot))
         newest = max(found, key=lambda item: item[1].report.made, default=None)
         if newest is None:
             return News("0", "")
@@ -100,16 +113,18 @@ class Feeds:
         return self._closed.is_set()
 
     def close(self) -> None:
-        """Ends the thread, unless it is gathering a report."""
+        """Ends the threads, after the reports that they are gathering."""
         self._closed.set()
 
     def _follow(self) -> None:
         while not self._closed.wait(_POLL_SECS / 4):
-            with self._lock:
-                feeds = [*self._feeds.values()]
-            for feed in feeds:
-                if feed.is_due() and not self._closed.is_set():
-                    feed.refresh()
+            while (feed := self._next()) is not None and not self._closed.is_set():
+                feed.refresh()
+
+    def _next(self) -> _Feed | None:
+        """Returns a feed that is to be polled, for one of the threads only."""
+        with self._lock:
+            return next((feed for feed in self._feeds.values() if feed.claim()), None)
 
 
 class _Feed:
@@ -120,6 +135,8 @@ class _Feed:
         self._lock = threading.Lock()
         self._snapshot: Snapshot | None = None
         self._stamp: object = None
+        self._error: Exception | None = None
+        self._is_claimed = False
         self._polls = 0
         self._polled = self._asked = -float("inf")
         in_store = _storage.of(path).costs_requests
@@ -138,27 +155,41 @@ class _Feed:
         assert self._snapshot is not None
         return self._snapshot
 
-    def is_due(self) -> bool:
-        """Returns True if the run is to be polled now."""
+    def available(self) -> Snapshot | None:
+        """Returns the last report, or None; raises the error of the first."""
+        self._asked = time.monotonic()
+        if self._snapshot is None and self._error is not None:
+            raise self._error
+        return self._snapshot
+
+    def claim(self) -> bool:
+        """Returns True if the caller is to refresh this feed now."""
         now = time.monotonic()
         is_watched = now - self._asked < _WATCHED_SECS
-        return is_watched and now - self._polled >= self._poll_secs
+        is_due = is_watched and now - self._polled >= self._poll_secs
+        if self._is_claimed or not is_due:
+            return False
+        self._is_claimed = True
+        return True
 
     def refresh(self) -> None:
-        """Gathers a new report if the run has changed."""
+        """Gathers a new report if the run has changed, or has none."""
         with self._lock:
             self._polled = time.monotonic()
             self._polls += 1
             try:
                 is_changed = _stamp(self._path) != self._stamp
-                if self._polls >= _POLLS_PER_REPORT:
+                if self._snapshot is None or self._polls >= _POLLS_PER_REPORT:
                     self._gather()
-                elif is_changed and self._snapshot is not None:
+                elif is_changed:
                     self._gather(self._snapshot.report.integrity)
-            except (errors.CheckpointError, OSError):
+            except (errors.CheckpointError, OSError) as error:
+                self._error = error
                 # Deleted steps are gone a moment later; else the page shows the last
                 # report, and reading anything of it tells the error.
                 _log.debug("cannot read %s", self._path, exc_info=True)
+            finally:
+                self._is_claimed = False
 
     def _gather(self, known: Sequence[Integrity] = ()) -> None:
         before = self._snapshot

@@ -25,19 +25,21 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     if places.is_single:
         (place,) = places.runs.values()
         return overview.show(workspace, place)
-    count = humanize.count(
-        len(places.runs), "run or checkpoint", "runs and checkpoints"
-    )
     content = html.element(
         "div",
         html.element("div", data_version="", hidden=""),
-        frame.message(f"Reading {count} …"),
+        _reading(len(places.runs)),
         id="runs",
         hx_get="/runs",
         hx_trigger="load, run-changed from:body",
     )
     name = places.root.name or str(places.root)
     return frame.page(workspace, name, content, version="")
+
+
+def _reading(count: int) -> html.Markup:
+    what = humanize.count(count, "run or checkpoint", "runs and checkpoints")
+    return frame.message(f"Reading {what} …")
 
 
 def listed(workspace: Workspace) -> list[Place]:
@@ -59,30 +61,37 @@ def news(workspace: Workspace, query: Query) -> feeds.News:
 
 
 def content(workspace: Workspace, query: Query) -> html.Markup:
-    """Returns the metrics of all runs, and a table of the runs."""
+    """Returns the metrics of all runs, and a table of the runs.
+
+    Of runs without a report yet, it says so: the page is told when there is one.
+    """
+    version = news(workspace, query).version
+    names = [place.name for place in listed(workspace)]
     reports: dict[str, Report] = {}
     unread: dict[str, Exception] = {}
     for place in listed(workspace):
         try:
-            report = workspace.feeds.latest(place).report
+            snapshot = workspace.feeds.available(place)
         except (errors.CheckpointError, OSError) as error:
             unread[place.name] = error
         else:
-            reports[place.name] = report
+            if snapshot is not None:
+                reports[place.name] = snapshot.report
+    waiting = len(names) - len(reports) - len(unread)
     metrics = _metrics(reports)
-    names = list(metrics)[:_MOST_COLUMNS]
-    rows = [_row(run, report, names) for run, report in reports.items()]
-    rows += [_unread_row(run, error, names) for run, error in unread.items()]
+    shown = list(metrics)[:_MOST_COLUMNS]
+    rows = [_row(run, report, shown) for run, report in reports.items()]
+    rows += [_unread_row(run, error, shown) for run, error in unread.items()]
     more = list(workspace.places.runs)[_MOST_RUNS:]
-    version = news(workspace, query).version
     return html.join(
         [
             html.element("div", data_version=version, hidden=""),
-            _metrics_section(metrics, list(reports)),
+            _reading(waiting) if waiting else html.NOTHING,
+            _metrics_section(metrics, names),
             html.element(
                 "section",
                 html.element("h2", "Runs"),
-                _report.tables.table("By name", _columns(names), rows, what="runs"),
+                _report.tables.table("By name", _columns(shown), rows, what="runs"),
                 _more(more),
                 id="all-runs",
             ),

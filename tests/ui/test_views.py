@@ -215,7 +215,7 @@ def test_the_view_of_plans_says_how_to_add_a_checkpoint(made, open_page):
 def test_a_directory_of_runs_has_their_metrics_and_a_row_for_each(made, open_page):
     space = open_page(made)
     assert set(space.places.runs) == {"run", "source"}
-    shown = ask(runs.content, space)
+    shown = all_runs(space)
     assert set(re.findall('data-run="([^"]*)"', shown)) == {"run", "source"}
     assert set(re.findall('data-metric="([^"]*)"', shown)) == {
         "eval/loss",
@@ -272,7 +272,7 @@ def test_what_is_no_run_is_refused_before_anything_is_served(tmp_path):
 def test_the_page_changes_nothing(made, open_page):
     before = {path: path.stat().st_mtime_ns for path in made.rglob("*")}
     space = open_page(made)
-    ask(runs.content, space)
+    all_runs(space)
     ask(overview.page, space, run="run")
     ask(leaves.statistics, space, run="run", leaf="params/head")
     ask(compare.result, space, run="run", a=70, b=80)
@@ -374,6 +374,13 @@ def test_a_port_in_use_is_an_error_of_one_line(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+def all_runs(space):
+    """Returns the view on all runs, after each was read."""
+    for place in runs.listed(space):
+        space.feeds.latest(place)
+    return ask(runs.content, space)
+
+
 def look_again(space):
     """Looks for new runs at once."""
     space.places._due = 0.0
@@ -385,6 +392,7 @@ def test_a_run_that_starts_later_appears(tmp_path, open_page):
         with flaxckpt.Checkpointer(tmp_path / name) as run:
             run.save(1, {"w": np.ones(2)})
     space = open_page(tmp_path)
+    all_runs(space)
     before = look_again(space)
     assert look_again(space) == before
     (tmp_path / "notes").mkdir()
@@ -393,7 +401,8 @@ def test_a_run_that_starts_later_appears(tmp_path, open_page):
     after = look_again(space)
     assert after.version != before.version
     assert list(space.places.runs) == ["a", "deep/b", "deep/c"]
-    shown = ask(runs.content, space)
+    shown = all_runs(space)
+    after = look_again(space)
     assert 'data-run="deep/c"' in shown
     assert f'data-version="{after.version}"' in shown
     shutil.rmtree(tmp_path / "a")
@@ -480,3 +489,12 @@ def test_long_rules_are_shown_whole(tmp_path, open_page):
     )
     [field] = re.findall('<textarea name="rename"[^>]*>\n(.*?)</textarea>', shown, re.S)
     assert html.unescape(field) == rule
+
+
+def test_all_runs_are_shown_as_they_are_read(made, open_page):
+    space = open_page(made)
+    first = ask(runs.content, space)
+    assert "Reading " in first or first.count("data-run=") >= 2
+    last = all_runs(space)
+    assert "Reading " not in last
+    assert set(re.findall('tr data-run="([^"]*)"', last)) == {"run", "source"}

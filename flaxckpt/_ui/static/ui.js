@@ -37,11 +37,11 @@
     asking = setTimeout(ask, ASK_MS);
   }
 
-  function tell({ version, news }) {
+  function tell({ version, text }) {
     const isNew = !address.endsWith(`version=${version}`);
     // Where the next connection goes on.
     address = address.replace(/version=[\d.]*$/, `version=${version}`);
-    say(news || "live");
+    say(text || "live");
     if (isNew) showNews();
   }
 
