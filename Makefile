@@ -32,6 +32,8 @@
 #   make docs    builds the site of README and docs/ into site/
 #   make fuzz    gives each parser changed files, for FUZZ_SECS seconds each: in an
 #                environment of its own, .venv-fuzz; what is found is in fuzz-findings
+#   make model   exhausts models of the protocols, with every order of three processes,
+#                and compares them with what the code does: three minutes
 #   make clean   removes all that these targets made
 
 PYTHON ?= python3
@@ -86,7 +88,7 @@ install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --n
 newest = --upgrade --upgrade-strategy eager
 endif
 
-.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz check bench dist docs clean
+.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz model check bench dist docs clean
 
 demo: $(DEMO_INSTALLED)
 	@$(DEMO_VENV)/bin/python -m examples.demo
@@ -135,6 +137,11 @@ test-orbax-versions: $(INSTALLED) $(ORBAX_INSTALLED)
 fuzz: $(FUZZ_INSTALLED)
 	@echo "==> fuzz, $(FUZZ_SECS) s for each target"
 	@$(FUZZ_VENV)/bin/python -m tests.fuzz --guided --secs $(FUZZ_SECS) --keep fuzz-findings
+
+model: $(INSTALLED)
+	@$(BIN)/python -m tests.model
+	@echo "==> pytest tests/model"
+	@$(BIN)/python -m pytest -m "not slow" tests/model
 
 check: $(INSTALLED)
 	@echo "==> ruff format --check"
