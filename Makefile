@@ -38,6 +38,8 @@
 #   make sequences
 #                cuts the power in all sequences of up to three operations on a run, at
 #                every call, with all single losses: ten minutes or so
+#   make model   exhausts models of the protocols, with every order of three processes,
+#                and compares them with what the code does: three minutes
 #   make clean   removes all that these targets made
 
 PYTHON ?= python3
@@ -94,7 +96,7 @@ install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --n
 newest = --upgrade --upgrade-strategy eager
 endif
 
-.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz mutants sequences check bench dist docs clean
+.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz mutants sequences model check bench dist docs clean
 
 demo: $(DEMO_INSTALLED)
 	@$(DEMO_VENV)/bin/python -m examples.demo
@@ -150,6 +152,11 @@ mutants: $(MUTANTS_INSTALLED)
 
 sequences: $(INSTALLED)
 	@$(BIN)/python -m tests.sequences
+
+model: $(INSTALLED)
+	@$(BIN)/python -m tests.model
+	@echo "==> pytest tests/model"
+	@$(BIN)/python -m pytest -m "not slow" tests/model
 
 check: $(INSTALLED)
 	@echo "==> ruff format --check"

@@ -79,7 +79,7 @@ def _make_room(
     lock: locks.Lock, *, overwrite: bool, keep: Callable[[str], bool]
 ) -> None:
     final = lock.path
-    keys = [key for key in final.keys() if not leases.is_lease(key)]
+    keys = [key for key in final.keys() if not leases.is_lease(key)]  # noqa: SIM118
     if not keys:
         return
     is_late = keys == [MARKER]

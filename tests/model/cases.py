@@ -1,5 +1,6 @@
 """The cases of each protocol, and what breaks without each of its rules."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from types import ModuleType
@@ -63,3 +64,25 @@ def exhaust_all(name: str, processes: int, without: Sequence[str] = ()) -> Resul
 def rules(module: ModuleType) -> tuple[str, ...]:
     """Returns the names of the rules and the assumptions of a protocol."""
     return (*module.RULES, *module.ASSUMPTIONS)
+
+
+def broken_without(name: str, rule: str) -> list[str]:
+    """Returns the invariants that the fewest processes break without a rule."""
+    for processes in (2, 3):
+        broken = {
+            invariant
+            for invariant in PROTOCOLS[name].INVARIANTS
+            for protocol in cases(name, processes, (rule,))
+            if exhaust(only(protocol, invariant)).counterexample
+        }
+        if broken:
+            return [each for each in PROTOCOLS[name].INVARIANTS if each in broken]
+    return []
+
+
+def only(protocol: Protocol, invariant: str) -> Protocol:
+    """Returns a protocol with a single invariant, or without it if it has it not."""
+    invariants = {
+        name: holds for name, holds in protocol.invariants.items() if name == invariant
+    }
+    return dataclasses.replace(protocol, invariants=invariants)

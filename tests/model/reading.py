@@ -56,6 +56,12 @@ def _is_read(state: State) -> bool:
     return "read" in state.at
 
 
+INVARIANTS = {
+    FILES: lambda state: not _is_read(state) or state.place != GONE,
+    NAME: lambda state: not _is_read(state) or state.place == THERE,
+}
+
+
 def protocol(*kinds: str, in_store: bool, without: Collection[str] = ()) -> Protocol:
     """Returns the protocol of some processes, perhaps without rules or assumptions.
 
@@ -64,11 +70,10 @@ def protocol(*kinds: str, in_store: bool, without: Collection[str] = ()) -> Prot
         in_store: Whether the step is in a store.
         without: Names in `RULES` and `ASSUMPTIONS`.
     """
-    invariants = {FILES: lambda state: not _is_read(state) or state.place != GONE}
     # Of two deleters in a directory, each may remove the file of the other: a reader
     # that comes then may see the step vanish for a moment.
-    if in_store or kinds.count("deleter") == 1:
-        invariants[NAME] = lambda state: not _is_read(state) or state.place == THERE
+    is_exclusive = in_store or kinds.count("deleter") == 1
+    invariants = INVARIANTS if is_exclusive else {FILES: INVARIANTS[FILES]}
 
     def actions(state: State) -> Actions:
         at_deleters = [

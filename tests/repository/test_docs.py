@@ -56,6 +56,7 @@ RUN_ELSEWHERE = {
     "make quick": ("Makefile", "quick: check"),
     "make test": ("Makefile", "test: check"),
     "make test-all": (".ci/run", "make test-all"),
+    "make model": ("Makefile", "-m tests.model"),
     "make test-orbax-versions": (".ci/run", "make test-orbax-versions"),
     "make bench": (BENCHMARKS, "from benchmarks.__main__ import main"),
     'make bench BENCH_ARGS="--only train_state tiny"': (
