@@ -26,7 +26,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "_checkpoint/overwrite.py": ("checkpoint/test_overwrite.py",),
     "_checkpoint/verify.py": ("checkpoint/test_verify.py",),
-    "_checkpoint/file_sizes.py": ("run/test_retention.py",),
+    "_checkpoint/file_sizes.py": ("checkpoint/test_file_sizes.py",),
     "_arrays/read_raw.py": ("arrays/test_read_raw.py", "arrays/test_segments.py"),
     "_arrays/zarr/chunk_file.py": ("arrays/test_chunk_file.py",),
 }
