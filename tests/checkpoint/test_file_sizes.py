@@ -1,0 +1,161 @@
+"""Before older steps go, the new one is looked at: no file is missing or too short."""
+
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._checkpoint import file_sizes
+from flaxckpt._storage.storage import LOCAL
+from flaxckpt.formats import _native
+from tests.helpers import faulty_store as faulty
+
+LAYOUTS = {
+    "files": flaxckpt.ArrayLayout(store="files"),
+    "no checksums": flaxckpt.ArrayLayout(store="files", codec="none", checksum=False),
+    "compressed": flaxckpt.ArrayLayout(store="files", codec="zstd"),
+    "zarr 2": flaxckpt.ArrayLayout(store="files", zarr_version=2, checksum=False),
+    "database": flaxckpt.ArrayLayout(store="ocdbt"),
+}
+STATE = {
+    "w": np.arange(2048.0, dtype="f4").reshape(32, 64),
+    "b": jnp.arange(3, dtype=jnp.bfloat16),
+    "scalar": jnp.float32(1),
+    "empty": np.zeros((0, 3), "f4"),
+    "text": "a",
+}
+METRICS = {"metrics/metrics", "metrics/digests"}
+"""Lost metrics keep a step, and are no damage of its values."""
+
+
+def save(path, layout, **options):
+    with flaxckpt.Checkpointer(path, layout=LAYOUTS[layout]) as ckpt:
+        ckpt.save(1, STATE, **options)
+    return path / "1"
+
+
+def changed(path, name, change):
+    """A copy of a checkpoint with a change of one file."""
+    copy = path.with_name("copy")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(path, copy)
+    file = copy / name
+    if change == "removed":
+        file.unlink()
+    elif change == "empty":
+        file.write_bytes(b"")
+    elif change == "longer":
+        file.write_bytes(file.read_bytes() + b"\0")
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+    return copy
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_file_may_be_missing_or_empty(tmp_path, layout):
+    path = save(tmp_path / "c", layout, metrics={"loss": 1.0})
+    file_sizes.check(path)
+    for name in {*LOCAL.files_below(path)} - METRICS:
+        for change in ("removed", "empty"):
+            if (name, change) == ("commit_success.txt", "removed"):
+                continue  # on a disk, the name of the directory says so
+            with pytest.raises(errors.DamagedCheckpointError):
+                file_sizes.check(changed(path, name, change))
+
+
+@pytest.mark.parametrize("layout", ["files", "no checksums"])
+@pytest.mark.parametrize("change", ["longer", "shorter"])
+def test_chunks_have_their_sizes(tmp_path, layout, change):
+    path = save(tmp_path / "c", layout)
+    name = "state/b/c.0"
+    size = (path / name).stat().st_size
+    found = size + (1 if change == "longer" else -1)
+    message = rf"b is incomplete; .*\n.*c\.0: wanted {size} bytes, found {found}"
+    with pytest.raises(errors.DamagedCheckpointError, match=message):
+        file_sizes.check(changed(path, name, change))
+
+
+def test_all_faults_of_an_array_are_told(tmp_path):
+    path = save(tmp_path / "c", "compressed")
+    copy = changed(path, "state/w/c.0.0", "removed")
+    (copy / "state/w/zarr.json").unlink()
+    with pytest.raises(errors.DamagedCheckpointError) as told:
+        file_sizes.check(copy)
+    assert "c.0.0: wanted some bytes, found none" in str(told.value)
+    assert "zarr.json is missing or empty" in str(told.value)
+
+
+def test_a_database_without_digests_holds_its_large_arrays(tmp_path, monkeypatch):
+    monkeypatch.setattr(_native.contents, "_SMALL_DATABASE_BYTES", 0)
+    path = save(tmp_path / "c", "database")
+    file_sizes.check(path)
+    for data in (path / "state/d").iterdir():
+        data.write_bytes(data.read_bytes()[:1000])
+    with pytest.raises(errors.DamagedCheckpointError, match=r"at least 8192 bytes, fo"):
+        file_sizes.check(path)
+    (path / "state/manifest.ocdbt").write_bytes(b"")
+    with pytest.raises(
+        errors.DamagedCheckpointError, match="incomplete: wanted a data"
+    ):
+        file_sizes.check(path)
+    small = tmp_path / "small"
+    with flaxckpt.Checkpointer(small, layout=LAYOUTS["database"]) as ckpt:
+        ckpt.save(1, {"b": STATE["b"]})
+    file_sizes.check(small / "1")
+    shutil.rmtree(small / "1/state/d")
+    with pytest.raises(
+        errors.DamagedCheckpointError, match="at least 0 bytes, found 0"
+    ):
+        file_sizes.check(small / "1")
+
+
+def test_what_was_deleted_on_purpose_is_not_missing(tmp_path):
+    path = tmp_path / "run"
+    with flaxckpt.Checkpointer(path, items=("params", "opt")) as ckpt:
+        ckpt.save(1, {"params": STATE, "opt": STATE}).wait()
+        ckpt.delete(1, item="opt")
+    file_sizes.check(path / "1")
+    shutil.rmtree(path / "1" / "params")
+    with pytest.raises(errors.CheckpointError):
+        file_sizes.check(path / "1")
+
+
+@pytest.mark.parametrize("layout", ["files", "compressed", "database"])
+def test_no_object_may_be_missing(layout):
+    root = faulty.new_path("file-sizes")
+    path = save(root, layout)
+    file_sizes.check(path)
+    for name in {*path.keys()}:
+        key = f"{path.key}/{name}"
+        content = path.store.read(key).value
+        path.store.delete(key)
+        with pytest.raises(errors.CheckpointError):
+            file_sizes.check(path)
+        path.store.write(key, content)
+    file_sizes.check(path)
+
+
+def test_only_checkpoints_of_flaxckpt_are_whole(tmp_path):
+    path = save(tmp_path / "c", "files")
+    (path / "flaxckpt.json").unlink()
+    with pytest.raises(
+        errors.DamagedCheckpointError, match=r"flaxckpt.json is missing"
+    ):
+        file_sizes.check(path)
+
+
+def test_the_size_of_a_chunk_is_known_unless_it_is_compressed(tmp_path):
+    for layout, size in {
+        "files": 2048 * 4 + 4,
+        "no checksums": 2048 * 4,
+        "compressed": 0,
+    }.items():
+        path = save(tmp_path / layout, layout)
+        info = flaxckpt.metadata(path).leaves["w"]
+        encoding = _native.manifest.parse_encoding(
+            _native.items.read_json(path / "flaxckpt.json", path)
+        )
+        assert file_sizes.chunk_bytes(encoding, info) == size

@@ -1,0 +1,224 @@
+"""Rules of retention that make no sense, time for deletions, deletions that fail."""
+
+import logging
+import types
+
+import numpy as np
+import pytest
+
+import flaxckpt
+from flaxckpt import _steps, errors
+from flaxckpt._run import retention
+from flaxckpt.formats._native.items import Items
+from flaxckpt.policies import LatestN
+
+PLAIN = _steps.names.StepFormat()
+
+
+def rules(
+    keep=(), keep_dataset=(), keep_items=None, metrics_from=None, items=("a", "b")
+):
+    return retention.Rules.of(
+        keep, keep_dataset, keep_items or {}, metrics_from, Items(items)
+    )
+
+
+def save(root, *steps):
+    with flaxckpt.Checkpointer(root) as ckpt:
+        for step in steps:
+            ckpt.save(step, {"w": np.ones(2)})
+
+
+# ---- rules ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"metrics_from": 3}, "metrics_from must be a function"),
+        ({"keep_items": [LatestN(1)]}, "keep_items must be a dict"),
+        ({"keep_items": {"a": [LatestN(1)], "b": [LatestN(1)]}}, "could lose them all"),
+        (
+            {"keep_items": {x: [LatestN(1)] for x in "abc"}},
+            "policies for all items with arrays",
+        ),
+        (
+            {"keep_items": {"dataset": [LatestN(1)]}, "keep_dataset": [LatestN(1)]},
+            "pass one of both",
+        ),
+        ({"keep_items": {"a/b": [LatestN(1)]}}, "which cannot be an item"),
+        ({"keep_items": {"a": LatestN(1)}}, r"keep_items\['a'\] must be a list"),
+        ({"keep_dataset": LatestN(1)}, "keep_dataset must be a list"),
+        ({"keep": LatestN(1)}, "keep must be a list"),
+    ],
+)
+def test_rules_that_make_no_sense_are_refused(options, told):
+    with pytest.raises(errors.OptionError, match=told):
+        rules(**options)
+
+
+def test_rules_without_policies_for_an_item_leave_it_alone():
+    latest = LatestN(1)
+    assert rules(keep_items={"a": [latest], "c": []}).keep_items == {"a": (latest,)}
+    assert rules(keep_dataset=[latest]).keep_items == {"dataset": (latest,)}
+    found = rules(keep_items={"dataset": [latest]}, keep=[latest])
+    assert (found.keep_items, found.keep) == ({"dataset": (latest,)}, (latest,))
+
+
+# ---- time -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_deletions_end_after_a_while_if_somebody_waits(monkeypatch, is_awaited):
+    clock = types.SimpleNamespace(now=100.0)
+    monkeypatch.setattr(
+        retention, "time", types.SimpleNamespace(monotonic=lambda: clock.now)
+    )
+    is_over = retention._deadline(lambda: is_awaited)
+    clock.now += 10.0
+    assert [is_over(), is_over()] == [False, False], "two are always allowed"
+    assert is_over() is is_awaited
+    clock.now = 101.9
+    assert not is_over()
+
+
+def test_prune_has_all_the_time_and_a_save_that_is_awaited_has_not(
+    tmp_path, monkeypatch
+):
+    save(tmp_path, *range(1, 7))
+    times = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(
+        retention, "time", types.SimpleNamespace(monotonic=lambda: next(times))
+    )
+    found = retention.Retention(tmp_path, PLAIN, rules([LatestN(2)]))
+    some = found.delete_unkept(just_saved=6, is_awaited=lambda: True)
+    assert some == (1, 2)
+    assert found.delete_unkept() == (3, 4)
+
+
+def test_leftovers_are_swept_with_what_time_is_left(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, 3, 4)
+    left = tmp_path / "9.orbax-checkpoint-tmp-deleted-0123abcd"
+    left.mkdir()
+    times = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(
+        retention, "time", types.SimpleNamespace(monotonic=lambda: next(times))
+    )
+    found = retention.Retention(tmp_path, PLAIN, rules([LatestN(2)]))
+    assert found.delete_unkept(just_saved=4, is_awaited=lambda: True) == (1, 2)
+    assert left.exists()
+    found.delete_unkept(just_saved=4, is_awaited=lambda: True)
+    assert not left.exists()
+
+
+# ---- reasons ----------------------------------------------------------------------
+
+
+def test_what_is_still_to_be_uploaded_says_so_and_counts_elsewhere(tmp_path):
+    save(tmp_path / "here", 1, 2)
+    save(tmp_path / "there", 2, 3, 4)
+    _steps.markers.mark_for_upload(tmp_path / "there" / "3")
+    _steps.markers.mark_for_upload(tmp_path / "there" / "4")
+    here, there = (
+        retention.Retention(tmp_path / name, PLAIN, rules([LatestN(2)]))
+        for name in ("here", "there")
+    )
+    assert there.explain()[3] == ["LatestN(2)", "not uploaded"]
+    assert [here.would_keep(step, there) for step in (1, 2, 3, 4, 5)] == [
+        *(False, False, True, True, False)
+    ]
+
+
+def test_deleted_items_are_told_of_steps_that_stay(tmp_path):
+    save(tmp_path, 1, 2)
+    for step in ("1", "2"):
+        for item in ("dataset", "b"):
+            _steps.markers.mark_item_deleted(tmp_path / step, item)
+    found = retention.Retention(tmp_path, PLAIN, rules([LatestN(1)]))
+    why = ["newest", "LatestN(1)", "item b deleted", "dataset state deleted"]
+    assert found.explain() == {1: [], 2: why}
+
+
+# ---- deletions that fail ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "level", "told"),
+    [
+        (errors.SaveFailedError("pinned"), "INFO", "step 1 stays for now: pinned"),
+        (FileNotFoundError("gone"), "INFO", "step 1 was deleted by another process"),
+        (PermissionError("denied"), "ERROR", "step 1 could not be deleted: denied"),
+    ],
+)
+def test_a_deletion_that_fails_is_logged_and_the_next_is_done(
+    tmp_path, monkeypatch, caplog, error, level, told
+):
+    caplog.set_level(logging.INFO, "flaxckpt")
+    save(tmp_path, 1, 2, 3)
+    real = _steps.delete.delete
+
+    def delete(path):
+        if path.name == "1":
+            raise error
+        real(path)
+
+    monkeypatch.setattr(_steps.delete, "delete", delete)
+    found = retention.Retention(tmp_path, PLAIN, rules([LatestN(1)]))
+    assert found.delete_unkept() == (2,)
+    [record] = [r for r in caplog.records if told in r.getMessage()]
+    assert record.levelname == level
+
+
+class Failing:
+    def preserved(self, checkpoints):
+        raise ValueError("no idea")
+
+
+def test_a_policy_that_fails_deletes_nothing(tmp_path, caplog):
+    save(tmp_path, 1, 2)
+    found = retention.Retention(tmp_path, PLAIN, rules([Failing()]))
+    assert found.delete_unkept(just_saved=2) == ()
+    assert "nothing is deleted after step 2: no idea" in caplog.text
+    with pytest.raises(ValueError, match="no idea"):
+        found.delete_unkept()
+    assert found.index.steps().keys() == {1, 2}
+
+
+@pytest.mark.parametrize(("changed", "deleted"), [(1, ()), (2, (1,))])
+def test_a_policy_that_fails_later_deletes_no_more(
+    tmp_path, monkeypatch, caplog, changed, deleted
+):
+    save(tmp_path, 1, 2, 3, 4)
+    found = retention.Retention(tmp_path, PLAIN, rules([LatestN(1)]))
+    real, decisions = found._decide, []
+
+    def decide(just_saved):
+        decisions.append(just_saved)
+        if len(decisions) == 2:
+            raise ValueError("no idea")
+        return real(just_saved)
+
+    monkeypatch.setattr(found, "_decide", decide)
+    monkeypatch.setattr(
+        found, "_have_metrics_changed", lambda decision, step: step == changed
+    )
+    assert found.delete_unkept(just_saved=4) == deleted
+    assert "no more steps are deleted: no idea" in caplog.text
+    assert found.index.steps().keys() == {1, 2, 3, 4} - {*deleted}
+
+
+def test_the_step_just_saved_stays_this_time(tmp_path):
+    save(tmp_path, 1, 2, 3)
+    found = retention.Retention(tmp_path, PLAIN, rules([LatestN(1)]))
+    assert found.delete_unkept(just_saved=1) == (2,)
+    assert found.delete_unkept() == (1,)
+
+
+def test_unknown_items_are_told_of_once(tmp_path, caplog):
+    save(tmp_path, 1)
+    found = retention.Retention(
+        tmp_path, PLAIN, rules(keep_items={"c": [LatestN(1)], "state": [LatestN(1)]})
+    )
+    for _ in range(2):
+        found.delete_unkept()
+    assert caplog.text.count("policies for 'c', but no step of") == 1
