@@ -26,7 +26,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import greenlet
 
@@ -110,7 +110,9 @@ class Process:
         clock_secs: Its wall clock minus the world's; it may change at any time.
         is_alive: False once the process has ended, or crashed.
         paused_until: The time until which none of its tasks runs.
-        crash_after: The number of points after which it crashes, or None.
+        points: The number of points that it has passed.
+        crash_after: The number of further points after which it crashes, or None.
+        pauses: Number of a point -> the seconds for which the process pauses there.
         tasks: Its tasks that have not ended.
     """
 
@@ -122,7 +124,9 @@ class Process:
         self.clock_secs = 0.0
         self.is_alive = True
         self.paused_until = 0.0
+        self.points = 0
         self.crash_after: int | None = None
+        self.pauses: dict[int, float] = {}
         self.tasks: list[Task] = []
         self.state = ProcessState()
 
@@ -157,6 +161,7 @@ class World:
         timeline: The lines of the history so far, if traced.
         errors: Tasks that ended with an error, with the error.
         hub: The greenlet of the scheduler.
+        shared: What is outside of all processes, such as storage, by name.
     """
 
     def __init__(self, seed: int, *, is_traced: bool = False) -> None:
@@ -166,6 +171,7 @@ class World:
         self.processes: dict[int, Process] = {}
         self.is_traced = is_traced
         self.timeline: list[Line] = []
+        self.shared: dict[str, Any] = {}
         self.errors: list[tuple[Task, BaseException]] = []
         self.hub = greenlet.getcurrent()
         self._agenda: list[tuple] = []
@@ -238,7 +244,7 @@ class World:
         task = Task(process, run, name, is_daemon)
         process.tasks.append(task)
         self._all_tasks.append(task)
-        self._schedule(after, task, True)
+        self._schedule(self.now + after, task, True)
         return task
 
     def crash(self, process: Process) -> None:
@@ -276,6 +282,9 @@ class World:
     def point(self, what: str = "") -> None:
         """Lets other tasks run that are due now; the process may crash here."""
         process = self._running().process
+        process.points += 1
+        if process.points in process.pauses:
+            self.pause(process, process.pauses[process.points])
         if process.crash_after is not None:
             process.crash_after -= 1
             if process.crash_after < 0:
@@ -289,7 +298,7 @@ class World:
         task = self._running()
         task.waits_for = what
         if secs is not None:
-            self._schedule(max(secs, 0.0), task, False)
+            self._schedule(self.now + max(secs, 0.0), task, False)
         self.task = None
         woken = self.hub.switch()
         self._running()
@@ -303,7 +312,7 @@ class World:
     def wake(self, ticket: Ticket) -> None:
         """Ends a wait, unless it is over."""
         if ticket.is_valid():
-            self._schedule(0.0, ticket.task, True)
+            self._schedule(self.now, ticket.task, True)
 
     def wake_all(self, tickets: list[Ticket]) -> None:
         """Ends all waits of a list, and empties the list."""
@@ -330,8 +339,8 @@ class World:
             raise Killed
         return task
 
-    def _schedule(self, secs: float, task: Task, woken: bool) -> None:
-        entry = (self.now + secs, self.random.random(), next(self._numbers), task)
+    def _schedule(self, when: float, task: Task, woken: bool) -> None:
+        entry = (when, self.random.random(), next(self._numbers), task)
         heapq.heappush(self._agenda, (*entry, task.turn, woken))
 
     # ---- the scheduler ------------------------------------------------------------
@@ -371,7 +380,7 @@ class World:
         if turn != entry.turn or entry.is_ended or not process.is_alive:
             return
         if process.paused_until > when:
-            self._schedule(process.paused_until - self.now, entry, woken)
+            self._schedule(process.paused_until, entry, woken)
             return
         self.now = when
         entry.turn += 1
