@@ -7,13 +7,14 @@ simulated processes may share, each with the reason; a test finds all others.
 
 import importlib
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from flaxckpt._util import forks
 
 SWAPPED: dict[str, tuple[str, ...]] = {
-    "flaxckpt._checkpoint.commit": ("_guard",),
+    "flaxckpt._checkpoint.commit": ("_guard", "_locks"),
     "flaxckpt._checkpoint.save_handle": (
         "_is_ending",
         "_registered_in",
@@ -41,7 +42,7 @@ def _fresh(value: Any) -> Any:
         return forks.PerProcess(stand_ins.get(id(value._make), value._make))
     if type(value) in (threading.Event, threading.local):
         return stand_ins[id(type(value))]()
-    if isinstance(value, dict | set | list):
+    if isinstance(value, dict | set | list | weakref.WeakValueDictionary):
         return type(value)()
     return None
 
