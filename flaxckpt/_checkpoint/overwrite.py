@@ -167,7 +167,11 @@ def check_target_free(
 
 
 def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+    """Returns True for an empty directory, or one that was just deleted."""
+    try:
+        return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+    except FileNotFoundError:
+        return True
 
 
 def check_replaceable(
