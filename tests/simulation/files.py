@@ -21,6 +21,7 @@ from tests.simulation import filesystem, kernel
 _STEP = re.compile(r"[0-9]+")
 _PARTS = ("v", "w")
 _LEASE_SECS = 60.0
+_ABANDONED_SECS = 600.0
 
 MARKS = ("PINNED", "TEMPORARY", "MEASURED", "NOT_UPLOADED", "DAMAGED", "DELETING")
 
@@ -91,12 +92,18 @@ class Ledger:
         world: The world.
         files: The file system.
         setting: What all processes agree on.
+        parts: The arrays of each state.
     """
 
     def __init__(
-        self, world: kernel.World, files: filesystem.FileSystem, setting: Setting
+        self,
+        world: kernel.World,
+        files: filesystem.FileSystem,
+        setting: Setting,
+        parts: tuple[str, ...] = _PARTS,
     ) -> None:
         self.world = world
+        self.parts = parts
         self.setting = setting
         self.files = files
         self.saves: dict[int, Save] = {}
@@ -109,6 +116,8 @@ class Ledger:
         self.readings: list[Reading] = []
         self.touched: dict[str, float] = {}
         self.leases: dict[int, str] = {}
+        self._writers: dict[str, kernel.Process] = {}  # temporary directory -> who
+        self._withdrawn: dict[str, Save] = {}  # by policies: new name -> save
         files.on_change = self._see
 
     # ---- what processes report ----------------------------------------------------
@@ -162,7 +171,7 @@ class Ledger:
         if not path.is_dir() or not any(path.iterdir()):
             return None
         try:
-            tokens = {_read_token(path, name) for name in _PARTS}
+            tokens = {_read_token(path, name) for name in self.parts}
             wanted = ("commit_success.txt", "flaxckpt.json", "_CHECKPOINT_METADATA")
             missing = [name for name in wanted if not (path / name).is_file()]
         except OSError as error:
@@ -189,10 +198,19 @@ class Ledger:
             if path.name.startswith("READING-"):
                 self.touched[path.name] = self.world.now
                 self.leases[self.world.task.process.pid] = path.name
-        elif name in ("unlink", "remove"):
-            if self.readings and path.name != "DELETING":
+        elif name == "mkdir":
+            if "-writing-" in path.name:
+                self._writers[paths[-1]] = self.world.task.process
+        elif name in ("unlink", "remove", "rmdir"):
+            self._check_writers(paths[-1])
+            if path.name == "PINNED" and (
+                save := self._withdrawn.get(str(path.parent))
+            ):
+                raise kernel.Violation(f"policies delete {save}, which is pinned")
+            if self.readings and name != "rmdir" and path.name != "DELETING":
                 self._check_readers(path)
         elif name in ("rename", "replace", "exchange"):
+            self._writers.pop(paths[0], None)
             self._see_rename(Path(paths[0]), path, is_exchange=name == "exchange")
 
     def _see_rename(self, old: Path, new: Path, *, is_exchange: bool) -> None:
@@ -224,6 +242,7 @@ class Ledger:
             why = "deleted by a user" if is_explicit else "deleted by policies"
             self.left[old.parent, token] = why
             if not is_explicit:
+                self._withdrawn[str(new)] = self.saves[token]
                 self._check_policies(old, new, self.saves[token])
 
     # ---- invariants ---------------------------------------------------------------
@@ -246,6 +265,21 @@ class Ledger:
         others = [self.saves[self.token(path) or 0].loss for path in present.values()]
         if self.setting.has_best and not is_near and save.loss < min(others):
             raise kernel.Violation(f"policies delete {save}, which is the best")
+
+    def _check_writers(self, path: str) -> None:
+        """Checks that no process removes what another one writes."""
+        before, found, after = path.partition("-writing-")
+        directory = f"{before}{found}{after[:8]}"
+        writer = self._writers.get(directory)
+        if writer in (None, self.world.task.process) or not writer.is_alive:
+            return
+        if self.files.weather.fails:  # it may have left the directory to others
+            return
+        longest = max(writer.pauses.values(), default=0.0)
+        if self.files.weather.is_local or longest < _ABANDONED_SECS:
+            raise kernel.Violation(
+                f"{directory} of {writer} is removed while it writes"
+            )
 
     def _check_readers(self, path: Path) -> None:
         """Checks that no file is removed under a reader."""
@@ -272,7 +306,7 @@ class Ledger:
 
     def check_state(self, state: dict[str, np.ndarray], what: str) -> Save:
         """Checks that a restored state is that of one save."""
-        tokens = {int(np.asarray(state[name])[0]) for name in _PARTS}
+        tokens = {int(np.asarray(state[name])[0]) for name in self.parts}
         if len(tokens) > 1 or not tokens <= self.saves.keys():
             raise kernel.Violation(f"{what} returns parts of the saves {tokens}")
         return self.saves[tokens.pop()]
@@ -317,6 +351,10 @@ class Ledger:
                 raise kernel.Violation(f"{path.name} has {left} for ever")
             if self.pinned.get(path) and "PINNED" not in names:
                 raise kernel.Violation(f"{path.name} has lost its pin")
+            far = self.setting.run / path.name
+            is_same = self.token(far) == self.token(path)
+            if self.pinned.get(path) and is_same and not (far / "PINNED").exists():
+                raise kernel.Violation(f"the pin of {path} is never uploaded")
 
     def _check_uploaded(self) -> None:
         """Checks that acknowledged saves in staging are in the run directory."""
@@ -511,18 +549,21 @@ def _last_program(ledger: Ledger) -> None:
     """Opens the run again after the faults."""
     setting = ledger.setting
     for _ in range(3):
-        with ledger.operation("last"):
-            with flaxckpt.Checkpointer(
+        with (
+            ledger.operation("last"),
+            flaxckpt.Checkpointer(
                 setting.run, keep=setting.keep, staging=setting.staging
-            ) as checkpointer:
-                checkpointer.wait_for_uploads()
+            ) as checkpointer,
+        ):
+            checkpointer.wait_for_uploads()
         ledger.world.sleep(700.0)
 
 
 # ---- histories --------------------------------------------------------------------
 
 
-def _weather(world: kernel.World) -> filesystem.Weather:
+def draw_weather(world: kernel.World) -> filesystem.Weather:
+    """Draws the chances of faults of a file system."""
     random = world.random
     is_local = random.random() < 0.6
     return filesystem.Weather(
@@ -568,7 +609,7 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
         filesystem.directory("files") as root,
         kernel.World(seed, is_traced=is_traced) as world,
     ):
-        files = filesystem.FileSystem(world, root, _weather(world))
+        files = filesystem.FileSystem(world, root, draw_weather(world))
         random = world.random
         near = root / "near" if random.random() < 0.3 else None
         setting = Setting(
@@ -588,11 +629,7 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
         try:
             world.run()
             world.record("all processes have ended")
-            files.weather = filesystem.Weather(
-                is_local=files.weather.is_local,
-                has_locks=files.weather.has_locks,
-                can_exchange=files.weather.can_exchange,
-            )
+            files.weather = files.weather._replace(slow=0.0, fails=0.0)
             world.start("last", lambda: _last_program(ledger))
             world.run()
             ledger.check_end()

@@ -1,11 +1,13 @@
 """A simulated file system: the real one in a directory, with a point at each call.
 
 `installed` replaces the functions of `os`, so that pathlib, shutil and tempfile use the
-stand-ins, too. Below the directory of the world that runs, each call is a point: another
-task may run before it, the process may crash, or the call may fail or take its time.
-Times of files are those of the world. Locks are real, and a dead process loses its own.
+stand-ins, too. Below the directory of the world that runs, each call is a point:
+another task may run before it, the process may crash, or the call may fail or take its
+time. Times of files are those of the world. Locks are real, and a dead process loses
+its own.
 """
 
+# ruff: noqa: PTH112, PTH120
 import builtins
 import contextlib
 import errno
@@ -108,7 +110,8 @@ class FileSystem:
 
     def note(self, name: str, *paths: str) -> None:
         """Records a change that was made."""
-        if self._world.is_traced:
+        # What happens inside of temporary directories would hide the rest.
+        if self._world.is_traced and "-tmp-" not in os.path.dirname(paths[-1]):
             self._world.record(f"{name} {' -> '.join(map(self._short, paths))}")
         with self.observing():
             self.on_change(name, paths)
