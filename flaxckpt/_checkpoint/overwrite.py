@@ -125,14 +125,18 @@ def check_free(final: Path, *, overwrite: bool) -> None:
         return
     if _storage.of(final).is_unfinished(final):
         return  # the save removes it unless another process works with it
-    if _is_empty(final):
-        return
-    if not overwrite:
-        raise errors.CheckpointExistsError(
-            f"{final} exists: choose another path, or pass overwrite=True (to a"
-            " Checkpointer: on_exists='overwrite')"
-        )
-    check_replaceable(final)
+    try:
+        if _is_empty(final):
+            return
+        if overwrite:
+            check_replaceable(final)
+            return
+    except FileNotFoundError:
+        return  # another process has deleted it just now
+    raise errors.CheckpointExistsError(
+        f"{final} exists: choose another path, or pass overwrite=True (to a"
+        " Checkpointer: on_exists='overwrite')"
+    )
 
 
 def check_target_free(

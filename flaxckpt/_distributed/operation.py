@@ -19,7 +19,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -52,6 +52,20 @@ _MARGIN = 2
 
 
 _LONGEST_TEXT = 1000
+
+
+@contextlib.contextmanager
+def _service_errors() -> Iterator[None]:
+    """Converts errors of the key-value store to the failure of process 0.
+
+    Raises:
+        ApartError: The store cannot be reached.
+    """
+    try:
+        yield
+    except OSError as error:
+        message = f"its coordination service has ended: {error}"
+        raise ApartError([Failure(0, LATE, message)]) from None
 
 
 # ---- who is there ------------------------------------------------------------------
@@ -196,15 +210,22 @@ class Operation:
         """
         if self.is_first:
             text = mine()
-            self._messages.announce(stage, text)
+            with _service_errors():
+                self._messages.announce(stage, text)
             return text
         return self._await(stage)
 
     def report(self, stage: str, mine: str = "") -> None:
-        """Reports to process 0 that this process has reached a stage."""
-        if not self.is_first:
-            self._messages.report(stage, mine)
+        """Reports to process 0 that this process has reached a stage.
 
+        Raises:
+            ApartError: The messages cannot be sent.
+        """
+        if not self.is_first:
+            with _service_errors():
+                self._messages.report(stage, mine)
+
+    @_service_errors()
     def gather(self, stage: str, mine: str = "") -> list[str]:
         """Waits, as process 0, until all processes have reached a stage.
 
@@ -281,8 +302,10 @@ class Operation:
         if self._is_over:
             return
         self._is_over = True
+        failure = self._failure(error)
+        self._failures = (*self._failures, failure)
         try:
-            self._messages.fail(self._failure(error))
+            self._messages.fail(failure)
             if self.is_first:
                 if stage:
                     self._settle(stage)
@@ -343,15 +366,12 @@ class Operation:
         begin = time.monotonic()
         deadline = begin + _MARGIN * self._timeout_secs + _GRACE_SECS
         while True:
-            try:
+            with _service_errors():
                 with contextlib.suppress(TimeoutError):
                     return self._messages.announcement(stage, _SLICE_SECS)
                 if (apart := self._messages.get_end()) is not None:
                     self._is_over = True
                     raise apart
-            except OSError as error:
-                message = f"its coordination service has ended: {error}"
-                raise ApartError([Failure(0, LATE, message)]) from None
             if reason := self._lateness(0, stage, begin, deadline):
                 raise ApartError([Failure(0, LATE, reason)])
 

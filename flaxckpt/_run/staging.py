@@ -92,7 +92,8 @@ def _resolve(staging: PathLike, directory: Path) -> Path:
             " contain the other"
         )
     try:
-        owner = (path / _OWNER).read_text(encoding="utf-8").strip()
+        with _storage.permissions.explain_errors(path / _OWNER):
+            owner = (path / _OWNER).read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
         return path
     if owner != str(directory):

@@ -263,6 +263,8 @@ class Uploads:
                     if self._report_failure(step, path, error):
                         return
                 is_begin = False
+        except errors.CheckpointError as error:
+            _log.warning("uploads of %s stop for now: %s", self._staging, error)
         finally:
             with self._guard.get():
                 turn.is_over = True

@@ -77,7 +77,7 @@ def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> Non
         sweep(root, step_format)
         # Replacing a file leaves temporary files only in storage with renames.
         inside = items if _storage.of(root).can_rename else ()
-        directories = [root / name for name in inside]
+        directories = [root / name for name in ("", *inside) if inside]
         for step in index.list_steps(root, step_format).values():
             directories += [step, *(step / name for name in inside)]
         for directory in directories:

@@ -386,8 +386,11 @@ def is_being_written(path: Path) -> bool:
 
 
 def advice_on_saves(directory: Path) -> str:
-    """Describes the unfinished saves under a directory; empty without any."""
-    names = _storage.temporary.unfinished_names(directory)
+    """Describes the unfinished saves under a directory; empty if none is known."""
+    try:
+        names = _storage.temporary.unfinished_names(directory)
+    except OSError:
+        return ""
     if not names:
         return ""
     return (

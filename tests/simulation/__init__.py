@@ -1,0 +1,1 @@
+"""Simulation: one seed is one history of several processes, storage and faults."""

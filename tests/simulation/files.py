@@ -1,0 +1,641 @@
+"""Histories of run directories in a file system: trainers, readers, a second job.
+
+Each process uses a `Checkpointer`, with all that it does: saves on threads, retention,
+uploads from a staging directory. The ledger outside of all processes sees each change
+of a name, and checks it.
+"""
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import flaxckpt
+from flaxckpt import errors, policies
+from tests.simulation import filesystem, kernel
+
+_STEP = re.compile(r"[0-9]+")
+_PARTS = ("v", "w")
+_LEASE_SECS = 60.0
+_ABANDONED_SECS = 600.0
+
+MARKS = ("PINNED", "TEMPORARY", "MEASURED", "NOT_UPLOADED", "DAMAGED", "DELETING")
+
+
+class Setting(NamedTuple):
+    """What all processes of a history agree on.
+
+    Attributes:
+        run: The run directory.
+        staging: The staging directory of the first job, or None.
+        latest: Retention keeps this number of newest steps; 0 for all.
+        has_best: Whether retention keeps the step with the lowest loss as well.
+    """
+
+    run: Path
+    staging: Path | None
+    latest: int
+    has_best: bool
+
+    @property
+    def keep(self) -> list[policies.PreservationPolicy]:
+        """The policies."""
+        best = [policies.BestN(1, "loss", "min")] if self.has_best else []
+        return [policies.LatestN(self.latest), *best] if self.latest else []
+
+
+class Save:
+    """A save, whose state holds its number.
+
+    Attributes:
+        token: Its number.
+        step: Its step.
+        loss: Its metric.
+        directory: Where it is saved.
+        is_acknowledged: Whether it has succeeded.
+    """
+
+    def __init__(self, token: int, step: int, loss: float, directory: Path) -> None:
+        self.token = token
+        self.step = step
+        self.loss = loss
+        self.directory = directory
+        self.is_acknowledged = False
+
+    @property
+    def state(self) -> dict[str, np.ndarray]:
+        """The state to save."""
+        return {name: np.array([self.token]) for name in _PARTS}
+
+    def __str__(self) -> str:
+        return f"save {self.token} of step {self.step}"
+
+
+class Reading:
+    """A read of a step under a lease."""
+
+    def __init__(self, path: Path, token: int, inode: int, lease: str) -> None:
+        self.path = path
+        self.token = token
+        self.inode = inode
+        self.lease = lease
+
+
+class Ledger:
+    """What was asked for and acknowledged; checks each change of a name.
+
+    Args:
+        world: The world.
+        files: The file system.
+        setting: What all processes agree on.
+        parts: The arrays of each state.
+    """
+
+    def __init__(
+        self,
+        world: kernel.World,
+        files: filesystem.FileSystem,
+        setting: Setting,
+        parts: tuple[str, ...] = _PARTS,
+    ) -> None:
+        self.world = world
+        self.parts = parts
+        self.setting = setting
+        self.files = files
+        self.saves: dict[int, Save] = {}
+        self.doing: dict[int, str] = {}  # PID -> what its main thread does
+        self.began: dict[int, float] = {}  # PID -> since when
+        self.disturbed = -1.0  # when users last changed what policies look at
+        self.left: dict[tuple[Path, int], str] = {}  # directory, save -> why it left
+        self.pinned: dict[Path, bool] = {}  # step -> whether it surely is
+        self.last_pinned: dict[int, Path] = {}  # PID -> step
+        self.readings: list[Reading] = []
+        self.touched: dict[str, float] = {}
+        self.leases: dict[int, str] = {}
+        self._writers: dict[str, kernel.Process] = {}  # temporary directory -> who
+        self._withdrawn: dict[str, Save] = {}  # by policies: new name -> save
+        files.on_change = self._see
+
+    # ---- what processes report ----------------------------------------------------
+
+    @contextlib.contextmanager
+    def operation(self, what: str, *, disturbs: bool = False) -> Iterator[None]:
+        """Notes what the main thread of a process does."""
+        pid = self.world.task.process.pid
+        self.world.record(what)
+        self.doing[pid], self.began[pid] = what, self.world.now
+        if disturbs:
+            self.disturbed = self.world.now
+        try:
+            yield
+        except errors.CheckpointError as error:
+            self.world.record(f"{what}: {type(error).__name__}", f"{error}"[:100])
+        finally:
+            if self.doing.get(pid) == what:
+                del self.doing[pid]
+            if disturbs:
+                self.disturbed = self.world.now
+
+    def begin_save(self, step: int, directory: Path) -> Save:
+        """Returns a new save."""
+        loss = float(self.world.random.randrange(100))
+        save = Save(len(self.saves) + 1, step, loss, directory)
+        self.saves[save.token] = save
+        return save
+
+    def acknowledge(self, save: Save) -> None:
+        """Notes that a save has succeeded."""
+        save.is_acknowledged = True
+        self.world.record(f"acknowledged: {save}")
+        with self.files.observing():
+            self._check_there(save)
+
+    def forget_pin(self, step: int) -> None:
+        """Notes that a step may lose its pin from now on."""
+        for directory in (self.setting.run, self.setting.staging):
+            if directory is not None:
+                self.pinned[directory / str(step)] = False
+
+    # ---- the true content ---------------------------------------------------------
+
+    def token(self, path: Path) -> int | None:
+        """Returns the save at a path; None without a step.
+
+        Raises:
+            Violation: There is a step, but it is not whole.
+        """
+        if not path.is_dir() or not any(path.iterdir()):
+            return None
+        try:
+            tokens = {_read_token(path, name) for name in self.parts}
+            wanted = ("commit_success.txt", "flaxckpt.json", "_CHECKPOINT_METADATA")
+            missing = [name for name in wanted if not (path / name).is_file()]
+        except OSError as error:
+            raise kernel.Violation(f"{path.name} is listed, but {error}") from None
+        if len(tokens) > 1 or missing:
+            raise kernel.Violation(
+                f"{path.name} is listed, but has parts of saves {tokens}, and lacks"
+                f" {missing}"
+            )
+        return tokens.pop()
+
+    def steps(self, directory: Path) -> dict[int, Path]:
+        """Returns the listed steps of a directory."""
+        if not directory.is_dir():
+            return {}
+        paths = sorted(directory.iterdir())
+        return {int(p.name): p for p in paths if _STEP.fullmatch(p.name)}
+
+    # ---- each change --------------------------------------------------------------
+
+    def _see(self, name: str, paths: tuple[str, ...]) -> None:
+        path = Path(paths[-1])
+        if name in ("create", "touch"):
+            if path.name.startswith("READING-"):
+                self.touched[path.name] = self.world.now
+                self.leases[self.world.task.process.pid] = path.name
+        elif name == "mkdir":
+            if "-writing-" in path.name:
+                self._writers[paths[-1]] = self.world.task.process
+        elif name in ("unlink", "remove", "rmdir"):
+            self._check_writers(paths[-1])
+            if path.name == "PINNED" and (
+                save := self._withdrawn.get(str(path.parent))
+            ):
+                raise kernel.Violation(f"policies delete {save}, which is pinned")
+            if self.readings and name != "rmdir" and path.name != "DELETING":
+                self._check_readers(path)
+        elif name in ("rename", "replace", "exchange"):
+            self._writers.pop(paths[0], None)
+            self._see_rename(Path(paths[0]), path, is_exchange=name == "exchange")
+
+    def _see_rename(self, old: Path, new: Path, *, is_exchange: bool) -> None:
+        if new.name == "PINNED":
+            self.last_pinned[self.world.task.process.pid] = new.parent
+        elif _is_step(new):
+            token = self.token(new)
+            if token is None:
+                raise kernel.Violation(f"{new.name} is empty")
+            self.left.pop((new.parent, token), None)
+            if is_exchange and (before := self.token(old)) is not None:
+                self.left[new.parent, before] = f"replaced by {token}"
+            for (directory, other), why in list(self.left.items()):
+                is_same = self.saves[other].step == int(new.name)
+                if why == "set aside" and directory == new.parent and is_same:
+                    self.left[directory, other] = f"replaced by {token}"
+        elif _is_step(old):
+            token = self.token(new)
+            if token is None:
+                return
+            if "-deleted-" not in new.name:
+                is_aside = "-replaced-" in new.name
+                self.left[old.parent, token] = "set aside" if is_aside else "undone"
+                return
+            process = self.world.task.process
+            is_main = self.world.task.name == "main"
+            asked = self.doing.get(process.pid, "")
+            is_explicit = is_main and asked.startswith("delete")
+            why = "deleted by a user" if is_explicit else "deleted by policies"
+            self.left[old.parent, token] = why
+            if not is_explicit:
+                self._withdrawn[str(new)] = self.saves[token]
+                self._check_policies(old, new, self.saves[token])
+
+    # ---- invariants ---------------------------------------------------------------
+
+    def _check_policies(self, old: Path, aside: Path, save: Save) -> None:
+        """Checks that policies may delete a step, which has the name `aside` now."""
+        began = self.began.get(self.world.task.process.pid, 0.0)
+        if self.disturbed >= began:
+            return
+        present = self.steps(old.parent)
+        newer = sum(step > save.step for step in present)
+        is_near = old.parent == self.setting.staging
+        wanted = 1 if is_near else self.setting.latest
+        if newer < wanted:
+            raise kernel.Violation(
+                f"policies delete {save}, with only {newer} newer steps: {present}"
+            )
+        if is_near and (aside / "NOT_UPLOADED").exists():
+            raise kernel.Violation(f"policies delete {save} before its upload")
+        others = [self.saves[self.token(path) or 0].loss for path in present.values()]
+        if self.setting.has_best and not is_near and save.loss < min(others):
+            raise kernel.Violation(f"policies delete {save}, which is the best")
+
+    def _check_writers(self, path: str) -> None:
+        """Checks that no process removes what another one writes."""
+        before, found, after = path.partition("-writing-")
+        directory = f"{before}{found}{after[:8]}"
+        writer = self._writers.get(directory)
+        if writer in (None, self.world.task.process) or not writer.is_alive:
+            return
+        if self.files.weather.fails:  # it may have left the directory to others
+            return
+        longest = max(writer.pauses.values(), default=0.0)
+        if self.files.weather.is_local or longest < _ABANDONED_SECS:
+            raise kernel.Violation(
+                f"{directory} of {writer} is removed while it writes"
+            )
+
+    def _check_readers(self, path: Path) -> None:
+        """Checks that no file is removed under a reader."""
+        for reading in self.readings:
+            directory = path.parents[len(path.parents) - len(reading.path.parents) - 1]
+            is_alive = self.world.now - self.touched[reading.lease] <= _LEASE_SECS
+            why = self.left.get((reading.path.parent, reading.token), "")
+            if not is_alive or not directory.is_dir() or why.startswith("replaced"):
+                continue
+            if path.parent == directory and path.name.startswith(("READING", *MARKS)):
+                continue
+            if directory.stat().st_ino == reading.inode:
+                raise kernel.Violation(f"{path} is removed under a reader")
+
+    def _check_there(self, save: Save) -> None:
+        """Checks that an acknowledged save is there, or was removed on purpose."""
+        path = save.directory / str(save.step)
+        if self.token(path) == save.token:
+            if (path / "DAMAGED").exists():
+                raise kernel.Violation(f"{save} is marked as damaged")
+            return
+        if (save.directory, save.token) not in self.left:
+            raise kernel.Violation(f"{save} was acknowledged, and is gone")
+
+    def check_state(self, state: dict[str, np.ndarray], what: str) -> Save:
+        """Checks that a restored state is that of one save."""
+        tokens = {int(np.asarray(state[name])[0]) for name in self.parts}
+        if len(tokens) > 1 or not tokens <= self.saves.keys():
+            raise kernel.Violation(f"{what} returns parts of the saves {tokens}")
+        return self.saves[tokens.pop()]
+
+    def surely_there(self) -> list[Save]:
+        """Returns the acknowledged saves that are listed now."""
+        return [
+            save
+            for save in self.saves.values()
+            if save.is_acknowledged
+            and (save.directory, save.token) not in self.left
+            and save.directory == self.setting.run
+        ]
+
+    def check_end(self) -> None:
+        """Checks the directories after all processes were restarted."""
+        with self.files.observing():
+            for save in self.saves.values():
+                if save.is_acknowledged:
+                    self._check_there(save)
+            aside = [key for key, why in self.left.items() if why == "set aside"]
+            if aside:
+                raise kernel.Violation(f"{aside} never got their names back")
+            for directory in (self.setting.run, self.setting.staging):
+                if directory is not None:
+                    self._check_directory(directory)
+            if self.setting.staging is not None:
+                self._check_uploaded()
+
+    def _check_directory(self, directory: Path) -> None:
+        known = ("events.jsonl", "STAGING_OF")
+        for path in sorted(directory.iterdir()):
+            if not _STEP.fullmatch(path.name):
+                if path.name not in known:
+                    raise kernel.Violation(f"{path.name} is left for ever")
+                continue
+            self.token(path)
+            names = {entry.name for entry in path.iterdir()}
+            left = {n for n in names if n.startswith(("READING", "DELETING"))}
+            left |= {n for n in names if n.endswith(".tmp") or n == "DAMAGED"}
+            if left:
+                raise kernel.Violation(f"{path.name} has {left} for ever")
+            if self.pinned.get(path) and "PINNED" not in names:
+                raise kernel.Violation(f"{path.name} has lost its pin")
+            far = self.setting.run / path.name
+            is_same = self.token(far) == self.token(path)
+            if self.pinned.get(path) and is_same and not (far / "PINNED").exists():
+                raise kernel.Violation(f"the pin of {path} is never uploaded")
+
+    def _check_uploaded(self) -> None:
+        """Checks that acknowledged saves in staging are in the run directory."""
+        near, far = self.setting.staging, self.setting.run
+        there = self.steps(far)
+        for save in self.saves.values():
+            has_left = self.left.get((near, save.token), "")
+            if (
+                save.directory == near
+                and save.is_acknowledged
+                and not has_left.startswith(("replaced", "deleted by a user"))
+                and (far, save.token) not in self.left
+                and save.step not in there  # another job may have saved it there
+                and (not self.setting.latest or save.step > max(there, default=0))
+            ):
+                raise kernel.Violation(f"{save} is never uploaded")
+
+
+def _is_step(path: Path) -> bool:
+    return path.parent.name in ("run", "near") and bool(_STEP.fullmatch(path.name))
+
+
+def _read_token(path: Path, name: str) -> int:
+    content = (path / "state" / name / "c.0").read_bytes()
+    return int.from_bytes(content[:8], "little")
+
+
+# ---- programs ---------------------------------------------------------------------
+
+
+class Trainer:
+    """Saves, restores, and does with its steps what users do."""
+
+    def __init__(self, ledger: Ledger, size: int, staging: Path | None) -> None:
+        self._ledger = ledger
+        self._world = ledger.world
+        self._size = size
+        self._staging = staging
+
+    def __call__(self) -> None:
+        operations = (
+            (self._save, 6),
+            (self._overwrite, 2),
+            (self._restore, 2),
+            (self._pin, 2),
+            (self._unpin, 1),
+            (self._delete, 1),
+            (self._measure, 1),
+            (self._prune, 1),
+            (self._reopen, 1),
+        )
+        some, weights = zip(*operations, strict=True)
+        random = self._world.random
+        self._open()
+        for _ in range(self._size):
+            self._world.sleep(random.choice((0.0, 0.1, 1.0, 20.0)) * random.random())
+            (operation,) = random.choices(some, weights)
+            operation()
+        with self._ledger.operation("close"):
+            self._checkpointer.close()
+
+    def _open(self) -> None:
+        setting = self._ledger.setting
+        while True:
+            with self._ledger.operation("open"):
+                self._checkpointer = flaxckpt.Checkpointer(
+                    setting.run, keep=setting.keep, staging=self._staging
+                )
+                return
+            self._world.sleep(1.0)
+
+    def _steps(self) -> list[int]:
+        with self._ledger.operation("list"):
+            return self._checkpointer.steps()
+        return []
+
+    def _choose(self) -> int:
+        return self._world.random.choice(self._steps() or [1])
+
+    def _save(self) -> None:
+        self._save_as(max(self._steps(), default=0) + 1)
+
+    def _overwrite(self) -> None:
+        self._save_as(self._choose(), overwrite=True)
+
+    def _save_as(self, step: int, *, overwrite: bool = False) -> None:
+        directory = self._staging or self._ledger.setting.run
+        save = self._ledger.begin_save(step, directory)
+        with self._ledger.operation(f"{save}{', overwriting' if overwrite else ''}"):
+            handle = self._checkpointer.save(
+                step, save.state, metrics={"loss": save.loss}, overwrite=overwrite
+            )
+            if self._world.random.random() < 0.3:
+                self._world.sleep(1.0)
+            handle.wait()
+            self._ledger.acknowledge(save)
+
+    def _restore(self) -> None:
+        there = self._ledger.surely_there()
+        with self._ledger.operation("restore"):
+            try:
+                state = self._checkpointer.restore()
+            except errors.CheckpointError:
+                self._check_newest(there, None)
+                raise
+            save = self._ledger.check_state(state, "restore")
+            self._check_newest(there, save)
+
+    def _check_newest(self, there: list[Save], restored: Save | None) -> None:
+        """Checks that the newest step was restored, if nobody touched it."""
+        if self._ledger.files.weather.fails:
+            return
+        now = self._ledger.surely_there()
+        steady = [save.step for save in there if save in now]
+        if steady and (restored is None or restored.step < max(steady)):
+            raise kernel.Violation(f"restores {restored} instead of step {max(steady)}")
+
+    def _pin(self) -> None:
+        step, pinned = self._choose(), self._ledger.pinned
+        with self._ledger.operation(f"pin {step}"):
+            self._checkpointer.pin(step)
+            path = self._ledger.last_pinned[self._world.task.process.pid]
+            pinned[path] = pinned.get(path, True)
+
+    def _unpin(self) -> None:
+        step = self._choose()
+        with self._ledger.operation(f"unpin {step}", disturbs=True):
+            self._ledger.forget_pin(step)
+            self._checkpointer.unpin(step)
+
+    def _delete(self) -> None:
+        step = self._choose()
+        with self._ledger.operation(f"delete {step}", disturbs=True):
+            self._ledger.forget_pin(step)
+            self._checkpointer.delete(step)
+
+    def _measure(self) -> None:
+        step = self._choose()
+        with self._ledger.operation(f"measure {step}", disturbs=True):
+            self._checkpointer.add_metrics(step, {"accuracy": 0.5})
+
+    def _prune(self) -> None:
+        with self._ledger.operation("prune"):
+            self._checkpointer.prune()
+
+    def _reopen(self) -> None:
+        with self._ledger.operation("close"):
+            self._checkpointer.close()
+        self._open()
+
+
+class Reader:
+    """Reads new steps under leases, as an evaluation job does."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._world = ledger.world
+
+    def __call__(self) -> None:
+        run = self._ledger.setting.run
+        with self._ledger.operation("read new steps"):
+            checkpointer = flaxckpt.Checkpointer(run, read_only=True)
+            steps = checkpointer.new_steps(timeout_secs=30, poll_secs=5)
+            with contextlib.closing(steps):
+                for step in steps:
+                    self._read(checkpointer, run / str(step), step)
+
+    def _read(self, checkpointer: flaxckpt.Checkpointer, path: Path, step: int) -> None:
+        ledger = self._ledger
+        lease = ledger.leases.get(self._world.task.process.pid, "none")
+        with ledger.files.observing():
+            try:
+                token, inode = ledger.token(path), path.stat().st_ino
+                if token is None or not (path / lease).exists():
+                    return
+            except OSError:
+                return  # replaced, or the lease has expired
+        reading = Reading(path, token, inode, lease)
+        ledger.readings.append(reading)
+        self._world.record(f"reads save {token} of step {step}")
+        try:
+            for _ in range(self._world.random.randrange(4)):
+                self._world.sleep(30 * self._world.random.random())
+            with ledger.operation(f"load {step}"):
+                state = checkpointer.restore(step=step, fallback=False)
+                ledger.check_state(state, "restore")
+        finally:
+            ledger.readings.remove(reading)
+
+
+def _last_program(ledger: Ledger) -> None:
+    """Opens the run again after the faults."""
+    setting = ledger.setting
+    for _ in range(3):
+        with (
+            ledger.operation("last"),
+            flaxckpt.Checkpointer(
+                setting.run, keep=setting.keep, staging=setting.staging
+            ) as checkpointer,
+        ):
+            checkpointer.wait_for_uploads()
+        ledger.world.sleep(700.0)
+
+
+# ---- histories --------------------------------------------------------------------
+
+
+def draw_weather(world: kernel.World) -> filesystem.Weather:
+    """Draws the chances of faults of a file system."""
+    random = world.random
+    is_local = random.random() < 0.6
+    return filesystem.Weather(
+        is_local=is_local,
+        has_locks=is_local or random.random() < 0.5,
+        can_exchange=random.random() < 0.7,
+        slow=random.choice((0.0, 0.0, 0.01, 0.05)),
+        slowest_secs=random.choice((0.1, 10.0)),
+        fails=random.choice((0.0, 0.0, 0.0, 0.002, 0.01)),
+    )
+
+
+def _disturb(world: kernel.World, process: kernel.Process) -> None:
+    """Draws what happens to a process: a crash, pauses, a wrong clock."""
+    random = world.random
+    process.clock_secs = random.uniform(-10_000, 10_000)
+    if random.random() < 0.3:
+        process.crash_after = random.randrange(600)
+    for _ in range(random.choice((0, 0, 1, 2))):
+        process.pauses[random.randrange(600)] = random.choice((10, 50, 100, 700))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences flaxckpt's log."""
+    logger = logging.getLogger("flaxckpt")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
+    """Runs one history; returns its timeline if traced.
+
+    Raises:
+        Violation: The history breaks a guarantee; its attribute `timeline` shows how.
+    """
+    with (
+        quiet(),
+        filesystem.directory("files") as root,
+        kernel.World(seed, is_traced=is_traced) as world,
+    ):
+        files = filesystem.FileSystem(world, root, draw_weather(world))
+        random = world.random
+        near = root / "near" if random.random() < 0.3 else None
+        setting = Setting(
+            root / "run", near, random.choice((0, 1, 2)), random.random() < 0.3
+        )
+        ledger = Ledger(world, files, setting)
+        for index in range(random.randint(2, 3)):
+            program = Reader(ledger)
+            if index == 0 or random.random() < 0.6:
+                own = near if index == 0 else None
+                program = Trainer(ledger, random.randint(1, 4), own)
+            after = random.choice((0.0, 1.0, 30.0)) * random.random()
+            process = world.start(f"p{index}", program, after=after)
+            _disturb(world, process)
+        world.record(f"{setting}")
+        world.record(f"{files.weather}")
+        try:
+            world.run()
+            world.record("all processes have ended")
+            files.weather = files.weather._replace(slow=0.0, fails=0.0)
+            world.start("last", lambda: _last_program(ledger))
+            world.run()
+            ledger.check_end()
+        except kernel.Violation as violation:
+            violation.timeline = world.timeline
+            raise
+        finally:
+            files.close()
+        return world.timeline

@@ -1,0 +1,86 @@
+"""Faults planted in the code for files and jobs, which the simulation must find."""
+
+import contextlib
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from flaxckpt import _steps
+from flaxckpt._distributed import heartbeat, operation
+from flaxckpt._run import uploads
+from flaxckpt._storage import files as storage_files
+from flaxckpt._storage import leases, rename, temporary
+from tests.simulation import files, jobs
+
+
+class Fault(NamedTuple):
+    """A fault.
+
+    Attributes:
+        histories: The module with the histories that find it.
+        patches: Functions to replace, for `stand_ins.installed`.
+    """
+
+    histories: ModuleType
+    patches: dict[tuple[Any, str], Any]
+
+
+def _replace_published(new: Path, final: Path) -> None:
+    """Stands in for `rename.publish`: replaces a step of another writer."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(final)
+    new.rename(final)
+
+
+def _remove(path: Path) -> None:
+    storage_files.remove_tree(path)
+
+
+def _remove_marker(self: uploads.Uploads, path: Path, marker: object) -> None:
+    _steps.markers.unmark_upload(path)
+
+
+def _delete(path: Path, *, even_pinned: bool = False) -> None:
+    _delete_any(path, even_pinned=True)
+
+
+_delete_any = _steps.delete.delete
+
+
+FAULTS = {
+    "a sweep locks no directory": Fault(files, {(temporary, "_lock"): lambda d: True}),
+    "directories count as abandoned between two touches": Fault(
+        files, {(temporary, "_ABANDONED_SECS"): 5.0}
+    ),
+    "a deletion looks for no readers": Fault(
+        files, {(leases, "readers"): lambda path: []}
+    ),
+    "a new step replaces the step of another writer": Fault(
+        files, {(rename, "publish"): _replace_published}
+    ),
+    "a replaced step does not get its name back": Fault(
+        files, {(temporary, "_remove_or_restore"): _remove}
+    ),
+    "an upload ignores changes during it": Fault(
+        files, {(uploads.Uploads, "_remove_marker"): _remove_marker}
+    ),
+    "policies delete steps that were pinned meanwhile": Fault(
+        files, {(_steps.delete, "delete"): _delete}
+    ),
+    "process 0 commits before all have written": Fault(
+        jobs,
+        {
+            (operation.Operation, "gather"): lambda self, stage, mine="": (
+                [mine] + ['{"digests": {}, "segments": {}}'] * (self.count - 1)
+            )
+        },
+    ),
+    "the silence of a process is ignored": Fault(
+        jobs, {(heartbeat.Heartbeats, "silent_secs"): lambda self, process: 0.0}
+    ),
+    "process 0 removes its directory at once after a failure": Fault(
+        jobs, {(operation.Operation, "_settle"): lambda self, stage: None}
+    ),
+}
+"""What is wrong -> the fault."""

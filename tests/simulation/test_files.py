@@ -1,0 +1,111 @@
+"""Histories of files and jobs keep their guarantees, and find planted faults."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from tests.simulation import (
+    files,
+    filesystem,
+    jobs,
+    kernel,
+    planted_files,
+    stand_ins,
+)
+
+FOUND = {
+    (files, 440): "an overwrite of a step that was just deleted",
+    (files, 956): "an upload thread that cannot list the staging directory",
+    (files, 1031): "an overwrite of a step that is deleted while it is checked",
+    (files, 1183): "a staging directory whose owner cannot be read",
+    (files, 3442): "a pin during an overwrite was lost",
+    (files, 3591): "an empty run that cannot be listed",
+    (files, 3727): "a temporary file beside the steps was left for ever",
+    (jobs, 5): "a coordination service that ends before a report",
+    (jobs, 7): "process 0 cannot report its failure",
+    (jobs, 146): "messages in files that cannot be written",
+}
+"""Histories that found a defect, which has been mended since."""
+
+SHARDS = 8
+SHARD = 1000
+"""Histories of each kind in a shard."""
+
+MOST_HISTORIES = 1000
+"""The histories that find each planted fault."""
+
+
+@contextlib.contextmanager
+def installed(histories, patches=None):
+    """Gives flaxckpt's modules the stand-ins that the histories need."""
+    patches = {**getattr(histories, "PATCHES", {}), **(patches or {})}
+    with filesystem.installed(), stand_ins.installed(patches=patches):
+        yield
+
+
+def name(value):
+    """Returns the name of a parameter of a test."""
+    return value.__name__ if isinstance(value, ModuleType) else str(value)
+
+
+def _run_all(histories, seeds):
+    for seed in seeds:
+        histories.history(seed)
+
+
+@pytest.mark.parametrize("histories", [files, jobs], ids=name)
+def test_a_sample_of_histories(histories):
+    with installed(histories):
+        _run_all(histories, range(50))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("histories", [files, jobs], ids=name)
+def test_many_histories(histories, shard):
+    with installed(histories):
+        _run_all(histories, range(shard * SHARD, (shard + 1) * SHARD))
+
+
+@pytest.mark.parametrize(("histories", "seed"), FOUND, ids=name)
+def test_histories_that_found_a_defect(histories, seed):
+    with installed(histories):
+        histories.history(seed)
+
+
+@pytest.mark.parametrize("fault", planted_files.FAULTS)
+def test_a_planted_fault_is_found(fault):
+    histories, patches = planted_files.FAULTS[fault]
+    with installed(histories, patches), pytest.raises(kernel.Violation):
+        _run_all(histories, range(MOST_HISTORIES))
+
+
+_TIMELINES = """
+import re
+from tests.simulation import files, jobs, test_files
+for histories in (files, jobs):
+    with test_files.installed(histories):
+        for seed in range(12):
+            lines = histories.history(seed, is_traced=True)
+            for line in lines:  # without the directory, and its digest
+                print(re.sub("simulation-[0-9]+|[0-9a-f]{12}", "", str(line)))
+"""
+
+
+@pytest.mark.slow
+def test_a_seed_is_one_history_in_every_process():
+    timelines = {
+        subprocess.run(
+            [sys.executable, "-c", _TIMELINES],
+            env={**os.environ, "PYTHONHASHSEED": hashes},
+            check=True,
+            capture_output=True,
+        ).stdout
+        for hashes in "12"
+    }
+    assert len(timelines) == 1
+    assert timelines.pop()
