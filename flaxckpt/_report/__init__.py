@@ -41,7 +41,6 @@ from flaxckpt._report import assets as assets
 from flaxckpt._report import cards as cards
 from flaxckpt._report import charts as charts
 from flaxckpt._report import data as data
-from flaxckpt._report import integrity as integrity
 from flaxckpt._report import section as section
 from flaxckpt._report import section_leaves as section_leaves
 from flaxckpt._report import section_origin as section_origin
@@ -54,6 +53,8 @@ from flaxckpt._report.data import Report as Report
 from flaxckpt._report.gather import ReportOptions as ReportOptions
 from flaxckpt._report.gather import describe_change as describe_change
 from flaxckpt._report.gather import gather as gather
+from flaxckpt._report.integrity import Verification as Verification
+from flaxckpt._report.integrity import verify_step as verify_step
 from flaxckpt._report.page import alert as alert
 from flaxckpt._report.page import headline as headline
 from flaxckpt._report.page import page as page
@@ -66,7 +67,6 @@ __all__ = [
     "charts",
     "data",
     "gather",
-    "integrity",
     "page",
     "section",
     "section_leaves",

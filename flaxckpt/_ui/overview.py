@@ -13,7 +13,7 @@ from flaxckpt._ui.places import Place
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html
 
-_MOST_STEPS = 300
+_MOST_STEPS = 200
 """More rows would answer slowly to a click on a heading."""
 
 _STATE: Sequence[Callable[[Report], Section | None]] = (

@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 from flaxckpt import _report, errors
 from flaxckpt._inspect.listing import Step
-from flaxckpt._report import Report
+from flaxckpt._report import Report, Verification
 from flaxckpt._report.data import Integrity
-from flaxckpt._report.integrity import Verification
 from flaxckpt._ui.places import Place
 from flaxckpt._util import progress
 
@@ -145,7 +144,7 @@ class Job:
                     return
                 self._counter = _Counter(f"verifying {step.path}", self._stop)
                 start = time.monotonic()
-                verified = _report.integrity.verify_step(step, self._counter)
+                verified = _report.verify_step(step, self._counter)
                 result = _describe(step, verified, time.monotonic() - start)
                 self._remember(result)
                 self.results.append(result)
