@@ -245,7 +245,15 @@ def _remove_or_restore(path: Path) -> None:
             files.sync_directory(final.parent)
             _log.warning("restored %s, because its replacement was interrupted", final)
             return
-    files.remove_tree(path)
+    aside = path
+    if match and match["what"]:
+        # Its process may be alive, after a pause: it must not publish what is left.
+        aside = new_path(path.with_name(match["stem"]), DELETED)
+        try:
+            path.rename(aside)
+        except FileNotFoundError:
+            return
+    files.remove_tree(aside)
     _log.info("removed %s, left by a crash", path)
 
 
