@@ -436,9 +436,8 @@ def write_new(root: Path, files: Mapping[str, bytes]) -> None:
     storage = _storage.of(root)
 
     def write(name: str) -> None:
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        storage.write(path, files[name])
+        _storage.files.make_parents(root, name)
+        storage.write(root / name, files[name])
 
     threads = _THREADS_OF_STORES if storage.costs_requests else 1
     _util.threads.each(write, files, threads=threads)

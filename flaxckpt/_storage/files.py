@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _REMOVALS = 100
@@ -165,6 +165,19 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_parents(root: Path, file: PurePath | str) -> None:
+    """Makes the directories of `file`, relative to `root`, which must exist.
+
+    Does not make `root`: if another process has removed it, files written before are
+    missing.
+
+    Raises:
+        FileNotFoundError: `root` does not exist.
+    """
+    for parent in reversed(PurePath(file).parents[:-1]):
+        (root / parent).mkdir(exist_ok=True)
 
 
 def remove_tree(path: Path) -> None:

@@ -458,8 +458,11 @@ class LocalStorage:
         if files is None:
             files = [path for path in source.rglob("*") if path.is_file()]
         with temporary.new_directory(final, mode) as new:
-            for directory in sorted({file.parent for file in files}):
-                (new / directory.relative_to(source)).mkdir(parents=True, exist_ok=True)
+            inside = [file.relative_to(source) for file in files]
+            parents = {parent for file in inside for parent in file.parents[:-1]}
+            # Not `new` itself, in case another process has removed it.
+            for parent in sorted(parents):
+                (new / parent).mkdir()
 
             def copy(file: Path) -> None:
                 shutil.copyfile(file, new / file.relative_to(source))

@@ -257,7 +257,15 @@ def _remove_or_restore(path: Path) -> None:
     # Its replacement, or deletion, may not be durable yet. Not earlier: the names may
     # have changed until this process claimed the directory and looked for `final`.
     files.sync_directory(path.parent)
-    files.remove_tree(path)
+    aside = path
+    if match and match["what"]:
+        # Its process may be alive, after a pause: it must not publish what is left.
+        aside = new_path(path.with_name(match["stem"]), DELETED)
+        try:
+            path.rename(aside)
+        except FileNotFoundError:
+            return
+    files.remove_tree(aside)
     _log.info("removed %s, left by a crash", path)
 
 

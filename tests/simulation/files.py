@@ -8,7 +8,7 @@ of a name, and checks it.
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -586,6 +586,23 @@ def _disturb(world: kernel.World, process: kernel.Process) -> None:
         process.pauses[random.randrange(600)] = random.choice((10, 50, 100, 700))
 
 
+def _draw_network(world: kernel.World) -> filesystem.Weather:
+    """Draws a slow file system of a network."""
+    random = world.random
+    return filesystem.Weather(
+        is_local=False,
+        has_locks=random.random() < 0.3,
+        can_exchange=random.random() < 0.5,
+        slow=0.05,
+    )
+
+
+def _suspend(world: kernel.World, process: kernel.Process) -> None:
+    """Draws a pause after which others count what the process writes as abandoned."""
+    random = world.random
+    process.pauses[random.randrange(40, 250)] = random.choice((590, 610, 650, 700))
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silences flaxckpt's log."""
@@ -604,12 +621,31 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
     Raises:
         Violation: The history breaks a guarantee; its attribute `timeline` shows how.
     """
+    return _play(seed, draw_weather, _disturb, is_traced=is_traced)
+
+
+def history_of_pauses(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
+    """Like `history`, with long pauses on a file system without locks.
+
+    Raises:
+        Violation: The history breaks a guarantee; its attribute `timeline` shows how.
+    """
+    return _play(seed, _draw_network, _suspend, is_traced=is_traced)
+
+
+def _play(
+    seed: int,
+    draw: Callable[[kernel.World], filesystem.Weather],
+    disturb: Callable[[kernel.World, kernel.Process], None],
+    *,
+    is_traced: bool,
+) -> list[kernel.Line]:
     with (
         quiet(),
         filesystem.directory("files") as root,
         kernel.World(seed, is_traced=is_traced) as world,
     ):
-        files = filesystem.FileSystem(world, root, draw_weather(world))
+        files = filesystem.FileSystem(world, root, draw(world))
         random = world.random
         near = root / "near" if random.random() < 0.3 else None
         setting = Setting(
@@ -623,7 +659,7 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
                 program = Trainer(ledger, random.randint(1, 4), own)
             after = random.choice((0.0, 1.0, 30.0)) * random.random()
             process = world.start(f"p{index}", program, after=after)
-            _disturb(world, process)
+            disturb(world, process)
         world.record(f"{setting}")
         world.record(f"{files.weather}")
         try:
