@@ -40,11 +40,17 @@
 #                every call, with all single losses: ten minutes or so
 #   make model   exhausts models of the protocols, with every order of three processes,
 #                and compares them with what the code does: three minutes
+#   make soak    5,000 saves, with retention, staging and readers: nothing may grow
+#   make filesystems
+#                the run directory on other file systems, each mounted at two places:
+#                tmpfs, ext4, xfs, btrfs, overlayfs, FUSE, NFS; needs root
 #   make clean   removes all that these targets made
 
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 3 --dist worksteal
 FUZZ_SECS ?= 300
+SOAK_ARGS ?= --saves 5000 --restores 500
+FILESYSTEMS ?=
 # What uses jax, Flax, optax, TensorStore, Orbax and grain in all ways that flaxckpt does.
 VERSION_TESTS := $(addprefix tests/,arrays integrations state test_partition.py \
 	checkpoint/test_plan.py checkpoint/test_restore.py checkpoint/test_save.py \
@@ -96,7 +102,7 @@ install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --n
 newest = --upgrade --upgrade-strategy eager
 endif
 
-.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz mutants sequences model check bench dist docs clean
+.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz mutants sequences model soak filesystems check bench dist docs clean
 
 demo: $(DEMO_INSTALLED)
 	@$(DEMO_VENV)/bin/python -m examples.demo
@@ -157,6 +163,13 @@ model: $(INSTALLED)
 	@$(BIN)/python -m tests.model
 	@echo "==> pytest tests/model"
 	@$(BIN)/python -m pytest -m "not slow" tests/model
+
+soak: $(INSTALLED)
+	@echo "==> soak, $(SOAK_ARGS)"
+	@$(BIN)/python -m tests.soak $(SOAK_ARGS)
+
+filesystems: $(INSTALLED)
+	@$(BIN)/python -m tests.filesystems $(FILESYSTEMS)
 
 check: $(INSTALLED)
 	@echo "==> ruff format --check"

@@ -97,6 +97,9 @@ class Journal:
 
     def remove(self) -> None:
         """Removes the directory, after the output has moved to another place."""
+        # NFS and FUSE keep an open file under a hidden name: the directory would not
+        # be empty.
+        self._file.close()
         _storage.of(self._directory).remove_tree(self._directory)
 
     def __enter__(self) -> Journal:

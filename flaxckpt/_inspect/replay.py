@@ -200,7 +200,7 @@ def _compare_steps(training: _Training, steps: list[int]) -> ReplayReport:
     unstable_step: int | None = None
     unstable: tuple[LeafPath, ...] = ()
     if changed:
-        del state  # two states may not fit into the memory of the devices
+        del state, result  # two states may not fit into the memory of the devices
         start = training.restart(steps, compared[-1])
         unstable_step, unstable = training.find_unstable(trace, start, compared[-1])
         outcome = "changed" if unstable_step is None else "unstable"

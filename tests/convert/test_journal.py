@@ -1,5 +1,9 @@
 """Work that goes on where it stopped."""
 
+import contextlib
+import shutil
+from pathlib import Path
+
 import pytest
 
 from flaxckpt import errors
@@ -64,3 +68,23 @@ def test_a_file_in_its_place_is_left_alone(tmp_path):
     with pytest.raises(OSError, match="j"):
         Journal(tmp_path / "j", WORK)
     assert (tmp_path / "j").read_text() == "mine"
+
+
+def test_no_file_is_open_when_the_directory_is_removed(tmp_path, monkeypatch):
+    """NFS and FUSE keep an open file under another name, in its directory."""
+    real, still_open = shutil.rmtree, []
+
+    def remove(path, *given, **options):
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = descriptor.readlink()
+                if target.is_file() and target.is_relative_to(path):
+                    still_open.append(target)
+        real(path, *given, **options)
+
+    with Journal(tmp_path / "work", {"a": 1}) as journal:
+        journal.add(["one"])
+        monkeypatch.setattr(shutil, "rmtree", remove)
+        journal.remove()
+    assert still_open == []
+    assert not (tmp_path / "work").exists()

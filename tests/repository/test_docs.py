@@ -58,6 +58,11 @@ RUN_ELSEWHERE = {
     "make test-all": (".ci/run", "make test-all"),
     "make model": ("Makefile", "-m tests.model"),
     "make test-orbax-versions": (".ci/run", "make test-orbax-versions"),
+    "make soak": ("tests/soak/test_soak.py", "def test_300_saves_leave_nothing_behind"),
+    "make filesystems": (
+        "tests/filesystems/test_two_mounts.py",
+        "def test_of_two_writers_of_a_step_one_wins",
+    ),
     "make bench": (BENCHMARKS, "from benchmarks.__main__ import main"),
     'make bench BENCH_ARGS="--only train_state tiny"': (
         BENCHMARKS,
