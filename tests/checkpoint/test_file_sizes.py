@@ -138,6 +138,32 @@ def test_no_object_may_be_missing(layout):
     file_sizes.check(path)
 
 
+def flip(content):
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+def test_arrays_are_not_read(tmp_path):
+    """But a small database on a disk, and what is not of arrays."""
+    path = save(tmp_path / "zarr", "zarr 2")
+    [chunk] = [file for file in (path / "state/w").iterdir() if file.name != ".zarray"]
+    chunk.write_bytes(flip(chunk.read_bytes()))
+    file_sizes.check(path)
+    strings = path / "state/_strings.json"
+    strings.write_bytes(flip(strings.read_bytes()))
+    with pytest.raises(errors.DamagedCheckpointError):
+        file_sizes.check(path)
+    path = save(tmp_path / "database", "database")
+    [data] = (path / "state/d").iterdir()
+    data.write_bytes(flip(data.read_bytes()))
+    with pytest.raises(errors.DamagedCheckpointError, match="has changed since"):
+        file_sizes.check(path)
+    path = save(faulty.new_path("file-sizes"), "database")
+    data = max((path / "state/d").iterdir(), key=lambda file: len(file.read_bytes()))
+    data.write_bytes(flip(data.read_bytes()))
+    file_sizes.check(path)
+
+
 def test_only_checkpoints_of_flaxckpt_are_whole(tmp_path):
     path = save(tmp_path / "c", "files")
     (path / "flaxckpt.json").unlink()

@@ -21,7 +21,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "_steps/index.py": ("steps/test_index.py",),
     "_checkpoint/commit.py": (
-        "checkpoint/test_save.py",
+        "checkpoint/test_commit.py",
         "checkpoint/test_cancellation.py",
     ),
     "_checkpoint/overwrite.py": ("checkpoint/test_overwrite.py",),

@@ -1,0 +1,192 @@
+"""From a snapshot to a checkpoint: its errors, its lock, its files and its name."""
+
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._checkpoint import commit
+from flaxckpt._storage import rename, store_requests
+from tests.helpers import faulty_store as faulty
+from tests.helpers import strategies
+
+STATE = {"w": np.arange(20_000.0, dtype="f4"), "b": jnp.ones(3), "n": 1}
+STORES = ("files", "ocdbt")
+
+
+def layout(store):
+    return flaxckpt.ArrayLayout(store=store)
+
+
+# ---- errors -----------------------------------------------------------------------
+
+FAILURES = {
+    "a store": (errors.StoreError("no answer"), "unless an unconfirmed commit marker"),
+    "a fork": (store_requests.ForkedError("forked"), "could not be saved: forked$"),
+    "a rename": (rename.NotDurableError(5, "EIO"), "did not confirm the rename"),
+    "a disk": (OSError("on fire"), "on fire\nNothing of it is kept"),
+    "a value": (ValueError("no number"), "no number\nNothing of it is kept"),
+    "a library": (RuntimeError("odd"), "odd\nNothing of it is kept"),
+    "memory": (MemoryError(), "Nothing of it is kept"),
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_a_failure_to_write_is_one_kind_of_error(tmp_path, what):
+    error, told = FAILURES[what]
+    with pytest.raises(errors.SaveFailedError, match=told) as info:
+        fail(commit.write_lock, tmp_path / "c", error)
+    assert info.value.__cause__ is error
+    assert str(tmp_path / "c") in str(info.value)
+
+
+def fail(context, path, error):
+    with context(path):
+        raise error
+
+
+def test_errors_of_ours_are_raised_as_they_are(tmp_path):
+    for error in (errors.CheckpointExistsError("there"), errors.OptionError("bad")):
+        with pytest.raises(type(error)) as info:
+            fail(commit.write_lock, tmp_path / "c", error)
+        assert info.value is error
+
+
+def test_before_the_first_write_nothing_was_written(tmp_path):
+    with pytest.raises(errors.SaveFailedError, match="no answer\nNothing was written"):
+        fail(commit.store_errors, tmp_path / "c", errors.StoreError("no answer"))
+    with pytest.raises(OSError, match="on fire"):
+        fail(commit.store_errors, tmp_path / "c", OSError("on fire"))
+
+
+def test_one_thread_at_a_time_writes_a_checkpoint(tmp_path):
+    inside, most = [], []
+
+    def write(path):
+        with commit.write_lock(path):
+            inside.append(path)
+            time.sleep(0.01)
+            most.append(inside.count(path))
+            inside.remove(path)
+
+    threads = [threading.Thread(target=write, args=(tmp_path / "c",)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 4
+    with commit.write_lock(tmp_path / "c"), commit.write_lock(tmp_path / "d"):
+        pass
+
+
+# ---- requests ---------------------------------------------------------------------
+
+
+def test_a_request_knows_how_long_it_takes(tmp_path):
+    request = commit.SaveRequest(path=tmp_path)
+    assert 0 <= request.elapsed() < 60
+    assert not request.overwrite
+    assert commit.SaveRequest(path=tmp_path, on_exists="overwrite").overwrite
+    assert commit.SaveRequest(path=tmp_path, step=3).number == 3
+
+
+# ---- files ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("kind", ["disk", "store"])
+def test_all_parts_are_there(tmp_path, store, kind):
+    root = faulty.new_path("commit") if kind == "store" else tmp_path / "a" / "run"
+    with flaxckpt.Checkpointer(root, layout=layout(store)) as ckpt:
+        result = ckpt.save(
+            1, STATE, metrics={"loss": 1.0}, metadata={"a": 1}, json={"notes": [1]}
+        ).wait()
+        names = {entry.name for entry in (root / "1").iterdir()}
+        assert names >= {"state", "metrics", "notes", "flaxckpt.json"}
+        assert not names & {"TEMPORARY", "PINNED"}
+        strategies.assert_same(STATE, ckpt.restore(step=1))
+        assert ckpt.verify(1).ok
+        assert ckpt.metrics(1) == {"loss": 1.0}
+        found = sum(len(file.read_bytes()) for file in files(root / "1"))
+        assert result.bytes_written == found
+        ckpt.pin(1)
+        ckpt.save(1, {**STATE, "n": 2}, on_exists="overwrite", temporary=True).wait()
+        names = {entry.name for entry in (root / "1").iterdir()}
+        assert names >= {"TEMPORARY", "PINNED"}
+        assert ckpt.restore(step=1)["n"] == 2
+
+
+def files(path):
+    for entry in path.iterdir():
+        if entry.is_dir():
+            yield from files(entry)
+        else:
+            yield entry
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_items_have_their_own_arrays(tmp_path, store):
+    state = {"params": {"w": jnp.ones(3)}, "opt": {"m": jnp.zeros(3)}}
+    options = {"items": ("params", "opt"), "layout": layout(store)}
+    with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
+        ckpt.save(1, state).wait()
+        assert {"params", "opt"} <= {p.name for p in (tmp_path / "1").iterdir()}
+        strategies.assert_same(state, ckpt.restore(step=1))
+        assert ckpt.verify(1).ok
+
+
+@pytest.mark.parametrize("permissions", [None, 0o750])
+def test_an_equal_array_is_linked_to_a_file_of_the_same_mode(tmp_path, permissions):
+    with flaxckpt.Checkpointer(tmp_path, permissions=permissions) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, STATE | {"n": step}).wait()
+        inodes = {(tmp_path / f"{step}/state/w/c.0").stat().st_ino for step in (1, 2)}
+        assert len(inodes) == 1
+        (tmp_path / "2/state/w/c.0").chmod(0o600)
+        ckpt.save(3, STATE).wait()
+    third = (tmp_path / "3/state/w/c.0").stat()
+    if permissions is not None:
+        assert third.st_mode & 0o777 == 0o640
+        assert third.st_ino not in inodes
+    strategies.assert_same(STATE, flaxckpt.load(tmp_path / "3"))
+
+
+def test_files_in_new_directories_are_written(tmp_path):
+    content = {"a/b/one": b"1", "a/b/two": b"2", "three": b"3"}
+    commit.write_new(tmp_path, content)
+    assert {name: (tmp_path / name).read_bytes() for name in content} == content
+    with pytest.raises(FileExistsError):
+        commit.write_new(tmp_path, {"three": b"4"})
+
+
+# ---- names ------------------------------------------------------------------------
+
+
+def make(path, content):
+    flaxckpt.save(path, {"w": np.full(3, content)})
+    return path
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_finished_directory_gets_its_name(tmp_path, is_there):
+    new, final = make(tmp_path / "new", 2.0), tmp_path / "c"
+    if is_there:
+        make(final, 1.0)
+        with pytest.raises(errors.CheckpointExistsError):
+            commit.publish(new, final, overwrite=False)
+        assert flaxckpt.load(final)["w"][0] == 1.0
+    commit.publish(new, final, overwrite=is_there)
+    assert flaxckpt.load(final)["w"][0] == 2.0
+    assert new.exists() is is_there, "the old one, under the other name"
+
+
+def test_files_that_came_meanwhile_are_not_replaced(tmp_path):
+    new, final = make(tmp_path / "new", 2.0), make(tmp_path / "c", 1.0)
+    (final / "notes.txt").write_text("mine")
+    with pytest.raises(errors.CheckpointExistsError, match=r"notes\.txt"):
+        commit.publish(new, final, overwrite=True)
+    assert (final / "notes.txt").read_text() == "mine"
