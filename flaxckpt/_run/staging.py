@@ -418,10 +418,14 @@ class StagedSteps(run_steps.RunSteps):
     def prune(self) -> tuple[int, ...]:
         """Deletes the steps that no policy keeps; returns the steps gone from both.
 
+        With pending changes of uploaded steps, the run directory is pruned after the
+        next upload of a step.
+
         Raises:
             SaveFailedError: The newest step of either directory is damaged.
         """
         deleted = {*super().prune()}
         with self.uploads.step_lock.get():
-            deleted |= {*self.uploads.delete_unkept()}
+            if not self.uploads.changed():
+                deleted |= {*self.uploads.delete_unkept()}
         return tuple(sorted(deleted - self.paths().keys()))

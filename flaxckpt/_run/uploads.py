@@ -2,7 +2,9 @@
 
 A step in staging has an upload marker until the run directory has the step with its
 latest metrics and markers. A background thread uploads marked steps, newest first.
-Changes made during an upload are written before the marker is removed.
+Changes made during an upload are written before the marker is removed. Steps of the run
+directory are deleted when it has all changes: with older metrics or without a new pin,
+policies would keep other steps.
 """
 
 from __future__ import annotations
@@ -92,6 +94,7 @@ class Uploads:
         self.change_lock = _util.forks.PerProcess(threading.Lock)
         self.step_lock = _util.forks.PerProcess(threading.Lock)
         self._is_tidy = False
+        self._unretired: tuple[int, Path] | None = None  # uploaded, nothing deleted yet
         self._guard = _util.forks.PerProcess(threading.Lock)
         self._turn: _Turn | None = None
         self._pid = os.getpid()
@@ -104,6 +107,18 @@ class Uploads:
             step: path
             for step, path in paths
             if _steps.markers.is_marked_for_upload(path)
+        }
+
+    def changed(self) -> set[int]:
+        """Returns the pending steps of which the run directory has an older state."""
+        markers = {
+            step: _steps.markers.read_upload_marker(path)
+            for step, path in self.pending().items()
+        }
+        return {
+            step
+            for step, marker in markers.items()
+            if marker is not None and (marker.settled or marker.overwrite)
         }
 
     def list_directory(self) -> dict[int, Path]:
@@ -258,6 +273,7 @@ class Uploads:
                 step, path = pending
                 try:
                     self._upload(step, path, is_begin=is_begin)
+                    self._retire()
                 except Exception as error:
                     turn.failures[step] = error
                     if self._report_failure(step, path, error):
@@ -313,6 +329,8 @@ class Uploads:
             if not is_there:
                 _checkpoint.file_sizes.check(path)
                 if not self._far.would_keep(step, self._near):
+                    if marker.overwrite and relation in ("other", "damaged"):
+                        self._delete_replaced(step, final)
                     reason = f"no policy would keep it in {self._directory}"
                     self._skip(step, path, marker, reason, logging.INFO)
                     return
@@ -325,7 +343,7 @@ class Uploads:
             if not is_there:
                 self._events.emit("uploaded", step, path=final, bytes=size, secs=secs)
                 _log.info("uploaded step %d: %d bytes in %.3f s", step, size, secs)
-                self._retire_after(step, path)
+                self._unretired = step, path
             self._copy_journal()
 
     def _copy(self, path: Path, final: Path, *, overwrite: bool) -> int:
@@ -352,13 +370,24 @@ class Uploads:
         ):
             raise _TakenError(f"{final} was saved by another writer")
 
-    def _retire_after(self, step: int, path: Path) -> None:
-        try:
-            self.delete_unkept(step)
-        except errors.SaveFailedError:  # the copy is incomplete: upload it again
-            with self.change_lock.get(), contextlib.suppress(FileNotFoundError):
-                _steps.markers.mark_for_upload(path)
-            raise
+    def _delete_replaced(self, step: int, final: Path) -> None:
+        """Deletes a step of the run directory whose replacement no policy keeps."""
+        _checkpoint.overwrite.check_replaceable(final)
+        edit.delete(final)
+        self.last_listed.pop(step, None)
+
+    def _retire(self) -> None:
+        """Deletes steps after an upload, as soon as no changes are pending."""
+        with self.step_lock.get():
+            if self._unretired is None or self.changed():
+                return
+            (step, path), self._unretired = self._unretired, None
+            try:
+                self.delete_unkept(step)
+            except errors.SaveFailedError:  # the copy is incomplete: upload it again
+                with self.change_lock.get(), contextlib.suppress(FileNotFoundError):
+                    _steps.markers.mark_for_upload(path)
+                raise
 
     def _skip(
         self,

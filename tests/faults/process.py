@@ -29,6 +29,7 @@ class Worker:
             | {
                 "LD_PRELOAD": str(library),
                 "PYTHONPATH": os.pathsep.join(["", *sys.path]),
+                "PYTHONFAULTHANDLER": "1",
                 "PYTHONWARNINGS": "ignore",  # jax warns of every fork
                 "OPENBLAS_NUM_THREADS": "1",
                 "XLA_FLAGS": "",

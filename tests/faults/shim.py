@@ -13,17 +13,17 @@ COUNT, KILL, SHORT = 0, -9, -1
 CHANGES, GROWING, READS = 0, 1, 2
 
 
-def build():
-    """The compiled library; None without a C compiler for Linux."""
+def build(source=SOURCE):
+    """The compiled library of a source; None without a C compiler for Linux."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None or not Path("/proc/self/fd").is_dir():
         return None
-    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
     built = Path(tempfile.gettempdir(), f"flaxckpt-shim-{os.getuid()}-{digest}.so")
     if not built.exists():
         made = built.with_suffix(f".{os.getpid()}")
         subprocess.run(
-            [compiler, "-O1", "-shared", "-fPIC", "-o", made, SOURCE, "-ldl"],
+            [compiler, "-O1", "-shared", "-fPIC", "-o", made, source, "-ldl"],
             check=True,
         )
         made.replace(built)  # several test processes may build it at once

@@ -25,13 +25,13 @@ FAILED, UNEXPECTED = 3, 4
 
 
 def main():
-    serve(prepare, run, record, look, kill)
+    serve(Shim, prepare, run, record, look, kill)
 
 
-def serve(*functions):
-    """Calls the functions that lines on the input ask for, with the shim."""
+def serve(make_shim, *functions):
+    """Calls the functions that lines on the input ask for, with a shim."""
     _doors.open_all()  # once, rather than in each fork
-    shim = Shim()
+    shim = make_shim()
     do = {function.__name__: function for function in functions}
     for line in sys.stdin:
         request = json.loads(line)
@@ -149,7 +149,7 @@ def look(shim, *, scenario, work, rows):
     return {"problems": looked_at(Path(work), chosen, rows)}
 
 
-def in_child(act, is_due=lambda: False):
+def in_child(act, is_due=lambda: False, *, timeout_secs=TIMEOUT_SECS):
     """Does something in a fork; returns its exit code, or the signal that ended it.
 
     It is killed as soon as that is due, and as a hang if it takes too long.
@@ -164,7 +164,7 @@ def in_child(act, is_due=lambda: False):
             traceback.print_exc()
             os._exit(UNEXPECTED)
         os._exit(0)
-    deadline = time.monotonic() + TIMEOUT_SECS
+    deadline = time.monotonic() + timeout_secs
     delay = 0.001
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)

@@ -6,9 +6,6 @@ others have left. Uploads happen in `upload` only, as if the thread were late.
 
 import itertools
 import os
-import secrets
-import time
-import zlib
 
 import numpy as np
 
@@ -16,7 +13,7 @@ import flaxckpt
 from flaxckpt._run import uploads
 from flaxckpt._steps import names
 from flaxckpt.policies import BestN
-from tests.faults import scenarios
+from tests.faults import frozen, scenarios
 
 OPERATIONS = (
     "save",
@@ -168,7 +165,7 @@ class Run:
     def _save(self, step, metrics, **options):
         version = len(self.expected.versions.get(step, ()))
         self.log("retaining")
-        _frozen.second = 100 * step + version
+        frozen.set_second(100 * step + version)
         self.log("saving", step, version)
         self.log("measuring", step, metrics)
         saved = self.ckpt.save(step, state(step, version), metrics=metrics, **options)
@@ -212,10 +209,10 @@ class Run:
     def upload(self):
         self.log("retaining")
         self.ckpt.wait_for_uploads()
-        self._retained()
         there = flaxckpt.Checkpointer(self._root / "run", read_only=True).steps()
         assert self.newest() in (None, *there)
         self.log("uploaded", there)
+        self._retained()
 
     def verify(self):
         if step := self.newest():
@@ -226,48 +223,23 @@ class Run:
         self.ckpt = open_run(self._root)
 
 
-class _Frozen:
-    """Times and random names that depend on what is done only, not on when.
-
-    So different sequences that lead to one state of the disk are seen to do so.
-    """
-
-    def __init__(self):
-        self.began = None
-        self.second = 0
-        self._names = iter(())
-
-    def start(self, began):
-        self.began = began
-        time.time = lambda: self.began + self.second
-        time.time_ns = lambda: int(time.time()) * 10**9
-        secrets.token_hex = lambda size: f"{next(self._names):0{2 * size}x}"
-
-    def name_after(self, operation):
-        """Begins the names again, with others for each operation."""
-        self._names = itertools.count(zlib.crc32(operation.encode()) & 0xFFFF0000)
-
-
-_frozen = _Frozen()
-
-
 def perform(root, log, rows, sequence, began):
     """Does the operations of a sequence to the run below `root`; logs their ends."""
-    _frozen.start(began)
+    frozen.start(began)
     uploads.Uploads.start = lambda self: None
     run = Run(root, log)
     for row in rows:
         run.expected.add(*row)
     run.ckpt = open_run(root)
     for operation in sequence:
-        _frozen.name_after(operation)
+        frozen.restart_names(operation)
         log("begins", operation)
         getattr(run, operation)()
 
 
 def prepare(root, log, began):
-    _frozen.start(began)
-    _frozen.name_after("save")
+    frozen.start(began)
+    frozen.restart_names("save")
     Run(root, log).prepare()
 
 

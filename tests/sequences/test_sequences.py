@@ -14,6 +14,7 @@ TRIPLES = [*itertools.product(operations.OPERATIONS, repeat=3)]
 
 FOUND = [
     ("overwrite", "delete"),  # came back as it was before it was overwritten
+    ("add_metrics", "upload", "overwrite", "save", "upload"),  # the same
 ]
 
 

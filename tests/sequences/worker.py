@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from tests.faults import power, scenarios
+from tests.faults.shim import Shim
 from tests.faults.worker import in_child, serve
 from tests.sequences import operations
 
@@ -27,7 +28,7 @@ _BELOW_REMOVED = re.compile(rf"(.*/{_REMOVED})/.*")
 
 
 def main():
-    serve(prepare, explore)
+    serve(Shim, prepare, explore)
 
 
 def prepare(shim, *, base):
