@@ -25,6 +25,7 @@ The state that flaxckpt keeps in its modules is swapped when another process run
 import heapq
 import itertools
 import random
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -161,6 +162,7 @@ class World:
         timeline: The lines of the history so far, if traced.
         errors: Tasks that ended with an error, with the error.
         hub: The greenlet of the scheduler.
+        thread: The thread of the world.
         shared: What is outside of all processes, such as storage, by name.
     """
 
@@ -174,6 +176,7 @@ class World:
         self.shared: dict[str, Any] = {}
         self.errors: list[tuple[Task, BaseException]] = []
         self.hub = greenlet.getcurrent()
+        self.thread = threading.get_ident()
         self._agenda: list[tuple] = []
         self._numbers = itertools.count()
         self._loaded: Process | None = None
@@ -407,5 +410,10 @@ _current: World | None = None
 
 
 def current() -> World | None:
-    """Returns the world that runs; None outside of worlds."""
-    return _current
+    """Returns the world that runs; None outside of worlds, and on real threads.
+
+    Threads of other tests, such as heartbeats, may outlive them.
+    """
+    world = _current
+    is_here = world is not None and world.thread == threading.get_ident()
+    return world if is_here else None
