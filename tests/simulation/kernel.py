@@ -113,7 +113,8 @@ class Process:
         paused_until: The time until which none of its tasks runs.
         points: The number of points that it has passed.
         crash_after: The number of further points after which it crashes, or None.
-        pauses: Number of a point -> the seconds for which the process pauses there.
+        pauses: Number of a point -> the seconds for which the process pauses there, or
+            at the next point where it may.
         tasks: Its tasks that have not ended.
     """
 
@@ -282,12 +283,12 @@ class World:
 
     # ---- waiting ------------------------------------------------------------------
 
-    def point(self, what: str = "") -> None:
-        """Lets other tasks run that are due now; the process may crash here."""
+    def point(self, what: str = "", *, may_pause: bool = True) -> None:
+        """Lets others run that are due now; the process may crash or pause here."""
         process = self._running().process
         process.points += 1
-        if process.points in process.pauses:
-            self.pause(process, process.pauses[process.points])
+        if may_pause and process.pauses and min(process.pauses) <= process.points:
+            self.pause(process, process.pauses.pop(min(process.pauses)))
         if process.crash_after is not None:
             process.crash_after -= 1
             if process.crash_after < 0:
