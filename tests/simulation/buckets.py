@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator
 
 from flaxckpt import _steps, _storage, errors
-from flaxckpt._storage import leases
+from flaxckpt._storage import leases, locks
 from tests.simulation import kernel, store
 
 URL = "memory://bucket"
@@ -29,16 +29,14 @@ _IS_STATUS = _steps.markers.is_marker
 class Save:
     """A save of a step: what it writes, and whether it was acknowledged."""
 
-    def __init__(
-        self, step: int, name: str, size: int, excuses: list["Change"]
-    ) -> None:
+    def __init__(self, step: int, name: str, size: int) -> None:
         self.step = step
         self.name = name
-        self.files = {f"part{i}": f"{name} {i}".encode() for i in range(size)}
+        self.files = {f"state/part{i}": f"{name} {i}".encode() for i in range(size)}
         manifest = {file: _digest(content) for file, content in self.files.items()}
         self.files[MANIFEST] = json.dumps(manifest).encode()
         self.marker = json.dumps({MANIFEST: _digest(self.files[MANIFEST])}).encode()
-        self.excuses = excuses
+        self.concurrent: set[Change] = set()
 
 
 class Change:
@@ -91,6 +89,9 @@ class Ledger:
         change = Change(kind, step, process)
         self.changes.append(change)
         self.present.pop(step, None)
+        for save in self.saves.values():
+            if save.step == step:
+                save.concurrent.add(change)
         try:
             yield change
         finally:
@@ -98,21 +99,16 @@ class Ledger:
 
     def begin_save(self, step: int) -> Save:
         """Makes the content of a new save."""
-        excuses = [c for c in self.changes if c.step == step and not c.is_over]
         name = f"{self.world.task.process.name}.{len(self.saves)}"
-        save = Save(step, name, self.world.random.randint(1, 3), excuses)
+        save = Save(step, name, self.world.random.randint(1, 3))
+        save.concurrent = {c for c in self.changes if c.step == step and not c.is_over}
         self.saves[save.marker] = save
         return save
 
     def acknowledge(self, save: Save, own: Change | None) -> None:
         """Notes that a save has succeeded: from now on, it is to be there."""
-        others = [
-            c
-            for c in self.changes
-            if c.step == save.step and c is not own and not c.is_over
-        ]
         self.world.record(f"acknowledged: {save.name} of step {save.step}")
-        if not (others or any(c is not own for c in save.excuses)):
+        if not save.concurrent - {own}:
             self.present[save.step] = save
             self.check_present(save.step)
 
@@ -128,9 +124,9 @@ class Ledger:
         }
 
     def _check_change(self, key: str) -> None:
-        parts = key.split("/")
-        if len(parts) == 3 and parts[1].isdigit():
-            step, name = int(parts[1]), parts[2]
+        _, number, name = [*key.split("/", 2), "", ""][:3]
+        if number.isdigit() and name:
+            step = int(number)
             if name.startswith(leases.READING):
                 self.refreshed[key] = self.world.now
             elif not _IS_STATUS(name):
@@ -145,6 +141,9 @@ class Ledger:
         if marker is None or not objects:
             return None
         save = self.saves[marker]
+        is_written = f"run/{step}{locks.LOCK}" in self.bucket.objects
+        if is_written and objects.get(MANIFEST) != save.files[MANIFEST]:
+            return None  # a marker that came late: readers see that it does not fit
         for name, content in save.files.items():
             if objects.get(name) != content:
                 raise kernel.Violation(
@@ -179,10 +178,11 @@ class Ledger:
         """Checks the bucket after all processes were restarted and have tidied up."""
         for step in STEPS:
             self.check_present(step)
-            if self.check_listed(step) is None and (left := self.objects(step)):
-                raise kernel.Violation(f"step {step}: {sorted(left)} are left for ever")
-        if locks := [key for key in self.bucket.objects if "tmp-writing" in key]:
-            raise kernel.Violation(f"{locks} are left for ever")
+            left = [name for name in self.objects(step) if not _IS_STATUS(name)]
+            if self.check_listed(step) is None and left:
+                raise kernel.Violation(f"step {step}: {left} are left for ever")
+        if left := [key for key in self.bucket.objects if key.endswith(locks.LOCK)]:
+            raise kernel.Violation(f"{left} are left for ever")
 
 
 def _digest(content: bytes) -> str:

@@ -18,6 +18,9 @@ import flaxckpt
 from flaxckpt import errors, policies
 from tests.simulation import filesystem, kernel
 
+CONTEXTS = (filesystem.installed,)
+"""What to enter before `stand_ins.installed`."""
+
 _STEP = re.compile(r"[0-9]+")
 _PARTS = ("v", "w")
 _LEASE_SECS = 60.0
@@ -586,23 +589,6 @@ def _disturb(world: kernel.World, process: kernel.Process) -> None:
         process.pauses[random.randrange(600)] = random.choice((10, 50, 100, 700))
 
 
-def _draw_network(world: kernel.World) -> filesystem.Weather:
-    """Draws a slow file system of a network."""
-    random = world.random
-    return filesystem.Weather(
-        is_local=False,
-        has_locks=random.random() < 0.3,
-        can_exchange=random.random() < 0.5,
-        slow=0.05,
-    )
-
-
-def _suspend(world: kernel.World, process: kernel.Process) -> None:
-    """Draws a pause after which others count what the process writes as abandoned."""
-    random = world.random
-    process.pauses[random.randrange(40, 250)] = random.choice((590, 610, 650, 700))
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silences flaxckpt's log."""
@@ -621,25 +607,27 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
     Raises:
         Violation: The history breaks a guarantee; its attribute `timeline` shows how.
     """
-    return _play(seed, draw_weather, _disturb, is_traced=is_traced)
+    return play(seed, draw_weather, _disturb, is_traced=is_traced)
 
 
-def history_of_pauses(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
-    """Like `history`, with long pauses on a file system without locks.
-
-    Raises:
-        Violation: The history breaks a guarantee; its attribute `timeline` shows how.
-    """
-    return _play(seed, _draw_network, _suspend, is_traced=is_traced)
-
-
-def _play(
+def play(
     seed: int,
     draw: Callable[[kernel.World], filesystem.Weather],
     disturb: Callable[[kernel.World, kernel.Process], None],
     *,
     is_traced: bool,
 ) -> list[kernel.Line]:
+    """Runs a history whose faults are drawn by these functions.
+
+    Args:
+        seed: The seed.
+        draw: Returns the chances of faults of the file system.
+        disturb: Draws what happens to a process.
+        is_traced: Whether to keep the timeline.
+
+    Raises:
+        Violation: The history breaks a guarantee; its attribute `timeline` shows how.
+    """
     with (
         quiet(),
         filesystem.directory("files") as root,

@@ -17,6 +17,8 @@ from flaxckpt._checkpoint import save_distributed
 from flaxckpt._distributed import heartbeat, operation
 from tests.simulation import files, filesystem, kernel
 
+CONTEXTS = (filesystem.installed,)
+
 NAME = "job"
 """The name of a `Job` in `World.shared`."""
 

@@ -25,6 +25,7 @@ The state that flaxckpt keeps in its modules is swapped when another process run
 import heapq
 import itertools
 import random
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -112,7 +113,8 @@ class Process:
         paused_until: The time until which none of its tasks runs.
         points: The number of points that it has passed.
         crash_after: The number of further points after which it crashes, or None.
-        pauses: Number of a point -> the seconds for which the process pauses there.
+        pauses: Number of a point -> the seconds for which the process pauses there, or
+            at the next point where it may.
         tasks: Its tasks that have not ended.
     """
 
@@ -161,6 +163,7 @@ class World:
         timeline: The lines of the history so far, if traced.
         errors: Tasks that ended with an error, with the error.
         hub: The greenlet of the scheduler.
+        thread: The thread of the world.
         shared: What is outside of all processes, such as storage, by name.
     """
 
@@ -174,6 +177,7 @@ class World:
         self.shared: dict[str, Any] = {}
         self.errors: list[tuple[Task, BaseException]] = []
         self.hub = greenlet.getcurrent()
+        self.thread = threading.get_ident()
         self._agenda: list[tuple] = []
         self._numbers = itertools.count()
         self._loaded: Process | None = None
@@ -279,12 +283,12 @@ class World:
 
     # ---- waiting ------------------------------------------------------------------
 
-    def point(self, what: str = "") -> None:
-        """Lets other tasks run that are due now; the process may crash here."""
+    def point(self, what: str = "", *, may_pause: bool = True) -> None:
+        """Lets others run that are due now; the process may crash or pause here."""
         process = self._running().process
         process.points += 1
-        if process.points in process.pauses:
-            self.pause(process, process.pauses[process.points])
+        if may_pause and process.pauses and min(process.pauses) <= process.points:
+            self.pause(process, process.pauses.pop(min(process.pauses)))
         if process.crash_after is not None:
             process.crash_after -= 1
             if process.crash_after < 0:
@@ -407,5 +411,10 @@ _current: World | None = None
 
 
 def current() -> World | None:
-    """Returns the world that runs; None outside of worlds."""
-    return _current
+    """Returns the world that runs; None outside of worlds, and on real threads.
+
+    Threads of other tests, such as heartbeats, may outlive them.
+    """
+    world = _current
+    is_here = world is not None and world.thread == threading.get_ident()
+    return world if is_here else None

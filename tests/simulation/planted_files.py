@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from flaxckpt import _steps
@@ -10,17 +11,18 @@ from flaxckpt._distributed import heartbeat, operation
 from flaxckpt._run import uploads
 from flaxckpt._storage import files as storage_files
 from flaxckpt._storage import leases, rename, temporary
+from tests.simulation import files, jobs, pauses
 
 
 class Fault(NamedTuple):
     """A fault.
 
     Attributes:
-        kind: The kind of histories that find it.
+        histories: The module with the histories that find it.
         patches: Functions to replace, for `stand_ins.installed`.
     """
 
-    kind: str
+    histories: ModuleType
     patches: dict[tuple[Any, str], Any]
 
 
@@ -52,31 +54,29 @@ _delete_any = _steps.delete.delete
 
 FAULTS = {
     "a writer makes its directory anew after a sweep": Fault(
-        "pauses", {(storage_files, "make_parents"): _make_all_parents}
+        pauses, {(storage_files, "make_parents"): _make_all_parents}
     ),
-    "a sweep locks no directory": Fault(
-        "files", {(temporary, "_lock"): lambda d: True}
-    ),
+    "a sweep locks no directory": Fault(files, {(temporary, "_lock"): lambda d: True}),
     "directories count as abandoned between two touches": Fault(
-        "files", {(temporary, "_ABANDONED_SECS"): 5.0}
+        files, {(temporary, "_ABANDONED_SECS"): 5.0}
     ),
     "a deletion looks for no readers": Fault(
-        "files", {(leases, "readers"): lambda path: []}
+        files, {(leases, "readers"): lambda path: []}
     ),
     "a new step replaces the step of another writer": Fault(
-        "files", {(rename, "publish"): _replace_published}
+        files, {(rename, "publish"): _replace_published}
     ),
     "a replaced step does not get its name back": Fault(
-        "files", {(temporary, "_remove_or_restore"): _remove}
+        files, {(temporary, "_remove_or_restore"): _remove}
     ),
     "an upload ignores changes during it": Fault(
-        "files", {(uploads.Uploads, "_remove_marker"): _remove_marker}
+        files, {(uploads.Uploads, "_remove_marker"): _remove_marker}
     ),
     "policies delete steps that were pinned meanwhile": Fault(
-        "files", {(_steps.delete, "delete"): _delete}
+        files, {(_steps.delete, "delete"): _delete}
     ),
     "process 0 commits before all have written": Fault(
-        "jobs",
+        jobs,
         {
             (operation.Operation, "gather"): lambda self, stage, mine="": (
                 [mine] + ['{"digests": {}, "segments": {}}'] * (self.count - 1)
@@ -84,10 +84,10 @@ FAULTS = {
         },
     ),
     "the silence of a process is ignored": Fault(
-        "jobs", {(heartbeat.Heartbeats, "silent_secs"): lambda self, process: 0.0}
+        jobs, {(heartbeat.Heartbeats, "silent_secs"): lambda self, process: 0.0}
     ),
     "process 0 removes its directory at once after a failure": Fault(
-        "jobs", {(operation.Operation, "_settle"): lambda self, stage: None}
+        jobs, {(operation.Operation, "_settle"): lambda self, stage: None}
     ),
 }
 """What is wrong -> the fault."""

@@ -48,7 +48,11 @@ def _time() -> float:
 
 
 def _sleep(secs: float) -> None:
-    _world().sleep(secs)
+    world = kernel.current()
+    if world is None:
+        time.sleep(secs)
+    else:
+        world.sleep(secs)
 
 
 def _process() -> kernel.Process:
@@ -65,7 +69,10 @@ def _getpid() -> int:
 
 
 def _token_hex(nbytes: int = 32) -> str:
-    return _world().random.randbytes(nbytes).hex()
+    world = kernel.current()
+    if world is None:
+        return secrets.token_hex(nbytes)
+    return world.random.randbytes(nbytes).hex()
 
 
 def _gethostname() -> str:

@@ -3,11 +3,15 @@
 `SimulatedConnection` stands in for flaxckpt's `Connection` to a bucket: its deadlines,
 retries and errors stay, only TensorStore's `KvStore` is replaced. Every request is a
 point where the process may crash; what is under way then still arrives.
+
+A request that was answered has no effect later. Of a deletion without a condition,
+which no store can refuse, FORMAT.md assumes more: it arrives before the death of its
+sender, and the sender does not pause right before it sends it.
 """
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from flaxckpt._storage import bucket
 from flaxckpt._storage.store_requests import Connection
@@ -24,8 +28,8 @@ class Weather(NamedTuple):
         lost_answer: The request takes effect, and the answer never comes.
         late: A write takes effect up to `latest_secs` later, without an answer.
         latest_secs: The latest time at which a late write arrives.
-        repeated: A write arrives twice, the second time up to `slowest_secs` later;
-            the answer is that of either.
+        repeated: A write arrives twice, the second time up to `slowest_secs` later, and
+            the answer is that of the second.
         fails: The store answers with a temporary error, with or without an effect.
     """
 
@@ -92,6 +96,20 @@ class Answer:
         return self._answer
 
 
+Kind = Literal["read", "write", "delete"]
+"""What a request does; a conditional delete counts as a write."""
+
+
+class Request(NamedTuple):
+    """A request on its way."""
+
+    kind: Kind
+    what: str
+    effect: Callable[[], object]
+    sender: kernel.Process
+    answer: Answer
+
+
 class Store:
     """The true content of a bucket, and the requests on their way.
 
@@ -119,25 +137,29 @@ class Store:
     def read(self, key: str, byte_range: slice | None = None) -> Answer:
         """Reads a value, or a range of its bytes."""
         part = "" if byte_range is None else f" [{byte_range.start}:{byte_range.stop}]"
-        return self._send(f"read {key}{part}", lambda: self._read(key, byte_range))
+        return self._send(
+            "read", f"read {key}{part}", lambda: self._read(key, byte_range)
+        )
 
     def list(self, key_range: Any) -> Answer:
         """Lists the keys of a range."""
         start, end = key_range.inclusive_min, key_range.exclusive_max
         return self._send(
-            f"list {_text(start)}", lambda: self._list(_text(start), _text(end))
+            "read", f"list {_text(start)}", lambda: self._list(_text(start), _text(end))
         )
 
     def write(
         self, key: str, value: bytes | None, if_equal: bytes | None = None
     ) -> Answer:
         """Writes or deletes a value, perhaps only a certain generation."""
-        verb = "delete" if value is None else "write"
+        verb: Kind = "delete" if value is None else "write"
+        what, kind = f"{verb} {key}", verb
         if if_equal is not None:
-            verb = "create" if if_equal == bucket._nothing() else f"{verb} if unchanged"
-        return self._send(
-            f"{verb} {key}", lambda: self._write(key, value, if_equal), is_write=True
-        )
+            condition = (
+                " if missing" if if_equal == bucket._nothing() else " if unchanged"
+            )
+            what, kind = what + condition, "write"
+        return self._send(kind, what, lambda: self._write(key, value, if_equal))
 
     # ---- effects ------------------------------------------------------------------
 
@@ -176,63 +198,65 @@ class Store:
 
     # ---- the way there and back ---------------------------------------------------
 
-    def _send(
-        self, what: str, effect: Callable[[], object], *, is_write: bool = False
-    ) -> Answer:
+    def _send(self, kind: Kind, what: str, effect: Callable[[], object]) -> Answer:
         """Sends a request; the weather decides what becomes of it."""
         world, weather = self._world, self.weather
-        world.point(what)
-        answer = Answer(what)
+        world.point(what, may_pause=kind != "delete")
+        request = Request(kind, what, effect, world.task.process, Answer(what))
         draw = world.random.random
         there, back = 0.005 + 0.05 * draw(), 0.005 + 0.05 * draw()
-        luck = draw()
+        faults = ("lost_request", "slow", "fails", "lost_answer", "late", "repeated")
+        chances = [getattr(weather, fault) for fault in faults]
+        (fault,) = world.random.choices(("", *faults), (1 - sum(chances), *chances))
+        if fault in ("late", "repeated") and kind != "write":
+            fault = ""
+        if world.task.process.pid in self.cut_off:
+            fault = "lost_request"
+        match fault:
+            case "lost_request":
+                world.record(what, "(the request is lost)")
+            case "slow":
+                there, back = (
+                    weather.slowest_secs * draw(),
+                    weather.slowest_secs * draw(),
+                )
+                self._deliver(request, there, back)
+            case "fails":
+                error = ValueError(_ERRORS[int(draw() * len(_ERRORS))])
+                has_effect = kind != "read" and draw() < 0.5
+                self._deliver(request, there, back, has_effect=has_effect, error=error)
+            case "lost_answer":
+                self._deliver(request, there, None)
+            case "late":
+                self._deliver(request, weather.latest_secs * draw(), None)
+            case "repeated":
+                again = weather.slowest_secs * draw()
+                self._deliver(request, min(there, again), None)
+                self._deliver(request, max(there, again), back)
+            case _:
+                self._deliver(request, there, back)
+        return request.answer
 
-        def chance(of: float) -> bool:
-            nonlocal luck
-            luck -= of
-            return luck < 0 <= luck + of
-
-        if world.task.process.pid in self.cut_off or chance(weather.lost_request):
-            world.record(what, "(the request is lost)")
-            return answer
-        if chance(weather.slow):
-            there, back = weather.slowest_secs * draw(), weather.slowest_secs * draw()
-        if chance(weather.fails):
-            has_effect = is_write and draw() < 0.5
-            error = ValueError(_ERRORS[int(draw() * len(_ERRORS))])
-            self._arrive(
-                there, back, what, effect if has_effect else None, answer, error
-            )
-        elif chance(weather.lost_answer):
-            self._arrive(there, None, what, effect, answer)
-        elif is_write and chance(weather.late):
-            self._arrive(weather.latest_secs * draw(), None, what, effect, answer)
-        elif is_write and chance(weather.repeated):
-            self._arrive(there, back, what, effect, answer)
-            again = weather.slowest_secs * draw()
-            self._arrive(again, back, what, effect, answer)
-        else:
-            self._arrive(there, back, what, effect, answer)
-        return answer
-
-    def _arrive(
+    def _deliver(
         self,
+        request: Request,
         there: float,
         back: float | None,
-        what: str,
-        effect: Callable[[], object] | None,
-        answer: Answer,
+        *,
+        has_effect: bool = True,
         error: Exception | None = None,
     ) -> None:
         """Lets a request take effect in `there`, and answers `back` seconds later."""
         world = self._world
 
         def arrive() -> None:
-            result = None if effect is None else effect()
+            if request.kind == "delete" and not request.sender.is_alive:
+                return
+            result = request.effect() if has_effect else None
             if there > 1 or error is not None:
-                world.record(f"({what} arrives)", _describe(result))
+                world.record(f"({request.what} arrives)", _describe(result))
             if back is not None:
-                world.at(back, lambda: answer.arrive(error or result))
+                world.at(back, lambda: request.answer.arrive(error or result))
 
         world.at(there, arrive)
 
