@@ -9,11 +9,12 @@ marker.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from flaxckpt import errors
-from flaxckpt._storage import leases, locks
+from flaxckpt._storage import files, leases, locks
 from flaxckpt._storage.paths import RemotePath
 
 _log = logging.getLogger(__name__)
@@ -66,10 +67,8 @@ def new_checkpoint(
         try:
             with final.store.recorded(final.prefix):
                 yield final
-        except BaseException as error:
+        except BaseException:
             _clear(lock)
-            # Abandoned writes may still arrive: the lock stays for a later sweep.
-            lock.is_left = lock.is_left or isinstance(error, errors.StoreError)
             raise
         finally:
             del _locks[final]
@@ -96,8 +95,7 @@ def _make_room(
     lock.is_left = True  # until removal is complete: a sweep continues after a failure
     withdraw(lock)
     lock.confirm()
-    others = [key for key in keys if key != MARKER and not keep(key)]
-    final.store.delete_all(final.prefix + key for key in others)
+    _remove_objects(lock, [key for key in keys if key != MARKER and not keep(key)])
     lock.is_left = False
 
 
@@ -106,9 +104,9 @@ def _clear(lock: locks.Lock) -> None:
     try:
         lock.confirm()
         if not is_committed(lock.path):
-            lock.path.store.delete_under(lock.path.prefix)
+            _remove_objects(lock, lock.path.keys())
     except errors.CheckpointExistsError:
-        return
+        lock.leave()  # our last objects may have come after the other's removal
     except errors.StoreError as error:
         lock.is_left = True
         _log.warning("could not remove %s for now: %s", lock.path, error)
@@ -132,6 +130,26 @@ def commit(final: RemotePath, marker: bytes) -> int:
     return final.store.recorded_bytes(final.prefix)
 
 
+def _is_sealed(path: RemotePath) -> bool:
+    """Returns True if the commit marker exists, and the objects in it are intact.
+
+    Otherwise, the marker is a late write of an abandoned save.
+    """
+    marker = path.store.read((path / MARKER).key)
+    if marker is None:
+        return False
+    try:
+        digests = dict(json.loads(marker.value))
+    except (ValueError, TypeError, RecursionError):
+        return path.keys() != [MARKER]  # of Orbax, without digests
+    return all(_digest(path / name) == digest for name, digest in digests.items())
+
+
+def _digest(file: RemotePath) -> str | None:
+    stored = file.store.read(file.key)
+    return None if stored is None else files.digest(stored.value)
+
+
 def write_new(path: RemotePath, content: bytes) -> None:
     """Writes a new object.
 
@@ -143,6 +161,9 @@ def write_new(path: RemotePath, content: bytes) -> None:
             the lock.
     """
     store, key = path.store, path.key
+    lock = _lock_around(path)
+    if lock is not None:
+        lock.check()
     for _ in range(_LATE_TRIES):
         if store.create(key, content) is not None:
             return
@@ -150,7 +171,7 @@ def write_new(path: RemotePath, content: bytes) -> None:
         if present is None:
             continue
         # After the read: a process that took over the lock wrote no part of `present`.
-        if lock := _lock_around(path):
+        if lock is not None:
             lock.confirm()
         if store.exchange(key, content, present.generation) is not None:
             return
@@ -197,12 +218,24 @@ def remove(lock: locks.Lock) -> None:
     """Removes an uncommitted checkpoint; a later sweep removes what is left."""
     try:
         lock.confirm()
-        lock.path.store.delete_under(lock.path.prefix)
+        _remove_objects(lock, lock.path.keys())
     except errors.CheckpointExistsError:
         return  # the new holder of the lock removes the objects
     except errors.StoreError as error:
         lock.is_left = True
         _log.warning("could not remove %s for now: %s", lock.path, error)
+
+
+def _remove_objects(lock: locks.Lock, keys: Collection[str]) -> None:
+    """Removes objects of a checkpoint without a commit marker, the manifest first.
+
+    Without the manifest, a commit marker that arrives late does not count.
+    """
+    final = lock.path
+    in_root = {key for key in keys if "/" not in key}
+    for some in (in_root, {*keys} - in_root):
+        lock.check()
+        final.store.delete_all(final.prefix + key for key in sorted(some))
 
 
 # ---- leftovers of crashes ---------------------------------------------------------
@@ -227,8 +260,11 @@ def sweep(root: RemotePath, is_ours: Callable[[str], bool]) -> None:
         try:
             if leases.readers(path):
                 lock.is_left = True  # until they have ended, or their leases expire
-            elif not is_committed(path):
+            elif not _is_sealed(path):
                 remove(lock)
                 _log.info("removed %s, left by a crash", path)
+        except errors.StoreError:
+            lock.is_left = True  # for the next sweep
+            raise
         finally:
             lock.release()

@@ -204,7 +204,8 @@ class ObjectStorage:
 
     @contextlib.contextmanager
     def lock_file(self, file: RemotePath, /) -> Iterator[None]:
-        with locks.lock(file.parent, patient=True):
+        with locks.lock(file.parent, patient=True) as lock:
+            lock.is_left = lock.is_inherited  # a sweep removes what its holder has left
             yield
 
     def make_directory(self, path: RemotePath, /, *, mode: int | None = None) -> None:
@@ -359,7 +360,7 @@ class ObjectStorage:
                 if late := leases.readers(path):
                     raise leases.in_use_error(path, late)
                 check(path)
-            except errors.SaveFailedError:
+            except errors.CheckpointError:
                 commit_marker.restore(lock, marker)
                 raise
             commit_marker.remove(lock)

@@ -177,6 +177,8 @@ class _Process(NamedTuple):
                 yield from self.replace(*divmod(number, 10))
             case "release":
                 yield from self.release()
+            case "leave":
+                yield from self.leave()
             case _:  # "renew to …"
                 yield from self.renew(name, number)
 
@@ -293,8 +295,17 @@ class _Process(NamedTuple):
             yield "does not renew the lock", self.go(goal, number, **changes)
         elif self.state.lock == self.me:
             yield "renews the lock", self.go(goal, number, is_old=False, **changes)
-        else:
+        elif goal in ("unmark", "remove"):
             yield "has lost the lock", self.go("done")
+        else:
+            yield "has lost the lock", self.go("leave")
+
+    def leave(self) -> Steps:
+        """Leaves a lock: what it wrote last may have come after the other's removal."""
+        if self.state.lock:
+            yield "is refused the lock", self.go("done")
+        else:
+            yield "creates the lock", self.go("done", lock=self.me, is_old=False)
 
     def release(self) -> Steps:
         changes = {"lock": NONE, "is_old": False} if self.state.lock == self.me else {}
