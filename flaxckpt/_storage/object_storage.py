@@ -305,7 +305,7 @@ class ObjectStorage:
         if overwrite and commit_marker.is_committed(final):
             check(final)  # `commit_marker.new_checkpoint` removes it at once
         with commit_marker.new_checkpoint(
-            final, overwrite=overwrite, keep=_or_lease(keep)
+            final, overwrite=overwrite, keep=keep
         ) as directory:
             yield directory
 
@@ -344,9 +344,7 @@ class ObjectStorage:
         def copy(file: Path) -> None:
             self.write(final / file.relative_to(source), file.read_bytes())
 
-        with commit_marker.new_checkpoint(
-            final, overwrite=overwrite, keep=_or_lease(keep)
-        ):
+        with commit_marker.new_checkpoint(final, overwrite=overwrite, keep=keep):
             before_marker = [file for file in files if file != marker]
             _util.threads.each(copy, before_marker, threads=_COPYING_THREADS)
             for name, added in markers.items():
@@ -375,8 +373,3 @@ class ObjectStorage:
             if late := leases.readers(path):  # the next deletion goes on here
                 raise leases.in_use_error(path, late)
             self.remove_tree(path / name)
-
-
-def _or_lease(keep: Callable[[str], bool]) -> Callable[[str], bool]:
-    """Returns a function that selects what `keep` selects, and the files of readers."""
-    return lambda name: keep(name) or leases.is_lease(name)

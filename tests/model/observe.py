@@ -280,8 +280,10 @@ class Names:
             return "syncs" if is_root else None
         source = "" if isinstance(path, int) else os.fspath(path)
         if self._recorder.is_named("sweeper"):
-            if call == "rename":
+            if call == "rename" and os.fspath(args[0]) == self._final:
                 return "restores the step" if is_done else "is refused"
+            if call == "rename":
+                return "sets a directory aside" if is_done else "finds nothing"
             is_leftover = source.startswith(f"{self._final}.")
             return "removes a directory" if call == "rmdir" and is_leftover else None
         if call == "rmdir" and source == self._new:

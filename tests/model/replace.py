@@ -146,6 +146,9 @@ def _cut(state: State, sweeper: int, without: Collection[str]) -> Actions:
             yield Event("time", "cuts the power"), after._replace(at=at, is_cut=True)
 
 
+_ASIDE = 100
+"""Added to the name at which a sweeper found a directory that it has set aside."""
+
 Steps = Iterator[tuple[str, State]]
 
 
@@ -259,7 +262,7 @@ class _Process(NamedTuple):
 
     def sweeper(self, at: str, number: int) -> Steps:
         """Looks at one temporary name after another; `number` is the name."""
-        names = self.state.names
+        names, mine = self.state.names, 2 * self.me - 1
         if at == "start":
             yield "lists", self.go("look", 1)
         elif number == len(names):
@@ -278,7 +281,7 @@ class _Process(NamedTuple):
             elif is_replaced and not names[0]:
                 yield "finds no step", self.go("restore", number)
             else:
-                goal = "remove" if "sync to sweep" in self.without else "sync"
+                goal = "aside" if "sync to sweep" in self.without else "sync"
                 yield "finds a step", self.go(goal, number)
         elif at == "restore" and names[0]:
             yield "is refused", self.end("done")
@@ -290,7 +293,16 @@ class _Process(NamedTuple):
         elif at == "settle":
             yield "syncs", self.let_go(number, **self.sync())
         elif at == "sync":
-            yield "syncs", self.go("remove", number, **self.sync())
+            yield "syncs", self.go("aside", number, **self.sync())
+        elif at == "aside" and not names[number]:
+            yield "finds nothing", self.let_go(number)
+        elif at == "aside":
+            changes = {}
+            if number != mine and not names[mine]:
+                changes = self.change("move", number, mine)
+                number += _ASIDE
+            yield "sets a directory aside", self.go("remove", number, **changes)
         elif at == "remove":
-            changes = self.change("remove", names[number]) if names[number] else {}
-            yield "removes a directory", self.let_go(number, **changes)
+            content = names[mine if number >= _ASIDE else number]
+            changes = self.change("remove", content) if content else {}
+            yield "removes a directory", self.let_go(number % _ASIDE, **changes)

@@ -327,7 +327,7 @@ PLANTED_IN_REPLACEMENTS = {
         rename, "_settle", lambda final, undo: None
     ),
     "sweep ignores locks": lambda patch: patch.setattr(
-        temporary, "_lock", lambda descriptor: True
+        temporary, "_lock", lambda descriptor, patience_secs: True
     ),
 }
 
