@@ -35,11 +35,15 @@
 #   make sequences
 #                cuts the power in all sequences of up to three operations on a run, at
 #                every call, with all single losses: ten minutes or so
+#   make oom     has one allocation after another fail in nine operations, every one of
+#                numpy, maps and threads, and every OOM_EVERY-th of Python: a quarter of
+#                an hour; OOM_EVERY=1 takes hours
 #   make clean   removes all that these targets made
 
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 3 --dist worksteal
 FUZZ_SECS ?= 300
+OOM_EVERY ?= 50
 # What uses jax, Flax, optax, TensorStore, Orbax and grain in all ways that flaxckpt does.
 VERSION_TESTS := $(addprefix tests/,arrays integrations state test_partition.py \
 	checkpoint/test_plan.py checkpoint/test_restore.py checkpoint/test_save.py \
@@ -89,7 +93,7 @@ install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --n
 newest = --upgrade --upgrade-strategy eager
 endif
 
-.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz sequences check bench dist docs clean
+.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz sequences oom check bench dist docs clean
 
 demo: $(DEMO_INSTALLED)
 	@$(DEMO_VENV)/bin/python -m examples.demo
@@ -141,6 +145,9 @@ fuzz: $(FUZZ_INSTALLED)
 
 sequences: $(INSTALLED)
 	@$(BIN)/python -m tests.sequences
+
+oom: $(INSTALLED)
+	@$(BIN)/python -m tests.oom --every $(OOM_EVERY)
 
 check: $(INSTALLED)
 	@echo "==> ruff format --check"
