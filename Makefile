@@ -44,6 +44,9 @@
 #   make filesystems
 #                the run directory on other file systems, each mounted at two places:
 #                tmpfs, ext4, xfs, btrfs, overlayfs, FUSE, NFS; needs root
+#   make oom     has one allocation after another fail in nine operations, every one of
+#                numpy, maps and threads, and every OOM_EVERY-th of Python: a quarter of
+#                an hour; OOM_EVERY=1 takes hours
 #   make clean   removes all that these targets made
 
 PYTHON ?= python3
@@ -51,6 +54,7 @@ PYTEST_ARGS ?= -n 3 --dist worksteal
 FUZZ_SECS ?= 300
 SOAK_ARGS ?= --saves 5000 --restores 500
 FILESYSTEMS ?=
+OOM_EVERY ?= 50
 # What uses jax, Flax, optax, TensorStore, Orbax and grain in all ways that flaxckpt does.
 VERSION_TESTS := $(addprefix tests/,arrays integrations state test_partition.py \
 	checkpoint/test_plan.py checkpoint/test_restore.py checkpoint/test_save.py \
@@ -102,7 +106,7 @@ install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --n
 newest = --upgrade --upgrade-strategy eager
 endif
 
-.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz mutants sequences model soak filesystems check bench dist docs clean
+.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz mutants sequences model soak filesystems oom check bench dist docs clean
 
 demo: $(DEMO_INSTALLED)
 	@$(DEMO_VENV)/bin/python -m examples.demo
@@ -170,6 +174,9 @@ soak: $(INSTALLED)
 
 filesystems: $(INSTALLED)
 	@$(BIN)/python -m tests.filesystems $(FILESYSTEMS)
+
+oom: $(INSTALLED)
+	@$(BIN)/python -m tests.oom --every $(OOM_EVERY)
 
 check: $(INSTALLED)
 	@echo "==> ruff format --check"
