@@ -76,6 +76,7 @@ def _run(
 ) -> dict[str, str]:
     """Returns the outcome of each mutant by name."""
     tests = _reach(runner, module)
+    runner.check_unchanged(f"flaxckpt/{module}", source, tests)
     outcomes = {}
     for mutant in mutants:
         outcome = before.get(mutant.name, "")

@@ -9,8 +9,10 @@ import dataclasses
 import gc
 import importlib
 import json
+import math
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -38,9 +40,10 @@ _WARM = (
 _TESTS_SECS = 15.0
 """Seconds of the tests of a mutant, without the mutant: the slowest are left out."""
 
-_PATIENCE_SECS = 30.0
+_CPU_SECS = 15
+_WALL_SECS = 90.0
 _PATIENCE = 5
-"""A mutant has so many seconds, and so many times those of its tests."""
+"""A mutant has these seconds, and so many times those of its tests."""
 
 _MEASURING_SECS = 600.0
 
@@ -117,6 +120,14 @@ class Runner:
             raise RuntimeError((self._scratch / "output").read_text())
         return dict(json.loads(report.read_text()))
 
+    def check_unchanged(
+        self, module: str, source: str, tests: dict[str, Reach]
+    ) -> None:
+        """Raises RuntimeError if tests fail without a mutant, in the order here."""
+        outcome = self.run(module, Mutant("none", range(1 << 20), source), tests)
+        if outcome != "survived":
+            raise RuntimeError((self._scratch / "output").read_text())
+
     def run(self, module: str, mutant: Mutant, tests: dict[str, Reach]) -> str:
         """Returns "killed", "timeout", "survived", or "unreached" by all tests."""
         chosen = _choose(module, mutant, tests)
@@ -131,18 +142,24 @@ class Runner:
             file.write_text(mutant.source)
             code = self._run_in_fork(
                 lambda: pytest.main([*_OPTIONS, "-x", *chosen]),
-                _PATIENCE_SECS + _PATIENCE * secs,
+                _WALL_SECS + _PATIENCE * secs,
+                cpu_secs=_CPU_SECS + math.ceil(_PATIENCE * secs),
             )
         finally:
             file.write_bytes(original)
-        if code is None:
+        if code in (None, -signal.SIGXCPU):
             return "timeout"
         if code == pytest.ExitCode.NO_TESTS_COLLECTED:
             raise RuntimeError((self._scratch / "output").read_text())
         return "survived" if code == 0 else "killed"
 
     def _run_in_fork(
-        self, action: Callable[[], int], secs: float, *, writes_bytecode: bool = False
+        self,
+        action: Callable[[], int],
+        secs: float,
+        *,
+        cpu_secs: int = -1,
+        writes_bytecode: bool = False,
     ) -> int | None:
         """Returns the exit code, negative for a signal; None after `secs` seconds."""
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -150,6 +167,7 @@ class Runner:
         mark = f"mutant-{os.getpid()}"
         child = os.fork()
         if child == 0:
+            resource.setrlimit(resource.RLIMIT_CPU, (cpu_secs, -1))
             self._become_test_run(action, mark, writes_bytecode=writes_bytecode)
         end = time.monotonic() + secs
         while time.monotonic() < end:

@@ -45,6 +45,7 @@ def clock(monkeypatch):
     clock = types.SimpleNamespace(now=1000.0, sleeps=0, actions={}, sleep=sleep)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(locks, "time", clock)
+    monkeypatch.setattr(locks, "_seen", {})
     return clock
 
 
