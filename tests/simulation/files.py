@@ -26,7 +26,8 @@ _PARTS = ("v", "w")
 _LEASE_SECS = 60.0
 _ABANDONED_SECS = 600.0
 
-MARKS = ("PINNED", "TEMPORARY", "MEASURED", "NOT_UPLOADED", "DAMAGED", "DELETING")
+_NO_CONTENT = ("READING-", "PINNED", "MEASURED", "NOT_UPLOADED", "DELETING", "tmp")
+"""How files begin that are not read with a step: markers, and probes of the clock."""
 
 
 class Setting(NamedTuple):
@@ -292,7 +293,7 @@ class Ledger:
             why = self.left.get((reading.path.parent, reading.token), "")
             if not is_alive or not directory.is_dir() or why.startswith("replaced"):
                 continue
-            if path.parent == directory and path.name.startswith(("READING", *MARKS)):
+            if path.parent == directory and path.name.startswith(_NO_CONTENT):
                 continue
             if directory.stat().st_ino == reading.inode:
                 raise kernel.Violation(f"{path} is removed under a reader")
@@ -336,7 +337,7 @@ class Ledger:
             for directory in (self.setting.run, self.setting.staging):
                 if directory is not None:
                     self._check_directory(directory)
-            if self.setting.staging is not None:
+            if self.setting.staging is not None and self.disturbed < 0:
                 self._check_uploaded()
 
     def _check_directory(self, directory: Path) -> None:
@@ -446,7 +447,8 @@ class Trainer:
     def _save_as(self, step: int, *, overwrite: bool = False) -> None:
         directory = self._staging or self._ledger.setting.run
         save = self._ledger.begin_save(step, directory)
-        with self._ledger.operation(f"{save}{', overwriting' if overwrite else ''}"):
+        what = f"{save}{', overwriting' if overwrite else ''}"
+        with self._ledger.operation(what, disturbs=overwrite):
             handle = self._checkpointer.save(
                 step, save.state, metrics={"loss": save.loss}, overwrite=overwrite
             )
