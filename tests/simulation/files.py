@@ -113,6 +113,7 @@ class Ledger:
         self.saves: dict[int, Save] = {}
         self.doing: dict[int, str] = {}  # PID -> what its main thread does
         self.began: dict[int, float] = {}  # PID -> since when
+        self.disturbing = 0  # operations of users
         self.disturbed = -1.0  # when users last changed what policies look at
         self.left: dict[tuple[Path, int], str] = {}  # directory, save -> why it left
         self.pinned: dict[Path, bool] = {}  # step -> whether it surely is
@@ -132,8 +133,7 @@ class Ledger:
         pid = self.world.task.process.pid
         self.world.record(what)
         self.doing[pid], self.began[pid] = what, self.world.now
-        if disturbs:
-            self.disturbed = self.world.now
+        self.disturbing += disturbs
         try:
             yield
         except errors.CheckpointError as error:
@@ -142,6 +142,7 @@ class Ledger:
             if self.doing.get(pid) == what:
                 del self.doing[pid]
             if disturbs:
+                self.disturbing -= 1
                 self.disturbed = self.world.now
 
     def begin_save(self, step: int, directory: Path) -> Save:
@@ -254,7 +255,7 @@ class Ledger:
     def _check_policies(self, old: Path, aside: Path, save: Save) -> None:
         """Checks that policies may delete a step, which has the name `aside` now."""
         began = self.began.get(self.world.task.process.pid, 0.0)
-        if self.disturbed >= began:
+        if self.disturbing or self.disturbed >= began:
             return
         present = self.steps(old.parent)
         newer = sum(step > save.step for step in present)
@@ -337,7 +338,8 @@ class Ledger:
             for directory in (self.setting.run, self.setting.staging):
                 if directory is not None:
                     self._check_directory(directory)
-            if self.setting.staging is not None and self.disturbed < 0:
+            is_quiet = not self.disturbing and self.disturbed < 0
+            if self.setting.staging is not None and is_quiet:
                 self._check_uploaded()
 
     def _check_directory(self, directory: Path) -> None:
