@@ -9,11 +9,12 @@ marker.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from flaxckpt import errors
-from flaxckpt._storage import locks
+from flaxckpt._storage import files, locks
 from flaxckpt._storage.paths import RemotePath
 
 _log = logging.getLogger(__name__)
@@ -66,10 +67,8 @@ def new_checkpoint(
         try:
             with final.store.recorded(final.prefix):
                 yield final
-        except BaseException as error:
+        except BaseException:
             _clear(lock)
-            # Abandoned writes may still arrive: the lock stays for a later sweep.
-            lock.is_left = lock.is_left or isinstance(error, errors.StoreError)
             raise
         finally:
             del _locks[final]
@@ -79,7 +78,7 @@ def _make_room(
     lock: locks.Lock, *, overwrite: bool, keep: Callable[[str], bool]
 ) -> None:
     final = lock.path
-    keys = final.keys()
+    keys = [key for key in final.keys() if not keep(key)]  # noqa: SIM118
     if not keys:
         return
     is_late = keys == [MARKER]
@@ -93,9 +92,10 @@ def _make_room(
             f"{final} exists but is not a checkpoint, so it is not overwritten:"
             " remove it yourself, or choose another path"
         )
+    lock.check()
     lock.is_left = True  # until removal is complete: a sweep continues after a failure
     (final / MARKER).unlink(missing_ok=True)
-    final.store.delete_all(final.prefix + key for key in keys if not keep(key))
+    _remove_objects(lock, keys)
     lock.is_left = False
 
 
@@ -104,9 +104,9 @@ def _clear(lock: locks.Lock) -> None:
     try:
         lock.confirm()
         if not is_committed(lock.path):
-            lock.path.store.delete_under(lock.path.prefix)
+            _remove_objects(lock, lock.path.keys())
     except errors.CheckpointExistsError:
-        return
+        lock.leave()  # our last objects may have come after the other's removal
     except errors.StoreError as error:
         lock.is_left = True
         _log.warning("could not remove %s for now: %s", lock.path, error)
@@ -122,9 +122,32 @@ def commit(final: RemotePath, marker: bytes) -> int:
         CheckpointExistsError: Another process took over the lock.
         StoreError: The result of the commit is unknown.
     """
-    _locks[final].confirm()
+    lock = _locks[final]
+    lock.confirm()
     write_new(final / MARKER, marker)
+    # After a long wait for the answer, another process may have removed the objects.
+    lock.check()
     return final.store.recorded_bytes(final.prefix)
+
+
+def _is_sealed(path: RemotePath) -> bool:
+    """Returns True if the commit marker exists, and the objects in it are intact.
+
+    Otherwise, the marker is a late write of an abandoned save.
+    """
+    marker = path.store.read((path / MARKER).key)
+    if marker is None:
+        return False
+    try:
+        digests = dict(json.loads(marker.value))
+    except (ValueError, TypeError, RecursionError):
+        return path.keys() != [MARKER]  # of Orbax, without digests
+    return all(_digest(path / name) == digest for name, digest in digests.items())
+
+
+def _digest(file: RemotePath) -> str | None:
+    stored = file.store.read(file.key)
+    return None if stored is None else files.digest(stored.value)
 
 
 def write_new(path: RemotePath, content: bytes) -> None:
@@ -137,9 +160,14 @@ def write_new(path: RemotePath, content: bytes) -> None:
         CheckpointExistsError: Another process writes the checkpoint.
     """
     store, key = path.store, path.key
+    lock = next((_locks[above] for above in path.parents if above in _locks), None)
+    if lock is not None:
+        lock.check()
     for _ in range(_LATE_TRIES):
         if store.create(key, content) is not None:
             return
+        if lock is not None:
+            lock.confirm()  # after a pause, the object may be of another writer
         present = store.read(key)
         if present and store.exchange(key, content, present.generation) is not None:
             return
@@ -151,28 +179,55 @@ def write_new(path: RemotePath, content: bytes) -> None:
 # ---- deleting ---------------------------------------------------------------------
 
 
-def withdraw(path: RemotePath) -> bytes | None:
-    """Removes the commit marker and returns the content for `restore`."""
-    marker = path.store.read((path / MARKER).key)
+def withdraw(lock: locks.Lock) -> bytes | None:
+    """Removes the commit marker and returns the content for `restore`.
+
+    Raises:
+        CheckpointExistsError: Another process took over the lock.
+    """
+    store, key = lock.path.store, (lock.path / MARKER).key
+    marker = store.read(key)
+    lock.check()
     if marker is None:
         return None
-    path.store.delete((path / MARKER).key)
+    store.delete(key, marker.generation)
     return marker.value
 
 
-def restore(path: RemotePath, marker: bytes | None) -> None:
-    """Restores the commit marker."""
+def restore(lock: locks.Lock, marker: bytes | None) -> None:
+    """Restores the commit marker.
+
+    Raises:
+        CheckpointExistsError: Another process took over the lock.
+    """
     if marker is not None:
-        write_new(path / MARKER, marker)
+        lock.check()
+        write_new(lock.path / MARKER, marker)
 
 
 def remove(lock: locks.Lock) -> None:
-    """Removes an uncommitted checkpoint; a later sweep removes what is left."""
+    """Removes an uncommitted checkpoint; a later sweep removes what is left.
+
+    Raises:
+        CheckpointExistsError: Another process took over the lock.
+    """
     try:
-        lock.path.store.delete_under(lock.path.prefix)
+        _remove_objects(lock, lock.path.keys())
     except errors.StoreError as error:
         lock.is_left = True
         _log.warning("could not remove %s for now: %s", lock.path, error)
+
+
+def _remove_objects(lock: locks.Lock, keys: Collection[str]) -> None:
+    """Removes objects of a checkpoint without a commit marker, the manifest first.
+
+    Without the manifest, a commit marker that arrives late does not count.
+    """
+    final = lock.path
+    in_root = {key for key in keys if "/" not in key}
+    for some in (in_root, {*keys} - in_root):
+        lock.check()
+        final.store.delete_all(final.prefix + key for key in sorted(some))
 
 
 # ---- leftovers of crashes ---------------------------------------------------------
@@ -195,8 +250,13 @@ def sweep(root: RemotePath, is_ours: Callable[[str], bool]) -> None:
         if not is_ours(path.name) or (lock := locks.take_over(path)) is None:
             continue
         try:
-            if not is_committed(path):
+            if not _is_sealed(path):
                 remove(lock)
                 _log.info("removed %s, left by a crash", path)
+        except errors.CheckpointExistsError:
+            continue  # after a pause: another process does it
+        except errors.StoreError:
+            lock.is_left = True  # for the next sweep
+            raise
         finally:
             lock.release()

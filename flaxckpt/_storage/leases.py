@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flaxckpt import _util, errors
-from flaxckpt._storage import paths, permissions
+from flaxckpt._storage import commit_marker, paths, permissions
 from flaxckpt._storage.paths import RemotePath
 
 READING = "READING-"
@@ -210,7 +210,7 @@ def readers(path: Path) -> list[str]:
     return [reader(name) for name in unexpired(path, _names(path, READING))]
 
 
-def _names(path: Path, prefix: str) -> list[str]:
+def _names(path: Path, prefix: str = "") -> list[str]:
     """Returns the names in `path` with this prefix; none for a missing path."""
     try:
         return [entry.name for entry in path.iterdir() if entry.name.startswith(prefix)]
@@ -225,7 +225,9 @@ def is_being_deleted(path: Path) -> bool:
         DamagedCheckpointError: The checkpoint is inaccessible.
     """
     with permissions.explain_errors(path):
-        return not path.is_dir() or bool(unexpired(path, _names(path, DELETING)))
+        names = _names(path)
+        is_there = commit_marker.MARKER in names if paths.is_remote(path) else names
+        return not is_there or bool(unexpired(path, {DELETING}.intersection(names)))
 
 
 @contextlib.contextmanager

@@ -34,6 +34,10 @@ _BEAT_SECS = 10.0
 _ABANDONED_SECS = 45.0
 """Seconds without a change after which a lock counts as abandoned."""
 
+_FRESH_SECS = 15.0
+"""Seconds after a renewal within which a request may still be sent under the lock: it
+then takes effect before others may take over, if that takes less than 30 s."""
+
 _PATIENCE_SECS = 60.0
 _LOOK_SECS = 0.5
 
@@ -61,11 +65,18 @@ class Lock:
     """
 
     def __init__(
-        self, path: RemotePath, holder: _Holder, generation: bytes, *, inherited: bool
+        self,
+        path: RemotePath,
+        holder: _Holder,
+        generation: bytes,
+        *,
+        renewed: float,
+        inherited: bool,
     ) -> None:
         self.path = path
         self.is_inherited = inherited
         self.is_left = False
+        self._renewed = renewed  # the start of the last request that renewed it
         self._holder = holder
         self._generation = generation
         self._guard = threading.Lock()
@@ -87,14 +98,26 @@ class Lock:
     def _renew(self) -> bool:
         with self._guard:
             self._holder = self._holder._replace(beat=self._holder.beat + 1)
+            begin = time.monotonic()
             generation = self.path.store.exchange(
                 _key(self.path), self._holder.content(), self._generation
             )
             if generation is None:
                 self._is_lost = True
                 return False
-            self._generation = generation
+            self._generation, self._renewed = generation, begin
             return True
+
+    def check(self) -> None:
+        """Renews the lock if its last renewal is old, for example after a pause.
+
+        Call it before each request that would harm the work of another holder.
+
+        Raises:
+            CheckpointExistsError: Another process has taken over the lock.
+        """
+        if self._is_lost or time.monotonic() - self._renewed > _FRESH_SECS:
+            self.confirm()
 
     def confirm(self) -> None:
         """Renews the lock, or raises if lost.
@@ -105,9 +128,14 @@ class Lock:
         if self._is_lost or not self._renew():
             raise errors.CheckpointExistsError(
                 f"{self.path} was taken over by another writer, because this process"
-                f" did not renew its lock for {_ABANDONED_SECS:g} s; this process"
-                " commits nothing"
+                f" did not renew its lock for {_ABANDONED_SECS:g} s; what this"
+                " process has written is not kept"
             )
+
+    def leave(self) -> None:
+        """Leaves a lock for a later sweep, unless another process holds the lock."""
+        with contextlib.suppress(errors.StoreError):
+            self.path.store.create(_key(self.path), self._holder.content())
 
     def release(self) -> None:
         """Releases the lock; after a failure, a later sweep removes the object."""
@@ -151,6 +179,9 @@ def lock(path: RemotePath, *, patient: bool = False) -> Iterator[Lock]:
     lock = _acquire(path, patient=patient)
     try:
         yield lock
+    except errors.StoreError:
+        lock.is_left = True  # requests may still arrive, or the work is half done
+        raise
     finally:
         lock.release()
 
@@ -160,8 +191,9 @@ def _acquire(path: RemotePath, *, patient: bool) -> Lock:
     watched: StoredValue | None = None
     begin = unchanged_since = last_seen = time.monotonic()
     while True:
+        renewed = time.monotonic()
         if (generation := store.create(key, holder.content())) is not None:
-            return Lock(path, holder, generation, inherited=False)
+            return Lock(path, holder, generation, renewed=renewed, inherited=False)
         read_begin = time.monotonic()
         current = store.read(key)
         if time.monotonic() - read_begin > _BEAT_SECS:
@@ -187,9 +219,10 @@ def _acquire(path: RemotePath, *, patient: bool) -> Lock:
                     " save another step"
                 )
         if is_dead or time.monotonic() - unchanged_since > _ABANDONED_SECS:
+            renewed = time.monotonic()
             generation = store.exchange(key, holder.content(), current.generation)
             if generation is not None:
-                return Lock(path, holder, generation, inherited=True)
+                return Lock(path, holder, generation, renewed=renewed, inherited=True)
             continue
         time.sleep(_LOOK_SECS)
 
@@ -269,12 +302,12 @@ def take_over(path: RemotePath) -> Lock | None:
         is_dead = time.monotonic() - seen > _ABANDONED_SECS
     if not is_dead:
         return None
-    holder = _self()
+    holder, renewed = _self(), time.monotonic()
     generation = store.exchange(key, holder.content(), current.generation)
     if generation is None:
         return None
     _seen.pop((f"{path}", current.generation), None)
-    return Lock(path, holder, generation, inherited=True)
+    return Lock(path, holder, generation, renewed=renewed, inherited=True)
 
 
 def is_locked(path: RemotePath) -> bool:

@@ -204,7 +204,8 @@ class ObjectStorage:
 
     @contextlib.contextmanager
     def lock_file(self, file: RemotePath, /) -> Iterator[None]:
-        with locks.lock(file.parent, patient=True):
+        with locks.lock(file.parent, patient=True) as lock:
+            lock.is_left = lock.is_inherited  # a sweep removes what its holder has left
             yield
 
     def make_directory(self, path: RemotePath, /, *, mode: int | None = None) -> None:
@@ -308,7 +309,7 @@ class ObjectStorage:
         if overwrite and commit_marker.is_committed(final):
             check(final)  # `commit_marker.new_checkpoint` removes it at once
         with commit_marker.new_checkpoint(
-            final, overwrite=overwrite, keep=keep
+            final, overwrite=overwrite, keep=_or_lease(keep)
         ) as directory:
             yield directory
 
@@ -347,7 +348,9 @@ class ObjectStorage:
         def copy(file: Path) -> None:
             self.write(final / file.relative_to(source), file.read_bytes())
 
-        with commit_marker.new_checkpoint(final, overwrite=overwrite, keep=keep):
+        with commit_marker.new_checkpoint(
+            final, overwrite=overwrite, keep=_or_lease(keep)
+        ):
             before_marker = [file for file in files if file != marker]
             _util.threads.each(copy, before_marker, threads=_COPYING_THREADS)
             for name, added in markers.items():
@@ -357,14 +360,14 @@ class ObjectStorage:
     def delete(self, path: RemotePath, check: Callable[[Path], object], /) -> None:
         with locks.lock(path) as lock, leases.deletion(path):
             check(path)
-            marker = commit_marker.withdraw(path)
+            marker = commit_marker.withdraw(lock)
             try:
                 # A reader may have come before the marker was removed.
                 if late := leases.readers(path):
                     raise leases.in_use_error(path, late)
                 check(path)
-            except errors.SaveFailedError:
-                commit_marker.restore(path, marker)
+            except errors.CheckpointError:
+                commit_marker.restore(lock, marker)
                 raise
             commit_marker.remove(lock)
 
@@ -374,3 +377,8 @@ class ObjectStorage:
         with leases.deletion(path):
             announce()
             self.remove_tree(path / name)
+
+
+def _or_lease(keep: Callable[[str], bool]) -> Callable[[str], bool]:
+    """Returns a function that selects what `keep` selects, and the files of readers."""
+    return lambda name: keep(name) or leases.is_lease(name)
