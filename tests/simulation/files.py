@@ -26,7 +26,8 @@ _PARTS = ("v", "w")
 _LEASE_SECS = 60.0
 _ABANDONED_SECS = 600.0
 
-MARKS = ("PINNED", "TEMPORARY", "MEASURED", "NOT_UPLOADED", "DAMAGED", "DELETING")
+_NO_CONTENT = ("READING-", "PINNED", "MEASURED", "NOT_UPLOADED", "DELETING", "tmp")
+"""How files begin that are not read with a step: markers, and probes of the clock."""
 
 
 class Setting(NamedTuple):
@@ -112,6 +113,7 @@ class Ledger:
         self.saves: dict[int, Save] = {}
         self.doing: dict[int, str] = {}  # PID -> what its main thread does
         self.began: dict[int, float] = {}  # PID -> since when
+        self.disturbing = 0  # operations of users
         self.disturbed = -1.0  # when users last changed what policies look at
         self.left: dict[tuple[Path, int], str] = {}  # directory, save -> why it left
         self.pinned: dict[Path, bool] = {}  # step -> whether it surely is
@@ -131,8 +133,7 @@ class Ledger:
         pid = self.world.task.process.pid
         self.world.record(what)
         self.doing[pid], self.began[pid] = what, self.world.now
-        if disturbs:
-            self.disturbed = self.world.now
+        self.disturbing += disturbs
         try:
             yield
         except errors.CheckpointError as error:
@@ -141,6 +142,7 @@ class Ledger:
             if self.doing.get(pid) == what:
                 del self.doing[pid]
             if disturbs:
+                self.disturbing -= 1
                 self.disturbed = self.world.now
 
     def begin_save(self, step: int, directory: Path) -> Save:
@@ -253,7 +255,7 @@ class Ledger:
     def _check_policies(self, old: Path, aside: Path, save: Save) -> None:
         """Checks that policies may delete a step, which has the name `aside` now."""
         began = self.began.get(self.world.task.process.pid, 0.0)
-        if self.disturbed >= began:
+        if self.disturbing or self.disturbed >= began:
             return
         present = self.steps(old.parent)
         newer = sum(step > save.step for step in present)
@@ -292,7 +294,7 @@ class Ledger:
             why = self.left.get((reading.path.parent, reading.token), "")
             if not is_alive or not directory.is_dir() or why.startswith("replaced"):
                 continue
-            if path.parent == directory and path.name.startswith(("READING", *MARKS)):
+            if path.parent == directory and path.name.startswith(_NO_CONTENT):
                 continue
             if directory.stat().st_ino == reading.inode:
                 raise kernel.Violation(f"{path} is removed under a reader")
@@ -336,7 +338,8 @@ class Ledger:
             for directory in (self.setting.run, self.setting.staging):
                 if directory is not None:
                     self._check_directory(directory)
-            if self.setting.staging is not None:
+            is_quiet = not self.disturbing and self.disturbed < 0
+            if self.setting.staging is not None and is_quiet:
                 self._check_uploaded()
 
     def _check_directory(self, directory: Path) -> None:
@@ -446,7 +449,8 @@ class Trainer:
     def _save_as(self, step: int, *, overwrite: bool = False) -> None:
         directory = self._staging or self._ledger.setting.run
         save = self._ledger.begin_save(step, directory)
-        with self._ledger.operation(f"{save}{', overwriting' if overwrite else ''}"):
+        what = f"{save}{', overwriting' if overwrite else ''}"
+        with self._ledger.operation(what, disturbs=overwrite):
             handle = self._checkpointer.save(
                 step, save.state, metrics={"loss": save.loss}, overwrite=overwrite
             )
