@@ -80,6 +80,10 @@ class DamagedCheckpointError(CheckpointError, OSError):
     """Missing or corrupt parts of a checkpoint."""
 
 
+class OutOfMemoryError(CheckpointError, MemoryError):
+    """The memory does not suffice to restore an undamaged step."""
+
+
 class OptionError(CheckpointError, ValueError):
     """Invalid argument value."""
 

@@ -282,6 +282,7 @@ class Restores:
 
         Raises:
             DamagedCheckpointError: The step is damaged or unreadable.
+            OutOfMemoryError: The step is whole, and larger than the free memory.
             CheckpointError: The step does not match the request.
         """
         try:
@@ -299,6 +300,15 @@ class Restores:
             )
             if request.dataset is not None:
                 _checkpoint.restore.restore_dataset(stored, request.dataset)
+        except errors.DamagedCheckpointError as error:
+            if _util.memory.is_too_large(error):
+                _checkpoint.file_sizes.check(path)  # a damaged file may claim any size
+                raise errors.OutOfMemoryError(
+                    f"{path} is not damaged, but cannot be restored with the memory"
+                    f" that is free ({error.__cause__}): free memory, restore less of"
+                    " it, or pass step= to restore another step"
+                ) from error
+            raise
         except OSError as error:
             if isinstance(error, errors.CheckpointError):
                 raise

@@ -695,3 +695,30 @@ def test_metrics_are_numbers_and_may_be_nested(run_dir):
 def test_a_budget_must_be_positive(run_dir):
     with pytest.raises(errors.OptionError, match="max_concurrent_bytes"):
         flaxckpt.Checkpointer(run_dir, max_concurrent_bytes=0)
+
+
+def test_a_lack_of_memory_is_no_damage(tmp_path, monkeypatch, caplog):
+    state = {"w": np.arange(2.0**20), "b": np.ones(3)}
+    layout = flaxckpt.ArrayLayout(store="files")
+    with flaxckpt.Checkpointer(tmp_path, layout=layout) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {**state, "b": state["b"] * step})
+    real = np.empty
+
+    def empty(shape, *args, **options):
+        if np.prod(shape) >= 2**20:
+            raise MemoryError
+        return real(shape, *args, **options)
+
+    with flaxckpt.Checkpointer(tmp_path) as ckpt, monkeypatch.context() as patch:
+        patch.setattr(np, "empty", empty)
+        with pytest.raises(errors.OutOfMemoryError, match="2 is not damaged") as raised:
+            ckpt.restore(state, memory_map=False)
+        assert isinstance(raised.value, MemoryError)
+        assert "left out" not in caplog.text
+        flip_bit(tmp_path / "2" / "state" / "_METADATA", 0)
+        with pytest.raises(errors.DamagedCheckpointError, match="_METADATA"):
+            ckpt.restore(state, step=2, memory_map=False)
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.steps() == [1, 2]
+        assert ckpt.restore(state)["b"][0] == 2
