@@ -32,11 +32,17 @@
 #   make docs    builds the site of README and docs/ into site/
 #   make fuzz    gives each parser changed files, for FUZZ_SECS seconds each: in an
 #                environment of its own, .venv-fuzz; what is found is in fuzz-findings
+#   make simulate
+#                histories of several processes in a simulated world, SEEDS of each kind
+#                from the seed FIRST on; prints the timelines of those that break a
+#                guarantee
 #   make clean   removes all that these targets made
 
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 3 --dist worksteal
 FUZZ_SECS ?= 300
+SEEDS ?= 20000
+FIRST ?= 0
 # What uses jax, Flax, optax, TensorStore, Orbax and grain in all ways that flaxckpt does.
 VERSION_TESTS := $(addprefix tests/,arrays integrations state test_partition.py \
 	checkpoint/test_plan.py checkpoint/test_restore.py checkpoint/test_save.py \
@@ -86,7 +92,7 @@ install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --n
 newest = --upgrade --upgrade-strategy eager
 endif
 
-.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz check bench dist docs clean
+.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz simulate check bench dist docs clean
 
 demo: $(DEMO_INSTALLED)
 	@$(DEMO_VENV)/bin/python -m examples.demo
@@ -135,6 +141,10 @@ test-orbax-versions: $(INSTALLED) $(ORBAX_INSTALLED)
 fuzz: $(FUZZ_INSTALLED)
 	@echo "==> fuzz, $(FUZZ_SECS) s for each target"
 	@$(FUZZ_VENV)/bin/python -m tests.fuzz --guided --secs $(FUZZ_SECS) --keep fuzz-findings
+
+simulate: $(INSTALLED)
+	@echo "==> simulate, $(SEEDS) histories of each kind from seed $(FIRST) on"
+	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST)
 
 check: $(INSTALLED)
 	@echo "==> ruff format --check"

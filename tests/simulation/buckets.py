@@ -20,6 +20,9 @@ RUN = f"{URL}/run"
 MARKER = "commit_success.txt"
 MANIFEST = "flaxckpt.json"
 STEPS = (1, 2, 3)
+TAKEN_OVER = "was taken over"
+"""Part of the error of a writer that has lost its lock."""
+
 READ_SECS = 60.0
 """Seconds after its last sign of life for which a reader is protected."""
 
@@ -68,16 +71,23 @@ class Ledger:
     Args:
         world: The world.
         bucket: The bucket.
+
+    Attributes:
+        steps: The steps that are saved and deleted.
+        is_calm: True if no process pauses, and all requests succeed.
     """
 
     def __init__(self, world: kernel.World, bucket: store.Store) -> None:
         self.world = world
         self.bucket = bucket
+        self.steps = STEPS[: world.random.choice((1, 1, 3))]
         self.saves: dict[bytes, Save] = {}  # by the content of the marker
         self.changes: list[Change] = []
         self.present: dict[int, Save] = {}  # acknowledged, and to be there
         self.readings: list[Reading] = []
         self.refreshed: dict[str, float] = {}
+        self.late: set[bytes] = set()  # markers that came when others wrote the step
+        self.is_calm = False
         bucket.on_change = self._check_change
 
     # ---- what processes report ----------------------------------------------------
@@ -130,9 +140,19 @@ class Ledger:
             if name.startswith(leases.READING):
                 self.refreshed[key] = self.world.now
             elif not _IS_STATUS(name):
+                if name == MARKER:
+                    self._note_marker(step)
                 self.check_listed(step)
                 self.check_present(step)
                 self.check_readers(step, name)
+
+    def _note_marker(self, step: int) -> None:
+        """Notes whether a commit marker came late."""
+        objects = self.objects(step)
+        if (marker := objects.get(MARKER)) is not None:
+            manifest = self.saves[marker].files[MANIFEST]
+            if objects.get(MANIFEST) != manifest:
+                self.late.add(marker)
 
     def check_listed(self, step: int) -> Save | None:
         """Checks that a listed step is whole and of one writer."""
@@ -142,8 +162,9 @@ class Ledger:
             return None
         save = self.saves[marker]
         is_written = f"run/{step}{locks.LOCK}" in self.bucket.objects
-        if is_written and objects.get(MANIFEST) != save.files[MANIFEST]:
-            return None  # a marker that came late: readers see that it does not fit
+        does_fit = objects.get(MANIFEST) == save.files[MANIFEST]
+        if marker in self.late and is_written and not does_fit:
+            return None  # readers see that it does not fit
         for name, content in save.files.items():
             if objects.get(name) != content:
                 raise kernel.Violation(
@@ -210,7 +231,7 @@ class Program:
             (self.delete, 4),
             (self.read, 3),
             (self.pin, 1),
-            (lambda step: _tidy(), 2),
+            (self.tidy, 3),
         )
         some, weights = zip(*operations, strict=True)
         self._root = root
@@ -219,9 +240,11 @@ class Program:
             self._world.sleep(random.choice((0.0, 0.1, 1.0, 20.0)) * random.random())
             (operation,) = random.choices(some, weights)
             try:
-                operation(random.choice(STEPS))
+                operation(random.choice(self._ledger.steps))
             except (errors.CheckpointError, FileNotFoundError) as error:
                 self._world.record(f"{type(error).__name__}", f"{error}"[:90])
+                if self._ledger.is_calm and TAKEN_OVER in str(error):
+                    raise kernel.Violation(f"lost its lock: {error}") from error
 
     def save(self, step: int, *, overwrite: bool = False) -> None:
         """Saves a step, as `_checkpoint.commit` does."""
@@ -244,7 +267,9 @@ class Program:
                     check=lambda path: None,
                 )
             )
+            pause = self._world.random.choice((0.0, 0.0, 0.0, 30.0))
             for name, content in save.files.items():
+                self._world.sleep(pause * self._world.random.random())
                 storage.write(directory / name, content)
             storage.commit(
                 directory, final, save.marker, lambda a, b: None, lambda: None
@@ -271,7 +296,7 @@ class Program:
             _steps.markers.pin(path)
 
     def read(self, step: int) -> None:
-        """Reads a step under a lease, as `new_steps` does, for up to two minutes."""
+        """Reads a step under a lease, as `new_steps` does."""
         path = self._root / str(step)
         if not _storage.of(path).is_committed(path):
             return
@@ -282,12 +307,18 @@ class Program:
                 return
             self._ledger.readings.append(reading)
             self._world.record(f"reads step {step}")
-            for _ in range(3):
-                self._world.sleep(40 * self._world.random.random())
+            longest = self._world.random.choice((1.0, 60.0, 1000.0))
+            self._world.sleep(longest * self._world.random.random())
         finally:
             if reading in self._ledger.readings:
                 self._ledger.readings.remove(reading)
             lease.release()
+
+    def tidy(self, step: int) -> None:
+        """Removes leftovers; twice, as locks of other machines are watched first."""
+        _tidy()
+        self._world.sleep(self._world.random.choice((0.0, 60.0)))
+        _tidy()
 
 
 def _tidy() -> None:
@@ -320,7 +351,7 @@ def disturb(world: kernel.World, process: kernel.Process) -> None:
     if random.random() < 0.3:
         process.crash_after = random.randrange(150)
     for _ in range(random.choice((0, 0, 1, 2))):
-        process.pauses[random.randrange(150)] = random.choice((10, 50, 100, 400))
+        process.pauses[random.randrange(100)] = random.choice((10, 50, 100, 400))
 
 
 def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
@@ -341,6 +372,8 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
                 after=random.choice((0.0, 1.0, 30.0)) * random.random(),
             )
             disturb(world, process)
+        is_paused = any(process.pauses for process in world.processes.values())
+        ledger.is_calm = bucket.weather == store.Weather() and not is_paused
         try:
             world.run()
             bucket.weather = store.Weather()
@@ -351,3 +384,7 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
             violation.timeline = world.timeline
             raise
         return world.timeline
+
+
+PATCHES = store.PATCHES
+"""For `stand_ins.installed`."""
