@@ -47,6 +47,10 @@
 #   make oom     has one allocation after another fail in nine operations, every one of
 #                numpy, maps and threads, and every OOM_EVERY-th of Python: a quarter of
 #                an hour; OOM_EVERY=1 takes hours
+#   make simulate
+#                histories of several processes in a simulated world, SEEDS of each kind
+#                from the seed FIRST on; prints the timelines of those that break a
+#                guarantee
 #   make clean   removes all that these targets made
 
 PYTHON ?= python3
@@ -55,6 +59,8 @@ FUZZ_SECS ?= 300
 SOAK_ARGS ?= --saves 5000 --restores 500
 FILESYSTEMS ?=
 OOM_EVERY ?= 50
+SEEDS ?= 20000
+FIRST ?= 0
 # What uses jax, Flax, optax, TensorStore, Orbax and grain in all ways that flaxckpt does.
 VERSION_TESTS := $(addprefix tests/,arrays integrations state test_partition.py \
 	checkpoint/test_plan.py checkpoint/test_restore.py checkpoint/test_save.py \
@@ -106,7 +112,7 @@ install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --n
 newest = --upgrade --upgrade-strategy eager
 endif
 
-.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz mutants sequences model soak filesystems oom check bench dist docs clean
+.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz mutants sequences model soak filesystems oom simulate check bench dist docs clean
 
 demo: $(DEMO_INSTALLED)
 	@$(DEMO_VENV)/bin/python -m examples.demo
@@ -177,6 +183,10 @@ filesystems: $(INSTALLED)
 
 oom: $(INSTALLED)
 	@$(BIN)/python -m tests.oom --every $(OOM_EVERY)
+
+simulate: $(INSTALLED)
+	@echo "==> simulate, $(SEEDS) histories of each kind from seed $(FIRST) on"
+	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST)
 
 check: $(INSTALLED)
 	@echo "==> ruff format --check"

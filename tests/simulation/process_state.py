@@ -6,6 +6,7 @@ simulated processes may share, each with the reason; a test finds all others.
 """
 
 import importlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -30,7 +31,29 @@ SWAPPED: dict[str, tuple[str, ...]] = {
     "flaxckpt._util.progress": ("_open", "_showing"),
 }
 
-HARMLESS: dict[str, str] = {}
+_PACKAGES = tuple(
+    f"flaxckpt.{name}"
+    for name in ("_checkpoint", "_distributed", "_run", "_steps", "_storage", "_util")
+)
+
+_TABLE = "a table that never changes"
+
+HARMLESS: dict[str, str] = {
+    "flaxckpt._checkpoint.overwrite._OTHER_DIRECTORIES": _TABLE,
+    "flaxckpt._checkpoint.plan._STYLES": _TABLE,
+    "flaxckpt._run.events._LOGGERS": _TABLE,
+    "flaxckpt._run.settings._POLICIES": _TABLE,
+    "flaxckpt._storage.store_requests._OWN_RETRIES": _TABLE,
+    "flaxckpt._storage.store_requests._RETRIES_ALONE": _TABLE,
+    "flaxckpt._util.gc_pause._pauses": "empty while the collector is disabled",
+    "flaxckpt._util.guessed_names.ANSWERS": _TABLE,
+    "flaxckpt._util.guessed_names._KEEP": _TABLE,
+    "flaxckpt._util.guessed_names._LOAD": _TABLE,
+    "flaxckpt._util.guessed_names._MAPPED": _TABLE,
+    "flaxckpt._util.guessed_names._RESTORE": _TABLE,
+    "flaxckpt._util.guessed_names._SAVE": _TABLE,
+    "flaxckpt._util.guessed_names._WAITING": _TABLE,
+}
 
 stand_ins: dict[int, Callable[[], object]] = {}
 """ID of a real class or function -> its stand-in, while installed."""
@@ -79,3 +102,23 @@ def remember() -> None:
         for module, names in swapped.items()
         for name in names
     ]
+
+
+def known_state() -> set[str]:
+    """Returns the attributes that are swapped or harmless: `module.name`."""
+    swapped = {
+        f"{module}.{name}" for module, names in SWAPPED.items() for name in names
+    }
+    return swapped | HARMLESS.keys()
+
+
+def mutable_state() -> set[str]:
+    """Returns the attributes of modules that may change: `module.name`."""
+    kinds = (dict, set, list, forks.PerProcess, threading.Event, threading.local)
+    return {
+        f"{name}.{attribute}"
+        for name, module in sys.modules.items()
+        if name.startswith(_PACKAGES)
+        for attribute, value in vars(module).items()
+        if isinstance(value, kinds) and not attribute.startswith("__")
+    }

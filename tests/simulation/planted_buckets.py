@@ -1,0 +1,101 @@
+"""Faults planted in the code for buckets, which the simulation must find."""
+
+import contextlib
+from typing import Any
+
+from flaxckpt import errors
+from flaxckpt._storage import bucket, commit_marker, leases, locks
+from flaxckpt._storage.object_storage import ObjectStorage
+
+
+class _NoLock:
+    """Stands in for `locks.Lock`: no other process sees it."""
+
+    def __init__(self, path: Any) -> None:
+        self.path = path
+        self.is_inherited = True
+        self.is_left = False
+
+    def check(self) -> None:
+        """Does nothing."""
+
+    confirm = release = check
+
+
+@contextlib.contextmanager
+def _lock_nothing(path, *, patient=False):
+    yield _NoLock(path)
+
+
+@contextlib.contextmanager
+def _lock_until_any_error(path, *, patient=False):
+    lock = locks._acquire(path, patient=patient)
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def _delete_files_first(self, path, check):
+    with locks.lock(path) as lock, leases.deletion(path):
+        check(path)
+        parts = [key for key in path.store.keys(path.prefix) if "/state/" in key]
+        path.store.delete_all(parts)
+        commit_marker.withdraw(lock)
+
+
+def _exchange_always(self, key, value, generation):
+    if generation == bucket._nothing():
+        return _exchange(self, key, value, generation)
+    return _exchange(self, key, value, None)
+
+
+_exchange = bucket.Bucket.exchange
+
+
+def _write_over(path, content):
+    for _ in range(8):
+        if path.store.create(path.key, content) is not None:
+            return
+        present = path.store.read(path.key)
+        if present and path.store.exchange(path.key, content, present.generation):
+            return
+    raise errors.CheckpointExistsError(f"{path}")
+
+
+def _remove_in_any_order(lock, keys):
+    lock.path.store.delete_all(lock.path.prefix + key for key in sorted(keys)[::-1])
+
+
+def _do_nothing(self):
+    """Stands in for a method of a lock."""
+
+
+FAULTS: dict[str, dict[tuple[Any, str], Any]] = {
+    "no lock": {(locks, "lock"): _lock_nothing},
+    "a lock counts as abandoned between two renewals": {(locks, "_ABANDONED_SECS"): 5},
+    "a lock is never renewed": {(locks.Lock, "_beat"): _do_nothing},
+    "every holder of a lock counts as dead": {(locks, "_is_dead"): lambda lock: True},
+    "a lock is replaced without a condition": {
+        (bucket.Bucket, "exchange"): _exchange_always
+    },
+    "a writer replaces objects after a pause": {
+        (commit_marker, "write_new"): _write_over
+    },
+    "a deletion goes on after a pause": {(locks.Lock, "check"): _do_nothing},
+    "a deletion removes the commit marker last": {
+        (ObjectStorage, "delete"): _delete_files_first
+    },
+    "a deletion looks for no readers": {(leases, "readers"): lambda path: []},
+    "a lease is never renewed": {(leases.Lease, "_refresh"): _do_nothing},
+    "the manifest is not removed first": {
+        (commit_marker, "_remove_objects"): _remove_in_any_order
+    },
+    "a lock is released after an unknown result": {
+        (locks, "lock"): _lock_until_any_error
+    },
+    "a sweep trusts a commit marker that came late": {
+        (commit_marker, "_is_sealed"): commit_marker.is_committed
+    },
+}
+"""Name of a fault -> the attributes to replace, for `stand_ins.installed`."""

@@ -1,0 +1,11 @@
+"""Histories that found a defect, which has been mended since: seed -> the defect."""
+
+BUCKETS: dict[int, str] = {
+    2: "a request without an answer released the lock of half a deletion",
+    216: "a paused writer left objects after it had lost its lock",
+    354: "a paused writer replaced the manifest of a step of another writer",
+    660: "a paused writer acknowledged a step that was gone",
+    866: "a commit marker that came late made half a step listed",
+    1174: "a commit marker that came late was left for ever",
+    1383: "a paused writer replaced objects of a step of another writer",
+}
