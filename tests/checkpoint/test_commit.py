@@ -1,5 +1,6 @@
 """From a snapshot to a checkpoint: its errors, its lock, its files and its name."""
 
+import shutil
 import threading
 import time
 
@@ -9,7 +10,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._checkpoint import commit
+from flaxckpt._checkpoint import commit, save
 from flaxckpt._storage import rename, store_requests
 from tests.helpers import faulty_store as faulty
 from tests.helpers import strategies
@@ -94,6 +95,14 @@ def test_a_request_knows_how_long_it_takes(tmp_path):
     assert commit.SaveRequest(path=tmp_path, step=3).number == 3
 
 
+def test_a_snapshot_knows_its_bytes(tmp_path):
+    request = commit.SaveRequest(path=tmp_path / "c")
+    snapshot = save.take_snapshot(request, {**STATE, "text": "a"})
+    arrays = STATE["w"].nbytes + STATE["b"].nbytes
+    assert snapshot.stored_bytes == arrays + np.int64().nbytes  # n is an array, too
+    assert snapshot.nbytes == snapshot.stored_bytes
+
+
 # ---- files ------------------------------------------------------------------------
 
 
@@ -155,6 +164,15 @@ def test_an_equal_array_is_linked_to_a_file_of_the_same_mode(tmp_path, permissio
     strategies.assert_same(STATE, flaxckpt.load(tmp_path / "3"))
 
 
+def test_missing_parents_are_made(tmp_path):
+    flaxckpt.save(tmp_path / "a/b/c", STATE)
+    strategies.assert_same(STATE, flaxckpt.load(tmp_path / "a/b/c"))
+    with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
+        shutil.rmtree(tmp_path / "run")
+        ckpt.save(1, STATE).wait()
+    assert ckpt.steps() == [1]
+
+
 def test_files_in_new_directories_are_written(tmp_path):
     content = {"a/b/one": b"1", "a/b/two": b"2", "three": b"3"}
     commit.write_new(tmp_path, content)
@@ -180,6 +198,7 @@ def test_a_finished_directory_gets_its_name(tmp_path, is_there):
             commit.publish(new, final, overwrite=False)
         assert flaxckpt.load(final)["w"][0] == 1.0
     commit.publish(new, final, overwrite=is_there)
+    assert not (final / "TEMPORARY").exists()
     assert flaxckpt.load(final)["w"][0] == 2.0
     assert new.exists() is is_there, "the old one, under the other name"
 
