@@ -215,6 +215,8 @@ class Ledger:
             if self.readings and name != "rmdir" and path.name != "DELETING":
                 self._check_readers(path)
         elif name in ("rename", "replace", "exchange"):
+            if "-deleted-" in path.name:
+                self._check_writers(paths[0])
             self._writers.pop(paths[0], None)
             self._see_rename(Path(paths[0]), path, is_exchange=name == "exchange")
 
