@@ -24,7 +24,8 @@ CONTEXTS = (filesystem.installed,)
 _STEP = re.compile(r"[0-9]+")
 _PARTS = ("v", "w")
 _LEASE_SECS = 60.0
-_ABANDONED_SECS = 600.0
+_ABANDONED_SECS = 550.0
+"""Shorter pauses leave nothing abandoned: ten minutes, less the time of slow calls."""
 
 _NO_CONTENT = ("READING-", "PINNED", "MEASURED", "NOT_UPLOADED", "DELETING", "tmp")
 """How files begin that are not read with a step: markers, and probes of the clock."""
@@ -215,6 +216,8 @@ class Ledger:
             if self.readings and name != "rmdir" and path.name != "DELETING":
                 self._check_readers(path)
         elif name in ("rename", "replace", "exchange"):
+            if "-deleted-" in path.name:
+                self._check_writers(paths[0])
             self._writers.pop(paths[0], None)
             self._see_rename(Path(paths[0]), path, is_exchange=name == "exchange")
 
