@@ -57,6 +57,15 @@ RUN_ELSEWHERE = {
     "make test": ("Makefile", "test: check"),
     "make test-all": (".ci/run", "make test-all"),
     "make model": ("Makefile", "-m tests.model"),
+    "make simulate": ("Makefile", "-m tests.simulation"),
+    "make simulate SEEDS=1000000 FIRST=20000": ("Makefile", "--first $(FIRST)"),
+    "python -m tests.simulation --seeds 1 --first 354 --trace": (
+        "tests/simulation/__main__.py",
+        "--trace",
+    ),
+    "make mutants MODULES=_storage/locks.py": ("Makefile", "-m tests.mutants"),
+    "make sequences": ("Makefile", "-m tests.sequences"),
+    "make oom": ("Makefile", "-m tests.oom"),
     "make test-orbax-versions": (".ci/run", "make test-orbax-versions"),
     "make soak": ("tests/soak/test_soak.py", "def test_300_saves_leave_nothing_behind"),
     "make filesystems": (
