@@ -24,8 +24,6 @@ CONTEXTS = (filesystem.installed,)
 _STEP = re.compile(r"[0-9]+")
 _PARTS = ("v", "w")
 _LEASE_SECS = 60.0
-_ABANDONED_SECS = 550.0
-"""Shorter pauses leave nothing abandoned: ten minutes, less the time of slow calls."""
 
 _NO_CONTENT = ("READING-", "PINNED", "MEASURED", "NOT_UPLOADED", "DELETING", "tmp")
 """How files begin that are not read with a step: markers, and probes of the clock."""
@@ -205,8 +203,9 @@ class Ledger:
                 self.touched[path.name] = self.world.now
                 self.leases[self.world.task.process.pid] = path.name
         elif name == "mkdir":
-            if "-writing-" in path.name:
-                self._writers[paths[-1]] = self.world.task.process
+            # A directory is its writer's once it is locked, thus not while it is empty.
+            if "-writing-" in path.parent.name:
+                self._writers.setdefault(str(path.parent), self.world.task.process)
         elif name in ("unlink", "remove", "rmdir"):
             self._check_writers(paths[-1])
             if path.name == "PINNED" and (
@@ -283,8 +282,7 @@ class Ledger:
             return
         if self.files.weather.fails:  # it may have left the directory to others
             return
-        longest = max(writer.pauses.values(), default=0.0)
-        if self.files.weather.is_local or longest < _ABANDONED_SECS:
+        if self.files.weather.is_local or not writer.paused_until:
             raise kernel.Violation(
                 f"{directory} of {writer} is removed while it writes"
             )

@@ -6,9 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from flaxckpt import _steps
 from flaxckpt._distributed import heartbeat, operation
-from flaxckpt._run import uploads
 from flaxckpt._storage import files as storage_files
 from flaxckpt._storage import leases, rename, temporary
 from tests.simulation import files, jobs, pauses
@@ -33,23 +31,8 @@ def _replace_published(new: Path, final: Path) -> None:
     new.rename(final)
 
 
-def _remove(path: Path) -> None:
-    storage_files.remove_tree(path)
-
-
 def _make_all_parents(root: Path, file: str) -> None:
     (root / file).parent.mkdir(parents=True, exist_ok=True)
-
-
-def _remove_marker(self: uploads.Uploads, path: Path, marker: object) -> None:
-    _steps.markers.unmark_upload(path)
-
-
-def _delete(path: Path, *, even_pinned: bool = False) -> None:
-    _delete_any(path, even_pinned=True)
-
-
-_delete_any = _steps.delete.delete
 
 
 FAULTS = {
@@ -65,15 +48,6 @@ FAULTS = {
     ),
     "a new step replaces the step of another writer": Fault(
         files, {(rename, "publish"): _replace_published}
-    ),
-    "a replaced step does not get its name back": Fault(
-        files, {(temporary, "_remove_or_restore"): _remove}
-    ),
-    "an upload ignores changes during it": Fault(
-        files, {(uploads.Uploads, "_remove_marker"): _remove_marker}
-    ),
-    "policies delete steps that were pinned meanwhile": Fault(
-        files, {(_steps.delete, "delete"): _delete}
     ),
     "process 0 commits before all have written": Fault(
         jobs,
