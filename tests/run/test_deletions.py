@@ -85,15 +85,15 @@ def test_deletions_end_after_a_while_if_somebody_waits(monkeypatch, is_awaited):
 def test_prune_has_all_the_time_and_a_save_that_is_awaited_has_not(
     tmp_path, monkeypatch
 ):
-    save(tmp_path, *range(1, 7))
+    save(tmp_path, *range(1, 9))
     times = iter(range(0, 10_000, 10))
     monkeypatch.setattr(
         retention, "time", types.SimpleNamespace(monotonic=lambda: next(times))
     )
     found = retention.Retention(tmp_path, PLAIN, rules([LatestN(2)]))
-    some = found.delete_unkept(just_saved=6, is_awaited=lambda: True)
+    some = found.delete_unkept(just_saved=8, is_awaited=lambda: True)
     assert some == (1, 2)
-    assert found.delete_unkept() == (3, 4)
+    assert found.delete_unkept() == (3, 4, 5, 6)
 
 
 def test_leftovers_are_swept_with_what_time_is_left(tmp_path, monkeypatch):
@@ -205,6 +205,13 @@ def test_a_policy_that_fails_later_deletes_no_more(
     assert found.delete_unkept(just_saved=4) == deleted
     assert "no more steps are deleted: no idea" in caplog.text
     assert found.index.steps().keys() == {1, 2, 3, 4} - {*deleted}
+
+
+def test_metrics_that_change_all_the_time_hold_up_no_deletion(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, 3)
+    found = retention.Retention(tmp_path, PLAIN, rules([LatestN(1)]))
+    monkeypatch.setattr(found, "_have_metrics_changed", lambda decision, step: True)
+    assert found.delete_unkept() == (1, 2)
 
 
 def test_the_step_just_saved_stays_this_time(tmp_path):
