@@ -56,6 +56,12 @@ RUN_ELSEWHERE = {
     "make quick": ("Makefile", "quick: check"),
     "make test": ("Makefile", "test: check"),
     "make test-all": (".ci/run", "make test-all"),
+    "make simulate": ("Makefile", "simulate: $(INSTALLED)"),
+    "make simulate SEEDS=1000000 FIRST=20000": ("Makefile", "--first $(FIRST)"),
+    "python -m tests.simulation --seeds 1 --first 354 --trace": (
+        "tests/simulation/__main__.py",
+        '"--trace"',
+    ),
     "make test-orbax-versions": (".ci/run", "make test-orbax-versions"),
     "make bench": (BENCHMARKS, "from benchmarks.__main__ import main"),
     'make bench BENCH_ARGS="--only train_state tiny"': (
