@@ -7,7 +7,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -328,16 +328,20 @@ class Bucket:
         """Removes all keys with a prefix."""
         self.delete_all(self.keys(prefix))
 
-    def delete_all(self, keys: Iterable[str]) -> None:
-        """Removes keys, many at a time."""
+    def delete_all(
+        self, keys: Iterable[str], check: Callable[[], object] = lambda: None
+    ) -> None:
+        """Removes keys, many at a time; calls `check` before requests and retries."""
         waiting = iter(keys)
         with self._change():
             while batch := list(itertools.islice(waiting, _DELETED_AT_ONCE)):
+                check()
                 futures = [self.connection.kv().write(key, None) for key in batch]
                 for key, future in zip(batch, futures, strict=True):
                     try:
                         self.connection.wait(f"delete {self.url}/{key}", future)
                     except (TransientError, ValueError, RuntimeError):
+                        check()
                         self.delete(key)  # with retries
 
     def keys(self, prefix: str) -> list[str]:

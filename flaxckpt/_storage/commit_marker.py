@@ -106,7 +106,7 @@ def _clear(lock: locks.Lock) -> None:
         if not is_committed(lock.path):
             _remove_objects(lock, lock.path.keys())
     except errors.CheckpointExistsError:
-        lock.leave()  # our last objects may have come after the other's removal
+        lock.is_left = True  # our last objects may have come after the other's removal
     except errors.StoreError as error:
         lock.is_left = True
         _log.warning("could not remove %s for now: %s", lock.path, error)
@@ -234,8 +234,8 @@ def _remove_objects(lock: locks.Lock, keys: Collection[str]) -> None:
     final = lock.path
     in_root = {key for key in keys if "/" not in key}
     for some in (in_root, {*keys} - in_root):
-        lock.check()
-        final.store.delete_all(final.prefix + key for key in sorted(some))
+        keys = [final.prefix + key for key in sorted(some)]
+        final.store.delete_all(keys, lock.check)
 
 
 # ---- leftovers of crashes ---------------------------------------------------------

@@ -132,11 +132,6 @@ class Lock:
                 " neither commits nor removes anything"
             )
 
-    def leave(self) -> None:
-        """Leaves a lock for a later sweep, unless another process holds the lock."""
-        with contextlib.suppress(errors.StoreError):
-            self.path.store.create(_key(self.path), self._holder.content())
-
     def release(self) -> None:
         """Releases the lock; after a failure, a later sweep removes the object."""
         if os.getpid() != self._holder.pid:
@@ -144,13 +139,14 @@ class Lock:
         if self._heartbeat is not None:
             self._heartbeat.stop()
         _living.discard(self._holder.id)
-        if self.is_left or self._is_lost:
-            return
         try:
-            self.path.store.delete(_key(self.path), self._generation)
+            if self._is_lost and self.is_left:  # unless another process holds the lock
+                self.path.store.create(_key(self.path), self._holder.content())
+            elif not (self._is_lost or self.is_left):
+                self.path.store.delete(_key(self.path), self._generation)
         except errors.StoreError as error:
             _log.warning(
-                "could not remove the lock of %s for now: %s", self.path, error
+                "could not release the lock of %s for now: %s", self.path, error
             )
 
 
