@@ -273,6 +273,12 @@ def one_line(text: object, max_chars: int = 300) -> str:
     return " ".join(str(text).split())[:max_chars]
 
 
+def join_rows(text: object) -> str:
+    """Returns a text or the message of an error, its rows joined by semicolons."""
+    head, *rows = str(text).splitlines() or [""]
+    return " ".join(filter(None, (head, "; ".join(map(str.strip, rows)))))
+
+
 def printable(text: str) -> str:
     """Returns `text` on a single line, shortened, with control characters escaped.
 

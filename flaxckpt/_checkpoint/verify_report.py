@@ -196,7 +196,9 @@ class Findings:
         """Records the first finding `why` about the leaf or file `name`."""
         with self._lock:
             if name not in findings:
-                findings[name] = errors.printable(errors.one_line(_join_rows(why)))
+                findings[name] = errors.printable(
+                    errors.one_line(errors.join_rows(why))
+                )
                 self.places.setdefault(name, place)
 
     def take(self, other: Findings, item: str, names: Mapping[str, str]) -> None:

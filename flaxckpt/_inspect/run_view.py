@@ -233,7 +233,7 @@ def find_lost_files(path: Path) -> str | None:
         is_gone = not _storage.of(path).exists(path)
         if is_gone or _storage.permissions.is_unread(error):
             return None
-        return errors.one_line(error, _MAX_DAMAGE)
+        return errors.one_line(errors.join_rows(error), _MAX_DAMAGE)
     return None
 
 

@@ -91,8 +91,7 @@ def _deleted(step: Step) -> Integrity:
 
 def explain(error: Exception) -> str:
     """Returns the message of an error as one line, with the files that it lists."""
-    head, *rows = _steps.event.first_lines(error, 2 + errors.ROWS_SHOWN).splitlines()
-    return " ".join(filter(None, (head, "; ".join(map(str.strip, rows)))))
+    return errors.join_rows(_steps.event.first_lines(error, 2 + errors.ROWS_SHOWN))
 
 
 class Verification(NamedTuple):

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from tests.simulation import kernel, stand_ins
 
-KINDS = ("buckets",)
+KINDS = ("buckets", "files", "pauses", "jobs")
 """Modules with a function `history`."""
 
 _SHARD = 500
@@ -28,13 +28,16 @@ def installed(histories: ModuleType, patches: dict | None = None) -> Iterator[No
     """Gives flaxckpt's modules the stand-ins that the histories need.
 
     Args:
-        histories: A module with a function `history`.
+        histories: A module with a function `history`, and perhaps with `PATCHES` and
+            the context managers `CONTEXTS`.
         patches: Further attributes to replace, for example by planted faults.
     """
     log = logging.getLogger("flaxckpt")
     level, was_enabled = log.level, gc.isenabled()
     patches = {**getattr(histories, "PATCHES", {}), **(patches or {})}
     with contextlib.ExitStack() as stack:
+        for enter in getattr(histories, "CONTEXTS", ()):
+            stack.enter_context(enter())
         stack.enter_context(stand_ins.installed(patches=patches))
         log.setLevel(logging.CRITICAL)
         gc.disable()  # garbage of greenlets is ended where it can do nothing
