@@ -68,7 +68,8 @@ def new_checkpoint(
             with final.store.recorded(final.prefix):
                 yield final
         except BaseException:
-            _clear(lock)
+            if not lock.is_left:
+                _clear(lock)
             raise
         finally:
             del _locks[final]
@@ -124,9 +125,11 @@ def commit(final: RemotePath, marker: bytes) -> int:
     """
     lock = _locks[final]
     lock.confirm()
+    lock.is_left = True  # without an answer, the marker may still arrive
     write_new(final / MARKER, marker)
     # A process that took over the lock before the marker arrived removed the objects.
     lock.confirm()
+    lock.is_left = False
     return final.store.recorded_bytes(final.prefix)
 
 

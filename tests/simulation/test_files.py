@@ -25,7 +25,7 @@ FOUND = {
 }
 """Histories that found a defect, which has been mended since."""
 
-SHARDS = 8
+SHARDS = 3
 SHARD = 1000
 """Histories of each kind in a shard."""
 
