@@ -60,9 +60,10 @@ class Change:
 class Reading:
     """A read of a step, protected by a lease."""
 
-    def __init__(self, step: int, lease: str) -> None:
+    def __init__(self, step: int, lease: str, process: kernel.Process) -> None:
         self.step = step
         self.lease = lease
+        self.process = process
 
 
 class Ledger:
@@ -191,6 +192,7 @@ class Ledger:
             return
         for reading in self.readings:
             is_alive = self.world.now - self.refreshed[reading.lease] <= READ_SECS
+            is_alive |= self.is_calm and reading.process.is_alive
             is_replaced = any(
                 c.kind == "replace" and c.step == step for c in self.changes
             )
@@ -308,7 +310,8 @@ class Program:
         if not _storage.of(path).is_committed(path):
             return
         lease = leases.Lease(path)
-        reading = Reading(step, (path / lease._name).key)
+        process = self._world.task.process
+        reading = Reading(step, (path / lease._name).key, process)
         try:
             if leases.is_being_deleted(path):
                 return
