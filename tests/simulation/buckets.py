@@ -60,9 +60,10 @@ class Change:
 class Reading:
     """A read of a step, protected by a lease."""
 
-    def __init__(self, step: int, lease: str) -> None:
+    def __init__(self, step: int, lease: str, process: kernel.Process) -> None:
         self.step = step
         self.lease = lease
+        self.process = process
 
 
 class Ledger:
@@ -75,8 +76,8 @@ class Ledger:
     Attributes:
         steps: The steps that are saved and deleted.
         is_calm: True if no process pauses, and all requests succeed.
-        is_tidy: True if at most one process pauses for longer than its locks last. If
-            two do, one may write an object after the other has removed all.
+        is_tidy: True if at most one process pauses for longer than its locks last, and
+            does not crash: it removes what it has written after the end of its lock.
     """
 
     def __init__(self, world: kernel.World, bucket: store.Store) -> None:
@@ -191,6 +192,7 @@ class Ledger:
             return
         for reading in self.readings:
             is_alive = self.world.now - self.refreshed[reading.lease] <= READ_SECS
+            is_alive |= self.is_calm and reading.process.is_alive
             is_replaced = any(
                 c.kind == "replace" and c.step == step for c in self.changes
             )
@@ -308,7 +310,8 @@ class Program:
         if not _storage.of(path).is_committed(path):
             return
         lease = leases.Lease(path)
-        reading = Reading(step, (path / lease._name).key)
+        process = self._world.task.process
+        reading = Reading(step, (path / lease._name).key, process)
         try:
             if leases.is_being_deleted(path):
                 return
@@ -381,7 +384,13 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
             disturb(world, process)
         pauses = [process.pauses for process in world.processes.values()]
         ledger.is_calm = bucket.weather == store.Weather() and not any(pauses)
-        ledger.is_tidy = sum(max(p.values(), default=0) > 45 for p in pauses) < 2
+        paused = [
+            process
+            for process in world.processes.values()
+            if max(process.pauses.values(), default=0) > 45
+        ]
+        has_crash = any(process.crash_after is not None for process in paused)
+        ledger.is_tidy = len(paused) < 2 and not has_crash
         try:
             world.run()
             bucket.weather = store.Weather()

@@ -74,7 +74,6 @@ def _do_nothing(self):
 FAULTS: dict[str, dict[tuple[Any, str], Any]] = {
     "no lock": {(locks, "lock"): _lock_nothing},
     "a lock counts as abandoned between two renewals": {(locks, "_ABANDONED_SECS"): 5},
-    "a lock is never renewed": {(locks.Lock, "_beat"): _do_nothing},
     "every holder of a lock counts as dead": {(locks, "_is_dead"): lambda lock: True},
     "a lock is replaced without a condition": {
         (bucket.Bucket, "exchange"): _exchange_always
@@ -87,15 +86,12 @@ FAULTS: dict[str, dict[tuple[Any, str], Any]] = {
         (ObjectStorage, "delete"): _delete_files_first
     },
     "a deletion looks for no readers": {(leases, "readers"): lambda path: []},
-    "a lease is never renewed": {(leases.Lease, "_refresh"): _do_nothing},
+    "a lease expires between two renewals": {(leases, "_MACHINES_DIFFER_SECS"): -50},
     "the manifest is not removed first": {
         (commit_marker, "_remove_objects"): _remove_in_any_order
     },
     "a lock is released after an unknown result": {
         (locks, "lock"): _lock_until_any_error
-    },
-    "a sweep trusts a commit marker that came late": {
-        (commit_marker, "_is_sealed"): commit_marker.is_committed
     },
 }
 """Name of a fault -> the attributes to replace, for `stand_ins.installed`."""
