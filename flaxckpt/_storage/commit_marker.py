@@ -219,14 +219,16 @@ def restore(lock: locks.Lock, marker: bytes | None) -> None:
 
 def remove(lock: locks.Lock) -> None:
     """Removes an uncommitted checkpoint; a later sweep removes what is left."""
+    lock.is_left = True  # until all is removed
     try:
         lock.confirm()
         _remove_objects(lock, lock.path.keys())
     except errors.CheckpointExistsError:
-        return  # the new holder of the lock removes the objects
+        return  # the other process may have looked before the marker was removed
     except errors.StoreError as error:
-        lock.is_left = True
         _log.warning("could not remove %s for now: %s", lock.path, error)
+        return
+    lock.is_left = False
 
 
 def _remove_objects(lock: locks.Lock, keys: Collection[str]) -> None:

@@ -38,6 +38,9 @@ _FRESH_SECS = 15.0
 """Seconds after a renewal within which a request may still be sent under the lock: it
 then takes effect before others may take over, if that takes less than 30 s."""
 
+_FRESH_TRIES = 3
+"""Renewals in a row, in a store where each takes longer than `_FRESH_SECS`."""
+
 _PATIENCE_SECS = 60.0
 _LOOK_SECS = 0.5
 
@@ -116,7 +119,9 @@ class Lock:
         Raises:
             CheckpointExistsError: Another process has taken over the lock.
         """
-        if self._is_lost or time.monotonic() - self._renewed > _FRESH_SECS:
+        for _ in range(_FRESH_TRIES):  # the pause may come during a renewal, too
+            if not self._is_lost and time.monotonic() - self._renewed <= _FRESH_SECS:
+                return
             self.confirm()
 
     def confirm(self) -> None:

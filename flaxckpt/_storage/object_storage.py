@@ -354,6 +354,7 @@ class ObjectStorage:
     def delete(self, path: RemotePath, check: Callable[[Path], object], /) -> None:
         with locks.lock(path) as lock, leases.deletion(path):
             check(path)
+            lock.is_left = True  # until the objects are removed, or the marker is back
             marker = commit_marker.withdraw(lock)
             try:
                 # A reader may have come before the marker was removed.
@@ -362,6 +363,7 @@ class ObjectStorage:
                 check(path)
             except errors.CheckpointError:
                 commit_marker.restore(lock, marker)
+                lock.is_left = False
                 raise
             commit_marker.remove(lock)
 

@@ -295,8 +295,6 @@ class _Process(NamedTuple):
             yield "does not renew the lock", self.go(goal, number, **changes)
         elif self.state.lock == self.me:
             yield "renews the lock", self.go(goal, number, is_old=False, **changes)
-        elif self.operation in ("delete", "sweep"):
-            yield "has lost the lock", self.go("done")
         else:
             yield "has lost the lock", self.go("leave")
 

@@ -284,7 +284,10 @@ class World:
     # ---- waiting ------------------------------------------------------------------
 
     def point(self, what: str = "", *, may_pause: bool = True) -> None:
-        """Lets others run that are due now; the process may crash or pause here."""
+        """Lets others run that are due now; the process may crash or pause here.
+
+        Without `may_pause`, nobody else runs: another task may pause the process.
+        """
         process = self._running().process
         process.points += 1
         if may_pause and process.pauses and min(process.pauses) <= process.points:
@@ -293,6 +296,8 @@ class World:
             process.crash_after -= 1
             if process.crash_after < 0:
                 self.crash(process)
+        if not may_pause:
+            return
         is_paused = process.paused_until > self.now
         if is_paused or (self._agenda and self._agenda[0][0] <= self.now):
             self.wait(what, 0.0)

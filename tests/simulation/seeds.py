@@ -7,5 +7,7 @@ BUCKETS: dict[int, str] = {
     660: "a paused writer acknowledged a step that was gone",
     866: "a commit marker that came late made half a step listed",
     1174: "a commit marker that came late was left for ever",
+    22771: "a writer that paused while it renewed its lock went on to remove objects",
+    36850: "a deletion that paused left a step without a marker, and without a lock",
     1383: "a paused writer replaced objects of a step of another writer",
 }

@@ -15,7 +15,7 @@ from tests.simulation import (
     seeds,
 )
 
-SHARDS = 40
+SHARDS = 8
 SHARD = 2500
 """Histories in a shard."""
 
