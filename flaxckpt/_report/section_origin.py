@@ -112,7 +112,7 @@ def integrity(report: Report, *, verify: html.Markup | None = None) -> Section |
     found = [part for part, state in zip(parts, _NAMES, strict=True) if counts[state]]
     what = humanize.count(total, "step") if report.is_run else "1 checkpoint"
     summary: object = f"{looked:,} of {what} looked at: {', '.join(found)}."
-    if not counts["verified"]:
+    if not any(check.bytes_checked for check in report.integrity):
         how = _verify_command(report) if verify is None else verify
         summary = html.join((summary, " No array was read. ", how))
     columns = [

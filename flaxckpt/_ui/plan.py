@@ -163,7 +163,7 @@ def _outcome(plan: RestorePlan, into: str) -> html.Markup:
         failed = html.element("p", text, class_="outcome bad")
         return html.join([failed, html.element("pre", plan.advice)])
     size = humanize.size(plan.bytes_to_read)
-    text = f"The restore would succeed, and read {size}."
+    text = f"The restore would succeed if the files are whole, and read {size}."
     succeeds = html.element("p", text, class_="outcome good")
     if not (fresh := plan.count("init")):
         return succeeds
