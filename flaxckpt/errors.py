@@ -42,6 +42,7 @@ __all__ = [
     "LeafNameError",
     "Mismatch",
     "OptionError",
+    "OutOfMemoryError",
     "PartitionError",
     "ReadOnlyError",
     "RestoreMismatchError",

@@ -11,6 +11,8 @@ from flaxckpt._steps import index, markers, names
 
 _log = logging.getLogger(__name__)
 
+_TEMPORARY_SECS = 60.0
+
 
 def delete(path: Path, *, even_pinned: bool = False) -> None:
     """Deletes a step: first the name, durably, then the files.
@@ -77,9 +79,13 @@ def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> Non
         sweep(root, step_format)
         # Replacing a file leaves temporary files only in storage with renames.
         inside = items if _storage.of(root).can_rename else ()
-        directories = [root / name for name in ("", *inside) if inside]
+        directories = [root / name for name in inside]
         for step in index.list_steps(root, step_format).values():
             directories += [step, *(step / name for name in inside)]
+        if inside:  # files of the user beside the steps may have similar names
+            for path in root.glob(f"{names.STAGING_OWNER}.*.tmp"):
+                if _storage.leases.is_older(path, _TEMPORARY_SECS):
+                    path.unlink(missing_ok=True)
         for directory in directories:
             if not directory.is_symlink():
                 _storage.of(directory).sweep_files(directory)

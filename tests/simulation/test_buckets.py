@@ -15,7 +15,7 @@ from tests.simulation import (
     seeds,
 )
 
-SHARDS = 8
+SHARDS = 40
 SHARD = 2500
 """Histories in a shard."""
 

@@ -65,7 +65,7 @@ def test_a_sample_of_histories(histories):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", range(SHARDS))
-@pytest.mark.parametrize("histories", KINDS, ids=name)
+@pytest.mark.parametrize("histories", [files, pauses], ids=name)
 def test_many_histories(histories, shard):
     _run(histories, range(shard * SHARD, (shard + 1) * SHARD))
 

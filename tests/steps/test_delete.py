@@ -99,7 +99,7 @@ def test_all_that_crashes_leave_in_a_run_is_tidied_up(tmp_path):
     left = {
         str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob(REPLACING)
     }
-    assert left == {"plots_1", "other", "1/state", "linked"}
+    assert left == {".", "plots_1", "other", "1/state", "linked"}
     assert not (tmp_path / LEFT).exists()
 
 
