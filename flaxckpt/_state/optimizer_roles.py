@@ -245,6 +245,8 @@ class _Roles:
             for k, n in by_key.items()
             if k in carriers or optax_containers.is_complete(n)
         ]
+        if node.type != "tuple" and self._are_named_by_params(by_key, carriers, keys):
+            return "several"
         if len(candidates) < 2:
             return "one"
         if node.type == "tuple" and not carriers:
@@ -271,6 +273,37 @@ class _Roles:
             )
             return "one" if is_of_params or len(complete) < 2 else "several"
         return "several"  # distinguished by their names
+
+    def _are_named_by_params(
+        self,
+        children: Iterable[tree.Key],
+        carriers: Mapping[tree.Key, tree.Node],
+        keys: Keys,
+    ) -> bool:
+        """Returns True if optimizers have the names of the parameters they update.
+
+        Args:
+            children: The keys of all children of a container.
+            carriers: The children with moments.
+            keys: Of the container.
+        """
+        names = [f"{tree.join((key,))}/" for key in children]
+        parents: set[LeafPath] | None = None
+        for key, mirror in zip(carriers, self._mirrors(carriers, keys), strict=True):
+            name = f"{tree.join((key,))}/"
+            own = {
+                root.removesuffix(name)
+                for root in mirror.roots
+                if f"/{root}".endswith(f"/{name}")
+            }
+            parents = own if parents is None else parents & own
+        return any(
+            all(
+                any(path.startswith(parent + name) for path in self._outside)
+                for name in names
+            )
+            for parent in parents or ()
+        )
 
     def _count_without_classes(self, node: tree.Node) -> Literal["one", "several"]:
         """Counts the optimizers in a dict without states of known classes."""
