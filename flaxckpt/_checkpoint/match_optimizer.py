@@ -9,8 +9,9 @@ match by field and parameter.
 from __future__ import annotations
 
 import bisect
+import collections
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from flaxckpt import _state, _util
@@ -396,35 +397,60 @@ class Finder:
         for kind, transforms in kinds.items():
             stored = self._stored.get(kind) or self._alike(kind)
             self._match(kind.optimizer, transforms, stored, matches)
-            if not stored and kind.optimizer in self._seats:
-                for transform in transforms:
-                    self._refuse_moved(kind, transform, matches, kinds.keys())
+        self._refuse_moved(kinds, matches)
         return matches
 
     def _refuse_moved(
         self,
-        kind: _Kind,
-        transform: _Transform,
+        kinds: Mapping[_Kind, Sequence[_Transform]],
         matches: dict[LeafPath, _Match],
-        wanted: Collection[_Kind],
     ) -> None:
-        """Marks a transform as ambiguous after a possible move within a chain.
+        """Marks transforms as ambiguous that may have moved within a chain.
 
-        The stored transform may also belong to another optimizer.
+        A tuple may be a chain or several optimizers. Unless each of its elements has
+        as many transforms of a class as the stored element, other transforms match in
+        a chain than in several optimizers.
         """
-        known = transform.known
-        inside = f"{known.optimizer}/" if known.optimizer else ""
-        moved: list[LeafPath] = []
-        for seat in (known.optimizer, *sorted(self._seats)):
-            if seat != known.optimizer and not seat.startswith(inside):
+        groups: dict[_Kind, list[tuple[LeafPath, _Transform]]] = {}
+        for kind, transforms in kinds.items():
+            if kind.optimizer not in self._seats:
                 continue
-            named = _Kind(seat, known.state_class, kind.hyperparameter)
-            unnamed = kind._replace(optimizer=seat)
-            if named not in wanted and unnamed not in wanted:
-                moved += self._stored.get(named) or self._alike(unnamed)
-        if moved:
-            counters = self._with_moments(transform, moved)
-            matches[known.place] = _Match(None, moved, True, counters * 2)
+            for transform in transforms:
+                known = transform.known
+                group = _Kind(
+                    known.optimizer,
+                    known.state_class,
+                    kind.hyperparameter,
+                    known.fields,
+                    frozenset(transform.leaf_fields),
+                    not known.state_class,
+                )
+                groups.setdefault(group, []).append((kind.optimizer, transform))
+        for group, members in groups.items():
+            stored = self._stored_by_seat(group)
+            wanted = collections.Counter(seat for seat, _ in members)
+            if not stored or wanted == {seat: len(at) for seat, at in stored.items()}:
+                continue
+            places = list(itertools.chain.from_iterable(stored.values()))
+            for _, transform in members:
+                counters = self._with_moments(transform, places)
+                matches[transform.known.place] = _Match(
+                    None, places, True, counters * 2
+                )
+
+    def _stored_by_seat(self, group: _Kind) -> dict[LeafPath, list[LeafPath]]:
+        """Returns the stored states of a class by element of the optimizer's tuple.
+
+        States in elements that the wanted tuple lacks are at the path of the optimizer.
+        """
+        inside = f"{group.optimizer}/" if group.optimizer else ""
+        seats = [seat for seat in sorted(self._seats) if seat.startswith(inside)]
+        stored = {
+            seat: self._stored.get(_Kind(seat, group.state_class, group.hyperparameter))
+            or self._alike(group._replace(optimizer=seat, state_class=""))
+            for seat in dict.fromkeys((group.optimizer, *seats))
+        }
+        return {seat: places for seat, places in stored.items() if places}
 
     def _wanted(self) -> dict[LeafPath, _Transform]:
         """Returns path -> transform of the wanted state."""

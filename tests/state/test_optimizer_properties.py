@@ -164,6 +164,22 @@ def test_no_counter_goes_to_another_optimizer_without_moments(tmp_path, form):
     check_swap(tmp_path / "c", layout, schedules, clips)
 
 
+@pytest.mark.parametrize("wrapper", ["", "mask", "label"])
+@pytest.mark.parametrize(
+    ("old", "new"), [((0, 1, 2), (1, 2)), ((1, 2), (0, 1, 2)), ((0, 1), (1,))]
+)
+def test_no_counter_moves_to_another_place_in_a_tuple(tmp_path, wrapper, old, new):
+    # Elements that are wrapped may be optimizers, too, and would keep their places.
+    layout = Layout("dict", "train state")
+    old, new = (
+        {"g": Optimizer(tuple(Part("schedule", f"{n}", wrapper) for n in parts))}
+        for parts in (old, new)
+    )
+    flaxckpt.save(tmp_path / "c", layout.state(old))
+    with pytest.raises(flaxckpt.errors.RestoreMismatchError):
+        flaxckpt.load(tmp_path / "c", layout.state(new), unused="ignore")
+
+
 ADAM = Optimizer((Part("adam", "adam0"), Part("trace", "trace1"), Part("ema", "ema2")))
 SCHEDULE = Optimizer((Part("schedule", "schedule1"),))
 LION = Optimizer((Part("lion", "lion0"), Part("schedule", "schedule1")))
