@@ -342,10 +342,7 @@ class Finder:
         by_fields = self._all_by_fields if kind.is_unnamed else self._unnamed
         places = by_fields.get(kind.fields, [])
         inside = f"{kind.optimizer}/" if kind.optimizer else ""
-        start = stop = bisect.bisect_left(places, inside)
-        while stop < len(places) and places[stop].startswith(inside):
-            stop += 1
-        alike = places[start:stop]
+        alike = _within(kind.optimizer, places)
         at = bisect.bisect_left(places, kind.optimizer)
         if inside and kind.optimizer in places[at : at + 1]:
             alike.insert(0, kind.optimizer)
@@ -379,8 +376,12 @@ class Finder:
     def _matches(self) -> dict[LeafPath, _Match]:
         """Path of each wanted transform -> the matching stored transforms."""
         kinds: dict[_Kind, list[_Transform]] = {}
+        matches: dict[LeafPath, _Match] = {}
         for place, transform in self._wanted().items():
             known = transform.known
+            if known.group in self._unchanged:
+                matches[place] = _Match(place, (), False, (place,))
+                continue
             optimizer = self._optimizer(place, known.optimizer)
             kind = _Kind(optimizer, known.state_class, _hyperparameter(place))
             if kind not in self._stored:
@@ -393,12 +394,39 @@ class Finder:
                     not known.state_class,
                 )
             kinds.setdefault(kind, []).append(transform)
-        matches: dict[LeafPath, _Match] = {}
         for kind, transforms in kinds.items():
             stored = self._stored.get(kind) or self._alike(kind)
             self._match(kind.optimizer, transforms, stored, matches)
         self._refuse_moved(kinds, matches)
         return matches
+
+    @_util.forks.lazy
+    def _unchanged(self) -> set[LeafPath]:
+        """Paths of the containers of optimizers with the same leaves on both sides.
+
+        They have the same transforms in the same order, so each matches by its path.
+        """
+        groups: dict[LeafPath, list[LeafPath]] = {}
+        for path, known in self._known.items():
+            groups.setdefault(known.group, []).append(path)
+        stored = sorted(
+            path for path, leaf in self._table.items() if leaf.info.kind != "empty"
+        )
+        return {
+            group
+            for group, paths in groups.items()
+            if len(paths) == len(_within(group, stored))
+            and all(self._is_unchanged(path) for path in paths)
+        }
+
+    def _is_unchanged(self, path: LeafPath) -> bool:
+        """Returns True if the stored leaf at a path may be of the same transform."""
+        if (found := self._at(path)) is None:
+            return False
+        known, info = self._known[path], self._table[found].info
+        if known.fields and (place := _place(info)) is not None:
+            return place == known.place and _class(info) == known.state_class
+        return self._classes.get(known.place, known.state_class) == known.state_class
 
     def _refuse_moved(
         self,
@@ -445,11 +473,17 @@ class Finder:
         """
         inside = f"{group.optimizer}/" if group.optimizer else ""
         seats = [seat for seat in sorted(self._seats) if seat.startswith(inside)]
-        stored = {
-            seat: self._stored.get(_Kind(seat, group.state_class, group.hyperparameter))
-            or self._alike(group._replace(optimizer=seat, state_class=""))
-            for seat in dict.fromkeys((group.optimizer, *seats))
-        }
+        kinds = [
+            _Kind(seat, group.state_class, group.hyperparameter)
+            for seat in (group.optimizer, *seats)
+        ]
+        stored = {kind.optimizer: self._stored.get(kind, []) for kind in kinds}
+        if not any(stored.values()):
+            kinds = [
+                group._replace(optimizer=kind.optimizer, state_class="")
+                for kind in kinds
+            ]
+            stored = {kind.optimizer: self._alike(kind) for kind in kinds}
         return {seat: places for seat, places in stored.items() if places}
 
     def _wanted(self) -> dict[LeafPath, _Transform]:
@@ -587,6 +621,20 @@ def _hyperparameter(place: LeafPath) -> str:
     """Returns the hyperparameter scheduled by the state at `place`; else empty."""
     _, found, name = f"/{place}".rpartition(f"/{_HYPERPARAMETERS}/")
     return name.partition("/")[0] if found else ""
+
+
+def _within(container: LeafPath, paths: Sequence[LeafPath]) -> list[LeafPath]:
+    """Returns those of the sorted paths that are inside a container."""
+    inside = f"{container}/" if container else ""
+    start = stop = bisect.bisect_left(paths, inside)
+    while stop < len(paths) and paths[stop].startswith(inside):
+        stop += 1
+    return list(paths[start:stop])
+
+
+def _class(info: LeafInfo) -> str:
+    """Returns the class of the state around a leaf; empty if it is not recorded."""
+    return info.role.state_class if info.role is not None else ""
 
 
 def _below(place: LeafPath, path: LeafPath) -> LeafPath:

@@ -210,12 +210,15 @@ def test_no_value_of_orbax_is_of_another_transform(tmp_path_factory, case):
     max_examples=20, suppress_health_check=list(hypothesis.HealthCheck)
 )
 @hypothesis.given(states.layouts, st.data())
-def test_an_unchanged_optimizer_keeps_every_value(tmp_path_factory, layout, data):
+@pytest.mark.parametrize("writer", ["flaxckpt", "orbax"])
+def test_an_unchanged_optimizer_keeps_every_value(
+    tmp_path_factory, writer, layout, data
+):
     same = {name: data.draw(states.optimizers()) for name in layout.names}
     tags = Tags()
     path = tmp_path_factory.mktemp("case") / "c"
     saved = layout.state(same, tags)
-    flaxckpt.save(path, saved)
+    states.save_with(writer, path, saved)
     fresh = layout.state(same)
     found = flaxckpt.load(path, fresh)
     assert check(found, fresh, saved, tags) == tagged_leaves(saved, tags)
