@@ -59,7 +59,7 @@ class _RemoveFields(TableTransform):
         fields = _lonely_fields(table)
         renamed = {}
         for path, leaf in table.items():
-            if path in self.wanted:
+            if self._is_own_name(path, table):
                 continue
             if path in boxed:
                 is_field = [key.is_field for key in boxed[path]]
@@ -70,6 +70,17 @@ class _RemoveFields(TableTransform):
                 pairs = zip(leaf.info.keys, is_field, strict=True)
                 renamed[path] = [JaxKey(*pair) for pair in pairs]
         return _rename(table, renamed, adds=False)
+
+    def _is_own_name(self, path: LeafPath, table: LeafTable) -> bool:
+        """Returns True if a path is that of a wanted leaf, without fields.
+
+        The leaf may have parameters called `value` around it, so its path may also be
+        the name of another leaf with fields: unless the leaf has its own there.
+        """
+        if path not in self.wanted:
+            return False
+        info = self.wanted[path].info
+        return not info.boxes or _state.boxes.jax_path(info) not in table
 
     def inverse(self) -> Transform:
         return _AddFields()

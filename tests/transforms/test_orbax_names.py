@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import flaxckpt
@@ -356,6 +356,11 @@ trees = st.recursive(
 
 
 @given(tree=trees)
+@example(  # the name of one leaf with fields is the path of the other
+    tree=linen.Partitioned(
+        {"raw_value": np.arange(0), "value": {"raw_value": np.arange(0)}}, names=()
+    )
+)
 def test_names_are_those_of_jax_and_come_back(tree):
     table = table_of(tree)
     renamed = _base.apply(NAMES, table)
