@@ -14,7 +14,6 @@ _END_SECS = 45
 """Less than the deadline of requests to a store, which the end must not wait for."""
 
 
-
 class Served:
     """A server, with the address that it printed."""
 
