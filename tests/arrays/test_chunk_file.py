@@ -277,3 +277,80 @@ def test_what_cannot_be_read_of_a_map_is_an_error_and_no_signal(tmp_path):
     )
     assert done.returncode == 0, done
     assert "cannot be read" in done.stdout
+
+
+# ---- segments ---------------------------------------------------------------------
+
+
+def in_segments(path, content, size):
+    """A block whose segments of `size` bytes have checksums."""
+    block = stored(path, content)
+    ends = range(size, len(content), size)
+    sums = tuple(crc32c.crc32c(content[:end]) for end in ends)
+    return block._replace(segment_bytes=size, checksums=sums)
+
+
+def read_part(block, start, stop):
+    into = zarr_chunk_file.empty(stop - start)
+    zarr_chunk_file.read(block, [into.data], verify=True, start=start)
+    return into.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 100), (100, 300), (200, 350), (0, 350)]
+)
+def test_segments_are_read_and_verified_alone(tmp_path, start, stop):
+    content = noise(350)
+    block = in_segments(tmp_path / "b", content, 100)
+    assert block.verified_at_once == 100
+    assert read_part(block, start, stop) == content[start:stop]
+    run = zarr_chunk_file.map_block(block)
+    zarr_chunk_file.verify_mapped(block, run, start, stop)
+    for place in range(0, 350, 50):
+        flip_bit(block.path, place)
+        if not start <= place < stop:
+            assert read_part(block, start, stop) == content[start:stop]
+        else:
+            first = place // 100 * 100
+            where = f" in bytes {first} to {min(first + 100, 350)}"
+            told = f"was written{where if stop - start < 350 else ''}: its CRC-32C is"
+            with pytest.raises(ValueError, match=told):
+                read_part(block, start, stop)
+            run = zarr_chunk_file.map_block(block)
+            with pytest.raises(ValueError, match=told):
+                zarr_chunk_file.verify_mapped(block, run, start, stop)
+        flip_bit(block.path, place)
+
+
+def test_the_smallest_part_that_can_be_verified(tmp_path):
+    plain = stored(tmp_path / "a", b"abc", has_checksum=False)
+    whole = stored(tmp_path / "b", b"abc")
+    nothing = stored(tmp_path / "c", b"")
+    sizes = [block.verified_at_once for block in (plain, whole, nothing)]
+    assert sizes == [1, 3, 1]
+
+
+# ---- ranges -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [0, 1, PAGE - 1, PAGE, PAGE + 7])
+def test_a_range_of_a_file_is_mapped(tmp_path, offset):
+    content = noise(3 * PAGE)
+    (tmp_path / "b").write_bytes(content)
+    with (tmp_path / "b").open("rb") as file:
+        if zarr_chunk_file._map_function() is None:
+            assert zarr_chunk_file.map_range(file.fileno(), offset, 100) is None
+            pytest.skip("maps with Python's own function only")
+        found = zarr_chunk_file.map_range(file.fileno(), offset, PAGE)
+    assert found.tobytes() == content[offset : offset + PAGE]
+    found[:] = 0
+    assert (tmp_path / "b").read_bytes() == content
+
+
+def test_what_cannot_be_mapped_or_read_is_none(tmp_path):
+    (tmp_path / "b").write_bytes(b"1" * PAGE)
+    with (tmp_path / "b").open("rb") as file:
+        descriptor = file.fileno()
+        if sys.platform == "linux":
+            assert zarr_chunk_file.map_range(descriptor, 8 * PAGE, PAGE) is None
+    assert zarr_chunk_file.map_range(descriptor, 0, PAGE) is None, "it is closed"

@@ -74,6 +74,7 @@ def foreign(directory, **options):
         (["_METADATA", "w/zarr.json", "w/c.0", "b/c.0"], None, []),  # an item
         (["w/zarr.json"], None, ["w"]),  # no item
         (["notes.txt", "a/b.txt", "a/c.txt"], None, ["notes.txt", "a"]),
+        (["a/b", "c/d", "metrics/metrics", "state/_METADATA"], None, ["a", "c"]),
     ],
 )
 def test_the_files_of_a_step_with_a_manifest(tmp_path, names, handlers, not_ours):
@@ -129,6 +130,7 @@ def test_empty_directories(tmp_path, name, handlers, is_foreign):
         (["model/_METADATA", "model/w/zarr.json"], {"model": STANDARD}, []),
         (["model/_METADATA", "model/w/c.0"], {"model": STANDARD}, ["model/w"]),
         (["model/w/.zarray", "model/w/0"], {"model": STANDARD}, []),
+        (["model/_METADATA", "model/0"], {"model": STANDARD}, ["model/0"]),
         (["model/any", "model/thing"], {"model": USERS}, []),
         (["other/_METADATA", "other/w/zarr.json"], {"model": STANDARD}, []),
         (["other/w/zarr.json"], {"model": STANDARD}, ["other"]),
@@ -148,6 +150,7 @@ def test_empty_directories(tmp_path, name, handlers, is_foreign):
         (["_METADATA", "w/zarr.json", "w/c.0"], STANDARD, []),
         (["_METADATA", "w/zarr.json", "mine/a"], STANDARD, ["mine"]),
         (["w/zarr.json"], STANDARD, []),
+        (["_METADATA", "w/c.0"], STANDARD, ["w"]),
         (["data.json"], JSON, []),
         (["data.json"], STANDARD, ["data.json"]),
         (["_METADATA", "w/zarr.json"], {"model": STANDARD}, []),
@@ -229,8 +232,9 @@ def test_a_step_of_t5x_is_replaced_by_a_conversion(tmp_path):
     step = next(GOLDEN.glob("t5x-3/**/checkpoint")).parent
     shutil.copytree(step, tmp_path / "step")
     assert foreign(tmp_path / "step", of_any_format=True) == []
-    make(tmp_path / "step", "notes.txt")
-    assert foreign(tmp_path / "step", of_any_format=True) == ["notes.txt"]
+    make(tmp_path / "step", "notes.txt", "mine/0")
+    found = foreign(tmp_path / "step", of_any_format=True)
+    assert sorted(found) == ["mine", "notes.txt"]
     with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
         overwrite.check_replaceable(tmp_path / "step")
 
@@ -261,6 +265,17 @@ def test_a_save_needs_a_free_path_or_leave_to_overwrite(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
         overwrite.check_free(tmp_path / "link", overwrite=True)
+
+
+def test_a_step_that_is_deleted_meanwhile_leaves_its_path_free(tmp_path, monkeypatch):
+    step = make(tmp_path / "3", "flaxckpt.json")
+
+    def delete_first(path):
+        shutil.rmtree(path)
+        return not any(path.iterdir())  # after it was found to be a directory
+
+    monkeypatch.setattr(overwrite, "_is_empty", delete_first)
+    overwrite.check_free(step, overwrite=False)
 
 
 def test_a_conversion_needs_a_free_path_or_leave_to_overwrite(tmp_path):
