@@ -60,6 +60,25 @@ def test_a_deleted_item_is_marked_and_gone(root):
     assert entries(root) == ["1", "2"]
 
 
+def test_a_step_that_was_replaced_is_not_the_one_to_delete(root):
+    asked = []
+
+    def is_unchanged(path):
+        asked.append(path.name)
+        return False
+
+    before = entries(root / "1")
+    with pytest.raises(errors.SaveFailedError, match="1 is not deleted: it was just"):
+        delete.delete(root / "1", even_pinned=True, is_unchanged=is_unchanged)
+    with pytest.raises(errors.SaveFailedError, match="opt of .*1 is not deleted: the"):
+        delete.delete_item(root / "1", "opt", is_unchanged=is_unchanged)
+    assert asked == ["1", "1"]
+    assert entries(root / "1") == before
+    delete.delete_item(root / "1", "opt", is_unchanged=lambda path: path.exists())
+    delete.delete(root / "1", is_unchanged=lambda path: True)
+    assert entries(root) == ["2"]
+
+
 def leave(root, name):
     (root / name).mkdir()
     (root / name / "file").touch()
