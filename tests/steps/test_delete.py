@@ -70,7 +70,7 @@ def test_a_step_that_was_replaced_is_not_the_one_to_delete(root):
     before = entries(root / "1")
     with pytest.raises(errors.SaveFailedError, match="1 is not deleted: it was just"):
         delete.delete(root / "1", even_pinned=True, is_unchanged=is_unchanged)
-    with pytest.raises(errors.SaveFailedError, match="opt of .*1 is not deleted: the"):
+    with pytest.raises(errors.SaveFailedError, match=r"opt of .*1 is not deleted: the"):
         delete.delete_item(root / "1", "opt", is_unchanged=is_unchanged)
     assert asked == ["1", "1"]
     assert entries(root / "1") == before
