@@ -1,6 +1,7 @@
 """Files of bytes with a checksum: written, linked, read, mapped."""
 
 import gc
+import io
 import mmap
 import os
 import platform
@@ -198,6 +199,28 @@ def test_an_unchanged_file_is_linked_if_its_checksum_is_the_same(tmp_path):
         compare_all=False,
     )
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(("mode", "is_linked"), [(0o640, True), (0o600, False)])
+def test_a_file_of_another_mode_is_not_linked(tmp_path, mode, is_linked):
+    stored(tmp_path / "old", b"content", has_checksum=False)
+    (tmp_path / "old").chmod(0o640)
+    parts = views(b"content")
+    made = zarr_chunk_file.link_if_equal(
+        tmp_path / "old", tmp_path / "new", parts, mode=mode
+    )
+    assert (made, (tmp_path / "new").exists()) == (is_linked, is_linked)
+
+
+class WouldBlock(io.BytesIO):
+    def readinto(self, buffer):
+        return None
+
+
+@pytest.mark.parametrize("kind", [io.BytesIO, WouldBlock])
+def test_a_file_that_is_truncated_meanwhile_is_not_equal(kind):
+    assert not zarr_chunk_file._is_equal(kind(b"abc"), views(b"ab", b"cdef"))
+    assert not zarr_chunk_file._is_equal(kind(b""), views(b"a"))
 
 
 def test_no_link_is_made_of_what_is_not_there(tmp_path):

@@ -238,11 +238,15 @@ def test_objects_are_missed_beside_leaves_without_arrays():
     file_sizes.check(root)
 
 
-def test_a_database_in_a_store_has_its_manifest(monkeypatch):
+@pytest.mark.parametrize("item", ["a", "b"])
+def test_each_database_in_a_store_has_its_manifest(monkeypatch, item):
     monkeypatch.setattr(_native.contents, "_SMALL_DATABASE_BYTES", 0)
     root = faulty.new_path("file-sizes")
-    flaxckpt.save(root, {"a": np.ones(3)}, layout=LAYOUTS["database"])
-    file_sizes.check(root)
-    (root / "state" / "manifest.ocdbt").unlink()
-    with pytest.raises(errors.DamagedCheckpointError, match=r"ocdbt is missing"):
-        file_sizes.check(root)
+    layout = LAYOUTS["database"]
+    with flaxckpt.Checkpointer(root, items=("a", "b"), layout=layout) as ckpt:
+        ckpt.save(1, {name: {"w": np.ones(3)} for name in "ab"})
+    file_sizes.check(root / "1")
+    (root / "1" / item / "manifest.ocdbt").unlink()
+    told = rf"{item}/manifest\.ocdbt is missing"
+    with pytest.raises(errors.DamagedCheckpointError, match=told):
+        file_sizes.check(root / "1")

@@ -11,6 +11,7 @@ import pytest
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._checkpoint import verify
+from flaxckpt.datasets import StepIndexed
 from flaxckpt.formats._native import contents
 from tests.helpers.files import flip_bit
 
@@ -149,6 +150,41 @@ def test_damaged_metrics_do_not_make_a_step_unreadable(tmp_path):
     flip_bit(tmp_path / "1" / "state" / "w" / "zarr.json")
     with pytest.raises(errors.DamagedCheckpointError):
         verify.check(tmp_path / "1")
+
+
+def test_all_places_are_told_whatever_else_is_damaged(tmp_path):
+    """Also of a leaf after a file that holds no leaf, and before it."""
+    with flaxckpt.Checkpointer(tmp_path) as run:
+        data = StepIndexed(lambda i: i)
+        state = {"v": np.zeros(4), "w": np.zeros(4)}
+        run.save(1, state, metrics={"loss": 1.0}, dataset=data)
+    for name in ("state/v/c.0", "state/w/c.0", "metrics/metrics"):
+        flip_bit(tmp_path / "1" / name)
+    for file in (tmp_path / "1" / "dataset").iterdir():
+        flip_bit(file)
+    report = flaxckpt.verify(tmp_path)
+    assert {"v", "w"} < set(report.problems)
+    assert report.places == {name: f"state/{name}/c.0 -> {name}" for name in "vw"}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "failed"), ValueError("lost")])
+def test_a_path_that_is_no_checkpoint_any_more_is_reported(tmp_path, error):
+    report = verify.report_lost(tmp_path, 3, error)
+    faults = report.unread if isinstance(error, OSError) else report.problems
+    assert dict(faults) == {".": str(error)}
+    assert (len(report.problems) + len(report.unread), report.secs) == (1, 0.0)
+    assert (report.leaves, report.step) == (None, 3)
+
+
+def test_damage_is_told_of_what_was_a_checkpoint(tmp_path):
+    path = save(tmp_path / "c", {"w": np.zeros(4)})
+    (path / "flaxckpt.json").unlink()
+    (path / "state" / "_METADATA").unlink()
+    assert verify.find_damage(path, None)
+    shutil.rmtree(path / "state")
+    assert verify.find_damage(path, None)
+    shutil.rmtree(path)
+    assert verify.find_damage(path, None) is None
 
 
 # ---- databases, and Orbax ---------------------------------------------------------
