@@ -116,6 +116,7 @@ def test_blocks_are_mapped_side_by_side(tmp_path):
     sizes = [PAGE, 3 * PAGE, PAGE // 2 + 1]
     assert zarr_chunk_file.can_join(sizes)
     assert not zarr_chunk_file.can_join([PAGE + 8, PAGE])
+    assert not zarr_chunk_file.can_join([PAGE, PAGE + 8, PAGE])
     blocks = [stored(tmp_path / str(n), noise(size, n)) for n, size in enumerate(sizes)]
     run = zarr_chunk_file.map_blocks(blocks)
     assert run.tobytes() == b"".join(noise(size, n) for n, size in enumerate(sizes))
