@@ -19,7 +19,7 @@ from flaxckpt._checkpoint.plan import RestorePlan
 from flaxckpt._state.leaf import LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.errors import Mismatch
-from flaxckpt.formats import _locate, _native
+from flaxckpt.formats import _locate, _native, _reader
 from flaxckpt.formats._reader import CheckpointMetadata, Lineage, Stored
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
@@ -440,13 +440,13 @@ class Restore:
 
     def read(self) -> None:
         """Reads the leaves that need no computation."""
-        with _replacements_reported(self._stored):
+        with _reader.replacements_reported(self._planned.path, self._stored.stamp):
             self._values = _arrays.read.read(self._jobs, self._reading)
 
     def compute(self) -> None:
         """Exchanges the parts of `read_once`, and computes the other leaves."""
         recipe, path, values = self._recipe, self._planned.path, self._values
-        with _replacements_reported(self._stored):
+        with _reader.replacements_reported(self._planned.path, self._stored.stamp):
             if self._jobs is not recipe.jobs:
                 values = _arrays.read_once.gather(values, recipe.jobs)
             values = {**recipe.given, **values}
@@ -461,7 +461,7 @@ class Restore:
                     _warn(path, "keep the values of the state", kept)
                 values |= fresh
         self._values = values
-        check_current(self._stored)
+        _reader.check_current(path, self._stored.stamp)
         _log.info(
             "restored %s: %d of %d leaves, %d bytes in %.3f s",
             path,
@@ -544,25 +544,6 @@ def _failed_build_reported(path: str) -> Iterator[None]:
         raise mismatch.make_unbuilt_error(path, error) from error
     except _state.flax_state.UnequalVariablesError as error:
         raise mismatch.make_unequal_error(path, error) from error
-
-
-@contextlib.contextmanager
-def _replacements_reported(stored: Stored) -> Iterator[None]:
-    """Reports damage found in the block as a replacement, if there was one."""
-    try:
-        yield
-    except errors.DamagedCheckpointError:
-        check_current(stored)
-        raise
-
-
-def check_current(stored: Stored, action: str = "load") -> None:
-    """Raises DamagedCheckpointError if the checkpoint was replaced while being read."""
-    if stored.stamp is not None and not stored.stamp.is_current():
-        raise errors.DamagedCheckpointError(
-            f"{stored.metadata.path} was replaced or deleted while it was read;"
-            f" {action} it again"
-        )
 
 
 def restore_dataset(stored: Stored, iterator: Any) -> None:

@@ -24,7 +24,7 @@ from flaxckpt._convert import plan, source_files, writers
 from flaxckpt._convert.journal import Journal
 from flaxckpt._convert.plan import ConvertOptions
 from flaxckpt._types import PathLike
-from flaxckpt.formats import _locate
+from flaxckpt.formats import _locate, _reader
 from flaxckpt.formats._reader import Stored
 from flaxckpt.transforms import Transform
 
@@ -302,7 +302,7 @@ class _Progress:
 
 
 def _check_current(stored: Stored, files: Sequence[_storage.Stamp]) -> None:
-    _checkpoint.restore.check_current(stored, "convert")
+    _reader.check_current(stored.metadata.path, stored.stamp, "convert")
     if names := source_files.changed(files):
         raise errors.DamagedCheckpointError(
             f"{len(names)} files were changed or deleted during the conversion:\n"

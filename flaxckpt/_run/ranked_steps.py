@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from flaxckpt import _steps, _storage, formats, policies
+from flaxckpt import _steps, _storage, errors, formats, policies
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt.formats import _native
+
+_IDENTITY_BYTES = 2**24
 
 _Entry: TypeAlias = "_steps.index.Entry[formats.Detected]"
 
@@ -106,6 +108,10 @@ class RankedSteps:
         """Returns True if the metrics of the step `path` changed since last read."""
         return self._metrics.has_changed(path)
 
+    def is_outdated(self, path: Path) -> bool:
+        """Returns True if a value of the step `path` changed since policies read it."""
+        return self._metrics.has_changed(path) or self._created.has_changed(path)
+
     def steps(self) -> dict[int, RunStep]:
         """Returns the current steps, without unrecognised directories.
 
@@ -138,6 +144,18 @@ class RankedSteps:
             created=functools.partial(self._created, entry.path),
         )
         return RunStep(entry.path, markers, ranked)
+
+
+def identify_save(path: Path) -> str | None:
+    """Returns a text that no other save of the step has; None if unknown.
+
+    The file holds the times of the save, by the nanosecond.
+    """
+    file = path / _native.items.CHECKPOINT
+    try:
+        return _storage.of(file).digest_file(file, max_bytes=_IDENTITY_BYTES)
+    except (errors.CheckpointError, OSError):
+        return None
 
 
 def _is_unread(entry: _Entry) -> bool:

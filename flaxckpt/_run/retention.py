@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flaxckpt import _checkpoint, _steps, _storage, errors, policies
 from flaxckpt._run import metrics, ranked_steps
@@ -99,11 +100,18 @@ class _Decision(NamedTuple):
         steps: All steps.
         doomed: The steps to delete.
         items: The items to delete from steps that stay: step and item.
+        saves: The identity of the save of each step to delete, or with an item to
+            delete: another job may replace the step meanwhile.
     """
 
     steps: Mapping[int, ranked_steps.RunStep]
     doomed: Sequence[int]
     items: Sequence[tuple[int, str]]
+    saves: Mapping[int, str | None]
+
+    def is_unchanged(self, step: int, now: Path) -> bool:
+        """Returns True if the step, now at the path `now`, is the one decided about."""
+        return ranked_steps.identify_save(now) == self.saves[step]
 
     @property
     def is_empty(self) -> bool:
@@ -243,7 +251,10 @@ class Retention:
         deleted = tuple(self._delete(decision, just_saved, is_over))
         what = "the remainder of earlier deletions"
         if not is_over():
-            self._attempt(what, _steps.delete.sweep, self._directory, self._format)
+            sweep = functools.partial(
+                _steps.delete.sweep, self._directory, self._format
+            )
+            self._attempt(what, sweep)
         return deleted
 
     def _decide(self, just_saved: int | None) -> _Decision:
@@ -252,7 +263,17 @@ class Retention:
         reasons = self._explain(steps, self.rules)
         doomed = [n for n, why in reasons.items() if not why and n != just_saved]
         staying = {n: step for n, step in steps.items() if n not in doomed}
-        return _Decision(steps, doomed, self._items_to_delete(staying, just_saved))
+        items = self._items_to_delete(staying, just_saved)
+        affected = {*doomed, *(step for step, _ in items)}
+        saves = {n: ranked_steps.identify_save(steps[n].path) for n in affected}
+        # A step that was replaced before its save was identified stays this time.
+        replaced = {n for n in affected if self.index.is_outdated(steps[n].path)}
+        return _Decision(
+            steps,
+            [step for step in doomed if step not in replaced],
+            [(step, item) for step, item in items if step not in replaced],
+            saves,
+        )
 
     def _delete(
         self, decision: _Decision, just_saved: int | None, is_over: Callable[[], bool]
@@ -274,14 +295,22 @@ class Retention:
             is_new = False
             tried.add(step)
             path = decision.steps[step].path
-            if self._attempt(f"step {step}", _steps.delete.delete, path):
+            is_unchanged = functools.partial(decision.is_unchanged, step)
+            delete = functools.partial(
+                _steps.delete.delete, path, is_unchanged=is_unchanged
+            )
+            if self._attempt(f"step {step}", delete):
                 yield step
         for step, item in decision.items:
             if is_over():
                 return
             path = decision.steps[step].path
             what = f"{_describe_item(item)} of step {step}"
-            self._attempt(what, _steps.delete.delete_item, path, item)
+            is_unchanged = functools.partial(decision.is_unchanged, step)
+            delete = functools.partial(
+                _steps.delete.delete_item, path, item, is_unchanged=is_unchanged
+            )
+            self._attempt(what, delete)
 
     def _warn_of_missing_metrics(self, decision: _Decision) -> bool:
         """Warns, once per policy, if no step has the metric of a `BestN` policy.
@@ -390,11 +419,11 @@ class Retention:
             }
         return sorted(doomed)
 
-    def _attempt(self, what: str, delete: Callable[..., None], *args: Any) -> bool:
+    def _attempt(self, what: str, delete: Callable[[], None]) -> bool:
         """Calls `delete`; logs a failure and returns False."""
         try:
-            delete(*args)
-        except errors.SaveFailedError as error:  # a new reader or pin
+            delete()
+        except errors.SaveFailedError as error:  # a new reader, pin or save
             _log.info("%s stays for now: %s", what, error)
             return False
         except FileNotFoundError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flaxckpt import _storage, errors
@@ -14,7 +14,12 @@ _log = logging.getLogger(__name__)
 _TEMPORARY_SECS = 60.0
 
 
-def delete(path: Path, *, even_pinned: bool = False) -> None:
+def delete(
+    path: Path,
+    *,
+    even_pinned: bool = False,
+    is_unchanged: Callable[[Path], bool] = lambda path: True,
+) -> None:
     """Deletes a step: first the name, durably, then the files.
 
     Files that cannot be removed are left to a later sweep.
@@ -22,13 +27,17 @@ def delete(path: Path, *, even_pinned: bool = False) -> None:
     Args:
         path: The step.
         even_pinned: Whether to delete a pinned step, or one that is not uploaded.
+        is_unchanged: Returns False if the step, now at another path perhaps, is not the
+            one to delete: another process has replaced it.
 
     Raises:
-        SaveFailedError: The step is being read, or a marker keeps it.
+        SaveFailedError: The step is being read or was replaced, or a marker keeps it.
         OSError: The step still has its name, or may regain it in a crash.
     """
 
-    def check_markers(now: Path) -> None:
+    def check_step(now: Path) -> None:
+        if not is_unchanged(now):
+            raise errors.SaveFailedError(f"{path} is not deleted: it was just replaced")
         if even_pinned:
             return
         if markers.is_pinned(now):
@@ -39,23 +48,36 @@ def delete(path: Path, *, even_pinned: bool = False) -> None:
                 f"{path} is not deleted: it is not uploaded yet"
             )
 
-    _storage.of(path).delete(path, check_markers)
+    _storage.of(path).delete(path, check_step)
     _log.info("deleted %s", path)
 
 
-def delete_item(path: Path, item: str) -> None:
+def delete_item(
+    path: Path,
+    item: str,
+    *,
+    is_unchanged: Callable[[Path], bool] = lambda path: True,
+) -> None:
     """Deletes an item of a step; first marks the deletion, durably.
 
     Args:
         path: The step.
         item: The name of the item's directory in the step.
+        is_unchanged: Returns False if the step is not the one whose item is to be
+            deleted: another process has replaced it.
 
     Raises:
-        SaveFailedError: The step is being read.
+        SaveFailedError: The step is being read, or was replaced.
     """
-    _storage.of(path).delete_part(
-        path, item, lambda: markers.mark_item_deleted(path, item)
-    )
+
+    def announce() -> None:
+        if not is_unchanged(path):
+            raise errors.SaveFailedError(
+                f"{item} of {path} is not deleted: the step was just replaced"
+            )
+        markers.mark_item_deleted(path, item)
+
+    _storage.of(path).delete_part(path, item, announce)
 
 
 def sweep(root: Path, step_format: names.StepFormat) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -168,3 +169,39 @@ class Reader(Protocol):
     ) -> Stored:
         """Reads everything but arrays."""
         ...
+
+
+@contextlib.contextmanager
+def replacements_reported(
+    path: Path | str, stamp: _storage.Stamp | None
+) -> Iterator[None]:
+    """Reports damage found in the block as a replacement, if there was one.
+
+    Args:
+        path: The checkpoint.
+        stamp: Stamp of the file that describes the checkpoint; None if unknown.
+    """
+    try:
+        yield
+    except errors.DamagedCheckpointError:
+        check_current(path, stamp)
+        raise
+
+
+def check_current(
+    path: Path | str, stamp: _storage.Stamp | None, action: str = "load"
+) -> None:
+    """Raises an error if the checkpoint was replaced while it was read.
+
+    Args:
+        path: The checkpoint.
+        stamp: Stamp of the file that describes the checkpoint; None if unknown.
+        action: What to do again.
+
+    Raises:
+        DamagedCheckpointError: The file has changed, or is gone.
+    """
+    if stamp is not None and not stamp.is_current():
+        raise errors.DamagedCheckpointError(
+            f"{path} was replaced or deleted while it was read; {action} it again"
+        )

@@ -1,6 +1,7 @@
 """Files of bytes with a checksum: written, linked, read, mapped."""
 
 import gc
+import io
 import mmap
 import os
 import platform
@@ -115,6 +116,7 @@ def test_blocks_are_mapped_side_by_side(tmp_path):
     sizes = [PAGE, 3 * PAGE, PAGE // 2 + 1]
     assert zarr_chunk_file.can_join(sizes)
     assert not zarr_chunk_file.can_join([PAGE + 8, PAGE])
+    assert not zarr_chunk_file.can_join([PAGE, PAGE + 8, PAGE])
     blocks = [stored(tmp_path / str(n), noise(size, n)) for n, size in enumerate(sizes)]
     run = zarr_chunk_file.map_blocks(blocks)
     assert run.tobytes() == b"".join(noise(size, n) for n, size in enumerate(sizes))
@@ -200,6 +202,28 @@ def test_an_unchanged_file_is_linked_if_its_checksum_is_the_same(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize(("mode", "is_linked"), [(0o640, True), (0o600, False)])
+def test_a_file_of_another_mode_is_not_linked(tmp_path, mode, is_linked):
+    stored(tmp_path / "old", b"content", has_checksum=False)
+    (tmp_path / "old").chmod(0o640)
+    parts = views(b"content")
+    made = zarr_chunk_file.link_if_equal(
+        tmp_path / "old", tmp_path / "new", parts, mode=mode
+    )
+    assert (made, (tmp_path / "new").exists()) == (is_linked, is_linked)
+
+
+class WouldBlock(io.BytesIO):
+    def readinto(self, buffer):
+        return None
+
+
+@pytest.mark.parametrize("kind", [io.BytesIO, WouldBlock])
+def test_a_file_that_is_truncated_meanwhile_is_not_equal(kind):
+    assert not zarr_chunk_file._is_equal(kind(b"abc"), views(b"ab", b"cdef"))
+    assert not zarr_chunk_file._is_equal(kind(b""), views(b"a"))
+
+
 def test_no_link_is_made_of_what_is_not_there(tmp_path):
     assert not zarr_chunk_file.link_if_equal(
         tmp_path / "old", tmp_path / "new", views(b"x")
@@ -277,3 +301,80 @@ def test_what_cannot_be_read_of_a_map_is_an_error_and_no_signal(tmp_path):
     )
     assert done.returncode == 0, done
     assert "cannot be read" in done.stdout
+
+
+# ---- segments ---------------------------------------------------------------------
+
+
+def in_segments(path, content, size):
+    """A block whose segments of `size` bytes have checksums."""
+    block = stored(path, content)
+    ends = range(size, len(content), size)
+    sums = tuple(crc32c.crc32c(content[:end]) for end in ends)
+    return block._replace(segment_bytes=size, checksums=sums)
+
+
+def read_part(block, start, stop):
+    into = zarr_chunk_file.empty(stop - start)
+    zarr_chunk_file.read(block, [into.data], verify=True, start=start)
+    return into.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 100), (100, 300), (200, 350), (0, 350)]
+)
+def test_segments_are_read_and_verified_alone(tmp_path, start, stop):
+    content = noise(350)
+    block = in_segments(tmp_path / "b", content, 100)
+    assert block.verified_at_once == 100
+    assert read_part(block, start, stop) == content[start:stop]
+    run = zarr_chunk_file.map_block(block)
+    zarr_chunk_file.verify_mapped(block, run, start, stop)
+    for place in range(0, 350, 50):
+        flip_bit(block.path, place)
+        if not start <= place < stop:
+            assert read_part(block, start, stop) == content[start:stop]
+        else:
+            first = place // 100 * 100
+            where = f" in bytes {first} to {min(first + 100, 350)}"
+            told = f"was written{where if stop - start < 350 else ''}: its CRC-32C is"
+            with pytest.raises(ValueError, match=told):
+                read_part(block, start, stop)
+            run = zarr_chunk_file.map_block(block)
+            with pytest.raises(ValueError, match=told):
+                zarr_chunk_file.verify_mapped(block, run, start, stop)
+        flip_bit(block.path, place)
+
+
+def test_the_smallest_part_that_can_be_verified(tmp_path):
+    plain = stored(tmp_path / "a", b"abc", has_checksum=False)
+    whole = stored(tmp_path / "b", b"abc")
+    nothing = stored(tmp_path / "c", b"")
+    sizes = [block.verified_at_once for block in (plain, whole, nothing)]
+    assert sizes == [1, 3, 1]
+
+
+# ---- ranges -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [0, 1, PAGE - 1, PAGE, PAGE + 7])
+def test_a_range_of_a_file_is_mapped(tmp_path, offset):
+    content = noise(3 * PAGE)
+    (tmp_path / "b").write_bytes(content)
+    with (tmp_path / "b").open("rb") as file:
+        if zarr_chunk_file._map_function() is None:
+            assert zarr_chunk_file.map_range(file.fileno(), offset, 100) is None
+            pytest.skip("maps with Python's own function only")
+        found = zarr_chunk_file.map_range(file.fileno(), offset, PAGE)
+    assert found.tobytes() == content[offset : offset + PAGE]
+    found[:] = 0
+    assert (tmp_path / "b").read_bytes() == content
+
+
+def test_what_cannot_be_mapped_or_read_is_none(tmp_path):
+    (tmp_path / "b").write_bytes(b"1" * PAGE)
+    with (tmp_path / "b").open("rb") as file:
+        descriptor = file.fileno()
+        if sys.platform == "linux":
+            assert zarr_chunk_file.map_range(descriptor, 8 * PAGE, PAGE) is None
+    assert zarr_chunk_file.map_range(descriptor, 0, PAGE) is None, "it is closed"

@@ -8,9 +8,11 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
+from flaxckpt._arrays import zarr
 from flaxckpt._checkpoint import file_sizes
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt.formats import _native
+from tests import GOLDEN
 from tests.helpers import faulty_store as faulty
 
 LAYOUTS = {
@@ -185,3 +187,66 @@ def test_the_size_of_a_chunk_is_known_unless_it_is_compressed(tmp_path):
             _native.items.read_json(path / "flaxckpt.json", path)
         )
         assert file_sizes.chunk_bytes(encoding, info) == size
+
+
+def test_items_that_are_damaged_are_told(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, items=("a", "b")) as ckpt:
+        ckpt.save(1, {"a": {"w": np.ones(2)}, "b": {"w": np.ones(2)}})
+    shutil.rmtree(tmp_path / "1" / "b")
+    with pytest.raises(errors.DamagedCheckpointError, match="has damaged items"):
+        file_sizes.check(tmp_path / "1")
+
+
+def test_a_step_of_another_library_is_not_one_of_ours(tmp_path):
+    shutil.copytree(GOLDEN / "orbax-0.12.8" / "v0_files" / "7", tmp_path / "1")
+    with pytest.raises(errors.DamagedCheckpointError, match=r"flaxckpt\.json is miss"):
+        file_sizes.check(tmp_path / "1")
+
+
+@pytest.mark.parametrize(
+    ("size", "least"), [(1024, 4096), (1023, 1)], ids=["in files", "in nodes"]
+)
+def test_a_database_has_at_least_the_bytes_of_arrays_outside_its_nodes(
+    tmp_path, size, least
+):
+    layout = flaxckpt.ArrayLayout(store="ocdbt", codec="none", checksum=False)
+    flaxckpt.save(tmp_path / "c", {"w": np.zeros(size, "f4")}, layout=layout)
+    info = flaxckpt.metadata(tmp_path / "c").leaves["w"]
+    encoding = zarr.metadata.Encoding("none", checksum=False)
+    root = tmp_path / "state"
+    (root / "d").mkdir(parents=True)
+    (root / "manifest.ocdbt").write_bytes(b"1")
+    (root / "d" / "0").write_bytes(b"1" * least)
+    file_sizes._check_database(root, encoding, [info])
+    (root / "d" / "0").write_bytes(b"1" * (least - 1))
+    with pytest.raises(errors.DamagedCheckpointError, match="incomplete"):
+        file_sizes._check_database(root, encoding, [info])
+
+
+def test_objects_are_missed_beside_leaves_without_arrays():
+    """The leaves before and after a string, and the manifest of a database."""
+    root = faulty.new_path("file-sizes")
+    state = {"a": np.ones(3), "b": "text", "c": np.ones(3)}
+    flaxckpt.save(root, state, layout=LAYOUTS["files"])
+    file_sizes.check(root)
+    chunk = root / "state" / "c" / "c.0"
+    content = chunk.read_bytes()
+    chunk.unlink()
+    with pytest.raises(errors.DamagedCheckpointError, match=r"c/c\.0 is missing"):
+        file_sizes.check(root)
+    chunk.write_bytes(content)
+    file_sizes.check(root)
+
+
+@pytest.mark.parametrize("item", ["a", "b"])
+def test_each_database_in_a_store_has_its_manifest(monkeypatch, item):
+    monkeypatch.setattr(_native.contents, "_SMALL_DATABASE_BYTES", 0)
+    root = faulty.new_path("file-sizes")
+    layout = LAYOUTS["database"]
+    with flaxckpt.Checkpointer(root, items=("a", "b"), layout=layout) as ckpt:
+        ckpt.save(1, {name: {"w": np.ones(3)} for name in "ab"})
+    file_sizes.check(root / "1")
+    (root / "1" / item / "manifest.ocdbt").unlink()
+    told = rf"{item}/manifest\.ocdbt is missing"
+    with pytest.raises(errors.DamagedCheckpointError, match=told):
+        file_sizes.check(root / "1")

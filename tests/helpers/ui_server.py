@@ -9,8 +9,9 @@ import sys
 import threading
 from urllib import parse
 
-_START_SECS = 120
-_END_SECS = 30
+_START_SECS = 300
+_END_SECS = 45
+"""Less than the deadline of requests to a store, which the end must not wait for."""
 
 
 class Served:
@@ -57,7 +58,7 @@ def listen(served, path="/events?run=growing&version="):
 def send(served, path):
     """Sends a request on a socket of its own, and does not wait for the reply."""
     name, port = served.host.split(":")
-    asked = socket.create_connection((name, int(port)), timeout=_END_SECS)
+    asked = socket.create_connection((name, int(port)), timeout=_START_SECS)
     lines = f"GET {path} HTTP/1.1", f"Host: {served.host}", f"Cookie: {served.cookie}"
     asked.sendall("\r\n".join([*lines, "", ""]).encode())
     return asked

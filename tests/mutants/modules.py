@@ -24,8 +24,11 @@ MODULES: dict[str, tuple[str, ...]] = {
         "checkpoint/test_commit.py",
         "checkpoint/test_cancellation.py",
     ),
-    "_checkpoint/overwrite.py": ("checkpoint/test_overwrite.py",),
-    "_checkpoint/verify.py": ("checkpoint/test_verify.py",),
+    "_checkpoint/overwrite.py": ("checkpoint/test_overwrite_checks.py",),
+    "_checkpoint/verify.py": (
+        "checkpoint/test_verify_findings.py",
+        "checkpoint/test_verify.py",
+    ),
     "_checkpoint/file_sizes.py": ("checkpoint/test_file_sizes.py",),
     "_arrays/read_raw.py": ("arrays/test_read_raw.py", "arrays/test_segments.py"),
     "_arrays/zarr/chunk_file.py": ("arrays/test_chunk_file.py",),

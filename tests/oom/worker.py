@@ -20,7 +20,7 @@ from tests.faults import frozen, scenarios
 from tests.faults.worker import in_child, looked_at, named, prepare, serve
 from tests.oom.shim import Memory
 
-TIMEOUT_SECS = 60
+TIMEOUT_SECS = 300
 AFTER = 999  # the step that is saved when there is memory again
 
 

@@ -32,7 +32,7 @@ def test_every_cell_runs(notebook, tmp_path):
     (tmp_path / "work").mkdir()
     client = nbclient.NotebookClient(
         read(notebook),
-        timeout=120,
+        timeout=600,
         kernel_name="python3",
         resources={"metadata": {"path": str(tmp_path / "work")}},
     )

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import _steps, errors
+from flaxckpt import _steps, _storage, errors
 from flaxckpt._run import retention
 from flaxckpt.formats._native.items import Items
-from flaxckpt.policies import LatestN
+from flaxckpt.policies import BestN, LatestN
 
 PLAIN = _steps.names.StepFormat()
 
@@ -139,6 +139,94 @@ def test_deleted_items_are_told_of_steps_that_stay(tmp_path):
     assert found.explain() == {1: [], 2: why}
 
 
+# ---- steps that another job replaces ----------------------------------------------
+
+
+def replace(path, value=9.0, **options):
+    """Replaces a step, as another job does."""
+    with flaxckpt.Checkpointer(path.parent) as ckpt:
+        ckpt.save(
+            int(path.name), {"w": np.full(2, value)}, on_exists="overwrite", **options
+        )
+
+
+def branches(value):
+    return {name: {"w": np.full(2, value)} for name in ("model", "ema")}
+
+
+def before(monkeypatch, module, name, action):
+    """Has `action` happen, once, just before a function of a module is called."""
+    real, waiting = getattr(module, name), [action]
+
+    def call(path, *args, **options):
+        if waiting:
+            waiting.pop()(path)
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(module, name, call)
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "function"),
+    [
+        ("file", _steps.delete, "delete"),
+        ("file", _storage.leases, "deletion"),
+        ("file", _storage.rename, "withdraw"),
+        ("memory", _steps.delete, "delete"),
+        ("memory", _storage.locks, "lock"),
+    ],
+)
+def test_a_step_that_another_job_replaces_after_the_decision_stays(
+    store_path, monkeypatch, caplog, kind, module, function
+):
+    caplog.set_level(logging.INFO, "flaxckpt")
+    root = store_path(kind)
+    save(root, 1, 2, 3)
+    found = retention.Retention(root, PLAIN, rules([LatestN(1)]))
+    before(monkeypatch, module, function, lambda *_: replace(root / "1"))
+    assert found.delete_unkept() == (2,)
+    assert f"step 1 stays for now: {root / '1'} is not deleted: it was just" in (
+        caplog.text
+    )
+    assert flaxckpt.load(root / "1")["w"][0] == 9.0
+    assert found.delete_unkept() == (1,)
+
+
+def test_a_step_that_becomes_the_best_during_the_decision_stays(tmp_path, monkeypatch):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, {"w": np.ones(2)}, metrics={"loss": step + 1.0})
+    before(
+        monkeypatch,
+        retention.ranked_steps,
+        "identify_save",
+        lambda path: replace(path, metrics={"loss": 0.5}),
+    )
+    found = retention.Retention(tmp_path, PLAIN, rules([BestN(1, "loss", "min")]))
+    assert found.delete_unkept(just_saved=3) == ()
+    assert flaxckpt.load(tmp_path / "2")["w"][0] == 9.0
+    assert found.delete_unkept() == (1,)
+
+
+def test_an_item_of_a_step_that_another_job_replaces_stays(tmp_path, monkeypatch):
+    with flaxckpt.Checkpointer(tmp_path, items=("model", "ema")) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, branches(1.0))
+
+    def replace_items(path):
+        with flaxckpt.Checkpointer(tmp_path, items=("model", "ema")) as ckpt:
+            ckpt.save(int(path.name), branches(9.0), on_exists="overwrite")
+
+    before(monkeypatch, _steps.delete, "delete_item", replace_items)
+    found = retention.Retention(
+        tmp_path, PLAIN, rules(keep_items={"ema": [LatestN(1)]}, items=("model", "ema"))
+    )
+    found.delete_unkept()
+    assert flaxckpt.load(tmp_path / "1")["ema"]["w"][0] == 9.0
+    found.delete_unkept()
+    assert not (tmp_path / "1" / "ema").exists()
+
+
 # ---- deletions that fail ----------------------------------------------------------
 
 
@@ -157,10 +245,10 @@ def test_a_deletion_that_fails_is_logged_and_the_next_is_done(
     save(tmp_path, 1, 2, 3)
     real = _steps.delete.delete
 
-    def delete(path):
+    def delete(path, **options):
         if path.name == "1":
             raise error
-        real(path)
+        real(path, **options)
 
     monkeypatch.setattr(_steps.delete, "delete", delete)
     found = retention.Retention(tmp_path, PLAIN, rules([LatestN(1)]))

@@ -981,9 +981,9 @@ def during(monkeypatch, act, *, before):
     module = steps_delete if before == "deletion" else storage_rename
     real = getattr(module, name)
 
-    def act_first(path, *rest):
+    def act_first(path, *rest, **options):
         act(path)
-        real(path, *rest)
+        real(path, *rest, **options)
 
     monkeypatch.setattr(module, name, act_first)
 

@@ -1,6 +1,7 @@
 """What a process holds, sampled again and again, and whether it grows."""
 
 import gc
+import itertools
 import os
 import threading
 import tracemalloc
@@ -18,8 +19,19 @@ _PROC = Path("/proc/self")
 GROWTH = {"rss_mib": 24.0, "python_mib": 6.0, "live_arrays": 8, "objects": 20_000}
 """Name -> how much it may grow, by the slope, from the warm-up to the end."""
 
-NO_MORE = ("threads", "tasks", "descriptors", "children", "files")
+NO_MORE = ("threads", "descriptors", "children", "files")
 """What may not be more at the end than it was between warm-up and the middle."""
+
+FILLS = {"tasks": 2}
+"""Name -> how much it may grow from each quarter after the warm-up to the next.
+
+Native threads are also those of TensorStore's pool, which starts one when all are busy
+and ends it after some seconds without work: it fills up, and empties, at any time, but
+does not grow in each quarter. A thread that is lost in each epoch does.
+"""
+
+FEWEST = 8
+"""With fewer samples after the warm-up, a pool that fills up looks like a leak."""
 
 
 def take():
@@ -55,12 +67,20 @@ def growth(samples, name):
 
 
 def problems(samples):
-    """Returns a line for each value that grows."""
+    """Returns a line for each value that grows; none for too few samples to tell."""
+    counted = _counted(samples)
+    if len(counted) < FEWEST:
+        return []
     found = []
     for name, most in GROWTH.items():
         if name in samples[0] and (grown := growth(samples, name)) > most:
             found.append(f"{name} grows by {grown:.4g}, wanted at most {most:g}")
-    counted = _counted(samples)
+    for name, most in FILLS.items():
+        if name not in samples[0]:
+            continue
+        quarters = [min(sample[name] for sample in part) for part in _split(counted, 4)]
+        if all(later - most > early for early, later in itertools.pairwise(quarters)):
+            found.append(f"{name}: {quarters} or more in the quarters after warm-up")
     half = len(counted) // 2
     for name in NO_MORE:
         if name not in samples[0]:
@@ -70,6 +90,11 @@ def problems(samples):
         if late > early:
             found.append(f"{name}: {early} before the middle, {late} or more after it")
     return found
+
+
+def _split(samples, count):
+    bounds = [len(samples) * number // count for number in range(count + 1)]
+    return [samples[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
 def _counted(samples):

@@ -18,7 +18,13 @@ from tests import ROOT
 from tests.soak import samples, states
 
 EPOCH = 50
-"""Saves of a `Checkpointer`; then it is closed, and what is held is sampled."""
+"""Saves of a `Checkpointer`; then it is closed, and what is held is sampled.
+
+Fewer if the whole work is short, so that there are enough samples.
+"""
+
+EPOCHS = 30
+"""At least so many epochs."""
 
 RESTORE_EVERY = 10
 KEEP = (LatestN(3), BestN(2, "loss", "min"), EveryNSteps(1000))
@@ -38,18 +44,19 @@ def soak(directory, saves, restores, say=print):
     run, staging = Path(directory, "run"), Path(directory, "staging")
     run.mkdir()
     tracemalloc.start()
-    reader = Reader(run)
+    size = max(1, min(EPOCH, saves // EPOCHS))
+    reader = Reader(run, size)
     failures, taken, done = Failures(), [], 0
     every = max(1, saves // restores)
     try:
         for epoch in itertools.count():
             if done >= saves:
                 break
-            last = min(done + EPOCH, saves)
+            last = min(done + size, saves)
             one_epoch(run, staging, epoch, range(done + 1, last + 1), every, failures)
             done = last
             taken.append({"saves": done, **samples.take(), **left(run, staging)})
-            if len(taken) % max(1, saves // EPOCH // 10) == 0:
+            if len(taken) % max(1, saves // size // 10) == 0:
                 say(" ".join(f"{k}={v:.6g}" for k, v in taken[-1].items()))
     finally:
         read, read_samples = reader.end()
@@ -159,11 +166,11 @@ def leftovers(run, staging):
 
 
 class Reader:
-    """A process that reads every step it sees."""
+    """A process that reads every step it sees, and samples after each `size` steps."""
 
-    def __init__(self, run):
+    def __init__(self, run, size):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.soak.work", str(run)],
+            [sys.executable, "-m", "tests.soak.work", str(run), str(size)],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
@@ -181,7 +188,7 @@ class Reader:
         return tuple(json.loads(answer))
 
 
-def read(run):
+def read(run, size):
     """Reads the steps of a run until a line comes on the input; prints what it held."""
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.readline(), ended.set())).start()
@@ -192,7 +199,7 @@ def read(run):
             for step in checkpointer.new_steps(timeout_secs=1.0, poll_secs=0.02):
                 check(step, load_while_replaced(checkpointer.directory / str(step)))
                 count += 1
-                if count % EPOCH == 0:
+                if count % size == 0:
                     taken.append(samples.take())
                 if ended.is_set():
                     break
@@ -220,4 +227,4 @@ def check(step, state):
 
 
 if __name__ == "__main__":
-    read(sys.argv[1])
+    read(sys.argv[1], int(sys.argv[2]))

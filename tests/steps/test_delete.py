@@ -11,6 +11,7 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt._steps import delete, markers, names
 from flaxckpt._storage import commit_marker, locks, rename
+from flaxckpt._storage import paths as storage_paths
 from tests.helpers import faulty_store as faulty
 
 PLAIN = names.StepFormat()
@@ -60,6 +61,25 @@ def test_a_deleted_item_is_marked_and_gone(root):
     assert entries(root) == ["1", "2"]
 
 
+def test_a_step_that_was_replaced_is_not_the_one_to_delete(root):
+    asked = []
+
+    def is_unchanged(path):
+        asked.append(path.name)
+        return False
+
+    before = entries(root / "1")
+    with pytest.raises(errors.SaveFailedError, match="1 is not deleted: it was just"):
+        delete.delete(root / "1", even_pinned=True, is_unchanged=is_unchanged)
+    with pytest.raises(errors.SaveFailedError, match=r"opt of .*1 is not deleted: the"):
+        delete.delete_item(root / "1", "opt", is_unchanged=is_unchanged)
+    assert asked == ["1", "1"]
+    assert entries(root / "1") == before
+    delete.delete_item(root / "1", "opt", is_unchanged=lambda path: path.exists())
+    delete.delete(root / "1", is_unchanged=lambda path: True)
+    assert entries(root) == ["2"]
+
+
 def leave(root, name):
     (root / name).mkdir()
     (root / name / "file").touch()
@@ -101,6 +121,22 @@ def test_all_that_crashes_leave_in_a_run_is_tidied_up(tmp_path):
     }
     assert left == {".", "plots_1", "other", "1/state", "linked"}
     assert not (tmp_path / LEFT).exists()
+
+
+def test_old_files_of_a_replaced_owner_of_staging_are_removed_from_runs(root):
+    owner = names.STAGING_OWNER
+    kept = [f"{owner}.0123abcd.temp", "notes.0123abcd.tmp", f"{owner}.recent.tmp"]
+    old = root / f"{owner}.0123abcd.tmp"
+    is_store = storage_paths.is_remote(root)
+    for path in (old, *(root / name for name in kept)):
+        path.write_bytes(b"x")
+        if not is_store and "recent" not in path.name:
+            os.utime(path, (time.time() - 1000,) * 2)
+    delete.tidy(root, PLAIN, ())
+    assert old.exists(), "beside items only"
+    delete.tidy(root, PLAIN, ("state",))
+    assert old.exists() == is_store
+    assert all((root / name).exists() for name in kept)
 
 
 @pytest.mark.parametrize("root", ["store"], indirect=True)

@@ -328,7 +328,7 @@ def test_a_missing_package_is_one_line(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 2
     assert done.stderr == (
@@ -367,7 +367,7 @@ def test_a_port_in_use_is_an_error_of_one_line(tmp_path):
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=600,
         )
     assert done.returncode == 2
     assert done.stderr.startswith(f"flaxckpt: port {port} of 127.0.0.1 cannot be used")

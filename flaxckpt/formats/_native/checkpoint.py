@@ -18,7 +18,7 @@ from flaxckpt.formats._native import arrays as native_arrays
 from flaxckpt.formats._native import items, orbax_json
 from flaxckpt.formats._native import manifest as native_manifest
 from flaxckpt.formats._native import metadata as native_metadata
-from flaxckpt.formats._reader import Stored
+from flaxckpt.formats._reader import Stored, check_current
 
 _DATABASE = re.compile(
     rf"(?:manifest\.ocdbt|(?:{re.escape(_arrays.zarr.metadata.DATABASE_PART)}\d+/)?d/.+)",
@@ -34,15 +34,28 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         DamagedCheckpointError: A file is missing, malformed, or differs from its
             recorded digest.
     """
-    if _storage.of(path).exists(path / orbax_json.MANIFEST):
+    file = path / orbax_json.MANIFEST
+    if _storage.of(path).exists(file):
+        outcome: Stored | errors.DamagedCheckpointError
         names = (orbax_json.MANIFEST, MARKER, items.CHECKPOINT)
         with _storage.paths.read_ahead([path / name for name in names]):
-            return _read_native(path, step, resolve)
+            stamp = _storage.stamp(file)
+            try:
+                outcome = _read_native(path, step, resolve, stamp)
+            except errors.DamagedCheckpointError as error:
+                outcome = error
+        # All files are of one save: not all have digests in the manifest.
+        check_current(path, stamp)
+        if isinstance(outcome, errors.DamagedCheckpointError):
+            raise outcome
+        items.warn_of_damage(path, outcome.metadata.damaged_items)
+        return outcome
     seal = _find_seal(path)
     if seal and orbax_json.MANIFEST in _read_seal(seal, path):
+        # None: the file was missing above, and is there if the step was being replaced.
+        check_current(path, _storage.Stamp(file, None))
         raise errors.DamagedCheckpointError(
-            f"{path / orbax_json.MANIFEST} is missing, although {seal.name} names it;"
-            " restore another step"
+            f"{file} is missing, although {seal.name} names it; restore another step"
         )
     return _composite.read(
         path, step, functools.partial(read, step=None, resolve=resolve)
@@ -90,10 +103,17 @@ def read_dataset(
 
 
 def _read_native(
-    path: Path, step: int | None, resolve: _state.treedef.Resolve
+    path: Path, step: int | None, resolve: _state.treedef.Resolve, stamp: _storage.Stamp
 ) -> Stored:
-    file = path / orbax_json.MANIFEST
-    stamp = _storage.stamp(file)
+    """Reads everything but arrays.
+
+    Args:
+        path: The checkpoint.
+        step: Step number in a run directory.
+        resolve: Returns the classes that the manifest names.
+        stamp: The stamp of the manifest.
+    """
+    file = stamp.path
     content = items.read_file(file, path)
     if seal := _find_seal(path):
         recorded = _read_seal(seal, path).get(orbax_json.MANIFEST, "")
@@ -120,7 +140,6 @@ def _read_native(
     texts = [item for item in manifest.json if item not in deleted]
     json = items.read_json_items(path, texts, digests)
     damaged |= json.damaged
-    items.warn_of_damage(path, damaged)
     infos = [info for info in manifest.infos if info.path in table]
     structure = manifest.structure
     if len(infos) < len(manifest.infos):
