@@ -220,7 +220,7 @@ def _read_batch(
         for work, reading in zip(batch, readings, strict=True)
     ]
     in_store = any(_storage.of(w.job.stored.root).costs_requests for w in batch)
-    read_raw.run(readings, in_store=in_store)
+    read_raw.run([*databases.readings(), *readings], in_store=in_store)
     blocks = []
     for work, reading, size in zip(batch, readings, unreported, strict=True):
         try:
@@ -353,23 +353,25 @@ def _fits_chunks(region: Region, chunk: Shape, shape: Shape) -> bool:
 
 def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> Reading:
     stored, regions = work.job.stored, tuple(work.reads)
-    dtype = _dtype_to_read(work.job)
     try:
         if stored.span is not None:
             return read_raw.from_span(
-                stored.span, regions, dtype=dtype, memory_map=options.memory_map
+                stored.span,
+                regions,
+                dtype=_dtype_to_read(work.job),
+                memory_map=options.memory_map,
             )
         if stored.raw is None:
             check = stored.check if options.verify else None
             opened = _open(stored, databases.context)
-            return _from_store(work, opened, check)
+            return _from_store(work, opened, task=check)
         if not stored.raw.ocdbt:
             _storage.of(stored.raw.root).check_root(stored.raw.root, stored.root)
             return read_raw.from_files(
                 stored.raw,
                 stored.info,
                 regions,
-                dtype=dtype,
+                dtype=_dtype_to_read(work.job),
                 memory_map=options.memory_map,
                 verify=options.verify,
             )
@@ -390,7 +392,7 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
 
 
 def _from_large_values(
-    work: _Work, database: ts.KvStore, context: ts.Context, *, verify: bool
+    work: _Work, database: read_raw.Database, context: ts.Context, *, verify: bool
 ) -> Reading:
     """Reads a raw array in an open database through TensorStore.
 
@@ -410,17 +412,26 @@ def _from_large_values(
         "assume_metadata": True,
         "fill_missing_data_reads": False,
     }
-    values = database / metadata.database_key(raw.name, "")
+    values = database.store / metadata.database_key(raw.name, "")
     opened = ts.open(spec, kvstore=values, read=True, context=context)
-    return _from_store(work, opened, check)
+    return _from_store(work, opened, check=check)
 
 
 def _from_store(
     work: _Work,
     opened: ts.Future[ts.TensorStore],
+    *,
+    task: Callable[[], None] | None = None,
     check: Callable[[], None] | None = None,
 ) -> Reading:
-    """Reads a leaf through TensorStore."""
+    """Reads a leaf through TensorStore.
+
+    Args:
+        work: The leaf.
+        opened: The array.
+        task: A check of the leaf, to run beside other tasks.
+        check: A check of the leaf, to run after all tasks.
+    """
     job = work.job
     started: dict[Region, tuple[ts.Future[Any], Array]] = {}
 
@@ -439,11 +450,13 @@ def _from_store(
             started[region] = moved.commit, target
 
     def arrays() -> Mapping[Region, Array]:
+        if check is not None:
+            check()
         for moved, target in started.values():
             _storage.paths.result(moved, job.stored.root, target.nbytes)
         return {region: target for region, (_, target) in started.items()}
 
-    return Reading([start] if check is None else [check, start], arrays)
+    return Reading([start] if task is None else [task, start], arrays)
 
 
 def _dtype_to_read(job: ReadJob) -> str:

@@ -41,6 +41,11 @@ _CAST_AT_ONCE = 2**20
 
 _MAX_DIGESTED_BYTES = 2**30
 
+_MAX_METADATA_BYTES = 2**20
+
+_VALUES_AT_ONCE = 2**20
+"""Bytes of small values of a database that are read in a call."""
+
 _SMALL_GAP_BYTES = 2**16
 _SMALL_GAP_IN_STORES_BYTES = 2**22
 """Smaller gaps between bytes are read, too: another request would take longer."""
@@ -60,17 +65,13 @@ class Reading:
         tasks: Sequence[Callable[[], None]],
         arrays: Callable[[], Mapping[Region, Array]],
     ) -> None:
-        self.tasks = tuple(functools.partial(self._attempt, task) for task in tasks)
+        self._errors: list[Exception] = []
+        # No methods of this object: a cycle would hold the values, perhaps the size of
+        # the whole state, until the garbage collector runs.
+        self.tasks = tuple(
+            [functools.partial(_attempt, task, self._errors) for task in tasks]
+        )
         self._arrays = arrays
-        self._error: Exception | None = None
-
-    def _attempt(self, task: Callable[[], None]) -> None:
-        try:
-            task()
-        except (ValueError, OSError) as error:
-            self._error = self._error or error
-        except MemoryError:
-            self._error = self._error or _util.memory.TooLargeError()
 
     def result(self) -> Mapping[Region, Array]:
         """Returns the values: region -> values.
@@ -78,9 +79,19 @@ class Reading:
         Raises:
             ValueError, OSError: Values are missing or damaged.
         """
-        if self._error is not None:
-            raise self._error
+        if self._errors:
+            raise self._errors[0]
         return self._arrays()
+
+
+def _attempt(task: Callable[[], None], errors: list[Exception]) -> None:
+    """Runs a task; adds an error that the reading is to raise to `errors`."""
+    try:
+        task()
+    except (ValueError, OSError) as error:
+        errors.append(error)
+    except MemoryError:
+        errors.append(_util.memory.TooLargeError())
 
 
 def failed_reading(error: Exception) -> Reading:
@@ -116,6 +127,8 @@ class _Form:
         self.only_chunk = zarr_metadata.whole(shape) if chunk_shape == shape else None
         self.dtype: np.dtype[Any] = _state.numpy_dtypes.to_numpy(stored)
         self.chunk_bytes = math.prod(chunk_shape) * self.dtype.itemsize
+        checksum_bytes = chunk_file.CHECKSUM_BYTES * encoding.checksum
+        self.stored_bytes = self.chunk_bytes + checksum_bytes
 
     def check_metadata(self, text: bytes) -> None:
         """Compares the array's `zarr.json` with the recorded form."""
@@ -337,8 +350,7 @@ def _fill(
 ) -> None:
     """Reads parts of a chunk: each a target, and the region of its values."""
     at_once = block.verified_at_once if verify else 1
-    in_store = _storage.of(block.path).costs_requests
-    gap = _SMALL_GAP_IN_STORES_BYTES if in_store else _SMALL_GAP_BYTES
+    gap = _small_gap(block.path)
     ranges = form.byte_ranges([bounds for _, bounds in parts], at_once, gap)
     if len(parts) == 1 and len(ranges) == 1:
         [(target, bounds)], [(start, stop)] = parts, ranges
@@ -361,6 +373,13 @@ def _fill(
         chunk_file.read(block, into, start=start, verify=verify)
     for target, bounds in parts:
         _state.numpy_dtypes.cast_into(target, form.values(buffer, bounds))
+
+
+def _small_gap(path: Path) -> int:
+    """Returns the bytes below which a gap between values is read, too."""
+    if _storage.of(path).costs_requests:
+        return _SMALL_GAP_IN_STORES_BYTES
+    return _SMALL_GAP_BYTES
 
 
 # ---- from byte ranges of a file -------------------------------------------------
@@ -421,6 +440,95 @@ def _fill_part(target: Array, span: Span, origin: Sequence[int]) -> None:
 # ---- from a database ------------------------------------------------------------
 
 
+class Database:
+    """A database, opened and checked.
+
+    Its small values are not read through TensorStore, which takes several times as
+    long: they are in the index, or in files of the database, where values that are read
+    together are mostly adjacent. `request` values, run the task of `reading`, and take
+    each from `value`.
+
+    Args:
+        root: The directory of the database, with checked links.
+        checked: The database in TensorStore.
+
+    Attributes:
+        store: The database in TensorStore.
+
+    Raises:
+        ValueError, OSError: The index is damaged, or cannot be read.
+    """
+
+    def __init__(self, root: Path, checked: ocdbt.Checked) -> None:
+        self.store = checked.store
+        self._root = root
+        self._index = ocdbt.index(root, checked.roots)
+        self._requested: dict[str, ocdbt.Place] = {}
+        self._read: dict[str, bytes | Exception] = {}
+
+    def request(self, key: str, max_bytes: int) -> None:
+        """Requests a value; `value` must be called as often.
+
+        Raises:
+            ValueError: The value is missing, or is larger than `max_bytes`.
+        """
+        found = self._index.get(key.encode())
+        if found is None:
+            raise ValueError(f"{key} is missing")
+        if isinstance(found, bytes):
+            self._read[key] = found
+            return
+        place = ocdbt.parse_place(found)
+        if place.size > max_bytes:
+            raise ValueError(f"{key} has {place.size} bytes instead of {max_bytes}")
+        self._requested[key] = place
+
+    def reading(self) -> Reading:
+        """Returns a reading with the tasks that read the requested values."""
+        gap = _small_gap(self._root)
+        pieces: list[list[tuple[str, ocdbt.Place]]] = []
+        start, end, file = 0, 0, ""
+        by_place = sorted(self._requested.items(), key=lambda item: item[1][1:])
+        for key, place in by_place:
+            stop = place.offset + place.size
+            is_near = place.file == file and place.offset - end <= gap
+            if not is_near or stop - start > _VALUES_AT_ONCE:
+                pieces.append([])
+                start, end, file = place.offset, stop, place.file
+            pieces[-1].append((key, place))
+            end = max(end, stop)
+        self._requested = {}
+        tasks = [functools.partial(self._read_piece, piece) for piece in pieces]
+        return Reading(tasks, dict)
+
+    def _read_piece(self, values: Sequence[tuple[str, ocdbt.Place]]) -> None:
+        """Reads values that are near each other in a file, the first at the start."""
+        start = values[0][1].offset
+        stop = max(place.offset + place.size for _, place in values)
+        file = self._root / values[0][1].file
+        try:
+            content = _storage.of(file).read_range(file, start, stop - start)
+        except (ValueError, OSError, MemoryError) as error:
+            self._read.update((key, error) for key, _ in values)
+            return
+        for key, place in values:
+            offset = place.offset - start
+            self._read[key] = content[offset : offset + place.size]
+
+    def value(self, key: str) -> bytes:
+        """Returns a requested value after the tasks of `reading`.
+
+        It is shorter than in the index if its file ends too early.
+
+        Raises:
+            ValueError, OSError, MemoryError: The value cannot be read.
+        """
+        value = self._read.pop(key)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+
 class Databases:
     """Databases of a restore, each opened and verified once.
 
@@ -430,10 +538,10 @@ class Databases:
 
     def __init__(self, context: ts.Context) -> None:
         self.context = context
-        self._opened: dict[Path, ts.KvStore] = {}
+        self._opened: dict[Path, Database] = {}
         self._faults: dict[Path, Exception] = {}
 
-    def open(self, raw: RawArray, checkpoint: Path, *, verify: bool) -> ts.KvStore:
+    def open(self, raw: RawArray, checkpoint: Path, *, verify: bool) -> Database:
         """Returns the opened database of an array.
 
         Args:
@@ -458,12 +566,16 @@ class Databases:
             raise
         return opened
 
-    def _open(self, raw: RawArray, checkpoint: Path, *, verify: bool) -> ts.KvStore:
+    def _open(self, raw: RawArray, checkpoint: Path, *, verify: bool) -> Database:
         _storage.store_requests.use_threads()
         _storage.of(raw.root).check_root(raw.root, checkpoint)
         if verify:
             check_digests(raw.root, raw.digests, max_bytes=_MAX_DIGESTED_BYTES)
-        return ocdbt.open_checked(raw.root, self.context)
+        return Database(raw.root, ocdbt.open_checked(raw.root, self.context))
+
+    def readings(self) -> list[Reading]:
+        """Returns readings with the tasks that read the requested values."""
+        return [database.reading() for database in self._opened.values()]
 
 
 def check_digests(
@@ -487,77 +599,79 @@ def from_database(
     raw: RawArray,
     info: LeafInfo,
     regions: Sequence[Region],
-    database: ts.KvStore,
+    database: Database,
     *,
     verify: bool,
 ) -> Reading:
-    """Reads `regions` of an array from an open database."""
+    """Reads `regions` of an array from an open database.
+
+    The tasks of `Databases.readings` must run before the result is taken.
+
+    Raises:
+        ValueError: The database lacks a value.
+    """
     form = _form_of(raw, info)
     check = metadata_check(raw, info, database, verify=verify)
     verify = verify and not raw.digests  # digests cover the whole database
-    pending = {
-        region: [
-            (key, bounds, database.read(zarr_metadata.database_key(raw.name, key)))
-            for key, bounds in zarr_metadata.chunks(region, form.chunk_shape)
-        ]
-        for region in regions
-    }
-
-    def values(region: Region, chunks: Sequence[Any]) -> Array:
-        parts = [
-            (
-                bounds,
-                form.values(
-                    _content(form, key, _value(raw, key, future), verify), bounds
-                ),
-            )
-            for key, bounds, future in chunks
-        ]
-        if len(parts) == 1:
-            return parts[0][1]
-        target = empty(zarr_metadata.extent(region), form.dtype)
-        for bounds, part in parts:
-            target[zarr_metadata.within(bounds, region)] = part
-        return target
+    chunks: dict[str, tuple[str, list[tuple[Region, Region]]]] = {}
+    for region in regions:
+        for key, bounds in zarr_metadata.chunks(region, form.chunk_shape):
+            name = zarr_metadata.database_key(raw.name, key)
+            chunks.setdefault(name, (key, []))[1].append((region, bounds))
+    for name in chunks:
+        database.request(name, form.stored_bytes)
 
     def arrays() -> Mapping[Region, Array]:
         if check is not None:
             check()
-        return {region: values(region, chunks) for region, chunks in pending.items()}
+        parts: dict[Region, list[tuple[Region, Array]]] = {r: [] for r in regions}
+        for name, (key, places) in chunks.items():
+            content = _content(form, key, database.value(name), verify)
+            for region, bounds in places:
+                parts[region].append((bounds, form.values(content, bounds)))
+        return {region: _join(form, region, parts[region]) for region in regions}
 
     return Reading([], arrays)
 
 
+def _join(form: _Form, region: Region, parts: Sequence[tuple[Region, Array]]) -> Array:
+    """Returns the values of `region`, given the values of all parts of it."""
+    if len(parts) == 1:
+        return parts[0][1]
+    target = empty(zarr_metadata.extent(region), form.dtype)
+    for bounds, part in parts:
+        target[zarr_metadata.within(bounds, region)] = part
+    return target
+
+
 def metadata_check(
-    raw: RawArray, info: LeafInfo, database: ts.KvStore, *, verify: bool
+    raw: RawArray, info: LeafInfo, database: Database, *, verify: bool
 ) -> Callable[[], None] | None:
-    """Begins to read the metadata of an array in an open database.
+    """Requests the metadata of an array in an open database.
 
     Returns:
-        A function that compares it with the recorded form, and raises ValueError if it
-        differs; None if it need not be compared.
+        A function to call after the tasks of `Databases.readings`, which compares the
+        metadata with the recorded form, and raises ValueError if it differs; None if
+        it need not be compared.
+
+    Raises:
+        ValueError: The metadata is missing.
     """
     if not verify or raw.digests:  # digests cover the whole database
         return None
     form = _form_of(raw, info)
-    key = zarr_metadata.database_key(raw.name, zarr_metadata.METADATA)
-    pending = database.read(key)
-    return lambda: form.check_metadata(_value(raw, zarr_metadata.METADATA, pending))
-
-
-def _value(raw: RawArray, name: str, read: ts.Future[ts.KvStore.ReadResult]) -> bytes:
-    result = _storage.paths.result(read, raw.root)
-    if result.state != "value":
-        raise ValueError(f"{name} is missing")
-    return result.value
+    name = zarr_metadata.database_key(raw.name, zarr_metadata.METADATA)
+    database.request(name, _MAX_METADATA_BYTES)
+    return lambda: form.check_metadata(database.value(name))
 
 
 def _content(form: _Form, key: str, value: bytes, verify: bool) -> Bytes:
     """Returns the values of a chunk, without the checksum."""
     content = np.frombuffer(value, np.uint8)
-    size = form.chunk_bytes + chunk_file.CHECKSUM_BYTES * form.encoding.checksum
-    if len(content) != size:
-        raise ValueError(f"{key} has {len(content)} bytes instead of {size}")
+    if len(content) != form.stored_bytes:
+        raise ValueError(
+            f"{key} has {len(content)} bytes instead of {form.stored_bytes}"
+        )
     values = content[: form.chunk_bytes]
     if verify and form.encoding.checksum:
         block = Block(Path(key), form.chunk_bytes, has_checksum=True)

@@ -20,8 +20,8 @@ from flaxckpt._checkpoint.mismatch import (
     find_unsupported,
 )
 from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
+from flaxckpt._checkpoint.stored_paths import StoredPaths
 from flaxckpt._state.leaf import (
-    Box,
     Leaf,
     LeafInfo,
     LeafTable,
@@ -35,9 +35,6 @@ from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
 
 _log = logging.getLogger(__name__)
-
-_OURS = "flaxckpt"
-"""Name of our own format in metadata."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +310,9 @@ class _Planner:
         self._problems: list[Mismatch] = []
         self._used: set[LeafPath] = set()
         self._damaged: set[str] = set()  # items with wanted leaves
-        self._finder = Finder(table, stored.structure, roles, self._at)
+        # Not a method of this object: without cycles, planning leaves no garbage.
+        self._paths = StoredPaths(stored, table, flat)
+        self._finder = Finder(table, stored.structure, roles, self._paths.find)
 
     @_util.forks.lazy
     def _can_init(self) -> tuple[str, ...]:
@@ -464,80 +463,13 @@ class _Planner:
         """
         if path in self._roles and self._options.optimizer != "exact":
             return self._finder.find(path)
-        exact = self._at(path)
+        exact = self._paths.find(path)
         if exact is None or (
             self._options.optimizer != "exact"
             and self._finder.is_of_another_state(exact, self._flat.structure)
         ):
             return []
         return [exact]
-
-    def _at(self, path: LeafPath) -> LeafPath | None:
-        """Returns the path of the stored leaf at `path`, or in a box there, or None.
-
-        Orbax adds the field of a box or an NNX variable to paths.
-        """
-        leaf = self._table.get(path)
-        if leaf is not None and leaf.info.kind != "empty":
-            return path
-        for field in _state.tree.BOX_FIELDS:
-            in_box = f"{path}/{field}"
-            leaf = self._table.get(in_box)
-            if leaf is None or leaf.info.kind == "empty":
-                continue
-            if self._may_be_box(path):
-                return in_box
-        return self._in_outer_box(path)
-
-    def _in_outer_box(self, path: LeafPath) -> LeafPath | None:
-        """Returns the stored leaf of a wanted leaf in several boxes, or deep in one."""
-        boxes = self._boxed.get(path, ())
-        is_in_one = len(boxes) == 1 and boxes[0].depth == 0
-        if not boxes or (is_in_one and path):
-            return None
-        info = dataclasses.replace(self._flat.table[path].info, boxes=boxes)
-        in_boxes = _state.boxes.jax_path(info)
-        leaf = self._table.get(in_boxes)
-        return None if leaf is None or leaf.info.kind == "empty" else in_boxes
-
-    def _may_be_box(self, path: LeafPath) -> bool:
-        """Returns True if the contents of a stored container may be a boxed leaf.
-
-        Other formats write boxes as dicts of a single leaf. In our format, one of both
-        leaves must be known to be in a box.
-        """
-        is_ours = self._stored.metadata.format == _OURS
-        return path in self._single and (
-            not is_ours or path in self._boxed or path in self._stored_boxes
-        )
-
-    @_util.forks.lazy
-    def _single(self) -> set[LeafPath]:
-        """Stored containers with a single leaf, named like the field of a box."""
-        others: set[LeafPath] = set()
-        seen: set[LeafPath] = set()
-        for path in self._table:
-            inner = path
-            while inner:
-                container, _, name = inner.rpartition("/")
-                is_in_box = name in _state.tree.BOX_FIELDS and inner is path
-                if not is_in_box or container in seen:
-                    others.add(container)
-                if container in seen:
-                    break  # the containers around this container are done, too
-                seen.add(container)
-                inner = container
-        return seen - others
-
-    @_util.forks.lazy
-    def _stored_boxes(self) -> frozenset[LeafPath]:
-        """The paths of stored boxes whose leaf paths have their fields."""
-        return frozenset(_state.boxes.find_named(self._stored.structure))
-
-    @_util.forks.lazy
-    def _boxed(self) -> Mapping[LeafPath, tuple[Box, ...]]:
-        """The wanted leaves in boxes, with their boxes."""
-        return _state.boxes.find(self._flat.structure)
 
     def _take(self, path: LeafPath, leaf: Leaf, source_path: LeafPath) -> None:
         wanted, source = leaf.info, self._table[source_path]
@@ -575,7 +507,7 @@ class _Planner:
                 info, self._table, nearest=len(self._problems) < errors.ROWS_SHOWN
             )
             is_matched = self._options.optimizer != "exact"
-            if is_matched and self._at(info.path) is not None:
+            if is_matched and self._paths.find(info.path) is not None:
                 found = (
                     f'{lacking.found} of another transform (optimizer="exact" takes it)'
                 )

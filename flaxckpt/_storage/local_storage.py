@@ -220,14 +220,14 @@ class LocalStorage:
         self, file: Path, offset: int, size: int, /, *, within: Path | None = None
     ) -> bytes:
         descriptor = files.open_regular_file(file, within=within)
-        content = bytearray()
+        parts: list[bytes] = []
+        read = 0
         try:
             # A call may read less than it was asked for.
-            while part := os.pread(
-                descriptor, size - len(content), offset + len(content)
-            ):
-                content += part
-            return bytes(content)
+            while part := os.pread(descriptor, size - read, offset + read):
+                parts.append(part)
+                read += len(part)
+            return b"".join(parts)  # no copy of a single part
         finally:
             os.close(descriptor)
 

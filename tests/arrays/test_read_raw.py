@@ -98,7 +98,7 @@ def read_raw(root, array, chunk_shape, encoding, region, *, ocdbt, memory_map):
             memory_map=memory_map,
             verify=True,
         )
-    arrays_read_raw.run([reading])
+    arrays_read_raw.run([*databases.readings(), reading] if ocdbt else [reading])
     return reading.result()[region]
 
 

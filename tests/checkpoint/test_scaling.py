@@ -204,6 +204,44 @@ def test_a_flattened_state_is_freed_without_the_garbage_collector(wrap):
         gc.enable()
 
 
+def garbage_of(work):
+    """The objects of flaxckpt that `work` leaves for the garbage collector."""
+    work()
+    gc.collect()
+    gc.disable()
+    try:
+        work()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found = [type(x) for x in gc.garbage]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    return {cls for cls in found if cls.__module__.startswith("flaxckpt.")}
+
+
+@pytest.mark.parametrize("store", ["files", "ocdbt"])
+@pytest.mark.parametrize("memory_map", [True, False])
+def test_a_load_is_freed_without_the_garbage_collector(tmp_path, store, memory_map):
+    """Its plan has the abstract state, and its readings have all values."""
+    params = {"w": jnp.ones((64, 512)), "b": jnp.ones(8)}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+    path = tmp_path / "c"
+    flaxckpt.save(path, state, layout=flaxckpt.ArrayLayout(store=store))
+    cast = transforms.cast("params/.*", "bfloat16")
+    narrow = state.replace(params=jax.tree.map(lambda x: x.astype("bfloat16"), params))
+    for work in (
+        lambda: flaxckpt.load(path, state, memory_map=memory_map),
+        lambda: flaxckpt.load(path, memory_map=memory_map),
+        lambda: flaxckpt.load_async(path, state, memory_map=memory_map).wait(),
+        lambda: flaxckpt.load(path, narrow, transforms=[cast]),
+        lambda: flaxckpt.plan(path, state),
+        lambda: flaxckpt.save(path, state, overwrite=True),
+    ):
+        assert garbage_of(work) == set()
+
+
 def test_the_garbage_collector_goes_on_after_a_pause():
     with util_gc_pause.pause():
         assert not gc.isenabled()

@@ -2,8 +2,8 @@
 
 The manifest and the nodes of the tree are mostly compressed: a few kilobytes may expand
 to gigabytes, and TensorStore allocates the expanded size. So the maximal expanded size
-is first computed from the zstd frames. TensorStore itself rejects paths that lead out
-of a database; `_storage.files` checks links.
+is first computed from the zstd frames. Paths that lead out of a database are rejected;
+`_storage.files` checks links.
 
 Source: TensorStore's description of the format, and RFC 8878.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,8 @@ _BEST_RATIO = 2048
 _MAX_HEIGHT = 16
 _MAX_NODES = 2**16
 _PLACE = re.compile(
-    r"btreenode:([A-Za-z0-9._/-]*):([A-Za-z0-9._/-]*):([0-9]{1,19}):([0-9]{1,19})"
+    r"(?:btreenode|value):([A-Za-z0-9._/-]*):([A-Za-z0-9._/-]*)"
+    r":([0-9]{1,19}):([0-9]{1,19})"
 )
 _HEADER_BYTES = 12  # magic number and length
 _CHECKSUM_BYTES = 4
@@ -47,22 +48,53 @@ _FRAME = b"\x28\xb5\x2f\xfd"
 _BLOCK_BYTES = 2**17
 
 
-def check(root: Path) -> None:
+class Place(NamedTuple):
+    """The location of a node or of a value.
+
+    Attributes:
+        text: TensorStore's name of the location.
+        file: File in the database.
+        offset: Offset in the file, in bytes.
+        size: Size in bytes.
+    """
+
+    text: str
+    file: str
+    offset: int
+    size: int
+
+
+class Root(NamedTuple):
+    """The root of a tree.
+
+    Attributes:
+        height: Levels of the tree above the nodes with values.
+        place: The location of the root.
+    """
+
+    height: int
+    place: Place
+
+
+def check(root: Path) -> Sequence[Root]:
     """Checks that the tree of a database can be read in limited memory.
 
     Args:
         root: The directory of the database, with checked links.
+
+    Returns:
+        The root of the tree; nothing for an empty tree.
 
     Raises:
         ValueError: The tree is damaged or too large.
         OSError: The database is missing or unreadable.
     """
     with _storage.paths.read_ahead([root / DATABASE]):
-        _check_tree(root, *_storage.of(root).fingerprint(root / DATABASE))
+        return _check_tree(root, *_storage.of(root).fingerprint(root / DATABASE))
 
 
 @functools.lru_cache(maxsize=64)
-def _check_tree(root: Path, fingerprint: tuple[int, ...], size: int) -> None:
+def _check_tree(root: Path, fingerprint: tuple[int, ...], size: int) -> Sequence[Root]:
     del fingerprint  # only a key of the cache
     if size > _MAX_MANIFEST_BYTES:
         raise ValueError(
@@ -71,13 +103,35 @@ def _check_tree(root: Path, fingerprint: tuple[int, ...], size: int) -> None:
     tree = _Tree(root)
     manifest = _read_part(root / DATABASE, 0, size)
     tree.count(DATABASE, manifest)
-    for height, place in _roots(manifest):
+    roots = _roots(manifest)
+    for height, place in roots:
         if height > _MAX_HEIGHT:
             raise ValueError(
                 f"{DATABASE} declares a tree of {height} levels,"
                 f" wanted at most {_MAX_HEIGHT}"
             )
         tree.walk(place, height)
+    return roots
+
+
+def index(root: Path, roots: Sequence[Root]) -> dict[bytes, bytes | str]:
+    """Returns the values of a database: key -> value, or its location if not small.
+
+    TensorStore takes five times as long to find them one by one.
+
+    Args:
+        root: The directory of the database, with checked links.
+        roots: The result of `check`.
+
+    Raises:
+        ValueError, OSError: A node is damaged, or cannot be read.
+    """
+    tree = _Tree(root)
+    return {
+        key: value
+        for height, place in roots
+        for key, value in tree.values(place, height)
+    }
 
 
 def open(root: Path, context: ts.Context) -> ts.KvStore:
@@ -96,7 +150,19 @@ MANIFESTS: dict[str, JSON] = {"memory_key_value_store#manifests": {}}
 """The context resource that `open_checked` needs: the manifests of stores in memory."""
 
 
-def open_checked(root: Path, context: ts.Context) -> ts.KvStore:
+class Checked(NamedTuple):
+    """A database, opened after `check`.
+
+    Attributes:
+        store: The database.
+        roots: The result of `check`.
+    """
+
+    store: ts.KvStore
+    roots: Sequence[Root]
+
+
+def open_checked(root: Path, context: ts.Context) -> Checked:
     """Opens a database for reading, after `check`.
 
     TensorStore compares the manifest of a store with the present one before each read.
@@ -111,9 +177,9 @@ def open_checked(root: Path, context: ts.Context) -> ts.KvStore:
     """
     manifest = root / DATABASE
     with _storage.paths.read_ahead([manifest]):
-        check(root)
+        roots = check(root)
         if not _storage.of(root).costs_requests:
-            return open(root, context)
+            return Checked(open(root, context), roots)
         content = manifest.read_bytes()
     [resource] = MANIFESTS
     spec_in_memory: dict[str, JSON] = {
@@ -124,7 +190,8 @@ def open_checked(root: Path, context: ts.Context) -> ts.KvStore:
     in_memory = ts.KvStore.open(spec_in_memory, context=context).result()
     in_memory.write(DATABASE, content).result()
     spec = metadata.kvstore(root, "", ocdbt=True) | {"manifest": spec_in_memory}
-    return _storage.paths.result(ts.KvStore.open(spec, context=context), root)
+    store = _storage.paths.result(ts.KvStore.open(spec, context=context), root)
+    return Checked(store, roots)
 
 
 _DATABASES: weakref.WeakKeyDictionary[ts.Context, dict[Path, ts.KvStore]] = (
@@ -178,22 +245,6 @@ def keys(root: Path) -> set[str]:
     return {key.decode(errors="surrogateescape") for key in found}
 
 
-class _Place(NamedTuple):
-    """The location of a node.
-
-    Attributes:
-        text: TensorStore's name of the location.
-        file: File in the database.
-        offset: Offset in the file, in bytes.
-        size: Size in bytes.
-    """
-
-    text: str
-    file: str
-    offset: int
-    size: int
-
-
 class _Tree:
     """The tree of a database, with the maximal decoded size of its nodes."""
 
@@ -222,7 +273,29 @@ class _Tree:
                 f" from {self._stored} to {self._decoded} bytes, more than is supported"
             )
 
-    def walk(self, place: _Place, height: int) -> None:
+    def values(
+        self, place: Place, height: int, prefix: bytes = b""
+    ) -> Iterator[tuple[bytes, bytes | str]]:
+        """Yields the keys below a node, each with its value or the value's location.
+
+        Args:
+            place: The location of the node.
+            height: Levels of the tree below the node.
+            prefix: The start of all keys, which the node omits.
+        """
+        for entry in self._dump(place.text)["entries"]:
+            if height == 0:
+                value = entry.get("inline_value")
+                yield (
+                    prefix + entry["key"],
+                    entry["indirect_value"] if value is None else value,
+                )
+            else:
+                child = parse_place(str(entry.get("location")))
+                inner = prefix + entry["subtree_common_prefix"]
+                yield from self.values(child, height - 1, inner)
+
+    def walk(self, place: Place, height: int) -> None:
         """Counts a node and its descendants."""
         path = self._root / place.file
         content = _read_part(path, place.offset, place.size)
@@ -233,7 +306,7 @@ class _Tree:
             raise ValueError(f"{place.file} has an inner node of {size} bytes")
         for entry in self._dump(place.text)["entries"]:
             # At height 0, entries are values instead of nodes.
-            self.walk(_parse_place(str(entry.get("location"))), height - 1)
+            self.walk(parse_place(str(entry.get("location"))), height - 1)
 
     def _dump(self, node: str) -> Any:
         if self._store is None:
@@ -244,8 +317,8 @@ class _Tree:
         return _storage.paths.result(ts.ocdbt.dump(self._store, node), self._root)
 
 
-def _roots(manifest: bytes) -> Iterator[tuple[int, _Place]]:
-    """Yields height and root of the newest version; nothing for an empty tree."""
+def _roots(manifest: bytes) -> Sequence[Root]:
+    """Returns the root of the newest version; nothing for an empty tree."""
     spec: dict[str, JSON] = {"driver": "memory"}
     memory = ts.KvStore.open(spec).result()
     memory.write(DATABASE, manifest).result()
@@ -256,15 +329,24 @@ def _roots(manifest: bytes) -> Iterator[tuple[int, _Place]]:
         )
     newest = versions[-1]
     if "root" in newest and "location" in newest["root"]:
-        yield newest["root_height"], _parse_place(newest["root"]["location"])
+        place = parse_place(newest["root"]["location"])
+        return (Root(newest["root_height"], place),)
+    return ()
 
 
-def _parse_place(text: str) -> _Place:
+def parse_place(text: str) -> Place:
+    """Parses TensorStore's name of the location of a node or a value.
+
+    Raises:
+        ValueError: `text` is not such a name, or leads out of the database.
+    """
     match = _PLACE.fullmatch(text)
-    if match is None or ".." in text:
-        raise ValueError(f"{text[:80]!r} is not the location of a node")
-    base, name, offset, size = match.groups()
-    return _Place(text, base + name, int(offset), int(size))
+    if match is not None:
+        base, name, offset, size = match.groups()
+        file = base + name
+        if ".." not in file and not file.startswith("/"):
+            return Place(text, file, int(offset), int(size))
+    raise ValueError(f"{text[:80]!r} is not a location in a database")
 
 
 def _read_part(path: Path, offset: int, size: int) -> bytes:

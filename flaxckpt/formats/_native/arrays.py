@@ -370,12 +370,16 @@ def leaf_table(
     if arrays.version == 2 and arrays.digests:  # chunks of zarr 2 have no checksums
         checks = _DigestChecks(arrays.root, arrays.ocdbt, arrays.digests)
     for name, info in zip(names, infos, strict=True):
-        stored = StoredLeaf(path, info, value=strings.get(info.path))
-        if info.dtype is not None:
-            raw = arrays.raw(name, info)
+        if info.dtype is None:
+            stored = StoredLeaf(path, info, value=strings.get(info.path))
+        else:
             form = ArrayForm(*_arrays.forms.stored_form(info), info.chunk_shape or ())
-            open_array = functools.partial(arrays.open, name, form, path)
-            check = None if checks is None else functools.partial(checks, name)
-            stored = StoredLeaf(path, info, open_array, raw=raw, check=check)
+            stored = StoredLeaf(
+                path,
+                info,
+                functools.partial(arrays.open, name, form, path),
+                raw=arrays.raw(name, info),
+                check=None if checks is None else functools.partial(checks, name),
+            )
         table[info.path] = Leaf(info, (stored,))
     return table

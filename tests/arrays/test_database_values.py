@@ -1,0 +1,201 @@
+"""Small values of a database, read without TensorStore: the same bytes, or an error."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import tensorstore as ts
+
+import flaxckpt
+from flaxckpt._arrays import read_raw
+from flaxckpt._arrays import write as arrays_write
+from flaxckpt._arrays.zarr import ocdbt
+from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
+from flaxckpt._state.leaf import LeafInfo
+from flaxckpt.formats._native import contents as native_contents
+from tests.arrays.test_read_raw import host
+
+
+def make_database(root, values):
+    """A database of several levels, with values in nodes and in files."""
+    spec = {
+        "driver": "ocdbt",
+        "base": f"file://{root}/",
+        "config": {"max_decoded_node_bytes": 3000, "max_inline_value_bytes": 20},
+    }
+    store = ts.KvStore.open(spec).result()
+    with ts.Transaction() as transaction:
+        for key, value in values.items():
+            store.with_transaction(transaction)[key] = value
+    return root
+
+
+@pytest.fixture
+def values():
+    sizes = random.Random(0)
+    return {
+        f"params/block_{i // 100}/leaf_{i % 100}/c.0": os.urandom(sizes.randrange(60))
+        for i in range(3000)
+    }
+
+
+def open_database(root):
+    context = ts.Context(ocdbt.MANIFESTS)
+    return read_raw.Database(root, ocdbt.open_checked(root, context))
+
+
+def test_the_index_has_all_keys_of_a_deep_tree(tmp_path, values):
+    root = make_database(tmp_path, values)
+    roots = ocdbt.check(root)
+    assert roots[0].height >= 2
+    index = ocdbt.index(root, roots)
+    assert index.keys() == {key.encode() for key in values}
+    inline = {key.encode(): v for key, v in values.items() if len(v) <= 20}
+    assert {k: v for k, v in index.items() if isinstance(v, bytes)} == inline
+
+
+def test_an_empty_database_has_no_values(tmp_path):
+    root = make_database(tmp_path, {"a": b"1"})
+    store = ocdbt.open(root, ts.Context())
+    store.delete_range(ts.KvStore.KeyRange()).result()
+    assert ocdbt.index(root, ocdbt.check(root)) == {}
+
+
+@pytest.mark.parametrize("part", [1, 7, 400])
+def test_requested_values_are_read_in_few_calls(tmp_path, values, part):
+    database = open_database(make_database(tmp_path, values))
+    wanted = list(values)[::part]
+    random.Random(part).shuffle(wanted)
+    for key in wanted:
+        database.request(key, 60)
+    reading = database.reading()
+    assert len(reading.tasks) == 1
+    read_raw.run([reading])
+    assert {key: database.value(key) for key in wanted} == {
+        key: values[key] for key in wanted
+    }
+    assert not database.reading().tasks
+
+
+def test_values_far_apart_are_read_on_their_own(tmp_path):
+    values = {f"{i:03}": os.urandom(2**15) for i in range(100)}
+    database = open_database(make_database(tmp_path, values))
+    for key in ("000", "001", "099"):
+        database.request(key, 2**15)
+    reading = database.reading()
+    assert len(reading.tasks) == 2
+    read_raw.run([reading])
+    for key in ("099", "000", "001"):
+        assert database.value(key) == values[key]
+
+
+def test_many_bytes_are_read_in_several_calls(tmp_path):
+    values = {f"{i:03}": os.urandom(2**16) for i in range(100)}
+    database = open_database(make_database(tmp_path, values))
+    for key in values:
+        database.request(key, 2**16)
+    reading = database.reading()
+    assert 6 <= len(reading.tasks) <= 7
+    read_raw.run([reading])
+    assert {key: database.value(key) for key in values} == values
+
+
+def test_missing_and_too_large_values_are_refused(tmp_path):
+    database = open_database(make_database(tmp_path, {"a": bytes(50)}))
+    with pytest.raises(ValueError, match=r"^b is missing"):
+        database.request("b", 50)
+    with pytest.raises(ValueError, match=r"^a has 50 bytes instead of 49"):
+        database.request("a", 49)
+
+
+def test_a_lost_file_is_an_error_of_each_value(tmp_path, values):
+    root = make_database(tmp_path, values)
+    database = open_database(root)
+    large = [key for key, value in values.items() if len(value) > 20][:3]
+    for file in (root / "d").iterdir():
+        file.unlink()
+    for key in large:
+        database.request(key, 60)
+    read_raw.run([database.reading()])
+    for key in large:
+        with pytest.raises(FileNotFoundError):
+            database.value(key)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "value:/etc/:passwd:0:8",
+        "value::/etc/passwd:0:8",
+        "value::d/../../secret:0:8",
+        "value:../:secret:0:8",
+        "value:.:./secret:0:8",
+        "value::d/a:0",
+        "value::d/a:-1:8",
+        "other::d/a:0:8",
+    ],
+)
+def test_locations_outside_of_the_database_are_refused(text):
+    with pytest.raises(ValueError, match="is not a location"):
+        ocdbt.parse_place(text)
+
+
+@pytest.mark.parametrize("size", [4, 300])
+def test_no_changed_byte_gives_other_values(tmp_path, size):
+    """Without digests of the files: checksums of values and nodes find the change."""
+    arrays = {f"a{i}": np.arange(i, i + size, dtype="<f4") for i in range(5)}
+    encoding = Encoding("none", True)
+    arrays_write.write(
+        tmp_path,
+        [host(name, array, (size,)) for name, array in arrays.items()],
+        encoding=encoding,
+        ocdbt=True,
+    )
+
+    def read(name):
+        raw = RawArray(tmp_path, name, True, encoding)
+        info = LeafInfo(
+            name, (), "array", "numpy.ndarray", (size,), "float32", chunk_shape=(size,)
+        )
+        databases = read_raw.Databases(ts.Context(ocdbt.MANIFESTS))
+        database = databases.open(raw, tmp_path, verify=True)
+        region = ((0, size),)
+        reading = read_raw.from_database(raw, info, [region], database, verify=True)
+        read_raw.run([*databases.readings(), reading])
+        return reading.result()[region]
+
+    for name, array in arrays.items():
+        assert read(name).tobytes() == array.tobytes()
+    [file] = [path for path in (tmp_path / "d").iterdir() if path.is_file()]
+    content = file.read_bytes()
+    caught = 0
+    for at in range(0, len(content), max(1, len(content) // 300)):
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << at % 8
+        file.write_bytes(damaged)
+        for name, array in arrays.items():
+            try:
+                assert read(name).tobytes() == array.tobytes()
+            except (ValueError, OSError):
+                caught += 1
+    assert caught > 100
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_large_and_small_values_of_a_database_without_digests(
+    tmp_path, monkeypatch, verify
+):
+    """Large values come through TensorStore; the metadata of all is among the small."""
+    monkeypatch.setattr(native_contents, "_SMALL_DATABASE_BYTES", 0)
+    random_numbers = np.random.default_rng(0)
+    state = {
+        f"a{i}": random_numbers.standard_normal(size, np.float32)
+        for i, size in enumerate([2**19] * 4 + [10, 100, 10_000, 0] * 10)
+    }
+    path = tmp_path / "c"
+    flaxckpt.save(path, state, layout=flaxckpt.ArrayLayout(store="ocdbt"))
+    found = flaxckpt.load(path, verify=verify)
+    assert {k: v.tobytes() for k, v in found.items()} == {
+        k: v.tobytes() for k, v in state.items()
+    }
