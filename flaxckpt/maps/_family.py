@@ -44,6 +44,8 @@ class Tensor(NamedTuple):
         optional: True if checkpoints may lack it, or the condition on the
             configuration under which they may.
         is_head: True if checkpoints of the base model alone lack it.
+        module: The name of the module it belongs to, if checkpoints that lack one
+            tensor of the module lack all.
         times: The size whose power `exponent` the values are multiplied with.
         exponent: See `times`.
         factor_dtype: The type that this factor is rounded to, if any.
@@ -56,6 +58,7 @@ class Tensor(NamedTuple):
     when: str = ""
     optional: bool | str = False
     is_head: bool = False
+    module: str = ""
     times: str | None = None
     exponent: float = 1
     factor_dtype: str | None = None
@@ -131,9 +134,9 @@ class Family:
             target_base: Likewise in the state.
 
         Raises:
-            OptionError: The configuration is of another family or lacks a size, or
-                there is no such target. When applied: tensors are missing, unknown, or
-                do not fit.
+            OptionError: The configuration is of another family or of a quantized model,
+                or lacks a size, or there is no such target. When applied: tensors are
+                missing, unknown, or do not fit.
         """
         if target not in self.tables:
             raise errors.OptionError(
@@ -240,6 +243,10 @@ class Family:
         rows, others = tensors
         switched = bases[0].switched(), bases[1].switched()
         both = {name(tensor, bases): name(tensor, switched) for tensor in rows}
+        modules: dict[str, list[str]] = {}
+        for tensor in rows:
+            if tensor.module and self._row(tensor, bases, prefix).optional:
+                modules.setdefault(tensor.module, []).append(name(tensor, bases))
         return Side(
             frozenset(both),
             {one: other for one, other in both.items() if one != other},
@@ -253,6 +260,7 @@ class Family:
                 if isinstance(tensor.optional, str)
                 and not self._row(tensor, bases, prefix).optional
             },
+            tuple(modules.values()),
             ignored,
         )
 
@@ -260,7 +268,7 @@ class Family:
         """Returns a configuration as a dict, with the family's defaults.
 
         Raises:
-            OptionError: The configuration is of another family.
+            OptionError: The configuration is of another family or a quantized model.
         """
         content = _config.read_config(config)
         found = content.get("model_type")
@@ -275,6 +283,7 @@ class Family:
                 f"the config is of a {found!r:.80}, wanted"
                 f" {' or '.join(map(repr, self.model_types))}: {advice}"
             )
+        _config.check_not_quantized(content)
         content = {**self.defaults, **_config.with_old_keys(content)}
         for condition, why in self.refused.items():
             if _config.holds(content, condition):

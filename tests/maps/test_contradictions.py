@@ -365,6 +365,61 @@ def test_dense_layers_among_experts_are_refused(changed):
         check(caught, *changed, "layers without experts")
 
 
+# ---- quantized models ---------------------------------------------------------------
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def quantize(model, entry):
+    """Gives the configuration of a model an entry; the scales have been dropped."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps(config | {"quantization_config": entry})
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_quantized_model_is_refused(model, target):
+    params = flaxckpt.load(model, transforms=maps.llama(model, target=target))
+    quantize(model, FP8)
+    for find in (
+        lambda: maps.llama(model, target=target),
+        lambda: maps.find(model, params),
+        lambda: _named.find_for_layout("auto", model, target),
+    ):
+        with pytest.raises(errors.OptionError) as caught:
+            find()
+        check(caught, "quantization_config of 'fp8'", "dequantize it")
+    assert maps.detect(model).family is maps.llama
+    quantize(model, None)
+    assert maps.find(model, params)
+
+
+def test_the_language_model_of_a_quantized_model_is_refused(tmp_path):
+    text = {**GEMMA, "model_type": "gemma3_text"}
+    config = {"model_type": "gemma3", "text_config": text, "quantization_config": {}}
+    tensors = gemma("language_model.model.", norms=("q_norm", "k_norm"))
+    source = write(tmp_path / "gemma", tensors, config)
+    with pytest.raises(errors.OptionError) as caught:
+        _named.find_for_layout("auto", source, "tunix")
+    check(caught, "the config has a quantization_config")
+
+
+def test_all_leaves_of_a_quantized_model_are_ambiguous_for_suggest(model):
+    params = flaxckpt.load(model, transforms=maps.llama(model, target="linen"))
+    assert flaxckpt.suggest(model, params).transforms
+    quantize(model, FP8)
+    suggestion = flaxckpt.suggest(model, params)
+    with pytest.raises(errors.OptionError) as caught:
+        _ = suggestion.transforms
+    check(
+        caught, "config.json has a quantization_config of 'fp8'", "without their scales"
+    )
+    assert set(suggestion.ambiguous[0].leaves) == set(suggestion.leaves)
+    file = flaxckpt.suggest(model / "model.safetensors", params)
+    assert file.ambiguous == suggestion.ambiguous
+
+
 # ---- files beside each other --------------------------------------------------------
 
 
