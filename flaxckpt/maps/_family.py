@@ -87,7 +87,8 @@ class Family:
             lack, because they do not change outputs; the map back leaves them out.
         shapes: Name of tensors in a checkpoint of Hugging Face -> the size of each
             axis, as rules that are joined by spaces; see `find_size`.
-        refused: Condition on the configuration -> why such models have no map.
+        refused: Condition on the configuration, and on the `target` -> why such models
+            have no map.
     """
 
     name: str
@@ -144,6 +145,7 @@ class Family:
                 f" {', '.join(self.tables)}"
             )
         content = self.check_config(config)
+        self._check_refused(content, target)
         tensors = self._tensors(target, content)
         rows = tensors[0]
         bases = (
@@ -284,15 +286,17 @@ class Family:
                 f" {' or '.join(map(repr, self.model_types))}: {advice}"
             )
         _config.check_not_quantized(content)
-        content = {**self.defaults, **_config.with_old_keys(content)}
+        return {**self.defaults, **_config.with_old_keys(content)}
+
+    def _check_refused(self, config: Mapping[str, Any], target: str) -> None:
+        """Raises OptionError for a model that has no map to a layout."""
         for condition, why in self.refused.items():
-            if _config.holds(content, condition):
-                key = condition.removeprefix("not ").partition("=")[0]
+            if _config.holds({**config, "target": target}, condition):
+                key = re.split("=| and ", condition.removeprefix("not "))[0]
                 raise errors.OptionError(
-                    f"maps.{self.name} has no layout for {key}"
-                    f" {_config.look_up(content, key)!r:.80} of the config: {why}"
+                    f"maps.{self.name} with target={target!r} has no place for {key}"
+                    f" {_config.look_up(config, key)!r:.80} of the config: {why}"
                 )
-        return content
 
     @functools.cached_property
     def source_patterns(self) -> tuple[re.Pattern[str], ...]:
