@@ -11,6 +11,10 @@ from __future__ import annotations
 from flaxckpt.maps._family import Family, Tensor
 from flaxckpt.maps._modules import array, embedding, head, linear, norm
 
+REFUSED = {
+    "add_cross_attention": "no row has the tensors of cross attention",
+    "not position_embedding_type=absolute": "Flax classes have absolute positions",
+}
 OLD_NAMES = {"LayerNorm/gamma": "LayerNorm/weight", "LayerNorm/beta": "LayerNorm/bias"}
 
 
@@ -76,7 +80,7 @@ BERT = Family(
             *head(linear("qa_outputs"), "ForQuestionAnswering"),
         ),
     },
-    defaults={"tie_word_embeddings": True},
+    defaults={"tie_word_embeddings": True, "position_embedding_type": "absolute"},
     ignored=r"(bert/)?embeddings/position_ids",
     copies={
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
@@ -84,6 +88,7 @@ BERT = Family(
     },
     target_bases={"linen": "bert"},
     old_names=OLD_NAMES,
+    refused=REFUSED,
     shapes={
         **shapes("bert"),
         "cls.predictions.bias": "vocab_size",

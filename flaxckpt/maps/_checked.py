@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flaxckpt import errors
@@ -27,6 +28,7 @@ class Side:
             which a model has them.
         heads: The names of leaves that a model may lack, each with the condition under
             which it may, which does not hold.
+        modules: The names of leaves that a model has together, or lacks together.
         ignored: Pattern of the leaf paths that are left out.
     """
 
@@ -35,6 +37,7 @@ class Side:
     advice: str
     excluded: Mapping[str, str]
     heads: Mapping[str, str]
+    modules: Sequence[Sequence[str]] = ()
     ignored: str = ""
 
     def check(self, title: str, config: Mapping[str, Any], table: LeafTable) -> None:
@@ -71,6 +74,39 @@ class Side:
                 "Add them. Or pass the config of a model without this head: its"
                 " architectures say which class it is.",
             )
+        parts = dict(_find_parts(self.modules, table))
+        if parts:
+            raise _error(
+                f"{title}: {len(parts)} leaves of modules are missing",
+                parts,
+                "Add them. Or drop the other leaves of these modules: drop(pattern).",
+            )
+
+
+def _find_parts(
+    modules: Sequence[Sequence[str]], table: LeafTable
+) -> Iterator[tuple[str, str]]:
+    """Yields the missing leaves of modules, each with another leaf that is there."""
+    for module in modules:
+        found = {
+            name: next(filter(_pattern([name]).fullmatch, table), None)
+            for text in module
+            for name in _spell_out(text)
+        }
+        there = next(filter(None, found.values()), None)
+        if there is not None:
+            yield from ((name, f"found {there}") for name, p in found.items() if not p)
+
+
+def _spell_out(text: str) -> list[str]:
+    """Returns the leaf paths of a name whose indices are over words; else the name."""
+    name = parse_name(text)
+    if name.counts.keys() != {*name.axes}:
+        return [text]
+    return [
+        name.format(dict(zip(name.counts, values, strict=True)), name.counts)
+        for values in itertools.product(*map(range, name.counts.values()))
+    ]
 
 
 def _error(title: str, faults: Mapping[str, str], advice: str) -> errors.OptionError:

@@ -9,7 +9,7 @@ Sources:
 from __future__ import annotations
 
 from flaxckpt.maps._family import Family, Tensor
-from flaxckpt.maps._modules import array, embedding, head, linear, norm, under
+from flaxckpt.maps._modules import array, embedding, linear, norm, under
 
 
 def _encoder(layer: str) -> tuple[Tensor, ...]:
@@ -20,13 +20,15 @@ def _encoder(layer: str) -> tuple[Tensor, ...]:
     )
 
 
+_IS_ALONE = "not model_type=clip"
+_HAS_NO_PROJECTION = f"{_IS_ALONE} and not architectures=*WithProjection*"
 _VISION = "vision_model.embeddings"
 
 _TEXT_MODEL = (
     *embedding("text_model.embeddings.{w:token|position}_embedding"),
     *_encoder("text_model.encoder.layers.{i}"),
     *norm("text_model.final_layer_norm"),
-    *head(linear("text_projection", bias=False), "CLIPModel|WithProjection"),
+    *linear("text_projection", bias=False, optional=_HAS_NO_PROJECTION),
 )
 _VISION_MODEL = (
     *array(f"{_VISION}.class_embedding"),
@@ -38,7 +40,7 @@ _VISION_MODEL = (
     *embedding(f"{_VISION}.position_embedding"),
     *_encoder("vision_model.encoder.layers.{j}"),
     *norm("vision_model.{n:pre_layrnorm|post_layernorm}"),
-    *head(linear("visual_projection", bias=False), "CLIPModel|WithProjection"),
+    *linear("visual_projection", bias=False, optional=_HAS_NO_PROJECTION),
 )
 
 
@@ -68,7 +70,7 @@ CLIP = Family(
         "linen": (
             *under("not model_type=clip_vision_model", _TEXT_MODEL),
             *under("not model_type=clip_text_model", _VISION_MODEL),
-            *head(array("logit_scale"), "CLIPModel"),
+            *array("logit_scale", optional=_IS_ALONE),
         )
     },
     ignored=r"(text|vision)_model/embeddings/position_ids",

@@ -16,6 +16,9 @@ from flaxckpt.formats import _hub_cache
 
 NAME = "config.json"
 
+QUANTIZATION = "quantization_config"
+"""The key that configurations of quantized models have."""
+
 _MAX_BYTES = 2**24
 
 Config: TypeAlias = "Mapping[str, Any] | PathLike | Any"
@@ -96,6 +99,25 @@ def look_up(config: Mapping[str, Any], key: str) -> Any:
             return None
         value = value.get(part)
     return value
+
+
+def describe_quantization(config: Mapping[str, Any]) -> str | None:
+    """Returns the entry of a configuration for quantized arrays; None without one."""
+    if config.get(QUANTIZATION) is None:
+        return None
+    method = look_up(config, f"{QUANTIZATION}.quant_method")
+    return QUANTIZATION if method is None else f"{QUANTIZATION} of {method!r:.40}"
+
+
+def check_not_quantized(config: Mapping[str, Any]) -> None:
+    """Raises OptionError if a configuration is that of a quantized model."""
+    if (entry := describe_quantization(config)) is not None:
+        raise errors.OptionError(
+            f"the config has a {entry}: its arrays are parts of weights, such as values"
+            " without their scales, and no map computes the weights. Take the model"
+            " before its quantization, or dequantize it with transformers; if its"
+            f" arrays are not quantized, remove {QUANTIZATION} from the config"
+        )
 
 
 def with_old_keys(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ SHAPES = {
     f"{_ATTENTION}.{{p:k_proj|v_proj}}.weight": f"{_KEYS} hidden_size",
     f"{_ATTENTION}.{{p:k_proj|v_proj}}.bias": _KEYS,
     f"{_ATTENTION}.o_proj.weight": f"hidden_size {_QUERIES}",
+    f"{_ATTENTION}.o_proj.bias": "hidden_size",
     f"{_ATTENTION}.{{q:q_norm|k_norm}}.weight": _HEAD,
     f"{_FFN}.{{m:gate_proj|up_proj}}.weight": "intermediate_size hidden_size",
     f"{_FFN}.down_proj.weight": "hidden_size intermediate_size",
@@ -58,16 +59,31 @@ BUFFERS = r".*/rotary_emb/inv_freq"
 COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 TIED = "tie_word_embeddings"
 
+_NO_BIASES = "the program of this layout has no such biases"
+BIASES = {"attention_bias": _NO_BIASES, "mlp_bias": _NO_BIASES}
+LINEN_BIASES = {
+    "attention_bias and not target=linen": _NO_BIASES,
+    "mlp_bias": _NO_BIASES,
+}
+"""Configurations that are refused, without and with the Flax classes."""
+
 _LAYER = "model.layers.{i}"
 _NORMS = "{n:input|post_attention}_layernorm"
 _MLP = "{m:gate_proj|up_proj|down_proj}"
 
+_PROJECTIONS = "{p:q_proj|k_proj|v_proj|o_proj}"
+
 LINEN = (
     Tensor("model.embed_tokens.weight", "model/embed_tokens/embedding"),
     Tensor(
-        f"{_LAYER}.self_attn.{{p:q_proj|k_proj|v_proj|o_proj}}.weight",
-        "model/layers/{i}/self_attn/{p:q_proj|k_proj|v_proj|o_proj}/kernel",
+        f"{_LAYER}.self_attn.{_PROJECTIONS}.weight",
+        f"model/layers/{{i}}/self_attn/{_PROJECTIONS}/kernel",
         "o e -> e o",
+    ),
+    Tensor(
+        f"{_LAYER}.self_attn.{_PROJECTIONS}.bias",
+        f"model/layers/{{i}}/self_attn/{_PROJECTIONS}/bias",
+        when="attention_bias",
     ),
     Tensor(
         f"{_LAYER}.mlp.{_MLP}.weight",

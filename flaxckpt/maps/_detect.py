@@ -74,16 +74,14 @@ def detect_stored(stored: Stored, family: Family | None = None) -> Detected:
     """
     if stored.metadata.format == _gguf.FORMAT:
         return _detect_gguf(stored)
-    path = Path(stored.metadata.path)
-    directory = path if path.is_dir() else path.parent
+    path = stored.metadata.path
     by_name = _family_of_names(stored.table)
-    if not (directory / _config.NAME).is_file():
+    if (config := find_config(stored)) is None:
         seems = "" if by_name is None else f", whose names are of maps.{by_name.name}"
         raise errors.OptionError(
             f"there is no {_config.NAME} beside {path}{seems}: pass the configuration"
             " to the map of its family"
         )
-    config = _config.read_config(directory)
     kind = config.get("model_type")
     if (known := find_family(config)) is not None:
         why = f"model_type of {_config.NAME} is {kind!r}"
@@ -94,7 +92,19 @@ def detect_stored(stored: Stored, family: Family | None = None) -> Detected:
         return Detected(by_name, config, "by the names of its tensors")
     if (language := _detect_language_model(config, stored.table)) is not None:
         return language
-    raise unknown_family(config, str(path))
+    raise unknown_family(config, path)
+
+
+def find_config(stored: Stored) -> dict[str, JSON] | None:
+    """Returns the configuration beside a checkpoint, or None if there is no such file.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    path = Path(stored.metadata.path)
+    directory = path if path.is_dir() else path.parent
+    is_there = (directory / _config.NAME).is_file()
+    return _config.read_config(directory) if is_there else None
 
 
 def find_family(config: Mapping[str, Any]) -> Family | None:
@@ -134,7 +144,12 @@ _LANGUAGE_MODEL = ("language_model/", "model/language_model/")
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the configuration of the language model in a larger model, or empty."""
     inner = config.get("text_config")
-    return inner if isinstance(inner, Mapping) else {}
+    if not isinstance(inner, Mapping):
+        return {}
+    quantization = config.get(_config.QUANTIZATION)  # is stated for all parts
+    return (
+        inner if quantization is None else {_config.QUANTIZATION: quantization, **inner}
+    )
 
 
 def _detect_language_model(

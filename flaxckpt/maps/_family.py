@@ -44,6 +44,8 @@ class Tensor(NamedTuple):
         optional: True if checkpoints may lack it, or the condition on the
             configuration under which they may.
         is_head: True if checkpoints of the base model alone lack it.
+        module: The name of the module it belongs to, if checkpoints that lack one
+            tensor of the module lack all.
         times: The size whose power `exponent` the values are multiplied with.
         exponent: See `times`.
         factor_dtype: The type that this factor is rounded to, if any.
@@ -56,6 +58,7 @@ class Tensor(NamedTuple):
     when: str = ""
     optional: bool | str = False
     is_head: bool = False
+    module: str = ""
     times: str | None = None
     exponent: float = 1
     factor_dtype: str | None = None
@@ -84,7 +87,8 @@ class Family:
             lack, because they do not change outputs; the map back leaves them out.
         shapes: Name of tensors in a checkpoint of Hugging Face -> the size of each
             axis, as rules that are joined by spaces; see `find_size`.
-        refused: Condition on the configuration -> why such models have no map.
+        refused: Condition on the configuration, and on the `target` -> why such models
+            have no map.
     """
 
     name: str
@@ -131,9 +135,9 @@ class Family:
             target_base: Likewise in the state.
 
         Raises:
-            OptionError: The configuration is of another family or lacks a size, or
-                there is no such target. When applied: tensors are missing, unknown, or
-                do not fit.
+            OptionError: The configuration is of another family or of a quantized model,
+                or lacks a size, or there is no such target. When applied: tensors are
+                missing, unknown, or do not fit.
         """
         if target not in self.tables:
             raise errors.OptionError(
@@ -141,6 +145,7 @@ class Family:
                 f" {', '.join(self.tables)}"
             )
         content = self.check_config(config)
+        self._check_refused(content, target)
         tensors = self._tensors(target, content)
         rows = tensors[0]
         bases = (
@@ -240,6 +245,10 @@ class Family:
         rows, others = tensors
         switched = bases[0].switched(), bases[1].switched()
         both = {name(tensor, bases): name(tensor, switched) for tensor in rows}
+        modules: dict[str, list[str]] = {}
+        for tensor in rows:
+            if tensor.module and self._row(tensor, bases, prefix).optional:
+                modules.setdefault(tensor.module, []).append(name(tensor, bases))
         return Side(
             frozenset(both),
             {one: other for one, other in both.items() if one != other},
@@ -253,6 +262,7 @@ class Family:
                 if isinstance(tensor.optional, str)
                 and not self._row(tensor, bases, prefix).optional
             },
+            tuple(modules.values()),
             ignored,
         )
 
@@ -260,7 +270,7 @@ class Family:
         """Returns a configuration as a dict, with the family's defaults.
 
         Raises:
-            OptionError: The configuration is of another family.
+            OptionError: The configuration is of another family or a quantized model.
         """
         content = _config.read_config(config)
         found = content.get("model_type")
@@ -275,15 +285,18 @@ class Family:
                 f"the config is of a {found!r:.80}, wanted"
                 f" {' or '.join(map(repr, self.model_types))}: {advice}"
             )
-        content = {**self.defaults, **_config.with_old_keys(content)}
+        _config.check_not_quantized(content)
+        return {**self.defaults, **_config.with_old_keys(content)}
+
+    def _check_refused(self, config: Mapping[str, Any], target: str) -> None:
+        """Raises OptionError for a model that has no map to a layout."""
         for condition, why in self.refused.items():
-            if _config.holds(content, condition):
-                key = condition.removeprefix("not ").partition("=")[0]
+            if _config.holds({**config, "target": target}, condition):
+                key = re.split("=| and ", condition.removeprefix("not "))[0]
                 raise errors.OptionError(
-                    f"maps.{self.name} has no layout for {key}"
-                    f" {_config.look_up(content, key)!r:.80} of the config: {why}"
+                    f"maps.{self.name} with target={target!r} has no place for {key}"
+                    f" {_config.look_up(config, key)!r:.80} of the config: {why}"
                 )
-        return content
 
     @functools.cached_property
     def source_patterns(self) -> tuple[re.Pattern[str], ...]:

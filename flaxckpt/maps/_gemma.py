@@ -69,6 +69,7 @@ GEMMA = Family(
     ignored=_decoder.BUFFERS,
     copies=_decoder.COPIES,
     shapes=_decoder.SHAPES,
+    refused=_decoder.LINEN_BIASES,
     target_bases={"linen": "model"},
 )
 """Gemma, the first version, and 2."""

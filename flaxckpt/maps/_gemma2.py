@@ -36,5 +36,6 @@ GEMMA2 = Family(
     ignored=_decoder.BUFFERS,
     copies=_decoder.COPIES,
     shapes=_decoder.SHAPES,
+    refused=_decoder.BIASES,
 )
 """Gemma 2."""

@@ -88,5 +88,6 @@ GEMMA3 = Family(
     ignored=_decoder.BUFFERS,
     copies=_decoder.COPIES,
     shapes=_decoder.SHAPES,
+    refused=_decoder.BIASES,
 )
 """Gemma 3, its language model."""

@@ -32,6 +32,7 @@ GPT2 = Family(
     ignored=r"(transformer/)?h/\d+/attn/(masked_)?bias",
     copies={"lm_head.weight": "transformer.wte.weight"},
     target_bases={"linen": "transformer"},
+    refused={"add_cross_attention": "no row has the tensors of cross attention"},
     shapes={
         "transformer.wte.weight": "vocab_size n_embd",
         "transformer.wpe.weight": "n_positions n_embd",

@@ -45,6 +45,7 @@ LLAMA = Family(
     ignored=_decoder.BUFFERS,
     copies=_decoder.COPIES,
     shapes=_decoder.SHAPES,
+    refused=_decoder.LINEN_BIASES,
     target_bases={"linen": "model"},
 )
 """Llama 2 and 3."""

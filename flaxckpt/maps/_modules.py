@@ -34,7 +34,7 @@ def linear(
             they may.
     """
     rows = _kernel_and_bias(name, target, "o e -> e o", bias=bias)
-    return under(when, [row._replace(optional=optional) for row in rows])
+    return under(when, [row._replace(optional=optional, module=name) for row in rows])
 
 
 def conv(name: str, target: LeafPath | None = None) -> tuple[Tensor, ...]:
@@ -112,7 +112,10 @@ def head(tensors: Sequence[Tensor], classes: str = "") -> tuple[Tensor, ...]:
     """
     conditions = (f"not architectures=*{c}*" for c in classes.split("|"))
     optional = " and ".join(conditions) if classes else False
-    return tuple(t._replace(optional=optional, is_head=True) for t in tensors)
+    module = tensors[0].source
+    return tuple(
+        t._replace(optional=optional, is_head=True, module=module) for t in tensors
+    )
 
 
 def _kernel_and_bias(

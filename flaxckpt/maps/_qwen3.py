@@ -71,5 +71,6 @@ QWEN3 = Family(
     ignored=_decoder.BUFFERS,
     copies=_decoder.COPIES,
     shapes=_decoder.SHAPES,
+    refused=_decoder.BIASES,
 )
 """Qwen 3, and its mixtures of experts."""

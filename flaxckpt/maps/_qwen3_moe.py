@@ -40,6 +40,7 @@ QWEN3_MOE = Family(
     copies=_decoder.COPIES,
     shapes=_decoder.SHAPES,
     refused={
+        **_decoder.BIASES,
         "mlp_only_layers": _DENSE,
         "not decoder_sparse_step=1": _DENSE,
     },

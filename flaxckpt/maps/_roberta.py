@@ -7,7 +7,7 @@ Sources:
 
 from __future__ import annotations
 
-from flaxckpt.maps._bert import OLD_NAMES, encoder, shapes
+from flaxckpt.maps._bert import OLD_NAMES, REFUSED, encoder, shapes
 from flaxckpt.maps._family import Family
 from flaxckpt.maps._modules import array, head, linear, norm
 
@@ -35,7 +35,7 @@ ROBERTA = Family(
             *head(linear("qa_outputs"), "ForQuestionAnswering"),
         ),
     },
-    defaults={"tie_word_embeddings": True},
+    defaults={"tie_word_embeddings": True, "position_embedding_type": "absolute"},
     ignored=r"(roberta/)?embeddings/position_ids",
     copies={
         "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
@@ -43,6 +43,7 @@ ROBERTA = Family(
     },
     target_bases={"linen": "roberta"},
     old_names=OLD_NAMES,
+    refused=REFUSED,
     shapes={
         **shapes("roberta"),
         "lm_head.bias": "vocab_size",

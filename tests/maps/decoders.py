@@ -469,6 +469,7 @@ SCALING = {
     "original_max_position_embeddings": 16,
 }
 
+_BIASES = {"attention_bias": True}
 _TIED = {"tie_word_embeddings": True}
 _MOE = {**WIDE, "moe_intermediate_size": 20, "num_experts": 5, "num_experts_per_tok": 2}
 _GEMMA1 = {**WIDE, "hidden_activation": "gelu_pytorch_tanh"}
@@ -484,6 +485,7 @@ _SQRT = 24**0.5
 CASES = (
     linen("llama-linen", "llama", "LlamaForCausalLM", **SIZES),
     linen("llama-linen-tied", "llama", "LlamaForCausalLM", **SIZES, **_TIED),
+    linen("llama-linen-biases", "llama", "LlamaForCausalLM", **SIZES, **_BIASES),
     linen("llama-linen-base", "llama", "LlamaModel", BASE, **SIZES),
     tunix(
         "llama-tunix",
@@ -587,6 +589,7 @@ CASES = (
     ),
     *both_maxtext("qwen3_moe", "Qwen3MoeForCausalLM", each(qwen3_moe_layer), **_MOE),
     linen("gemma-linen", "gemma", "GemmaForCausalLM", **_GEMMA1),
+    linen("gemma-linen-biases", "gemma", "GemmaForCausalLM", **_GEMMA1, **_BIASES),
     tunix(
         "gemma-tunix", "gemma", "GemmaForCausalLM", "gemma.Gemma", _gemma1, **_GEMMA1
     ),

@@ -365,6 +365,120 @@ def test_dense_layers_among_experts_are_refused(changed):
         check(caught, *changed, "layers without experts")
 
 
+# ---- tensors that a config states, and no row has ------------------------------------
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_biases_need_a_layout_with_biases(tmp_path, model, target):
+    """Their tensors may be missing, so that no other check sees them."""
+    biased = hf.LLAMA | {"attention_bias": True}
+    params = flaxckpt.load(model, transforms=maps.llama(model, target=target))
+    flaxckpt.save(tmp_path / "x", {"params": params})
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.load(model, transforms=maps.llama(biased, target=target))
+    check(caught, "self_attn" if target == "linen" else "attention_bias True")
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.export_huggingface(tmp_path / "x", tmp_path / "out", config=biased)
+    check(caught, "self_attn" if target == "linen" else "attention_bias True")
+    assert not (tmp_path / "out").exists()
+
+
+def test_biases_that_a_config_denies_are_named_with_the_key(tmp_path):
+    source = hf.write_llama(tmp_path / "published")
+    tensors = safetensors.load_file(source / "model.safetensors")
+    for i in range(3):
+        for name, size in (("q", 24), ("k", 8), ("v", 8), ("o", 24)):
+            bias = np.ones(size, np.float32)
+            tensors[f"model.layers.{i}.self_attn.{name}_proj.bias"] = bias
+    safetensors.save_file(tensors, source / "model.safetensors")
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.load(source, transforms=maps.llama(source, target="linen"))
+    check(caught, "q_proj/bias: wanted attention_bias, found attention_bias None")
+    changes = maps.llama(hf.LLAMA | {"attention_bias": True}, target="linen")
+    state = flaxckpt.load(source, transforms=changes)
+    assert (state["model"]["layers"]["2"]["self_attn"]["k_proj"]["bias"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [
+        ("llama", {"mlp_bias": True}),
+        *(
+            (family, {"attention_bias": True})
+            for family in ("gemma2", "gemma3", "qwen3", "qwen3_moe")
+        ),
+        *((family, {"add_cross_attention": True}) for family in ("bert", "gpt2")),
+        *(
+            (family, {"position_embedding_type": "relative_key"})
+            for family in ("bert", "roberta")
+        ),
+    ],
+)
+def test_tensors_without_rows_are_refused_by_the_config(family, changed):
+    family = getattr(maps, family)
+    sizes = {"num_hidden_layers": 2, "num_experts": 2}
+    for target in family.targets:
+        with pytest.raises(errors.OptionError) as caught:
+            family({**sizes, **changed}, target=target)
+        [(key, value)] = changed.items()
+        check(caught, f"target={target!r} has no place for {key} {value!r}")
+
+
+# ---- quantized models ---------------------------------------------------------------
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def quantize(model, entry):
+    """Gives the configuration of a model an entry; the scales have been dropped."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps(config | {"quantization_config": entry})
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_quantized_model_is_refused(model, target):
+    params = flaxckpt.load(model, transforms=maps.llama(model, target=target))
+    quantize(model, FP8)
+    for find in (
+        lambda: maps.llama(model, target=target),
+        lambda: maps.find(model, params),
+        lambda: _named.find_for_layout("auto", model, target),
+    ):
+        with pytest.raises(errors.OptionError) as caught:
+            find()
+        check(caught, "quantization_config of 'fp8'", "dequantize it")
+    assert maps.detect(model).family is maps.llama
+    quantize(model, None)
+    assert maps.find(model, params)
+
+
+def test_the_language_model_of_a_quantized_model_is_refused(tmp_path):
+    text = {**GEMMA, "model_type": "gemma3_text"}
+    config = {"model_type": "gemma3", "text_config": text, "quantization_config": {}}
+    tensors = gemma("language_model.model.", norms=("q_norm", "k_norm"))
+    source = write(tmp_path / "gemma", tensors, config)
+    with pytest.raises(errors.OptionError) as caught:
+        _named.find_for_layout("auto", source, "tunix")
+    check(caught, "the config has a quantization_config")
+
+
+def test_all_leaves_of_a_quantized_model_are_ambiguous_for_suggest(model):
+    params = flaxckpt.load(model, transforms=maps.llama(model, target="linen"))
+    assert flaxckpt.suggest(model, params).transforms
+    quantize(model, FP8)
+    suggestion = flaxckpt.suggest(model, params)
+    with pytest.raises(errors.OptionError) as caught:
+        _ = suggestion.transforms
+    check(
+        caught, "config.json has a quantization_config of 'fp8'", "without their scales"
+    )
+    assert set(suggestion.ambiguous[0].leaves) == set(suggestion.leaves)
+    file = flaxckpt.suggest(model / "model.safetensors", params)
+    assert file.ambiguous == suggestion.ambiguous
+
+
 # ---- files beside each other --------------------------------------------------------
 
 

@@ -224,6 +224,56 @@ def test_a_model_without_its_head_is_refused_both_ways(tmp_path, id):
         flaxckpt.load(tmp_path / "model", transforms=changes)
 
 
+@pytest.mark.parametrize(
+    ("id", "head"),
+    [
+        *((id, head) for id, head in HEADS.items() if id.startswith(("bert", "rob"))),
+        ("bert-linen-base", "pooler"),
+        ("vit-linen", "classifier"),
+        ("vit-linen-base", "pooler"),
+    ],
+)
+def test_a_part_of_a_head_is_refused_both_ways(tmp_path, id, head):
+    """Also if a config without architectures does not say that there is a head."""
+    case = case_of(id)
+    model = tmp_path / "model"
+    _, tensors = publish(model, case)
+    config = json.loads((model / "config.json").read_text())
+    del config["architectures"]
+    changes = getattr(maps, case.family)(config, target="linen", **case.options)
+    leaves = flatten(flaxckpt.load(model, transforms=changes))
+    parts = [path for path in leaves if path.startswith(head.replace(".", "/"))]
+    names = [name for name in tensors if name.startswith(f"{head}.")]
+    assert len(parts) == len(names) > 1
+    for path, name in zip(parts, names, strict=True):
+        kept = {other: x for other, x in leaves.items() if other != path}
+        flaxckpt.save(tmp_path / "own", {"params": nest(kept)}, overwrite=True)
+        with pytest.raises(errors.OptionError, match=path):
+            flaxckpt.export_huggingface(
+                tmp_path / "own", tmp_path / "out", config=config
+            )
+        assert not (tmp_path / "out").exists()
+        rewrite(model, {other: x for other, x in tensors.items() if other != name})
+        with pytest.raises(errors.OptionError, match=name.replace(".", "/")):
+            flaxckpt.load(model, transforms=changes)
+
+
+@pytest.mark.parametrize(
+    "leaf", ["logit_scale", "text_projection/kernel", "visual_projection/kernel"]
+)
+def test_both_models_of_clip_have_projections(tmp_path, leaf):
+    """Also if the config has no architectures: its model_type says so."""
+    publish(tmp_path / "model", case_of("clip-linen"))
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    del config["architectures"]
+    changes = maps.clip(config, target="linen")
+    leaves = flatten(flaxckpt.load(tmp_path / "model", transforms=changes))
+    del leaves[leaf]
+    flaxckpt.save(tmp_path / "own", {"params": nest(leaves)})
+    with pytest.raises(errors.OptionError, match=leaf):
+        flaxckpt.export_huggingface(tmp_path / "own", tmp_path / "out", config=config)
+
+
 def test_the_architectures_of_the_config_say_whether_there_is_a_head(tmp_path):
     case = case_of("t5-linen-gated-untied")
     _, tensors = publish(tmp_path, case)

@@ -12,14 +12,14 @@ from flaxckpt import errors
 from flaxckpt._state.leaf import LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.formats._reader import Stored
-from flaxckpt.maps import _detect, _gguf
+from flaxckpt.maps import _config, _detect, _gguf
 from flaxckpt.maps._families import FAMILIES
 from flaxckpt.maps._family import Family, Tensor
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
 from flaxckpt.transforms._names import parse_name
 
-# ---- GGUF files ---------------------------------------------------------------------
+# ---- GGUF files, and quantized models ------------------------------------------------
 
 
 class Published(NamedTuple):
@@ -28,7 +28,8 @@ class Published(NamedTuple):
     Attributes:
         transforms: The transforms to them; empty unless it is a GGUF file.
         table: The leaves after these transforms.
-        doubt: The reason why values may differ from those published; empty if none.
+        doubt: The reason why leaves may not be weights of the model, or not those
+            published; empty if none.
     """
 
     transforms: tuple[Transform, ...]
@@ -39,7 +40,8 @@ class Published(NamedTuple):
 def publish(stored: Stored, wanted: Iterable[LeafPath]) -> Published:
     """Undoes the changes of values in a GGUF file, if its architecture is known.
 
-    A state with the names of llama.cpp gets the values as they are.
+    The values of quantized models, which a `config.json` tells, stay as they are. A
+    state with the names of llama.cpp gets the values as they are.
 
     Args:
         stored: The checkpoint.
@@ -47,7 +49,11 @@ def publish(stored: Stored, wanted: Iterable[LeafPath]) -> Published:
     """
     as_stored = Published((), stored.table)
     if stored.metadata.format != _gguf.FORMAT:
-        return as_stored
+        entry = _config.describe_quantization(_detect.find_config(stored) or {})
+        doubt = (
+            f"{_config.NAME} has a {entry}: leaves may be values without their scales"
+        )
+        return as_stored if entry is None else as_stored._replace(doubt=doubt)
     if any(end in stored.table for path in wanted for end in _ends(path)):
         return as_stored
     try:
