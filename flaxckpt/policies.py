@@ -130,7 +130,7 @@ class BestN(PreservationPolicy):
     mode: Literal["min", "max"]
 
     def __post_init__(self) -> None:
-        _check_order(self.n)
+        _check_order(self.n, self.metric, self.mode)
         object.__setattr__(self, "n", _count("BestN", self.n))
         if not self.metric or not isinstance(self.metric, str):
             raise errors.OptionError(
@@ -430,12 +430,13 @@ def _count(name: str, n: object) -> int:
     return count
 
 
-def _check_order(n: object) -> None:
+def _check_order(n: object, metric: object, mode: object) -> None:
     """Raises OptionError for a `BestN` that got its metric first."""
     if isinstance(n, str):
+        example = _util.guessed_names.ANSWERS["BestN"][_util.guessed_names.CALL]
+        answer = _util.guessed_names.fill_in(example, [n, metric, mode])
         raise errors.OptionError(
-            f"BestN takes the number before the metric, got n={n!r}: write"
-            f" BestN(1, {n!r}, 'min')"
+            f"BestN takes the number before the metric, got n={n!r}: {answer}"
         )
 
 

@@ -136,8 +136,11 @@ class Moved(NamedTuple):
             them += f" below {self.wanted}/"
         return f"{them}: the checkpoint has them {where}"
 
-    def rename(self, table: LeafTable) -> str | None:
-        """Returns code of the `rename` call that moves the leaves; None if too long."""
+    def rename(self, table: LeafTable) -> tuple[str, str] | None:
+        """Returns the arguments of the `rename` that moves the leaves.
+
+        None if they are too long.
+        """
         pattern = f"{re.escape(self.found)}/(.*)"
         if not self.found:
             moved = {name.split("/")[0] for name in self.names}
@@ -154,7 +157,7 @@ class Moved(NamedTuple):
                 pattern = f"((?!(?:{'|'.join(others)})(?:/|$)).*)"
         escaped = self.wanted.replace("\\", r"\\")
         replacement = rf"{escaped}/\1" if self.wanted else r"\1"
-        return f'rename(r"{pattern}", r"{replacement}")'
+        return pattern, replacement
 
 
 def make_error(
@@ -179,10 +182,15 @@ def make_error(
 
 def advise(
     planned: RestorePlan, stored: Stored, *, has_transforms: bool, has_state: bool
-) -> str:
-    """Returns the advice of the error that `make_error` returns."""
+) -> RestorePlan:
+    """Returns the plan with the advice of the error that `make_error` returns."""
     groups = [] if has_transforms else _find_moved(planned, stored.table)
-    return _give_advice(planned, stored, groups, has_state=has_state)
+    advice = _give_advice(planned, stored, groups, has_state=has_state)
+    renames = [each.rename(stored.table) for each in groups]
+    known = tuple(each for each in renames if each is not None)
+    return dataclasses.replace(
+        planned, advice=advice, renames=known if len(known) == len(groups) else ()
+    )
 
 
 def make_unbuilt_error(
@@ -344,7 +352,7 @@ def _advise(
             and (wanted := planned.leaves[problem.leaf].wanted) is not None
         ]
         return _advise_on_width(wide, has_state=has_state)
-    renames = [each.rename(stored.table) for each in groups]
+    renames = [_as_code(each.rename(stored.table)) for each in groups]
     if groups and sum(len(each.names) for each in groups) == len(problems):
         return _advise_move(groups, renames, are_all=True)
     if "unused" in kinds:
@@ -430,6 +438,10 @@ def _advise_move(
         ways.append("pass transforms=[rename({...})]")
     text = ", or ".join(ways)
     return f"{text[0].upper()}{text[1:]}."
+
+
+def _as_code(rename: tuple[str, str] | None) -> str | None:
+    return None if rename is None else f'rename(r"{rename[0]}", r"{rename[1]}")'
 
 
 def _nesting_hint(above: LeafPath) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,6 +83,8 @@ class RestorePlan:
         problems: Reasons why the restore would fail; empty if it would succeed.
         advice: What to do about the problems, as in the error of `load`; empty if the
             restore would succeed.
+        renames: The pattern and the replacement of each `rename` that the advice
+            names.
     """
 
     path: str
@@ -92,10 +93,23 @@ class RestorePlan:
     bytes_here: int
     problems: tuple[Mismatch, ...]
     advice: str = ""
+    renames: tuple[tuple[str, str], ...] = ()
 
     def count(self, action: Action) -> int:
         """Returns the number of leaves with `action`."""
         return sum(action in leaf.actions for leaf in self.leaves.values())
+
+    @property
+    def summary(self) -> str:
+        """The number of leaves of each outcome, and the bytes to read, in a line."""
+        listed = ", ".join(
+            f"{total} {action}" + (f" ({_list_counts(parts)})" if parts else "")
+            for action, (total, parts) in count_outcomes(self).items()
+        )
+        size = f"{self.bytes_to_read:,} bytes to read"
+        if self.bytes_here != self.bytes_to_read:
+            size += f", {self.bytes_here:,} here"
+        return f"{self.path}: {listed or 'nothing to load'}; {size}"
 
     def __str__(self) -> str:
         rows = self._rows()
@@ -106,14 +120,14 @@ class RestorePlan:
             ).rstrip()
             for row in rows
         ]
-        return "\n".join([self._summary(), *lines, *self._conclusion()])
+        return "\n".join([self.summary, *lines, *self._conclusion()])
 
     def __rich_console__(
         self, console: rich.console.Console, options: rich.console.ConsoleOptions
     ) -> Iterator[rich.console.RenderableType]:
         from rich.text import Text  # imported only when rich prints the plan
 
-        yield Text(self._summary())
+        yield Text(self.summary)
         if rows := self._rows():
             yield self._table(rows, options.max_width)
         if conclusion := self._conclusion():
@@ -133,14 +147,6 @@ class RestorePlan:
             cells = map(_break_paths, row, widths)
             table.add_row(*[Text(cell, style) for cell in cells])
         return table
-
-    def _summary(self) -> str:
-        counts = collections.Counter(a for p in self.leaves.values() for a in p.actions)
-        listed = ", ".join(f"{n} {action}" for action, n in counts.items())
-        size = f"{self.bytes_to_read:,} bytes to read"
-        if self.bytes_here != self.bytes_to_read:
-            size += f", {self.bytes_here:,} here"
-        return f"{self.path}: {listed or 'nothing to load'}; {size}"
 
     def _conclusion(self) -> list[str]:
         """Returns lines that say whether the restore fails, and what to do then."""
@@ -178,6 +184,28 @@ class RestorePlan:
             rows.append((more, *[""] * (len(_HEADER) - 1)))
         used = [n for n in range(len(_HEADER)) if any(row[n] for row in rows[1:])]
         return [tuple(row[n] for n in used) for row in rows]
+
+
+def count_outcomes(
+    restore_plan: RestorePlan,
+) -> dict[Action, tuple[int, dict[Action, int]]]:
+    """Returns how many leaves have each outcome: every leaf counts once.
+
+    Returns:
+        The first action of leaves -> their number, and the number of each further
+        action among them: of the loaded leaves, those that are cast.
+    """
+    found: dict[Action, tuple[int, dict[Action, int]]] = {}
+    for first, *others in (leaf.actions for leaf in restore_plan.leaves.values()):
+        total, parts = found.get(first, (0, {}))
+        for action in others:
+            parts[action] = parts.get(action, 0) + 1
+        found[first] = total + 1, parts
+    return found
+
+
+def _list_counts(counts: Mapping[Action, int]) -> str:
+    return ", ".join(f"{n} {action}" for action, n in counts.items())
 
 
 def _fit_widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -324,13 +323,12 @@ def _plan(
     planned, _ = planner.make_plan(stored, abstract_state, options)
     if not planned.problems:
         return planned
-    advice = mismatch.advise(
+    return mismatch.advise(
         planned,
         stored,
         has_transforms=bool(options.transforms),
         has_state=abstract_state is not None,
     )
-    return dataclasses.replace(planned, advice=advice)
 
 
 @_util.gc_pause.pause()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from flaxckpt import _run, _steps, _storage, _util, errors, formats, policies
+from flaxckpt import _run, _steps, _storage, _util, errors, formats
 from flaxckpt._inspect import run_view
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _locate, _native
@@ -60,7 +60,7 @@ class Listing:
         bytes: The size of all their files, with shared files counted once; None in
             object stores.
         keep: The policies, given or recorded by the run; None if unknown.
-        best: Metric that a policy ranks steps by -> the best step.
+        best: Metric that a policy ranks steps by -> the best undamaged step.
         older: The number of older steps left out by `newest`.
     """
 
@@ -100,13 +100,12 @@ def listing(
     root = _storage.paths.resolve(path)
     if step_format is None and root.exists() and formats.recognises(root):
         usage = _run.disk_usage.on_disk(root, set())
-        step = _describe(None, root, usage, damage=_find_damage(root))
+        step = _describe(None, root, usage, damage=run_view.find_known_damage(root))
         return Listing(str(root), False, (step,), step.bytes)
     view = run_view.survey(root, step_format)
     rules = view.rules(keep)
     used = () if rules is None else rules.keep
-    reasons = view.explain(used)
-    best = _find_best(used, reasons, view)
+    examined = view.examine(used)
     listed = [*view.paths.items()]
     older = 0 if newest is None else max(0, len(listed) - newest)
     counted: set[_run.disk_usage.FileId] = set()
@@ -118,9 +117,9 @@ def listing(
             number,
             step_path,
             usage,
-            why=reasons.get(number, []),
-            is_best=number in best.values(),
-            damage=view.find_damage(number),
+            why=examined.reasons.get(number, []),
+            is_best=number in examined.best.values(),
+            damage=examined.damage.get(number),
         )
         steps.append(step)
     is_known = all(step.bytes is not None for step in steps)
@@ -130,27 +129,9 @@ def listing(
         _mark_newest(steps),
         total if is_known else None,
         None if rules is None else rules.keep,
-        best,
+        examined.best,
         older,
     )
-
-
-def _find_best(
-    keep: Sequence[PreservationPolicy],
-    reasons: Mapping[int, Sequence[str]],
-    view: run_view.RunView,
-) -> dict[str, int]:
-    """Returns metric -> the best step, for the metrics that policies rank steps by."""
-    best: dict[str, int] = {}
-    for policy in keep:
-        if not isinstance(policy, policies.BestN):
-            continue
-        kept = [step for step, why in reasons.items() if str(policy) in why]
-        first = dataclasses.replace(policy, n=1)
-        ranked = [view.ranked_step(step) for step in kept if step in view.steps]
-        for step in first.preserved(ranked):
-            best.setdefault(policy.metric, step)
-    return best
 
 
 def _shown(steps: Sequence[_Step], root: Path) -> Iterator[_Step]:
@@ -197,10 +178,6 @@ def _describe(
         damage,
         () if markers is None else tuple(sorted(markers.deleted_items)),
     )
-
-
-def _find_damage(path: Path) -> str | None:
-    return run_view.damage(path, None) or run_view.find_lost_files(path)
 
 
 def _mark_newest(steps: Sequence[Step]) -> tuple[Step, ...]:

@@ -7,11 +7,13 @@ format of step names is detected, or an argument.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from flaxckpt import _checkpoint, _run, _steps, _storage, errors, formats, policies
 from flaxckpt._run.retention import Rules
@@ -22,6 +24,21 @@ from flaxckpt.policies import PreservationPolicy
 
 _MAX_DAMAGE = 300
 """The most characters of the message about lost files."""
+
+
+class ExaminedSteps(NamedTuple):
+    """What is known about the steps of a run.
+
+    Attributes:
+        reasons: Step -> the reasons to keep it, ascending; empty if it would be
+            deleted.
+        damage: Step -> its known damage.
+        best: Metric that a policy ranks steps by -> the best undamaged step.
+    """
+
+    reasons: Mapping[int, Sequence[str]]
+    damage: Mapping[int, str]
+    best: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +63,6 @@ class RunView:
         doubtful = {step: entry.path for step, entry in self.doubtful.items()}
         return dict(sorted({**doubtful, **self.steps}.items()))
 
-    @property
-    def has_damage(self) -> bool:
-        """True if a step is known to be damaged."""
-        return any(self.find_damage(step) is not None for step in self.paths)
-
-    def find_damage(self, step: int) -> str | None:
-        """Returns the known damage of a step, or None.
-
-        Of the newest step, the names and sizes of the files are checked: to check those
-        of all steps takes seconds.
-        """
-        doubt = self.doubtful.get(step)
-        if doubt is not None or step != max(self.steps):
-            return damage(self.paths[step], doubt)
-        return damage(self.steps[step], None) or find_lost_files(self.steps[step])
-
     def rules(self, keep: Sequence[PreservationPolicy] | None = None) -> Rules | None:
         """Returns rules with the policies `keep`; if None, the recorded rules.
 
@@ -72,31 +73,76 @@ class RunView:
             return Rules(keep=policies.check(keep, "keep"))
         return _run.settings.read_rules(self.root, self.steps)
 
-    def explain(
+    def examine(
         self, keep: Sequence[PreservationPolicy] | None = None
-    ) -> dict[int, list[str]]:
-        """Returns the reasons to keep each step, oldest first.
+    ) -> ExaminedSteps:
+        """Returns the reasons to keep each step, the known damage, and the best steps.
 
-        A step without reasons would be deleted.
+        Of the newest and the best steps, checks the names and sizes of the files: to
+        check those of all steps takes seconds.
 
         Args:
             keep: The policies; by default those that the run has recorded.
         """
         rules = self.rules(keep) or Rules()
+        reasons = self._explain(rules)
+        damage = {
+            step: found
+            for step in self.paths
+            if (found := find_damage(self.paths[step], self.doubtful.get(step)))
+            is not None
+        }
+
+        def is_whole(step: int) -> bool:
+            if step not in damage:
+                lost = find_lost_files(self.steps[step])
+                damage.update({} if lost is None else {step: lost})
+            return step not in damage
+
+        if self.steps:
+            is_whole(max(self.steps))
+        best: dict[str, int] = {}
+        for policy in rules.keep:
+            if isinstance(policy, policies.BestN):
+                first = self._find_best(policy, reasons, is_whole)
+                if first is not None:
+                    best.setdefault(policy.metric, first)
+        reasons |= {step: [f"damaged: {found}"] for step, found in damage.items()}
+        return ExaminedSteps(dict(sorted(reasons.items())), damage, best)
+
+    def _explain(self, rules: Rules) -> dict[int, list[str]]:
+        """Returns the reasons to keep each step that is not doubtful."""
         name = self.checkpointer_format()
-        if name is not None:
-            run = _open_steps(self.root, name, rules, read_only=True)
-            with _storage.permissions.explain_errors(self.root):
-                reasons = run.explain_all()
-        else:
-            reasons = policies.decide(
+        if name is None:
+            return policies.decide(
                 rules.keep, [self.ranked_step(step) for step in self.steps]
             )
-        for step in (*self.doubtful, *[*self.steps][-1:]):
-            found = self.find_damage(step)
-            if step in self.doubtful or found is not None:
-                reasons[step] = [f"damaged: {found}"]
-        return dict(sorted(reasons.items()))
+        run = _open_steps(self.root, name, rules, read_only=True)
+        with _storage.permissions.explain_errors(self.root):
+            return run.explain_all()
+
+    def _find_best(
+        self,
+        policy: policies.BestN,
+        reasons: Mapping[int, Sequence[str]],
+        is_whole: Callable[[int], bool],
+    ) -> int | None:
+        """Returns the best undamaged step; one that the policy keeps, if there is one.
+
+        Args:
+            policy: The policy.
+            reasons: Step -> the reasons to keep it.
+            is_whole: Returns whether a step has no known damage.
+        """
+        first = dataclasses.replace(policy, n=1)
+        kept = {step for step in self.steps if str(policy) in reasons.get(step, ())}
+        for steps in (kept, {*self.steps} - kept):
+            while found := first.preserved([self.ranked_step(step) for step in steps]):
+                [step] = found
+                if is_whole(step):
+                    return step
+                steps.remove(step)
+        return None
 
     def ranked_step(self, step: int) -> _run.metrics.RankedStep:
         """Returns a step for policies, with the metrics and the time of its files."""
@@ -198,7 +244,7 @@ def numbers(path: PathLike, step_format: str | None = None) -> list[int]:
     return list(survey(_storage.paths.resolve(path), step_format).paths)
 
 
-def damage(
+def find_damage(
     path: Path, doubt: _steps.index.Entry[formats.Detected] | None
 ) -> str | None:
     """Returns the known damage of a step, or None.
@@ -217,6 +263,11 @@ def damage(
     except errors.CheckpointError as error:
         return str(error)
     return None
+
+
+def find_known_damage(path: Path) -> str | None:
+    """Returns the known damage of a checkpoint, or what its files lack, or None."""
+    return find_damage(path, None) or find_lost_files(path)
 
 
 def find_lost_files(path: Path) -> str | None:

@@ -313,6 +313,15 @@ class Report:
         return sum(check.state != "unknown" for check in self.integrity)
 
     @property
+    def faults(self) -> Mapping[int | None, str]:
+        """The steps that cannot be used -> `damaged` or `not readable`."""
+        return {
+            check.step: "damaged" if check.state == "damaged" else "not readable"
+            for check in self.integrity
+            if check.is_bad
+        }
+
+    @property
     def is_good(self) -> bool:
         """True unless a checkpoint is damaged or could not be read.
 

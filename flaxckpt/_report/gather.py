@@ -130,7 +130,7 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         verdicts=_verdicts(history, events),
         saves=save_history.saves(events),
         happened=save_history.other_events(events),
-        metrics=_metrics(listing.steps, history, keep),
+        metrics=_metrics(listing, history, keep),
         shown=None if metadata is None else metadata.path,
         total_bytes=0 if metadata is None else metadata.total_bytes,
         leaves=0 if metadata is None else len(metadata.leaves),
@@ -191,7 +191,7 @@ def _verdicts(
 
 
 def _metrics(
-    steps: Sequence[Step],
+    listing: Listing,
     history: Sequence[SavedStep],
     keep: Sequence[PreservationPolicy],
 ) -> Mapping[str, tuple[MetricValue, ...]]:
@@ -199,6 +199,7 @@ def _metrics(
 
     Metrics used by policies come first: pages show only the first of many.
     """
+    steps = listing.steps
     bests = [policy for policy in keep if isinstance(policy, BestN)]
     deleted = {s.step: s.metrics for s in history if not s.exists}
     existing = {step.step: step for step in steps if step.step is not None}
@@ -210,7 +211,7 @@ def _metrics(
         values = {n: known[n][name] for n in sorted(known) if name in known[n]}
         current = {n: value for n, value in values.items() if n in existing}
         deciding = [policy for policy in bests if policy.metric == name]
-        labels, modes = _best(steps, current, deciding)
+        labels, modes = _best(steps, current, deciding, listing.best.get(name))
         if not deciding:
             labels = _extremes(values)
         series[name] = tuple(
@@ -228,9 +229,18 @@ def _metrics(
 
 
 def _best(
-    steps: Sequence[Step], values: Mapping[int, float], keep: Sequence[BestN]
+    steps: Sequence[Step],
+    values: Mapping[int, float],
+    keep: Sequence[BestN],
+    first: int | None,
 ) -> tuple[Mapping[int, str], Mapping[int, Literal["min", "max"]]]:
     """Labels the steps that policies keep as best, and the best of each policy.
+
+    Args:
+        steps: The steps.
+        values: Step -> the value of the metric.
+        keep: The policies that rank steps by the metric.
+        first: The best step if those that policies keep are damaged, or None.
 
     Returns:
         Step -> the label, and step -> the mode of the policy.
@@ -239,6 +249,7 @@ def _best(
     modes: dict[int, Literal["min", "max"]] = {}
     for policy in keep:
         kept = [s.step for s in steps if s.step in values and str(policy) in s.why]
+        kept = kept or [step for step in (first,) if step in values]
         labels = (
             dict.fromkeys((s for s in kept if s is not None), "among the best") | labels
         )

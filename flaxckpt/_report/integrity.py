@@ -41,13 +41,16 @@ def check_steps(
     """
     if every:
         return tuple(verify_step(step).integrity for step in steps)
-    count = _CHECKED_IN_STORES if _storage.of(root).costs_requests else _CHECKED
-    newest = {step.path for step in steps[-count:]}
+    costs_requests = _storage.of(root).costs_requests
+    newest = steps[-(_CHECKED_IN_STORES if costs_requests else _CHECKED) :]
+    checked = {step.path for step in newest}
+    if not costs_requests:
+        checked |= {step.path for step in steps if "best" in step.marks}
     whole = {check.step: check for check in known if check.state == "whole"}
     return tuple(
         whole[step.step]
         if step.step in whole and step.damage is None
-        else _check(step, step.path in newest)
+        else _check(step, step.path in checked)
         for step in steps
     )
 

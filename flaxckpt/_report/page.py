@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 
 from flaxckpt._report import (
@@ -167,7 +167,7 @@ def _newest(report: Report) -> html.Markup | None:
         size = f"{humanize.count(report.leaves, 'leaf', 'leaves')}"
         value = humanize.size(report.total_bytes)
         return card("newest", "Arrays", value, size, data_value=report.total_bytes)
-    fault = _faults(report).get(newest.step)
+    fault = report.faults.get(newest.step)
     saved = ["saved ", html.moment(newest.created), f", {fault}" if fault else ""]
     return card(
         "newest",
@@ -198,22 +198,28 @@ def _best_card(
     """Returns the card of the best step, with another one if it cannot be used."""
     sign = 1 if best.mode == "max" else -1
     finite = [point for point in points if math.isfinite(point.value)]
-    faults = _faults(report)
+    faults = report.faults
     there = [point for point in finite if not point.is_deleted]
     good = [point for point in there if point.step not in faults]
-    detail = _at_step(report, best)
+    better = [point for point in finite if sign * point.value > sign * best.value]
+    end = "highest" if best.mode == "max" else "lowest"
+    detail = f"{end}, {_at_step(report, best)}"
     if best.step in faults:
         detail += "; no other step has a value"
         if good:
             next_best = max(good, key=lambda point: (sign * point.value, point.step))
             value = humanize.number(next_best.value)
-            detail = f"{_at_step(report, best)}; next is step {next_best.step:,}"
-            detail += f" with {value}"
-    elif any(sign * point.value > sign * best.value for point in finite):
+            detail = f"{end}, {_at_step(report, best)}; next is step"
+            detail += f" {next_best.step:,} with {value}"
+    elif lost := [point for point in better if point.step in faults]:
+        value = humanize.number(lost[-1].value)
+        detail += f"; step {lost[-1].step:,} had {value}, but is"
+        detail += f" {faults[lost[-1].step]}"
+    elif better:
         detail += f", of {len(there):,} that exist"
     else:
         detail += f", of {len(finite):,} saved"
-    title = f"{'Highest' if best.mode == 'max' else 'Lowest'} {name}"
+    title = f"Best {name}"
     kind = "bad" if best.step in faults else "main"
     return _metric_card("best", title, best, detail, kind)
 
@@ -235,17 +241,8 @@ def _metric_card(
 
 def _at_step(report: Report, point: MetricValue) -> str:
     """Returns the place of a value, with the state of a step that cannot be read."""
-    fault = _faults(report).get(point.step)
+    fault = report.faults.get(point.step)
     return f"at step {point.step:,}" + (f", which is {fault}" if fault else "")
-
-
-def _faults(report: Report) -> Mapping[int | None, str]:
-    """Returns the steps that cannot be used -> their state."""
-    return {
-        check.step: "damaged" if check.state == "damaged" else "not readable"
-        for check in report.integrity
-        if check.is_bad
-    }
 
 
 def _disk(report: Report) -> html.Markup:

@@ -39,6 +39,7 @@ _VIEWS: Mapping[str, View] = {
     "/compare": compare.page,
     "/plan": plan.page,
     "/plan/result": plan.result,
+    "/plan/suggest": plan.suggest,
     "/verify": verify.page,
     "/verify/start": verify.start,
     "/verify/status": verify.status,

@@ -24,7 +24,8 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     if place.is_run:
         choices.append(forms.step_choice(workspace, place, "From step", "a", a))
     if len(workspace.places.runs) > 1:
-        choices.append(forms.checkpoint_choice(workspace, "to", "with", other.name))
+        names = [*workspace.places.runs, *workspace.places.others]
+        choices.append(forms.checkpoint_choice(names, "to", "with", other.name))
     if other.is_run:
         choices.append(forms.step_choice(workspace, other, "to step", "b", b))
     choices.append(html.element("button", "Compare", type="submit"))

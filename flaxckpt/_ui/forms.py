@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
+from flaxckpt._report import Report
 from flaxckpt._ui.places import Place
 from flaxckpt._ui.workspace import Workspace
 from flaxckpt._util import html, humanize
@@ -77,16 +78,34 @@ def step_choice(
         name: The field of the address.
         chosen: The chosen step.
     """
-    report = workspace.feeds.latest(place).report
-    steps = [step for step in report.steps[::-1] if step.step is not None]
-    options = [(str(s.step), ", ".join((f"{s.step:,}", *s.marks))) for s in steps]
-    return choice(label, name, options, "" if chosen is None else str(chosen))
+    return choice(
+        label,
+        name,
+        step_options(workspace.report(place)),
+        "" if chosen is None else str(chosen),
+    )
+
+
+def step_options(report: Report) -> list[tuple[str, str]]:
+    """Returns the steps of a run with their marks and known damage, newest first."""
+    faults = report.faults
+    options = []
+    for step in report.steps[::-1]:
+        if step.step is not None:
+            marks = [mark for mark in step.marks if mark != "damaged"]
+            marks += [faults[step.step]] if step.step in faults else []
+            options.append((str(step.step), ", ".join((f"{step.step:,}", *marks))))
+    return options
 
 
 def good_steps(workspace: Workspace, place: Place) -> list[int]:
-    """Returns the steps of a run that can be read, ascending; none of a checkpoint."""
-    report = workspace.feeds.latest(place).report
-    return [s.step for s in report.steps if s.step is not None and s.damage is None]
+    """Returns the steps of a run without known damage, ascending; none of a checkpoint.
+
+    If all are damaged, returns all.
+    """
+    report = workspace.report(place)
+    steps = [step.step for step in report.steps if step.step is not None]
+    return [step for step in steps if step not in report.faults] or steps
 
 
 def step_form(workspace: Workspace, place: Place, step: int | None) -> html.Markup:
@@ -104,11 +123,16 @@ def step_form(workspace: Workspace, place: Place, step: int | None) -> html.Mark
 
 
 def checkpoint_choice(
-    workspace: Workspace, label: str, name: str, chosen: str
+    names: Iterable[str], label: str, name: str, chosen: str
 ) -> html.Markup:
-    """Returns a list of all runs and checkpoints that the page may open."""
-    places = workspace.places
-    names = [*places.runs, *places.others]
+    """Returns a list of runs, checkpoints and files.
+
+    Args:
+        names: Their names.
+        label: The label.
+        name: The field of the address.
+        chosen: The chosen one.
+    """
     return choice(label, name, [(each, each) for each in names], chosen)
 
 

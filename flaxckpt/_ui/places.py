@@ -49,15 +49,20 @@ class Places:
     Attributes:
         root: The opened path.
         others: Name -> another checkpoint from the command line.
+        files: Name -> a JSON file with a state from the command line, for plans only.
 
     Args:
         root: A run directory, a checkpoint, or a directory of runs.
         others: Further checkpoints and run directories.
+        files: JSON files with states.
     """
 
-    def __init__(self, root: Path, others: Mapping[str, Place]) -> None:
+    def __init__(
+        self, root: Path, others: Mapping[str, Place], files: Mapping[str, Place]
+    ) -> None:
         self.root = root
         self.others = others
+        self.files = files
         self._searching = threading.Lock()
         self._version = 0
         self._due = 0.0
@@ -111,7 +116,7 @@ class Places:
     def _search(self) -> None:
         began = time.monotonic()
         # Looked at first, so that what appears during the search is found by the next.
-        was_empty = self.root.is_dir() and _is_empty(self.root)
+        was_empty = self.root.is_dir() and is_empty(self.root)
         found = _find(self.root, self._found)
         if found != self._found:
             self._found, self._version = found, self._version + 1
@@ -126,15 +131,17 @@ def find_places(root: PathLike, others: Sequence[PathLike] = ()) -> Places:
 
     Args:
         root: A run directory, a checkpoint, or a directory of runs.
-        others: Further checkpoints and run directories.
+        others: Further checkpoints, run directories, and JSON files with states.
 
     Raises:
         CheckpointNotFoundError: A path does not exist.
         CheckpointFormatError: A path is none of these.
+        OptionError: A JSON file does not describe a state.
     """
     path = _storage.paths.resolve(root)
-    further = {str(other): _place(str(other), other) for other in others}
-    found = Places(path, further)
+    files = {str(o): _file(str(o), o) for o in others if _is_json(o)}
+    further = {str(o): _place(str(o), o) for o in others if not _is_json(o)}
+    found = Places(path, further, files)
     if not found.runs:
         _inspect.run_view.survey(path)  # raises: neither a run nor a checkpoint
     return found
@@ -147,10 +154,10 @@ def _find(root: Path, known: Mapping[str, Place]) -> dict[str, Place]:
         root: The path.
         known: Those that were found before, of which only the names are looked at.
     """
-    is_run = _is_run(root)
-    if is_run is not None:
+    kind = is_run(root)
+    if kind is not None:
         name = root.name or str(root)
-        return {name: Place(name, root, is_run)}
+        return {name: Place(name, root, kind)}
     with _storage.paths.listing_cache(root):
         search = _search(root, "", _DEEPEST, known)
         return {place.name: place for place in itertools.islice(search, _MOST_PLACES)}
@@ -158,10 +165,22 @@ def _find(root: Path, known: Mapping[str, Place]) -> dict[str, Place]:
 
 def _place(name: str, other: PathLike) -> Place:
     path = _storage.paths.resolve(other)
-    is_run = _is_run(path)
-    if is_run is None:
+    kind = is_run(path)
+    if kind is None:
         formats.detect(path)  # raises
-    return Place(name, path, bool(is_run))
+    return Place(name, path, bool(kind))
+
+
+def _is_json(other: PathLike) -> bool:
+    path = _storage.paths.resolve(other)
+    is_file = path.suffix == ".json" and path.is_file()
+    return is_file and not formats.recognises(path)
+
+
+def _file(name: str, other: PathLike) -> Place:
+    path = _storage.paths.resolve(other)
+    _inspect.abstract_file.read_target(path)  # raises
+    return Place(name, path, is_run=False)
 
 
 def _search(
@@ -176,16 +195,16 @@ def _search(
             yield known[name]
             continue
         try:
-            is_run = _is_run(child)
-            if is_run is False or (is_run and not _is_empty(child)):
-                yield Place(name, child, is_run)
-            elif is_run is None and depth > 1 and child.is_dir():
+            kind = is_run(child)
+            if kind is False or (kind and not is_empty(child)):
+                yield Place(name, child, kind)
+            elif kind is None and depth > 1 and child.is_dir():
                 yield from _search(child, f"{name}/", depth - 1, known)
         except OSError:  # deleted, or not readable
             continue
 
 
-def _is_run(path: Path) -> bool | None:
+def is_run(path: Path) -> bool | None:
     """Returns True for a run directory, False for a checkpoint; None for others."""
     if path.exists() and formats.recognises(path):
         return False
@@ -200,6 +219,6 @@ def _is_run(path: Path) -> bool | None:
     return True
 
 
-def _is_empty(run: Path) -> bool:
+def is_empty(run: Path) -> bool:
     """Returns True for an empty directory, which might become a run."""
     return not (run / _steps.journal.NAME).is_file() and not any(run.iterdir())

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from flaxckpt import _checkpoint, _inspect, _report, errors
+from flaxckpt import _checkpoint, _inspect, _report, _storage, errors
 from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
 from flaxckpt._types import LeafPath
 from flaxckpt._ui import forms, frame
+from flaxckpt._ui.places import Place
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 from flaxckpt.errors import Mismatch
+from flaxckpt.maps import _suggest
 from flaxckpt.transforms import _parse
 
 _MOST_ROWS = 500
@@ -21,9 +23,9 @@ _MOST_ROWS = 500
 def page(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the page that plans a restore of the `step` of a `run` `into` another."""
     place = workspace.places.find(query.text("run"))
-    names = [*workspace.places.runs, *workspace.places.others]
-    chosen = query.text("into") or next((n for n in names if n != place.name), "")
-    into = workspace.places.find(chosen or place.name)
+    targets = workspace.targets.all()
+    chosen = query.text("into")
+    into = workspace.targets.find(chosen) if chosen else _propose(place, targets)
     step = query.number("step")
     steps = forms.good_steps(workspace, place)
     if step is None and steps:
@@ -34,7 +36,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
             forms.step_choice(workspace, place, "Restore step", "step", step)
         )
     choices.append(
-        forms.checkpoint_choice(workspace, "into the state of", "into", into.name)
+        forms.checkpoint_choice(targets, "into the state of", "into", into.name)
     )
     choices.append(_optimizer_choice(query))
     choices.append(html.element("button", "Plan", type="submit"))
@@ -46,8 +48,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         "div",
         frame.message(
             "Shows what a restore would do to each leaf, and reads no array.\n"
-            "To plan a restore into a state that is not in the list, start the page"
-            f" with it: {_command(workspace)}"
+            f"{_where(workspace)}"
         ),
         id="result",
         aria_live="polite",
@@ -113,11 +114,26 @@ def _optimizer_choice(query: Query) -> html.Markup:
     )
 
 
-def _command(workspace: Workspace) -> str:
-    """Returns the command that adds a checkpoint to the list of targets."""
-    opened = shlex.quote(str(workspace.places.root))
-    others = "".join(f" --against {shlex.quote(n)}" for n in workspace.places.others)
-    return f"flaxckpt ui {opened}{others} --against PATH"
+def _propose(place: Place, targets: Mapping[str, Place]) -> Place:
+    """Returns the first state of another checkpoint or file; else the own one."""
+    return next((each for each in targets.values() if each.path != place.path), place)
+
+
+def _where(workspace: Workspace) -> str:
+    """Returns how another state gets into the list."""
+    root = workspace.places.root
+    others = [*workspace.places.others, *workspace.places.files]
+    named = "".join(f" --against {shlex.quote(name)}" for name in others)
+    start = f"flaxckpt ui {shlex.quote(str(root))}{named} --against PATH"
+    if _storage.of(root).costs_requests:
+        return f"For a state that is not in the list, start the page with it: {start}"
+    directory = root.parent if workspace.places.is_single else root
+    return (
+        f"The list has the runs, the checkpoints and the JSON files with a state in"
+        f" {directory}. To add a state, copy it there, or write it, as in flaxckpt show"
+        f" CHECKPOINT --json > {shlex.quote(str(directory / 'wanted.json'))}, and load"
+        f" this page again; or start the page with it: {start}"
+    )
 
 
 def result(workspace: Workspace, query: Query) -> html.Markup:
@@ -127,7 +143,7 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
         OptionError: A transform is invalid, or has no effect.
     """
     place = workspace.places.find(query.text("run"))
-    into = workspace.places.find(query.text("into"))
+    into = workspace.targets.find(query.text("into"))
     rules = {name: query.text(name).split("\n") for name in _RULES}
     changes = _parse.parse(
         **{name: filter(None, map(str.strip, lines)) for name, lines in rules.items()}
@@ -141,7 +157,99 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
         optimizer=_optimizer(query) or ("match" if target.has_roles else "exact"),
         unused="ignore",
     )
-    return html.join([_outcome(plan, into.name), _actions(plan), *_groups(plan)])
+    state = _find_state(workspace, place, plan)
+    remedy = html.NOTHING
+    if plan.problems and not changes:
+        remedy = _remedy(plan, query)
+    return html.join(
+        [_outcome(plan, into.name, state, remedy), _actions(plan), *_groups(plan)]
+    )
+
+
+class _State(NamedTuple):
+    """The state of the files of a checkpoint.
+
+    Attributes:
+        is_bad: True if it is damaged or cannot be read.
+        detail: What is known.
+    """
+
+    is_bad: bool
+    detail: str
+
+
+def _find_state(workspace: Workspace, place: Place, plan: RestorePlan) -> _State:
+    """Returns what verifications, markers, and the sizes of the files say."""
+    path = _storage.paths.from_text(plan.path)
+    report = workspace.report(place)
+    for step, check in zip(report.steps, report.integrity, strict=True):
+        if step.path != plan.path or not (check.is_bad or check.state == "verified"):
+            continue
+        if check.is_bad:
+            return _State(True, check.detail)
+        return _State(False, "every byte was verified")
+    damage = _inspect.run_view.find_known_damage(path)
+    if damage is not None:
+        return _State(True, damage)
+    return _State(False, "no array was read; Verify reads every byte")
+
+
+def _remedy(plan: RestorePlan, query: Query) -> html.Markup:
+    """Returns rules for the fields, or a button that guesses them."""
+    if plan.renames:
+        rules = [f"{pattern}={name}" for pattern, name in plan.renames]
+        return _proposal("This rename moves them:", rules, query)
+    if not any(problem.kind == "missing" for problem in plan.problems):
+        return html.NOTHING
+    url = address("/plan/suggest", **_asked(query))
+    button = html.element(
+        "button",
+        "Guess the renames from the names",
+        type="button",
+        hx_get=url,
+        hx_target="#remedy",
+        hx_swap="outerHTML",
+    )
+    return html.element("div", button, id="remedy", class_="remedy")
+
+
+def _asked(query: Query) -> dict[str, str | None]:
+    names = ("run", "step", "into", "optimizer")
+    return {name: query.text(name) or None for name in names}
+
+
+def _proposal(text: str, rules: Sequence[str], query: Query) -> html.Markup:
+    """Returns rules in the form of the field, with a link that plans with them."""
+    content = "\n".join(rules)
+    url = address("/plan", **_asked(query), rename=content)
+    return html.element(
+        "div",
+        html.element("p", text),
+        html.element("pre", content),
+        html.element("a", "Plan with it", href=url, class_="button"),
+        id="remedy",
+        class_="remedy",
+    )
+
+
+def suggest(workspace: Workspace, query: Query) -> html.Markup:
+    """Guesses the renames for a restore of the `step` of a `run` `into` another."""
+    place = workspace.places.find(query.text("run"))
+    into = workspace.targets.find(query.text("into"))
+    target = _inspect.abstract_file.read_target(into.path)
+    step = query.number("step")
+    found = _suggest.suggestion.suggest(place.path, target.state, step=step)
+    total = humanize.count(len(found.leaves) + len(found.left), "parameter")
+    text = f"{len(found.leaves):,} of {total} have a source."
+    if found.renames:
+        rules = [f"{pattern}={name}" for pattern, name in found.renames]
+        return _proposal(f"{text} This rename moves them:", rules, query)
+    if found.rows or found.ambiguous:
+        text += (
+            " Renames are not enough: flaxckpt plan --suggest prints the transforms,"
+            " in Python."
+        )
+    return html.element("div", frame.message(text), id="remedy", class_="remedy")
 
 
 def _optimizer(query: Query) -> Literal["match", "exact", "reinit"] | None:
@@ -156,33 +264,48 @@ def _optimizer(query: Query) -> Literal["match", "exact", "reinit"] | None:
             )
 
 
-def _outcome(plan: RestorePlan, into: str) -> html.Markup:
+def _outcome(
+    plan: RestorePlan, into: str, state: _State, remedy: html.Markup
+) -> html.Markup:
+    parts = []
+    if state.is_bad:
+        text = "The restore would fail: the checkpoint is damaged."
+        parts.append(html.element("p", text, class_="outcome bad"))
+        parts.append(html.element("p", state.detail, class_="summary-text"))
     if plan.problems:
         leaves = humanize.count(len(plan.problems), "leaf", "leaves")
         text = f"The restore would fail: {leaves} of {into} cannot be restored."
-        failed = html.element("p", text, class_="outcome bad")
-        return html.join([failed, html.element("pre", plan.advice)])
+        parts.append(html.element("p", text, class_="outcome bad"))
+        parts.append(remedy)
+        parts.append(html.element("p", f"In Python: {plan.advice}", class_="advice"))
+    if parts:
+        return html.join(parts)
     size = humanize.size(plan.bytes_to_read)
-    text = f"The restore would succeed if the files are whole, and read {size}."
-    succeeds = html.element("p", text, class_="outcome good")
-    if not (fresh := plan.count("init")):
-        return succeeds
-    note = (
-        f"The optimizer initializes {humanize.count(fresh, 'leaf', 'leaves')}: pass a"
-        " state that has one, such as a TrainState."
-    )
-    return html.join([succeeds, html.element("p", note, class_="summary-text")])
+    text = f"The restore would succeed, and read {size} ({state.detail})."
+    parts.append(html.element("p", text, class_="outcome good"))
+    if fresh := plan.count("init"):
+        note = (
+            f"The optimizer initializes {humanize.count(fresh, 'leaf', 'leaves')}: pass"
+            " a state that has one, such as a TrainState."
+        )
+        parts.append(html.element("p", note, class_="summary-text"))
+    return html.join(parts)
 
 
 def _actions(plan: RestorePlan) -> html.Markup:
-    counts = {action: plan.count(action) for action in _MEANINGS}
-    items = [
-        html.element(
-            "li", html.element("strong", f"{n:,} {action}"), f": {_MEANINGS[action]}"
-        )
-        for action, n in counts.items()
-        if n
-    ]
+    """Returns a list of what happens to how many leaves; each leaf counts once."""
+    outcomes = _checkpoint.plan.count_outcomes(plan)
+    items = []
+    for action, meaning in _MEANINGS.items():
+        if action not in outcomes:
+            continue
+        total, parts = outcomes[action]
+        text = f": {meaning}"
+        if parts:
+            listed = [f"{n:,} {part} ({_MEANINGS[part]})" for part, n in parts.items()]
+            text = f", {', '.join(listed)}"
+        count = html.element("strong", f"{total:,} {action}")
+        items.append(html.element("li", count, text))
     return html.element("ul", *items, class_="actions")
 
 

@@ -23,7 +23,7 @@ _REFRESH = "every 600ms"
 def page(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the page that verifies the `step` of a `run`, or all of its steps."""
     place = workspace.places.find(query.text("run"))
-    report = workspace.feeds.latest(place).report
+    report = workspace.report(place)
     choices = [forms.hidden("run", place.name)]
     if place.is_run:
         choices.append(_step_choice(report, query.text("step")))
@@ -87,10 +87,7 @@ def _step_choice(report: Report, chosen: str) -> html.Markup:
     numbered = [step for step in report.steps[::-1] if step.step is not None]
     sizes = [step.bytes for step in numbered if step.bytes is not None]
     total = f", {humanize.size(report.bytes)}" if report.bytes and sizes else ""
-    options = [
-        (str(step.step), ", ".join((f"{step.step:,}", *step.marks)))
-        for step in numbered
-    ]
+    options = forms.step_options(report)
     options.insert(1, (_ALL, f"all {humanize.count(len(numbered), 'step')}{total}"))
     return forms.choice("Step", "step", options, chosen)
 
@@ -114,7 +111,7 @@ def _status(
         parts.append(_outcome(job, place, is_current=is_current))
     parts += _faults(results)
     if results:
-        known = workspace.verifications.update(place, report)
+        known = workspace.report(place)
         section = _report.section_origin.integrity(known, verify=html.NOTHING)
         assert section is not None  # there is a result
         parts.append(html.element("p", section.summary, class_="summary-text"))

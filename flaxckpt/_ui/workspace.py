@@ -7,7 +7,9 @@ from typing import NamedTuple, TypeAlias
 from urllib import parse
 
 from flaxckpt import errors
-from flaxckpt._ui import feeds, opened, places, verifications
+from flaxckpt._report import Report
+from flaxckpt._ui import feeds, opened, places, targets, verifications
+from flaxckpt._ui.places import Place
 from flaxckpt._util import html
 
 
@@ -16,15 +18,25 @@ class Workspace(NamedTuple):
 
     Attributes:
         places: The runs and checkpoints that may be opened.
+        targets: The states that plans may restore into.
         feeds: The reports on runs.
         opened: The open checkpoints.
         verifications: The running verification, and the results.
     """
 
     places: places.Places
+    targets: targets.Targets
     feeds: feeds.Feeds
     opened: opened.OpenCheckpoints
     verifications: verifications.Verifications
+
+    def report(self, place: Place) -> Report:
+        """Returns the last report on a run, with what verifications have found.
+
+        Raises:
+            CheckpointError: The run cannot be read, or does not exist any more.
+        """
+        return self.verifications.update(place, self.feeds.latest(place).report)
 
     def close(self) -> None:
         """Ends the work in the background, after the files that are being read."""
@@ -36,6 +48,7 @@ def open_workspace(found: places.Places) -> Workspace:
     """Returns the data behind a page on runs and checkpoints, until `close`."""
     return Workspace(
         found,
+        targets.Targets(found),
         feeds.Feeds(),
         opened.OpenCheckpoints(),
         verifications.Verifications(),

@@ -6,8 +6,10 @@ arguments of a class or function give its answers.
 
 from __future__ import annotations
 
+import ast
 import functools
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flaxckpt import errors
@@ -465,7 +467,7 @@ def _explain_arguments(function: T, place: str) -> T:
             traceback = error.__traceback__
             if traceback is None or traceback.tb_next is not None:
                 raise
-            wrong = _wrong_call(place, options, str(error))
+            wrong = _wrong_call(place, args, options, str(error))
             if wrong is None:
                 raise
             raise wrong from None
@@ -474,7 +476,7 @@ def _explain_arguments(function: T, place: str) -> T:
 
 
 def _wrong_call(
-    place: str, options: Mapping[str, Any], message: str
+    place: str, args: Sequence[object], options: Mapping[str, Any], message: str
 ) -> errors.ArgumentError | None:
     """Returns the error for a call that Python refused, if the table has an answer."""
     answers = ANSWERS[place]
@@ -484,4 +486,40 @@ def _wrong_call(
     if CALL not in answers or "unexpected keyword" in message:
         return None
     called = message.replace(".__init__()", "()")
-    return errors.ArgumentError(f"{called}: {answers[CALL]}")
+    given = [*args, *options.values()]
+    return errors.ArgumentError(f"{called}: {fill_in(answers[CALL], given)}")
+
+
+_MODES = ("min", "max")
+
+
+def fill_in(answer: str, given: Sequence[object]) -> str:
+    """Returns an answer, `write BestN(1, "loss", "min")`, with values of a call.
+
+    A value takes the place of the first one of its type, whatever the order of the
+    call; `"min"` and `"max"` take the place of each other only.
+
+    Args:
+        answer: The answer; one that is no call of numbers and texts stays as it is.
+        given: The values of the call.
+    """
+    try:
+        call = ast.parse(answer.removeprefix("write "), mode="eval").body
+        assert isinstance(call, ast.Call)
+        assert not call.keywords
+        values = [ast.literal_eval(arg) for arg in call.args]
+    except (SyntaxError, ValueError, AssertionError):
+        return answer
+    left = [each for each in given if type(each) in (int, str)]
+    for at, value in enumerate(values):
+        alike = [
+            each
+            for each in left
+            if type(each) is type(value) and (each in _MODES) == (value in _MODES)
+        ]
+        if alike:
+            values[at] = alike[0]
+            left.remove(alike[0])
+    # In double quotes, as the table has them.
+    texts = [json.dumps(v) if isinstance(v, str) else repr(v) for v in values]
+    return f"write {ast.unparse(call.func)}({', '.join(texts)})"

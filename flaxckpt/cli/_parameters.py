@@ -127,7 +127,29 @@ class _Argument(click.Argument):
 
 
 class _Command(click.Command):
-    """A command whose help describes the arguments, before the options."""
+    """A command whose help describes the arguments, before the options.
+
+    A number too many is an error that names the option for it: steps are arguments of
+    some commands only.
+    """
+
+    allow_extra_args = True
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses the arguments.
+
+        Raises:
+            UsageError: There are too many of them.
+        """
+        super().parse_args(ctx, args)
+        if not ctx.args or ctx.resilient_parsing:
+            return ctx.args
+        listed = " ".join(ctx.args)
+        few = "argument" if len(ctx.args) == 1 else "arguments"
+        options = {name for param in self.params for name in param.opts}
+        is_step = len(ctx.args) == 1 and listed.isdecimal() and "--step" in options
+        hint = f": for a step, write --step {listed}" if is_step else ""
+        raise click.UsageError(f"Got unexpected extra {few} ({listed}){hint}", ctx)
 
     def format_options(
         self, ctx: click.Context, formatter: click.HelpFormatter

@@ -150,12 +150,26 @@ def list_marks(step: Step, best: Mapping[str, int]) -> list[str]:
         return marks
     if not step.why:
         return [*marks, _TO_BE_DELETED]
-    first_by = tuple(f"best {metric}" for metric in first_in)
+    first_by = tuple(f" best {metric}" for metric in first_in)
     for reason in map(_shorten_reason, step.why):
         if reason.startswith(_SAME_AS_MARKS) or reason.endswith(first_by):
             continue
+        if len(best) == 1 and reason.startswith("among"):  # the summary names it
+            reason = reason.removesuffix(f" {next(iter(best))}")
         marks.append(reason)
     return marks
+
+
+def describe_rankings(listing: Listing) -> list[str]:
+    """Returns what the best step of each ranking is: `lowest eval/loss`."""
+    from flaxckpt.policies import BestN
+
+    rankings = [policy for policy in listing.keep or () if isinstance(policy, BestN)]
+    ends = {policy.metric: policy.mode for policy in reversed(rankings)}
+    return [
+        f"{'highest' if ends[metric] == 'max' else 'lowest'} {metric}"
+        for metric in listing.best
+    ]
 
 
 def _shorten_reason(reason: str) -> str:
@@ -168,7 +182,7 @@ def _shorten_reason(reason: str) -> str:
         case "LatestDuration", [secs]:
             return f"last {_output.duration(float(secs))}"
         case "BestN", [count, metric, _]:
-            return f"{count} best {metric}"
+            return f"among {count} best {metric}"
         case "EveryNSteps", [steps]:
             return f"every {steps}"
         case "EveryNStepsClosest", [steps]:

@@ -40,7 +40,8 @@ def explain(
     """Shows the reasons to keep each step, or to delete a step.
 
     A run of flaxckpt records its policies; --keep or --config replace them.
-    Checks the names and sizes of the files of the newest step; verify checks all.
+    Checks the names and sizes of the files of the newest and the best steps; verify
+    checks all.
     Exits with 1 if a step is known to be damaged.
 
     Example:
@@ -53,8 +54,9 @@ def explain(
     policies = _policies.parse_policies(keep, config, group)
     root = _storage.paths.resolve(path)
     view = _inspect.run_view.survey(root, step_format)
-    reasons = view.explain(policies)
-    code = _app.FINDING if view.has_damage else _app.SUCCESS
+    examined = view.examine(policies)
+    reasons = examined.reasons
+    code = _app.FINDING if examined.damage else _app.SUCCESS
     if step is not None:
         events = _steps.journal.read(root / _steps.journal.NAME)
         why = reasons.get(step, ())

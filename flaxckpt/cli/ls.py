@@ -59,7 +59,8 @@ def ls(
 
     The marks say which step is the latest and the best, and what keeps each step. On a
     terminal, shows as many metrics as fit, first those that rank steps.
-    Checks the names and sizes of the files of the newest step; verify checks all.
+    Checks the names and sizes of the files of the newest and the best steps; verify
+    checks all.
     Exits with 1 if a step is known to be damaged.
 
     Example:
@@ -143,6 +144,9 @@ def _summary(listing: Listing, left_out: Sequence[str]) -> str:
     if listing.bytes is not None:
         parts.append(_output.size(listing.bytes))
     summary = ", ".join(parts)
+    ends = _step_table.describe_rankings(listing)
+    if ends and any("best" in step.marks for step in listing.steps):
+        summary += f"; best: {', '.join(ends)}"
     if left_out:
         metrics = "metric" if len(left_out) == 1 else "metrics"
         summary += f"; +{len(left_out)} more {metrics}: {errors.first_few(left_out, 3)}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+import dataclasses
+import shlex
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output, _transforms
@@ -11,6 +13,8 @@ from flaxckpt.cli._parameters import Argument, Option
 if TYPE_CHECKING:
     from flaxckpt._checkpoint.plan import RestorePlan
     from flaxckpt.maps._suggest.suggestion import Suggestion
+
+_MOST_ROWS = 20
 
 
 @_app.verb
@@ -58,8 +62,9 @@ def plan(
     r"""Shows the plan of a restore, leaf by leaf.
 
     Plans a restore of PATH into the state of TARGET, and reads no arrays.
-    Exits with 1 if the restore would fail; with --suggest, if leaves of
-    TARGET have no source, or a choice is ambiguous.
+    Exits with 1 if the restore would fail, also because the names or sizes of files
+    are wrong; with --suggest, if leaves of TARGET have no source, or a choice is
+    ambiguous.
 
     --map, --only, --drop, --rename and --cast change PATH first, in this order, as a
     fine-tuning does. Patterns are regular expressions on whole leaf paths.
@@ -70,22 +75,23 @@ def plan(
       flaxckpt plan Llama-3.2-1B wanted.json --map auto
       flaxckpt plan model.safetensors wanted.json --suggest
     """
-    from flaxckpt import _checkpoint, _inspect
+    from flaxckpt import _checkpoint, _inspect, _storage
     from flaxckpt.maps import _named
 
     changes = _transforms.parse(only, drop, rename, cast)
     path, step = _app.locate_step(path, step, step_format)
     target_state = _inspect.abstract_file.read_target(target, step=target_step)
+    if suggest and (changes or map is not None):
+        raise errors.OptionError(
+            "--suggest guesses the transforms: leave out --map, --only, --drop,"
+            " --rename and --cast"
+        )
+    suggestion = None
     if suggest:
-        if changes or map is not None:
-            raise errors.OptionError(
-                "--suggest guesses the transforms: leave out --map, --only, --drop,"
-                " --rename and --cast"
-            )
         from flaxckpt.maps import _suggest
 
         suggestion = _suggest.suggestion.suggest(path, target_state.state, step=step)
-        return _show_suggestion(suggestion, json=json)
+        changes = [] if suggestion.ambiguous else suggestion.transforms
     if map is not None:
         changes[:0] = _named.find_for_state(map, path, target_state.state)
     restore_plan = _checkpoint.restore.plan_for_target(
@@ -96,34 +102,103 @@ def plan(
         optimizer=optimizer or ("match" if target_state.has_roles else "exact"),
         unused=unused,
     )
+    damage = _inspect.run_view.find_known_damage(
+        _storage.paths.from_text(restore_plan.path)
+    )
+    planned = _Planned(restore_plan, damage, has_changes=bool(changes))
+    if suggestion is not None:
+        return _show_suggestion(suggestion, planned, json=json)
     if json:
-        _output.print_document(
-            {"ok": not restore_plan.problems, **_output.fields_of(restore_plan)}
-        )
+        _output.print_document(planned.document())
     else:
-        _show(restore_plan)
-    return _app.FINDING if restore_plan.problems else _app.SUCCESS
+        _show(planned)
+    return _app.SUCCESS if planned.is_good else _app.FINDING
 
 
-def _show_suggestion(suggestion: Suggestion, *, json: bool) -> int:
-    """Prints a suggestion; returns the exit code."""
-    is_whole = not (suggestion.ambiguous or suggestion.left)
+class _Planned(NamedTuple):
+    """A plan, and the known damage of the checkpoint.
+
+    Attributes:
+        plan: The plan.
+        damage: The damage, or None.
+        has_changes: True if transforms change the checkpoint first.
+    """
+
+    plan: RestorePlan
+    damage: str | None
+    has_changes: bool
+
+    @property
+    def is_good(self) -> bool:
+        """True if nothing known prevents the restore."""
+        return not self.plan.problems and self.damage is None
+
+    def document(self) -> dict[str, Any]:
+        """Returns the plan as JSON."""
+        fields = _output.fields_of(self.plan)
+        return {"ok": self.is_good, "damage": self.damage, **fields}
+
+    def conclusion(self) -> list[str]:
+        """Returns lines on the damage of the checkpoint."""
+        if self.damage is None:
+            return []
+        damage = errors.printable(self.damage)
+        return [f"The checkpoint is damaged, so the restore would fail: {damage}"]
+
+    def with_options(self) -> RestorePlan:
+        """Returns the plan with advice in options, then in Python."""
+        if not self.plan.problems:
+            return self.plan
+        options = [_as_option(*rename) for rename in self.plan.renames]
+        is_missing = any(each.kind == "missing" for each in self.plan.problems)
+        if not options and is_missing and not self.has_changes:
+            options = ["--suggest guesses the transforms from the names"]
+        lines = [f"On the command line: {' '.join(options)}"] if options else []
+        lines += [f"In Python: {self.plan.advice}"] if self.plan.advice else []
+        return dataclasses.replace(self.plan, advice="\n".join(lines))
+
+
+def _as_option(pattern: str, replacement: str) -> str:
+    return f"--rename {shlex.quote(f'{pattern}={replacement}')}"
+
+
+def _show_suggestion(suggestion: Suggestion, planned: _Planned, *, json: bool) -> int:
+    """Prints a suggestion, and its plan unless ambiguous; returns the exit code."""
+    is_whole = not (suggestion.ambiguous or suggestion.left) and planned.is_good
     if json:
         fields = _output.fields_of(suggestion)
         del fields["given"], fields["published"]
-        _output.print_document({"ok": is_whole, **fields, "code": suggestion.code})
-    else:
-        _output.print_lines(str(suggestion))
+        document = {"ok": is_whole, **fields, "code": suggestion.code}
+        document["renames"] = suggestion.renames
+        if not suggestion.ambiguous:
+            document["plan"] = planned.document()
+        _output.print_document(document)
+        return _app.SUCCESS if is_whole else _app.FINDING
+    lines = [str(suggestion)]
+    if suggestion.renames:
+        options = [_as_option(*rename) for rename in suggestion.renames]
+        lines += ["", "on the command line:", *[f"  {each}" for each in options]]
+    if not suggestion.ambiguous:
+        lines += ["", f"with these transforms, {planned.plan.summary}"]
+        rows = [f"  {problem.row.strip()}" for problem in planned.plan.problems]
+        lines += ["cannot be restored:", *rows[:_MOST_ROWS]] if rows else []
+        if len(rows) > _MOST_ROWS:
+            lines.append(f"  … and {len(rows) - _MOST_ROWS} more")
+    _output.print_lines("\n".join([*lines, *planned.conclusion()]))
     return _app.SUCCESS if is_whole else _app.FINDING
 
 
-def _show(restore_plan: RestorePlan) -> None:
+def _show(planned: _Planned) -> None:
+    """Prints the plan, and what has to be known for it."""
+    restore_plan = planned.with_options()
     if _output.is_terminal():
         _output.console().print(restore_plan)
     else:
         _output.print_lines(str(restore_plan))
+    for line in planned.conclusion():
+        _output.print_line(line)
     fresh = restore_plan.count("init")
-    if fresh and not restore_plan.problems:
+    if fresh and planned.is_good:
         leaves = _output.count(fresh, "leaf", "leaves")
         _output.print_line(
             f"The optimizer initializes {leaves}: pass a state that has one, such as a"

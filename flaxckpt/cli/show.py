@@ -64,7 +64,9 @@ def show(
         return _app.SUCCESS
     trees = _run.disk_usage.subtrees(metadata.leaves, below=leaf or "")
     if not trees:
-        raise errors.OptionError(_run.disk_usage.missing_path(metadata, leaf or ""))
+        missing = _run.disk_usage.missing_path(metadata, leaf or "")
+        hint = f"; for a step, write --step {leaf}" if (leaf or "").isdecimal() else ""
+        raise errors.OptionError(f"{missing}{hint}")
     if json:
         _output.print_document(metadata if leaf is None else trees)
         return _app.SUCCESS

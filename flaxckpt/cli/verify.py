@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output
 from flaxckpt.cli._output import Cell
-from flaxckpt.cli._parameters import Option
+from flaxckpt.cli._parameters import Argument, Option
 
 if TYPE_CHECKING:
     from flaxckpt._checkpoint.verify_report import VerifyReport
@@ -19,6 +19,14 @@ _FAULTS = 20
 @_app.verb
 def verify(
     path: _app.PathArgument,
+    steps: Annotated[
+        list[int] | None,
+        Argument(
+            metavar="STEP",
+            min=0,
+            help="Steps of a run directory; by default the newest.",
+        ),
+    ] = None,
     step: _app.StepOption = None,
     step_format: _app.StepFormatOption = None,
     every: Annotated[
@@ -29,34 +37,43 @@ def verify(
     """Verifies every byte of a checkpoint against the checksums.
 
     Data without checksums is read and decoded. --all shows the steps with faults, and
-    a summary.
+    a summary. Without steps and --all, verifies the newest step, and says how many
+    others were not read.
     Exits with 1 if anything is damaged or unreadable, or if --all skipped a step
     without arrays.
 
     Example:
+      flaxckpt verify runs/7
+      flaxckpt verify runs/7 800
       flaxckpt verify runs/7 --all
     """
     from flaxckpt import _inspect
 
-    if every and step is not None:
-        raise errors.OptionError("--all verifies all steps: leave --step out")
+    chosen = [*dict.fromkeys([*(steps or ()), *([] if step is None else [step])])]
+    if every and chosen:
+        raise errors.OptionError("--all verifies all steps: leave the steps out")
     if every:
-        steps = _inspect.run_view.numbers(path, step_format)
-        verified = _verify_all(path, steps, step_format, quiet=json)
+        numbers = _inspect.run_view.numbers(path, step_format)
+        verified = _verify_all(path, numbers, step_format, quiet=json)
     else:
-        verified = _Verified([_verify_step(path, step, step_format)], {})
-        if not json:
-            _show(verified.reports[0])
+        verified = _verify_some(path, chosen, step_format, quiet=json)
     if json:
         _print_document(verified)
     return _app.SUCCESS if verified.is_good else _app.FINDING
 
 
 class _Verified(NamedTuple):
-    """The reports on steps; and steps without arrays -> the reason to skip them."""
+    """The result of a verification.
+
+    Attributes:
+        reports: The reports on steps.
+        skipped: Steps without arrays -> the reason to skip them.
+        others: The other steps of the run, which were not read.
+    """
 
     reports: list[VerifyReport]
     skipped: dict[str, str]
+    others: Sequence[int] = ()
 
     @property
     def is_good(self) -> bool:
@@ -69,6 +86,41 @@ def _verify_step(path: str, step: int | None, step_format: str | None) -> Verify
 
     step_path, number = _app.locate_step(path, step, step_format)
     return _checkpoint.verify.verify(step_path, step=number)
+
+
+def _verify_some(
+    path: str, steps: Sequence[int], step_format: str | None, *, quiet: bool
+) -> _Verified:
+    """Verifies some steps, or the newest or only one, and shows each result."""
+    reports = []
+    wanted: Sequence[int | None] = steps or [None]
+    for step in wanted:
+        reports.append(_verify_step(path, step, step_format))
+        if not quiet:
+            _show(reports[-1])
+    if steps:
+        return _Verified(reports, {})
+    others = _find_others(path, reports[0], step_format)
+    if others and not quiet:
+        names = errors.first_few([str(step) for step in others[::-1]], 5)
+        were = "step was" if len(others) == 1 else "steps were"
+        _output.print_line(
+            f"{len(others):,} other {were} not read ({names}): --all reads all"
+        )
+    return _Verified(reports, {}, others)
+
+
+def _find_others(
+    path: str, report: VerifyReport, step_format: str | None
+) -> Sequence[int]:
+    """Returns the other steps of the run in a report; none of a single checkpoint."""
+    from flaxckpt import _inspect, _storage
+
+    root = _storage.paths.resolve(path)
+    if report.step is None or report.path == str(root):
+        return ()
+    view = _inspect.run_view.survey(root, step_format)
+    return [step for step in view.paths if step != report.step]
 
 
 def _verify_all(
@@ -103,6 +155,8 @@ def _print_document(verified: _Verified) -> None:
     document: dict[str, Any] = {"ok": verified.is_good, "reports": summaries}
     if verified.skipped:
         document["not_verified"] = verified.skipped
+    if verified.others:
+        document["not_read"] = verified.others
     _output.print_document(document)
 
 

@@ -58,7 +58,7 @@ def test_explain_and_ls_use_the_policies_that_the_run_has_recorded(here, command
         "   5  newest, LatestN(2)",
         "policies: LatestN(2), BestN(1, 'loss', 'min')",
     ]
-    [best] = [row for row in command.text("ls", "own") if "best" in row]
+    [best] = [row for row in command.text("ls", "own")[:-1] if "best" in row]
     assert best.split()[0] == "2"
     saved, deleted, latest, best = command.text("explain", "own", 3)
     assert saved.endswith(" with loss=0.5")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 import flaxckpt
 from flaxckpt._steps import markers as steps_markers
 from tests import GOLDEN
-from tests.helpers.files import flip_bit
+from tests.helpers.files import flip_bit, largest_file
 
 
 def damage(directory):
@@ -161,6 +162,32 @@ def test_names_that_are_commands_to_a_terminal_are_printed_harmlessly(here, comm
     assert "\x1b" not in printed
     assert "\\x1b[31mred" in printed
     assert "[bold]x[%2Fbold]" in printed
+
+
+def test_ls_looks_at_the_files_of_the_best_step(here, command):
+    ranked = ["run", "-k", "best:1:loss:min"]
+    assert command.json("ls", *ranked)["best"] == {"loss": 200}
+    largest = largest_file(here / "run" / "200" / "state")
+    largest.write_bytes(largest.read_bytes()[:-1])
+    assert not any("damaged" in line for line in command.text("ls", "run"))
+    found = command.json("ls", *ranked, code=1)
+    assert found["best"] == {"loss": 300}
+    assert [step["marks"] for step in found["steps"]] == [
+        [],
+        ["damaged"],
+        ["latest", "best"],
+    ]
+    assert largest.name in found["steps"][1]["damage"]
+    *_, last = command.text("ls", *ranked, code=1)
+    assert last.endswith("; best: lowest loss")
+    reasons = command.json("explain", *ranked, code=1)
+    assert largest.name in reasons["200"][0]
+    for step in (100, 300):
+        largest_file(here / "run" / str(step) / "state").unlink()
+    found = command.json("ls", *ranked, code=1)
+    assert found["best"] == {}
+    assert sum("damaged" in step["marks"] for step in found["steps"]) == 3
+    assert "best" not in command.text("ls", *ranked, code=1)[-1]
 
 
 # ---- show ---------------------------------------------------------------------------
@@ -325,7 +352,9 @@ def test_diff_wants_two(here, command):
 
 
 def test_verify_of_good_steps_is_0(here, command):
-    [line] = command.text("verify", "run")
+    line, others = command.text("verify", "run")
+    assert others == "2 other steps were not read (200, 100): --all reads all"
+    assert command.json("verify", "run")["not_read"] == [100, 200]
     assert line.startswith("run/300: good, ")
     [line] = command.text("verify", "run", "--all")
     assert line.startswith("3 of 3 steps good; ")
@@ -351,6 +380,20 @@ def test_verify_finds_one_bit(here, command):
     assert found["reports"][1]["summary"] == lines[1].strip()
 
 
+def test_verify_takes_steps(here, command):
+    lines = command.text("verify", "run", 100, 200)
+    assert [line.split(":")[0] for line in lines] == ["run/100", "run/200"]
+    assert len(command.json("verify", "run", 100, "-s", 100)["reports"]) == 1
+    damage(here / "run" / "200")
+    assert not command.json("verify", "run", 100, 200, code=1)["ok"]
+    assert "no step 300000" in command.refuses("verify", "run", 300000)
+    for verb in ("du", "report"):
+        told = command.refuses(verb, "run", 200)
+        assert ("write --step 200" in told) == (verb == "du")
+    assert "for a step, write --step 200" in command.refuses("show", "run", 200)
+    assert "--all" not in "".join(command.text("verify", "w.msgpack"))
+
+
 def test_verify_of_all_takes_what_is_left_of_a_step_too(here, command):
     shutil.rmtree(here / "run" / "200" / "state")
     (here / "run" / "200" / "flaxckpt.json").unlink()
@@ -361,7 +404,7 @@ def test_verify_of_all_takes_what_is_left_of_a_step_too(here, command):
 def test_verify_says_what_has_no_checksums(here, command):
     lines = command.text("verify", "w.safetensors")
     assert "  1 without checksums: only read" in lines
-    assert "leave --step out" in command.refuses("verify", "run", "--all", "-s", 100)
+    assert "leave the steps out" in command.refuses("verify", "run", "--all", "-s", 100)
     assert command.text("verify", "empty", "--all") == ["empty has no steps yet"]
 
 
@@ -380,7 +423,11 @@ def test_plan_into_what_does_not_fit_is_1(here, command):
     lines = command.text("plan", "orbax", "run", code=1)
     assert any("conflict" in line for line in lines)
     found = command.json("plan", "orbax", "run", code=1)
-    assert lines[-2:] == ["3 leaves cannot be restored", found["advice"]]
+    assert lines[-3:] == [
+        "3 leaves cannot be restored",
+        "On the command line: --suggest guesses the transforms from the names",
+        f"In Python: {found['advice']}",
+    ]
     assert len(found["problems"]) == 3
 
 
@@ -391,12 +438,17 @@ def test_plan_into_a_renamed_model_says_how_to_rename(here, command):
         optimizer = optax.adam(1e-3).init(params)
         flaxckpt.save(name, {"params": params, "opt_state": optimizer})
     lines = command.text("plan", "old", "new", code=1)
-    assert lines[-2:] == [
+    assert lines[-3:] == [
         "2 leaves cannot be restored",
-        r'Pass transforms=[rename(r"params/old/(.*)", r"params/new/\1")].',
+        r"On the command line: --rename 'params/old/(.*)=params/new/\1'",
+        r'In Python: Pass transforms=[rename(r"params/old/(.*)", r"params/new/\1")].',
     ]
     found = command.json("plan", "old", "new", code=1)
     assert found["leaves"]["opt_state/0/mu/new/kernel"]["actions"] == ["init"]
+    [(pattern, name)] = found["renames"]
+    assert shlex.split(lines[-2])[-1] == f"{pattern}={name}"
+    renamed = command.json("plan", "old", "new", "--rename", f"{pattern}={name}")
+    assert renamed["ok"], "the advice helps"
 
 
 def save_as(name):
@@ -410,7 +462,7 @@ def test_plan_renames_and_casts_first(here, command):
     save_as("old")
     save_as("new")
     asked = ["plan", "old", "new", "--rename", r"params/old/(.*)=params/new/\1"]
-    assert "7 loaded, 6 renamed" in command.text(*asked)[0], "moments follow"
+    assert ": 7 loaded (6 renamed); " in command.text(*asked)[0], "moments follow"
     found = command.json(*asked, "--cast", ".*/kernel=bfloat16")
     kernel = found["leaves"]["params/new/kernel"]
     assert kernel["transforms"] == ["rename", "cast"]
@@ -428,6 +480,47 @@ def test_plan_says_what_the_optimizer_initializes(here, command):
     )
     [line] = command.text("plan", "new", "new")
     assert "initializes" not in line
+
+
+def test_plan_says_that_the_checkpoint_is_damaged(here, command):
+    assert command.json("plan", "run", "run", "-s", 200)["damage"] is None
+    largest = largest_file(here / "run" / "200" / "state")
+    largest.write_bytes(largest.read_bytes()[:-1])
+    *_, last = command.text("plan", "run", "run", "-s", 200, code=1)
+    assert last.startswith("The checkpoint is damaged, so the restore would fail: ")
+    assert largest.name in last
+    found = command.json("plan", "run", "run", "-s", 200, code=1)
+    assert not found["ok"]
+    assert not found["problems"]
+    assert largest.name in found["damage"]
+    assert command.json("plan", "run", "run")["ok"], "the newest step is whole"
+    guessed = command.json("plan", "run", "run", "-s", 200, "--suggest", code=1)
+    assert guessed["plan"]["damage"] == found["damage"]
+
+
+def test_plan_shows_the_plan_of_what_it_guesses(here, command):
+    for name in ("old", "new"):
+        params = {name: {"up": jnp.ones((4, 6)), "down": jnp.ones((6, 4))}}
+        optimizer = optax.adam(1e-3).init(params)
+        flaxckpt.save(name, {"params": params, "opt_state": optimizer})
+    lines = command.text("plan", "old", "new", "--suggest")
+    at = lines.index("on the command line:")
+    rename = shlex.split(lines[at + 1])
+    assert rename == ["--rename", r"params/old/(.*)=params/new/\1"]
+    planned = command.text("plan", "old", "new", *rename)[0]
+    assert lines[-1] == f"with these transforms, {planned}"
+    found = command.json("plan", "old", "new", "--suggest")
+    assert found["renames"] == [rename[1].split("=")]
+    assert found["plan"]["ok"]
+    # The guess leaves out what is no array; the restore does not.
+    np.savez("bare.npz", **{"params/old/up": np.ones((4, 6), np.float32)})
+    wanted = {"params": {"new": {"up": "float32[4, 6]"}}, "epoch": "int"}
+    (here / "wanted.json").write_text(json.dumps(wanted))
+    lines = command.text("plan", "bare.npz", "wanted.json", "--suggest", code=1)
+    assert lines[-2:] == [
+        "cannot be restored:",
+        "  epoch: wanted a Python int, found nothing",
+    ]
 
 
 def test_plan_into_what_show_printed(here, command):

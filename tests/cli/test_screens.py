@@ -116,7 +116,7 @@ def test_ls_marks_the_best_of_each_ranking(losses, terminal, command):
     ranked = ["-k", "best:2:eval/loss:min", "-k", "best:1:eval/accuracy:max"]
     lines = terminal(140, "ls", "run", *ranked)
     [best] = [line for line in lines if line.endswith("  best eval/loss")]
-    assert sum(line.endswith("  2 best eval/loss") for line in lines) == 1
+    assert sum(line.endswith("  among 2 best eval/loss") for line in lines) == 1
     assert lines[-2].endswith("  latest, best eval/accuracy")
     found = command.json("ls", "run", *ranked)["best"]
     assert found == {"eval/loss": int(best.split()[0]), "eval/accuracy": 4000}
@@ -340,8 +340,8 @@ def test_plan_shows_conflicts_first_with_the_nearest_leaf(layered, terminal, com
     lines = terminal(140, "plan", "run", "wanted.json", code=1)
     assert lines[2].split()[:2] == ["params/embed/embeding", "conflict"]
     assert "nothing (nearest: params/embed/embedding)" in lines[2]
-    assert lines[-2] == "1 leaf cannot be restored"
-    assert lines[-1].startswith("Pass a state with only the leaves")
+    assert lines[-3] == "1 leaf cannot be restored"
+    assert lines[-1].startswith("In Python: Pass a state with only the")
     refused = terminal(140, "plan", "run", "small", "--unused", "error", code=1)
     assert "cannot be restored:" in "".join(refused)
 

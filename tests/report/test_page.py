@@ -319,29 +319,47 @@ def _card(page, name="integrity"):
 
 
 def test_the_card_of_the_best_step_says_among_which_steps_it_is_best(run):
-    texts = ["Lowest eval/loss", "0.3", "at step 50, of 8 saved"]
+    texts = ["Best eval/loss", "0.3", "lowest, at step 50, of 8 saved"]
     assert _card(_report.page(gather(run)), "best") == ("card main", texts)
     keep = [BestN(1, "eval/accuracy", "max")]
-    texts = ["Highest eval/accuracy", "0.85", "at step 50, of 8 saved"]
+    texts = ["Best eval/accuracy", "0.85", "highest, at step 50, of 8 saved"]
     assert _card(_report.page(gather(run, keep=keep)), "best")[1] == texts
     keep = [BestN(1, "eval/loss", "max")]  # the highest were deleted
-    texts = ["Highest eval/loss", "0.6", "at step 40, of 6 that exist"]
+    texts = ["Best eval/loss", "0.6", "highest, at step 40, of 6 that exist"]
     assert _card(_report.page(gather(run, keep=keep)), "best")[1] == texts
+
+
+def test_the_card_of_the_best_step_names_a_better_one_that_is_damaged(run):
+    damage(run / "50")
+    kind, texts = _card(_report.page(gather(run)), "best")
+    assert kind == "card main"
+    wanted = ["0.4", "lowest, at step 20; step 50 had 0.3, but is damaged"]
+    assert texts == ["Best eval/loss", *wanted]
+    damage(run / "20")
+    _, texts = _card(_report.page(gather(run)), "best")
+    assert texts[2].endswith("; step 50 had 0.3, but is damaged")
 
 
 def test_the_card_of_the_best_step_says_that_it_is_damaged(run):
-    damage(run / "50")
-    kind, texts = _card(_report.page(gather(run)), "best")
+    found = gather(run)
+    lost = [each._replace(state="damaged") for each in found.integrity]
+
+    def card_with(*damaged):
+        checks = [
+            bad if bad.step in damaged or not damaged else good
+            for bad, good in zip(lost, found.integrity, strict=True)
+        ]
+        return _report.page(dataclasses.replace(found, integrity=tuple(checks)))
+
+    kind, texts = _card(card_with(50), "best")
     assert kind == "card bad"
     assert texts[1:] == [
         "0.3",
-        "at step 50, which is damaged; next is step 20 with 0.4",
+        "lowest, at step 50, which is damaged; next is step 20 with 0.4",
     ]
-    for step in LASTS:
-        damage(run / str(step))
-    page = _report.page(gather(run))
+    page = card_with()  # all
     _, texts = _card(page, "best")
-    assert texts[2] == "at step 50, which is damaged; no other step has a value"
+    assert texts[2] == "lowest, at step 50, which is damaged; no other step has a value"
     kind, texts = _card(page, "newest")
     assert kind == "card bad"
     assert re.search('data-card="newest".*</time>, damaged<', page)

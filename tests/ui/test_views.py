@@ -20,7 +20,7 @@ from flax.core import FrozenDict
 
 import flaxckpt
 from flaxckpt import errors
-from tests.helpers.files import largest_file
+from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.report_runs import make_run
 from tests.helpers.ui_server import serving
 
@@ -197,19 +197,137 @@ def test_a_plan_is_that_of_the_restore(made, open_page):
     shown = ask(plan.result, space, run="run", step=80, into=into)
     assert "would fail: 3 leaves" in shown
     assert shown.count('data-actions="conflict"') == 3
-    [advice] = re.findall("<pre>(.*?)</pre>", shown, re.DOTALL)
+    [advice] = re.findall('<p class="advice">In Python: (.*?)</p>', shown)
     assert advice.strip()
     shown = ask(plan.result, space, run="run", step=80, into="run")
     assert "would succeed" in shown
 
 
-def test_the_view_of_plans_says_how_to_add_a_checkpoint(made, open_page):
+def test_the_view_of_plans_says_how_to_add_a_state(made, open_page):
     space = open_page(made / "run")
     shown = html.unescape(ask(plan.page, space, run="run"))
     assert f"flaxckpt ui {made / 'run'} --against PATH" in shown
+    assert f"> {made / 'wanted.json'}" in shown
     space = open_page(made / "run", [made / "source"])
     shown = html.unescape(ask(plan.page, space, run="run"))
     assert f"--against {made / 'source'} --against PATH" in shown
+
+
+def options(markup, name):
+    """Returns the values of a list to choose from."""
+    [found] = re.findall(f'<select name="{name}">(.*?)</select>', markup, re.DOTALL)
+    return [html.unescape(each) for each in re.findall('value="([^"]*)"', found)]
+
+
+def test_states_that_appear_later_can_be_restored_into(tmp_path, open_page):
+    runs_dir = tmp_path / "runs"
+    with flaxckpt.Checkpointer(runs_dir / "a") as run:
+        run.save(1, {"w": np.ones(2, np.float32)})
+    space = open_page(runs_dir / "a")
+    assert options(ask(plan.page, space, run="a"), "into") == ["a"]
+    flaxckpt.save(runs_dir / "single", {"w": np.ones(3, np.float32)})
+    (runs_dir / "wanted.json").write_text('{"w": "float32[2]"}')
+    (runs_dir / "config.json").write_text('{"lr": 0.1}')
+    (runs_dir / "empty.json").write_text("{}")
+    (runs_dir / "notes").mkdir()
+    flaxckpt.save(tmp_path / "outside", {"w": np.ones(2)})
+    (tmp_path / "outside.json").write_text('{"w": "float32[2]"}')
+    (runs_dir / "link").symlink_to(tmp_path / "outside")
+    (runs_dir / "link.json").symlink_to(tmp_path / "outside.json")
+    shown = ask(plan.page, space, run="a")
+    assert options(shown, "into") == ["a", "single", "wanted.json"]
+    good = ask(plan.result, space, run="a", into="wanted.json")
+    assert "would succeed" in good
+    assert "would fail" in ask(plan.result, space, run="a", into="single")
+    hidden = ["link", "link.json", "../outside.json", str(tmp_path / "outside.json")]
+    for name in (*hidden, "notes", "config.json", "empty.json", ".."):
+        for view in (plan.page, plan.result, plan.suggest):
+            with pytest.raises(errors.CheckpointNotFoundError, match="may open"):
+                ask(view, space, run="a", into=name)
+    for view in (leaves.page, overview.page, compare.page):
+        with pytest.raises(errors.CheckpointNotFoundError, match="may open"):
+            ask(view, space, run="single")
+    (runs_dir / "wanted.json").unlink()
+    assert options(ask(plan.page, space, run="a"), "into") == ["a", "single"]
+
+
+def test_files_of_states_beside_runs_and_from_the_command_line(tmp_path, open_page):
+    for name in ("a", "deep/b"):
+        with flaxckpt.Checkpointer(tmp_path / "runs" / name) as run:
+            run.save(1, {"w": np.ones(2, np.float32)})
+    for file in ("runs/one.json", "runs/deep/two.json", "runs/a/no.json", "three.json"):
+        (tmp_path / file).write_text('{"w": "float32[2]"}')
+    three = str(tmp_path / "three.json")
+    space = open_page(tmp_path / "runs", [three])
+    into = options(ask(plan.page, space, run="a"), "into")
+    assert into == ["a", "deep/b", "one.json", "deep/two.json", three]
+    assert "would succeed" in ask(plan.result, space, run="a", into=three)
+    assert three not in ask(compare.page, space, run="a")
+    (tmp_path / "bad.json").write_text('{"w": 1}')
+    with pytest.raises(errors.OptionError, match="must be a string such as"):
+        places.find_places(tmp_path / "runs", [tmp_path / "bad.json"])
+
+
+def test_a_plan_and_the_lists_of_steps_know_damage(made, tmp_path, open_page):
+    shutil.copytree(made / "run", tmp_path / "run")
+    largest = largest_file(tmp_path / "run" / "80" / "state")
+    largest.write_bytes(largest.read_bytes()[:-1])
+    first = min(int(step.name) for step in (tmp_path / "run").glob("[0-9]*"))
+    space = open_page(tmp_path / "run")
+    for view in (plan.page, leaves.page, compare.page):
+        shown = ask(view, space, run="run")
+        assert "80, damaged" in shown
+        assert 'value="80" selected' not in shown, "a damaged step is not proposed"
+    shown = ask(plan.result, space, run="run", step=80, into="run")
+    assert "would fail: the checkpoint is damaged" in shown
+    assert largest.name in shown
+    assert "would succeed" not in shown
+    assert "no array was read" in ask(
+        plan.result, space, run="run", step=first, into="run"
+    )
+    flip_bit(largest_file(tmp_path / "run" / str(first) / "state"))
+    [place] = space.places.runs.values()
+    report = space.feeds.latest(place).report
+    space.verifications.start(place, [s for s in report.steps if s.step in (first, 70)])
+    space.verifications.job._thread.join()
+    shown = ask(plan.result, space, run="run", step=first, into="run")
+    assert "would fail: the checkpoint is damaged" in shown
+    assert f"{first}, damaged" in ask(plan.page, space, run="run").replace(
+        ", best, ", ", "
+    )
+    shown = ask(plan.result, space, run="run", step=70, into="run")
+    assert "every byte was verified" in shown
+
+
+def test_a_plan_that_fails_has_its_remedy_in_the_form_of_the_field(tmp_path, open_page):
+    def save_as(path, name, **more):
+        params = {name: {"up": jnp.ones((4, 6)), "down": jnp.ones((6, 4))}, **more}
+        flaxckpt.save(tmp_path / path, {"params": params})
+
+    save_as("old", "enc")
+    save_as("new", "back")
+    save_as("head", "back", head={"w": jnp.ones(9)})
+    space = open_page(tmp_path)
+    rule = r"params/enc/(.*)=params/back/\1"
+    asked = {"run": "old", "into": "new"}
+    shown = html.unescape(ask(plan.result, space, **asked))
+    assert f"<pre>{rule}</pre>" in shown
+    assert "Guess" not in shown
+    asked["into"] = "head"
+    shown = ask(plan.result, space, **asked)
+    [url] = addresses(shown, "/plan/suggest")
+    assert url.text("into") == "head"
+    shown = html.unescape(ask(plan.suggest, space, **asked))
+    assert "2 of 3 parameters have a source" in shown
+    assert f"<pre>{rule}</pre>" in shown
+    [link] = re.findall('href="/plan[?]([^"]*)"', shown)
+    assert workspace.Query(link.encode()).text("rename") == rule
+    shown = ask(plan.result, space, **asked, rename=rule)
+    assert "would fail: 1 leaf of head" in shown
+    assert "remedy" not in shown, "the reader has rules already"
+    counts = re.findall("<strong>([^<]*)</strong>", shown)
+    assert counts == ["1 conflict", "2 loaded"]
+    assert "2 renamed (under another path in the checkpoint)" in shown
 
 
 def test_a_directory_of_runs_has_their_metrics_and_a_row_for_each(made, open_page):
@@ -428,9 +546,9 @@ def test_known_runs_are_not_read_again(tmp_path, open_page, monkeypatch):
         run.save(1, {"w": np.ones(2)})
     space = open_page(tmp_path)
     looked = []
-    real = places._is_run
+    real = places.is_run
     monkeypatch.setattr(
-        places, "_is_run", lambda path: looked.append(path) or real(path)
+        places, "is_run", lambda path: looked.append(path) or real(path)
     )
     look_again(space)
     assert looked == [tmp_path]

@@ -124,19 +124,25 @@ def test_an_attribute_error_inside_a_property_stays():
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("call", "answer"),
     [
-        lambda: policies.BestN("loss", 1),
-        lambda: policies.BestN("loss", 1, "min"),
-        lambda: policies.BestN(1, "loss"),
-        lambda: policies.BestN(best_fn=lambda metrics: metrics["loss"]),
+        (lambda: policies.BestN("loss", 1), 'BestN(1, "loss", "min")'),
+        (lambda: policies.BestN("loss", 1, "min"), 'BestN(1, "loss", "min")'),
+        (lambda: policies.BestN("acc", 5, "max"), 'BestN(5, "acc", "max")'),
+        (lambda: policies.BestN("acc", 5), 'BestN(5, "acc", "min")'),
+        (lambda: policies.BestN(1, "loss"), 'BestN(1, "loss", "min")'),
+        (lambda: policies.BestN(3, mode="max"), 'BestN(3, "loss", "max")'),
+        (lambda: policies.BestN(metric='"'), r'BestN(1, "\"", "min")'),
+        (lambda: policies.BestN(best_fn=min), 'BestN(1, "loss", "min")'),
+        (lambda: policies.LatestN(4, 5), "LatestN(4)"),
+        (lambda: policies.OnSteps(), "OnSteps([100, 200])"),
     ],
 )
-def test_swapped_arguments_of_best_n_are_answered(call):
+def test_wrong_calls_of_policies_are_answered_with_their_values(call, answer):
     with pytest.raises(errors.OptionError) as raised:
         call()
-    [line] = str(raised.value).replace("'", '"').splitlines()
-    assert line.endswith('write BestN(1, "loss", "min")')
+    [line] = str(raised.value).splitlines()
+    assert line.endswith(f"write {answer}")
 
 
 def test_wrong_calls_say_how_to_call(tmp_path):

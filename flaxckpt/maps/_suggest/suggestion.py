@@ -21,6 +21,7 @@ from flaxckpt.maps._suggest.fused import find_cuts
 from flaxckpt.maps._suggest.match import Link, Match
 from flaxckpt.maps._suggest.padded import find_resizes
 from flaxckpt.maps._suggest.patterns import Pattern, find_patterns
+from flaxckpt.maps._suggest.renames import find_renames
 from flaxckpt.maps._suggest.rows import Row
 from flaxckpt.transforms import Transform, remap
 from flaxckpt.transforms import _base as _transforms
@@ -126,6 +127,19 @@ class Suggestion:
     def accept(self) -> Suggestion:
         """Returns the suggestion with the preferred choice wherever it is ambiguous."""
         return dataclasses.replace(self, ambiguous=())
+
+    @property
+    def renames(self) -> tuple[tuple[str, str], ...]:
+        """The pattern and the replacement of each `rename` that does the same.
+
+        Empty if the transforms do more than rename, or if a choice is ambiguous.
+        """
+        if self.ambiguous or self.given or self.published:
+            return ()
+        used = {path for match in self.leaves.values() for path in match.sources}
+        wanted = {path: match.sources for path, match in self.leaves.items()}
+        wanted |= dict.fromkeys(self.left, ())
+        return find_renames(self.rows, [*used, *self.unused], wanted)
 
     @property
     def code(self) -> str:

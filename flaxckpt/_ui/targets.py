@@ -1,0 +1,123 @@
+"""The states that a plan may restore into: checkpoints, runs and abstract files.
+
+They are those that the page may open, abstract states in JSON files below the opened
+directory, and, if one run or checkpoint was opened, what lies beside it. Requests give
+names: a name that is not found here opens nothing. Links are not followed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import jax
+
+from flaxckpt import _inspect, _storage, errors
+from flaxckpt._ui import places
+from flaxckpt._ui.places import Place, Places
+
+_MOST_ENTRIES = 500
+"""Entries of a directory that are looked at."""
+
+_MOST_FILES = 100
+_MOST_FILE_BYTES = 16 * 2**20
+
+
+class Targets:
+    """Finds the states that plans may restore into; thread-safe.
+
+    Args:
+        found: The runs and checkpoints that the page may open.
+    """
+
+    def __init__(self, found: Places) -> None:
+        self._found = found
+        self._beside: Mapping[Path, Place] = {}
+
+    def all(self) -> Mapping[str, Place]:
+        """Returns the states by name, with those that have appeared since."""
+        found = self._found
+        targets = dict(found.runs)
+        if not _storage.of(found.root).costs_requests:
+            below = found.root.parent if found.is_single else found.root
+            if found.is_single:
+                self._beside = dict(_find_beside(found.root, self._beside))
+                for place in self._beside.values():
+                    targets.setdefault(place.name, place)
+            for file in itertools.islice(_find_files(below, found), _MOST_FILES):
+                name = file.relative_to(below).as_posix()
+                targets.setdefault(name, Place(name, file, is_run=False))
+        return {**targets, **found.others, **found.files}
+
+    def find(self, name: str) -> Place:
+        """Returns the state of a name.
+
+        Raises:
+            CheckpointNotFoundError: No state has this name.
+        """
+        place = self.all().get(name)
+        return self._found.find(name) if place is None else place  # find raises
+
+
+def _find_beside(
+    root: Path, known: Mapping[Path, Place]
+) -> Iterator[tuple[Path, Place]]:
+    """Yields the runs and checkpoints in the directory of an opened one, with paths.
+
+    Args:
+        root: The opened run or checkpoint.
+        known: Those that were found before, which are not looked at again.
+    """
+    for child in _list(root.parent):
+        if child in known:
+            yield child, known[child]
+            continue
+        if child == root or child.is_symlink() or child.name.startswith("."):
+            continue
+        try:
+            if child.is_dir() and not places.is_empty(child):
+                is_run = places.is_run(child)
+                if is_run is not None:
+                    yield child, Place(child.name, child, is_run)
+        except (errors.CheckpointError, OSError):  # deleted, or not readable
+            continue
+
+
+def _list(directory: Path) -> list[Path]:
+    try:
+        return sorted(itertools.islice(directory.iterdir(), _MOST_ENTRIES))
+    except OSError:
+        return []
+
+
+def _find_files(directory: Path, found: Places) -> Iterator[Path]:
+    """Yields the abstract files of a directory, and of those above its runs."""
+    folders = {directory}
+    for place in found.runs.values():
+        folders |= {p for p in place.path.parents if p.is_relative_to(directory)}
+    for folder in sorted(folders):
+        yield from filter(is_abstract_file, _list(folder))
+
+
+def is_abstract_file(file: Path) -> bool:
+    """Returns True for a JSON file, no link, that describes a state with leaves."""
+    try:
+        if file.suffix != ".json" or file.is_symlink() or not file.is_file():
+            return False
+        stat = file.stat()
+    except OSError:
+        return False
+    if stat.st_size > _MOST_FILE_BYTES:
+        return False
+    return _describes_state(file, (stat.st_mtime_ns, stat.st_size, stat.st_ino))
+
+
+@functools.lru_cache(maxsize=256)
+def _describes_state(file: Path, stamp: object) -> bool:
+    try:
+        target = _inspect.abstract_file.read_target(file)
+    except (errors.CheckpointError, OSError):
+        return False
+    return bool(jax.tree.leaves(target.state))
