@@ -266,6 +266,33 @@ def test_a_restore_with_rules_is_planned(visit):
     assert page.input_value("textarea[name=cast]") == "params/.*=bfloat16"
 
 
+def test_renames_are_guessed_for_a_state_written_meanwhile(browser, tmp_path):
+    params = {"up": jnp.ones((4, 6)), "down": jnp.ones((6, 4))}
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        run.save(1, {"params": {"enc": params}})
+    with serving(tmp_path / "run") as server:
+        opened = Page(browser, server, width=390)
+        page = opened.open("/plan", run="run")
+        (tmp_path / "wanted.json").write_text(
+            '{"params": {"back": {"up": "float32[4, 6]", "down": "float32[6, 4]"},'
+            ' "head": "float32[9]"}}'
+        )
+        page.reload()
+        page.select_option("select[name=into]", "wanted.json")
+        page.click("form button")
+        page.wait_for_selector("#result .outcome.bad")
+        page.click("#remedy button")
+        page.click("#remedy a")
+        page.wait_for_selector("text=by rename", state="attached")
+        rule = page.input_value("textarea[name=rename]")
+        assert rule == r"params/enc/(.*)=params/back/\1"
+        assert "1 leaf of wanted.json cannot be" in page.text_content("#result")
+        width = "document.documentElement.scrollWidth - innerWidth"
+        assert page.evaluate(width) <= 0
+        assert opened.is_quiet, opened.messages
+        opened.context.close()
+
+
 def test_a_run_is_verified_and_its_damage_is_shown(visit, runs, tmp_path):
     shutil.copytree(runs / "run", runs / "harmed")
     [chunk, *_] = (runs / "harmed" / "70" / "state").rglob("*kernel*/c.*")
