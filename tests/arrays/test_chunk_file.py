@@ -377,4 +377,11 @@ def test_what_cannot_be_mapped_or_read_is_none(tmp_path):
         descriptor = file.fileno()
         if sys.platform == "linux":
             assert zarr_chunk_file.map_range(descriptor, 8 * PAGE, PAGE) is None
+            found = zarr_chunk_file.map_range(descriptor, 0, PAGE)
+            assert found.tobytes() == b"1" * PAGE, "the error before is not of this map"
     assert zarr_chunk_file.map_range(descriptor, 0, PAGE) is None, "it is closed"
+
+
+def test_linux_maps_at_given_addresses():
+    is_linux = sys.platform == "linux"
+    assert (zarr_chunk_file._map_function() is not None) == is_linux
