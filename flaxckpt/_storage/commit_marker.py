@@ -28,6 +28,31 @@ _locks: dict[RemotePath, locks.Lock] = {}
 """The locks of the checkpoints that this process writes."""
 
 
+# ---- locking ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def locked(path: RemotePath, *, patient: bool = False) -> Iterator[locks.Lock]:
+    """Holds the lock of a checkpoint in the `with` block; see `locks.lock`.
+
+    A lock that was taken over is left to a sweep, unless its dead holder left a whole
+    checkpoint, or none.
+
+    Raises:
+        CheckpointExistsError: Another process holds the lock.
+        StoreError: The store is unreachable.
+    """
+    with locks.lock(path, patient=patient) as lock:
+        if lock.is_inherited:
+            lock.is_left = bool(_keys(path)) and not _is_sealed(path)
+        yield lock
+
+
+def _keys(path: RemotePath) -> list[str]:
+    """Returns the objects of a checkpoint, without those of readers and deletions."""
+    return [key for key in path.keys() if not leases.is_lease(key)]  # noqa: SIM118
+
+
 # ---- writing ----------------------------------------------------------------------
 
 
@@ -61,7 +86,7 @@ def new_checkpoint(
     Raises:
         CheckpointExistsError: The checkpoint exists, or another process writes it.
     """
-    with locks.lock(final) as lock:
+    with locked(final) as lock:
         _make_room(lock, overwrite=overwrite, keep=keep)
         _locks[final] = lock
         try:
@@ -79,7 +104,7 @@ def _make_room(
     lock: locks.Lock, *, overwrite: bool, keep: Callable[[str], bool]
 ) -> None:
     final = lock.path
-    keys = [key for key in final.keys() if not leases.is_lease(key)]  # noqa: SIM118
+    keys = _keys(final)
     if not keys:
         return
     is_late = keys == [MARKER]
@@ -109,7 +134,7 @@ def _clear(lock: locks.Lock) -> None:
     except errors.CheckpointExistsError:
         lock.is_left = True  # our last objects may have come after the other's removal
     except errors.StoreError as error:
-        lock.is_left = True
+        lock.leave()
         _log.warning("could not remove %s for now: %s", lock.path, error)
 
 
@@ -153,18 +178,24 @@ def _digest(file: RemotePath) -> str | None:
     return None if stored is None else files.digest(stored.value)
 
 
-def write_new(path: RemotePath, content: bytes) -> None:
+def write_new(path: RemotePath, content: bytes, lock: locks.Lock | None = None) -> None:
     """Writes a new object.
 
     Replaces an existing object, which is a late write of an abandoned attempt. Later
     writes of abandoned attempts find the new object, and the store refuses them.
+
+    Args:
+        path: The object.
+        content: Its content.
+        lock: The lock of the checkpoint; None for the lock of the checkpoint that this
+            process writes, if any.
 
     Raises:
         CheckpointExistsError: Another process writes the checkpoint, or has taken over
             the lock.
     """
     store, key = path.store, path.key
-    lock = _lock_around(path)
+    lock = lock or _lock_around(path)
     if lock is not None:
         lock.check()
     for _ in range(_LATE_TRIES):
@@ -184,7 +215,7 @@ def write_new(path: RemotePath, content: bytes) -> None:
 
 
 def _lock_around(path: RemotePath) -> locks.Lock | None:
-    """Returns the lock that this process holds for the checkpoint with `path`."""
+    """Returns the lock of the checkpoint with `path`, if this process writes it."""
     return next((_locks[above] for above in path.parents if above in _locks), None)
 
 
@@ -214,7 +245,7 @@ def restore(lock: locks.Lock, marker: bytes | None) -> None:
     """
     lock.confirm()
     if marker is not None:
-        write_new(lock.path / MARKER, marker)
+        write_new(lock.path / MARKER, marker, lock)
 
 
 def remove(lock: locks.Lock) -> None:
@@ -226,6 +257,7 @@ def remove(lock: locks.Lock) -> None:
     except errors.CheckpointExistsError:
         return  # the other process may have looked before the marker was removed
     except errors.StoreError as error:
+        lock.leave()
         _log.warning("could not remove %s for now: %s", lock.path, error)
         return
     lock.is_left = False
@@ -264,12 +296,11 @@ def sweep(root: RemotePath, is_ours: Callable[[str], bool]) -> None:
             continue
         try:
             if leases.readers(path):
-                lock.is_left = True  # until they have ended, or their leases expire
-            elif not _is_sealed(path):
+                continue  # until they have ended, or their leases expire
+            if _is_sealed(path):
+                lock.is_left = False
+            else:
                 remove(lock)
                 _log.info("removed %s, left by a crash", path)
-        except errors.StoreError:
-            lock.is_left = True  # for the next sweep
-            raise
         finally:
             lock.release()

@@ -34,9 +34,12 @@ _BEAT_SECS = 10.0
 _ABANDONED_SECS = 45.0
 """Seconds without a change after which a lock counts as abandoned."""
 
-_FRESH_SECS = 15.0
+_LATE_SECS = 30.0
+"""Seconds after which a request has taken effect, or never does."""
+
+_FRESH_SECS = _ABANDONED_SECS - _LATE_SECS
 """Seconds after a renewal within which a request may still be sent under the lock: it
-then takes effect before others may take over, if that takes less than 30 s."""
+takes effect before others may take over."""
 
 _FRESH_TRIES = 3
 """Renewals in a row, in a store where each takes longer than `_FRESH_SECS`."""
@@ -64,7 +67,8 @@ class Lock:
     Attributes:
         path: The checkpoint.
         is_inherited: Whether it was taken over from a dead holder.
-        is_left: Whether `release` leaves the object for a later sweep.
+        is_left: Whether `release` leaves the object for a later sweep; at first,
+            whether the lock is inherited.
     """
 
     def __init__(
@@ -77,8 +81,7 @@ class Lock:
         inherited: bool,
     ) -> None:
         self.path = path
-        self.is_inherited = inherited
-        self.is_left = False
+        self.is_inherited = self.is_left = inherited
         self._renewed = renewed  # the start of the last request that renewed it
         self._holder = holder
         self._generation = generation
@@ -137,6 +140,11 @@ class Lock:
                 " neither commits nor removes anything"
             )
 
+    def leave(self) -> None:
+        """Lets `release` leave the lock: a request under it may still take effect."""
+        self.is_left = True
+        _pending[self._holder.id] = time.monotonic() + _LATE_SECS
+
     def release(self) -> None:
         """Releases the lock; after a failure, a later sweep removes the object."""
         if os.getpid() != self._holder.pid:
@@ -157,6 +165,10 @@ class Lock:
 
 _living: set[str] = set()
 """IDs of the locks that this process holds."""
+
+_pending: dict[str, float] = {}
+"""ID of a lock of this process that was left -> time until which a request under it may
+take effect."""
 
 os.register_at_fork(after_in_child=_living.clear)
 
@@ -181,7 +193,7 @@ def lock(path: RemotePath, *, patient: bool = False) -> Iterator[Lock]:
     try:
         yield lock
     except errors.StoreError:
-        lock.is_left = True  # requests may still arrive, or the work is half done
+        lock.leave()  # requests may still arrive, or the work is half done
         raise
     finally:
         lock.release()
@@ -268,12 +280,18 @@ def _name(lock: StoredValue) -> str:
 
 
 def _is_dead(lock: StoredValue) -> bool | None:
-    """Returns True if the holder of a lock died; None if unknown on this machine."""
+    """Returns True if a lock is no longer used; None if unknown on this machine.
+
+    A lock that this process has left is used as long as a request under it may still
+    take effect: after a sweep, its object would stay, or remove one of the next writer.
+    """
     holder = _holder(lock)
     if holder is None or holder.machine != _machine():
         return None
     if holder.pid == os.getpid():
-        return holder.id not in _living
+        if holder.id in _living:
+            return False
+        return True if time.monotonic() >= _pending.get(holder.id, 0.0) else None
     return _started(holder.pid) != holder.started
 
 

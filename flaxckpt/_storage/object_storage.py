@@ -23,7 +23,6 @@ from flaxckpt import _util, errors
 from flaxckpt._storage import (
     commit_marker,
     leases,
-    locks,
     rename,
     temporary,
 )
@@ -204,8 +203,7 @@ class ObjectStorage:
 
     @contextlib.contextmanager
     def lock_file(self, file: RemotePath, /) -> Iterator[None]:
-        with locks.lock(file.parent, patient=True) as lock:
-            lock.is_left = lock.is_inherited  # a sweep removes what its holder has left
+        with commit_marker.locked(file.parent, patient=True):
             yield
 
     def make_directory(self, path: RemotePath, /, *, mode: int | None = None) -> None:
@@ -352,8 +350,9 @@ class ObjectStorage:
             return commit_marker.commit(final, content)
 
     def delete(self, path: RemotePath, check: Callable[[Path], object], /) -> None:
-        with locks.lock(path) as lock, leases.deletion(path):
+        with commit_marker.locked(path) as lock, leases.deletion(path):
             check(path)
+            was_left = lock.is_left
             lock.is_left = True  # until the objects are removed, or the marker is back
             marker = commit_marker.withdraw(lock)
             try:
@@ -363,14 +362,14 @@ class ObjectStorage:
                 check(path)
             except errors.CheckpointError:
                 commit_marker.restore(lock, marker)
-                lock.is_left = False
+                lock.is_left = was_left
                 raise
             commit_marker.remove(lock)
 
     def delete_part(
         self, path: RemotePath, name: str, announce: Callable[[], object], /
     ) -> None:
-        with locks.lock(path), leases.deletion(path):
+        with commit_marker.locked(path), leases.deletion(path):
             announce()
             if late := leases.readers(path):  # the next deletion goes on here
                 raise leases.in_use_error(path, late)

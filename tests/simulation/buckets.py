@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator
 
 from flaxckpt import _steps, _storage, errors
-from flaxckpt._storage import leases, locks
+from flaxckpt._storage import commit_marker, leases, locks
 from tests.simulation import kernel, store
 
 URL = "memory://bucket"
@@ -30,7 +30,12 @@ _IS_STATUS = _steps.markers.is_marker
 
 
 class Save:
-    """A save of a step: what it writes, and whether it was acknowledged."""
+    """A save of a step: what it writes, and under which lock.
+
+    Attributes:
+        concurrent: Deletions and replacements at the same time.
+        lock: ID of the lock that the writer took.
+    """
 
     def __init__(self, step: int, name: str, size: int) -> None:
         self.step = step
@@ -40,6 +45,7 @@ class Save:
         self.files[MANIFEST] = json.dumps(manifest).encode()
         self.marker = json.dumps({MANIFEST: _digest(self.files[MANIFEST])}).encode()
         self.concurrent: set[Change] = set()
+        self.lock = ""
 
 
 class Change:
@@ -89,7 +95,7 @@ class Ledger:
         self.present: dict[int, Save] = {}  # acknowledged, and to be there
         self.readings: list[Reading] = []
         self.refreshed: dict[str, float] = {}
-        self.late: set[bytes] = set()  # markers that came when others wrote the step
+        self.late: set[bytes] = set()  # markers that came when others held the lock
         self.is_calm = False
         self.is_tidy = True
         bucket.on_change = self._check_change
@@ -155,8 +161,10 @@ class Ledger:
         """Notes whether a commit marker came late."""
         objects = self.objects(step)
         if (marker := objects.get(MARKER)) is not None:
-            manifest = self.saves[marker].files[MANIFEST]
-            if objects.get(MANIFEST) != manifest:
+            save = self.saves[marker]
+            lock, _ = self.bucket.objects.get(f"run/{step}{locks.LOCK}", (b"{}", b""))
+            is_of_another = json.loads(lock).get("id") != save.lock
+            if is_of_another or objects.get(MANIFEST) != save.files[MANIFEST]:
                 self.late.add(marker)
 
     def check_listed(self, step: int) -> Save | None:
@@ -275,6 +283,7 @@ class Program:
                     check=lambda path: None,
                 )
             )
+            save.lock = commit_marker._locks[final]._holder.id
             pause = self._world.random.choice((0.0, 0.0, 0.0, 30.0))
             for name, content in save.files.items():
                 self._world.sleep(pause * self._world.random.random())
@@ -313,7 +322,8 @@ class Program:
         process = self._world.task.process
         reading = Reading(step, (path / lease._name).key, process)
         try:
-            if leases.is_being_deleted(path):
+            is_there = not leases.is_being_deleted(path)
+            if not (is_there and _storage.of(path).is_committed(path)):
                 return
             self._ledger.readings.append(reading)
             self._world.record(f"reads step {step}")

@@ -19,7 +19,7 @@ class _NoLock:
     def check(self) -> None:
         """Does nothing."""
 
-    confirm = release = check
+    confirm = release = leave = check
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ def _exchange_always(self, key, value, generation):
 _exchange = bucket.Bucket.exchange
 
 
-def _write_over(path, content):
+def _write_over(path, content, lock=None):
     for _ in range(8):
         if path.store.create(path.key, content) is not None:
             return

@@ -25,7 +25,7 @@ SWAPPED: dict[str, tuple[str, ...]] = {
     "flaxckpt._distributed.operation": ("_groups",),
     "flaxckpt._storage.commit_marker": ("_locks",),
     "flaxckpt._storage.leases": ("_leases",),
-    "flaxckpt._storage.locks": ("_living", "_seen"),
+    "flaxckpt._storage.locks": ("_living", "_pending", "_seen"),
     "flaxckpt._storage.store_requests": ("_shared", "_user"),
     "flaxckpt._storage.store_settings": ("_options", "_stores"),
     "flaxckpt._util.progress": ("_open", "_showing"),

@@ -10,4 +10,10 @@ BUCKETS: dict[int, str] = {
     22771: "a writer that paused while it renewed its lock went on to remove objects",
     36850: "a deletion that paused left a step without a marker, and without a lock",
     1383: "a paused writer replaced objects of a step of another writer",
+    133370: "a deletion that paused put back its commit marker over that of another",
+    138392: "a reader looked for the commit marker only before its lease",
+    147145: "a sweep after a request without an answer came before the request",
+    170214: "a refused deletion released the lock of an abandoned save",
+    258351: "a commit marker that came late was counted as one that came in time",
+    496203: "a deletion under a reader released the lock of an abandoned replacement",
 }

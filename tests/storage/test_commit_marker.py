@@ -17,6 +17,7 @@ from tests.helpers import strategies
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
+    monkeypatch.setattr(storage_locks, "_LATE_SECS", 0.0)
     monkeypatch.setattr(store_requests, "_FIRST_PAUSE_SECS", 1e-4)
     monkeypatch.setattr(store_requests, "_LONGEST_PAUSE_SECS", 1e-4)
 

@@ -140,6 +140,7 @@ def test_a_lock_that_cannot_be_removed_is_left_to_a_sweep(path, caplog):
     lock = locks.take_over(path)
     assert lock.is_inherited
     lock.confirm()
+    lock.is_left = False
     lock.release()
     assert not locks.is_locked(path)
 
@@ -150,7 +151,8 @@ def test_a_lock_is_left_if_its_holder_says_so(path):
     assert locks.is_locked(path)
     with locks.lock(path) as lock:
         assert lock.is_inherited
-        assert not lock.is_left
+        assert lock.is_left, "until the work of the dead holder is removed"
+    assert locks.is_locked(path)
 
 
 def test_a_forked_child_does_not_release_the_lock_of_its_parent(path, monkeypatch):
@@ -205,6 +207,7 @@ def test_a_lock_of_elsewhere_is_taken_when_it_has_not_changed_for_long(
     with locks.lock(path) as lock:
         assert lock.is_inherited
         lock.confirm()
+        lock.is_left = False
     assert 1045 <= clock.now < 1047
     assert not locks.is_locked(path)
 
@@ -276,6 +279,32 @@ def test_a_lock_that_is_released_between_two_requests_is_acquired(
 
 
 # ---- taking over ------------------------------------------------------------------
+
+
+def fail(path):
+    """Leaves a lock of this process, as after a request without an answer."""
+    with pytest.raises(errors.StoreError), locks.lock(path):
+        raise errors.StoreError("no answer")
+
+
+@pytest.mark.parametrize("wait", [0.0, 20.0])
+def test_an_own_lock_is_not_taken_over_while_a_request_may_still_arrive(
+    path, clock, wait
+):
+    fail(path)
+    clock.now += wait
+    assert locks.take_over(path) is None
+    with locks.lock(path) as lock:
+        assert lock.is_inherited
+    assert 1030 <= clock.now < 1031
+
+
+def test_a_sweep_takes_an_own_lock_when_no_request_arrives_any_more(path, clock):
+    fail(path)
+    clock.now += 30
+    lock = locks.take_over(path)
+    assert lock.is_inherited
+    lock.release()
 
 
 def test_nothing_is_taken_over_from_the_living(path, process):

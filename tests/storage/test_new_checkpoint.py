@@ -3,14 +3,17 @@
 import pytest
 
 from flaxckpt import errors
-from flaxckpt._storage import commit_marker, locks
+from flaxckpt._storage import commit_marker, leases, locks
+from flaxckpt._storage.storage import of
 from tests.helpers import faulty_store as faulty
 
 FILES = {"state/w/c.0.0": b"weights", "_METADATA": b"{}"}
 
 
 @pytest.fixture
-def path():
+def path(monkeypatch):
+    """A checkpoint in a store where no request arrives late."""
+    monkeypatch.setattr(locks, "_LATE_SECS", 0.0)
     return faulty.new_path("new-checkpoint") / "1"
 
 
@@ -112,6 +115,49 @@ def test_without_the_store_nothing_is_removed_for_now(path, caplog):
     assert "could not release the lock" not in caplog.text, "it is left on purpose"
     assert list(path.keys()) == ["file"]
     assert locks.is_locked(path)
+
+
+@pytest.mark.parametrize("has_step", [False, True])
+def test_a_lock_of_a_dead_holder_who_left_nothing_is_released(path, has_step):
+    if has_step:
+        write(path)
+    leave(path)
+    with commit_marker.locked(path, patient=True) as lock:
+        assert lock.is_inherited
+    assert not locks.is_locked(path)
+
+
+def refuse(path):
+    raise errors.SaveFailedError(f"{path} is not deleted")
+
+
+def change(path):
+    with of(path).lock_file(path / "file"):
+        refuse(path)
+
+
+def delete(path):
+    of(path).delete(path, refuse)
+
+
+def delete_under_a_reader(path):
+    lease = leases.Lease(path)
+    try:
+        of(path).delete(path, lambda now: None)
+    finally:
+        lease.release()
+
+
+@pytest.mark.parametrize("act", [change, delete, delete_under_a_reader])
+def test_a_lock_of_a_dead_holder_is_left_until_its_objects_are_removed(path, act):
+    (path / "file").write_bytes(b"1")
+    leave(path)
+    with pytest.raises(errors.SaveFailedError, match="not deleted"):
+        act(path)
+    assert locks.is_locked(path)
+    commit_marker.sweep(path.parent, lambda name: name == "1")
+    assert list(path.keys()) == []
+    assert not locks.is_locked(path)
 
 
 # ---- what is there before ---------------------------------------------------------
