@@ -439,6 +439,7 @@ class LocalStorage:
             modes.set_below(directory, mode)
         size = self.sync_tree(directory)
         before()
+        temporary.check_claim(directory)
         publish(directory, final)
         return size
 

@@ -11,6 +11,7 @@ again, and a directory that has not been touched for a while is abandoned.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -55,6 +56,9 @@ _BRIEF_SECS = 60.0
 _MESSAGES_SECS = 86_400.0
 
 _LOCK_POLL_SECS = 0.01
+
+_claimed: dict[Path, int] = {}
+"""Directory that this process has claimed -> its descriptor."""
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -139,12 +143,41 @@ def claim(path: Path, *, patience_secs: float = 0.0) -> Iterator[bool]:
             if _lock(descriptor, patience_secs):
                 with contextlib.suppress(FileNotFoundError):
                     is_ours = os.path.samestat(path.lstat(), os.fstat(descriptor))
+            if is_ours:
+                _claimed[path] = descriptor
             yield is_ours
     finally:
+        _claimed.pop(path, None)
         with contextlib.suppress(OSError):
             # Closing alone does not unlock if a fork has inherited the descriptor.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
+
+
+def check_claim(path: Path) -> None:
+    """Checks that a claimed directory still has its name.
+
+    After a pause, another process may have swept it. TensorStore then makes a directory
+    anew, with what it still had to write.
+
+    Raises:
+        FileNotFoundError: Another process has removed the directory.
+    """
+    if (claimed := _claimed.get(path)) is None:
+        return
+    try:
+        is_same = os.path.samestat(path.lstat(), os.fstat(claimed))
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
+        is_same = False
+    if not is_same:
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"another process removed the directory, which had not been touched for"
+            f" {_ABANDONED_SECS:g} s",
+            str(path),
+        )
 
 
 def _lock(descriptor: int, patience_secs: float) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import _arrays, errors
 from flaxckpt._checkpoint import commit, save
 from flaxckpt._storage import rename, store_requests
 from tests.helpers import faulty_store as faulty
@@ -209,3 +209,24 @@ def test_files_that_came_meanwhile_are_not_replaced(tmp_path):
     with pytest.raises(errors.CheckpointExistsError, match=r"notes\.txt"):
         commit.publish(new, final, overwrite=True)
     assert (final / "notes.txt").read_text() == "mine"
+
+
+# ---- after a long pause -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_directory_that_tensorstore_made_anew_is_not_published(
+    tmp_path, monkeypatch, store
+):
+    real = _arrays.write.write
+
+    def write(root, *args, **options):
+        checksums = real(root, *args, **options)
+        [temporary] = tmp_path.glob("c.*")
+        shutil.rmtree(temporary)  # as another process after a long pause
+        return real(root, *args, **options) or checksums
+
+    monkeypatch.setattr(_arrays.write, "write", write)
+    with pytest.raises(errors.SaveFailedError):
+        flaxckpt.save(tmp_path / "c", STATE, layout=layout(store))
+    assert list(tmp_path.iterdir()) == []

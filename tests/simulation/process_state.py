@@ -28,6 +28,7 @@ SWAPPED: dict[str, tuple[str, ...]] = {
     "flaxckpt._storage.locks": ("_living", "_pending", "_seen"),
     "flaxckpt._storage.store_requests": ("_shared", "_user"),
     "flaxckpt._storage.store_settings": ("_options", "_stores"),
+    "flaxckpt._storage.temporary": ("_claimed",),
     "flaxckpt._util.progress": ("_open", "_showing"),
 }
 

@@ -186,6 +186,18 @@ def test_a_missing_or_another_directory_is_not_claimed(tmp_path, monkeypatch):
             assert not is_ours, name
 
 
+def test_a_claimed_directory_that_was_made_anew_is_found(tmp_path):
+    with temporary.new_directory(tmp_path / "7") as path:
+        temporary.check_claim(path)
+        path.rename(tmp_path / "swept")
+        with pytest.raises(FileNotFoundError, match="another process"):
+            temporary.check_claim(path)
+        path.mkdir()
+        with pytest.raises(FileNotFoundError, match="another process"):
+            temporary.check_claim(path)
+    temporary.check_claim(path)  # nobody claims it
+
+
 @pytest.mark.parametrize("kind", ["file", "link"])
 def test_what_is_no_directory_is_not_claimed(tmp_path, kind):
     path = tmp_path / "7"
