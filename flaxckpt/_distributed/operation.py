@@ -296,22 +296,29 @@ class Operation:
         Args:
             error: The failure.
             stage: As process 0, wait up to 30 s until all processes have reached this
-                stage or have stopped: the files they write may then be removed. Without
-                a stage, waits for no process.
+                stage or have stopped, even if messages are lost for a while: the files
+                they write may then be removed. Without a stage, waits for no process.
         """
         if self._is_over:
             return
         self._is_over = True
         failure = self._failure(error)
         self._failures = (*self._failures, failure)
-        try:
-            self._messages.fail(failure)
-            if self.is_first:
-                if stage:
-                    self._settle(stage)
-                self._end(self._messages.failures())
-        except OSError as unreported:
-            _log.debug("%s: could not report the failure: %s", self.what, unreported)
+        deadline = time.monotonic() + _GRACE_SECS
+        while True:
+            try:
+                self._messages.fail(failure)
+                if self.is_first:
+                    if stage:
+                        self._settle(stage, deadline)
+                    self._end(self._messages.failures())
+            except OSError as lost:
+                if not stage or time.monotonic() > deadline:
+                    _log.debug("%s: could not report the failure: %s", self.what, lost)
+                    return
+                time.sleep(_SLICE_SECS)  # the others may still write
+            else:
+                return
 
     def outcome(self) -> ApartError:
         """Returns the failures that process 0 announced; call after `fail`."""
@@ -328,8 +335,7 @@ class Operation:
         text = errors.one_line(error, _LONGEST_TEXT)
         return Failure(self.index, kind, text or kind)
 
-    def _settle(self, stage: str) -> None:
-        deadline = time.monotonic() + _GRACE_SECS
+    def _settle(self, stage: str, deadline: float) -> None:
         for process in range(1, self.count):
             while self._messages.get_report(stage, process, _SLICE_SECS) is None:
                 is_dead = (

@@ -22,6 +22,7 @@ FOUND = {
     (jobs, 5): "a coordination service that ends before a report",
     (jobs, 7): "process 0 cannot report its failure",
     (jobs, 146): "messages in files that cannot be written",
+    (jobs, 766): "a coordination service that is away while another process writes",
 }
 """Histories that found a defect, which has been mended since."""
 
