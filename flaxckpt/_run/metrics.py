@@ -51,6 +51,7 @@ class RankedStep:
 
     Attributes:
         is_doubtful: True if a policy asked for metrics that could not be read.
+        used: The values that policies asked for: `metrics`, `created`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class RankedStep:
         self.step = step
         self.temporary = temporary
         self.is_doubtful = False
+        self.used: set[str] = set()
         self._elsewhere = elsewhere
         self._metrics = metrics
         self._created = created
@@ -72,6 +74,7 @@ class RankedStep:
     @property
     def metrics(self) -> Mapping[str, float]:
         """The metrics of the step, stored or measured elsewhere."""
+        self.used.add("metrics")
         stored = self._metrics()
         self.is_doubtful = stored is None
         return {**self._elsewhere, **(stored or {})}
@@ -79,6 +82,7 @@ class RankedStep:
     @property
     def created(self) -> float:
         """Start time of the save, in seconds since 1970."""
+        self.used.add("created")
         return self._created()
 
 

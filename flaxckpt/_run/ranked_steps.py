@@ -108,9 +108,12 @@ class RankedSteps:
         """Returns True if the metrics of the step `path` changed since last read."""
         return self._metrics.has_changed(path)
 
-    def is_outdated(self, path: Path) -> bool:
-        """Returns True if a value of the step `path` changed since policies read it."""
-        return self._metrics.has_changed(path) or self._created.has_changed(path)
+    def is_outdated(self, step: RunStep) -> bool:
+        """Returns True if a value that policies used has changed since."""
+        used, path = step.ranked.used, step.path
+        return ("metrics" in used and self._metrics.has_changed(path)) or (
+            "created" in used and self._created.has_changed(path)
+        )
 
     def steps(self) -> dict[int, RunStep]:
         """Returns the current steps, without unrecognised directories.

@@ -267,7 +267,7 @@ class Retention:
         affected = {*doomed, *(step for step, _ in items)}
         saves = {n: ranked_steps.identify_save(steps[n].path) for n in affected}
         # A step that was replaced before its save was identified stays this time.
-        replaced = {n for n in affected if self.index.is_outdated(steps[n].path)}
+        replaced = {n for n in affected if self.index.is_outdated(steps[n])}
         return _Decision(
             steps,
             [step for step in doomed if step not in replaced],

@@ -22,7 +22,7 @@ def compare(path: Path, final: Path) -> Relation:
         final: The path of the step in the run directory.
 
     Returns:
-        `none`: `final` is not a checkpoint. `same`: `final` is this step, complete or
+        `none`: `final` is not a checkpoint, or the rest of a save. `same`: `final` is this step, complete or
         not. `other`: `final` is another step, of another writer or a later save.
         `damaged`: `final` is a step with a changed commit marker or manifest.
 
@@ -33,6 +33,8 @@ def compare(path: Path, final: Path) -> Relation:
     if marker is not None and marker == _content(path / _storage.commit_marker.MARKER):
         return "same"
     manifest = _content(final / _native.orbax_json.MANIFEST)
+    if marker is None and _storage.of(final).is_unfinished(final):
+        return "none"
     if marker is None and manifest is None:
         is_there = _storage.of(final).exists(final)
         return "other" if is_there and _is_foreign(final) else "none"

@@ -302,6 +302,15 @@ def test_metrics_that_change_all_the_time_hold_up_no_deletion(tmp_path, monkeypa
     assert found.delete_unkept() == (1, 2)
 
 
+def test_metrics_that_no_policy_uses_hold_up_no_deletion(tmp_path):
+    state = {"w": np.ones(2)}
+    with flaxckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, metrics={"loss": 1.0}, temporary=True).wait()
+        assert checkpointer.best_step("loss", "min") == 1  # reads them
+        checkpointer.add_metrics(1, {"loss": 2.0})
+        assert checkpointer.save(2, state).wait().deleted_steps == (1,)
+
+
 def test_the_step_just_saved_stays_this_time(tmp_path):
     save(tmp_path, 1, 2, 3)
     found = retention.Retention(tmp_path, PLAIN, rules([LatestN(1)]))

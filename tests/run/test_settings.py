@@ -99,7 +99,7 @@ def test_a_reader_explains_by_the_recorded_policies(tmp_path, is_staged):
     other = flaxckpt.Checkpointer(run, keep=[LatestN(1)], read_only=True, **staging)
     assert other.prune(dry_run=True) == (2,)
     if not is_staged:
-        assert run_view.survey(run).explain() == wanted
+        assert run_view.survey(run).examine().reasons == wanted
     assert flaxckpt.Checkpointer(run, **staging).prune() == (), "it keeps all"
 
 

@@ -19,7 +19,7 @@ from flaxckpt import _storage, errors
 from flaxckpt._checkpoint import commit
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._steps import markers as steps_markers
-from flaxckpt._storage import store_requests
+from flaxckpt._storage import locks, store_requests
 from flaxckpt._util import job as util_job
 from flaxckpt.configs import CheckpointConfig
 from flaxckpt.datasets import StepIndexed
@@ -602,7 +602,11 @@ def test_saves_go_on_while_the_directory_is_gone(tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["files", "ocdbt"])
-def test_an_upload_that_is_cut_off_anywhere_is_made_later(tmp_path, layout):
+def test_an_upload_that_is_cut_off_anywhere_is_made_later(
+    tmp_path, monkeypatch, layout
+):
+    # The store answers at once: a later upload need not wait for late requests.
+    monkeypatch.setattr(locks, "_LATE_SECS", 0.1)
     for last in range(0, 10_000, 2):
         path = faulty.new_path(f"tiers-cut-{layout.store}-{last}")
         staging = tmp_path / f"ssd-{last}"
