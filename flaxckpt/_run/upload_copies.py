@@ -22,9 +22,10 @@ def compare(path: Path, final: Path) -> Relation:
         final: The path of the step in the run directory.
 
     Returns:
-        `none`: `final` is not a checkpoint, or the rest of a save. `same`: `final` is this step, complete or
-        not. `other`: `final` is another step, of another writer or a later save.
-        `damaged`: `final` is a step with a changed commit marker or manifest.
+        `none`: `final` is not a checkpoint, or the rest of a save. `same`: `final` is
+        this step, complete or not. `other`: `final` is another step, of another writer
+        or a later save. `damaged`: `final` is a step with a changed commit marker or
+        manifest.
 
     Raises:
         OSError: The run directory cannot be read.
