@@ -27,13 +27,12 @@ def _lock_nothing(path, *, patient=False):
     yield _NoLock(path)
 
 
-@contextlib.contextmanager
-def _lock_until_any_error(path, *, patient=False):
-    lock = locks._acquire(path, patient=patient)
-    try:
-        yield lock
-    finally:
-        lock.release()
+def _release_always(self):
+    self.is_left = False
+    _release(self)
+
+
+_release = locks.Lock.release
 
 
 def _delete_files_first(self, path, check):
@@ -81,7 +80,10 @@ FAULTS: dict[str, dict[tuple[Any, str], Any]] = {
     "a writer replaces objects after a pause": {
         (commit_marker, "write_new"): _write_over
     },
-    "a deletion goes on after a pause": {(locks.Lock, "check"): _do_nothing},
+    "a process that has lost its lock goes on": {
+        (locks.Lock, "check"): _do_nothing,
+        (locks.Lock, "confirm"): _do_nothing,
+    },
     "a deletion removes the commit marker last": {
         (ObjectStorage, "delete"): _delete_files_first
     },
@@ -91,7 +93,7 @@ FAULTS: dict[str, dict[tuple[Any, str], Any]] = {
         (commit_marker, "_remove_objects"): _remove_in_any_order
     },
     "a lock is released after an unknown result": {
-        (locks, "lock"): _lock_until_any_error
+        (locks.Lock, "release"): _release_always
     },
 }
 """Name of a fault -> the attributes to replace, for `stand_ins.installed`."""
