@@ -39,7 +39,7 @@ def test_few_requests_are_made_whatever_is_asked_for():
     with flaxckpt.Checkpointer(database, layout=layout) as ckpt:
         ckpt.save(1, arrays).wait()
         assert count(lambda: ckpt.save(2, arrays).wait()) <= 9 + 10
-    assert count(lambda: flaxckpt.load(database)) <= 10
+    assert count(lambda: flaxckpt.load(database)) <= 12
 
 
 def test_what_was_listed_is_listed_again_after_a_change():
