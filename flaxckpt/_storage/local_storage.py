@@ -522,7 +522,7 @@ def _entries_below(directory: str, prefix: str) -> Iterator[tuple[str, bool]]:
 
 
 def _write_new(file: Path, content: bytes, mode: int | None) -> None:
-    """Writes and syncs a new file that has its mode before it has its content."""
+    """Writes and syncs a new file; sets its mode before it writes the content."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     bits = 0o666 if mode is None else modes.of_file(modes.PRIVATE)
     with open(os.open(file, flags, bits), "wb") as opened:  # noqa: PTH123
