@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from flaxckpt._arrays import (
         blockwise,
         byte_ranges,
+        databases,
         evaluate,
         forms,
         layout,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "blockwise",
     "byte_ranges",
+    "databases",
     "evaluate",
     "forms",
     "layout",

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util, errors
-from flaxckpt._arrays import forms, read_raw, to_device
-from flaxckpt._arrays.read_raw import Reading
+from flaxckpt._arrays import forms, read_raw, read_tasks, to_device
+from flaxckpt._arrays.databases import Database, Databases
+from flaxckpt._arrays.read_tasks import Reading
 from flaxckpt._arrays.zarr import metadata, ocdbt
 from flaxckpt._arrays.zarr.metadata import Array, Region
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
@@ -176,7 +177,7 @@ def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
     context = _storage.store_requests.context(
         {"file_io_concurrency": {"limit": 32}, **ocdbt.MANIFESTS}
     )
-    databases = read_raw.Databases(context)
+    databases = Databases(context)
     for batch in _batches(jobs, options.max_concurrent_bytes):
         blocks = _read_batch(batch, options, databases, faults)
         while blocks:  # release the blocks of finished arrays
@@ -204,7 +205,7 @@ def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
 def _read_batch(
     batch: Sequence[_Work],
     options: ReadOptions,
-    databases: read_raw.Databases,
+    databases: Databases,
     faults: Faults,
 ) -> list[tuple[ReadJob, dict[Region, Array]]]:
     """Reads the parts of each leaf that local devices need.
@@ -220,7 +221,7 @@ def _read_batch(
         for work, reading in zip(batch, readings, strict=True)
     ]
     in_store = any(_storage.of(w.job.stored.root).costs_requests for w in batch)
-    read_raw.run([*databases.readings(), *readings], in_store=in_store)
+    read_tasks.run([*databases.readings(), *readings], in_store=in_store)
     blocks = []
     for work, reading, size in zip(batch, readings, unreported, strict=True):
         try:
@@ -351,7 +352,7 @@ def _fits_chunks(region: Region, chunk: Shape, shape: Shape) -> bool:
     )
 
 
-def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> Reading:
+def _begin(work: _Work, options: ReadOptions, databases: Databases) -> Reading:
     stored, regions = work.job.stored, tuple(work.reads)
     try:
         if stored.span is not None:
@@ -386,13 +387,13 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
     except errors.StoreError:
         raise  # the leaf itself may be intact
     except (ValueError, OSError) as error:
-        return read_raw.failed_reading(error)
+        return read_tasks.failed_reading(error)
     except MemoryError:
-        return read_raw.failed_reading(_util.memory.TooLargeError())
+        return read_tasks.failed_reading(_util.memory.TooLargeError())
 
 
 def _from_large_values(
-    work: _Work, database: read_raw.Database, context: ts.Context, *, verify: bool
+    work: _Work, database: Database, context: ts.Context, *, verify: bool
 ) -> Reading:
     """Reads a raw array in an open database through TensorStore.
 

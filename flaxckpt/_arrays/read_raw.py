@@ -12,102 +12,28 @@ import errno
 import functools
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util
-from flaxckpt._arrays import byte_ranges, forms
+from flaxckpt._arrays import byte_ranges, forms, read_tasks
+from flaxckpt._arrays.databases import Database
+from flaxckpt._arrays.read_tasks import Reading
 from flaxckpt._arrays.spans import Span
-from flaxckpt._arrays.zarr import chunk_file, ocdbt
+from flaxckpt._arrays.zarr import chunk_file
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr.chunk_file import Block, Bytes
 from flaxckpt._arrays.zarr.metadata import Array, RawArray, Region
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import Shape
 
-_THREADS = 8
-"""Threads that read files. More than cores: some wait for the disk."""
-
-_THREADS_IN_STORES = 32
-"""Threads that read objects: they mostly wait for the network."""
-
 _CAST_AT_ONCE = 2**20
 """Bytes that are read and cast at a time: few enough for the cache of a core."""
 
-_MAX_DIGESTED_BYTES = 2**30
-
 _MAX_METADATA_BYTES = 2**20
-
-_VALUES_AT_ONCE = 2**20
-"""Bytes of small values of a database that are read in a call."""
-
-_SMALL_GAP_BYTES = 2**16
-_SMALL_GAP_IN_STORES_BYTES = 2**22
-"""Smaller gaps between bytes are read, too: another request would take longer."""
-
-
-class Reading:
-    """A read of a leaf in progress.
-
-    Args:
-        tasks: Tasks to run first, in any order and on any thread.
-        arrays: Returns the values after all tasks: region -> values. `result` raises
-            ValueError and OSError of `arrays` and of tasks.
-    """
-
-    def __init__(
-        self,
-        tasks: Sequence[Callable[[], None]],
-        arrays: Callable[[], Mapping[Region, Array]],
-    ) -> None:
-        self._errors: list[Exception] = []
-        # No methods of this object: a cycle would hold the values, perhaps the size of
-        # the whole state, until the garbage collector runs.
-        self.tasks = tuple(
-            [functools.partial(_attempt, task, self._errors) for task in tasks]
-        )
-        self._arrays = arrays
-
-    def result(self) -> Mapping[Region, Array]:
-        """Returns the values: region -> values.
-
-        Raises:
-            ValueError, OSError: Values are missing or damaged.
-        """
-        if self._errors:
-            raise self._errors[0]
-        return self._arrays()
-
-
-def _attempt(task: Callable[[], None], errors: list[Exception]) -> None:
-    """Runs a task; adds an error that the reading is to raise to `errors`."""
-    try:
-        task()
-    except (ValueError, OSError) as error:
-        errors.append(error)
-    except MemoryError:
-        errors.append(_util.memory.TooLargeError())
-
-
-def failed_reading(error: Exception) -> Reading:
-    """Returns a reading with an error as its result."""
-
-    def fail() -> None:
-        raise error
-
-    return Reading([fail], dict)
-
-
-def run(readings: Sequence[Reading], *, in_store: bool = False) -> None:
-    """Runs the tasks of all readings, in files or in an object store."""
-    tasks = [task for reading in readings for task in reading.tasks]
-    threads = _THREADS_IN_STORES if in_store else _THREADS
-    _util.threads.each(lambda task: task(), tasks, threads=threads)
 
 
 class _Form:
@@ -350,7 +276,7 @@ def _fill(
 ) -> None:
     """Reads parts of a chunk: each a target, and the region of its values."""
     at_once = block.verified_at_once if verify else 1
-    gap = _small_gap(block.path)
+    gap = read_tasks.small_gap(block.path)
     ranges = form.byte_ranges([bounds for _, bounds in parts], at_once, gap)
     if len(parts) == 1 and len(ranges) == 1:
         [(target, bounds)], [(start, stop)] = parts, ranges
@@ -373,13 +299,6 @@ def _fill(
         chunk_file.read(block, into, start=start, verify=verify)
     for target, bounds in parts:
         _state.numpy_dtypes.cast_into(target, form.values(buffer, bounds))
-
-
-def _small_gap(path: Path) -> int:
-    """Returns the bytes below which a gap between values is read, too."""
-    if _storage.of(path).costs_requests:
-        return _SMALL_GAP_IN_STORES_BYTES
-    return _SMALL_GAP_BYTES
 
 
 # ---- from byte ranges of a file -------------------------------------------------
@@ -438,161 +357,6 @@ def _fill_part(target: Array, span: Span, origin: Sequence[int]) -> None:
 
 
 # ---- from a database ------------------------------------------------------------
-
-
-class Database:
-    """A database, opened and checked.
-
-    Its small values are not read through TensorStore, which takes several times as
-    long: they are in the index, or in files of the database, where values that are read
-    together are mostly adjacent. `request` values, run the task of `reading`, and take
-    each from `value`.
-
-    Args:
-        root: The directory of the database, with checked links.
-        checked: The database in TensorStore.
-
-    Attributes:
-        store: The database in TensorStore.
-
-    Raises:
-        ValueError, OSError: The index is damaged, or cannot be read.
-    """
-
-    def __init__(self, root: Path, checked: ocdbt.Checked) -> None:
-        self.store = checked.store
-        self._root = root
-        self._index = ocdbt.index(root, checked.roots)
-        self._requested: dict[str, ocdbt.Place] = {}
-        self._read: dict[str, bytes | Exception] = {}
-
-    def request(self, key: str, max_bytes: int) -> None:
-        """Requests a value; `value` must be called as often.
-
-        Raises:
-            ValueError: The value is missing, or is larger than `max_bytes`.
-        """
-        found = self._index.get(key.encode())
-        if found is None:
-            raise ValueError(f"{key} is missing")
-        if isinstance(found, bytes):
-            self._read[key] = found
-            return
-        place = ocdbt.parse_place(found)
-        if place.size > max_bytes:
-            raise ValueError(f"{key} has {place.size} bytes instead of {max_bytes}")
-        self._requested[key] = place
-
-    def reading(self) -> Reading:
-        """Returns a reading with the tasks that read the requested values."""
-        gap = _small_gap(self._root)
-        pieces: list[list[tuple[str, ocdbt.Place]]] = []
-        start, end, file = 0, 0, ""
-        by_place = sorted(self._requested.items(), key=lambda item: item[1][1:])
-        for key, place in by_place:
-            stop = place.offset + place.size
-            is_near = place.file == file and place.offset - end <= gap
-            if not is_near or stop - start > _VALUES_AT_ONCE:
-                pieces.append([])
-                start, end, file = place.offset, stop, place.file
-            pieces[-1].append((key, place))
-            end = max(end, stop)
-        self._requested = {}
-        tasks = [functools.partial(self._read_piece, piece) for piece in pieces]
-        return Reading(tasks, dict)
-
-    def _read_piece(self, values: Sequence[tuple[str, ocdbt.Place]]) -> None:
-        """Reads values that are near each other in a file, the first at the start."""
-        start = values[0][1].offset
-        stop = max(place.offset + place.size for _, place in values)
-        file = self._root / values[0][1].file
-        try:
-            content = _storage.of(file).read_range(file, start, stop - start)
-        except (ValueError, OSError, MemoryError) as error:
-            self._read.update((key, error) for key, _ in values)
-            return
-        for key, place in values:
-            offset = place.offset - start
-            self._read[key] = content[offset : offset + place.size]
-
-    def value(self, key: str) -> bytes:
-        """Returns a requested value after the tasks of `reading`.
-
-        It is shorter than in the index if its file ends too early.
-
-        Raises:
-            ValueError, OSError, MemoryError: The value cannot be read.
-        """
-        value = self._read.pop(key)
-        if isinstance(value, Exception):
-            raise value
-        return value
-
-
-class Databases:
-    """Databases of a restore, each opened and verified once.
-
-    Args:
-        context: A context with `ocdbt.MANIFESTS`.
-    """
-
-    def __init__(self, context: ts.Context) -> None:
-        self.context = context
-        self._opened: dict[Path, Database] = {}
-        self._faults: dict[Path, Exception] = {}
-
-    def open(self, raw: RawArray, checkpoint: Path, *, verify: bool) -> Database:
-        """Returns the opened database of an array.
-
-        Args:
-            raw: The array.
-            checkpoint: The directory that links in the database must not leave.
-            verify: True to compare the database with its digests.
-
-        Raises:
-            ValueError, OSError: The database has a link to the outside, has changed
-                since it was written, or is missing.
-        """
-        root = raw.root
-        opened = self._opened.get(root)
-        if opened is not None:
-            return opened
-        if root in self._faults:
-            raise self._faults[root]
-        try:
-            self._opened[root] = opened = self._open(raw, checkpoint, verify=verify)
-        except (ValueError, OSError) as error:
-            self._faults[root] = error
-            raise
-        return opened
-
-    def _open(self, raw: RawArray, checkpoint: Path, *, verify: bool) -> Database:
-        _storage.store_requests.use_threads()
-        _storage.of(raw.root).check_root(raw.root, checkpoint)
-        if verify:
-            check_digests(raw.root, raw.digests, max_bytes=_MAX_DIGESTED_BYTES)
-        return Database(raw.root, ocdbt.open_checked(raw.root, self.context))
-
-    def readings(self) -> list[Reading]:
-        """Returns readings with the tasks that read the requested values."""
-        return [database.reading() for database in self._opened.values()]
-
-
-def check_digests(
-    root: Path, digests: Mapping[str, str], *, max_bytes: int = sys.maxsize
-) -> None:
-    """Compares the files of arrays below `root` with their digests.
-
-    Raises:
-        ValueError: A file has changed, or is larger than `max_bytes`.
-        OSError: A file is missing, or cannot be read.
-    """
-
-    def check(name: str) -> None:
-        found = _storage.of(root).digest_file(root / name, max_bytes=max_bytes)
-        _storage.files.check_digest(name, found, digests[name])
-
-    _util.threads.each(check, digests, threads=_THREADS)
 
 
 def from_database(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from flaxckpt import _storage
 from flaxckpt._arrays import byte_ranges as arrays_byte_ranges
 from flaxckpt._arrays import read_raw as arrays_read_raw
+from flaxckpt._arrays import read_tasks
 from flaxckpt._state import numpy_dtypes as state_numpy_dtypes
 
 
@@ -23,7 +24,7 @@ def read_region(span, region, dtype=None, *, memory_map=True):
     reading = arrays_read_raw.from_span(
         span, [region], dtype=dtype or span.dtype, memory_map=memory_map
     )
-    arrays_read_raw.run([reading])
+    read_tasks.run([reading])
     return reading.result()[region]
 
 

@@ -17,8 +17,10 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays import read_raw as arrays_read_raw
+from flaxckpt._arrays import read_tasks
 from flaxckpt._arrays import to_host as arrays_to_host
 from flaxckpt._arrays import write as arrays_write
+from flaxckpt._arrays.databases import Databases
 from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
@@ -84,7 +86,7 @@ def read_raw(root, array, chunk_shape, encoding, region, *, ocdbt, memory_map):
     raw = RawArray(root, "w", ocdbt, encoding)
     info = info_of(array, chunk_shape)
     if ocdbt:
-        databases = arrays_read_raw.Databases(ts.Context())
+        databases = Databases(ts.Context())
         database = databases.open(raw, raw.root, verify=True)
         reading = arrays_read_raw.from_database(
             raw, info, [region], database, verify=True
@@ -98,7 +100,7 @@ def read_raw(root, array, chunk_shape, encoding, region, *, ocdbt, memory_map):
             memory_map=memory_map,
             verify=True,
         )
-    arrays_read_raw.run([*databases.readings(), reading] if ocdbt else [reading])
+    read_tasks.run([*databases.readings(), reading] if ocdbt else [reading])
     return reading.result()[region]
 
 

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import flaxckpt
 from flaxckpt import _storage, errors
 from flaxckpt._arrays import read_raw as arrays_read_raw
+from flaxckpt._arrays import read_tasks
 from flaxckpt._arrays import write as arrays_write
 from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
@@ -123,7 +124,7 @@ def test_damage_is_found_where_it_is_needed_and_only_there(
     dtype = "float64" if way == "cast" else "float32"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zarr_chunk_file, "MAPPED_FROM", 0)
-        patch.setattr(arrays_read_raw, "_SMALL_GAP_BYTES", 1)
+        patch.setattr(read_tasks, "_SMALL_GAP_BYTES", 1)
         real = zarr_chunk_file.read
 
         def read(block, into, *, verify, start=0):
@@ -138,7 +139,7 @@ def test_damage_is_found_where_it_is_needed_and_only_there(
             reading = arrays_read_raw.from_files(
                 raw, info, regions, dtype=dtype, memory_map=way == "map", verify=True
             )
-            arrays_read_raw.run([reading])
+            read_tasks.run([reading])
             return reading.result()
 
         for region, values in found().items():
@@ -170,7 +171,7 @@ def test_without_verification_only_the_bytes_are_read(tmp_path, checksum):
                 memory_map=False,
                 verify=not checksum,  # nothing to verify without checksums
             )
-            arrays_read_raw.run([reading])
+            read_tasks.run([reading])
         values = reading.result()[region]
         wanted = array[tuple(slice(*b) for b in region)]
         np.testing.assert_array_equal(values, wanted)
@@ -337,7 +338,7 @@ def test_a_part_of_a_chunk_is_all_that_is_read(tmp_path, items):
                 memory_map=False,
                 verify=True,
             )
-            arrays_read_raw.run([reading])
+            read_tasks.run([reading])
         values = reading.result()[region]
         np.testing.assert_array_equal(values, state["a"]["w"][start : start + 512])
         tail = 4 * (start + 512 == 4096)
@@ -407,7 +408,7 @@ def test_stores_are_asked_for_the_needed_bytes(rows):
             memory_map=True,
             verify=True,
         )
-        arrays_read_raw.run([reading])
+        read_tasks.run([reading])
         return reading.result()[region]
 
     sizes = []

@@ -30,7 +30,12 @@ MODULES: dict[str, tuple[str, ...]] = {
         "checkpoint/test_verify.py",
     ),
     "_checkpoint/file_sizes.py": ("checkpoint/test_file_sizes.py",),
-    "_arrays/read_raw.py": ("arrays/test_read_raw.py", "arrays/test_segments.py"),
+    "_arrays/read_raw.py": (
+        "arrays/test_read_raw.py",
+        "arrays/test_segments.py",
+        "arrays/test_byte_ranges.py",
+        "arrays/test_databases.py",
+    ),
     "_arrays/zarr/chunk_file.py": ("arrays/test_chunk_file.py",),
 }
 """Module below `flaxckpt` -> files of tests below `tests`."""

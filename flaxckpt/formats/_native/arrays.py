@@ -337,7 +337,7 @@ class _DigestChecks:
         with self._lock:
             if name in self._done:
                 return
-            _arrays.read_raw.check_digests(self._root, self._digests.get(name, {}))
+            _arrays.databases.check_digests(self._root, self._digests.get(name, {}))
             self._done.add(name)
 
 

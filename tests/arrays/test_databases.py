@@ -8,8 +8,9 @@ import pytest
 import tensorstore as ts
 
 import flaxckpt
-from flaxckpt._arrays import read_raw
+from flaxckpt._arrays import read_raw, read_tasks
 from flaxckpt._arrays import write as arrays_write
+from flaxckpt._arrays.databases import Database, Databases
 from flaxckpt._arrays.zarr import ocdbt
 from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
 from flaxckpt._state.leaf import LeafInfo
@@ -42,7 +43,7 @@ def values():
 
 def open_database(root):
     context = ts.Context(ocdbt.MANIFESTS)
-    return read_raw.Database(root, ocdbt.open_checked(root, context))
+    return Database(root, ocdbt.open_checked(root, context))
 
 
 def test_the_index_has_all_keys_of_a_deep_tree(tmp_path, values):
@@ -70,8 +71,9 @@ def test_requested_values_are_read_in_few_calls(tmp_path, values, part):
     for key in wanted:
         database.request(key, 60)
     reading = database.reading()
-    assert len(reading.tasks) == 1
-    read_raw.run([reading])
+    files = len([*(tmp_path / "d").iterdir()])  # TensorStore may make several
+    assert 1 <= len(reading.tasks) <= files < len(values) / 100
+    read_tasks.run([reading])
     assert {key: database.value(key) for key in wanted} == {
         key: values[key] for key in wanted
     }
@@ -85,7 +87,7 @@ def test_values_far_apart_are_read_on_their_own(tmp_path):
         database.request(key, 2**15)
     reading = database.reading()
     assert len(reading.tasks) == 2
-    read_raw.run([reading])
+    read_tasks.run([reading])
     for key in ("099", "000", "001"):
         assert database.value(key) == values[key]
 
@@ -97,7 +99,7 @@ def test_many_bytes_are_read_in_several_calls(tmp_path):
         database.request(key, 2**16)
     reading = database.reading()
     assert 6 <= len(reading.tasks) <= 7
-    read_raw.run([reading])
+    read_tasks.run([reading])
     assert {key: database.value(key) for key in values} == values
 
 
@@ -117,7 +119,7 @@ def test_a_lost_file_is_an_error_of_each_value(tmp_path, values):
         file.unlink()
     for key in large:
         database.request(key, 60)
-    read_raw.run([database.reading()])
+    read_tasks.run([database.reading()])
     for key in large:
         with pytest.raises(FileNotFoundError):
             database.value(key)
@@ -158,11 +160,11 @@ def test_no_changed_byte_gives_other_values(tmp_path, size):
         info = LeafInfo(
             name, (), "array", "numpy.ndarray", (size,), "float32", chunk_shape=(size,)
         )
-        databases = read_raw.Databases(ts.Context(ocdbt.MANIFESTS))
+        databases = Databases(ts.Context(ocdbt.MANIFESTS))
         database = databases.open(raw, tmp_path, verify=True)
         region = ((0, size),)
         reading = read_raw.from_database(raw, info, [region], database, verify=True)
-        read_raw.run([*databases.readings(), reading])
+        read_tasks.run([*databases.readings(), reading])
         return reading.result()[region]
 
     for name, array in arrays.items():

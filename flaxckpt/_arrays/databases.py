@@ -1,0 +1,176 @@
+"""OCDBT databases of a restore: opened once, their small values read in few calls."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tensorstore as ts
+
+from flaxckpt import _storage, _util
+from flaxckpt._arrays import read_tasks
+from flaxckpt._arrays.read_tasks import Reading
+from flaxckpt._arrays.zarr import ocdbt
+from flaxckpt._arrays.zarr.metadata import RawArray
+
+_MAX_DIGESTED_BYTES = 2**30
+
+_VALUES_AT_ONCE = 2**20
+"""Bytes of small values that are read in a call."""
+
+
+class Database:
+    """A database, opened and checked.
+
+    Its small values are not read through TensorStore, which takes several times as
+    long: they are in the index, or in files of the database, where values that are read
+    together are mostly adjacent. `request` values, run the tasks of `reading`, and take
+    each from `value`.
+
+    Args:
+        root: The directory of the database, with checked links.
+        checked: The database in TensorStore.
+
+    Attributes:
+        store: The database in TensorStore.
+
+    Raises:
+        ValueError, OSError: The index is damaged, or cannot be read.
+    """
+
+    def __init__(self, root: Path, checked: ocdbt.Checked) -> None:
+        self.store = checked.store
+        self._root = root
+        self._index = ocdbt.index(root, checked.roots)
+        self._requested: dict[str, ocdbt.Place] = {}
+        self._read: dict[str, bytes | Exception] = {}
+
+    def request(self, key: str, max_bytes: int) -> None:
+        """Requests a value; `value` must be called as often.
+
+        Raises:
+            ValueError: The value is missing, or is larger than `max_bytes`.
+        """
+        found = self._index.get(key.encode())
+        if found is None:
+            raise ValueError(f"{key} is missing")
+        if isinstance(found, bytes):
+            self._read[key] = found
+            return
+        place = ocdbt.parse_place(found)
+        if place.size > max_bytes:
+            raise ValueError(f"{key} has {place.size} bytes instead of {max_bytes}")
+        self._requested[key] = place
+
+    def reading(self) -> Reading:
+        """Returns a reading with the tasks that read the requested values."""
+        gap = read_tasks.small_gap(self._root)
+        pieces: list[list[tuple[str, ocdbt.Place]]] = []
+        start, end, file = 0, 0, ""
+        by_place = sorted(self._requested.items(), key=lambda item: item[1][1:])
+        for key, place in by_place:
+            stop = place.offset + place.size
+            is_near = place.file == file and place.offset - end <= gap
+            if not is_near or stop - start > _VALUES_AT_ONCE:
+                pieces.append([])
+                start, end, file = place.offset, stop, place.file
+            pieces[-1].append((key, place))
+            end = max(end, stop)
+        self._requested = {}
+        tasks = [functools.partial(self._read_piece, piece) for piece in pieces]
+        return Reading(tasks, dict)
+
+    def _read_piece(self, values: Sequence[tuple[str, ocdbt.Place]]) -> None:
+        """Reads values that are near each other in a file, the first at the start."""
+        start = values[0][1].offset
+        stop = max(place.offset + place.size for _, place in values)
+        file = self._root / values[0][1].file
+        try:
+            content = _storage.of(file).read_range(file, start, stop - start)
+        except (ValueError, OSError, MemoryError) as error:
+            self._read.update((key, error) for key, _ in values)
+            return
+        for key, place in values:
+            offset = place.offset - start
+            self._read[key] = content[offset : offset + place.size]
+
+    def value(self, key: str) -> bytes:
+        """Returns a requested value after the tasks of `reading`.
+
+        It is shorter than in the index if its file ends too early.
+
+        Raises:
+            ValueError, OSError, MemoryError: The value cannot be read.
+        """
+        value = self._read.pop(key)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+
+class Databases:
+    """Databases of a restore, each opened and verified once.
+
+    Args:
+        context: A context with `ocdbt.MANIFESTS`.
+    """
+
+    def __init__(self, context: ts.Context) -> None:
+        self.context = context
+        self._opened: dict[Path, Database] = {}
+        self._faults: dict[Path, Exception] = {}
+
+    def open(self, raw: RawArray, checkpoint: Path, *, verify: bool) -> Database:
+        """Returns the opened database of an array.
+
+        Args:
+            raw: The array.
+            checkpoint: The directory that links in the database must not leave.
+            verify: True to compare the database with its digests.
+
+        Raises:
+            ValueError, OSError: The database has a link to the outside, has changed
+                since it was written, or is missing.
+        """
+        root = raw.root
+        opened = self._opened.get(root)
+        if opened is not None:
+            return opened
+        if root in self._faults:
+            raise self._faults[root]
+        try:
+            self._opened[root] = opened = self._open(raw, checkpoint, verify=verify)
+        except (ValueError, OSError) as error:
+            self._faults[root] = error
+            raise
+        return opened
+
+    def _open(self, raw: RawArray, checkpoint: Path, *, verify: bool) -> Database:
+        _storage.store_requests.use_threads()
+        _storage.of(raw.root).check_root(raw.root, checkpoint)
+        if verify:
+            check_digests(raw.root, raw.digests, max_bytes=_MAX_DIGESTED_BYTES)
+        return Database(raw.root, ocdbt.open_checked(raw.root, self.context))
+
+    def readings(self) -> list[Reading]:
+        """Returns readings with the tasks that read the requested values."""
+        return [database.reading() for database in self._opened.values()]
+
+
+def check_digests(
+    root: Path, digests: Mapping[str, str], *, max_bytes: int = sys.maxsize
+) -> None:
+    """Compares the files of arrays below `root` with their digests.
+
+    Raises:
+        ValueError: A file has changed, or is larger than `max_bytes`.
+        OSError: A file is missing, or cannot be read.
+    """
+
+    def check(name: str) -> None:
+        found = _storage.of(root).digest_file(root / name, max_bytes=max_bytes)
+        _storage.files.check_digest(name, found, digests[name])
+
+    _util.threads.each(check, digests, threads=read_tasks.THREADS)
