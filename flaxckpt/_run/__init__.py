@@ -9,6 +9,7 @@ from flaxckpt import _doors
 if TYPE_CHECKING:
     from flaxckpt._run import (
         checkpointer,
+        damage,
         disk_usage,
         events,
         metrics,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "checkpointer",
+    "damage",
     "disk_usage",
     "events",
     "metrics",

@@ -26,6 +26,7 @@ from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._run import (
     card,
+    damage,
     edit,
     restoring,
     retention,
@@ -417,23 +418,31 @@ class Checkpointer:
     def damaged(self) -> dict[int, str]:
         """Returns the steps marked as damaged, ascending: step -> reason.
 
-        `restore` marks a damaged step after restoring an older step instead. Policies
-        neither count nor delete a marked step. A later save of the same step replaces
-        the marked step, `delete` deletes it, and `restore(step=…)` still tries it.
+        `restore` marks a damaged step after restoring an older step instead, and
+        `verify` marks a step that it proves to be damaged. Policies neither count nor
+        delete a marked step. A later save of the same step replaces the marked step,
+        `delete` deletes it, and `restore(step=…)` still tries it.
         """
         return self._run.damage_reasons()
 
     def verify(self, step: int) -> VerifyReport:
         """Reads a whole step, and compares the content with its checksums.
 
-        See `flaxckpt.verify`.
+        Marks the step as damaged, unless `read_only`, if its state is proved to be:
+        see `damaged`. Removes the marker of a step that is good. See `flaxckpt.verify`
+        for a verification that changes nothing.
 
         Raises:
             CheckpointNotFoundError: The step does not exist.
+            SaveFailedError: The marker cannot be written or removed.
         """
         step = _steps.names.check(step)
         self.wait()
-        return _checkpoint.verify.verify_checkpoint(self._run.path(step), step)
+        path = self._run.path(step)
+        report = _checkpoint.verify.verify_checkpoint(path, step)
+        if not self.read_only and _util.job.is_first():
+            damage.update_marker(path, report)
+        return report
 
     def metadata(self, step: int) -> CheckpointMetadata:
         """Returns a description of a step, without reading arrays."""

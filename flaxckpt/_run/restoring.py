@@ -21,7 +21,7 @@ from flaxckpt import (
     formats,
 )
 from flaxckpt._checkpoint.planner import RestoreOptions
-from flaxckpt._run import run_steps
+from flaxckpt._run import damage, run_steps
 from flaxckpt._types import PyTree
 from flaxckpt.formats import _locate
 from flaxckpt.formats._reader import CheckpointMetadata, Lineage, Stored
@@ -227,7 +227,7 @@ class Restores:
             request: The state, iterator and options of the restore.
             marked: Newer steps marked as damaged.
         """
-        damage: errors.DamagedCheckpointError | None = None
+        first: errors.DamagedCheckpointError | None = None
         left_out: list[tuple[int, Path]] = []
         for number, path in candidates:
             start = time.monotonic()
@@ -239,19 +239,19 @@ class Restores:
             try:
                 stored, state = _distributed.agreement.attempt(operation, restore)
             except errors.DamagedCheckpointError as error:
-                damage = damage or error
+                first = first or error
                 left_out.append((number, path))
                 text = _steps.event.first_lines(error, 1)
                 self._run.events.emit("fell_back", number, path=path, error=text)
-                _log.warning("step %d is damaged and left out: %s", number, error)
+                _log.warning("step %d is damaged: %s", number, error)
             else:
                 self._report_restored(number, path, counter, start)
                 # Mark damaged steps only after another step was restored.
                 self._update_markers(number, path, left_out)
                 self._warn_of_older(number, [*marked, *(n for n, _ in left_out)])
                 return Restored(number, state, stored.metadata.lineage)
-        assert damage is not None
-        raise damage
+        assert first is not None
+        raise first
 
     def _warn_of_older(self, number: int, newer: Sequence[int]) -> None:
         """Warns, as the last message, of a restore of an older step."""
@@ -365,19 +365,8 @@ class Restores:
                 _steps.markers.is_damaged(path)
                 and _checkpoint.verify.verify_checkpoint(path, number).ok
             ):
-                _steps.markers.unmark_damaged(path)
-                _log.warning("step %d is good, and no longer marked as damaged", number)
+                damage.unmark(path)
             for worse, there in left_out:
-                if (reason := _checkpoint.verify.find_damage(there, worse)) is None:
-                    _log.warning(
-                        "step %d may be good: it is not marked as damaged", worse
-                    )
-                    continue
-                _steps.markers.mark_damaged(there, reason)
-                _log.warning(
-                    "step %d is marked as damaged: it no longer counts as a step, and"
-                    " is replaced when the run reaches it",
-                    worse,
-                )
+                damage.mark(there, worse)
         except OSError as error:
             _log.warning("damaged steps could not be marked: %s", error)

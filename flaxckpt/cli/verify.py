@@ -32,20 +32,28 @@ def verify(
     every: Annotated[
         bool, Option("--all", help="Verify all steps of a run directory.")
     ] = False,
+    mark: Annotated[
+        bool,
+        Option(
+            "--mark",
+            help="Mark damaged steps: restores, retention and `ls` leave them out."
+            " Unmark good steps.",
+        ),
+    ] = False,
     json: _app.JsonOption = False,
 ) -> int:
     """Verifies every byte of a checkpoint against the checksums.
 
     Data without checksums is read and decoded. --all shows the steps with faults, and
     a summary. Without steps and --all, verifies the newest step, and says how many
-    others were not read.
+    others were not read. Only --mark changes anything.
     Exits with 1 if anything is damaged or unreadable, or if --all skipped a step
     without arrays.
 
     Example:
       flaxckpt verify runs/7
       flaxckpt verify runs/7 800
-      flaxckpt verify runs/7 --all
+      flaxckpt verify runs/7 --all --mark
     """
     from flaxckpt import _inspect
 
@@ -57,6 +65,13 @@ def verify(
         verified = _verify_all(path, numbers, step_format, quiet=json)
     else:
         verified = _verify_some(path, chosen, step_format, quiet=json)
+    damaged = [report for report in verified.reports if report.problems]
+    if mark:
+        _mark(verified.reports, step_format)
+    elif any(report.step is not None for report in damaged) and not json:
+        _output.print_line(
+            "--mark marks damaged steps: restores and retention leave them out"
+        )
     if json:
         _print_document(verified)
     return _app.SUCCESS if verified.is_good else _app.FINDING
@@ -86,6 +101,22 @@ def _verify_step(path: str, step: int | None, step_format: str | None) -> Verify
 
     step_path, number = _app.locate_step(path, step, step_format)
     return _checkpoint.verify.verify(step_path, step=number)
+
+
+def _mark(reports: Sequence[VerifyReport], step_format: str | None) -> None:
+    """Marks damaged steps, and unmarks good ones.
+
+    Raises:
+        OptionError: A report is not on a step of a run.
+    """
+    from flaxckpt import _run, _storage
+
+    for report in reports:
+        if report.step is None and step_format is None:
+            raise errors.OptionError(
+                f"{report.path} is not a step of a run: --mark needs the run directory"
+            )
+        _run.damage.update_marker(_storage.paths.resolve(report.path), report)
 
 
 def _verify_some(

@@ -371,13 +371,29 @@ def test_verify_finds_one_bit(here, command):
     assert lines[1] == "  1 of 8 leaves cannot be read: params/dense/kernel"
     assert lines[2] == "  state/params.dense.kernel/c.0.0 -> params/dense/kernel"
     assert "its CRC-32C differs" in lines[3]
-    *_, last = command.text("verify", "run", "--all", code=1)
+    *_, last, advice = command.text("verify", "run", "--all", code=1)
+    assert advice.startswith("--mark marks damaged steps")
     assert last.startswith("2 of 3 steps good; 1 DAMAGED: 200; ")
     found = command.json("verify", "run", "--all", code=1)
     assert [report["ok"] for report in found["reports"]] == [True, False, True]
     assert [*found["reports"][1]["problems"]] == ["params/dense/kernel"]
     assert [*found["reports"][1]["unreadable"]] == ["params/dense/kernel"]
     assert found["reports"][1]["summary"] == lines[1].strip()
+
+
+def test_verify_marks_damaged_steps_if_asked(here, command):
+    damage(here / "run" / "200")
+    assert "--mark" in command.text("verify", "run", "--all", code=1)[-1]
+    marker = here / "run" / "200" / "DAMAGED"
+    assert not marker.exists()
+    command.text("verify", "run", "--all", "--mark", code=1)
+    assert marker.exists()
+    assert "damaged" in "".join(command.text("ls", "run", code=1))
+    damage(here / "run" / "200")  # as it was
+    command.text("verify", "run", "200", "--mark")
+    assert not marker.exists()
+    refused = command("verify", "run/200", "--mark", code=2)
+    assert "--mark needs the run directory" in refused.stderr
 
 
 def test_verify_takes_steps(here, command):

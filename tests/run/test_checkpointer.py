@@ -568,6 +568,39 @@ def test_damage_everywhere_is_told_of_the_newest(run_dir):
             ckpt.restore()
 
 
+def test_verify_marks_damage_so_that_a_good_step_is_kept_instead(run_dir):
+    layout = flaxckpt.ArrayLayout(store="files")
+    keep = [LatestN(1), BestN(1, "loss", "min")]
+    with flaxckpt.Checkpointer(run_dir, layout=layout) as ckpt:
+        for step, loss in ((1, 0.2), (2, 0.1), (3, 0.3), (4, 0.4)):
+            ckpt.save(step, state(step), metrics={"loss": loss}).wait()
+    damage(run_dir / "2")
+    reader = flaxckpt.Checkpointer(run_dir, read_only=True)
+    assert not reader.verify(2).ok
+    assert reader.steps() == [1, 2, 3, 4]
+    with flaxckpt.Checkpointer(run_dir, keep=keep) as ckpt:
+        assert not ckpt.verify(2).ok
+        assert ckpt.steps() == [1, 3, 4]
+        assert ckpt.best_step("loss", "min") == 1
+        assert ckpt.prune() == (3,)
+        assert ckpt.steps() == [1, 4]
+        damage(run_dir / "2")  # as it was
+        assert ckpt.verify(2).ok
+        assert ckpt.steps() == [1, 2, 4]
+
+
+@pytest.mark.parametrize("part", ["metrics/metrics", "state/_METADATA"])
+def test_verify_marks_only_steps_that_cannot_be_restored(run_dir, part):
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        ckpt.save(1, state(1), metrics={"loss": 1}).wait()
+        ckpt.save(2, state(2), metrics={"loss": 1}).wait()
+        (run_dir / "2" / part).unlink()
+        assert not ckpt.verify(2).ok
+        is_marked = 2 in ckpt.damaged()
+        ckpt.restore()
+        assert (2 in ckpt.damaged()) == is_marked == (part == "state/_METADATA")
+
+
 # ---- keeping ---------------------------------------------------------------------
 
 
