@@ -371,8 +371,10 @@ def _advise(
         )
     return (
         "Change the state to fit the checkpoint, or pass transforms=[...], which can"
-        " rename, drop, grow, slice and map leaves. Floating types are cast; integers"
-        " are only widened, unless cast(pattern, dtype, lossy=True) narrows them."
+        ' rename, drop, grow, slice and map leaves: drop(pattern) with missing="init"'
+        " keeps your own values, such as of a new head. Floating types are cast;"
+        " integers are only widened, unless cast(pattern, dtype, lossy=True) narrows"
+        " them."
     )
 
 

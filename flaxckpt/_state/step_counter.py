@@ -63,8 +63,9 @@ def _hint(counts: Mapping[str, int], completed: int, offset: int) -> str:
     ahead = [name for name, count in counts.items() if count == completed + 1]
     if ahead and not offset:
         return (
-            "the loop counts from 0: pass step_is='index'. If the run continues from a"
-            f" step that was numbered from 0, start the loop at int({ahead[0]}) + 1"
+            "the loop counts from 0: pass step_is='index' to CheckpointCallback. If the"
+            " run continues from a step that was numbered from 0, start the loop at"
+            f" int({ahead[0]}) + 1"
         )
     if ahead:
         return (

@@ -214,9 +214,9 @@ class FirstState:
                 f"the run began with {step} completed steps, and the loop calls its"
                 f" first step {step} too, although the state has changed: each restart"
                 " would repeat a step. If the loop counts from 0, pass"
-                " step_is='index'; otherwise begin it at start + 1, as in"
-                f" range({step + 1}, total + 1). If no step was trained yet, pass"
-                " check_step=False"
+                " step_is='index' to CheckpointCallback; otherwise begin it at"
+                f" start + 1, as in range({step + 1}, total + 1). If no step was"
+                " trained yet, pass check_step=False"
             )
 
 
@@ -225,7 +225,7 @@ def warn_of_other_numbers(checkpointer: Checkpointer, state: PyTree, step: int) 
     if counters := _state.step_counter.describe_mismatch(state, step):
         _log.warning(
             "step %d of %s is restored, but %s: its steps were numbered differently,"
-            " such as from 0. Begin the loop at the step of the state, or pass"
+            " such as from 0. The next step is the number in the state plus 1; pass"
             " check_step=False if the state counts something else",
             step,
             checkpointer.directory,

@@ -23,9 +23,12 @@ def diff(
         str | None,
         Argument(metavar="B", help="Another checkpoint, or a step of A; by default A."),
     ] = None,
-    other_step: Annotated[
-        int | None,
-        Argument(metavar="[STEP]", min=0, help="Another step of A, if B is a step."),
+    more: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="STEP",
+            help="Another step of A, if B is a step; or A STEP B STEP for two runs.",
+        ),
     ] = None,
     step_a: Annotated[
         int | None,
@@ -65,21 +68,28 @@ def diff(
 
     Example:
       flaxckpt diff runs/7 1000 2000
+      flaxckpt diff runs/7 2000 runs/8 2000
       flaxckpt diff runs/7 -a 1000 -b 2000 --only 'params/.*' --by-subtree
       flaxckpt diff runs/7 model.safetensors
     """
     from flaxckpt import _inspect
 
-    if b is not None and _is_step(b, has_other=other_step is not None):
+    more = more or []
+    if b is not None and _is_step(b, has_other=bool(more)):
         if step_a is not None or step_b is not None:
             raise errors.OptionError(
                 f"{b} is a step of {a}: leave --step-a and --step-b out"
             )
-        step_a, step_b, b = int(b), other_step, None
-    elif other_step is not None:
+        if len(more) == 2 and more[1].isdigit():  # A STEP B STEP
+            step_a, b, step_b = int(b), more[0], int(more[1])
+            more = []
+        elif not more or (len(more) == 1 and more[0].isdigit()):
+            step_a, step_b, b = int(b), int(more[0]) if more else None, None
+            more = []
+    if more:
         raise errors.OptionError(
-            f"diff compares two checkpoints, got three: {a}, {b} and {other_step}; for"
-            " steps of two runs, pass --step-a and --step-b"
+            f"diff compares two checkpoints, got {', '.join([a, f'{b}', *more])}; for"
+            " steps of two runs: flaxckpt diff A STEP B STEP"
         )
     if b is None and step_a == step_b:
         raise errors.OptionError(
@@ -94,7 +104,7 @@ def diff(
     if json:
         _output.print_document({"equal": result.is_empty, **_output.fields_of(result)})
     else:
-        _show(result, limit, by_subtree=by_subtree)
+        _show(result, limit, by_subtree=by_subtree, has_values=values)
     return _app.SUCCESS if result.is_empty else _app.FINDING
 
 
@@ -107,7 +117,9 @@ def _is_step(b: str, *, has_other: bool) -> bool:
     return has_other or not _storage.paths.resolve(b).exists()
 
 
-def _show(result: CheckpointDiff, limit: int, *, by_subtree: bool) -> None:
+def _show(
+    result: CheckpointDiff, limit: int, *, by_subtree: bool, has_values: bool
+) -> None:
     _output.print_line(f"a: {_output.shorten_path(result.a)}")
     _output.print_line(f"b: {_output.shorten_path(result.b)}")
     rows = _subtree_rows(result, limit) if by_subtree else _leaf_rows(result)
@@ -123,6 +135,8 @@ def _show(result: CheckpointDiff, limit: int, *, by_subtree: bool) -> None:
     if hidden := len(rows) - limit if len(rows) > limit else 0:
         _output.print_line(f"… and {hidden:,} more: --limit {len(rows)} shows all")
     _output.print_line(_summary(result))
+    if not has_values:
+        _output.print_line("names, shapes and types only: no values were read")
 
 
 def _leaf_rows(result: CheckpointDiff) -> list[list[str | Cell]]:

@@ -326,6 +326,8 @@ def test_diff_of_two_steps_lists_what_has_changed(here, command):
 def test_diff_without_values_compares_structure(here, command):
     found = command.json("diff", "run", "-a", 100, "-b", 200, "--no-values")
     assert found["equal"]
+    lines = command.text("diff", "run", "-a", 100, "-b", 200, "--no-values")
+    assert lines[-1] == "names, shapes and types only: no values were read"
     lines = command.text("diff", "run", "w.msgpack", code=1)
     assert any(line.split() == ["w", "only", "in", "b"] for line in lines)
     assert lines[-1].startswith("0 leaves differ, 0 are equal, ")
@@ -340,7 +342,17 @@ def test_diff_takes_two_steps_after_the_run(here, command):
     assert command.json("diff", "run", 100, "-a", 200)["equal"]
     assert command.json("diff", "run", 100, 200, code=1) == by_options
     assert "leave --step-a" in command.refuses("diff", "run", 100, 200, "-a", 300)
-    assert "got three" in command.refuses("diff", "run", "orbax", 200)
+    for wrong in (("orbax", 200), (100, "run"), (100, "run", "x")):
+        told = command.refuses("diff", "run", *wrong)
+        assert f"got run, {wrong[0]}, {wrong[1]}" in told
+        assert "flaxckpt diff A STEP B STEP" in told
+
+
+def test_diff_takes_steps_of_two_runs(here, command):
+    shutil.copytree("run", "other")
+    assert command.json("diff", "run", 100, "other", 100)["equal"]
+    found = command.json("diff", "run", 100, "other", 200, code=1)
+    assert [found["a"], found["b"]] == [f"{here}/run/100", f"{here}/other/200"]
 
 
 def test_diff_wants_two(here, command):
