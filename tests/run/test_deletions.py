@@ -208,6 +208,32 @@ def test_a_step_that_becomes_the_best_during_the_decision_stays(tmp_path, monkey
     assert found.delete_unkept() == (1,)
 
 
+def test_a_step_that_becomes_the_best_during_a_deletion_stays(tmp_path, monkeypatch):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2, 3, 4):
+            ckpt.save(step, {"w": np.ones(2)}, metrics={"loss": float(-step)})
+    found = retention.Retention(tmp_path, PLAIN, rules([BestN(1, "loss", "min")]))
+
+    def add_metrics(path):
+        if path.name == "1":  # step 2 is to be deleted next
+            with flaxckpt.Checkpointer(tmp_path) as ckpt:
+                ckpt.add_metrics(2, {"loss": -9.0})
+
+    before(monkeypatch, _steps.delete, "delete", add_metrics)
+    assert found.delete_unkept() == (1, 3)
+    assert found.index.steps().keys() == {2, 4}, "4 is the newest"
+
+
+def test_all_steps_are_deleted_if_nobody_waits(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, 3, 4, 5)
+    monkeypatch.setattr(retention, "_DELETING_SECS", -1.0)
+    found = retention.Retention(tmp_path, PLAIN, rules([LatestN(1)]))
+    assert found.delete_unkept(is_awaited=lambda: True) == (1, 2)
+    assert found.delete_unkept() == (3, 4)
+    save(tmp_path, 6, 7, 8)
+    assert found.delete_unkept() == (5, 6, 7)
+
+
 def test_an_item_of_a_step_that_another_job_replaces_stays(tmp_path, monkeypatch):
     with flaxckpt.Checkpointer(tmp_path, items=("model", "ema")) as ckpt:
         for step in (1, 2):
@@ -309,6 +335,17 @@ def test_metrics_that_no_policy_uses_hold_up_no_deletion(tmp_path):
         assert checkpointer.best_step("loss", "min") == 1  # reads them
         checkpointer.add_metrics(1, {"loss": 2.0})
         assert checkpointer.save(2, state).wait().deleted_steps == (1,)
+
+
+def test_each_metric_that_no_step_has_is_told_of(tmp_path, caplog):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"w": np.ones(2)}, metrics={"loss": 1.0})
+    keep = [BestN(1, name, "min") for name in ("loss", "los", "loess")]
+    retention.Retention(tmp_path, PLAIN, rules(keep)).delete_unkept()
+    told = [
+        name for name in ("loss", "los", "loess") if f"metric {name!r}" in caplog.text
+    ]
+    assert told == ["los", "loess"]
 
 
 def test_the_step_just_saved_stays_this_time(tmp_path):
