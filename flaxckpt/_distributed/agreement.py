@@ -112,12 +112,20 @@ def save_error(operation: Operation, apart: ApartError) -> errors.CheckpointErro
 
 
 def broadcast(
-    operation: Operation | None, stage: str, compute: Callable[[], Any]
+    operation: Operation | None,
+    stage: str,
+    compute: Callable[[], Any],
+    *,
+    is_patient: bool = False,
 ) -> Any:
-    """Returns the result of `compute` on process 0, as JSON, on all processes."""
+    """Returns the result of `compute` on process 0, as JSON, on all processes.
+
+    `is_patient`: see `Operation.first`.
+    """
     if operation is None:
         return compute()
-    return json.loads(operation.first(stage, lambda: json.dumps(compute())))
+    text = operation.first(stage, lambda: json.dumps(compute()), is_patient=is_patient)
+    return json.loads(text)
 
 
 def check_same_request(operation: Operation | None, what: str) -> None:

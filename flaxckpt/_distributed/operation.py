@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import secrets
 import threading
@@ -202,18 +203,26 @@ class Operation:
 
     # ---- stages ------------------------------------------------------------------
 
-    def first(self, stage: str, mine: Callable[[], str]) -> str:
+    def first(
+        self, stage: str, mine: Callable[[], str], *, is_patient: bool = False
+    ) -> str:
         """Returns a text made by process 0, in all processes. Process 0 does not wait.
 
+        Args:
+            stage: The stage.
+            mine: Returns the text; called on process 0.
+            is_patient: True to wait as long as process 0 sends heartbeats: it no longer
+                fails if others stop waiting.
+
         Raises:
-            ApartError: Process 0 has failed or is late.
+            ApartError: Process 0 has failed, is late, or sends no heartbeats.
         """
         if self.is_first:
             text = mine()
             with _service_errors():
                 self._messages.announce(stage, text)
             return text
-        return self._await(stage)
+        return self._await(stage, is_patient=is_patient)
 
     def report(self, stage: str, mine: str = "") -> None:
         """Reports to process 0 that this process has reached a stage.
@@ -367,10 +376,12 @@ class Operation:
             return None
         return f"has not reached {stage!r} of {self.what} after {now - begin:.0f} s"
 
-    def _await(self, stage: str) -> str:
+    def _await(self, stage: str, *, is_patient: bool = False) -> str:
         """Waits for the message of process 0 about a stage, and returns it."""
         begin = time.monotonic()
         deadline = begin + _MARGIN * self._timeout_secs + _GRACE_SECS
+        if is_patient:
+            deadline = math.inf
         while True:
             with _service_errors():
                 with contextlib.suppress(TimeoutError):

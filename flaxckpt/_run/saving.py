@@ -207,9 +207,10 @@ class Saves:
         def delete_unkept() -> tuple[int, ...]:
             return self._run.delete_unkept(just_saved=step, is_awaited=is_awaited)
 
+        # The step is committed: a slow deletion must not fail the other processes.
         deleted = tuple(
             _distributed.agreement.broadcast(
-                request.operation, "deleted", delete_unkept
+                request.operation, "deleted", delete_unkept, is_patient=True
             )
         )
         total = request.elapsed()
