@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -318,6 +319,32 @@ def test_plan_folds_long_cells_and_loses_nothing(layered, terminal, width):
     assert sorted("".join(wide).replace(" ", "")) == sorted(text)
     kernel = "opt_state/0/mu/layers_{12..19}/attn/kernel"
     assert any(line.split()[:2] == [kernel, "8"] for line in wide)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_plan_prints_renames_to_paste_in_one_line(tmp_path, terminal, width):
+    long = "the_encoder_of_a_model_with_quite_long_names_of_modules"
+    for name, part in (("old", long), ("new", "encoder")):
+        params = {part: {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}}
+        flaxckpt.save(tmp_path / name, {"params": params})
+    asked = "plan", tmp_path / "old", tmp_path / "new"
+    lines = terminal(width, *asked, code=1)
+    [line] = [line for line in lines if "--rename" in line]
+    option, rule = shlex.split(line.removeprefix("On the command line: "))
+    assert terminal(width, *asked, option, rule)
+    python = " ".join(lines[lines.index(line) + 1 :])
+    assert python.startswith("In Python: Pass transforms=[rename(")
+
+
+def test_plan_keeps_types_whole(tmp_path, terminal):
+    for name, size in (("old", 1024), ("new", 4096)):
+        inner = {"a_long_name_of_a_layer/attention/query": jnp.ones((32, size))}
+        flaxckpt.save(tmp_path / name, {f"a_long_name_of_{'x' * 30}": inner})
+    lines = terminal(80, "plan", tmp_path / "old", tmp_path / "new", code=1)
+    text = "\n".join(lines)
+    assert max(map(len, lines[1:])) <= 80
+    assert "float32[32, 4096]" in text
+    assert "float32[32, 1024]" in text
 
 
 def test_plan_breaks_paths_at_slashes(layered):
