@@ -130,6 +130,12 @@ def wrap(text: str, indent: str = "") -> list[str]:
     )
 
 
+def count_rows(lines: Sequence[str]) -> int:
+    """Returns the rows of a terminal that lines take: a long line takes several."""
+    width = terminal_width()
+    return sum(max(1, -(-_width(click.unstyle(line)) // width)) for line in lines)
+
+
 def print_paragraph(text: str) -> None:
     """Prints a paragraph; see `wrap`."""
     print("\n".join(wrap(text)))

@@ -308,7 +308,7 @@ def test_every_format_and_every_leaf_can_be_looked_at(command, name):
 
 def test_diff_of_equal_checkpoints_is_0(here, command):
     lines = command.text("diff", "orbax", "w.safetensors")
-    assert lines[-1] == "all 1 leaves are equal"
+    assert lines[-1] == "1 leaf is equal"
     found = command.json("diff", "w.msgpack", "w.safetensors")
     assert found["equal"]
     assert found["same"] == ["w"]
