@@ -20,9 +20,11 @@ from flaxckpt._report.data import MetricValue, Report
 from flaxckpt._report.section import Section
 from flaxckpt._util import html, humanize
 
-_FIRST: Sequence[Callable[[Report], Section | None]] = (section_steps.metrics,)
-_RUN: Sequence[Callable[[Report], Section | None]] = (
+_FIRST: Sequence[Callable[[Report], Section | None]] = (
+    section_steps.metrics,
     section_steps.steps,
+)
+_RUN: Sequence[Callable[[Report], Section | None]] = (
     section_saves.saves,
     section_origin.integrity,
     section_origin.lineage,

@@ -56,7 +56,8 @@ def _keep_options_whole(summary: object) -> html.Markup:
     )
 
 
-_OPTION = re.compile(r"(--[a-z][a-z-]*)")
+_OPTION = re.compile(r"(--[a-z][a-z-]*(?: [a-z]+:[\w:/]+)?)")
+"""An option, with a value such as `best:1:NAME:min`."""
 
 
 def legend(items: Sequence[tuple[str, str]]) -> html.Markup:

@@ -768,3 +768,28 @@ def test_the_card_of_a_run_whose_metrics_fail_says_so(tmp_path):
     card = opened._repr_html_()
     assert "no connection" in card
     assert "<b>" not in card
+
+
+def save_of(step):
+    return _report.data.Save(step, float(step), 0.01, 0.1, 10, None, "durable", None)
+
+
+@pytest.mark.parametrize(
+    ("steps", "labels"),
+    [
+        (range(100, 100_001, 100), [f"{n}k" for n in range(10, 101, 10)]),
+        (range(10, 90, 10), [str(n) for n in range(10, 90, 10)]),
+        (range(7, 2000, 7), None),
+        ([*range(100, 3100, 100), *range(2000, 4000, 100)], None),
+    ],
+)
+def test_bars_of_many_saves_are_labelled_with_round_steps(steps, labels):
+    saves = [save_of(step) for step in steps]
+    found = Elements(_report.charts.timeline.timeline(saves, [])).found
+    texts = [text for _, given, text in found if "middle" in given.get("class", "")]
+    half = len(texts) // 2
+    assert texts[:half] == texts[half:], "both rows of bars have the same labels"
+    assert 3 <= half <= 13
+    assert len(set(texts)) == half
+    if labels is not None:
+        assert texts[:half] == labels

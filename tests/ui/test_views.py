@@ -633,3 +633,6 @@ def test_all_runs_are_shown_as_they_are_read(made, open_page):
     last = all_runs(space)
     assert "Reading " not in last
     assert set(re.findall('tr data-run="([^"]*)"', last)) == {"run", "source"}
+    [key] = re.findall('<ul class="legend".*?</ul>', last)
+    assert "</svg>run</li>" in key
+    assert "source" not in key, "it has no metrics, so it has no line"
