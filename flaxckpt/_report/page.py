@@ -222,7 +222,7 @@ def _best_card(
     else:
         detail += f", of {len(finite):,} saved"
     title = f"Best {name}"
-    kind = "bad" if best.step in faults else "main"
+    kind = "bad" if best.step in faults else "main best"
     return _metric_card("best", title, best, detail, kind)
 
 

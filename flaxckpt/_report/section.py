@@ -91,4 +91,4 @@ def _swatch(class_: str) -> html.Markup:
 def display_name(path: str | None) -> str:
     """Returns the display name of a checkpoint."""
     name = (path or "").rstrip("/").rpartition("/")[2]
-    return f"step {int(name)}" if name.isascii() and name.isdigit() else name
+    return f"step {int(name):,}" if name.isascii() and name.isdigit() else name
