@@ -27,6 +27,9 @@ _LEAST_WIDTH = 8
 _LONG = 12
 """Longer words may be folded."""
 
+_TYPE = re.compile(r"[a-z]\w*\[[\d, ]*\]")
+"""An array in a cell: `float32[8, 4]`."""
+
 _NEAREST = " (nearest: "
 """Begins the nearest leaf in the text of a missing leaf."""
 
@@ -212,17 +215,23 @@ def _fit_widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
     """Returns the widths of columns, together at most `width` if words allow it.
 
     Each column has its longest word, or most of it. The rest of the width goes to the
-    leaf paths, in the first column, then to the others.
+    longest type of each column, then to the leaf paths, in the first column, then to
+    the other columns.
     """
     columns = [*zip(*rows, strict=True)]
-    wanted = [max(map(len, column)) for column in columns]
     words = [
         max(min(len(word), _LONG) for cell in column for word in cell.split() or [""])
         for column in columns
     ]
+    types = [
+        max((len(each) for cell in column for each in _TYPE.findall(cell)), default=0)
+        for column in columns
+    ]
+    whole = [max(map(len, column)) for column in columns]
     widths = [min(_LEAST_WIDTH, words[0]), *words[1:]]
-    for n, most in enumerate(wanted):
-        widths[n] += max(0, min(most - widths[n], width - sum(widths)))
+    for wanted in (types, whole):
+        for n, most in enumerate(wanted):
+            widths[n] += max(0, min(most - widths[n], width - sum(widths)))
     return widths
 
 

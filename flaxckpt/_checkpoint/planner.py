@@ -44,8 +44,8 @@ class RestoreOptions:
     Attributes:
         max_concurrent_bytes: Bytes to read at one time.
         keeps_steps: Whether step counters beside optimizers keep their values.
-        has_optimizer: Whether an optimizer that the abstract state lacks initializes
-            its leaves, for plans only.
+        has_values: Whether the program has an optimizer and values for the leaves of
+            the abstract state, for plans only.
     """
 
     missing: Literal["error", "init"] = "error"
@@ -57,7 +57,7 @@ class RestoreOptions:
     memory_map: Literal["auto"] | bool = "auto"
     max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
     keeps_steps: bool = False
-    has_optimizer: bool = False
+    has_values: bool = False
     read_once: bool = False
 
     def __post_init__(self) -> None:
@@ -492,9 +492,9 @@ class _Planner:
         """Plans a leaf without a stored leaf: the state's value, or `tx.init`."""
         info = leaf.info
         is_optimizer = known is not None and self._options.optimizer != "exact"
-        has_value = not isinstance(leaf.source, jax.ShapeDtypeStruct)
-        has_optimizer = self._options.has_optimizer
-        if is_optimizer and (has_optimizer or info.path.startswith(self._can_init)):
+        program = self._options.has_values
+        has_value = program or not isinstance(leaf.source, jax.ShapeDtypeStruct)
+        if is_optimizer and (program or info.path.startswith(self._can_init)):
             if problem := find_excess_width(info, None):
                 self._conflict(problem, info, None, ())
                 return

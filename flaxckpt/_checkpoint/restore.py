@@ -288,19 +288,22 @@ def plan_for_target(
     *,
     step: int | None = None,
     transforms: Sequence[Transform] = (),
+    missing: Literal["error", "init"] = "error",
     unused: Literal["warn", "error", "ignore"] = "warn",
     optimizer: Literal["match", "exact", "reinit"] = "match",
 ) -> RestorePlan:
     """Returns the plan of `load` into the state that was saved as `target`.
 
     Like `plan`, but the program that saved `target` has an optimizer, which
-    initializes the optimizer leaves that `path` lacks.
+    initializes the optimizer leaves that `path` lacks, and values for the leaves that
+    `missing="init"` keeps.
 
     Args:
         path: A checkpoint, or a run directory.
         target: The abstract state that was read from another checkpoint.
         step: Step of a run directory; by default the newest.
         transforms: As for `load`.
+        missing: As for `load`.
         unused: As for `load`.
         optimizer: As for `load`.
 
@@ -309,10 +312,11 @@ def plan_for_target(
             `plan`.
     """
     options = planner.RestoreOptions(
+        missing=missing,
         unused=unused,
         optimizer=optimizer,
         transforms=transforms,
-        has_optimizer=True,
+        has_values=True,
     )
     return _plan(_locate.open_checkpoint(path, step), target, options)
 

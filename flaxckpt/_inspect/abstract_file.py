@@ -19,7 +19,7 @@ import numpy as np
 
 from flaxckpt import _state, _storage, errors, formats
 from flaxckpt._state.leaf import LeafInfo
-from flaxckpt._types import PathLike, PyTree
+from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.formats import _locate
 
 _MAX_FILE_BYTES = 2**28
@@ -52,7 +52,7 @@ def read_target(target: PathLike, *, step: int | None = None) -> TargetState:
     Args:
         target: A checkpoint or a run directory, for the state saved there; or a JSON
             file, with texts such as "float32[8, 4]", "int" and "str" for leaves, or
-            with `leaves` as printed by `flaxckpt show --json`.
+            with `leaves` and `structure` as printed by `flaxckpt show --json`.
         step: The step of a run directory; the newest by default.
 
     Raises:
@@ -62,7 +62,7 @@ def read_target(target: PathLike, *, step: int | None = None) -> TargetState:
     """
     root = _storage.paths.resolve(target)
     if root.suffix == ".json" and root.is_file() and not formats.recognises(root):
-        return TargetState(_read_file(root), has_roles=False)
+        return _read_file(root)
     stored = _locate.open_checkpoint(root, step)
     stored.check_items(stored.items.trees)
     values = {path: _abstract(row.info) for path, row in stored.table.items()}
@@ -71,7 +71,7 @@ def read_target(target: PathLike, *, step: int | None = None) -> TargetState:
     return TargetState(state, has_roles)
 
 
-def _read_file(file: Path) -> PyTree:
+def _read_file(file: Path) -> TargetState:
     raw = _storage.of(file).read(file, max_bytes=_MAX_FILE_BYTES)
     try:
         content = json.loads(raw)
@@ -83,8 +83,32 @@ def _read_file(file: Path) -> PyTree:
             path: _parse_leaf(file, path, _type_of(leaf))
             for path, leaf in shown.items()
         }
-        return _nest(leaves)
-    return _parse_tree(file, content, ())
+        if "structure" not in content:  # printed by flaxckpt 0.1.0
+            return TargetState(_nest(leaves), has_roles=False)
+        has_roles = any(
+            isinstance(leaf, dict) and leaf.get("role") is not None
+            for leaf in shown.values()
+        )
+        state = _build(file, content["structure"], leaves)
+        return TargetState(state, has_roles)
+    return TargetState(_parse_tree(file, content, ()), has_roles=False)
+
+
+def _build(file: Path, structure: JSON, leaves: Mapping[str, Any]) -> PyTree:
+    """Builds the containers, of flax and optax classes as those of a checkpoint."""
+    try:
+        found = _state.treedef.from_json(
+            structure, _state.classes.resolver(), unknown=set()
+        )
+        return _state.tree.unflatten(found, leaves, _state.leaf_types.LeafParts)
+    except KeyError as error:
+        why = f"it has a leaf {error.args[0]!r:.80} that leaves lacks"
+    except (TypeError, ValueError) as error:
+        why = str(error)
+    raise errors.OptionError(
+        f"{file}: structure is not as flaxckpt show --json prints it: {why}; without"
+        " structure, the leaves are read into dicts"
+    )
 
 
 def _type_of(leaf: object) -> object:

@@ -22,7 +22,7 @@ def card(
         title: What the figure is.
         value: The figure.
         detail: A phrase below the figure.
-        kind: `good`, `bad` or `main`; None for plain.
+        kind: `good`, `bad`, `main` or `main best`; None for plain.
         link: The identifier of the section or row that explains the figure.
         **data: HTML attributes of the card.
     """

@@ -20,9 +20,11 @@ from flaxckpt._report.data import MetricValue, Report
 from flaxckpt._report.section import Section
 from flaxckpt._util import html, humanize
 
-_FIRST: Sequence[Callable[[Report], Section | None]] = (section_steps.metrics,)
-_RUN: Sequence[Callable[[Report], Section | None]] = (
+_FIRST: Sequence[Callable[[Report], Section | None]] = (
+    section_steps.metrics,
     section_steps.steps,
+)
+_RUN: Sequence[Callable[[Report], Section | None]] = (
     section_saves.saves,
     section_origin.integrity,
     section_origin.lineage,
@@ -220,7 +222,7 @@ def _best_card(
     else:
         detail += f", of {len(finite):,} saved"
     title = f"Best {name}"
-    kind = "bad" if best.step in faults else "main"
+    kind = "bad" if best.step in faults else "main best"
     return _metric_card("best", title, best, detail, kind)
 
 

@@ -56,7 +56,8 @@ def _keep_options_whole(summary: object) -> html.Markup:
     )
 
 
-_OPTION = re.compile(r"(--[a-z][a-z-]*)")
+_OPTION = re.compile(r"(--[a-z][a-z-]*(?: [a-z]+:[\w:/]+)?)")
+"""An option, with a value such as `best:1:NAME:min`."""
 
 
 def legend(items: Sequence[tuple[str, str]]) -> html.Markup:
@@ -90,4 +91,4 @@ def _swatch(class_: str) -> html.Markup:
 def display_name(path: str | None) -> str:
     """Returns the display name of a checkpoint."""
     name = (path or "").rstrip("/").rpartition("/")[2]
-    return f"step {int(name)}" if name.isascii() and name.isdigit() else name
+    return f"step {int(name):,}" if name.isascii() and name.isdigit() else name

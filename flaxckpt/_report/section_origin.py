@@ -132,9 +132,11 @@ def integrity(report: Report, *, verify: html.Markup | None = None) -> Section |
 
 def _verify_command(report: Report) -> html.Markup:
     """Returns a sentence with the command that reads every byte."""
-    option = " --all" if report.is_run else ""
-    text = f"flaxckpt verify {shlex.quote(report.path)}{option}"
-    command = html.element("code", text, class_="command")
+    text = f"flaxckpt verify {shlex.quote(report.path)}"
+    parts: list[object] = [text]
+    if report.is_run:
+        parts += [" ", html.element("span", "--all", class_="whole")]
+    command = html.element("code", *parts, class_="command")
     return html.join((command, " reads every byte."))
 
 

@@ -209,10 +209,9 @@ def _changed_group(
     text = f"{len(leaves):,} of {humanize.count(len(leaves) + equal, 'leaf', 'leaves')}"
     text += " changed"
     if norms:
-        text += (
-            f"; relative change {max(norms):.3g} at most,"
-            f" {statistics.median(norms):.3g} at median"
-        )
+        text += f"; relative change {max(norms):.3g}"
+    if len(norms) > 1:
+        text += f" at most, {statistics.median(norms):.3g} at median"
     heading = [html.element("strong", name), html.element("span", text, class_="facts")]
     if not leaves:
         return html.element("p", *heading, class_="group")

@@ -60,7 +60,7 @@ def _metrics_summary(
     text += f", {gone:,} of them deleted since." if gone else "."
     if not any(point.best == "best" for point in points):
         text += (
-            " Only a policy defines which step is best: pass --keep best:1:NAME:min or"
+            " Only a policy defines which step is best: pass --keep best:1:NAME:min, or"
             " --config."
         )
     if len(drawn) > _MOST_CURVES:

@@ -76,7 +76,7 @@ def _content(
     steps = _report.section_steps.steps(
         report, most=len(report.history) if most is None else most, rest=show_all
     )
-    run = [steps, _report.section_saves.saves(report), _integrity(report, place)]
+    run = [_report.section_saves.saves(report), _integrity(report, place)]
     state = [section(report) for section in _STATE]
     columns = []
     for sections in (run, state):
@@ -89,6 +89,7 @@ def _content(
             html.element(
                 "div",
                 _report.section_steps.metrics(report).markup(),
+                html.NOTHING if steps is None else steps.markup(),
                 *columns,
                 class_="columns",
             ),

@@ -39,11 +39,20 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         forms.checkpoint_choice(targets, "into the state of", "into", into.name)
     )
     choices.append(_optimizer_choice(query))
+    choices.append(
+        forms.choice(
+            "if a leaf is missing",
+            "missing",
+            [*_MISSING.items()],
+            query.text("missing"),
+        )
+    )
     choices.append(html.element("button", "Plan", type="submit"))
     choices.append(_rule_fields(query))
     is_asked = query.text("into") != ""
     fields = {"run": place.name, "step": step, "into": into.name}
-    given = {name: query.text(name) or None for name in (*_RULES, "optimizer")}
+    names = (*_RULES, "optimizer", "missing")
+    given = {name: query.text(name) or None for name in names}
     result = html.element(
         "div",
         frame.message(
@@ -107,6 +116,10 @@ _OPTIMIZERS = {
 """How optimizer leaves are matched -> what that means."""
 
 
+_MISSING = {"": "the restore fails", "init": "the state's value is kept"}
+"""How leaves that the checkpoint lacks are treated -> what that means."""
+
+
 def _optimizer_choice(query: Query) -> html.Markup:
     chosen = query.text("optimizer")
     return forms.choice(
@@ -154,6 +167,7 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
         target.state,
         step=query.number("step"),
         transforms=changes,
+        missing=(missing := _missing(query)),
         optimizer=_optimizer(query) or ("match" if target.has_roles else "exact"),
         unused="ignore",
     )
@@ -162,7 +176,11 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     if plan.problems and not changes:
         remedy = _remedy(plan, query)
     return html.join(
-        [_outcome(plan, into.name, state, remedy), _actions(plan), *_groups(plan)]
+        [
+            _outcome(plan, into.name, state, remedy, missing),
+            _actions(plan),
+            *_groups(plan),
+        ]
     )
 
 
@@ -214,7 +232,7 @@ def _remedy(plan: RestorePlan, query: Query) -> html.Markup:
 
 
 def _asked(query: Query) -> dict[str, str | None]:
-    names = ("run", "step", "into", "optimizer")
+    names = ("run", "step", "into", "optimizer", "missing")
     return {name: query.text(name) or None for name in names}
 
 
@@ -264,8 +282,22 @@ def _optimizer(query: Query) -> Literal["match", "exact", "reinit"] | None:
             )
 
 
+def _missing(query: Query) -> Literal["error", "init"]:
+    match query.text("missing"):
+        case "":
+            return "error"
+        case "init":
+            return "init"
+        case other:
+            raise errors.OptionError(f"missing must be init, found {other!r:.80}")
+
+
 def _outcome(
-    plan: RestorePlan, into: str, state: _State, remedy: html.Markup
+    plan: RestorePlan,
+    into: str,
+    state: _State,
+    remedy: html.Markup,
+    missing: Literal["error", "init"],
 ) -> html.Markup:
     parts = []
     if state.is_bad:
@@ -284,10 +316,16 @@ def _outcome(
     text = f"The restore would succeed, and read {size} ({state.detail})."
     parts.append(html.element("p", text, class_="outcome good"))
     if fresh := plan.count("init"):
+        leaves = humanize.count(fresh, "leaf", "leaves")
         note = (
-            f"The optimizer initializes {humanize.count(fresh, 'leaf', 'leaves')}: pass"
-            " a state that has one, such as a TrainState."
+            f"The optimizer initializes {leaves}: pass a state that has one, such as a"
+            " TrainState."
         )
+        if missing == "init":
+            note = (
+                f"The checkpoint lacks {leaves}: pass a state with values for them, not"
+                " only shapes. Its optimizer initializes its own."
+            )
         parts.append(html.element("p", note, class_="summary-text"))
     return html.join(parts)
 

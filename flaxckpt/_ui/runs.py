@@ -116,17 +116,21 @@ def _metrics_section(
     if not metrics:
         return html.NOTHING
     numbers = {run: n for n, run in enumerate(runs)}
+    shown = dict([*metrics.items()][:_MOST_CURVES])
     figures = [
         _report.charts.run_curves.run_curves(
             name, {numbers[run]: (run, values) for run, values in series.items()}
         )
-        for name, series in list(metrics.items())[:_MOST_CURVES]
+        for name, series in shown.items()
     ]
+    drawn = {run for series in shown.values() for run in series}
     return html.element(
         "section",
         html.element("h2", "Metrics of all runs"),
         html.element("div", *figures, class_="figures"),
-        _report.charts.run_curves.key(runs),
+        _report.charts.run_curves.key(
+            {numbers[run]: run for run in runs if run in drawn}
+        ),
         id="metrics",
     )
 

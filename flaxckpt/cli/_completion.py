@@ -40,6 +40,14 @@ def complete_step(
     return _matching(map(str, reversed(steps)), incomplete)
 
 
+def complete_other(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Completes the other side of a comparison: a step of the run, or a path."""
+    steps = complete_step(ctx, param, incomplete)
+    return [*steps, *complete_path(ctx, param, incomplete)]
+
+
 def complete_leaf(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
@@ -101,14 +109,15 @@ def _matching(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
 
 
 _PATHS = (
-    *("path", "a", "b", "src", "dst", "target", "directory"),
+    *("path", "a", "src", "dst", "target", "directory"),
     *("config", "output", "tokenizer"),
 )
-_STEPS = ("step", "steps", "step_a", "step_b", "target_step")
+_STEPS = ("step", "steps", "step_a", "step_b", "other_step", "target_step")
 
 COMPLETERS: Mapping[str, Complete] = {
     **dict.fromkeys(_PATHS, complete_path),
     **dict.fromkeys(_STEPS, complete_step),
+    "b": complete_other,
     "leaf": complete_leaf,
     "sort": complete_sort_key,
 }

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -108,6 +109,36 @@ def leaf(info: LeafInfo) -> dict[str, Any]:
 def print_line(text: str = "") -> None:
     """Prints a line."""
     print(errors.printable(text))
+
+
+def wrap(text: str, indent: str = "") -> list[str]:
+    """Returns the lines of a paragraph, broken between words on a terminal.
+
+    Args:
+        text: The paragraph; a word that is longer than a line stays whole.
+        indent: The start of each further line.
+    """
+    text = errors.printable(text)
+    if not is_terminal():
+        return [text]
+    return textwrap.wrap(
+        text,
+        terminal_width(),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def count_rows(lines: Sequence[str]) -> int:
+    """Returns the rows of a terminal that lines take: a long line takes several."""
+    width = terminal_width()
+    return sum(max(1, -(-_width(click.unstyle(line)) // width)) for line in lines)
+
+
+def print_paragraph(text: str) -> None:
+    """Prints a paragraph; see `wrap`."""
+    print("\n".join(wrap(text)))
 
 
 def print_lines(text: str) -> None:

@@ -224,11 +224,14 @@ def _subtrees(result: CheckpointDiff, depth: int) -> dict[str, _Subtree]:
 
 def _summary(result: CheckpointDiff) -> str:
     if result.is_empty:
-        return f"all {len(result.same)} leaves are equal"
+        total = len(result.same)
+        return "1 leaf is equal" if total == 1 else f"all {total} leaves are equal"
     unmatched = len(result.only_in_a) + len(result.only_in_b)
     parts = [
         _output.count(len(result.changed), "leaf differs", "leaves differ"),
-        f"{len(result.same):,} are equal",
-        f"{unmatched:,} are only in one of them" if unmatched else "",
+        f"{len(result.same):,} {'is' if len(result.same) == 1 else 'are'} equal",
+        f"{unmatched:,} {'is' if unmatched == 1 else 'are'} only in one of them"
+        if unmatched
+        else "",
     ]
     return ", ".join(filter(None, parts))

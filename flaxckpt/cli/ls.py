@@ -93,12 +93,12 @@ def _lines(listing: Listing, sort: str) -> list[str]:
     width = _output.terminal_width() if _output.is_terminal() else None
     table = _step_table.fit_table(listing, _sort(listing.steps, sort), width)
     lines = _output.table_lines(table.columns, table.rows)
-    lines += [
-        errors.printable(f"{_name(step)} is damaged: {step.damage}")
-        for step in listing.steps
-        if step.damage is not None
-    ]
-    return [*lines, errors.printable(_summary(listing, table.left_out))]
+    for step in listing.steps:
+        if step.damage is not None:
+            # Paths begin in the run, so that few lines need a second one.
+            damage = step.damage.replace(f"{listing.path}/", "")
+            lines += _output.wrap(f"{_name(step)} is damaged: {damage}", indent="  ")
+    return [*lines, *_output.wrap(_summary(listing, table.left_out))]
 
 
 def _name(step: Step) -> str:
@@ -177,7 +177,7 @@ class _Screen:
     def __init__(self, newest: int | None, sort: str) -> None:
         self._newest = newest
         self._sort = sort
-        self._drawn = 0  # lines
+        self._drawn = 0  # rows of the terminal
 
     def most(self) -> int:
         """Returns the number of the newest steps to list: as many as fit."""
@@ -187,10 +187,12 @@ class _Screen:
     def show(self, listing: Listing) -> None:
         """Draws the listing over the one before."""
         height = shutil.get_terminal_size().lines - 1
-        lines = _lines(listing, self._sort)[-height:]
+        lines = _lines(listing, self._sort)
+        while len(lines) > 1 and _output.count_rows(lines) > height:
+            del lines[0]
         up = f"\x1b[{self._drawn}A" if self._drawn else ""
         print(f"{up}\x1b[J" + "\n".join(lines), flush=True)
-        self._drawn = len(lines)
+        self._drawn = _output.count_rows(lines)
 
 
 class _Log:

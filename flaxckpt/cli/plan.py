@@ -41,6 +41,14 @@ def plan(
             " TARGET has no roles.",
         ),
     ] = None,
+    missing: Annotated[
+        Literal["error", "init"],
+        Option(
+            "--missing",
+            help="How to treat leaves that PATH lacks; init keeps the values of the"
+            " state.",
+        ),
+    ] = "error",
     unused: Annotated[
         Literal["warn", "error", "ignore"],
         Option("--unused", help="How to treat leaves that TARGET lacks."),
@@ -72,6 +80,7 @@ def plan(
     Example:
       flaxckpt plan runs/7 runs/8
       flaxckpt plan runs/7 runs/8 --rename 'params/encoder/(.*)=params/backbone/\1'
+      flaxckpt plan runs/7 runs/8 --drop 'params/head/.*' --missing init
       flaxckpt plan Llama-3.2-1B wanted.json --map auto
       flaxckpt plan model.safetensors wanted.json --suggest
     """
@@ -99,13 +108,14 @@ def plan(
         target_state.state,
         step=step,
         transforms=changes,
+        missing=missing,
         optimizer=optimizer or ("match" if target_state.has_roles else "exact"),
         unused=unused,
     )
     damage = _inspect.run_view.find_known_damage(
         _storage.paths.from_text(restore_plan.path)
     )
-    planned = _Planned(restore_plan, damage, has_changes=bool(changes))
+    planned = _Planned(restore_plan, damage, missing, has_changes=bool(changes))
     if suggestion is not None:
         return _show_suggestion(suggestion, planned, json=json)
     if json:
@@ -121,11 +131,13 @@ class _Planned(NamedTuple):
     Attributes:
         plan: The plan.
         damage: The damage, or None.
+        missing: How leaves that the checkpoint lacks are treated.
         has_changes: True if transforms change the checkpoint first.
     """
 
     plan: RestorePlan
     damage: str | None
+    missing: Literal["error", "init"]
     has_changes: bool
 
     @property
@@ -145,17 +157,39 @@ class _Planned(NamedTuple):
         damage = errors.printable(self.damage)
         return [f"The checkpoint is damaged, so the restore would fail: {damage}"]
 
-    def with_options(self) -> RestorePlan:
-        """Returns the plan with advice in options, then in Python."""
-        if not self.plan.problems:
-            return self.plan
-        options = [_as_option(*rename) for rename in self.plan.renames]
+    def renames(self) -> str:
+        """Returns the options that move the leaves, to paste; empty for none."""
+        return " ".join([_as_option(*rename) for rename in self.plan.renames])
+
+    def advice(self) -> str:
+        """Returns the options that may help; empty for none."""
         is_missing = any(each.kind == "missing" for each in self.plan.problems)
-        if not options and is_missing and not self.has_changes:
-            options = ["--suggest guesses the transforms from the names"]
-        lines = [f"On the command line: {' '.join(options)}"] if options else []
-        lines += [f"In Python: {self.plan.advice}"] if self.plan.advice else []
-        return dataclasses.replace(self.plan, advice="\n".join(lines))
+        if self.plan.renames or not is_missing:
+            return ""
+        advice = []
+        if not self.has_changes:
+            advice.append("--suggest guesses the transforms from the names")
+        if self.missing == "error":
+            advice.append(
+                "--missing init plans for a state with values for the missing leaves"
+            )
+        return "; ".join(advice)
+
+    def fresh(self) -> str:
+        """Returns a line on the leaves with values of the program; empty for none."""
+        fresh = self.plan.count("init")
+        if not fresh or not self.is_good:
+            return ""
+        leaves = _output.count(fresh, "leaf", "leaves")
+        if self.missing == "init":
+            return (
+                f"The checkpoint lacks {leaves}: pass a state with values for them, not"
+                " only shapes. Its optimizer initializes its own."
+            )
+        return (
+            f"The optimizer initializes {leaves}: pass a state that has one, such as a"
+            " TrainState."
+        )
 
 
 def _as_option(pattern: str, replacement: str) -> str:
@@ -190,17 +224,18 @@ def _show_suggestion(suggestion: Suggestion, planned: _Planned, *, json: bool) -
 
 def _show(planned: _Planned) -> None:
     """Prints the plan, and what has to be known for it."""
-    restore_plan = planned.with_options()
+    restore_plan = dataclasses.replace(planned.plan, advice="")
     if _output.is_terminal():
         _output.console().print(restore_plan)
     else:
         _output.print_lines(str(restore_plan))
-    for line in planned.conclusion():
-        _output.print_line(line)
-    fresh = restore_plan.count("init")
-    if fresh and planned.is_good:
-        leaves = _output.count(fresh, "leaf", "leaves")
-        _output.print_line(
-            f"The optimizer initializes {leaves}: pass a state that has one, such as a"
-            " TrainState."
-        )
+    if renames := planned.renames():
+        # Not wrapped: a line break in the middle would be pasted.
+        _output.print_line(f"On the command line: {renames}")
+    if advice := planned.advice():
+        _output.print_paragraph(f"On the command line: {advice}")
+    if planned.plan.advice:
+        _output.print_paragraph(f"In Python: {planned.plan.advice}")
+    for line in (*planned.conclusion(), planned.fresh()):
+        if line:
+            _output.print_paragraph(line)

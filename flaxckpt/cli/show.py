@@ -52,11 +52,12 @@ def show(
       flaxckpt show runs/7 --depth 2
       flaxckpt show runs/7 params/dense/kernel
     """
-    from flaxckpt import _inspect, _run
+    from flaxckpt import _inspect, _run, _state
     from flaxckpt.formats import _locate
 
     path, step = _app.locate_step(path, step, step_format)
-    metadata = _locate.read_metadata(path, step)
+    stored = _locate.open_without_classes(path, step)
+    metadata = stored.metadata
     leaf = leaf and leaf.rstrip("/")
     if leaf is not None and leaf in metadata.leaves:
         statistics = _inspect.leaf_statistics.leaf_statistics(path, leaf, step=step)
@@ -68,7 +69,9 @@ def show(
         hint = f"; for a step, write --step {leaf}" if (leaf or "").isdecimal() else ""
         raise errors.OptionError(f"{missing}{hint}")
     if json:
-        _output.print_document(metadata if leaf is None else trees)
+        structure = _state.treedef.to_json(stored.structure)
+        document = {**_output.fields_of(metadata), "structure": structure}
+        _output.print_document(document if leaf is None else trees)
         return _app.SUCCESS
     if leaf is None:
         _show_head(metadata)

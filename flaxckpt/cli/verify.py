@@ -261,7 +261,7 @@ def _show_faults(report: VerifyReport) -> None:
     for name, why, style in faults[:_FAULTS]:
         place = errors.printable(report.places.get(name, name))
         print(f"  {_output.style_text(Cell(place, style))}")
-        _output.print_line(f"    {why}")
+        print("\n".join(_output.wrap(f"    {why}", indent="    ")))
     if len(faults) > _FAULTS:
         _output.print_line(
             f"  … and {len(faults) - _FAULTS} more: --json lists them all"

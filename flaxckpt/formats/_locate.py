@@ -79,9 +79,20 @@ def read_metadata(
 
     See `locate` and `Located.open`.
     """
+    return open_without_classes(path, step, step_format=step_format).metadata
 
-    def read(located: Located) -> CheckpointMetadata:
-        return located._read_with(_state.treedef.resolve_nothing).metadata
+
+def open_without_classes(
+    path: PathLike, step: int | None = None, *, step_format: str | None = None
+) -> Stored:
+    """Locates a checkpoint and reads everything but the arrays, importing no class.
+
+    The structure has the names of all classes, and builds dicts and lists. See `locate`
+    and `Located.open`.
+    """
+
+    def read(located: Located) -> Stored:
+        return located._read_with(_state.treedef.resolve_nothing)
 
     return _read(path, step, step_format, read)
 

@@ -47,7 +47,10 @@ def completed(line):
     [
         ("di", ["diff"]),
         ("ls ", ["(a file)"]),
-        ("diff run ", ["(a file)"]),
+        ("diff run ", ["1000", "200", "100", "(a file)"]),
+        ("diff run 2", ["200", "(a file)"]),
+        ("diff run r", ["(a file)"]),
+        ("diff run 100 2", ["200"]),
         ("plan run r", ["(a file)"]),
         ("report run -o ", ["(a file)"]),
         ("show run --step ", ["1000", "200", "100"]),

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax.training.train_state import TrainState
 
 import flaxckpt
 from flaxckpt._steps import markers as steps_markers
@@ -307,7 +308,7 @@ def test_every_format_and_every_leaf_can_be_looked_at(command, name):
 
 def test_diff_of_equal_checkpoints_is_0(here, command):
     lines = command.text("diff", "orbax", "w.safetensors")
-    assert lines[-1] == "all 1 leaves are equal"
+    assert lines[-1] == "1 leaf is equal"
     found = command.json("diff", "w.msgpack", "w.safetensors")
     assert found["equal"]
     assert found["same"] == ["w"]
@@ -453,7 +454,8 @@ def test_plan_into_what_does_not_fit_is_1(here, command):
     found = command.json("plan", "orbax", "run", code=1)
     assert lines[-3:] == [
         "3 leaves cannot be restored",
-        "On the command line: --suggest guesses the transforms from the names",
+        "On the command line: --suggest guesses the transforms from the names;"
+        " --missing init plans for a state with values for the missing leaves",
         f"In Python: {found['advice']}",
     ]
     assert len(found["problems"]) == 3
@@ -508,6 +510,47 @@ def test_plan_says_what_the_optimizer_initializes(here, command):
     )
     [line] = command.text("plan", "new", "new")
     assert "initializes" not in line
+
+
+def save_with_head(name, head, classes):
+    params = {"trunk": jnp.ones((4, 4)), head: jnp.ones((4, classes))}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-3))
+    flaxckpt.save(name, state)
+
+
+@pytest.mark.parametrize("target", ["tuned", "tuned.json"])
+def test_plan_of_a_fine_tune_keeps_the_values_of_a_new_head(here, command, target):
+    save_with_head("base", "head", 10)
+    save_with_head("tuned", "classifier", 3)
+    (here / "tuned.json").write_text(command("show", "tuned", "--json").stdout)
+    lines = command.text("plan", "base", target, code=1)
+    assert lines[-3] == "1 leaf cannot be restored"
+    assert "--missing init plans for a state with values" in lines[-2]
+    found = command.json("plan", "base", target, code=1)["leaves"]
+    assert found["params/classifier"]["actions"] == ["conflict"]
+    assert found["opt_state/0/mu/classifier"]["actions"] == ["init"]
+    assert found["opt_state/0/mu/trunk"]["actions"] == ["loaded"]
+    *_, last = command.text("plan", "base", target, "--missing", "init")
+    assert last.startswith("The checkpoint lacks 3 leaves: pass a state with values")
+    # The program of this plan: a state with values for the new head.
+    found = command.json("plan", "base", target, "--missing", "init")["leaves"]
+    params = {"trunk": jnp.zeros((4, 4)), "classifier": jnp.ones((4, 3))}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-3))
+    planned = flaxckpt.plan("base", state, missing="init")
+    assert not planned.problems
+    assert found.keys() == planned.leaves.keys()
+    for path, leaf in planned.leaves.items():
+        assert found[path]["actions"] == [*leaf.actions], path
+
+
+def test_plan_of_a_head_of_another_size_drops_it_first(here, command):
+    save_with_head("base", "head", 10)
+    save_with_head("tuned", "head", 3)
+    drop = ["plan", "base", "tuned", "--drop", "params/head"]
+    assert command.json("plan", "base", "tuned", "--missing", "init", code=1)
+    assert not command.json(*drop, code=1)["ok"]
+    assert "--suggest" not in command.text(*drop, code=1)[-2]
+    assert command.json(*drop, "--missing", "init")["ok"]
 
 
 def test_plan_says_that_the_checkpoint_is_damaged(here, command):

@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -122,6 +123,20 @@ def test_ls_marks_the_best_of_each_ranking(losses, terminal, command):
     assert found == {"eval/loss": int(best.split()[0]), "eval/accuracy": 4000}
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_ls_breaks_the_lines_on_damage_between_words(losses, terminal, width):
+    for file in (losses / "run" / "4000" / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[:-1])
+    lines = terminal(width, "ls", "run", "-n", 2, code=1)
+    assert max(map(len, lines)) <= width
+    [first] = [n for n, line in enumerate(lines) if "is damaged: " in line]
+    assert lines[first].startswith("step 4000 is damaged: 4000/state/")
+    assert all(line.startswith("  ") for line in lines[first + 1 : -1])
+    verified = terminal(80, "verify", "run", 4000, code=1)
+    assert max(map(len, verified)) <= 80
+
+
 def test_ls_sorts_by_a_metric(losses, terminal, command):
     lines = terminal(80, "ls", "run", "--sort", "eval/loss")
     shown = [float(line.split()[5]) for line in lines[1:-1]]
@@ -194,17 +209,29 @@ def test_ls_watch_redraws_a_terminal(tmp_path):
         run.save(2, {"w": np.ones(2)}).wait()
         drawn = read_until(parent, "2 steps, flaxckpt")
     assert "\x1b[3A\x1b[J" in drawn  # over the three lines before
+    for file in (tmp_path / "run" / "2" / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[:-1])
+    drawn = read_until(parent, "step 2 is damaged: ", "2 steps, flaxckpt")
+    lines = plain(drawn.rpartition("\x1b[J")[2]).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[4].startswith("  "), "the damage takes two lines"
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        run.save(3, {"w": np.ones(2)}).wait()
+    drawn = read_until(parent, "3 steps, flaxckpt")
+    assert f"\x1b[{len(lines)}A\x1b[J" in drawn, "drawn over all lines before"
     watch.send_signal(signal.SIGINT)
     assert watch.wait() == 0
     os.close(parent)
 
 
-def read_until(terminal, text):
-    """Reads the output on a terminal until it contains `text`."""
+def read_until(terminal, *texts):
+    """Reads the output on a terminal until it contains `texts`, in this order."""
+    wanted = re.compile(".*".join(map(re.escape, texts)), re.DOTALL)
     output, end = "", time.monotonic() + 60
-    while text not in output and time.monotonic() < end:
+    while not wanted.search(output) and time.monotonic() < end:
         output += os.read(terminal, 4096).decode()
-    assert text in output
+    assert wanted.search(output), output
     return output
 
 
@@ -318,6 +345,32 @@ def test_plan_folds_long_cells_and_loses_nothing(layered, terminal, width):
     assert sorted("".join(wide).replace(" ", "")) == sorted(text)
     kernel = "opt_state/0/mu/layers_{12..19}/attn/kernel"
     assert any(line.split()[:2] == [kernel, "8"] for line in wide)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_plan_prints_renames_to_paste_in_one_line(tmp_path, terminal, width):
+    long = "the_encoder_of_a_model_with_quite_long_names_of_modules"
+    for name, part in (("old", long), ("new", "encoder")):
+        params = {part: {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}}
+        flaxckpt.save(tmp_path / name, {"params": params})
+    asked = "plan", tmp_path / "old", tmp_path / "new"
+    lines = terminal(width, *asked, code=1)
+    [line] = [line for line in lines if "--rename" in line]
+    option, rule = shlex.split(line.removeprefix("On the command line: "))
+    assert terminal(width, *asked, option, rule)
+    python = " ".join(lines[lines.index(line) + 1 :])
+    assert python.startswith("In Python: Pass transforms=[rename(")
+
+
+def test_plan_keeps_types_whole(tmp_path, terminal):
+    for name, size in (("old", 1024), ("new", 4096)):
+        inner = {"a_long_name_of_a_layer/attention/query": jnp.ones((32, size))}
+        flaxckpt.save(tmp_path / name, {f"a_long_name_of_{'x' * 30}": inner})
+    lines = terminal(80, "plan", tmp_path / "old", tmp_path / "new", code=1)
+    text = "\n".join(lines)
+    assert max(map(len, lines[1:])) <= 80
+    assert "float32[32, 4096]" in text
+    assert "float32[32, 1024]" in text
 
 
 def test_plan_breaks_paths_at_slashes(layered):

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from click.testing import CliRunner
 from flax.training.train_state import TrainState
 
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._inspect import abstract_file as inspect_abstract_file
-from flaxckpt.cli import _output
+from flaxckpt.cli import _output, app
 
 STATE = {
     "a": jnp.ones((2, 3), jnp.bfloat16),
@@ -65,6 +66,41 @@ def test_what_show_prints_is_the_same_state(tmp_path):
     assert not found.problems
     filled = {p for p, leaf in shown.leaves.items() if leaf.kind != "empty"}
     assert found.leaves.keys() == filled
+
+
+def shown(path):
+    printed = CliRunner().invoke(app, ["show", str(path), "--json"])
+    return json.loads(printed.stdout)
+
+
+def test_what_show_prints_keeps_the_classes_of_an_optimizer(tmp_path):
+    params = {"w": jnp.ones(3), "layers": [jnp.ones(2), jnp.ones(1)]}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+    flaxckpt.save(tmp_path / "one", state)
+    content = shown(tmp_path / "one")
+    found = inspect_abstract_file.read_target(file_of(tmp_path, content))
+    assert found.has_roles
+    wanted = inspect_abstract_file.read_target(tmp_path / "one").state
+    assert jax.tree.structure(found.state) == jax.tree.structure(wanted)
+    assert isinstance(found.state.opt_state[0], optax.ScaleByAdamState)
+    del content["structure"]  # as printed by flaxckpt 0.1.0
+    old = inspect_abstract_file.read_target(file_of(tmp_path, content))
+    assert not old.has_roles
+    assert old.state["params"]["layers"].keys() == {"0", "1"}
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [3, None, ["dict", ["a"]], ["dict", ["a"], ["b"]], ["dict", ["a", "b"], ["a"]]],
+)
+def test_a_structure_that_does_not_fit_the_leaves_is_an_error(tmp_path, structure):
+    content = {"format": "flaxckpt", "leaves": {"a": "int"}, "structure": structure}
+    with pytest.raises(errors.OptionError, match="structure is not as flaxckpt show"):
+        inspect_abstract_file.read_target(file_of(tmp_path, content))
+    for _ in range(200):
+        content["structure"] = ["dict", ["a"], [content["structure"]]]
+    with pytest.raises(errors.OptionError, match="structure is not as"):
+        inspect_abstract_file.read_target(file_of(tmp_path, content))
 
 
 def test_leaves_are_texts_in_nested_dicts(tmp_path):

@@ -26,6 +26,7 @@ ARGUMENTS = [
     "--disable-sync",
 ]
 WIDTHS = (360, 1280)
+WIDEST = 1920
 
 
 def chromium():
@@ -227,6 +228,77 @@ def test_bars_and_rows_of_saves_are_the_seconds_of_the_journal(show, report):
         row = rows[save.step]
         assert float(row["blocked"]) == save.blocked_secs
         assert float(row["total"]) == save.total_secs
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, WIDEST])
+def test_the_bars_of_a_save_are_below_each_other_and_use_the_width(show, report, width):
+    page = show(report, width=width).page
+    edges = [
+        page.eval_on_selector_all(
+            f"#saves rect.{kind}[data-step]",
+            """found => found.map(each => {
+              const { left, right } = each.getBoundingClientRect();
+              return [left, right];
+            })""",
+        )
+        for kind in ("blocked", "behind")
+    ]
+    assert len(edges[0]) == len(LOSSES)
+    for above, below in zip(*edges, strict=True):
+        assert above == pytest.approx(below, abs=0.6)
+    plots = page.eval_on_selector_all(
+        "#saves svg.plot",
+        """found => found.map(each => {
+          const { left, right } = each.getBoundingClientRect();
+          return [left, right];
+        })""",
+    )
+    assert len(plots) == 3
+    for left, right in plots:  # the time line, too, begins where the bars begin
+        assert left == pytest.approx(edges[0][0][0], abs=0.6)
+        assert edges[0][-1][1] > left + 0.9 * (right - left)
+
+
+def test_all_columns_of_the_steps_fit_a_wide_page(show, report):
+    names = ("eval/loss", "eval/accuracy", "train/loss", "learning_rate")
+    steps = [
+        dataclasses.replace(step, metrics=dict.fromkeys(names, 1 / 3))
+        for step in report.steps
+    ]
+    history = [
+        dataclasses.replace(saved, metrics=dict.fromkeys(names, 1 / 3))
+        for saved in report.history
+    ]
+    many = dataclasses.replace(report, steps=tuple(steps), history=tuple(history))
+    page = show(many, width=WIDEST).page
+    hidden = page.eval_on_selector(
+        "#steps .scroll", "each => each.scrollWidth - each.clientWidth"
+    )
+    assert hidden <= 0
+
+
+def test_no_line_ends_within_an_option(show, report):
+    unread = [
+        check._replace(state="whole", bytes_checked=0) for check in report.integrity
+    ]
+    page = show(dataclasses.replace(report, integrity=tuple(unread))).page
+    assert "--all" in page.inner_text("#integrity .command")
+    for width in range(320, 1320, 40):
+        page.set_viewport_size({"width": width, "height": 800})
+        lines = page.evaluate(
+            """() => {
+              const code = document.querySelector('#integrity .command');
+              const texts = document.createTreeWalker(code, NodeFilter.SHOW_TEXT);
+              let text = texts.nextNode();
+              while (!text.data.includes('--all')) text = texts.nextNode();
+              const range = document.createRange();
+              const start = text.data.indexOf('--all');
+              range.setStart(text, start);
+              range.setEnd(text, start + '--all'.length);
+              return range.getClientRects().length;
+            }"""
+        )
+        assert lines == 1, width
 
 
 def test_points_of_curves_are_the_metrics(show, report):

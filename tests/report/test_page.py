@@ -320,7 +320,7 @@ def _card(page, name="integrity"):
 
 def test_the_card_of_the_best_step_says_among_which_steps_it_is_best(run):
     texts = ["Best eval/loss", "0.3", "lowest, at step 50, of 8 saved"]
-    assert _card(_report.page(gather(run)), "best") == ("card main", texts)
+    assert _card(_report.page(gather(run)), "best") == ("card main best", texts)
     keep = [BestN(1, "eval/accuracy", "max")]
     texts = ["Best eval/accuracy", "0.85", "highest, at step 50, of 8 saved"]
     assert _card(_report.page(gather(run, keep=keep)), "best")[1] == texts
@@ -329,10 +329,18 @@ def test_the_card_of_the_best_step_says_among_which_steps_it_is_best(run):
     assert _card(_report.page(gather(run, keep=keep)), "best")[1] == texts
 
 
+def test_the_card_of_the_last_value_does_not_look_like_that_of_the_best(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as opened:
+        opened.save(1, {"w": np.ones(2)}, metrics={"loss": 0.5})
+    page = _report.page(gather(tmp_path / "run"))
+    texts = ["Last loss", "0.5", "at step 1"]
+    assert _card(page, "last-metric") == ("card main", texts)
+
+
 def test_the_card_of_the_best_step_names_a_better_one_that_is_damaged(run):
     damage(run / "50")
     kind, texts = _card(_report.page(gather(run)), "best")
-    assert kind == "card main"
+    assert kind == "card main best"
     wanted = ["0.4", "lowest, at step 20; step 50 had 0.3, but is damaged"]
     assert texts == ["Best eval/loss", *wanted]
     damage(run / "20")
@@ -768,3 +776,28 @@ def test_the_card_of_a_run_whose_metrics_fail_says_so(tmp_path):
     card = opened._repr_html_()
     assert "no connection" in card
     assert "<b>" not in card
+
+
+def save_of(step):
+    return _report.data.Save(step, float(step), 0.01, 0.1, 10, None, "durable", None)
+
+
+@pytest.mark.parametrize(
+    ("steps", "labels"),
+    [
+        (range(100, 100_001, 100), [f"{n}k" for n in range(10, 101, 10)]),
+        (range(10, 90, 10), [str(n) for n in range(10, 90, 10)]),
+        (range(7, 2000, 7), None),
+        ([*range(100, 3100, 100), *range(2000, 4000, 100)], None),
+    ],
+)
+def test_bars_of_many_saves_are_labelled_with_round_steps(steps, labels):
+    saves = [save_of(step) for step in steps]
+    found = Elements(_report.charts.timeline.timeline(saves, [])).found
+    texts = [text for _, given, text in found if "middle" in given.get("class", "")]
+    half = len(texts) // 2
+    assert texts[:half] == texts[half:], "both rows of bars have the same labels"
+    assert 3 <= half <= 13
+    assert len(set(texts)) == half
+    if labels is not None:
+        assert texts[:half] == labels

@@ -582,9 +582,26 @@ def test_a_plan_changes_the_checkpoint_first(tmp_path, open_page):
     assert workspace.Query(url.encode()).text("rename") == rules["rename"]
 
 
+def test_a_plan_keeps_the_values_of_missing_leaves(tmp_path, open_page):
+    for name, head in (("old", "head"), ("new", "classifier")):
+        params = {"trunk": jnp.ones(4), head: jnp.ones((4, 3))}
+        flaxckpt.save(tmp_path / name, {"params": params})
+    space = open_page(tmp_path)
+    asked = {"run": "old", "into": "new"}
+    assert "would fail" in ask(plan.result, space, **asked)
+    shown = ask(plan.result, space, **asked, missing="init")
+    assert "would succeed" in shown
+    assert "The checkpoint lacks 1 leaf: pass a state with values" in shown
+    shown = html.unescape(ask(plan.page, space, **asked, missing="init"))
+    [url] = re.findall('hx-get="/plan/result[?]([^"]*)"', shown)
+    assert workspace.Query(url.encode()).text("missing") == "init"
+    assert '<option value="init" selected="">' in shown
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"missing": "zeros"}, "missing must be init, found 'zeros'"),
         ({"rename": "params"}, "rename must be PATTERN=NAME"),
         ({"rename": "params/(=x"}, "not a regular expression|unterminated|missing"),
         ({"cast": ".*=float7"}, "float7"),
@@ -616,3 +633,6 @@ def test_all_runs_are_shown_as_they_are_read(made, open_page):
     last = all_runs(space)
     assert "Reading " not in last
     assert set(re.findall('tr data-run="([^"]*)"', last)) == {"run", "source"}
+    [key] = re.findall('<ul class="legend".*?</ul>', last)
+    assert "</svg>run</li>" in key
+    assert "source" not in key, "it has no metrics, so it has no line"

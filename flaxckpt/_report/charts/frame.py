@@ -16,10 +16,23 @@ def frame(axis: html.Markup, plot: html.Markup) -> html.Markup:
     return html.element("div", axis, plot, class_="chart")
 
 
-def vertical_axis(height: float, *axes: scales.Axis) -> html.Markup:
-    """Draws the labels of a vertical axis; of several, the style sheet shows one."""
+def axis_width(*axes: scales.Axis) -> float:
+    """Returns the pixels that the labels of vertical axes take."""
     texts = [text for axis in axes for _, text in axis.ticks]
-    width = max(24.0, _LETTER * max(map(len, texts), default=0) + 8)
+    return max(24.0, _LETTER * max(map(len, texts), default=0) + 8)
+
+
+def vertical_axis(
+    height: float, *axes: scales.Axis, width: float | None = None
+) -> html.Markup:
+    """Draws the labels of a vertical axis; of several, the style sheet shows one.
+
+    Args:
+        height: The height in pixels.
+        *axes: The axes.
+        width: The width in pixels; by default as wide as the labels.
+    """
+    width = axis_width(*axes) if width is None else width
     return html.element(
         "svg",
         *[html.element("g", *_labels(axis, width), class_=kind(axis)) for axis in axes],

@@ -87,8 +87,8 @@ def _run(
     )
 
 
-def key(runs: Sequence[str]) -> html.Markup:
-    """Returns the key of the colours: a run's number is its place in `runs`."""
+def key(runs: Mapping[int, str]) -> html.Markup:
+    """Returns the key of the colours, from the number and the name of each run."""
     entries = [
         html.element(
             "li",
@@ -101,6 +101,6 @@ def key(runs: Sequence[str]) -> html.Markup:
             ),
             run,
         )
-        for number, run in enumerate(runs)
+        for number, run in runs.items()
     ]
     return html.element("ul", *entries, class_="legend", aria_label="Key")

@@ -13,10 +13,12 @@ from flaxckpt._util import html, humanize
 _MOST_BARS = 250
 """With more saves, several share a bar."""
 
-_FEWEST_PLACES = 12
+_FEWEST_PLACES = 6
 """Fewer bars do not fill the width."""
 
-_MOST_LABELS = 10
+_MOST_LABELS = 12
+_LANE_AXIS = 36.0
+"""Pixels of the name of the time line."""
 
 _MOST_EVENTS = 200
 
@@ -42,11 +44,14 @@ def timeline(saves: Sequence[Save], events: Sequence[TimelineEvent]) -> html.Mar
     groups = _grouped(saves)
     blocked = [max(save.blocked_secs or 0.0 for save in group) for group in groups]
     behind = [max(save.behind_secs or 0.0 for save in group) for group in groups]
-    parts = [
-        _panel("training waited", "blocked", groups, blocked),
-        _panel("written in the background", "behind", groups, behind),
-        _lane(saves, events),
+    panels = [
+        _Panel("training waited", "blocked", groups, blocked),
+        _Panel("written in the background", "behind", groups, behind),
     ]
+    # One width, so that the bars of a save are below each other.
+    axes = [panel.axis()[1] for panel in panels]
+    width = max(_LANE_AXIS, frame.axis_width(*axes))
+    parts = [*[panel.draw(width) for panel in panels], _lane(saves, events, width)]
     return html.element("div", *parts, class_="timeline")
 
 
@@ -75,32 +80,51 @@ def _grouped(saves: Sequence[Save]) -> list[Sequence[Save]]:
     return [saves[n : n + size] for n in range(0, len(saves), size)]
 
 
-def _panel(
-    title: str, name: str, groups: Sequence[Sequence[Save]], values: Sequence[float]
-) -> html.Markup:
-    """Draws a row of bars with its axis; `values` are the heights."""
-    top = scales.top(max(values))
-    unit, write = scales.seconds(top)
-    bottom = _TOP + _PANEL
-    scale = scales.Scale(0.0, top, bottom, _TOP)
-    ticks = [(tick, write(tick)) for tick in scales.ticks(0.0, top, 4)]
-    axis = scales.Axis(scale, False, ticks)
-    bars = _Bars(len(groups))
-    parts = [html.label(0, _TOP - 9, f"{title}, {unit}", class_="axis-title")]
-    parts += frame.grid(axis)
-    for n, (group, value) in enumerate(zip(groups, values, strict=True)):
-        parts += _bar(title, name, group, value, bars.left(n), bars.width, axis)
-    parts.append(frame.level(bottom, "baseline"))
-    height = bottom + _STEPS
-    parts += _step_labels(groups, bars, bottom + 16)
-    plot = html.plot(
-        f"Saves: {title}",
-        f"{humanize.count(sum(map(len, groups)), 'save')}, the oldest first;"
-        f" {humanize.secs(max(values))} at most.",
-        height,
-        *parts,
-    )
-    return frame.frame(frame.vertical_axis(height, axis), plot)
+class _Panel(NamedTuple):
+    """A row of bars.
+
+    Attributes:
+        title: The title.
+        name: The class of the bars.
+        groups: The saves of each bar.
+        values: The heights, in seconds.
+    """
+
+    title: str
+    name: str
+    groups: Sequence[Sequence[Save]]
+    values: Sequence[float]
+
+    def axis(self) -> tuple[str, scales.Axis]:
+        """Returns the unit and the vertical axis."""
+        top = scales.top(max(self.values))
+        unit, write = scales.seconds(top)
+        scale = scales.Scale(0.0, top, _TOP + _PANEL, _TOP)
+        ticks = [(tick, write(tick)) for tick in scales.ticks(0.0, top, 4)]
+        return unit, scales.Axis(scale, False, ticks)
+
+    def draw(self, width: float) -> html.Markup:
+        """Draws the bars beside an axis of `width` pixels."""
+        unit, axis = self.axis()
+        bottom = _TOP + _PANEL
+        bars = _Bars(len(self.groups))
+        title = f"{self.title}, {unit}"
+        parts = [html.label(0, _TOP - 9, title, class_="axis-title")]
+        parts += frame.grid(axis)
+        for n, (group, value) in enumerate(zip(self.groups, self.values, strict=True)):
+            left = bars.left(n)
+            parts += _bar(self.title, self.name, group, value, left, bars.width, axis)
+        parts.append(frame.level(bottom, "baseline"))
+        height = bottom + _STEPS
+        parts += _step_labels(self.groups, bars, bottom + 16)
+        plot = html.plot(
+            f"Saves: {self.title}",
+            f"{humanize.count(sum(map(len, self.groups)), 'save')}, the oldest first;"
+            f" {humanize.secs(max(self.values))} at most.",
+            height,
+            *parts,
+        )
+        return frame.frame(frame.vertical_axis(height, axis, width=width), plot)
 
 
 def _bar(
@@ -150,15 +174,18 @@ def _describe(group: Sequence[Save], title: str, value: str) -> str:
 def _step_labels(
     groups: Sequence[Sequence[Save]], bars: _Bars, y: float
 ) -> list[html.Markup]:
-    """Labels a few bars with their steps; a step that was saved again only once."""
-    every = max(1, -(-len(groups) // _MOST_LABELS))
-    if len(groups) <= _FEWEST_PLACES:
-        every = max(1, -(-len(groups) // _FEWEST_PLACES))
+    """Labels a few bars with a step; a step that was saved again only once.
+
+    Of many bars, those with round steps are labelled, if the steps ascend.
+    """
+    last = [group[-1].step for group in groups]
+    labelled = [(n, step) for n, step in enumerate(last) if step is not None]
+    if len(groups) > _MOST_LABELS:
+        every = -(-len(groups) // _MOST_LABELS)
+        labelled = _round_steps(groups) or labelled[::every]
     places: dict[int, float] = {}
-    for n in range(0, len(groups), every):
-        step = groups[n][-1].step
-        if step is not None:
-            places.setdefault(step, bars.left(n) + bars.width / 2)
+    for n, step in labelled:
+        places.setdefault(step, bars.left(n) + bars.width / 2)
     texts = scales.step_labels(list(places))
     return [
         html.element(
@@ -172,11 +199,29 @@ def _step_labels(
     ]
 
 
+def _round_steps(groups: Sequence[Sequence[Save]]) -> list[tuple[int, int]]:
+    """Returns the bars with round steps, and these steps; empty for too few."""
+    bars = {
+        save.step: n
+        for n, group in enumerate(groups)
+        for save in group
+        if save.step is not None
+    }
+    steps = list(bars)
+    if len(steps) < 2 or steps != sorted(steps):
+        return []
+    ticks = scales.whole_ticks(steps[0], steps[-1], _MOST_LABELS - 2)
+    found = [(bars[tick], tick) for tick in ticks if tick in bars]
+    return found if len(found) > 2 else []
+
+
 # ---- the time line ----------------------------------------------------------------
 
 
-def _lane(saves: Sequence[Save], events: Sequence[TimelineEvent]) -> html.Markup:
-    """Draws the time line of saves and events."""
+def _lane(
+    saves: Sequence[Save], events: Sequence[TimelineEvent], width: float
+) -> html.Markup:
+    """Draws the time line of saves and events, beside an axis of `width` pixels."""
     times = [save.began for save in saves] + [event.time for event in events]
     scale = scales.Scale(min(times), max(times), 0.0, 100.0)
     parts = [frame.level(12, "baseline")]
@@ -194,10 +239,14 @@ def _lane(saves: Sequence[Save], events: Sequence[TimelineEvent]) -> html.Markup
     plot = html.plot(
         "When each save began", f"From {texts[0]} to {texts[-1]}.", _LANE, *parts
     )
-    width = 36
     name = html.label(width - 7, 16, "when", class_="tick end")
     axis = html.element(
-        "svg", name, width=width, height=_LANE, class_="axis", aria_hidden="true"
+        "svg",
+        name,
+        width=html.px(width),
+        height=_LANE,
+        class_="axis",
+        aria_hidden="true",
     )
     return frame.frame(axis, plot)
 
