@@ -28,16 +28,16 @@ class FileCache(Generic[T]):
         self._values: dict[Path, tuple[_storage.Stamp, T]] = {}
 
     def __call__(self, path: Path) -> T:
+        """Returns the value of the step `path`."""
+        return self.read(path)[1]
+
+    def read(self, path: Path) -> tuple[_storage.Stamp, T]:
+        """Returns the value of the step `path`, with the stamp of the file read."""
         stamp = _storage.stamp(path / self._file)
         cached = self._values.get(path)
         if cached is None or cached[0] != stamp:
             cached = self._values[path] = (stamp, self._read(path))
-        return cached[1]
-
-    def has_changed(self, path: Path) -> bool:
-        """Returns True if the file was read and has changed since."""
-        cached = self._values.get(path)
-        return cached is not None and not cached[0].is_current()
+        return cached
 
     def forget(self, *, all_but: Collection[Path] = ()) -> None:
         """Forgets the values of all steps except `all_but`."""
@@ -51,7 +51,6 @@ class RankedStep:
 
     Attributes:
         is_doubtful: True if a policy asked for metrics that could not be read.
-        used: The values that policies asked for: `metrics`, `created`.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class RankedStep:
         self.step = step
         self.temporary = temporary
         self.is_doubtful = False
-        self.used: set[str] = set()
         self._elsewhere = elsewhere
         self._metrics = metrics
         self._created = created
@@ -74,7 +72,6 @@ class RankedStep:
     @property
     def metrics(self) -> Mapping[str, float]:
         """The metrics of the step, stored or measured elsewhere."""
-        self.used.add("metrics")
         stored = self._metrics()
         self.is_doubtful = stored is None
         return {**self._elsewhere, **(stored or {})}
@@ -82,7 +79,6 @@ class RankedStep:
     @property
     def created(self) -> float:
         """Start time of the save, in seconds since 1970."""
-        self.used.add("created")
         return self._created()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -23,11 +22,17 @@ class RunStep(NamedTuple):
         path: The directory of the step.
         markers: The markers of the step.
         ranked: The step as seen by policies.
+        stamps: The files that policies have read, as they were then.
     """
 
     path: Path
     markers: _steps.markers.Status
     ranked: run_metrics.RankedStep
+    stamps: Mapping[str, _storage.Stamp]
+
+    def is_outdated(self) -> bool:
+        """Returns True if a file has changed since a policy read it."""
+        return any(not stamp.is_current() for stamp in self.stamps.values())
 
 
 class RankedSteps:
@@ -104,17 +109,6 @@ class RankedSteps:
         """Returns the steps as seen by policies."""
         return {number: step.ranked for number, step in self.steps().items()}
 
-    def has_changed(self, path: Path) -> bool:
-        """Returns True if the metrics of the step `path` changed since last read."""
-        return self._metrics.has_changed(path)
-
-    def is_outdated(self, step: RunStep) -> bool:
-        """Returns True if a value that policies used has changed since."""
-        used, path = step.ranked.used, step.path
-        return ("metrics" in used and self._metrics.has_changed(path)) or (
-            "created" in used and self._created.has_changed(path)
-        )
-
     def steps(self) -> dict[int, RunStep]:
         """Returns the current steps, without unrecognised directories.
 
@@ -139,14 +133,26 @@ class RankedSteps:
 
     def _read_step(self, entry: _Entry, elsewhere: Mapping[str, float]) -> RunStep:
         markers = _steps.markers.status(entry.path, entry.files)
+        stamps: dict[str, _storage.Stamp] = {}
+
+        def read_metrics() -> Mapping[str, float] | None:
+            stamp, metrics = self._metrics.read(entry.path)
+            stamps.setdefault("metrics", stamp)
+            return metrics
+
+        def read_created() -> float:
+            stamp, created = self._created.read(entry.path)
+            stamps.setdefault("created", stamp)
+            return created
+
         ranked = run_metrics.RankedStep(
             entry.step,
             temporary=markers.temporary,
             elsewhere=elsewhere,
-            metrics=functools.partial(self._metrics, entry.path),
-            created=functools.partial(self._created, entry.path),
+            metrics=read_metrics,
+            created=read_created,
         )
-        return RunStep(entry.path, markers, ranked)
+        return RunStep(entry.path, markers, ranked, stamps)
 
 
 def identify_save(path: Path) -> str | None:

@@ -267,7 +267,7 @@ class Retention:
         affected = {*doomed, *(step for step, _ in items)}
         saves = {n: ranked_steps.identify_save(steps[n].path) for n in affected}
         # A step that was replaced before its save was identified stays this time.
-        replaced = {n for n in affected if self.index.is_outdated(steps[n])}
+        replaced = {n for n in affected if steps[n].is_outdated()}
         return _Decision(
             steps,
             [step for step in doomed if step not in replaced],
@@ -283,7 +283,7 @@ class Retention:
         is_new = False  # decide again once per deletion, or none would happen
         while remaining := [step for step in decision.doomed if step not in tried]:
             step = remaining[0]
-            if not is_new and self._have_metrics_changed(decision, step):
+            if not is_new and self._is_outdated(decision, step):
                 try:
                     decision, is_new = self._decide(just_saved), True
                 except Exception as error:
@@ -367,14 +367,14 @@ class Retention:
                 items.state,
             )
 
-    def _have_metrics_changed(self, decision: _Decision, step: int) -> bool:
-        """Returns True if the metrics of `step`, or of a kept step, have changed.
+    def _is_outdated(self, decision: _Decision, step: int) -> bool:
+        """Returns True if files that policies read of `step` or a kept step changed.
 
         Other steps to be deleted are checked before their own deletion.
         """
         doomed = set(decision.doomed)
         return any(
-            self.index.has_changed(other.path)
+            other.is_outdated()
             for number, other in decision.steps.items()
             if number == step or number not in doomed
         )

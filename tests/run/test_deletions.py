@@ -224,6 +224,30 @@ def test_a_step_that_becomes_the_best_during_a_deletion_stays(tmp_path, monkeypa
     assert found.index.steps().keys() == {2, 4}, "4 is the newest"
 
 
+@pytest.mark.parametrize(
+    ("step", "loss", "deleted"),
+    [(1, -9.0, (2, 3)), (4, 9.0, (1, 2)), (2, 5.0, (1, 2, 3))],
+)
+def test_metrics_that_change_after_the_decision_count(
+    tmp_path, monkeypatch, step, loss, deleted
+):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        for number in (1, 2, 3, 4):
+            ckpt.save(number, {"w": np.ones(2)}, metrics={"loss": float(-number)})
+    found = retention.Retention(tmp_path, PLAIN, rules([BestN(1, "loss", "min")]))
+    real, decisions = found._decide, []
+
+    def decide(just_saved):
+        decisions.append(real(just_saved))
+        if len(decisions) == 1:
+            with flaxckpt.Checkpointer(tmp_path) as ckpt:
+                ckpt.add_metrics(step, {"loss": loss})
+        return decisions[-1]
+
+    monkeypatch.setattr(found, "_decide", decide)
+    assert found.delete_unkept() == deleted
+
+
 def test_all_steps_are_deleted_if_nobody_waits(tmp_path, monkeypatch):
     save(tmp_path, 1, 2, 3, 4, 5)
     monkeypatch.setattr(retention, "_DELETING_SECS", -1.0)
@@ -313,9 +337,7 @@ def test_a_policy_that_fails_later_deletes_no_more(
         return real(just_saved)
 
     monkeypatch.setattr(found, "_decide", decide)
-    monkeypatch.setattr(
-        found, "_have_metrics_changed", lambda decision, step: step == changed
-    )
+    monkeypatch.setattr(found, "_is_outdated", lambda decision, step: step == changed)
     assert found.delete_unkept(just_saved=4) == deleted
     assert "no more steps are deleted: no idea" in caplog.text
     assert found.index.steps().keys() == {1, 2, 3, 4} - {*deleted}
@@ -324,7 +346,7 @@ def test_a_policy_that_fails_later_deletes_no_more(
 def test_metrics_that_change_all_the_time_hold_up_no_deletion(tmp_path, monkeypatch):
     save(tmp_path, 1, 2, 3)
     found = retention.Retention(tmp_path, PLAIN, rules([LatestN(1)]))
-    monkeypatch.setattr(found, "_have_metrics_changed", lambda decision, step: True)
+    monkeypatch.setattr(found, "_is_outdated", lambda decision, step: True)
     assert found.delete_unkept() == (1, 2)
 
 
