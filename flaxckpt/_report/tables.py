@@ -96,13 +96,20 @@ def _row(row: Row, columns: Sequence[Column], shown: Sequence[int]) -> html.Mark
         cells.append(
             html.element(
                 "td" if n else "th",
-                _text(cell),
+                _text(cell) if n else _break_path(_text(cell)),
                 scope=None if n else "row",
                 class_=_class(columns[n]),
                 data_v=value,
             )
         )
     return html.element("tr", *cells, class_=row.kind, **row.data)
+
+
+def _break_path(name: object) -> object:
+    """Returns the heading of a row; a narrow column breaks a path after a slash."""
+    if isinstance(name, html.Markup) or not isinstance(name, str):
+        return name
+    return html.Markup(html.text(name).replace("/", f"/{html.element('wbr')}"))
 
 
 def _text(cell: object) -> object:

@@ -38,7 +38,7 @@ def element(name: str, *children: object, **attributes: object) -> Markup:
     return Markup(f"<{name}{markup}>{join(children)}</{name}>")
 
 
-_VOID = frozenset(("meta", "link", "br", "input"))
+_VOID = frozenset(("meta", "link", "br", "wbr", "input"))
 
 
 def join(parts: Iterable[object]) -> Markup:

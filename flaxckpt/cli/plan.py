@@ -103,19 +103,22 @@ def plan(
         changes = [] if suggestion.ambiguous else suggestion.transforms
     if map is not None:
         changes[:0] = _named.find_for_state(map, path, target_state.state)
+    by_path = optimizer is None and not target_state.has_roles
     restore_plan = _checkpoint.restore.plan_for_target(
         path,
         target_state.state,
         step=step,
         transforms=changes,
         missing=missing,
-        optimizer=optimizer or ("match" if target_state.has_roles else "exact"),
+        optimizer=optimizer or ("exact" if by_path else "match"),
         unused=unused,
     )
     damage = _inspect.run_view.find_known_damage(
         _storage.paths.from_text(restore_plan.path)
     )
-    planned = _Planned(restore_plan, damage, missing, has_changes=bool(changes))
+    planned = _Planned(
+        restore_plan, damage, missing, by_path=by_path, has_changes=bool(changes)
+    )
     if suggestion is not None:
         return _show_suggestion(suggestion, planned, json=json)
     if json:
@@ -132,12 +135,15 @@ class _Planned(NamedTuple):
         plan: The plan.
         damage: The damage, or None.
         missing: How leaves that the checkpoint lacks are treated.
+        by_path: True if optimizer leaves are matched by path, as the target has no
+            roles.
         has_changes: True if transforms change the checkpoint first.
     """
 
     plan: RestorePlan
     damage: str | None
     missing: Literal["error", "init"]
+    by_path: bool
     has_changes: bool
 
     @property
@@ -163,8 +169,8 @@ class _Planned(NamedTuple):
 
     def advice(self) -> str:
         """Returns the options that may help; empty for none."""
-        is_missing = any(each.kind == "missing" for each in self.plan.problems)
-        if self.plan.renames or not is_missing:
+        missing = [each.leaf for each in self.plan.problems if each.kind == "missing"]
+        if self.plan.renames or not missing:
             return ""
         advice = []
         if not self.has_changes:
@@ -172,6 +178,11 @@ class _Planned(NamedTuple):
         if self.missing == "error":
             advice.append(
                 "--missing init plans for a state with values for the missing leaves"
+            )
+        if self.by_path and any("opt_state" in leaf.split("/") for leaf in missing):
+            advice.append(
+                "--optimizer match plans for an optimizer that initializes its leaves,"
+                " as TARGET names no classes"
             )
         return "; ".join(advice)
 

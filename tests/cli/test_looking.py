@@ -543,6 +543,26 @@ def test_plan_of_a_fine_tune_keeps_the_values_of_a_new_head(here, command, targe
         assert found[path]["actions"] == [*leaf.actions], path
 
 
+def test_plan_into_leaves_without_classes_says_how_to_match_the_optimizer(
+    here, command
+):
+    save_with_head("base", "head", 10)
+    save_with_head("tuned", "classifier", 3)
+    content = command.json("show", "tuned")
+    del content["structure"]  # as flaxckpt 0.1.0 printed it
+    (here / "tuned.json").write_text(json.dumps(content))
+    asked = ["plan", "base", "tuned.json"]
+    found = command.json(*asked, code=1)["leaves"]
+    assert found["opt_state/0/mu/classifier"]["actions"] == ["conflict"]
+    assert (
+        "--optimizer match plans for an optimizer" in command.text(*asked, code=1)[-2]
+    )
+    matched = [*asked, "--optimizer", "match"]
+    found = command.json(*matched, code=1)["leaves"]
+    assert found["opt_state/0/mu/classifier"]["actions"] == ["init"]
+    assert "--optimizer match" not in command.text(*matched, code=1)[-2]
+
+
 def test_plan_of_a_head_of_another_size_drops_it_first(here, command):
     save_with_head("base", "head", 10)
     save_with_head("tuned", "head", 3)

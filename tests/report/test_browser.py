@@ -277,6 +277,38 @@ def test_all_columns_of_the_steps_fit_a_wide_page(show, report):
     assert hidden <= 0
 
 
+def test_a_narrow_table_breaks_paths_after_slashes(show, report):
+    path = "trunk/block_12/attention/out/kernel"
+    leaves = [leaf._replace(path=path) for leaf in report.change.leaves]
+    change = report.change._replace(leaves=leaves)
+    page = show(dataclasses.replace(report, change=change), width=360).page
+    lines = page.eval_on_selector_all(
+        "#change tbody th",
+        """found => found.map(cell => {
+          const range = document.createRange();
+          let [text, top] = ["", null];
+          const texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+          for (let node; (node = texts.nextNode());) {
+            for (let n = 0; n < node.length; n++) {
+              range.setStart(node, n);
+              range.setEnd(node, n + 1);
+              const at = range.getBoundingClientRect().top;
+              if (top !== null && at > top + 2) text += "\\n";
+              top = at;
+              text += node.data[n];
+            }
+          }
+          return text;
+        })""",
+    )
+    assert len(lines) == len(leaves)
+    for line in lines:
+        assert line.replace("\n", "") == path
+        parts = line.split("\n")
+        assert len(parts) > 1
+        assert all(part.endswith("/") for part in parts[:-1]), line
+
+
 def test_no_line_ends_within_an_option(show, report):
     unread = [
         check._replace(state="whole", bytes_checked=0) for check in report.integrity

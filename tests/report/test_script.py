@@ -186,6 +186,21 @@ def test_leaves_are_searched_and_folded(show, report):  # noqa: F811
     assert "params/head" not in leaves()
 
 
+@pytest.mark.parametrize("width", [360, 390, 800, 1280, 1920])
+def test_nothing_moves_while_values_are_read(show, report, width):  # noqa: F811
+    page = show(report, width=width).page
+    tops = """() => [...document.querySelectorAll('[data-metric] .plot, section')]
+        .map(each => each.getBoundingClientRect().top + scrollY)"""
+    before = page.evaluate(tops)
+    page.hover(f"{LOSS} .plot", position={"x": 60, "y": 80})
+    [reading] = page.locator(f"{LOSS} output").all_text_contents()
+    assert reading.startswith("step ")
+    assert page.locator(f"{LOSS} .facts").is_hidden()
+    assert page.evaluate(tops) == before
+    page.mouse.move(1, 1)
+    assert page.locator(f"{LOSS} .facts").is_visible()
+
+
 def test_rows_of_a_long_table_are_searched(show, report):  # noqa: F811
     step = report.history[-1]
     many = tuple(dataclasses.replace(step, step=n) for n in range(300))

@@ -85,8 +85,12 @@ def _caption(name: str, drawn: Sequence[MetricValue], *, has_log: bool) -> html.
     return html.element(
         "figcaption",
         html.element("strong", name),
-        html.element("span", ", ".join(facts), class_="facts"),
-        html.element("output"),
+        html.element(
+            "span",
+            html.element("span", ", ".join(facts), class_="facts"),
+            html.element("output"),
+            class_="reading",
+        ),
         log_switch(name) if has_log else html.NOTHING,
     )
 
