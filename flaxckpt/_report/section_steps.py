@@ -78,7 +78,7 @@ def _key(points: Sequence[MetricValue]) -> list[tuple[str, str]]:
     if any(point.is_deleted for point in points):
         items.append(("point deleted", "deleted since"))
     if any(point.best == "best" for point in points):
-        items.append(("point best", "best by a policy"))
+        items.append(("point best", "best"))
     if any(point.is_bad for point in points):
         items.append(("point unusable", "damaged, or not readable"))
     return items

@@ -112,7 +112,7 @@ _PATHS = (
     *("path", "a", "src", "dst", "target", "directory"),
     *("config", "output", "tokenizer"),
 )
-_STEPS = ("step", "steps", "step_a", "step_b", "other_step", "target_step")
+_STEPS = ("step", "steps", "step_a", "step_b", "more", "target_step")
 
 COMPLETERS: Mapping[str, Complete] = {
     **dict.fromkeys(_PATHS, complete_path),

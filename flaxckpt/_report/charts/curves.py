@@ -126,6 +126,11 @@ def _kind(point: MetricValue) -> str:
         return "unusable"
     if point.best in ("best", "among the best"):
         return point.best
+    return _existence(point)
+
+
+def _existence(point: MetricValue) -> str:
+    """Returns `deleted`, `kept` or `goes`."""
     if point.is_deleted:
         return "deleted"
     return "kept" if point.stays else "goes"
@@ -236,7 +241,7 @@ def _draw_point(
         y(point.value),
         2.6 if point.is_deleted else 4.0,
         f"step {point.step}: {name} {point.value:.6g} ({fate}{best})",
-        "best" if point.best in ("best", "among the best") else kind,
+        _existence(point) if kind == "among the best" else kind,
         data_step=point.step,
         data_value=point.value,
         data_kept="yes" if point.stays else "no",
