@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from flaxckpt import _arrays, _util
+from flaxckpt import _arrays, _util, errors
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
@@ -179,7 +179,13 @@ def diff(
         _arrays.read.check_supported(leaves, side.metadata.path)
     counter = _util.progress.Counter(f"comparing {sides[0].metadata.path}")
     with _util.progress.bar(counter):
-        changed |= _compare(pairs, counter)
+        try:
+            changed |= _compare(pairs, counter)
+        except errors.DamagedCheckpointError as error:
+            raise errors.DamagedCheckpointError(
+                f"{error}\nA pattern (only=, --only) compares the other leaves;"
+                " values=False (--no-values) reads none."
+            ) from error.__cause__
     order = _Order((table_b, table_a))
     ranked = sorted(
         changed, key=lambda path: (*order.place(path), -_rank(changed[path]))
