@@ -219,6 +219,12 @@
     const isDown = head.getAttribute("aria-sort") === "ascending";
     for (const other of head.parentElement.cells) other.removeAttribute("aria-sort");
     head.setAttribute("aria-sort", isDown ? "descending" : "ascending");
+    const caption = table.caption;
+    if (caption.textContent === "The newest first") caption.dataset.order = "";
+    if ("order" in caption.dataset) {
+      const order = isDown ? "descending" : "ascending";
+      caption.textContent = `By ${head.textContent.trim()}, ${order}`;
+    }
     const sign = isDown ? -1 : 1;
     for (const body of table.tBodies) {
       const rows = Array.from(body.rows, (row) => [sortKey(row, column), row]);

@@ -148,7 +148,9 @@ def test_columns_are_sorted_by_their_values(show, report):  # noqa: F811
         opened.page.locator("#steps th button", has_text=name).first.click()
 
     assert steps() == sorted(LOSSES, reverse=True)
+    assert opened.texts("#steps caption") == ["The newest first"]
     click("eval/loss")
+    assert opened.texts("#steps caption") == ["By eval/loss, ascending"]
     assert steps() == sorted(LOSSES, key=LOSSES.get)
     click("eval/loss")
     assert steps() == sorted(LOSSES, key=LOSSES.get, reverse=True)
