@@ -155,11 +155,15 @@ class Verdict:
     metric: str | None = None
 
 
-def explain_deletions(events: Iterable[Event]) -> dict[int, tuple[Verdict, ...]]:
+def explain_deletions(
+    events: Iterable[Event], listing: Listing
+) -> dict[int, tuple[Verdict, ...]]:
     """Returns the choices of the policies when steps were deleted.
 
     Args:
         events: The journal of the run.
+        listing: The steps that exist. Policies did not count those that were marked as
+            damaged at the time.
 
     Returns:
         Step -> a verdict for each policy in force at its last deletion. Steps are
@@ -170,6 +174,7 @@ def explain_deletions(events: Iterable[Event]) -> dict[int, tuple[Verdict, ...]]
     verdicts: dict[int, tuple[Verdict, ...]] = {}
     saved: dict[int, SavedStep] = {}
     keep: Sequence[PreservationPolicy] = ()
+    damaged_since = _damaged_since(listing)
     for event in events:
         if event.kind == "configured":
             settings = _run.settings.last([event])
@@ -180,11 +185,26 @@ def explain_deletions(events: Iterable[Event]) -> dict[int, tuple[Verdict, ...]]
         if event.kind == "deleted":
             verdicts.pop(number, None)
             if keep and event.details.get("reason") == _steps.event.NOT_KEPT:
-                there = [step for step in saved.values() if step.exists]
+                there = [
+                    step
+                    for step in saved.values()
+                    if step.exists
+                    and damaged_since.get(step.step, math.inf) > event.time
+                ]
                 found = [_verdict(policy, there) for policy in keep]
                 verdicts[number] = tuple(v for v in found if number not in v.kept)
         _add_event(saved, number, event)
     return verdicts
+
+
+def _damaged_since(listing: Listing) -> dict[int, float]:
+    """Returns the steps marked as damaged: step -> when, in seconds since 1970."""
+    times = {
+        step.step: _steps.markers.damage_time(_storage.paths.resolve(step.path))
+        for step in listing.steps
+        if step.step is not None and step.damage is not None
+    }
+    return {step: time for step, time in times.items() if time is not None}
 
 
 def _verdict(policy: PreservationPolicy, there: Sequence[SavedStep]) -> Verdict:

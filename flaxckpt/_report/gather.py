@@ -127,7 +127,7 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         policies=None if listing.keep is None else tuple(map(str, listing.keep)),
         steps=listing.steps,
         history=tuple(history),
-        verdicts=_verdicts(history, events),
+        verdicts=_verdicts(history, events, listing),
         saves=save_history.saves(events),
         happened=save_history.other_events(events),
         metrics=_metrics(listing, history, keep),
@@ -179,11 +179,11 @@ def _no_journal_note(listing: Listing) -> str:
 
 
 def _verdicts(
-    history: Sequence[SavedStep], events: Sequence[Event]
+    history: Sequence[SavedStep], events: Sequence[Event], listing: Listing
 ) -> Mapping[int, tuple[Verdict, ...]]:
     """Returns what the policies kept when they deleted each of the last steps."""
     deleted = [step.step for step in history if not step.exists]
-    found = _inspect.history.explain_deletions(events)
+    found = _inspect.history.explain_deletions(events, listing)
     return {n: found[n] for n in deleted[-_MOST_VERDICTS:] if found.get(n)}
 
 

@@ -189,6 +189,19 @@ def unmark_damaged(path: Path) -> None:
     _remove(path, DAMAGED)
 
 
+def damage_time(path: Path) -> float | None:
+    """Returns when a step was marked as damaged, in seconds since 1970.
+
+    None without a marker, and 0 if the marker does not say it.
+    """
+    if not is_damaged(path):
+        return None
+    try:
+        return float(_read_json(path / DAMAGED)["time"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return 0.0
+
+
 def damage_reason(path: Path) -> str:
     """Returns the reason in the marker of a damaged step, or a substitute."""
     try:

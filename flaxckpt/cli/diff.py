@@ -134,9 +134,10 @@ def _show(
     _output.print_table(columns, rows[:limit])
     if hidden := len(rows) - limit if len(rows) > limit else 0:
         _output.print_line(f"… and {hidden:,} more: --limit {len(rows)} shows all")
-    _output.print_line(_summary(result))
+    summary = _summary(result)
     if not has_values:
-        _output.print_line("names, shapes and types only: no values were read")
+        summary = f"without reading values: {summary}"
+    _output.print_line(summary)
 
 
 def _leaf_rows(result: CheckpointDiff) -> list[list[str | Cell]]:

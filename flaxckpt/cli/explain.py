@@ -136,7 +136,7 @@ def _explain_step(
             f" {_describe_neighbours(number, [each.step for each in steps])}"
         )
     best = [] if rules is None else _best_policies(rules, why)
-    verdicts = _inspect.history.explain_deletions(events).get(number, ())
+    verdicts = _inspect.history.explain_deletions(events, listing).get(number, ())
     places = [_inspect.history.rank(number, policy, steps) for policy in best]
     rankings = [place for place in places if place is not None]
     if json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from flaxckpt.maps._suggest.suggestion import Suggestion
 
 _MOST_ROWS = 20
+_DROPS = 3
+"""The most patterns that advice names."""
 
 
 @_app.verb
@@ -169,8 +172,12 @@ class _Planned(NamedTuple):
 
     def advice(self) -> str:
         """Returns the options that may help; empty for none."""
+        if self.plan.renames:
+            return ""
+        if drops := self._drops():
+            return f"{drops} --missing init plans for a state with new values of them"
         missing = [each.leaf for each in self.plan.problems if each.kind == "missing"]
-        if self.plan.renames or not missing:
+        if not missing:
             return ""
         advice = []
         if not self.has_changes:
@@ -185,6 +192,31 @@ class _Planned(NamedTuple):
                 " as TARGET names no classes"
             )
         return "; ".join(advice)
+
+    def _drops(self) -> str:
+        """Returns options that drop the leaves of other shapes, such as of a head.
+
+        Empty for none, or for many. Their moments are dropped with them.
+        """
+        other = {
+            path
+            for path, leaf in self.plan.leaves.items()
+            if leaf.wanted is not None
+            and leaf.found is not None
+            and leaf.wanted.shape != leaf.found.shape
+        }
+        patterns: dict[str, None] = {}
+        for problem in self.plan.problems:
+            path = problem.leaf
+            if path in other and "opt_state" not in path.split("/"):
+                parent = path.rpartition("/")[0]
+                below = {p for p in self.plan.leaves if p.startswith(f"{parent}/")}
+                is_whole = bool(parent) and below <= other
+                name = re.escape(parent if is_whole else path)
+                patterns[f"{name}/.*" if is_whole else name] = None
+        if len(patterns) > _DROPS or self.missing == "init":
+            return ""
+        return " ".join(f"--drop {shlex.quote(pattern)}" for pattern in patterns)
 
     def fresh(self) -> str:
         """Returns a line on the leaves with values of the program; empty for none."""

@@ -36,8 +36,8 @@ def verify(
         bool,
         Option(
             "--mark",
-            help="Mark damaged steps: restores, retention and `ls` leave them out."
-            " Unmark good steps.",
+            help="Mark damaged steps: restores and retention leave them out. Unmark"
+            " good steps.",
         ),
     ] = False,
     json: _app.JsonOption = False,
@@ -65,10 +65,9 @@ def verify(
         verified = _verify_all(path, numbers, step_format, quiet=json)
     else:
         verified = _verify_some(path, chosen, step_format, quiet=json)
-    damaged = [report for report in verified.reports if report.problems]
     if mark:
         _mark(verified.reports, step_format)
-    elif any(report.step is not None for report in damaged) and not json:
+    elif any(map(_is_unmarked, verified.reports)) and not json:
         _output.print_line(
             "--mark marks damaged steps: restores and retention leave them out"
         )
@@ -101,6 +100,15 @@ def _verify_step(path: str, step: int | None, step_format: str | None) -> Verify
 
     step_path, number = _app.locate_step(path, step, step_format)
     return _checkpoint.verify.verify(step_path, step=number)
+
+
+def _is_unmarked(report: VerifyReport) -> bool:
+    """Returns True for a damaged step of a run that is not marked."""
+    from flaxckpt import _steps, _storage
+
+    if report.step is None or not report.problems:
+        return False
+    return not _steps.markers.is_damaged(_storage.paths.resolve(report.path))
 
 
 def _mark(reports: Sequence[VerifyReport], step_format: str | None) -> None:

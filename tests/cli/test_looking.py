@@ -328,7 +328,7 @@ def test_diff_without_values_compares_structure(here, command):
     found = command.json("diff", "run", "-a", 100, "-b", 200, "--no-values")
     assert found["equal"]
     lines = command.text("diff", "run", "-a", 100, "-b", 200, "--no-values")
-    assert lines[-1] == "names, shapes and types only: no values were read"
+    assert lines[-1].startswith("without reading values: all 9 leaves are equal")
     lines = command.text("diff", "run", "w.msgpack", code=1)
     assert any(line.split() == ["w", "only", "in", "b"] for line in lines)
     assert lines[-1].startswith("0 leaves differ, 0 are equal, ")
@@ -401,6 +401,7 @@ def test_verify_marks_damaged_steps_if_asked(here, command):
     assert not marker.exists()
     command.text("verify", "run", "--all", "--mark", code=1)
     assert marker.exists()
+    assert "--mark" not in command.text("verify", "run", "--all", code=1)[-1]
     assert "damaged" in "".join(command.text("ls", "run", code=1))
     damage(here / "run" / "200")  # as it was
     command.text("verify", "run", "200", "--mark")
@@ -541,6 +542,27 @@ def test_plan_of_a_fine_tune_keeps_the_values_of_a_new_head(here, command, targe
     assert found.keys() == planned.leaves.keys()
     for path, leaf in planned.leaves.items():
         assert found[path]["actions"] == [*leaf.actions], path
+
+
+def test_plan_into_a_head_of_another_shape_says_how_to_begin_it_anew(here, command):
+    save_with_head("base", "head", 10)
+    save_with_head("tuned", "head", 3)
+    lines = command.text("plan", "base", "tuned", code=1)
+    [line] = [line for line in lines if line.startswith("On the command line: ")]
+    options = line.partition(": ")[2].partition(" plans for ")[0]
+    assert options == "--drop params/head --missing init"
+    assert command.json("plan", "base", "tuned", *options.split())["ok"]
+
+
+def test_plan_into_a_branch_of_other_shapes_drops_the_branch(here, command):
+    for name, width in (("base", 10), ("tuned", 3)):
+        head = {"kernel": jnp.ones((4, width)), "bias": jnp.ones(width)}
+        flaxckpt.save(name, {"params": {"trunk": jnp.ones(4), "head.1": head}})
+    lines = command.text("plan", "base", "tuned", code=1)
+    pattern = "params/head\\.1/.*"
+    assert any(f"--drop '{pattern}' --missing init" in line for line in lines)
+    options = ("--drop", pattern, "--missing", "init")
+    assert command.json("plan", "base", "tuned", *options)["ok"]
 
 
 def test_plan_into_leaves_without_classes_says_how_to_match_the_optimizer(

@@ -25,7 +25,24 @@ def make(path, losses=(0.9, 0.3, 0.5, 0.6, 0.7)):
 
 
 def explain(path):
-    return history.explain_deletions(journal.read(path / "events.jsonl"))
+    events = journal.read(path / "events.jsonl")
+    return history.explain_deletions(events, listing.listing(path))
+
+
+def test_a_step_marked_as_damaged_kept_nothing_from_being_kept(tmp_path):
+    keep = [LatestN(1), BestN(1, "loss", "min")]
+    layout = flaxckpt.ArrayLayout(store="files")
+    with flaxckpt.Checkpointer(tmp_path, keep=keep, layout=layout) as ckpt:
+        for step, loss in ((1, 0.1), (2, 0.5), (3, 0.6)):
+            ckpt.save(step, STATE, metrics={"loss": loss}).wait()
+        [chunk] = (tmp_path / "1/state/w").glob("c*")
+        chunk.write_bytes(b"")
+        assert not ckpt.verify(1).ok
+        for step, loss in ((4, 0.7), (5, 0.8)):
+            ckpt.save(step, STATE, metrics={"loss": loss}).wait()
+        assert ckpt.steps() == [3, 5]
+    kept = {step: [v.kept for v in found] for step, found in explain(tmp_path).items()}
+    assert kept == {2: [(3,), (1,)], 4: [(5,), (3,)]}
 
 
 def test_deleted_steps_stay_in_the_history(tmp_path):
