@@ -11,7 +11,7 @@ from flaxckpt._checkpoint.verify_report import VerifyReport
 _log = logging.getLogger(__name__)
 
 
-def update_marker(path: Path, report: VerifyReport) -> bool:
+def update_marker(path: Path, report: VerifyReport) -> None:
     """Marks a step that a report proves to be damaged; unmarks one that is good.
 
     A step whose state can be read gets no marker: its metrics may be damaged.
@@ -20,41 +20,36 @@ def update_marker(path: Path, report: VerifyReport) -> bool:
         path: The step.
         report: A report on the step.
 
-    Returns:
-        True if the step is marked as damaged now.
-
     Raises:
         SaveFailedError: The marker cannot be written or removed.
     """
     is_lost = report.leaves is None or bool(report.unreadable)
     try:
         if report.problems and is_lost:
-            return mark(path, report.step)
-        if report.ok:
+            mark(path, report.step)
+        elif report.ok:
             unmark(path)
     except OSError as error:
         raise errors.SaveFailedError(
             f"step {path.name} cannot be marked: {error}; check that {path} is writable"
         ) from error
-    return _steps.markers.is_damaged(path)
 
 
-def mark(path: Path, step: int | None) -> bool:
-    """Marks a step as damaged; returns False if damage is not proved.
+def mark(path: Path, step: int | None) -> None:
+    """Marks a step as damaged, if damage is proved.
 
     Reads the step once more: a disk or a network may fail for a moment.
     """
     reason = _checkpoint.verify.find_damage(path, step)
     if reason is None:
         _log.warning("step %s may be good: it is not marked as damaged", path.name)
-        return False
+        return
     _steps.markers.mark_damaged(path, reason)
     _log.warning(
         "step %s is marked as damaged: it no longer counts as a step, and is replaced"
         " when the run reaches it",
         path.name,
     )
-    return True
 
 
 def unmark(path: Path) -> None:
