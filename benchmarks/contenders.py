@@ -363,3 +363,14 @@ CONTENDERS = {
         Contender("raw write", RawWrite, restores=False),
     )
 }
+
+OF_LARGE_STATES = (
+    "flaxckpt",
+    "flaxckpt unmapped",
+    "flaxckpt compact",
+    "orbax",
+    "orbax uncompressed",
+    "orbax v1",
+    "safetensors",
+)
+"""The contenders that save and restore a large state on a CPU."""

@@ -16,15 +16,6 @@ from benchmarks.samples import Rows, Sample, Series, Settings, Skip
 
 CASE = "memory"
 _ROOT = Path(__file__).parents[2]
-_NAMES = (
-    "flaxckpt",
-    "flaxckpt unmapped",
-    "flaxckpt compact",
-    "orbax",
-    "orbax uncompressed",
-    "orbax v1",
-    "safetensors",
-)
 
 
 def run(settings: Settings) -> Rows:
@@ -32,7 +23,7 @@ def run(settings: Settings) -> Rows:
     if not memory.STATUS.exists():
         yield Skip(CASE, "all", f"this system has no {memory.STATUS}")
         return
-    selected, skips = contenders.select(CASE, _NAMES, settings)
+    selected, skips = contenders.select(CASE, contenders.OF_LARGE_STATES, settings)
     yield from skips
     for contender in selected.values():
         with timing.scratch(settings.directory) as scratch:

@@ -8,16 +8,6 @@ from benchmarks import contenders, roundtrip, states, timing
 from benchmarks.samples import Rows, Settings
 
 CASE = "train_state"
-_NAMES = (
-    "flaxckpt",
-    "flaxckpt unmapped",
-    "flaxckpt compact",
-    "orbax",
-    "orbax uncompressed",
-    "orbax v1",
-    "safetensors",
-    "raw write",
-)
 _PARTS = {
     "restore": roundtrip.whole,
     "params only": lambda state: {"params": state.params},
@@ -26,7 +16,9 @@ _PARTS = {
 
 def run(settings: Settings) -> Rows:
     """Measures saves and restores."""
-    selected, skips = contenders.select(CASE, _NAMES, settings)
+    selected, skips = contenders.select(
+        CASE, (*contenders.OF_LARGE_STATES, "raw write"), settings
+    )
     yield from skips
 
     abstract_state = states.on(

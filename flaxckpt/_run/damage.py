@@ -6,15 +6,17 @@ import logging
 from pathlib import Path
 
 from flaxckpt import _checkpoint, _steps, errors
+from flaxckpt._checkpoint import verify_report
 from flaxckpt._checkpoint.verify_report import VerifyReport
 
 _log = logging.getLogger(__name__)
 
 
 def update_marker(path: Path, report: VerifyReport) -> None:
-    """Marks a step that a report proves to be damaged; unmarks one that is good.
+    """Marks a step whose state is proved to be damaged; unmarks one that is good.
 
-    A step whose state can be read gets no marker: its metrics may be damaged.
+    A step whose state can be read gets no marker: its metrics may be damaged. Reads a
+    damaged step once more: a disk or a network may fail for a moment.
 
     Args:
         path: The step.
@@ -23,10 +25,10 @@ def update_marker(path: Path, report: VerifyReport) -> None:
     Raises:
         SaveFailedError: The marker cannot be written or removed.
     """
-    is_lost = report.leaves is None or bool(report.unreadable)
     try:
-        if report.problems and is_lost:
-            mark(path, report.step)
+        if _find_loss(report) is not None:
+            again = _checkpoint.verify.verify_checkpoint(path, report.step)
+            _mark(path, _find_loss(again))
         elif report.ok:
             unmark(path)
     except OSError as error:
@@ -35,12 +37,28 @@ def update_marker(path: Path, report: VerifyReport) -> None:
         ) from error
 
 
+def _find_loss(report: VerifyReport) -> str | None:
+    """Returns a proved fault that keeps a restore from reading the state, or None."""
+    for name, why in report.problems.items():
+        if name == verify_report.HERE:
+            return why
+        of_file = (f"{name} is damaged", f"{name} is missing")
+        if report.unreadable.get(name) == why or any(
+            text in of_file for text in report.unreadable.values()
+        ):
+            return f"{name}: {why}"
+    return None
+
+
 def mark(path: Path, step: int | None) -> None:
-    """Marks a step as damaged, if damage is proved.
+    """Marks a step that could not be restored, if damage is proved.
 
     Reads the step once more: a disk or a network may fail for a moment.
     """
-    reason = _checkpoint.verify.find_damage(path, step)
+    _mark(path, _checkpoint.verify.find_damage(path, step))
+
+
+def _mark(path: Path, reason: str | None) -> None:
     if reason is None:
         _log.warning("step %s may be good: it is not marked as damaged", path.name)
         return

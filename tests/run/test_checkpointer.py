@@ -1,5 +1,6 @@
 """A directory of steps: what is listed is complete, what is kept is as told."""
 
+import errno
 import functools
 import gc
 import json
@@ -15,7 +16,7 @@ import pytest
 from flax import linen
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import _storage, errors
 from flaxckpt._checkpoint import commit as checkpoint_commit
 from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._steps import delete as steps_delete
@@ -587,6 +588,29 @@ def test_verify_marks_damage_so_that_a_good_step_is_kept_instead(run_dir):
         damage(run_dir / "2")  # as it was
         assert ckpt.verify(2).ok
         assert ckpt.steps() == [1, 2, 4]
+
+
+def test_verify_does_not_mark_a_step_that_cannot_be_read_at_present(
+    run_dir, monkeypatch
+):
+    layout = flaxckpt.ArrayLayout(store="files")
+    with flaxckpt.Checkpointer(run_dir, layout=layout) as ckpt:
+        ckpt.save(1, state(1), metrics={"loss": 1}).wait()
+        (run_dir / "1/metrics/metrics").write_text("{")
+        [chunk] = (run_dir / "1/state/w").glob("c*")
+        storage = type(_storage.of(run_dir))
+        real = storage.stream
+
+        def stream(self, file, within, size, /):
+            if file == chunk:
+                raise PermissionError(errno.EACCES, "no permission", str(file))
+            return real(self, file, within, size)
+
+        monkeypatch.setattr(storage, "stream", stream)
+        report = ckpt.verify(1)
+        assert report.problems
+        assert report.unread
+        assert not ckpt.damaged()
 
 
 @pytest.mark.parametrize("part", ["metrics/metrics", "state/_METADATA"])
