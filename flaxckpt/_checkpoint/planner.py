@@ -492,9 +492,9 @@ class _Planner:
         """Plans a leaf without a stored leaf: the state's value, or `tx.init`."""
         info = leaf.info
         is_optimizer = known is not None and self._options.optimizer != "exact"
-        program = self._options.has_values
-        has_value = program or not isinstance(leaf.source, jax.ShapeDtypeStruct)
-        if is_optimizer and (program or info.path.startswith(self._can_init)):
+        has_values = self._options.has_values
+        has_value = has_values or not isinstance(leaf.source, jax.ShapeDtypeStruct)
+        if is_optimizer and (has_values or info.path.startswith(self._can_init)):
             if problem := find_excess_width(info, None):
                 self._conflict(problem, info, None, ())
                 return

@@ -323,8 +323,8 @@ def _outcome(
         )
         if missing == "init":
             note = (
-                f"The checkpoint lacks {leaves}: pass a state with values for them, not"
-                " only shapes. Its optimizer initializes its own."
+                f"Not from the checkpoint: {leaves}. Pass a state with values for them,"
+                " not only shapes, and with its optimizer, such as a TrainState."
             )
         parts.append(html.element("p", note, class_="summary-text"))
     return html.join(parts)

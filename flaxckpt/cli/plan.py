@@ -226,8 +226,8 @@ class _Planned(NamedTuple):
         leaves = _output.count(fresh, "leaf", "leaves")
         if self.missing == "init":
             return (
-                f"The checkpoint lacks {leaves}: pass a state with values for them, not"
-                " only shapes. Its optimizer initializes its own."
+                f"Not from the checkpoint: {leaves}. Pass a state with values for them,"
+                " not only shapes, and with its optimizer, such as a TrainState."
             )
         return (
             f"The optimizer initializes {leaves}: pass a state that has one, such as a"

@@ -532,7 +532,9 @@ def test_plan_of_a_fine_tune_keeps_the_values_of_a_new_head(here, command, targe
     assert found["opt_state/0/mu/classifier"]["actions"] == ["init"]
     assert found["opt_state/0/mu/trunk"]["actions"] == ["loaded"]
     *_, last = command.text("plan", "base", target, "--missing", "init")
-    assert last.startswith("The checkpoint lacks 3 leaves: pass a state with values")
+    assert last.startswith(
+        "Not from the checkpoint: 3 leaves. Pass a state with values"
+    )
     # The program of this plan: a state with values for the new head.
     found = command.json("plan", "base", target, "--missing", "init")["leaves"]
     params = {"trunk": jnp.zeros((4, 4)), "classifier": jnp.ones((4, 3))}

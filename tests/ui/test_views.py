@@ -591,7 +591,7 @@ def test_a_plan_keeps_the_values_of_missing_leaves(tmp_path, open_page):
     assert "would fail" in ask(plan.result, space, **asked)
     shown = ask(plan.result, space, **asked, missing="init")
     assert "would succeed" in shown
-    assert "The checkpoint lacks 1 leaf: pass a state with values" in shown
+    assert "Not from the checkpoint: 1 leaf. Pass a state with values" in shown
     shown = html.unescape(ask(plan.page, space, **asked, missing="init"))
     [url] = re.findall('hx-get="/plan/result[?]([^"]*)"', shown)
     assert workspace.Query(url.encode()).text("missing") == "init"
