@@ -401,7 +401,8 @@ def installed() -> Iterator[None]:
 def directory(name: str) -> Iterator[Path]:
     """Yields an empty directory in memory, and removes it at the end."""
     parent = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path("/tmp")
-    root = parent / f"flaxckpt-simulation-{os.getpid()}-{name}"
+    # Messages are cut after some characters: paths have one length in all processes.
+    root = parent / f"flaxckpt-simulation-{os.getpid():010}-{name}"
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
     try:

@@ -85,8 +85,9 @@ def test_a_planted_fault_is_found(fault):
 
 
 _TIMELINES = """
-import re
+import os, re, sys
 from tests.simulation import test_files
+os.getpid = lambda: int(sys.argv[1])
 for histories in test_files.KINDS:
     with test_files.installed(histories):
         for seed in range(8):
@@ -100,12 +101,12 @@ for histories in test_files.KINDS:
 def test_a_seed_is_one_history_in_every_process():
     timelines = {
         subprocess.run(
-            [sys.executable, "-c", _TIMELINES],
+            [sys.executable, "-c", _TIMELINES, pid],
             env={**os.environ, "PYTHONHASHSEED": hashes},
             check=True,
             capture_output=True,
         ).stdout
-        for hashes in "12"
+        for hashes, pid in (("1", "99999"), ("2", "100000"))
     }
     assert len(timelines) == 1
     assert timelines.pop()
