@@ -30,6 +30,7 @@ class SavedStep:
             NaN if nobody recorded the deletion.
         reason: The recorded reason of the deletion.
         temporary: True if the step was saved as a temporary step.
+        damage: The known damage of a step that exists, or None.
     """
 
     step: int
@@ -41,6 +42,7 @@ class SavedStep:
     deleted: float | None = None
     reason: str | None = None
     temporary: bool = False
+    damage: str | None = None
 
     @property
     def exists(self) -> bool:
@@ -84,7 +86,13 @@ def of_events(events: Iterable[Event], listing: Listing) -> list[SavedStep]:
     there = {step.step: step for step in listing.steps if step.step is not None}
     for number, found in there.items():
         step = saved.get(number, SavedStep(number, found.created, found.bytes))
-        saved[number] = replace(step, metrics=found.metrics, deleted=None, reason=None)
+        saved[number] = replace(
+            step,
+            metrics=found.metrics,
+            deleted=None,
+            reason=None,
+            damage=found.damage,
+        )
     for number, step in saved.items():
         if step.exists and number not in there:
             saved[number] = replace(step, deleted=math.nan)
@@ -162,7 +170,7 @@ def explain_deletions(
 
     Args:
         events: The journal of the run.
-        listing: The steps that exist. Policies did not count those that were marked as
+        listing: The steps that exist. Policies did not count steps that were marked as
             damaged at the time.
 
     Returns:
@@ -175,6 +183,7 @@ def explain_deletions(
     saved: dict[int, SavedStep] = {}
     keep: Sequence[PreservationPolicy] = ()
     damaged_since = _damaged_since(listing)
+    damaged: set[int | None] = set()  # steps marked by the journal at the time
     for event in events:
         if event.kind == "configured":
             settings = _run.settings.last([event])
@@ -189,10 +198,15 @@ def explain_deletions(
                     step
                     for step in saved.values()
                     if step.exists
+                    and step.step not in damaged
                     and damaged_since.get(step.step, math.inf) > event.time
                 ]
                 found = [_verdict(policy, there) for policy in keep]
                 verdicts[number] = tuple(v for v in found if number not in v.kept)
+        if event.kind == "found_damaged":
+            damaged.add(number)
+        elif event.kind in ("found_good", "committed"):
+            damaged.discard(number)
         _add_event(saved, number, event)
     return verdicts
 
@@ -226,6 +240,9 @@ class Ranking:
         count: The number of steps with a finite value.
         next: The step behind this one; None for the last step.
         next_value: The metric of `next`.
+        better: The nearest better step that exists, or else that was deleted; None for
+            the best step.
+        better_value: The metric of `better`.
     """
 
     metric: str
@@ -235,6 +252,8 @@ class Ranking:
     count: int
     next: int | None = None
     next_value: float | None = None
+    better: int | None = None
+    better_value: float | None = None
 
 
 def rank(
@@ -262,6 +281,10 @@ def rank(
     if number not in numbers:
         return None
     place = numbers.index(number)
+    exists = {each.step for each in steps if each.exists}
+    ahead = ranked[:place]
+    there = [pair for pair in ahead if pair[1] in exists]
+    better_value, better = ((None, None), *(there or ahead))[-1]
     next_value, following = (*ranked, (None, None))[place + 1]
     return Ranking(
         metric=best.metric,
@@ -271,4 +294,6 @@ def rank(
         count=len(ranked),
         next=following,
         next_value=next_value,
+        better=better,
+        better_value=better_value,
     )

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from flaxckpt import _checkpoint, _run, _steps, _storage, errors, formats, policies
+from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._run.retention import Rules
 from flaxckpt._run.run_steps import RunSteps
 from flaxckpt._types import PathLike
@@ -350,6 +351,21 @@ def _open_steps(
         staging=None,
         keep_staging=_run.staging.KEEP,
     )
+
+
+def update_marker(report: VerifyReport) -> None:
+    """Marks a damaged step of a run, or unmarks a good one, and records it.
+
+    Args:
+        report: A report on the step.
+
+    Raises:
+        SaveFailedError: The marker cannot be written or removed.
+    """
+    path = _storage.paths.resolve(report.path)
+    events = _run.events.Stream(path.parent, path.parent / _steps.journal.NAME)
+    with contextlib.closing(events):
+        _run.damage.update_marker(path, report, events)
 
 
 @dataclass(frozen=True, slots=True)

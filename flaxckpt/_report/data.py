@@ -59,7 +59,7 @@ class Save(NamedTuple):
 
 
 class OtherEvent(NamedTuple):
-    """Another event in the journal: `restored`, `fell_back`, `preempted`, `deleted`.
+    """Another event in the journal: of a restore, a deletion, or a marker of damage.
 
     Attributes:
         kind: As in `Event`.

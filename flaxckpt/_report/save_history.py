@@ -8,7 +8,9 @@ from flaxckpt._report.data import OtherEvent, Save
 from flaxckpt._steps.event import Event
 from flaxckpt._types import JSON
 
-_OTHER_EVENTS = frozenset(("restored", "fell_back", "preempted", "deleted"))
+_OTHER_EVENTS = frozenset(
+    ("restored", "fell_back", "found_damaged", "found_good", "preempted", "deleted")
+)
 
 
 def saves(events: Iterable[Event]) -> tuple[Save, ...]:

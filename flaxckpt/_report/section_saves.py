@@ -60,6 +60,8 @@ def _glyphs(report: Report) -> list[tuple[str, str]]:
         "restored": "▲ restored",
         "preempted": "■ preempted",
         "fell_back": "◆ fell back",
+        "found_damaged": "▼ found damaged",
+        "found_good": "△ found good",
         "failed": "× failed",  # noqa: RUF001
     }
     return [("", label) for kind, label in labels.items() if kind in kinds]

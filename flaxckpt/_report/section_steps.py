@@ -104,18 +104,22 @@ def steps(
     existing = {s.step: s for s in report.steps if s.step is not None}
     gone = [s.step for s in report.history if not s.exists]
     best = {number for number, step in existing.items() if "best" in step.marks}
+    bad = existing.keys() & {c.step for c in report.integrity if c.is_bad}
     kept = {number: _why(report, step) for number, step in existing.items()}
     is_dense = len(kept) > step_strip.FEW
-    items = [("exists" if is_dense else "point kept", "exists"), ("gone", "deleted")]
-    if best:
-        items.insert(1, ("point best", "best"))
+    items = [
+        ("exists" if is_dense else "point kept", "exists", True),
+        ("point best", "best", best - bad),
+        ("point unusable", "damaged, or not readable", bad),
+        ("gone", "deleted", gone),
+    ]
     return Section(
         "steps",
         "Steps",
         _steps_summary(report, len(gone)),
         [
-            step_strip.strip(kept, gone, best),
-            section.legend(items if gone or best else items[:1]),
+            step_strip.strip(kept, gone, best=best, bad=bad),
+            section.legend([item[:2] for item in items if item[2]]),
             *_table(report, existing, most, rest),
         ],
     )

@@ -441,7 +441,8 @@ class Checkpointer:
         path = self._run.path(step)
         report = _checkpoint.verify.verify_checkpoint(path, step)
         if not self.read_only and _util.job.is_first():
-            damage.update_marker(path, report)
+            with self._run.events.delivery():
+                damage.update_marker(path, report, self._run.events)
         return report
 
     def metadata(self, step: int) -> CheckpointMetadata:

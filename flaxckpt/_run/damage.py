@@ -8,11 +8,12 @@ from pathlib import Path
 from flaxckpt import _checkpoint, _steps, errors
 from flaxckpt._checkpoint import verify_report
 from flaxckpt._checkpoint.verify_report import VerifyReport
+from flaxckpt._run.events import Stream
 
 _log = logging.getLogger(__name__)
 
 
-def update_marker(path: Path, report: VerifyReport) -> None:
+def update_marker(path: Path, report: VerifyReport, events: Stream) -> None:
     """Marks a step whose state is proved to be damaged; unmarks one that is good.
 
     A step whose state can be read gets no marker: its metrics may be damaged. Reads a
@@ -21,6 +22,7 @@ def update_marker(path: Path, report: VerifyReport) -> None:
     Args:
         path: The step.
         report: A report on the step.
+        events: The events of the run.
 
     Raises:
         SaveFailedError: The marker cannot be written or removed.
@@ -28,9 +30,9 @@ def update_marker(path: Path, report: VerifyReport) -> None:
     try:
         if _find_loss(report) is not None:
             again = _checkpoint.verify.verify_checkpoint(path, report.step)
-            _mark(path, _find_loss(again))
+            _mark(path, report.step, _find_loss(again), events)
         elif report.ok:
-            unmark(path)
+            unmark(path, report.step, events)
     except OSError as error:
         raise errors.SaveFailedError(
             f"step {path.name} cannot be marked: {error}; check that {path} is writable"
@@ -50,19 +52,22 @@ def _find_loss(report: VerifyReport) -> str | None:
     return None
 
 
-def mark(path: Path, step: int | None) -> None:
+def mark(path: Path, step: int | None, events: Stream) -> None:
     """Marks a step that could not be restored, if damage is proved.
 
     Reads the step once more: a disk or a network may fail for a moment.
     """
-    _mark(path, _checkpoint.verify.find_damage(path, step))
+    _mark(path, step, _checkpoint.verify.find_damage(path, step), events)
 
 
-def _mark(path: Path, reason: str | None) -> None:
+def _mark(path: Path, step: int | None, reason: str | None, events: Stream) -> None:
     if reason is None:
         _log.warning("step %s may be good: it is not marked as damaged", path.name)
         return
+    if _steps.markers.is_damaged(path):  # the first marker says since when
+        return
     _steps.markers.mark_damaged(path, reason)
+    events.emit("found_damaged", step, path=path, reason=reason)
     _log.warning(
         "step %s is marked as damaged: it no longer counts as a step, and is replaced"
         " when the run reaches it",
@@ -70,8 +75,9 @@ def _mark(path: Path, reason: str | None) -> None:
     )
 
 
-def unmark(path: Path) -> None:
+def unmark(path: Path, step: int | None, events: Stream) -> None:
     """Removes the marker of a step that is good."""
     if _steps.markers.is_damaged(path):
         _steps.markers.unmark_damaged(path)
+        events.emit("found_good", step, path=path)
         _log.warning("step %s is good, and no longer marked as damaged", path.name)

@@ -264,7 +264,9 @@ def _adapt(sink: Sink) -> Callable[[Event, int], object]:
     )
 
 
-_COUNTED = frozenset(("deleted", "failed", "cancelled", "fell_back", "skipped"))
+_COUNTED = frozenset(
+    ("deleted", "failed", "cancelled", "fell_back", "found_damaged", "skipped")
+)
 
 
 class _Scalars:

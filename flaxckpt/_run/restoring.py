@@ -365,8 +365,8 @@ class Restores:
                 _steps.markers.is_damaged(path)
                 and _checkpoint.verify.verify_checkpoint(path, number).ok
             ):
-                damage.unmark(path)
+                damage.unmark(path, number, self._run.events)
             for worse, there in left_out:
-                damage.mark(there, worse)
+                damage.mark(there, worse, self._run.events)
         except OSError as error:
             _log.warning("damaged steps could not be marked: %s", error)

@@ -22,6 +22,8 @@ Kind: TypeAlias = Literal[
     "deleted",
     "restored",
     "fell_back",
+    "found_damaged",
+    "found_good",
     "failed",
     "cancelled",
     "skipped",
@@ -42,9 +44,10 @@ class Event:
     Attributes:
         kind: `started`, `snapshot`, `committed`, `failed`, `cancelled` and `skipped`
             for a save, `uploaded` for an upload from staging, `restored` and
-            `fell_back` for a restore, `measured` for metrics added later, `deleted`;
-            `preflight`, `scheduled` and `preempted` for a training loop; `configured`,
-            only in the journal, for the settings of the run.
+            `fell_back` for a restore, `found_damaged` and `found_good` for markers of
+            damage, `measured` for metrics added later, `deleted`; `preflight`,
+            `scheduled` and `preempted` for a training loop; `configured`, only in the
+            journal, for the settings of the run.
         step: The checkpoint's step, or None.
         path: The checkpoint, or the run directory.
         time: Seconds since 1970.

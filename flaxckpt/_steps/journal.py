@@ -27,6 +27,8 @@ _WORTH_WRITING = frozenset(
     (
         "committed",
         "deleted",
+        "found_damaged",
+        "found_good",
         "failed",
         "cancelled",
         "restored",

@@ -216,9 +216,20 @@ def changes(before: Report, after: Report) -> str:
     """Describes the difference between two reports on a run; empty if unknown."""
     old = {step.step for step in before.steps}
     new = {step.step for step in after.steps}
-    saved = [f"step {step} saved" for step in sorted(_numbers(new - old))]
-    deleted = [f"step {step} deleted" for step in sorted(_numbers(old - new))]
-    return ", ".join([*saved[-3:], *deleted[-3:]])
+    was_bad, is_bad = _damaged(before), _damaged(after)
+    texts = []
+    for steps, what in (
+        (new - old, "saved"),
+        (old - new, "deleted"),
+        (is_bad - was_bad, "damaged"),
+        (was_bad & new - is_bad, "good again"),
+    ):
+        texts += [f"step {step} {what}" for step in sorted(_numbers(steps))[-3:]]
+    return ", ".join(texts)
+
+
+def _damaged(report: Report) -> set[int | None]:
+    return {step.step for step in report.steps if step.damage is not None}
 
 
 def _numbers(steps: set[int | None]) -> list[int]:

@@ -124,7 +124,7 @@ def _explain_step(
     events: Sequence[Event],
     json: bool,
 ) -> int:
-    """Prints why a step stays or was deleted."""
+    """Prints why a step stays or was deleted; returns the exit code."""
     from flaxckpt import _inspect
 
     listing = _inspect.listing.listing(view.root, step_format=view.step_format)
@@ -135,6 +135,7 @@ def _explain_step(
             f"{view.root} has no step {number}, and never had one by its journal;"
             f" {_describe_neighbours(number, [each.step for each in steps])}"
         )
+    code = _app.SUCCESS if step.damage is None else _app.FINDING
     best = [] if rules is None else _best_policies(rules, why)
     verdicts = _inspect.history.explain_deletions(events, listing).get(number, ())
     places = [_inspect.history.rank(number, policy, steps) for policy in best]
@@ -148,15 +149,16 @@ def _explain_step(
                 "verdicts": verdicts,
             }
         )
-        return _app.SUCCESS
+        return code
     by_number = {each.step: each for each in steps}
     if rules is None and [*why] == ["no policy"]:
         why = ["the policies of the run, which are unknown: pass --keep"]
     for line in _tell(step, why, verdicts, by_number):
         _output.print_line(line)
     for ranking in rankings:
-        _output.print_line(f"  {_describe_ranking(ranking)}")
-    return _app.SUCCESS
+        for line in _output.wrap(f"  {_describe_ranking(ranking, by_number)}"):
+            _output.print_line(line)
+    return code
 
 
 def _describe_neighbours(number: int, steps: Sequence[int]) -> str:
@@ -167,7 +169,7 @@ def _describe_neighbours(number: int, steps: Sequence[int]) -> str:
     return f"the nearest steps are {near}" if near else "it has no steps"
 
 
-def _describe_ranking(ranking: Ranking) -> str:
+def _describe_ranking(ranking: Ranking, steps: Mapping[int, SavedStep]) -> str:
     value = _number(ranking.value)
     if ranking.place == 1:
         text = f"{ranking.end} {ranking.metric}: {value}, of {ranking.count:,} saved"
@@ -176,9 +178,20 @@ def _describe_ranking(ranking: Ranking) -> str:
             f"{ranking.metric}: {value}, number {ranking.place} from the {ranking.end}"
             f" of {ranking.count:,} saved"
         )
+    if ranking.better is not None:
+        better = steps[ranking.better]
+        text += f"; better is step {better.step} with {_number(ranking.better_value)}"
+        text += _describe_fate(better)
     if ranking.next is not None:
         text += f"; next is step {ranking.next} with {_number(ranking.next_value)}"
     return text
+
+
+def _describe_fate(step: SavedStep) -> str:
+    """Returns text for a step that cannot be restored; empty for a good one."""
+    if not step.exists:
+        return " (deleted)"
+    return "" if step.damage is None else " (damaged)"
 
 
 def _tell(

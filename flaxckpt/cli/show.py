@@ -75,6 +75,7 @@ def show(
         return _app.SUCCESS
     if leaf is None:
         _show_head(metadata)
+    _show_damage(metadata.path)
     shown = _run.disk_usage.shown(trees, depth=depth, rows=_ROWS_AT_ONCE)
     _show_tree(shown)
     if hidden := len(trees) - len(shown):
@@ -112,6 +113,17 @@ def _show_head(metadata: CheckpointMetadata) -> None:
         _output.print_line(f"started from {origin.path}{step}")
     for change in metadata.transforms:
         _output.print_line(f"transformed by {change}")
+
+
+def _show_damage(path: str) -> None:
+    """Prints the known damage of a checkpoint, found without reading arrays."""
+    from flaxckpt import _inspect, _storage
+
+    damage = _inspect.run_view.find_known_damage(_storage.paths.from_text(path))
+    if damage is not None:
+        text = f"DAMAGED: {damage}"
+        for line in _output.wrap(text, indent="  "):
+            print(_output.style_text(Cell(line, "red")))
 
 
 def _show_tree(trees: Sequence[Subtree]) -> None:

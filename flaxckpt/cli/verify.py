@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from flaxckpt import errors
@@ -117,14 +118,14 @@ def _mark(reports: Sequence[VerifyReport], step_format: str | None) -> None:
     Raises:
         OptionError: A report is not on a step of a run.
     """
-    from flaxckpt import _run, _storage
+    from flaxckpt import _inspect
 
     for report in reports:
         if report.step is None and step_format is None:
             raise errors.OptionError(
                 f"{report.path} is not a step of a run: --mark needs the run directory"
             )
-        _run.damage.update_marker(_storage.paths.resolve(report.path), report)
+        _inspect.run_view.update_marker(report)
 
 
 def _verify_some(
@@ -141,25 +142,34 @@ def _verify_some(
         return _Verified(reports, {})
     others = _find_others(path, reports[0], step_format)
     if others and not quiet:
-        names = errors.first_few([str(step) for step in others[::-1]], 5)
-        were = "step was" if len(others) == 1 else "steps were"
-        _output.print_line(
-            f"{len(others):,} other {were} not read ({names}): --all reads all"
-        )
-    return _Verified(reports, {}, others)
+        _show_others(others)
+    return _Verified(reports, {}, [*others])
+
+
+def _show_others(others: Mapping[int, Path]) -> None:
+    """Prints which steps were not read, and which of them are marked as damaged."""
+    from flaxckpt import _steps
+
+    names = errors.first_few([str(step) for step in [*others][::-1]], 5)
+    were = "step was" if len(others) == 1 else "steps were"
+    text = f"{len(others):,} other {were} not read ({names}): --all reads all"
+    marked = [str(step) for step, at in others.items() if _steps.markers.is_damaged(at)]
+    if marked:
+        text += f"; marked as damaged: {errors.first_few(marked[::-1], 5)}"
+    _output.print_line(text)
 
 
 def _find_others(
     path: str, report: VerifyReport, step_format: str | None
-) -> Sequence[int]:
+) -> Mapping[int, Path]:
     """Returns the other steps of the run in a report; none of a single checkpoint."""
     from flaxckpt import _inspect, _storage
 
     root = _storage.paths.resolve(path)
     if report.step is None or report.path == str(root):
-        return ()
+        return {}
     view = _inspect.run_view.survey(root, step_format)
-    return [step for step in view.paths if step != report.step]
+    return {step: at for step, at in view.paths.items() if step != report.step}
 
 
 def _verify_all(

@@ -72,7 +72,8 @@ def test_explain_and_ls_use_the_policies_that_the_run_has_recorded(here, command
     highest = command.text("explain", "own", 5, "-k", "best:2:loss:max")[1:]
     assert highest == [
         "kept by newest, BestN(2, 'loss', 'max')",
-        "  loss: 0.7, number 2 from the highest of 5 saved; next is step 4 with 0.6",
+        "  loss: 0.7, number 2 from the highest of 5 saved; better is step 1 with 0.9"
+        " (deleted); next is step 4 with 0.6",
     ]
     [found] = command.json("explain", "own", 2)["rankings"]
     assert (found["place"], found["next"], found["next_value"]) == (1, 3, 0.5)

@@ -14,6 +14,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import flaxckpt
+from flaxckpt._steps import journal
 from flaxckpt._steps import markers as steps_markers
 from tests import GOLDEN
 from tests.helpers.files import flip_bit, largest_file
@@ -72,7 +73,7 @@ def test_ls_and_explain_see_that_the_newest_step_was_cut_off(here, command):
     assert "wanted 52 bytes, found 26" in lines[4]
     assert command.json("ls", "run", code=1)["steps"][2]["damage"]
     assert "wanted 52 bytes" in command.text("explain", "run", code=1)[3]
-    _, why = command.text("explain", "run", 300)
+    _, why = command.text("explain", "run", 300, code=1)
     assert why.startswith("it is damaged: ")
     assert "the checkpoint is damaged: " in command.text("ls", "run/300", code=1)[2]
     file.unlink()
@@ -402,10 +403,20 @@ def test_verify_marks_damaged_steps_if_asked(here, command):
     command.text("verify", "run", "--all", "--mark", code=1)
     assert marker.exists()
     assert "--mark" not in command.text("verify", "run", "--all", code=1)[-1]
+    marked = marker.read_bytes()
+    command.text("verify", "run", "200", "--mark", code=1)
+    assert marker.read_bytes() == marked  # with the time of the first marker
     assert "damaged" in "".join(command.text("ls", "run", code=1))
+    assert "DAMAGED: " in "".join(command.text("show", "run", "--step", 200))
+    assert command.text("explain", "run", 200, code=1)[-1].startswith("it is damaged")
+    assert command.text("verify", "run")[-1].endswith("; marked as damaged: 200")
     damage(here / "run" / "200")  # as it was
     command.text("verify", "run", "200", "--mark")
     assert not marker.exists()
+    assert "DAMAGED" not in "".join(command.text("show", "run", "--step", 200))
+    events = journal.read(here / "run" / journal.NAME)
+    kinds = [event.kind for event in events if event.step == 200]
+    assert kinds[-2:] == ["found_damaged", "found_good"]
     refused = command("verify", "run/200", "--mark", code=2)
     assert "--mark needs the run directory" in refused.stderr
 

@@ -41,8 +41,19 @@ def test_a_step_marked_as_damaged_kept_nothing_from_being_kept(tmp_path):
         for step, loss in ((4, 0.7), (5, 0.8)):
             ckpt.save(step, STATE, metrics={"loss": loss}).wait()
         assert ckpt.steps() == [3, 5]
-    kept = {step: [v.kept for v in found] for step, found in explain(tmp_path).items()}
-    assert kept == {2: [(3,), (1,)], 4: [(5,), (3,)]}
+        chosen = {2: [(3,), (1,)], 4: [(5,), (3,)]}
+        assert kept(tmp_path) == chosen
+        damaged = history.history(tmp_path)[0]
+        assert "c.0" in damaged.damage
+        best = history.rank(3, keep[1], history.history(tmp_path))
+        assert (best.place, best.better, best.better_value) == (3, 1, 0.1)
+        ckpt.delete(1)
+        assert kept(tmp_path) == chosen  # by the journal, without the marker
+
+
+def kept(path):
+    """Returns each deleted step with the steps that the policies kept instead."""
+    return {step: [v.kept for v in found] for step, found in explain(path).items()}
 
 
 def test_deleted_steps_stay_in_the_history(tmp_path):

@@ -20,6 +20,7 @@ from flaxckpt import _storage, errors
 from flaxckpt._checkpoint import commit as checkpoint_commit
 from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._steps import delete as steps_delete
+from flaxckpt._steps import journal
 from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
@@ -581,6 +582,7 @@ def test_verify_marks_damage_so_that_a_good_step_is_kept_instead(run_dir):
     assert reader.steps() == [1, 2, 3, 4]
     with flaxckpt.Checkpointer(run_dir, keep=keep) as ckpt:
         assert not ckpt.verify(2).ok
+        assert not ckpt.verify(2).ok
         assert ckpt.steps() == [1, 3, 4]
         assert ckpt.best_step("loss", "min") == 1
         assert ckpt.prune() == (3,)
@@ -588,6 +590,9 @@ def test_verify_marks_damage_so_that_a_good_step_is_kept_instead(run_dir):
         damage(run_dir / "2")  # as it was
         assert ckpt.verify(2).ok
         assert ckpt.steps() == [1, 2, 4]
+    kinds = [e.kind for e in journal.read(run_dir / journal.NAME) if e.step == 2]
+    assert kinds[-2:] == ["found_damaged", "found_good"]
+    assert kinds.count("found_damaged") == 1
 
 
 def test_verify_does_not_mark_a_step_that_cannot_be_read_at_present(

@@ -118,7 +118,12 @@ def test_a_damaged_step_and_a_source_are_told(tmp_path):
         str(tmp_path / "source"),
         str(tmp_path / "run/1"),
     ]
-    assert told(seen)[-3:] == [("fell_back", 2), ("restored", 1), ("deleted", 2)]
+    assert told(seen)[-4:] == [
+        ("fell_back", 2),
+        ("restored", 1),
+        ("found_damaged", 2),
+        ("deleted", 2),
+    ]
     [fell_back] = [event for event in seen if event.kind == "fell_back"]
     assert "is not a checkpoint" in fell_back.details["error"]
     assert "\n" not in fell_back.details["error"]

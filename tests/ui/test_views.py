@@ -20,6 +20,7 @@ from flax.core import FrozenDict
 
 import flaxckpt
 from flaxckpt import errors
+from flaxckpt._inspect import run_view
 from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.report_runs import make_run
 from tests.helpers.ui_server import serving
@@ -412,6 +413,24 @@ def test_news_of_a_run_are_its_new_and_deleted_steps(tmp_path, open_page):
     assert [step.step for step in second.report.steps] == [2]
     assert feeds.changes(first.report, second.report) == "step 2 saved, step 1 deleted"
     assert space.feeds.news([place]).version == str(second.version)
+
+
+def test_news_of_a_run_are_steps_marked_by_another_process(tmp_path, open_page):
+    layout = flaxckpt.ArrayLayout(store="files")
+    with flaxckpt.Checkpointer(tmp_path / "run", layout=layout) as run:
+        for step in (1, 2):
+            run.save(step, {"w": np.ones(2)}).wait()
+    [chunk] = (tmp_path / "run/1/state/w").glob("c*")
+    whole = chunk.read_bytes()
+    chunk.write_bytes(whole[::-1])
+    space = open_page(tmp_path / "run")
+    [place] = space.places.runs.values()
+    space.feeds.latest(place)
+    for content, news in ((whole[::-1], "damaged"), (whole, "good again")):
+        chunk.write_bytes(content)
+        run_view.update_marker(flaxckpt.verify(tmp_path / "run", step=1))
+        feeds._Feed.refresh(space.feeds._feeds[place.path])
+        assert space.feeds.latest(place).news == f"step 1 {news}"
 
 
 def test_every_view_has_an_address():

@@ -268,4 +268,11 @@ def _event_mark(event: TimelineEvent, x: float) -> html.Markup:
     return html.element("g", title, glyph, class_=event.kind)
 
 
-_GLYPHS = {"restored": "▲", "preempted": "■", "fell_back": "◆", "failed": "×"}  # noqa: RUF001
+_GLYPHS = {
+    "restored": "▲",
+    "preempted": "■",
+    "fell_back": "◆",
+    "found_damaged": "▼",
+    "found_good": "△",
+    "failed": "×",  # noqa: RUF001
+}
