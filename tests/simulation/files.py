@@ -5,90 +5,24 @@ uploads from a staging directory. The ledger outside of all processes sees each 
 of a name, and checks it.
 """
 
-import contextlib
-import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
-
-import flaxckpt
-from flaxckpt import errors, policies
-from tests.simulation import filesystem, kernel
+from tests.simulation import filesystem, kernel, programs
+from tests.simulation.programs import Reader, Reading, Save, Setting, Trainer, reopen
 
 CONTEXTS = (filesystem.installed,)
 """What to enter before `stand_ins.installed`."""
 
 _STEP = re.compile(r"[0-9]+")
-_PARTS = ("v", "w")
 _LEASE_SECS = 60.0
 
 _NO_CONTENT = ("READING-", "PINNED", "MEASURED", "NOT_UPLOADED", "DELETING", "tmp")
 """How files begin that are not read with a step: markers, and probes of the clock."""
 
 
-class Setting(NamedTuple):
-    """What all processes of a history agree on.
-
-    Attributes:
-        run: The run directory.
-        staging: The staging directory of the first job, or None.
-        latest: Retention keeps this number of newest steps; 0 for all.
-        has_best: Whether retention keeps the step with the lowest loss as well.
-    """
-
-    run: Path
-    staging: Path | None
-    latest: int
-    has_best: bool
-
-    @property
-    def keep(self) -> list[policies.PreservationPolicy]:
-        """The policies."""
-        best = [policies.BestN(1, "loss", "min")] if self.has_best else []
-        return [policies.LatestN(self.latest), *best] if self.latest else []
-
-
-class Save:
-    """A save, whose state holds its number.
-
-    Attributes:
-        token: Its number.
-        step: Its step.
-        loss: Its metric.
-        directory: Where it is saved.
-        is_acknowledged: Whether it has succeeded.
-    """
-
-    def __init__(self, token: int, step: int, loss: float, directory: Path) -> None:
-        self.token = token
-        self.step = step
-        self.loss = loss
-        self.directory = directory
-        self.is_acknowledged = False
-
-    @property
-    def state(self) -> dict[str, np.ndarray]:
-        """The state to save."""
-        return {name: np.array([self.token]) for name in _PARTS}
-
-    def __str__(self) -> str:
-        return f"save {self.token} of step {self.step}"
-
-
-class Reading:
-    """A read of a step under a lease."""
-
-    def __init__(self, path: Path, token: int, inode: int, lease: str) -> None:
-        self.path = path
-        self.token = token
-        self.inode = inode
-        self.lease = lease
-
-
-class Ledger:
+class Ledger(programs.Ledger):
     """What was asked for and acknowledged; checks each change of a name.
 
     Args:
@@ -103,66 +37,32 @@ class Ledger:
         world: kernel.World,
         files: filesystem.FileSystem,
         setting: Setting,
-        parts: tuple[str, ...] = _PARTS,
+        parts: tuple[str, ...] = programs.PARTS,
     ) -> None:
-        self.world = world
-        self.parts = parts
-        self.setting = setting
+        super().__init__(world, setting, parts)
         self.files = files
-        self.saves: dict[int, Save] = {}
-        self.doing: dict[int, str] = {}  # PID -> what its main thread does
-        self.began: dict[int, float] = {}  # PID -> since when
-        self.disturbing = 0  # operations of users
-        self.disturbed = -1.0  # when users last changed what policies look at
-        self.left: dict[tuple[Path, int], str] = {}  # directory, save -> why it left
-        self.pinned: dict[Path, bool] = {}  # step -> whether it surely is
-        self.last_pinned: dict[int, Path] = {}  # PID -> step
-        self.readings: list[Reading] = []
-        self.touched: dict[str, float] = {}
-        self.leases: dict[int, str] = {}
         self._writers: dict[str, kernel.Process] = {}  # temporary directory -> who
         self._withdrawn: dict[str, Save] = {}  # by policies: new name -> save
         files.on_change = self._see
 
-    # ---- what processes report ----------------------------------------------------
+    @property
+    def may_fail(self) -> bool:
+        return bool(self.files.weather.fails)
 
-    @contextlib.contextmanager
-    def operation(self, what: str, *, disturbs: bool = False) -> Iterator[None]:
-        """Notes what the main thread of a process does."""
-        pid = self.world.task.process.pid
-        self.world.record(what)
-        self.doing[pid], self.began[pid] = what, self.world.now
-        self.disturbing += disturbs
-        try:
-            yield
-        except errors.CheckpointError as error:
-            self.world.record(f"{what}: {type(error).__name__}", f"{error}"[:100])
-        finally:
-            if self.doing.get(pid) == what:
-                del self.doing[pid]
-            if disturbs:
-                self.disturbing -= 1
-                self.disturbed = self.world.now
+    may_restore_older = may_fail  # a file that cannot be read counts as damaged
 
-    def begin_save(self, step: int, directory: Path) -> Save:
-        """Returns a new save."""
-        loss = float(self.world.random.randrange(100))
-        save = Save(len(self.saves) + 1, step, loss, directory)
-        self.saves[save.token] = save
-        return save
-
-    def acknowledge(self, save: Save) -> None:
-        """Notes that a save has succeeded."""
-        save.is_acknowledged = True
-        self.world.record(f"acknowledged: {save}")
+    def check_there(self, save: Save) -> None:
         with self.files.observing():
             self._check_there(save)
 
-    def forget_pin(self, step: int) -> None:
-        """Notes that a step may lose its pin from now on."""
-        for directory in (self.setting.run, self.setting.staging):
-            if directory is not None:
-                self.pinned[directory / str(step)] = False
+    def find_reading(self, path: Path, lease: str) -> Reading | None:
+        with self.files.observing():
+            try:
+                token, inode = self.token(path), path.stat().st_ino
+                is_leased = (path / lease).exists()
+            except OSError:
+                return None
+        return Reading(path, token, lease, inode) if token and is_leased else None
 
     # ---- the true content ---------------------------------------------------------
 
@@ -310,23 +210,6 @@ class Ledger:
         if (save.directory, save.token) not in self.left:
             raise kernel.Violation(f"{save} was acknowledged, and is gone")
 
-    def check_state(self, state: dict[str, np.ndarray], what: str) -> Save:
-        """Checks that a restored state is that of one save."""
-        tokens = {int(np.asarray(state[name])[0]) for name in self.parts}
-        if len(tokens) > 1 or not tokens <= self.saves.keys():
-            raise kernel.Violation(f"{what} returns parts of the saves {tokens}")
-        return self.saves[tokens.pop()]
-
-    def surely_there(self) -> list[Save]:
-        """Returns the acknowledged saves that are listed now."""
-        return [
-            save
-            for save in self.saves.values()
-            if save.is_acknowledged
-            and (save.directory, save.token) not in self.left
-            and save.directory == self.setting.run
-        ]
-
     def check_end(self) -> None:
         """Checks the directories after all processes were restarted."""
         with self.files.observing():
@@ -389,184 +272,6 @@ def _read_token(path: Path, name: str) -> int:
     return int.from_bytes(content[:8], "little")
 
 
-# ---- programs ---------------------------------------------------------------------
-
-
-class Trainer:
-    """Saves, restores, and does with its steps what users do."""
-
-    def __init__(self, ledger: Ledger, size: int, staging: Path | None) -> None:
-        self._ledger = ledger
-        self._world = ledger.world
-        self._size = size
-        self._staging = staging
-
-    def __call__(self) -> None:
-        operations = (
-            (self._save, 6),
-            (self._overwrite, 2),
-            (self._restore, 2),
-            (self._pin, 2),
-            (self._unpin, 1),
-            (self._delete, 1),
-            (self._measure, 1),
-            (self._prune, 1),
-            (self._reopen, 1),
-        )
-        some, weights = zip(*operations, strict=True)
-        random = self._world.random
-        self._open()
-        for _ in range(self._size):
-            self._world.sleep(random.choice((0.0, 0.1, 1.0, 20.0)) * random.random())
-            (operation,) = random.choices(some, weights)
-            operation()
-        with self._ledger.operation("close"):
-            self._checkpointer.close()
-
-    def _open(self) -> None:
-        setting = self._ledger.setting
-        while True:
-            with self._ledger.operation("open"):
-                self._checkpointer = flaxckpt.Checkpointer(
-                    setting.run, keep=setting.keep, staging=self._staging
-                )
-                return
-            self._world.sleep(1.0)
-
-    def _steps(self) -> list[int]:
-        with self._ledger.operation("list"):
-            return self._checkpointer.steps()
-        return []
-
-    def _choose(self) -> int:
-        return self._world.random.choice(self._steps() or [1])
-
-    def _save(self) -> None:
-        self._save_as(max(self._steps(), default=0) + 1)
-
-    def _overwrite(self) -> None:
-        self._save_as(self._choose(), overwrite=True)
-
-    def _save_as(self, step: int, *, overwrite: bool = False) -> None:
-        directory = self._staging or self._ledger.setting.run
-        save = self._ledger.begin_save(step, directory)
-        what = f"{save}{', overwriting' if overwrite else ''}"
-        with self._ledger.operation(what, disturbs=overwrite):
-            handle = self._checkpointer.save(
-                step, save.state, metrics={"loss": save.loss}, overwrite=overwrite
-            )
-            if self._world.random.random() < 0.3:
-                self._world.sleep(1.0)
-            handle.wait()
-            self._ledger.acknowledge(save)
-
-    def _restore(self) -> None:
-        there = self._ledger.surely_there()
-        with self._ledger.operation("restore"):
-            try:
-                state = self._checkpointer.restore()
-            except errors.CheckpointError:
-                self._check_newest(there, None)
-                raise
-            save = self._ledger.check_state(state, "restore")
-            self._check_newest(there, save)
-
-    def _check_newest(self, there: list[Save], restored: Save | None) -> None:
-        """Checks that the newest step was restored, if nobody touched it."""
-        if self._ledger.files.weather.fails:
-            return
-        now = self._ledger.surely_there()
-        steady = [save.step for save in there if save in now]
-        if steady and (restored is None or restored.step < max(steady)):
-            raise kernel.Violation(f"restores {restored} instead of step {max(steady)}")
-
-    def _pin(self) -> None:
-        step, pinned = self._choose(), self._ledger.pinned
-        with self._ledger.operation(f"pin {step}"):
-            self._checkpointer.pin(step)
-            path = self._ledger.last_pinned[self._world.task.process.pid]
-            pinned[path] = pinned.get(path, True)
-
-    def _unpin(self) -> None:
-        step = self._choose()
-        with self._ledger.operation(f"unpin {step}", disturbs=True):
-            self._ledger.forget_pin(step)
-            self._checkpointer.unpin(step)
-
-    def _delete(self) -> None:
-        step = self._choose()
-        with self._ledger.operation(f"delete {step}", disturbs=True):
-            self._ledger.forget_pin(step)
-            self._checkpointer.delete(step)
-
-    def _measure(self) -> None:
-        step = self._choose()
-        with self._ledger.operation(f"measure {step}", disturbs=True):
-            self._checkpointer.add_metrics(step, {"accuracy": 0.5})
-
-    def _prune(self) -> None:
-        with self._ledger.operation("prune"):
-            self._checkpointer.prune()
-
-    def _reopen(self) -> None:
-        with self._ledger.operation("close"):
-            self._checkpointer.close()
-        self._open()
-
-
-class Reader:
-    """Reads new steps under leases, as an evaluation job does."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._world = ledger.world
-
-    def __call__(self) -> None:
-        run = self._ledger.setting.run
-        with self._ledger.operation("read new steps"):
-            checkpointer = flaxckpt.Checkpointer(run, read_only=True)
-            steps = checkpointer.new_steps(timeout_secs=30, poll_secs=5)
-            with contextlib.closing(steps):
-                for step in steps:
-                    self._read(checkpointer, run / str(step), step)
-
-    def _read(self, checkpointer: flaxckpt.Checkpointer, path: Path, step: int) -> None:
-        ledger = self._ledger
-        lease = ledger.leases.get(self._world.task.process.pid, "none")
-        with ledger.files.observing():
-            try:
-                token, inode = ledger.token(path), path.stat().st_ino
-                if token is None or not (path / lease).exists():
-                    return
-            except OSError:
-                return  # replaced, or the lease has expired
-        reading = Reading(path, token, inode, lease)
-        ledger.readings.append(reading)
-        self._world.record(f"reads save {token} of step {step}")
-        try:
-            for _ in range(self._world.random.randrange(4)):
-                self._world.sleep(30 * self._world.random.random())
-            with ledger.operation(f"load {step}"):
-                state = checkpointer.restore(step=step, fallback=False)
-                ledger.check_state(state, "restore")
-        finally:
-            ledger.readings.remove(reading)
-
-
-def _last_program(ledger: Ledger) -> None:
-    """Opens the run again after the faults."""
-    setting = ledger.setting
-    for _ in range(3):
-        with (
-            ledger.operation("last"),
-            flaxckpt.Checkpointer(
-                setting.run, keep=setting.keep, staging=setting.staging
-            ) as checkpointer,
-        ):
-            checkpointer.wait_for_uploads()
-        ledger.world.sleep(700.0)
-
-
 # ---- histories --------------------------------------------------------------------
 
 
@@ -592,18 +297,6 @@ def _disturb(world: kernel.World, process: kernel.Process) -> None:
         process.crash_after = random.randrange(600)
     for _ in range(random.choice((0, 0, 1, 2))):
         process.pauses[random.randrange(600)] = random.choice((10, 50, 100, 700))
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silences flaxckpt's log."""
-    logger = logging.getLogger("flaxckpt")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
@@ -634,7 +327,7 @@ def play(
         Violation: The history breaks a guarantee; its attribute `timeline` shows how.
     """
     with (
-        quiet(),
+        programs.quiet(),
         filesystem.directory("files") as root,
         kernel.World(seed, is_traced=is_traced) as world,
     ):
@@ -659,7 +352,7 @@ def play(
             world.run()
             world.record("all processes have ended")
             files.weather = files.weather._replace(slow=0.0, fails=0.0)
-            world.start("last", lambda: _last_program(ledger))
+            world.start("last", lambda: reopen(ledger))
             world.run()
             ledger.check_end()
         except kernel.Violation as violation:

@@ -16,7 +16,7 @@ import flaxckpt
 from flaxckpt import _arrays, _util, errors
 from flaxckpt._checkpoint import save_distributed
 from flaxckpt._distributed import heartbeat, operation
-from tests.simulation import files, filesystem, kernel
+from tests.simulation import files, filesystem, kernel, programs
 
 CONTEXTS = (filesystem.installed,)
 
@@ -239,7 +239,7 @@ class Script:
         self.turns = turns
         self._ledger = ledger
         self._job = job
-        self._saves: dict[int, files.Save] = {}
+        self._saves: dict[int, programs.Save] = {}
         self._has_ended: set[int] = set()
 
     def __call__(self) -> None:
@@ -446,14 +446,14 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
         Violation: The history breaks a guarantee; its attribute `timeline` shows how.
     """
     with (
-        files.quiet(),
+        programs.quiet(),
         filesystem.directory("jobs") as root,
         kernel.World(seed, is_traced=is_traced) as world,
     ):
         disk = filesystem.FileSystem(world, root, files.draw_weather(world))
         random = world.random
         count = random.choice((2, 2, 3))
-        setting = files.Setting(root / "run", None, random.choice((0, 1, 2)), False)
+        setting = programs.Setting(root / "run", None, random.choice((0, 1, 2)), False)
         parts = tuple(f"p{i}" for i in range(count))
         ledger = files.Ledger(world, disk, setting, parts)
         weather = Weather(

@@ -3,7 +3,7 @@
 import contextlib
 from typing import Any
 
-from flaxckpt import errors
+from flaxckpt import errors, policies
 from flaxckpt._storage import bucket, commit_marker, leases, locks
 from flaxckpt._storage.object_storage import ObjectStorage
 
@@ -97,3 +97,24 @@ FAULTS: dict[str, dict[tuple[Any, str], Any]] = {
     },
 }
 """Name of a fault -> the attributes to replace, for `stand_ins.installed`."""
+
+_RARE = (
+    "a lock counts as abandoned between two renewals",
+    "every holder of a lock counts as dead",
+    "the manifest is not removed first",
+)
+"""Faults that histories of whole runs seldom show: these have fewer collisions."""
+
+
+def _keep_nothing(self, steps):
+    return set()
+
+
+FAULTS_OF_RUNS: dict[str, dict[tuple[Any, str], Any]] = {
+    **{name: fault for name, fault in FAULTS.items() if name not in _RARE},
+    "a policy forgets the best step": {(policies.BestN, "preserved"): _keep_nothing},
+    "a policy forgets the latest steps": {
+        (policies.LatestN, "preserved"): _keep_nothing
+    },
+}
+"""Like `FAULTS`, for histories of whole runs."""

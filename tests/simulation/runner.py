@@ -15,7 +15,7 @@ from typing import TextIO
 
 from tests.simulation import kernel, stand_ins
 
-KINDS = ("buckets", "files", "pauses", "jobs")
+KINDS = ("buckets", "runs", "files", "pauses", "jobs")
 """Modules with a function `history`."""
 
 _SHARD = 500

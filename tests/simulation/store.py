@@ -107,6 +107,7 @@ class Request(NamedTuple):
     what: str
     effect: Callable[[], object]
     sender: kernel.Process
+    purpose: object
     answer: Answer
 
 
@@ -121,6 +122,8 @@ class Store:
         objects: Key -> content and generation.
         weather: The chances of faults; it may change.
         on_change: Called after each change with the key.
+        on_send: Called when a request is sent; returns its purpose.
+        purpose: The purpose of the request that takes effect.
         cut_off: PIDs of processes that cannot reach the store.
     """
 
@@ -128,6 +131,8 @@ class Store:
         self.objects: dict[str, tuple[bytes, bytes]] = {}
         self.weather = weather
         self.on_change: Callable[[str], object] = lambda key: None
+        self.on_send: Callable[[], object] = lambda: None
+        self.purpose: object = None
         self.cut_off: set[int] = set()
         self._world = world
         self._generations = itertools.count(1)
@@ -202,7 +207,9 @@ class Store:
         """Sends a request; the weather decides what becomes of it."""
         world, weather = self._world, self.weather
         world.point(what, may_pause=kind != "delete")
-        request = Request(kind, what, effect, world.task.process, Answer(what))
+        request = Request(
+            kind, what, effect, world.task.process, self.on_send(), Answer(what)
+        )
         draw = world.random.random
         there, back = 0.005 + 0.05 * draw(), 0.005 + 0.05 * draw()
         faults = ("lost_request", "slow", "fails", "lost_answer", "late", "repeated")
@@ -252,6 +259,7 @@ class Store:
         def arrive() -> None:
             if request.kind == "delete" and not request.sender.is_alive:
                 return
+            self.purpose = request.purpose
             result = request.effect() if has_effect else None
             if there > 1 or error is not None:
                 world.record(f"({request.what} arrives)", _describe(result))

@@ -12,6 +12,7 @@ from tests.simulation import (
     planted_buckets,
     process_state,
     runner,
+    runs,
     seeds,
 )
 
@@ -23,9 +24,9 @@ MOST_HISTORIES = 3000
 """The histories that find each planted fault."""
 
 
-def assert_sound(some):
-    found = {seed: str(error) for seed, error in runner.find_violations(buckets, some)}
-    assert not found
+def assert_sound(some, histories=buckets):
+    violations = runner.find_violations(histories, some)
+    assert not {seed: str(error) for seed, error in violations}
 
 
 def test_a_sample_of_histories():
@@ -36,6 +37,15 @@ def test_a_sample_of_histories():
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_many_histories(shard):
     assert_sound(range(shard * SHARD, (shard + 1) * SHARD))
+
+
+def test_a_sample_of_histories_of_whole_runs():
+    assert_sound(range(100), runs)
+
+
+@pytest.mark.slow
+def test_many_histories_of_whole_runs():
+    assert_sound(range(5000), runs)
 
 
 def test_histories_that_found_a_defect():
@@ -50,6 +60,14 @@ def test_a_planted_fault_is_found(fault):
     assert next(runner.find_violations(buckets, some, patches), None) is not None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", planted_buckets.FAULTS_OF_RUNS)
+def test_a_planted_fault_is_found_in_whole_runs(fault):
+    patches = planted_buckets.FAULTS_OF_RUNS[fault]
+    some = range(MOST_HISTORIES)
+    assert next(runner.find_violations(runs, some, patches), None) is not None
+
+
 def test_a_violation_has_a_readable_timeline():
     faults = planted_buckets.FAULTS["no lock"]
     seed, _ = next(runner.find_violations(buckets, range(100), faults))
@@ -61,10 +79,14 @@ def test_a_violation_has_a_readable_timeline():
 
 
 _TIMELINES = """
-from tests.simulation import buckets, runner
-with runner.installed(buckets):
-    for seed in range(30):
-        print(*buckets.history(seed, is_traced=True), sep="\\n")
+import re
+from tests.simulation import buckets, runner, runs
+for histories in (buckets, runs):
+    with runner.installed(histories):
+        for seed in range(20):
+            for line in histories.history(seed, is_traced=True):
+                # Without digests: manifests have the time and the process.
+                print(re.sub("sha256:[0-9a-f]+", "", str(line)))
 """
 
 
