@@ -242,8 +242,8 @@ class RunSteps:
                 " this one as source= to begin from it"
             )
 
-    def markers_of_new(self, *, overwrite: bool) -> dict[str, bytes]:
-        """Returns the markers of a new step: file name -> content."""
+    def markers_of_new(self, step: int, *, overwrite: bool) -> dict[str, bytes]:
+        """Returns further markers of a new step: file name -> content."""
         return {}
 
     def upload_pause(self, path: Path) -> contextlib.AbstractContextManager[None]:

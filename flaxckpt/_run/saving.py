@@ -161,7 +161,7 @@ class Saves:
             on_planned=emit_started,
             count=counter.add,
             operation=operation,
-            markers=self._run.markers_of_new(overwrite=overwrite),
+            markers=self._run.markers_of_new(step, overwrite=overwrite),
             sampler=_arrays.sample.Sampler() if self.has_statistics else None,
         )
 

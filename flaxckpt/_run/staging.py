@@ -338,12 +338,24 @@ class StagedSteps(run_steps.RunSteps):
                 " that its disk has space, then try again"
             ) from error
 
-    def markers_of_new(self, *, overwrite: bool) -> dict[str, bytes]:
-        return {
-            _steps.markers.NOT_UPLOADED: _steps.markers.UploadMarker(
-                overwrite
-            ).content()
-        }
+    def markers_of_new(self, step: int, *, overwrite: bool) -> dict[str, bytes]:
+        upload = _steps.markers.UploadMarker(overwrite).content()
+        pin = self._pin_of_uploaded(step) if overwrite else {}
+        return {_steps.markers.NOT_UPLOADED: upload, **pin}
+
+    def _pin_of_uploaded(self, step: int) -> dict[str, bytes]:
+        """Returns the pin of a step that only the run directory has.
+
+        With the directory out of reach, the upload looks for the pin.
+        """
+        uploaded = self.uploads.last_listed.get(step)
+        if uploaded is None or (self.saves_in / self.format.name(step)).exists():
+            return {}
+        try:
+            return _steps.markers.pin_of(uploaded)
+        except OSError as error:
+            _log.warning("%s cannot be checked before the upload: %s", uploaded, error)
+            return {}
 
     def has_pending_uploads(self) -> bool:
         """Returns True if steps in staging are to be uploaded."""

@@ -92,8 +92,7 @@ def make(path: Path, final: Path, *, overwrite: bool, mode: int | None = None) -
         _checkpoint.overwrite.check_replaceable(final)
     is_temporary = _steps.markers.is_temporary(path)
     marks = _steps.markers.for_new_step(final, temporary=is_temporary)
-    if _steps.markers.is_pinned(path):
-        marks |= _steps.markers.for_new_step(path, temporary=is_temporary)
+    marks |= _steps.markers.pin_of(path)
     files = [
         file for file in path.rglob("*") if file.is_file() and _belongs(path, file)
     ]

@@ -355,6 +355,10 @@ class Uploads:
         """
         if not overwrite:
             self._check_free(path, final)
+        elif _steps.markers.is_pinned(final) and not _steps.markers.is_pinned(path):
+            # In a bucket, a replacement that is cut off loses the pin.
+            with self.change_lock.get():
+                _steps.markers.pin(path)
         try:
             return upload_copies.make(path, final, overwrite=overwrite, mode=self._mode)
         except FileExistsError:

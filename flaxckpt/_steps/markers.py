@@ -108,8 +108,12 @@ def for_new_step(final: Path, *, temporary: bool) -> dict[str, bytes]:
     store, the pin is kept where it is.
     """
     markers = {TEMPORARY: _CONTENT} if temporary else {}
-    has_pin = _storage.of(final).can_rename and is_pinned(final)
-    return markers | ({PIN: _CONTENT} if has_pin else {})
+    return markers | (pin_of(final) if _storage.of(final).can_rename else {})
+
+
+def pin_of(path: Path) -> dict[str, bytes]:
+    """Returns the marker of a pinned step, for a copy; empty without a pin."""
+    return {PIN: _CONTENT} if is_pinned(path) else {}
 
 
 def is_pinned(path: Path) -> bool:

@@ -245,6 +245,25 @@ def test_a_step_is_deleted_from_both_and_replaced_on_both(store_path, tmp_path, 
             ckpt.delete(3)
 
 
+@pytest.mark.parametrize("kind", DIRECTORIES)
+def test_a_pin_stays_when_only_the_uploaded_step_has_it(store_path, tmp_path, kind):
+    path, staging = store_path(kind), tmp_path / "ssd"
+    with flaxckpt.Checkpointer(path, staging=staging) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step)).wait()
+            ckpt.wait_for_uploads()
+        assert not (staging / "1").exists()
+        ckpt.pin(1)
+        ckpt.save(1, state(1, "b"), on_exists="overwrite").wait()
+        assert steps_markers.is_pinned(staging / "1")  # before the upload, too
+        ckpt.wait_for_uploads()
+        assert steps_markers.is_pinned(path / "1")
+        ckpt.unpin(1)
+        ckpt.wait_for_uploads()
+        for directory in (staging, path):
+            assert not steps_markers.is_pinned(directory / "1")
+
+
 def test_what_changes_while_a_step_is_uploaded_follows(tmp_path, monkeypatch):
     path = faulty.new_path("tiers-changes")
     store = _storage.of(_storage.paths.resolve(path))

@@ -15,6 +15,7 @@ TRIPLES = [*itertools.product(operations.OPERATIONS, repeat=3)]
 FOUND = [
     ("overwrite", "delete"),  # came back as it was before it was overwritten
     ("add_metrics", "upload", "overwrite", "save", "upload"),  # the same
+    ("delete", "pin", "overwrite"),  # lost the pin of the step that was uploaded
 ]
 
 

@@ -1,11 +1,13 @@
 """Histories of whole runs in a bucket: trainers, readers, a second job.
 
 Each process uses a `Checkpointer`, with all that it does: saves on threads, retention,
-restores, pins, metrics. The ledger outside of all processes sees each change of an
-object, and checks it.
+restores, pins, metrics, and uploads from a local staging directory. The ledger outside
+of all processes sees each change of an object, and checks it.
 """
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,8 +15,11 @@ import flaxckpt
 from flaxckpt import _steps, _storage
 from flaxckpt._storage import files as storage_files
 from flaxckpt._storage import leases, locks
-from tests.simulation import buckets, kernel, programs, store
+from tests.simulation import buckets, filesystem, kernel, programs, store
 from tests.simulation.programs import Reader, Reading, Save, Setting, Trainer, reopen
+
+CONTEXTS = (filesystem.installed,)
+"""What to enter before `stand_ins.installed`."""
 
 PATCHES = store.PATCHES
 """For `stand_ins.installed`."""
@@ -48,6 +53,7 @@ class Ledger(programs.Ledger):
         world: The world.
         bucket: The bucket.
         setting: What all processes agree on.
+        disk: The file system with the staging directory.
 
     Attributes:
         is_calm: True if no process pauses, and all requests succeed.
@@ -56,17 +62,24 @@ class Ledger(programs.Ledger):
     """
 
     def __init__(
-        self, world: kernel.World, bucket: store.Store, setting: Setting
+        self,
+        world: kernel.World,
+        bucket: store.Store,
+        setting: Setting,
+        disk: filesystem.FileSystem,
     ) -> None:
         super().__init__(world, setting)
         self.bucket = bucket
+        self.disk = disk
         self.is_calm = False
         self.is_tidy = True
         self._listed: dict[int, int] = {}  # step -> save, as of the last change
         self._withdrawn: dict[int, Save] = {}  # by policies: step -> save
         self._late: set[bytes] = set()  # markers that came when others had the lock
+        self._asked_to_delete: set[int] = set()
         bucket.on_change = self._see
         bucket.on_send = self._purpose
+        disk.on_change = self._see_file
 
     @property
     def may_fail(self) -> bool:
@@ -81,6 +94,14 @@ class Ledger(programs.Ledger):
         pid = task.process.pid
         doing = self.doing.get(pid, "")
         return Purpose(pid, task.name, doing, self.began.get(pid, 0.0))
+
+    @contextlib.contextmanager
+    def operation(self, what: str, *, disturbs: bool = False) -> Iterator[None]:
+        verb, _, step = what.partition(" ")
+        if verb == "delete":
+            self._asked_to_delete.add(int(step))
+        with super().operation(what, disturbs=disturbs):
+            yield
 
     # ---- the true content ---------------------------------------------------------
 
@@ -143,6 +164,12 @@ class Ledger(programs.Ledger):
         elif not _IS_STATUS(name):
             self._see_object(step, name, is_there=is_there)
 
+    def _see_file(self, name: str, paths: tuple[str, ...]) -> None:
+        """Notes a pin in the staging directory."""
+        path = Path(paths[-1])
+        if name in ("rename", "replace") and path.name == _steps.markers.PIN:
+            self.last_pinned[self.world.task.process.pid] = path.parent
+
     def _see_pin(self, step: int, *, is_there: bool) -> None:
         if is_there:
             self.last_pinned[self.bucket.purpose.pid] = self.setting.run / str(step)
@@ -173,8 +200,8 @@ class Ledger(programs.Ledger):
     def _see_departure(self, step: int, save: Save, *, is_removed: bool) -> None:
         """Notes why a save is not listed any more."""
         purpose, run = self.bucket.purpose, self.setting.run
-        is_overwritten = purpose.thread.endswith(f"{run / str(step)}")
-        if not is_removed or is_overwritten:
+        is_deletion = leases.DELETING in self.objects(step)
+        if not is_removed or not is_deletion or self._is_replaced_near(save):
             self.left[run, save.token] = "replaced"
         elif purpose.thread == "main" and purpose.doing.startswith("delete"):
             self.left[run, save.token] = "deleted by a user"
@@ -209,11 +236,37 @@ class Ledger(programs.Ledger):
                 raise kernel.Violation(f"{name} of {step} is removed under a reader")
 
     def check_there(self, save: Save) -> None:
+        if save.directory == self.setting.staging and self._is_near(save):
+            return
         if self.token(save.step) == save.token:
             if _steps.markers.DAMAGED in self.objects(save.step):
                 raise kernel.Violation(f"{save} is marked as damaged")
-        elif (save.directory, save.token) not in self.left:
+        elif not self._may_be_gone(save):
             raise kernel.Violation(f"{save} was acknowledged, and is gone")
+
+    def _is_near(self, save: Save) -> bool:
+        """Returns True if a save is in the staging directory."""
+        chunk = save.directory / f"{save.step}/state/{self.parts[0]}/c.0"
+        with self.disk.observing():
+            content = chunk.read_bytes() if chunk.is_file() else b""
+        return content[:8] == save.token.to_bytes(8, "little")
+
+    def _may_be_gone(self, save: Save) -> bool:
+        """Returns True for a save that was replaced or deleted."""
+        if (self.setting.run, save.token) in self.left:
+            return True
+        return save.directory == self.setting.staging and (
+            save.step in self._asked_to_delete or self._is_replaced_near(save)
+        )
+
+    def _is_replaced_near(self, save: Save) -> bool:
+        """Returns True for a save that a later one in staging replaces."""
+        return any(
+            other.step == save.step
+            and other.token > save.token
+            and other.directory == self.setting.staging
+            for other in self.saves.values()
+        )
 
     def find_reading(self, path: Path, lease: str) -> Reading | None:
         step = int(path.name)
@@ -224,9 +277,12 @@ class Ledger(programs.Ledger):
 
     def check_end(self) -> None:
         """Checks the bucket after all processes were restarted."""
+        is_quiet = not self.disturbing and self.disturbed < 0
         for save in self.saves.values():
-            if save.is_acknowledged:
+            if save.is_acknowledged and save.directory == self.setting.run:
                 self.check_there(save)
+            elif save.is_acknowledged and is_quiet:
+                self._check_uploaded(save)
         for step in self._steps():
             objects = self.objects(step)
             is_listed = self.token(step) is not None
@@ -240,6 +296,16 @@ class Ledger(programs.Ledger):
         if left := [key for key in self.bucket.objects if key.endswith(locks.LOCK)]:
             raise kernel.Violation(f"{left} are left for ever")
 
+    def _check_uploaded(self, save: Save) -> None:
+        """Checks that an acknowledged save in staging is in the bucket, or was."""
+        step = save.step
+        if (
+            not self._may_be_gone(save)
+            and step not in self._listed  # another job may have saved it there
+            and (not self.setting.latest or step > max(self._listed, default=0))
+        ):
+            raise kernel.Violation(f"{save} is never uploaded")
+
 
 def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
     """Runs one history; returns its timeline if traced.
@@ -247,25 +313,32 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
     Raises:
         Violation: The history breaks a guarantee; its attribute `timeline` shows how.
     """
-    with programs.quiet(), kernel.World(seed, is_traced=is_traced) as world:
+    with (
+        programs.quiet(),
+        filesystem.directory("runs") as root,
+        kernel.World(seed, is_traced=is_traced) as world,
+    ):
         bucket = store.open_store(world, buckets.URL, buckets.weather(world))
+        disk = filesystem.FileSystem(world, root, filesystem.Weather())
         random = world.random
+        near = root / "near" if random.random() < 0.3 else None
         setting = Setting(
             _storage.paths.resolve(buckets.RUN),
-            None,
+            near,
             random.choice((0, 1, 2)),
             random.random() < 0.3,
             flaxckpt.ArrayLayout(store="files"),
         )
-        ledger = Ledger(world, bucket, setting)
+        ledger = Ledger(world, bucket, setting, disk)
         for index in range(random.randint(2, 3)):
             program: Trainer | Reader = Reader(ledger)
             if index == 0 or random.random() < 0.6:
-                program = Trainer(ledger, random.randint(1, 4), None)
+                own = near if index == 0 else None
+                program = Trainer(ledger, random.randint(1, 4), own)
             process = world.start(
                 f"p{index}",
                 program,
-                machine=random.choice(("m1", "m2")),
+                machine="m1" if index == 0 else random.choice(("m1", "m2")),
                 after=random.choice((0.0, 1.0, 30.0)) * random.random(),
             )
             _disturb(world, process)
@@ -281,6 +354,8 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
         except kernel.Violation as violation:
             violation.timeline = world.timeline
             raise
+        finally:
+            disk.close()
         return world.timeline
 
 
