@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from flaxckpt import _steps, _storage, errors
+from flaxckpt import _steps, _storage, errors, formats
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt._types import JSON
 from flaxckpt.formats import _locate, _native
@@ -26,7 +27,7 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> dict[str, float]:
     added = run_metrics.as_metrics(metrics)
     with (
         _change(path, "add metrics to"),
-        _storage.of(path).lock_file(_native.items.file_to_lock(path)),
+        _storage.of(path).lock_file(_native.items.file_to_lock(path), path),
     ):
         try:
             stored = _native.metadata.load_metrics(path)
@@ -65,6 +66,9 @@ def pin(path: Path) -> None:
     """Keeps the step `path` regardless of the policies."""
     with _change(path, "pin"):
         _steps.markers.pin(path)
+        if formats.identify(path) is None:  # deleted in the meantime, in a bucket
+            _steps.markers.unpin(path)
+            raise FileNotFoundError(errno.ENOENT, "it was deleted", str(path))
 
 
 def unpin(path: Path) -> None:

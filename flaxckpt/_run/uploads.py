@@ -328,6 +328,8 @@ class Uploads:
                 return
             if not is_there:
                 _checkpoint.file_sizes.check(path)
+                if marker.overwrite:
+                    self._inherit_pin(path, final)
                 if not self._far.would_keep(step, self._near):
                     if marker.overwrite and relation in ("other", "damaged"):
                         self._delete_replaced(step, final)
@@ -346,6 +348,16 @@ class Uploads:
                 self._unretired = step, path
             self._copy_journal()
 
+    def _inherit_pin(self, path: Path, final: Path) -> None:
+        """Pins a step that replaces a pinned one.
+
+        The policies keep the step then; and in a bucket, where a replacement that is
+        cut off loses the pin, the next upload brings it back.
+        """
+        if _steps.markers.is_pinned(final) and not _steps.markers.is_pinned(path):
+            with self.change_lock.get():
+                _steps.markers.pin(path)
+
     def _copy(self, path: Path, final: Path, *, overwrite: bool) -> int:
         """Copies a step to the run directory; returns its size in bytes.
 
@@ -355,10 +367,6 @@ class Uploads:
         """
         if not overwrite:
             self._check_free(path, final)
-        elif _steps.markers.is_pinned(final) and not _steps.markers.is_pinned(path):
-            # In a bucket, a replacement that is cut off loses the pin.
-            with self.change_lock.get():
-                _steps.markers.pin(path)
         try:
             return upload_copies.make(path, final, overwrite=overwrite, mode=self._mode)
         except FileExistsError:

@@ -285,7 +285,7 @@ class LocalStorage:
         self.sync_directory(file.parent)
 
     @contextlib.contextmanager
-    def lock_file(self, file: Path, /) -> Iterator[None]:
+    def lock_file(self, file: Path, checkpoint: Path, /) -> Iterator[None]:
         try:
             descriptor = os.open(file, os.O_RDWR | os.O_NONBLOCK)  # NFS needs O_RDWR
         except (PermissionError, IsADirectoryError):

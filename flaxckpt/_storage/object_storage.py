@@ -202,8 +202,10 @@ class ObjectStorage:
         file.write_bytes(content)
 
     @contextlib.contextmanager
-    def lock_file(self, file: RemotePath, /) -> Iterator[None]:
-        with commit_marker.locked(file.parent, patient=True):
+    def lock_file(self, file: RemotePath, checkpoint: RemotePath, /) -> Iterator[None]:
+        with commit_marker.locked(checkpoint, patient=True):
+            if not self.exists(file):  # the lock was that of a deletion
+                raise FileNotFoundError(errno.ENOENT, "it was deleted", str(checkpoint))
             yield
 
     def make_directory(self, path: RemotePath, /, *, mode: int | None = None) -> None:

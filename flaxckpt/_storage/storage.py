@@ -300,14 +300,16 @@ class Storage(Protocol[_Path]):
                 `modes`; None for the umask's.
         """
 
-    def lock_file(self, file: _Path, /) -> AbstractContextManager[None]:
-        """Locks a file against concurrent callers during the `with` block.
+    def lock_file(
+        self, file: _Path, checkpoint: _Path, /
+    ) -> AbstractContextManager[None]:
+        """Locks a file of a checkpoint against others during the `with` block.
 
         Does nothing on a file system without file locks. In an object store, locks the
-        checkpoint of the file.
+        checkpoint.
 
         Raises:
-            OSError: The file cannot be opened.
+            OSError: The file cannot be opened; FileNotFoundError if it does not exist.
         """
 
     def make_directory(self, path: _Path, /, *, mode: int | None = None) -> None:

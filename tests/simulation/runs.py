@@ -173,6 +173,9 @@ class Ledger(programs.Ledger):
     def _see_pin(self, step: int, *, is_there: bool) -> None:
         if is_there:
             self.last_pinned[self.bucket.purpose.pid] = self.setting.run / str(step)
+        elif self.bucket.purpose.thread.startswith("save of"):
+            # An overwrite that fails in a bucket removes the step, with its pin.
+            self.pinned[self.setting.run / str(step)] = False
         elif (save := self._withdrawn.get(step)) is not None:
             raise kernel.Violation(f"policies delete {save}, which is pinned")
 
@@ -260,10 +263,10 @@ class Ledger(programs.Ledger):
         )
 
     def _is_replaced_near(self, save: Save) -> bool:
-        """Returns True for a save that a later one in staging replaces."""
+        """Returns True for a save that one in staging replaces."""
         return any(
             other.step == save.step
-            and other.token > save.token
+            and other is not save
             and other.directory == self.setting.staging
             for other in self.saves.values()
         )

@@ -17,3 +17,8 @@ BUCKETS: dict[int, str] = {
     258351: "a commit marker that came late was counted as one that came in time",
     496203: "a deletion under a reader released the lock of an abandoned replacement",
 }
+
+RUNS: dict[int, str] = {
+    174: "the pin of an uploaded step was lost when it was overwritten in staging",
+    9390: "metrics added to a step that was just deleted were left for ever",
+}

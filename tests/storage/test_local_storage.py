@@ -247,7 +247,7 @@ def test_nothing_that_reads_keeps_a_file_open(tree):
         LOCAL.last_lines(tree / "b", 9)
         LOCAL.forget_cached(tree / "b")
         LOCAL.append_lines(tree / "a/c", b"1\n", 9)
-        with LOCAL.lock_file(tree / "b"):
+        with LOCAL.lock_file(tree / "b", tree):
             pass
     LOCAL.write_parts(tree / "new", [memoryview(b"1")])
     LOCAL.sync_tree(tree / "a")
@@ -445,20 +445,23 @@ def test_one_holds_the_lock_of_a_file(tmp_path):
 
     def wait():
         held.wait()
-        with LOCAL.lock_file(file):
+        with LOCAL.lock_file(file, file.parent):
             events.append("second")
 
     thread = threading.Thread(target=wait)
     thread.start()
-    with LOCAL.lock_file(file):
+    with LOCAL.lock_file(file, file.parent):
         held.set()
         time.sleep(0.05)
         events.append("first")
     thread.join()
     assert events == ["first", "second"]
-    with LOCAL.lock_file(tmp_path):  # a directory
+    with LOCAL.lock_file(tmp_path, tmp_path):  # a directory
         pass
-    with pytest.raises(FileNotFoundError), LOCAL.lock_file(tmp_path / "missing"):
+    with (
+        pytest.raises(FileNotFoundError),
+        LOCAL.lock_file(tmp_path / "missing", tmp_path),
+    ):
         pass
 
 
@@ -477,7 +480,7 @@ def test_a_file_of_others_and_one_without_locks_is_locked_as_far_as_it_can_be(
 
     monkeypatch.setattr(os, "open", opened)
     monkeypatch.setattr(local_storage.fcntl, "flock", flock)
-    with LOCAL.lock_file(make(tmp_path, a=b"") / "a"):
+    with LOCAL.lock_file(make(tmp_path, a=b"") / "a", tmp_path):
         pass
 
 

@@ -132,7 +132,7 @@ def refuse(path):
 
 
 def change(path):
-    with of(path).lock_file(path / "file"):
+    with of(path).lock_file(path / "file", path):
         refuse(path)
 
 
