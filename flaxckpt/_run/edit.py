@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -32,7 +31,7 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> dict[str, float]:
         try:
             stored = _native.metadata.load_metrics(path)
         except errors.DamagedCheckpointError as error:
-            if os.path.lexists(path / run_metrics.METRICS_FILE):
+            if _storage.of(path).is_taken(path / run_metrics.METRICS_FILE):
                 raise errors.SaveFailedError(
                     f"{path / run_metrics.METRICS_FILE} is damaged, so nothing can be"
                     " added to it: delete it, and add all metrics of the step again"

@@ -4,6 +4,7 @@ A victim opens the run, then one of its allocations fails in one operation. The 
 process has memory again then: it looks at all steps, and saves the next.
 """
 
+import contextlib
 import faulthandler
 import hashlib
 import json
@@ -97,6 +98,8 @@ def _act(memory, work, chosen, fault):
         text = "".join(traceback.format_exception(error))[-2000:]
         outcome = f"unexpected: {type(error).__name__}: {text}"
     memory.disarm()
+    with contextlib.suppress(errors.CheckpointError, MemoryError):
+        ckpt.wait()  # a save goes on if only the wait for it lacked memory
     told({"outcome": outcome, "hits": memory.hits(), "seen": memory.seen()})
     problems = scenarios.check(directory, scenarios.Log.read(work / "log"))
     try:
