@@ -351,9 +351,9 @@ def test_plan_folds_layers_that_are_alike(layered, terminal, width):
 
 
 def test_plan_of_an_equal_state_is_a_line_without_a_table(layered, terminal):
-    line = "".join(terminal(80, "plan", "run", "run"))
-    assert line.endswith(" bytes to read")
-    assert not set(line) & set("┏━│")
+    text = "".join(terminal(80, "plan", "run", "run"))
+    assert re.search(r" bytes to read.{0,4}The restore would succeed", text)
+    assert not set(text) & set("┏━│")
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
@@ -390,7 +390,7 @@ def test_plan_keeps_types_whole(tmp_path, terminal):
         flaxckpt.save(tmp_path / name, {f"a_long_name_of_{'x' * 30}": inner})
     lines = terminal(80, "plan", tmp_path / "old", tmp_path / "new", code=1)
     text = "\n".join(lines)
-    assert max(map(len, lines[1:])) <= 80
+    assert max(len(line) for line in lines[1:] if "--drop" not in line) <= 80
     assert "float32[32, 4096]" in text
     assert "float32[32, 1024]" in text
 
