@@ -132,7 +132,7 @@ def plan(
         _inspect.plan_damage.find(restore_plan),
         missing,
         by_path=by_path,
-        has_changes=bool(changes),
+        has_changes=bool(changes) or suggest,
         as_source=as_source,
     )
     if suggestion is not None:
@@ -153,7 +153,7 @@ class _Planned(NamedTuple):
         missing: How leaves that the checkpoint lacks are treated.
         by_path: True if optimizer leaves are matched by path, as the target has no
             roles.
-        has_changes: True if transforms change the checkpoint first.
+        has_changes: True if transforms change the checkpoint first, or were guessed.
         as_source: True if a new run begins from the checkpoint.
     """
 
@@ -287,6 +287,12 @@ def _show_suggestion(suggestion: Suggestion, planned: _Planned, *, json: bool) -
         lines += ["cannot be restored:", *rows[:_MOST_ROWS]] if rows else []
         if len(rows) > _MOST_ROWS:
             lines.append(f"  … and {len(rows) - _MOST_ROWS} more")
+        if advice := planned.advice():
+            lines.append(f"On the command line: {advice}")
+        renames = [_as_option(*rename) for rename in suggestion.renames]
+        if (drops := planned.drops()) and (renames or not suggestion.transforms):
+            options = " ".join([*renames, drops])
+            lines.append(f"On the command line, instead of --suggest: {options}")
     _output.print_lines("\n".join([*lines, *planned.conclusion()]))
     return _app.SUCCESS if is_whole else _app.FINDING
 

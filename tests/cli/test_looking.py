@@ -753,10 +753,30 @@ def test_plan_shows_the_plan_of_what_it_guesses(here, command):
     wanted = {"params": {"new": {"up": "float32[4, 6]"}}, "epoch": "int"}
     (here / "wanted.json").write_text(json.dumps(wanted))
     lines = command.text("plan", "bare.npz", "wanted.json", "--suggest", code=1)
-    assert lines[-2:] == [
+    assert lines[-3:-1] == [
         "cannot be restored:",
         "  epoch: wanted a Python int, found nothing",
     ]
+    assert lines[-1].startswith("On the command line: --missing init plans")
+
+
+def test_plan_that_guesses_less_than_all_says_what_helps(here, command):
+    save_with_head("base", "head", 10)
+    save_with_head("tuned", "head", 3)
+    asked = ["plan", "base", "tuned"]
+    *_, last = command.text(*asked, "--suggest", code=1)
+    start = "On the command line, instead of --suggest: "
+    assert last == f"{start}--drop params/head --missing init"
+    assert command.json(*asked, *shlex.split(last.removeprefix(start)))["ok"]
+
+
+def test_plan_that_guesses_says_how_to_match_the_optimizer(here, command):
+    save_with_head("base", "head", 10)
+    wanted = {"params": {"trunk": "float32[4, 4]"}, "opt_state": {"n": "int32[]"}}
+    (here / "wanted.json").write_text(json.dumps(wanted))
+    *_, last = command.text("plan", "base", "wanted.json", "--suggest", code=1)
+    assert last.startswith("On the command line: --missing init plans")
+    assert "--optimizer match plans for an optimizer" in last
 
 
 def test_plan_into_what_show_printed(here, command):
