@@ -78,7 +78,8 @@ class CheckpointDiff:
         only_in_b: Leaf paths that only the second has.
         changed: Leaf path -> its difference: branch by branch in the order of the
             state, the optimizer's last; the largest changes first in each branch.
-        same: Leaf paths of equal leaves.
+        same: Leaf paths of equal leaves; None and empty containers have no value, and
+            are not among them.
         bytes_compared: Size of all compared values of one side.
         unreadable: Leaf path -> the checkpoint in which its values cannot be read, `a`
             or `b`, and the reason. Such a leaf is in none of the above.
@@ -205,7 +206,13 @@ def diff(
         tuple(sorted(_only(table_a, table_b), key=order.place)),
         tuple(sorted(_only(table_b, table_a), key=order.place)),
         {path: changed[path] for path in ranked},
-        tuple([p for p in both if p not in changed and p not in unreadable]),
+        tuple(
+            path
+            for path in both
+            if table_a[path].info.kind != "empty"
+            and path not in changed
+            and path not in unreadable
+        ),
         counter.done,
         {path: unreadable[path] for path in sorted(unreadable, key=order.place)},
         _pair_metrics(*[side.metadata.metrics for side in sides]),

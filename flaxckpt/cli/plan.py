@@ -291,8 +291,8 @@ def _show_suggestion(suggestion: Suggestion, planned: _Planned, *, json: bool) -
             lines.append(f"On the command line: {advice}")
         renames = [_as_option(*rename) for rename in suggestion.renames]
         if (drops := planned.drops()) and (renames or not suggestion.transforms):
-            options = " ".join([*renames, drops])
-            lines.append(f"On the command line, instead of --suggest: {options}")
+            pasted = " ".join([*renames, drops])
+            lines.append(f"On the command line, instead of --suggest: {pasted}")
     _output.print_lines("\n".join([*lines, *planned.conclusion()]))
     return _app.SUCCESS if is_whole else _app.FINDING
 

@@ -328,7 +328,7 @@ def test_diff_without_values_compares_structure(here, command):
     found = command.json("diff", "run", "-a", 100, "-b", 200, "--no-values")
     assert found["equal"]
     lines = command.text("diff", "run", "-a", 100, "-b", 200, "--no-values")
-    assert lines[-1].startswith("without reading values: all 9 leaves are equal")
+    assert lines[-1].startswith("without reading values: all 8 leaves are equal")
     lines = command.text("diff", "run", "w.msgpack", code=1)
     assert any(line.split() == ["w", "only", "in", "b"] for line in lines)
     assert lines[-1].startswith("0 leaves differ, 0 are equal, ")
@@ -819,6 +819,19 @@ def test_plan_that_guesses_too_little_is_1(here, command):
     assert "no leaf of the source fits" in found
 
 
+def test_all_verbs_count_the_same_leaves(here, command):
+    state = {"w": jnp.ones(3), "none": None, "empty": {}, "text": "a", "n": 3}
+    for name in ("one", "two"):
+        flaxckpt.save(name, state)
+    shown = command.text("show", "one")
+    assert any(line.split()[:3] == ["(all)", "3", "leaves"] for line in shown)
+    assert any(line.split()[:2] == ["none", "None"] for line in shown)
+    assert command.text("diff", "one", "two")[-1] == "all 3 leaves are equal"
+    assert flaxckpt.verify("one").leaves == 3
+    assert ": 3 loaded; " in command.text("plan", "one", "two")[0]
+    assert "3 leaves" in repr(flaxckpt.metadata("one"))
+
+
 # ---- du and doctor ------------------------------------------------------------------
 
 
@@ -827,7 +840,7 @@ def test_du_says_what_takes_the_space(here, command):
     assert lines[0].split() == ["step", "files", "not", "shared"]
     assert lines[4].endswith(" on the disk")
     assert lines[6] == "arrays of run/300, uncompressed:"
-    assert lines[8].split() == ["(all)", "9", "192", "B"]
+    assert lines[8].split() == ["(all)", "8", "192", "B"]
     found = command.json("du", "run", "--step", 100)
     assert found["shown"] == str(here / "run" / "100")
     assert found["bytes"] == sum(step["own"] for step in found["steps"])
