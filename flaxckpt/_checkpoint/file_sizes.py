@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._types import LeafPath
 from flaxckpt.formats import _locate, _native
 from flaxckpt.formats._reader import Stored
 
@@ -56,14 +57,49 @@ def check(path: Path) -> None:
             arrays = [i for i in stored.metadata.leaves.values() if i.dtype is not None]
             if storage.costs_requests:
                 _check_names(path, stored, manifest, encoding)
-            elif encoding is not None and manifest["ocdbt"]:
-                for item, infos in stored.items.split(arrays).items():
-                    if infos:
-                        _check_database(path / item, encoding, infos)
             elif encoding is not None:
-                for info in arrays:
-                    directory = path / stored.items.array_directory(info)
-                    _check_array(directory, encoding, info)
+                has_databases = bool(manifest["ocdbt"])
+                _check_sizes(path, stored, encoding, arrays, has_databases)
+
+
+@_util.gc_pause.pause()
+def check_leaves(path: Path, leaves: Collection[LeafPath]) -> None:
+    """Checks the sizes of the array files of some leaves of a local checkpoint.
+
+    Raises:
+        DamagedCheckpointError: A metadata file is missing or has changed, or a chunk
+            of these leaves is missing or has the wrong size.
+    """
+    stored = _locate.read_without_classes(path)
+    with _storage.permissions.explain_errors(path):
+        manifest = _native.items.read_json(path / _native.orbax_json.MANIFEST, path)
+        encoding = _native.manifest.parse_encoding(manifest)
+        if encoding is None:
+            return
+        arrays = [i for i in stored.metadata.leaves.values() if i.dtype is not None]
+        wanted = [info for info in arrays if info.path in leaves]
+        if has_databases := bool(manifest["ocdbt"]):  # read as a whole
+            items = {stored.items.item_of(info) for info in wanted}
+            wanted = [info for info in arrays if stored.items.item_of(info) in items]
+        _check_sizes(path, stored, encoding, wanted, has_databases)
+
+
+def _check_sizes(
+    path: Path,
+    stored: Stored,
+    encoding: _arrays.zarr.metadata.Encoding,
+    arrays: Sequence[LeafInfo],
+    has_databases: bool,
+) -> None:
+    """Raises DamagedCheckpointError for missing files of arrays, or wrong sizes."""
+    if not has_databases:
+        for info in arrays:
+            directory = path / stored.items.array_directory(info)
+            _check_array(directory, encoding, info)
+        return
+    for item, infos in stored.items.split(arrays).items():
+        if infos:
+            _check_database(path / item, encoding, infos)
 
 
 def _check_names(

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import jax
@@ -18,10 +18,14 @@ from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.errors import Mismatch
 from flaxckpt.formats._reader import Stored
+from flaxckpt.transforms import _moments
 
 _NEAREST_AMONG = 5_000
 _X64 = "jax_enable_x64"
 _TOPS_SHOWN = 6
+
+_DROPS = 3
+"""The most patterns of leaves to begin anew that advice names."""
 
 
 def describe_missing(
@@ -189,7 +193,10 @@ def advise(
     renames = [each.rename(stored.table) for each in groups]
     known = tuple(each for each in renames if each is not None)
     return dataclasses.replace(
-        planned, advice=advice, renames=known if len(known) == len(groups) else ()
+        planned,
+        advice=advice,
+        renames=known if len(known) == len(groups) else (),
+        drops=_find_drops(planned),
     )
 
 
@@ -369,6 +376,13 @@ def _advise(
             f"{first}Pass a state with only the leaves of the checkpoint, or a state"
             ' with values and missing="init" to keep them.'
         )
+    if drops := _find_drops(planned):
+        code = ", ".join([f'drop(r"{pattern}")' for pattern in drops])
+        return (
+            "To begin these leaves and their moments anew, pass"
+            f' transforms=[{code}], missing="init" and a state with values for them.'
+            " Other transforms rename, grow, slice and map leaves."
+        )
     return (
         "Change the state to fit the checkpoint, or pass transforms=[...], which can"
         ' rename, drop, grow, slice and map leaves: drop(pattern) with missing="init"'
@@ -376,6 +390,53 @@ def _advise(
         " integers are only widened, unless cast(pattern, dtype, lossy=True) narrows"
         " them."
     )
+
+
+def _find_drops(planned: RestorePlan) -> tuple[str, ...]:
+    """Returns patterns of the parameters of other shapes, such as of a head.
+
+    Moments are dropped with their parameters. Empty if there are many patterns, or
+    leaves with other problems.
+    """
+    other = {
+        path
+        for path, leaf in planned.leaves.items()
+        if "conflict" in leaf.actions
+        and leaf.wanted is not None
+        and leaf.found is not None
+        and leaf.wanted.shape != leaf.found.shape
+    }
+    patterns: dict[str, None] = {}
+    for problem in planned.problems:
+        path = problem.leaf
+        if path not in other:
+            return ()
+        wanted = planned.leaves[path].wanted
+        if wanted is None or _moments.is_optimizer_leaf(path, wanted):
+            continue
+        if any(re.fullmatch(pattern, path) for pattern in patterns):
+            continue
+        branch = _whole_branch(path, other, planned.leaves)
+        name = re.escape(path) if branch is None else f"{re.escape(branch)}/.*"
+        patterns[name] = None
+        if len(patterns) > _DROPS:
+            return ()
+    return tuple(patterns)
+
+
+def _whole_branch(
+    path: LeafPath, leaves: Set[LeafPath], known: Iterable[LeafPath]
+) -> LeafPath | None:
+    """Returns the largest container of `path` with only `leaves`, or None.
+
+    A container at the root is returned only if it holds `path` itself.
+    """
+    found, parent = None, path.rpartition("/")[0]
+    while parent and (found is None or "/" in parent):
+        if any(p.startswith(f"{parent}/") and p not in leaves for p in known):
+            break
+        found, parent = parent, parent.rpartition("/")[0]
+    return found
 
 
 def _advise_on_items(problems: Sequence[Mismatch], stored: Stored) -> str:

@@ -88,6 +88,8 @@ class RestorePlan:
             restore would succeed.
         renames: The pattern and the replacement of each `rename` that the advice
             names.
+        drops: The pattern of each `drop` that, with `missing="init"`, begins leaves
+            of other shapes anew, such as of a head, and their moments.
     """
 
     path: str
@@ -97,6 +99,7 @@ class RestorePlan:
     problems: tuple[Mismatch, ...]
     advice: str = ""
     renames: tuple[tuple[str, str], ...] = ()
+    drops: tuple[str, ...] = ()
 
     def count(self, action: Action) -> int:
         """Returns the number of leaves with `action`."""
@@ -205,6 +208,14 @@ def count_outcomes(
             parts[action] = parts.get(action, 0) + 1
         found[first] = total + 1, parts
     return found
+
+
+def lacks_optimizer_leaves(restore_plan: RestorePlan) -> bool:
+    """Returns True if the checkpoint lacks optimizer leaves that the state has."""
+    return any(
+        problem.kind == "missing" and "opt_state" in problem.leaf.split("/")
+        for problem in restore_plan.problems
+    )
 
 
 def _list_counts(counts: Mapping[Action, int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.formats import _locate, _native, _reader
 from flaxckpt.formats._reader import CheckpointMetadata, Lineage, Stored
-from flaxckpt.transforms import Transform
+from flaxckpt.transforms import Transform, _parse
 from flaxckpt.transforms import _base as _transforms
 
 if TYPE_CHECKING:
@@ -291,6 +292,7 @@ def plan_for_target(
     missing: Literal["error", "init"] = "error",
     unused: Literal["warn", "error", "ignore"] = "warn",
     optimizer: Literal["match", "exact", "reinit"] = "match",
+    as_source: bool = False,
 ) -> RestorePlan:
     """Returns the plan of `load` into the state that was saved as `target`.
 
@@ -306,6 +308,8 @@ def plan_for_target(
         missing: As for `load`.
         unused: As for `load`.
         optimizer: As for `load`.
+        as_source: Whether a new run begins from `path`, as `restore_or_init(source=…)`
+            does: with `optimizer="reinit"`, step counters begin anew, too.
 
     Raises:
         CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
@@ -316,9 +320,29 @@ def plan_for_target(
         unused=unused,
         optimizer=optimizer,
         transforms=transforms,
+        keeps_steps=as_source and optimizer == "reinit",
         has_values=True,
     )
-    return _plan(_locate.open_checkpoint(path, step), target, options)
+    stored = _locate.open_checkpoint(path, step)
+    planned = _plan(stored, target, options)
+    if planned.drops and not _succeeds_without(stored, target, options, planned.drops):
+        planned = dataclasses.replace(planned, drops=())
+    return planned
+
+
+def _succeeds_without(
+    stored: Stored,
+    target: PyTree,
+    options: planner.RestoreOptions,
+    patterns: Sequence[str],
+) -> bool:
+    """Returns True if a restore that drops the leaves of `patterns` would succeed."""
+    drops = [*_parse.parse(drop=patterns), *options.transforms]
+    dropped = dataclasses.replace(options, transforms=drops, missing="init")
+    try:
+        return not planner.make_plan(stored, target, dropped)[0].problems
+    except errors.CheckpointError:  # after other transforms, leaves have other names
+        return False
 
 
 def _plan(

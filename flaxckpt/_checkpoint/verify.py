@@ -223,12 +223,12 @@ def _unreadable(
                 unreadable.setdefault(name, why)
             elif stored.items.tree_of_file(name) is not None:
                 state = "missing" if name in findings.missing else default
-                for leaf_path in _leaves_in(name, stored):
+                for leaf_path in leaves_in(name, stored):
                     unreadable.setdefault(leaf_path, f"{name} is {state}")
     return unreadable
 
 
-def _leaves_in(name: str, stored: Stored) -> list[LeafPath]:
+def leaves_in(name: str, stored: Stored) -> list[LeafPath]:
     """Returns the leaves that a restore cannot read without the array file `name`."""
     item = stored.items.tree_of_file(name)
     arrays = {
@@ -258,7 +258,7 @@ def _describe_places(
         if name in stored.table:
             leaves = [name]
         elif stored.items.tree_of_file(name) is not None:
-            leaves, place = _leaves_in(name, stored), verify_report.Place(name)
+            leaves, place = leaves_in(name, stored), verify_report.Place(name)
         else:
             continue
         text = errors.first_few(leaves, 3)

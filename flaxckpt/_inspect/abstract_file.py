@@ -21,6 +21,7 @@ from flaxckpt import _state, _storage, errors, formats
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.formats import _locate
+from flaxckpt.transforms import _moments
 
 _MAX_FILE_BYTES = 2**28
 _ARRAY = re.compile(r"([a-z][a-z0-9_]*)\[([0-9, ]*)\]")
@@ -40,10 +41,30 @@ class TargetState(NamedTuple):
     Attributes:
         state: Abstract; numbers and texts have values.
         has_roles: True if optimizers can be recognised by optax classes.
+        has_classes: False for a file that names no classes, such as a nested JSON file.
     """
 
     state: PyTree
     has_roles: bool
+    has_classes: bool = True
+
+    def check_source(self) -> None:
+        """Raises an error if the optimizer of a new run cannot be recognised.
+
+        Raises:
+            OptionError: The state has optimizer leaves, but names no classes.
+        """
+        if self.has_classes:
+            return
+        leaves = _state.flax_state.leaves_by_path(self.state)
+        of_optimizer = [path for path in leaves if _moments.is_in_optimizer(path)]
+        if of_optimizer:
+            raise errors.OptionError(
+                "a new run begins its optimizer anew, and TARGET does not name its"
+                f" class, so that {errors.first_few(of_optimizer, 1)} would be planned"
+                " as any other leaf: pass a checkpoint, the output of flaxckpt show"
+                " --json, or only the parameters"
+            )
 
 
 def read_target(target: PathLike, *, step: int | None = None) -> TargetState:
@@ -84,14 +105,15 @@ def _read_file(file: Path) -> TargetState:
             for path, leaf in shown.items()
         }
         if "structure" not in content:  # printed by flaxckpt 0.1.0
-            return TargetState(_nest(leaves), has_roles=False)
+            return TargetState(_nest(leaves), has_roles=False, has_classes=False)
         has_roles = any(
             isinstance(leaf, dict) and leaf.get("role") is not None
             for leaf in shown.values()
         )
         state = _build(file, content["structure"], leaves)
         return TargetState(state, has_roles)
-    return TargetState(_parse_tree(file, content, ()), has_roles=False)
+    tree = _parse_tree(file, content, ())
+    return TargetState(tree, has_roles=False, has_classes=False)
 
 
 def _build(file: Path, structure: JSON, leaves: Mapping[str, Any]) -> PyTree:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from flaxckpt import _checkpoint, _run, _steps, _storage, errors, formats, polic
 from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._run.retention import Rules
 from flaxckpt._run.run_steps import RunSteps
-from flaxckpt._types import PathLike
+from flaxckpt._types import LeafPath, PathLike
 from flaxckpt.formats import _locate, _native
 from flaxckpt.policies import PreservationPolicy
 
@@ -271,16 +271,27 @@ def find_known_damage(path: Path) -> str | None:
     return find_damage(path, None) or find_lost_files(path)
 
 
-def find_lost_files(path: Path) -> str | None:
+def find_lost_files(
+    path: Path, leaves: Collection[LeafPath] | None = None
+) -> str | None:
     """Returns what the names and sizes of a flaxckpt step's files lack, or None.
 
-    None in an object store, which has an object completely or not at all.
+    Args:
+        path: The step.
+        leaves: The leaves whose files are compared; by default all files are.
+
+    Returns:
+        The damage; None in an object store, which has an object completely or not
+        at all.
     """
     is_ours = (path / _native.orbax_json.MANIFEST).is_file()
     if not is_ours or _storage.of(path).costs_requests:
         return None
     try:
-        _checkpoint.file_sizes.check(path)
+        if leaves is None:
+            _checkpoint.file_sizes.check(path)
+        else:
+            _checkpoint.file_sizes.check_leaves(path, leaves)
     except (errors.CheckpointError, OSError) as error:
         is_gone = not _storage.of(path).exists(path)
         if is_gone or _storage.permissions.is_unread(error):

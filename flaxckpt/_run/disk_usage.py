@@ -20,7 +20,7 @@ class Subtree(NamedTuple):
     Attributes:
         path: The leaf path, or the common prefix of the leaf paths; empty for the root.
         depth: Number of keys in `path`.
-        leaves: Number of leaves.
+        leaves: Number of leaves with a value: neither None nor an empty container.
         bytes: Size of the values of all leaves, uncompressed.
         info: Description of the leaf; None for a container.
     """
@@ -48,15 +48,16 @@ def subtrees(
     counts: dict[LeafPath, list[int]] = {"": [0, 0]}
     for path, info in leaves.items():
         size = _arrays.forms.stored_bytes(info)
+        has_value = info.kind != "empty"
         above = ""
         for prefix in _prefixes(path):
-            counts[above][0] += 1
+            counts[above][0] += has_value
             counts[above][1] += size
             if prefix not in counts:
                 counts[prefix] = [0, 0]
                 inner.setdefault(above, []).append(prefix)
             above = prefix
-        counts[above][0] += 1
+        counts[above][0] += has_value
         counts[above][1] += size
     trees: list[Subtree] = []
     waiting = [(below, below.count("/") + 1 if below else 0)] if below in counts else []

@@ -38,6 +38,9 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     choices.append(
         forms.checkpoint_choice(targets, "into the state of", "into", into.name)
     )
+    choices.append(
+        forms.choice("as", "source", [*_SOURCES.items()], query.text("source"))
+    )
     choices.append(_optimizer_choice(query))
     choices.append(
         forms.choice(
@@ -51,7 +54,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     choices.append(_rule_fields(query))
     is_asked = query.text("into") != ""
     fields = {"run": place.name, "step": step, "into": into.name}
-    names = (*_RULES, "optimizer", "missing")
+    names = (*_RULES, "source", "optimizer", "missing")
     given = {name: query.text(name) or None for name in names}
     result = html.element(
         "div",
@@ -107,8 +110,11 @@ def _rule_fields(query: Query) -> html.Markup:
     )
 
 
+_SOURCES = {"": "a step to continue from", "new": "the source of a new run"}
+"""Whether a new run begins from the checkpoint -> what that means."""
+
 _OPTIMIZERS = {
-    "": "matched by roles, if recorded",
+    "": "by roles, if recorded; afresh in a new run",
     "match": "matched by roles",
     "exact": "matched by paths",
     "reinit": "started afresh",
@@ -162,22 +168,28 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
         **{name: filter(None, map(str.strip, lines)) for name, lines in rules.items()}
     )
     target = _inspect.abstract_file.read_target(into.path)
+    optimizer: Literal["match", "exact", "reinit"] | None = _optimizer(query)
+    if as_source := _as_source(query):
+        optimizer = optimizer or "reinit"
+        target.check_source()
+    by_path = optimizer is None and not target.has_roles
     plan = _checkpoint.restore.plan_for_target(
         place.path,
         target.state,
         step=query.number("step"),
         transforms=changes,
-        missing=(missing := _missing(query)),
-        optimizer=_optimizer(query) or ("match" if target.has_roles else "exact"),
+        missing=_missing(query),
+        optimizer=optimizer or ("exact" if by_path else "match"),
         unused="ignore",
+        as_source=as_source,
     )
     state = _find_state(workspace, place, plan)
     remedy = html.NOTHING
     if plan.problems and not changes:
-        remedy = _remedy(plan, query)
+        remedy = _remedy(plan, query, by_path=by_path)
     return html.join(
         [
-            _outcome(plan, into.name, state, remedy, missing),
+            _outcome(plan, into.name, state, remedy, query),
             _actions(plan),
             *_groups(plan),
         ]
@@ -190,33 +202,52 @@ class _State(NamedTuple):
     Attributes:
         is_bad: True if it is damaged or cannot be read.
         detail: What is known.
+        elsewhere: Damage where the restore would not read; empty for none.
     """
 
     is_bad: bool
     detail: str
+    elsewhere: str = ""
 
 
 def _find_state(workspace: Workspace, place: Place, plan: RestorePlan) -> _State:
     """Returns what verifications, markers, and the sizes of the files say."""
-    path = _storage.paths.from_text(plan.path)
     report = workspace.report(place)
     for step, check in zip(report.steps, report.integrity, strict=True):
         if step.path != plan.path or not (check.is_bad or check.state == "verified"):
             continue
-        if check.is_bad:
+        if check.state == "verified":
+            return _State(False, "every byte was verified")
+        if check.bytes_checked:
             return _State(True, check.detail)
-        return _State(False, "every byte was verified")
-    damage = _inspect.run_view.find_known_damage(path)
-    if damage is not None:
-        return _State(True, damage)
-    return _State(False, "no array was read; Verify reads every byte")
+    damage = _inspect.plan_damage.find(plan)
+    if damage is not None and damage.is_read:
+        return _State(True, damage.reason)
+    elsewhere = "" if damage is None else damage.reason
+    return _State(False, "no array was read; Verify reads every byte", elsewhere)
 
 
-def _remedy(plan: RestorePlan, query: Query) -> html.Markup:
-    """Returns rules for the fields, or a button that guesses them."""
+def _remedy(plan: RestorePlan, query: Query, *, by_path: bool) -> html.Markup:
+    """Returns rules for the fields, or a button that guesses them.
+
+    Args:
+        plan: The plan.
+        query: The fields.
+        by_path: True if optimizer leaves are matched by path, as the target has no
+            roles.
+    """
     if plan.renames:
         rules = [f"{pattern}={name}" for pattern, name in plan.renames]
-        return _proposal("This rename moves them:", rules, query)
+        return _proposal("This rename moves them:", rules, query, "rename")
+    if plan.drops:
+        text = "Dropping these begins them and their moments anew:"
+        return _proposal(text, plan.drops, query, "drop", missing="init")
+    if by_path and _checkpoint.plan.lacks_optimizer_leaves(plan):
+        text = (
+            "The state names no classes. With the optimizer matched by roles, it"
+            " initializes the leaves that the checkpoint lacks."
+        )
+        return _link_plan([html.element("p", text)], query, optimizer="match")
     if not any(problem.kind == "missing" for problem in plan.problems):
         return html.NOTHING
     url = address("/plan/suggest", **_asked(query))
@@ -232,18 +263,35 @@ def _remedy(plan: RestorePlan, query: Query) -> html.Markup:
 
 
 def _asked(query: Query) -> dict[str, str | None]:
-    names = ("run", "step", "into", "optimizer", "missing")
+    names = ("run", "step", "into", "source", "optimizer", "missing")
     return {name: query.text(name) or None for name in names}
 
 
-def _proposal(text: str, rules: Sequence[str], query: Query) -> html.Markup:
-    """Returns rules in the form of the field, with a link that plans with them."""
+def _proposal(
+    text: str, rules: Sequence[str], query: Query, field: str, **fields: str
+) -> html.Markup:
+    """Returns rules in the form of the `field`, with a link that plans with them.
+
+    Args:
+        text: What the rules do.
+        rules: The rules, one a line.
+        query: The fields of the present plan.
+        field: The field of the rules.
+        fields: Values of other fields.
+    """
     content = "\n".join(rules)
-    url = address("/plan", **_asked(query), rename=content)
+    shown = [html.element("p", text), html.element("pre", content)]
+    return _link_plan(shown, query, **{field: content}, **fields)
+
+
+def _link_plan(
+    shown: Sequence[html.Markup], query: Query, **fields: str
+) -> html.Markup:
+    """Returns `shown`, with a link that plans with other `fields`."""
+    url = address("/plan", **{**_asked(query), **fields})
     return html.element(
         "div",
-        html.element("p", text),
-        html.element("pre", content),
+        *shown,
         html.element("a", "Plan with it", href=url, class_="button"),
         id="remedy",
         class_="remedy",
@@ -261,13 +309,23 @@ def suggest(workspace: Workspace, query: Query) -> html.Markup:
     text = f"{len(found.leaves):,} of {total} have a source."
     if found.renames:
         rules = [f"{pattern}={name}" for pattern, name in found.renames]
-        return _proposal(f"{text} This rename moves them:", rules, query)
+        return _proposal(f"{text} This rename moves them:", rules, query, "rename")
     if found.rows or found.ambiguous:
         text += (
             " Renames are not enough: flaxckpt plan --suggest prints the transforms,"
             " in Python."
         )
     return html.element("div", frame.message(text), id="remedy", class_="remedy")
+
+
+def _as_source(query: Query) -> bool:
+    match query.text("source"):
+        case "":
+            return False
+        case "new":
+            return True
+        case other:
+            raise errors.OptionError(f"source must be new, found {other!r:.80}")
 
 
 def _optimizer(query: Query) -> Literal["match", "exact", "reinit"] | None:
@@ -297,7 +355,7 @@ def _outcome(
     into: str,
     state: _State,
     remedy: html.Markup,
-    missing: Literal["error", "init"],
+    query: Query,
 ) -> html.Markup:
     parts = []
     if state.is_bad:
@@ -315,13 +373,24 @@ def _outcome(
     size = humanize.size(plan.bytes_to_read)
     text = f"The restore would succeed, and read {size} ({state.detail})."
     parts.append(html.element("p", text, class_="outcome good"))
+    if state.elsewhere:
+        note = (
+            "The checkpoint is damaged, but as far as is known not where this restore"
+            f" reads: {state.elsewhere}"
+        )
+        parts.append(html.element("p", note, class_="summary-text"))
     if fresh := plan.count("init"):
         leaves = humanize.count(fresh, "leaf", "leaves")
         note = (
             f"The optimizer initializes {leaves}: pass a state that has one, such as a"
             " TrainState."
         )
-        if missing == "init":
+        if _as_source(query):
+            note = (
+                f"Begin anew, as in a new run: {leaves}. Pass a state that has an"
+                " optimizer, such as a TrainState."
+            )
+        if _missing(query) == "init":
             note = (
                 f"Not from the checkpoint: {leaves}. Pass a state with values for them,"
                 " not only shapes, and with its optimizer, such as a TrainState."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import shlex
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -13,11 +12,10 @@ from flaxckpt.cli._parameters import Argument, Option
 
 if TYPE_CHECKING:
     from flaxckpt._checkpoint.plan import RestorePlan
+    from flaxckpt._inspect.plan_damage import PlanDamage
     from flaxckpt.maps._suggest.suggestion import Suggestion
 
 _MOST_ROWS = 20
-_DROPS = 3
-"""The most patterns that advice names."""
 
 
 @_app.verb
@@ -61,6 +59,14 @@ def plan(
     drop: _transforms.DropOption = None,
     rename: _transforms.RenameOption = None,
     cast: _transforms.CastOption = None,
+    as_source: Annotated[
+        bool,
+        Option(
+            "--as-source",
+            help="Plan PATH as the source of a new run, as restore_or_init(source=…)"
+            " does: by default, the optimizer and the step begin anew.",
+        ),
+    ] = False,
     suggest: Annotated[
         bool,
         Option(
@@ -82,12 +88,13 @@ def plan(
 
     Example:
       flaxckpt plan runs/7 runs/8
+      flaxckpt plan runs/7 runs/8 --as-source
       flaxckpt plan runs/7 runs/8 --rename 'params/encoder/(.*)=params/backbone/\1'
       flaxckpt plan runs/7 runs/8 --drop 'params/head/.*' --missing init
       flaxckpt plan Llama-3.2-1B wanted.json --map auto
       flaxckpt plan model.safetensors wanted.json --suggest
     """
-    from flaxckpt import _checkpoint, _inspect, _storage
+    from flaxckpt import _checkpoint, _inspect
     from flaxckpt.maps import _named
 
     changes = _transforms.parse(only, drop, rename, cast)
@@ -106,6 +113,9 @@ def plan(
         changes = [] if suggestion.ambiguous else suggestion.transforms
     if map is not None:
         changes[:0] = _named.find_for_state(map, path, target_state.state)
+    if as_source:
+        optimizer = optimizer or "reinit"
+        target_state.check_source()
     by_path = optimizer is None and not target_state.has_roles
     restore_plan = _checkpoint.restore.plan_for_target(
         path,
@@ -115,12 +125,15 @@ def plan(
         missing=missing,
         optimizer=optimizer or ("exact" if by_path else "match"),
         unused=unused,
-    )
-    damage = _inspect.run_view.find_known_damage(
-        _storage.paths.from_text(restore_plan.path)
+        as_source=as_source,
     )
     planned = _Planned(
-        restore_plan, damage, missing, by_path=by_path, has_changes=bool(changes)
+        restore_plan,
+        _inspect.plan_damage.find(restore_plan),
+        missing,
+        by_path=by_path,
+        has_changes=bool(changes) or suggest,
+        as_source=as_source,
     )
     if suggestion is not None:
         return _show_suggestion(suggestion, planned, json=json)
@@ -136,48 +149,81 @@ class _Planned(NamedTuple):
 
     Attributes:
         plan: The plan.
-        damage: The damage, or None.
+        damage: The damage, also of files that the restore would not read, or None.
         missing: How leaves that the checkpoint lacks are treated.
         by_path: True if optimizer leaves are matched by path, as the target has no
             roles.
-        has_changes: True if transforms change the checkpoint first.
+        has_changes: True if transforms change the checkpoint first, or were guessed.
+        as_source: True if a new run begins from the checkpoint.
     """
 
     plan: RestorePlan
-    damage: str | None
+    damage: PlanDamage | None
     missing: Literal["error", "init"]
     by_path: bool
     has_changes: bool
+    as_source: bool
 
     @property
     def is_good(self) -> bool:
         """True if nothing known prevents the restore."""
-        return not self.plan.problems and self.damage is None
+        return not self.plan.problems and self._damage(is_read=True) is None
 
     def document(self) -> dict[str, Any]:
         """Returns the plan as JSON."""
-        fields = _output.fields_of(self.plan)
-        return {"ok": self.is_good, "damage": self.damage, **fields}
+        return {
+            "ok": self.is_good,
+            "damage": self._damage(is_read=True),
+            "damage_elsewhere": self._damage(is_read=False),
+            **_output.fields_of(self.plan),
+        }
+
+    def _damage(self, *, is_read: bool) -> str | None:
+        """Returns the damage where the restore reads, or where it does not, or None."""
+        if self.damage is None or self.damage.is_read != is_read:
+            return None
+        return self.damage.reason
 
     def conclusion(self) -> list[str]:
-        """Returns lines on the damage of the checkpoint."""
-        if self.damage is None:
-            return []
-        damage = errors.printable(self.damage)
-        return [f"The checkpoint is damaged, so the restore would fail: {damage}"]
+        """Returns lines on the damage of the checkpoint, and whether all is well."""
+        lines = []
+        if (damage := self._damage(is_read=True)) is not None:
+            damage = errors.printable(damage)
+            lines.append(
+                f"The checkpoint is damaged, so the restore would fail: {damage}"
+            )
+        if (damage := self._damage(is_read=False)) is not None:
+            damage = errors.printable(damage)
+            lines.append(
+                "The checkpoint is damaged, but as far as is known not where this"
+                f" restore reads: {damage}"
+            )
+        if self.is_good and self.plan.bytes_to_read:
+            lines.append(
+                "The restore would succeed, if the files are whole: no array was read."
+            )
+        elif self.is_good:
+            lines.append("The restore would succeed.")
+        return lines
 
     def renames(self) -> str:
         """Returns the options that move the leaves, to paste; empty for none."""
         return " ".join([_as_option(*rename) for rename in self.plan.renames])
 
+    def drops(self) -> str:
+        """Returns the options that begin leaves of other shapes anew, to paste."""
+        options = [f"--drop {shlex.quote(pattern)}" for pattern in self.plan.drops]
+        if options and self.missing == "error":
+            options.append("--missing init")
+        return " ".join(options)
+
     def advice(self) -> str:
         """Returns the options that may help; empty for none."""
-        if self.plan.renames:
+        from flaxckpt import _checkpoint
+
+        if self.plan.renames or self.plan.drops:
             return ""
-        if drops := self._drops():
-            return f"{drops} --missing init plans for a state with new values of them"
-        missing = [each.leaf for each in self.plan.problems if each.kind == "missing"]
-        if not missing:
+        if not any(problem.kind == "missing" for problem in self.plan.problems):
             return ""
         advice = []
         if not self.has_changes:
@@ -186,37 +232,12 @@ class _Planned(NamedTuple):
             advice.append(
                 "--missing init plans for a state with values for the missing leaves"
             )
-        if self.by_path and any("opt_state" in leaf.split("/") for leaf in missing):
+        if self.by_path and _checkpoint.plan.lacks_optimizer_leaves(self.plan):
             advice.append(
                 "--optimizer match plans for an optimizer that initializes its leaves,"
                 " as TARGET names no classes"
             )
         return "; ".join(advice)
-
-    def _drops(self) -> str:
-        """Returns options that drop the leaves of other shapes, such as of a head.
-
-        Empty for none, or for many. Their moments are dropped with them.
-        """
-        other = {
-            path
-            for path, leaf in self.plan.leaves.items()
-            if leaf.wanted is not None
-            and leaf.found is not None
-            and leaf.wanted.shape != leaf.found.shape
-        }
-        patterns: dict[str, None] = {}
-        for problem in self.plan.problems:
-            path = problem.leaf
-            if path in other and "opt_state" not in path.split("/"):
-                parent = path.rpartition("/")[0]
-                below = {p for p in self.plan.leaves if p.startswith(f"{parent}/")}
-                is_whole = bool(parent) and below <= other
-                name = re.escape(parent if is_whole else path)
-                patterns[f"{name}/.*" if is_whole else name] = None
-        if len(patterns) > _DROPS or self.missing == "init":
-            return ""
-        return " ".join(f"--drop {shlex.quote(pattern)}" for pattern in patterns)
 
     def fresh(self) -> str:
         """Returns a line on the leaves with values of the program; empty for none."""
@@ -228,6 +249,11 @@ class _Planned(NamedTuple):
             return (
                 f"Not from the checkpoint: {leaves}. Pass a state with values for them,"
                 " not only shapes, and with its optimizer, such as a TrainState."
+            )
+        if self.as_source:
+            return (
+                f"Begin anew, as in a new run: {leaves}. Pass a state that has an"
+                " optimizer, such as a TrainState."
             )
         return (
             f"The optimizer initializes {leaves}: pass a state that has one, such as a"
@@ -261,6 +287,12 @@ def _show_suggestion(suggestion: Suggestion, planned: _Planned, *, json: bool) -
         lines += ["cannot be restored:", *rows[:_MOST_ROWS]] if rows else []
         if len(rows) > _MOST_ROWS:
             lines.append(f"  … and {len(rows) - _MOST_ROWS} more")
+        if advice := planned.advice():
+            lines.append(f"On the command line: {advice}")
+        renames = [_as_option(*rename) for rename in suggestion.renames]
+        if (drops := planned.drops()) and (renames or not suggestion.transforms):
+            pasted = " ".join([*renames, drops])
+            lines.append(f"On the command line, instead of --suggest: {pasted}")
     _output.print_lines("\n".join([*lines, *planned.conclusion()]))
     return _app.SUCCESS if is_whole else _app.FINDING
 
@@ -275,10 +307,12 @@ def _show(planned: _Planned) -> None:
     if renames := planned.renames():
         # Not wrapped: a line break in the middle would be pasted.
         _output.print_line(f"On the command line: {renames}")
+    if drops := planned.drops():
+        _output.print_line(f"On the command line: {drops}")
     if advice := planned.advice():
         _output.print_paragraph(f"On the command line: {advice}")
     if planned.plan.advice:
         _output.print_paragraph(f"In Python: {planned.plan.advice}")
-    for line in (*planned.conclusion(), planned.fresh()):
+    for line in (planned.fresh(), *planned.conclusion()):
         if line:
             _output.print_paragraph(line)

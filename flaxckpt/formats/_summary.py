@@ -46,7 +46,7 @@ def _branch_table(metadata: CheckpointMetadata) -> Markup:
     counts: dict[str, list[int]] = {}
     for path, info in metadata.leaves.items():
         count = counts.setdefault(path.partition("/")[0], [0, 0])
-        count[0] += 1
+        count[0] += info.kind != "empty"
         count[1] += _arrays.forms.stored_bytes(info)
     header = _util.card.row(["branch", "leaves", "size"], (1, 2), tag="th")
     rows = [
@@ -60,7 +60,8 @@ def _branch_table(metadata: CheckpointMetadata) -> Markup:
 
 def _headline(metadata: CheckpointMetadata) -> str:
     saved = _util.humanize.when(metadata.created)
-    leaves = _util.humanize.count(len(metadata.leaves), "leaf", "leaves")
+    number = sum(info.kind != "empty" for info in metadata.leaves.values())
+    leaves = _util.humanize.count(number, "leaf", "leaves")
     parts = [
         metadata.format,
         "" if metadata.step is None else f"step {metadata.step}",

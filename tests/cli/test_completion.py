@@ -1,7 +1,8 @@
-"""Completion of paths, steps, metrics and leaves: by click's interface, and in bash."""
+"""Completion of paths, steps, metrics and leaves, as click asks and in shells."""
 
 import os
 import pty
+import re
 import select
 import shutil
 import subprocess
@@ -109,26 +110,61 @@ def test_completion_waits_for_no_jax(run):
     assert found.stderr == "False\n"
 
 
-@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
-def test_the_tab_key_completes_in_bash(run):
+RC = {
+    "bash": (
+        'PS1="$ "\nbind "set bell-style none"\n'
+        'eval "$(_FLAXCKPT_COMPLETE=bash_source flaxckpt)"\necho is ready\n'
+    ),
+    "zsh": (
+        'PS1="$ "\nunsetopt beep zle_bracketed_paste 2>/dev/null\n'
+        "autoload -Uz compinit && compinit -u -D\n"
+        'eval "$(_FLAXCKPT_COMPLETE=zsh_source flaxckpt)"\necho is ready\n'
+    ),
+    "fish": (
+        "function fish_prompt; echo '$ '; end\n"
+        "_FLAXCKPT_COMPLETE=fish_source flaxckpt | source\necho is ready\n"
+    ),
+}
+COMMANDS = {
+    "bash": ["bash", "--rcfile", ".rc", "-i"],
+    "zsh": ["zsh", "-i"],
+    "fish": ["fish", "-i"],
+}
+
+
+ON_TERMINAL = (  # fish needs a controlling terminal
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+    " os.execvp(sys.argv[1], sys.argv[1:])"
+)
+
+
+@pytest.mark.parametrize("name", RC)
+def test_the_tab_key_completes_in_a_shell(run, name):
+    if not shutil.which(name):
+        pytest.skip(f"needs {name}")
     program = run / "bin" / "flaxckpt"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m flaxckpt "$@"\n')
     program.chmod(0o755)
-    (run / "rc").write_text(
-        'PS1="$ "\nbind "set bell-style none"\n'
-        'eval "$(_FLAXCKPT_COMPLETE=bash_source flaxckpt)"\necho is ready\n'
-    )
+    (run / "config" / "fish").mkdir(parents=True)
+    for rc in (".rc", ".zshrc", "config/fish/config.fish"):
+        (run / rc).write_text(RC[name])
     parent, child = pty.openpty()
     shell = subprocess.Popen(
-        ["bash", "--rcfile", "rc", "-i"],
+        [sys.executable, "-c", ON_TERMINAL, *COMMANDS[name]],
         stdin=child,
         stdout=child,
         stderr=child,
         cwd=run,
         start_new_session=True,
         env=os.environ
-        | {"PATH": f"{program.parent}:{os.environ['PATH']}", "TERM": "dumb"},
+        | {
+            "PATH": f"{program.parent}:{os.environ['PATH']}",
+            "TERM": "dumb" if name == "bash" else "xterm",
+            "ZDOTDIR": str(run),
+            "XDG_CONFIG_HOME": str(run / "config"),
+            "XDG_DATA_HOME": str(run / "data"),
+        },
     )
     os.close(child)
     try:
@@ -150,9 +186,10 @@ def test_the_tab_key_completes_in_bash(run):
 
 
 def read_until(terminal, text):
-    """Reads the output on a terminal until it contains `text`."""
+    """Reads the output on a terminal until it contains `text`, without colors."""
     output, end = "", time.monotonic() + 60
     while text not in output and time.monotonic() < end:
         if select.select([terminal], [], [], 1)[0]:
             output += os.read(terminal, 4096).decode(errors="replace")
+            output = re.sub(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\(B)", "", output)
     assert text in output

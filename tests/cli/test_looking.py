@@ -329,7 +329,7 @@ def test_diff_without_values_compares_structure(here, command):
     found = command.json("diff", "run", "-a", 100, "-b", 200, "--no-values")
     assert found["equal"]
     lines = command.text("diff", "run", "-a", 100, "-b", 200, "--no-values")
-    assert lines[-1].startswith("without reading values: all 9 leaves are equal")
+    assert lines[-1].startswith("without reading values: all 8 leaves are equal")
     lines = command.text("diff", "run", "w.msgpack", code=1)
     assert any(line.split() == ["w", "only", "in", "b"] for line in lines)
     assert lines[-1].startswith("0 leaves differ, 0 are equal, ")
@@ -451,10 +451,13 @@ def test_verify_says_what_has_no_checksums(here, command):
 
 # ---- plan ---------------------------------------------------------------------------
 
+SUCCEEDS = "The restore would succeed, if the files are whole: no array was read."
+
 
 def test_plan_into_an_equal_state_is_0(here, command):
-    [line] = command.text("plan", "run", "run", "--step", 100)
-    assert "run/100: 8 loaded" in line
+    first, last = command.text("plan", "run", "run", "--step", 100)
+    assert "run/100: 8 loaded" in first
+    assert last == SUCCEEDS
     found = command.json("plan", "run", "run")
     assert found["ok"]
     assert found["leaves"]["params/dense/bias"]["actions"] == ["loaded"]
@@ -515,13 +518,18 @@ def test_plan_renames_and_casts_first(here, command):
 
 def test_plan_says_what_the_optimizer_initializes(here, command):
     save_as("new")
-    *_, last = command.text("plan", "new", "new", "--drop", "opt_state/.*")
-    assert last == (
+    lines = command.text("plan", "new", "new", "--drop", "opt_state/.*")
+    assert lines[-2:] == [
         "The optimizer initializes 5 leaves: pass a state that has one, such as a"
-        " TrainState."
-    )
-    [line] = command.text("plan", "new", "new")
-    assert "initializes" not in line
+        " TrainState.",
+        SUCCEEDS,
+    ]
+    assert "initializes" not in "".join(command.text("plan", "new", "new"))
+
+
+def test_plan_that_reads_no_array_would_succeed(here, command):
+    flaxckpt.save("names", {"name": "a"})
+    assert command.text("plan", "names", "names")[-1] == "The restore would succeed."
 
 
 def save_with_head(name, head, classes):
@@ -542,8 +550,9 @@ def test_plan_of_a_fine_tune_keeps_the_values_of_a_new_head(here, command, targe
     assert found["params/classifier"]["actions"] == ["conflict"]
     assert found["opt_state/0/mu/classifier"]["actions"] == ["init"]
     assert found["opt_state/0/mu/trunk"]["actions"] == ["loaded"]
-    *_, last = command.text("plan", "base", target, "--missing", "init")
-    assert last.startswith(
+    *_, note, last = command.text("plan", "base", target, "--missing", "init")
+    assert last == SUCCEEDS
+    assert note.startswith(
         "Not from the checkpoint: 3 leaves. Pass a state with values"
     )
     # The program of this plan: a state with values for the new head.
@@ -562,9 +571,79 @@ def test_plan_into_a_head_of_another_shape_says_how_to_begin_it_anew(here, comma
     save_with_head("tuned", "head", 3)
     lines = command.text("plan", "base", "tuned", code=1)
     [line] = [line for line in lines if line.startswith("On the command line: ")]
-    options = line.partition(": ")[2].partition(" plans for ")[0]
+    options = line.partition(": ")[2]
     assert options == "--drop params/head --missing init"
     assert command.json("plan", "base", "tuned", *options.split())["ok"]
+    assert command.json("plan", "base", "tuned", code=1)["drops"] == ["params/head"]
+    [line] = [line for line in lines if line.startswith("In Python: ")]
+    assert 'transforms=[drop(r"params/head")], missing="init"' in line
+    initial = ["plan", "base", "tuned", "--missing", "init"]
+    lines = command.text(*initial, code=1)
+    assert "On the command line: --drop params/head" in lines
+    assert command.json(*initial, "--drop", "params/head")["ok"]
+
+
+def test_plan_of_a_deep_head_names_its_whole_branch(here, command):
+    for name, width in (("base", 10), ("tuned", 3)):
+        layers = {f"layer_{n}": {"kernel": jnp.ones((4, width))} for n in range(5)}
+        params = {"trunk": jnp.ones(4), "head": layers}
+        flaxckpt.save(name, {"params": params, "opt": optax.adam(1e-3).init(params)})
+    lines = command.text("plan", "base", "tuned", code=1)
+    assert "On the command line: --drop 'params/head/.*' --missing init" in lines
+    options = ["--drop", "params/head/.*", "--missing", "init"]
+    found = command.json("plan", "base", "tuned", *options)
+    assert found["leaves"]["opt/0/mu/head/layer_4/kernel"]["actions"] == ["init"]
+    assert found["leaves"]["opt/0/mu/trunk"]["actions"] == ["loaded"]
+
+
+def test_plan_names_no_drop_that_would_not_help(here, command):
+    flaxckpt.save("base", {"head": jnp.ones(10), "n": jnp.ones(2)})
+    flaxckpt.save("tuned", {"head": jnp.ones(3), "n": jnp.ones(2, int)})
+    assert command.json("plan", "base", "tuned", code=1)["drops"] == []
+    flaxckpt.save("new", {"tail": jnp.ones(3), "n": jnp.ones(2)})
+    renamed = ["plan", "base", "new", "--rename", "head=tail"]
+    assert command.json(*renamed, code=1)["drops"] == [], "--drop goes first"
+
+
+def test_plan_of_the_source_of_a_new_run_begins_the_optimizer_anew(here, command):
+    save_with_head("base", "head", 10)
+    anew = {"step", "opt_state/0/count", "opt_state/0/mu/head", "opt_state/0/mu/trunk"}
+    anew |= {"opt_state/0/nu/head", "opt_state/0/nu/trunk"}
+    lines = command.text("plan", "base", "base", "--as-source")
+    assert ": 6 init, 2 loaded; " in lines[0]
+    assert {line.split()[0] for line in lines[2:-2]} == anew
+    assert lines[-2].startswith("Begin anew, as in a new run: 6 leaves.")
+    assert lines[-1] == SUCCEEDS
+    # The new run does what is planned.
+    params = {"trunk": jnp.zeros((4, 4)), "head": jnp.zeros((4, 10))}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-3))
+    saved = flaxckpt.load("base").replace(step=70)
+    flaxckpt.save("trained", saved.replace(opt_state=saved.opt_state))
+    found = command.json("plan", "trained", "base", "--as-source")["leaves"]
+    assert {path for path, leaf in found.items() if leaf["actions"] == ["init"]} == anew
+    with flaxckpt.Checkpointer("fine-tuned") as run:
+        callback = flaxckpt.CheckpointCallback(run, every_steps=10)
+        begun, step = callback.restore_or_init(state, source="trained")
+        callback.close()
+    assert (int(begun.step), step) == (0, 0)
+    np.testing.assert_array_equal(begun.params["trunk"], np.ones((4, 4)))
+    continued = [*("plan", "trained", "base", "--as-source"), "--optimizer", "match"]
+    assert ": 8 loaded; " in command.text(*continued)[0]
+
+
+def test_plan_of_a_source_needs_to_know_the_optimizer(here, command):
+    save_with_head("base", "head", 10)
+    content = {"params": {"trunk": "float32[4, 4]"}, "opt_state": {"n": "int32[]"}}
+    (here / "wanted.json").write_text(json.dumps(content))
+    asked = ["plan", "base", "wanted.json", "--as-source"]
+    assert "does not name its class, so that opt_state/n would" in command.refuses(
+        *asked
+    )
+    del content["opt_state"]
+    (here / "wanted.json").write_text(json.dumps(content))
+    assert ": 1 loaded" in command.text(*asked)[0]
+    (here / "wanted.json").write_text(command("show", "base", "--json").stdout)
+    assert ": 6 init, 2 loaded" in command.text(*asked)[0]
 
 
 def test_plan_into_a_branch_of_other_shapes_drops_the_branch(here, command):
@@ -610,7 +689,7 @@ def test_plan_of_a_head_of_another_size_drops_it_first(here, command):
 
 def test_plan_says_that_the_checkpoint_is_damaged(here, command):
     assert command.json("plan", "run", "run", "-s", 200)["damage"] is None
-    largest = largest_file(here / "run" / "200" / "state")
+    [largest] = (here / "run" / "200" / "state" / "params.dense.kernel").glob("c*")
     largest.write_bytes(largest.read_bytes()[:-1])
     *_, last = command.text("plan", "run", "run", "-s", 200, code=1)
     assert last.startswith("The checkpoint is damaged, so the restore would fail: ")
@@ -624,6 +703,48 @@ def test_plan_says_that_the_checkpoint_is_damaged(here, command):
     assert guessed["plan"]["damage"] == found["damage"]
 
 
+def cut_off(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_plan_looks_at_damage_where_the_restore_reads(here, command, is_marked):
+    state = here / "run" / "300" / "state"
+    [chunk] = (state / "opt_state.0.mu.dense.kernel").glob("c*")
+    cut_off(chunk)
+    if is_marked:
+        command("verify", "run", "-s", 300, "--mark", code=1)
+    wanted = {"params": {"dense": {"kernel": "float32[4, 3]"}}}
+    (here / "wanted.json").write_text(json.dumps(wanted))
+    asked = ["plan", "run", "wanted.json", "-s", 300]
+    *_, damage, last = command.text(*asked)
+    assert damage.startswith("The checkpoint is damaged, but as far as is known not")
+    assert "opt_state" in damage
+    assert last == SUCCEEDS
+    found = command.json(*asked)
+    assert found["damage"] is None
+    assert "opt_state" in found["damage_elsewhere"]
+    flaxckpt.load("run", {"params": {"dense": {"kernel": jnp.ones((4, 3))}}}, step=300)
+    assert command.json("plan", "run", "run", "-s", 300, "--as-source")["ok"]
+    lines = command.text("plan", "run", "run", "-s", 300, code=1)
+    assert lines[-1].startswith("The checkpoint is damaged, so the restore would fail")
+    assert SUCCEEDS not in lines
+    [chunk] = (state / "params.dense.kernel").glob("c*")
+    cut_off(chunk)
+    assert "params.dense.kernel" in command.json(*asked, code=1)["damage"]
+
+
+def test_plan_knows_that_a_database_is_read_as_a_whole(here, command):
+    layout = flaxckpt.ArrayLayout(store="ocdbt")
+    flaxckpt.save("one", {n: jnp.ones(2000) for n in "ab"}, layout=layout)
+    (here / "wanted.json").write_text('{"a": "float32[2000]"}')
+    assert command.json("plan", "one", "wanted.json")["ok"]
+    for data in (here / "one" / "state").rglob("d/*"):
+        data.unlink()
+    found = command.json("plan", "one", "wanted.json", code=1)
+    assert "wanted a database" in found["damage"]
+
+
 def test_plan_shows_the_plan_of_what_it_guesses(here, command):
     for name in ("old", "new"):
         params = {name: {"up": jnp.ones((4, 6)), "down": jnp.ones((6, 4))}}
@@ -634,7 +755,7 @@ def test_plan_shows_the_plan_of_what_it_guesses(here, command):
     rename = shlex.split(lines[at + 1])
     assert rename == ["--rename", r"params/old/(.*)=params/new/\1"]
     planned = command.text("plan", "old", "new", *rename)[0]
-    assert lines[-1] == f"with these transforms, {planned}"
+    assert lines[-2:] == [f"with these transforms, {planned}", SUCCEEDS]
     found = command.json("plan", "old", "new", "--suggest")
     assert found["renames"] == [rename[1].split("=")]
     assert found["plan"]["ok"]
@@ -643,10 +764,30 @@ def test_plan_shows_the_plan_of_what_it_guesses(here, command):
     wanted = {"params": {"new": {"up": "float32[4, 6]"}}, "epoch": "int"}
     (here / "wanted.json").write_text(json.dumps(wanted))
     lines = command.text("plan", "bare.npz", "wanted.json", "--suggest", code=1)
-    assert lines[-2:] == [
+    assert lines[-3:-1] == [
         "cannot be restored:",
         "  epoch: wanted a Python int, found nothing",
     ]
+    assert lines[-1].startswith("On the command line: --missing init plans")
+
+
+def test_plan_that_guesses_less_than_all_says_what_helps(here, command):
+    save_with_head("base", "head", 10)
+    save_with_head("tuned", "head", 3)
+    asked = ["plan", "base", "tuned"]
+    *_, last = command.text(*asked, "--suggest", code=1)
+    start = "On the command line, instead of --suggest: "
+    assert last == f"{start}--drop params/head --missing init"
+    assert command.json(*asked, *shlex.split(last.removeprefix(start)))["ok"]
+
+
+def test_plan_that_guesses_says_how_to_match_the_optimizer(here, command):
+    save_with_head("base", "head", 10)
+    wanted = {"params": {"trunk": "float32[4, 4]"}, "opt_state": {"n": "int32[]"}}
+    (here / "wanted.json").write_text(json.dumps(wanted))
+    *_, last = command.text("plan", "base", "wanted.json", "--suggest", code=1)
+    assert last.startswith("On the command line: --missing init plans")
+    assert "--optimizer match plans for an optimizer" in last
 
 
 def test_plan_into_what_show_printed(here, command):
@@ -689,6 +830,19 @@ def test_plan_that_guesses_too_little_is_1(here, command):
     assert "no leaf of the source fits" in found
 
 
+def test_all_verbs_count_the_same_leaves(here, command):
+    state = {"w": jnp.ones(3), "none": None, "empty": {}, "text": "a", "n": 3}
+    for name in ("one", "two"):
+        flaxckpt.save(name, state)
+    shown = command.text("show", "one")
+    assert any(line.split()[:3] == ["(all)", "3", "leaves"] for line in shown)
+    assert any(line.split()[:2] == ["none", "None"] for line in shown)
+    assert command.text("diff", "one", "two")[-1] == "all 3 leaves are equal"
+    assert flaxckpt.verify("one").leaves == 3
+    assert ": 3 loaded; " in command.text("plan", "one", "two")[0]
+    assert "3 leaves" in repr(flaxckpt.metadata("one"))
+
+
 # ---- du and doctor ------------------------------------------------------------------
 
 
@@ -697,7 +851,7 @@ def test_du_says_what_takes_the_space(here, command):
     assert lines[0].split() == ["step", "files", "not", "shared"]
     assert lines[4].endswith(" on the disk")
     assert lines[6] == "arrays of run/300, uncompressed:"
-    assert lines[8].split() == ["(all)", "9", "192", "B"]
+    assert lines[8].split() == ["(all)", "8", "192", "B"]
     found = command.json("du", "run", "--step", 100)
     assert found["shown"] == str(here / "run" / "100")
     assert found["bytes"] == sum(step["own"] for step in found["steps"])

@@ -17,6 +17,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.core import FrozenDict
+from flax.training import train_state
 
 import flaxckpt
 from flaxckpt import errors
@@ -271,7 +272,7 @@ def test_files_of_states_beside_runs_and_from_the_command_line(tmp_path, open_pa
 
 def test_a_plan_and_the_lists_of_steps_know_damage(made, tmp_path, open_page):
     shutil.copytree(made / "run", tmp_path / "run")
-    largest = largest_file(tmp_path / "run" / "80" / "state")
+    [largest] = (tmp_path / "run/80/state/params.trunk.kernel").glob("c*")
     largest.write_bytes(largest.read_bytes()[:-1])
     first = min(int(step.name) for step in (tmp_path / "run").glob("[0-9]*"))
     space = open_page(tmp_path / "run")
@@ -573,6 +574,84 @@ def test_known_runs_are_not_read_again(tmp_path, open_page, monkeypatch):
     assert looked == [tmp_path]
 
 
+def follow(shown):
+    """Returns the fields of the link that plans with the shown remedy."""
+    [url] = re.findall('href="/plan[?]([^"]*)"', html.unescape(shown))
+    query = workspace.Query(url.encode())
+    names = ("run", "step", "into", "source", "optimizer", "missing", "drop", "rename")
+    return {name: query.text(name) for name in names if query.text(name)}
+
+
+def save_with_head(path, width, step=0):
+    params = {"trunk": jnp.ones((4, 4)), "head": {"kernel": jnp.ones((4, width))}}
+    tx = optax.adam(1e-3)
+    state = train_state.TrainState.create(apply_fn=print, params=params, tx=tx)
+    flaxckpt.save(path, state.replace(step=step))
+
+
+def test_a_plan_into_a_wider_head_links_to_the_plan_that_begins_it_anew(
+    tmp_path, open_page
+):
+    save_with_head(tmp_path / "old", 3)
+    save_with_head(tmp_path / "wide", 5)
+    space = open_page(tmp_path)
+    asked = {"run": "old", "into": "wide"}
+    shown = ask(plan.result, space, **asked)
+    assert "would fail: 3 leaves" in shown
+    assert "<pre>params/head/.*</pre>" in shown
+    fields = follow(shown)
+    assert fields == {**asked, "drop": "params/head/.*", "missing": "init"}
+    shown = ask(plan.result, space, **fields)
+    assert "would succeed" in shown
+    assert "Not from the checkpoint: 3 leaves" in shown
+
+
+def test_a_plan_into_leaves_without_classes_links_to_the_matched_optimizer(
+    tmp_path, open_page
+):
+    save_with_head(tmp_path / "old", 3)
+    count = {"opt_state": {"0": {"count": "int32[]"}, "extra": "float32[2]"}}
+    (tmp_path / "wanted.json").write_text(json.dumps(count))
+    space = open_page(tmp_path)
+    asked = {"run": "old", "into": "wanted.json"}
+    shown = ask(plan.result, space, **asked)
+    assert "The state names no classes" in shown
+    assert follow(shown) == {**asked, "optimizer": "match"}
+    assert "names no classes" not in ask(plan.result, space, **follow(shown))
+
+
+def test_a_plan_of_the_source_of_a_new_run(tmp_path, open_page):
+    save_with_head(tmp_path / "old", 3, step=7)
+    space = open_page(tmp_path)
+    asked = {"run": "old", "into": "old"}
+    assert "Begin anew" not in ask(plan.result, space, **asked)
+    shown = ask(plan.result, space, **asked, source="new")
+    assert "Begin anew, as in a new run: 6 leaves" in shown
+    assert 'data-path="step" data-actions="init"' in shown
+    continued = ask(plan.result, space, **asked, source="new", optimizer="match")
+    assert "Begin anew" not in continued
+    shown = html.unescape(ask(plan.page, space, **asked, source="new"))
+    assert '<option value="new" selected="">' in shown
+    [url] = re.findall('hx-get="/plan/result[?]([^"]*)"', shown)
+    assert workspace.Query(url.encode()).text("source") == "new"
+    (tmp_path / "wanted.json").write_text('{"opt_state": {"n": "int32[]"}}')
+    with pytest.raises(errors.OptionError, match="does not name its class"):
+        ask(plan.result, space, run="old", into="wanted.json", source="new")
+
+
+def test_a_plan_names_damage_that_the_restore_does_not_read(tmp_path, open_page):
+    save_with_head(tmp_path / "old", 3)
+    [chunk] = (tmp_path / "old/state/opt_state.0.mu.trunk").glob("c*")
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    space = open_page(tmp_path)
+    asked = {"run": "old", "into": "old"}
+    assert "would fail: the checkpoint is damaged" in ask(plan.result, space, **asked)
+    shown = ask(plan.result, space, **asked, source="new")
+    assert "would succeed" in shown
+    assert "not where this restore reads: " in shown
+    assert "opt_state.0.mu.trunk" in shown
+
+
 def test_a_plan_changes_the_checkpoint_first(tmp_path, open_page):
     def save_as(name):
         params = {name: {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}}
@@ -625,6 +704,7 @@ def test_a_plan_keeps_the_values_of_missing_leaves(tmp_path, open_page):
         ({"rename": "params/(=x"}, "not a regular expression|unterminated|missing"),
         ({"cast": ".*=float7"}, "float7"),
         ({"drop": "nothing/.*"}, "matches no leaf"),
+        ({"source": "old"}, "source must be new, found 'old'"),
         ({"optimizer": "guess"}, "optimizer must be match, exact or reinit"),
     ],
 )
