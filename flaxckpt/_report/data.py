@@ -247,6 +247,18 @@ class Integrity(NamedTuple):
         return self.state in ("damaged", "unread")
 
 
+class Mark(NamedTuple):
+    """A mark of a step, as pages show it.
+
+    Attributes:
+        kind: As in `Step.marks`, or `not readable`.
+        text: The kind, and the metric of the best step if there are several.
+    """
+
+    kind: str
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """The data of a page on a run, or on a checkpoint.
@@ -320,6 +332,31 @@ class Report:
             for check in self.integrity
             if check.is_bad
         }
+
+    @property
+    def marks(self) -> Mapping[int | None, tuple[Mark, ...]]:
+        """Step -> its marks; a step that cannot be used is not the newest or best."""
+        best: dict[int | None, list[str]] = {}
+        for name, points in self.metrics.items():
+            for point in points:
+                if point.best == "best":
+                    best.setdefault(point.step, []).append(name)
+        is_one = len({name for names in best.values() for name in names}) < 2
+        faults = self.faults
+        marks = {}
+        for step in self.steps:
+            shown: list[Mark] = []
+            for kind in step.marks:
+                names = best.get(step.step, []) if kind == "best" else []
+                texts = [kind] if is_one else [f"{kind} {name}" for name in names]
+                shown += [Mark(kind, text) for text in texts or [kind]]
+            if step.step in faults:
+                fault = faults[step.step]
+                gone = ("latest", "best", "damaged")
+                shown = [mark for mark in shown if mark.kind not in gone]
+                shown.append(Mark(fault, fault))
+            marks[step.step] = tuple(shown)
+        return marks
 
     @property
     def is_good(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flaxckpt import _inspect, _report, errors
+from flaxckpt import _inspect, _report, _storage, errors
 from flaxckpt._report.data import Change
 from flaxckpt._ui import forms, frame
 from flaxckpt._ui.opened import OpenCheckpoint
@@ -18,14 +18,14 @@ _MOST_BYTES = 2**32
 def page(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the page that compares step `a` of a `run` with step `b` of `with`."""
     place = workspace.places.find(query.text("run"))
-    other = workspace.places.find(query.text("with") or place.name)
+    others = workspace.targets.checkpoints()
+    other = workspace.targets.find_checkpoint(query.text("with") or place.name)
     a, b = _choose_steps(workspace, place, other, query)
     choices = [forms.hidden("run", place.name)]
     if place.is_run:
         choices.append(forms.step_choice(workspace, place, "From step", "a", a))
-    if len(workspace.places.runs) > 1:
-        names = [*workspace.places.runs, *workspace.places.others]
-        choices.append(forms.checkpoint_choice(names, "to", "with", other.name))
+    if len(others) > 1:
+        choices.append(forms.checkpoint_choice(others, "to", "with", other.name))
     if other.is_run:
         choices.append(forms.step_choice(workspace, other, "to step", "b", b))
     choices.append(html.element("button", "Compare", type="submit"))
@@ -36,7 +36,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         frame.message(
             "Reading both, and comparing them leaf by leaf …"
             if is_asked
-            else "Reads both, and compares them leaf by leaf."
+            else f"Reads both, and compares them leaf by leaf.\n{_where(workspace)}"
         ),
         id="result",
         aria_live="polite",
@@ -57,6 +57,18 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     )
 
 
+def _where(workspace: Workspace) -> str:
+    """Returns how another run or checkpoint gets into the list."""
+    places = workspace.places
+    start = (
+        "For a run or checkpoint that is not in the list, start the page with it:"
+        f" {forms.start_with_another(workspace)}"
+    )
+    if not places.is_single or _storage.of(places.root).costs_requests:
+        return start
+    return f"The list has the runs and checkpoints in {places.root.parent}. {start}"
+
+
 def _choose_steps(
     workspace: Workspace, place: Place, other: Place, query: Query
 ) -> tuple[int | None, int | None]:
@@ -74,7 +86,7 @@ def _choose_steps(
 def result(workspace: Workspace, query: Query) -> html.Markup:
     """Compares two steps, and returns the leaves that differ."""
     place = workspace.places.find(query.text("run"))
-    other = workspace.places.find(query.text("with") or place.name)
+    other = workspace.targets.find_checkpoint(query.text("with") or place.name)
     first = workspace.opened.get(place, query.number("a"))
     second = workspace.opened.get(other, query.number("b"))
     if first[:2] == second[:2]:

@@ -382,6 +382,54 @@ def test_the_best_step_has_a_row_among_thousands(run):
     assert len(rows) == len({row["id"] for row in rows}) == 1000
 
 
+def ranked_run(path, *policies):
+    rows = {1: (0.5, 0.3, 9.0, 7.0), 2: (0.2, 0.2, 5.0, 6.0), 3: (0.4, 0.9, 8.0, 8.0)}
+    keep = [flaxckpt.policies.LatestN(9), *policies]
+    with flaxckpt.Checkpointer(path, keep=keep) as run:
+        for step, values in rows.items():
+            names = ("loss", "accuracy", "perplexity", "error")
+            metrics = dict(zip(names, values, strict=True))
+            run.save(step, {"w": np.ones(2)}, metrics=metrics)
+    return _report.page(gather(path))
+
+
+def test_the_best_of_several_metrics_are_told_apart(tmp_path):
+    best = flaxckpt.policies.BestN
+    page = ranked_run(
+        tmp_path / "run",
+        *(best(1, "loss", "min"), best(1, "accuracy", "max")),
+        *(best(1, "perplexity", "min"), best(1, "error", "min")),
+    )
+    assert re.findall('class="mark ([^"]*)">([^<]*)<', page) == [
+        ("latest", "latest"),
+        ("best", "best accuracy"),
+        ("best", "best loss"),
+        ("best", "best perplexity"),
+        ("best", "best error"),
+    ]
+    cards = [
+        c for c in Elements(page).with_data("data-card") if c["data-card"] == "best"
+    ]
+    assert [(c["data-step"], c["data-value"]) for c in cards] == [
+        ("2", "0.2"),
+        ("3", "0.9"),
+        ("2", "5.0"),
+    ]
+    assert re.findall("Best [a-z]+", page) == [
+        "Best loss",
+        "Best accuracy",
+        "Best perplexity",
+    ]
+
+
+def test_the_best_of_one_metric_needs_no_name(tmp_path):
+    best = flaxckpt.policies.BestN(1, "loss", "min")
+    page = ranked_run(tmp_path / "run", best)
+    marks = re.findall('class="mark ([^"]*)">([^<]*)<', page)
+    assert marks == [("latest", "latest"), ("best", "best")]
+    assert page.count('data-card="best"') == 1
+
+
 def test_nothing_is_green_that_was_not_looked_at(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         for step in range(14):

@@ -190,6 +190,36 @@ def test_a_comparison_is_that_of_diff(made, open_page):
     assert "step 80 of run to source" in shown
 
 
+def test_one_run_is_compared_with_those_beside_it_and_of_the_command_line(
+    tmp_path, open_page
+):
+    for name in ("runs/a", "runs/b", "elsewhere/c"):
+        with flaxckpt.Checkpointer(tmp_path / name) as run:
+            for step in (1, 2):
+                run.save(step, {"w": np.full(3, step + len(name))})
+    flaxckpt.save(tmp_path / "outside", {"w": np.ones(3)})
+    (tmp_path / "runs" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "runs" / "wanted.json").write_text('{"w": "float32[3]"}')
+    further = str(tmp_path / "elsewhere" / "c")
+    space = open_page(tmp_path / "runs" / "a", [further])
+    shown = ask(compare.page, space, run="a", with_="b", b=2)
+    assert options(shown, "with") == ["a", "b", further]
+    assert options(shown, "b") == ["2", "1"]
+    assert f"{tmp_path / 'runs' / 'a'} --against {further} --against PATH" in (
+        html.unescape(ask(compare.page, space, run="a"))
+    )
+    for name in ("b", further):
+        shown = ask(compare.result, space, run="a", a=1, with_=name, b=2)
+        assert f"step 1 of a to step 2 of {name}" in shown
+    for name in ("link", "../outside", str(tmp_path / "outside"), "wanted.json", ".."):
+        for view in (compare.page, compare.result):
+            with pytest.raises(errors.CheckpointNotFoundError, match="may open"):
+                ask(view, space, run="a", with_=name)
+    for view in (leaves.page, overview.page, compare.page):
+        with pytest.raises(errors.CheckpointNotFoundError, match="may open"):
+            ask(view, space, run="b")
+
+
 def test_a_plan_is_that_of_the_restore(made, open_page):
     space = open_page(made / "run", [made / "source"])
     into = str(made / "source")
@@ -262,7 +292,7 @@ def test_files_of_states_beside_runs_and_from_the_command_line(tmp_path, open_pa
     into = options(ask(plan.page, space, run="a"), "into")
     assert into == ["a", "deep/b", "one.json", "deep/two.json", three]
     assert "would succeed" in ask(plan.result, space, run="a", into=three)
-    assert three not in ask(compare.page, space, run="a")
+    assert options(ask(compare.page, space, run="a"), "with") == ["a", "deep/b"]
     (tmp_path / "bad.json").write_text('{"w": 1}')
     with pytest.raises(errors.OptionError, match="must be a string such as"):
         places.find_places(tmp_path / "runs", [tmp_path / "bad.json"])
@@ -350,6 +380,47 @@ def test_a_damaged_run_is_shown_with_its_damage(made, tmp_path, open_page):
     assert "damaged" in ask(overview.page, space, run="run")
     assert "damaged" in ask(runs.page, space)
     assert "Leaves" in ask(leaves.page, space, run="run")
+
+
+def test_the_table_of_runs_shows_the_newest_good_step(made, tmp_path, open_page):
+    shutil.copytree(made / "run", tmp_path / "runs" / "run")
+    shutil.copytree(made / "run", tmp_path / "runs" / "lost")
+    for step in (40, 70, 80):
+        flip_bit(largest_file(tmp_path / "runs" / "run" / str(step) / "state"))
+    run = flaxckpt.Checkpointer(tmp_path / "runs" / "run")
+    assert not any(run.verify(step).ok for step in (40, 70, 80))
+    lost = [n for n in (tmp_path / "runs" / "lost").iterdir() if n.name.isdigit()]
+    for step in lost:
+        (step / "flaxckpt.json").write_text("{")
+    without, row = cells(all_runs(open_page(tmp_path / "runs")))
+    assert row[2:5] == ["60", "0.5", "0.75"]
+    assert row[-1] == "3 damaged steps; after step 60: 70, 80"
+    assert without[2] == ""
+    assert without[-1] == f"{len(lost)} damaged steps: no step can be used"
+
+
+def test_the_table_of_runs_knows_what_was_verified(made, tmp_path, open_page):
+    shutil.copytree(made / "run", tmp_path / "runs" / "run")
+    space = open_page(tmp_path / "runs")
+    [row] = cells(all_runs(space))
+    assert row[2] == "80"
+    flip_bit(largest_file(tmp_path / "runs" / "run" / "80" / "state"))
+    [place] = space.places.runs.values()
+    steps = space.feeds.latest(place).report.steps
+    space.verifications.start(place, steps[-1:])
+    space.verifications.job._thread.join()
+    [row] = cells(all_runs(space))
+    assert row[2:4] == ["70", "0.55"]
+    assert row[-1] == "1 damaged step; after step 70: 80"
+
+
+def cells(shown):
+    """Returns the texts of the cells of each row of a table."""
+    rows = re.findall("<tr[^>]* data-run.*?</tr>", shown)
+    return [
+        [re.sub("<[^>]*>", "", cell) for cell in re.findall("<t[hd].*?</t[hd]>", row)]
+        for row in rows
+    ]
 
 
 def test_an_empty_run_is_shown(tmp_path, open_page):

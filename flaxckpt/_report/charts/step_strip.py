@@ -16,23 +16,23 @@ _APART = 0.2
 
 
 def strip(
-    kept: Mapping[int, str], gone: Sequence[int], best: Collection[int]
+    kept: Mapping[int, str], gone: Sequence[int], kinds: Mapping[int, str]
 ) -> html.Markup:
     """Draws a line with a mark for each step.
 
     Args:
         kept: Existing step -> its description.
         gone: Deleted steps.
-        best: Steps with the best value of a metric.
+        kinds: Step -> `best` or `unusable`, which are always drawn.
     """
     steps = [*kept, *gone]
     x = scales.Scale(min(steps), max(steps), 0.0, 100.0)
     parts = [frame.level(_MIDDLE, "baseline")]
     parts += [_tick(x(step), 5, "gone", None) for step in _apart(gone, (), x)]
-    for step in _apart(kept, best, x):
+    for step in _apart(kept, kinds, x):
         text = f"step {step:,}: {kept[step]}"
-        if step in best or len(kept) <= FEW:
-            kind = "best" if step in best else "kept"
+        if step in kinds or len(kept) <= FEW:
+            kind = kinds.get(step, "kept")
             parts.append(
                 points.draw_point(x(step), _MIDDLE, 5, text, kind, data_step=step)
             )
@@ -66,11 +66,13 @@ def _tick(
     )
 
 
-def _apart(steps: Collection[int], best: Collection[int], x: scales.Scale) -> list[int]:
-    """Returns one step for each place, ascending: the best there, else the newest."""
+def _apart(
+    steps: Collection[int], first: Collection[int], x: scales.Scale
+) -> list[int]:
+    """Returns one step for each place, ascending: the newest, of `first` if any."""
     places: dict[int, int] = {}
     for step in sorted(steps):
         place = round(x(step) / _APART)
-        if step in best or places.get(place) not in best:
+        if step in first or places.get(place) not in first:
             places[place] = step
     return sorted(places.values())
