@@ -26,7 +26,7 @@ attributes, so that callers never parse messages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -78,7 +78,16 @@ class CheckpointFormatError(CheckpointError, ValueError):
 
 
 class DamagedCheckpointError(CheckpointError, OSError):
-    """Missing or corrupt parts of a checkpoint."""
+    """Missing or corrupt parts of a checkpoint.
+
+    Attributes:
+        leaves: Leaf path -> the reason why its values cannot be read; empty if the
+            damage was found elsewhere.
+    """
+
+    def __init__(self, *args: object, leaves: Mapping[str, str] | None = None) -> None:
+        super().__init__(*args)
+        self.leaves = dict(leaves or {})
 
 
 class OutOfMemoryError(CheckpointError, MemoryError):

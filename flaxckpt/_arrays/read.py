@@ -101,7 +101,8 @@ class Faults:
         error = errors.DamagedCheckpointError(
             f"{count} of {root} cannot be read:\n"
             + errors.rows(f"{path}: {why}" for path, why in self._reasons.items())
-            + f"\n{advice}, or save the checkpoint again."
+            + f"\n{advice}, or save the checkpoint again.",
+            leaves=self._reasons,
         )
         error.__cause__ = self._too_large
         return error

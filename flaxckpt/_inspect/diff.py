@@ -22,6 +22,7 @@ _AT_ONCE = 64 * 2**20
 """Bytes read from each side at once; the comparison takes several times as many."""
 
 _ROWS_PRINTED = 40
+_LONGEST_REASON = 200
 
 Kind: TypeAlias = Literal["kind", "shape", "dtype", "values"]
 
@@ -79,6 +80,10 @@ class CheckpointDiff:
             state, the optimizer's last; the largest changes first in each branch.
         same: Leaf paths of equal leaves.
         bytes_compared: Size of all compared values of one side.
+        unreadable: Leaf path -> the checkpoint in which its values cannot be read, `a`
+            or `b`, and the reason. Such a leaf is in none of the above.
+        metrics: Metric of either checkpoint -> its value in the first and in the
+            second, None without a value. Metrics do not make checkpoints unequal.
     """
 
     a: str
@@ -88,26 +93,34 @@ class CheckpointDiff:
     changed: Mapping[LeafPath, LeafDiff]
     same: tuple[LeafPath, ...]
     bytes_compared: int
+    unreadable: Mapping[LeafPath, str] = dataclasses.field(default_factory=dict)
+    metrics: Mapping[str, tuple[float | None, float | None]] = dataclasses.field(
+        default_factory=dict
+    )
 
     @property
     def is_empty(self) -> bool:
-        """True if both checkpoints are equal."""
-        return not (self.only_in_a or self.only_in_b or self.changed)
+        """True if all leaves are equal; False if any could not be compared."""
+        return not (self.only_in_a or self.only_in_b or self.changed or self.unreadable)
 
     def __str__(self) -> str:
         lines = [f"{self.a} and {self.b}: {self._summary()}"]
         lines += _rows("only in the first", dict.fromkeys(self.only_in_a, ""))
         lines += _rows("only in the second", dict.fromkeys(self.only_in_b, ""))
         lines += _rows("changed", self.changed)
+        lines += _rows("cannot be read", self.unreadable)
         return "\n".join(lines)
 
     def _summary(self) -> str:
         if self.is_empty:
             return f"all {len(self.same)} leaves are equal"
-        return (
+        text = (
             f"{len(self.changed)} leaves differ, {len(self.same)} are equal,"
             f" {len(self.only_in_a) + len(self.only_in_b)} are in only one of them"
         )
+        if self.unreadable:
+            text += f", {len(self.unreadable)} cannot be read"
+        return text
 
 
 def _rows(title: str, leaves: Mapping[LeafPath, object]) -> list[str]:
@@ -136,7 +149,8 @@ def diff(
 ) -> CheckpointDiff:
     """Compares two checkpoints of any formats, or two steps of a run, leaf by leaf.
 
-    Values are read in pieces, which limits the memory for leaves of any size.
+    Values are read in pieces, which limits the memory for leaves of any size. Damaged
+    leaves are in `unreadable`, and all others are compared.
 
     ```python
     print(flaxckpt.diff("run", "run", step_a=1000, step_b=2000))
@@ -152,8 +166,8 @@ def diff(
         transforms: Applied to `a` first, so that its leaves get the names in `b`.
 
     Raises:
-        CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
-            `load`.
+        CheckpointNotFoundError, CheckpointFormatError: As for `load`.
+        DamagedCheckpointError: The metadata is damaged, so the leaves are unknown.
         OptionError: `only` is not a regular expression, or matches no leaf.
     """
     sides = [
@@ -178,14 +192,9 @@ def diff(
     for side, leaves in zip(sides, zip(*pairs, strict=True), strict=False):
         _arrays.read.check_supported(leaves, side.metadata.path)
     counter = _util.progress.Counter(f"comparing {sides[0].metadata.path}")
+    unreadable: dict[LeafPath, str] = {}
     with _util.progress.bar(counter):
-        try:
-            changed |= _compare(pairs, counter)
-        except errors.DamagedCheckpointError as error:
-            raise errors.DamagedCheckpointError(
-                f"{error}\nA pattern (only=, --only) compares the other leaves;"
-                " values=False (--no-values) reads none."
-            ) from error.__cause__
+        changed |= _compare(pairs, counter, unreadable)
     order = _Order((table_b, table_a))
     ranked = sorted(
         changed, key=lambda path: (*order.place(path), -_rank(changed[path]))
@@ -196,9 +205,18 @@ def diff(
         tuple(sorted(_only(table_a, table_b), key=order.place)),
         tuple(sorted(_only(table_b, table_a), key=order.place)),
         {path: changed[path] for path in ranked},
-        tuple([path for path in both if path not in changed]),
+        tuple([p for p in both if p not in changed and p not in unreadable]),
         counter.done,
+        {path: unreadable[path] for path in sorted(unreadable, key=order.place)},
+        _pair_metrics(*[side.metadata.metrics for side in sides]),
     )
+
+
+def _pair_metrics(
+    a: Mapping[str, float], b: Mapping[str, float]
+) -> dict[str, tuple[float | None, float | None]]:
+    """Returns metric -> its value in each checkpoint."""
+    return {name: (a.get(name), b.get(name)) for name in (*a, *b)}
 
 
 def _only(table: LeafTable, other: LeafTable) -> list[LeafPath]:
@@ -264,9 +282,17 @@ def _kind(a: LeafInfo, b: LeafInfo) -> Kind | None:
 
 
 def _compare(
-    pairs: Sequence[tuple[Leaf, Leaf]], counter: _util.progress.Counter
+    pairs: Sequence[tuple[Leaf, Leaf]],
+    counter: _util.progress.Counter,
+    unreadable: dict[LeafPath, str],
 ) -> dict[LeafPath, LeafDiff]:
-    """Returns the differences of the leaves whose values or types differ."""
+    """Returns the differences of the leaves whose values or types differ.
+
+    Args:
+        pairs: The leaf of each checkpoint.
+        counter: Counts the bytes compared.
+        unreadable: Leaf path -> reason; damaged leaves are added.
+    """
     changed: dict[LeafPath, LeafDiff] = {}
     arrays = []
     for a, b in pairs:
@@ -285,18 +311,53 @@ def _compare(
     ]
     for batch in _arrays.blockwise.batches(pieces, _AT_ONCE):
         beside = [_arrays.blockwise.Piece(others[p.path], p.region) for p in batch]
-        left = _arrays.blockwise.read(batch, max_bytes=_AT_ONCE)
-        right = _arrays.blockwise.read(beside, max_bytes=_AT_ONCE)
+        left = _read(batch, "a", unreadable)
+        right = _read(beside, "b", unreadable)
         for piece, x, y in zip(batch, left, right, strict=True):
-            differences[piece.path].add(x, y)
-            counter.add(piece.nbytes)
+            if x is not None and y is not None:
+                differences[piece.path].add(x, y)
+                counter.add(piece.nbytes)
     for a, b in arrays:
         total = differences[a.info.path]
+        if a.info.path in unreadable:
+            continue
         if a.info.dtype != b.info.dtype:
             changed[a.info.path] = total.leaf_diff("dtype", a.info, b.info)
         elif total.different:
             changed[a.info.path] = total.leaf_diff("values", a.info, b.info)
     return changed
+
+
+def _read(
+    pieces: Sequence[_arrays.blockwise.Piece],
+    side: Literal["a", "b"],
+    unreadable: dict[LeafPath, str],
+) -> list[Array | None]:
+    """Returns the values of pieces; None for leaves that cannot be read.
+
+    The reason is added to `unreadable`. If a batch fails, each piece is read alone:
+    an error names the stored leaves, which are not those that transforms compute.
+    """
+    intact = [piece for piece in pieces if piece.path not in unreadable]
+    try:
+        values = _arrays.blockwise.read(intact, max_bytes=_AT_ONCE)
+    except errors.DamagedCheckpointError as error:
+        if len(intact) > 1:
+            return [value for p in pieces for value in _read([p], side, unreadable)]
+        [path] = [piece.path for piece in intact]
+        unreadable[path] = f"in {side}: {_reason(path, error)}"
+        return [None] * len(pieces)
+    found = iter(values)
+    return [None if piece.path in unreadable else next(found) for piece in pieces]
+
+
+def _reason(path: LeafPath, error: errors.DamagedCheckpointError) -> str:
+    """Returns why the leaf `path` cannot be read."""
+    reasons = [
+        why if source == path else f"{source}: {why}"
+        for source, why in error.leaves.items()
+    ]
+    return "; ".join(reasons) or errors.one_line(str(error), _LONGEST_REASON)
 
 
 def _text(leaf: Leaf) -> str:

@@ -63,8 +63,8 @@ def diff(
     """Compares two checkpoints leaf by leaf.
 
     The checkpoints may have different formats, or be two steps of a run. Shows the
-    leaves branch by branch, the optimizer last, and the largest changes first.
-    Exits with 1 if there is a difference.
+    leaves branch by branch, the optimizer last, and the largest changes first, after
+    the metrics. Exits with 1 if a leaf differs, or cannot be read; metrics may differ.
 
     Example:
       flaxckpt diff runs/7 1000 2000
@@ -122,6 +122,7 @@ def _show(
 ) -> None:
     _output.print_line(f"a: {_output.shorten_path(result.a)}")
     _output.print_line(f"b: {_output.shorten_path(result.b)}")
+    _show_metrics(result, limit)
     rows = _subtree_rows(result, limit) if by_subtree else _leaf_rows(result)
     columns = [
         TextColumn("subtree" if by_subtree else "leaf"),
@@ -134,10 +135,43 @@ def _show(
     _output.print_table(columns, rows[:limit])
     if hidden := len(rows) - limit if len(rows) > limit else 0:
         _output.print_line(f"… and {hidden:,} more: --limit {len(rows)} shows all")
+    _show_unreadable(result, limit)
     summary = _summary(result)
     if not has_values:
         summary = f"without reading values: {summary}"
     _output.print_line(summary)
+
+
+def _show_metrics(result: CheckpointDiff, limit: int) -> None:
+    """Prints the metrics of both checkpoints, and an empty line; nothing for none."""
+    if not result.metrics:
+        return
+    rows = [
+        [name, *[text or "-" for text in _output.same_decimals(values)]]
+        for name, values in result.metrics.items()
+    ]
+    columns = [
+        TextColumn("metric"),
+        TextColumn("a", is_number=True),
+        TextColumn("b", is_number=True),
+    ]
+    _output.print_table(columns, rows[:limit])
+    if len(rows) > limit:
+        more = len(rows) - limit
+        _output.print_line(f"… and {more:,} more: --limit {len(rows)} shows all")
+    _output.print_line()
+
+
+def _show_unreadable(result: CheckpointDiff, limit: int) -> None:
+    """Prints a line for each leaf that could not be compared."""
+    lines = [f"  {path}: {why}" for path, why in result.unreadable.items()]
+    if lines:
+        _output.print_line("cannot be read, and so may differ:")
+    for line in lines[:limit]:
+        print("\n".join(_output.wrap(line, indent="    ")))
+    if len(lines) > limit:
+        more = len(lines) - limit
+        _output.print_line(f"  … and {more:,} more: --limit {len(lines)} shows all")
 
 
 def _leaf_rows(result: CheckpointDiff) -> list[list[str | Cell]]:
@@ -214,10 +248,13 @@ def _subtree_rows(result: CheckpointDiff, limit: int) -> list[list[str | Cell]]:
 
 
 def _subtrees(result: CheckpointDiff, depth: int) -> dict[str, _Subtree]:
-    """Returns the subtrees of `depth` with differences, in the order of the leaves."""
+    """Returns the subtrees of `depth` with differences, in the order of the leaves.
+
+    Leaves that cannot be read count as leaves that do not differ.
+    """
     subtrees: dict[str, _Subtree] = collections.defaultdict(_Subtree)
-    only = {*result.only_in_a, *result.only_in_b}
-    for path in (*result.changed, *result.only_in_a, *result.only_in_b, *result.same):
+    only = dict.fromkeys((*result.only_in_a, *result.only_in_b))
+    for path in (*result.changed, *only, *result.same, *result.unreadable):
         subtree = "/".join(path.split("/")[:depth])
         subtrees[subtree].add(result.changed.get(path), is_only=path in only)
     return {path: subtree for path, subtree in subtrees.items() if subtree.differing}
@@ -234,5 +271,6 @@ def _summary(result: CheckpointDiff) -> str:
         f"{unmatched:,} {'is' if unmatched == 1 else 'are'} only in one of them"
         if unmatched
         else "",
+        f"{len(result.unreadable):,} cannot be read" if result.unreadable else "",
     ]
     return ", ".join(filter(None, parts))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from flax.training import train_state
 import flaxckpt
 from flaxckpt._util import humanize
 from flaxckpt.policies import LatestN
+from tests.helpers.files import flip_bit
 
 COMMAND = [sys.executable, "-m", "flaxckpt"]
 POLICIES = ["-k", "latest:3", "-k", "best:1:eval/loss:min", "-k", "every:1000"]
@@ -313,6 +315,26 @@ def test_diff_by_subtree_is_as_deep_as_fits(layered, terminal):
     assert rows["opt_state/0"][1:4] == ["51", "of", "51"]
     few = terminal(80, *asked, "--limit", 4, code=1)
     assert [line.split()[0] for line in few[3:-1]] == ["step", "params", "opt_state"]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_diff_shows_metrics_and_what_cannot_be_read(losses, terminal, command, width):
+    asked = ["diff", "run", 100, 200]
+    [chunk] = Path("run/200/state/params.w").glob("c*")
+    flip_bit(chunk, 3)
+    lines = terminal(width, *asked, code=1)
+    assert max(map(len, lines)) <= width
+    assert lines[2].split() == ["metric", "a", "b"]
+    names = [line.split()[0] for line in lines[3:6]]
+    assert names == ["train/loss", "eval/loss", "eval/accuracy"]
+    assert lines[5].split()[1:] == ["0.7100", "0.7101"]
+    at = lines.index("cannot be read, and so may differ:")
+    assert lines[at + 1].startswith("  params/w: in b: ")
+    assert lines[-1] == "0 leaves differ, 0 are equal, 1 cannot be read"
+    found = command.json(*asked, code=1)
+    assert not found["equal"]
+    assert set(found["unreadable"]) == {"params/w"}
+    assert found["metrics"]["eval/loss"][0] == pytest.approx(2.301)
 
 
 # ---- plan ---------------------------------------------------------------------------

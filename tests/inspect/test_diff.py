@@ -1,6 +1,8 @@
 """What differs between two checkpoints, in any formats."""
 
 import math
+import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -152,14 +154,84 @@ def test_what_is_no_number_any_more_has_changed_most(tmp_path):
     assert found.changed["x"].max_abs == found.changed["x"].rel_norm == math.inf
 
 
-def test_a_damaged_leaf_is_not_compared(tmp_path):
+def damage(path, leaf):
+    [chunk] = (path / "state" / leaf).glob("c*")
+    flip_bit(chunk, 3)
+
+
+def test_a_damaged_leaf_does_not_keep_others_from_being_compared(tmp_path):
+    a = {"w": np.ones(3), "x": np.ones(3), "y": np.ones(3), "z": np.ones(3)}
+    first = saved(tmp_path / "a", a)
+    second = saved(tmp_path / "b", {**a, "z": np.zeros(3)})
+    damage(first, "x")
+    damage(second, "y")
+    found = flaxckpt.diff(first, second)
+    assert found.same == ("w",)
+    assert set(found.changed) == {"z"}
+    assert set(found.unreadable) == {"x", "y"}
+    assert re.fullmatch("in a: .*CRC-32C.*", found.unreadable["x"])
+    assert re.fullmatch("in b: .*CRC-32C.*", found.unreadable["y"])
+    assert "cannot be read: 2\n  x: in a: " in str(found)
+
+
+def test_checkpoints_with_a_damaged_leaf_are_not_equal(tmp_path):
     a = saved(tmp_path / "a", {"x": np.ones(3), "y": np.ones(3)})
     b = saved(tmp_path / "b", {"x": np.ones(3), "y": np.ones(3)})
-    [chunk] = (b / "state" / "x").glob("c*")
-    flip_bit(chunk, 3)
-    with pytest.raises(errors.DamagedCheckpointError, match=r"x: (.|\n)*--only"):
-        flaxckpt.diff(a, b)
+    damage(b, "x")
+    found = flaxckpt.diff(a, b)
+    assert not found.is_empty
+    assert (found.changed, found.same) == ({}, ("y",))
+    assert "equal" not in str(found).replace("1 are equal", "")
     assert flaxckpt.diff(a, b, only="y").is_empty
+    assert flaxckpt.diff(a, b, values=False).unreadable == {}
+
+
+def test_the_damaged_pieces_of_a_large_leaf_make_it_unreadable(tmp_path, monkeypatch):
+    monkeypatch.setattr(inspect_diff, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(inspect_diff, "_AT_ONCE", 3000)
+    values = np.arange(5000, dtype=np.float32).reshape(50, 100)
+    a = saved(tmp_path / "a", {"x": values, "y": np.ones(3)})
+    b = saved(tmp_path / "b", {"x": values + 1, "y": np.ones(3)})
+    damage(b, "x")
+    found = flaxckpt.diff(a, b)
+    assert (set(found.unreadable), found.changed, found.same) == ({"x"}, {}, ("y",))
+
+
+def test_leaves_of_a_transform_are_unreadable_as_their_source_is(tmp_path):
+    kernels = {f"layer_{n}": {"w": np.full((2, 2), n)} for n in range(2)}
+    stacked = {"layers": {"w": np.stack([np.full((2, 2), n) for n in range(2)])}}
+    a = saved(tmp_path / "a", {**kernels, "z": np.ones(3)})
+    b = saved(tmp_path / "b", {**stacked, "z": np.ones(3)})
+    stack = transforms.stack(r"layer_(\d+)/(.*)", r"layers/\2")
+    assert flaxckpt.diff(a, b, transforms=[stack]).is_empty
+    damage(a, "layer_1.w")
+    found = flaxckpt.diff(a, b, transforms=[stack])
+    assert found.same == ("z",)
+    [(path, why)] = found.unreadable.items()
+    assert path == "layers/w"
+    assert re.match("in a: layer_1/w: .*CRC-32C", why)
+
+
+def test_the_error_of_a_load_names_the_damaged_leaves(tmp_path):
+    path = saved(tmp_path / "a", {"x": np.ones(3), "y": np.ones(3)})
+    damage(path, "x")
+    with pytest.raises(errors.DamagedCheckpointError) as raised:
+        flaxckpt.load(path)
+    assert set(raised.value.leaves) == {"x"}
+    assert pickle.loads(pickle.dumps(raised.value)).leaves == raised.value.leaves
+    assert errors.DamagedCheckpointError("gone").leaves == {}
+
+
+def test_metrics_are_side_by_side_and_do_not_make_checkpoints_unequal(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        run.save(1, {"x": np.ones(3)}, metrics={"loss": 0.5, "early": 1.0})
+        run.save(2, {"x": np.ones(3)}, metrics={"loss": 0.25, "late": math.nan})
+    found = flaxckpt.diff(tmp_path / "run", tmp_path / "run", step_a=1, step_b=2)
+    assert found.is_empty
+    assert found.metrics["loss"] == (0.5, 0.25)
+    assert found.metrics["early"] == (1.0, None)
+    assert found.metrics["late"][0] is None
+    assert math.isnan(found.metrics["late"][1])
 
 
 floats = hnp.arrays(
