@@ -6,7 +6,7 @@ too:
 
 | component | draws |
 |---|---|
-| `section_steps`, `section_saves`, `section_state`, `section_leaves`, `section_origin` | sections of a `Report`; `changed_groups` a `Change` alone |
+| `section_steps`, `section_saves`, `section_state`, `section_leaves`, `section_origin` | sections of a `Report`; `change_summary` and `change_tables` a `Change` alone |
 | `section.Section`, `section.legend` | a foldable section; a key of marks |
 | `cards.card`, `cards.cards` | a headline figure; several |
 | `tables.table` | a table that is sorted and searched |

@@ -170,6 +170,9 @@ class Change(NamedTuple):
         equal: The number of equal leaves.
         equal_in: Group -> the number of its equal leaves; the optimizer comes last.
         bytes_compared: Size of the values of one step.
+        unreadable: Leaf path -> the step in which it cannot be read, `a` or `b`, and
+            the reason; it may differ.
+        metrics: Metric of either step -> its values at both, None without a value.
     """
 
     step_a: int
@@ -178,6 +181,8 @@ class Change(NamedTuple):
     equal: int
     equal_in: Mapping[str, int]
     bytes_compared: int
+    unreadable: Mapping[str, str]
+    metrics: Mapping[str, tuple[float | None, float | None]]
 
 
 class LeafHistory(NamedTuple):

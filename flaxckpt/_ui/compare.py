@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from flaxckpt import _inspect, _report, _storage, errors
-from flaxckpt._report.data import Change
 from flaxckpt._ui import forms, frame
 from flaxckpt._ui.opened import OpenCheckpoint
 from flaxckpt._ui.places import Place
 from flaxckpt._ui.workspace import Query, Workspace, address
-from flaxckpt._util import html, humanize
+from flaxckpt._util import html
 
 _MOST_ROWS = 500
 _MOST_BYTES = 2**32
@@ -100,34 +99,21 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
         place.path, other.path, step_a=first.step, step_b=second.step
     )
     repeated = workspace.feeds.latest(other).report.copies
-    change = _report.describe_change(
-        found,
-        repeated,
-        (first.step or 0, second.step or 0),
-        (_name(first), _name(second)),
+    names = _names(first, second)
+    steps = first.step or 0, second.step or 0
+    change = _report.describe_change(found, repeated, steps, names)
+    summary = _report.section_state.change_summary(change, names)
+    shown = _report.section_state.change_tables(
+        change, names, most=_MOST_ROWS, rest="flaxckpt diff --json lists all"
     )
-    return html.join([_summary(first, second, change), *_groups(change)])
+    return html.join([html.element("p", summary, class_="summary-text"), *shown])
 
 
-def _summary(first: OpenCheckpoint, second: OpenCheckpoint, change: Change) -> object:
-    between = f"From {_name(first)} to {_name(second)}"
-    if not change.leaves:
-        text = f"{between}, nothing changed: all {change.equal:,} leaves are equal."
-    else:
-        leaves = humanize.count(len(change.leaves), "leaf", "leaves")
-        text = (
-            f"{between}, {leaves} changed and {change.equal:,} did not. The relative"
-            " change is the norm of the difference / the norm before."
-        )
-    return html.element("p", text, class_="summary-text")
-
-
-def _groups(change: Change) -> list[html.Markup]:
-    if not change.leaves:
-        return []
-    return _report.section_state.changed_groups(
-        change, most=_MOST_ROWS, rest="flaxckpt diff --json lists all"
-    )
+def _names(first: OpenCheckpoint, second: OpenCheckpoint) -> tuple[str, str]:
+    """Returns the names of two checkpoints, with their runs if these are different."""
+    if first.place == second.place:
+        return f"step {first.step:,}", f"step {second.step:,}"
+    return _name(first), _name(second)
 
 
 def _name(opened: OpenCheckpoint) -> str:

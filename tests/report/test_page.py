@@ -191,6 +191,21 @@ def test_changes_are_those_of_diff_the_largest_first(run):
     assert (head.different, head.elements) == (48, 48)
 
 
+def test_changes_are_shown_although_a_leaf_is_damaged(run):
+    [chunk] = (run / "70" / "state").glob("params.trunk.kernel/c.*")
+    flip_bit(chunk)
+    report = gather(run, step_a=70)
+    truth = flaxckpt.diff(run, run, step_a=70, step_b=80)
+    assert list(report.change.unreadable) == ["params/trunk/kernel"]
+    assert [leaf.path for leaf in report.change.leaves] == list(truth.changed)
+    assert report.change.metrics["eval/loss"] == (0.55, 0.52)
+    page = _report.page(report)
+    section = page[page.index('id="change"') :]
+    assert "1 leaf cannot be read, and may differ" in section
+    assert 'data-unreadable="params/trunk/kernel"' in section
+    assert 'data-compared="eval/loss"' in section
+
+
 def test_changed_elements_are_counted_among_all(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as saved:
         for step in (1, 2):

@@ -190,6 +190,48 @@ def test_a_comparison_is_that_of_diff(made, open_page):
     assert "step 80 of run to source" in shown
 
 
+def test_a_comparison_shows_metrics_and_goes_on_past_damaged_leaves(
+    made, tmp_path, open_page
+):
+    shutil.copytree(made / "run", tmp_path / "run")
+    [chunk] = (tmp_path / "run" / "70" / "state").glob("params.trunk.kernel/c.*")
+    flip_bit(chunk)
+    space = open_page(tmp_path / "run")
+    shown = html.unescape(ask(compare.result, space, run="run", a=70, b=80))
+    truth = flaxckpt.diff(tmp_path / "run", tmp_path / "run", step_a=70, step_b=80)
+    [(leaf, why)] = truth.unreadable.items()
+    assert leaf == "params/trunk/kernel"
+    assert f'data-unreadable="{leaf}"' in shown
+    assert why in shown
+    assert "a is step 70, b is step 80" in shown
+    assert "1 leaf cannot be read, and may differ" in shown
+    changed = re.findall('data-path="([^"]*)"', shown)
+    assert set(changed) == set(truth.changed)
+    rows = re.findall('<tr data-compared="([^"]*)">(.*?)</tr>', shown)
+    values = {name: re.findall("<td.*?>([^<]*)</td>", row) for name, row in rows}
+    assert values == {
+        "eval/loss": ["0.55", "0.52", "-0.03"],
+        "eval/accuracy": ["0.725", "0.74", "+0.015"],
+    }
+    assert "[role=alert]" not in shown
+
+
+def test_metrics_that_one_side_lacks_have_no_difference(tmp_path, open_page):
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        run.save(1, {"w": np.ones(2)}, metrics={"loss": 0.5, "odd": np.nan})
+        run.save(2, {"w": np.ones(2)}, metrics={"odd": 1.0, "new": 2.0})
+    space = open_page(tmp_path / "run")
+    shown = ask(compare.result, space, run="run", a=1, b=2)
+    rows = re.findall('<tr data-compared="([^"]*)">(.*?)</tr>', shown)
+    values = {name: re.findall("<td.*?>([^<]*)</td>", row) for name, row in rows}
+    assert values == {
+        "loss": ["0.5", "none", ""],
+        "odd": ["nan", "1", "nan"],
+        "new": ["none", "2", ""],
+    }
+    assert "nothing changed in 1 leaf." in shown
+
+
 def test_one_run_is_compared_with_those_beside_it_and_of_the_command_line(
     tmp_path, open_page
 ):
