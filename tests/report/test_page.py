@@ -814,10 +814,18 @@ def test_a_checkpointer_shows_a_card_in_notebooks(run):
     assert [int(row["data-step"]) for row in rows] == sorted(reasons, reverse=True)
     text = _text(card)
     assert "newest 80" in text
-    assert "best 20, 50" in text
+    assert "best 50" in text
     for step, why in reasons.items():
         assert ", ".join(why) in text.replace("\n", "")
         assert f"{LOSSES[step]:.4g}" in text
+
+
+def test_the_card_in_notebooks_names_the_best_of_each_metric(tmp_path):
+    best = flaxckpt.policies.BestN
+    ranked_run(tmp_path / "run", best(2, "loss", "min"), best(1, "accuracy", "max"))
+    with flaxckpt.Checkpointer(tmp_path / "run", read_only=True) as opened:
+        card = opened._repr_html_()
+    assert "newest 3, best loss 2, best accuracy 3<" in card
 
 
 def test_the_card_of_a_run_that_saves_or_is_gone_is_shown_all_the_same(tmp_path):
