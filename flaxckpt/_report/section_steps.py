@@ -77,7 +77,7 @@ def _key(points: Sequence[MetricValue]) -> list[tuple[str, str]]:
         items.append(("point goes", "would be deleted"))
     if any(point.is_deleted for point in points):
         items.append(("point deleted", "deleted since"))
-    if any(point.best == "best" for point in points):
+    if any(point.best == "best" and not point.is_bad for point in points):
         items.append(("point best", "best"))
     if any(point.is_bad for point in points):
         items.append(("point unusable", "damaged, or not readable"))

@@ -283,7 +283,7 @@ def test_a_narrow_table_breaks_paths_after_slashes(show, report):
     change = report.change._replace(leaves=leaves)
     page = show(dataclasses.replace(report, change=change), width=360).page
     lines = page.eval_on_selector_all(
-        "#change tbody th",
+        "#change tr[data-path] th",
         """found => found.map(cell => {
           const range = document.createRange();
           let [text, top] = ["", null];
