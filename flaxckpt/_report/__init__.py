@@ -6,7 +6,7 @@ too:
 
 | component | draws |
 |---|---|
-| `section_steps`, `section_saves`, `section_state`, `section_leaves`, `section_origin` | sections of a `Report`; `changed_groups` a `Change` alone |
+| `section_steps`, `section_saves`, `section_state`, `section_leaves`, `section_origin` | sections of a `Report`; `change_summary` and `change_tables` a `Change` alone |
 | `section.Section`, `section.legend` | a foldable section; a key of marks |
 | `cards.card`, `cards.cards` | a headline figure; several |
 | `tables.table` | a table that is sorted and searched |
@@ -28,6 +28,7 @@ are its marks, which pages may set on other elements as well:
 | `data-sync` | all plots inside show the same step |
 | `figure output` | the text of the cursor |
 | `tr[data-step]` | a pointer on the row shows the step in all plots |
+| `button[data-action=expand]` | shows all rows of its `.table` without a box |
 | `button[data-action=log]` | switches its `figure` to `.log` axes |
 | `th > button.sort` | sorts the rows by `td[data-v]`, or by the text |
 | `input[data-search]` | hides the `tbody tr` and `[data-leaf]` of its `data-scope` that lack a word, in their text outside of closed folds and `data-path` (whole numbers match whole numbers); unfolds `[data-branch] > details`; counts in `output.found` |

@@ -170,6 +170,9 @@ class Change(NamedTuple):
         equal: The number of equal leaves.
         equal_in: Group -> the number of its equal leaves; the optimizer comes last.
         bytes_compared: Size of the values of one step.
+        unreadable: Leaf path -> the step in which it cannot be read, `a` or `b`, and
+            the reason; it may differ.
+        metrics: Metric of either step -> its values at both, None without a value.
     """
 
     step_a: int
@@ -178,6 +181,8 @@ class Change(NamedTuple):
     equal: int
     equal_in: Mapping[str, int]
     bytes_compared: int
+    unreadable: Mapping[str, str]
+    metrics: Mapping[str, tuple[float | None, float | None]]
 
 
 class LeafHistory(NamedTuple):
@@ -245,6 +250,18 @@ class Integrity(NamedTuple):
     def is_bad(self) -> bool:
         """True if the checkpoint is damaged or could not be read."""
         return self.state in ("damaged", "unread")
+
+
+class Mark(NamedTuple):
+    """A mark of a step, as pages show it.
+
+    Attributes:
+        kind: As in `Step.marks`, or `not readable`.
+        text: The kind, and the metric of the best step if there are several.
+    """
+
+    kind: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +337,31 @@ class Report:
             for check in self.integrity
             if check.is_bad
         }
+
+    @property
+    def marks(self) -> Mapping[int | None, tuple[Mark, ...]]:
+        """Step -> its marks; a step that cannot be used is not the newest or best."""
+        best: dict[int | None, list[str]] = {}
+        for name, points in self.metrics.items():
+            for point in points:
+                if point.best == "best":
+                    best.setdefault(point.step, []).append(name)
+        is_one = len({name for names in best.values() for name in names}) < 2
+        faults = self.faults
+        marks = {}
+        for step in self.steps:
+            shown: list[Mark] = []
+            for kind in step.marks:
+                names = best.get(step.step, []) if kind == "best" else []
+                texts = [kind] if is_one else [f"{kind} {name}" for name in names]
+                shown += [Mark(kind, text) for text in texts or [kind]]
+            if step.step in faults:
+                fault = faults[step.step]
+                gone = ("latest", "best", "damaged")
+                shown = [mark for mark in shown if mark.kind not in gone]
+                shown.append(Mark(fault, fault))
+            marks[step.step] = tuple(shown)
+        return marks
 
     @property
     def is_good(self) -> bool:

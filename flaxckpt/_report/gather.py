@@ -302,14 +302,6 @@ def _compare_steps(
             )
             return None
         diff = _inspect.diff.diff(a.path, b.path)
-        if diff.unreadable:
-            path, why = next(iter(diff.unreadable.items()))
-            leaves = humanize.count(len(diff.unreadable), "leaf", "leaves")
-            notes["change"] = (
-                f"The steps could not be compared: {leaves} cannot be read, such as"
-                f" {path}, {why}"
-            )
-            return None
         return describe_change(diff, repeated, pair, (str(pair[0]), str(pair[1])))
     except _UNREADABLE as error:
         is_damaged = isinstance(error, errors.DamagedCheckpointError)
@@ -372,6 +364,8 @@ def describe_change(
         len(diff.same),
         {group: equal[group] for group in order},
         diff.bytes_compared,
+        diff.unreadable,
+        diff.metrics,
     )
 
 

@@ -147,7 +147,7 @@ def _footer(report: Report) -> html.Markup:
 
 def headline(report: Report) -> list[html.Markup]:
     """Returns the cards of a report, the most important first."""
-    made = [_best(report), _newest(report), _steps(report), _integrity(report)]
+    made = [*_best(report), _newest(report), _steps(report), _integrity(report)]
     made += [_disk(report), _last_save(report)]
     return [each for each in made if each is not None]
 
@@ -182,20 +182,36 @@ def _newest(report: Report) -> html.Markup | None:
     )
 
 
-def _best(report: Report) -> html.Markup | None:
-    for name, points in report.metrics.items():
-        best = [point for point in points if point.best == "best"]
-        if best:
-            return _best_card(report, name, points, best[-1])
+def _best(report: Report) -> list[html.Markup]:
+    """Returns a card of each metric that ranks steps, or of the first metric."""
+    ranked = {
+        name: (points, best)
+        for name, points in report.metrics.items()
+        if (best := [point for point in points if point.best == "best"])
+    }
+    made = [
+        _best_card(report, name, points, best[-1], is_first=name == next(iter(ranked)))
+        for name, (points, best) in [*ranked.items()][:_MOST_BEST]
+    ]
+    if made:
+        return made
     for name, points in report.metrics.items():
         if math.isfinite(points[-1].value):
             detail = _at_step(report, points[-1])
-            return _metric_card("last-metric", f"Last {name}", points[-1], detail)
-    return None
+            return [_metric_card("last-metric", f"Last {name}", points[-1], detail)]
+    return []
+
+
+_MOST_BEST = 3
 
 
 def _best_card(
-    report: Report, name: str, points: Sequence[MetricValue], best: MetricValue
+    report: Report,
+    name: str,
+    points: Sequence[MetricValue],
+    best: MetricValue,
+    *,
+    is_first: bool,
 ) -> html.Markup:
     """Returns the card of the best step, with another one if it cannot be used."""
     sign = 1 if best.mode == "max" else -1
@@ -222,7 +238,9 @@ def _best_card(
     else:
         detail += f", of {len(finite):,} saved"
     title = f"Best {name}"
-    kind = "bad" if best.step in faults else "main best"
+    kind = "main best" if is_first else "best"
+    if best.step in faults:
+        kind = "bad"
     return _metric_card("best", title, best, detail, kind)
 
 

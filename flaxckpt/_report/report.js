@@ -282,6 +282,10 @@
       button.setAttribute("aria-pressed", isLog);
       hideCursors();
     },
+    expand(button) {
+      const isWhole = button.closest(".table").classList.toggle("whole");
+      button.setAttribute("aria-pressed", isWhole);
+    },
     unfold: (button) => foldAll(button, true),
     fold: (button) => foldAll(button, false),
   };

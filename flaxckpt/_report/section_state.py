@@ -172,27 +172,93 @@ def change(report: Report) -> Section | None:
         if not report.is_run:
             return None
         return Section("change", title, report.notes.get("change", "Not compared."))
-    between = f"From step {diff.step_a:,} to step {diff.step_b:,}"
-    if not diff.leaves:
-        return Section("change", title, f"{between}, nothing changed.")
-    count = humanize.count(len(diff.leaves), "leaf", "leaves")
-    summary = (
-        f"{between}, {count} changed and {diff.equal:,} did not. The relative change"
-        " is the norm of the difference / the norm before."
+    names = f"step {diff.step_a:,}", f"step {diff.step_b:,}"
+    return Section(
+        "change", title, change_summary(diff, names), change_tables(diff, names)
     )
-    return Section("change", title, summary, changed_groups(diff))
 
 
-def changed_groups(
-    diff: Change, *, most: int = _MOST_CHANGES, rest: str = "--json lists all"
-) -> list[html.Markup]:
-    """Returns the changed leaves by part of the state; the optimizer is folded.
+def change_summary(diff: Change, names: tuple[str, str]) -> str:
+    """Returns a comparison in a sentence or two.
 
     Args:
         diff: The differences.
-        most: Row limit of each part.
+        names: The names of the two steps.
+    """
+    between = f"From {names[0]} to {names[1]}"
+    unread = humanize.count(len(diff.unreadable), "leaf", "leaves")
+    if not diff.leaves and not diff.unreadable:
+        equal = humanize.count(diff.equal, "leaf", "leaves")
+        return f"{between}, nothing changed in {equal}."
+    changed = humanize.count(len(diff.leaves), "leaf", "leaves")
+    text = f"{between}, {changed} changed and {diff.equal:,} did not."
+    if diff.unreadable:
+        text += f" {unread} cannot be read, and may differ."
+    if any(leaf.different for leaf in diff.leaves):
+        text += " The relative change is the norm of the difference / the norm before."
+    return text
+
+
+def change_tables(
+    diff: Change,
+    names: tuple[str, str],
+    *,
+    most: int = _MOST_CHANGES,
+    rest: str = "--json lists all",
+) -> list[html.Markup]:
+    """Returns the metrics of two steps, leaves that cannot be read, and changed leaves.
+
+    Args:
+        diff: The differences.
+        names: The names of the two steps.
+        most: Row limit of each table.
         rest: Where the leaves beyond are to be found.
     """
+    tables_made = []
+    if diff.metrics:
+        tables_made.append(_metrics_table(diff, names))
+    if diff.unreadable:
+        tables_made.append(_unreadable_table(diff, names, most, rest))
+    if diff.leaves:
+        tables_made += _changed_groups(diff, most, rest)
+    return tables_made
+
+
+def _metrics_table(diff: Change, names: tuple[str, str]) -> html.Markup:
+    columns = [
+        tables.Column("metric"),
+        *[tables.Column(name, is_number=True) for name in names],
+        tables.Column("difference", is_number=True),
+    ]
+    rows = []
+    for name, (a, b) in diff.metrics.items():
+        change = "" if a is None or b is None else _signed(b - a)
+        values = ["none" if v is None else humanize.number(v) for v in (a, b)]
+        rows.append(tables.Row([name, *values, change], {"data_compared": name}))
+    return tables.table("Metrics", columns, rows, what="metrics")
+
+
+def _signed(difference: float) -> object:
+    sign = "+" if difference > 0 else ""
+    return tables.Cell(f"{sign}{humanize.number(difference)}", difference)
+
+
+def _unreadable_table(
+    diff: Change, names: tuple[str, str], most: int, rest: str
+) -> html.Markup:
+    columns = [tables.Column("leaf"), tables.Column("cannot be read", is_wide=True)]
+    rows = [
+        tables.Row([path, why], {"data_unreadable": path}, "bad")
+        for path, why in [*diff.unreadable.items()][:most]
+    ]
+    caption = f"a is {names[0]}, b is {names[1]}"
+    if len(diff.unreadable) > most:
+        caption += f"; the first {most} of {len(diff.unreadable):,}, {rest}"
+    return tables.table(caption, columns, rows, what="leaves")
+
+
+def _changed_groups(diff: Change, most: int, rest: str) -> list[html.Markup]:
+    """Returns the changed leaves by part of the state; the optimizer is folded."""
     groups: dict[str, list[ChangedLeaf]] = {name: [] for name in diff.equal_in}
     for leaf in diff.leaves:
         groups.setdefault(leaf.group, []).append(leaf)

@@ -9,7 +9,7 @@ from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Step
 from flaxckpt._report import section, tables
 from flaxckpt._report.charts import curves, step_strip
-from flaxckpt._report.data import MetricValue, Report
+from flaxckpt._report.data import Mark, MetricValue, Report
 from flaxckpt._report.section import Section
 from flaxckpt._util import html, humanize
 
@@ -77,7 +77,7 @@ def _key(points: Sequence[MetricValue]) -> list[tuple[str, str]]:
         items.append(("point goes", "would be deleted"))
     if any(point.is_deleted for point in points):
         items.append(("point deleted", "deleted since"))
-    if any(point.best == "best" for point in points):
+    if any(point.best == "best" and not point.is_bad for point in points):
         items.append(("point best", "best"))
     if any(point.is_bad for point in points):
         items.append(("point unusable", "damaged, or not readable"))
@@ -103,26 +103,42 @@ def steps(
         return Section("steps", "Steps", "There are no steps yet.")
     existing = {s.step: s for s in report.steps if s.step is not None}
     gone = [s.step for s in report.history if not s.exists]
-    best = {number for number, step in existing.items() if "best" in step.marks}
-    bad = existing.keys() & {c.step for c in report.integrity if c.is_bad}
-    kept = {number: _why(report, step) for number, step in existing.items()}
+    kinds = _kinds(report)
+    faults = report.faults
+    kept = {n: _why(report, step, faults.get(n)) for n, step in existing.items()}
     is_dense = len(kept) > step_strip.FEW
-    items = [
-        ("exists" if is_dense else "point kept", "exists", True),
-        ("point best", "best", best - bad),
-        ("point unusable", "damaged, or not readable", bad),
-        ("gone", "deleted", gone),
-    ]
+    items = [("exists" if is_dense else "point kept", "exists"), ("gone", "deleted")]
+    if kinds:
+        shown = set(kinds.values())
+        items[1:1] = [
+            (f"point {kind}", name) for kind, name in _SPECIAL.items() if kind in shown
+        ]
     return Section(
         "steps",
         "Steps",
         _steps_summary(report, len(gone)),
         [
-            step_strip.strip(kept, gone, best=best, bad=bad),
-            section.legend([item[:2] for item in items if item[2]]),
+            step_strip.strip(kept, gone, kinds),
+            section.legend(items if gone else items[:-1]),
             *_table(report, existing, most, rest),
         ],
     )
+
+
+_SPECIAL = {"best": "best", "unusable": "damaged, or not readable"}
+"""Kind of a point -> its meaning."""
+
+
+def _kinds(report: Report) -> dict[int, str]:
+    """Returns best and damaged steps -> the kind of their point."""
+    kinds = {}
+    for number, marks in report.marks.items():
+        shown = {mark.kind for mark in marks}
+        if number is not None and "best" in shown:
+            kinds[number] = "best"
+        elif number is not None and not _BAD.isdisjoint(shown):
+            kinds[number] = "unusable"
+    return kinds
 
 
 def _steps_summary(report: Report, gone: int) -> str:
@@ -160,7 +176,7 @@ def _table(
         tables.Column("format"),
     ]
     rows = []
-    bad = {check.step for check in report.integrity if check.is_bad}
+    marks, faults = report.marks, report.faults
     best = {number for number, step in existing.items() if "best" in step.marks}
     known = {saved.step: saved.metrics for saved in report.history}
     for saved in _shown(report.history, most, best):
@@ -170,7 +186,14 @@ def _table(
         rows.append(
             _deleted_row(saved, lines, names)
             if step is None
-            else _step_row(report, step, saved, names, is_bad=saved.step in bad)
+            else _step_row(
+                step,
+                saved,
+                names,
+                marks=marks[step.step],
+                why=_why(report, step, faults.get(step.step)),
+                has_format=len(report.formats) > 1,
+            )
         )
     parts = [tables.table("The newest first", columns, rows, what="steps")]
     if len(report.history) > len(rows):
@@ -192,24 +215,24 @@ def _shown(
 
 
 def _step_row(
-    report: Report,
     step: Step,
     saved: SavedStep,
     names: Sequence[str],
     *,
-    is_bad: bool,
+    marks: Sequence[Mark],
+    why: str,
+    has_format: bool,
 ) -> tables.Row:
-    known = dict.fromkeys([*step.marks, "damaged"] if is_bad else step.marks)
     cells = [
         str(saved.step),
         *_metric_cells(step.metrics, names),
-        html.join(map(_mark, known)),
-        _why(report, step),
+        html.join(map(_mark, marks)),
+        why,
         _moment(step.created),
         _size(step.bytes),
         _secs(saved.blocked_secs),
         _secs(saved.total_secs),
-        step.format if len(report.formats) > 1 else "",
+        step.format if has_format else "",
     ]
     data: dict[str, object] = {
         "id": row_name(saved.step),
@@ -219,7 +242,9 @@ def _step_row(
         "data_blocked": saved.blocked_secs,
         "data_total": saved.total_secs,
     }
-    return tables.Row(cells, data, "bad" if is_bad else None)
+    return tables.Row(
+        cells, data, "bad" if not _BAD.isdisjoint(m.kind for m in marks) else None
+    )
 
 
 def _deleted_row(
@@ -230,7 +255,7 @@ def _deleted_row(
     cells = [
         str(saved.step),
         *_metric_cells(saved.metrics, names),
-        _mark("deleted"),
+        _mark(Mark("deleted", "deleted")),
         _folded(why, verdicts),
         _moment(saved.saved),
         _size(saved.bytes),
@@ -253,8 +278,9 @@ def row_name(step: int) -> str:
     return f"step-{step}"
 
 
-def _mark(name: str) -> html.Markup:
-    return html.element("span", name, class_=f"mark {name.replace(' ', '-')}")
+def _mark(mark: Mark) -> html.Markup:
+    kind = mark.kind.replace(" ", "-")
+    return html.element("span", mark.text, class_=f"mark {kind}")
 
 
 def _folded(text: str, lines: Sequence[html.Markup]) -> object:
@@ -312,11 +338,16 @@ def _secs(value: float | None) -> object:
     return "" if value is None else tables.Cell(humanize.secs(value), value)
 
 
-def _why(report: Report, step: Step) -> str:
+_BAD = frozenset(("damaged", "not readable"))
+
+
+def _why(report: Report, step: Step, fault: str | None) -> str:
     """Returns the reasons to keep a step, without "no policy"."""
     if step.damage is not None:
         return "damaged: no policy counts it"
     why = [reason for reason in step.why if reason != "no policy"]
-    if report.policies:
-        return ", ".join(why) or "nothing: would be deleted"
-    return ", ".join(why)
+    if not report.policies:
+        return ", ".join(why)
+    if why and fault == "damaged":
+        why[-1] += ", because it is not marked as damaged"
+    return ", ".join(why) or "nothing: would be deleted"

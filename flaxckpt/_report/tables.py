@@ -10,6 +10,9 @@ from flaxckpt._util import html
 _SEARCHED = 8
 """Shorter tables are not searched."""
 
+_FITTING = 10
+"""Rows that the box shows without scrolling, if each has one line."""
+
 
 class Column(NamedTuple):
     """A column of a table.
@@ -84,8 +87,24 @@ def table(
     box = html.element(
         "div", content, class_="scroll", tabindex=0, role="region", aria_label=title
     )
-    field = search_field(what) if what and len(rows) > _SEARCHED else html.NOTHING
-    return html.element("div", field, box, class_="table", data_scope="")
+    controls: list[html.Markup] = []
+    if what and len(rows) > _SEARCHED:
+        controls.append(search_field(what))
+    if len(rows) > _FITTING:
+        controls.append(_show_all(len(rows)))
+    return html.element("div", *controls, box, class_="table", data_scope="")
+
+
+def _show_all(count: int) -> html.Markup:
+    """Returns a button that makes the box of a table as high as all of its rows."""
+    return html.element(
+        "button",
+        f"Show all {count:,} rows",
+        type="button",
+        data_action="expand",
+        aria_pressed="false",
+        class_="control",
+    )
 
 
 def _row(row: Row, columns: Sequence[Column], shown: Sequence[int]) -> html.Markup:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,13 +74,32 @@ def _card(
     summary = [_util.humanize.count(len(steps), "step")]
     if steps:
         summary.append(f"newest {max(steps)}")
-    best_steps = [step for step, why in reasons.items() if not best.isdisjoint(why)]
-    if best_steps:
-        summary.append(f"best {', '.join(map(str, best_steps))}")
+    summary += _best_steps(run, reasons, bests)
     if len(reasons) > len(shown):
         summary.append(f"the newest {len(shown)} are shown")
     line = _util.html.element("div", ", ".join(summary), style=_util.card.SOFT)
     return _frame(run, line, *([_util.card.table(*rows)] if shown else []))
+
+
+def _best_steps(
+    run: Checkpointer,
+    reasons: Mapping[int, Sequence[str]],
+    bests: Sequence[policies.BestN],
+) -> list[str]:
+    """Returns the best step of each policy, with its metric if there are several."""
+    found = {}
+    for policy in bests:
+        kept = [step for step, why in reasons.items() if str(policy) in why]
+        values = {step: run.metrics(step).get(policy.metric, math.nan) for step in kept}
+        finite = {step: x for step, x in values.items() if math.isfinite(x)}
+        if finite:
+            sign = 1 if policy.mode == "max" else -1
+            found[policy] = max(finite, key=lambda s: (sign * finite[s], s))
+    has_one = len({policy.metric for policy in found}) == 1
+    return [
+        f"best {step}" if has_one else f"best {policy.metric} {step}"
+        for policy, step in found.items()
+    ]
 
 
 def _frame(run: Checkpointer, *parts: Markup) -> str:

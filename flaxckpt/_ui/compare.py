@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from flaxckpt import _inspect, _report, errors
-from flaxckpt._report.data import Change
+from flaxckpt import _inspect, _report, _storage, errors
 from flaxckpt._ui import forms, frame
 from flaxckpt._ui.opened import OpenCheckpoint
 from flaxckpt._ui.places import Place
 from flaxckpt._ui.workspace import Query, Workspace, address
-from flaxckpt._util import html, humanize
+from flaxckpt._util import html
 
 _MOST_ROWS = 500
 _MOST_BYTES = 2**32
@@ -18,14 +17,14 @@ _MOST_BYTES = 2**32
 def page(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the page that compares step `a` of a `run` with step `b` of `with`."""
     place = workspace.places.find(query.text("run"))
-    other = workspace.places.find(query.text("with") or place.name)
+    others = workspace.targets.checkpoints()
+    other = workspace.targets.find_checkpoint(query.text("with") or place.name)
     a, b = _choose_steps(workspace, place, other, query)
     choices = [forms.hidden("run", place.name)]
     if place.is_run:
         choices.append(forms.step_choice(workspace, place, "From step", "a", a))
-    if len(workspace.places.runs) > 1:
-        names = [*workspace.places.runs, *workspace.places.others]
-        choices.append(forms.checkpoint_choice(names, "to", "with", other.name))
+    if len(others) > 1:
+        choices.append(forms.checkpoint_choice(others, "to", "with", other.name))
     if other.is_run:
         choices.append(forms.step_choice(workspace, other, "to step", "b", b))
     choices.append(html.element("button", "Compare", type="submit"))
@@ -36,7 +35,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         frame.message(
             "Reading both, and comparing them leaf by leaf …"
             if is_asked
-            else "Reads both, and compares them leaf by leaf."
+            else f"Reads both, and compares them leaf by leaf.\n{_where(workspace)}"
         ),
         id="result",
         aria_live="polite",
@@ -57,6 +56,18 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     )
 
 
+def _where(workspace: Workspace) -> str:
+    """Returns how another run or checkpoint gets into the list."""
+    places = workspace.places
+    start = (
+        "For a run or checkpoint that is not in the list, start the page with it:"
+        f" {forms.start_with_another(workspace)}"
+    )
+    if not places.is_single or _storage.of(places.root).costs_requests:
+        return start
+    return f"The list has the runs and checkpoints in {places.root.parent}. {start}"
+
+
 def _choose_steps(
     workspace: Workspace, place: Place, other: Place, query: Query
 ) -> tuple[int | None, int | None]:
@@ -74,7 +85,7 @@ def _choose_steps(
 def result(workspace: Workspace, query: Query) -> html.Markup:
     """Compares two steps, and returns the leaves that differ."""
     place = workspace.places.find(query.text("run"))
-    other = workspace.places.find(query.text("with") or place.name)
+    other = workspace.targets.find_checkpoint(query.text("with") or place.name)
     first = workspace.opened.get(place, query.number("a"))
     second = workspace.opened.get(other, query.number("b"))
     if first[:2] == second[:2]:
@@ -88,34 +99,21 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
         place.path, other.path, step_a=first.step, step_b=second.step
     )
     repeated = workspace.feeds.latest(other).report.copies
-    change = _report.describe_change(
-        found,
-        repeated,
-        (first.step or 0, second.step or 0),
-        (_name(first), _name(second)),
+    names = _names(first, second)
+    steps = first.step or 0, second.step or 0
+    change = _report.describe_change(found, repeated, steps, names)
+    summary = _report.section_state.change_summary(change, names)
+    shown = _report.section_state.change_tables(
+        change, names, most=_MOST_ROWS, rest="flaxckpt diff --json lists all"
     )
-    return html.join([_summary(first, second, change), *_groups(change)])
+    return html.join([html.element("p", summary, class_="summary-text"), *shown])
 
 
-def _summary(first: OpenCheckpoint, second: OpenCheckpoint, change: Change) -> object:
-    between = f"From {_name(first)} to {_name(second)}"
-    if not change.leaves:
-        text = f"{between}, nothing changed: all {change.equal:,} leaves are equal."
-    else:
-        leaves = humanize.count(len(change.leaves), "leaf", "leaves")
-        text = (
-            f"{between}, {leaves} changed and {change.equal:,} did not. The relative"
-            " change is the norm of the difference / the norm before."
-        )
-    return html.element("p", text, class_="summary-text")
-
-
-def _groups(change: Change) -> list[html.Markup]:
-    if not change.leaves:
-        return []
-    return _report.section_state.changed_groups(
-        change, most=_MOST_ROWS, rest="flaxckpt diff --json lists all"
-    )
+def _names(first: OpenCheckpoint, second: OpenCheckpoint) -> tuple[str, str]:
+    """Returns the names of two checkpoints, with their runs if these are different."""
+    if first.place == second.place:
+        return f"step {first.step:,}", f"step {second.step:,}"
+    return _name(first), _name(second)
 
 
 def _name(opened: OpenCheckpoint) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -88,12 +89,10 @@ def step_choice(
 
 def step_options(report: Report) -> list[tuple[str, str]]:
     """Returns the steps of a run with their marks and known damage, newest first."""
-    faults = report.faults
-    options = []
+    options, shown = [], report.marks
     for step in report.steps[::-1]:
         if step.step is not None:
-            marks = [mark for mark in step.marks if mark != "damaged"]
-            marks += [faults[step.step]] if step.step in faults else []
+            marks = [mark.text for mark in shown[step.step]]
             options.append((str(step.step), ", ".join((f"{step.step:,}", *marks))))
     return options
 
@@ -134,6 +133,14 @@ def checkpoint_choice(
         chosen: The chosen one.
     """
     return choice(label, name, [(each, each) for each in names], chosen)
+
+
+def start_with_another(workspace: Workspace) -> str:
+    """Returns the command that starts the page with a further state in the lists."""
+    others = [*workspace.places.others, *workspace.places.files]
+    named = "".join(f" --against {shlex.quote(name)}" for name in others)
+    root = shlex.quote(str(workspace.places.root))
+    return f"flaxckpt ui {root}{named} --against PATH"
 
 
 def read_anyway(size: int, url: html.Markup, target: str) -> html.Markup:

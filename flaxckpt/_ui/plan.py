@@ -141,9 +141,7 @@ def _propose(place: Place, targets: Mapping[str, Place]) -> Place:
 def _where(workspace: Workspace) -> str:
     """Returns how another state gets into the list."""
     root = workspace.places.root
-    others = [*workspace.places.others, *workspace.places.files]
-    named = "".join(f" --against {shlex.quote(name)}" for name in others)
-    start = f"flaxckpt ui {shlex.quote(str(root))}{named} --against PATH"
+    start = forms.start_with_another(workspace)
     if _storage.of(root).costs_requests:
         return f"For a state that is not in the list, start the page with it: {start}"
     directory = root.parent if workspace.places.is_single else root

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from flaxckpt import _report, errors
+from flaxckpt._inspect.listing import Step
 from flaxckpt._report import Report
 from flaxckpt._report.data import MetricValue
 from flaxckpt._ui import feeds, frame, overview
@@ -76,7 +78,8 @@ def content(workspace: Workspace, query: Query) -> html.Markup:
             unread[place.name] = error
         else:
             if snapshot is not None:
-                reports[place.name] = snapshot.report
+                report = workspace.verifications.update(place, snapshot.report)
+                reports[place.name] = report
     waiting = len(names) - len(reports) - len(unread)
     metrics = _metrics(reports)
     shown = list(metrics)[:_MOST_COLUMNS]
@@ -147,33 +150,60 @@ def _columns(names: Sequence[str]) -> list[_report.tables.Column]:
         *[column(f"last {name}", is_number=True) for name in names],
         column("saved"),
         column("size", is_number=True),
-        column("state"),
+        column("state", is_wide=True),
     ]
 
 
 def _row(run: str, report: Report, names: Sequence[str]) -> _report.tables.Row:
     cell = _report.tables.Cell
-    newest = next((s for s in report.steps if "latest" in s.marks), None)
+    faults = report.faults
+    good = [step for step in report.steps if step.step not in faults]
+    newest = good[-1] if good else None
     saved = None if newest is None else newest.created
     number = None if newest is None else newest.step
-    damaged = sum(step.damage is not None for step in report.steps)
     cells = [
         html.element("a", run, href=address("/run", run=run)),
         f"{len(report.steps):,}" if report.is_run else "checkpoint",
         "" if number is None else f"{number:,}",
-        *[_last(report.metrics.get(name, ())) for name in names],
+        *[_last(report.metrics.get(name, ()), faults) for name in names],
         "" if saved is None else cell(html.moment(saved), saved),
         "" if report.bytes is None else cell(humanize.size(report.bytes), report.bytes),
-        humanize.count(damaged, "damaged step") if damaged else "",
+        _state(report, newest),
     ]
     data = {"data_run": run}
-    return _report.tables.Row(cells, data, "bad" if damaged else None)
+    return _report.tables.Row(cells, data, "bad" if faults else None)
 
 
-def _last(values: Sequence[MetricValue]) -> object:
-    if not values:
-        return ""
-    return _report.tables.Cell(humanize.number(values[-1].value), values[-1].value)
+def _last(values: Sequence[MetricValue], faults: Container[int | None]) -> object:
+    """Returns the value of the newest step that is not damaged."""
+    good = [point.value for point in values if point.step not in faults]
+    return _report.tables.Cell(humanize.number(good[-1]), good[-1]) if good else ""
+
+
+def _state(report: Report, newest: Step | None) -> str:
+    """Describes the damage of a run: the steps after the newest good one are named.
+
+    Args:
+        report: The report on the run.
+        newest: The newest good step, or None.
+    """
+    faults = report.faults
+    if not faults or not report.is_run:
+        return next(iter(faults.values()), "")
+    steps = [step.step for step in report.steps if step.step is not None]
+    first = None if newest is None else newest.step
+    newer = [n for n in steps if n in faults and first is not None and n > first]
+    counts = collections.Counter(faults.values())
+    text = ", ".join(f"{humanize.count(n, f'{why} step')}" for why, n in counts.items())
+    if first is None:
+        return f"{text}: no step can be used"
+    if newer:
+        named = errors.first_few([f"{n:,}" for n in newer], _MOST_NAMED)
+        text += f"; after step {first:,}: {named}"
+    return text
+
+
+_MOST_NAMED = 3
 
 
 def _unread_row(run: str, error: Exception, names: Sequence[str]) -> _report.tables.Row:

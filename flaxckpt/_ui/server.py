@@ -38,7 +38,7 @@ def serve(
     Args:
         path: The run directory, checkpoint, or directory of runs.
         port: The port on 127.0.0.1; 0 for any free one.
-        others: Further checkpoints that plans may restore into or from.
+        others: Further checkpoints to compare with, and to restore into or from.
         on_ready: Called with the address, which has a token, before the first request.
 
     Raises:

@@ -1,8 +1,9 @@
-"""The states that a plan may restore into: checkpoints, runs and abstract files.
+"""The states that views may compare with, and plans may restore into.
 
-They are those that the page may open, abstract states in JSON files below the opened
-directory, and, if one run or checkpoint was opened, what lies beside it. Requests give
-names: a name that is not found here opens nothing. Links are not followed.
+They are checkpoints, runs and, for plans, abstract files: those that the page may open,
+abstract states in JSON files below the opened directory, and, if one run or checkpoint
+was opened, what lies beside it. Requests give names: a name that is not found opens
+nothing. Links are not followed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MOST_FILE_BYTES = 16 * 2**20
 
 
 class Targets:
-    """Finds the states that plans may restore into; thread-safe.
+    """Finds the states to compare with, and to restore into; thread-safe.
 
     Args:
         found: The runs and checkpoints that the page may open.
@@ -39,17 +40,23 @@ class Targets:
     def all(self) -> Mapping[str, Place]:
         """Returns the states by name, with those that have appeared since."""
         found = self._found
-        targets = dict(found.runs)
+        targets = dict(self.checkpoints())
         if not _storage.of(found.root).costs_requests:
             below = found.root.parent if found.is_single else found.root
-            if found.is_single:
-                self._beside = dict(_find_beside(found.root, self._beside))
-                for place in self._beside.values():
-                    targets.setdefault(place.name, place)
             for file in itertools.islice(_find_files(below, found), _MOST_FILES):
                 name = file.relative_to(below).as_posix()
                 targets.setdefault(name, Place(name, file, is_run=False))
-        return {**targets, **found.others, **found.files}
+        return {**targets, **found.files}
+
+    def checkpoints(self) -> Mapping[str, Place]:
+        """Returns the runs and checkpoints among the states, by name."""
+        found = self._found
+        targets = dict(found.runs)
+        if found.is_single and not _storage.of(found.root).costs_requests:
+            self._beside = dict(_find_beside(found.root, self._beside))
+            for place in self._beside.values():
+                targets.setdefault(place.name, place)
+        return {**targets, **found.others}
 
     def find(self, name: str) -> Place:
         """Returns the state of a name.
@@ -58,6 +65,15 @@ class Targets:
             CheckpointNotFoundError: No state has this name.
         """
         place = self.all().get(name)
+        return self._found.find(name) if place is None else place  # find raises
+
+    def find_checkpoint(self, name: str) -> Place:
+        """Returns the run or checkpoint of a name.
+
+        Raises:
+            CheckpointNotFoundError: No run or checkpoint has this name.
+        """
+        place = self.checkpoints().get(name)
         return self._found.find(name) if place is None else place  # find raises
 
 

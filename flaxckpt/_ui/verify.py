@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 
 from flaxckpt import _report, errors
@@ -110,6 +111,7 @@ def _status(
         is_current = all(results.get(r.step.step) is r for r in job.results)
         parts.append(_outcome(job, place, is_current=is_current))
     parts += _faults(results)
+    parts += _remedies(place, report, results)
     if results:
         known = workspace.report(place)
         section = _report.section_origin.integrity(known, verify=html.NOTHING)
@@ -233,6 +235,64 @@ def _verdict(bad: Sequence[Result], job: Job) -> str:
 def _capital(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}" if text.startswith("step ") else text
 
+
+# ---- the remedies -----------------------------------------------------------------
+
+
+def _remedies(
+    place: Place, report: Report, results: Mapping[int | None, Result]
+) -> list[html.Markup]:
+    """Returns the commands that mark damaged steps of a run, and unmark good ones."""
+    marked = {s.step for s in report.steps if s.damage is not None}
+    states = {n: results[n].integrity.state for n in results if n is not None}
+    damaged = [n for n, s in states.items() if s == "damaged" and n not in marked]
+    good = [n for n, s in states.items() if s == "verified" and n in marked]
+    made = []
+    if damaged:
+        made.append(
+            _remedy(
+                place,
+                damaged,
+                f"Not marked as damaged yet: {_named(damaged)}. Restores may try an"
+                " unmarked step, and policies count it.",
+                "marks a step if its state cannot be read. Restores and policies leave"
+                " out marked steps",
+            )
+        )
+    if good:
+        made.append(
+            _remedy(
+                place,
+                good,
+                f"Marked as damaged, although every byte is good: {_named(good)}."
+                " Restores and policies leave it out.",
+                "removes the mark",
+            )
+        )
+    return made
+
+
+def _remedy(place: Place, steps: Sequence[int], text: str, effect: str) -> html.Markup:
+    """Returns a paragraph with the command that updates the marks of steps."""
+    numbers = " ".join(map(str, sorted(steps)))
+    if len(steps) > _MOST_NAMED:
+        numbers = "--all"
+    command = f"flaxckpt verify {shlex.quote(str(place.path))} {numbers} --mark"
+    return html.element(
+        "div",
+        html.element("p", text),
+        html.element("pre", command),
+        html.element("p", f"In a terminal, this command verifies again, and {effect}."),
+        class_="remedy",
+    )
+
+
+def _named(steps: Sequence[int]) -> str:
+    names = errors.first_few([f"{step:,}" for step in sorted(steps)], _MOST_NAMED)
+    return f"step {names}" if len(steps) == 1 else f"steps {names}"
+
+
+_MOST_NAMED = 8
 
 # ---- the faults -------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ class Workspace(NamedTuple):
 
     Attributes:
         places: The runs and checkpoints that may be opened.
-        targets: The states that plans may restore into.
+        targets: The states to compare with, and to restore into.
         feeds: The reports on runs.
         opened: The open checkpoints.
         verifications: The running verification, and the results.

@@ -36,8 +36,8 @@ def ui(
         Option(
             "--against",
             metavar="PATH",
-            help="A further checkpoint or run, or a JSON file with a state, for plans."
-            " May be repeated.",
+            help="A further checkpoint or run to compare with, or to restore into; or"
+            " a JSON file with a state, for plans. May be repeated.",
         ),
     ] = None,
     json: _app.JsonOption = False,

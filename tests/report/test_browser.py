@@ -283,7 +283,7 @@ def test_a_narrow_table_breaks_paths_after_slashes(show, report):
     change = report.change._replace(leaves=leaves)
     page = show(dataclasses.replace(report, change=change), width=360).page
     lines = page.eval_on_selector_all(
-        "#change tbody th",
+        "#change tr[data-path] th",
         """found => found.map(cell => {
           const range = document.createRange();
           let [text, top] = ["", null];
@@ -452,3 +452,36 @@ def test_the_card_of_a_notebook_is_shown_quietly(browser, report, tmp_path):
     )
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
     opened.page.close()
+
+
+A4_PX = 703
+"""The width of a page without its margins."""
+
+
+def test_a_printed_page_cuts_nothing_off(show, report):
+    names = ("eval/loss", "eval/accuracy", "train/gradient_norm", "throughput")
+    values = [*report.metrics.values()]
+    metrics = {name: values[n % 2] for n, name in enumerate(names)}
+    steps = tuple(
+        dataclasses.replace(step, metrics=dict.fromkeys(names, -0.123456))
+        for step in report.steps
+    )
+    report = dataclasses.replace(report, metrics=metrics, steps=steps)
+    page = show(report, width=A4_PX).page
+    page.emulate_media(media="print")
+    beyond = page.evaluate(
+        """() => [...document.querySelectorAll('table')].filter((table) => {
+            const section = table.closest('section').getBoundingClientRect();
+            return table.getBoundingClientRect().right > section.right - 12;
+        }).map((table) => table.closest('section').id)"""
+    )
+    assert beyond == []
+    boxes = page.eval_on_selector_all(
+        ".scroll, .tree > ul",
+        "found => found.map(box => box.scrollHeight - box.clientHeight)",
+    )
+    assert set(boxes) == {0}
+    fades = "found => found.map(box => getComputedStyle(box, '::after').content)"
+    assert set(page.eval_on_selector_all(".scroll", fades)) == {"none"}
+    for hidden in ("nav", ".control"):
+        assert not page.locator(hidden).first.is_visible()

@@ -191,6 +191,21 @@ def test_changes_are_those_of_diff_the_largest_first(run):
     assert (head.different, head.elements) == (48, 48)
 
 
+def test_changes_are_shown_although_a_leaf_is_damaged(run):
+    [chunk] = (run / "70" / "state").glob("params.trunk.kernel/c.*")
+    flip_bit(chunk)
+    report = gather(run, step_a=70)
+    truth = flaxckpt.diff(run, run, step_a=70, step_b=80)
+    assert list(report.change.unreadable) == ["params/trunk/kernel"]
+    assert [leaf.path for leaf in report.change.leaves] == list(truth.changed)
+    assert report.change.metrics["eval/loss"] == (0.55, 0.52)
+    page = _report.page(report)
+    section = page[page.index('id="change"') :]
+    assert "1 leaf cannot be read, and may differ" in section
+    assert 'data-unreadable="params/trunk/kernel"' in section
+    assert 'data-compared="eval/loss"' in section
+
+
 def test_changed_elements_are_counted_among_all(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as saved:
         for step in (1, 2):
@@ -380,6 +395,54 @@ def test_the_best_step_has_a_row_among_thousands(run):
     rows = Elements(_report.page(many)).with_data("data-step", "id")
     assert "step-50" in {row["id"] for row in rows}
     assert len(rows) == len({row["id"] for row in rows}) == 1000
+
+
+def ranked_run(path, *policies):
+    rows = {1: (0.5, 0.3, 9.0, 7.0), 2: (0.2, 0.2, 5.0, 6.0), 3: (0.4, 0.9, 8.0, 8.0)}
+    keep = [flaxckpt.policies.LatestN(9), *policies]
+    with flaxckpt.Checkpointer(path, keep=keep) as run:
+        for step, values in rows.items():
+            names = ("loss", "accuracy", "perplexity", "error")
+            metrics = dict(zip(names, values, strict=True))
+            run.save(step, {"w": np.ones(2)}, metrics=metrics)
+    return _report.page(gather(path))
+
+
+def test_the_best_of_several_metrics_are_told_apart(tmp_path):
+    best = flaxckpt.policies.BestN
+    page = ranked_run(
+        tmp_path / "run",
+        *(best(1, "loss", "min"), best(1, "accuracy", "max")),
+        *(best(1, "perplexity", "min"), best(1, "error", "min")),
+    )
+    assert re.findall('class="mark ([^"]*)">([^<]*)<', page) == [
+        ("latest", "latest"),
+        ("best", "best accuracy"),
+        ("best", "best loss"),
+        ("best", "best perplexity"),
+        ("best", "best error"),
+    ]
+    cards = [
+        c for c in Elements(page).with_data("data-card") if c["data-card"] == "best"
+    ]
+    assert [(c["data-step"], c["data-value"]) for c in cards] == [
+        ("2", "0.2"),
+        ("3", "0.9"),
+        ("2", "5.0"),
+    ]
+    assert re.findall("Best [a-z]+", page) == [
+        "Best loss",
+        "Best accuracy",
+        "Best perplexity",
+    ]
+
+
+def test_the_best_of_one_metric_needs_no_name(tmp_path):
+    best = flaxckpt.policies.BestN(1, "loss", "min")
+    page = ranked_run(tmp_path / "run", best)
+    marks = re.findall('class="mark ([^"]*)">([^<]*)<', page)
+    assert marks == [("latest", "latest"), ("best", "best")]
+    assert page.count('data-card="best"') == 1
 
 
 def test_nothing_is_green_that_was_not_looked_at(tmp_path):
@@ -751,10 +814,18 @@ def test_a_checkpointer_shows_a_card_in_notebooks(run):
     assert [int(row["data-step"]) for row in rows] == sorted(reasons, reverse=True)
     text = _text(card)
     assert "newest 80" in text
-    assert "best 20, 50" in text
+    assert "best 50" in text
     for step, why in reasons.items():
         assert ", ".join(why) in text.replace("\n", "")
         assert f"{LOSSES[step]:.4g}" in text
+
+
+def test_the_card_in_notebooks_names_the_best_of_each_metric(tmp_path):
+    best = flaxckpt.policies.BestN
+    ranked_run(tmp_path / "run", best(2, "loss", "min"), best(1, "accuracy", "max"))
+    with flaxckpt.Checkpointer(tmp_path / "run", read_only=True) as opened:
+        card = opened._repr_html_()
+    assert "newest 3, best loss 2, best accuracy 3<" in card
 
 
 def test_the_card_of_a_run_that_saves_or_is_gone_is_shown_all_the_same(tmp_path):

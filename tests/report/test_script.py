@@ -213,6 +213,35 @@ def test_rows_of_a_long_table_are_searched(show, report):  # noqa: F811
     ]
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_long_table_shows_that_it_has_more_rows(show, report, width):  # noqa: F811
+    many = tuple(SavedStep(n, deleted=math.nan, reason="x") for n in range(40))
+    opened = show(dataclasses.replace(report, history=many, steps=()), width=width)
+    box = opened.page.locator("#steps .scroll")
+    sizes = "box => [box.scrollHeight, box.clientHeight]"
+    whole, shown = box.evaluate(sizes)
+    assert whole > 2 * shown
+    fade = "box => getComputedStyle(box, '::after').backgroundImage"
+    assert "gradient" in box.evaluate(fade)
+    button = opened.page.locator("#steps button", has_text="Show all 40 rows")
+    button.click()
+    assert button.get_attribute("aria-pressed") == "true"
+    whole, shown = box.evaluate(sizes)
+    assert whole == shown
+    button.click()
+    assert box.evaluate(sizes)[1] < whole
+    assert opened.messages == []
+
+
+def test_a_short_table_has_no_button(show, report):  # noqa: F811
+    page = show(report).page
+    assert page.locator("#steps tbody tr").count() == len(LOSSES)
+    assert page.locator("[data-action=expand]").count() == 0
+    sizes = "box => [box.scrollHeight, box.clientHeight]"
+    whole, shown = page.locator("#steps .scroll").evaluate(sizes)
+    assert whole == shown
+
+
 def test_a_search_finds_whole_numbers_and_no_folded_texts(show, report):  # noqa: F811
     many = tuple(
         SavedStep(n, deleted=math.nan, reason="no policy keeps it")

@@ -339,6 +339,23 @@ def test_a_run_that_starts_later_appears_by_itself(visit, runs):
     page.wait_for_selector("text=no run or checkpoint", timeout=PATIENCE_MS)
 
 
+def test_a_table_that_shows_all_rows_does_so_after_a_save(visit, runs):
+    with flaxckpt.Checkpointer(runs / "many") as run:
+        for step in range(1, 16):
+            run.save(step, {"w": np.ones(2)})
+    opened = visit()
+    page = opened.page
+    page.wait_for_selector("#all-runs tr[data-run='many']", timeout=PATIENCE_MS)
+    page = opened.open("/run", run="many")
+    page.click("#steps button:has-text('Show all 15 rows')")
+    with flaxckpt.Checkpointer(runs / "many") as run:
+        run.save(16, {"w": np.ones(2)})
+    page.wait_for_selector("#steps tr[data-step='16']", timeout=PATIENCE_MS)
+    box = page.locator("#steps .scroll")
+    assert box.evaluate("box => box.scrollHeight === box.clientHeight")
+    assert opened.is_quiet, opened.messages
+
+
 def test_the_data_of_all_runs_are_loaded_once(visit):
     opened = visit()
     opened.page.wait_for_selector("#all-runs tr[data-run='run']")

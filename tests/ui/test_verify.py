@@ -2,6 +2,9 @@
 
 import html
 import re
+import shlex
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -146,3 +149,79 @@ def test_runs_in_object_stores_are_verified(store_path, open_page, kind):
             made.save(step, {"w": np.full(3, step)})
     shown = verified(open_page(root / "run"), run="run", step="all")
     assert "All 2 steps are whole" in shown
+
+
+def test_damage_that_was_found_is_marked_by_a_command(run, open_page):
+    flip_bit(largest_file(run / "2" / "state"))
+    space = open_page(run)
+    assert "--mark" not in verified(space, run="run", step=3)
+    shown = verified(space, run="run", step="all")
+    [command] = re.findall("<pre>(.*)</pre>", shown)
+    assert command == f"flaxckpt verify {run} 2 --mark"
+    assert cli(*shlex.split(command)[1:]).returncode == 1
+    space.feeds._feeds[run]._gather()
+    assert "--mark" not in ask(verify.status, space, run="run")
+    assert flaxckpt.Checkpointer(run).steps() == [1, 3]
+
+
+def test_a_mark_of_a_good_step_is_removed_by_a_command(run, open_page):
+    chunk = largest_file(run / "2" / "state")
+    content = chunk.read_bytes()
+    flip_bit(chunk)
+    cli("verify", run, 2, "--mark")
+    chunk.write_bytes(content)
+    space = open_page(run)
+    shown = verified(space, run="run", step=2)
+    assert "Marked as damaged, although every byte is good: step 2." in shown
+    [command] = re.findall("<pre>(.*)</pre>", shown)
+    assert cli(*shlex.split(command)[1:]).returncode == 0
+    assert flaxckpt.Checkpointer(run).steps() == [1, 2, 3]
+
+
+def test_a_checkpoint_outside_of_a_run_has_no_mark(tmp_path, open_page):
+    flaxckpt.save(tmp_path / "one", {"w": np.arange(99.0)})
+    flip_bit(largest_file(tmp_path / "one" / "state"))
+    shown = verified(open_page(tmp_path / "one"), run="one")
+    assert "one is damaged" in shown
+    assert "--mark" not in shown
+
+
+def test_the_best_step_is_not_called_so_once_damage_was_found(tmp_path, open_page):
+    keep = [flaxckpt.policies.BestN(1, "loss", "min"), flaxckpt.policies.LatestN(2)]
+    with flaxckpt.Checkpointer(tmp_path / "run", keep=keep) as made:
+        for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4)):
+            made.save(step, {"w": np.full((64, 8), step)}, metrics={"loss": loss})
+    flip_bit(largest_file(tmp_path / "run" / "2" / "state"))
+    space = open_page(tmp_path / "run")
+    assert marks(ask(overview.page, space, run="run"))[2] == ["best"]
+    verified(space, run="run", step="all")
+    shown = ask(overview.page, space, run="run")
+    assert marks(shown) == {1: ["deleted"], 2: ["damaged"], 3: ["latest"]}
+    assert "because it is not marked as damaged" in shown
+    assert "best 0.1 (cannot be used)" in shown
+    assert "best 0.1<" not in shown
+    strip = shown[shown.index("Existing and deleted steps") :]
+    assert 'class="point unusable" data-step="2"' in strip
+    assert "point best" not in strip
+    chosen = ask(verify.page, space, run="run")
+    assert ">2, damaged</option>" in chosen
+
+
+def marks(shown):
+    """Returns step -> its marks in the table of steps."""
+    rows = re.findall(r'<tr[^>]* id="step-(\d+)".*?</tr>', shown)
+    whole = {n: re.search(rf'id="step-{n}".*?</tr>', shown)[0] for n in rows}
+    return {
+        int(n): re.findall('class="mark [^"]*">([^<]*)<', row)
+        for n, row in whole.items()
+    }
+
+
+def cli(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "flaxckpt", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )

@@ -192,6 +192,78 @@ def test_a_comparison_is_that_of_diff(made, open_page):
     assert "step 80 of run to source" in shown
 
 
+def test_a_comparison_shows_metrics_and_goes_on_past_damaged_leaves(
+    made, tmp_path, open_page
+):
+    shutil.copytree(made / "run", tmp_path / "run")
+    [chunk] = (tmp_path / "run" / "70" / "state").glob("params.trunk.kernel/c.*")
+    flip_bit(chunk)
+    space = open_page(tmp_path / "run")
+    shown = html.unescape(ask(compare.result, space, run="run", a=70, b=80))
+    truth = flaxckpt.diff(tmp_path / "run", tmp_path / "run", step_a=70, step_b=80)
+    [(leaf, why)] = truth.unreadable.items()
+    assert leaf == "params/trunk/kernel"
+    assert f'data-unreadable="{leaf}"' in shown
+    assert why in shown
+    assert "a is step 70, b is step 80" in shown
+    assert "1 leaf cannot be read, and may differ" in shown
+    changed = re.findall('data-path="([^"]*)"', shown)
+    assert set(changed) == set(truth.changed)
+    rows = re.findall('<tr data-compared="([^"]*)">(.*?)</tr>', shown)
+    values = {name: re.findall("<td.*?>([^<]*)</td>", row) for name, row in rows}
+    assert values == {
+        "eval/loss": ["0.55", "0.52", "-0.03"],
+        "eval/accuracy": ["0.725", "0.74", "+0.015"],
+    }
+    assert "[role=alert]" not in shown
+
+
+def test_metrics_that_one_side_lacks_have_no_difference(tmp_path, open_page):
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        run.save(1, {"w": np.ones(2)}, metrics={"loss": 0.5, "odd": np.nan})
+        run.save(2, {"w": np.ones(2)}, metrics={"odd": 1.0, "new": 2.0})
+    space = open_page(tmp_path / "run")
+    shown = ask(compare.result, space, run="run", a=1, b=2)
+    rows = re.findall('<tr data-compared="([^"]*)">(.*?)</tr>', shown)
+    values = {name: re.findall("<td.*?>([^<]*)</td>", row) for name, row in rows}
+    assert values == {
+        "loss": ["0.5", "none", ""],
+        "odd": ["nan", "1", "nan"],
+        "new": ["none", "2", ""],
+    }
+    assert "nothing changed in 1 leaf." in shown
+
+
+def test_one_run_is_compared_with_those_beside_it_and_of_the_command_line(
+    tmp_path, open_page
+):
+    for name in ("runs/a", "runs/b", "elsewhere/c"):
+        with flaxckpt.Checkpointer(tmp_path / name) as run:
+            for step in (1, 2):
+                run.save(step, {"w": np.full(3, step + len(name))})
+    flaxckpt.save(tmp_path / "outside", {"w": np.ones(3)})
+    (tmp_path / "runs" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "runs" / "wanted.json").write_text('{"w": "float32[3]"}')
+    further = str(tmp_path / "elsewhere" / "c")
+    space = open_page(tmp_path / "runs" / "a", [further])
+    shown = ask(compare.page, space, run="a", with_="b", b=2)
+    assert options(shown, "with") == ["a", "b", further]
+    assert options(shown, "b") == ["2", "1"]
+    assert f"{tmp_path / 'runs' / 'a'} --against {further} --against PATH" in (
+        html.unescape(ask(compare.page, space, run="a"))
+    )
+    for name in ("b", further):
+        shown = ask(compare.result, space, run="a", a=1, with_=name, b=2)
+        assert f"step 1 of a to step 2 of {name}" in shown
+    for name in ("link", "../outside", str(tmp_path / "outside"), "wanted.json", ".."):
+        for view in (compare.page, compare.result):
+            with pytest.raises(errors.CheckpointNotFoundError, match="may open"):
+                ask(view, space, run="a", with_=name)
+    for view in (leaves.page, overview.page, compare.page):
+        with pytest.raises(errors.CheckpointNotFoundError, match="may open"):
+            ask(view, space, run="b")
+
+
 def test_a_plan_is_that_of_the_restore(made, open_page):
     space = open_page(made / "run", [made / "source"])
     into = str(made / "source")
@@ -264,7 +336,7 @@ def test_files_of_states_beside_runs_and_from_the_command_line(tmp_path, open_pa
     into = options(ask(plan.page, space, run="a"), "into")
     assert into == ["a", "deep/b", "one.json", "deep/two.json", three]
     assert "would succeed" in ask(plan.result, space, run="a", into=three)
-    assert three not in ask(compare.page, space, run="a")
+    assert options(ask(compare.page, space, run="a"), "with") == ["a", "deep/b"]
     (tmp_path / "bad.json").write_text('{"w": 1}')
     with pytest.raises(errors.OptionError, match="must be a string such as"):
         places.find_places(tmp_path / "runs", [tmp_path / "bad.json"])
@@ -352,6 +424,47 @@ def test_a_damaged_run_is_shown_with_its_damage(made, tmp_path, open_page):
     assert "damaged" in ask(overview.page, space, run="run")
     assert "damaged" in ask(runs.page, space)
     assert "Leaves" in ask(leaves.page, space, run="run")
+
+
+def test_the_table_of_runs_shows_the_newest_good_step(made, tmp_path, open_page):
+    shutil.copytree(made / "run", tmp_path / "runs" / "run")
+    shutil.copytree(made / "run", tmp_path / "runs" / "lost")
+    for step in (40, 70, 80):
+        flip_bit(largest_file(tmp_path / "runs" / "run" / str(step) / "state"))
+    run = flaxckpt.Checkpointer(tmp_path / "runs" / "run")
+    assert not any(run.verify(step).ok for step in (40, 70, 80))
+    lost = [n for n in (tmp_path / "runs" / "lost").iterdir() if n.name.isdigit()]
+    for step in lost:
+        (step / "flaxckpt.json").write_text("{")
+    without, row = cells(all_runs(open_page(tmp_path / "runs")))
+    assert row[2:5] == ["60", "0.5", "0.75"]
+    assert row[-1] == "3 damaged steps; after step 60: 70, 80"
+    assert without[2] == ""
+    assert without[-1] == f"{len(lost)} damaged steps: no step can be used"
+
+
+def test_the_table_of_runs_knows_what_was_verified(made, tmp_path, open_page):
+    shutil.copytree(made / "run", tmp_path / "runs" / "run")
+    space = open_page(tmp_path / "runs")
+    [row] = cells(all_runs(space))
+    assert row[2] == "80"
+    flip_bit(largest_file(tmp_path / "runs" / "run" / "80" / "state"))
+    [place] = space.places.runs.values()
+    steps = space.feeds.latest(place).report.steps
+    space.verifications.start(place, steps[-1:])
+    space.verifications.job._thread.join()
+    [row] = cells(all_runs(space))
+    assert row[2:4] == ["70", "0.55"]
+    assert row[-1] == "1 damaged step; after step 70: 80"
+
+
+def cells(shown):
+    """Returns the texts of the cells of each row of a table."""
+    rows = re.findall("<tr[^>]* data-run.*?</tr>", shown)
+    return [
+        [re.sub("<[^>]*>", "", cell) for cell in re.findall("<t[hd].*?</t[hd]>", row)]
+        for row in rows
+    ]
 
 
 def test_an_empty_run_is_shown(tmp_path, open_page):

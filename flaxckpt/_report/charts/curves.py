@@ -75,7 +75,10 @@ def curve(
 
 def _caption(name: str, drawn: Sequence[MetricValue], *, has_log: bool) -> html.Markup:
     best = [point for point in drawn if point.best == "best"]
-    facts = [f"best {humanize.number(p.value)} at step {p.step:,}" for p in best[-1:]]
+    facts = [
+        f"best {humanize.number(p.value)} at step {p.step:,}{_reservation(p)}"
+        for p in best[-1:]
+    ]
     facts.append(f"last {humanize.number(drawn[-1].value)}")
     if deleted := sum(point.is_deleted for point in drawn):
         facts.append(f"{deleted:,} of {len(drawn):,} deleted since")
@@ -93,6 +96,10 @@ def _caption(name: str, drawn: Sequence[MetricValue], *, has_log: bool) -> html.
         ),
         log_switch(name) if has_log else html.NOTHING,
     )
+
+
+def _reservation(point: MetricValue) -> str:
+    return " (cannot be used)" if point.is_bad else ""
 
 
 def log_switch(name: str) -> html.Markup:
@@ -263,7 +270,7 @@ def _best_labels(
         parts.append(
             html.element(
                 "text",
-                f"{point.best} {humanize.number(point.value)}",
+                f"{point.best} {humanize.number(point.value)}{_reservation(point)}",
                 x=html.percent(x(point.step)),
                 y=html.px(y(point.value) + (17 if is_low else -10)),
                 dx=4 if is_right else 8 if x(point.step) < 5 else -4,

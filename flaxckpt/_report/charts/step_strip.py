@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 
 from flaxckpt._report.charts import frame, points, scales
 from flaxckpt._util import html, humanize
@@ -16,29 +16,23 @@ _APART = 0.2
 
 
 def strip(
-    kept: Mapping[int, str],
-    gone: Sequence[int],
-    *,
-    best: Set[int],
-    bad: Set[int],
+    kept: Mapping[int, str], gone: Sequence[int], kinds: Mapping[int, str]
 ) -> html.Markup:
     """Draws a line with a mark for each step.
 
     Args:
         kept: Existing step -> its description.
         gone: Deleted steps.
-        best: Steps with the best value of a metric.
-        bad: Steps that are damaged or cannot be read.
+        kinds: Step -> `best` or `unusable`, which are always drawn.
     """
     steps = [*kept, *gone]
     x = scales.Scale(min(steps), max(steps), 0.0, 100.0)
     parts = [frame.level(_MIDDLE, "baseline")]
-    parts += [_tick(x(step), 5, "gone", None) for step in _apart(gone, set(), x)]
-    notable = best | bad
-    for step in _apart(kept, notable, x):
+    parts += [_tick(x(step), 5, "gone", None) for step in _apart(gone, (), x)]
+    for step in _apart(kept, kinds, x):
         text = f"step {step:,}: {kept[step]}"
-        if step in notable or len(kept) <= FEW:
-            kind = "unusable" if step in bad else "best" if step in best else "kept"
+        if step in kinds or len(kept) <= FEW:
+            kind = kinds.get(step, "kept")
             parts.append(
                 points.draw_point(x(step), _MIDDLE, 5, text, kind, data_step=step)
             )
@@ -72,11 +66,13 @@ def _tick(
     )
 
 
-def _apart(steps: Collection[int], notable: Set[int], x: scales.Scale) -> list[int]:
-    """Returns one step for each place, ascending: a notable one, else the newest."""
+def _apart(
+    steps: Collection[int], first: Collection[int], x: scales.Scale
+) -> list[int]:
+    """Returns one step for each place, ascending: the newest, of `first` if any."""
     places: dict[int, int] = {}
     for step in sorted(steps):
         place = round(x(step) / _APART)
-        if step in notable or places.get(place) not in notable:
+        if step in first or places.get(place) not in first:
             places[place] = step
     return sorted(places.values())

@@ -95,7 +95,9 @@
       const order = [head.cellIndex, head.getAttribute("aria-sort")];
       sorted.set(captionOf(head.closest("table")), order);
     }
-    const scrolled = [...target.querySelectorAll(".scroll")].map((box) => box.scrollTop);
+    const scrolled = [...target.querySelectorAll(".scroll")].map(
+      (box) => [box.scrollTop, box.parentElement.classList.contains("whole")],
+    );
     target.addEventListener(
       "htmx:afterSwap", () => restore(target, unfolded, sorted, scrolled), { once: true },
     );
@@ -113,7 +115,9 @@
       if (button && head.getAttribute("aria-sort") !== order) button.click();
     }
     target.querySelectorAll(".scroll").forEach((box, number) => {
-      box.scrollTop = scrolled[number] ?? 0;
+      const [top, isWhole] = scrolled[number] ?? [0, false];
+      if (isWhole) box.parentElement.querySelector("[data-action=expand]")?.click();
+      box.scrollTop = top;
     });
   }
 
