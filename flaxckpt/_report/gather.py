@@ -133,7 +133,7 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         metrics=_metrics(listing, history, keep),
         shown=None if metadata is None else metadata.path,
         total_bytes=0 if metadata is None else metadata.total_bytes,
-        leaves=0 if metadata is None else len(metadata.leaves),
+        leaves=trees[0].leaves if trees else 0,
         copies=repeated,
         parts=size_groups.divide(rest) if rest else (),
         tree=tuple(_tree_row(tree) for tree in rest),
