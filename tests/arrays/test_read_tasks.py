@@ -46,6 +46,14 @@ def test_a_failed_task_fails_its_reading_alone(error, kind):
     assert other.result() == {(): 1}
 
 
+def test_the_first_of_several_errors_is_told():
+    reading = Reading([fail(ValueError(text)) for text in ("one", "two")], dict)
+    for task in reading.tasks:
+        task()
+    with pytest.raises(ValueError, match="one"):
+        reading.result()
+
+
 def test_an_error_is_known_before_the_tasks():
     reading = read_tasks.failed_reading(ValueError("no such array"))
     read_tasks.run([reading])

@@ -4,7 +4,7 @@ _OUTAGE = "test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock"
 _LIMIT = "test_a_manifest_that_cannot_be_parsed_is_not_committed"
 _STATISTICS = "test_each_save_records_the_statistics_of_its_leaves"
 _SEGMENTS = "test_the_manifest_has_the_checksums_of_large_chunks"
-_ORBAX = "test_each_layout_is_verified_and_read_by_orbax"
+_ORBAX = "test_the_manifest_names_the_item_as_its_own_root"
 
 MODULES: dict[str, tuple[str, ...]] = {
     "_storage/locks.py": (
