@@ -104,6 +104,49 @@ def test_many_bytes_are_read_in_several_calls(tmp_path):
     assert {key: database.value(key) for key in values} == values
 
 
+@pytest.mark.parametrize(("key", "tasks"), [("003", 1), ("004", 2)])
+def test_a_gap_of_64_kib_is_read_too(tmp_path, key, tasks):
+    values = {f"{i:03}": os.urandom(2**15) for i in range(10)}
+    database = open_database(make_database(tmp_path, values))
+    for wanted in ("000", key):
+        database.request(wanted, 2**15)
+    assert len(database.reading().tasks) == tasks
+
+
+@pytest.mark.parametrize(("count", "tasks"), [(16, 1), (17, 2)])
+def test_a_mib_is_read_in_a_call(tmp_path, count, tasks):
+    values = {f"{i:03}": os.urandom(2**16) for i in range(20)}
+    database = open_database(make_database(tmp_path, values))
+    for key in list(values)[:count]:
+        database.request(key, 2**16)
+    assert len(database.reading().tasks) == tasks
+
+
+def test_values_come_in_any_order_of_their_names(tmp_path):
+    values = {name: os.urandom(50) for name in ("a3", "b1", "c2")}
+    database = open_database(make_database(tmp_path, values))
+    for key in ("b1", "c2", "a3"):
+        database.request(key, 50)
+    read_tasks.run([database.reading()])
+    assert {key: database.value(key) for key in values} == values
+
+
+def test_too_little_memory_is_an_error_of_each_value(tmp_path, monkeypatch):
+    values = {"a": bytes(50), "b": bytes(50)}
+    database = open_database(make_database(tmp_path, values))
+
+    def fail(*args, **options):
+        raise MemoryError
+
+    monkeypatch.setattr(LOCAL, "read_range", fail)
+    for key in values:
+        database.request(key, 50)
+    read_tasks.run([database.reading()])
+    for key in values:
+        with pytest.raises(MemoryError):
+            database.value(key)
+
+
 def test_missing_and_too_large_values_are_refused(tmp_path):
     database = open_database(make_database(tmp_path, {"a": bytes(50)}))
     with pytest.raises(ValueError, match=r"^b is missing"):

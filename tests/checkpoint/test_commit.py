@@ -207,6 +207,14 @@ def take_snapshot(path, store, **options):
     return save.take_snapshot(request, STATE)
 
 
+def test_an_object_is_no_directory_of_a_checkpoint():
+    file = faulty.new_path("commit") / "file"
+    file.write_bytes(b"mine")
+    with pytest.raises(errors.SaveFailedError, match="file"):
+        flaxckpt.save(file / "c", STATE)
+    assert file.read_bytes() == b"mine"
+
+
 def test_files_in_new_directories_are_written(tmp_path):
     content = {"a/b/one": b"1", "a/b/two": b"2", "three": b"3"}
     commit.write_new(tmp_path, content)

@@ -218,13 +218,11 @@ def test_a_manifest_that_cannot_be_read_is_no_damage(tmp_path, monkeypatch):
     assert verify.find_damage(path, None) is None
 
 
-def test_metrics_without_their_files_are_missing(tmp_path):
-    with flaxckpt.Checkpointer(tmp_path) as run:
-        run.save(1, {"w": np.zeros(4)}, metrics={"loss": 1.0})
-    for file in (tmp_path / "1/metrics").iterdir():
-        file.unlink()
-    problems = flaxckpt.verify(tmp_path).problems
-    assert problems["metrics/metrics"] == "metrics is missing"
+def test_an_empty_directory_of_metrics_lacks_its_file(tmp_path):
+    """Also in a step of which nothing else records that it had metrics."""
+    path = save(tmp_path / "c", {"w": np.zeros(4)})
+    (path / "metrics").mkdir()
+    assert flaxckpt.verify(path).problems == {"metrics/metrics": "metrics is missing"}
 
 
 def test_damaged_metrics_do_not_make_a_step_unreadable(tmp_path):
