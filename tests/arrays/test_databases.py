@@ -14,6 +14,7 @@ from flaxckpt._arrays.databases import Database, Databases
 from flaxckpt._arrays.zarr import ocdbt
 from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
 from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._storage.storage import LOCAL
 from flaxckpt.formats._native import contents as native_contents
 from tests.arrays.test_read_raw import host
 
@@ -103,6 +104,49 @@ def test_many_bytes_are_read_in_several_calls(tmp_path):
     assert {key: database.value(key) for key in values} == values
 
 
+@pytest.mark.parametrize(("key", "tasks"), [("003", 1), ("004", 2)])
+def test_a_gap_of_64_kib_is_read_too(tmp_path, key, tasks):
+    values = {f"{i:03}": os.urandom(2**15) for i in range(10)}
+    database = open_database(make_database(tmp_path, values))
+    for wanted in ("000", key):
+        database.request(wanted, 2**15)
+    assert len(database.reading().tasks) == tasks
+
+
+@pytest.mark.parametrize(("count", "tasks"), [(16, 1), (17, 2)])
+def test_a_mib_is_read_in_a_call(tmp_path, count, tasks):
+    values = {f"{i:03}": os.urandom(2**16) for i in range(20)}
+    database = open_database(make_database(tmp_path, values))
+    for key in list(values)[:count]:
+        database.request(key, 2**16)
+    assert len(database.reading().tasks) == tasks
+
+
+def test_values_come_in_any_order_of_their_names(tmp_path):
+    values = {name: os.urandom(50) for name in ("a3", "b1", "c2")}
+    database = open_database(make_database(tmp_path, values))
+    for key in ("b1", "c2", "a3"):
+        database.request(key, 50)
+    read_tasks.run([database.reading()])
+    assert {key: database.value(key) for key in values} == values
+
+
+def test_too_little_memory_is_an_error_of_each_value(tmp_path, monkeypatch):
+    values = {"a": bytes(50), "b": bytes(50)}
+    database = open_database(make_database(tmp_path, values))
+
+    def fail(*args, **options):
+        raise MemoryError
+
+    monkeypatch.setattr(LOCAL, "read_range", fail)
+    for key in values:
+        database.request(key, 50)
+    read_tasks.run([database.reading()])
+    for key in values:
+        with pytest.raises(MemoryError):
+            database.value(key)
+
+
 def test_missing_and_too_large_values_are_refused(tmp_path):
     database = open_database(make_database(tmp_path, {"a": bytes(50)}))
     with pytest.raises(ValueError, match=r"^b is missing"):
@@ -123,6 +167,101 @@ def test_a_lost_file_is_an_error_of_each_value(tmp_path, values):
     for key in large:
         with pytest.raises(FileNotFoundError):
             database.value(key)
+
+
+def test_what_is_no_file_is_an_error_of_each_value(tmp_path, values):
+    root = make_database(tmp_path, values)
+    database = open_database(root)
+    large = [key for key, value in values.items() if len(value) > 20][:3]
+    for file in (root / "d").iterdir():
+        file.unlink()
+        os.mkfifo(file)
+    for key in large:
+        database.request(key, 60)
+    read_tasks.run([database.reading()])
+    for key in large:
+        with pytest.raises(ValueError, match="regular"):
+            database.value(key)
+
+
+# ---- databases of a restore -------------------------------------------------------
+
+
+def raw_array(root, digests=None):
+    return RawArray(root, "w", True, Encoding("none", True), digests or {})
+
+
+def digests_of(root):
+    return {
+        f"{file.relative_to(root)}": LOCAL.digest_file(file, max_bytes=2**30)
+        for file in root.rglob("*")
+        if file.is_file()
+    }
+
+
+def test_each_database_is_opened_once(tmp_path):
+    databases = Databases(ts.Context(ocdbt.MANIFESTS))
+    roots = [make_database(tmp_path / name, {name: bytes(50)}) for name in "ab"]
+    first, other = (databases.open(raw_array(r), r, verify=True) for r in roots)
+    assert databases.open(raw_array(roots[0]), roots[0], verify=True) is first
+    first.request("a", 50)
+    other.request("b", 50)
+    read_tasks.run(databases.readings())
+    assert (first.value("a"), other.value("b")) == (bytes(50), bytes(50))
+
+
+def test_a_database_that_is_not_there_fails_for_each_array(tmp_path):
+    databases = Databases(ts.Context(ocdbt.MANIFESTS))
+    found = []
+    for _ in range(2):
+        with pytest.raises((ValueError, OSError)) as info:
+            databases.open(raw_array(tmp_path / "a"), tmp_path, verify=False)
+        found.append(info.value)
+        make_database(tmp_path / "a", {"a": b"1"})  # not looked for again
+    assert found[0] is found[1]
+    good = make_database(tmp_path / "b", {"b": b"1"})
+    assert databases.open(raw_array(good), tmp_path, verify=False)
+
+
+def test_a_changed_database_is_refused_unless_nobody_verifies(tmp_path):
+    root = make_database(tmp_path / "a", {"a": bytes(50)})
+    digests = digests_of(root)
+
+    def open_once(digests, *, verify):
+        databases = Databases(ts.Context(ocdbt.MANIFESTS))
+        raw = raw_array(root, digests)
+        return [databases.open(raw, tmp_path, verify=verify) for _ in range(2)]
+
+    assert open_once(digests, verify=True)
+    changed = {name: f"sha256:{n:064}" for n, name in enumerate(digests)}
+    for _ in range(2):
+        with pytest.raises(ValueError, match="has changed"):
+            open_once(changed, verify=True)
+    assert open_once(changed, verify=False)
+
+
+def test_a_changed_database_stays_refused(tmp_path):
+    root = make_database(tmp_path / "a", {"a": bytes(50)})
+    raw = raw_array(root, dict.fromkeys(digests_of(root), "sha256:0"))
+    databases = Databases(ts.Context(ocdbt.MANIFESTS))
+    found = []
+    for verify in (True, False):
+        with pytest.raises(ValueError, match="has changed") as info:
+            databases.open(raw, tmp_path, verify=verify)
+        found.append(info.value)
+    assert found[0] is found[1]
+
+
+def test_a_database_outside_of_the_checkpoint_is_refused(tmp_path):
+    make_database(tmp_path / "other", {"a": b"1"})
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/state").symlink_to(tmp_path / "other")
+    databases = Databases(ts.Context(ocdbt.MANIFESTS))
+    with pytest.raises(ValueError, match="outside"):
+        databases.open(raw_array(tmp_path / "c/state"), tmp_path / "c", verify=True)
+
+
+# ---- damage and hostile content ---------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """From a snapshot to a checkpoint: its errors, its lock, its files and its name."""
 
+import errno
 import shutil
 import threading
 import time
@@ -11,7 +12,9 @@ import pytest
 import flaxckpt
 from flaxckpt import _arrays, errors
 from flaxckpt._checkpoint import commit, save
+from flaxckpt._steps import markers
 from flaxckpt._storage import rename, store_requests
+from flaxckpt._storage.storage import LOCAL
 from tests.helpers import faulty_store as faulty
 from tests.helpers import strategies
 
@@ -173,6 +176,45 @@ def test_missing_parents_are_made(tmp_path):
     assert ckpt.steps() == [1]
 
 
+@pytest.mark.parametrize("store", STORES)
+def test_the_bytes_of_arrays_are_counted_while_they_are_written(tmp_path, store):
+    sizes = []
+    snapshot = take_snapshot(tmp_path / "c", store, count=sizes.append)
+    with commit.temporary_directory(snapshot) as temporary:
+        commit.write_files(snapshot, temporary, None)
+    assert sum(sizes) == snapshot.stored_bytes
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_failure_of_another_file_stops_the_arrays(tmp_path, store):
+    """The other files are written beside the arrays, by another thread."""
+
+    def check():
+        raise OSError("on fire")
+
+    snapshot = take_snapshot(tmp_path / "c", store)
+    with (
+        commit.temporary_directory(snapshot) as temporary,
+        pytest.raises(OSError, match="on fire"),
+    ):
+        commit.write_arrays(snapshot, temporary, None, check)
+
+
+def take_snapshot(path, store, **options):
+    request = commit.SaveRequest(
+        path=path, options=commit.SaveOptions(layout=layout(store)), **options
+    )
+    return save.take_snapshot(request, STATE)
+
+
+def test_an_object_is_no_directory_of_a_checkpoint():
+    file = faulty.new_path("commit") / "file"
+    file.write_bytes(b"mine")
+    with pytest.raises(errors.SaveFailedError, match="file"):
+        flaxckpt.save(file / "c", STATE)
+    assert file.read_bytes() == b"mine"
+
+
 def test_files_in_new_directories_are_written(tmp_path):
     content = {"a/b/one": b"1", "a/b/two": b"2", "three": b"3"}
     commit.write_new(tmp_path, content)
@@ -209,6 +251,38 @@ def test_files_that_came_meanwhile_are_not_replaced(tmp_path):
     with pytest.raises(errors.CheckpointExistsError, match=r"notes\.txt"):
         commit.publish(new, final, overwrite=True)
     assert (final / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_pin_that_came_meanwhile_is_kept(tmp_path, is_pinned):
+    new, final = make(tmp_path / "new", 2.0), make(tmp_path / "c", 1.0)
+    if is_pinned:
+        markers.pin(final)
+    commit.publish(new, final, overwrite=True)
+    assert flaxckpt.load(final)["w"][0] == 2.0
+    assert markers.is_pinned(final) is is_pinned
+
+
+def test_a_pin_that_is_lost_is_an_error(tmp_path, monkeypatch):
+    new, final = make(tmp_path / "new", 2.0), make(tmp_path / "c", 1.0)
+    markers.pin(final)
+
+    def fail(path, content, **options):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(LOCAL, "replace", fail)
+    with pytest.raises(errors.SaveFailedError, match="saved, but its pin was lost"):
+        commit.publish(new, final, overwrite=True)
+    assert flaxckpt.load(final)["w"][0] == 2.0
+
+
+def test_a_pin_that_the_new_step_has_is_not_made_again(tmp_path):
+    new, final = make(tmp_path / "new", 2.0), make(tmp_path / "c", 1.0)
+    for path in (new, final):
+        markers.pin(path)
+    before = (new / markers.PIN).stat().st_ino
+    commit.publish(new, final, overwrite=True)
+    assert (final / markers.PIN).stat().st_ino == before
 
 
 # ---- after a long pause -----------------------------------------------------------

@@ -11,8 +11,12 @@ import pytest
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._checkpoint import verify
+from flaxckpt._storage.storage import LOCAL
+from flaxckpt._util import progress
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.formats._native import contents
+from flaxckpt.integrations.orbax import CheckpointHandler, SaveArgs
+from tests.helpers import faulty_store as faulty
 from tests.helpers.files import flip_bit
 
 
@@ -107,6 +111,54 @@ def test_arrays_without_checksums_are_decoded(tmp_path):
     assert 0 <= report.secs < 3600
 
 
+@pytest.mark.parametrize("rest", range(6))
+def test_every_byte_of_a_chunk_counts_wherever_a_part_of_the_file_ends(tmp_path, rest):
+    """Files are read in parts of 1 MiB; the last one may cut the checksum."""
+    value = np.zeros(2**20 - 4 + rest, np.uint8)
+    path = save(tmp_path / "c", {"w": value})
+    assert flaxckpt.verify(path).ok
+    for place in (0, value.size - 1, value.size, value.size + 3):
+        flip_bit(path / "state/w/c.0", place)
+        assert "w" in flaxckpt.verify(path).problems, place
+        flip_bit(path / "state/w/c.0", place)
+
+
+@pytest.mark.parametrize("layout", [{}, {"checksum": False}, {"codec": "zstd"}])
+def test_each_byte_is_counted_once_and_the_total_is_known(tmp_path, layout):
+    value = np.random.default_rng(0).standard_normal(2**15)
+    path = save(tmp_path / "c", {"w": value}, **layout)
+    counter = progress.Counter("verifying")
+    report = verify.verify_checkpoint(path, None, counter=counter)
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    assert counter.total == size
+    assert 0.5 * size < counter.done <= size
+    assert report.bytes_checked == counter.done
+
+
+def test_the_bytes_of_another_format_are_counted(tmp_path):
+    save(tmp_path / "c", {"w": np.zeros(2**10, np.float32)})
+    flaxckpt.convert(tmp_path / "c", tmp_path / "m.safetensors")
+    counter = progress.Counter("verifying")
+    verify.verify_checkpoint(tmp_path / "m.safetensors", None, counter=counter)
+    assert counter.done == counter.total == 2**12
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_chunks_in_a_store_are_compared_too(checksum):
+    """There, sizes are known only after the read."""
+    path = faulty.new_path("verify") / "c"
+    save(path, {"w": np.arange(4.0), "v": np.arange(4.0)}, checksum=checksum)
+    assert flaxckpt.verify(path).ok
+    chunk = path / "state" / "w" / "c.0"
+    content = chunk.read_bytes()
+    for changed in (content + b"1", content[:-1], b""):
+        chunk.write_bytes(changed)
+        problems = flaxckpt.verify(path).problems
+        assert set(problems) == {"w"}
+        wanted = f"c.0 has {len(changed)} bytes instead of {len(content)}"
+        assert wanted in problems["w"]
+
+
 # ---- faults that are not proved ---------------------------------------------------
 
 
@@ -139,6 +191,38 @@ def test_a_description_that_is_damaged_or_cannot_be_read(
     assert report.leaves is None
     with pytest.raises(errors.DamagedCheckpointError, match=str(path)):
         verify.check(path)
+
+
+def test_a_link_to_the_outside_does_not_hide_damage(tmp_path):
+    path = save(tmp_path / "c", {"w": np.zeros(4), "name": "x"})
+    (tmp_path / "other").write_text("mine")
+    (path / "state/link").symlink_to(tmp_path / "other")
+    flip_bit(path / "state/_strings.json")
+    report = flaxckpt.verify(path)
+    assert (len(report.problems), len(report.unread)) == (1, 0)
+
+
+def test_a_manifest_that_cannot_be_read_is_no_damage(tmp_path, monkeypatch):
+    path = save(tmp_path / "c", {"w": np.zeros(4)})
+    real = LOCAL.open_file
+
+    def fail(file, *args, **options):
+        if file.name == "flaxckpt.json":
+            raise OSError(errno.EIO, "Input/output error", str(file))
+        return real(file, *args, **options)
+
+    monkeypatch.setattr(LOCAL, "open_file", fail)
+    report = verify.verify_checkpoint(path, None)
+    assert (dict(report.problems), set(report.unread)) == ({}, {"."})
+    assert "Input/output error" in report.unread["."]
+    assert verify.find_damage(path, None) is None
+
+
+def test_an_empty_directory_of_metrics_lacks_its_file(tmp_path):
+    """Also in a step of which nothing else records that it had metrics."""
+    path = save(tmp_path / "c", {"w": np.zeros(4)})
+    (path / "metrics").mkdir()
+    assert flaxckpt.verify(path).problems == {"metrics/metrics": "metrics is missing"}
 
 
 def test_damaged_metrics_do_not_make_a_step_unreadable(tmp_path):
@@ -174,6 +258,16 @@ def test_a_path_that_is_no_checkpoint_any_more_is_reported(tmp_path, error):
     assert dict(faults) == {".": str(error)}
     assert (len(report.problems) + len(report.unread), report.secs) == (1, 0.0)
     assert (report.leaves, report.step) == (None, 3)
+
+
+def test_damage_is_told_of_arrays_without_any_description(tmp_path):
+    path = save(tmp_path / "c", {"w": np.zeros(4)})
+    for file in path.rglob("*"):
+        if file.is_file() and file.parent.name != "w":
+            file.unlink()
+    why = verify.find_damage(path, None)
+    assert why.startswith(f"{path} is not a checkpoint")
+    assert "\n" not in why
 
 
 def test_damage_is_told_of_what_was_a_checkpoint(tmp_path):
@@ -221,6 +315,24 @@ def test_damaged_items_of_orbax_are_found(tmp_path):
     assert set(report.problems) == {"b"}
 
 
+def test_items_of_ours_in_a_step_of_orbax_are_compared(tmp_path):
+    handlers = {"own": CheckpointHandler(), "b": ocp.StandardCheckpointHandler()}
+    state = {"w": np.arange(4.0)}
+    with ocp.CheckpointManager(tmp_path, item_handlers=handlers) as manager:
+        items = {"own": SaveArgs(state), "b": ocp.args.StandardSave(state)}
+        manager.save(1, args=ocp.args.Composite(**items))
+    (tmp_path / "1/own/notes.txt").write_text("mine")
+    report = flaxckpt.verify(tmp_path / "1")
+    assert report.ok, str(report)
+    assert "own/notes.txt" in report.extra
+    assert "own/w" not in report.unchecked
+    [chunk] = (tmp_path / "1/own/w").glob("c*")
+    flip_bit(chunk)
+    report = flaxckpt.verify(tmp_path / "1")
+    assert set(report.problems) == {"own/w"}
+    assert report.places["own/w"].startswith("own/w/c")
+
+
 def test_the_first_fault_is_enough_if_nobody_reads_the_others(tmp_path):
     layout = {"codec": "zstd", "checksum": False}
     state = {name: np.zeros(2**21) for name in "rstu"}
@@ -228,5 +340,6 @@ def test_the_first_fault_is_enough_if_nobody_reads_the_others(tmp_path):
     for name in state:
         (path / f"state/{name}/c.0").write_bytes(b"\xff" * 9)
     assert set(flaxckpt.verify(path).problems) == {*state}
+    assert set(verify.verify_checkpoint(path, None).problems) == {*state}
     report = verify.verify_checkpoint(path, None, thorough=False)
     assert 1 <= len(report.problems) < 4
