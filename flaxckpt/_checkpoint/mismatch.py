@@ -165,7 +165,12 @@ class Moved(NamedTuple):
 
 
 def make_error(
-    planned: RestorePlan, stored: Stored, *, has_transforms: bool, has_state: bool
+    planned: RestorePlan,
+    stored: Stored,
+    *,
+    has_transforms: bool,
+    has_state: bool,
+    is_source: bool,
 ) -> errors.RestoreMismatchError:
     """Returns the error of a plan with problems: its rows and advice.
 
@@ -174,22 +179,30 @@ def make_error(
         stored: The checkpoint.
         has_transforms: Whether the caller passed transforms.
         has_state: Whether the caller passed an abstract state.
+        is_source: Whether a new run begins from the checkpoint.
     """
+    argument = "source_transforms" if is_source else "transforms"
     groups = [] if has_transforms else _find_moved(planned, stored.table)
     return errors.RestoreMismatchError(
         planned.path,
         planned.problems,
-        _give_advice(planned, stored, groups, has_state=has_state),
+        _give_advice(planned, stored, groups, argument, has_state=has_state),
         shown=_format_rows(planned.problems, groups),
     )
 
 
 def advise(
-    planned: RestorePlan, stored: Stored, *, has_transforms: bool, has_state: bool
+    planned: RestorePlan,
+    stored: Stored,
+    *,
+    has_transforms: bool,
+    has_state: bool,
+    is_source: bool,
 ) -> RestorePlan:
     """Returns the plan with the advice of the error that `make_error` returns."""
+    argument = "source_transforms" if is_source else "transforms"
     groups = [] if has_transforms else _find_moved(planned, stored.table)
-    advice = _give_advice(planned, stored, groups, has_state=has_state)
+    advice = _give_advice(planned, stored, groups, argument, has_state=has_state)
     renames = [each.rename(stored.table) for each in groups]
     known = tuple(each for each in renames if each is not None)
     return dataclasses.replace(
@@ -334,21 +347,39 @@ def _format_rows(
 
 
 def _give_advice(
-    planned: RestorePlan, stored: Stored, groups: Sequence[Moved], *, has_state: bool
+    planned: RestorePlan,
+    stored: Stored,
+    groups: Sequence[Moved],
+    argument: str,
+    *,
+    has_state: bool,
 ) -> str:
-    """Returns advice on the problems of a plan."""
+    """Returns advice on the problems of a plan; see `_advise`."""
     parts = dict.fromkeys(p.advice for p in planned.problems if p.advice)
     others = tuple(problem for problem in planned.problems if not problem.advice)
     if others:
         rest = dataclasses.replace(planned, problems=others)
-        parts[_advise(rest, stored, groups, has_state=has_state)] = None
+        parts[_advise(rest, stored, groups, argument, has_state=has_state)] = None
     return " ".join(parts)
 
 
 def _advise(
-    planned: RestorePlan, stored: Stored, groups: Sequence[Moved], *, has_state: bool
+    planned: RestorePlan,
+    stored: Stored,
+    groups: Sequence[Moved],
+    argument: str,
+    *,
+    has_state: bool,
 ) -> str:
-    """Returns advice on problems that do not come with advice of their own."""
+    """Returns advice on problems that do not come with advice of their own.
+
+    Args:
+        planned: The plan.
+        stored: The checkpoint.
+        groups: Leaves that are stored in other containers.
+        argument: The name of the argument with the transforms.
+        has_state: Whether the caller passed an abstract state.
+    """
     problems = planned.problems
     kinds = {problem.kind for problem in problems}
     if "too_wide" in kinds:
@@ -358,10 +389,10 @@ def _advise(
             if problem.kind == "too_wide"
             and (wanted := planned.leaves[problem.leaf].wanted) is not None
         ]
-        return _advise_on_width(wide, has_state=has_state)
+        return _advise_on_width(wide, argument, has_state=has_state)
     renames = [_as_code(each.rename(stored.table)) for each in groups]
     if groups and sum(len(each.names) for each in groups) == len(problems):
-        return _advise_move(groups, renames, are_all=True)
+        return _advise_move(groups, renames, argument, are_all=True)
     if "unused" in kinds:
         return 'Add these leaves to the state, or pass unused="ignore".'
     if "several" in kinds:
@@ -371,7 +402,7 @@ def _advise(
             return advice
         first = ""
         if groups:
-            first = _advise_move(groups, renames, are_all=False) + " "
+            first = _advise_move(groups, renames, argument, are_all=False) + " "
         return (
             f"{first}Pass a state with only the leaves of the checkpoint, or a state"
             ' with values and missing="init" to keep them.'
@@ -380,11 +411,11 @@ def _advise(
         code = ", ".join([f'drop(r"{pattern}")' for pattern in drops])
         return (
             "To begin these leaves and their moments anew, pass"
-            f' transforms=[{code}], missing="init" and a state with values for them.'
+            f' {argument}=[{code}], missing="init" and a state with values for them.'
             " Other transforms rename, grow, slice and map leaves."
         )
     return (
-        "Change the state to fit the checkpoint, or pass transforms=[...], which can"
+        f"Change the state to fit the checkpoint, or pass {argument}=[...], which can"
         ' rename, drop, grow, slice and map leaves: drop(pattern) with missing="init"'
         " keeps your own values, such as of a new head. Floating types are cast;"
         " integers are only widened, unless cast(pattern, dtype, lossy=True) narrows"
@@ -463,7 +494,9 @@ def _advise_on_items(problems: Sequence[Mismatch], stored: Stored) -> str:
     return advice.rstrip()
 
 
-def _advise_on_width(wide: Sequence[LeafInfo], *, has_state: bool) -> str:
+def _advise_on_width(
+    wide: Sequence[LeafInfo], argument: str, *, has_state: bool
+) -> str:
     """Returns advice on 64-bit leaves: how to keep all bits, or how to load 32 bits."""
     first: dict[str, LeafPath] = {}
     for wanted in wide:
@@ -478,27 +511,31 @@ def _advise_on_width(wide: Sequence[LeafInfo], *, has_state: bool) -> str:
     if not has_state:
         return (
             f"To keep all bits, set {_X64}, or pass a state with numpy arrays for these"
-            f" leaves; for 32 bits, pass transforms=[{casts}]{limit}."
+            f" leaves; for 32 bits, pass {argument}=[{casts}]{limit}."
         )
     return (
         f"To keep all bits, set {_X64}, or use numpy arrays for these leaves of the"
         f" state; for 32 bits, use {' and '.join(first)}, and pass"
-        f" transforms=[{casts}]{limit}."
+        f" {argument}=[{casts}]{limit}."
     )
 
 
 def _advise_move(
-    groups: Sequence[Moved], renames: Sequence[str | None], *, are_all: bool
+    groups: Sequence[Moved],
+    renames: Sequence[str | None],
+    argument: str,
+    *,
+    are_all: bool,
 ) -> str:
     """Returns advice on leaves stored in another container."""
     ways = []
     if all(renames):
-        ways.append(f"pass transforms=[{', '.join(map(str, renames))}]")
+        ways.append(f"pass {argument}=[{', '.join(map(str, renames))}]")
     [only] = groups if len(groups) == 1 else [None]
     if are_all and only is not None and not only.wanted:
         ways.append(f"nest the state below {only.found}/{_nesting_hint(only.found)}")
     elif not ways:
-        ways.append("pass transforms=[rename({...})]")
+        ways.append(f"pass {argument}=[rename({{...}})]")
     text = ", or ".join(ways)
     return f"{text[0].upper()}{text[1:]}."
 

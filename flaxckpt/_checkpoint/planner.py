@@ -43,7 +43,8 @@ class RestoreOptions:
 
     Attributes:
         max_concurrent_bytes: Bytes to read at one time.
-        keeps_steps: Whether step counters beside optimizers keep their values.
+        is_source: Whether a new run begins from the checkpoint: with `"reinit"`, step
+            counters beside optimizers keep their values, too.
         has_values: Whether the program has an optimizer and values for the leaves of
             the abstract state, for plans only.
     """
@@ -56,7 +57,7 @@ class RestoreOptions:
     verify: bool = True
     memory_map: Literal["auto"] | bool = "auto"
     max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
-    keeps_steps: bool = False
+    is_source: bool = False
     has_values: bool = False
     read_once: bool = False
 
@@ -376,7 +377,7 @@ class _Planner:
     @_util.forks.lazy
     def _kept(self) -> set[LeafPath]:
         """Step counters that keep the values of the state."""
-        if not self._options.keeps_steps:
+        if not (self._options.is_source and self._options.optimizer == "reinit"):
             return set()
         return step_counters(self._roles) & self._flat.table.keys()
 

@@ -320,7 +320,7 @@ def plan_for_target(
         unused=unused,
         optimizer=optimizer,
         transforms=transforms,
-        keeps_steps=as_source and optimizer == "reinit",
+        is_source=as_source,
         has_values=True,
     )
     stored = _locate.open_checkpoint(path, step)
@@ -356,6 +356,7 @@ def _plan(
         stored,
         has_transforms=bool(options.transforms),
         has_state=abstract_state is not None,
+        is_source=options.is_source,
     )
 
 
@@ -454,6 +455,7 @@ class Restore:
                 stored,
                 has_transforms=bool(options.transforms),
                 has_state=abstract_state is not None,
+                is_source=options.is_source,
             )
         self._jobs: Sequence[_arrays.read.ReadJob] = self._recipe.jobs
         if options.read_once and _util.processes.process_count() > 1:

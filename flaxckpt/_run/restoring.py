@@ -121,8 +121,7 @@ class Restores:
 
         With `optimizer="reinit"`, step counters beside optimizers keep their values.
         """
-        keeps_steps = options.optimizer == "reinit"
-        options = dataclasses.replace(self._complete(options), keeps_steps=keeps_steps)
+        options = dataclasses.replace(self._complete(options), is_source=True)
         start = time.monotonic()
         counter = _util.progress.Counter(f"loading {path.name}")
         state, lineage = _checkpoint.restore.load_source(

@@ -24,11 +24,13 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     if place.is_run:
         choices.append(forms.step_choice(workspace, place, "From step", "a", a))
     if len(others) > 1:
-        choices.append(forms.checkpoint_choice(others, "to", "with", other.name))
+        choices.append(
+            forms.checkpoint_choice(others, "to", "with", other.name, steps="b")
+        )
     if other.is_run:
         choices.append(forms.step_choice(workspace, other, "to step", "b", b))
-    choices.append(html.element("button", "Compare", type="submit"))
-    is_asked = query.number("b") is not None or query.text("with") != ""
+    choices.append(forms.submit("Compare"))
+    is_asked = forms.is_submitted(query) or query.number("b") is not None
     url = address("/compare/result", run=place.name, a=a, b=b, **{"with": other.name})
     result = html.element(
         "div",

@@ -8,12 +8,16 @@ from html import escape
 
 from flaxckpt._report import Report
 from flaxckpt._ui.places import Place
-from flaxckpt._ui.workspace import Workspace
+from flaxckpt._ui.workspace import Query, Workspace
 from flaxckpt._util import html, humanize
 
 
 def choice(
-    label: str, name: str, options: Sequence[tuple[str, str]], chosen: str
+    label: str,
+    name: str,
+    options: Sequence[tuple[str, str]],
+    chosen: str,
+    **attributes: object,
 ) -> html.Markup:
     """Returns a list to choose from.
 
@@ -22,6 +26,7 @@ def choice(
         name: The field of the address.
         options: Pairs of a value and its text.
         chosen: The chosen value.
+        **attributes: Further attributes of the list.
     """
     entries = [
         html.element(
@@ -32,7 +37,7 @@ def choice(
     return html.element(
         "label",
         html.element("span", label),
-        html.element("select", *entries, name_=name),
+        html.element("select", *entries, name_=name, **attributes),
     )
 
 
@@ -122,7 +127,7 @@ def step_form(workspace: Workspace, place: Place, step: int | None) -> html.Mark
 
 
 def checkpoint_choice(
-    names: Iterable[str], label: str, name: str, chosen: str
+    names: Iterable[str], label: str, name: str, chosen: str, *, steps: str = ""
 ) -> html.Markup:
     """Returns a list of runs, checkpoints and files.
 
@@ -131,8 +136,21 @@ def checkpoint_choice(
         label: The label.
         name: The field of the address.
         chosen: The chosen one.
+        steps: The field with a step of it, which a change leaves out; the page then has
+            the steps of the new choice.
     """
-    return choice(label, name, [(each, each) for each in names], chosen)
+    options = [(each, each) for each in names]
+    return choice(label, name, options, chosen, data_without=steps or None)
+
+
+def submit(text: str) -> html.Markup:
+    """Returns the button of a form; see `is_submitted`."""
+    return html.element("button", text, type="submit", name_="go", value=1)
+
+
+def is_submitted(query: Query) -> bool:
+    """Returns True if the button of `submit` was pressed."""
+    return query.text("go") != ""
 
 
 def start_with_another(workspace: Workspace) -> str:

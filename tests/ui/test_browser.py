@@ -237,6 +237,24 @@ def test_two_steps_are_compared(visit, runs):
     assert opened.is_quiet, opened.messages
 
 
+def test_another_run_to_compare_with_brings_its_steps(visit):
+    opened = visit()
+    page = opened.open("/compare", run="run", a=70)
+    page.select_option("select[name=with]", "growing")
+    page.wait_for_url("**with=growing*")
+    own = page.eval_on_selector_all(
+        "select[name=b] option", "options => options.map(option => option.value)"
+    )
+    assert own[-1] == "1"
+    assert page.input_value("select[name=a]") == "70"
+    assert not page.locator("#result details").count()  # nothing is read yet
+    page.select_option("select[name=b]", "1")
+    page.click("form button")
+    page.wait_for_selector("#result .summary-text")
+    assert "step 1 of growing" in page.text_content("#result")
+    assert opened.is_quiet, opened.messages
+
+
 def test_a_restore_is_planned(visit):
     opened = visit()
     page = opened.open("/plan", run="run")

@@ -124,7 +124,9 @@
   // ---- forms --------------------------------------------------------------------------
 
   document.addEventListener("change", (event) => {
-    const form = event.target.closest?.("form[data-submit]");
+    const without = event.target.dataset?.without;
+    const form = event.target.closest?.(without ? "form" : "form[data-submit]");
+    if (without && form.elements[without]) form.elements[without].disabled = true;
     if (form) form.requestSubmit();
   });
 
