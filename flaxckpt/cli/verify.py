@@ -68,10 +68,8 @@ def verify(
         verified = _verify_some(path, chosen, step_format, quiet=json)
     if mark:
         _mark(verified.reports, step_format)
-    elif any(map(_is_unmarked, verified.reports)) and not json:
-        _output.print_line(
-            "--mark marks damaged steps: restores and retention leave them out"
-        )
+    elif not json:
+        _advise_to_mark([r for r in verified.reports if _is_unmarked(r)])
     if json:
         _print_document(verified)
     return _app.SUCCESS if verified.is_good else _app.FINDING
@@ -110,6 +108,17 @@ def _is_unmarked(report: VerifyReport) -> bool:
     if report.step is None or not report.problems:
         return False
     return not _steps.markers.is_damaged(_storage.paths.resolve(report.path))
+
+
+def _advise_to_mark(unmarked: Sequence[VerifyReport]) -> None:
+    """Prints that policies still count damaged steps, and how to mark them."""
+    if unmarked:
+        names = errors.first_few([str(report.step) for report in unmarked], 5)
+        steps, it = ("step", "it") if len(unmarked) == 1 else ("steps", "them")
+        _output.print_paragraph(
+            f"not marked as damaged: policies count {steps} {names}, and restores may"
+            f" try {it}; --mark marks {it}"
+        )
 
 
 def _mark(reports: Sequence[VerifyReport], step_format: str | None) -> None:

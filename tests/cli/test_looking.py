@@ -386,7 +386,7 @@ def test_verify_finds_one_bit(here, command):
     assert lines[2] == "  state/params.dense.kernel/c.0.0 -> params/dense/kernel"
     assert "its CRC-32C differs" in lines[3]
     *_, last, advice = command.text("verify", "run", "--all", code=1)
-    assert advice.startswith("--mark marks damaged steps")
+    assert advice.startswith("not marked as damaged: policies count step")
     assert last.startswith("2 of 3 steps good; 1 DAMAGED: 200; ")
     found = command.json("verify", "run", "--all", code=1)
     assert [report["ok"] for report in found["reports"]] == [True, False, True]
