@@ -6,13 +6,11 @@ import atexit
 import contextlib
 import dataclasses
 import logging
-import math
 import multiprocessing
 import multiprocessing.util
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Literal, NoReturn
 
@@ -120,21 +118,6 @@ class SaveHandle:
         self._ended = threading.Event()  # the lock of the old event may be held
         self._ended.set()
 
-    def _await_end(self, timeout_secs: float | None) -> None:
-        """Waits for the end of the save, or of its thread, at most `timeout_secs`."""
-        until = math.inf if timeout_secs is None else time.monotonic() + timeout_secs
-        while not self._ended.wait(max(0.0, min(_LOOK_SECS, until - time.monotonic()))):
-            if time.monotonic() >= until:
-                return
-            # Without memory, Python ends a thread before `_run`.
-            if not self._thread.is_alive() and not self.done():
-                self._error = errors.SaveFailedError(
-                    f"the {self._name} ended before it began, for lack of memory"
-                    " perhaps: free memory, and save again"
-                )
-                self._ended.set()
-                _unfinished.discard(self)
-
     def done(self) -> bool:
         """Returns True if the save has succeeded or failed."""
         return self._ended.is_set()
@@ -161,7 +144,7 @@ class SaveHandle:
                 " and earlier checkpoints are untouched"
             )
             self._pace.lift()
-            self._await_end(None)
+            self._ended.wait()
         return self.is_cancelled()
 
     def is_cancelled(self) -> bool:
@@ -195,7 +178,7 @@ class SaveHandle:
         if not self.done():
             self._pace.lift()
             with _util.progress.bar(self._counter):
-                self._await_end(timeout_secs)
+                self._ended.wait(timeout_secs)
         if not self.done():
             raise errors.CheckpointTimeoutError(
                 f"the {self._name} is still running after {timeout_secs} s;"
@@ -207,9 +190,6 @@ class SaveHandle:
         assert self._result is not None
         return self._result
 
-
-_LOOK_SECS = 60.0
-"""Seconds between two looks at the thread of a save that is waited for."""
 
 _unfinished: set[SaveHandle] = set()
 """Unfinished saves."""
@@ -232,7 +212,7 @@ def _report_at_exit() -> None:
     try:
         for handle in list(_unfinished):  # on daemon threads, and in children
             handle._pace.lift()
-            handle._await_end(None)
+            handle._ended.wait()
     except BaseException:  # Ctrl-C; an exception here would not change the exit code
         _exit(f"the {each._name} was interrupted" for each in list(_unfinished))
     _exit_if_failed()
