@@ -64,8 +64,11 @@ def write_run_metadata(
 def pin(path: Path) -> None:
     """Keeps the step `path` regardless of the policies."""
     with _change(path, "pin"):
+        in_bucket = not _storage.of(path).has_directories
+        was_pinned = in_bucket and _steps.markers.is_pinned(path)
         _steps.markers.pin(path)
-        if formats.identify(path) is None:  # deleted in the meantime, in a bucket
+        # In a bucket, the step may be gone, or be replaced, which leaves an older pin.
+        if not was_pinned and formats.identify(path) is None:
             _steps.markers.unpin(path)
             raise FileNotFoundError(errno.ENOENT, "it was deleted", str(path))
 

@@ -173,11 +173,13 @@ class Ledger(programs.Ledger):
     def _see_pin(self, step: int, *, is_there: bool) -> None:
         if is_there:
             self.last_pinned[self.bucket.purpose.pid] = self.setting.run / str(step)
-        elif self.bucket.purpose.thread.startswith("save of"):
-            # An overwrite that fails in a bucket removes the step, with its pin.
-            self.pinned[self.setting.run / str(step)] = False
+        elif self.bucket.purpose.doing.startswith("pin"):
+            return  # of a step that was deleted meanwhile: the pin is refused
         elif (save := self._withdrawn.get(step)) is not None:
             raise kernel.Violation(f"policies delete {save}, which is pinned")
+        else:
+            # An overwrite that fails in a bucket removes the step, with its pin.
+            self.pinned[self.setting.run / str(step)] = False
 
     def _see_object(self, step: int, name: str, *, is_there: bool) -> None:
         if name == _MARKER and is_there:
