@@ -289,7 +289,9 @@ def test_the_view_of_plans_says_how_to_add_a_state(made, open_page):
 
 def options(markup, name):
     """Returns the values of a list to choose from."""
-    [found] = re.findall(f'<select name="{name}">(.*?)</select>', markup, re.DOTALL)
+    [found] = re.findall(
+        f'<select name="{name}"[^>]*>(.*?)</select>', markup, re.DOTALL
+    )
     return [html.unescape(each) for each in re.findall('value="([^"]*)"', found)]
 
 
