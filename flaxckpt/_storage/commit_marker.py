@@ -22,6 +22,9 @@ _log = logging.getLogger(__name__)
 MARKER = "commit_success.txt"
 """The commit marker, named by Orbax's convention for buckets."""
 
+MANIFEST = "flaxckpt.json"
+"""The object whose digest is in the commit marker."""
+
 _LATE_TRIES = 8
 
 _locks: dict[RemotePath, locks.Lock] = {}
@@ -264,15 +267,15 @@ def remove(lock: locks.Lock) -> None:
 
 
 def _remove_objects(lock: locks.Lock, keys: Collection[str]) -> None:
-    """Removes objects of a checkpoint without a commit marker, the manifest first.
+    """Removes objects of a checkpoint, the manifest and a commit marker first.
 
     Without the manifest, a commit marker that arrives late does not count.
     """
     final = lock.path
-    in_root = {key for key in keys if "/" not in key}
-    for some in (in_root, {*keys} - in_root):
-        keys = [final.prefix + key for key in sorted(some)]
-        final.store.delete_all(keys, lock.check)
+    first = {MARKER, MANIFEST}.intersection(keys)
+    for some in (first, {*keys} - first):
+        objects = [final.prefix + key for key in sorted(some)]
+        final.store.delete_all(objects, lock.check)
 
 
 # ---- leftovers of crashes ---------------------------------------------------------

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from flaxckpt import _util, errors
 from flaxckpt._storage.paths import RemotePath
@@ -49,16 +49,33 @@ _LOOK_SECS = 0.5
 
 
 class _Holder(NamedTuple):
-    """The holder of a lock."""
+    """The content of a lock, about its holder. Times are of its `time.monotonic`.
+
+    Attributes:
+        id: Different for each lock.
+        machine: `_machine` of the holder.
+        pid: Its process.
+        started: `_started` of its process.
+        beat: Time of the last renewal.
+        until: Time until which requests of dead holders before it may take effect;
+            0 if none may.
+        is_free: Whether the lock is only there for a sweep after that time.
+    """
 
     id: str
     machine: str
     pid: int
     started: str
-    beat: int = 0
+    beat: float = 0.0
+    until: float = 0.0
+    is_free: bool = False
 
     def content(self) -> bytes:
-        return json.dumps(self._asdict()).encode()
+        defaults = self._field_defaults
+        fields = self._asdict().items()
+        return json.dumps(
+            {name: value for name, value in fields if value != defaults.get(name)}
+        ).encode()
 
 
 class Lock:
@@ -72,17 +89,10 @@ class Lock:
     """
 
     def __init__(
-        self,
-        path: RemotePath,
-        holder: _Holder,
-        generation: bytes,
-        *,
-        renewed: float,
-        inherited: bool,
+        self, path: RemotePath, holder: _Holder, generation: bytes, *, inherited: bool
     ) -> None:
         self.path = path
         self.is_inherited = self.is_left = inherited
-        self._renewed = renewed  # the start of the last request that renewed it
         self._holder = holder
         self._generation = generation
         self._guard = threading.Lock()
@@ -103,15 +113,14 @@ class Lock:
 
     def _renew(self) -> bool:
         with self._guard:
-            self._holder = self._holder._replace(beat=self._holder.beat + 1)
-            begin = time.monotonic()
+            holder = self._holder._replace(beat=time.monotonic())
             generation = self.path.store.exchange(
-                _key(self.path), self._holder.content(), self._generation
+                _key(self.path), holder.content(), self._generation
             )
             if generation is None:
                 self._is_lost = True
                 return False
-            self._generation, self._renewed = generation, begin
+            self._generation, self._holder = generation, holder
             return True
 
     def check(self) -> None:
@@ -123,7 +132,8 @@ class Lock:
             CheckpointExistsError: Another process has taken over the lock.
         """
         for _ in range(_FRESH_TRIES):  # the pause may come during a renewal, too
-            if not self._is_lost and time.monotonic() - self._renewed <= _FRESH_SECS:
+            age = time.monotonic() - self._holder.beat
+            if not self._is_lost and age <= _FRESH_SECS:
                 return
             self.confirm()
 
@@ -146,17 +156,27 @@ class Lock:
         _pending[self._holder.id] = time.monotonic() + _LATE_SECS
 
     def release(self) -> None:
-        """Releases the lock; after a failure, a later sweep removes the object."""
+        """Releases the lock; after a failure, a later sweep removes its object.
+
+        A later sweep also removes the object of a lock that was taken over from a
+        process that had died just then: its requests may have taken effect since.
+        """
         if os.getpid() != self._holder.pid:
             return  # in a forked child: the parent holds the lock
         if self._heartbeat is not None:
             self._heartbeat.stop()
         _living.discard(self._holder.id)
+        store, key = self.path.store, _key(self.path)
         try:
             if self._is_lost and self.is_left:  # unless another process holds the lock
-                self.path.store.create(_key(self.path), self._holder.content())
-            elif not (self._is_lost or self.is_left):
-                self.path.store.delete(_key(self.path), self._generation)
+                store.create(key, self._holder.content())
+            elif self._is_lost or self.is_left:
+                pass
+            elif self._holder.until:  # even if it has passed: objects may have come
+                free = self._holder._replace(is_free=True)
+                store.exchange(key, free.content(), self._generation)
+            else:
+                store.delete(key, self._generation)
         except errors.StoreError as error:
             _log.warning(
                 "could not release the lock of %s for now: %s", self.path, error
@@ -204,9 +224,9 @@ def _acquire(path: RemotePath, *, patient: bool) -> Lock:
     watched: StoredValue | None = None
     begin = unchanged_since = last_seen = time.monotonic()
     while True:
-        renewed = time.monotonic()
+        holder = holder._replace(beat=time.monotonic())
         if (generation := store.create(key, holder.content())) is not None:
-            return Lock(path, holder, generation, renewed=renewed, inherited=False)
+            return Lock(path, holder, generation, inherited=False)
         read_begin = time.monotonic()
         current = store.read(key)
         if time.monotonic() - read_begin > _BEAT_SECS:
@@ -221,23 +241,34 @@ def _acquire(path: RemotePath, *, patient: bool) -> Lock:
             time.sleep(_LOOK_SECS)
             continue
         last_seen = time.monotonic()
-        is_dead = _is_dead(current)
+        status = _status(current)
         if watched is None or watched.generation != current.generation:
             has_changed = watched is not None
             watched, unchanged_since = current, time.monotonic()
             is_patient = patient and unchanged_since - begin <= _PATIENCE_SECS
-            if (is_dead is False or has_changed) and not is_patient:
+            is_held = status == "held" or (status == "unknown" and has_changed)
+            if is_held and not is_patient:
                 raise errors.CheckpointExistsError(
                     f"{path} is being written by {_name(current)}: wait for it, or"
                     " save another step"
                 )
-        if is_dead or time.monotonic() - unchanged_since > _ABANDONED_SECS:
-            renewed = time.monotonic()
-            generation = store.exchange(key, holder.content(), current.generation)
-            if generation is not None:
-                return Lock(path, holder, generation, renewed=renewed, inherited=True)
+        is_abandoned = time.monotonic() - unchanged_since > _ABANDONED_SECS
+        if status in ("dead", "free") or is_abandoned:
+            until = 0.0 if is_abandoned else _until(current)
+            if (lock := _replace(path, current, until)) is not None:
+                return lock
             continue
         time.sleep(_LOOK_SECS)
+
+
+def _replace(path: RemotePath, current: StoredValue, until: float) -> Lock | None:
+    """Replaces a lock by one of this process; None if it has changed since."""
+    now = time.monotonic()
+    holder = _self()._replace(beat=now, until=until if until > now else 0.0)
+    generation = path.store.exchange(_key(path), holder.content(), current.generation)
+    if generation is None:
+        return None
+    return Lock(path, holder, generation, inherited=True)
 
 
 def _self() -> _Holder:
@@ -266,8 +297,9 @@ def _started(pid: int) -> str:
 def _holder(lock: StoredValue) -> _Holder | None:
     """Returns the holder of a lock; None if unreadable."""
     try:
-        return _Holder(**json.loads(lock.value))
-    except (ValueError, TypeError, RecursionError):
+        holder = _Holder(**json.loads(lock.value))
+        return holder._replace(beat=float(holder.beat), until=float(holder.until))
+    except (ValueError, TypeError, OverflowError, RecursionError):
         return None
 
 
@@ -279,27 +311,53 @@ def _name(lock: StoredValue) -> str:
     return errors.printable(f"{host}:{holder.pid}"[:100])
 
 
-def _is_dead(lock: StoredValue) -> bool | None:
-    """Returns True if a lock is no longer used; None if unknown on this machine.
+_Status = Literal["held", "unknown", "left", "free", "dead"]
+"""Who uses a lock.
 
-    A lock that this process has left is used as long as a request under it may still
-    take effect: after a sweep, its object would stay, or remove one of the next writer.
+held: Its process, which is alive.
+unknown: Perhaps a process that cannot be seen from here.
+left: Nobody, but requests of this process may still take effect. They would replace or
+    remove objects of the next holder.
+free: Nobody, but requests of a dead process may still take effect. They may only add
+    objects, so the lock may have another holder, but may not be removed.
+dead: Nobody.
+"""
+
+
+def _status(lock: StoredValue) -> _Status:
+    holder, now = _holder(lock), time.monotonic()
+    is_here = holder is not None and holder.machine == _machine()
+    if holder is not None and holder.is_free:
+        return "dead" if is_here and now >= _until(lock) else "free"
+    if holder is None or not is_here:
+        return "unknown"
+    if holder.pid != os.getpid():
+        return "held" if _started(holder.pid) == holder.started else "dead"
+    if holder.id in _living:
+        return "held"
+    return "left" if now < _pending.get(holder.id, 0.0) else "dead"
+
+
+def _until(lock: StoredValue) -> float:
+    """Returns the time until which requests under a lock that is not used take effect.
+
+    By `time.monotonic`, which all processes of a machine share.
     """
-    holder = _holder(lock)
+    holder, now, pid = _holder(lock), time.monotonic(), os.getpid()
     if holder is None or holder.machine != _machine():
-        return None
-    if holder.pid == os.getpid():
-        if holder.id in _living:
-            return False
-        return True if time.monotonic() >= _pending.get(holder.id, 0.0) else None
-    return _started(holder.pid) != holder.started
+        return now + _LATE_SECS
+    if holder.is_free or (holder.pid, holder.started) == (pid, _started(pid)):
+        until = holder.until
+    else:
+        until = max(holder.until, holder.beat + _ABANDONED_SECS)
+    return min(until, now + _ABANDONED_SECS)  # whatever is in the object
 
 
 # ---- locks of dead holders --------------------------------------------------------
 
 
 _seen: dict[str, tuple[bytes, float]] = {}
-"""Checkpoint -> generation of the lock of another machine, and when first seen."""
+"""Checkpoint -> generation of a lock that nobody may use, and when first seen."""
 
 
 def take_over(path: RemotePath) -> Lock | None:
@@ -313,22 +371,20 @@ def take_over(path: RemotePath) -> Lock | None:
     current = store.read(key)
     if current is None:
         return None
-    is_dead = _is_dead(current)
-    if is_dead is None:
+    status, until = _status(current), _until(current)
+    if status not in ("held", "dead"):
         if time.monotonic() - begin > _BEAT_SECS:
             _seen.clear()  # the holders could not renew, either
         seen = _seen.get(f"{path}")
         if seen is None or seen[0] != current.generation:
             seen = _seen[f"{path}"] = current.generation, time.monotonic()
-        is_dead = time.monotonic() - seen[1] > _ABANDONED_SECS
-    if not is_dead:
+        if time.monotonic() - seen[1] > _ABANDONED_SECS:
+            status, until = "dead", 0.0
+    if status != "dead":
         return None
-    holder, renewed = _self(), time.monotonic()
-    generation = store.exchange(key, holder.content(), current.generation)
-    if generation is None:
-        return None
-    _seen.pop(f"{path}", None)
-    return Lock(path, holder, generation, renewed=renewed, inherited=True)
+    if (lock := _replace(path, current, until)) is not None:
+        _seen.pop(f"{path}", None)
+    return lock
 
 
 def is_locked(path: RemotePath) -> bool:

@@ -392,6 +392,14 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
                 after=random.choice((0.0, 1.0, 30.0)) * random.random(),
             )
             disturb(world, process)
+        bucket.draw_last_write(
+            lambda process, secs: world.start(
+                f"{process.name}'",
+                Program(ledger, 2),
+                machine=process.machine,
+                after=secs,
+            )
+        )
         pauses = [process.pauses for process in world.processes.values()]
         ledger.is_calm = bucket.weather == store.Weather() and not any(pauses)
         paused = [
@@ -399,7 +407,10 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
             for process in world.processes.values()
             if max(process.pauses.values(), default=0) > 45
         ]
-        has_crash = any(process.crash_after is not None for process in paused)
+        has_crash = any(
+            process.crash_after is not None or process.pid == bucket.dies_writing
+            for process in paused
+        )
         ledger.is_tidy = len(paused) < 2 and not has_crash
         try:
             world.run()

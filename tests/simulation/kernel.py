@@ -156,6 +156,7 @@ class World:
         is_traced: Whether to keep the timeline.
 
     Attributes:
+        seed: The seed.
         random: The random numbers of the seed.
         now: Seconds since the start of the history.
         task: The task that runs; None between tasks.
@@ -168,6 +169,7 @@ class World:
     """
 
     def __init__(self, seed: int, *, is_traced: bool = False) -> None:
+        self.seed = seed
         self.random = random.Random(seed)
         self.now = 0.0
         self.task: Task | None = None

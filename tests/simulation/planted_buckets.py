@@ -13,6 +13,7 @@ class _NoLock:
 
     def __init__(self, path: Any) -> None:
         self.path = path
+        self._holder = locks._self()
         self.is_inherited = True
         self.is_left = False
 
@@ -63,7 +64,8 @@ def _write_over(path, content, lock=None):
 
 
 def _remove_in_any_order(lock, keys):
-    lock.path.store.delete_all(lock.path.prefix + key for key in sorted(keys)[::-1])
+    keys = sorted(keys, key=commit_marker.MANIFEST.__eq__)
+    lock.path.store.delete_all(lock.path.prefix + key for key in keys)
 
 
 def _do_nothing(self):
@@ -73,7 +75,7 @@ def _do_nothing(self):
 FAULTS: dict[str, dict[tuple[Any, str], Any]] = {
     "no lock": {(locks, "lock"): _lock_nothing},
     "a lock counts as abandoned between two renewals": {(locks, "_ABANDONED_SECS"): 5},
-    "every holder of a lock counts as dead": {(locks, "_is_dead"): lambda lock: True},
+    "every holder of a lock counts as dead": {(locks, "_status"): lambda lock: "dead"},
     "a lock is replaced without a condition": {
         (bucket.Bucket, "exchange"): _exchange_always
     },
@@ -94,6 +96,9 @@ FAULTS: dict[str, dict[tuple[Any, str], Any]] = {
     },
     "a lock is released after an unknown result": {
         (locks.Lock, "release"): _release_always
+    },
+    "requests of a dead process are not waited for": {
+        (locks, "_until"): lambda lock: 0.0
     },
 }
 """Name of a fault -> the attributes to replace, for `stand_ins.installed`."""

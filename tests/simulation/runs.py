@@ -347,6 +347,14 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
                 after=random.choice((0.0, 1.0, 30.0)) * random.random(),
             )
             _disturb(world, process)
+        bucket.draw_last_write(
+            lambda process, secs: world.start(
+                f"{process.name}'",
+                Trainer(ledger, 2, near if process.name == "p0" else None),
+                machine=process.machine,
+                after=secs,
+            )
+        )
         _note_faults(world, ledger)
         world.record(f"{bucket.weather}", f"keep={setting.keep}")
         try:
@@ -380,5 +388,6 @@ def _note_faults(world: kernel.World, ledger: Ledger) -> None:
     has_pauses = any(process.pauses for process in processes)
     ledger.is_calm = ledger.bucket.weather == store.Weather() and not has_pauses
     paused = [p for p in processes if max(p.pauses.values(), default=0) > 45]
-    has_crash = any(process.crash_after is not None for process in paused)
+    dies = ledger.bucket.dies_writing
+    has_crash = any(p.crash_after is not None or p.pid == dies for p in paused)
     ledger.is_tidy = len(paused) < 2 and not has_crash

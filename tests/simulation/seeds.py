@@ -15,10 +15,14 @@ BUCKETS: dict[int, str] = {
     147145: "a sweep after a request without an answer came before the request",
     170214: "a refused deletion released the lock of an abandoned save",
     258351: "a commit marker that came late was counted as one that came in time",
+    464: "a request of a killed process arrived after a sweep had released its lock",
+    8229: "a request of a killed process arrived between a sweep and its end",
     496203: "a deletion under a reader released the lock of an abandoned replacement",
 }
 
 RUNS: dict[int, str] = {
     174: "the pin of an uploaded step was lost when it was overwritten in staging",
+    64: "a request of a killed process arrived after a sweep had released its lock",
+    8178: "a commit marker arrived while the objects of its save were removed",
     9390: "metrics added to a step that was just deleted were left for ever",
 }

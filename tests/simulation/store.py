@@ -10,6 +10,7 @@ sender, and the sender does not pause right before it sends it.
 """
 
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -125,6 +126,7 @@ class Store:
         on_send: Called when a request is sent; returns its purpose.
         purpose: The purpose of the request that takes effect.
         cut_off: PIDs of processes that cannot reach the store.
+        dies_writing: PID of the process that crashes right after it has sent a write.
     """
 
     def __init__(self, world: kernel.World, weather: Weather) -> None:
@@ -136,6 +138,27 @@ class Store:
         self.cut_off: set[int] = set()
         self._world = world
         self._generations = itertools.count(1)
+        self.dies_writing: int | None = None
+        self._writes_left = 0
+        self._restart: Callable[[kernel.Process, float], object]
+        # Apart, so that histories without such a crash remain as they were.
+        self._last_write = random.Random(f"{world.seed} last write")
+
+    def draw_last_write(
+        self, restart: Callable[[kernel.Process, float], object]
+    ) -> None:
+        """Perhaps lets a process crash right after it has sent a write.
+
+        The write arrives late, when others may have taken over.
+
+        Args:
+            restart: Called with the process, starts it again in a number of seconds.
+        """
+        rng = self._last_write
+        if rng.random() < 0.3:
+            self._restart = restart
+            self.dies_writing = rng.choice([*self._world.processes])
+            self._writes_left = rng.randint(1, 40)
 
     # ---- what a KvStore does ------------------------------------------------------
 
@@ -206,6 +229,10 @@ class Store:
     def _send(self, kind: Kind, what: str, effect: Callable[[], object]) -> Answer:
         """Sends a request; the weather decides what becomes of it."""
         world, weather = self._world, self.weather
+        if kind == "write" and world.task.process.pid == self.dies_writing:
+            self._writes_left -= 1
+            if not self._writes_left:
+                self._send_last(what, effect)
         world.point(what, may_pause=kind != "delete")
         request = Request(
             kind, what, effect, world.task.process, self.on_send(), Answer(what)
@@ -243,6 +270,16 @@ class Store:
             case _:
                 self._deliver(request, there, back)
         return request.answer
+
+    def _send_last(self, what: str, effect: Callable[[], object]) -> None:
+        """Sends a write that arrives late, and lets the process crash."""
+        world, draw = self._world, self._last_write.random
+        process, purpose = world.task.process, self.on_send()
+        world.record(what, "(sent right before the crash)")
+        request = Request("write", what, effect, process, purpose, Answer(what))
+        self._deliver(request, self.weather.latest_secs * draw(), None)
+        self._restart(process, 10 * draw())
+        world.crash(process)
 
     def _deliver(
         self,

@@ -87,17 +87,18 @@ def test_a_held_lock_changes_again_and_again(path, monkeypatch):
     monkeypatch.setattr(locks, "_BEAT_SECS", 0.01)
     with locks.lock(path):
         beats = [read(path)["beat"]]
-        while beats[-1] < 3:
+        while len(set(beats)) < 4:
             beats.append(read(path)["beat"])
             time.sleep(0.001)
     assert beats == sorted(beats)
     assert not [t for t in threading.enumerate() if t.name == "flaxckpt store lock"]
 
 
-def test_each_renewal_counts_one(path):
+def test_each_renewal_writes_its_time(path, clock):
     with locks.lock(path) as lock:
-        assert read(path)["beat"] == 0
-        for beat in (1, 2):
+        assert read(path)["beat"] == 1000
+        for beat in (1010, 1020):
+            clock.now = beat
             lock.confirm()
             assert read(path)["beat"] == beat
 
@@ -299,6 +300,15 @@ def test_an_own_lock_is_not_taken_over_while_a_request_may_still_arrive(
     assert 1030 <= clock.now < 1031
 
 
+def test_a_late_renewal_of_an_own_lock_is_no_other_holder(path, clock):
+    fail(path)
+    key, content = path.key + locks.LOCK, json.dumps(read(path)).encode()
+    clock.actions[5] = lambda: path.store.write(key, content)
+    with locks.lock(path) as lock:
+        assert lock.is_inherited
+    assert 1030 <= clock.now < 1031
+
+
 def test_a_sweep_takes_an_own_lock_when_no_request_arrives_any_more(path, clock):
     fail(path)
     clock.now += 30
@@ -332,6 +342,107 @@ def test_the_lock_of_a_dead_process_is_taken_at_once(path, clock, process, end, 
     assert clock.sleeps == 0
     lock.confirm()
     lock.release()
+
+
+def kill(process, path, *, beat, until=0.0):
+    """Leaves the lock of a process that is killed, last renewed at `beat`."""
+    put(path, holder_of(process)._replace(beat=beat, until=until))
+    process.kill()
+    process.wait()
+
+
+def release(lock):
+    lock.is_left = False
+    lock.release()
+
+
+def test_a_lock_stays_if_requests_of_the_dead_may_have_arrived_since(
+    path, clock, process
+):
+    kill(process, path, beat=990)
+    lock = locks.take_over(path)
+    clock.now = 1100  # it looked for objects before
+    release(lock)
+    assert locks.is_locked(path)
+    release(locks.take_over(path))
+    assert not locks.is_locked(path)
+
+
+@pytest.mark.parametrize("how", ["lock", "sweep"])
+def test_a_lock_stays_while_requests_of_the_dead_may_arrive(path, clock, process, how):
+    kill(process, path, beat=990)  # its last request may have been sent at 1005
+    release(
+        locks.take_over(path) if how == "sweep" else locks._acquire(path, patient=0)
+    )
+    assert read(path)["until"] == 1035
+    clock.now = 1034.9
+    assert locks.take_over(path) is None, "a sweep does not remove it yet"
+    clock.now = 1035
+    release(locks.take_over(path))
+    assert not locks.is_locked(path)
+
+
+def test_a_lock_of_one_who_has_been_dead_for_long_is_released(path, clock, process):
+    kill(process, path, beat=955)
+    release(locks.take_over(path))
+    assert not locks.is_locked(path)
+
+
+def test_a_lock_that_is_only_kept_is_acquired_at_once(path, clock, process):
+    kill(process, path, beat=1000)
+    release(locks.take_over(path))
+    for now in (1001, 1044):
+        clock.now = now
+        with locks.lock(path) as lock:
+            assert lock.is_inherited
+            lock.is_left = False
+        assert read(path)["until"] == 1045, "no time is added"
+    clock.now = 1045
+    with locks.lock(path) as lock:
+        lock.is_left = False
+    assert not locks.is_locked(path)
+    assert clock.sleeps == 0
+
+
+def test_the_time_for_late_requests_outlasts_who_took_over(path, clock, process):
+    kill(process, path, beat=900, until=1020)
+    release(locks.take_over(path))
+    assert read(path)["until"] == 1020
+
+
+def test_a_lock_that_is_only_kept_elsewhere_is_acquired_and_kept_on(path, clock):
+    put(path, ELSEWHERE._replace(beat=7, until=9e9, is_free=True))
+    with locks.lock(path) as lock:
+        assert lock.is_inherited
+        lock.is_left = False
+    assert clock.sleeps == 0
+    assert read(path)["until"] == 1030, "by the clock of this machine"
+
+
+def test_a_sweep_watches_a_lock_that_is_only_kept_elsewhere(path, clock):
+    put(path, ELSEWHERE._replace(until=9e9, is_free=True))
+    assert locks.take_over(path) is None
+    clock.now += 46
+    release(locks.take_over(path))
+    assert not locks.is_locked(path)
+
+
+@pytest.mark.parametrize("until", [1e308, float("inf"), float("nan"), True])
+def test_no_time_in_a_lock_keeps_it_for_ever(path, clock, until):
+    free = locks._self()._replace(pid=1, until=until, is_free=True)
+    put(path, free)
+    for _ in range(3):
+        if (lock := locks.take_over(path)) is not None:
+            release(lock)
+        clock.now += 46
+    assert not locks.is_locked(path)
+
+
+@pytest.mark.parametrize("field", ["beat", "until"])
+@pytest.mark.parametrize("value", ["x", None, [], 10**400])
+def test_a_lock_whose_times_are_no_numbers_is_unreadable(path, field, value):
+    content = json.dumps({**locks._self()._asdict(), field: value}).encode()
+    assert locks._holder(types.SimpleNamespace(value=content)) is None
 
 
 @pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)

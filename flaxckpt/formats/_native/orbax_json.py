@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flaxckpt import _arrays, _state, _util, errors
+from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._state.leaf import MeshAxes
 from flaxckpt._types import JSON
 
-MANIFEST = "flaxckpt.json"
+MANIFEST = _storage.commit_marker.MANIFEST
 MAX_BYTES = 64 * 2**20
 """Largest metadata file that is read; 100,000 leaves take about 20 MB."""
 
