@@ -35,11 +35,11 @@ class LoadHandle:
         self._pid = os.getpid()
         context = _settings_of_this_thread()
         # No daemon thread: it may be in a library when Python ends.
-        thread = threading.Thread(
+        self._thread = threading.Thread(
             target=self._run, args=(read, context), name=counter.what, daemon=False
         )
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError:  # no thread can be started
             self._run(read, context)
 
@@ -78,7 +78,13 @@ class LoadHandle:
         if not self.done():
             self._check_process()
             with _util.progress.bar(self._counter):
-                self._ended.wait(timeout_secs)
+                _util.threads.wait_for(self._ended, self._thread, timeout_secs)
+        if _util.threads.has_ended(self._thread) and not self.done():
+            self._error = errors.OutOfMemoryError(
+                f"{self._counter.what} ended before it began, as there was no memory"
+                " for its thread: free memory, and load again"
+            )
+            self._ended.set()
         if not self.done():
             raise errors.CheckpointTimeoutError(
                 f"{self._counter.what} is not finished after {timeout_secs} s; call"

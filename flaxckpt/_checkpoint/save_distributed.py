@@ -187,7 +187,8 @@ def _follow(
         if isinstance(error, Exception):
             raise operation.outcome() from error
         raise
-    size = int(operation.first("committed", str))
+    # Patient: process 0 commits when all have written, however slow its disk is.
+    size = int(operation.first("committed", str, is_patient=True))
     manifest = _storage.stamp(snapshot.request.path / _native.orbax_json.MANIFEST)
     return Written(size, commit.linkable_arrays(snapshot, manifest))
 

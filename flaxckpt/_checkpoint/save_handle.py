@@ -70,9 +70,7 @@ class SaveHandle:
         self._counter = counter
         self._result: SaveResult | None = None
         self._error: BaseException | None = None
-        self._ended = (
-            threading.Event()
-        )  # Ctrl-C in Thread.join marks a running thread as ended
+        self._ended = threading.Event()
         _unfinished.add(self)
         _register_in_child()
         # No daemon thread: a script that ends still finishes the last save.
@@ -118,6 +116,16 @@ class SaveHandle:
         self._ended = threading.Event()  # the lock of the old event may be held
         self._ended.set()
 
+    def _await_end(self, timeout_secs: float | None = None) -> None:
+        _util.threads.wait_for(self._ended, self._thread, timeout_secs)
+        if _util.threads.has_ended(self._thread) and not self.done():
+            self._error = errors.SaveFailedError(
+                f"the {self._name} ended before it began, as there was no memory for"
+                " its thread: free memory, and save again"
+            )
+            self._ended.set()
+            _unfinished.discard(self)
+
     def done(self) -> bool:
         """Returns True if the save has succeeded or failed."""
         return self._ended.is_set()
@@ -144,7 +152,7 @@ class SaveHandle:
                 " and earlier checkpoints are untouched"
             )
             self._pace.lift()
-            self._ended.wait()
+            self._await_end()
         return self.is_cancelled()
 
     def is_cancelled(self) -> bool:
@@ -178,7 +186,7 @@ class SaveHandle:
         if not self.done():
             self._pace.lift()
             with _util.progress.bar(self._counter):
-                self._ended.wait(timeout_secs)
+                self._await_end(timeout_secs)
         if not self.done():
             raise errors.CheckpointTimeoutError(
                 f"the {self._name} is still running after {timeout_secs} s;"
@@ -212,7 +220,7 @@ def _report_at_exit() -> None:
     try:
         for handle in list(_unfinished):  # on daemon threads, and in children
             handle._pace.lift()
-            handle._ended.wait()
+            handle._await_end()
     except BaseException:  # Ctrl-C; an exception here would not change the exit code
         _exit(f"the {each._name} was interrupted" for each in list(_unfinished))
     _exit_if_failed()

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -101,6 +104,27 @@ def _start(work: Callable[[], None]) -> threading.Thread | None:
     except RuntimeError:  # Python is exiting, or the system has no more threads
         return None
     return thread
+
+
+def wait_for(
+    event: threading.Event, thread: threading.Thread, timeout_secs: float | None = None
+) -> None:
+    """Waits until a thread sets an event, or ends without that, or the time is over."""
+    until = math.inf if timeout_secs is None else time.monotonic() + timeout_secs
+    while not event.wait(max(0.0, min(_LOOK_SECS, until - time.monotonic()))):
+        if time.monotonic() >= until or has_ended(thread):
+            return
+
+
+def has_ended(thread: threading.Thread) -> bool:
+    """Returns True if a thread that was started has ended."""
+    # Ctrl-C in Thread.join may mark a running thread as ended.
+    return not thread.is_alive() and thread.ident not in sys._current_frames()
+
+
+_LOOK_SECS = 60.0
+"""Seconds between two looks at a thread that is waited for. It does not say that it has
+ended if Python had no memory to begin its work."""
 
 
 class Heartbeat:

@@ -16,7 +16,7 @@ import pytest
 from flax import linen
 
 import flaxckpt
-from flaxckpt import _storage, errors
+from flaxckpt import _storage, _util, errors
 from flaxckpt._checkpoint import commit as checkpoint_commit
 from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._steps import delete as steps_delete
@@ -320,6 +320,34 @@ def test_an_interrupted_wait_can_be_taken_up_again(run_dir, monkeypatch):
             ckpt.wait()
     release.set()
     assert ckpt.wait().step == 1
+
+
+@pytest.fixture
+def lifeless(monkeypatch):
+    """Lets threads end before their work, as Python does without memory."""
+    monkeypatch.setattr(_util.threads, "_LOOK_SECS", 0.05)
+    monkeypatch.setattr(threading.Thread, "run", lambda thread: None)
+
+
+@pytest.mark.parametrize("wait", [lambda h: h.wait(), lambda h: h.wait(9), "cancel"])
+def test_a_save_whose_thread_has_no_memory_to_begin_fails(run_dir, lifeless, wait):
+    ckpt = flaxckpt.Checkpointer(run_dir)
+    handle = ckpt.save(1, state(1))
+    if wait == "cancel":
+        assert not handle.cancel()
+        wait = type(handle).wait
+    with pytest.raises(errors.SaveFailedError, match="free memory, and save again"):
+        wait(handle)
+    assert handle.done()
+    assert ckpt.steps() == []
+
+
+def test_a_load_whose_thread_has_no_memory_to_begin_fails(run_dir, request):
+    flaxckpt.save(run_dir / "x", state(1))
+    request.getfixturevalue("lifeless")
+    handle = flaxckpt.load_async(run_dir / "x")
+    with pytest.raises(errors.OutOfMemoryError, match="free memory, and load again"):
+        handle.wait()
 
 
 def test_a_cancelled_save_is_no_step_and_the_run_goes_on(run_dir, monkeypatch):

@@ -227,6 +227,8 @@ class Condition:
 class Thread:
     """Like `threading.Thread`, as a task of the running process."""
 
+    ident = None
+
     def __init__(
         self,
         group: None = None,
