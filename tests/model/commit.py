@@ -3,7 +3,8 @@
 Processes save, overwrite, delete or sweep one step, each once. The step has two
 objects, `data` and `manifest`, and its commit marker; the value of an object is the
 process that wrote it. The clock is abstract: a lock becomes old when 45 s pass without
-its renewal.
+its renewal. Some processes know at once that the holder of a lock is dead; then its
+requests may still arrive until these 45 s have passed.
 """
 
 from collections.abc import Collection, Iterator
@@ -19,6 +20,7 @@ ASSUMPTIONS = {
     "prompt removals": "a removal arrives within 45 s of the renewal of the lock before"
     " it, or never",
     "prompt marker": "so does the commit marker",
+    "prompt data": "so does each other object",
 }
 RULES = {
     "lock": "a lock is created only if there is none",
@@ -32,6 +34,8 @@ RULES = {
     "renew to commit": "the lock is renewed right before the commit marker is written",
     "renew to report": "the lock is renewed after the commit and before its report",
     "renew to remove": "the lock is renewed right before objects are removed",
+    "wait": "a lock that was taken over from a dead process before it was old is kept"
+    " until its requests have arrived",
     "clean": "after a take-over, objects without a commit marker are removed",
 }
 WHOLE = "a listed step is whole"
@@ -40,6 +44,7 @@ KEPT = "a committed step stays until it is overwritten or deleted"
 CLEAN = "nothing is left of abandoned saves and deletions"
 
 NONE, OLD = 0, 9
+AWAITED, ARRIVED = 1, 2
 MARKER = 2
 NAMES = ("data", "the manifest", "the marker")
 END = ("done", "dead")
@@ -54,7 +59,11 @@ class State(NamedTuple):
         kept: The writer of the committed step.
         lock: The holder of the lock.
         is_old: Whether the lock was not renewed for 45 s.
-        late: Requests of dead processes that may still arrive: (object, writer).
+        is_free: Whether the holder has released the lock, which is only kept.
+        until: Whether requests of dead holders before may still arrive (`AWAITED`), or
+            could when the lock was taken over (`ARRIVED`).
+        late: Requests of dead processes that may still arrive: (object, writer, whether
+            the writer had the lock).
         has_strays: Whether an object was created without the lock.
         committed: The processes that committed a step.
         reported: The processes that reported it.
@@ -65,7 +74,9 @@ class State(NamedTuple):
     kept: int
     lock: int = NONE
     is_old: bool = False
-    late: frozenset[tuple[int, int]] = frozenset()
+    is_free: bool = False
+    until: int = NONE
+    late: frozenset[tuple[int, int, bool]] = frozenset()
     has_strays: bool = False
     committed: frozenset[int] = frozenset()
     reported: frozenset[int] = frozenset()
@@ -114,12 +125,15 @@ def protocol(
                 yield Event(actor, text), after
             yield from _kill(state, me, without)
         if state.lock and not state.is_old and not _is_prompt(state, without):
-            yield Event("time", "passes"), state._replace(is_old=True)
-        for which, writer in state.late:
-            late = state._replace(late=state.late - {(which, writer)})
+            yield Event("time", "passes"), _settle(state, without)._replace(is_old=True)
+        if state.until == AWAITED:
+            yield Event("time", "passes for the dead"), _settle(state, without)
+        for which, writer, had_lock in state.late:
+            late = state._replace(late=state.late - {(which, writer, had_lock)})
             if "create" in without or not state.objects[which]:
                 objects = put(state.objects, which, writer)
-                late = late._replace(objects=objects, has_strays=True)
+                has_strays = state.has_strays or not had_lock
+                late = late._replace(objects=objects, has_strays=has_strays)
             yield Event("network", f"delivers {NAMES[which]} of {writer}"), late
 
     return Protocol(initial, actions, INVARIANTS)
@@ -130,8 +144,18 @@ def _kill(state: State, me: int, without: Collection[str]) -> Actions:
     dead = state._replace(at=put(state.at, me - 1, ("dead", 0)))
     yield Event("time", f"kills {me}"), dead
     if name == "write" and (which != MARKER or "prompt marker" in without):
-        late = dead._replace(late=state.late | {(which, me)})
+        had_lock = which != MARKER and state.lock == me and not state.is_old
+        late = dead._replace(late=state.late | {(which, me, had_lock)})
         yield Event("time", f"kills {me} during a request"), late
+
+
+def _settle(state: State, without: Collection[str]) -> State:
+    """Lets the time pass in which requests of dead holders may arrive."""
+    until = ARRIVED if state.until else NONE
+    if "prompt data" in without:
+        return state._replace(until=until)
+    late = frozenset(request for request in state.late if not request[-1])
+    return state._replace(until=until, late=late)
 
 
 def _is_prompt(state: State, without: Collection[str]) -> bool:
@@ -185,18 +209,37 @@ class _Process(NamedTuple):
     def acquire(self) -> Steps:
         if self.operation != "sweep":
             if not self.state.lock or "lock" in self.without:
-                yield "creates the lock", self.go("look", lock=self.me, is_old=False)
+                yield "creates the lock", self.go("look", **self.lock())
             if self.state.lock:
                 yield "is refused the lock", self.go("done")
-        if self.state.is_old:
-            yield "finds the lock old", self.go("heir", self.state.lock)
+        if self.is_unused():
+            seen = 2 * self.state.lock + self.state.is_free
+            yield "finds the lock unused", self.go("heir", seen)
 
-    def take_over(self, holder: int) -> Steps:
-        is_same = self.state.lock == holder and self.state.is_old
+    def is_unused(self) -> bool:
+        """Returns True if the process may take over the lock."""
+        state = self.state
+        if not state.lock or state.is_old:
+            return state.is_old
+        if state.is_free:
+            return self.operation != "sweep" or state.until == ARRIVED
+        return state.at[state.lock - 1][0] == "dead"
+
+    def take_over(self, seen: int) -> Steps:
+        state = self.state
+        is_same = seen == 2 * state.lock + state.is_free and self.is_unused()
         if is_same or "unchanged lock" in self.without:
-            yield "takes the lock over", self.go("look", 1, lock=self.me, is_old=False)
+            until = AWAITED
+            if state.is_old or (state.is_free and state.until == ARRIVED):
+                until = NONE
+            yield "takes the lock over", self.go("look", 1, **self.lock(until))
         else:
             yield "is refused the lock", self.go("done")
+
+    def lock(self, until: int = NONE) -> dict[str, object]:
+        """Returns the changes to a state in which this process has the lock."""
+        until = NONE if "wait" in self.without else until
+        return {"lock": self.me, "is_old": False, "is_free": False, "until": until}
 
     def look(self, *, is_heir: bool) -> Steps:
         seen = [self.state.objects]
@@ -303,8 +346,13 @@ class _Process(NamedTuple):
         if self.state.lock:
             yield "is refused the lock", self.go("done")
         else:
-            yield "creates the lock", self.go("done", lock=self.me, is_old=False)
+            yield "creates the lock", self.go("done", **self.lock())
 
     def release(self) -> Steps:
-        changes = {"lock": NONE, "is_old": False} if self.state.lock == self.me else {}
-        yield "releases the lock", self.go("done", **changes)
+        if self.state.lock != self.me:
+            yield "releases the lock", self.go("done")
+        elif self.state.until:
+            yield "frees the lock", self.go("done", is_free=True)
+        else:
+            released = self.lock() | {"lock": NONE}
+            yield "releases the lock", self.go("done", **released)

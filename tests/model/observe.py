@@ -6,6 +6,7 @@ killed there, and nothing that it does later has any effect.
 """
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -108,7 +109,9 @@ class Store:
         future = self._real.write(key, value, if_equal=if_equal)
         is_done = bool(future.result().generation)
         is_new = if_equal == bucket._nothing()
-        if key.endswith(locks.LOCK):
+        if key.endswith(locks.LOCK) and value and json.loads(value).get("is_free"):
+            self._recorder.emit("frees the lock")
+        elif key.endswith(locks.LOCK):
             self._lock(is_done, is_new=is_new, is_removed=value is None)
         elif name := OBJECTS.get(key.rpartition("/")[2]):
             if value is None:
@@ -143,6 +146,25 @@ def elsewhere() -> Iterator[None]:
         patch.setattr(locks, "_ABANDONED_SECS", 0.0)
         patch.setattr(locks, "_LOOK_SECS", 0.001)
         patch.setattr(commit_marker, "_locks", {})
+        yield
+
+
+@contextlib.contextmanager
+def here() -> Iterator[None]:
+    """In the block, this process is another one of the same machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit_marker, "_locks", {})
+        yield
+
+
+@contextlib.contextmanager
+def processes(recorder: Recorder) -> Iterator[None]:
+    """In the block, each actor is a process, and knows that the others are dead."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: recorder.actor)
+        patch.setattr(
+            locks, "_started", lambda pid: "now" if pid == recorder.actor else ""
+        )
         yield
 
 

@@ -47,8 +47,11 @@ IN_STORE = {
 }
 
 
-def store_trace(first, second, *, at, is_killed=False, has_step=False):
-    """Returns the events of two operations, and whether actor 1 was interrupted."""
+def store_trace(first, second, *, at, pause, has_step=False):
+    """Returns the events of two operations, and whether actor 1 was interrupted.
+
+    Actor 1 is "paused" or "killed"; or "dead", which actor 2 knows.
+    """
     path = faulty_store.new_path("traces") / "1"
     if has_step:
         write(path, b"old", overwrite=False)
@@ -62,47 +65,52 @@ def store_trace(first, second, *, at, is_killed=False, has_step=False):
     def interrupt(call):
         interrupted.append(True)
         if call == "list" and recorder.last() == "renews the lock":
-            return is_killed  # "prompt removals": nobody takes over between the two
-        with recorder.acting(2), observe.elsewhere():
+            return pause != "paused"  # "prompt removals": nobody takes over here
+        another = observe.here if pause == "dead" else observe.elsewhere
+        with recorder.acting(2), another():
             act(second, b"second")
-        return is_killed
+        return pause != "paused"
 
     recorder = observe.Recorder(first, second, at=at, interrupt=interrupt)
     real = connection.kv()
     connection._opened = observe.Store(real, recorder)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, connection, "_opened", real)
+        if pause == "dead":
+            stack.enter_context(observe.processes(recorder))
         with contextlib.suppress(observe.KilledError):
             act(first, b"first")
-    finally:
-        connection._opened = real
     return recorder.events, bool(interrupted)
 
 
-def refusals(first, second, *, has_step, is_killed):
+def refusals(first, second, *, has_step, pause):
     """Yields why the trace is no path, for each interruption of actor 1."""
     model = commit.protocol(
         first, second, has_step=has_step, without=["prompt removals", "prompt marker"]
     )
+
+    def is_unseen(event):
+        takes_long = event.actor == "time" and event.text.startswith("passes")
+        return is_unseen_in_store(event) and not (takes_long and pause == "dead")
+
     for at in range(1, 1000):
         events, was_interrupted = store_trace(
-            first, second, at=at, is_killed=is_killed, has_step=has_step
+            first, second, at=at, pause=pause, has_step=has_step
         )
         if not was_interrupted:
             return
-        why = refused(model, events, is_unseen_in_store)
+        why = refused(model, events, is_unseen)
         if why is not None:
             yield "\n".join([f"interrupted before {at}: {why}", *map(str, events)])
     raise AssertionError
 
 
 @pytest.mark.parametrize("has_step", [False, True])
-@pytest.mark.parametrize("is_killed", [False, True], ids=["paused", "killed"])
+@pytest.mark.parametrize("pause", ["paused", "killed", "dead"])
 @pytest.mark.parametrize("second", IN_STORE)
 @pytest.mark.parametrize("first", ["save", "overwrite", "delete"])
-def test_what_two_processes_do_in_a_bucket_is_a_path(
-    first, second, is_killed, has_step
-):
-    found = refusals(first, second, has_step=has_step, is_killed=is_killed)
+def test_what_two_processes_do_in_a_bucket_is_a_path(first, second, pause, has_step):
+    found = refusals(first, second, has_step=has_step, pause=pause)
     assert not list(found)
 
 
@@ -114,6 +122,7 @@ def test_what_two_processes_do_in_a_bucket_is_a_path(
         ("removes unasked", "delete", "sweep"),
         ("removes the marker last", "delete", "sweep"),
         ("writes the marker first", "save", "sweep"),
+        ("does not wait", "save", "sweep"),
     ],
 )
 def test_what_other_code_does_in_a_bucket_is_no_path(
@@ -133,6 +142,8 @@ def test_what_other_code_does_in_a_bucket_is_no_path(
         monkeypatch.setattr(locks.Lock, "confirm", lambda lock: None)
     elif planted == "removes the marker last":
         monkeypatch.setattr(commit_marker, "withdraw", lambda lock: None)
+    elif planted == "does not wait":
+        monkeypatch.setattr(locks, "_until", lambda lock: 0.0)
     else:
 
         def write_new(path, content):
@@ -141,7 +152,8 @@ def test_what_other_code_does_in_a_bucket_is_no_path(
             real(path, content)
 
         monkeypatch.setattr(commit_marker, "write_new", write_new)
-    found = refusals(first, second, has_step=first == "delete", is_killed=False)
+    pause = "dead" if planted == "does not wait" else "paused"
+    found = refusals(first, second, has_step=first == "delete", pause=pause)
     assert next(found, None) is not None
 
 
