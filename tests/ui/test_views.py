@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -691,7 +692,7 @@ def test_known_runs_are_not_read_again(tmp_path, open_page, monkeypatch):
 
 def follow(shown):
     """Returns the fields of the link that plans with the shown remedy."""
-    [url] = re.findall('href="/plan[?]([^"]*)"', html.unescape(shown))
+    [url] = re.findall('href="/plan[?]([^"]*)" class="button"', html.unescape(shown))
     query = workspace.Query(url.encode())
     names = ("run", "step", "into", "source", "optimizer", "missing", "drop", "rename")
     return {name: query.text(name) for name in names if query.text(name)}
@@ -719,6 +720,52 @@ def test_a_plan_into_a_wider_head_links_to_the_plan_that_begins_it_anew(
     shown = ask(plan.result, space, **fields)
     assert "would succeed" in shown
     assert "Not from the checkpoint: 3 leaves" in shown
+
+
+def test_a_plan_shows_the_command_of_its_remedy_whole(tmp_path, open_page):
+    (tmp_path / "of mine").mkdir()
+    with flaxckpt.Checkpointer(tmp_path / "of mine" / "old") as run:
+        run.save(3, {"params": {"head": jnp.ones(3), "trunk": jnp.ones(2)}})
+    wide = {"params": {"head": jnp.ones(5), "trunk": jnp.ones(2)}}
+    flaxckpt.save(tmp_path / "of mine" / "wide", wide)
+    space = open_page(tmp_path / "of mine")
+    asked = {"run": "old", "into": "wide", "step": 3, "optimizer": "exact"}
+    shown = html.unescape(ask(plan.result, space, **asked))
+    [command] = re.findall('<pre class="command">(.*)</pre>', shown)
+    words = shlex.split(command)
+    assert words[:4] == ["flaxckpt", "plan", *map(str, space_paths(space))]
+    assert words[4:] == [
+        *("--step", "3", "--optimizer", "exact"),
+        *("--missing", "init", "--drop", "params/head"),
+    ]
+    verb = [sys.executable, "-m", "flaxckpt", *words[1:]]
+    assert subprocess.run(verb, capture_output=True, check=False).returncode == 0
+
+
+def space_paths(space):
+    return [place.path for place in space.places.runs.values()]
+
+
+def test_a_plan_into_the_state_of_another_run_links_to_that_of_a_source(
+    tmp_path, open_page
+):
+    save_with_head(tmp_path / "old", 3)
+    save_with_head(tmp_path / "wide", 5)
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        for step in (1, 2):
+            run.save(step, flaxckpt.load(tmp_path / "old"))
+    space = open_page(tmp_path)
+    shown = html.unescape(ask(plan.result, space, run="old", into="wide"))
+    [url] = re.findall('href="/plan[?]([^"]*)">plan it as the source', shown)
+    query = workspace.Query(url.encode())
+    assert [query.text(name) for name in ("run", "into", "source")] == [
+        *("old", "wide", "new")
+    ]
+    for fields in (
+        {"run": "old", "into": "wide", "source": "new"},
+        {"run": "run", "into": "run", "step": 1},
+    ):
+        assert "as the source of" not in ask(plan.result, space, **fields)
 
 
 def test_a_plan_into_leaves_without_classes_links_to_the_matched_optimizer(
