@@ -593,7 +593,14 @@ def test_plan_into_a_head_of_another_shape_says_how_to_begin_it_anew(here, comma
     initial = ["plan", "base", "tuned", "--missing", "init"]
     lines = command.text(*initial, code=1)
     assert pasted(lines, BEGIN_ANEW) == words
-    asked += ["--optimizer", "match", "--unused", "ignore", "--cast", "params/t.*=bfloat16"]
+    asked += [
+        "--optimizer",
+        "match",
+        "--unused",
+        "ignore",
+        "--cast",
+        "params/t.*=bfloat16",
+    ]
     words = pasted(command.text(*asked, code=1), BEGIN_ANEW)
     given = [(name, words[words.index(name) + 1]) for name in words if name[0] == "-"]
     assert given == [
