@@ -25,7 +25,9 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     place = workspace.places.find(query.text("run"))
     targets = workspace.targets.all()
     chosen = query.text("into")
-    into = workspace.targets.find(chosen) if chosen else _propose(place, targets)
+    empty = workspace.targets.without_steps(targets)
+    offered = [target for name, target in targets.items() if name not in empty]
+    into = workspace.targets.find(chosen) if chosen else _propose(place, offered)
     step = query.number("step")
     steps = forms.good_steps(workspace, place)
     if step is None and steps:
@@ -36,7 +38,9 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
             forms.step_choice(workspace, place, "Restore step", "step", step)
         )
     choices.append(
-        forms.checkpoint_choice(targets, "into the state of", "into", into.name)
+        forms.checkpoint_choice(
+            targets, "into the state of", "into", into.name, empty=empty
+        )
     )
     choices.append(
         forms.choice("as", "source", [*_SOURCES.items()], query.text("source"))
@@ -133,9 +137,9 @@ def _optimizer_choice(query: Query) -> html.Markup:
     )
 
 
-def _propose(place: Place, targets: Mapping[str, Place]) -> Place:
+def _propose(place: Place, targets: Sequence[Place]) -> Place:
     """Returns the first state of another checkpoint or file; else the own one."""
-    return next((each for each in targets.values() if each.path != place.path), place)
+    return next((each for each in targets if each.path != place.path), place)
 
 
 def _where(workspace: Workspace) -> str:

@@ -746,6 +746,31 @@ def space_paths(space):
     return [place.path for place in space.places.runs.values()]
 
 
+def test_runs_without_steps_cannot_be_chosen(tmp_path, open_page):
+    for name, steps in (("a", ()), ("b", (1,)), ("c", (1, 2))):
+        with flaxckpt.Checkpointer(tmp_path / name) as run:
+            for step in steps:
+                run.save(step, {"w": np.ones(2)})
+    (tmp_path / "a" / "events.jsonl").write_text("")
+    space = open_page(tmp_path)
+    for view, field in ((compare.page, "with"), (plan.page, "into")):
+        options = listed(ask(view, space, run="c"), field)
+        assert options["a"] == ' disabled="">a (no steps)'
+        assert options["b"].endswith(">b")
+        assert "disabled" not in options["b"] + options["c"]
+    chosen = listed(ask(plan.page, space, run="b"), "into")["c"]
+    assert chosen.startswith(' selected=""'), "a has no state to plan into"
+    with flaxckpt.Checkpointer(tmp_path / "a") as run:
+        run.save(1, {"w": np.ones(2)})
+    assert listed(ask(compare.page, space, run="c"), "with")["a"] == ">a"
+
+
+def listed(shown, field):
+    """Returns value -> the attributes and the text of each entry of a list."""
+    [entries] = re.findall(f'<select name="{field}".*?>(<option.*?)</select>', shown)
+    return dict(re.findall('<option value="([^"]*)"([^<]*)</option>', entries))
+
+
 def test_a_plan_into_the_state_of_another_run_links_to_that_of_a_source(
     tmp_path, open_page
 ):
