@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
 from flaxckpt._inspect import best_step
@@ -162,6 +163,16 @@ class ChangedLeaf(NamedTuple):
     max_abs: float
     rel_norm: float
 
+    @property
+    def is_retyped(self) -> bool:
+        """True for another kind, shape or dtype."""
+        return self.what in ("kind", "shape", "dtype")
+
+    @property
+    def is_only_in_one(self) -> bool:
+        """True if only one of the steps has the leaf."""
+        return self.what.startswith("only in")
+
 
 class Change(NamedTuple):
     """The differences between two steps.
@@ -173,9 +184,10 @@ class Change(NamedTuple):
         equal: The number of equal leaves.
         equal_in: Group -> the number of its equal leaves; the optimizer comes last.
         bytes_compared: Size of the values of one step.
-        unreadable: Leaf path -> the step in which it cannot be read, `a` or `b`, and
-            the reason; it may differ.
+        unreadable: Leaf path -> the step in which it cannot be read, and the reason; it
+            may differ.
         metrics: Metric of either step -> its values at both, None without a value.
+        damaged_items: Item that is damaged or missing -> the step, and the reason.
     """
 
     step_a: int
@@ -186,6 +198,7 @@ class Change(NamedTuple):
     bytes_compared: int
     unreadable: Mapping[str, str]
     metrics: Mapping[str, tuple[float | None, float | None]]
+    damaged_items: Mapping[str, str] = MappingProxyType({})
 
 
 class LeafHistory(NamedTuple):

@@ -367,6 +367,7 @@ def describe_change(
         diff.bytes_compared,
         diff.unreadable,
         diff.metrics,
+        diff.damaged_items,
     )
 
 

@@ -335,6 +335,34 @@ def test_diff_without_values_compares_structure(here, command):
     assert lines[-1].startswith("0 leaves differ, 0 are equal, ")
 
 
+def test_diff_counts_leaves_of_another_shape_or_dtype_apart(here, command):
+    same = {"n": jnp.ones(2), "v": jnp.ones(2)}
+    flaxckpt.save("one", {**same, "w": jnp.ones(3), "x": jnp.ones(3)})
+    flaxckpt.save("two", {**same, "w": jnp.zeros(3), "x": jnp.ones(4)})
+    *_, last = command.text("diff", "one", "two", code=1)
+    wanted = "1 leaf differs, 1 leaf has another shape or dtype, 2 are equal"
+    assert last == wanted
+    found = command.json("diff", "one", "two", code=1)
+    assert found["retyped"] == ["x"]
+    assert set(found["changed"]) == {"w", "x"}
+    [last] = command.text("diff", "one", "two", "--only", "x", code=1)[-1:]
+    assert last == "1 leaf has another shape or dtype, 0 are equal"
+
+
+def test_diff_goes_on_past_a_damaged_item(here, command):
+    with flaxckpt.Checkpointer(here / "items", items=("params", "opt")) as run:
+        for step in (1, 2):
+            run.save(step, {"params": {"w": jnp.ones(3)}, "opt": {"m": jnp.ones(2)}})
+    shutil.rmtree(here / "items" / "2" / "params")
+    lines = command.text("diff", "items", 1, 2, code=1)
+    at = lines.index("cannot be read, and so may differ:")
+    assert lines[at + 1].startswith("  params: in step 2: it ")
+    assert lines[-1] == "0 leaves differ, 1 is equal, 1 item not compared"
+    found = command.json("diff", "items", 1, 2, code=1)
+    assert (found["equal"], [*found["damaged_items"]]) == (False, ["params"])
+    assert command.json("diff", "items", 1, 2, "--only", "opt/.*")["equal"]
+
+
 def test_diff_takes_two_steps_after_the_run(here, command):
     by_options = command.json("diff", "run", "-a", 100, "-b", 200, code=1)
     assert command.json("diff", "run", 100, 200, code=1) == by_options

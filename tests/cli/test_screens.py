@@ -329,7 +329,7 @@ def test_diff_shows_metrics_and_what_cannot_be_read(losses, terminal, command, w
     assert names == ["train/loss", "eval/loss", "eval/accuracy"]
     assert lines[5].split()[1:] == ["0.7100", "0.7101"]
     at = lines.index("cannot be read, and so may differ:")
-    assert lines[at + 1].startswith("  params/w: in b: ")
+    assert lines[at + 1].startswith("  params/w: in step 200: ")
     assert lines[-1] == "0 leaves differ, 0 are equal, 1 cannot be read"
     found = command.json(*asked, code=1)
     assert not found["equal"]

@@ -193,6 +193,29 @@ def test_a_comparison_is_that_of_diff(made, open_page):
     assert "step 80 of run to source" in shown
 
 
+def test_a_comparison_counts_other_shapes_apart_and_names_damaged_items(
+    tmp_path, open_page
+):
+    with flaxckpt.Checkpointer(tmp_path / "run", items=("params", "opt")) as run:
+        for step in (1, 2, 3):
+            params = {"w": np.full(3, step), "x": np.ones(step), "y": np.ones(2)}
+            new = {"z": np.ones(2)} if step == 2 else {}
+            run.save(step, {"params": params | new, "opt": {"m": np.ones(2)}})
+    space = open_page(tmp_path / "run")
+    shown = html.unescape(ask(compare.result, space, run="run", a=1, b=2))
+    assert (
+        "1 leaf changed and 2 did not. 1 leaf has another shape or dtype. 1 leaf is in"
+        " only one of them." in shown
+    )
+    group = "1 of 4 leaves changed, 1 has another shape or dtype, 1 is in only one"
+    assert group in shown
+    shutil.rmtree(tmp_path / "run" / "3" / "params")
+    shown = html.unescape(ask(compare.result, space, run="run", a=1, b=3))
+    assert "0 leaves changed and 1 did not. 1 item could not be compared." in shown
+    assert 'data-unreadable="params"' in shown
+    assert "in step 3: it " in shown
+
+
 def test_a_comparison_shows_metrics_and_goes_on_past_damaged_leaves(
     made, tmp_path, open_page
 ):
@@ -206,7 +229,7 @@ def test_a_comparison_shows_metrics_and_goes_on_past_damaged_leaves(
     assert leaf == "params/trunk/kernel"
     assert f'data-unreadable="{leaf}"' in shown
     assert why in shown
-    assert "a is step 70, b is step 80" in shown
+    assert ">Not compared<" in shown
     assert "1 leaf cannot be read, and may differ" in shown
     changed = re.findall('data-path="([^"]*)"', shown)
     assert set(changed) == set(truth.changed)
