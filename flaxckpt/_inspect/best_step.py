@@ -62,5 +62,5 @@ def describe_damaged(
     """
     text = f"step {step} with {humanize.number(value)} would be better, but is {fault}"
     if is_counted and fault == "damaged":
-        text += "; policies count it until flaxckpt verify --mark"
+        text += "; policies count it until flaxckpt verify --mark marks it"
     return text

@@ -260,7 +260,7 @@ def _tell(
         if [*why] == ["no policy"]:
             return [saved, "it stays: no policy deletes steps"]
         if why[0].startswith(_DAMAGED):
-            counted = "policies count it until flaxckpt verify --mark"
+            counted = "policies count it until flaxckpt verify --mark marks it"
             return [
                 saved,
                 f"it is {', '.join(why)}",

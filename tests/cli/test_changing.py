@@ -162,7 +162,7 @@ def test_explain_names_the_best_good_step_if_a_better_one_is_damaged(here, comma
     assert not any(line.startswith("best ") for line in command.text("explain", "own"))
     largest_file(Path("own/2/state")).unlink()
     clause = "step 2 with 0.3 would be better, but is damaged"
-    counted = "policies count it until flaxckpt verify --mark"
+    counted = "policies count it until flaxckpt verify --mark marks it"
     lines = command.text("explain", "own", code=1)
     assert f"best loss: 0.5, lowest, at step 3; {clause}; {counted}" in _joined(lines)
     assert command.text("explain", "own", 2, code=1)[-1] == counted

@@ -359,7 +359,7 @@ def test_the_card_of_the_best_step_names_a_better_one_that_is_damaged(run):
     kind, texts = _card(_report.page(gather(run)), "best")
     assert kind == "card main best"
     clause = "step 50 with 0.3 would be better, but is damaged"
-    counted = "; policies count it until flaxckpt verify --mark"
+    counted = "; policies count it until flaxckpt verify --mark marks it"
     wanted = ["0.4", f"lowest, at step 20; {clause}{counted}"]
     assert texts == ["Best eval/loss", *wanted]
     damage(run / "20")
@@ -387,7 +387,7 @@ def test_the_card_of_the_best_step_says_that_it_is_damaged(run):
     assert texts[1:] == [
         "0.4",
         "lowest, at step 20; step 50 with 0.3 would be better, but is damaged; policies"
-        " count it until flaxckpt verify --mark",
+        " count it until flaxckpt verify --mark marks it",
     ]
     page = card_with()  # all
     _, texts = _card(page, "best")

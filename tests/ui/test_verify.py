@@ -201,7 +201,9 @@ def test_the_best_step_is_not_called_so_once_damage_was_found(tmp_path, open_pag
     assert "best 0.4<" in shown
     assert "best 0.1" not in shown
     clause = "lowest, at step 3; step 2 with 0.1 would be better, but is damaged"
-    assert f"{clause}; policies count it until flaxckpt verify --mark<" in shown
+    assert (
+        f"{clause}; policies count it until flaxckpt verify --mark marks it<" in shown
+    )
     strip = shown[shown.index("Existing and deleted steps") :]
     assert 'class="point unusable" data-step="2"' in strip
     assert 'class="point best" data-step="3"' in strip
