@@ -73,8 +73,9 @@ def test_ls_and_explain_see_that_the_newest_step_was_cut_off(here, command):
     assert "wanted 52 bytes, found 26" in lines[4]
     assert command.json("ls", "run", code=1)["steps"][2]["damage"]
     assert "wanted 52 bytes" in command.text("explain", "run", code=1)[3]
-    _, why = command.text("explain", "run", 300, code=1)
+    _, why, counted = command.text("explain", "run", 300, code=1)
     assert why.startswith("it is damaged: ")
+    assert counted == "policies count it until flaxckpt verify --mark marks it"
     assert "the checkpoint is damaged: " in command.text("ls", "run/300", code=1)[2]
     file.unlink()
     assert "found none" in command.text("ls", "run", code=1)[4]
