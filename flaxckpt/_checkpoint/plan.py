@@ -108,14 +108,10 @@ class RestorePlan:
     @property
     def summary(self) -> str:
         """The number of leaves of each outcome, and the bytes to read, in a line."""
-        listed = ", ".join(
-            f"{total} {action}" + (f" ({_list_counts(parts)})" if parts else "")
-            for action, (total, parts) in count_outcomes(self).items()
-        )
         size = f"{self.bytes_to_read:,} bytes to read"
         if self.bytes_here != self.bytes_to_read:
             size += f", {self.bytes_here:,} here"
-        return f"{self.path}: {listed or 'nothing to load'}; {size}"
+        return f"{self.path}: {describe_outcomes(self)}; {size}"
 
     def __str__(self) -> str:
         rows = self._rows()
@@ -208,6 +204,18 @@ def count_outcomes(
             parts[action] = parts.get(action, 0) + 1
         found[first] = total + 1, parts
     return found
+
+
+def describe_outcomes(restore_plan: RestorePlan) -> str:
+    """Returns text on how many leaves have each outcome: `2 loaded (1 cast), 6 init`.
+
+    The plan and the log of its restore have the same text.
+    """
+    listed = ", ".join(
+        f"{total} {action}" + (f" ({_list_counts(parts)})" if parts else "")
+        for action, (total, parts) in count_outcomes(restore_plan).items()
+    )
+    return listed or "nothing to load"
 
 
 def lacks_optimizer_leaves(restore_plan: RestorePlan) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from flaxckpt import _arrays, _state, _storage, _util, datasets, errors
 from flaxckpt._checkpoint import mismatch, optimizer_init, planner
 from flaxckpt._checkpoint.load_handle import LoadHandle
-from flaxckpt._checkpoint.plan import RestorePlan
+from flaxckpt._checkpoint.plan import RestorePlan, describe_outcomes
 from flaxckpt._state.leaf import LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.errors import Mismatch
@@ -491,10 +491,9 @@ class Restore:
         self._values = values
         _reader.check_current(path, self._stored.stamp)
         _log.info(
-            "restored %s: %d of %d leaves, %d bytes in %.3f s",
+            "restored %s: %s; %d bytes in %.3f s",
             path,
-            self._planned.count("loaded"),
-            sum(leaf.info.kind != "empty" for leaf in self._stored.table.values()),
+            describe_outcomes(self._planned),
             self._planned.bytes_here,
             time.monotonic() - self._start,
         )

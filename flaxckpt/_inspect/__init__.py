@@ -9,6 +9,7 @@ from flaxckpt import _doors
 if TYPE_CHECKING:
     from flaxckpt._inspect import (
         abstract_file,
+        best_step,
         diff,
         doctor,
         history,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "abstract_file",
+    "best_step",
     "diff",
     "doctor",
     "history",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from flaxckpt import _state, _storage, errors, formats
+from flaxckpt import _state, _steps, _storage, errors, formats
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.formats import _locate
@@ -42,11 +42,23 @@ class TargetState(NamedTuple):
         state: Abstract; numbers and texts have values.
         has_roles: True if optimizers can be recognised by optax classes.
         has_classes: False for a file that names no classes, such as a nested JSON file.
+        run: The checkpoint, or its run directory; None for a file.
     """
 
     state: PyTree
     has_roles: bool
     has_classes: bool = True
+    run: Path | None = None
+
+    def may_begin_from(self, path: PathLike) -> bool:
+        """Returns True for the state of another run, with an optimizer.
+
+        Its run may then begin from the checkpoint or the run directory `path`.
+        """
+        if self.run is None or self.run == _run_directory(_storage.paths.resolve(path)):
+            return False
+        leaves = _state.flax_state.leaves_by_path(self.state)
+        return any(map(_moments.is_in_optimizer, leaves))
 
     def check_source(self) -> None:
         """Raises an error if the optimizer of a new run cannot be recognised.
@@ -89,7 +101,13 @@ def read_target(target: PathLike, *, step: int | None = None) -> TargetState:
     values = {path: _abstract(row.info) for path, row in stored.table.items()}
     has_roles = any(row.info.role is not None for row in stored.table.values())
     state = _state.tree.unflatten(stored.structure, values, _state.leaf_types.LeafParts)
-    return TargetState(state, has_roles)
+    return TargetState(state, has_roles, run=_run_directory(root))
+
+
+def _run_directory(root: Path) -> Path:
+    """Returns the parent of a checkpoint with the name of a step; else `root`."""
+    is_step = _steps.names.is_usual(root.name) and formats.recognises(root)
+    return root.parent if is_step else root
 
 
 def _read_file(file: Path) -> TargetState:

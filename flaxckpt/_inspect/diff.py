@@ -9,11 +9,12 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from flaxckpt import _arrays, _util, errors
+from flaxckpt import _arrays, _storage, _util, errors
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt.formats import _locate
+from flaxckpt.formats._reader import Stored
 from flaxckpt.transforms import Transform, _moments, _patterns
 from flaxckpt.transforms import _base as _transforms
 
@@ -81,10 +82,12 @@ class CheckpointDiff:
         same: Leaf paths of equal leaves; None and empty containers have no value, and
             are not among them.
         bytes_compared: Size of all compared values of one side.
-        unreadable: Leaf path -> the checkpoint in which its values cannot be read, `a`
-            or `b`, and the reason. Such a leaf is in none of the above.
+        unreadable: Leaf path -> the checkpoint in which its values cannot be read, and
+            the reason. Such a leaf is in none of the above.
         metrics: Metric of either checkpoint -> its value in the first and in the
             second, None without a value. Metrics do not make checkpoints unequal.
+        damaged_items: Item that is damaged or missing -> the checkpoint, and the
+            reason. Its leaves are in none of the above.
     """
 
     a: str
@@ -98,29 +101,45 @@ class CheckpointDiff:
     metrics: Mapping[str, tuple[float | None, float | None]] = dataclasses.field(
         default_factory=dict
     )
+    damaged_items: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
         """True if all leaves are equal; False if any could not be compared."""
-        return not (self.only_in_a or self.only_in_b or self.changed or self.unreadable)
+        differs = self.only_in_a or self.only_in_b or self.changed
+        return not (differs or self.unreadable or self.damaged_items)
+
+    @property
+    def retyped(self) -> tuple[LeafPath, ...]:
+        """The leaves in `changed` of another kind, shape or dtype."""
+        return tuple(p for p, leaf in self.changed.items() if leaf.kind != "values")
 
     def __str__(self) -> str:
         lines = [f"{self.a} and {self.b}: {self._summary()}"]
         lines += _rows("only in the first", dict.fromkeys(self.only_in_a, ""))
         lines += _rows("only in the second", dict.fromkeys(self.only_in_b, ""))
-        lines += _rows("changed", self.changed)
+        retyped = {path: self.changed[path] for path in self.retyped}
+        changed = {p: leaf for p, leaf in self.changed.items() if p not in retyped}
+        lines += _rows("of another shape or dtype", retyped)
+        lines += _rows("changed", changed)
         lines += _rows("cannot be read", self.unreadable)
+        lines += _rows("items not compared", self.damaged_items)
         return "\n".join(lines)
 
     def _summary(self) -> str:
         if self.is_empty:
             return f"all {len(self.same)} leaves are equal"
-        text = (
-            f"{len(self.changed)} leaves differ, {len(self.same)} are equal,"
-            f" {len(self.only_in_a) + len(self.only_in_b)} are in only one of them"
-        )
+        retyped = len(self.retyped)
+        text = f"{len(self.changed) - retyped} leaves differ in values"
+        if retyped:
+            text += f", {retyped} in shape or dtype"
+        text += f", {len(self.same)} are equal"
+        text += f", {len(self.only_in_a) + len(self.only_in_b)} are in only one of them"
         if self.unreadable:
             text += f", {len(self.unreadable)} cannot be read"
+        if self.damaged_items:
+            items = _util.humanize.count(len(self.damaged_items), "item")
+            text += f"; {items} not compared"
         return text
 
 
@@ -151,7 +170,8 @@ def diff(
     """Compares two checkpoints of any formats, or two steps of a run, leaf by leaf.
 
     Values are read in pieces, which limits the memory for leaves of any size. Damaged
-    leaves are in `unreadable`, and all others are compared.
+    leaves are in `unreadable`, damaged items in `damaged_items`, and all others are
+    compared.
 
     ```python
     print(flaxckpt.diff("run", "run", step_a=1000, step_b=2000))
@@ -168,18 +188,21 @@ def diff(
 
     Raises:
         CheckpointNotFoundError, CheckpointFormatError: As for `load`.
-        DamagedCheckpointError: The metadata is damaged, so the leaves are unknown.
+        DamagedCheckpointError: The metadata is damaged, so no leaf is known.
         OptionError: `only` is not a regular expression, or matches no leaf.
     """
     sides = [
         _locate.open_checkpoint(path, step) for path, step in ((a, step_a), (b, step_b))
     ]
-    for side in sides:
-        side.check_items(side.items.trees)
+    names = _names(sides)
+    damaged = _damaged_branches(sides)
     table_a = _transforms.apply(_transforms.check(transforms), sides[0].table)
     table_b = sides[1].table
     if only is not None:
+        damaged = _select_branches(only, damaged, table_a, table_b)
         table_a, table_b = _select(only, table_a, table_b)
+    lost = _describe_items(damaged, sides, names, table_a, table_b)
+    table_a, table_b = (_without(damaged, table) for table in (table_a, table_b))
     both = [path for path in table_a if path in table_b]
     changed: dict[LeafPath, LeafDiff] = {}
     pairs: list[tuple[Leaf, Leaf]] = []
@@ -195,7 +218,7 @@ def diff(
     counter = _util.progress.Counter(f"comparing {sides[0].metadata.path}")
     unreadable: dict[LeafPath, str] = {}
     with _util.progress.bar(counter):
-        changed |= _compare(pairs, counter, unreadable)
+        changed |= _compare(pairs, names, counter, unreadable)
     order = _Order((table_b, table_a))
     ranked = sorted(
         changed, key=lambda path: (*order.place(path), -_rank(changed[path]))
@@ -216,7 +239,92 @@ def diff(
         counter.done,
         {path: unreadable[path] for path in sorted(unreadable, key=order.place)},
         _pair_metrics(*[side.metadata.metrics for side in sides]),
+        lost,
     )
+
+
+def _names(sides: Sequence[Stored]) -> tuple[str, str]:
+    """Returns short names of two checkpoints, which tell them apart."""
+    paths = [_storage.paths.from_text(side.metadata.path) for side in sides]
+    steps = [side.metadata.step for side in sides]
+    runs = [
+        "" if paths[0].parent == paths[1].parent else f" of {path.parent.name}"
+        for path in paths
+    ]
+    if None in steps:  # not two steps
+        runs = [f" of {path.parent.name}" for path in paths]
+    a, b = (
+        path.name if step is None else f"step {step}{run}"
+        for path, step, run in zip(paths, steps, runs, strict=True)
+    )
+    return (a, b) if a != b else (str(paths[0]), str(paths[1]))
+
+
+# ---- damaged items ----------------------------------------------------------------
+
+
+def _damaged_branches(sides: Sequence[Stored]) -> dict[LeafPath, str]:
+    """Returns the branch of each damaged item of the state, of both checkpoints.
+
+    Raises:
+        DamagedCheckpointError: All items of a checkpoint are damaged.
+    """
+    for side in sides:
+        if not side.table:
+            side.check_items(side.items.trees)
+    return {
+        branch: item
+        for side in sides
+        for branch, item in side.damaged_branches.items()
+        if item in side.items.trees
+    }
+
+
+def _select_branches(
+    only: str, damaged: Mapping[LeafPath, str], *tables: LeafTable
+) -> dict[LeafPath, str]:
+    """Returns the damaged branches that may have leaves which the pattern matches."""
+    pattern = _patterns.compile_pattern(only)
+    selected = {}
+    for branch, item in damaged.items():
+        known = [p for table in tables for p in table if _branch_of(p) == branch]
+        if not known or any(map(pattern.fullmatch, known)):
+            selected[branch] = item
+    return selected
+
+
+def _describe_items(
+    damaged: Mapping[LeafPath, str],
+    sides: Sequence[Stored],
+    names: Sequence[str],
+    *tables: LeafTable,
+) -> dict[str, str]:
+    """Returns damaged item -> the checkpoints, the reasons, and what is left out."""
+    described = {}
+    for branch, item in damaged.items():
+        reasons = [
+            f"in {name}: it {side.metadata.damaged_items[item]}"
+            for side, name in zip(sides, names, strict=True)
+            if item in side.metadata.damaged_items
+        ]
+        known = {p for table in tables for p in table if _branch_of(p) == branch}
+        if known:
+            leaves = _util.humanize.count(len(known), "leaf", "leaves")
+            reasons.append(f"{leaves} not compared")
+        described[item] = errors.one_line("; ".join(reasons), _LONGEST_REASON)
+    return described
+
+
+def _without(damaged: Mapping[LeafPath, str], table: LeafTable) -> LeafTable:
+    """Returns the leaves that are in no damaged item of either checkpoint."""
+    return {p: leaf for p, leaf in table.items() if _branch_of(p) not in damaged}
+
+
+def _branch_of(path: LeafPath) -> LeafPath:
+    return path.partition("/")[0]
+
+
+# ---- leaves -----------------------------------------------------------------------
 
 
 def _pair_metrics(
@@ -290,6 +398,7 @@ def _kind(a: LeafInfo, b: LeafInfo) -> Kind | None:
 
 def _compare(
     pairs: Sequence[tuple[Leaf, Leaf]],
+    names: tuple[str, str],
     counter: _util.progress.Counter,
     unreadable: dict[LeafPath, str],
 ) -> dict[LeafPath, LeafDiff]:
@@ -297,6 +406,7 @@ def _compare(
 
     Args:
         pairs: The leaf of each checkpoint.
+        names: The names of the checkpoints, for reasons.
         counter: Counts the bytes compared.
         unreadable: Leaf path -> reason; damaged leaves are added.
     """
@@ -318,8 +428,8 @@ def _compare(
     ]
     for batch in _arrays.blockwise.batches(pieces, _AT_ONCE):
         beside = [_arrays.blockwise.Piece(others[p.path], p.region) for p in batch]
-        left = _read(batch, "a", unreadable)
-        right = _read(beside, "b", unreadable)
+        left = _read(batch, names[0], unreadable)
+        right = _read(beside, names[1], unreadable)
         for piece, x, y in zip(batch, left, right, strict=True):
             if x is not None and y is not None:
                 differences[piece.path].add(x, y)
@@ -337,7 +447,7 @@ def _compare(
 
 def _read(
     pieces: Sequence[_arrays.blockwise.Piece],
-    side: Literal["a", "b"],
+    side: str,
     unreadable: dict[LeafPath, str],
 ) -> list[Array | None]:
     """Returns the values of pieces; None for leaves that cannot be read.

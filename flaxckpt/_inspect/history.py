@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from flaxckpt import _run, _steps, _storage, policies
+from flaxckpt._inspect import best_step
 from flaxckpt._inspect import listing as listings
 from flaxckpt._inspect.listing import Listing
 from flaxckpt._steps.event import Event
@@ -31,6 +32,7 @@ class SavedStep:
         reason: The recorded reason of the deletion.
         temporary: True if the step was saved as a temporary step.
         damage: The known damage of a step that exists, or None.
+        is_counted: As of `Step`.
     """
 
     step: int
@@ -43,6 +45,7 @@ class SavedStep:
     reason: str | None = None
     temporary: bool = False
     damage: str | None = None
+    is_counted: bool = True
 
     @property
     def exists(self) -> bool:
@@ -92,6 +95,7 @@ def of_events(events: Iterable[Event], listing: Listing) -> list[SavedStep]:
             deleted=None,
             reason=None,
             damage=found.damage,
+            is_counted=found.is_counted,
         )
     for number, step in saved.items():
         if step.exists and number not in there:
@@ -288,7 +292,7 @@ def rank(
     next_value, following = (*ranked, (None, None))[place + 1]
     return Ranking(
         metric=best.metric,
-        end="lowest" if best.mode == "min" else "highest",
+        end=best_step.end(best.mode),
         value=ranked[place][0],
         place=place + 1,
         count=len(ranked),

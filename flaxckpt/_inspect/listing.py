@@ -35,6 +35,8 @@ class Step:
         why: The reasons to keep it; empty if it would be deleted.
         damage: The known damage, or None.
         deleted_items: The items that were deleted on purpose.
+        is_counted: True unless policies leave the step out: a step with the marker of
+            damage, or without a whole description.
     """
 
     step: int | None
@@ -47,6 +49,7 @@ class Step:
     why: tuple[str, ...]
     damage: str | None
     deleted_items: tuple[str, ...] = ()
+    is_counted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,7 @@ def listing(
             why=examined.reasons.get(number, []),
             is_best=number in examined.best.values(),
             damage=examined.damage.get(number),
+            is_whole=number in view.steps,
         )
         steps.append(step)
     is_known = all(step.bytes is not None for step in steps)
@@ -156,6 +160,7 @@ def _describe(
     why: Sequence[str] = (),
     is_best: bool = False,
     damage: str | None = None,
+    is_whole: bool = True,
 ) -> Step:
     is_directory = path.is_dir()
     markers = _read_markers(path) if is_directory else None
@@ -177,6 +182,7 @@ def _describe(
         tuple(why),
         damage,
         () if markers is None else tuple(sorted(markers.deleted_items)),
+        is_whole and not _steps.markers.is_damaged(path),
     )
 
 

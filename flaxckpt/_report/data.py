@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
+from flaxckpt._inspect import best_step
 from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Step
 from flaxckpt._report.copies import Copy
@@ -159,6 +163,16 @@ class ChangedLeaf(NamedTuple):
     max_abs: float
     rel_norm: float
 
+    @property
+    def is_retyped(self) -> bool:
+        """True for another kind, shape or dtype."""
+        return self.what in ("kind", "shape", "dtype")
+
+    @property
+    def is_only_in_one(self) -> bool:
+        """True if only one of the steps has the leaf."""
+        return self.what.startswith("only in")
+
 
 class Change(NamedTuple):
     """The differences between two steps.
@@ -170,9 +184,10 @@ class Change(NamedTuple):
         equal: The number of equal leaves.
         equal_in: Group -> the number of its equal leaves; the optimizer comes last.
         bytes_compared: Size of the values of one step.
-        unreadable: Leaf path -> the step in which it cannot be read, `a` or `b`, and
-            the reason; it may differ.
+        unreadable: Leaf path -> the step in which it cannot be read, and the reason; it
+            may differ.
         metrics: Metric of either step -> its values at both, None without a value.
+        damaged_items: Item that is damaged or missing -> the step, and the reason.
     """
 
     step_a: int
@@ -183,6 +198,7 @@ class Change(NamedTuple):
     bytes_compared: int
     unreadable: Mapping[str, str]
     metrics: Mapping[str, tuple[float | None, float | None]]
+    damaged_items: Mapping[str, str] = MappingProxyType({})
 
 
 class LeafHistory(NamedTuple):
@@ -338,6 +354,38 @@ class Report:
             if check.is_bad
         }
 
+    def counts(self, number: int | None) -> bool:
+        """Returns True if policies count an existing step."""
+        return any(s.is_counted for s in self.steps if s.step == number)
+
+    def with_integrity(self, checks: Sequence[Integrity]) -> Report:
+        """Returns the report with other checks.
+
+        The newest and the best steps are those of the good steps, if there are any, as
+        if the damaged steps were marked as such.
+        """
+        report = dataclasses.replace(self, integrity=tuple(checks))
+        if not self.is_run:
+            return report
+        faults = report.faults
+        metrics = {
+            name: _with_best(points, faults) for name, points in self.metrics.items()
+        }
+        best = {p.step for points in metrics.values() for p in points if p.mode}
+        good = [step.step for step in self.steps if step.step not in faults]
+        steps = [
+            dataclasses.replace(
+                step,
+                marks=_with_mark(
+                    _with_mark(step.marks, "best", step.step in best),
+                    "latest",
+                    step.step in good[-1:] or (not good and "latest" in step.marks),
+                ),
+            )
+            for step in self.steps
+        ]
+        return dataclasses.replace(report, metrics=metrics, steps=tuple(steps))
+
     @property
     def marks(self) -> Mapping[int | None, tuple[Mark, ...]]:
         """Step -> its marks; a step that cannot be used is not the newest or best."""
@@ -370,3 +418,40 @@ class Report:
         Checkpoints that were not checked do not count.
         """
         return not any(check.is_bad for check in self.integrity)
+
+
+def _with_best(
+    points: Sequence[MetricValue], faults: Collection[int | None]
+) -> tuple[MetricValue, ...]:
+    """Returns values of which the best ones are of good steps, if there are any."""
+    values = {
+        point.step: point.value
+        for point in points
+        if not point.is_deleted and math.isfinite(point.value)
+    }
+    labelled = [*points]
+    for point in points:
+        if point.mode is None or point.step not in faults:
+            continue
+        good = best_step.find(values, faults, point.mode).good
+        if good is not None:
+            labelled = [
+                each._replace(best="best", mode=point.mode)
+                if each.step == good
+                else each._replace(best="among the best", mode=None)
+                if each.step == point.step
+                else each
+                for each in labelled
+            ]
+    return tuple(labelled)
+
+
+def _with_mark(marks: Sequence[str], mark: str, is_set: bool) -> tuple[str, ...]:
+    """Returns the marks of a step with or without a mark, in the usual order."""
+    if is_set == (mark in marks):
+        return tuple(marks)
+    rest = [each for each in marks if each != mark]
+    if not is_set:
+        return tuple(rest)
+    at = 1 if mark == "best" and "latest" in rest else 0
+    return (*rest[:at], mark, *rest[at:])

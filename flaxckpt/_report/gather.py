@@ -117,7 +117,7 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
     trees = [] if metadata is None else _run.disk_usage.subtrees(metadata.leaves)
     repeated = copies.find(trees) if trees else ()
     rest = copies.without(trees, repeated)
-    return Report(
+    report = Report(
         path=listing.path,
         is_run=listing.is_run,
         made=time.time(),
@@ -144,6 +144,7 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         integrity=checks,
         notes=notes,
     )
+    return report.with_integrity(checks)
 
 
 def _read_metadata(
@@ -366,6 +367,7 @@ def describe_change(
         diff.bytes_compared,
         diff.unreadable,
         diff.metrics,
+        diff.damaged_items,
     )
 
 

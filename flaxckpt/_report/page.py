@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 
+from flaxckpt._inspect import best_step
 from flaxckpt._report import (
     assets,
     section_leaves,
@@ -213,27 +214,23 @@ def _best_card(
     *,
     is_first: bool,
 ) -> html.Markup:
-    """Returns the card of the best step, with another one if it cannot be used."""
-    sign = 1 if best.mode == "max" else -1
-    finite = [point for point in points if math.isfinite(point.value)]
+    """Returns the card of the best good step, with a better one that is damaged."""
+    assert best.mode is not None  # a policy ranks by the metric
     faults = report.faults
-    there = [point for point in finite if not point.is_deleted]
-    good = [point for point in there if point.step not in faults]
-    better = [point for point in finite if sign * point.value > sign * best.value]
-    end = "highest" if best.mode == "max" else "lowest"
-    detail = f"{end}, {_at_step(report, best)}"
+    finite = {p.step: p.value for p in points if math.isfinite(p.value)}
+    gone = {point.step for point in points if point.is_deleted}
+    there = {step: value for step, value in finite.items() if step not in gone}
+    lost = best_step.find(there, faults, best.mode).damaged
+    sign = 1 if best.mode == "max" else -1
+    detail = f"{best_step.end(best.mode)}, {_at_step(report, best)}"
     if best.step in faults:
-        detail += "; no other step has a value"
-        if good:
-            next_best = max(good, key=lambda point: (sign * point.value, point.step))
-            value = humanize.number(next_best.value)
-            detail = f"{end}, {_at_step(report, best)}; next is step"
-            detail += f" {next_best.step:,} with {value}"
-    elif lost := [point for point in better if point.step in faults]:
-        value = humanize.number(lost[-1].value)
-        detail += f"; step {lost[-1].step:,} had {value}, but is"
-        detail += f" {faults[lost[-1].step]}"
-    elif better:
+        detail += "; no good step has a value"
+    elif lost is not None:
+        fault = best_step.describe_damaged(
+            f"{lost:,}", there[lost], faults[lost], is_counted=report.counts(lost)
+        )
+        detail += f"; {fault}"
+    elif any(sign * value > sign * best.value for value in finite.values()):
         detail += f", of {len(there):,} that exist"
     else:
         detail += f", of {len(finite):,} saved"

@@ -187,16 +187,34 @@ def change_summary(diff: Change, names: tuple[str, str]) -> str:
     """
     between = f"From {names[0]} to {names[1]}"
     unread = humanize.count(len(diff.unreadable), "leaf", "leaves")
-    if not diff.leaves and not diff.unreadable:
+    if not (diff.leaves or diff.unreadable or diff.damaged_items):
         equal = humanize.count(diff.equal, "leaf", "leaves")
         return f"{between}, nothing changed in {equal}."
-    changed = humanize.count(len(diff.leaves), "leaf", "leaves")
+    counts = _count_changes(diff.leaves)
+    changed = humanize.count(counts.pop("changed", 0), "leaf", "leaves")
     text = f"{between}, {changed} changed and {diff.equal:,} did not."
+    for what, count in counts.items():
+        text += f" {humanize.count(count, 'leaf', 'leaves')} {what}."
     if diff.unreadable:
         text += f" {unread} cannot be read, and may differ."
+    if diff.damaged_items:
+        items = humanize.count(len(diff.damaged_items), "item")
+        text += f" {items} could not be compared."
     if any(leaf.different for leaf in diff.leaves):
         text += " The relative change is the norm of the difference / the norm before."
     return text
+
+
+def _count_changes(leaves: Sequence[ChangedLeaf]) -> dict[str, int]:
+    """Returns the change -> the number of its leaves: values, types, or only in one."""
+    retyped = sum(leaf.is_retyped for leaf in leaves)
+    only = sum(leaf.is_only_in_one for leaf in leaves)
+    counts = {
+        "changed": len(leaves) - retyped - only,
+        f"{'has' if retyped == 1 else 'have'} another shape or dtype": retyped,
+        f"{'is' if only == 1 else 'are'} in only one of them": only,
+    }
+    return {what: count for what, count in counts.items() if count}
 
 
 def change_tables(
@@ -217,8 +235,8 @@ def change_tables(
     tables_made = []
     if diff.metrics:
         tables_made.append(_metrics_table(diff, names))
-    if diff.unreadable:
-        tables_made.append(_unreadable_table(diff, names, most, rest))
+    if diff.unreadable or diff.damaged_items:
+        tables_made.append(_unreadable_table(diff, most, rest))
     if diff.leaves:
         tables_made += _changed_groups(diff, most, rest)
     return tables_made
@@ -243,17 +261,19 @@ def _signed(difference: float) -> object:
     return tables.Cell(f"{sign}{humanize.number(difference)}", difference)
 
 
-def _unreadable_table(
-    diff: Change, names: tuple[str, str], most: int, rest: str
-) -> html.Markup:
-    columns = [tables.Column("leaf"), tables.Column("cannot be read", is_wide=True)]
+def _unreadable_table(diff: Change, most: int, rest: str) -> html.Markup:
+    lost = {**diff.damaged_items, **diff.unreadable}
+    columns = [
+        tables.Column("leaf, or item"),
+        tables.Column("cannot be read", is_wide=True),
+    ]
     rows = [
         tables.Row([path, why], {"data_unreadable": path}, "bad")
-        for path, why in [*diff.unreadable.items()][:most]
+        for path, why in [*lost.items()][:most]
     ]
-    caption = f"a is {names[0]}, b is {names[1]}"
-    if len(diff.unreadable) > most:
-        caption += f"; the first {most} of {len(diff.unreadable):,}, {rest}"
+    caption = "Not compared"
+    if len(lost) > most:
+        caption += f": the first {most} of {len(lost):,}; {rest}"
     return tables.table(caption, columns, rows, what="leaves")
 
 
@@ -272,8 +292,10 @@ def _changed_group(
     name: str, leaves: Sequence[ChangedLeaf], equal: int, most: int, rest: str
 ) -> html.Markup:
     norms = [leaf.rel_norm for leaf in leaves if leaf.different]
-    text = f"{len(leaves):,} of {humanize.count(len(leaves) + equal, 'leaf', 'leaves')}"
-    text += " changed"
+    counts = _count_changes(leaves)
+    text = f"{counts.pop('changed', 0):,} of"
+    text += f" {humanize.count(len(leaves) + equal, 'leaf', 'leaves')} changed"
+    text += "".join(f", {count:,} {what}" for what, count in counts.items())
     if norms:
         text += f"; relative change {max(norms):.3g}"
     if len(norms) > 1:

@@ -344,7 +344,9 @@ _BAD = frozenset(("damaged", "not readable"))
 def _why(report: Report, step: Step, fault: str | None) -> str:
     """Returns the reasons to keep a step, without "no policy"."""
     if step.damage is not None:
-        return "damaged: no policy counts it"
+        if not step.is_counted:
+            return "damaged: no policy counts it"
+        return "damaged, but not marked as damaged: policies count it"
     why = [reason for reason in step.why if reason != "no policy"]
     if not report.policies:
         return ", ".join(why)

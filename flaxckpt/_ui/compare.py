@@ -25,7 +25,14 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         choices.append(forms.step_choice(workspace, place, "From step", "a", a))
     if len(others) > 1:
         choices.append(
-            forms.checkpoint_choice(others, "to", "with", other.name, steps="b")
+            forms.checkpoint_choice(
+                others,
+                "to",
+                "with",
+                other.name,
+                empty=workspace.targets.without_steps(others),
+                steps="b",
+            )
         )
     if other.is_run:
         choices.append(forms.step_choice(workspace, other, "to step", "b", b))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
 from flaxckpt._report import Report
@@ -17,6 +17,8 @@ def choice(
     name: str,
     options: Sequence[tuple[str, str]],
     chosen: str,
+    *,
+    disabled: Collection[str] = (),
     **attributes: object,
 ) -> html.Markup:
     """Returns a list to choose from.
@@ -26,11 +28,16 @@ def choice(
         name: The field of the address.
         options: Pairs of a value and its text.
         chosen: The chosen value.
+        disabled: The values that cannot be chosen.
         **attributes: Further attributes of the list.
     """
     entries = [
         html.element(
-            "option", text, value=value, selected="" if value == chosen else None
+            "option",
+            text,
+            value=value,
+            selected="" if value == chosen else None,
+            disabled="" if value in disabled else None,
         )
         for value, text in options
     ]
@@ -127,7 +134,13 @@ def step_form(workspace: Workspace, place: Place, step: int | None) -> html.Mark
 
 
 def checkpoint_choice(
-    names: Iterable[str], label: str, name: str, chosen: str, *, steps: str = ""
+    names: Iterable[str],
+    label: str,
+    name: str,
+    chosen: str,
+    *,
+    empty: Collection[str] = (),
+    steps: str = "",
 ) -> html.Markup:
     """Returns a list of runs, checkpoints and files.
 
@@ -136,11 +149,14 @@ def checkpoint_choice(
         label: The label.
         name: The field of the address.
         chosen: The chosen one.
+        empty: The runs without steps, which cannot be chosen.
         steps: The field with a step of it, which a change leaves out; the page then has
             the steps of the new choice.
     """
-    options = [(each, each) for each in names]
-    return choice(label, name, options, chosen, data_without=steps or None)
+    options = [(n, f"{n} (no steps)" if n in empty else n) for n in names]
+    return choice(
+        label, name, options, chosen, disabled=empty, data_without=steps or None
+    )
 
 
 def submit(text: str) -> html.Markup:

@@ -219,6 +219,15 @@ def is_run(path: Path) -> bool | None:
     return True
 
 
+def has_step(run: Path) -> bool:
+    """Returns True if a run directory has a step, or what may be a damaged step."""
+    index = _steps.index.StepIndex(run, formats.identify)
+    return any(
+        index.find(step) is not None or index.find_doubtful(step) is not None
+        for step in reversed(index.numbers)
+    )
+
+
 def is_empty(run: Path) -> bool:
     """Returns True for an empty directory, which might become a run."""
     return not (run / _steps.journal.NAME).is_file() and not any(run.iterdir())

@@ -25,7 +25,9 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     place = workspace.places.find(query.text("run"))
     targets = workspace.targets.all()
     chosen = query.text("into")
-    into = workspace.targets.find(chosen) if chosen else _propose(place, targets)
+    empty = workspace.targets.without_steps(targets)
+    offered = [target for name, target in targets.items() if name not in empty]
+    into = workspace.targets.find(chosen) if chosen else _propose(place, offered)
     step = query.number("step")
     steps = forms.good_steps(workspace, place)
     if step is None and steps:
@@ -36,7 +38,9 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
             forms.step_choice(workspace, place, "Restore step", "step", step)
         )
     choices.append(
-        forms.checkpoint_choice(targets, "into the state of", "into", into.name)
+        forms.checkpoint_choice(
+            targets, "into the state of", "into", into.name, empty=empty
+        )
     )
     choices.append(
         forms.choice("as", "source", [*_SOURCES.items()], query.text("source"))
@@ -133,9 +137,9 @@ def _optimizer_choice(query: Query) -> html.Markup:
     )
 
 
-def _propose(place: Place, targets: Mapping[str, Place]) -> Place:
+def _propose(place: Place, targets: Sequence[Place]) -> Place:
     """Returns the first state of another checkpoint or file; else the own one."""
-    return next((each for each in targets.values() if each.path != place.path), place)
+    return next((each for each in targets if each.path != place.path), place)
 
 
 def _where(workspace: Workspace) -> str:
@@ -183,15 +187,52 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     )
     state = _find_state(workspace, place, plan)
     remedy = html.NOTHING
+    asked = _Asked(place, into, query)
     if plan.problems and not changes:
-        remedy = _remedy(plan, query, by_path=by_path)
+        remedy = _remedy(plan, asked, by_path=by_path)
+    can_begin = not as_source and target.may_begin_from(place.path)
     return html.join(
         [
             _outcome(plan, into.name, state, remedy, query),
+            _propose_source(asked) if can_begin else html.NOTHING,
             _actions(plan),
             *_groups(plan),
         ]
     )
+
+
+class _Asked(NamedTuple):
+    """The plan that a reader has asked for.
+
+    Attributes:
+        place: The run or checkpoint to restore.
+        into: The state to restore into.
+        query: The fields.
+    """
+
+    place: Place
+    into: Place
+    query: Query
+
+    def address(self, view: str, **fields: str) -> html.Markup:
+        """Returns the address of a view of this plan with other fields."""
+        names = ("run", "step", "into", "source", "optimizer", "missing", *_RULES)
+        given = {name: self.query.text(name) or None for name in names}
+        return address(view, **{**given, **fields})
+
+    def command(self, **fields: str) -> str:
+        """Returns the command of this plan with other fields, to paste in a shell."""
+        given = {name: self.query.text(name) for name in (*_OPTIONS, *_RULES)} | fields
+        words = ["flaxckpt", "plan", str(self.place.path), str(self.into.path)]
+        if given.pop("source", ""):
+            words.append("--as-source")
+        for name, content in given.items():
+            for line in filter(None, map(str.strip, content.split("\n"))):
+                words += [f"--{name}", line]
+        return shlex.join(words)
+
+
+_OPTIONS = ("step", "source", "optimizer", "missing")
 
 
 class _State(NamedTuple):
@@ -225,30 +266,42 @@ def _find_state(workspace: Workspace, place: Place, plan: RestorePlan) -> _State
     return _State(False, "no array was read; Verify reads every byte", elsewhere)
 
 
-def _remedy(plan: RestorePlan, query: Query, *, by_path: bool) -> html.Markup:
+def _propose_source(asked: _Asked) -> html.Markup:
+    """Returns a line with the link to the plan of the source of a new run."""
+    url = asked.address("/plan", source="new")
+    return html.element(
+        "p",
+        "If a new run begins from this checkpoint, ",
+        html.element("a", "plan it as the source of a new run", href=url),
+        ": its optimizer and its step begin anew, as in flaxckpt plan --as-source.",
+        class_="note",
+    )
+
+
+def _remedy(plan: RestorePlan, asked: _Asked, *, by_path: bool) -> html.Markup:
     """Returns rules for the fields, or a button that guesses them.
 
     Args:
         plan: The plan.
-        query: The fields.
+        asked: The plan asked for.
         by_path: True if optimizer leaves are matched by path, as the target has no
             roles.
     """
     if plan.renames:
         rules = [f"{pattern}={name}" for pattern, name in plan.renames]
-        return _proposal("This rename moves them:", rules, query, "rename")
+        return _proposal("This rename moves them:", rules, asked, "rename")
     if plan.drops:
         text = "Dropping these begins them and their moments anew:"
-        return _proposal(text, plan.drops, query, "drop", missing="init")
+        return _proposal(text, plan.drops, asked, "drop", missing="init")
     if by_path and _checkpoint.plan.lacks_optimizer_leaves(plan):
         text = (
             "The state names no classes. With the optimizer matched by roles, it"
             " initializes the leaves that the checkpoint lacks."
         )
-        return _link_plan([html.element("p", text)], query, optimizer="match")
+        return _link_plan([html.element("p", text)], asked, optimizer="match")
     if not any(problem.kind == "missing" for problem in plan.problems):
         return html.NOTHING
-    url = address("/plan/suggest", **_asked(query))
+    url = asked.address("/plan/suggest")
     button = html.element(
         "button",
         "Guess the renames from the names",
@@ -260,37 +313,34 @@ def _remedy(plan: RestorePlan, query: Query, *, by_path: bool) -> html.Markup:
     return html.element("div", button, id="remedy", class_="remedy")
 
 
-def _asked(query: Query) -> dict[str, str | None]:
-    names = ("run", "step", "into", "source", "optimizer", "missing")
-    return {name: query.text(name) or None for name in names}
-
-
 def _proposal(
-    text: str, rules: Sequence[str], query: Query, field: str, **fields: str
+    text: str, rules: Sequence[str], asked: _Asked, field: str, **fields: str
 ) -> html.Markup:
     """Returns rules in the form of the `field`, with a link that plans with them.
 
     Args:
         text: What the rules do.
         rules: The rules, one a line.
-        query: The fields of the present plan.
+        asked: The present plan.
         field: The field of the rules.
         fields: Values of other fields.
     """
     content = "\n".join(rules)
     shown = [html.element("p", text), html.element("pre", content)]
-    return _link_plan(shown, query, **{field: content}, **fields)
+    return _link_plan(shown, asked, **{field: content}, **fields)
 
 
 def _link_plan(
-    shown: Sequence[html.Markup], query: Query, **fields: str
+    shown: Sequence[html.Markup], asked: _Asked, **fields: str
 ) -> html.Markup:
-    """Returns `shown`, with a link that plans with other `fields`."""
-    url = address("/plan", **{**_asked(query), **fields})
+    """Returns `shown`, with a link that plans with other `fields`, and a command."""
+    url = asked.address("/plan", **fields)
     return html.element(
         "div",
         *shown,
         html.element("a", "Plan with it", href=url, class_="button"),
+        html.element("p", "In a terminal:"),
+        html.element("pre", asked.command(**fields), class_="command"),
         id="remedy",
         class_="remedy",
     )
@@ -307,7 +357,8 @@ def suggest(workspace: Workspace, query: Query) -> html.Markup:
     text = f"{len(found.leaves):,} of {total} have a source."
     if found.renames:
         rules = [f"{pattern}={name}" for pattern, name in found.renames]
-        return _proposal(f"{text} This rename moves them:", rules, query, "rename")
+        asked = _Asked(place, into, query)
+        return _proposal(f"{text} This rename moves them:", rules, asked, "rename")
     if found.rows or found.ambiguous:
         text += (
             " Renames are not enough: flaxckpt plan --suggest prints the transforms,"

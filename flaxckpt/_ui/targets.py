@@ -36,6 +36,7 @@ class Targets:
     def __init__(self, found: Places) -> None:
         self._found = found
         self._beside: Mapping[Path, Place] = {}
+        self._with_steps: set[Path] = set()
 
     def all(self) -> Mapping[str, Place]:
         """Returns the states by name, with those that have appeared since."""
@@ -57,6 +58,22 @@ class Targets:
             for place in self._beside.values():
                 targets.setdefault(place.name, place)
         return {**targets, **found.others}
+
+    def without_steps(self, targets: Mapping[str, Place]) -> set[str]:
+        """Returns the names of the runs among `targets` that have no step yet."""
+        return {name for name, place in targets.items() if not self._has_step(place)}
+
+    def _has_step(self, place: Place) -> bool:
+        """Returns True unless a run has no step; a run that had one is not read."""
+        if not place.is_run or place.path in self._with_steps:
+            return True
+        try:
+            has_step = places.has_step(place.path)
+        except (errors.CheckpointError, OSError):
+            return True  # the view says what is wrong with it
+        if has_step:
+            self._with_steps.add(place.path)
+        return has_step
 
     def find(self, name: str) -> Place:
         """Returns the state of a name.

@@ -7,7 +7,6 @@ verification began: a step that has been replaced since counts as not verified.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 import threading
 import time
@@ -244,7 +243,7 @@ class Verifications:
             else check
             for check in report.integrity
         ]
-        return dataclasses.replace(report, integrity=tuple(checks))
+        return report.with_integrity(checks)
 
     def _remember(self, place: Place, result: Result) -> None:
         key = (place.path, result.step.step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
@@ -84,6 +85,20 @@ def verb(function: Callable[..., int]) -> click.Command:
 
     name = function.__name__
     return _parameters.make_command(name, run, function, as_help(function.__doc__))
+
+
+def command_line(**changed: object) -> str:
+    """Returns the running command with other parameters, quoted to paste in a shell.
+
+    Args:
+        **changed: Parameter of the verb -> its value; the others stay as they are.
+    """
+    context = click.get_current_context()
+    given = {**context.params, **changed}
+    words = ["flaxckpt", context.command.name or ""]
+    for parameter in context.command.params:
+        words += _parameters.as_words(parameter, given.get(parameter.name or ""))
+    return shlex.join(words)
 
 
 @contextlib.contextmanager

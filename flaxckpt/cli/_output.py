@@ -141,6 +141,20 @@ def print_paragraph(text: str) -> None:
     print("\n".join(wrap(text)))
 
 
+def print_command(purpose: str, command: str) -> None:
+    """Prints a command to paste, which is never wrapped.
+
+    Args:
+        purpose: What the command is for; on a line before a command that is long.
+        command: The command.
+    """
+    line = f"{purpose}: {command}"
+    if is_terminal() and len(line) > terminal_width():
+        print_paragraph(f"{purpose}:")
+        line = f"  {command}"
+    print_line(line)
+
+
 def print_lines(text: str) -> None:
     """Prints a text line by line."""
     for line in text.split("\n"):

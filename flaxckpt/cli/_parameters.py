@@ -65,6 +65,25 @@ def make_command(
     return _Command(name, callback=run, params=params, help=help)
 
 
+def as_words(parameter: click.Parameter, value: object) -> list[str]:
+    """Returns the words of a command line that give a parameter its value.
+
+    Args:
+        parameter: The parameter, made by `make_command`.
+        value: The value; no words give None, or the default of the parameter.
+    """
+    if value is None or value == parameter.default:
+        return []
+    values = value if isinstance(value, list | tuple) else [value]
+    if isinstance(parameter, click.Argument):
+        return [str(each) for each in values]
+    if value is True:
+        return parameter.opts[:1]
+    if value is False:
+        return parameter.secondary_opts[:1]
+    return [word for each in values for word in (parameter.opts[0], str(each))]
+
+
 def _make(name: str, hint: Any, default: Any) -> click.Parameter:
     wanted, declared = typing.get_args(hint)
     is_required = default is inspect.Parameter.empty

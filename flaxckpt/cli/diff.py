@@ -64,7 +64,8 @@ def diff(
 
     The checkpoints may have different formats, or be two steps of a run. Shows the
     leaves branch by branch, the optimizer last, and the largest changes first, after
-    the metrics. Exits with 1 if a leaf differs, or cannot be read; metrics may differ.
+    the metrics. Exits with 1 if a leaf differs, or a leaf or an item cannot be read;
+    metrics may differ.
 
     Example:
       flaxckpt diff runs/7 1000 2000
@@ -102,7 +103,8 @@ def diff(
         side_a, side_b, step_a=step_a, step_b=step_b, values=values, only=only
     )
     if json:
-        _output.print_document({"equal": result.is_empty, **_output.fields_of(result)})
+        document = {"equal": result.is_empty, **_output.fields_of(result)}
+        _output.print_document({**document, "retyped": result.retyped})
     else:
         _show(result, limit, by_subtree=by_subtree, has_values=values)
     return _app.SUCCESS if result.is_empty else _app.FINDING
@@ -163,8 +165,9 @@ def _show_metrics(result: CheckpointDiff, limit: int) -> None:
 
 
 def _show_unreadable(result: CheckpointDiff, limit: int) -> None:
-    """Prints a line for each leaf that could not be compared."""
-    lines = [f"  {path}: {why}" for path, why in result.unreadable.items()]
+    """Prints a line for each leaf or item that could not be compared."""
+    lost = {**result.damaged_items, **result.unreadable}
+    lines = [f"  {path}: {why}" for path, why in lost.items()]
     if lines:
         _output.print_line("cannot be read, and so may differ:")
     for line in lines[:limit]:
@@ -265,12 +268,26 @@ def _summary(result: CheckpointDiff) -> str:
         total = len(result.same)
         return "1 leaf is equal" if total == 1 else f"all {total} leaves are equal"
     unmatched = len(result.only_in_a) + len(result.only_in_b)
+    retyped = len(result.retyped)
+    differing = len(result.changed) - retyped
     parts = [
-        _output.count(len(result.changed), "leaf differs", "leaves differ"),
+        _output.count(differing, "leaf differs", "leaves differ")
+        if differing or not retyped
+        else "",
+        _output.count(
+            retyped,
+            "leaf has another shape or dtype",
+            "leaves have another shape or dtype",
+        )
+        if retyped
+        else "",
         f"{len(result.same):,} {'is' if len(result.same) == 1 else 'are'} equal",
         f"{unmatched:,} {'is' if unmatched == 1 else 'are'} only in one of them"
         if unmatched
         else "",
         f"{len(result.unreadable):,} cannot be read" if result.unreadable else "",
+        f"{_output.count(len(result.damaged_items), 'item', 'items')} not compared"
+        if result.damaged_items
+        else "",
     ]
     return ", ".join(filter(None, parts))

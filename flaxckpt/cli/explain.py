@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,10 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from flaxckpt._inspect.history import Ranking, SavedStep, Verdict
-    from flaxckpt._inspect.run_view import RunView
+    from flaxckpt._inspect.run_view import ExaminedSteps, RunView
     from flaxckpt._run.retention import Rules
     from flaxckpt._steps.event import Event
-    from flaxckpt.policies import BestN
+    from flaxckpt.policies import BestN, PreservationPolicy
 
 
 _DAMAGED = "damaged: "
@@ -65,6 +66,8 @@ def explain(
         _output.print_document(reasons)
         return code
     _show(root, reasons)
+    for line in _describe_damaged_best(view, examined, policies):
+        _output.print_paragraph(line)
     if reasons and policies is None:
         _show_settings(view.rules(), _steps.journal.recent(root / _steps.journal.NAME))
     return code
@@ -84,6 +87,48 @@ def _show(root: Path, reasons: Mapping[int, Sequence[str]]) -> None:
     _output.print_table(
         [TextColumn("step", is_number=True), TextColumn("kept by")], rows
     )
+
+
+def _describe_damaged_best(
+    view: RunView,
+    examined: ExaminedSteps,
+    keep: Sequence[PreservationPolicy] | None,
+) -> list[str]:
+    """Returns a line for each best step of which a better one is damaged.
+
+    Args:
+        view: The run.
+        examined: Its steps.
+        keep: The policies; by default those that the run has recorded.
+    """
+    from flaxckpt import _inspect, _steps
+    from flaxckpt.policies import BestN
+
+    rules = view.rules(keep)
+    ranked = {p.metric: p for p in rules.keep if isinstance(p, BestN)} if rules else {}
+    lines = []
+    for name, policy in ranked.items():
+        metrics = {
+            step: view.ranked_step(step).metrics.get(name) for step in view.steps
+        }
+        values = {
+            step: value
+            for step, value in metrics.items()
+            if value is not None and math.isfinite(value)
+        }
+        best = _inspect.best_step.find(values, examined.damage, policy.mode)
+        if best.good is None or best.damaged is None:
+            continue
+        fault = _inspect.best_step.describe_damaged(
+            best.damaged,
+            values[best.damaged],
+            is_counted=not _steps.markers.is_damaged(view.steps[best.damaged]),
+        )
+        lines.append(
+            f"best {name}: {_number(values[best.good])},"
+            f" {_inspect.best_step.end(policy.mode)}, at step {best.good}; {fault}"
+        )
+    return lines
 
 
 def _show_settings(rules: Rules | None, events: Sequence[Event]) -> None:
@@ -179,19 +224,24 @@ def _describe_ranking(ranking: Ranking, steps: Mapping[int, SavedStep]) -> str:
             f" of {ranking.count:,} saved"
         )
     if ranking.better is not None:
-        better = steps[ranking.better]
-        text += f"; better is step {better.step} with {_number(ranking.better_value)}"
-        text += _describe_fate(better)
+        text += f"; {_describe_better(ranking, steps[ranking.better])}"
     if ranking.next is not None:
         text += f"; next is step {ranking.next} with {_number(ranking.next_value)}"
     return text
 
 
-def _describe_fate(step: SavedStep) -> str:
-    """Returns text for a step that cannot be restored; empty for a good one."""
-    if not step.exists:
-        return " (deleted)"
-    return "" if step.damage is None else " (damaged)"
+def _describe_better(ranking: Ranking, step: SavedStep) -> str:
+    """Returns text on the nearest better step, which may be damaged or deleted."""
+    from flaxckpt import _inspect
+
+    value = ranking.better_value
+    assert value is not None  # the step has a place
+    if step.exists and step.damage is not None:
+        return _inspect.best_step.describe_damaged(
+            step.step, value, is_counted=step.is_counted
+        )
+    text = f"better is step {step.step} with {_number(value)}"
+    return text if step.exists else f"{text} (deleted)"
 
 
 def _tell(
@@ -210,7 +260,12 @@ def _tell(
         if [*why] == ["no policy"]:
             return [saved, "it stays: no policy deletes steps"]
         if why[0].startswith(_DAMAGED):
-            return [saved, f"it is {', '.join(why)}"]
+            counted = "policies count it until flaxckpt verify --mark marks it"
+            return [
+                saved,
+                f"it is {', '.join(why)}",
+                *([counted] if step.is_counted else []),
+            ]
         return [saved, f"kept by {', '.join(why)}"]
     if step.deleted != step.deleted:  # NaN
         return [saved, "it is gone, and the journal does not say why"]

@@ -3,77 +3,91 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import click
 
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output, _transforms
 from flaxckpt.cli._parameters import Argument, Option
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from flaxckpt._checkpoint.plan import RestorePlan
+    from flaxckpt._inspect.abstract_file import TargetState
     from flaxckpt._inspect.plan_damage import PlanDamage
     from flaxckpt.maps._suggest.suggestion import Suggestion
+    from flaxckpt.transforms import Transform
 
 _MOST_ROWS = 20
+
+
+_TargetArgument = Annotated[
+    str,
+    Argument(
+        metavar="TARGET",
+        help="The state to restore into: another checkpoint, a JSON file with"
+        ' shapes, {"params": {"w": "float32[3, 4]"}}, or output of show --json.',
+    ),
+]
+_TargetStepOption = Annotated[
+    int | None, Option("--target-step", min=0, help="Step of TARGET.")
+]
+_Optimizer = Literal["match", "exact", "reinit"]
+_OptimizerOption = Annotated[
+    _Optimizer | None,
+    Option(
+        "--optimizer",
+        help="How to match optimizer leaves; by default by role, or by path if"
+        " TARGET has no roles.",
+    ),
+]
+_MissingOption = Annotated[
+    Literal["error", "init"],
+    Option(
+        "--missing",
+        help="How to treat leaves that PATH lacks; init keeps the values of the state.",
+    ),
+]
+_UnusedOption = Annotated[
+    Literal["warn", "error", "ignore"],
+    Option("--unused", help="How to treat leaves that TARGET lacks."),
+]
+_AsSourceOption = Annotated[
+    bool,
+    Option(
+        "--as-source",
+        help="Plan PATH as the source of a new run, as restore_or_init(source=…)"
+        " does: by default, the optimizer and the step begin anew.",
+    ),
+]
+_SuggestOption = Annotated[
+    bool,
+    Option(
+        "--suggest",
+        help="Guess the transforms from the names of PATH to those of TARGET.",
+    ),
+]
 
 
 @_app.verb
 def plan(
     path: _app.PathArgument,
-    target: Annotated[
-        str,
-        Argument(
-            metavar="TARGET",
-            help="The state to restore into: another checkpoint, a JSON file with"
-            ' shapes, {"params": {"w": "float32[3, 4]"}}, or output of show --json.',
-        ),
-    ],
+    target: _TargetArgument,
     step: _app.StepOption = None,
     step_format: _app.StepFormatOption = None,
-    target_step: Annotated[
-        int | None, Option("--target-step", min=0, help="Step of TARGET.")
-    ] = None,
-    optimizer: Annotated[
-        Literal["match", "exact", "reinit"] | None,
-        Option(
-            "--optimizer",
-            help="How to match optimizer leaves; by default by role, or by path if"
-            " TARGET has no roles.",
-        ),
-    ] = None,
-    missing: Annotated[
-        Literal["error", "init"],
-        Option(
-            "--missing",
-            help="How to treat leaves that PATH lacks; init keeps the values of the"
-            " state.",
-        ),
-    ] = "error",
-    unused: Annotated[
-        Literal["warn", "error", "ignore"],
-        Option("--unused", help="How to treat leaves that TARGET lacks."),
-    ] = "warn",
+    target_step: _TargetStepOption = None,
+    optimizer: _OptimizerOption = None,
+    missing: _MissingOption = "error",
+    unused: _UnusedOption = "warn",
     map: _transforms.MapOption = None,
     only: _transforms.OnlyOption = None,
     drop: _transforms.DropOption = None,
     rename: _transforms.RenameOption = None,
     cast: _transforms.CastOption = None,
-    as_source: Annotated[
-        bool,
-        Option(
-            "--as-source",
-            help="Plan PATH as the source of a new run, as restore_or_init(source=…)"
-            " does: by default, the optimizer and the step begin anew.",
-        ),
-    ] = False,
-    suggest: Annotated[
-        bool,
-        Option(
-            "--suggest",
-            help="Guess the transforms from the names of PATH to those of TARGET.",
-        ),
-    ] = False,
+    as_source: _AsSourceOption = False,
+    suggest: _SuggestOption = False,
     json: _app.JsonOption = False,
 ) -> int:
     r"""Shows the plan of a restore, leaf by leaf.
@@ -94,54 +108,124 @@ def plan(
       flaxckpt plan Llama-3.2-1B wanted.json --map auto
       flaxckpt plan model.safetensors wanted.json --suggest
     """
-    from flaxckpt import _checkpoint, _inspect
-    from flaxckpt.maps import _named
+    from flaxckpt import _inspect
 
     changes = _transforms.parse(only, drop, rename, cast)
-    path, step = _app.locate_step(path, step, step_format)
-    target_state = _inspect.abstract_file.read_target(target, step=target_step)
     if suggest and (changes or map is not None):
         raise errors.OptionError(
             "--suggest guesses the transforms: leave out --map, --only, --drop,"
             " --rename and --cast"
         )
-    suggestion = None
-    if suggest:
-        from flaxckpt.maps import _suggest
-
-        suggestion = _suggest.suggestion.suggest(path, target_state.state, step=step)
-        changes = [] if suggestion.ambiguous else suggestion.transforms
-    if map is not None:
-        changes[:0] = _named.find_for_state(map, path, target_state.state)
-    if as_source:
-        optimizer = optimizer or "reinit"
-        target_state.check_source()
-    by_path = optimizer is None and not target_state.has_roles
-    restore_plan = _checkpoint.restore.plan_for_target(
-        path,
-        target_state.state,
-        step=step,
-        transforms=changes,
-        missing=missing,
-        optimizer=optimizer or ("exact" if by_path else "match"),
-        unused=unused,
-        as_source=as_source,
-    )
-    planned = _Planned(
-        restore_plan,
-        _inspect.plan_damage.find(restore_plan),
+    wanted = _Wanted(
+        _inspect.abstract_file.read_target(target, step=target_step),
+        optimizer,
         missing,
-        by_path=by_path,
-        has_changes=bool(changes) or suggest,
+        unused,
         as_source=as_source,
     )
-    if suggestion is not None:
-        return _show_suggestion(suggestion, planned, json=json)
+    stored = _app.locate_step(path, step, step_format)
+    if suggest:
+        return _plan_guess(stored, wanted, json=json)
+    if map is not None:
+        changes[:0] = _find_map(map, stored[0], wanted)
+    planned = wanted.plan(stored, changes)
     if json:
         _output.print_document(planned.document())
     else:
         _show(planned)
+        if not as_source and wanted.state.may_begin_from(path):
+            command = _app.command_line(as_source=True)
+            _output.print_command("For the source of a new run", command)
     return _app.SUCCESS if planned.is_good else _app.FINDING
+
+
+def _find_map(map: str, path: str, wanted: _Wanted) -> list[Transform]:
+    """Returns the transforms of a published model."""
+    from flaxckpt.maps import _named
+
+    return [*_named.find_for_state(map, path, wanted.state.state)]
+
+
+def _plan_guess(stored: tuple[str, int | None], wanted: _Wanted, *, json: bool) -> int:
+    """Prints guessed transforms and the plan with them; returns the exit code."""
+    from flaxckpt.maps import _suggest
+
+    path, step = stored
+    guess = _suggest.suggestion.suggest(path, wanted.state.state, step=step)
+    changes = [] if guess.ambiguous else guess.transforms
+    planned = wanted.plan(stored, changes, is_guess=True)
+    return _show_suggestion(guess, planned, json=json)
+
+
+class _Wanted(NamedTuple):
+    """The state to restore into, and the options of the restore.
+
+    Attributes:
+        state: The state.
+        optimizer: How to match optimizer leaves; None for the default.
+        missing: How leaves that the checkpoint lacks are treated.
+        unused: How leaves that the state lacks are treated.
+        as_source: True if a new run begins from the checkpoint.
+    """
+
+    state: TargetState
+    optimizer: _Optimizer | None
+    missing: Literal["error", "init"]
+    unused: Literal["warn", "error", "ignore"]
+    as_source: bool
+
+    def plan(
+        self,
+        stored: tuple[str, int | None],
+        changes: Sequence[Transform],
+        *,
+        is_guess: bool = False,
+    ) -> _Planned:
+        """Returns the plan of a restore.
+
+        Args:
+            stored: The path, and the step.
+            changes: The transforms of the checkpoint.
+            is_guess: True if the transforms were guessed.
+        """
+        from flaxckpt import _checkpoint, _inspect
+
+        path, step = stored
+        optimizer = self.optimizer
+        if self.as_source:
+            optimizer = optimizer or "reinit"
+            self.state.check_source()
+        by_path = optimizer is None and not self.state.has_roles
+        made = _checkpoint.restore.plan_for_target(
+            path,
+            self.state.state,
+            step=step,
+            transforms=changes,
+            missing=self.missing,
+            optimizer=optimizer or ("exact" if by_path else "match"),
+            unused=self.unused,
+            as_source=self.as_source,
+        )
+        return _Planned(
+            made,
+            _inspect.plan_damage.find(made),
+            self.missing,
+            by_path=by_path,
+            has_changes=bool(changes) or is_guess,
+            as_source=self.as_source,
+        )
+
+
+class _Remedy(NamedTuple):
+    """A command that may help after a plan that fails.
+
+    Attributes:
+        purpose: What the command is for.
+        command: The command, to paste.
+    """
+
+    purpose: str
+    command: str
 
 
 class _Planned(NamedTuple):
@@ -206,38 +290,53 @@ class _Planned(NamedTuple):
             lines.append("The restore would succeed.")
         return lines
 
-    def renames(self) -> str:
-        """Returns the options that move the leaves, to paste; empty for none."""
-        return " ".join([_as_option(*rename) for rename in self.plan.renames])
+    def remedies(self) -> list[_Remedy]:
+        """Returns the commands that may help, the alternatives if there are several."""
+        if remedy := self._remedy():
+            return [remedy]
+        return self.alternatives()
 
-    def drops(self) -> str:
-        """Returns the options that begin leaves of other shapes anew, to paste."""
-        options = [f"--drop {shlex.quote(pattern)}" for pattern in self.plan.drops]
-        if options and self.missing == "error":
-            options.append("--missing init")
-        return " ".join(options)
+    def _remedy(self) -> _Remedy | None:
+        """Returns the command that the problems call for, or None."""
+        changed: dict[str, object] = {}
+        effects = []
+        if self.plan.renames:
+            rules = [f"{pattern}={name}" for pattern, name in self.plan.renames]
+            changed["rename"] = [*self._given("rename"), *rules]
+            effects.append("rename the leaves")
+        if self.plan.drops:
+            changed["drop"] = [*self._given("drop"), *self.plan.drops]
+            changed["missing"] = "init"
+            effects.append("begin leaves of other shapes anew")
+        if not effects:
+            return None
+        return _Remedy(f"To {' and '.join(effects)}", _app.command_line(**changed))
 
-    def advice(self) -> str:
-        """Returns the options that may help; empty for none."""
+    def alternatives(self) -> list[_Remedy]:
+        """Returns the commands that may help if leaves are missing."""
         from flaxckpt import _checkpoint
 
-        if self.plan.renames or self.plan.drops:
-            return ""
         if not any(problem.kind == "missing" for problem in self.plan.problems):
-            return ""
-        advice = []
+            return []
+        found = []
         if not self.has_changes:
-            advice.append("--suggest guesses the transforms from the names")
+            command = _app.command_line(suggest=True)
+            found.append(_Remedy("To guess the transforms from the names", command))
         if self.missing == "error":
-            advice.append(
-                "--missing init plans for a state with values for the missing leaves"
-            )
+            command = _app.command_line(missing="init")
+            purpose = "For a state with values for the missing leaves"
+            found.append(_Remedy(purpose, command))
         if self.by_path and _checkpoint.plan.lacks_optimizer_leaves(self.plan):
-            advice.append(
-                "--optimizer match plans for an optimizer that initializes its leaves,"
-                " as TARGET names no classes"
+            command = _app.command_line(optimizer="match")
+            purpose = (
+                "For an optimizer that initializes its leaves, as TARGET names no"
+                " classes"
             )
-        return "; ".join(advice)
+            found.append(_Remedy(purpose, command))
+        return found
+
+    def _given(self, name: str) -> list[str]:
+        return click.get_current_context().params[name] or []
 
     def fresh(self) -> str:
         """Returns a line on the leaves with values of the program; empty for none."""
@@ -261,10 +360,6 @@ class _Planned(NamedTuple):
         )
 
 
-def _as_option(pattern: str, replacement: str) -> str:
-    return f"--rename {shlex.quote(f'{pattern}={replacement}')}"
-
-
 def _show_suggestion(suggestion: Suggestion, planned: _Planned, *, json: bool) -> int:
     """Prints a suggestion, and its plan unless ambiguous; returns the exit code."""
     is_whole = not (suggestion.ambiguous or suggestion.left) and planned.is_good
@@ -278,21 +373,27 @@ def _show_suggestion(suggestion: Suggestion, planned: _Planned, *, json: bool) -
         _output.print_document(document)
         return _app.SUCCESS if is_whole else _app.FINDING
     lines = [str(suggestion)]
-    if suggestion.renames:
-        options = [_as_option(*rename) for rename in suggestion.renames]
-        lines += ["", "on the command line:", *[f"  {each}" for each in options]]
+    renames = [f"{pattern}={name}" for pattern, name in suggestion.renames]
+    if renames:
+        command = _app.command_line(suggest=False, rename=renames)
+        lines += ["", "on the command line:", f"  {command}"]
     if not suggestion.ambiguous:
         lines += ["", f"with these transforms, {planned.plan.summary}"]
         rows = [f"  {problem.row.strip()}" for problem in planned.plan.problems]
         lines += ["cannot be restored:", *rows[:_MOST_ROWS]] if rows else []
         if len(rows) > _MOST_ROWS:
             lines.append(f"  … and {len(rows) - _MOST_ROWS} more")
-        if advice := planned.advice():
-            lines.append(f"On the command line: {advice}")
-        renames = [_as_option(*rename) for rename in suggestion.renames]
-        if (drops := planned.drops()) and (renames or not suggestion.transforms):
-            pasted = " ".join([*renames, drops])
-            lines.append(f"On the command line, instead of --suggest: {pasted}")
+        remedies = planned.alternatives()
+        if not (planned.plan.renames or planned.plan.drops):
+            lines += [f"{each.purpose}: {each.command}" for each in remedies]
+        elif planned.plan.drops and (renames or not suggestion.transforms):
+            command = _app.command_line(
+                suggest=False,
+                rename=renames,
+                drop=[*planned.plan.drops],
+                missing="init",
+            )
+            lines.append(f"To begin leaves of other shapes anew: {command}")
     _output.print_lines("\n".join([*lines, *planned.conclusion()]))
     return _app.SUCCESS if is_whole else _app.FINDING
 
@@ -304,13 +405,8 @@ def _show(planned: _Planned) -> None:
         _output.console().print(restore_plan)
     else:
         _output.print_lines(str(restore_plan))
-    if renames := planned.renames():
-        # Not wrapped: a line break in the middle would be pasted.
-        _output.print_line(f"On the command line: {renames}")
-    if drops := planned.drops():
-        _output.print_line(f"On the command line: {drops}")
-    if advice := planned.advice():
-        _output.print_paragraph(f"On the command line: {advice}")
+    for remedy in planned.remedies():
+        _output.print_command(*remedy)
     if planned.plan.advice:
         _output.print_paragraph(f"In Python: {planned.plan.advice}")
     for line in (planned.fresh(), *planned.conclusion()):

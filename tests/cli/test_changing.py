@@ -12,7 +12,7 @@ from flaxckpt import errors
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
-from tests.helpers.files import flip_bit
+from tests.helpers.files import flip_bit, largest_file
 
 
 def steps(path):
@@ -152,6 +152,31 @@ def test_prune_keeps_steps_that_nobody_has_measured_if_asked_to(here, command):
     assert steps("run") == [200, 400, 500]
     keep = ["-k", "best:1:los:min", "-k", "without:los"]
     assert command.text("prune", "run", *keep)[-1] == "nothing to delete"
+
+
+def test_explain_names_the_best_good_step_if_a_better_one_is_damaged(here, command):
+    keep = [LatestN(2), BestN(2, "loss", "min")]
+    with flaxckpt.Checkpointer("own", keep=keep) as run:
+        for step, loss in ((1, 0.9), (2, 0.3), (3, 0.5)):
+            run.save(step, {"n": np.ones(9)}, metrics={"loss": loss}).wait()
+    assert not any(line.startswith("best ") for line in command.text("explain", "own"))
+    largest_file(Path("own/2/state")).unlink()
+    clause = "step 2 with 0.3 would be better, but is damaged"
+    counted = "policies count it until flaxckpt verify --mark marks it"
+    lines = command.text("explain", "own", code=1)
+    assert f"best loss: 0.5, lowest, at step 3; {clause}; {counted}" in _joined(lines)
+    assert command.text("explain", "own", 2, code=1)[-1] == counted
+    [*_, ranking] = command.text("explain", "own", 3)
+    assert f"number 2 from the lowest of 3 saved; {clause}; {counted};" in ranking
+    command.text("verify", "own", "--all", "--mark", code=1)
+    lines = command.text("explain", "own", code=1)
+    assert f"best loss: 0.5, lowest, at step 3; {clause} policies:" in _joined(lines)
+    assert counted not in command.text("explain", "own", 2, code=1)
+    assert f"{clause}; next is" in command.text("explain", "own", 3)[-1]
+
+
+def _joined(lines):
+    return " ".join(lines)
 
 
 def test_prune_takes_the_settings_of_a_run(here, command):

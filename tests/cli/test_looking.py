@@ -73,8 +73,9 @@ def test_ls_and_explain_see_that_the_newest_step_was_cut_off(here, command):
     assert "wanted 52 bytes, found 26" in lines[4]
     assert command.json("ls", "run", code=1)["steps"][2]["damage"]
     assert "wanted 52 bytes" in command.text("explain", "run", code=1)[3]
-    _, why = command.text("explain", "run", 300, code=1)
+    _, why, counted = command.text("explain", "run", 300, code=1)
     assert why.startswith("it is damaged: ")
+    assert counted == "policies count it until flaxckpt verify --mark marks it"
     assert "the checkpoint is damaged: " in command.text("ls", "run/300", code=1)[2]
     file.unlink()
     assert "found none" in command.text("ls", "run", code=1)[4]
@@ -335,6 +336,34 @@ def test_diff_without_values_compares_structure(here, command):
     assert lines[-1].startswith("0 leaves differ, 0 are equal, ")
 
 
+def test_diff_counts_leaves_of_another_shape_or_dtype_apart(here, command):
+    same = {"n": jnp.ones(2), "v": jnp.ones(2)}
+    flaxckpt.save("one", {**same, "w": jnp.ones(3), "x": jnp.ones(3)})
+    flaxckpt.save("two", {**same, "w": jnp.zeros(3), "x": jnp.ones(4)})
+    *_, last = command.text("diff", "one", "two", code=1)
+    wanted = "1 leaf differs, 1 leaf has another shape or dtype, 2 are equal"
+    assert last == wanted
+    found = command.json("diff", "one", "two", code=1)
+    assert found["retyped"] == ["x"]
+    assert set(found["changed"]) == {"w", "x"}
+    [last] = command.text("diff", "one", "two", "--only", "x", code=1)[-1:]
+    assert last == "1 leaf has another shape or dtype, 0 are equal"
+
+
+def test_diff_goes_on_past_a_damaged_item(here, command):
+    with flaxckpt.Checkpointer(here / "items", items=("params", "opt")) as run:
+        for step in (1, 2):
+            run.save(step, {"params": {"w": jnp.ones(3)}, "opt": {"m": jnp.ones(2)}})
+    shutil.rmtree(here / "items" / "2" / "params")
+    lines = command.text("diff", "items", 1, 2, code=1)
+    at = lines.index("cannot be read, and so may differ:")
+    assert lines[at + 1].startswith("  params: in step 2: it ")
+    assert lines[-1] == "0 leaves differ, 1 is equal, 1 item not compared"
+    found = command.json("diff", "items", 1, 2, code=1)
+    assert (found["equal"], [*found["damaged_items"]]) == (False, ["params"])
+    assert command.json("diff", "items", 1, 2, "--only", "opt/.*")["equal"]
+
+
 def test_diff_takes_two_steps_after_the_run(here, command):
     by_options = command.json("diff", "run", "-a", 100, "-b", 200, code=1)
     assert command.json("diff", "run", 100, 200, code=1) == by_options
@@ -467,11 +496,13 @@ def test_plan_into_what_does_not_fit_is_1(here, command):
     lines = command.text("plan", "orbax", "run", code=1)
     assert any("conflict" in line for line in lines)
     found = command.json("plan", "orbax", "run", code=1)
-    assert lines[-3:] == [
+    asked = "flaxckpt plan orbax run"
+    assert lines[-5:] == [
         "3 leaves cannot be restored",
-        "On the command line: --suggest guesses the transforms from the names;"
-        " --missing init plans for a state with values for the missing leaves",
+        f"To guess the transforms from the names: {asked} --suggest",
+        f"For a state with values for the missing leaves: {asked} --missing init",
         f"In Python: {found['advice']}",
+        f"For the source of a new run: {asked} --as-source",
     ]
     assert len(found["problems"]) == 3
 
@@ -483,17 +514,26 @@ def test_plan_into_a_renamed_model_says_how_to_rename(here, command):
         optimizer = optax.adam(1e-3).init(params)
         flaxckpt.save(name, {"params": params, "opt_state": optimizer})
     lines = command.text("plan", "old", "new", code=1)
-    assert lines[-3:] == [
+    assert lines[-4:-1] == [
         "2 leaves cannot be restored",
-        r"On the command line: --rename 'params/old/(.*)=params/new/\1'",
+        r"To rename the leaves: flaxckpt plan old new --rename"
+        r" 'params/old/(.*)=params/new/\1'",
         r'In Python: Pass transforms=[rename(r"params/old/(.*)", r"params/new/\1")].',
     ]
     found = command.json("plan", "old", "new", code=1)
     assert found["leaves"]["opt_state/0/mu/new/kernel"]["actions"] == ["init"]
     [(pattern, name)] = found["renames"]
-    assert shlex.split(lines[-2])[-1] == f"{pattern}={name}"
-    renamed = command.json("plan", "old", "new", "--rename", f"{pattern}={name}")
-    assert renamed["ok"], "the advice helps"
+    words = pasted(lines, "To rename the leaves")
+    assert words[-1] == f"{pattern}={name}"
+    assert command.json(*words)["ok"], "the advice helps"
+
+
+def pasted(lines, label):
+    """Returns the arguments of the command in the line that begins with `label`."""
+    [line] = [line for line in lines if line.startswith(f"{label}: ")]
+    name, *words = shlex.split(line.removeprefix(f"{label}: "))
+    assert name == "flaxckpt"
+    return words
 
 
 def save_as(name):
@@ -544,13 +584,15 @@ def test_plan_of_a_fine_tune_keeps_the_values_of_a_new_head(here, command, targe
     save_with_head("tuned", "classifier", 3)
     (here / "tuned.json").write_text(command("show", "tuned", "--json").stdout)
     lines = command.text("plan", "base", target, code=1)
-    assert lines[-3] == "1 leaf cannot be restored"
-    assert "--missing init plans for a state with values" in lines[-2]
+    assert "1 leaf cannot be restored" in lines
+    words = pasted(lines, "For a state with values for the missing leaves")
+    assert words == ["plan", "base", target, "--missing", "init"]
     found = command.json("plan", "base", target, code=1)["leaves"]
     assert found["params/classifier"]["actions"] == ["conflict"]
     assert found["opt_state/0/mu/classifier"]["actions"] == ["init"]
     assert found["opt_state/0/mu/trunk"]["actions"] == ["loaded"]
-    *_, note, last = command.text("plan", "base", target, "--missing", "init")
+    lines = command.text(*words)
+    note, last = lines[lines.index(SUCCEEDS) - 1 :][:2]
     assert last == SUCCEEDS
     assert note.startswith(
         "Not from the checkpoint: 3 leaves. Pass a state with values"
@@ -570,17 +612,63 @@ def test_plan_into_a_head_of_another_shape_says_how_to_begin_it_anew(here, comma
     save_with_head("base", "head", 10)
     save_with_head("tuned", "head", 3)
     lines = command.text("plan", "base", "tuned", code=1)
-    [line] = [line for line in lines if line.startswith("On the command line: ")]
-    options = line.partition(": ")[2]
-    assert options == "--drop params/head --missing init"
-    assert command.json("plan", "base", "tuned", *options.split())["ok"]
+    words = pasted(lines, BEGIN_ANEW)
+    asked = ["plan", "base", "tuned"]
+    assert words == [*asked, "--missing", "init", "--drop", "params/head"]
+    assert command.json(*words)["ok"]
     assert command.json("plan", "base", "tuned", code=1)["drops"] == ["params/head"]
     [line] = [line for line in lines if line.startswith("In Python: ")]
     assert 'transforms=[drop(r"params/head")], missing="init"' in line
     initial = ["plan", "base", "tuned", "--missing", "init"]
     lines = command.text(*initial, code=1)
-    assert "On the command line: --drop params/head" in lines
-    assert command.json(*initial, "--drop", "params/head")["ok"]
+    assert pasted(lines, BEGIN_ANEW) == words
+    asked += [
+        "--optimizer",
+        "match",
+        "--unused",
+        "ignore",
+        "--cast",
+        "params/t.*=bfloat16",
+    ]
+    words = pasted(command.text(*asked, code=1), BEGIN_ANEW)
+    given = [(name, words[words.index(name) + 1]) for name in words if name[0] == "-"]
+    assert given == [
+        ("--optimizer", "match"),
+        ("--missing", "init"),
+        ("--unused", "ignore"),
+        ("--drop", "params/head"),
+        ("--cast", "params/t.*=bfloat16"),
+    ]
+    assert command.json(*words)["ok"]
+
+
+BEGIN_ANEW = "To begin leaves of other shapes anew"
+
+
+def test_plan_into_the_state_of_another_run_names_the_option_for_a_source(
+    here, command
+):
+    save_with_head("base", "head", 10)
+    state = flaxckpt.load("base")
+    with flaxckpt.Checkpointer(here / "a run") as run:
+        for step in (1, 2):
+            run.save(step, state)
+    words = pasted(
+        command.text("plan", "a run", "base", "-s", 1), "For the source of a new run"
+    )
+    assert words == ["plan", "a run", "base", "--step", "1", "--as-source"]
+    assert command.json(*words)["ok"]
+    (here / "wanted.json").write_text(command("show", "base", "--json").stdout)
+    flaxckpt.save("bare", {"params": state.params})
+    for same in (
+        ("a run", "a run"),
+        ("a run/1", "a run"),
+        ("a run", here / "a run" / "2"),
+        ("base", "wanted.json"),
+        ("base", "bare"),
+        ("a run", "base", "--as-source"),
+    ):
+        assert "For the source" not in "".join(command.text("plan", *same))
 
 
 def test_plan_of_a_deep_head_names_its_whole_branch(here, command):
@@ -589,9 +677,9 @@ def test_plan_of_a_deep_head_names_its_whole_branch(here, command):
         params = {"trunk": jnp.ones(4), "head": layers}
         flaxckpt.save(name, {"params": params, "opt": optax.adam(1e-3).init(params)})
     lines = command.text("plan", "base", "tuned", code=1)
-    assert "On the command line: --drop 'params/head/.*' --missing init" in lines
-    options = ["--drop", "params/head/.*", "--missing", "init"]
-    found = command.json("plan", "base", "tuned", *options)
+    words = pasted(lines, BEGIN_ANEW)
+    assert words[3:] == ["--missing", "init", "--drop", "params/head/.*"]
+    found = command.json(*words)
     assert found["leaves"]["opt/0/mu/head/layer_4/kernel"]["actions"] == ["init"]
     assert found["leaves"]["opt/0/mu/trunk"]["actions"] == ["loaded"]
 
@@ -652,9 +740,9 @@ def test_plan_into_a_branch_of_other_shapes_drops_the_branch(here, command):
         flaxckpt.save(name, {"params": {"trunk": jnp.ones(4), "head.1": head}})
     lines = command.text("plan", "base", "tuned", code=1)
     pattern = "params/head\\.1/.*"
-    assert any(f"--drop '{pattern}' --missing init" in line for line in lines)
-    options = ("--drop", pattern, "--missing", "init")
-    assert command.json("plan", "base", "tuned", *options)["ok"]
+    words = pasted(lines, BEGIN_ANEW)
+    assert words[-2:] == ["--drop", pattern]
+    assert command.json(*words)["ok"]
 
 
 def test_plan_into_leaves_without_classes_says_how_to_match_the_optimizer(
@@ -668,13 +756,14 @@ def test_plan_into_leaves_without_classes_says_how_to_match_the_optimizer(
     asked = ["plan", "base", "tuned.json"]
     found = command.json(*asked, code=1)["leaves"]
     assert found["opt_state/0/mu/classifier"]["actions"] == ["conflict"]
-    assert (
-        "--optimizer match plans for an optimizer" in command.text(*asked, code=1)[-2]
-    )
-    matched = [*asked, "--optimizer", "match"]
+    matched = pasted(command.text(*asked, code=1), INITIALIZES)
+    assert matched == [*asked, "--optimizer", "match"]
     found = command.json(*matched, code=1)["leaves"]
     assert found["opt_state/0/mu/classifier"]["actions"] == ["init"]
-    assert "--optimizer match" not in command.text(*matched, code=1)[-2]
+    assert not any(INITIALIZES in line for line in command.text(*matched, code=1))
+
+
+INITIALIZES = "For an optimizer that initializes its leaves, as TARGET names no classes"
 
 
 def test_plan_of_a_head_of_another_size_drops_it_first(here, command):
@@ -683,7 +772,7 @@ def test_plan_of_a_head_of_another_size_drops_it_first(here, command):
     drop = ["plan", "base", "tuned", "--drop", "params/head"]
     assert command.json("plan", "base", "tuned", "--missing", "init", code=1)
     assert not command.json(*drop, code=1)["ok"]
-    assert "--suggest" not in command.text(*drop, code=1)[-2]
+    assert not any("--suggest" in line for line in command.text(*drop, code=1))
     assert command.json(*drop, "--missing", "init")["ok"]
 
 
@@ -752,9 +841,10 @@ def test_plan_shows_the_plan_of_what_it_guesses(here, command):
         flaxckpt.save(name, {"params": params, "opt_state": optimizer})
     lines = command.text("plan", "old", "new", "--suggest")
     at = lines.index("on the command line:")
-    rename = shlex.split(lines[at + 1])
-    assert rename == ["--rename", r"params/old/(.*)=params/new/\1"]
-    planned = command.text("plan", "old", "new", *rename)[0]
+    words = shlex.split(lines[at + 1])
+    rename = ["--rename", r"params/old/(.*)=params/new/\1"]
+    assert words == ["flaxckpt", "plan", "old", "new", *rename]
+    planned = command.text(*words[1:])[0]
     assert lines[-2:] == [f"with these transforms, {planned}", SUCCEEDS]
     found = command.json("plan", "old", "new", "--suggest")
     assert found["renames"] == [rename[1].split("=")]
@@ -768,26 +858,26 @@ def test_plan_shows_the_plan_of_what_it_guesses(here, command):
         "cannot be restored:",
         "  epoch: wanted a Python int, found nothing",
     ]
-    assert lines[-1].startswith("On the command line: --missing init plans")
+    words = pasted(lines, "For a state with values for the missing leaves")
+    assert words[-3:] == ["--missing", "init", "--suggest"]
+    assert command.json(*words)["ok"]
 
 
 def test_plan_that_guesses_less_than_all_says_what_helps(here, command):
     save_with_head("base", "head", 10)
     save_with_head("tuned", "head", 3)
     asked = ["plan", "base", "tuned"]
-    *_, last = command.text(*asked, "--suggest", code=1)
-    start = "On the command line, instead of --suggest: "
-    assert last == f"{start}--drop params/head --missing init"
-    assert command.json(*asked, *shlex.split(last.removeprefix(start)))["ok"]
+    words = pasted(command.text(*asked, "--suggest", code=1), BEGIN_ANEW)
+    assert words == [*asked, "--missing", "init", "--drop", "params/head"]
+    assert command.json(*words)["ok"]
 
 
 def test_plan_that_guesses_says_how_to_match_the_optimizer(here, command):
     save_with_head("base", "head", 10)
     wanted = {"params": {"trunk": "float32[4, 4]"}, "opt_state": {"n": "int32[]"}}
     (here / "wanted.json").write_text(json.dumps(wanted))
-    *_, last = command.text("plan", "base", "wanted.json", "--suggest", code=1)
-    assert last.startswith("On the command line: --missing init plans")
-    assert "--optimizer match plans for an optimizer" in last
+    lines = command.text("plan", "base", "wanted.json", "--suggest", code=1)
+    assert pasted(lines, INITIALIZES)[3:] == ["--optimizer", "match", "--suggest"]
 
 
 def test_plan_into_what_show_printed(here, command):

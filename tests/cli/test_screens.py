@@ -329,7 +329,7 @@ def test_diff_shows_metrics_and_what_cannot_be_read(losses, terminal, command, w
     assert names == ["train/loss", "eval/loss", "eval/accuracy"]
     assert lines[5].split()[1:] == ["0.7100", "0.7101"]
     at = lines.index("cannot be read, and so may differ:")
-    assert lines[at + 1].startswith("  params/w: in b: ")
+    assert lines[at + 1].startswith("  params/w: in step 200: ")
     assert lines[-1] == "0 leaves differ, 0 are equal, 1 cannot be read"
     found = command.json(*asked, code=1)
     assert not found["equal"]
@@ -377,9 +377,11 @@ def test_plan_prints_renames_to_paste_in_one_line(tmp_path, terminal, width):
         flaxckpt.save(tmp_path / name, {"params": params})
     asked = "plan", tmp_path / "old", tmp_path / "new"
     lines = terminal(width, *asked, code=1)
+    assert "To rename the leaves:" in lines
     [line] = [line for line in lines if "--rename" in line]
-    option, rule = shlex.split(line.removeprefix("On the command line: "))
-    assert terminal(width, *asked, option, rule)
+    words = shlex.split(line)
+    assert words[:4] == ["flaxckpt", *map(str, asked)]
+    assert terminal(width, *words[1:])
     python = " ".join(lines[lines.index(line) + 1 :])
     assert python.startswith("In Python: Pass transforms=[rename(")
 
@@ -390,7 +392,7 @@ def test_plan_keeps_types_whole(tmp_path, terminal):
         flaxckpt.save(tmp_path / name, {f"a_long_name_of_{'x' * 30}": inner})
     lines = terminal(80, "plan", tmp_path / "old", tmp_path / "new", code=1)
     text = "\n".join(lines)
-    assert max(len(line) for line in lines[1:] if "--drop" not in line) <= 80
+    assert max(len(line) for line in lines[1:] if "--" not in line) <= 80
     assert "float32[32, 4096]" in text
     assert "float32[32, 1024]" in text
 
@@ -415,7 +417,7 @@ def test_plan_shows_conflicts_first_with_the_nearest_leaf(layered, terminal, com
     lines = terminal(140, "plan", "run", "wanted.json", code=1)
     assert lines[2].split()[:2] == ["params/embed/embeding", "conflict"]
     assert "nothing (nearest: params/embed/embedding)" in lines[2]
-    assert lines[-3] == "1 leaf cannot be restored"
+    assert "1 leaf cannot be restored" in lines
     assert lines[-1].startswith("In Python: Pass a state with only the")
     refused = terminal(140, "plan", "run", "small", "--unused", "error", code=1)
     assert "cannot be restored:" in "".join(refused)

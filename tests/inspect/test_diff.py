@@ -3,6 +3,7 @@
 import math
 import pickle
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -270,3 +271,71 @@ def test_types_of_machine_learning_are_compared(dtype, tmp_path):
     b = saved(tmp_path / "b", {"x": jnp.array([0, 1, 0], dtype)})
     assert flaxckpt.diff(a, b).changed["x"].different == 1
     assert flaxckpt.diff(a, a).is_empty
+
+
+def test_the_reasons_name_the_step_or_the_run(tmp_path):
+    for name in ("x", "y"):
+        with flaxckpt.Checkpointer(tmp_path / name) as run:
+            for step in (1, 2):
+                run.save(step, {"w": np.full(9, step)})
+    damage(tmp_path / "x" / "2", "w")
+    run = tmp_path / "x"
+    found = flaxckpt.diff(run, run, step_a=1, step_b=2)
+    assert found.unreadable["w"].startswith("in step 2: c")
+    found = flaxckpt.diff(run, tmp_path / "y")
+    assert found.unreadable["w"].startswith("in step 2 of x: c")
+    saved(tmp_path / "one", {"w": np.ones(9)})
+    found = flaxckpt.diff(tmp_path / "one", run)
+    assert found.unreadable["w"].startswith("in step 2 of x: c")
+    damage(tmp_path / "one", "w")
+    found = flaxckpt.diff(tmp_path / "one", tmp_path / "y")
+    assert found.unreadable["w"].startswith("in one: c")
+
+
+def test_leaves_of_another_shape_or_dtype_are_counted_apart(tmp_path):
+    same = {"n": np.ones(2), "s": "text"}
+    a = saved(
+        tmp_path / "a", {**same, "w": np.ones(3), "x": np.ones(3), "y": np.ones(3)}
+    )
+    other = {"w": np.zeros(3), "x": np.ones(4), "y": np.ones(3, np.int32)}
+    b = saved(tmp_path / "b", {**same, **other})
+    found = flaxckpt.diff(a, b)
+    assert set(found.retyped) == {"x", "y"}
+    assert set(found.changed) == {"w", "x", "y"}
+    counts = "1 leaves differ in values, 2 in shape or dtype, 2 are equal"
+    assert counts in str(found)
+    assert "of another shape or dtype: 2\n  x: " in str(found)
+    assert flaxckpt.diff(a, a).retyped == ()
+
+
+def save_items(root, step, value):
+    """Saves a state whose branches are items of their own, as trainers of Orbax do."""
+    state = {
+        "params": {"w": np.full(3, value), "v": np.ones(2)},
+        "opt": {"m": np.ones(2)},
+    }
+    with flaxckpt.Checkpointer(root, items=("params", "opt")) as run:
+        run.save(step, state)
+    return root / str(step)
+
+
+def test_a_damaged_item_does_not_keep_others_from_being_compared(tmp_path):
+    for step in (1, 2):
+        save_items(tmp_path, step, step)
+    shutil.rmtree(tmp_path / "2" / "params")
+    found = flaxckpt.diff(tmp_path, tmp_path, step_a=1, step_b=2)
+    assert found.same == ("opt/m",)
+    assert (found.changed, found.only_in_a, found.unreadable) == ({}, (), {})
+    assert not found.is_empty
+    [(item, why)] = found.damaged_items.items()
+    assert item == "params"
+    assert re.fullmatch("in step 2: it .*; 2 leaves not compared", why)
+    assert "; 1 item not compared" in str(found)
+    only = {"step_a": 1, "step_b": 2, "only": "opt/.*"}
+    assert flaxckpt.diff(tmp_path, tmp_path, **only).is_empty
+    only["only"] = "params/w"
+    [why] = flaxckpt.diff(tmp_path, tmp_path, **only).damaged_items.values()
+    assert why.endswith("; 1 leaf not compared")
+    shutil.rmtree(tmp_path / "1" / "params")
+    [why] = flaxckpt.diff(tmp_path, tmp_path, step_a=1, step_b=2).damaged_items.values()
+    assert re.fullmatch("in step 1: it .*; in step 2: it .*", why)

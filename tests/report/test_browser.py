@@ -16,6 +16,8 @@ import pytest
 
 import flaxckpt
 from flaxckpt import _report
+from flaxckpt._inspect.history import SavedStep
+from tests.helpers.printed import pages_of_table
 from tests.helpers.report_runs import KEEP, LASTS, LOSSES, make_run
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is missing")
@@ -452,6 +454,22 @@ def test_the_card_of_a_notebook_is_shown_quietly(browser, report, tmp_path):
     )
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
     opened.page.close()
+
+
+def test_a_long_table_has_its_headings_on_each_printed_page(browser, report, tmp_path):
+    steps = (SavedStep(n, deleted=math.nan) for n in range(1000, 1200))
+    many = dataclasses.replace(report, history=(*report.history, *steps))
+    (tmp_path / "report.html").write_text(_report.page(many))
+    page = browser.new_page(bypass_csp=True)
+    page.goto((tmp_path / "report.html").as_uri())
+    headed = pages_of_table(page, "#steps")
+    assert len(headed) > 3
+    assert all(headed)
+    page.add_style_tag(
+        content="@media print { thead { display: table-row-group !important } }"
+    )
+    assert pages_of_table(page, "#steps").count(True) == 1, "the test can fail"
+    page.close()
 
 
 A4_PX = 703

@@ -23,6 +23,7 @@ from flaxckpt._report.data import MetricValue
 from flaxckpt._run import disk_usage as run_disk_usage
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._steps import event as steps_event
+from flaxckpt._steps import markers as steps_markers
 from flaxckpt._util import html as util_html
 from flaxckpt.policies import BestN, LatestN
 from tests.helpers.files import flip_bit, largest_file
@@ -357,11 +358,17 @@ def test_the_card_of_the_best_step_names_a_better_one_that_is_damaged(run):
     damage(run / "50")
     kind, texts = _card(_report.page(gather(run)), "best")
     assert kind == "card main best"
-    wanted = ["0.4", "lowest, at step 20; step 50 had 0.3, but is damaged"]
+    clause = "step 50 with 0.3 would be better, but is damaged"
+    counted = "; policies count it until flaxckpt verify --mark marks it"
+    wanted = ["0.4", f"lowest, at step 20; {clause}{counted}"]
     assert texts == ["Best eval/loss", *wanted]
     damage(run / "20")
     _, texts = _card(_report.page(gather(run)), "best")
-    assert texts[2].endswith("; step 50 had 0.3, but is damaged")
+    assert texts[2].endswith(f"; {clause}{counted}")
+    steps_markers.mark_damaged(run / "50", "lost")
+    kind, texts = _card(_report.page(gather(run)), "best")
+    assert kind == "card main best"
+    assert texts[2].endswith(f"; {clause}")
 
 
 def test_the_card_of_the_best_step_says_that_it_is_damaged(run):
@@ -373,17 +380,18 @@ def test_the_card_of_the_best_step_says_that_it_is_damaged(run):
             bad if bad.step in damaged or not damaged else good
             for bad, good in zip(lost, found.integrity, strict=True)
         ]
-        return _report.page(dataclasses.replace(found, integrity=tuple(checks)))
+        return _report.page(found.with_integrity(checks))
 
     kind, texts = _card(card_with(50), "best")
-    assert kind == "card bad"
+    assert kind == "card main best"
     assert texts[1:] == [
-        "0.3",
-        "lowest, at step 50, which is damaged; next is step 20 with 0.4",
+        "0.4",
+        "lowest, at step 20; step 50 with 0.3 would be better, but is damaged; policies"
+        " count it until flaxckpt verify --mark marks it",
     ]
     page = card_with()  # all
     _, texts = _card(page, "best")
-    assert texts[2] == "lowest, at step 50, which is damaged; no other step has a value"
+    assert texts[2] == "lowest, at step 50, which is damaged; no good step has a value"
     kind, texts = _card(page, "newest")
     assert kind == "card bad"
     assert re.search('data-card="newest".*</time>, damaged<', page)

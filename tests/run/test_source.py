@@ -15,6 +15,7 @@ from flax.training.train_state import TrainState
 
 import flaxckpt
 from flaxckpt import errors
+from flaxckpt.cli import app
 from flaxckpt.transforms import drop, grow, rename
 
 
@@ -106,6 +107,33 @@ def test_a_fresh_head_is_asked_for(tmp_path, source):
     np.testing.assert_array_equal(
         old.params["trunk"]["kernel"], state.params["trunk"]["kernel"]
     )
+
+
+@pytest.mark.parametrize("optimizer", ["reinit", "match"])
+def test_the_log_of_a_source_counts_leaves_as_its_plan_does(
+    tmp_path, source, caplog, capsys, optimizer
+):
+    path, _ = source
+    fresh = state_of(3, seed=1)
+    flaxckpt.save(tmp_path / "tuned", fresh)
+    with caplog.at_level(logging.INFO):
+        begin(
+            tmp_path / "run",
+            fresh,
+            source=path,
+            source_transforms=[drop("params/head")],
+            missing="init",
+            optimizer=optimizer,
+        )
+    [logged] = [m for m in caplog.messages if m.startswith(f"restored {path}: ")]
+    words = ["plan", str(path), str(tmp_path / "tuned"), "--as-source"]
+    words += ["--optimizer", optimizer, "--drop", "params/head", "--missing", "init"]
+    app(words, standalone_mode=False)
+    planned = capsys.readouterr().out.splitlines()[0]
+    counts = logged.removeprefix("restored ").partition("; ")[0]
+    assert counts == planned.partition("; ")[0]
+    begin_anew = {"reinit": "7 init, 1 loaded", "match": "5 loaded, 3 init"}[optimizer]
+    assert counts == f"{path}: {begin_anew}"
 
 
 def test_going_on_where_the_source_stood(tmp_path, source):

@@ -15,6 +15,7 @@ import pytest
 
 import flaxckpt
 from tests.helpers.files import flip_bit
+from tests.helpers.printed import pages_of_table
 from tests.helpers.report_runs import make_run
 from tests.helpers.ui_server import listen, serving
 
@@ -470,4 +471,16 @@ def test_a_page_of_another_site_reads_nothing(browser, served, tmp_path):
     assert read in ("refused", "opaque")
     [frame] = [each for each in other.frames if each != other.main_frame]
     assert "flaxckpt" not in frame.content() or "chrome-error" in frame.url
+    context.close()
+
+
+def test_a_long_comparison_has_its_headings_on_each_printed_page(browser, served):
+    context = browser.new_context(bypass_csp=True)
+    page = context.new_page()
+    page.goto(served.address)
+    page.goto(served.url("/compare", run="growing", a=1, b=2))
+    page.wait_for_selector("#result tbody th", timeout=PATIENCE_MS)
+    headed = pages_of_table(page, "#result")
+    assert len(headed) > 3
+    assert all(headed)
     context.close()

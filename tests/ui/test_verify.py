@@ -196,15 +196,24 @@ def test_the_best_step_is_not_called_so_once_damage_was_found(tmp_path, open_pag
     assert marks(ask(overview.page, space, run="run"))[2] == ["best"]
     verified(space, run="run", step="all")
     shown = ask(overview.page, space, run="run")
-    assert marks(shown) == {1: ["deleted"], 2: ["damaged"], 3: ["latest"]}
+    assert marks(shown) == {1: ["deleted"], 2: ["damaged"], 3: ["latest", "best"]}
     assert "because it is not marked as damaged" in shown
-    assert "best 0.1 (cannot be used)" in shown
-    assert "best 0.1<" not in shown
+    assert "best 0.4<" in shown
+    assert "best 0.1" not in shown
+    clause = "lowest, at step 3; step 2 with 0.1 would be better, but is damaged"
+    assert (
+        f"{clause}; policies count it until flaxckpt verify --mark marks it<" in shown
+    )
     strip = shown[shown.index("Existing and deleted steps") :]
     assert 'class="point unusable" data-step="2"' in strip
-    assert "point best" not in strip
+    assert 'class="point best" data-step="3"' in strip
     chosen = ask(verify.page, space, run="run")
     assert ">2, damaged</option>" in chosen
+    cli("verify", tmp_path / "run", 2, "--mark")
+    space.feeds._feeds[tmp_path / "run"]._gather()
+    shown = ask(overview.page, space, run="run")
+    assert marks(shown) == {1: ["deleted"], 2: ["damaged"], 3: ["latest", "best"]}
+    assert f"{clause}<" in shown
 
 
 def marks(shown):

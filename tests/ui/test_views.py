@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -192,6 +193,29 @@ def test_a_comparison_is_that_of_diff(made, open_page):
     assert "step 80 of run to source" in shown
 
 
+def test_a_comparison_counts_other_shapes_apart_and_names_damaged_items(
+    tmp_path, open_page
+):
+    with flaxckpt.Checkpointer(tmp_path / "run", items=("params", "opt")) as run:
+        for step in (1, 2, 3):
+            params = {"w": np.full(3, step), "x": np.ones(step), "y": np.ones(2)}
+            new = {"z": np.ones(2)} if step == 2 else {}
+            run.save(step, {"params": params | new, "opt": {"m": np.ones(2)}})
+    space = open_page(tmp_path / "run")
+    shown = html.unescape(ask(compare.result, space, run="run", a=1, b=2))
+    assert (
+        "1 leaf changed and 2 did not. 1 leaf has another shape or dtype. 1 leaf is in"
+        " only one of them." in shown
+    )
+    group = "1 of 4 leaves changed, 1 has another shape or dtype, 1 is in only one"
+    assert group in shown
+    shutil.rmtree(tmp_path / "run" / "3" / "params")
+    shown = html.unescape(ask(compare.result, space, run="run", a=1, b=3))
+    assert "0 leaves changed and 1 did not. 1 item could not be compared." in shown
+    assert 'data-unreadable="params"' in shown
+    assert "in step 3: it " in shown
+
+
 def test_a_comparison_shows_metrics_and_goes_on_past_damaged_leaves(
     made, tmp_path, open_page
 ):
@@ -205,7 +229,7 @@ def test_a_comparison_shows_metrics_and_goes_on_past_damaged_leaves(
     assert leaf == "params/trunk/kernel"
     assert f'data-unreadable="{leaf}"' in shown
     assert why in shown
-    assert "a is step 70, b is step 80" in shown
+    assert ">Not compared<" in shown
     assert "1 leaf cannot be read, and may differ" in shown
     changed = re.findall('data-path="([^"]*)"', shown)
     assert set(changed) == set(truth.changed)
@@ -691,7 +715,7 @@ def test_known_runs_are_not_read_again(tmp_path, open_page, monkeypatch):
 
 def follow(shown):
     """Returns the fields of the link that plans with the shown remedy."""
-    [url] = re.findall('href="/plan[?]([^"]*)"', html.unescape(shown))
+    [url] = re.findall('href="/plan[?]([^"]*)" class="button"', html.unescape(shown))
     query = workspace.Query(url.encode())
     names = ("run", "step", "into", "source", "optimizer", "missing", "drop", "rename")
     return {name: query.text(name) for name in names if query.text(name)}
@@ -719,6 +743,77 @@ def test_a_plan_into_a_wider_head_links_to_the_plan_that_begins_it_anew(
     shown = ask(plan.result, space, **fields)
     assert "would succeed" in shown
     assert "Not from the checkpoint: 3 leaves" in shown
+
+
+def test_a_plan_shows_the_command_of_its_remedy_whole(tmp_path, open_page):
+    (tmp_path / "of mine").mkdir()
+    with flaxckpt.Checkpointer(tmp_path / "of mine" / "old") as run:
+        run.save(3, {"params": {"head": jnp.ones(3), "trunk": jnp.ones(2)}})
+    wide = {"params": {"head": jnp.ones(5), "trunk": jnp.ones(2)}}
+    flaxckpt.save(tmp_path / "of mine" / "wide", wide)
+    space = open_page(tmp_path / "of mine")
+    asked = {"run": "old", "into": "wide", "step": 3, "optimizer": "exact"}
+    shown = html.unescape(ask(plan.result, space, **asked))
+    [command] = re.findall('<pre class="command">(.*)</pre>', shown)
+    words = shlex.split(command)
+    assert words[:4] == ["flaxckpt", "plan", *map(str, space_paths(space))]
+    assert words[4:] == [
+        *("--step", "3", "--optimizer", "exact"),
+        *("--missing", "init", "--drop", "params/head"),
+    ]
+    verb = [sys.executable, "-m", "flaxckpt", *words[1:]]
+    assert subprocess.run(verb, capture_output=True, check=False).returncode == 0
+
+
+def space_paths(space):
+    return [place.path for place in space.places.runs.values()]
+
+
+def test_runs_without_steps_cannot_be_chosen(tmp_path, open_page):
+    for name, steps in (("a", ()), ("b", (1,)), ("c", (1, 2))):
+        with flaxckpt.Checkpointer(tmp_path / name) as run:
+            for step in steps:
+                run.save(step, {"w": np.ones(2)})
+    (tmp_path / "a" / "events.jsonl").write_text("")
+    space = open_page(tmp_path)
+    for view, field in ((compare.page, "with"), (plan.page, "into")):
+        options = listed(ask(view, space, run="c"), field)
+        assert options["a"] == ' disabled="">a (no steps)'
+        assert options["b"].endswith(">b")
+        assert "disabled" not in options["b"] + options["c"]
+    chosen = listed(ask(plan.page, space, run="b"), "into")["c"]
+    assert chosen.startswith(' selected=""'), "a has no state to plan into"
+    with flaxckpt.Checkpointer(tmp_path / "a") as run:
+        run.save(1, {"w": np.ones(2)})
+    assert listed(ask(compare.page, space, run="c"), "with")["a"] == ">a"
+
+
+def listed(shown, field):
+    """Returns value -> the attributes and the text of each entry of a list."""
+    [entries] = re.findall(f'<select name="{field}".*?>(<option.*?)</select>', shown)
+    return dict(re.findall('<option value="([^"]*)"([^<]*)</option>', entries))
+
+
+def test_a_plan_into_the_state_of_another_run_links_to_that_of_a_source(
+    tmp_path, open_page
+):
+    save_with_head(tmp_path / "old", 3)
+    save_with_head(tmp_path / "wide", 5)
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        for step in (1, 2):
+            run.save(step, flaxckpt.load(tmp_path / "old"))
+    space = open_page(tmp_path)
+    shown = html.unescape(ask(plan.result, space, run="old", into="wide"))
+    [url] = re.findall('href="/plan[?]([^"]*)">plan it as the source', shown)
+    query = workspace.Query(url.encode())
+    assert [query.text(name) for name in ("run", "into", "source")] == [
+        *("old", "wide", "new")
+    ]
+    for fields in (
+        {"run": "old", "into": "wide", "source": "new"},
+        {"run": "run", "into": "run", "step": 1},
+    ):
+        assert "as the source of" not in ask(plan.result, space, **fields)
 
 
 def test_a_plan_into_leaves_without_classes_links_to_the_matched_optimizer(
