@@ -49,6 +49,10 @@ class Heartbeats:
         self._wake = threading.Event()
         self._lock = threading.Lock()
 
+    def has_heard(self, process: int) -> bool:
+        """Returns True if a process has sent a heartbeat."""
+        return process in self._heard
+
     def silent_secs(self, process: int) -> float:
         """Returns the seconds since the last heartbeat of a process; 0 without any."""
         # Count from the last look at heartbeats: this process may have been suspended.

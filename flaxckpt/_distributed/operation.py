@@ -379,9 +379,7 @@ class Operation:
     def _await(self, stage: str, *, is_patient: bool = False) -> str:
         """Waits for the message of process 0 about a stage, and returns it."""
         begin = time.monotonic()
-        deadline = begin + _MARGIN * self._timeout_secs + _GRACE_SECS
-        if is_patient:
-            deadline = math.inf
+        usual_deadline = begin + _MARGIN * self._timeout_secs + _GRACE_SECS
         while True:
             with _service_errors():
                 with contextlib.suppress(TimeoutError):
@@ -389,6 +387,8 @@ class Operation:
                 if (apart := self._messages.get_end()) is not None:
                     self._is_over = True
                     raise apart
+            is_endless = is_patient and self._group.heartbeats.has_heard(0)
+            deadline = math.inf if is_endless else usual_deadline
             if reason := self._lateness(0, stage, begin, deadline):
                 raise ApartError([Failure(0, LATE, reason)])
 

@@ -24,6 +24,7 @@ FOUND = {
     (jobs, 146): "messages in files that cannot be written",
     (jobs, 766): "a coordination service that is away while another process writes",
     (jobs, 2316): "a commit that takes longer than others wait",
+    (jobs, 4021): "process 0 that dies before its first heartbeat",
     (jobs, 2894): "a deletion after the commit that takes longer than others wait",
 }
 """Histories that found a defect, which has been mended since."""
