@@ -378,7 +378,7 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
     """Runs one history; returns its timeline if traced.
 
     Raises:
-        Violation: The history breaks a guarantee; its notes have the timeline.
+        Violation: The history breaks a guarantee; its attribute `timeline` shows how.
     """
     with kernel.World(seed, is_traced=is_traced) as world:
         bucket = store.open_store(world, URL, weather(world))
@@ -412,15 +412,10 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
             for process in paused
         )
         ledger.is_tidy = len(paused) < 2 and not has_crash
-        try:
-            world.run()
-            bucket.weather = store.Weather()
-            world.start("last", lambda: _last_program(world))
-            world.run()
-            ledger.check_end()
-        except kernel.Violation as violation:
-            violation.timeline = world.timeline
-            raise
+        world.run()
+        bucket.weather = store.Weather()
+        world.run_last(lambda: _last_program(world))
+        ledger.check_end()
         return world.timeline
 
 

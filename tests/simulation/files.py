@@ -350,14 +350,9 @@ def play(
         world.record(f"{files.weather}")
         try:
             world.run()
-            world.record("all processes have ended")
             files.weather = files.weather._replace(slow=0.0, fails=0.0)
-            world.start("last", lambda: reopen(ledger))
-            world.run()
+            world.run_last(lambda: reopen(ledger))
             ledger.check_end()
-        except kernel.Violation as violation:
-            violation.timeline = world.timeline
-            raise
         finally:
             files.close()
         return world.timeline

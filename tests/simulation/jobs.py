@@ -483,12 +483,8 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
                 _check_agreement(each, troubled)
                 _check_times(each, troubled, 60.0)
             disk.weather = disk.weather._replace(slow=0.0, fails=0.0)
-            world.start("last", lambda: _last_program(ledger))
-            world.run(limit_secs=400_000.0)
+            world.run_last(lambda: _last_program(ledger), limit_secs=400_000.0)
             ledger.check_end()
-        except kernel.Violation as violation:
-            violation.timeline = world.timeline
-            raise
         finally:
             disk.close()
         return world.timeline

@@ -41,7 +41,13 @@ LIMIT_EVENTS = 200_000
 
 
 class Violation(AssertionError):  # noqa: N818  the term of the field
-    """A history breaks a guarantee."""
+    """A history breaks a guarantee.
+
+    Attributes:
+        timeline: The lines of the history, if it was traced.
+    """
+
+    timeline: "list[Line]" = []  # noqa: RUF012  set by `World`
 
 
 class Killed(BaseException):
@@ -193,8 +199,12 @@ class World:
         _current = self
         return self
 
-    def __exit__(self, *args: object) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: object
+    ) -> None:
         global _current
+        if isinstance(error, Violation):
+            error.timeline = self.timeline
         try:
             self._close()
         finally:
@@ -373,6 +383,14 @@ class World:
             if self.errors:
                 task, error = self.errors[0]
                 raise Violation(f"{task} raised {error!r}") from error
+
+    def run_last(
+        self, program: Callable[[], object], limit_secs: float = LIMIT_SECS
+    ) -> None:
+        """Runs a last process, when all others have ended."""
+        self.record("all processes have ended")
+        self.start("last", program)
+        self.run(limit_secs)
 
     def _is_busy(self) -> bool:
         return self._pending_actions > 0 or any(

@@ -46,7 +46,7 @@ FAULTS = {
     ),
     "a sweep locks no directory": Fault(files, {(temporary, "_lock"): lambda d: True}),
     "directories count as abandoned between two touches": Fault(
-        files, {(temporary, "_ABANDONED_SECS"): 5.0}
+        files, {(temporary, "_ABANDONED_SECS"): 1.0}
     ),
     "a deletion looks for no readers": Fault(
         files, {(leases, "readers"): lambda path: []}

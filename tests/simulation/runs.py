@@ -359,14 +359,9 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
         world.record(f"{bucket.weather}", f"keep={setting.keep}")
         try:
             world.run()
-            world.record("all processes have ended")
             bucket.weather = store.Weather()
-            world.start("last", lambda: reopen(ledger))
-            world.run()
+            world.run_last(lambda: reopen(ledger))
             ledger.check_end()
-        except kernel.Violation as violation:
-            violation.timeline = world.timeline
-            raise
         finally:
             disk.close()
         return world.timeline
