@@ -639,11 +639,11 @@ def _warn_of_differences(
             fresh.append(path)
     dropped = [path for path in dropped if path.split("/")[0] in branches]
     if dropped and options.unused == "warn":
-        _warn(planned.path, "are not in the state and are not read", dropped)
+        _warn(planned.path, "not read, as missing in the state", dropped)
     if fresh:
-        _warn(planned.path, "are not restored and start afresh", fresh)
+        _warn(planned.path, "not restored, and left to start afresh", fresh)
 
 
 def _warn(path: str, what: str, leaves: list[LeafPath]) -> None:
-    listed = errors.first_few(leaves)
-    _log.warning("%d leaves of %s %s: %s", len(leaves), path, what, listed)
+    count = _util.humanize.count(len(leaves), "leaf", "leaves")
+    _log.warning("%s of %s %s: %s", count, path, what, errors.first_few(leaves))
