@@ -43,12 +43,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "arrays/test_read_tasks.py",
         "arrays/test_databases.py",
     ),
-    "_arrays/read_raw.py": (
-        "arrays/test_read_raw.py",
-        "arrays/test_segments.py",
-        "arrays/test_byte_ranges.py",
-        "arrays/test_databases.py",
-    ),
+    "_arrays/read_raw.py": ("arrays/test_read_parts.py", "arrays/test_byte_ranges.py"),
     "_arrays/zarr/chunk_file.py": ("arrays/test_chunk_file.py",),
 }
 """Module below `flaxckpt` -> files of tests below `tests`."""
