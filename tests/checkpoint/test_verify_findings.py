@@ -13,6 +13,7 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt._arrays import blockwise
 from flaxckpt._checkpoint import verify
+from flaxckpt._storage import bucket
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt._util import progress
 from flaxckpt.datasets import StepIndexed
@@ -170,6 +171,31 @@ def test_chunks_in_a_store_are_compared_too(checksum):
         assert wanted in problems["w"]
 
 
+@pytest.mark.parametrize(
+    "layout", [{}, {"codec": "zstd"}, {"store": "ocdbt"}], ids=lambda x: str(x)
+)
+def test_large_objects_of_a_store_are_read_in_parts(monkeypatch, layout):
+    """Since no more than a part of them has to be in memory."""
+    monkeypatch.setattr(bucket, "_PART_BYTES", 2**12)
+    path = faulty.new_path("verify-parts") / "c"
+    values = np.random.default_rng(0).standard_normal(2**12)
+    save(path, {"w": values}, **layout)
+    sizes = []
+    with faulty.faulty(path) as kv:
+        real = kv.read
+
+        def read(key, byte_range=None):
+            future = real(key, byte_range=byte_range)
+            if "/c.0" in key or "/d/" in key:
+                sizes.append(len(future.result().value))
+            return future
+
+        kv.read = read
+        assert flaxckpt.verify(path).ok
+    assert sum(sizes) > 0.9 * values.nbytes
+    assert max(sizes) <= 2**12 + 4
+
+
 # ---- faults that are not proved ---------------------------------------------------
 
 
@@ -204,9 +230,11 @@ def test_a_description_that_is_damaged_or_cannot_be_read(
         verify.check(path)
 
 
-def test_a_link_to_the_outside_does_not_hide_damage(tmp_path):
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_to_the_outside_does_not_hide_damage(tmp_path, is_there):
     path = save(tmp_path / "c", {"w": np.zeros(4), "name": "x"})
-    (tmp_path / "other").write_text("mine")
+    if is_there:
+        (tmp_path / "other").write_text("mine")
     (path / "state/link").symlink_to(tmp_path / "other")
     flip_bit(path / "state/_strings.json")
     report = flaxckpt.verify(path)
@@ -250,6 +278,11 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(
     path = save(tmp_path / "c", {"w": np.zeros(4)})
     before_manifest(monkeypatch, count, lambda file: shutil.rmtree(path))
     assert verify.find_damage(path, None) is None
+
+
+def test_a_step_that_is_gone_is_not_found(tmp_path):
+    with pytest.raises(errors.CheckpointNotFoundError):
+        verify.verify_checkpoint(tmp_path / "1", 1)
 
 
 @pytest.mark.parametrize("count", [0, 1])
