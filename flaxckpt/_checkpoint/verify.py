@@ -661,7 +661,7 @@ def _stream(
     root: Path,
     count: Callable[[int], object],
     take: Callable[[memoryview], object],
-    size: int = 0,
+    size: int,
 ) -> None:
     """Reads a file from beginning to end, part by part.
 
