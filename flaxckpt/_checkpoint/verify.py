@@ -118,9 +118,7 @@ def _verify(
                 check = functools.partial(_locate.check_step, path, step, stored)
                 findings.attempt(verify_report.HERE, check)
         except OSError as error:
-            if not _storage.permissions.is_unread(error):
-                raise
-            findings.add(findings.unread, verify_report.HERE, str(error))
+            _record_failure(path, error, findings)
     secs = time.monotonic() - start
     leaves, unreadable, places = None, {}, {}
     if stored is not None:
@@ -193,16 +191,23 @@ def _read_description(
     """Reads the metadata of a checkpoint; on failure, records it and returns None."""
     try:
         return read()
-    except (OSError, errors.DamagedCheckpointError) as error:
-        if isinstance(error, errors.CheckpointNotFoundError):
-            raise
-        if _storage.permissions.is_unread(error):
-            findings.add(findings.unread, verify_report.HERE, str(error))
-        elif (why := _find_unreadable(path)) is not None:
-            findings.add(findings.unread, verify_report.HERE, why)
-        else:
-            findings.add(findings.problems, verify_report.HERE, str(error))
+    except errors.CheckpointNotFoundError:
+        raise
+    except OSError as error:
+        _record_failure(path, error, findings)
         return None
+
+
+def _record_failure(
+    path: Path, error: OSError, findings: verify_report.Findings
+) -> None:
+    """Records an error that ended reading: a problem only if all files can be read."""
+    if _storage.permissions.is_unread(error):
+        findings.add(findings.unread, verify_report.HERE, str(error))
+    elif (why := _find_unreadable(path)) is not None:
+        findings.add(findings.unread, verify_report.HERE, why)
+    else:
+        findings.add(findings.problems, verify_report.HERE, str(error))
 
 
 def _unreadable(
@@ -609,7 +614,7 @@ def _has_checksums(leaf: Leaf) -> bool:
         return True
     try:
         codec = _arrays.read.open_one(source).codec
-    except (errors.CheckpointError, OSError, ValueError):
+    except errors.CheckpointError:
         return False
     return codec is not None and "crc32c" in str(codec.to_json())
 
@@ -656,7 +661,7 @@ def _stream(
     root: Path,
     count: Callable[[int], object],
     take: Callable[[memoryview], object],
-    size: int = 0,
+    size: int,
 ) -> None:
     """Reads a file from beginning to end, part by part.
 

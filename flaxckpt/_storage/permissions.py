@@ -63,9 +63,11 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def is_unread(error: BaseException) -> bool:
-    """Returns True for a system error while reading, not proof of damage."""
+    """Returns True for a failed read of a disk or a store, not proof of damage."""
     cause: BaseException | None = error
     while cause is not None:
+        if isinstance(cause, errors.StoreError):
+            return True
         if isinstance(cause, OSError) and not isinstance(cause, errors.CheckpointError):
             return not isinstance(cause, _MISSING)
         cause = cause.__cause__ or cause.__context__

@@ -1,9 +1,11 @@
 """From a snapshot to a checkpoint: its errors, its lock, its files and its name."""
 
 import errno
+import json
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -165,6 +167,38 @@ def test_an_equal_array_is_linked_to_a_file_of_the_same_mode(tmp_path, permissio
         assert third.st_mode & 0o777 == 0o640
         assert third.st_ino not in inodes
     strategies.assert_same(STATE, flaxckpt.load(tmp_path / "3"))
+
+
+def bytes_read():
+    """Bytes that this process has read so far, in all calls."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["rchar"])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts bytes")
+def test_an_array_that_was_saved_before_is_linked_without_reading_it(tmp_path):
+    array = jnp.arange(2**20)
+    with flaxckpt.Checkpointer(tmp_path, layout=layout("files")) as run:
+        run.save(1, {"w": array}).wait()
+        before = bytes_read()
+        run.save(2, {"w": array}).wait()
+        assert bytes_read() - before < array.nbytes / 4
+    [chunk] = (tmp_path / "2/state/w").glob("c*")
+    assert chunk.samefile(tmp_path / "1/state/w" / chunk.name)
+
+
+def test_parts_of_large_chunks_have_checksums(tmp_path):
+    """So that a part can be verified without the rest."""
+    flaxckpt.save(
+        tmp_path / "c",
+        {"w": np.zeros(2**15), "b": np.zeros(8)},
+        layout=layout("files"),
+    )
+    segments = json.loads((tmp_path / "c/flaxckpt.json").read_text())["segments"]
+    assert list(segments["crc32c"]) == ["w"]
+    table = flaxckpt.formats._locate.read_stored(tmp_path / "c", None).table
+    inner = table["w"].sources[0].raw.segments.of_chunk((0,), 2**18)
+    assert len(inner) == 2**18 // segments["bytes"] - 1
 
 
 def test_missing_parents_are_made(tmp_path):

@@ -1,5 +1,6 @@
 """What `verify` says of each kind of fault: where it is, and whether it is proved."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -10,7 +11,9 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
+from flaxckpt._arrays import blockwise
 from flaxckpt._checkpoint import verify
+from flaxckpt._storage import bucket
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt._util import progress
 from flaxckpt.datasets import StepIndexed
@@ -56,6 +59,15 @@ def test_the_values_in_a_damaged_chunk_are_named(tmp_path, shape, chunk, place):
     flip_bit(path / "state" / "w" / chunk)
     report = flaxckpt.verify(path)
     assert report.places == {"w": f"state/w/{chunk} -> w, {place}"}
+
+
+def test_the_values_that_cannot_be_decoded_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(verify, "_PIECE_BYTES", 2**14)
+    layout = {"codec": "zstd", "checksum": False, "chunk_bytes": 2**14}
+    path = save(tmp_path / "c", {"w": np.zeros((8, 1024))}, **layout)
+    chunk = path / "state/w/c.1.0"
+    chunk.write_bytes(b"\xff" * chunk.stat().st_size)
+    assert flaxckpt.verify(path).places == {"w": "w, rows 2-3 of 8"}
 
 
 def test_a_whole_leaf_has_no_place_in_it(tmp_path):
@@ -159,6 +171,31 @@ def test_chunks_in_a_store_are_compared_too(checksum):
         assert wanted in problems["w"]
 
 
+@pytest.mark.parametrize(
+    "layout", [{}, {"codec": "zstd"}, {"store": "ocdbt"}], ids=lambda x: str(x)
+)
+def test_large_objects_of_a_store_are_read_in_parts(monkeypatch, layout):
+    """Since no more than a part of them has to be in memory."""
+    monkeypatch.setattr(bucket, "_PART_BYTES", 2**12)
+    path = faulty.new_path("verify-parts") / "c"
+    values = np.random.default_rng(0).standard_normal(2**12)
+    save(path, {"w": values}, **layout)
+    sizes = []
+    with faulty.faulty(path) as kv:
+        real = kv.read
+
+        def read(key, byte_range=None):
+            future = real(key, byte_range=byte_range)
+            if "/c.0" in key or "/d/" in key:
+                sizes.append(len(future.result().value))
+            return future
+
+        kv.read = read
+        assert flaxckpt.verify(path).ok
+    assert sum(sizes) > 0.9 * values.nbytes
+    assert max(sizes) <= 2**12 + 4
+
+
 # ---- faults that are not proved ---------------------------------------------------
 
 
@@ -193,29 +230,115 @@ def test_a_description_that_is_damaged_or_cannot_be_read(
         verify.check(path)
 
 
-def test_a_link_to_the_outside_does_not_hide_damage(tmp_path):
+@pytest.mark.parametrize("target", ["../../other", "gone"])
+def test_a_link_to_the_outside_or_to_nothing_does_not_hide_damage(tmp_path, target):
     path = save(tmp_path / "c", {"w": np.zeros(4), "name": "x"})
     (tmp_path / "other").write_text("mine")
-    (path / "state/link").symlink_to(tmp_path / "other")
+    (path / "state/link").symlink_to(target)
     flip_bit(path / "state/_strings.json")
     report = flaxckpt.verify(path)
     assert (len(report.problems), len(report.unread)) == (1, 0)
 
 
-def test_a_manifest_that_cannot_be_read_is_no_damage(tmp_path, monkeypatch):
-    path = save(tmp_path / "c", {"w": np.zeros(4)})
-    real = LOCAL.open_file
+def before_manifest(monkeypatch, count, act):
+    """Calls `act` with the manifest before it is opened, after `count` times."""
+    real, opened = LOCAL.open_file, []
 
-    def fail(file, *args, **options):
+    def open_file(file, *args, **options):
         if file.name == "flaxckpt.json":
-            raise OSError(errno.EIO, "Input/output error", str(file))
+            opened.append(file)
+            if len(opened) == count + 1:
+                act(file)
         return real(file, *args, **options)
 
-    monkeypatch.setattr(LOCAL, "open_file", fail)
+    monkeypatch.setattr(LOCAL, "open_file", open_file)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_manifest_that_cannot_be_read_is_no_damage(tmp_path, monkeypatch, count):
+    path = save(tmp_path / "c", {"w": np.zeros(4)})
+
+    def fail(file):
+        raise OSError(errno.EIO, "Input/output error", str(file))
+
+    before_manifest(monkeypatch, count, fail)
     report = verify.verify_checkpoint(path, None)
     assert (dict(report.problems), set(report.unread)) == ({}, {"."})
     assert "Input/output error" in report.unread["."]
+    monkeypatch.undo()
+    before_manifest(monkeypatch, count, fail)
     assert verify.find_damage(path, None) is None
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(
+    tmp_path, monkeypatch, count
+):
+    path = save(tmp_path / "c", {"w": np.zeros(4)})
+    before_manifest(monkeypatch, count, lambda file: shutil.rmtree(path))
+    assert verify.find_damage(path, None) is None
+
+
+def test_a_step_that_is_gone_is_not_found(tmp_path):
+    with pytest.raises(errors.CheckpointNotFoundError):
+        verify.verify_checkpoint(tmp_path / "1", 1)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_manifest_that_is_lost_meanwhile_is_reported(tmp_path, monkeypatch, count):
+    path = save(tmp_path / "c", {"w": np.zeros(4)})
+    before_manifest(monkeypatch, count, lambda file: file.unlink())
+    report = verify.verify_checkpoint(path, None)
+    assert set(report.problems) == {"."}
+    assert not report.ok
+
+
+@contextlib.contextmanager
+def outage(path, ending, count):
+    """The store of a path fails one request for a file, after `count`.
+
+    Yields the requests.
+    """
+    asked = []
+    with faulty.faulty(path) as kv:
+        real = kv.read
+
+        def read(key, byte_range=None):
+            if key.endswith(ending):
+                asked.append(key)
+                if len(asked) == count + 1:
+                    raise ValueError("PERMISSION_DENIED: the token has expired")
+            return real(key, byte_range=byte_range)
+
+        kv.read = read
+        yield asked
+
+
+@pytest.mark.parametrize("ending", ["flaxckpt.json", "_strings.json", "w/c.0"])
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_store_that_does_not_answer_for_a_moment_proves_nothing(ending, count):
+    """Although all can be read afterwards."""
+    path = faulty.new_path("verify-outage") / "c"
+    save(path, {"w": np.zeros(4), "name": "x"})
+    with outage(path, ending, count) as asked:
+        report = verify.verify_checkpoint(path, None)
+    assert report.problems == {}
+    assert bool(report.unread) == (len(asked) > count)
+    with outage(path, ending, count):
+        assert verify.find_damage(path, None) is None
+
+
+def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
+    save(tmp_path / "c", {"w": np.zeros(4, np.float32)})
+    flaxckpt.convert(tmp_path / "c", tmp_path / "m.safetensors")
+
+    def fail(*args, **options):
+        raise MemoryError
+
+    monkeypatch.setattr(blockwise, "read", fail)
+    report = flaxckpt.verify(tmp_path / "m.safetensors")
+    assert report.problems == {}
+    assert report.unread == {"w": "larger than the memory"}
 
 
 def test_an_empty_directory_of_metrics_lacks_its_file(tmp_path):
@@ -223,6 +346,15 @@ def test_an_empty_directory_of_metrics_lacks_its_file(tmp_path):
     path = save(tmp_path / "c", {"w": np.zeros(4)})
     (path / "metrics").mkdir()
     assert flaxckpt.verify(path).problems == {"metrics/metrics": "metrics is missing"}
+
+
+def test_metrics_of_others_have_no_digest(tmp_path):
+    path = save(tmp_path / "c", {"w": np.zeros(4)})
+    (path / "metrics").mkdir()
+    (path / "metrics/metrics").write_text('{"loss": 1.0}')
+    report = flaxckpt.verify(path)
+    assert report.ok
+    assert list(report.unchecked) == ["metrics/metrics"]
 
 
 def test_damaged_metrics_do_not_make_a_step_unreadable(tmp_path):
@@ -281,6 +413,12 @@ def test_damage_is_told_of_what_was_a_checkpoint(tmp_path):
     assert verify.find_damage(path, None) is None
 
 
+def test_what_was_no_checkpoint_is_not_damaged(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/text").write_text("mine")
+    assert verify.find_damage(tmp_path / "notes", None) is None
+
+
 # ---- databases, and Orbax ---------------------------------------------------------
 
 
@@ -301,6 +439,45 @@ def test_a_sound_database_of_one_item_is_searched_though_another_is_damaged(
     assert "missing from the database" in report.problems["a/v"]
 
 
+@pytest.fixture(params=["digested", "large"])
+def database(request, tmp_path, monkeypatch):
+    """A checkpoint with a database in an item, and an item without arrays."""
+    if request.param == "large":
+        monkeypatch.setattr(contents, "_SMALL_DATABASE_BYTES", 0)
+    state = {"a": {name: np.arange(4096.0) for name in "wv"}, "b": {"name": "x"}}
+    layout = flaxckpt.ArrayLayout(store="ocdbt")
+    flaxckpt.save(tmp_path / "c", state, items=("a", "b"), layout=layout)
+    return tmp_path / "c"
+
+
+def test_the_checksums_of_a_database_are_enough(database):
+    report = flaxckpt.verify(database)
+    assert report.ok, str(report)
+    assert report.unchecked == {}
+
+
+@pytest.mark.parametrize("where", ["d", "manifest.ocdbt"])
+def test_a_damaged_database_does_not_lack_its_leaves(database, where):
+    file = database / "a" / where
+    [file] = file.iterdir() if file.is_dir() else [file]
+    file.write_bytes(bytes(file.stat().st_size))
+    report = flaxckpt.verify(database)
+    assert (bool(report.problems), report.unread) == (True, {})
+    assert set(report.unreadable) == {"a/w", "a/v"}
+    told = "".join(report.problems.values())
+    assert "missing" not in told
+    if "has changed since it was saved" in told:  # its digest proves it
+        assert set(report.problems) == {f"{file.relative_to(database)}"}
+
+
+def test_a_database_that_cannot_be_read_is_no_damage(database, monkeypatch):
+    unreadable(monkeypatch, "a/manifest.ocdbt")
+    report = flaxckpt.verify(database)
+    assert report.problems == {}
+    assert "a/manifest.ocdbt" in report.unread
+    assert set(report.unreadable) == {"a/w", "a/v"}
+
+
 def test_damaged_items_of_orbax_are_found(tmp_path):
     path = tmp_path / "c"
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler("a", "b")) as checkpointer:
@@ -317,15 +494,16 @@ def test_damaged_items_of_orbax_are_found(tmp_path):
 
 def test_items_of_ours_in_a_step_of_orbax_are_compared(tmp_path):
     handlers = {"own": CheckpointHandler(), "b": ocp.StandardCheckpointHandler()}
-    state = {"w": np.arange(4.0)}
+    state, small = {"w": np.arange(2.0**15)}, {"w": np.arange(4.0)}
     with ocp.CheckpointManager(tmp_path, item_handlers=handlers) as manager:
-        items = {"own": SaveArgs(state), "b": ocp.args.StandardSave(state)}
+        items = {"own": SaveArgs(state), "b": ocp.args.StandardSave(small)}
         manager.save(1, args=ocp.args.Composite(**items))
     (tmp_path / "1/own/notes.txt").write_text("mine")
     report = flaxckpt.verify(tmp_path / "1")
     assert report.ok, str(report)
     assert "own/notes.txt" in report.extra
     assert "own/w" not in report.unchecked
+    assert report.bytes_checked < 1.5 * state["w"].nbytes  # not read twice
     [chunk] = (tmp_path / "1/own/w").glob("c*")
     flip_bit(chunk)
     report = flaxckpt.verify(tmp_path / "1")
@@ -333,13 +511,20 @@ def test_items_of_ours_in_a_step_of_orbax_are_compared(tmp_path):
     assert report.places["own/w"].startswith("own/w/c")
 
 
-def test_the_first_fault_is_enough_if_nobody_reads_the_others(tmp_path):
+def test_the_first_fault_is_enough_if_nobody_reads_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(verify, "_DECODED_AT_ONCE", 2**15)
     layout = {"codec": "zstd", "checksum": False}
-    state = {name: np.zeros(2**21) for name in "rstu"}
+    state = {name: np.zeros(2**12) for name in "rstu"}
     path = save(tmp_path / "c", state, **layout)
+    sound = verify.verify_checkpoint(path, None, thorough=False)
     for name in state:
         (path / f"state/{name}/c.0").write_bytes(b"\xff" * 9)
     assert set(flaxckpt.verify(path).problems) == {*state}
     assert set(verify.verify_checkpoint(path, None).problems) == {*state}
     report = verify.verify_checkpoint(path, None, thorough=False)
-    assert 1 <= len(report.problems) < 4
+    assert len(report.problems) == 1
+    assert report.bytes_checked < sound.bytes_checked - 2 * 2**15
+    flip_bit(path / "state/_METADATA")
+    report = verify.verify_checkpoint(path, None, thorough=False)
+    assert list(report.problems) == ["state/_METADATA"]
+    assert report.bytes_checked < 2**15

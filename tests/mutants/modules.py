@@ -3,7 +3,6 @@
 _OUTAGE = "test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock"
 _SIZE = "test_what_is_written_is_what_there_is"
 _STATISTICS = "test_each_save_records_the_statistics_of_its_leaves[zstd-files]"
-_SEGMENTS = "test_the_manifest_has_the_checksums_of_large_chunks"
 _ORBAX = "test_the_manifest_names_the_item_as_its_own_root"
 
 MODULES: dict[str, tuple[str, ...]] = {
@@ -29,7 +28,6 @@ MODULES: dict[str, tuple[str, ...]] = {
         "checkpoint/test_cancellation.py",
         f"inspect/test_simulate.py::{_SIZE}",
         f"run/test_sample_log.py::{_STATISTICS}",
-        f"arrays/test_segments.py::{_SEGMENTS}",
         f"integrations/test_orbax.py::{_ORBAX}",
     ),
     "_checkpoint/overwrite.py": ("checkpoint/test_overwrite_checks.py",),
@@ -43,12 +41,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "arrays/test_read_tasks.py",
         "arrays/test_databases.py",
     ),
-    "_arrays/read_raw.py": (
-        "arrays/test_read_raw.py",
-        "arrays/test_segments.py",
-        "arrays/test_byte_ranges.py",
-        "arrays/test_databases.py",
-    ),
+    "_arrays/read_raw.py": ("arrays/test_read_parts.py", "arrays/test_byte_ranges.py"),
     "_arrays/zarr/chunk_file.py": ("arrays/test_chunk_file.py",),
 }
 """Module below `flaxckpt` -> files of tests below `tests`."""

@@ -1,0 +1,455 @@
+"""Parts of plain arrays: which bytes are read, mapped and compared with checksums."""
+
+import errno
+import itertools
+import math
+import random
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from flaxckpt import _util
+from flaxckpt._arrays import read_raw, read_tasks
+from flaxckpt._arrays import write as arrays_write
+from flaxckpt._arrays.databases import Databases
+from flaxckpt._arrays.spans import Span
+from flaxckpt._arrays.zarr import chunk_file, metadata, ocdbt
+from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
+from flaxckpt._storage.storage import LOCAL
+from tests.arrays.test_read_raw import host, info_of
+from tests.arrays.test_segments import written
+from tests.helpers.files import flip_bit
+
+KIB = 2**10
+LAYOUTS = [
+    ((), ()),
+    ((9,), (4,)),
+    ((4, 6), (4, 6)),
+    ((7, 6), (3, 6)),
+    ((5, 6), (2, 4)),
+    ((3, 4, 5), (3, 4, 5)),
+    ((4, 5, 6), (2, 3, 6)),
+]
+"""Shapes of arrays and of their chunks."""
+
+
+def numbers(shape, dtype="float32"):
+    return np.arange(1, math.prod(shape) + 1, dtype=dtype).reshape(shape)
+
+
+def part_of(array, region):
+    return array[tuple(slice(*bounds) for bounds in region)]
+
+
+def random_regions(draws, shape):
+    """Regions that do not overlap: cells of a grid."""
+    cuts = [sorted({0, size, *draws.choices(range(size + 1), k=2)}) for size in shape]
+    cells = [*itertools.product(*map(itertools.pairwise, cuts))]
+    return draws.sample(cells, draws.randint(1, min(len(cells), 5)))
+
+
+def read(raw, info, regions, *, dtype=None, memory_map=False, verify=True):
+    reading = read_raw.from_files(
+        *(raw, info, regions),
+        dtype=dtype or info.dtype,
+        memory_map=memory_map,
+        verify=verify,
+    )
+    read_tasks.run([reading])
+    return reading.result()
+
+
+def check_values(found, array, regions, dtype=None):
+    assert list(found) == regions
+    for region, values in found.items():
+        wanted = part_of(array, region).astype(dtype or array.dtype)
+        assert values.dtype == wanted.dtype
+        np.testing.assert_array_equal(values, wanted)
+
+
+# ---- files: which bytes are read ---------------------------------------------------
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The reads of files of chunks: name, first byte, end."""
+    found = []
+    real = LOCAL.read_into
+
+    def read_into(file, views, /, *, offset, file_size):
+        found.append((file.name, offset, offset + sum(v.nbytes for v in views)))
+        real(file, views, offset=offset, file_size=file_size)
+
+    monkeypatch.setattr(LOCAL, "read_into", read_into)
+    return found
+
+
+def needed_reads(regions, array, chunk_shape, at_once, gap, *, verify):
+    """The fewest reads of the bytes of `regions`, found byte by byte.
+
+    Of a region, gaps smaller than `gap` are read, too; the checksum of a chunk follows
+    its last byte.
+    """
+    needed = {}
+    for region in regions:
+        for key, bounds in metadata.chunks(region, chunk_shape):
+            is_in = np.zeros((*chunk_shape, array.itemsize), bool)
+            inner = (
+                slice(start % size, start % size + stop - start)
+                for (start, stop), size in zip(bounds, chunk_shape, strict=True)
+            )
+            is_in[tuple(inner)] = True
+            is_in = is_in.reshape(-1)
+            places = np.flatnonzero(is_in)
+            for before, after in itertools.pairwise(places):
+                if after - before - 1 < max(at_once, gap):
+                    is_in[before:after] = True
+            for place in places // at_once * at_once:
+                is_in[place : place + at_once] = True
+            needed[key] = needed.get(key, False) | is_in
+    found = []
+    for key, is_needed in needed.items():
+        edges = np.flatnonzero(np.diff([0, *is_needed, 0]))
+        for start, stop in edges.reshape(-1, 2).tolist():
+            is_tail_read = stop == is_needed.size and (verify or not start)
+            found.append((key, start, stop + 4 * is_tail_read))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("gap", [1, 20, 1000])
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(("shape", "chunk_shape"), LAYOUTS)
+def test_only_the_needed_bytes_are_read_and_once(
+    tmp_path, monkeypatch, reads, shape, chunk_shape, verify, gap
+):
+    monkeypatch.setattr(read_tasks, "_SMALL_GAP_BYTES", gap)
+    array = numbers(shape)
+    raw, info = written(tmp_path, array, chunk_shape, 8)
+    at_once = 1 if not verify else 8 if raw.segments else 4 * math.prod(chunk_shape)
+    draws = random.Random(0)
+    for _ in range(10):
+        regions = random_regions(draws, shape)
+        wanted = needed_reads(regions, array, chunk_shape, at_once, gap, verify=verify)
+        for dtype in ("float32", "float64", "int32"):
+            reads.clear()
+            found = read(raw, info, regions, dtype=dtype, verify=verify)
+            check_values(found, array, regions, dtype)
+            assert sorted(reads) == wanted
+
+
+@pytest.mark.parametrize(("width", "reads_of_rows"), [(2**14, 4), (2**14 + 1, 1)])
+def test_a_gap_below_64_kib_is_read_too(tmp_path, reads, width, reads_of_rows):
+    array = numbers((4, 2**15))
+    raw, info = written(tmp_path, array, array.shape, 2**20)
+    regions = [((0, 4), (0, width))]
+    check_values(read(raw, info, regions, verify=False), array, regions)
+    assert len(reads) == reads_of_rows
+
+
+def test_as_many_bytes_with_gaps_are_not_taken_for_a_part_without(tmp_path):
+    """Of 4 parts, two with the small gap between them are as long as all of them."""
+    array = np.zeros((2, 3, 48 * KIB), np.uint8)
+    array[:] = np.arange(6).reshape(2, 3, 1)
+    raw, info = written(tmp_path, array, array.shape, 2**20)
+    regions = [((0, 2), (0, 2), (0, 16 * KIB))]
+    check_values(read(raw, info, regions), array, regions)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(
+    "region",
+    [
+        ((8, 10), (0, 2**16)),
+        ((7, 8), (1, 2**16)),
+        ((7, 8), (5, 2**16 - 7)),
+        ((62, 64), (0, 2**16)),
+    ],
+)
+def test_bytes_in_a_row_are_read_into_their_place(tmp_path, reads, region, verify):
+    """Without memory for the rest of the chunk."""
+    array = np.zeros((64, 2**16), np.uint8)
+    array[:] = np.arange(64).reshape(64, 1)
+    raw, info = written(tmp_path, array, array.shape, 64 * KIB)
+    tracemalloc.start()
+    try:
+        found = read(raw, info, [region], verify=verify)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    check_values(found, array, [region])
+    assert peak < 512 * KIB  # of 4 MiB
+    if not verify:
+        assert sum(stop - start for _, start, stop in reads) == found[region].nbytes
+
+
+# ---- files: checksums --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["map", "read", "cast"])
+@pytest.mark.parametrize(("shape", "chunk_shape"), LAYOUTS)
+def test_damage_is_found_in_the_needed_segments_only(
+    tmp_path, monkeypatch, shape, chunk_shape, way
+):
+    page = 1024 if way == "map" else 1  # maps are of pages
+    array, chunk_shape = numbers((*shape, page)), (*chunk_shape, page)
+    raw, info = written(tmp_path, array, chunk_shape, 8 * page)
+    monkeypatch.setattr(chunk_file, "MAPPED_FROM", 0)
+    monkeypatch.setattr(read_tasks, "_SMALL_GAP_BYTES", 1)
+    options = {
+        "dtype": "float64" if way == "cast" else "float32",
+        "memory_map": way == "map",
+    }
+    draws = random.Random(1)
+    for _ in range(1 if way == "map" else 3):
+        regions = [(*r, (0, page)) for r in random_regions(draws, shape)]
+        at_once = 8 * page if raw.segments else 4 * math.prod(chunk_shape)
+        needed = needed_reads(regions, array, chunk_shape, at_once, 1, verify=True)
+        check_values(
+            read(raw, info, regions, **options), array, regions, options["dtype"]
+        )
+        for file in (tmp_path / "w").glob("c*"):
+            for place in range(0, file.stat().st_size - 4, 8 * page):
+                flip_bit(file, place)
+                if any(
+                    key == file.name and start <= place < stop
+                    for key, start, stop in needed
+                ):
+                    with pytest.raises(ValueError, match="has changed since"):
+                        read(raw, info, regions, **options)
+                else:
+                    read(raw, info, regions, **options)
+                flip_bit(file, place)
+
+
+@pytest.mark.parametrize("memory_map", [True, False])
+def test_changed_metadata_is_an_error_unless_nobody_verifies(tmp_path, memory_map):
+    array = numbers((4, 6))
+    raw, info = written(tmp_path, array, (2, 6), 8)
+    file = tmp_path / "w" / metadata.METADATA
+    file.write_text(file.read_text().replace("float32", "int32"))
+    regions = [((1, 3), (0, 6))]
+    found = read(raw, info, regions, memory_map=memory_map, verify=False)
+    check_values(found, array, regions)
+    with pytest.raises(ValueError, match=r"float32\[4, 6\], but zarr\.json says int32"):
+        read(raw, info, regions, memory_map=memory_map)
+
+
+# ---- files: what is mapped ---------------------------------------------------------
+
+
+def is_mapped(array, file):
+    """Whether the memory of `array` is that of a file."""
+    address = array.ctypes.data
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, _, stop = line.split()[0].partition("-")
+        if int(start, 16) <= address < int(stop, 16):
+            return str(file) in line
+    return False
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk_shape", "region", "wanted"),
+    [
+        ((8, KIB), (4, KIB), ((0, 8), (0, KIB)), True),
+        ((8, KIB), (4, KIB), ((3, 7), (5, 700)), True),
+        ((4 * KIB,), (KIB,), ((0, 4 * KIB),), True),
+        ((4, 2, KIB), (2, 2, KIB), ((0, 4), (0, 2), (0, KIB)), True),
+        ((8, KIB), (4, 512), ((1, 3), (512, KIB)), True),
+        ((8, KIB), (4, 512), ((4, 8), (0, KIB)), False),  # side by side
+        ((4, 2, KIB), (2, 1, KIB), ((0, 4), (0, 2), (0, KIB)), False),
+        ((8, 100), (4, 100), ((4, 8), (0, 100)), True),
+        ((8, 100), (4, 100), ((0, 8), (0, 100)), False),  # not of pages
+    ],
+)
+def test_chunks_that_make_a_run_of_pages_are_mapped(
+    tmp_path, monkeypatch, shape, chunk_shape, region, wanted
+):
+    monkeypatch.setattr(chunk_file, "MAPPED_FROM", 0)
+    array = numbers(shape)
+    raw, info = written(tmp_path, array, chunk_shape, 2**20)
+    for options in ({}, {"memory_map": True}, {"memory_map": True, "dtype": "int32"}):
+        for verify in (True, False):
+            found = read(raw, info, [region], verify=verify, **options)
+            check_values(found, array, [region], options.get("dtype"))
+            is_wanted = wanted and options == {"memory_map": True}
+            assert is_mapped(found[region], tmp_path) == is_wanted
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(2**14, True), (2**14 - 1, False)])
+def test_chunks_are_mapped_from_64_kib_on(tmp_path, size, wanted):
+    array = numbers((size,))
+    raw, info = written(tmp_path, array, array.shape, 2**20)
+    region = ((0, size),)
+    found = read(raw, info, [region], memory_map=True)
+    check_values(found, array, [region])
+    assert is_mapped(found[region], tmp_path) == wanted
+
+
+def test_regions_without_a_common_chunk_are_mapped_on_their_own(tmp_path):
+    array = numbers((4, 2**14))
+    raw, info = written(tmp_path, array, (2, 2**13), 2**20)
+    regions = [((0, 2), (0, 2**13)), ((2, 4), (2**13, 2**14)), ((2, 4), (0, 2**13))]
+    found = read(raw, info, regions, memory_map=True)
+    check_values(found, array, regions)
+    assert all(is_mapped(found[region], tmp_path) for region in regions)
+
+
+@pytest.mark.parametrize("memory_map", [True, False])
+def test_a_region_without_elements_has_no_bytes(tmp_path, memory_map):
+    array = numbers((4, 2**14))
+    raw, info = written(tmp_path, array, (2, 2**14), 2**20)
+    regions = [((2, 2), (0, 2**14))]
+    check_values(read(raw, info, regions, memory_map=memory_map), array, regions)
+
+
+@pytest.mark.parametrize("code", [errno.ENOMEM, errno.ENODEV, errno.EIO])
+def test_files_that_cannot_be_mapped_are_read(tmp_path, monkeypatch, code):
+    """But not after an error of the disk."""
+
+    def refuse(*_):
+        raise OSError(code, "refused")
+
+    monkeypatch.setattr(chunk_file, "map_block", refuse)
+    monkeypatch.setattr(chunk_file, "map_blocks", refuse)
+    array = numbers((4, 2**14))
+    raw, info = written(tmp_path, array, array.shape, 2**20)
+    regions = [((1, 3), (0, 2**14))]
+    if code == errno.EIO:
+        with pytest.raises(OSError, match="refused"):
+            read(raw, info, regions, memory_map=True)
+    else:
+        check_values(read(raw, info, regions, memory_map=True), array, regions)
+
+
+# ---- byte ranges of a file ---------------------------------------------------------
+
+
+def span_of(path, array):
+    path.write_bytes(bytes(64) + array.tobytes())
+    return Span(path, 64, array.shape, array.dtype.name, is_replaced_only=True)
+
+
+def read_span(span, regions, dtype, *, memory_map):
+    reading = read_raw.from_span(span, regions, dtype=dtype, memory_map=memory_map)
+    read_tasks.run([reading])
+    return reading
+
+
+@pytest.mark.parametrize("memory_map", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_regions_of_a_byte_range_are_mapped_if_that_is_wanted(
+    tmp_path, dtype, memory_map
+):
+    array = numbers((4, 2**13))
+    span = span_of(tmp_path / "file", array)
+    regions = [((0, 2), (0, 2**13)), ((3, 4), (5, 100))]
+    reading = read_span(span, regions, dtype, memory_map=memory_map)
+    check_values(reading.result(), array, regions, dtype)
+    for values in reading.result().values():
+        is_wanted = memory_map and dtype == "float32"
+        assert is_mapped(values, span.file) == is_wanted
+
+
+@pytest.mark.parametrize(("dtype", "parts"), [("float32", 1), ("float16", 4)])
+def test_values_are_cast_a_mib_at_a_time(tmp_path, dtype, parts):
+    array = np.ones((2**20,), np.float32)
+    span = span_of(tmp_path / "file", array)
+    regions = [((0, 2**20),)]
+    reading = read_span(span, regions, dtype, memory_map=False)
+    check_values(reading.result(), array, regions, dtype)
+    assert len(reading.tasks) == parts
+
+
+def test_a_byte_range_larger_than_the_memory_is_refused(tmp_path):
+    half = _util.memory.free_bytes() // 2  # so many elements fit, but not their bytes
+    with pytest.raises(_util.memory.TooLargeError):
+        read_raw.from_span(
+            Span(tmp_path / "file", 0, (half,), "float64"),
+            [((0, half),)],
+            dtype="float64",
+            memory_map=False,
+        )
+
+
+# ---- databases ---------------------------------------------------------------------
+
+
+def database_of(path, array, chunk_shape, *, checksum=True):
+    encoding = Encoding("none", checksum)
+    arrays_write.write(
+        path, [host("w", array, chunk_shape)], encoding=encoding, ocdbt=True
+    )
+    return RawArray(path, "w", True, encoding), info_of(array, chunk_shape)
+
+
+def read_database(raw, info, regions, *, verify=True):
+    databases = Databases(ts.Context(ocdbt.MANIFESTS))
+    database = databases.open(raw._replace(digests={}), raw.root, verify=verify)
+    reading = read_raw.from_database(raw, info, regions, database, verify=verify)
+    read_tasks.run([*databases.readings(), reading])
+    return reading.result()
+
+
+def change(path, key, changed):
+    """Changes a value of a database with a good index: `changed(old)` is the new."""
+    store = ocdbt.open(path, ts.Context())
+    store[key] = changed(store[key])
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(("shape", "chunk_shape"), LAYOUTS)
+def test_regions_come_from_the_values_of_a_database(
+    tmp_path, shape, chunk_shape, verify, checksum
+):
+    array = numbers(shape)
+    raw, info = database_of(tmp_path, array, chunk_shape, checksum=checksum)
+    draws = random.Random(2)
+    for _ in range(3):
+        regions = random_regions(draws, shape)
+        found = read_database(raw, info, regions, verify=verify)
+        check_values(found, array, regions)
+
+
+FAULTS = {
+    "w/c.1": (lambda old: bytes(4) + old[4:], "has changed since it was written"),
+    "w/zarr.json": (lambda old: old.replace(b"float32", b"int32"), "zarr.json says"),
+}
+
+
+@pytest.mark.parametrize("key", FAULTS)
+def test_values_of_a_database_are_verified_unless_digests_cover_it(tmp_path, key):
+    changed, told = FAULTS[key]
+    raw, info = database_of(tmp_path, numbers((4,)), (2,))
+    regions = [((0, 4),)]
+    change(tmp_path, key, changed)
+    with pytest.raises(ValueError, match=told):
+        read_database(raw, info, regions)
+    [values] = read_database(raw, info, regions, verify=False).values()
+    assert values.tolist() == [1, 2, 0 if key == "w/c.1" else 3, 4]
+    digested = raw._replace(digests={"manifest.ocdbt": "sha256:0"})
+    [same] = read_database(digested, info, regions).values()
+    assert same.tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_values_of_another_size_are_refused(tmp_path, verify):
+    raw, info = database_of(tmp_path, numbers((4,)), (2,))
+    for size in (11, 13):
+        change(tmp_path, "w/c.1", lambda old, size=size: (old + b"12")[:size])
+        with pytest.raises(ValueError, match=f"c.1 has {size} bytes instead of 12"):
+            read_database(raw, info, [((0, 4),)], verify=verify)
+        found = read_database(raw, info, [((0, 2),)], verify=verify)
+        assert found[((0, 2),)].tolist() == [1, 2]
+
+
+def test_a_database_without_the_metadata_is_refused_unless_nobody_verifies(tmp_path):
+    raw, info = database_of(tmp_path, numbers((4,)), (2,))
+    del ocdbt.open(tmp_path, ts.Context())["w/zarr.json"]
+    with pytest.raises(ValueError, match=r"w/zarr\.json is missing"):
+        read_database(raw, info, [((0, 4),)])
+    [values] = read_database(raw, info, [((0, 4),)], verify=False).values()
+    assert values.tolist() == [1, 2, 3, 4]
