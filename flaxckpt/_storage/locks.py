@@ -168,9 +168,12 @@ class Lock:
         _living.discard(self._holder.id)
         store, key = self.path.store, _key(self.path)
         try:
-            if self._is_lost and self.is_left:  # unless another process holds the lock
-                store.create(key, self._holder.content())
-            elif self._is_lost or self.is_left:
+            if self.is_left:
+                is_old = time.monotonic() - self._holder.beat > _ABANDONED_SECS
+                if self._is_lost or (is_old and not self._renew()):
+                    # Leave one all the same, unless another process holds it now.
+                    store.create(key, self._holder.content())
+            elif self._is_lost:
                 pass
             elif self._holder.until:  # even if it has passed: objects may have come
                 free = self._holder._replace(is_free=True)

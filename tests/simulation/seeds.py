@@ -17,6 +17,7 @@ BUCKETS: dict[int, str] = {
     258351: "a commit marker that came late was counted as one that came in time",
     464: "a request of a killed process arrived after a sweep had released its lock",
     8229: "a request of a killed process arrived between a sweep and its end",
+    391440: "a deletion lost its lock in a pause, unnoticed, and left none",
     496203: "a deletion under a reader released the lock of an abandoned replacement",
 }
 

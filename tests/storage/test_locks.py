@@ -156,6 +156,22 @@ def test_a_lock_is_left_if_its_holder_says_so(path):
     assert locks.is_locked(path)
 
 
+def test_a_lock_that_is_left_is_there_even_if_it_was_lost_unnoticed(path, clock):
+    with locks.lock(path) as lock:
+        lock.is_left = True
+        path.store.delete(path.key + locks.LOCK)  # taken over, and released
+        clock.now += 50
+    assert locks.is_locked(path)
+
+
+def test_a_lock_that_another_holds_now_is_not_left(path, clock):
+    with locks.lock(path) as lock:
+        lock.is_left = True
+        put(path, ELSEWHERE)
+        clock.now += 50
+    assert read(path)["id"] == "x"
+
+
 def test_a_forked_child_does_not_release_the_lock_of_its_parent(path, monkeypatch):
     with locks.lock(path) as lock:
         with monkeypatch.context() as patch, faulty.faulty(path, last=0) as kv:
