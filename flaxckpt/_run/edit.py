@@ -28,6 +28,7 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> dict[str, float]:
         _change(path, "add metrics to"),
         _storage.of(path).lock_file(_native.items.file_to_lock(path), path),
     ):
+        _check_not_being_deleted(path)
         try:
             stored = _native.metadata.load_metrics(path)
         except errors.DamagedCheckpointError as error:
@@ -67,10 +68,32 @@ def pin(path: Path) -> None:
         in_bucket = not _storage.of(path).has_directories
         was_pinned = in_bucket and _steps.markers.is_pinned(path)
         _steps.markers.pin(path)
-        # In a bucket, the step may be gone, or be replaced, which leaves an older pin.
-        if not was_pinned and formats.identify(path) is None:
+        if was_pinned:
+            return
+        try:
+            if formats.identify(path) is None:
+                raise FileNotFoundError(errno.ENOENT, "it was deleted", str(path))
+            _check_not_being_deleted(path)
+        except (OSError, errors.CheckpointError):
             _steps.markers.unpin(path)
-            raise FileNotFoundError(errno.ENOENT, "it was deleted", str(path))
+            raise
+
+
+def _check_not_being_deleted(path: Path) -> None:
+    """Raises an error if a deletion of a step in a bucket was announced.
+
+    If its process has died, the request that removes the step may be on its way.
+
+    Raises:
+        SaveFailedError: A deletion was announced.
+    """
+    if _storage.of(path).has_directories:
+        return  # a deletion renames the step first
+    if _storage.leases.is_being_deleted(path):
+        raise errors.SaveFailedError(
+            f"{path} is being deleted by another process, or was until that process"
+            " died: try again in 10 minutes, if the step is still there"
+        )
 
 
 def unpin(path: Path) -> None:

@@ -23,12 +23,12 @@ from flaxckpt import errors
 from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._run import retention as run_retention
 from flaxckpt._steps import delete as steps_delete
-from flaxckpt._storage import files
+from flaxckpt._storage import files, leases
 from flaxckpt._storage import rename as storage_rename
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN, OnSteps
-from tests.helpers import strategies
+from tests.helpers import faulty_store, strategies
 from tests.helpers.files import flip_bit
 
 FILES = flaxckpt.ArrayLayout(store="files")
@@ -986,6 +986,28 @@ def during(monkeypatch, act, *, before):
         real(path, *rest, **options)
 
     monkeypatch.setattr(module, name, act_first)
+
+
+CHANGES_IN_BUCKETS = {
+    "pin": lambda run: run.pin(1),
+    "add metrics": lambda run: run.add_metrics(1, {"accuracy": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES_IN_BUCKETS)
+def test_a_step_in_a_bucket_whose_deletion_was_announced_is_not_changed(name):
+    change = CHANGES_IN_BUCKETS[name]
+    with flaxckpt.Checkpointer(faulty_store.new_path("announced")) as run:
+        run.save(1, {"w": np.ones(2)}).wait()
+        path = run.directory / "1"
+        before = run.metadata(1).metrics
+        with leases.deletion(path):
+            with pytest.raises(errors.SaveFailedError, match="try again in 10 min"):
+                change(run)
+            assert not (path / "PINNED").is_file()
+            assert run.metadata(1).metrics == before
+        change(run)
+        assert (path / "PINNED").is_file() or run.metadata(1).metrics != before
 
 
 @pytest.mark.parametrize("before", ["deletion", "withdrawal"])

@@ -149,7 +149,7 @@ class Ledger:
             step = int(number)
             if name.startswith(leases.READING):
                 if key in self.bucket.objects:
-                    self.refreshed[key] = self.world.now
+                    self.refreshed[key] = lease_time(self.world, self.bucket, key)
             elif not _IS_STATUS(name):
                 if name == MARKER:
                     self._note_marker(step)
@@ -220,6 +220,13 @@ class Ledger:
                 raise kernel.Violation(f"step {step}: {left} are left for ever")
         if left := [key for key in self.bucket.objects if key.endswith(locks.LOCK)]:
             raise kernel.Violation(f"{left} are left for ever")
+
+
+def lease_time(world: kernel.World, bucket: store.Store, key: str) -> float:
+    """Returns when a process began to write its lease, which may arrive late."""
+    written = json.loads(bucket.objects[key][0])["time"]
+    process = world.processes[int(key.split("-")[-2])]
+    return written - kernel.EPOCH - process.clock_secs
 
 
 def _digest(content: bytes) -> str:

@@ -156,7 +156,7 @@ class Ledger(programs.Ledger):
         is_there = key in self.bucket.objects
         if name.startswith(leases.READING):
             if is_there:
-                self.touched[name] = self.world.now
+                self.touched[name] = buckets.lease_time(self.world, self.bucket, key)
                 pid = int(name.rpartition("-")[0].rpartition("-")[2])
                 self.leases[pid] = name
         elif name == _steps.markers.PIN:

@@ -17,6 +17,7 @@ BUCKETS: dict[int, str] = {
     258351: "a commit marker that came late was counted as one that came in time",
     464: "a request of a killed process arrived after a sweep had released its lock",
     8229: "a request of a killed process arrived between a sweep and its end",
+    454694: "a lease that was written before a pause was counted as a new one",
     391440: "a deletion lost its lock in a pause, unnoticed, and left none",
     496203: "a deletion under a reader released the lock of an abandoned replacement",
 }
@@ -25,5 +26,6 @@ RUNS: dict[int, str] = {
     174: "the pin of an uploaded step was lost when it was overwritten in staging",
     64: "a request of a killed process arrived after a sweep had released its lock",
     8178: "a commit marker arrived while the objects of its save were removed",
+    13221: "a pin was lost to a deletion whose process had died",
     9390: "metrics added to a step that was just deleted were left for ever",
 }
