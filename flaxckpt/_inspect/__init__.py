@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         listing,
         plan_damage,
         replay,
+        restore_call,
         run_view,
         simulate,
     )
@@ -31,6 +32,7 @@ __all__ = [
     "listing",
     "plan_damage",
     "replay",
+    "restore_call",
     "run_view",
     "simulate",
 ]

@@ -51,14 +51,14 @@ class TargetState(NamedTuple):
     run: Path | None = None
 
     def may_begin_from(self, path: PathLike) -> bool:
-        """Returns True for the state of another run, with an optimizer.
+        """Returns True for the state of a file or of another run, with an optimizer.
 
         Its run may then begin from the checkpoint or the run directory `path`.
         """
-        if self.run is None or self.run == _run_directory(_storage.paths.resolve(path)):
+        if self.run == _run_directory(_storage.paths.resolve(path)):
             return False
         leaves = _state.flax_state.leaves_by_path(self.state)
-        return any(map(_moments.is_in_optimizer, leaves))
+        return self.has_classes and any(map(_moments.is_in_optimizer, leaves))
 
     def check_source(self) -> None:
         """Raises an error if the optimizer of a new run cannot be recognised.

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from flaxckpt import _checkpoint, _inspect, _report, _storage, errors
 from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
+from flaxckpt._inspect.abstract_file import TargetState
 from flaxckpt._types import LeafPath
 from flaxckpt._ui import forms, frame
 from flaxckpt._ui.places import Place
@@ -15,7 +16,7 @@ from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 from flaxckpt.errors import Mismatch
 from flaxckpt.maps import _suggest
-from flaxckpt.transforms import _parse
+from flaxckpt.transforms import Transform, _parse
 
 _MOST_ROWS = 500
 
@@ -170,31 +171,23 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
         **{name: filter(None, map(str.strip, lines)) for name, lines in rules.items()}
     )
     target = _inspect.abstract_file.read_target(into.path)
-    optimizer: Literal["match", "exact", "reinit"] | None = _optimizer(query)
-    if as_source := _as_source(query):
-        optimizer = optimizer or "reinit"
+    as_source, optimizer = _as_source(query), _optimizer(query)
+    if as_source:
         target.check_source()
-    by_path = optimizer is None and not target.has_roles
-    plan = _checkpoint.restore.plan_for_target(
-        place.path,
-        target.state,
-        step=query.number("step"),
-        transforms=changes,
-        missing=_missing(query),
-        optimizer=optimizer or ("exact" if by_path else "match"),
-        unused="ignore",
-        as_source=as_source,
-    )
+    by_path = not as_source and optimizer is None and not target.has_roles
+    asked = _Asked(place, into, query)
+    plan = asked.plan(target, changes, as_source=as_source)
     state = _find_state(workspace, place, plan)
     remedy = html.NOTHING
-    asked = _Asked(place, into, query)
     if plan.problems and not changes:
         remedy = _remedy(plan, asked, by_path=by_path)
-    can_begin = not as_source and target.may_begin_from(place.path)
+    source = html.NOTHING
+    if not as_source and target.may_begin_from(place.path):
+        source = _propose_source(asked, asked.plan(target, changes, as_source=True))
     return html.join(
         [
-            _outcome(plan, into.name, state, remedy, query),
-            _propose_source(asked) if can_begin else html.NOTHING,
+            _outcome(plan, into.name, state, remedy, asked, changes),
+            source,
             _actions(plan),
             *_groups(plan),
         ]
@@ -213,6 +206,42 @@ class _Asked(NamedTuple):
     place: Place
     into: Place
     query: Query
+
+    def plan(
+        self, target: TargetState, changes: Sequence[Transform], *, as_source: bool
+    ) -> RestorePlan:
+        """Returns the plan.
+
+        Args:
+            target: The state to restore into.
+            changes: The transforms of the checkpoint.
+            as_source: True if a new run begins from the checkpoint.
+        """
+        optimizer = _optimizer(self.query) or ("reinit" if as_source else None)
+        by_path = optimizer is None and not target.has_roles
+        return _checkpoint.restore.plan_for_target(
+            self.place.path,
+            target.state,
+            step=self.query.number("step"),
+            transforms=changes,
+            missing=_missing(self.query),
+            optimizer=optimizer or ("exact" if by_path else "match"),
+            unused="ignore",
+            as_source=as_source,
+        )
+
+    def call(self, changes: Sequence[Transform]) -> list[str]:
+        """Returns lines of Python: the import that the restore needs, and its call."""
+        call = _inspect.restore_call.write_call(
+            str(self.place.path),
+            self.query.number("step"),
+            changes,
+            missing=_missing(self.query),
+            optimizer=_optimizer(self.query),
+            as_source=_as_source(self.query),
+        )
+        names = _inspect.restore_call.write_import(changes)
+        return [names, "", call] if names else [call]
 
     def address(self, view: str, **fields: str) -> html.Markup:
         """Returns the address of a view of this plan with other fields."""
@@ -266,9 +295,12 @@ def _find_state(workspace: Workspace, place: Place, plan: RestorePlan) -> _State
     return _State(False, "no array was read; Verify reads every byte", elsewhere)
 
 
-def _propose_source(asked: _Asked) -> html.Markup:
-    """Returns a line with the link to the plan of the source of a new run."""
-    url = asked.address("/plan", source="new")
+def _propose_source(asked: _Asked, plan: RestorePlan) -> html.Markup:
+    """Returns a line with the link to the `plan` of the source of a new run."""
+    fields = {"source": "new"}
+    if plan.drops and not any(asked.query.text(name) for name in _RULES):
+        fields |= {"drop": "\n".join(plan.drops), "missing": "init"}
+    url = asked.address("/plan", **fields)
     return html.element(
         "p",
         "If a new run begins from this checkpoint, ",
@@ -326,8 +358,13 @@ def _proposal(
         fields: Values of other fields.
     """
     content = "\n".join(rules)
-    shown = [html.element("p", text), html.element("pre", content)]
+    shown = [html.element("p", text), html.element("pre", _in_lines(rules))]
     return _link_plan(shown, asked, **{field: content}, **fields)
+
+
+def _in_lines(lines: Sequence[str]) -> html.Markup:
+    """Returns lines of a `pre` element."""
+    return html.Markup("\n".join(map(html.text, lines)))
 
 
 def _link_plan(
@@ -404,8 +441,10 @@ def _outcome(
     into: str,
     state: _State,
     remedy: html.Markup,
-    query: Query,
+    asked: _Asked,
+    changes: Sequence[Transform],
 ) -> html.Markup:
+    query = asked.query
     parts = []
     if state.is_bad:
         text = "The restore would fail: the checkpoint is damaged."
@@ -445,6 +484,19 @@ def _outcome(
                 " not only shapes, and with its optimizer, such as a TrainState."
             )
         parts.append(html.element("p", note, class_="summary-text"))
+    for where, lines in (
+        ("In Python", asked.call(changes)),
+        ("In a terminal", [asked.command()]),
+    ):
+        parts.append(
+            html.element(
+                "details",
+                html.element("summary", where),
+                html.element("pre", _in_lines(lines), class_="command"),
+                class_="same-plan",
+                open="" if where == "In Python" else None,
+            )
+        )
     return html.join(parts)
 
 
@@ -467,7 +519,8 @@ def _actions(plan: RestorePlan) -> html.Markup:
 
 _MEANINGS: Mapping[Action, str] = {
     "conflict": "in the state, and not restorable",
-    "init": "not in the checkpoint, so they start afresh",
+    "init": "not from the checkpoint: initialized by the optimizer, or kept from the"
+    " state",
     "dropped": "only in the checkpoint, and left out",
     "renamed": "under another path in the checkpoint",
     "transformed": "computed from stored leaves",

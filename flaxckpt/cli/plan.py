@@ -131,11 +131,10 @@ def plan(
     planned = wanted.plan(stored, changes)
     if json:
         _output.print_document(planned.document())
-    else:
-        _show(planned)
-        if not as_source and wanted.state.may_begin_from(path):
-            command = _app.command_line(as_source=True)
-            _output.print_command("For the source of a new run", command)
+        return _app.SUCCESS if planned.is_good else _app.FINDING
+    _show(planned, wanted.call(stored, changes) if map is None else None)
+    if not as_source and wanted.state.may_begin_from(path):
+        _output.print_command(*wanted.as_new_run().offer(stored, changes))
     return _app.SUCCESS if planned.is_good else _app.FINDING
 
 
@@ -155,6 +154,18 @@ def _plan_guess(stored: tuple[str, int | None], wanted: _Wanted, *, json: bool) 
     changes = [] if guess.ambiguous else guess.transforms
     planned = wanted.plan(stored, changes, is_guess=True)
     return _show_suggestion(guess, planned, json=json)
+
+
+class _Remedy(NamedTuple):
+    """A command for another plan, or a call for the restore.
+
+    Attributes:
+        purpose: What it is for.
+        command: The command, or the call, to paste.
+    """
+
+    purpose: str
+    command: str
 
 
 class _Wanted(NamedTuple):
@@ -215,17 +226,35 @@ class _Wanted(NamedTuple):
             as_source=self.as_source,
         )
 
+    def call(
+        self, stored: tuple[str, int | None], changes: Sequence[Transform]
+    ) -> _Remedy:
+        """Returns the call in Python of a plan; the arguments are as for `plan`."""
+        from flaxckpt._inspect import restore_call
 
-class _Remedy(NamedTuple):
-    """A command that may help after a plan that fails.
+        call = restore_call.write_call(
+            *stored,
+            changes,
+            missing=self.missing,
+            optimizer=self.optimizer,
+            as_source=self.as_source,
+        )
+        names = restore_call.write_import(changes)
+        return _Remedy(f"In Python ({names})" if names else "In Python", call)
 
-    Attributes:
-        purpose: What the command is for.
-        command: The command, to paste.
-    """
+    def as_new_run(self) -> _Wanted:
+        """Returns the same, for the source of a new run."""
+        return self._replace(as_source=True)
 
-    purpose: str
-    command: str
+    def offer(
+        self, stored: tuple[str, int | None], changes: Sequence[Transform]
+    ) -> _Remedy:
+        """Returns the command that plans the source, with all that it needs."""
+        purpose, given = "For the source of a new run", {"as_source": True}
+        remedy = self.plan(stored, changes).remedy(**given)
+        if remedy is None:
+            return _Remedy(purpose, _app.command_line(**given))
+        return _Remedy(purpose, remedy.command)
 
 
 class _Planned(NamedTuple):
@@ -292,13 +321,17 @@ class _Planned(NamedTuple):
 
     def remedies(self) -> list[_Remedy]:
         """Returns the commands that may help, the alternatives if there are several."""
-        if remedy := self._remedy():
+        if remedy := self.remedy():
             return [remedy]
         return self.alternatives()
 
-    def _remedy(self) -> _Remedy | None:
-        """Returns the command that the problems call for, or None."""
-        changed: dict[str, object] = {}
+    def remedy(self, **others: object) -> _Remedy | None:
+        """Returns the command that the problems call for, or None.
+
+        Args:
+            **others: Other parameters of the command.
+        """
+        changed = {**others}
         effects = []
         if self.plan.renames:
             rules = [f"{pattern}={name}" for pattern, name in self.plan.renames]
@@ -398,8 +431,13 @@ def _show_suggestion(suggestion: Suggestion, planned: _Planned, *, json: bool) -
     return _app.SUCCESS if is_whole else _app.FINDING
 
 
-def _show(planned: _Planned) -> None:
-    """Prints the plan, and what has to be known for it."""
+def _show(planned: _Planned, call: _Remedy | None) -> None:
+    """Prints the plan, and what has to be known for it.
+
+    Args:
+        planned: The plan.
+        call: The call of the restore, for a plan that succeeds.
+    """
     restore_plan = dataclasses.replace(planned.plan, advice="")
     if _output.is_terminal():
         _output.console().print(restore_plan)
@@ -409,6 +447,9 @@ def _show(planned: _Planned) -> None:
         _output.print_command(*remedy)
     if planned.plan.advice:
         _output.print_paragraph(f"In Python: {planned.plan.advice}")
-    for line in (planned.fresh(), *planned.conclusion()):
-        if line:
-            _output.print_paragraph(line)
+    if fresh := planned.fresh():
+        _output.print_paragraph(fresh)
+    for line in planned.conclusion():
+        _output.print_paragraph(line)
+    if call is not None and planned.is_good:
+        _output.print_command(*call)

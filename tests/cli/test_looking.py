@@ -484,7 +484,8 @@ SUCCEEDS = "The restore would succeed, if the files are whole: no array was read
 
 
 def test_plan_into_an_equal_state_is_0(here, command):
-    first, last = command.text("plan", "run", "run", "--step", 100)
+    first, last, call = command.text("plan", "run", "run", "--step", 100)
+    assert call == "In Python: flaxckpt.load('run', state, step=100)"
     assert "run/100: 8 loaded" in first
     assert last == SUCCEEDS
     found = command.json("plan", "run", "run")
@@ -559,7 +560,7 @@ def test_plan_renames_and_casts_first(here, command):
 def test_plan_says_what_the_optimizer_initializes(here, command):
     save_as("new")
     lines = command.text("plan", "new", "new", "--drop", "opt_state/.*")
-    assert lines[-2:] == [
+    assert lines[-3:-1] == [
         "The optimizer initializes 5 leaves: pass a state that has one, such as a"
         " TrainState.",
         SUCCEEDS,
@@ -569,7 +570,7 @@ def test_plan_says_what_the_optimizer_initializes(here, command):
 
 def test_plan_that_reads_no_array_would_succeed(here, command):
     flaxckpt.save("names", {"name": "a"})
-    assert command.text("plan", "names", "names")[-1] == "The restore would succeed."
+    assert command.text("plan", "names", "names")[-2] == "The restore would succeed."
 
 
 def save_with_head(name, head, classes):
@@ -659,12 +660,15 @@ def test_plan_into_the_state_of_another_run_names_the_option_for_a_source(
     assert words == ["plan", "a run", "base", "--step", "1", "--as-source"]
     assert command.json(*words)["ok"]
     (here / "wanted.json").write_text(command("show", "base", "--json").stdout)
+    found = pasted(
+        command.text("plan", "base", "wanted.json"), "For the source of a new run"
+    )
+    assert found == ["plan", "base", "wanted.json", "--as-source"]
     flaxckpt.save("bare", {"params": state.params})
     for same in (
         ("a run", "a run"),
         ("a run/1", "a run"),
         ("a run", here / "a run" / "2"),
-        ("base", "wanted.json"),
         ("base", "bare"),
         ("a run", "base", "--as-source"),
     ):
@@ -699,9 +703,9 @@ def test_plan_of_the_source_of_a_new_run_begins_the_optimizer_anew(here, command
     anew |= {"opt_state/0/nu/head", "opt_state/0/nu/trunk"}
     lines = command.text("plan", "base", "base", "--as-source")
     assert ": 6 init, 2 loaded; " in lines[0]
-    assert {line.split()[0] for line in lines[2:-2]} == anew
-    assert lines[-2].startswith("Begin anew, as in a new run: 6 leaves.")
-    assert lines[-1] == SUCCEEDS
+    assert {line.split()[0] for line in lines[2:-3]} == anew
+    assert lines[-3].startswith("Begin anew, as in a new run: 6 leaves.")
+    assert lines[-2] == SUCCEEDS
     # The new run does what is planned.
     params = {"trunk": jnp.zeros((4, 4)), "head": jnp.zeros((4, 10))}
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-3))
@@ -717,6 +721,35 @@ def test_plan_of_the_source_of_a_new_run_begins_the_optimizer_anew(here, command
     np.testing.assert_array_equal(begun.params["trunk"], np.ones((4, 4)))
     continued = [*("plan", "trained", "base", "--as-source"), "--optimizer", "match"]
     assert ": 8 loaded; " in command.text(*continued)[0]
+
+
+@pytest.mark.parametrize("target", ["tuned", "tuned.json"])
+def test_plan_of_another_head_offers_the_plan_of_the_source_and_its_call(
+    here, command, target
+):
+    save_with_head("tuned", "head", 3)
+    (here / "tuned.json").write_text(command("show", "tuned", "--json").stdout)
+    tuned = flaxckpt.load("tuned")
+    params = {"trunk": jnp.ones((4, 4)), "head": jnp.ones((4, 10))}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-3))
+    with flaxckpt.Checkpointer("base") as run:
+        for step in (1, 2):
+            params = {**params, "trunk": jnp.full((4, 4), float(step))}
+            run.save(step, state.replace(params=params))
+    lines = command.text("plan", "base", target, "-s", 1, code=1)
+    words = pasted(lines, "For the source of a new run")
+    assert "--as-source" in words
+    lines = command.text(*words)
+    assert lines[-2] == SUCCEEDS
+    label = "In Python (from flaxckpt.transforms import drop): "
+    assert lines[-1].startswith(f"{label}callback.restore_or_init(state, source='base'")
+    with flaxckpt.Checkpointer("fine-tuned") as run:
+        callback = flaxckpt.CheckpointCallback(run, every_steps=10)
+        names = {"callback": callback, "drop": flaxckpt.transforms.drop}
+        begun, _ = eval(lines[-1].removeprefix(label), names | {"state": tuned})
+        callback.close()
+    np.testing.assert_array_equal(begun.params["trunk"], np.ones((4, 4)))
+    np.testing.assert_array_equal(begun.params["head"], tuned.params["head"])
 
 
 def test_plan_of_a_source_needs_to_know_the_optimizer(here, command):
@@ -806,7 +839,7 @@ def test_plan_looks_at_damage_where_the_restore_reads(here, command, is_marked):
     wanted = {"params": {"dense": {"kernel": "float32[4, 3]"}}}
     (here / "wanted.json").write_text(json.dumps(wanted))
     asked = ["plan", "run", "wanted.json", "-s", 300]
-    *_, damage, last = command.text(*asked)
+    *_, damage, last, _call = command.text(*asked)
     assert damage.startswith("The checkpoint is damaged, but as far as is known not")
     assert "opt_state" in damage
     assert last == SUCCEEDS

@@ -763,6 +763,12 @@ def test_a_plan_shows_the_command_of_its_remedy_whole(tmp_path, open_page):
     ]
     verb = [sys.executable, "-m", "flaxckpt", *words[1:]]
     assert subprocess.run(verb, capture_output=True, check=False).returncode == 0
+    shown = html.unescape(ask(plan.result, space, **follow(shown)))
+    call, same = re.findall('(?s)<pre class="command">(.*?)</pre>', shown)
+    assert shlex.split(same) == words, "the plan that succeeds has its command, too"
+    names = {"flaxckpt": flaxckpt, "state": wide}
+    exec(call.replace("\nflaxckpt.load", "\nloaded = flaxckpt.load"), names)
+    np.testing.assert_array_equal(names["loaded"]["params"]["head"], np.ones(5))
 
 
 def space_paths(space):
