@@ -489,7 +489,6 @@ def test_a_damaged_item_does_not_block_others(trainer, damage, caplog):
         lambda path: flaxckpt.load(path, trainer_state(0.0), missing="init"),
         lambda path: flaxckpt.plan(path, trainer_state(0.0)),
         lambda path: flaxckpt.open_leaf(path, "optimizer_state/0/count"),
-        lambda path: flaxckpt.diff(path, path),
         lambda path: flaxckpt.convert(path, path.parent.parent / "converted"),
         lambda path: flaxckpt.load(
             path,

@@ -13,6 +13,7 @@ import flaxckpt
 from flaxckpt import _storage, errors
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._storage import commit_marker as storage_commit_marker
+from flaxckpt._storage import locks as storage_locks
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
 from tests.helpers import strategies
@@ -94,8 +95,9 @@ def test_a_killed_save_is_swept_and_made_again(store_path, kind, at):
     os.kill(writer.pid, signal.SIGKILL)
     writer.join()
     root = _storage.paths.resolve(url)
+    lock = f"2{storage_locks.LOCK}"  # stays until no request of the writer can arrive
     with flaxckpt.Checkpointer(url) as ckpt:
-        assert sorted(p.name for p in root.iterdir()) == ["1", "events.jsonl"]
+        assert sorted(p.name for p in root.iterdir()) == ["1", lock, "events.jsonl"]
         assert ckpt.steps() == [1]
         ckpt.save(2, {"n": np.arange(7)}).wait()
         strategies.assert_same({"n": np.arange(7)}, ckpt.restore())

@@ -206,7 +206,14 @@ class Ledger(programs.Ledger):
         """Notes why a save is not listed any more."""
         purpose, run = self.bucket.purpose, self.setting.run
         is_deletion = leases.DELETING in self.objects(step)
-        if not is_removed or not is_deletion or self._is_replaced_near(save):
+        # A deletion whose process died may have left its announcement.
+        is_replaced = purpose.doing.endswith(f"of step {step}, overwriting")
+        if (
+            not is_removed
+            or not is_deletion
+            or is_replaced
+            or self._is_replaced_near(save)
+        ):
             self.left[run, save.token] = "replaced"
         elif purpose.thread == "main" and purpose.doing.startswith("delete"):
             self.left[run, save.token] = "deleted by a user"

@@ -27,5 +27,6 @@ RUNS: dict[int, str] = {
     64: "a request of a killed process arrived after a sweep had released its lock",
     8178: "a commit marker arrived while the objects of its save were removed",
     13221: "a pin was lost to a deletion whose process had died",
+    3231: "an overwrite after a deletion whose process died was counted as a policy's",
     9390: "metrics added to a step that was just deleted were left for ever",
 }
