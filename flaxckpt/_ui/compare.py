@@ -80,14 +80,19 @@ def _where(workspace: Workspace) -> str:
 def _choose_steps(
     workspace: Workspace, place: Place, other: Place, query: Query
 ) -> tuple[int | None, int | None]:
-    """Returns the steps of a request; by default the newest, and the one before."""
-    b, later = query.number("b"), forms.good_steps(workspace, other)
-    if b not in later:
-        b = later[-1] if later else None
-    a, earlier = query.number("a"), forms.good_steps(workspace, place)
+    """Returns the steps of a request; by default the newest good one, and one before.
+
+    Steps of the request stay, whatever their state: comparing them tells what is wrong.
+    """
+    a, b = query.number("a"), query.number("b")
+    if b is None:
+        b = max(forms.good_steps(workspace, other), default=None)
     if a is None:
-        earlier = [step for step in earlier if other != place or b is None or step < b]
-        a = earlier[-1] if earlier else None
+        others = forms.good_steps(workspace, place)
+        if other == place and b is not None:
+            earlier = [step for step in others if step < b]
+            others = earlier or [step for step in others if step > b][:1]
+        a = max(others, default=None)
     return a, b
 
 

@@ -94,14 +94,24 @@ def step_choice(
     return choice(
         label,
         name,
-        step_options(workspace.report(place)),
+        step_options(workspace.report(place), chosen),
         "" if chosen is None else str(chosen),
     )
 
 
-def step_options(report: Report) -> list[tuple[str, str]]:
-    """Returns the steps of a run with their marks and known damage, newest first."""
+def step_options(report: Report, chosen: int | None) -> list[tuple[str, str]]:
+    """Returns the steps of a run with their marks and known damage, newest first.
+
+    Args:
+        report: The report on the run.
+        chosen: The chosen step. It is in the list even if the run does not have it, as
+            browsers would show, and send, the first step of the list instead.
+    """
     options, shown = [], report.marks
+    if chosen is not None and chosen not in shown:
+        is_known = any(step.step == chosen for step in report.history)
+        why = "deleted" if is_known else "not in this run"
+        options.append((str(chosen), f"{chosen:,}, {why}"))
     for step in report.steps[::-1]:
         if step.step is not None:
             marks = [mark.text for mark in shown[step.step]]

@@ -27,7 +27,9 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     report = workspace.report(place)
     choices = [forms.hidden("run", place.name)]
     if place.is_run:
-        choices.append(_step_choice(report, query.text("step")))
+        is_all = query.text("step") == _ALL
+        number = None if is_all else query.number("step")
+        choices.append(_step_choice(report, number, is_all=is_all))
     choices.append(html.element("button", "Verify", type="submit"))
     return frame.page(
         workspace,
@@ -63,6 +65,8 @@ def start(workspace: Workspace, query: Query) -> html.Markup:
     steps = report.steps[::-1]
     if place.is_run and query.text("step") != _ALL:
         number = query.number("step")
+        if number is None:
+            raise errors.OptionError(f"choose a step of {place.name} to verify")
         steps = tuple(step for step in steps if step.step == number)
         if not steps:
             raise errors.CheckpointNotFoundError(f"{place.name} has no step {number}")
@@ -84,13 +88,21 @@ def status(workspace: Workspace, query: Query) -> html.Markup:
     return _status(workspace, workspace.places.find(query.text("run")))
 
 
-def _step_choice(report: Report, chosen: str) -> html.Markup:
+def _step_choice(report: Report, chosen: int | None, *, is_all: bool) -> html.Markup:
+    """Returns a list of the steps of a run, and all of them together.
+
+    Args:
+        report: The report on the run.
+        chosen: The chosen step, or None.
+        is_all: True if all are chosen.
+    """
     numbered = [step for step in report.steps[::-1] if step.step is not None]
     sizes = [step.bytes for step in numbered if step.bytes is not None]
     total = f", {humanize.size(report.bytes)}" if report.bytes and sizes else ""
-    options = forms.step_options(report)
+    options = forms.step_options(report, chosen)
     options.insert(1, (_ALL, f"all {humanize.count(len(numbered), 'step')}{total}"))
-    return forms.choice("Step", "step", options, chosen)
+    value = _ALL if is_all else "" if chosen is None else str(chosen)
+    return forms.choice("Step", "step", options, value)
 
 
 # ---- the status -------------------------------------------------------------------

@@ -39,6 +39,7 @@ from flaxckpt._ui import (
     places,
     plan,
     runs,
+    verify,
     workspace,
 )
 
@@ -240,6 +241,86 @@ def test_a_comparison_shows_metrics_and_goes_on_past_damaged_leaves(
         "eval/accuracy": ["0.725", "0.74", "+0.015"],
     }
     assert "[role=alert]" not in shown
+
+
+def chosen(shown, field):
+    """Returns the values of a list that a page has chosen."""
+    [inside] = re.findall(rf'<select name="{field}".*?</select>', shown)
+    return re.findall(r'value="([^"]*)" selected', inside)
+
+
+@pytest.fixture
+def damaged(made, tmp_path):
+    """A directory of two equal runs; step 70 of `run` is damaged, 30 was deleted."""
+    shutil.copytree(made / "run", tmp_path / "all/run")
+    shutil.copytree(made / "run", tmp_path / "all/other")
+    [chunk] = (tmp_path / "all/run/70/state").glob("params.trunk.kernel/c.*")
+    flip_bit(chunk)
+    return tmp_path / "all"
+
+
+@pytest.mark.parametrize("known_by", ["nobody", "mark", "verify"])
+@pytest.mark.parametrize("run", ["run", "other"])
+def test_a_damaged_step_is_compared_if_it_is_chosen(damaged, open_page, known_by, run):
+    if known_by == "mark":
+        arguments = ["verify", damaged / "run", "70", "--mark"]
+        subprocess.run([sys.executable, "-m", "flaxckpt", *arguments], check=False)
+    space = open_page(damaged)
+    if known_by == "verify":
+        ask(verify.start, space, run="run", step=70)
+        space.verifications.job._thread.join()
+    asked = {"run": run, "a": 60, "with": "run", "b": 70, "go": 1}
+    shown = ask(compare.page, space, **asked)
+    assert chosen(shown, "a") == ["60"]
+    assert chosen(shown, "b") == ["70"]
+    [url] = addresses(shown, "/compare/result")
+    assert (url.number("a"), url.number("b")) == (60, 70)
+    result = compare.result(space, url)
+    assert "step 70" in result
+    assert "step 80" not in result
+    assert "1 leaf cannot be read, and may differ" in result
+
+
+@pytest.mark.parametrize("step", [30, 33])
+@pytest.mark.parametrize(
+    ("view", "field", "then", "path"),
+    [
+        (compare.page, "a", compare.result, "/compare/result"),
+        (compare.page, "b", compare.result, "/compare/result"),
+        (leaves.page, "step", leaves.branch, "/leaves/branch"),
+        (plan.page, "step", plan.result, "/plan/result"),
+        (verify.page, "step", verify.start, None),
+    ],
+)
+def test_a_step_that_is_not_there_is_never_replaced_by_another(
+    damaged, open_page, step, view, field, then, path
+):
+    space = open_page(damaged)
+    asked = {"run": "run", "with": "run", "into": "other", "go": 1, "a": 60} | {
+        field: step
+    }
+    shown = ask(view, space, **asked)
+    assert chosen(shown, field) == [str(step)]
+    why = "deleted" if step == 30 else "not in this run"
+    assert f">{step}, {why}</option>" in shown
+    query = addresses(shown, path)[0] if path else workspace.Query(encode(asked))
+    assert query.number(field) == step
+    with pytest.raises(errors.CheckpointNotFoundError, match=f"no step {step}"):
+        then(space, query)
+
+
+def test_a_step_of_a_checkpoint_without_steps_is_refused(made, open_page):
+    space = open_page(made)
+    asked = {"run": "run", "a": 60, "with": "source", "b": 70, "go": 1}
+    [url] = addresses(ask(compare.page, space, **asked), "/compare/result")
+    with pytest.raises(errors.CheckpointError, match="is a single checkpoint"):
+        compare.result(space, url)
+
+
+def test_the_first_step_is_compared_with_the_next_by_default(made, open_page):
+    space = open_page(made)
+    shown = ask(compare.page, space, run="run", b=20)
+    assert (chosen(shown, "a"), chosen(shown, "b")) == (["40"], ["20"])
 
 
 def test_metrics_that_one_side_lacks_have_no_difference(tmp_path, open_page):
