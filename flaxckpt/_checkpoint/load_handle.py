@@ -78,13 +78,7 @@ class LoadHandle:
         if not self.done():
             self._check_process()
             with _util.progress.bar(self._counter):
-                _util.threads.wait_for(self._ended, self._thread, timeout_secs)
-        if _util.threads.has_ended(self._thread) and not self.done():
-            self._error = errors.OutOfMemoryError(
-                f"{self._counter.what} ended before it began, as there was no memory"
-                " for its thread: free memory, and load again"
-            )
-            self._ended.set()
+                self._await_end(timeout_secs)
         if not self.done():
             raise errors.CheckpointTimeoutError(
                 f"{self._counter.what} is not finished after {timeout_secs} s; call"
@@ -97,6 +91,14 @@ class LoadHandle:
                 self._state = self._finish()
                 self._finish = None
         return self._state
+
+    def _await_end(self, timeout_secs: float | None) -> None:
+        if not _util.threads.wait_for(self._ended, self._thread, timeout_secs):
+            self._error = errors.OutOfMemoryError(
+                f"{self._counter.what} ended before it began, as there was no memory"
+                " for its thread: free memory, and load again"
+            )
+            self._ended.set()
 
     def _check_process(self) -> None:
         """Raises OptionError in a fork, where the reading thread does not exist."""

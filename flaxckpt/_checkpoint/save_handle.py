@@ -117,8 +117,7 @@ class SaveHandle:
         self._ended.set()
 
     def _await_end(self, timeout_secs: float | None = None) -> None:
-        _util.threads.wait_for(self._ended, self._thread, timeout_secs)
-        if _util.threads.has_ended(self._thread) and not self.done():
+        if not _util.threads.wait_for(self._ended, self._thread, timeout_secs):
             self._error = errors.SaveFailedError(
                 f"the {self._name} ended before it began, as there was no memory for"
                 " its thread: free memory, and save again"

@@ -17,6 +17,7 @@ def write_call(
     *,
     missing: Literal["error", "init"],
     optimizer: Literal["match", "exact", "reinit"] | None,
+    unused: Literal["warn", "error", "ignore"] = "warn",
     as_source: bool,
 ) -> str:
     """Returns the call of the restore of a plan, in one line.
@@ -27,6 +28,7 @@ def write_call(
         transforms: The transforms of the checkpoint.
         missing: How leaves that the checkpoint lacks are treated.
         optimizer: How to match optimizer leaves; None for the default of the call.
+        unused: How leaves that the state lacks are treated.
         as_source: True for the source of a new run.
     """
     listed = ", ".join(_transforms.describe(transforms))
@@ -35,6 +37,7 @@ def write_call(
         f"{prefix}step": "" if step is None else f"{step}",
         f"{prefix}transforms": f"[{listed}]" if listed else "",
         "missing": "" if missing == "error" else f'"{missing}"',
+        "unused": "" if unused == "warn" else f'"{unused}"',
         "optimizer": "" if optimizer is None else f'"{optimizer}"',
     }
     options = "".join(f", {name}={text}" for name, text in given.items() if text)

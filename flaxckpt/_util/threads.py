@@ -108,23 +108,29 @@ def _start(work: Callable[[], None]) -> threading.Thread | None:
 
 def wait_for(
     event: threading.Event, thread: threading.Thread, timeout_secs: float | None = None
-) -> None:
-    """Waits until a thread sets an event, or ends without that, or the time is over."""
+) -> bool:
+    """Waits until a thread sets an event, or the time is over.
+
+    Returns:
+        False if the thread has ended without setting the event: Python ends it so if
+        there is no memory to begin its work.
+    """
     until = math.inf if timeout_secs is None else time.monotonic() + timeout_secs
     while not event.wait(max(0.0, min(_LOOK_SECS, until - time.monotonic()))):
-        if time.monotonic() >= until or has_ended(thread):
-            return
+        if _has_ended(thread):
+            return event.is_set()  # perhaps just before its end
+        if time.monotonic() >= until:
+            return True
+    return True
 
 
-def has_ended(thread: threading.Thread) -> bool:
-    """Returns True if a thread that was started has ended."""
+def _has_ended(thread: threading.Thread) -> bool:
     # Ctrl-C in Thread.join may mark a running thread as ended.
     return not thread.is_alive() and thread.ident not in sys._current_frames()
 
 
 _LOOK_SECS = 60.0
-"""Seconds between two looks at a thread that is waited for. It does not say that it has
-ended if Python had no memory to begin its work."""
+"""Seconds between two looks at a thread that is waited for."""
 
 
 class Heartbeat:

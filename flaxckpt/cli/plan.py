@@ -237,6 +237,7 @@ class _Wanted(NamedTuple):
             changes,
             missing=self.missing,
             optimizer=self.optimizer,
+            unused=self.unused,
             as_source=self.as_source,
         )
         names = restore_call.write_import(changes)

@@ -486,6 +486,8 @@ SUCCEEDS = "The restore would succeed, if the files are whole: no array was read
 def test_plan_into_an_equal_state_is_0(here, command):
     first, last, call = command.text("plan", "run", "run", "--step", 100)
     assert call == "In Python: flaxckpt.load('run', state, step=100)"
+    *_, call = command.text("plan", "run", "run", "--unused", "error")
+    assert call == "In Python: flaxckpt.load('run', state, unused=\"error\")"
     assert "run/100: 8 loaded" in first
     assert last == SUCCEEDS
     found = command.json("plan", "run", "run")
