@@ -296,6 +296,7 @@ def _write(path: Path, name: str, content: bytes) -> None:
 def _remove(path: Path, name: str) -> None:
     try:
         (path / name).unlink()
+        # Without the marker, another thread may delete the step at once.
+        _storage.of(path).sync_directory(path)
     except FileNotFoundError:
         return
-    _storage.of(path).sync_directory(path)

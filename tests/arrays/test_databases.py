@@ -99,7 +99,8 @@ def test_many_bytes_are_read_in_several_calls(tmp_path):
     for key in values:
         database.request(key, 2**16)
     reading = database.reading()
-    assert 6 <= len(reading.tasks) <= 7
+    files = len([*(tmp_path / "d").iterdir()])  # TensorStore may make several
+    assert 6 <= len(reading.tasks) <= 6 + files
     read_tasks.run([reading])
     assert {key: database.value(key) for key in values} == values
 

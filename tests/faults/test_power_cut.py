@@ -9,6 +9,8 @@ import contextlib
 import itertools
 import os
 import random
+import shutil
+import subprocess
 import threading
 import time
 
@@ -120,3 +122,23 @@ def test_a_power_cut_loses_no_step_whose_save_has_ended(disk):
             disk.restart()
             assert not unsynced.exists() or unsynced.stat().st_size == 0
         victim.check()
+
+
+def test_the_power_is_back_although_another_namespace_has_the_old_mount(disk):
+    """Else each file of the disk cannot be read, after the restart as before."""
+    if shutil.which("unshare") is None:
+        pytest.skip("unshare is not installed")
+    file = disk.mount_point / "file"
+    file.write_text("content")
+    os.sync()
+    command = ("unshare", "--mount", "sh", "-c", "echo; exec sleep 60")
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        if not other.stdout.readline():
+            pytest.skip("a mount namespace cannot be created here")
+        disk.cut()
+        disk.restart()
+        try:
+            assert file.read_text() == "content"
+            file.write_text("new")
+        finally:
+            other.kill()

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +71,27 @@ def test_a_removed_marker_is_durably_gone(tmp_path, monkeypatch):
     assert [found.st_ino for found in synced] == [tmp_path.stat().st_ino]
     markers.unpin(tmp_path)
     assert len(synced) == 1
+
+
+@pytest.mark.parametrize("kind", SIMPLE)
+def test_a_step_may_be_deleted_as_soon_as_its_marker_is_removed(
+    tmp_path, kind, monkeypatch
+):
+    """As a thread that deletes steps in staging does after an upload."""
+    path = tmp_path / "step"
+    path.mkdir()
+    mark, _, unmark, name = SIMPLE[kind]
+    mark(path)
+    real = Path.unlink
+
+    def unlink(file, missing_ok=False):
+        real(file, missing_ok)
+        if file == path / name:
+            shutil.rmtree(path)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    unmark(path)
+    assert not path.exists()
 
 
 def test_a_step_is_temporary_until_made_permanent(path):
