@@ -1,8 +1,8 @@
-"""The best good step by a metric, and a better step that is damaged."""
+"""The best good step by a metric, and better steps that are damaged or deleted."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from flaxckpt._util import humanize
@@ -14,34 +14,45 @@ class BestStep(NamedTuple):
     Attributes:
         good: The best of the good steps; the newest of several. None without any.
         damaged: The best of the damaged steps, if it is better than `good`, or None.
+        deleted: The best of the deleted steps, if it is better than `good`, or without
+            any than `damaged`, or None.
     """
 
     good: int | None
     damaged: int | None
+    deleted: int | None
 
 
 def find(
     values: Mapping[int, float],
     damaged: Collection[int | None],
     mode: Literal["min", "max"],
+    deleted: Collection[int] = (),
 ) -> BestStep:
     """Returns the best step.
 
     Args:
-        values: Step -> the value of the metric, which is finite, of existing steps.
+        values: Step -> the value of the metric, which is finite.
         damaged: The damaged steps.
         mode: Which values are the best.
+        deleted: The steps that do not exist any more.
     """
     sign = 1 if mode == "max" else -1
 
-    def first(steps: Collection[int]) -> int | None:
+    def first(steps: Iterable[int]) -> int | None:
         return max(steps, key=lambda step: (sign * values[step], step), default=None)
 
-    good = first([step for step in values if step not in damaged])
-    lost = first([step for step in values if step in damaged])
-    if lost is None or good is None:
-        return BestStep(good, lost)
-    return BestStep(good, lost if sign * values[lost] > sign * values[good] else None)
+    def better(step: int | None, than: int | None) -> int | None:
+        """Returns `step` if its value is better; anything is better than no step."""
+        if step is None or than is None:
+            return step
+        return step if sign * values[step] > sign * values[than] else None
+
+    there = [step for step in values if step not in deleted]
+    good = first(step for step in there if step not in damaged)
+    lost = better(first(step for step in there if step in damaged), good)
+    gone = first(step for step in values if step in deleted)
+    return BestStep(good, lost, better(gone, lost if good is None else good))
 
 
 def end(mode: Literal["min", "max"]) -> Literal["lowest", "highest"]:
@@ -64,3 +75,13 @@ def describe_damaged(
     if is_counted and fault == "damaged":
         text += "; policies count it until flaxckpt verify --mark marks it"
     return text
+
+
+def describe_deleted(step: int | str, value: float) -> str:
+    """Returns a clause on a step that was better, but is deleted.
+
+    Args:
+        step: The step, or its number as a page shows it.
+        value: The metric of the step.
+    """
+    return f"step {step} with {humanize.number(value)} was better, but is deleted"

@@ -82,10 +82,7 @@ def of_events(events: Iterable[Event], listing: Listing) -> list[SavedStep]:
     A step that was saved again counts once, as it was saved last. The metrics of steps
     that exist are those of the listing.
     """
-    saved: dict[int, SavedStep] = {}
-    for event in events:
-        if event.step is not None:
-            _add_event(saved, event.step, event)
+    saved = of_journal(events)
     there = {step.step: step for step in listing.steps if step.step is not None}
     for number, found in there.items():
         step = saved.get(number, SavedStep(number, found.created, found.bytes))
@@ -101,6 +98,15 @@ def of_events(events: Iterable[Event], listing: Listing) -> list[SavedStep]:
         if step.exists and number not in there:
             saved[number] = replace(step, deleted=math.nan)
     return [saved[number] for number in sorted(saved)]
+
+
+def of_journal(events: Iterable[Event]) -> dict[int, SavedStep]:
+    """Returns the steps in a journal, which may miss deletions, by number."""
+    saved: dict[int, SavedStep] = {}
+    for event in events:
+        if event.step is not None:
+            _add_event(saved, event.step, event)
+    return saved
 
 
 def _add_event(saved: dict[int, SavedStep], number: int, event: Event) -> None:
@@ -244,9 +250,8 @@ class Ranking:
         count: The number of steps with a finite value.
         next: The step behind this one; None for the last step.
         next_value: The metric of `next`.
-        better: The nearest better step that exists, or else that was deleted; None for
-            the best step.
-        better_value: The metric of `better`.
+        better: Better steps -> the metric: the nearest that exists, and the nearest
+            that was deleted.
     """
 
     metric: str
@@ -256,8 +261,7 @@ class Ranking:
     count: int
     next: int | None = None
     next_value: float | None = None
-    better: int | None = None
-    better_value: float | None = None
+    better: Mapping[int, float] = field(default_factory=dict)
 
 
 def rank(
@@ -285,10 +289,8 @@ def rank(
     if number not in numbers:
         return None
     place = numbers.index(number)
-    exists = {each.step for each in steps if each.exists}
-    ahead = ranked[:place]
-    there = [pair for pair in ahead if pair[1] in exists]
-    better_value, better = ((None, None), *(there or ahead))[-1]
+    exists = {each.step: each.exists for each in steps}
+    nearest = {exists[step]: (step, value) for value, step in ranked[:place]}
     next_value, following = (*ranked, (None, None))[place + 1]
     return Ranking(
         metric=best.metric,
@@ -298,6 +300,7 @@ def rank(
         count=len(ranked),
         next=following,
         next_value=next_value,
-        better=better,
-        better_value=better_value,
+        better=dict(
+            nearest[is_there] for is_there in (True, False) if is_there in nearest
+        ),
     )

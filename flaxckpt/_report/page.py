@@ -214,26 +214,28 @@ def _best_card(
     *,
     is_first: bool,
 ) -> html.Markup:
-    """Returns the card of the best good step, with a better one that is damaged."""
+    """Returns the card of the best good step, with better ones that are lost."""
     assert best.mode is not None  # a policy ranks by the metric
     faults = report.faults
-    finite = {p.step: p.value for p in points if math.isfinite(p.value)}
+    values = {p.step: p.value for p in points if math.isfinite(p.value)}
     gone = {point.step for point in points if point.is_deleted}
-    there = {step: value for step, value in finite.items() if step not in gone}
-    lost = best_step.find(there, faults, best.mode).damaged
-    sign = 1 if best.mode == "max" else -1
+    found = best_step.find(values, faults, best.mode, gone)
     detail = f"{best_step.end(best.mode)}, {_at_step(report, best)}"
     if best.step in faults:
         detail += "; no good step has a value"
-    elif lost is not None:
+    elif found.damaged is not None:
+        step = found.damaged
         fault = best_step.describe_damaged(
-            f"{lost:,}", there[lost], faults[lost], is_counted=report.counts(lost)
+            f"{step:,}", values[step], faults[step], is_counted=report.counts(step)
         )
         detail += f"; {fault}"
-    elif any(sign * value > sign * best.value for value in finite.values()):
-        detail += f", of {len(there):,} that exist"
+    elif found.deleted is None:
+        detail += f", of {len(values):,} saved"
     else:
-        detail += f", of {len(finite):,} saved"
+        detail += f", of {len(values.keys() - gone):,} that exist"
+    if found.deleted is not None:
+        step = found.deleted
+        detail += f"; {best_step.describe_deleted(f'{step:,}', values[step])}"
     title = f"Best {name}"
     kind = "main best" if is_first else "best"
     if best.step in faults:

@@ -66,7 +66,7 @@ def explain(
         _output.print_document(reasons)
         return code
     _show(root, reasons)
-    for line in _describe_damaged_best(view, examined, policies):
+    for line in _describe_lost_best(view, examined, policies):
         _output.print_paragraph(line)
     if reasons and policies is None:
         _show_settings(view.rules(), _steps.journal.recent(root / _steps.journal.NAME))
@@ -89,12 +89,12 @@ def _show(root: Path, reasons: Mapping[int, Sequence[str]]) -> None:
     )
 
 
-def _describe_damaged_best(
+def _describe_lost_best(
     view: RunView,
     examined: ExaminedSteps,
     keep: Sequence[PreservationPolicy] | None,
 ) -> list[str]:
-    """Returns a line for each best step of which a better one is damaged.
+    """Returns a line for each best step of which a better one is damaged or deleted.
 
     Args:
         view: The run.
@@ -102,32 +102,41 @@ def _describe_damaged_best(
         keep: The policies; by default those that the run has recorded.
     """
     from flaxckpt import _inspect, _steps
+    from flaxckpt._inspect import best_step
     from flaxckpt.policies import BestN
 
     rules = view.rules(keep)
     ranked = {p.metric: p for p in rules.keep if isinstance(p, BestN)} if rules else {}
+    if not ranked:
+        return []
+    events = _steps.journal.read(view.root / _steps.journal.NAME)
+    saved = _inspect.history.of_journal(events)
+    gone = {number: saved[number].metrics for number in saved.keys() - view.paths}
+    there = {number: view.ranked_step(number).metrics for number in view.steps}
     lines = []
     for name, policy in ranked.items():
-        metrics = {
-            step: view.ranked_step(step).metrics.get(name) for step in view.steps
-        }
         values = {
-            step: value
-            for step, value in metrics.items()
-            if value is not None and math.isfinite(value)
+            number: value
+            for number, metrics in (there | gone).items()
+            if (value := metrics.get(name)) is not None and math.isfinite(value)
         }
-        best = _inspect.best_step.find(values, examined.damage, policy.mode)
-        if best.good is None or best.damaged is None:
-            continue
-        fault = _inspect.best_step.describe_damaged(
-            best.damaged,
-            values[best.damaged],
-            is_counted=not _steps.markers.is_damaged(view.steps[best.damaged]),
-        )
-        lines.append(
-            f"best {name}: {_number(values[best.good])},"
-            f" {_inspect.best_step.end(policy.mode)}, at step {best.good}; {fault}"
-        )
+        best = best_step.find(values, examined.damage, policy.mode, gone)
+        clauses = []
+        if best.damaged is not None:
+            is_counted = not _steps.markers.is_damaged(view.steps[best.damaged])
+            clauses.append(
+                best_step.describe_damaged(
+                    best.damaged, values[best.damaged], is_counted=is_counted
+                )
+            )
+        if best.deleted is not None:
+            clauses.append(
+                best_step.describe_deleted(best.deleted, values[best.deleted])
+            )
+        if best.good is not None and clauses:
+            shown, end = _number(values[best.good]), best_step.end(policy.mode)
+            text = f"best {name}: {shown}, {end}, at step {best.good}"
+            lines.append("; ".join([text, *clauses]))
     return lines
 
 
@@ -223,25 +232,23 @@ def _describe_ranking(ranking: Ranking, steps: Mapping[int, SavedStep]) -> str:
             f"{ranking.metric}: {value}, number {ranking.place} from the {ranking.end}"
             f" of {ranking.count:,} saved"
         )
-    if ranking.better is not None:
-        text += f"; {_describe_better(ranking, steps[ranking.better])}"
+    for number, better in ranking.better.items():
+        text += f"; {_describe_better(steps[number], better)}"
     if ranking.next is not None:
         text += f"; next is step {ranking.next} with {_number(ranking.next_value)}"
     return text
 
 
-def _describe_better(ranking: Ranking, step: SavedStep) -> str:
-    """Returns text on the nearest better step, which may be damaged or deleted."""
-    from flaxckpt import _inspect
+def _describe_better(step: SavedStep, value: float) -> str:
+    """Returns text on a better step, which may be damaged or deleted."""
+    from flaxckpt._inspect import best_step
 
-    value = ranking.better_value
-    assert value is not None  # the step has a place
-    if step.exists and step.damage is not None:
-        return _inspect.best_step.describe_damaged(
-            step.step, value, is_counted=step.is_counted
-        )
-    text = f"better is step {step.step} with {_number(value)}"
-    return text if step.exists else f"{text} (deleted)"
+    if not step.exists:
+        return best_step.describe_deleted(step.step, value)
+    if step.damage is not None:
+        is_counted = step.is_counted
+        return best_step.describe_damaged(step.step, value, is_counted=is_counted)
+    return f"better is step {step.step} with {_number(value)}"
 
 
 def _tell(
@@ -276,6 +283,9 @@ def _tell(
         if verdict.metric is not None:
             value = step.metrics.get(verdict.metric)
             text += f"; step {step.step} had {_number(value)}"
+            kept_values = {steps[n].metrics.get(verdict.metric) for n in verdict.kept}
+            if value is not None and value in kept_values:
+                text += ", and the newer of equal steps is kept"
         lines.append(text)
     return lines
 

@@ -72,8 +72,8 @@ def test_explain_and_ls_use_the_policies_that_the_run_has_recorded(here, command
     highest = command.text("explain", "own", 5, "-k", "best:2:loss:max")[1:]
     assert highest == [
         "kept by newest, BestN(2, 'loss', 'max')",
-        "  loss: 0.7, number 2 from the highest of 5 saved; better is step 1 with 0.9"
-        " (deleted); next is step 4 with 0.6",
+        "  loss: 0.7, number 2 from the highest of 5 saved; step 1 with 0.9 was better,"
+        " but is deleted; next is step 4 with 0.6",
     ]
     [found] = command.json("explain", "own", 2)["rankings"]
     assert (found["place"], found["next"], found["next_value"]) == (1, 3, 0.5)
@@ -173,6 +173,37 @@ def test_explain_names_the_best_good_step_if_a_better_one_is_damaged(here, comma
     assert f"best loss: 0.5, lowest, at step 3; {clause} policies:" in _joined(lines)
     assert counted not in command.text("explain", "own", 2, code=1)
     assert f"{clause}; next is" in command.text("explain", "own", 3)[-1]
+
+
+def test_explain_names_the_best_step_that_exists_if_a_deleted_one_was_better(
+    here, command
+):
+    """Step 1 was the best; only its number of saves back let it go."""
+    with flaxckpt.Checkpointer("own", keep=[LatestN(3)]) as run:
+        for step, loss in ((1, 0.1), (2, 0.3), (3, 0.3), (4, 0.5)):
+            run.save(step, {"n": step}, metrics={"loss": loss}).wait()
+    keep = ["--keep", "latest:2", "--keep", "best:1:loss:min"]
+    gone = "step 1 with 0.1 was better, but is deleted"
+    lines = _joined(command.text("explain", "own", *keep))
+    assert f"best loss: 0.3, lowest, at step 3; {gone}" in lines
+    lines = _joined(command.text("explain", "own", 3, *keep))
+    assert f"number 2 from the lowest of 4 saved; {gone}; next is step 2" in lines
+    largest_file(Path("own/3/state")).unlink()
+    lost = "step 3 with 0.3 would be better, but is damaged"
+    command.text("verify", "own", "3", "--mark", code=1)
+    largest_file(Path("own/2/state")).unlink()
+    lines = _joined(command.text("explain", "own", *keep, code=1))
+    assert f"best loss: 0.5, lowest, at step 4; {lost}; {gone}" in lines
+
+
+def test_explain_says_that_the_newer_of_equal_steps_is_kept(here, command):
+    with flaxckpt.Checkpointer("own", keep=[BestN(1, "loss", "min")]) as run:
+        for step, loss in ((1, 0.5), (2, 0.5)):
+            run.save(step, {"n": step}, metrics={"loss": loss}).wait()
+        run.prune()
+    lines = _joined(command.text("explain", "own", 1))
+    ending = "kept 2 (0.5); step 1 had 0.5, and the newer of equal steps is kept"
+    assert lines.endswith(ending)
 
 
 def _joined(lines):

@@ -46,7 +46,7 @@ def test_a_step_marked_as_damaged_kept_nothing_from_being_kept(tmp_path):
         damaged = history.history(tmp_path)[0]
         assert "c.0" in damaged.damage
         best = history.rank(3, keep[1], history.history(tmp_path))
-        assert (best.place, best.better, best.better_value) == (3, 1, 0.1)
+        assert (best.place, best.better) == (3, {1: 0.1, 2: 0.5})
         ckpt.delete(1)
         assert kept(tmp_path) == chosen  # by the journal, without the marker
 
