@@ -123,6 +123,17 @@ def maxtext(*layers: int) -> dict[str, tuple[int, ...]]:
     }
 
 
+def test_no_transforms_are_shown_if_none_are_needed(tmp_path):
+    source = write_source(tmp_path / "source.npz", {"a/w": (3, 4), "a/b": (4,)})
+    state = {"a": {"w": np.ones((3, 4)), "b": np.ones(4)}}
+    suggestion = flaxckpt.suggest(source, state)
+    assert suggestion.code == "transforms = []"
+    assert "\n\nno leaf with a source needs a transform\n" in str(suggestion)
+    assert "transforms =" not in str(suggestion)
+    loaded = flaxckpt.load(source, state, transforms=suggestion.transforms)
+    assert loaded["a"]["w"].shape == (3, 4)
+
+
 def test_layers_are_stacked_along_any_axis(tmp_path):
     source = write_source(tmp_path / "source.npz", huggingface())
     stored = flatten(flaxckpt.load(source, abstract(huggingface())))

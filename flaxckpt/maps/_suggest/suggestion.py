@@ -144,6 +144,8 @@ class Suggestion:
     @property
     def code(self) -> str:
         """The transforms as lines of Python."""
+        if not self._has_transforms:
+            return "transforms = []"
         given = _transforms.describe(self.given)
         used = {text.partition("(")[0] for text in given} & {*tf.__all__}
         used |= {"remap"} if self.rows else set()
@@ -160,15 +162,21 @@ class Suggestion:
             lines += ["    remap(", "        [", *rows, "        ],", *sizes, "    ),"]
         return "\n".join([*lines, "]"])
 
+    @property
+    def _has_transforms(self) -> bool:
+        return bool(self.rows or self.given or self.gguf is not None)
+
     def __str__(self) -> str:
         wanted = len(self.leaves) + len(self.left)
         lines = [
             f"{len(self.leaves)} of {wanted} leaves have a source;"
             f" {_count(self.ambiguous, 'choice is', 'choices are')} ambiguous;"
             f" {_count(self.unused, 'leaf', 'leaves')} of the source unused",
-            "",
-            self.code,
         ]
+        if self._has_transforms:
+            lines += ["", self.code]
+        elif self.leaves:
+            lines += ["", "no leaf with a source needs a transform"]
         lines += _part("kinds of leaves", _evidence(self.leaves))
         lines += _part("ambiguous", map(str, self.ambiguous))
         lines += _part("without a source", (f"{p}: {t}" for p, t in self.left.items()))
