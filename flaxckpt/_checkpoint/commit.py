@@ -391,26 +391,22 @@ def publish(temporary: Path, final: Path, *, overwrite: bool) -> None:
         check_replaceable(final)
         aside = _storage.temporary.new_path(final, _storage.temporary.REPLACED)
         with _storage.temporary.claim(final):
+            _copy_pin(final, temporary)  # a crash may follow the exchange at once
             _storage.rename.exchange(temporary, final, aside)
-        _keep_pin(temporary, final)
+        try:
+            _copy_pin(temporary, final)
+        except OSError as error:
+            raise errors.SaveFailedError(
+                f"{final} was saved, but its pin was lost: {error}; pin the step again"
+            ) from error
     else:
         _storage.rename.publish(temporary, final)
 
 
-def _keep_pin(replaced: Path, final: Path) -> None:
-    """Pins a checkpoint if the one that it replaced was pinned during the save.
-
-    Raises:
-        SaveFailedError: The marker could not be written.
-    """
-    if not _steps.markers.is_pinned(replaced) or _steps.markers.is_pinned(final):
-        return
-    try:
-        _steps.markers.pin(final)
-    except OSError as error:
-        raise errors.SaveFailedError(
-            f"{final} was saved, but its pin was lost: {error}; pin the step again"
-        ) from error
+def _copy_pin(replaced: Path, new: Path) -> None:
+    """Pins a checkpoint if the one that it replaces was pinned during the save."""
+    if _steps.markers.is_pinned(replaced) and not _steps.markers.is_pinned(new):
+        _steps.markers.pin(new)
 
 
 def linkable_arrays(

@@ -101,6 +101,7 @@ class Ledger(abc.ABC):
         readings: The reads under way.
         touched: Lease -> its last sign of life.
         leases: PID -> its last lease.
+        lost_uploads: The failures of uploads that did not find a step in staging.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Ledger(abc.ABC):
         self.readings: list[Reading] = []
         self.touched: dict[str, float] = {}
         self.leases: dict[int, str] = {}
+        self.lost_uploads: list[str] = []
 
     @property
     @abc.abstractmethod
@@ -158,6 +160,19 @@ class Ledger(abc.ABC):
             if disturbs:
                 self.disturbing -= 1
                 self.disturbed = self.world.now
+
+    def note_event(self, event: flaxckpt.Event) -> None:
+        """Notes the event of a trainer, as a sink of its `Checkpointer`."""
+        error = str(event.details.get("error"))
+        if event.kind == "failed" and f"file or directory: '{self.setting.staging}" in (
+            error
+        ):
+            self.lost_uploads.append(f"step {event.step} is lost in staging: {error}")
+
+    def check_uploads(self) -> None:
+        """Checks that uploads have found their steps, which only they let go."""
+        if self.lost_uploads:
+            raise kernel.Violation(self.lost_uploads[0])
 
     def begin_save(self, step: int, directory: Path) -> Save:
         """Returns a new save."""
@@ -224,8 +239,10 @@ class Trainer:
             self._world.sleep(random.choice((0.0, 0.1, 1.0, 20.0)) * random.random())
             (operation,) = random.choices(some, weights)
             operation()
+            self._ledger.check_uploads()
         with self._ledger.operation("close"):
             self._checkpointer.close()
+        self._ledger.check_uploads()
 
     def _open(self) -> None:
         setting = self._ledger.setting
@@ -236,6 +253,7 @@ class Trainer:
                     keep=setting.keep,
                     staging=self._staging,
                     layout=setting.layout,
+                    sinks=[self._ledger.note_event],
                 )
                 return
             self._world.sleep(1.0)
