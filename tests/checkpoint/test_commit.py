@@ -297,17 +297,47 @@ def test_a_pin_that_came_meanwhile_is_kept(tmp_path, is_pinned):
     assert markers.is_pinned(final) is is_pinned
 
 
-def test_a_pin_that_is_lost_is_an_error(tmp_path, monkeypatch):
+def pin_in_the_exchange(monkeypatch):
+    """Pins what is replaced just before its replacement, after all checks."""
+    real = rename.exchange
+
+    def exchange(temporary, final, aside=None):
+        markers.pin(final)
+        real(temporary, final, aside)
+
+    monkeypatch.setattr(rename, "exchange", exchange)
+
+
+def test_a_pin_that_comes_at_the_last_moment_is_kept(tmp_path, monkeypatch):
     new, final = make(tmp_path / "new", 2.0), make(tmp_path / "c", 1.0)
-    markers.pin(final)
+    pin_in_the_exchange(monkeypatch)
+    commit.publish(new, final, overwrite=True)
+    assert flaxckpt.load(final)["w"][0] == 2.0
+    assert markers.is_pinned(final)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_pin_that_cannot_be_kept_is_an_error(tmp_path, monkeypatch, is_late):
+    new, final = make(tmp_path / "new", 2.0), make(tmp_path / "c", 1.0)
+    if is_late:
+        pin_in_the_exchange(monkeypatch)
+    else:
+        markers.pin(final)
+    real = LOCAL.replace
 
     def fail(path, content, **options):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        if not is_late or markers.is_pinned(new):  # the old one, if late
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        real(path, content, **options)
 
     monkeypatch.setattr(LOCAL, "replace", fail)
-    with pytest.raises(errors.SaveFailedError, match="saved, but its pin was lost"):
-        commit.publish(new, final, overwrite=True)
-    assert flaxckpt.load(final)["w"][0] == 2.0
+    if is_late:
+        with pytest.raises(errors.SaveFailedError, match="saved, but its pin was lost"):
+            commit.publish(new, final, overwrite=True)
+    else:
+        with pytest.raises(OSError, match="No space left"):
+            commit.publish(new, final, overwrite=True)
+    assert flaxckpt.load(final)["w"][0] == (2.0 if is_late else 1.0)
 
 
 def test_a_pin_that_the_new_step_has_is_not_made_again(tmp_path):
