@@ -27,8 +27,9 @@
 #                seven releases of Orbax and flaxckpt read each other's checkpoints, as
 #                the tables in docs/orbax.md say: each in .venv-orbax-RELEASE, 4 GB in
 #                all; the oldest wants Python 3.12 or older
-#   make dist    builds the sdist and the wheel into dist/, and checks them and the other
-#                files of a release: in an environment of its own, .venv-dist
+#   make dist    builds the sdist and the wheel into dist/, and checks them, the conda
+#                package and the other files of a release: in an environment of its own,
+#                .venv-dist
 #   make docs    builds the site of README and docs/ into site/
 #   make fuzz    gives each parser changed files, for FUZZ_SECS seconds each: in an
 #                environment of its own, .venv-fuzz; what is found is in fuzz-findings
@@ -206,7 +207,7 @@ dist: $(DIST_INSTALLED)
 	@$(DIST_VENV)/bin/python -m twine check --strict dist/*
 	@$(DIST_VENV)/bin/check-wheel-contents dist/*.whl
 	@$(DIST_VENV)/bin/cffconvert --validate
-	@$(DIST_VENV)/bin/python conda-recipe/render.py
+	@$(DIST_VENV)/bin/python conda-recipe/build.py dist/*.whl
 
 docs: $(INSTALLED)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -278,12 +279,14 @@ $(NEWEST_INSTALLED): pyproject.toml
 	@$(call install,$(NEWEST_VENV)) $(newest) --editable '.[test,examples]'
 	@touch $@
 
-$(DIST_INSTALLED): Makefile
+# hatchling and flaxckpt, with its dependencies, are for conda-recipe/build.py.
+$(DIST_INSTALLED): Makefile pyproject.toml
 	$(check_python)
 	@echo "==> Installing the tools of a release into $(DIST_VENV)"
 	@$(PYTHON) -m venv $(DIST_VENV)
 	@$(call install,$(DIST_VENV)) 'build>=1.3' 'cffconvert>=2' \
-		'check-wheel-contents>=0.6.3' 'py-rattler-build>=0.73' 'twine>=6.1'
+		'check-wheel-contents>=0.6.3' 'py-rattler-build>=0.73' 'twine>=6.1' \
+		'hatchling>=1.27' --editable .
 	@touch $@
 
 $(FUZZ_INSTALLED): pyproject.toml

@@ -63,16 +63,6 @@ def test_the_conda_recipe_has_the_requirements_of_the_package():
     assert (ROOT / "conda-recipe" / recipe["source"]["path"]).resolve() == ROOT
 
 
-def test_the_conda_recipe_can_be_rendered():
-    pytest.importorskip("rattler_build", reason="make dist has it")
-    script = ROOT / "conda-recipe/render.py"
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith(f"flaxckpt-{VERSION}-py")
-    assert "python, from recipe.yaml" in done.stdout
-
-
 def test_the_citation_is_whole():
     citation = read_yaml("CITATION.cff")
     assert {"cff-version", "message", "title", "authors", "license"} <= citation.keys()
@@ -129,3 +119,20 @@ def test_the_archives_pass_the_checks_of_a_release(tmp_path):
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "CITATION.cff", "tests/conftest.py"} <= names
     assert not any(name.startswith((".ci", "dist", ".venv")) for name in names)
+
+
+@pytest.mark.slow
+def test_the_conda_recipe_builds_the_files_of_the_wheel(tmp_path):
+    for tool in ("hatchling", "rattler_build"):
+        pytest.importorskip(tool, reason="make dist has it")
+    run("hatchling", "build", "--target", "wheel", "-d", tmp_path, cwd=ROOT)
+    [wheel] = tmp_path.iterdir()
+    done = subprocess.run(
+        [sys.executable, ROOT / "conda-recipe/build.py", wheel],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"flaxckpt-{VERSION}-py")
+    assert f"has the files of {wheel.name} and passes its tests" in done.stdout
