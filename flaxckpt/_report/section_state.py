@@ -192,7 +192,8 @@ def change_summary(diff: Change, names: tuple[str, str]) -> str:
         return f"{between}, nothing changed in {equal}."
     counts = _count_changes(diff.leaves)
     changed = humanize.count(counts.pop("changed", 0), "leaf", "leaves")
-    text = f"{between}, {changed} changed and {diff.equal:,} did not."
+    equal = f" and {diff.equal:,} did not" if diff.equal else ""
+    text = f"{between}, {changed} changed{equal}."
     for what, count in counts.items():
         text += f" {humanize.count(count, 'leaf', 'leaves')} {what}."
     if diff.unreadable:

@@ -882,3 +882,11 @@ def test_bars_of_many_saves_are_labelled_with_round_steps(steps, labels):
     assert len(set(texts)) == half
     if labels is not None:
         assert texts[:half] == labels
+
+
+def test_a_comparison_in_which_all_leaves_changed_counts_no_others(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"w": np.full(3, step)})
+    text = _text(_report.page(gather(tmp_path / "run")))
+    assert "From step 1 to step 2, 1 leaf changed." in text
