@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import math
 from collections.abc import Callable, Sequence
@@ -157,8 +158,12 @@ def _steps(report: Report) -> html.Markup | None:
     if not report.is_run:
         return None
     count = len(report.steps)
+    faults = collections.Counter(report.faults.values())
     saved = len({save.step for save in report.saves if save.outcome == "durable"})
     detail = f"of {saved:,} saved" if saved > count else "all saved steps"
+    if faults:
+        states = {"good": count - faults.total(), **faults}
+        detail = ", ".join([*(f"{n:,} {what}" for what, n in states.items()), detail])
     return card("steps", "Steps", f"{count:,}", detail, link="steps", data_value=count)
 
 

@@ -307,7 +307,7 @@ def _changed_group(
     shown = leaves[:most]
     largest = max((norm for norm in norms if math.isfinite(norm)), default=0.0)
     rows = [_change_row(leaf, largest) for leaf in shown]
-    caption = "The largest relative changes first"
+    caption = "The largest relative changes first" if norms else "By name"
     if len(leaves) > len(shown):
         caption = f"The {len(shown)} that changed most of {len(leaves):,}; {rest}"
     return html.element(

@@ -13,6 +13,9 @@ _SEARCHED = 8
 _FITTING = 10
 """Rows that the box shows without scrolling, if each has one line."""
 
+_FEW_MORE = 3
+"""So many more rows are shown, too: scrolling to them would be more work."""
+
 
 class Column(NamedTuple):
     """A column of a table.
@@ -90,9 +93,11 @@ def table(
     controls: list[html.Markup] = []
     if what and len(rows) > _SEARCHED:
         controls.append(search_field(what))
-    if len(rows) > _FITTING:
+    is_whole = _FITTING < len(rows) <= _FITTING + _FEW_MORE
+    if len(rows) > _FITTING and not is_whole:
         controls.append(_show_all(len(rows)))
-    return html.element("div", *controls, box, class_="table", data_scope="")
+    class_ = "table whole" if is_whole else "table"
+    return html.element("div", *controls, box, class_=class_, data_scope="")
 
 
 def _show_all(count: int) -> html.Markup:

@@ -69,8 +69,8 @@ def _mark(path: Path, step: int | None, reason: str | None, events: Stream) -> N
     _steps.markers.mark_damaged(path, reason)
     events.emit("found_damaged", step, path=path, reason=reason)
     _log.warning(
-        "step %s is marked as damaged: it no longer counts as a step, and is replaced"
-        " when the run reaches it",
+        "step %s is marked as damaged: it no longer counts as a step; saving the step"
+        " again replaces it, and Checkpointer.delete removes it",
         path.name,
     )
 

@@ -39,11 +39,13 @@ class Snapshot(NamedTuple):
         version: Grows with each report on the run.
         report: The report.
         news: The last difference that has a description: `step 300 saved`.
+        is_bad: True if the news has a damaged step.
     """
 
     version: int
     report: Report
     news: str
+    is_bad: bool = False
 
 
 class News(NamedTuple):
@@ -52,10 +54,12 @@ class News(NamedTuple):
     Attributes:
         version: Differs after each change.
         text: What has changed: `step 300 saved`.
+        is_bad: True if a step was found to be damaged.
     """
 
     version: str
     text: str
+    is_bad: bool = False
 
 
 class Feeds:
@@ -105,7 +109,8 @@ class Feeds:
         text = snapshot.news
         if text and len(places) > 1:
             text = f"{place.name}: {text}"
-        return News(str(sum(each.version for _, each in found)), text)
+        version = str(sum(each.version for _, each in found))
+        return News(version, text, snapshot.is_bad)
 
     @property
     def is_closed(self) -> bool:
@@ -201,8 +206,11 @@ class _Feed:
             self._snapshot = Snapshot(1, report, "")
         else:
             # A report right after a save may differ in the journal only.
-            news = changes(before.report, report) or before.news
-            self._snapshot = Snapshot(before.version + 1, report, news)
+            news = changes(before.report, report)
+            is_bad = bool(_damaged(report) - _damaged(before.report))
+            if not news:
+                news, is_bad = before.news, before.is_bad
+            self._snapshot = Snapshot(before.version + 1, report, news, is_bad)
 
 
 def _stamp(run: Path) -> object:

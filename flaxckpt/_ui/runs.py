@@ -147,6 +147,7 @@ def _columns(names: Sequence[str]) -> list[_report.tables.Column]:
         column("run"),
         column("steps", is_number=True),
         column("newest", is_number=True),
+        column("best"),
         *[column(f"last {name}", is_number=True) for name in names],
         column("saved"),
         column("size", is_number=True),
@@ -165,6 +166,7 @@ def _row(run: str, report: Report, names: Sequence[str]) -> _report.tables.Row:
         html.element("a", run, href=address("/run", run=run)),
         f"{len(report.steps):,}" if report.is_run else "checkpoint",
         "" if number is None else f"{number:,}",
+        _best(report),
         *[_last(report.metrics.get(name, ()), faults) for name in names],
         "" if saved is None else cell(html.moment(saved), saved),
         "" if report.bytes is None else cell(humanize.size(report.bytes), report.bytes),
@@ -172,6 +174,15 @@ def _row(run: str, report: Report, names: Sequence[str]) -> _report.tables.Row:
     ]
     data = {"data_run": run}
     return _report.tables.Row(cells, data, "bad" if faults else None)
+
+
+def _best(report: Report) -> str:
+    """Returns the best value of the first metric with a policy, and its step."""
+    for name, points in report.metrics.items():
+        for point in points:
+            if point.mode is not None and point.step not in report.faults:
+                return f"{name} {humanize.number(point.value)}, step {point.step:,}"
+    return ""
 
 
 def _last(values: Sequence[MetricValue], faults: Container[int | None]) -> object:

@@ -55,6 +55,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         ),
         place=place,
         view="/verify",
+        version=frame.current_version(workspace, place),
     )
 
 

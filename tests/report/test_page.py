@@ -347,6 +347,14 @@ def test_the_card_of_the_best_step_says_among_which_steps_it_is_best(run):
     assert _card(_report.page(gather(run, keep=keep)), "best")[1] == texts
 
 
+def test_the_card_of_the_steps_counts_damaged_ones_apart(run):
+    (_, texts) = _card(_report.page(gather(run)), "steps")
+    assert texts == ["Steps", "6", "of 8 saved"]
+    damage(run / "50")
+    (_, texts) = _card(_report.page(gather(run)), "steps")
+    assert texts == ["Steps", "6", "5 good, 1 damaged, of 8 saved"]
+
+
 def test_the_card_of_the_last_value_does_not_look_like_that_of_the_best(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as opened:
         opened.save(1, {"w": np.ones(2)}, metrics={"loss": 0.5})

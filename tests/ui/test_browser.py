@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from tests.helpers.files import flip_bit
+from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.printed import pages_of_table
 from tests.helpers.report_runs import make_run
 from tests.helpers.ui_server import listen, serving
@@ -181,6 +181,40 @@ def test_a_new_step_appears_while_a_run_saves(visit, runs):
     points = page.locator("figure[data-metric=loss] .linear [data-step]")
     assert points.count() >= 3
     assert opened.is_quiet, opened.messages
+
+
+@pytest.mark.parametrize("view", ["/compare", "/verify", "/plan", "/leaves"])
+def test_open_lists_of_steps_follow_the_run_and_keep_the_choice(
+    browser, tmp_path, view
+):
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        for step in (1, 2, 3):
+            save(run, step)
+    with serving(tmp_path / "run") as server:
+        opened = Page(browser, server)
+        page = opened.open(view, run="run")
+        lists = page.locator("form.choices select:has(option[value='3'])")
+        chosen = lists.first
+        if view != "/leaves":  # which shows a step as soon as it is chosen
+            chosen.select_option("2")
+        before = chosen.input_value()
+        sync_api.expect(page.locator("#news")).to_have_text("live")
+        sync_api.expect(page.locator("#news.bad")).to_have_count(0)
+        with flaxckpt.Checkpointer(tmp_path / "run") as run:
+            save(run, 4)
+            run.delete(2)
+        wanted = page.locator("form.choices select option[value='4']")
+        sync_api.expect(wanted).to_have_count(lists.count())
+        assert chosen.input_value() == before
+        largest_file(tmp_path / "run/1/state").write_bytes(b"")
+        with flaxckpt.Checkpointer(tmp_path / "run") as run:
+            assert not run.verify(1).ok
+        sync_api.expect(page.locator("#news.bad")).to_have_text("step 1 damaged")
+        damaged = page.locator("form.choices select option[value='1']").first
+        sync_api.expect(damaged).to_contain_text("damaged")
+        assert chosen.input_value() == before
+        assert opened.is_quiet, opened.messages
+        opened.context.close()
 
 
 def test_leaves_are_unfolded_searched_and_read(visit):

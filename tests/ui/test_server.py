@@ -42,7 +42,7 @@ def test_streams_of_events_leave_room_for_pages(served):
         for path in ("/", "/run?run=one", "/leaves?run=one", "/static/ui.js"):
             assert served.ask(path).status == 200
         news = json.loads(served.ask("/news?run=one").text)
-        assert set(news) == {"version", "text"}
+        assert set(news) == {"version", "text", "is_bad"}
     end = time.monotonic() + _SOON_SECS  # closed streams make room
     while True:
         stream, status = listen(served, "/events?run=one&version=")

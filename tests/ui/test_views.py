@@ -544,7 +544,7 @@ def test_the_table_of_runs_shows_the_newest_good_step(made, tmp_path, open_page)
     for step in lost:
         (step / "flaxckpt.json").write_text("{")
     without, row = cells(all_runs(open_page(tmp_path / "runs")))
-    assert row[2:5] == ["60", "0.5", "0.75"]
+    assert row[2:6] == ["60", "eval/loss 0.3, step 50", "0.5", "0.75"]
     assert row[-1] == "3 damaged steps; after step 60: 70, 80"
     assert without[2] == ""
     assert without[-1] == f"{len(lost)} damaged steps: no step can be used"
@@ -561,7 +561,7 @@ def test_the_table_of_runs_knows_what_was_verified(made, tmp_path, open_page):
     space.verifications.start(place, steps[-1:])
     space.verifications.job._thread.join()
     [row] = cells(all_runs(space))
-    assert row[2:4] == ["70", "0.55"]
+    assert row[2:5] == ["70", "eval/loss 0.3, step 50", "0.55"]
     assert row[-1] == "1 damaged step; after step 70: 80"
 
 

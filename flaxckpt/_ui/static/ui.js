@@ -37,11 +37,11 @@
     asking = setTimeout(ask, ASK_MS);
   }
 
-  function tell({ version, text }) {
+  function tell({ version, text, is_bad: isBad }) {
     const isNew = !address.endsWith(`version=${version}`);
     // Where the next connection goes on.
     address = address.replace(/version=[\d.]*$/, `version=${version}`);
-    say(text || "live");
+    say(text || "live", isBad);
     if (isNew) showNews();
   }
 
@@ -61,9 +61,9 @@
     if (isWaiting) showNews();
   });
 
-  function say(text) {
+  function say(text, isBad = text === LOST) {
     line.textContent = text;
-    line.classList.toggle("lost", text.startsWith("not connected"));
+    line.classList.toggle("bad", isBad);
   }
 
   // A browser opens few connections to a server: tabs that nobody sees give theirs back.
@@ -122,6 +122,25 @@
   }
 
   // ---- forms --------------------------------------------------------------------------
+
+  // The lists of steps follow the run; what is chosen stays, even if it was deleted.
+  document.body.addEventListener("run-changed", async () => {
+    const lists = document.querySelectorAll("form.choices select");
+    if (!lists.length) return;
+    const reply = await fetch(location.href);
+    if (!reply.ok) return;
+    const page = new DOMParser().parseFromString(await reply.text(), "text/html");
+    for (const list of lists) {
+      const now = page.querySelector(`form.choices select[name="${list.name}"]`);
+      if (!now) continue;
+      const [chosen] = list.selectedOptions;
+      list.replaceChildren(...now.children);
+      if (!chosen) continue;
+      const isThere = [...list.options].some((each) => each.value === chosen.value);
+      if (!isThere) list.append(chosen);
+      list.value = chosen.value;
+    }
+  });
 
   document.addEventListener("change", (event) => {
     const without = event.target.dataset?.without;
