@@ -226,6 +226,12 @@ def lacks_optimizer_leaves(restore_plan: RestorePlan) -> bool:
     )
 
 
+def lacks_only_leaves(restore_plan: RestorePlan) -> bool:
+    """Returns True if the plan fails only for leaves that the checkpoint lacks."""
+    kinds = {problem.kind for problem in restore_plan.problems}
+    return kinds == {"missing"}
+
+
 def _list_counts(counts: Mapping[Action, int]) -> str:
     return ", ".join(f"{n} {action}" for action, n in counts.items())
 

@@ -161,9 +161,7 @@ def _steps(report: Report) -> html.Markup | None:
     faults = collections.Counter(report.faults.values())
     saved = len({save.step for save in report.saves if save.outcome == "durable"})
     detail = f"of {saved:,} saved" if saved > count else "all saved steps"
-    if faults:
-        states = {"good": count - faults.total(), **faults}
-        detail = ", ".join([*(f"{n:,} {what}" for what, n in states.items()), detail])
+    detail = ", ".join([*(f"{n:,} {what}" for what, n in faults.items()), detail])
     return card("steps", "Steps", f"{count:,}", detail, link="steps", data_value=count)
 
 

@@ -287,7 +287,7 @@ def _find_state(workspace: Workspace, place: Place, plan: RestorePlan) -> _State
             continue
         if check.state == "verified":
             return _State(False, "every byte was verified")
-        if check.bytes_checked:
+        if check.bytes_checked and step.damage is None:  # a mark says where
             return _State(True, check.detail)
     damage = _inspect.plan_damage.find(plan)
     if damage is not None and damage.is_read:
@@ -301,6 +301,8 @@ def _propose_source(asked: _Asked, plan: RestorePlan) -> html.Markup:
     fields = {"source": "new"}
     if plan.drops and not any(asked.query.text(name) for name in _RULES):
         fields |= {"drop": "\n".join(plan.drops), "missing": "init"}
+    elif asked.query.text("drop") and _checkpoint.plan.lacks_only_leaves(plan):
+        fields["missing"] = "init"  # what was dropped may be missing on purpose
     url = asked.address("/plan", **fields)
     return html.element(
         "p",

@@ -238,8 +238,8 @@ class Verifications:
         if not results:
             return report
         checks = [
-            results[check.step].integrity
-            if check.step in results and not check.is_bad
+            _merge(check, results[check.step].integrity)
+            if check.step in results
             else check
             for check in report.integrity
         ]
@@ -257,3 +257,10 @@ class Verifications:
 def _is_same(step: Step, verified: Step) -> bool:
     """Returns True unless the step was saved again after it was verified."""
     return (step.path, step.created) == (verified.path, verified.created)
+
+
+def _merge(known: Integrity, found: Integrity) -> Integrity:
+    """Returns the integrity that a verification has found, but damage that is known."""
+    if not known.is_bad:
+        return found
+    return known._replace(bytes_checked=max(known.bytes_checked, found.bytes_checked))

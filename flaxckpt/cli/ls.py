@@ -142,7 +142,7 @@ def _summary(listing: Listing, left_out: Sequence[str]) -> str:
         parts = [_output.count(len(listing.steps), "step")]
         damaged = sum(step.damage is not None for step in listing.steps)
         if damaged:
-            parts[0] += f" ({len(listing.steps) - damaged:,} good, {damaged:,} damaged)"
+            parts[0] += f" ({damaged:,} damaged)"
     parts += formats if len(formats) == 1 else []
     if listing.bytes is not None:
         parts.append(_output.size(listing.bytes))

@@ -251,11 +251,17 @@ class _Wanted(NamedTuple):
         self, stored: tuple[str, int | None], changes: Sequence[Transform]
     ) -> _Remedy:
         """Returns the command that plans the source, with all that it needs."""
-        purpose, given = "For the source of a new run", {"as_source": True}
-        remedy = self.plan(stored, changes).remedy(**given)
-        if remedy is None:
-            return _Remedy(purpose, _app.command_line(**given))
-        return _Remedy(purpose, remedy.command)
+        from flaxckpt import _checkpoint
+
+        given: dict[str, object] = {"as_source": True}
+        planned = self.plan(stored, changes)
+        remedy = planned.remedy(**given)
+        # What was dropped may be missing on purpose.
+        has_dropped = click.get_current_context().params["drop"]
+        if has_dropped and _checkpoint.plan.lacks_only_leaves(planned.plan):
+            given["missing"] = "init"
+        command = _app.command_line(**given) if remedy is None else remedy.command
+        return _Remedy("For the source of a new run", command)
 
 
 class _Planned(NamedTuple):
@@ -306,6 +312,8 @@ class _Planned(NamedTuple):
             lines.append(
                 f"The checkpoint is damaged, so the restore would fail: {damage}"
             )
+            if click.get_current_context().params["step"] is not None:
+                lines[-1] += "; without --step, the newest good step is planned"
         if (damage := self._damage(is_read=False)) is not None:
             damage = errors.printable(damage)
             lines.append(

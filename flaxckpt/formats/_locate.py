@@ -222,7 +222,7 @@ def _newest(root: Path, index: _Index) -> Located:
     damaged += [
         errors.DamagedCheckpointError(
             f"{path} is marked as damaged: {_steps.markers.damage_reason(path)}; pass"
-            " its number as step= to try it anyway"
+            " its number as step= (--step) to try it anyway"
         )
         for path in marked
     ]

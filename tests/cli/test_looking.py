@@ -436,7 +436,7 @@ def test_verify_marks_damaged_steps_if_asked(here, command):
     command.text("verify", "run", "200", "--mark", code=1)
     assert marker.read_bytes() == marked  # with the time of the first marker
     lines = command.text("ls", "run", code=1)
-    assert "3 steps (2 good, 1 damaged), " in lines[-1]
+    assert "3 steps (1 damaged), " in lines[-1]
     assert "DAMAGED: " in "".join(command.text("show", "run", "--step", 200))
     assert command.text("explain", "run", 200, code=1)[-1].startswith("it is damaged")
     assert command.text("verify", "run")[-1].endswith("; marked as damaged: 200")
@@ -739,7 +739,11 @@ def test_plan_of_another_head_offers_the_plan_of_the_source_and_its_call(
         for step in (1, 2):
             params = {**params, "trunk": jnp.full((4, 4), float(step))}
             run.save(step, state.replace(params=params))
-    lines = command.text("plan", "base", target, "-s", 1, code=1)
+    asked = ["plan", "base", target, "-s", 1]
+    dropped = command.text(*asked, "--drop", "params/head", code=1)
+    words = pasted(dropped, "For the source of a new run")
+    assert command.text(*words)[-2] == SUCCEEDS
+    lines = command.text(*asked, code=1)
     words = pasted(lines, "For the source of a new run")
     assert "--as-source" in words
     lines = command.text(*words)

@@ -214,7 +214,7 @@ def test_ls_watch_redraws_a_terminal(tmp_path):
     for file in (tmp_path / "run" / "2" / "state").rglob("*"):
         if file.is_file():
             file.write_bytes(file.read_bytes()[:-1])
-    drawn = read_until(parent, "step 2 is damaged: ", "2 steps, flaxckpt")
+    drawn = read_until(parent, "step 2 is damaged: ", "2 steps (1 damaged), flaxckpt")
     lines = plain(drawn.rpartition("\x1b[J")[2]).splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[4].startswith("  "), "the damage takes two lines"

@@ -352,7 +352,7 @@ def test_the_card_of_the_steps_counts_damaged_ones_apart(run):
     assert texts == ["Steps", "6", "of 8 saved"]
     damage(run / "50")
     (_, texts) = _card(_report.page(gather(run)), "steps")
-    assert texts == ["Steps", "6", "5 good, 1 damaged, of 8 saved"]
+    assert texts == ["Steps", "6", "1 damaged, of 8 saved"]
 
 
 def test_the_card_of_the_last_value_does_not_look_like_that_of_the_best(tmp_path):

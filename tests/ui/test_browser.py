@@ -302,6 +302,20 @@ def test_a_restore_is_planned(visit):
     assert opened.is_quiet, opened.messages
 
 
+def test_a_result_of_earlier_choices_is_called_so(visit):
+    opened = visit()
+    page = opened.open("/plan", run="run", into="run")
+    page.wait_for_selector("#result .outcome.good")
+    before = "getComputedStyle(document.getElementById('result'), '::before').content"
+    assert page.evaluate(before) == "none"
+    page.select_option("select[name=into]", "source")
+    assert page.evaluate(before) == '"Of the choices before:"'
+    page.click("form button")
+    page.wait_for_selector("#result .outcome.bad")
+    assert page.evaluate(before) == "none"
+    assert opened.is_quiet, opened.messages
+
+
 def test_a_restore_with_rules_is_planned(visit):
     opened = visit()
     page = opened.open("/plan", run="run", into="source")

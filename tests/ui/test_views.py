@@ -896,6 +896,13 @@ def test_a_plan_into_the_state_of_another_run_links_to_that_of_a_source(
     assert [query.text(name) for name in ("run", "into", "source")] == [
         *("old", "wide", "new")
     ]
+    dropped = ask(plan.result, space, run="old", into="wide", drop="params/head/.*")
+    [url] = re.findall('href="/plan[?]([^"]*)">plan it as', html.unescape(dropped))
+    query = workspace.Query(url.encode())
+    assert query.text("missing") == "init"
+    names = ("run", "into", "source", "drop", "missing")
+    fields = {name: query.text(name) for name in names}
+    assert "The restore would succeed" in ask(plan.result, space, **fields)
     for fields in (
         {"run": "old", "into": "wide", "source": "new"},
         {"run": "run", "into": "run", "step": 1},

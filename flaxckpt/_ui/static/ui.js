@@ -147,6 +147,9 @@
     const form = event.target.closest?.(without ? "form" : "form[data-submit]");
     if (without && form.elements[without]) form.elements[without].disabled = true;
     if (form) form.requestSubmit();
+    else if (event.target.closest?.("form.choices")) {
+      document.getElementById("result")?.setAttribute("data-outdated", "");
+    }
   });
 
   document.addEventListener("htmx:sendError", () => say(LOST));
