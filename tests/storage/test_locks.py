@@ -360,6 +360,82 @@ def test_the_lock_of_a_dead_process_is_taken_at_once(path, clock, process, end, 
     lock.release()
 
 
+def generation(path):
+    return path.store.read(path.key + locks.LOCK).generation
+
+
+def remove(path):
+    """Removes the object, as a process does that has taken the lock over."""
+    path.store.delete(path.key + locks.LOCK)
+
+
+@pytest.mark.parametrize("late_secs", [0.0, 0.5])
+def test_only_an_old_lock_is_renewed_before_a_request(path, clock, late_secs):
+    lock = locks._acquire(path, patient=False)
+    before = generation(path)
+    clock.now += locks._FRESH_SECS + late_secs
+    lock.check()
+    assert (generation(path) != before) is (late_secs > 0)
+    clock.now -= late_secs
+    before = generation(path)
+    lock.check()
+    assert generation(path) == before
+    lock.release()
+
+
+def test_a_pause_during_a_renewal_is_noticed_before_a_request(path, clock, monkeypatch):
+    lock = locks._acquire(path, patient=False)
+    real, pauses = path.store.exchange, [100.0]
+
+    def exchange(*args):
+        clock.now += pauses.pop() if pauses else 0.0
+        return real(*args)
+
+    monkeypatch.setattr(path.store, "exchange", exchange)
+    clock.now += locks._FRESH_SECS + 1
+    lock.check()
+    assert clock.now - lock._holder.beat <= locks._FRESH_SECS
+    lock.release()
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_lost_lock_is_noticed_before_a_request(path, clock, is_known):
+    lock = locks._acquire(path, patient=False)
+    remove(path)
+    if is_known:
+        assert not lock._renew()
+    else:
+        clock.now += locks._FRESH_SECS + 1
+    with pytest.raises(errors.CheckpointExistsError, match="taken over"):
+        lock.check()
+
+
+@pytest.mark.parametrize("secs", [0, 45, 46])
+def test_a_lock_that_was_lost_in_a_pause_is_left_all_the_same(path, clock, secs):
+    """Nobody takes over a younger lock, so it is known to be there."""
+    lock = locks._acquire(path, patient=False)
+    lock.leave()
+    remove(path)
+    clock.now += secs
+    lock.release()
+    assert locks.is_locked(path) is (secs > 45)
+
+
+def test_a_lock_that_is_known_to_be_lost_is_left_all_the_same(path, clock):
+    lock = locks._acquire(path, patient=False)
+    lock.leave()
+    remove(path)
+    assert not lock._renew()
+    lock.release()
+    assert locks.is_locked(path)
+
+
+def test_a_lock_of_this_process_is_dead_once_it_is_neither_held_nor_left(path, clock):
+    clock.now = 0.5  # as after the start of a machine
+    put(path, locks._self())
+    assert locks._status(path.store.read(path.key + locks.LOCK)) == "dead"
+
+
 def kill(process, path, *, beat, until=0.0):
     """Leaves the lock of a process that is killed, last renewed at `beat`."""
     put(path, holder_of(process)._replace(beat=beat, until=until))
