@@ -408,6 +408,7 @@ def test_a_lost_lock_is_noticed_before_a_request(path, clock, is_known):
         clock.now += locks._FRESH_SECS + 1
     with pytest.raises(errors.CheckpointExistsError, match="taken over"):
         lock.check()
+    lock.release()
 
 
 @pytest.mark.parametrize("secs", [0, 45, 46])
