@@ -206,6 +206,31 @@ def test_damage_without_a_reason_says_so(path, content):
 # ---- uploads ----------------------------------------------------------------------
 
 
+def test_a_mark_of_damage_has_its_time(path):
+    assert markers.damage_time(path) is None
+    before = time.time()
+    markers.mark_damaged(path, "a chunk is lost")
+    assert before <= markers.damage_time(path) <= time.time()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"{}", b'{"time": "soon"}', b'{"time": null}']
+)
+def test_a_mark_of_damage_without_a_time_says_zero(path, content):
+    (path / markers.DAMAGED).write_bytes(content)
+    assert markers.damage_time(path) == 0
+
+
+@pytest.mark.parametrize("make", ["mkdir", "deep"])
+def test_a_mark_of_damage_that_cannot_be_read_says_zero(tmp_path, make):
+    marker = tmp_path / markers.DAMAGED
+    if make == "mkdir":
+        marker.mkdir()
+    else:
+        marker.write_bytes(b"[" * 60_000)
+    assert markers.damage_time(tmp_path) == 0
+
+
 def test_an_upload_marker_is_new_with_each_change(path):
     assert markers.read_upload_marker(path) is None
     assert markers.is_settled(path)
