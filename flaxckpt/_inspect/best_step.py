@@ -78,10 +78,10 @@ def describe_damaged(
 
 
 def describe_deleted(step: int | str, value: float) -> str:
-    """Returns a clause on a step that was better, but is deleted.
+    """Returns a clause on a step that was better, but does not exist any more.
 
     Args:
         step: The step, or its number as a page shows it.
         value: The metric of the step.
     """
-    return f"step {step} with {humanize.number(value)} was better, but is deleted"
+    return f"step {step} with {humanize.number(value)} was better, but is gone"

@@ -313,7 +313,7 @@ class _Planned(NamedTuple):
                 f"The checkpoint is damaged, so the restore would fail: {damage}"
             )
             if click.get_current_context().params["step"] is not None:
-                lines[-1] += "; without --step, the newest good step is planned"
+                lines[-1] += "; pass another step to --step"
         if (damage := self._damage(is_read=False)) is not None:
             damage = errors.printable(damage)
             lines.append(

@@ -73,7 +73,7 @@ def test_explain_and_ls_use_the_policies_that_the_run_has_recorded(here, command
     assert highest == [
         "kept by newest, BestN(2, 'loss', 'max')",
         "  loss: 0.7, number 2 from the highest of 5 saved; step 1 with 0.9 was better,"
-        " but is deleted; next is step 4 with 0.6",
+        " but is gone; next is step 4 with 0.6",
     ]
     [found] = command.json("explain", "own", 2)["rankings"]
     assert (found["place"], found["next"], found["next_value"]) == (1, 3, 0.5)
@@ -183,7 +183,7 @@ def test_explain_names_the_best_step_that_exists_if_a_deleted_one_was_better(
         for step, loss in ((1, 0.1), (2, 0.3), (3, 0.3), (4, 0.5)):
             run.save(step, {"n": step}, metrics={"loss": loss}).wait()
     keep = ["--keep", "latest:2", "--keep", "best:1:loss:min"]
-    gone = "step 1 with 0.1 was better, but is deleted"
+    gone = "step 1 with 0.1 was better, but is gone"
     lines = _joined(command.text("explain", "own", *keep))
     assert f"best loss: 0.3, lowest, at step 3; {gone}" in lines
     lines = _joined(command.text("explain", "own", 3, *keep))

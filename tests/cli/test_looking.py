@@ -822,6 +822,7 @@ def test_plan_says_that_the_checkpoint_is_damaged(here, command):
     largest.write_bytes(largest.read_bytes()[:-1])
     *_, last = command.text("plan", "run", "run", "-s", 200, code=1)
     assert last.startswith("The checkpoint is damaged, so the restore would fail: ")
+    assert last.endswith("; pass another step to --step")
     assert largest.name in last
     found = command.json("plan", "run", "run", "-s", 200, code=1)
     assert not found["ok"]

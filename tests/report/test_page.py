@@ -342,7 +342,7 @@ def test_the_card_of_the_best_step_says_among_which_steps_it_is_best(run):
     texts = ["Best eval/accuracy", "0.85", "highest, at step 50, of 8 saved"]
     assert _card(_report.page(gather(run, keep=keep)), "best")[1] == texts
     keep = [BestN(1, "eval/loss", "max")]  # the highest were deleted
-    gone = "step 10 with 0.9 was better, but is deleted"
+    gone = "step 10 with 0.9 was better, but is gone"
     texts = ["Best eval/loss", "0.6", f"highest, at step 40, of 6 that exist; {gone}"]
     assert _card(_report.page(gather(run, keep=keep)), "best")[1] == texts
 

@@ -304,9 +304,12 @@ def test_a_restore_is_planned(visit):
 
 def test_a_result_of_earlier_choices_is_called_so(visit):
     opened = visit()
+    before = "getComputedStyle(document.getElementById('result'), '::before').content"
+    page = opened.open("/plan", run="run")
+    page.select_option("select[name=into]", "source")
+    assert page.evaluate(before) == "none", "there is no result yet"
     page = opened.open("/plan", run="run", into="run")
     page.wait_for_selector("#result .outcome.good")
-    before = "getComputedStyle(document.getElementById('result'), '::before').content"
     assert page.evaluate(before) == "none"
     page.select_option("select[name=into]", "source")
     assert page.evaluate(before) == '"Of the choices before:"'

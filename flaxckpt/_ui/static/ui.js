@@ -127,8 +127,8 @@
   document.body.addEventListener("run-changed", async () => {
     const lists = document.querySelectorAll("form.choices select");
     if (!lists.length) return;
-    const reply = await fetch(location.href);
-    if (!reply.ok) return;
+    const reply = await fetch(location.href).catch(() => null); // the server may end
+    if (!reply?.ok) return;
     const page = new DOMParser().parseFromString(await reply.text(), "text/html");
     for (const list of lists) {
       const now = page.querySelector(`form.choices select[name="${list.name}"]`);
