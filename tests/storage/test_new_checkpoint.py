@@ -1,9 +1,11 @@
 """The life of a checkpoint in a store: locked, written, committed, withdrawn, swept."""
 
+import json
+
 import pytest
 
 from flaxckpt import errors
-from flaxckpt._storage import commit_marker, leases, locks
+from flaxckpt._storage import commit_marker, files, leases, locks
 from flaxckpt._storage.storage import of
 from tests.helpers import faulty_store as faulty
 
@@ -43,7 +45,29 @@ def leave(path, holder_id="gone"):
     path.store.write(path.key + locks.LOCK, holder.content())
 
 
+def sweep(path):
+    commit_marker.sweep(path.parent, lambda name: name.isdigit())
+
+
+def after(monkeypatch, path, request, act):
+    """Calls `act` after the next request of a kind: "create", "delete" …"""
+    real = getattr(path.store, request)
+
+    def do(*given):
+        result = real(*given)
+        monkeypatch.setattr(path.store, request, real)
+        act()
+        return result
+
+    monkeypatch.setattr(path.store, request, do)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
 WHOLE = sorted([*FILES, commit_marker.MARKER])
+LOST = pytest.raises(errors.CheckpointExistsError, match="taken over")
 
 
 # ---- writing ----------------------------------------------------------------------
@@ -90,7 +114,7 @@ def test_an_error_of_the_store_leaves_the_lock_to_a_sweep(path):
     assert list(path.keys()) == []
     assert locks.is_locked(path)
     (path / "late").write_bytes(b"1")  # it arrives after all
-    commit_marker.sweep(path.parent, lambda name: name == "1")
+    sweep(path)
     assert list(path.keys()) == []
     assert not locks.is_locked(path)
 
@@ -106,6 +130,53 @@ def test_who_lost_the_lock_removes_nothing(path):
         write_and_fail(path, KeyError(), leave)
     assert list(path.keys()) == ["file"]
     assert locks.is_locked(path)
+
+
+def test_what_comes_after_the_removal_by_another_process_is_left_to_a_sweep(path):
+    def take_over_and_remove(made):
+        leave(made)
+        made.store.delete(made.key + locks.LOCK)
+
+    with pytest.raises(KeyError):
+        write_and_fail(path, KeyError(), take_over_and_remove)
+    assert locks.is_locked(path)
+    sweep(path)
+    assert list(path.keys()) == []
+    assert not locks.is_locked(path)
+
+
+def test_who_lost_the_lock_does_not_commit(path):
+    with LOST, new(path) as made:
+        leave(path)
+        commit_marker.commit(made, b"{}")
+    assert not commit_marker.is_committed(path)
+
+
+def test_a_lock_lost_during_the_commit_is_an_error(path, monkeypatch):
+    with LOST, new(path) as made:
+        (made / "file").write_bytes(b"1")
+        after(monkeypatch, path, "create", lambda: leave(path))
+        commit_marker.commit(made, b"{}")
+    assert list(path.keys()) == [commit_marker.MARKER, "file"]
+
+
+def test_a_commit_that_is_interrupted_is_left_to_a_sweep(path, monkeypatch):
+    def act(made):
+        after(monkeypatch, path, "create", interrupt)
+        commit_marker.commit(made, b"{}")
+
+    with pytest.raises(KeyboardInterrupt):
+        write_and_fail(path, AssertionError(), act)
+    assert list(path.keys()) == [commit_marker.MARKER, "file"]
+    assert locks.is_locked(path)
+    sweep(path)
+    assert list(path.keys()) == [commit_marker.MARKER, "file"]
+    assert not locks.is_locked(path)
+
+
+def test_the_lock_of_another_holder_is_not_waited_for(path):
+    with locks.lock(path), pytest.raises(errors.CheckpointExistsError, match="written"):
+        write(path)
 
 
 def test_without_the_store_nothing_is_removed_for_now(path, caplog):
@@ -155,7 +226,7 @@ def test_a_lock_of_a_dead_holder_is_left_until_its_objects_are_removed(path, act
     with pytest.raises(errors.SaveFailedError, match="not deleted"):
         act(path)
     assert locks.is_locked(path)
-    commit_marker.sweep(path.parent, lambda name: name == "1")
+    sweep(path)
     assert list(path.keys()) == []
     assert not locks.is_locked(path)
 
@@ -197,20 +268,29 @@ def test_a_late_marker_is_replaced(path):
     assert sorted(path.keys()) == WHOLE
 
 
-def test_a_replacement_that_is_cut_off_is_left_to_a_sweep(path, monkeypatch):
+@pytest.mark.parametrize("error", [errors.StoreError("no answer"), KeyboardInterrupt()])
+def test_a_replacement_that_is_cut_off_is_left_to_a_sweep(path, error, monkeypatch):
     write(path)
 
     def delete_all(keys, check):
-        raise errors.StoreError("no answer")
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(path.store, "delete_all", delete_all)
-        with pytest.raises(errors.StoreError):
+        with pytest.raises(type(error)):
             write(path, overwrite=True)
     assert not commit_marker.is_committed(path)
     assert locks.is_locked(path)
-    commit_marker.sweep(path.parent, lambda name: True)
+    sweep(path)
     assert list(path.keys()) == []
+
+
+def test_a_lock_lost_during_the_replacement_removes_nothing_more(path, monkeypatch):
+    write(path)
+    after(monkeypatch, path, "delete", lambda: leave(path))
+    with LOST:
+        write(path, overwrite=True)
+    assert sorted(path.keys()) == sorted(FILES)
 
 
 def test_a_new_object_replaces_late_writes(path):
@@ -236,6 +316,23 @@ def test_an_object_that_others_write_again_and_again_is_an_error(path, monkeypat
     assert len(tries) == 3 * commit_marker._LATE_TRIES
 
 
+def test_who_lost_the_lock_writes_no_object_after_a_pause(path):
+    with LOST, new(path):
+        lock = commit_marker._locks[path]
+        lock._holder = lock._holder._replace(beat=lock._holder.beat - 1000)
+        leave(path)
+        commit_marker.write_new(path / "file", b"1")
+    assert list(path.keys()) == []
+
+
+def test_who_lost_the_lock_replaces_no_object(path):
+    with LOST, new(path):
+        leave(path)
+        path.store.write(path.key + "/file", b"theirs")
+        commit_marker.write_new(path / "file", b"1")
+    assert (path / "file").read_bytes() == b"theirs"
+
+
 # ---- deleting ---------------------------------------------------------------------
 
 
@@ -253,6 +350,42 @@ def test_a_marker_that_was_withdrawn_can_be_restored(path):
     assert (path / commit_marker.MARKER).read_bytes() == b"{}"
 
 
+def test_who_lost_the_lock_neither_withdraws_nor_restores_nor_removes(path):
+    write(path)
+    with locks.lock(path) as lock:
+        leave(path)
+        with LOST:
+            commit_marker.withdraw(lock)
+        commit_marker.remove(lock)
+        assert lock.is_left
+    assert sorted(path.keys()) == WHOLE
+    (path / commit_marker.MARKER).unlink()
+    with locks.lock(path) as lock:
+        leave(path)
+        with LOST:
+            commit_marker.restore(lock, b"{}")
+    assert not commit_marker.is_committed(path)
+
+
+def test_a_removal_that_is_interrupted_is_left_to_a_sweep(path, monkeypatch):
+    (path / "file").write_bytes(b"1")
+    monkeypatch.setattr(path.store, "delete_all", lambda keys, check: interrupt())
+    with pytest.raises(KeyboardInterrupt), locks.lock(path) as lock:
+        commit_marker.remove(lock)
+    assert locks.is_locked(path)
+
+
+def test_a_removal_without_an_answer_is_not_continued_at_once(path, monkeypatch):
+    monkeypatch.setattr(locks, "_LATE_SECS", 1000.0)
+    (path / "file").write_bytes(b"1")
+    with faulty.faulty(path) as kv, locks.lock(path) as lock:
+        kv._last = 0
+        commit_marker.remove(lock)
+    sweep(path)
+    assert list(path.keys()) == ["file"], "requests to remove it may still arrive"
+    assert locks.is_locked(path)
+
+
 def test_what_cannot_be_removed_is_left_to_a_sweep(path, caplog):
     (path / "file").write_bytes(b"1")
     with faulty.faulty(path) as kv, locks.lock(path) as lock:
@@ -260,7 +393,7 @@ def test_what_cannot_be_removed_is_left_to_a_sweep(path, caplog):
         commit_marker.remove(lock)
         assert lock.is_left
     assert "could not remove" in caplog.text
-    commit_marker.sweep(path.parent, lambda name: True)
+    sweep(path)
     assert list(path.keys()) == []
     with locks.lock(path) as lock:
         commit_marker.remove(lock)
@@ -280,7 +413,7 @@ def test_a_sweep_removes_what_the_dead_left_and_nothing_else(path, caplog):
     (root / f"4{locks.LOCK}" / "file").write_bytes(b"of a user")
     (root / "notes.txt").write_bytes(b"of a user")
     with locks.lock(root / "3"):
-        commit_marker.sweep(root, lambda name: name.isdigit())
+        sweep(root / "3")
         assert locks.is_locked(root / "3")
     assert list((root / "1").keys()) == []
     assert len(list((root / "2").keys())) == 2, "it is committed"
@@ -290,3 +423,47 @@ def test_a_sweep_removes_what_the_dead_left_and_nothing_else(path, caplog):
     locked = [name for name in ("1", "2", "3", "6") if locks.is_locked(root / name)]
     assert not locked
     assert locks.is_locked(root / "theirs")
+
+
+def test_a_sweep_goes_on_past_a_step_with_readers(path):
+    root = path.parent
+    for name in ("1", "2"):
+        (root / name / "file").write_bytes(b"1")
+        leave(root / name)
+    lease = leases.Lease(root / "1")
+    sweep(path)
+    lease.release()
+    assert list((root / "1").keys()) == ["file"]
+    assert list((root / "2").keys()) == []
+    assert locks.is_locked(root / "1")
+    assert not locks.is_locked(root / "2")
+
+
+WITHOUT_DIGESTS = [b"", b"\xff", b"written by Orbax", b"[1]", b"1", b"[" * 100_000]
+
+
+@pytest.mark.parametrize("marker", WITHOUT_DIGESTS, ids=range(len(WITHOUT_DIGESTS)))
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_marker_without_digests_counts_beside_other_objects(path, marker, is_whole):
+    if is_whole:
+        (path / "file").write_bytes(b"1")
+    (path / commit_marker.MARKER).write_bytes(marker)
+    leave(path)
+    sweep(path)
+    kept = [commit_marker.MARKER, "file"] if is_whole else []
+    assert list(path.keys()) == kept
+    assert not locks.is_locked(path)
+
+
+@pytest.mark.parametrize("manifest", [b"mine", b"another's", None])
+def test_a_marker_counts_with_the_objects_that_it_names(path, manifest):
+    (path / "file").write_bytes(b"1")
+    if manifest is not None:
+        (path / commit_marker.MANIFEST).write_bytes(manifest)
+    digests = {commit_marker.MANIFEST: files.digest(b"mine")}
+    (path / commit_marker.MARKER).write_bytes(json.dumps(digests).encode())
+    leave(path)
+    sweep(path)
+    is_kept = manifest == b"mine"
+    assert commit_marker.is_committed(path) == is_kept
+    assert bool(list(path.keys())) == is_kept

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 
@@ -164,6 +165,32 @@ def test_one_of_two_claims_a_directory(tmp_path):
         assert not second
     with temporary.claim(path) as again:
         assert again
+
+
+@pytest.mark.parametrize("patience_secs", [None, 0.0, 1.0])
+@pytest.mark.parametrize("end_secs", [0.75, 1.0, 2.0])
+def test_a_patient_claim_waits_for_the_end_of_another(
+    tmp_path, monkeypatch, patience_secs, end_secs
+):
+    path = leave(tmp_path, WRITING)
+    other = temporary.claim(path)
+    clock = types.SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+
+    def sleep(secs):
+        clock.now += secs
+        if clock.now == 100 + end_secs:
+            other.__exit__(None, None, None)
+
+    clock.sleep = sleep
+    monkeypatch.setattr(temporary, "time", clock)
+    monkeypatch.setattr(temporary, "_LOCK_POLL_SECS", 0.25)
+    assert other.__enter__()
+    given = {} if patience_secs is None else {"patience_secs": patience_secs}
+    with temporary.claim(path, **given) as is_ours:
+        assert is_ours == (end_secs <= (patience_secs or 0))
+    assert clock.now == 100 + min(end_secs, patience_secs or 0)
+    if not is_ours:
+        other.__exit__(None, None, None)
 
 
 def test_a_missing_or_another_directory_is_not_claimed(tmp_path, monkeypatch):
