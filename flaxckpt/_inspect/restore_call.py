@@ -1,4 +1,4 @@
-"""The call in Python of a restore that was planned from texts."""
+"""The call in Python of a restore that was planned from texts, and its state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from flaxckpt import transforms as tf
-from flaxckpt.transforms import Transform
+from flaxckpt._checkpoint.plan import RestorePlan
+from flaxckpt._util import humanize
+from flaxckpt.transforms import Transform, _moments
 from flaxckpt.transforms import _base as _transforms
 
 
@@ -51,3 +53,39 @@ def write_import(transforms: Sequence[Transform]) -> str:
     texts = _transforms.describe(transforms)
     used = {text.partition("(")[0] for text in texts} & {*tf.__all__}
     return f"from flaxckpt.transforms import {', '.join(sorted(used))}" if used else ""
+
+
+def describe_fresh(
+    plan: RestorePlan, *, missing: Literal["error", "init"], as_source: bool
+) -> str:
+    """Returns which state to pass for the leaves that keep its values; empty for none.
+
+    Args:
+        plan: The plan.
+        missing: How leaves that the checkpoint lacks are treated.
+        as_source: True for the source of a new run.
+    """
+    fresh = {
+        path: leaf.wanted
+        for path, leaf in plan.leaves.items()
+        if "init" in leaf.actions and leaf.wanted is not None
+    }
+    if not fresh:
+        return ""
+    leaves = humanize.count(len(fresh), "leaf", "leaves")
+    has_optimizer = any(_moments.is_optimizer_leaf(*each) for each in fresh.items())
+    if missing == "init":
+        text = (
+            f"Not from the checkpoint: {leaves}. Pass a state with values for them, not"
+            " only shapes"
+        )
+        optimizer = ", and with its optimizer, such as a TrainState"
+        return f"{text}{optimizer if has_optimizer else ''}."
+    if as_source:
+        text = f"Begin anew, as in a new run: {leaves}."
+        optimizer = " Pass a state that has an optimizer, such as a TrainState."
+        return f"{text}{optimizer if has_optimizer else ''}"
+    return (
+        f"The optimizer initializes {leaves}: pass a state that has one, such as a"
+        " TrainState."
+    )

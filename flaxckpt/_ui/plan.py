@@ -470,22 +470,10 @@ def _outcome(
             f" reads: {state.elsewhere}"
         )
         parts.append(html.element("p", note, class_="summary-text"))
-    if fresh := plan.count("init"):
-        leaves = humanize.count(fresh, "leaf", "leaves")
-        note = (
-            f"The optimizer initializes {leaves}: pass a state that has one, such as a"
-            " TrainState."
-        )
-        if _as_source(query):
-            note = (
-                f"Begin anew, as in a new run: {leaves}. Pass a state that has an"
-                " optimizer, such as a TrainState."
-            )
-        if _missing(query) == "init":
-            note = (
-                f"Not from the checkpoint: {leaves}. Pass a state with values for them,"
-                " not only shapes, and with its optimizer, such as a TrainState."
-            )
+    note = _inspect.restore_call.describe_fresh(
+        plan, missing=_missing(query), as_source=_as_source(query)
+    )
+    if note:
         parts.append(html.element("p", note, class_="summary-text"))
     for where, lines in (
         ("In Python", asked.call(changes)),

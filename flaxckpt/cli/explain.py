@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from flaxckpt import errors
@@ -65,7 +64,7 @@ def explain(
     if json:
         _output.print_document(reasons)
         return code
-    _show(root, reasons)
+    _show(view, reasons, view.rules(policies))
     for line in _describe_lost_best(view, examined, policies):
         _output.print_paragraph(line)
     if reasons and policies is None:
@@ -73,17 +72,21 @@ def explain(
     return code
 
 
-def _show(root: Path, reasons: Mapping[int, Sequence[str]]) -> None:
+def _show(
+    view: RunView, reasons: Mapping[int, Sequence[str]], rules: Rules | None
+) -> None:
+    """Prints the reasons to keep each step, those of best steps with the value."""
     if not reasons:
-        _output.print_line(f"{_output.shorten_path(str(root))} has no steps yet")
+        _output.print_line(f"{_output.shorten_path(str(view.root))} has no steps yet")
         return
-    rows: list[list[str | Cell]] = [
-        [
-            str(step),
-            ", ".join(why) if why else Cell("nothing: would be deleted", "yellow"),
-        ]
-        for step, why in reasons.items()
-    ]
+    rows: list[list[str | Cell]] = []
+    for step, why in reasons.items():
+        kept_by = [*why]
+        for policy in [] if rules is None else _best_policies(rules, why):
+            value = view.ranked_step(step).metrics.get(policy.metric)
+            kept_by[why.index(str(policy))] += f" with {_number(value)}"
+        nothing = Cell("nothing: would be deleted", "yellow")
+        rows.append([str(step), ", ".join(kept_by) or nothing])
     _output.print_table(
         [TextColumn("step", is_number=True), TextColumn("kept by")], rows
     )

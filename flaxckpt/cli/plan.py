@@ -132,9 +132,11 @@ def plan(
     if json:
         _output.print_document(planned.document())
         return _app.SUCCESS if planned.is_good else _app.FINDING
-    _show(planned, wanted.call(stored, changes) if map is None else None)
+    source = None
     if not as_source and wanted.state.may_begin_from(path):
-        _output.print_command(*wanted.as_new_run().offer(stored, changes))
+        source = wanted.as_new_run().offer(stored, changes)
+    call = wanted.call(stored, changes) if map is None else None
+    _show(planned, call, source)
     return _app.SUCCESS if planned.is_good else _app.FINDING
 
 
@@ -382,23 +384,12 @@ class _Planned(NamedTuple):
 
     def fresh(self) -> str:
         """Returns a line on the leaves with values of the program; empty for none."""
-        fresh = self.plan.count("init")
-        if not fresh or not self.is_good:
+        from flaxckpt._inspect import restore_call
+
+        if not self.is_good:
             return ""
-        leaves = _output.count(fresh, "leaf", "leaves")
-        if self.missing == "init":
-            return (
-                f"Not from the checkpoint: {leaves}. Pass a state with values for them,"
-                " not only shapes, and with its optimizer, such as a TrainState."
-            )
-        if self.as_source:
-            return (
-                f"Begin anew, as in a new run: {leaves}. Pass a state that has an"
-                " optimizer, such as a TrainState."
-            )
-        return (
-            f"The optimizer initializes {leaves}: pass a state that has one, such as a"
-            " TrainState."
+        return restore_call.describe_fresh(
+            self.plan, missing=self.missing, as_source=self.as_source
         )
 
 
@@ -440,19 +431,24 @@ def _show_suggestion(suggestion: Suggestion, planned: _Planned, *, json: bool) -
     return _app.SUCCESS if is_whole else _app.FINDING
 
 
-def _show(planned: _Planned, call: _Remedy | None) -> None:
+def _show(planned: _Planned, call: _Remedy | None, source: _Remedy | None) -> None:
     """Prints the plan, and what has to be known for it.
 
     Args:
         planned: The plan.
         call: The call of the restore, for a plan that succeeds.
+        source: The command that plans the source of a new run, if one may be meant:
+            the first advice if the plan fails.
     """
     restore_plan = dataclasses.replace(planned.plan, advice="")
     if _output.is_terminal():
         _output.console().print(restore_plan)
     else:
         _output.print_lines(str(restore_plan))
-    for remedy in planned.remedies():
+    remedies = planned.remedies()
+    if source is not None and planned.plan.problems:
+        remedies.insert(0, source)
+    for remedy in remedies:
         _output.print_command(*remedy)
     if planned.plan.advice:
         _output.print_paragraph(f"In Python: {planned.plan.advice}")
@@ -462,3 +458,5 @@ def _show(planned: _Planned, call: _Remedy | None) -> None:
         _output.print_paragraph(line)
     if call is not None and planned.is_good:
         _output.print_command(*call)
+    if source is not None and not planned.plan.problems:
+        _output.print_command(*source)

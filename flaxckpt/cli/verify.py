@@ -67,7 +67,7 @@ def verify(
     else:
         verified = _verify_some(path, chosen, step_format, quiet=json)
     if mark:
-        _mark(verified.reports, step_format)
+        _mark(verified.reports, step_format, quiet=json)
     elif not json:
         _advise_to_mark([r for r in verified.reports if _is_unmarked(r)])
     if json:
@@ -121,20 +121,26 @@ def _advise_to_mark(unmarked: Sequence[VerifyReport]) -> None:
         )
 
 
-def _mark(reports: Sequence[VerifyReport], step_format: str | None) -> None:
-    """Marks damaged steps, and unmarks good ones.
+def _mark(
+    reports: Sequence[VerifyReport], step_format: str | None, *, quiet: bool
+) -> None:
+    """Marks damaged steps, unmarks good ones, and shows which were marked before.
 
     Raises:
         OptionError: A report is not on a step of a run.
     """
-    from flaxckpt import _inspect
+    from flaxckpt import _inspect, _steps, _storage
 
     for report in reports:
         if report.step is None and step_format is None:
             raise errors.OptionError(
                 f"{report.path} is not a step of a run: --mark needs the run directory"
             )
+        path = _storage.paths.resolve(report.path)
+        was_marked = _steps.markers.is_damaged(path)
         _inspect.run_view.update_marker(report)
+        if was_marked and _steps.markers.is_damaged(path) and not quiet:
+            _output.print_line(f"step {path.name} was already marked as damaged")
 
 
 def _verify_some(

@@ -125,6 +125,33 @@ def test_what_was_deleted_on_purpose_is_not_missing(tmp_path):
         file_sizes.check(path / "1")
 
 
+@pytest.mark.parametrize("layout", ["files", "compressed"])
+def test_only_the_files_of_some_leaves_are_checked(tmp_path, layout):
+    path = save(tmp_path / "c", layout)
+    file_sizes.check_leaves(path, [*STATE])
+    copy = changed(path, "state/w/c.0.0", "removed")
+    file_sizes.check_leaves(copy, [name for name in STATE if name != "w"])
+    with pytest.raises(errors.DamagedCheckpointError, match=r"w is incomplete"):
+        file_sizes.check_leaves(copy, ["w"])
+
+
+def test_a_database_is_checked_for_each_of_its_leaves(tmp_path, monkeypatch):
+    monkeypatch.setattr(_native.contents, "_SMALL_DATABASE_BYTES", 0)
+    path = tmp_path / "run"
+    item = {"w": STATE["w"], "b": STATE["b"]}
+    with flaxckpt.Checkpointer(
+        path, items=("a", "b"), layout=LAYOUTS["database"]
+    ) as ckpt:
+        ckpt.save(1, {"a": item, "b": item})
+    leaves = [*flaxckpt.metadata(path / "1").leaves]
+    file_sizes.check_leaves(path / "1", leaves)
+    for data in (path / "1/b/d").iterdir():
+        data.write_bytes(data.read_bytes()[:1000])
+    file_sizes.check_leaves(path / "1", [leaf for leaf in leaves if leaf[0] == "a"])
+    with pytest.raises(errors.DamagedCheckpointError, match=r"at least 8192 bytes, fo"):
+        file_sizes.check_leaves(path / "1", ["b/b"])  # in the database with b/w
+
+
 @pytest.mark.parametrize("layout", ["files", "compressed", "database"])
 def test_no_object_may_be_missing(layout):
     root = faulty.new_path("file-sizes")

@@ -26,7 +26,7 @@ def test_explain_says_why_each_step_stays(here, command):
     lines = command.text("explain", "run", "-k", "best:1:loss:min")
     assert lines[1:] == [
         " 100  nothing: would be deleted",
-        " 200  BestN(1, 'loss', 'min')",
+        " 200  BestN(1, 'loss', 'min') with 1",
         " 300  newest",
     ]
     found = command.json("explain", "run", "-k", "every:200")
@@ -53,7 +53,7 @@ def test_explain_and_ls_use_the_policies_that_the_run_has_recorded(here, command
             run.save(step, {"n": step}, metrics={"loss": loss}).wait()
     lines = command.text("explain", "own")
     assert lines[1:] == [
-        "   2  BestN(1, 'loss', 'min')",
+        "   2  BestN(1, 'loss', 'min') with 0.3",
         "   4  LatestN(2)",
         "   5  newest, LatestN(2)",
         "policies: LatestN(2), BestN(1, 'loss', 'min')",
@@ -75,6 +75,8 @@ def test_explain_and_ls_use_the_policies_that_the_run_has_recorded(here, command
         "  loss: 0.7, number 2 from the highest of 5 saved; step 1 with 0.9 was better,"
         " but is gone; next is step 4 with 0.6",
     ]
+    kept_by = command.text("explain", "own")[1]
+    assert kept_by.split("  ")[-1] == "BestN(1, 'loss', 'min') with 0.3"
     [found] = command.json("explain", "own", 2)["rankings"]
     assert (found["place"], found["next"], found["next_value"]) == (1, 3, 0.5)
     assert command.json("explain", "own", 3)["verdicts"][0]["kept"] == [4, 5]

@@ -433,7 +433,8 @@ def test_verify_marks_damaged_steps_if_asked(here, command):
     assert marker.exists()
     assert "--mark" not in command.text("verify", "run", "--all", code=1)[-1]
     marked = marker.read_bytes()
-    command.text("verify", "run", "200", "--mark", code=1)
+    lines = command.text("verify", "run", "200", "--mark", code=1)
+    assert lines[-1] == "step 200 was already marked as damaged"
     assert marker.read_bytes() == marked  # with the time of the first marker
     lines = command.text("ls", "run", code=1)
     assert "3 steps (1 damaged), " in lines[-1]
@@ -503,10 +504,10 @@ def test_plan_into_what_does_not_fit_is_1(here, command):
     asked = "flaxckpt plan orbax run"
     assert lines[-5:] == [
         "3 leaves cannot be restored",
+        f"For the source of a new run: {asked} --as-source",
         f"To guess the transforms from the names: {asked} --suggest",
         f"For a state with values for the missing leaves: {asked} --missing init",
         f"In Python: {found['advice']}",
-        f"For the source of a new run: {asked} --as-source",
     ]
     assert len(found["problems"]) == 3
 
@@ -518,8 +519,10 @@ def test_plan_into_a_renamed_model_says_how_to_rename(here, command):
         optimizer = optax.adam(1e-3).init(params)
         flaxckpt.save(name, {"params": params, "opt_state": optimizer})
     lines = command.text("plan", "old", "new", code=1)
-    assert lines[-4:-1] == [
+    assert lines[-4:] == [
         "2 leaves cannot be restored",
+        r"For the source of a new run: flaxckpt plan old new --rename"
+        r" 'params/old/(.*)=params/new/\1' --as-source",
         r"To rename the leaves: flaxckpt plan old new --rename"
         r" 'params/old/(.*)=params/new/\1'",
         r'In Python: Pass transforms=[rename(r"params/old/(.*)", r"params/new/\1")].',
@@ -569,6 +572,17 @@ def test_plan_says_what_the_optimizer_initializes(here, command):
         SUCCEEDS,
     ]
     assert "initializes" not in "".join(command.text("plan", "new", "new"))
+
+
+def test_plan_asks_for_an_optimizer_only_if_the_state_has_one(here, command):
+    save_as("new")
+    flaxckpt.save("bare", {"params": {"new": flaxckpt.load("new")["params"]["new"]}})
+    for state, has_optimizer in (("new", True), ("bare", False)):
+        asked = ["plan", state, state, "--drop", ".*/kernel", "--missing", "init"]
+        for options in ([], ["--as-source"]):
+            text = " ".join(command.text(*asked, *options)[-4:])
+            assert "Pass a state with values for them, not only shapes" in text
+            assert ("such as a TrainState" in text) == has_optimizer
 
 
 def test_plan_that_reads_no_array_would_succeed(here, command):

@@ -538,6 +538,17 @@ def test_a_checkpoint_is_durable_before_it_has_its_name(tmp_path, disk):
     assert LOCAL.names(tmp_path) == ["7"]
 
 
+def test_a_checkpoint_that_another_process_swept_is_not_published(tmp_path):
+    def sweep():
+        [new] = tmp_path.iterdir()
+        new.rename(tmp_path / "swept")
+        make(new, state__w=b"the rest")
+
+    with pytest.raises(FileNotFoundError, match="another process removed"):
+        commit(tmp_path / "7", before=sweep)
+    assert LOCAL.names(tmp_path) == ["swept"]
+
+
 def test_a_checkpoint_has_its_mode_before_it_has_its_name(tmp_path, umask):
     commit(tmp_path / "7", mode=0o750)
     assert permissions(tmp_path / "7") == permissions(tmp_path / "7/state") == 0o750
@@ -681,6 +692,24 @@ def test_a_part_is_announced_withdrawn_and_removed(tmp_path, disk, monkeypatch):
     with pytest.raises(errors.SaveFailedError):
         LOCAL.delete_part(step, "state", announce)
     assert sorted(LOCAL.names(step)) == [READER, "state"]
+
+
+def test_a_part_with_a_late_reader_gets_its_name_back_durably(
+    tmp_path, disk, monkeypatch
+):
+    step = make(tmp_path / "7", state__w=b"12")
+    real = LOCAL.withdraw_name
+
+    def withdraw_name(part, aside):
+        (step / READER).touch()
+        return real(part, aside)
+
+    monkeypatch.setattr(LOCAL, "withdraw_name", withdraw_name)
+    with pytest.raises(errors.SaveFailedError, match=r"7 is not deleted: .* there:7"):
+        LOCAL.delete_part(step, "state", bool)
+    assert sorted(LOCAL.names(step)) == [READER, "state"]
+    assert LOCAL.names(tmp_path) == ["7"]
+    assert disk.synced.count("7") == 2, "after both renames"
 
 
 def test_the_facts_of_a_disk(tmp_path):

@@ -14,6 +14,8 @@ from flaxckpt._storage import files, filesystem, rename, temporary
 
 WRITING = "7.orbax-checkpoint-tmp-writing-0123abcd"
 REPLACED = "7.orbax-checkpoint-tmp-replaced-0123abcd"
+DELETED = "7.orbax-checkpoint-tmp-deleted-0123abcd"
+READER = "READING-there-7-0123abcd"
 BRIEF = "7.orbax-checkpoint-tmp-metrics-0123abcd"
 MESSAGES = "together.orbax-checkpoint-tmp-5"
 
@@ -379,6 +381,28 @@ def test_a_replaced_step_gets_its_name_back_if_nobody_has_it(tmp_path, there, ca
         assert (tmp_path / "7" / "file").read_text() == "7"
     else:
         assert (tmp_path / "7").is_symlink()
+
+
+def test_a_deleted_step_stays_while_it_is_read(tmp_path):
+    for name in (DELETED, WRITING):
+        (leave(tmp_path, name) / READER).touch()
+    sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [DELETED]
+    (tmp_path / DELETED / READER).unlink()
+    sweep(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_leftover_that_its_process_renames_meanwhile_stays(tmp_path, monkeypatch):
+    path = leave(tmp_path, WRITING)
+    moved = tmp_path / "moved"
+
+    def sync(directory):
+        path.rename(moved)
+
+    monkeypatch.setattr(files, "sync_directory", sync)
+    sweep(tmp_path)
+    assert (moved / "file").read_text() == WRITING
 
 
 @pytest.mark.parametrize("what", [WRITING, REPLACED])
