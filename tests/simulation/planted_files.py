@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from flaxckpt._distributed import heartbeat, operation
+from flaxckpt._steps import delete, markers
 from flaxckpt._storage import files as storage_files
 from flaxckpt._storage import leases, rename, temporary
 from tests.simulation import files, jobs, pauses
@@ -35,6 +36,16 @@ def _make_all_parents(root: Path, file: str) -> None:
     (root / file).parent.mkdir(parents=True, exist_ok=True)
 
 
+class _NoPins:
+    """Stands in for the module `markers` in `delete`: no step is pinned."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(markers, name)
+
+    def is_pinned(self, path: Path) -> bool:
+        return False
+
+
 FAULTS = {
     # Two checks hold this off: each alone is enough.
     "a writer makes its directory anew after a sweep": Fault(
@@ -44,13 +55,16 @@ FAULTS = {
             (temporary, "check_claim"): lambda path: None,
         },
     ),
-    "a sweep locks no directory": Fault(files, {(temporary, "_lock"): lambda d: True}),
+    "a sweep locks no directory": Fault(
+        files, {(temporary, "_lock"): lambda descriptor, patience_secs: True}
+    ),
     "directories count as abandoned between two touches": Fault(
         files, {(temporary, "_ABANDONED_SECS"): 1.0}
     ),
     "a deletion looks for no readers": Fault(
         files, {(leases, "readers"): lambda path: []}
     ),
+    "a deletion looks for no pin": Fault(files, {(delete, "markers"): _NoPins()}),
     "a new step replaces the step of another writer": Fault(
         files, {(rename, "publish"): _replace_published}
     ),
@@ -66,7 +80,7 @@ FAULTS = {
         jobs, {(heartbeat.Heartbeats, "silent_secs"): lambda self, process: 0.0}
     ),
     "process 0 removes its directory at once after a failure": Fault(
-        jobs, {(operation.Operation, "_settle"): lambda self, stage: None}
+        jobs, {(operation.Operation, "_settle"): lambda self, stage, deadline: None}
     ),
 }
 """What is wrong -> the fault."""

@@ -29,6 +29,14 @@ def assert_sound(some, histories=buckets):
     assert not {seed: str(error) for seed, error in violations}
 
 
+def assert_found(histories, patches):
+    found = next(
+        runner.find_violations(histories, range(MOST_HISTORIES), patches), None
+    )
+    assert found is not None
+    assert "raised TypeError" not in str(found[1]), "the fault does not fit the code"
+
+
 def test_a_sample_of_histories():
     assert_sound(range(500))
 
@@ -56,17 +64,13 @@ def test_histories_that_found_a_defect():
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", planted_buckets.FAULTS)
 def test_a_planted_fault_is_found(fault):
-    patches = planted_buckets.FAULTS[fault]
-    some = range(MOST_HISTORIES)
-    assert next(runner.find_violations(buckets, some, patches), None) is not None
+    assert_found(buckets, planted_buckets.FAULTS[fault])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", planted_buckets.FAULTS_OF_RUNS)
 def test_a_planted_fault_is_found_in_whole_runs(fault):
-    patches = planted_buckets.FAULTS_OF_RUNS[fault]
-    some = range(MOST_HISTORIES)
-    assert next(runner.find_violations(runs, some, patches), None) is not None
+    assert_found(runs, planted_buckets.FAULTS_OF_RUNS[fault])
 
 
 def test_a_violation_has_a_readable_timeline():

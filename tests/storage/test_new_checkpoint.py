@@ -1,6 +1,8 @@
 """The life of a checkpoint in a store: locked, written, committed, withdrawn, swept."""
 
 import json
+import time
+import types
 
 import pytest
 
@@ -174,9 +176,16 @@ def test_a_commit_that_is_interrupted_is_left_to_a_sweep(path, monkeypatch):
     assert not locks.is_locked(path)
 
 
-def test_the_lock_of_another_holder_is_not_waited_for(path):
-    with locks.lock(path), pytest.raises(errors.CheckpointExistsError, match="written"):
-        write(path)
+def test_the_lock_of_another_holder_is_not_waited_for(path, monkeypatch):
+    def sleep(secs):
+        raise AssertionError("waits for the lock")
+
+    clock = types.SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    with locks.lock(path), monkeypatch.context() as patch:
+        patch.setattr(locks, "time", clock)
+        for act in (write, lambda path: commit_marker.locked(path).__enter__()):
+            with pytest.raises(errors.CheckpointExistsError, match="written by"):
+                act(path)
 
 
 def test_without_the_store_nothing_is_removed_for_now(path, caplog):
