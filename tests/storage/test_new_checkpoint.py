@@ -296,10 +296,11 @@ def test_a_replacement_that_is_cut_off_is_left_to_a_sweep(path, error, monkeypat
 
 def test_a_lock_lost_during_the_replacement_removes_nothing_more(path, monkeypatch):
     write(path)
+    (path / "old").write_bytes(b"1")
     after(monkeypatch, path, "delete", lambda: leave(path))
     with LOST:
         write(path, overwrite=True)
-    assert sorted(path.keys()) == sorted(FILES)
+    assert sorted(path.keys()) == sorted([*FILES, "old"])
 
 
 def test_a_new_object_replaces_late_writes(path):
@@ -365,6 +366,8 @@ def test_who_lost_the_lock_neither_withdraws_nor_restores_nor_removes(path):
         leave(path)
         with LOST:
             commit_marker.withdraw(lock)
+    with locks.lock(path) as lock:
+        leave(path)
         commit_marker.remove(lock)
         assert lock.is_left
     assert sorted(path.keys()) == WHOLE
