@@ -183,6 +183,7 @@ class Change(NamedTuple):
         leaves: The leaves that differ, the largest changes of each part first.
         equal: The number of equal leaves.
         equal_in: Group -> the number of its equal leaves; the optimizer comes last.
+        unreadable_in: Group -> the number of its leaves that cannot be read.
         bytes_compared: Size of the values of one step.
         unreadable: Leaf path -> the step in which it cannot be read, and the reason; it
             may differ.
@@ -195,6 +196,7 @@ class Change(NamedTuple):
     leaves: tuple[ChangedLeaf, ...]
     equal: int
     equal_in: Mapping[str, int]
+    unreadable_in: Mapping[str, int]
     bytes_compared: int
     unreadable: Mapping[str, str]
     metrics: Mapping[str, tuple[float | None, float | None]]

@@ -206,6 +206,19 @@ def test_changes_are_shown_although_a_leaf_is_damaged(run):
     assert "1 leaf cannot be read, and may differ" in section
     assert 'data-unreadable="params/trunk/kernel"' in section
     assert 'data-compared="eval/loss"' in section
+    assert report.change.unreadable_in == {"params": 1}
+    assert ">1 of 3 leaves changed, 1 cannot be read; relative" in section
+
+
+def test_a_part_with_only_damaged_leaves_is_counted(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as saved:
+        for step in (1, 2):
+            saved.save(step, {"a": {"w": np.full(3, step)}, "b": np.full(3, step)})
+    flip_bit(largest_file(tmp_path / "run/2/state/a.w"))
+    page = _report.page(gather(tmp_path / "run"))
+    shown = [text for _, _, text in Elements(page).found]
+    assert "0 of 1 leaf changed, 1 cannot be read" in shown
+    assert "1 of 1 leaf changed; relative change 1" in shown
 
 
 def test_changed_elements_are_counted_among_all(tmp_path):

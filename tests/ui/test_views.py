@@ -232,6 +232,8 @@ def test_a_comparison_shows_metrics_and_goes_on_past_damaged_leaves(
     assert why in shown
     assert ">Not compared<" in shown
     assert "1 leaf cannot be read, and may differ" in shown
+    [counts] = re.findall('<strong>params<.*?facts">([^;<]*)', shown)
+    assert counts == "1 of 3 leaves changed, 1 cannot be read"
     changed = re.findall('data-path="([^"]*)"', shown)
     assert set(changed) == set(truth.changed)
     rows = re.findall('<tr data-compared="([^"]*)">(.*?)</tr>', shown)
