@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from flaxckpt import _report, errors
 from flaxckpt._inspect.listing import Step
@@ -167,7 +167,7 @@ def _row(run: str, report: Report, names: Sequence[str]) -> _report.tables.Row:
         f"{len(report.steps):,}" if report.is_run else "checkpoint",
         "" if number is None else f"{number:,}",
         _best(report),
-        *[_last(report.metrics.get(name, ()), faults) for name in names],
+        *[_last(report.metrics.get(name, ())) for name in names],
         "" if saved is None else cell(html.moment(saved), saved),
         "" if report.bytes is None else cell(humanize.size(report.bytes), report.bytes),
         _state(report, newest),
@@ -185,10 +185,12 @@ def _best(report: Report) -> str:
     return ""
 
 
-def _last(values: Sequence[MetricValue], faults: Container[int | None]) -> object:
-    """Returns the value of the newest step that is not damaged."""
-    good = [point.value for point in values if point.step not in faults]
-    return _report.tables.Cell(humanize.number(good[-1]), good[-1]) if good else ""
+def _last(values: Sequence[MetricValue]) -> object:
+    """Returns the value of the newest step that can be used."""
+    last = _report.data.last_good(values)
+    if last is None:
+        return ""
+    return _report.tables.Cell(humanize.number(last.value), last.value)
 
 
 def _state(report: Report, newest: Step | None) -> str:

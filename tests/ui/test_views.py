@@ -545,7 +545,12 @@ def test_the_table_of_runs_shows_the_newest_good_step(made, tmp_path, open_page)
     lost = [n for n in (tmp_path / "runs" / "lost").iterdir() if n.name.isdigit()]
     for step in lost:
         (step / "flaxckpt.json").write_text("{")
-    without, row = cells(all_runs(open_page(tmp_path / "runs")))
+    space = open_page(tmp_path / "runs")
+    shown = all_runs(space)
+    without, row = cells(shown)
+    last = "last 0.5 at step 60"
+    assert f"run: eval/loss best 0.3 at step 50, {last}</title>" in shown
+    assert f"best 0.3 at step 50, {last}, " in ask(overview.page, space, run="run")
     assert row[2:6] == ["60", "eval/loss 0.3, step 50", "0.5", "0.75"]
     assert row[-1] == "3 damaged steps; after step 60: 70, 80"
     assert without[2] == ""
