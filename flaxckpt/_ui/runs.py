@@ -17,6 +17,7 @@ from flaxckpt._util import html, humanize
 
 _MOST_CURVES = 12
 _MOST_COLUMNS = 4
+_MOST_BEST = 4
 _MOST_RUNS = 60
 """More runs are only listed by name."""
 
@@ -176,13 +177,17 @@ def _row(run: str, report: Report, names: Sequence[str]) -> _report.tables.Row:
     return _report.tables.Row(cells, data, "bad" if faults else None)
 
 
-def _best(report: Report) -> str:
-    """Returns the best value of the first metric with a policy, and its step."""
-    for name, points in report.metrics.items():
-        for point in points:
-            if point.mode is not None and point.step not in report.faults:
-                return f"{name} {humanize.number(point.value)}, step {point.step:,}"
-    return ""
+def _best(report: Report) -> html.Markup:
+    """Returns a line for each metric with a policy: its best value, and the step."""
+    lines = [
+        f"{name} {humanize.number(point.value)}, step {point.step:,}"
+        for name, points in report.metrics.items()
+        for point in points
+        if point.mode is not None and not point.is_bad
+    ]
+    if len(lines) > _MOST_BEST:
+        lines[_MOST_BEST:] = [f"and {len(lines) - _MOST_BEST:,} more"]
+    return html.join([html.element("div", line) for line in lines])
 
 
 def _last(values: Sequence[MetricValue]) -> object:

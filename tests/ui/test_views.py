@@ -24,7 +24,7 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt._inspect import run_view
 from tests.helpers.files import flip_bit, largest_file
-from tests.helpers.report_runs import make_run
+from tests.helpers.report_runs import damage, make_run
 from tests.helpers.ui_server import serving
 
 pytest.importorskip("starlette", reason="starlette is missing")
@@ -570,6 +570,36 @@ def test_the_table_of_runs_knows_what_was_verified(made, tmp_path, open_page):
     [row] = cells(all_runs(space))
     assert row[2:5] == ["70", "eval/loss 0.3, step 50", "0.55"]
     assert row[-1] == "1 damaged step; after step 70: 80"
+
+
+def test_the_table_of_runs_has_the_best_of_each_policy(tmp_path, open_page):
+    names = ("loss", "accuracy", "error", "perplexity", "bleu")
+    rows = {1: (0.5, 0.3, 9.0, 7.0, 3.0), 2: (0.2, 0.2, 5.0, 6.0, 4.0)}
+    for run, count in (("a", 2), ("b", 5), ("none", 0)):
+        best = [
+            flaxckpt.policies.BestN(1, name, "max" if name == "accuracy" else "min")
+            for name in names[:count]
+        ]
+        keep = [flaxckpt.policies.LatestN(9), *best]
+        with flaxckpt.Checkpointer(tmp_path / run, keep=keep) as saved:
+            for step, values in rows.items():
+                metrics = dict(zip(names, values, strict=True))
+                saved.save(step, {"w": np.arange(999.0) * step}, metrics=metrics)
+    space = open_page(tmp_path)
+    lines = ["loss 0.2, step 2", "accuracy 0.3, step 1"]
+    more = ["error 5, step 2", "perplexity 6, step 2", "and 1 more"]
+    assert best_lines(all_runs(space)) == [lines, lines + more, []]
+    damage(tmp_path / "a" / "2")
+    lines[0] = "loss 0.5, step 1"
+    assert best_lines(all_runs(open_page(tmp_path)))[0] == lines
+    damage(tmp_path / "a" / "1")
+    assert best_lines(all_runs(open_page(tmp_path)))[0] == []
+
+
+def best_lines(shown):
+    """Returns the lines on the best steps in each row of the table of runs."""
+    rows = re.findall("<tr[^>]* data-run.*?</tr>", shown)
+    return [re.findall("<div>(.*?)</div>", row) for row in rows]
 
 
 def cells(shown):
