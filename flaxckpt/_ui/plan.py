@@ -174,7 +174,7 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     target = _inspect.abstract_file.read_target(into.path)
     as_source, optimizer = _as_source(query), _optimizer(query)
     if as_source:
-        target.check_source()
+        _check_source(target, into.name)
     by_path = not as_source and optimizer is None and not target.has_roles
     asked = _Asked(place, into, query)
     plan = asked.plan(target, changes, as_source=as_source)
@@ -193,6 +193,25 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
             *_groups(plan),
         ]
     )
+
+
+def _check_source(target: TargetState, name: str) -> None:
+    """Raises an error if the optimizer of a new run cannot be recognised.
+
+    Args:
+        target: The state of the new run.
+        name: Its name in the list.
+
+    Raises:
+        OptionError: The state has optimizer leaves, but names no classes.
+    """
+    if leaves := target.optimizer_leaves_without_classes():
+        raise errors.OptionError(
+            f"a new run begins its optimizer anew, but {name} names no classes, so that"
+            f" {errors.first_few(leaves, 1)} would be planned as any other leaf: choose"
+            " the state of a run or a checkpoint, a file that flaxckpt show CHECKPOINT"
+            " --json has written, or a file with only the parameters"
+        )
 
 
 class _Asked(NamedTuple):

@@ -976,8 +976,16 @@ def test_a_plan_of_the_source_of_a_new_run(tmp_path, open_page):
     [url] = re.findall('hx-get="/plan/result[?]([^"]*)"', shown)
     assert workspace.Query(url.encode()).text("source") == "new"
     (tmp_path / "wanted.json").write_text('{"opt_state": {"n": "int32[]"}}')
-    with pytest.raises(errors.OptionError, match="does not name its class"):
+    with pytest.raises(errors.OptionError) as raised:
         ask(plan.result, space, run="old", into="wanted.json", source="new")
+    assert str(raised.value).startswith(
+        "a new run begins its optimizer anew, but wanted.json names no classes, so that"
+        " opt_state/n would be planned as any other leaf: choose the state of a run"
+    )
+    assert not re.search("TARGET|PATH|as-source|pass ", str(raised.value))
+    (tmp_path / "wanted.json").write_text('{"params": {"n": "int32[]"}}')
+    shown = ask(plan.result, space, run="old", into="wanted.json", source="new")
+    assert "would fail: 1 leaf of wanted.json" in shown, "it has no optimizer"
 
 
 def test_a_plan_names_damage_that_the_restore_does_not_read(tmp_path, open_page):
