@@ -177,8 +177,12 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
         _check_source(target, into.name)
     by_path = not as_source and optimizer is None and not target.has_roles
     asked = _Asked(place, into, query)
-    plan = asked.plan(target, changes, as_source=as_source)
-    state = _find_state(workspace, place, plan)
+    try:
+        plan = asked.plan(target, changes, as_source=as_source)
+    except errors.DamagedCheckpointError as error:
+        state = _State(True, str(error), other=_find_other_step(workspace, asked))
+        return _describe_damage(state, asked)
+    state = _find_state(workspace, asked, plan)
     remedy = html.NOTHING
     if plan.problems and not changes:
         remedy = _remedy(plan, asked, by_path=by_path)
@@ -291,28 +295,57 @@ class _State(NamedTuple):
         is_bad: True if it is damaged or cannot be read.
         detail: What is known.
         elsewhere: Damage where the restore would not read; empty for none.
+        other: Another step to restore if it is bad, or None.
     """
 
     is_bad: bool
     detail: str
     elsewhere: str = ""
+    other: int | None = None
 
 
-def _find_state(workspace: Workspace, place: Place, plan: RestorePlan) -> _State:
+def _find_state(workspace: Workspace, asked: _Asked, plan: RestorePlan) -> _State:
     """Returns what verifications, markers, and the sizes of the files say."""
-    report = workspace.report(place)
+    report = workspace.report(asked.place)
+    other = _find_other_step(workspace, asked)
     for step, check in zip(report.steps, report.integrity, strict=True):
         if step.path != plan.path or not (check.is_bad or check.state == "verified"):
             continue
         if check.state == "verified":
             return _State(False, "every byte was verified")
         if check.bytes_checked and step.damage is None:  # a mark says where
-            return _State(True, check.detail)
+            return _State(True, check.detail, other=other)
     damage = _inspect.plan_damage.find(plan)
     if damage is not None and damage.is_read:
-        return _State(True, damage.reason)
+        return _State(True, damage.reason, other=other)
     elsewhere = "" if damage is None else damage.reason
     return _State(False, "no array was read; Verify reads every byte", elsewhere)
+
+
+def _find_other_step(workspace: Workspace, asked: _Asked) -> int | None:
+    """Returns the newest step without known damage other than the asked one, or None.
+
+    Returns None for a checkpoint that is no step of a run.
+    """
+    report, step = workspace.report(asked.place), asked.query.number("step")
+    steps = [each.step for each in report.steps if each.step not in report.faults]
+    others = [other for other in steps if other is not None and other != step]
+    return max(others, default=None)
+
+
+def _describe_damage(state: _State, asked: _Asked) -> html.Markup:
+    """Returns the damage of a checkpoint, with a link to the plan of another step."""
+    text = "The restore would fail: the checkpoint is damaged."
+    parts = [
+        html.element("p", text, class_="outcome bad"),
+        html.element("p", state.detail, class_="summary-text"),
+    ]
+    if state.other is not None:
+        url = asked.address("/plan", step=str(state.other))
+        link = html.element("a", f"Plan step {state.other:,} instead", href=url)
+        text = ", the newest that is not known to be damaged."
+        parts.append(html.element("p", link, text))
+    return html.join(parts)
 
 
 def _propose_source(asked: _Asked, plan: RestorePlan) -> html.Markup:
@@ -469,9 +502,7 @@ def _outcome(
     query = asked.query
     parts = []
     if state.is_bad:
-        text = "The restore would fail: the checkpoint is damaged."
-        parts.append(html.element("p", text, class_="outcome bad"))
-        parts.append(html.element("p", state.detail, class_="summary-text"))
+        parts.append(_describe_damage(state, asked))
     if plan.problems:
         leaves = humanize.count(len(plan.problems), "leaf", "leaves")
         text = f"The restore would fail: {leaves} of {into} cannot be restored."

@@ -23,6 +23,7 @@ from flax.training import train_state
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._inspect import run_view
+from flaxckpt._steps import markers
 from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.report_runs import damage, make_run
 from tests.helpers.ui_server import serving
@@ -480,6 +481,50 @@ def test_a_plan_and_the_lists_of_steps_know_damage(made, tmp_path, open_page):
     )
     shown = ask(plan.result, space, run="run", step=70, into="run")
     assert "every byte was verified" in shown
+
+
+@pytest.mark.parametrize("known_by", ["mark", "sizes", "description", "verify"])
+def test_a_plan_of_a_damaged_step_links_to_that_of_the_newest_good_one(
+    made, tmp_path, open_page, known_by
+):
+    shutil.copytree(made / "run", tmp_path / "run")
+    shutil.copytree(made / "run", tmp_path / "other")
+    [chunk] = (tmp_path / "run/80/state/params.trunk.kernel").glob("c*")
+    match known_by:
+        case "mark":
+            markers.mark_damaged(tmp_path / "run/80", "params/trunk/kernel: lost")
+        case "sizes":
+            chunk.write_bytes(chunk.read_bytes()[:-1])
+        case "description":
+            (tmp_path / "run/80/flaxckpt.json").write_text("{")
+        case "verify":
+            flip_bit(chunk)
+    space = open_page(tmp_path)
+    if known_by == "verify":
+        ask(verify.start, space, run="run", step=80)
+        space.verifications.job._thread.join()
+    asked = {"run": "run", "into": "other", "source": "new", "drop": "params/head"}
+    asked |= {"missing": "init", "optimizer": "reinit"}
+    shown = html.unescape(ask(plan.result, space, **asked, step=80))
+    assert "would fail: the checkpoint is damaged" in shown
+    [url] = re.findall('href="/plan[?]([^"]*)">Plan step 70 instead</a>', shown)
+    assert "Plan step 70 instead</a>, the newest that is not known to be dam" in shown
+    link = dict(parse.parse_qsl(url))
+    assert link == {**asked, "step": "70"}
+    shown = ask(plan.result, space, **link)
+    assert "would succeed" in shown
+    assert "instead" not in shown
+
+
+def test_a_plan_of_a_damaged_step_links_to_no_other_damaged_step(
+    made, tmp_path, open_page
+):
+    shutil.copytree(made / "run", tmp_path / "run")
+    for chunk in (tmp_path / "run").glob("*/state/params.trunk.kernel/c*"):
+        chunk.write_bytes(chunk.read_bytes()[:-1])
+    shown = ask(plan.result, open_page(tmp_path), run="run", step=80, into="run")
+    assert "would fail: the checkpoint is damaged" in shown
+    assert "instead" not in shown
 
 
 def test_a_plan_that_fails_has_its_remedy_in_the_form_of_the_field(tmp_path, open_page):
@@ -994,7 +1039,9 @@ def test_a_plan_names_damage_that_the_restore_does_not_read(tmp_path, open_page)
     chunk.write_bytes(chunk.read_bytes()[:-1])
     space = open_page(tmp_path)
     asked = {"run": "old", "into": "old"}
-    assert "would fail: the checkpoint is damaged" in ask(plan.result, space, **asked)
+    shown = ask(plan.result, space, **asked)
+    assert "would fail: the checkpoint is damaged" in shown
+    assert "instead" not in shown, "it is no step of a run"
     shown = ask(plan.result, space, **asked, source="new")
     assert "would succeed" in shown
     assert "not where this restore reads: " in shown
