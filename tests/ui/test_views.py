@@ -516,6 +516,28 @@ def test_a_plan_of_a_damaged_step_links_to_that_of_the_newest_good_one(
     assert "instead" not in shown
 
 
+def test_a_plan_reads_the_state_of_a_run_from_its_newest_readable_step(
+    made, tmp_path, open_page
+):
+    shutil.copytree(made / "run", tmp_path / "run")
+    (tmp_path / "run/80/flaxckpt.json").write_text("{")
+    space = open_page(tmp_path / "run")
+    asked = {"run": "run", "into": "run"}
+    shown = html.unescape(ask(plan.result, space, **asked, step=80))
+    assert 'step=70&into=run">Plan step 70 instead</a>' in shown
+    shown = html.unescape(ask(plan.result, space, **asked, step=70))
+    assert "would succeed" in shown
+    assert "The state is that of step 70 of run: a newer step is damaged." in shown
+    _, command = re.findall('(?s)<pre class="command">(.*?)</pre>', shown)
+    verb = [sys.executable, "-m", *shlex.split(command)]
+    assert verb[-4:] == ["--target-step", "70", "--step", "70"]
+    assert subprocess.run(verb, capture_output=True, check=False).returncode == 0
+    for step in (tmp_path / "run").glob("[0-9]*"):
+        (step / "flaxckpt.json").write_text("{")
+    with pytest.raises(errors.DamagedCheckpointError):
+        ask(plan.result, open_page(tmp_path / "run"), **asked, step=70)
+
+
 def test_a_plan_of_a_damaged_step_links_to_no_other_damaged_step(
     made, tmp_path, open_page
 ):
