@@ -19,7 +19,7 @@ import numpy as np
 
 from flaxckpt import _state, _steps, _storage, errors, formats
 from flaxckpt._state.leaf import LeafInfo
-from flaxckpt._types import JSON, PathLike, PyTree
+from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt.formats import _locate
 from flaxckpt.transforms import _moments
 
@@ -66,17 +66,20 @@ class TargetState(NamedTuple):
         Raises:
             OptionError: The state has optimizer leaves, but names no classes.
         """
-        if self.has_classes:
-            return
-        leaves = _state.flax_state.leaves_by_path(self.state)
-        of_optimizer = [path for path in leaves if _moments.is_in_optimizer(path)]
-        if of_optimizer:
+        if leaves := self.optimizer_leaves_without_classes():
             raise errors.OptionError(
                 "a new run begins its optimizer anew, and TARGET does not name its"
-                f" class, so that {errors.first_few(of_optimizer, 1)} would be planned"
+                f" class, so that {errors.first_few(leaves, 1)} would be planned"
                 " as any other leaf: pass a checkpoint, the output of flaxckpt show"
                 " --json, or only the parameters"
             )
+
+    def optimizer_leaves_without_classes(self) -> list[LeafPath]:
+        """Returns the optimizer leaves of a state that names no classes, else none."""
+        if self.has_classes:
+            return []
+        leaves = _state.flax_state.leaves_by_path(self.state)
+        return [path for path in leaves if _moments.is_in_optimizer(path)]
 
 
 def read_target(target: PathLike, *, step: int | None = None) -> TargetState:

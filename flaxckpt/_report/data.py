@@ -183,6 +183,7 @@ class Change(NamedTuple):
         leaves: The leaves that differ, the largest changes of each part first.
         equal: The number of equal leaves.
         equal_in: Group -> the number of its equal leaves; the optimizer comes last.
+        unreadable_in: Group -> the number of its leaves that cannot be read.
         bytes_compared: Size of the values of one step.
         unreadable: Leaf path -> the step in which it cannot be read, and the reason; it
             may differ.
@@ -195,6 +196,7 @@ class Change(NamedTuple):
     leaves: tuple[ChangedLeaf, ...]
     equal: int
     equal_in: Mapping[str, int]
+    unreadable_in: Mapping[str, int]
     bytes_compared: int
     unreadable: Mapping[str, str]
     metrics: Mapping[str, tuple[float | None, float | None]]
@@ -365,12 +367,16 @@ class Report:
         if the damaged steps were marked as such.
         """
         report = dataclasses.replace(self, integrity=tuple(checks))
-        if not self.is_run:
-            return report
         faults = report.faults
         metrics = {
-            name: _with_best(points, faults) for name, points in self.metrics.items()
+            name: tuple(
+                point._replace(is_bad=point.step in faults)
+                for point in _with_best(points, faults)
+            )
+            for name, points in self.metrics.items()
         }
+        if not self.is_run:
+            return dataclasses.replace(report, metrics=metrics)
         best = {p.step for points in metrics.values() for p in points if p.mode}
         good = [step.step for step in self.steps if step.step not in faults]
         steps = [
@@ -418,6 +424,15 @@ class Report:
         Checkpoints that were not checked do not count.
         """
         return not any(check.is_bad for check in self.integrity)
+
+
+def last_good(points: Sequence[MetricValue]) -> MetricValue | None:
+    """Returns the value of the newest step that can be used, or None.
+
+    Args:
+        points: The values, by ascending step.
+    """
+    return next((point for point in reversed(points) if not point.is_bad), None)
 
 
 def _with_best(

@@ -358,12 +358,14 @@ def describe_change(
     leaves = _changed_leaves(diff, repeated, names)
     groups = [leaf.group for leaf in leaves]
     equal = Counter(_group(path, repeated) for path in diff.same)
-    order = sorted({*groups, *equal}, key=_rank)
+    unreadable = Counter(_group(path, repeated) for path in diff.unreadable)
+    order = sorted({*groups, *equal, *unreadable}, key=_rank)
     return Change(
         *steps,
         leaves,
         len(diff.same),
         {group: equal[group] for group in order},
+        dict(unreadable),
         diff.bytes_compared,
         diff.unreadable,
         diff.metrics,

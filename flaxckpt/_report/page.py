@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from flaxckpt._inspect import best_step
 from flaxckpt._report import (
     assets,
+    data,
     section_leaves,
     section_origin,
     section_saves,
@@ -200,9 +201,10 @@ def _best(report: Report) -> list[html.Markup]:
     if made:
         return made
     for name, points in report.metrics.items():
-        if math.isfinite(points[-1].value):
-            detail = _at_step(report, points[-1])
-            return [_metric_card("last-metric", f"Last {name}", points[-1], detail)]
+        last = data.last_good(points) or points[-1]
+        if math.isfinite(last.value):
+            detail = _at_step(report, last)
+            return [_metric_card("last-metric", f"Last {name}", last, detail)]
     return []
 
 

@@ -284,19 +284,35 @@ def _changed_groups(diff: Change, most: int, rest: str) -> list[html.Markup]:
     for leaf in diff.leaves:
         groups.setdefault(leaf.group, []).append(leaf)
     return [
-        _changed_group(name, leaves, diff.equal_in.get(name, 0), most, rest)
+        _changed_group(
+            name,
+            leaves,
+            equal=diff.equal_in.get(name, 0),
+            unreadable=diff.unreadable_in.get(name, 0),
+            most=most,
+            rest=rest,
+        )
         for name, leaves in groups.items()
     ]
 
 
 def _changed_group(
-    name: str, leaves: Sequence[ChangedLeaf], equal: int, most: int, rest: str
+    name: str,
+    leaves: Sequence[ChangedLeaf],
+    *,
+    equal: int,
+    unreadable: int,
+    most: int,
+    rest: str,
 ) -> html.Markup:
     norms = [leaf.rel_norm for leaf in leaves if leaf.different]
     counts = _count_changes(leaves)
     text = f"{counts.pop('changed', 0):,} of"
-    text += f" {humanize.count(len(leaves) + equal, 'leaf', 'leaves')} changed"
+    total = len(leaves) + equal + unreadable
+    text += f" {humanize.count(total, 'leaf', 'leaves')} changed"
     text += "".join(f", {count:,} {what}" for what, count in counts.items())
+    if unreadable:
+        text += f", {unreadable:,} cannot be read"
     if norms:
         text += f"; relative change {max(norms):.3g}"
     if len(norms) > 1:

@@ -27,9 +27,8 @@ def metrics(report: Report) -> Section:
     """Returns the section with each metric over the steps."""
     if not report.metrics:
         return Section("metrics", "Metrics", "No metrics are stored with the steps.")
-    bad = {check.step for check in report.integrity if check.is_bad}
     drawn = {
-        name: [point._replace(is_bad=point.step in bad) for point in values]
+        name: values
         for name, values in report.metrics.items()
         if any(math.isfinite(point.value) for point in values)
     }

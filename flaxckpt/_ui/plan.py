@@ -171,14 +171,19 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     changes = _parse.parse(
         **{name: filter(None, map(str.strip, lines)) for name, lines in rules.items()}
     )
-    target = _inspect.abstract_file.read_target(into.path)
+    target, target_step = _read_target(workspace, into)
     as_source, optimizer = _as_source(query), _optimizer(query)
     if as_source:
-        target.check_source()
+        _check_source(target, into.name)
     by_path = not as_source and optimizer is None and not target.has_roles
-    asked = _Asked(place, into, query)
-    plan = asked.plan(target, changes, as_source=as_source)
-    state = _find_state(workspace, place, plan)
+    asked = _Asked(place, into, query, target_step)
+    try:
+        plan = asked.plan(target, changes, as_source=as_source)
+    except errors.DamagedCheckpointError as error:
+        other = _find_other_step(workspace, place, query.number("step"))
+        state = _State(True, str(error), other=other)
+        return _describe_damage(state, asked)
+    state = _find_state(workspace, asked, plan)
     remedy = html.NOTHING
     if plan.problems and not changes:
         remedy = _remedy(plan, asked, by_path=by_path)
@@ -188,11 +193,46 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     return html.join(
         [
             _outcome(plan, into.name, state, remedy, asked, changes),
+            _note_target_step(asked),
             source,
             _actions(plan),
             *_groups(plan),
         ]
     )
+
+
+def _read_target(workspace: Workspace, into: Place) -> tuple[TargetState, int | None]:
+    """Returns the state to restore into, and its step unless it is the newest.
+
+    If the description of the newest step cannot be read, it is the state of the newest
+    step without known damage.
+    """
+    try:
+        return _inspect.abstract_file.read_target(into.path), None
+    except errors.DamagedCheckpointError:
+        step = _find_other_step(workspace, into, None) if into.is_run else None
+        if step is None:
+            raise
+        return _inspect.abstract_file.read_target(into.path, step=step), step
+
+
+def _check_source(target: TargetState, name: str) -> None:
+    """Raises an error if the optimizer of a new run cannot be recognised.
+
+    Args:
+        target: The state of the new run.
+        name: Its name in the list.
+
+    Raises:
+        OptionError: The state has optimizer leaves, but names no classes.
+    """
+    if leaves := target.optimizer_leaves_without_classes():
+        raise errors.OptionError(
+            f"a new run begins its optimizer anew, but {name} names no classes, so that"
+            f" {errors.first_few(leaves, 1)} would be planned as any other leaf: choose"
+            " the state of a run or a checkpoint, a file that flaxckpt show CHECKPOINT"
+            " --json has written, or a file with only the parameters"
+        )
 
 
 class _Asked(NamedTuple):
@@ -202,11 +242,13 @@ class _Asked(NamedTuple):
         place: The run or checkpoint to restore.
         into: The state to restore into.
         query: The fields.
+        target_step: The step with this state, if it is not the newest of a run.
     """
 
     place: Place
     into: Place
     query: Query
+    target_step: int | None = None
 
     def plan(
         self, target: TargetState, changes: Sequence[Transform], *, as_source: bool
@@ -256,6 +298,8 @@ class _Asked(NamedTuple):
         words = ["flaxckpt", "plan", str(self.place.path), str(self.into.path)]
         if given.pop("source", ""):
             words.append("--as-source")
+        if self.target_step is not None:
+            words += ["--target-step", str(self.target_step)]
         for name, content in given.items():
             for line in filter(None, map(str.strip, content.split("\n"))):
                 words += [f"--{name}", line]
@@ -272,28 +316,70 @@ class _State(NamedTuple):
         is_bad: True if it is damaged or cannot be read.
         detail: What is known.
         elsewhere: Damage where the restore would not read; empty for none.
+        other: Another step to restore if it is bad, or None.
     """
 
     is_bad: bool
     detail: str
     elsewhere: str = ""
+    other: int | None = None
 
 
-def _find_state(workspace: Workspace, place: Place, plan: RestorePlan) -> _State:
+def _find_state(workspace: Workspace, asked: _Asked, plan: RestorePlan) -> _State:
     """Returns what verifications, markers, and the sizes of the files say."""
-    report = workspace.report(place)
+    report = workspace.report(asked.place)
+    other = _find_other_step(workspace, asked.place, asked.query.number("step"))
     for step, check in zip(report.steps, report.integrity, strict=True):
         if step.path != plan.path or not (check.is_bad or check.state == "verified"):
             continue
         if check.state == "verified":
             return _State(False, "every byte was verified")
         if check.bytes_checked and step.damage is None:  # a mark says where
-            return _State(True, check.detail)
+            return _State(True, check.detail, other=other)
     damage = _inspect.plan_damage.find(plan)
     if damage is not None and damage.is_read:
-        return _State(True, damage.reason)
+        return _State(True, damage.reason, other=other)
     elsewhere = "" if damage is None else damage.reason
     return _State(False, "no array was read; Verify reads every byte", elsewhere)
+
+
+def _find_other_step(
+    workspace: Workspace, place: Place, step: int | None
+) -> int | None:
+    """Returns the newest step without known damage other than `step`, or None.
+
+    Returns None for a checkpoint that is no step of a run.
+    """
+    report = workspace.report(place)
+    steps = [each.step for each in report.steps if each.step not in report.faults]
+    others = [other for other in steps if other is not None and other != step]
+    return max(others, default=None)
+
+
+def _describe_damage(state: _State, asked: _Asked) -> html.Markup:
+    """Returns the damage of a checkpoint, with a link to the plan of another step."""
+    text = "The restore would fail: the checkpoint is damaged."
+    parts = [
+        html.element("p", text, class_="outcome bad"),
+        html.element("p", state.detail, class_="summary-text"),
+    ]
+    if state.other is not None:
+        url = asked.address("/plan", step=str(state.other))
+        link = html.element("a", f"Plan step {state.other:,} instead", href=url)
+        text = ", the newest that is not known to be damaged."
+        parts.append(html.element("p", link, text))
+    return html.join(parts)
+
+
+def _note_target_step(asked: _Asked) -> html.Markup:
+    """Returns a line on the step with the state, unless it is the newest of its run."""
+    if asked.target_step is None:
+        return html.NOTHING
+    text = (
+        f"The state is that of step {asked.target_step:,} of {asked.into.name}: a newer"
+        " step is damaged."
+    )
+    return html.element("p", text, class_="note")
 
 
 def _propose_source(asked: _Asked, plan: RestorePlan) -> html.Markup:
@@ -390,14 +476,14 @@ def suggest(workspace: Workspace, query: Query) -> html.Markup:
     """Guesses the renames for a restore of the `step` of a `run` `into` another."""
     place = workspace.places.find(query.text("run"))
     into = workspace.targets.find(query.text("into"))
-    target = _inspect.abstract_file.read_target(into.path)
+    target, target_step = _read_target(workspace, into)
     step = query.number("step")
     found = _suggest.suggestion.suggest(place.path, target.state, step=step)
     total = humanize.count(len(found.leaves) + len(found.left), "parameter")
     text = f"{len(found.leaves):,} of {total} have a source."
     if found.renames:
         rules = [f"{pattern}={name}" for pattern, name in found.renames]
-        asked = _Asked(place, into, query)
+        asked = _Asked(place, into, query, target_step)
         return _proposal(f"{text} This rename moves them:", rules, asked, "rename")
     if found.rows or found.ambiguous:
         text += (
@@ -450,9 +536,7 @@ def _outcome(
     query = asked.query
     parts = []
     if state.is_bad:
-        text = "The restore would fail: the checkpoint is damaged."
-        parts.append(html.element("p", text, class_="outcome bad"))
-        parts.append(html.element("p", state.detail, class_="summary-text"))
+        parts.append(_describe_damage(state, asked))
     if plan.problems:
         leaves = humanize.count(len(plan.problems), "leaf", "leaves")
         text = f"The restore would fail: {leaves} of {into} cannot be restored."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from flaxckpt import _report, errors
 from flaxckpt._inspect.listing import Step
@@ -17,6 +17,7 @@ from flaxckpt._util import html, humanize
 
 _MOST_CURVES = 12
 _MOST_COLUMNS = 4
+_MOST_BEST = 4
 _MOST_RUNS = 60
 """More runs are only listed by name."""
 
@@ -167,7 +168,7 @@ def _row(run: str, report: Report, names: Sequence[str]) -> _report.tables.Row:
         f"{len(report.steps):,}" if report.is_run else "checkpoint",
         "" if number is None else f"{number:,}",
         _best(report),
-        *[_last(report.metrics.get(name, ()), faults) for name in names],
+        *[_last(report.metrics.get(name, ())) for name in names],
         "" if saved is None else cell(html.moment(saved), saved),
         "" if report.bytes is None else cell(humanize.size(report.bytes), report.bytes),
         _state(report, newest),
@@ -176,19 +177,25 @@ def _row(run: str, report: Report, names: Sequence[str]) -> _report.tables.Row:
     return _report.tables.Row(cells, data, "bad" if faults else None)
 
 
-def _best(report: Report) -> str:
-    """Returns the best value of the first metric with a policy, and its step."""
-    for name, points in report.metrics.items():
-        for point in points:
-            if point.mode is not None and point.step not in report.faults:
-                return f"{name} {humanize.number(point.value)}, step {point.step:,}"
-    return ""
+def _best(report: Report) -> html.Markup:
+    """Returns a line for each metric with a policy: its best value, and the step."""
+    lines = [
+        f"{name} {humanize.number(point.value)}, step {point.step:,}"
+        for name, points in report.metrics.items()
+        for point in points
+        if point.mode is not None and not point.is_bad
+    ]
+    if len(lines) > _MOST_BEST:
+        lines[_MOST_BEST:] = [f"and {len(lines) - _MOST_BEST:,} more"]
+    return html.join([html.element("div", line) for line in lines])
 
 
-def _last(values: Sequence[MetricValue], faults: Container[int | None]) -> object:
-    """Returns the value of the newest step that is not damaged."""
-    good = [point.value for point in values if point.step not in faults]
-    return _report.tables.Cell(humanize.number(good[-1]), good[-1]) if good else ""
+def _last(values: Sequence[MetricValue]) -> object:
+    """Returns the value of the newest step that can be used."""
+    last = _report.data.last_good(values)
+    if last is None:
+        return ""
+    return _report.tables.Cell(humanize.number(last.value), last.value)
 
 
 def _state(report: Report, newest: Step | None) -> str:

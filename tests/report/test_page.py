@@ -206,6 +206,20 @@ def test_changes_are_shown_although_a_leaf_is_damaged(run):
     assert "1 leaf cannot be read, and may differ" in section
     assert 'data-unreadable="params/trunk/kernel"' in section
     assert 'data-compared="eval/loss"' in section
+    assert report.change.unreadable_in == {"params": 1}
+    assert ">1 of 3 leaves changed, 1 cannot be read; relative" in section
+
+
+def test_a_part_with_only_damaged_leaves_is_counted(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as saved:
+        for step in (1, 2):
+            saved.save(step, {"a": {"w": np.full(3, step)}, "b": np.full(3, step)})
+    [chunk] = (tmp_path / "run/2/state/a.w").glob("c*")
+    flip_bit(chunk)
+    page = _report.page(gather(tmp_path / "run"))
+    shown = [text for _, _, text in Elements(page).found]
+    assert "0 of 1 leaf changed, 1 cannot be read" in shown
+    assert "1 of 1 leaf changed; relative change 1" in shown
 
 
 def test_changed_elements_are_counted_among_all(tmp_path):
@@ -361,6 +375,43 @@ def test_the_card_of_the_last_value_does_not_look_like_that_of_the_best(tmp_path
     page = _report.page(gather(tmp_path / "run"))
     texts = ["Last loss", "0.5", "at step 1"]
     assert _card(page, "last-metric") == ("card main", texts)
+
+
+def _captions(report):
+    """Returns the facts below the name of each curve."""
+    page = _report.page(report)
+    return re.findall(r'<figcaption.*?class="facts">([^<]*)', page)
+
+
+def test_the_last_value_is_that_of_the_newest_good_step(run):
+    damage(run / "80")
+    [loss, accuracy] = _captions(gather(run))
+    assert loss.startswith("best 0.3 at step 50, last 0.55 at step 70, ")
+    assert loss.endswith(", step 80 damaged or not readable")
+    assert accuracy.startswith("last 0.725 at step 70, ")
+    page = _report.page(gather(run, keep=[]))
+    texts = ["Last eval/loss", "0.55", "at step 70"]
+    assert _card(page, "last-metric") == ("card main", texts)
+
+
+def test_the_last_value_of_damaged_steps_is_of_the_newest_and_is_called_so(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as opened:
+        for step in (1, 2):
+            state = {"w": np.arange(999.0) * step}
+            opened.save(step, state, metrics={"loss": 1 / step})
+    for step in (1, 2):
+        damage(tmp_path / "run" / str(step))
+    found = gather(tmp_path / "run")
+    assert _captions(found)[0].startswith("last 0.5 at step 2 (cannot be used), ")
+    texts = ["Last loss", "0.5", "at step 2, which is damaged"]
+    assert _card(_report.page(found), "last-metric")[1] == texts
+
+
+def test_the_last_value_may_not_be_finite(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as opened:
+        for step, loss in ((1, 0.5), (2, np.nan)):
+            opened.save(step, {"w": np.ones(2)}, metrics={"loss": loss})
+    assert _captions(gather(tmp_path / "run")) == ["last nan at step 2"]
 
 
 def test_the_card_of_the_best_step_names_a_better_one_that_is_damaged(run):

@@ -23,8 +23,9 @@ from flax.training import train_state
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._inspect import run_view
+from flaxckpt._steps import markers
 from tests.helpers.files import flip_bit, largest_file
-from tests.helpers.report_runs import make_run
+from tests.helpers.report_runs import damage, make_run
 from tests.helpers.ui_server import serving
 
 pytest.importorskip("starlette", reason="starlette is missing")
@@ -232,6 +233,8 @@ def test_a_comparison_shows_metrics_and_goes_on_past_damaged_leaves(
     assert why in shown
     assert ">Not compared<" in shown
     assert "1 leaf cannot be read, and may differ" in shown
+    [counts] = re.findall('<strong>params<.*?facts">([^;<]*)', shown)
+    assert counts == "1 of 3 leaves changed, 1 cannot be read"
     changed = re.findall('data-path="([^"]*)"', shown)
     assert set(changed) == set(truth.changed)
     rows = re.findall('<tr data-compared="([^"]*)">(.*?)</tr>', shown)
@@ -480,6 +483,72 @@ def test_a_plan_and_the_lists_of_steps_know_damage(made, tmp_path, open_page):
     assert "every byte was verified" in shown
 
 
+@pytest.mark.parametrize("known_by", ["mark", "sizes", "description", "verify"])
+def test_a_plan_of_a_damaged_step_links_to_that_of_the_newest_good_one(
+    made, tmp_path, open_page, known_by
+):
+    shutil.copytree(made / "run", tmp_path / "run")
+    shutil.copytree(made / "run", tmp_path / "other")
+    [chunk] = (tmp_path / "run/80/state/params.trunk.kernel").glob("c*")
+    match known_by:
+        case "mark":
+            markers.mark_damaged(tmp_path / "run/80", "params/trunk/kernel: lost")
+        case "sizes":
+            chunk.write_bytes(chunk.read_bytes()[:-1])
+        case "description":
+            (tmp_path / "run/80/flaxckpt.json").write_text("{")
+        case "verify":
+            flip_bit(chunk)
+    space = open_page(tmp_path)
+    if known_by == "verify":
+        ask(verify.start, space, run="run", step=80)
+        space.verifications.job._thread.join()
+    asked = {"run": "run", "into": "other", "source": "new", "drop": "params/head"}
+    asked |= {"missing": "init", "optimizer": "reinit"}
+    shown = html.unescape(ask(plan.result, space, **asked, step=80))
+    assert "would fail: the checkpoint is damaged" in shown
+    [url] = re.findall('href="/plan[?]([^"]*)">Plan step 70 instead</a>', shown)
+    assert "Plan step 70 instead</a>, the newest that is not known to be dam" in shown
+    link = dict(parse.parse_qsl(url))
+    assert link == {**asked, "step": "70"}
+    shown = ask(plan.result, space, **link)
+    assert "would succeed" in shown
+    assert "instead" not in shown
+
+
+def test_a_plan_reads_the_state_of_a_run_from_its_newest_readable_step(
+    made, tmp_path, open_page
+):
+    shutil.copytree(made / "run", tmp_path / "run")
+    (tmp_path / "run/80/flaxckpt.json").write_text("{")
+    space = open_page(tmp_path / "run")
+    asked = {"run": "run", "into": "run"}
+    shown = html.unescape(ask(plan.result, space, **asked, step=80))
+    assert 'step=70&into=run">Plan step 70 instead</a>' in shown
+    shown = html.unescape(ask(plan.result, space, **asked, step=70))
+    assert "would succeed" in shown
+    assert "The state is that of step 70 of run: a newer step is damaged." in shown
+    _, command = re.findall('(?s)<pre class="command">(.*?)</pre>', shown)
+    verb = [sys.executable, "-m", *shlex.split(command)]
+    assert verb[-4:] == ["--target-step", "70", "--step", "70"]
+    assert subprocess.run(verb, capture_output=True, check=False).returncode == 0
+    for step in (tmp_path / "run").glob("[0-9]*"):
+        (step / "flaxckpt.json").write_text("{")
+    with pytest.raises(errors.DamagedCheckpointError):
+        ask(plan.result, open_page(tmp_path / "run"), **asked, step=70)
+
+
+def test_a_plan_of_a_damaged_step_links_to_no_other_damaged_step(
+    made, tmp_path, open_page
+):
+    shutil.copytree(made / "run", tmp_path / "run")
+    for chunk in (tmp_path / "run").glob("*/state/params.trunk.kernel/c*"):
+        chunk.write_bytes(chunk.read_bytes()[:-1])
+    shown = ask(plan.result, open_page(tmp_path), run="run", step=80, into="run")
+    assert "would fail: the checkpoint is damaged" in shown
+    assert "instead" not in shown
+
+
 def test_a_plan_that_fails_has_its_remedy_in_the_form_of_the_field(tmp_path, open_page):
     def save_as(path, name, **more):
         params = {name: {"up": jnp.ones((4, 6)), "down": jnp.ones((6, 4))}, **more}
@@ -543,7 +612,12 @@ def test_the_table_of_runs_shows_the_newest_good_step(made, tmp_path, open_page)
     lost = [n for n in (tmp_path / "runs" / "lost").iterdir() if n.name.isdigit()]
     for step in lost:
         (step / "flaxckpt.json").write_text("{")
-    without, row = cells(all_runs(open_page(tmp_path / "runs")))
+    space = open_page(tmp_path / "runs")
+    shown = all_runs(space)
+    without, row = cells(shown)
+    last = "last 0.5 at step 60"
+    assert f"run: eval/loss best 0.3 at step 50, {last}</title>" in shown
+    assert f"best 0.3 at step 50, {last}, " in ask(overview.page, space, run="run")
     assert row[2:6] == ["60", "eval/loss 0.3, step 50", "0.5", "0.75"]
     assert row[-1] == "3 damaged steps; after step 60: 70, 80"
     assert without[2] == ""
@@ -563,6 +637,36 @@ def test_the_table_of_runs_knows_what_was_verified(made, tmp_path, open_page):
     [row] = cells(all_runs(space))
     assert row[2:5] == ["70", "eval/loss 0.3, step 50", "0.55"]
     assert row[-1] == "1 damaged step; after step 70: 80"
+
+
+def test_the_table_of_runs_has_the_best_of_each_policy(tmp_path, open_page):
+    names = ("loss", "accuracy", "error", "perplexity", "bleu")
+    rows = {1: (0.5, 0.3, 9.0, 7.0, 3.0), 2: (0.2, 0.2, 5.0, 6.0, 4.0)}
+    for run, count in (("a", 2), ("b", 5), ("none", 0)):
+        best = [
+            flaxckpt.policies.BestN(1, name, "max" if name == "accuracy" else "min")
+            for name in names[:count]
+        ]
+        keep = [flaxckpt.policies.LatestN(9), *best]
+        with flaxckpt.Checkpointer(tmp_path / run, keep=keep) as saved:
+            for step, values in rows.items():
+                metrics = dict(zip(names, values, strict=True))
+                saved.save(step, {"w": np.arange(999.0) * step}, metrics=metrics)
+    space = open_page(tmp_path)
+    lines = ["loss 0.2, step 2", "accuracy 0.3, step 1"]
+    more = ["error 5, step 2", "perplexity 6, step 2", "and 1 more"]
+    assert best_lines(all_runs(space)) == [lines, lines + more, []]
+    damage(tmp_path / "a" / "2")
+    lines[0] = "loss 0.5, step 1"
+    assert best_lines(all_runs(open_page(tmp_path)))[0] == lines
+    damage(tmp_path / "a" / "1")
+    assert best_lines(all_runs(open_page(tmp_path)))[0] == []
+
+
+def best_lines(shown):
+    """Returns the lines on the best steps in each row of the table of runs."""
+    rows = re.findall("<tr[^>]* data-run.*?</tr>", shown)
+    return [re.findall("<div>(.*?)</div>", row) for row in rows]
 
 
 def cells(shown):
@@ -939,8 +1043,16 @@ def test_a_plan_of_the_source_of_a_new_run(tmp_path, open_page):
     [url] = re.findall('hx-get="/plan/result[?]([^"]*)"', shown)
     assert workspace.Query(url.encode()).text("source") == "new"
     (tmp_path / "wanted.json").write_text('{"opt_state": {"n": "int32[]"}}')
-    with pytest.raises(errors.OptionError, match="does not name its class"):
+    with pytest.raises(errors.OptionError) as raised:
         ask(plan.result, space, run="old", into="wanted.json", source="new")
+    assert str(raised.value).startswith(
+        "a new run begins its optimizer anew, but wanted.json names no classes, so that"
+        " opt_state/n would be planned as any other leaf: choose the state of a run"
+    )
+    assert not re.search("TARGET|PATH|as-source|pass ", str(raised.value))
+    (tmp_path / "wanted.json").write_text('{"params": {"n": "int32[]"}}')
+    shown = ask(plan.result, space, run="old", into="wanted.json", source="new")
+    assert "would fail: 1 leaf of wanted.json" in shown, "it has no optimizer"
 
 
 def test_a_plan_names_damage_that_the_restore_does_not_read(tmp_path, open_page):
@@ -949,7 +1061,9 @@ def test_a_plan_names_damage_that_the_restore_does_not_read(tmp_path, open_page)
     chunk.write_bytes(chunk.read_bytes()[:-1])
     space = open_page(tmp_path)
     asked = {"run": "old", "into": "old"}
-    assert "would fail: the checkpoint is damaged" in ask(plan.result, space, **asked)
+    shown = ask(plan.result, space, **asked)
+    assert "would fail: the checkpoint is damaged" in shown
+    assert "instead" not in shown, "it is no step of a run"
     shown = ask(plan.result, space, **asked, source="new")
     assert "would succeed" in shown
     assert "not where this restore reads: " in shown

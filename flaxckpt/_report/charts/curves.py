@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from flaxckpt import errors
+from flaxckpt._report import data
 from flaxckpt._report.charts import frame, points, scales
 from flaxckpt._report.data import MetricValue
 from flaxckpt._util import html, humanize
@@ -66,20 +67,25 @@ def curve(
     )
     return html.element(
         "figure",
-        _caption(name, drawn, has_log=log is not None),
+        _caption(name, series, drawn, has_log=log is not None),
         frame.frame(frame.vertical_axis(height, *axes), plot),
         class_="main" if is_main else None,
         data_metric=name,
     )
 
 
-def _caption(name: str, drawn: Sequence[MetricValue], *, has_log: bool) -> html.Markup:
+def _caption(
+    name: str,
+    series: Sequence[MetricValue],
+    drawn: Sequence[MetricValue],
+    *,
+    has_log: bool,
+) -> html.Markup:
+    """Returns the name of a metric, and its best and last values of usable steps."""
     best = [point for point in drawn if point.best == "best"]
-    facts = [
-        f"best {humanize.number(p.value)} at step {p.step:,}{_reservation(p)}"
-        for p in best[-1:]
-    ]
-    facts.append(f"last {humanize.number(drawn[-1].value)}")
+    last = data.last_good(series) or series[-1]
+    facts = [_fact("best", point) for point in best[-1:]]
+    facts.append(_fact("last", last))
     if deleted := sum(point.is_deleted for point in drawn):
         facts.append(f"{deleted:,} of {len(drawn):,} deleted since")
     if bad := [f"{point.step:,}" for point in drawn if point.is_bad]:
@@ -96,6 +102,11 @@ def _caption(name: str, drawn: Sequence[MetricValue], *, has_log: bool) -> html.
         ),
         log_switch(name) if has_log else html.NOTHING,
     )
+
+
+def _fact(what: str, point: MetricValue) -> str:
+    value = f"{humanize.number(point.value)} at step {point.step:,}"
+    return f"{what} {value}{_reservation(point)}"
 
 
 def _reservation(point: MetricValue) -> str:

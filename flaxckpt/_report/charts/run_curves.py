@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from flaxckpt._report import data
 from flaxckpt._report.charts import curves, frame, scales
 from flaxckpt._report.data import MetricValue
 from flaxckpt._util import html, humanize
@@ -66,7 +67,7 @@ def _run(
     x: scales.Scale,
     y: scales.Axis,
 ) -> html.Markup:
-    last = series[-1]
+    last = data.last_good(series) or series[-1]
     best = [point for point in series if point.best == "best"]
     facts = [f"best {humanize.number(p.value)} at step {p.step:,}" for p in best[-1:]]
     facts.append(f"last {humanize.number(last.value)} at step {last.step:,}")
