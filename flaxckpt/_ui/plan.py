@@ -554,11 +554,10 @@ def _outcome(
             f" reads: {state.elsewhere}"
         )
         parts.append(html.element("p", note, class_="summary-text"))
-    note = _inspect.restore_call.describe_fresh(
+    if fresh := _inspect.restore_call.describe_fresh(
         plan, missing=_missing(query), as_source=_as_source(query)
-    )
-    if note:
-        parts.append(html.element("p", note, class_="summary-text"))
+    ):
+        parts.append(html.element("p", fresh, class_="summary-text"))
     for where, lines in (
         ("In Python", asked.call(changes)),
         ("In a terminal", [asked.command()]),
