@@ -233,8 +233,12 @@ def check_digest(name: object, digest: str | None, recorded: object) -> None:
         ValueError: The digests differ.
     """
     if digest != recorded:
-        # Twelve hexadecimal digits are enough to tell digests apart.
-        wanted, found = str(recorded)[:19], str(digest or "none")[:19]
+        pair = str(recorded) or "none", digest or "none"
+        # Twelve hexadecimal digits tell files apart; a damaged record may share them.
+        differ = (n for n, (a, b) in enumerate(zip(*pair, strict=False)) if a != b)
+        same = next(differ, min(map(len, pair)))
+        first = same - 4 if same >= len("sha256:") + 12 else 0
+        wanted, found = (("…" if first else "") + d[first : first + 19] for d in pair)
         raise ValueError(
             f"{name} has changed since it was saved: wanted {wanted}, found {found}"
         )

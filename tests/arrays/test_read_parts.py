@@ -229,12 +229,21 @@ def test_changed_metadata_is_an_error_unless_nobody_verifies(tmp_path, memory_ma
     array = numbers((4, 6))
     raw, info = written(tmp_path, array, (2, 6), 8)
     file = tmp_path / "w" / metadata.METADATA
-    file.write_text(file.read_text().replace("float32", "int32"))
+    whole = file.read_text()
     regions = [((1, 3), (0, 6))]
-    found = read(raw, info, regions, memory_map=memory_map, verify=False)
-    check_values(found, array, regions)
-    with pytest.raises(ValueError, match=r"float32\[4, 6\], but zarr\.json says int32"):
-        read(raw, info, regions, memory_map=memory_map)
+    for old, new, text in (
+        ("float32", "int32", r"float32\[4, 6\], but zarr\.json says int32"),
+        ("[4,6]", "[4,9]", r"float32\[4, 6\], but zarr\.json says float32\[4, 9\]"),
+        ("[2,6]", "[1,6]", r"zarr\.json has changed since .*, in 'chunk_grid'$"),
+        ("fill_", "full_", r"in 'fill_value', 'full_value'$"),
+        ("{", '{"x":null,', r"in 'x'$"),
+        ("{", "[", r"zarr\.json has changed since it was written$"),
+    ):
+        file.write_text(whole.replace(old, new, 1))
+        found = read(raw, info, regions, memory_map=memory_map, verify=False)
+        check_values(found, array, regions)
+        with pytest.raises(ValueError, match=text):
+            read(raw, info, regions, memory_map=memory_map)
 
 
 # ---- files: what is mapped ---------------------------------------------------------

@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -329,6 +330,23 @@ def test_other_formats_are_read_and_decoded(tmp_path):
         content = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(content[:-100])
         assert flaxckpt.verify(tmp_path / name).problems
+
+
+@pytest.mark.parametrize("name", ["flaxckpt.json", "commit_success.txt"])
+def test_the_digests_of_a_manifest_that_differ_are_shown(tmp_path, name):
+    run(tmp_path, 1)
+    file = tmp_path / "1" / name
+    content = file.read_text()
+    if name == "flaxckpt.json":
+        file.write_text(content + " ")
+    else:
+        last = content[-3]  # of the digest
+        file.write_text(f"{content[:-3]}{'0' if last == '1' else '1'}{content[-2:]}")
+    [why] = flaxckpt.verify(tmp_path / "1").problems.values()
+    assert "flaxckpt.json, or its digest in commit_success.txt, has changed" in why
+    begin = "sha256:" if name == "flaxckpt.json" else "…"
+    wanted, found = re.findall(rf"(?:wanted|found) {begin}([0-9a-f]+)", why)
+    assert wanted != found
 
 
 def as_orbax(path):

@@ -62,6 +62,18 @@ OTHER = "READING-there-7-0123abcd"
 # ---- readers ----------------------------------------------------------------------
 
 
+@on_disk
+def test_all_may_renew_a_lease_whom_the_umask_lets(path):
+    before = os.umask(0)
+    try:
+        lease = leases.Lease(path)
+    finally:
+        os.umask(before)
+    [name] = [name for name in names(path) if name != "file"]
+    assert (path / name).stat().st_mode & 0o7777 == 0o666
+    lease.release()
+
+
 @on_both
 def test_a_lease_is_a_file_until_it_is_released(path):
     lease = leases.Lease(path)

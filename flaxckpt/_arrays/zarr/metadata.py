@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 METADATA = "zarr.json"
 
+_FORM = ("data_type", "shape")
+"""Fields of the metadata that have an error of their own."""
+
 DATABASE = "manifest.ocdbt"
 """File that an OCDBT database begins with."""
 
@@ -164,10 +167,19 @@ def check_metadata(
         found = json.loads(text)
     except (ValueError, RecursionError):
         found = None
-    if found == metadata(encoding, shape, dtype, chunk_shape):
+    wanted = metadata(encoding, shape, dtype, chunk_shape)
+    if found == wanted:
         return
     if not isinstance(found, dict):
         raise ValueError(f"{METADATA} has changed since it was written")
+    if [found.get(name) for name in _FORM] == [wanted[name] for name in _FORM]:
+        absent = object()
+        names = sorted({*found, *wanted})
+        other = [n for n in names if found.get(n, absent) != wanted.get(n, absent)]
+        raise ValueError(
+            f"{METADATA} has changed since it was written, in"
+            f" {', '.join(repr(name)[:30] for name in other[:4])}"
+        )
     raise ValueError(
         f"recorded as {dtype}{list(shape)}, but {METADATA} says"
         f" {str(found.get('data_type'))[:20]}{str(found.get('shape'))[:80]}"

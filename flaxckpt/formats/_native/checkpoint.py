@@ -117,7 +117,7 @@ def _read_native(
     content = items.read_file(file, path)
     if seal := _find_seal(path):
         recorded = _read_seal(seal, path).get(orbax_json.MANIFEST, "")
-        items.check_digest(file, recorded, content)
+        items.check_digest(file, recorded, content, record=seal)
     data = orbax_json.loads(content, file)
     version = data.get("version")
     if version not in native_manifest.VERSIONS:

@@ -411,13 +411,20 @@ def warn_of_damage(path: Path, damaged: Mapping[str, str]) -> None:
         )
 
 
-def check_digest(path: Path, recorded: object, content: bytes | None = None) -> None:
+def check_digest(
+    path: Path,
+    recorded: object,
+    content: bytes | None = None,
+    *,
+    record: Path | None = None,
+) -> None:
     """Compares a file with its recorded digest, if any.
 
     Args:
         path: The file.
         recorded: The digest, or None.
         content: Content of the file, if already read; a file of any size is read.
+        record: The file with the digest, if nothing proves that it is whole.
 
     Raises:
         DamagedCheckpointError: The digests differ, or the file is missing.
@@ -430,8 +437,9 @@ def check_digest(path: Path, recorded: object, content: bytes | None = None) -> 
     else:
         with contextlib.suppress(FileNotFoundError):
             digest = _storage.of(path).digest_file(path, max_bytes=sys.maxsize)
+    name = f"{path}" if record is None else f"{path}, or its digest in {record.name},"
     try:
-        _storage.files.check_digest(path, digest, recorded)
+        _storage.files.check_digest(name, digest, recorded)
     except ValueError as error:
         raise errors.DamagedCheckpointError(f"{error}; restore another step") from None
 
