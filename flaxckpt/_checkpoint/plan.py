@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -21,15 +20,6 @@ _HEADER: tuple[str, ...] = (
     *("leaf", "leaves", "action", "wanted", "found", "transforms"),
 )
 _GAP = 2
-_LEAST_WIDTH = 8
-"""Width of the column of leaf paths on a terminal that is too narrow for words."""
-
-_LONG = 12
-"""Longer words may be folded."""
-
-_TYPE = re.compile(r"[a-z]\w*\[[\d, ]*\]")
-"""An array in a cell: `float32[8, 4]`."""
-
 _NEAREST = " (nearest: "
 """Begins the nearest leaf in the text of a missing leaf."""
 
@@ -141,12 +131,12 @@ class RestorePlan:
         from rich.text import Text
 
         table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold")
-        widths = _fit_widths(rows, width - _GAP * len(rows[0]))
+        widths = _util.columns.fit_widths(rows, width - _GAP * len(rows[0]))
         for name, each in zip(rows[0], widths, strict=True):
             table.add_column(name, overflow="fold", width=each)
         for row in rows[1:]:
             style = next((s for action, s in _STYLES.items() if action in row), "")
-            cells = map(_break_paths, row, widths)
+            cells = map(_util.columns.break_paths, row, widths)
             table.add_row(*[Text(cell, style) for cell in cells])
         return table
 
@@ -234,43 +224,6 @@ def lacks_only_leaves(restore_plan: RestorePlan) -> bool:
 
 def _list_counts(counts: Mapping[Action, int]) -> str:
     return ", ".join(f"{n} {action}" for action, n in counts.items())
-
-
-def _fit_widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Returns the widths of columns, together at most `width` if words allow it.
-
-    Each column has its longest word, or most of it. The rest of the width goes to the
-    longest type of each column, then to the leaf paths, in the first column, then to
-    the other columns.
-    """
-    columns = [*zip(*rows, strict=True)]
-    words = [
-        max(min(len(word), _LONG) for cell in column for word in cell.split() or [""])
-        for column in columns
-    ]
-    types = [
-        max((len(each) for cell in column for each in _TYPE.findall(cell)), default=0)
-        for column in columns
-    ]
-    whole = [max(map(len, column)) for column in columns]
-    widths = [min(_LEAST_WIDTH, words[0]), *words[1:]]
-    for wanted in (types, whole):
-        for n, most in enumerate(wanted):
-            widths[n] += max(0, min(most - widths[n], width - sum(widths)))
-    return widths
-
-
-def _break_paths(text: str, width: int) -> str:
-    """Returns `text` with line breaks after slashes in words longer than `width`."""
-    words = []
-    for word in text.split(" "):
-        lines = [""]
-        for part in re.findall("[^/]*/|[^/]+", word):
-            if lines[-1] and len(lines[-1]) + len(part) > width:
-                lines.append("")
-            lines[-1] += part
-        words.append("\n".join(lines))
-    return " ".join(words)
 
 
 def _row(path: LeafPath, leaf: LeafPlan, problem: Mismatch | None) -> _util.folding.Row:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from flaxckpt._util import (
         arguments,
         card,
+        columns,
         folding,
         forks,
         gc_pause,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "arguments",
     "card",
+    "columns",
     "folding",
     "forks",
     "gc_pause",

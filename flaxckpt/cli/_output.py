@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from flaxckpt import errors
+from flaxckpt._util import columns as _columns
 from flaxckpt._util.humanize import count as count
 from flaxckpt._util.humanize import duration as duration
 from flaxckpt._util.humanize import number as number
@@ -260,6 +261,7 @@ def terminal_width() -> int:
 def _print_rich_table(
     columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]]
 ) -> None:
+    """Prints a table that is wider than the terminal: folds words, but no numbers."""
     from rich.table import Table
     from rich.text import Text
 
@@ -267,51 +269,37 @@ def _print_rich_table(
         box=None,
         header_style="bold",
         show_header=any(column.title for column in columns),
-        padding=(0, 2, 0, 0),
+        padding=(0, len(_GAP), 0, 0),
+        pad_edge=False,
     )
-    terminal = console()
-    least = _least_widths(columns, rows, terminal.width)
-    for column, width in zip(columns, least, strict=True):
+    whole = [n for n, each in enumerate(columns) if each.is_number or each.is_whole]
+    texts = [[each.title for each in columns]]
+    texts += [[cell.text for cell in row] for row in rows]
+    gaps = len(_GAP) * (len(columns) - 1)
+    widths = _columns.fit_widths(texts, terminal_width() - gaps, whole)
+    for column, width in zip(columns, widths, strict=True):
         table.add_column(
             column.title,
-            min_width=width,
+            width=width,
             justify="right" if column.is_number else "left",
-            no_wrap=column.is_number or column.is_whole,
             overflow="fold",
         )
     for row in rows:
-        table.add_row(*[Text(cell.text, cell.style) for cell in row])
-    terminal.print(table)
+        table.add_row(
+            *[
+                Text(_columns.break_paths(cell.text, width), cell.style)
+                for cell, width in zip(row, widths, strict=True)
+            ]
+        )
+    # The terminal breaks the lines of a table that is still wider: nothing is cut off.
+    console(max(terminal_width(), sum(widths) + gaps)).print(table)
 
 
-def _least_widths(
-    columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]], width: int
-) -> list[int]:
-    """Returns minimum column widths that break few words."""
-    words = [
-        [len(w) for row in rows for w in row[n].text.split()]
-        for n in range(len(columns))
-    ]
-    texts = [max(len(row[n].text) for row in rows) for n in range(len(columns))]
-    least = [0 for _ in columns]
-    for longest in (8, 12, 16, 20, 24):
-        wider = [
-            text
-            if column.is_number or column.is_whole
-            else min(longest, max([*lengths, len(column.title)]))
-            for column, lengths, text in zip(columns, words, texts, strict=True)
-        ]
-        if sum(wider) + 2 * len(columns) > width:
-            break
-        least = wider
-    return least
-
-
-def console() -> Console:
-    """Returns a console for stdout without markup."""
+def console(width: int | None = None) -> Console:
+    """Returns a console for stdout without markup, by default as wide as stdout."""
     from rich.console import Console
 
-    return Console(markup=False, emoji=False, highlight=False)
+    return Console(markup=False, emoji=False, highlight=False, width=width)
 
 
 def is_terminal() -> bool:

@@ -475,3 +475,22 @@ def test_verify_says_which_leaves_a_damaged_database_holds(tmp_path):
     [(name, place)] = flaxckpt.verify(tmp_path / "a").places.items()
     assert name == f"state/d/{file.name}"
     assert place == f"{name} -> 2 leaves: b, c"
+
+
+@pytest.mark.parametrize("width", [80, 60, 40])
+def test_diff_cuts_no_number_off(terminal, tmp_path, monkeypatch, width):
+    monkeypatch.chdir(tmp_path)
+    kernels = np.full((16, 4), 3.0, np.float32), np.ones((16, 6), np.float32)
+    for n, kernel in enumerate(kernels, 1):
+        head = {"query_projection": {"kernel": kernel}}
+        body = {"layer_0": {"attention": {"query_projection": np.full(4, n + n / 7)}}}
+        flaxckpt.save(str(n), {"params": {"head": head, **body}, "n": np.int32(n)})
+    wide = terminal(200, "diff", "1", "2", code=1)
+    lines = terminal(width, "diff", "1", "2", code=1)
+    for pattern in (r"\d+\.\d+|\d+ of \d+", "rel. norm"):
+        found = re.findall(pattern, "\n".join(wide))
+        assert found
+        assert re.findall(pattern, "\n".join(lines)) == found
+    paths = "".join(line.split(" ")[0] for line in lines)
+    if width >= 60:
+        assert "params/head/query_projection/kernel" in paths

@@ -1,0 +1,44 @@
+"""Columns of tables fit a terminal, and none of their text is lost."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flaxckpt._util import columns
+
+words = st.text("ab/", min_size=0, max_size=30)
+cells = st.lists(words, max_size=3).map(" ".join)
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda n: st.lists(st.lists(cells, min_size=n, max_size=n), min_size=1)
+    ),
+    st.integers(1, 120),
+    st.data(),
+)
+def test_columns_are_as_wide_as_their_text_if_there_is_room(rows, width, data):
+    numbers = range(len(rows[0]))
+    whole = data.draw(st.sets(st.sampled_from(numbers)))
+    longest = [max(len(row[n]) for row in rows) for n in numbers]
+    widths = columns.fit_widths(rows, width, whole)
+    assert all(given <= most for given, most in zip(widths, longest, strict=True))
+    assert all(widths[n] == longest[n] for n in whole)
+    if sum(longest) <= width:
+        assert widths == longest
+    least = columns.fit_widths(rows, 0, whole)
+    assert sum(widths) <= max(width, sum(least))
+
+
+def test_types_come_before_long_paths():
+    rows = [["a/long/path/of/a/leaf", "float32[16, 64] here"]]
+    assert columns.fit_widths(rows, 30) == [15, 15]
+    assert columns.fit_widths(rows, 38) == [21, 17]
+
+
+@given(words, st.integers(1, 40))
+def test_paths_are_broken_after_slashes_only(path, width):
+    lines = columns.break_paths(path, width).split("\n")
+    assert "".join(lines) == path
+    assert all(line.endswith("/") for line in lines[:-1])
+    for line in lines:
+        assert len(line) <= width or "/" not in line[:-1]
