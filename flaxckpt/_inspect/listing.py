@@ -99,6 +99,7 @@ def listing(
     Raises:
         CheckpointNotFoundError: The path does not exist.
         CheckpointFormatError: The path is neither a run directory nor a checkpoint.
+        OptionError: No step has the metric of a policy in `keep`.
     """
     root = _storage.paths.resolve(path)
     if step_format is None and root.exists() and formats.recognises(root):
@@ -107,6 +108,8 @@ def listing(
         return Listing(str(root), False, (step,), step.bytes)
     view = run_view.survey(root, step_format)
     rules = view.rules(keep)
+    if keep is not None and rules is not None:
+        view.check_metrics(rules)
     used = () if rules is None else rules.keep
     examined = view.examine(used)
     listed = [*view.paths.items()]

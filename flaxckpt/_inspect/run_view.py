@@ -145,6 +145,28 @@ class RunView:
                 steps.remove(step)
         return None
 
+    def check_metrics(self, rules: Rules) -> None:
+        """Checks that steps have the metrics of policies, such as after a typing error.
+
+        Raises:
+            OptionError: A policy keeps nothing, as no step has its metric.
+        """
+        ranked = [self.ranked_step(step) for step in self.steps]
+        together = (rules.keep, *rules.keep_items.values())
+        for policy, others in [(policy, keep) for keep in together for policy in keep]:
+            if not isinstance(policy, policies.BestN) or not ranked:
+                continue
+            if policies.WithoutMetric(policy.metric) in others:
+                continue  # keeps all steps
+            if policy.preserved(ranked):
+                continue
+            names = sorted({name for step in ranked for name in step.metrics})
+            raise errors.OptionError(
+                f"no step of {self.root} has a finite metric {policy.metric!r}, so the"
+                " best step is unknown and would be deleted; the steps have"
+                f" {', '.join(names) or 'no metrics at all'}"
+            )
+
     def ranked_step(self, step: int) -> _run.metrics.RankedStep:
         """Returns a step for policies, with the metrics and the time of its files."""
         path = self.steps[step]
@@ -443,8 +465,9 @@ def prune(
         raise _no_policies(root, "keeps every step")
     with _run_opened(path, step_format, rules, read_only=dry_run) as run:
         reasons = run.explain_all()
-        _check_metrics(run, reasons)
-        sizes = _own_sizes(survey(run.directory, step_format).steps, reasons)
+        view = survey(run.directory, step_format)
+        view.check_metrics(run.retention.rules)
+        sizes = _own_sizes(view.steps, reasons)
         doomed = tuple(step for step, why in reasons.items() if not why)
         doomed_items = run.retention.items_to_delete()
         deleted = doomed if dry_run else run.prune()
@@ -473,27 +496,6 @@ def _no_policies(root: Path, why: str) -> errors.OptionError:
         " --keep best:1:eval/loss:min, --keep every:1000, or the settings of the run as"
         " --config FILE"
     )
-
-
-def _check_metrics(run: RunSteps, reasons: Mapping[int, Sequence[str]]) -> None:
-    """Raises OptionError if a policy keeps nothing because its metric is unknown."""
-    rules = run.retention.rules
-    together = (rules.keep, *rules.keep_items.values())
-    for policy, others in [(policy, keep) for keep in together for policy in keep]:
-        if not isinstance(policy, policies.BestN) or not reasons:
-            continue
-        if policies.WithoutMetric(policy.metric) in others:
-            continue  # keeps all steps
-        if run.best_steps(policy):
-            continue
-        names = sorted(
-            {name for path in run.paths().values() for name in run.metrics(path)}
-        )
-        raise errors.OptionError(
-            f"no step of {run.directory} has a finite metric {policy.metric!r}, so the"
-            " best step is unknown and would be deleted; the steps have"
-            f" {', '.join(names) or 'no metrics at all'}"
-        )
 
 
 def _own_sizes(

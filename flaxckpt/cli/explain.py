@@ -29,7 +29,7 @@ def explain(
     path: _app.RunArgument,
     step: Annotated[
         int | None,
-        Argument(metavar="[STEP]", min=0, help="A step that exists or was deleted."),
+        Argument(metavar="STEP", min=0, help="A step that exists or was deleted."),
     ] = None,
     keep: _policies.KeepOption = None,
     config: _policies.ConfigOption = None,
@@ -54,6 +54,8 @@ def explain(
     policies = _policies.parse_policies(keep, config, group)
     root = _storage.paths.resolve(path)
     view = _inspect.run_view.survey(root, step_format)
+    if policies is not None and (rules := view.rules(policies)):
+        view.check_metrics(rules)
     examined = view.examine(policies)
     reasons = examined.reasons
     code = _app.FINDING if examined.damage else _app.SUCCESS

@@ -69,7 +69,7 @@ def verify(
     if mark:
         _mark(verified.reports, step_format, quiet=json)
     elif not json:
-        _advise_to_mark([r for r in verified.reports if _is_unmarked(r)])
+        _advise_to_mark(verified.reports)
     if json:
         _print_document(verified)
     return _app.SUCCESS if verified.is_good else _app.FINDING
@@ -103,22 +103,38 @@ def _verify_step(path: str, step: int | None, step_format: str | None) -> Verify
 
 def _is_unmarked(report: VerifyReport) -> bool:
     """Returns True for a damaged step of a run that is not marked."""
+    return report.step is not None and bool(report.problems) and not _has_mark(report)
+
+
+def _has_mark(report: VerifyReport) -> bool:
+    """Returns True for a step of a run that is marked as damaged."""
     from flaxckpt import _steps, _storage
 
-    if report.step is None or not report.problems:
+    if report.step is None:
         return False
-    return not _steps.markers.is_damaged(_storage.paths.resolve(report.path))
+    return _steps.markers.is_damaged(_storage.paths.resolve(report.path))
 
 
-def _advise_to_mark(unmarked: Sequence[VerifyReport]) -> None:
-    """Prints that policies still count damaged steps, and how to mark them."""
+def _advise_to_mark(reports: Sequence[VerifyReport]) -> None:
+    """Prints which damaged steps have no mark, which good ones have one, and --mark."""
+    unmarked = [str(report.step) for report in reports if _is_unmarked(report)]
+    marked = [str(report.step) for report in reports if report.ok and _has_mark(report)]
     if unmarked:
-        names = errors.first_few([str(report.step) for report in unmarked], 5)
         steps, it = ("step", "it") if len(unmarked) == 1 else ("steps", "them")
+        names = errors.first_few(unmarked, 5)
         _output.print_paragraph(
             f"not marked as damaged: policies count {steps} {names}, and restores may"
-            f" try {it}; --mark marks {it}"
+            f" try {it}"
         )
+    if marked:
+        steps = "step" if len(marked) == 1 else "steps"
+        names = errors.first_few(marked, 5)
+        _output.print_paragraph(
+            f"still marked as damaged: policies do not count {steps} {names}, and"
+            " restores do not try them"
+        )
+    if unmarked or marked:
+        _output.print_command("To update the marks", _app.command_line(mark=True))
 
 
 def _mark(
@@ -129,18 +145,17 @@ def _mark(
     Raises:
         OptionError: A report is not on a step of a run.
     """
-    from flaxckpt import _inspect, _steps, _storage
+    from flaxckpt import _inspect
 
     for report in reports:
         if report.step is None and step_format is None:
             raise errors.OptionError(
                 f"{report.path} is not a step of a run: --mark needs the run directory"
             )
-        path = _storage.paths.resolve(report.path)
-        was_marked = _steps.markers.is_damaged(path)
+        was_marked = _has_mark(report)
         _inspect.run_view.update_marker(report)
-        if was_marked and _steps.markers.is_damaged(path) and not quiet:
-            _output.print_line(f"step {path.name} was already marked as damaged")
+        if was_marked and _has_mark(report) and not quiet:
+            _output.print_line(f"step {report.step} was already marked as damaged")
 
 
 def _verify_some(

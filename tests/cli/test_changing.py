@@ -80,6 +80,10 @@ def test_explain_and_ls_use_the_policies_that_the_run_has_recorded(here, command
     [found] = command.json("explain", "own", 2)["rankings"]
     assert (found["place"], found["next"], found["next_value"]) == (1, 3, 0.5)
     assert command.json("explain", "own", 3)["verdicts"][0]["kept"] == [4, 5]
+    for verb in ("explain", "ls", "prune"):
+        refused = command.refuses(verb, "own", "-k", "best:1:los:min")
+        assert "has a finite metric 'los'" in refused
+        assert refused.endswith("the steps have loss\n")
     refused = command.refuses("explain", "own", 6)
     assert "never had one" in refused
     assert "the nearest steps are 4, 5" in refused

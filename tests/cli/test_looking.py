@@ -414,8 +414,9 @@ def test_verify_finds_one_bit(here, command):
     assert lines[1] == "  1 of 8 leaves cannot be read: params/dense/kernel"
     assert lines[2] == "  state/params.dense.kernel/c.0.0 -> params/dense/kernel"
     assert "its CRC-32C differs" in lines[3]
-    *_, last, advice = command.text("verify", "run", "--all", code=1)
-    assert advice.startswith("not marked as damaged: policies count step")
+    *_, last, why, advice = command.text("verify", "run", "--all", code=1)
+    assert why.startswith("not marked as damaged: policies count step")
+    assert pasted([advice], "To update the marks")[-1] == "--mark"
     assert last.startswith("2 of 3 steps good; 1 DAMAGED: 200; ")
     found = command.json("verify", "run", "--all", code=1)
     assert [report["ok"] for report in found["reports"]] == [True, False, True]
@@ -442,8 +443,13 @@ def test_verify_marks_damaged_steps_if_asked(here, command):
     assert command.text("explain", "run", 200, code=1)[-1].startswith("it is damaged")
     assert command.text("verify", "run")[-1].endswith("; marked as damaged: 200")
     damage(here / "run" / "200")  # as it was
-    command.text("verify", "run", "200", "--mark")
+    good, still, advice = command.text("verify", "run", "200")
+    assert "good" in good
+    assert still.startswith("still marked as damaged: policies do not count step 200,")
+    words = pasted([advice], "To update the marks")
+    command.text(*words)
     assert not marker.exists()
+    assert len(command.text("verify", "run", "200")) == 1
     assert "DAMAGED" not in "".join(command.text("show", "run", "--step", 200))
     events = journal.read(here / "run" / journal.NAME)
     kinds = [event.kind for event in events if event.step == 200]

@@ -456,8 +456,8 @@ def test_verify_says_which_rows_of_a_leaf_a_damaged_file_holds(damaged, terminal
     assert lines[3] == "    c.1.0 has changed since it was written: its CRC-32C differs"
     assert lines[4].startswith("2 of 3 steps good; 1 DAMAGED: 2; ")
     assert " ".join(lines[5:]) == (
-        "not marked as damaged: policies count step 2, and restores may try it; --mark"
-        " marks it"
+        "not marked as damaged: policies count step 2, and restores may try it"
+        " To update the marks: flaxckpt verify run --all --mark"
     )
     report = flaxckpt.verify("run", step=2)
     assert report.places == {"params/Dense_0/kernel": lines[2].strip()}
