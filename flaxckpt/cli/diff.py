@@ -210,7 +210,7 @@ def _number(value: float) -> str:
 
 @dataclasses.dataclass(slots=True)
 class _Subtree:
-    """The differences below a container, or of a leaf."""
+    """The differences below a container, or of a leaf outside of all."""
 
     leaves: int = 0
     differing: int = 0
@@ -253,12 +253,14 @@ def _subtree_rows(result: CheckpointDiff, limit: int) -> list[list[str | Cell]]:
 def _subtrees(result: CheckpointDiff, depth: int) -> dict[str, _Subtree]:
     """Returns the subtrees of `depth` with differences, in the order of the leaves.
 
-    Leaves that cannot be read count as leaves that do not differ.
+    A subtree is a container, or a leaf outside of all. Leaves that cannot be read count
+    as leaves that do not differ.
     """
     subtrees: dict[str, _Subtree] = collections.defaultdict(_Subtree)
     only = dict.fromkeys((*result.only_in_a, *result.only_in_b))
     for path in (*result.changed, *only, *result.same, *result.unreadable):
-        subtree = "/".join(path.split("/")[:depth])
+        containers = path.split("/")[:-1]
+        subtree = "/".join(containers[:depth]) or path
         subtrees[subtree].add(result.changed.get(path), is_only=path in only)
     return {path: subtree for path, subtree in subtrees.items() if subtree.differing}
 

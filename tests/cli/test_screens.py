@@ -315,6 +315,12 @@ def test_diff_by_subtree_is_as_deep_as_fits(layered, terminal):
     assert rows["opt_state/0"][1:4] == ["51", "of", "51"]
     few = terminal(80, *asked, "--limit", 4, code=1)
     assert [line.split()[0] for line in few[3:-1]] == ["step", "params", "opt_state"]
+    deep = terminal(140, *asked, "--limit", 1000, code=1)
+    names = {line.split()[0] for line in deep[3:-1]}
+    assert names >= {"step", "params/layers_1/attn", "opt_state/0/mu/layers_1/attn"}
+    assert not [name for name in names if name.endswith("kernel")], (
+        "a row per container"
+    )
 
 
 @pytest.mark.parametrize("width", WIDTHS)
