@@ -5,6 +5,7 @@ Verbs import the modules they call when they run, so that help does not wait for
 
 from __future__ import annotations
 
+import difflib
 import io
 import os
 import sys
@@ -34,6 +35,34 @@ _MODULES = {
 }
 """Verb -> its module, in the order of the help."""
 
+_GUESSED = {
+    "check": "verify",
+    "clean": "prune",
+    "compare": "diff",
+    "delete": "prune",
+    "export": "convert",
+    "fsck": "verify",
+    "gc": "prune",
+    "info": "show",
+    "inspect": "show",
+    "keep": "pin",
+    "list": "ls",
+    "load": "plan",
+    "metadata": "show",
+    "migrate": "convert",
+    "preview": "plan",
+    "remove": "prune",
+    "restore": "plan",
+    "rm": "prune",
+    "serve": "ui",
+    "size": "du",
+    "status": "ls",
+    "steps": "ls",
+    "validate": "verify",
+    "why": "explain",
+}
+"""Verb of other tools -> the verb here."""
+
 
 class _Verbs(click.Group):
     """The verbs; a verb's module is imported when the verb is used."""
@@ -49,6 +78,21 @@ class _Verbs(click.Group):
         module = _doors.import_module(f"{__name__}.{_MODULES[cmd_name]}")
         command: click.Command = getattr(module, cmd_name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Returns a verb, its command and the other arguments.
+
+        Raises:
+            UsageError: There is no such verb; the error names the one that is meant.
+        """
+        name = args[0]
+        near = difflib.get_close_matches(name, _MODULES, n=1)
+        meant = _GUESSED.get(name) or next(iter(near), None)
+        if name not in _MODULES and meant is not None and not ctx.resilient_parsing:
+            ctx.fail(f"there is no verb {name!r}: did you mean flaxckpt {meant}?")
+        return super().resolve_command(ctx, args)
 
 
 @click.group(

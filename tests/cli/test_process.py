@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import flaxckpt
+from flaxckpt import cli
 from flaxckpt.cli import _output, app, main
 from tests import ROOT
 
@@ -51,6 +52,19 @@ def modules_of(*args):
     )
     assert found.returncode == 0, found.stderr
     return set(json.loads(found.stderr.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    ("guess", "verb"), [*cli._GUESSED.items(), ("vrify", "verify"), ("Diff", "diff")]
+)
+def test_a_verb_of_other_tools_is_answered_with_the_verb_here(command, guess, verb):
+    assert verb in VERBS
+    told = command.refuses(guess, "runs/7")
+    assert f"no verb {guess!r}: did you mean flaxckpt {verb}?" in told
+
+
+def test_a_verb_that_nobody_knows_is_refused(command):
+    assert "No such command 'xyzzy'" in command.refuses("xyzzy")
 
 
 @pytest.mark.parametrize("verb", [None, *VERBS])
