@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from flaxckpt import errors
 from flaxckpt import transforms as tf
 from flaxckpt._checkpoint.plan import RestorePlan
 from flaxckpt._util import humanize
@@ -53,6 +54,15 @@ def write_import(transforms: Sequence[Transform]) -> str:
     texts = _transforms.describe(transforms)
     used = {text.partition("(")[0] for text in texts} & {*tf.__all__}
     return f"from flaxckpt.transforms import {', '.join(sorted(used))}" if used else ""
+
+
+def describe_loaded(plan: RestorePlan) -> str:
+    """Returns which leaves come from the checkpoint; empty for all leaves, or none."""
+    others = {"init", "dropped", "conflict"}
+    loaded = [p for p, leaf in plan.leaves.items() if others.isdisjoint(leaf.actions)]
+    if not loaded or not plan.count("init"):
+        return ""
+    return f"From the checkpoint: {errors.first_few(loaded, 4)}."
 
 
 def describe_fresh(

@@ -382,15 +382,16 @@ class _Planned(NamedTuple):
     def _given(self, name: str) -> list[str]:
         return click.get_current_context().params[name] or []
 
-    def fresh(self) -> str:
-        """Returns a line on the leaves with values of the program; empty for none."""
+    def origins(self) -> list[str]:
+        """Returns lines on the leaves of the checkpoint, and those of the program."""
         from flaxckpt._inspect import restore_call
 
         if not self.is_good:
-            return ""
-        return restore_call.describe_fresh(
+            return []
+        fresh = restore_call.describe_fresh(
             self.plan, missing=self.missing, as_source=self.as_source
         )
+        return [*filter(None, (restore_call.describe_loaded(self.plan), fresh))]
 
 
 def _show_suggestion(suggestion: Suggestion, planned: _Planned, *, json: bool) -> int:
@@ -452,9 +453,7 @@ def _show(planned: _Planned, call: _Remedy | None, source: _Remedy | None) -> No
         _output.print_command(*remedy)
     if planned.plan.advice:
         _output.print_paragraph(f"In Python: {planned.plan.advice}")
-    if fresh := planned.fresh():
-        _output.print_paragraph(fresh)
-    for line in planned.conclusion():
+    for line in [*planned.origins(), *planned.conclusion()]:
         _output.print_paragraph(line)
     if call is not None and planned.is_good:
         _output.print_command(*call)

@@ -726,7 +726,8 @@ def test_plan_of_the_source_of_a_new_run_begins_the_optimizer_anew(here, command
     anew |= {"opt_state/0/nu/head", "opt_state/0/nu/trunk"}
     lines = command.text("plan", "base", "base", "--as-source")
     assert ": 6 init, 2 loaded; " in lines[0]
-    assert {line.split()[0] for line in lines[2:-3]} == anew
+    assert {line.split()[0] for line in lines[2:-4]} == anew
+    assert lines[-4] == "From the checkpoint: params/trunk, params/head."
     assert lines[-3].startswith("Begin anew, as in a new run: 6 leaves.")
     assert lines[-2] == SUCCEEDS
     # The new run does what is planned.
