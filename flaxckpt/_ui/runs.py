@@ -57,10 +57,14 @@ def news(workspace: Workspace, query: Query) -> feeds.News:
         CheckpointNotFoundError: The run does not exist any more.
     """
     workspace.places.look_again()
+    workspace.verifications.look_again()
+    verified = workspace.verifications.version
     if name := query.text("run"):
-        return workspace.feeds.news([workspace.places.find(name)])
+        latest = workspace.feeds.news([workspace.places.find(name)])
+        return latest._replace(version=f"{latest.version}.{verified}")
     latest = workspace.feeds.news(listed(workspace))
-    return latest._replace(version=f"{workspace.places.version}.{latest.version}")
+    version = f"{workspace.places.version}.{latest.version}.{verified}"
+    return latest._replace(version=version)
 
 
 def content(workspace: Workspace, query: Query) -> html.Markup:
