@@ -24,6 +24,8 @@ from flaxckpt._ui import overview, runs, verifications, verify, workspace
 
 __all__ = ["open_page"]
 
+PATIENCE_SECS = 120
+
 
 @pytest.fixture
 def run(tmp_path):
@@ -43,8 +45,10 @@ def verified(space, **fields):
 
 
 def wait_for(is_so):
-    """Waits for what a thread or a poll finds in the end."""
+    """Waits for what a poll finds in the end: only a fault takes so long."""
+    end = time.monotonic() + PATIENCE_SECS
     while not is_so():
+        assert time.monotonic() < end
         time.sleep(0.01)
 
 
