@@ -325,9 +325,13 @@ def test_a_result_is_shown_for_its_own_step_only(run, open_page):
 
 def test_pages_are_told_of_a_verification(run, open_page):
     space = open_page(run)
+    ask(overview.page, space, run="run")  # the first report
     before = news(space).version
     verified(space, run="run", step=2)
-    assert news(space).version != before
+    space.verifications.job._thread.join()
+    after = news(space).version
+    assert after != before
+    assert f'version={after}"' in ask(overview.page, space, run="run")
 
 
 def test_a_checkpoint_outside_of_a_run_has_no_mark(tmp_path, open_page):
