@@ -55,6 +55,9 @@ from flaxckpt._report.gather import ReportOptions as ReportOptions
 from flaxckpt._report.gather import describe_change as describe_change
 from flaxckpt._report.gather import gather as gather
 from flaxckpt._report.integrity import Verification as Verification
+from flaxckpt._report.integrity import find_news as find_news
+from flaxckpt._report.integrity import merge as merge
+from flaxckpt._report.integrity import stamp_files as stamp_files
 from flaxckpt._report.integrity import verify_step as verify_step
 from flaxckpt._report.page import alert as alert
 from flaxckpt._report.page import headline as headline

@@ -257,12 +257,15 @@ class Integrity(NamedTuple):
             sizes. `damaged`; `unread`: reading failed; `unknown`: not checked.
         detail: The finding.
         bytes_checked: Bytes that were read and compared.
+        found: When this was found, in seconds since 1970: the beginning of the check,
+            or the time of the marker of damage; None if not checked.
     """
 
     step: int | None
     state: State
     detail: str
     bytes_checked: int
+    found: float | None = None
 
     @property
     def is_bad(self) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from flaxckpt import _checkpoint, _steps, _storage, errors
 from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._inspect.listing import Step
-from flaxckpt._report.data import Integrity, State
+from flaxckpt._report.data import Integrity, Report, State
 from flaxckpt._util import humanize
 from flaxckpt._util.progress import Counter
 from flaxckpt.formats import _locate
@@ -56,8 +57,11 @@ def check_steps(
 
 
 def _check(step: Step, is_new: bool) -> Integrity:
+    now = time.time()
     if step.damage is not None:
-        return Integrity(step.step, "damaged", step.damage, 0)
+        marked = _steps.markers.damage_time(_storage.paths.from_text(step.path))
+        found = now if marked is None else marked
+        return Integrity(step.step, "damaged", step.damage, 0, found)
     is_ours = step.format == "flaxckpt"
     if not is_new:
         detail = "not checked" if is_ours else _NO_LIST
@@ -71,21 +75,21 @@ def _check(step: Step, is_new: bool) -> Integrity:
             stored.check_items(stored.metadata.damaged_items)
     except (errors.CheckpointError, OSError) as error:
         if is_ours or isinstance(error, errors.DamagedCheckpointError | OSError):
-            return _of_error(step, error)
+            return _of_error(step, error, now)
         return Integrity(step.step, "unknown", explain(error), 0)
     if is_ours:
         return Integrity(
-            step.step, "whole", "all files exist, with the recorded sizes", 0
+            step.step, "whole", "all files exist, with the recorded sizes", 0, now
         )
     return Integrity(step.step, "unknown", _NO_LIST, 0)
 
 
-def _of_error(step: Step, error: Exception) -> Integrity:
+def _of_error(step: Step, error: Exception, began: float) -> Integrity:
     path = _storage.paths.from_text(step.path)
     if not _storage.of(path).exists(path):
         return _deleted(step)
     state: State = "unread" if _storage.permissions.is_unread(error) else "damaged"
-    return Integrity(step.step, state, explain(error), 0)
+    return Integrity(step.step, state, explain(error), 0, began)
 
 
 def _deleted(step: Step) -> Integrity:
@@ -103,10 +107,12 @@ class Verification(NamedTuple):
     Attributes:
         integrity: The integrity of the step.
         report: The faults; None if the step could not be opened.
+        files: The stamp of the files before they were read.
     """
 
     integrity: Integrity
     report: VerifyReport | None
+    files: int | None
 
 
 def verify_step(step: Step, counter: Counter | None = None) -> Verification:
@@ -117,6 +123,7 @@ def verify_step(step: Step, counter: Counter | None = None) -> Verification:
         counter: Counts the bytes read. An error of its `add` ends the verification.
     """
     path = _storage.paths.from_text(step.path)
+    began, files = time.time(), stamp_files(path)
     try:
         try:
             report = _checkpoint.verify.verify_checkpoint(
@@ -125,22 +132,104 @@ def verify_step(step: Step, counter: Counter | None = None) -> Verification:
         except errors.DamagedCheckpointError as error:
             report = _checkpoint.verify.report_lost(path, step.step, error)
     except (errors.CheckpointError, OSError) as error:
-        return Verification(_of_error(step, error), None)
+        return Verification(_of_error(step, error, began), None, files)
     if not report.ok and not _storage.of(path).exists(path):
-        return Verification(_deleted(step), None)
-    return Verification(_of_report(step, report), report)
+        return Verification(_deleted(step), None, files)
+    return Verification(_of_report(step, report, began), report, files)
 
 
-def _of_report(step: Step, report: VerifyReport) -> Integrity:
+def _of_report(step: Step, report: VerifyReport, began: float) -> Integrity:
     faults = {**report.problems, **report.unread}
     if not report.ok:
         state: State = "damaged" if report.problems else "unread"
         where, why = next(iter(faults.items()))
         more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
         detail = f"{report.summary or where}: {why}{more}"
-        return Integrity(step.step, state, detail, report.bytes_checked)
+        return Integrity(step.step, state, detail, report.bytes_checked, began)
     detail = f"{humanize.size(report.bytes_checked)} read"
     if report.unchecked:
         leaves = humanize.count(len(report.unchecked), "leaf", "leaves")
         detail += f"; {leaves} without checksums"
-    return Integrity(step.step, "verified", detail, report.bytes_checked)
+    return Integrity(step.step, "verified", detail, report.bytes_checked, began)
+
+
+# ---- later news -------------------------------------------------------------------
+
+
+def stamp_files(path: Path) -> int | None:
+    """Returns a number that changes with the files of a checkpoint, without markers.
+
+    None in object stores, where looking at each file takes a request.
+    """
+    storage = _storage.of(path)
+    if storage.costs_requests:
+        return None
+    try:
+        files = sorted(
+            file
+            for file in storage.all_files(path)
+            if not _steps.markers.is_marker(file.name)
+        )
+    except OSError:  # not readable, or deleted
+        return None
+    return hash(tuple(_storage.stamp(file) for file in files))
+
+
+def find_news(
+    report: Report, found: Mapping[int | None, Integrity]
+) -> Mapping[int | None, str]:
+    """Returns what became known of steps after a verification, and contradicts it.
+
+    Damage that was found by any means counts against a good step; only the removal of
+    the marker counts against a bad one, as the sizes of files say little.
+
+    Args:
+        report: A report without the findings of the verification.
+        found: Step -> the finding of the verification.
+
+    Returns:
+        Step -> the news: `was marked as damaged at 13:14:05`. Steps without news are
+        missing.
+    """
+    kinds = ("found_damaged", "found_good")
+    events = {event.step: event for event in report.happened if event.kind in kinds}
+    news = {}
+    for step, known in zip(report.steps, report.integrity, strict=True):
+        check = found.get(step.step)
+        if check is None or check.found is None:
+            continue
+        event = events.get(step.step)
+        is_late = event is not None and event.time > check.found
+        if check.is_bad:
+            if event is not None and is_late and event.kind == "found_good":
+                news[step.step] = _news("was found to be good", event.time)
+        elif known.is_bad and (known.found or 0.0) > check.found:
+            news[step.step] = _news(_describe_loss(step, known), known.found)
+        elif event is not None and is_late and event.kind == "found_damaged":
+            news[step.step] = _news("was marked as damaged", event.time)
+    return news
+
+
+def _describe_loss(step: Step, known: Integrity) -> str:
+    if known.state == "unread":
+        return "could not be read"
+    return "was marked as damaged" if step.damage else "was found to be damaged"
+
+
+def _news(what: str, when: float | None) -> str:
+    return f"{what} at {humanize.clock(when)}"
+
+
+def merge(step: Step, known: Integrity, found: Integrity) -> Integrity:
+    """Returns the integrity of a step of which a verification is the latest news.
+
+    A step with a marker of damage stays damaged until the marker is removed.
+
+    Args:
+        step: The step as listed.
+        known: Its integrity without the verification.
+        found: The finding of the verification.
+    """
+    if step.damage is None:
+        return found
+    return known._replace(bytes_checked=max(known.bytes_checked, found.bytes_checked))

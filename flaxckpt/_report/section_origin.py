@@ -119,6 +119,7 @@ def integrity(report: Report, *, verify: html.Markup | None = None) -> Section |
         tables.Column("steps", is_number=True),
         tables.Column("count", is_number=True),
         tables.Column("state"),
+        tables.Column("found"),
         tables.Column("finding", is_wide=True),
     ]
     ranges = _ranges(report.integrity)
@@ -169,8 +170,17 @@ def _range_row(checks: Sequence[Integrity]) -> tables.Row:
         "data_state": last.state,
         "data_bytes": count,
     }
-    cells = [name, f"{len(checks):,}", state, detail]
+    cells = [name, f"{len(checks):,}", state, _found(checks), detail]
     return tables.Row(cells, data, "bad" if last.is_bad else None)
+
+
+def _found(checks: Sequence[Integrity]) -> html.Markup:
+    """Returns when the state was found, of several steps the first and the last."""
+    times = [check.found for check in checks if check.found is not None]
+    if not times:
+        return html.NOTHING
+    ends = [html.moment(seconds) for seconds in (min(times), max(times))]
+    return ends[0] if len({*ends}) == 1 else html.join((ends[0], " – ", ends[1]))  # noqa: RUF001
 
 
 def _state_bar(ranges: Sequence[Sequence[Integrity]]) -> html.Markup:

@@ -24,7 +24,9 @@ _MOST_ROWS = 1000
 
 
 def metrics(report: Report) -> Section:
-    """Returns the section with each metric over the steps."""
+    """Returns the section with each metric over the steps, or of a checkpoint."""
+    if not report.is_run:
+        return _checkpoint_metrics(report)
     if not report.metrics:
         return Section("metrics", "Metrics", "No metrics are stored with the steps.")
     drawn = {
@@ -46,6 +48,26 @@ def metrics(report: Report) -> Section:
             section.legend(_key([p for ps in drawn.values() for p in ps])),
         ],
     )
+
+
+def _checkpoint_metrics(report: Report) -> Section:
+    """Returns the section with the metrics of a checkpoint outside of a run."""
+    found = {name: v for step in report.steps for name, v in step.metrics.items()}
+    if not found:
+        text = "No metrics are stored with the checkpoint."
+        return Section("metrics", "Metrics", text)
+    columns = [tables.Column("metric"), tables.Column("value", is_number=True)]
+    rows = [
+        tables.Row(
+            [name, tables.Cell(humanize.number(value), value)],
+            {"data_metric": name, "data_value": value},
+        )
+        for name, value in found.items()
+    ]
+    stored = humanize.count(len(found), "metric is", "metrics are")
+    table = tables.table("Values", columns, rows, what="metrics")
+    text = f"{stored} stored with the checkpoint."
+    return Section("metrics", "Metrics", text, [table])
 
 
 def _metrics_summary(

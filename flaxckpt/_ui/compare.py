@@ -62,7 +62,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         ),
         place=place,
         view="/compare",
-        version=frame.current_version(workspace, place),
+        version=workspace.version(place),
     )
 
 

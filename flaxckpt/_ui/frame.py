@@ -79,12 +79,6 @@ def page(
     return html.Markup(f"<!doctype html>\n{document}\n")
 
 
-def current_version(workspace: Workspace, place: Place) -> str:
-    """Returns the `version` of a page whose lists follow a run, but not its content."""
-    snapshot = workspace.feeds.available(place)
-    return "0" if snapshot is None else str(snapshot.version)
-
-
 def _events(place: Place | None, version: str) -> html.Markup:
     run = None if place is None else place.name
     return address("/events", run=run, version=version)

@@ -55,7 +55,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         html.element("div", browser, panel, class_="panes"),
         place=place,
         view="/leaves",
-        version=frame.current_version(workspace, place),
+        version=workspace.version(place),
     )
 
 

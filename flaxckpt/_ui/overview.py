@@ -32,10 +32,12 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
 
 def show(workspace: Workspace, place: Place) -> html.Markup:
     """Returns the page on a run or a checkpoint."""
-    snapshot = workspace.feeds.latest(place)
+    workspace.feeds.latest(place)  # the first report has a version
+    version = workspace.version(place)
+    report = workspace.feeds.latest(place).report
     content = html.element(
         "div",
-        _content(workspace, snapshot.report, place),
+        _content(workspace, report, place),
         id="sections",
         hx_get=address("/run/sections", run=place.name),
         hx_trigger="run-changed from:body",
@@ -46,7 +48,7 @@ def show(workspace: Workspace, place: Place) -> html.Markup:
         content,
         place=place,
         view="/run",
-        version=str(snapshot.version),
+        version=version,
     )
 
 

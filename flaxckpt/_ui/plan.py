@@ -83,7 +83,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         ),
         place=place,
         view="/plan",
-        version=frame.current_version(workspace, place),
+        version=workspace.version(place),
     )
 
 

@@ -57,10 +57,14 @@ def news(workspace: Workspace, query: Query) -> feeds.News:
         CheckpointNotFoundError: The run does not exist any more.
     """
     workspace.places.look_again()
+    workspace.verifications.look_again()
+    verified = workspace.verifications.version
     if name := query.text("run"):
-        return workspace.feeds.news([workspace.places.find(name)])
+        latest = workspace.feeds.news([workspace.places.find(name)])
+        return latest._replace(version=f"{latest.version}.{verified}")
     latest = workspace.feeds.news(listed(workspace))
-    return latest._replace(version=f"{workspace.places.version}.{latest.version}")
+    version = f"{workspace.places.version}.{latest.version}.{verified}"
+    return latest._replace(version=version)
 
 
 def content(workspace: Workspace, query: Query) -> html.Markup:
@@ -83,7 +87,9 @@ def content(workspace: Workspace, query: Query) -> html.Markup:
                 reports[place.name] = report
     waiting = len(names) - len(reports) - len(unread)
     metrics = _metrics(reports)
-    shown = list(metrics)[:_MOST_COLUMNS]
+    checkpoints = [report for report in reports.values() if not report.is_run]
+    single = [name for each in checkpoints for s in each.steps for name in s.metrics]
+    shown = list(dict.fromkeys([*metrics, *single]))[:_MOST_COLUMNS]
     rows = [_row(run, report, shown) for run, report in reports.items()]
     rows += [_unread_row(run, error, shown) for run, error in unread.items()]
     more = list(workspace.places.runs)[_MOST_RUNS:]
@@ -168,7 +174,7 @@ def _row(run: str, report: Report, names: Sequence[str]) -> _report.tables.Row:
         f"{len(report.steps):,}" if report.is_run else "checkpoint",
         "" if number is None else f"{number:,}",
         _best(report),
-        *[_last(report.metrics.get(name, ())) for name in names],
+        *[_last(report, name) for name in names],
         "" if saved is None else cell(html.moment(saved), saved),
         "" if report.bytes is None else cell(humanize.size(report.bytes), report.bytes),
         _state(report, newest),
@@ -190,12 +196,17 @@ def _best(report: Report) -> html.Markup:
     return html.join([html.element("div", line) for line in lines])
 
 
-def _last(values: Sequence[MetricValue]) -> object:
-    """Returns the value of the newest step that can be used."""
-    last = _report.data.last_good(values)
-    if last is None:
+def _last(report: Report, name: str) -> object:
+    """Returns the metric of a checkpoint, or of the newest step that can be used."""
+    if report.is_run:
+        last = _report.data.last_good(report.metrics.get(name, ()))
+        value = None if last is None else last.value
+    else:
+        good = [step for step in report.steps if step.step not in report.faults]
+        value = good[-1].metrics.get(name) if good else None
+    if value is None:
         return ""
-    return _report.tables.Cell(humanize.number(last.value), last.value)
+    return _report.tables.Cell(humanize.number(value), value)
 
 
 def _state(report: Report, newest: Step | None) -> str:

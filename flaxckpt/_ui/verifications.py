@@ -1,7 +1,8 @@
 """Verification of checkpoints in the background, one at a time, for all open pages.
 
-The results are kept until the server ends. They are of the steps as listed when the
-verification began: a step that has been replaced since counts as not verified.
+The results are kept until the server ends, and count until something newer is known of
+the step: it was saved again or deleted, its files have changed, or it was marked as
+damaged or found to be good by another program.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _report, errors
+from flaxckpt import _report, _storage, errors
 from flaxckpt._inspect.listing import Step
 from flaxckpt._report import Report, Verification
 from flaxckpt._report.data import Integrity
@@ -25,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 _MOST_RESULTS = 20_000
 _MOST_FAULTS = 100
+_SHARE = 0.05
+"""The share of the time in which the files of verified steps are looked at."""
 
 
 class Fault(NamedTuple):
@@ -44,8 +47,8 @@ class Result(NamedTuple):
 
     Attributes:
         step: The step, as listed before it was read.
-        ended: The end of the verification, in seconds since 1970.
         integrity: The integrity of the step.
+        files: The stamp of its files before they were read; None if unknown.
         summary: The number of leaves that cannot be read, and the files that cause it.
         faults: The first faults.
         more_faults: The number of further ones.
@@ -55,13 +58,26 @@ class Result(NamedTuple):
     """
 
     step: Step
-    ended: float
     integrity: Integrity
+    files: int | None
     summary: str
     faults: tuple[Fault, ...]
     more_faults: int
     unchecked: int
     secs: float
+
+
+class Finding(NamedTuple):
+    """A result, and what is known since.
+
+    Attributes:
+        result: The result.
+        news: What became known of the step since, which ends the result; empty if
+            nothing.
+    """
+
+    result: Result
+    news: str
 
 
 class _StoppedError(Exception):
@@ -95,16 +111,21 @@ class Job:
         place: The run or the checkpoint.
         steps: The steps, at least one.
         remember: Called with each result.
+        end: Called at the end.
     """
 
     def __init__(
-        self, place: Place, steps: Sequence[Step], remember: Callable[[Result], None]
+        self,
+        place: Place,
+        steps: Sequence[Step],
+        remember: Callable[[Result], None],
+        end: Callable[[], None],
     ) -> None:
         self.place = place
         self.steps = tuple(steps)
         self.results: list[Result] = []
         self.error: str | None = None
-        self._remember = remember
+        self._remember, self._end = remember, end
         self._stop = threading.Event()
         self._counter = progress.Counter("")
         self._thread = threading.Thread(
@@ -152,6 +173,8 @@ class Job:
         except Exception as error:
             _log.exception("verifying %s failed", self.place.path)
             self.error = str(error) or type(error).__name__
+        finally:
+            self._end()
 
 
 def _describe(step: Step, verified: Verification, secs: float) -> Result:
@@ -164,8 +187,8 @@ def _describe(step: Step, verified: Verification, secs: float) -> Result:
         summary, unchecked = report.summary, len(report.unchecked)
     return Result(
         step,
-        time.time(),
         verified.integrity,
+        verified.files,
         summary,
         tuple(faults[:_MOST_FAULTS]),
         len(faults[_MOST_FAULTS:]),
@@ -183,6 +206,15 @@ class Verifications:
         self._results: collections.OrderedDict[tuple[Path, int | None], Result] = (
             collections.OrderedDict()
         )
+        self._changed: dict[tuple[Path, int | None], Result] = {}
+        self._looking = threading.Lock()
+        self._due = 0.0
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Grows as results are found and end, for pages that show them."""
+        return self._version
 
     @property
     def job(self) -> Job | None:
@@ -202,7 +234,12 @@ class Verifications:
                 raise errors.OptionError(
                     f"{self._job.place.name} is being verified: wait for it, or stop it"
                 )
-            job = Job(place, steps, lambda result: self._remember(place, result))
+            job = Job(
+                place,
+                steps,
+                lambda result: self._remember(place, result),
+                self._count_version,
+            )
             job.start()
             self._job = job
 
@@ -211,45 +248,90 @@ class Verifications:
         if self._job is not None:
             self._job.stop()
 
-    def results(self, place: Place, report: Report) -> Mapping[int | None, Result]:
-        """Returns the results for the steps of a report that were not replaced since.
+    def find(self, place: Place, report: Report) -> Mapping[int | None, Finding]:
+        """Returns the last result for each step of a run, with what is known since.
 
-        Returns:
-            Step -> its last result.
+        Args:
+            place: The run or the checkpoint.
+            report: The report on it, without results.
         """
+        self.look_again()
         with self._lock:
             found = {
-                step.step: (step, result)
-                for step in report.steps
-                if (result := self._results.get((place.path, step.step))) is not None
+                step: result
+                for (path, step), result in self._results.items()
+                if path == place.path
             }
+            changed = [
+                step
+                for step, result in found.items()
+                if self._changed.get((place.path, step)) is result
+            ]
+        checks = {step: result.integrity for step, result in found.items()}
+        news = {
+            **dict.fromkeys(changed, "has changed on the disk"),
+            **_report.find_news(report, checks),
+        }
+        steps = {step.step: step for step in report.steps}
+        for number, result in found.items():
+            if number not in steps:
+                news[number] = "was deleted"
+            elif not _is_same(steps[number], result.step):
+                news[number] = "was saved again"
+        return {n: Finding(result, news.get(n, "")) for n, result in found.items()}
+
+    def results(self, place: Place, report: Report) -> Mapping[int | None, Result]:
+        """Returns the results that count, by step, in the order of the steps."""
+        found = self.find(place, report)
         return {
-            number: result
-            for number, (step, result) in found.items()
-            if _is_same(step, result.step)
+            step.step: found[step.step].result
+            for step in report.steps
+            if step.step in found and not found[step.step].news
         }
 
     def update(self, place: Place, report: Report) -> Report:
-        """Returns a report with the integrity that the verifications have found.
-
-        Damage that the report knows stays, also if it was found by other means.
-        """
+        """Returns a report with the integrity that the verifications have found."""
         results = self.results(place, report)
         if not results:
             return report
         checks = [
-            _merge(check, results[check.step].integrity)
-            if check.step in results
+            _report.merge(step, check, results[step.step].integrity)
+            if step.step in results
             else check
-            for check in report.integrity
+            for step, check in zip(report.steps, report.integrity, strict=True)
         ]
         return report.with_integrity(checks)
+
+    def look_again(self) -> None:
+        """Finds the steps whose files have changed since they were read.
+
+        Takes a small part of the time at most, however many files there are.
+        """
+        if time.monotonic() < self._due or not self._looking.acquire(blocking=False):
+            return
+        try:
+            began = time.monotonic()
+            with self._lock:
+                results = [*self._results.items()]
+            changed = {key: result for key, result in results if _has_changed(result)}
+            if changed.keys() != self._changed.keys():
+                self._count_version()
+            self._changed = changed
+            now = time.monotonic()
+            self._due = now + (now - began) / _SHARE
+        finally:
+            self._looking.release()
+
+    def _count_version(self) -> None:
+        with self._lock:
+            self._version += 1
 
     def _remember(self, place: Place, result: Result) -> None:
         key = (place.path, result.step.step)
         with self._lock:
             self._results[key] = result
             self._results.move_to_end(key)
+            self._version += result.integrity.is_bad
             while len(self._results) > _MOST_RESULTS:
                 self._results.popitem(last=False)
 
@@ -259,8 +341,9 @@ def _is_same(step: Step, verified: Step) -> bool:
     return (step.path, step.created) == (verified.path, verified.created)
 
 
-def _merge(known: Integrity, found: Integrity) -> Integrity:
-    """Returns the integrity that a verification has found, but damage that is known."""
-    if not known.is_bad:
-        return found
-    return known._replace(bytes_checked=max(known.bytes_checked, found.bytes_checked))
+def _has_changed(result: Result) -> bool:
+    """Returns True if files of a step have changed since it was verified."""
+    if result.files is None:
+        return False
+    path = _storage.paths.from_text(result.step.path)
+    return _report.stamp_files(path) != result.files

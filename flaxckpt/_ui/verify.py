@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final, Literal, TypeAlias
 
 from flaxckpt import _report, errors
 from flaxckpt._inspect.listing import Step
 from flaxckpt._report import Report
 from flaxckpt._ui import forms, frame
 from flaxckpt._ui.places import Place
-from flaxckpt._ui.verifications import Job, Result
+from flaxckpt._ui.verifications import Finding, Job, Result
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 
-_ALL = "all"
+_ALL: Final = "all"
+_Chosen: TypeAlias = int | Literal["all"] | None
+"""The steps that a page is about; None for a checkpoint, or if none were chosen."""
+
 _MOST_SHOWN = 20
 """Steps whose faults are listed."""
 
@@ -25,11 +29,10 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the page that verifies the `step` of a `run`, or all of its steps."""
     place = workspace.places.find(query.text("run"))
     report = workspace.report(place)
+    chosen = _chosen(workspace, place, query)
     choices = [forms.hidden("run", place.name)]
     if place.is_run:
-        is_all = query.text("step") == _ALL
-        number = None if is_all else query.number("step")
-        choices.append(_step_choice(report, number, is_all=is_all))
+        choices.append(_step_choice(report, chosen))
     choices.append(html.element("button", "Verify", type="submit"))
     return frame.page(
         workspace,
@@ -51,11 +54,11 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
                 hx_target="#verification",
                 hx_swap="outerHTML",
             ),
-            _status(workspace, place),
+            _status(workspace, place, chosen),
         ),
         place=place,
         view="/verify",
-        version=frame.current_version(workspace, place),
+        version=workspace.version(place),
     )
 
 
@@ -64,18 +67,18 @@ def start(workspace: Workspace, query: Query) -> html.Markup:
     place = workspace.places.find(query.text("run"))
     report = workspace.feeds.latest(place).report
     steps = report.steps[::-1]
-    if place.is_run and query.text("step") != _ALL:
-        number = query.number("step")
-        if number is None:
-            raise errors.OptionError(f"choose a step of {place.name} to verify")
-        steps = tuple(step for step in steps if step.step == number)
+    chosen = _asked(place, query)
+    if place.is_run and chosen is None:
+        raise errors.OptionError(f"choose a step of {place.name} to verify")
+    if isinstance(chosen, int):
+        steps = tuple(step for step in steps if step.step == chosen)
         if not steps:
-            raise errors.CheckpointNotFoundError(f"{place.name} has no step {number}")
+            raise errors.CheckpointNotFoundError(f"{place.name} has no step {chosen}")
     try:
         workspace.verifications.start(place, steps)
     except errors.OptionError as error:
-        return _status(workspace, place, frame.message(str(error), "error"))
-    return _status(workspace, place)
+        return _status(workspace, place, chosen, frame.message(str(error), "error"))
+    return _status(workspace, place, chosen)
 
 
 def stop(workspace: Workspace, query: Query) -> html.Markup:
@@ -86,49 +89,84 @@ def stop(workspace: Workspace, query: Query) -> html.Markup:
 
 def status(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the progress of the verification, and the results so far."""
-    return _status(workspace, workspace.places.find(query.text("run")))
+    place = workspace.places.find(query.text("run"))
+    return _status(workspace, place, _chosen(workspace, place, query))
 
 
-def _step_choice(report: Report, chosen: int | None, *, is_all: bool) -> html.Markup:
+def _asked(place: Place, query: Query) -> _Chosen:
+    """Returns the `step` of a request: a number, or all; None without one."""
+    if place.is_run and query.text("step") == _ALL:
+        return _ALL
+    return query.number("step") if place.is_run else None
+
+
+def _chosen(workspace: Workspace, place: Place, query: Query) -> _Chosen:
+    """Returns the steps to show: of the request, else those verified last, if any."""
+    asked, job = _asked(place, query), workspace.verifications.job
+    if asked is not None or job is None or job.place != place:
+        return asked
+    return job.steps[0].step if len(job.steps) == 1 else _ALL
+
+
+def _step_choice(report: Report, chosen: _Chosen) -> html.Markup:
     """Returns a list of the steps of a run, and all of them together.
 
     Args:
         report: The report on the run.
-        chosen: The chosen step, or None.
-        is_all: True if all are chosen.
+        chosen: The chosen step, or all.
     """
     numbered = [step for step in report.steps[::-1] if step.step is not None]
     sizes = [step.bytes for step in numbered if step.bytes is not None]
     total = f", {humanize.size(report.bytes)}" if report.bytes and sizes else ""
-    options = forms.step_options(report, chosen)
+    options = forms.step_options(report, chosen if isinstance(chosen, int) else None)
     options.insert(1, (_ALL, f"all {humanize.count(len(numbered), 'step')}{total}"))
-    value = _ALL if is_all else "" if chosen is None else str(chosen)
-    return forms.choice("Step", "step", options, value)
+    return forms.choice(
+        "Step",
+        "step",
+        options,
+        "" if chosen is None else str(chosen),
+        hx_get="/verify/status",
+        hx_include="closest form",
+        hx_target="#verification",
+        hx_swap="outerHTML",
+    )
 
 
 # ---- the status -------------------------------------------------------------------
 
 
 def _status(
-    workspace: Workspace, place: Place, message: html.Markup = html.NOTHING
+    workspace: Workspace,
+    place: Place,
+    chosen: _Chosen,
+    message: html.Markup = html.NOTHING,
 ) -> html.Markup:
-    """Returns the part of the page that is replaced while a verification runs."""
+    """Returns the part of the page that is replaced while a verification runs.
+
+    Args:
+        workspace: The data behind the page.
+        place: The run or the checkpoint.
+        chosen: The steps whose results are shown.
+        message: A message above.
+    """
     report = workspace.feeds.latest(place).report
+    found = workspace.verifications.find(place, report)
     results = workspace.verifications.results(place, report)
+    shown = results
+    if chosen != _ALL:
+        shown = {n: result for n, result in results.items() if n == chosen}
     job = workspace.verifications.job
-    parts = [message]
     is_running = job is not None and job.is_running
+    parts = [message]
     if job is not None and is_running:
-        parts.append(_progress(job, place))
-    elif job is not None and job.place == place:
-        is_current = all(results.get(r.step.step) is r for r in job.results)
-        parts.append(_outcome(job, place, is_current=is_current))
-    parts += _faults(results)
-    parts += _remedies(place, report, results)
-    if results:
-        known = workspace.report(place)
-        section = _report.section_origin.integrity(known, verify=html.NOTHING)
-        assert section is not None  # there is a result
+        parts.append(_progress(job, place, chosen))
+    else:
+        parts.append(_outcome(workspace, place, chosen, found))
+    parts += _faults(shown)
+    parts += _remedies(place, report, shown)
+    known = workspace.report(place)
+    section = _report.section_origin.integrity(known, verify=html.NOTHING)
+    if found and section is not None:
         parts.append(html.element("p", section.summary, class_="summary-text"))
         parts += section.body
     return html.element(
@@ -136,13 +174,13 @@ def _status(
         *parts,
         id="verification",
         aria_live="polite",
-        hx_get=address("/verify/status", run=place.name) if is_running else None,
-        hx_trigger=_REFRESH if is_running else None,
-        hx_swap="outerHTML" if is_running else None,
+        hx_get=address("/verify/status", run=place.name, step=chosen),
+        hx_trigger=_REFRESH if is_running else "run-changed from:body",
+        hx_swap="outerHTML",
     )
 
 
-def _progress(job: Job, place: Place) -> html.Markup:
+def _progress(job: Job, place: Place, chosen: _Chosen) -> html.Markup:
     """Returns the progress of a job, with a button that stops it."""
     step, done, total = job.current
     share = len(job.results) + (min(1.0, done / total) if total else 0.0)
@@ -159,7 +197,7 @@ def _progress(job: Job, place: Place) -> html.Markup:
         "Stopping …" if job.is_stopped else "Stop",
         type="button",
         disabled="" if job.is_stopped else None,
-        hx_get=address("/verify/stop", run=place.name),
+        hx_get=address("/verify/stop", run=place.name, step=chosen),
         hx_target="#verification",
         hx_swap="outerHTML",
     )
@@ -183,54 +221,120 @@ def _name(place: Place, step: Step | None) -> str:
     return f"step {step.step:,} of {place.name}"
 
 
-def _outcome(job: Job, place: Place, *, is_current: bool) -> html.Markup:
-    """Returns the result of a job in a sentence; green if every byte was good.
+def _outcome(
+    workspace: Workspace,
+    place: Place,
+    chosen: _Chosen,
+    found: Mapping[int | None, Finding],
+) -> html.Markup:
+    """Returns the results of the chosen steps in a sentence.
 
-    Args:
-        job: The job, which has ended.
-        place: The run or the checkpoint.
-        is_current: False if a step was saved again or deleted since.
+    It is green if every byte was good, and nothing else is known since.
     """
-    states = [result.integrity.state for result in job.results]
-    is_bad = any(result.integrity.is_bad for result in job.results)
-    is_whole = states == ["verified"] * len(job.steps)
-    text = _sentence(job, place)
-    if unchecked := sum(result.unchecked for result in job.results):
+    steps = {step.step: step for step in workspace.feeds.latest(place).report.steps}
+    job = workspace.verifications.job
+    if job is not None and not _is_about(job, place, chosen, steps):
+        job = None
+    verified = list(job.steps) if job is not None else []
+    results = list(job.results) if job is not None else []
+    if job is None and chosen != _ALL and chosen in found:
+        results = [found[chosen].result]
+        verified = [results[0].step]
+    if not verified:
+        return _note_missing(place, chosen, steps)
+    news = [
+        (step, since)
+        for step in (result.step.step for result in results)
+        if (since := found[step].news if step in found else "")
+    ]
+    faults = workspace.report(place).faults
+    is_bad = any(result.integrity.is_bad for result in results)
+    is_whole = [r.integrity.state for r in results] == ["verified"] * len(verified)
+    text = _sentence(place, verified, results, is_current=not news)
+    if unchecked := sum(result.unchecked for result in results):
         arrays = humanize.count(unchecked, "leaf or file", "leaves or files")
         text += f" {arrays} without checksums: only read."
-    if not is_current:
-        text += " Since then, steps were saved again or deleted."
-    kind = "bad" if is_bad else "good" if is_whole and is_current else "open"
+    if news:
+        text += f" Since then, {_describe(news, len(verified))}."
+        is_bad = any(result.step.step in faults for result in results)
+    kind = "bad" if is_bad else "good" if is_whole and not news else "open"
     parts = [html.element("p", text, class_=f"outcome {kind}")]
-    if job.error is not None:
+    if job is not None and job.error is not None:
         parts.append(frame.message(f"The verification failed: {job.error}", "error"))
-    elif job.is_stopped and not is_whole:
+    elif job is not None and job.is_stopped and not is_whole:
         parts.append(frame.message("It was stopped, and the others were not read."))
     return html.join(parts)
 
 
-def _sentence(job: Job, place: Place) -> str:
-    read = sum(result.integrity.bytes_checked for result in job.results)
-    secs = sum(result.secs for result in job.results)
+def _is_about(
+    job: Job, place: Place, chosen: _Chosen, steps: Collection[int | None]
+) -> bool:
+    """Returns True if a job has read the chosen steps of a run, and no others."""
+    read = {step.step for step in job.steps}
+    if job.place != place:
+        return False
+    if chosen == _ALL:
+        return len(read) > 1 or read == {*steps}
+    return read == {chosen}
+
+
+def _note_missing(
+    place: Place, chosen: _Chosen, steps: Collection[int | None]
+) -> html.Markup:
+    """Returns a note if the chosen step does not exist."""
+    if not isinstance(chosen, int) or chosen in steps:
+        return html.NOTHING
+    return frame.message(f"{place.name} has no step {chosen:,} to verify.")
+
+
+def _describe(news: Sequence[tuple[int | None, str]], count: int) -> str:
+    """Describes the news on steps of which `count` were verified."""
+    if count == 1:
+        return f"it {news[0][1]}"
+    texts = [f"step {step} {since}" for step, since in news if step is not None]
+    return errors.first_few(texts, _MOST_NAMED)
+
+
+def _sentence(
+    place: Place,
+    steps: Sequence[Step],
+    results: Sequence[Result],
+    *,
+    is_current: bool,
+) -> str:
+    """Returns what was found, and when.
+
+    Args:
+        place: The run or the checkpoint.
+        steps: The steps that were to be verified.
+        results: The results of these, as far as there are any.
+        is_current: False if something newer is known.
+    """
+    read = sum(result.integrity.bytes_checked for result in results)
+    secs = sum(result.secs for result in results)
     facts = f"{humanize.size(read)} read in {humanize.secs(secs)}"
-    bad = [result for result in job.results if result.integrity.is_bad]
-    good = sum(result.integrity.state == "verified" for result in job.results)
-    total = len(job.steps)
+    times = [r.integrity.found for r in results if r.integrity.found is not None]
+    at = f"verified at {humanize.clock(max(times, default=None))}" if times else ""
+    when = f", {at}" if is_current else f" when {at}"
+    be = ("is", "are") if is_current else ("was", "were")
+    bad = [result for result in results if result.integrity.is_bad]
+    good = sum(result.integrity.state == "verified" for result in results)
+    total = len(steps)
     if bad:
-        return f"{_verdict(bad, job)}; {facts}."
+        return f"{_verdict(place, bad, total, be[0])}{when if times else ''}; {facts}."
     if good < total:
         count = f"{good:,} of {total:,} steps verified" if total > 1 else "Not verified"
         return f"{count}; {facts}."
     if total > 1:
-        return f"All {total:,} steps are whole: {facts}."
-    return f"{_capital(_name(place, job.steps[0]))} is whole: {facts}."
+        return f"All {total:,} steps {be[1]} whole{when}: {facts}."
+    return f"{_capital(_name(place, steps[0]))} {be[0]} whole{when}: {facts}."
 
 
-def _verdict(bad: Sequence[Result], job: Job) -> str:
+def _verdict(place: Place, bad: Sequence[Result], total: int, be: str) -> str:
     damaged = [r for r in bad if r.integrity.state == "damaged"]
-    if len(job.steps) == 1:
-        name = _capital(_name(job.place, bad[0].step))
-        return f"{name} {'is damaged' if damaged else 'could not be read'}"
+    if total == 1:
+        name = _capital(_name(place, bad[0].step))
+        return f"{name} {f'{be} damaged' if damaged else 'could not be read'}"
     parts = []
     for results, what in (
         (damaged, "damaged"),
@@ -239,9 +343,7 @@ def _verdict(bad: Sequence[Result], job: Job) -> str:
         if results:
             names = [f"{result.step.step:,}" for result in results]
             shown = errors.first_few(names, 8)
-            parts.append(
-                f"{len(results):,} of {len(job.steps):,} steps {what}: {shown}"
-            )
+            parts.append(f"{len(results):,} of {total:,} steps {what}: {shown}")
     return "; ".join(parts)
 
 

@@ -38,6 +38,12 @@ class Workspace(NamedTuple):
         """
         return self.verifications.update(place, self.feeds.latest(place).report)
 
+    def version(self, place: Place) -> str:
+        """Returns the version of what the views show of a run; grows with its news."""
+        snapshot = self.feeds.available(place)
+        number = 0 if snapshot is None else snapshot.version
+        return f"{number}.{self.verifications.version}"
+
     def close(self) -> None:
         """Ends the work in the background, after the files that are being read."""
         self.feeds.close()

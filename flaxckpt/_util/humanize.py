@@ -44,6 +44,12 @@ def when(seconds: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
         return ""
 
 
+def clock(seconds: float | None) -> str:
+    """Formats seconds since 1970 in local time, without the date if it is today."""
+    is_today = when(seconds, "%Y-%m-%d") == time.strftime("%Y-%m-%d")
+    return when(seconds, "%H:%M:%S" if is_today else "%Y-%m-%d %H:%M")
+
+
 def number(value: object) -> str:
     """Formats a number with few digits; `-` for None."""
     if isinstance(value, float):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import flaxckpt
+from flaxckpt.policies import EveryNSteps
 from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.printed import pages_of_table
 from tests.helpers.report_runs import make_run
@@ -393,6 +394,50 @@ def test_a_run_is_verified_and_its_damage_is_shown(visit, runs, tmp_path):
     assert "step 70 damaged" in page.text_content("figure[data-metric='eval/loss']")
     picture(page, tmp_path, "damaged")
     assert opened.is_quiet, opened.messages
+
+
+def test_open_pages_follow_verifications_and_marks(visit, runs, tmp_path):
+    best = flaxckpt.policies.BestN(1, "loss", "min")
+    with flaxckpt.Checkpointer(runs / "marked", keep=[best, EveryNSteps(1)]) as run:
+        for step in (25, 26, 27):
+            run.save(step, {"w": np.full((64, 8), step)}, metrics={"loss": 1 / step})
+        run.delete(25)
+    first = visit()
+    first.page.wait_for_selector("#all-runs tr[data-run='marked']", timeout=PATIENCE_MS)
+    page = first.open("/verify", run="marked", step=27)
+    newest = page.locator("select[name=step] option[value='27']")
+    sync_api.expect(newest).to_have_text("27, latest, best")
+    page.click("form button")
+    page.wait_for_selector("#verification .outcome.good")
+    chunk = largest_file(runs / "marked" / "27" / "state")
+    flip_bit(chunk)
+    page.wait_for_selector("#verification .outcome.open")
+    assert "it has changed on the disk" in page.text_content(".outcome")
+    page.click("form button")
+    page.wait_for_selector("#verification .outcome.bad")
+    sync_api.expect(newest).to_have_text("27, damaged")
+    picture(page, tmp_path, "verify-follows-damage")
+    page.select_option("select[name=step]", "26")
+    page.wait_for_selector("#verification .outcome", state="detached")
+    assert page.locator("#verification .faults").count() == 0
+    other = visit().open("/verify", run="marked", step=25)
+    assert other.locator("#verification .outcome").count() == 0
+    assert "marked has no step 25" in other.text_content("#verification")
+    picture(other, tmp_path, "verify-deleted")
+    page.select_option("select[name=step]", "27")
+    page.wait_for_selector("#verification .outcome.bad")
+    flip_bit(chunk)  # repaired
+    sync_api.expect(newest).to_have_text("27, latest, best")
+    page.click("form button")
+    page.wait_for_selector("#verification .outcome.good")
+    flip_bit(chunk)
+    with flaxckpt.Checkpointer(runs / "marked") as run:
+        run.verify(27)
+    sync_api.expect(newest).to_have_text("27, damaged")
+    page.wait_for_selector("#verification .outcome.bad")
+    assert "it was marked as damaged at" in page.text_content(".outcome")
+    picture(page, tmp_path, "verify-marked-later")
+    assert first.is_quiet, first.messages
 
 
 def test_a_run_that_starts_later_appears_by_itself(visit, runs):

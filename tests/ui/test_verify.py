@@ -1,6 +1,7 @@
 """Verification on the page finds what `verify` finds; only what was read is green."""
 
 import html
+import os
 import re
 import shlex
 import subprocess
@@ -11,15 +12,19 @@ import numpy as np
 import pytest
 
 import flaxckpt
+from flaxckpt import _storage
+from flaxckpt._steps import markers
 from tests.helpers.files import flip_bit, largest_file
 from tests.ui.test_views import STATES, ask, open_page
 
 pytest.importorskip("starlette", reason="starlette is missing")
 pytest.importorskip("uvicorn", reason="uvicorn is missing")
 
-from flaxckpt._ui import overview, verifications, verify
+from flaxckpt._ui import overview, runs, verifications, verify, workspace
 
 __all__ = ["open_page"]
+
+PATIENCE_SECS = 120
 
 
 @pytest.fixture
@@ -37,6 +42,18 @@ def verified(space, **fields):
     while space.verifications.job.is_running:
         time.sleep(0.01)
     return html.unescape(ask(verify.status, space, run=fields["run"]))
+
+
+def wait_for(is_so):
+    """Waits for what a poll finds in the end: only a fault takes so long."""
+    end = time.monotonic() + PATIENCE_SECS
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def news(space):
+    return runs.news(space, workspace.Query(b"run=run"))
 
 
 def states(markup):
@@ -92,10 +109,10 @@ def test_a_step_that_was_saved_again_is_not_green_any_more(run, open_page):
     verified(space, run="run", step=3)
     with flaxckpt.Checkpointer(run) as again:
         again.save(3, {"w": np.zeros((64, 8)), "n": 3}, overwrite=True)
-    space.feeds._feeds[run].refresh()
+    space.feeds._feeds[run]._gather()
     shown = ask(verify.status, space, run="run")
     assert "outcome good" not in shown
-    assert "saved again or deleted" in shown
+    assert "Since then, it was saved again." in shown
     assert "check verified" not in shown
     assert "check verified" not in ask(overview.page, space, run="run")
 
@@ -177,6 +194,144 @@ def test_a_mark_of_a_good_step_is_removed_by_a_command(run, open_page):
     [command] = re.findall("<pre>(.*)</pre>", shown)
     assert cli(*shlex.split(command)[1:]).returncode == 0
     assert flaxckpt.Checkpointer(run).steps() == [1, 2, 3]
+
+
+def test_a_mark_after_a_verification_ends_its_result(run, open_page):
+    space = open_page(run)
+    good = verified(space, run="run", step=3)
+    assert re.search(r"Step 3 of run is whole, verified at [0-9]+:", good)
+    flip_bit(largest_file(run / "3" / "state"))
+    cli("verify", run, 3, "--mark")
+    space.feeds._feeds[run]._gather()
+    shown = ask(verify.status, space, run="run", step=3)
+    assert "outcome bad" in shown
+    assert re.search(r"Step 3 of run was whole when verified at [0-9]+:", shown)
+    assert re.search("Since then, it was marked as damaged at [0-9]+:", shown)
+    assert "every byte is good" not in shown
+    assert states(shown) == {2: "whole", 3: "damaged"}
+    assert ">3, damaged</option>" in ask(verify.page, space, run="run", step=2)
+
+
+def test_a_mark_in_a_store_ends_the_result_of_a_verification(store_path, open_page):
+    root = store_path("memory")
+    with flaxckpt.Checkpointer(root / "run") as made:
+        made.save(1, {"w": np.full(3, 1)})
+    space = open_page(root / "run")
+    assert "outcome good" in verified(space, run="run", step=1)
+    [place] = space.places.runs.values()
+    path = space.feeds.latest(place).report.steps[0].path
+    markers.mark_damaged(_storage.paths.from_text(path), "lost")
+    space.feeds._feeds[place.path]._gather()
+    shown = ask(verify.status, space, run="run", step=1)
+    assert "outcome bad" in shown
+    assert "Since then, it was marked as damaged" in shown
+
+
+def test_a_mark_in_the_journal_ends_the_result_of_a_verification(run, open_page):
+    space = open_page(run)
+    verified(space, run="run", step=3)
+    chunk = largest_file(run / "3" / "state")
+    content, status = chunk.read_bytes(), chunk.stat()
+    flip_bit(chunk)
+    cli("verify", run, 3, "--mark")
+    (run / "3" / markers.DAMAGED).unlink()
+    chunk.write_bytes(content)
+    os.utime(chunk, ns=(status.st_atime_ns, status.st_mtime_ns))
+    space.feeds._feeds[run]._gather()
+    shown = ask(verify.status, space, run="run", step=3)
+    assert "outcome open" in shown
+    assert "Since then, it was marked as damaged" in shown
+
+
+def test_a_repaired_step_is_not_said_to_be_damaged(run, open_page):
+    chunk = largest_file(run / "2" / "state")
+    content = chunk.read_bytes()
+    flip_bit(chunk)
+    space = open_page(run)
+    assert "Step 2 of run is damaged" in verified(space, run="run", step=2)
+    chunk.write_bytes(content)
+    wait_for(lambda: "outcome open" in ask(verify.status, space, run="run", step=2))
+    shown = ask(verify.status, space, run="run", step=2)
+    assert "Step 2 of run was damaged when verified at" in shown
+    assert "Since then, it has changed on the disk." in shown
+    assert "--mark" not in shown
+    assert "is damaged" not in ask(overview.page, space, run="run")
+    assert ">2</option>" in ask(verify.page, space, run="run")
+
+
+def test_the_removal_of_a_mark_ends_the_result_of_a_verification(run, open_page):
+    chunk = largest_file(run / "2" / "state")
+    content = chunk.read_bytes()
+    flip_bit(chunk)
+    cli("verify", run, 2, "--mark")
+    space = open_page(run)
+    assert "Step 2 of run is damaged" in verified(space, run="run", step=2)
+    chunk.write_bytes(content)
+    cli("verify", run, 2, "--mark")
+    space.feeds._feeds[run]._gather()
+    shown = ask(verify.status, space, run="run", step=2)
+    assert re.search("Since then, it was found to be good at [0-9]+:", shown)
+    assert "outcome open" in shown
+
+
+def test_files_that_change_after_a_verification_end_its_result(run, open_page):
+    space = open_page(run)
+    verified(space, run="run", step="all")
+    version = news(space).version
+    flip_bit(largest_file(run / "1" / "state"))
+    wait_for(lambda: news(space).version != version)
+    shown = ask(verify.status, space, run="run", step="all")
+    assert states(shown) == {1: "whole", 3: "verified"}
+    assert "Since then, step 1 has changed on the disk." in shown
+    assert "outcome open" in shown
+
+
+def test_what_agrees_with_a_verification_does_not_end_its_result(run, open_page):
+    chunk = largest_file(run / "2" / "state")
+    content = chunk.read_bytes()
+    flip_bit(chunk)
+    cli("verify", run, 2, "--mark")
+    chunk.write_bytes(content)
+    space = open_page(run)
+    with flaxckpt.Checkpointer(run) as made:
+        verified(space, run="run", step=2)
+        made.pin(3)
+        cli("verify", run, 2, "--mark")
+        made.delete(1)
+    space.feeds._feeds[run]._gather()
+    shown = ask(verify.status, space, run="run", step=2)
+    assert "outcome good" in shown
+    assert states(shown) == {2: "verified", 3: "whole"}
+
+
+def test_a_result_is_shown_for_its_own_step_only(run, open_page):
+    with flaxckpt.Checkpointer(run) as made:
+        made.delete(1)
+    flip_bit(largest_file(run / "2" / "state"))
+    space = open_page(run)
+    assert "Step 2 of run is damaged" in verified(space, run="run", step=2)
+    for step in (1, 3):
+        shown = ask(verify.page, space, run="run", step=step)
+        assert "outcome" not in shown
+        assert 'class="faults"' not in shown
+        assert "--mark" not in shown
+    assert "run has no step 1 to verify" in ask(verify.page, space, run="run", step=1)
+    for fields in ({}, {"step": 2}):  # without a step, the one that was verified
+        shown = ask(verify.page, space, run="run", **fields)
+        assert '<option value="2" selected' in shown
+        assert "Step 2 of run is damaged" in shown
+        assert 'class="faults"' in shown
+
+
+def test_pages_are_told_of_a_verification(run, open_page):
+    space = open_page(run)
+    ask(overview.page, space, run="run")  # the first report
+    before = news(space).version
+    verified(space, run="run", step=2)
+    space.verifications.job._thread.join()
+    after = news(space).version
+    assert after != before
+    assert f'version={after}"' in ask(overview.page, space, run="run")
 
 
 def test_a_checkpoint_outside_of_a_run_has_no_mark(tmp_path, open_page):

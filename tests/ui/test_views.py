@@ -639,6 +639,30 @@ def test_the_table_of_runs_knows_what_was_verified(made, tmp_path, open_page):
     assert row[-1] == "1 damaged step; after step 70: 80"
 
 
+def test_a_single_checkpoint_shows_its_metrics(tmp_path, open_page):
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        run.save(3, {"w": np.ones(4)}, metrics={"loss": 0.25, "accuracy": np.nan})
+    (tmp_path / "some").mkdir()
+    shutil.copytree(tmp_path / "run" / "3", tmp_path / "some" / "solo")
+    flaxckpt.save(tmp_path / "some" / "without", {"w": np.ones(4)})
+    space = open_page(tmp_path / "some" / "solo")
+    shown = ask(overview.page, space, run="solo")
+    assert "2 metrics are stored with the checkpoint." in shown
+    assert rows_of(shown, "metric") == [["loss", "0.25"], ["accuracy", "nan"]]
+    space = open_page(tmp_path / "some")
+    shown = ask(overview.page, space, run="without")
+    assert "No metrics are stored with the checkpoint." in shown
+    assert [row[2:4] for row in cells(all_runs(space))] == [["0.25", "nan"], ["", ""]]
+
+
+def rows_of(markup, what):
+    rows = re.findall(rf"<tr data-{what}=.*?</tr>", markup)
+    return [
+        [re.sub("<.*?>", "", c) for c in re.findall("<t[hd].*?</t[hd]>", r)]
+        for r in rows
+    ]
+
+
 def test_the_table_of_runs_has_the_best_of_each_policy(tmp_path, open_page):
     names = ("loss", "accuracy", "error", "perplexity", "bleu")
     rows = {1: (0.5, 0.3, 9.0, 7.0, 3.0), 2: (0.2, 0.2, 5.0, 6.0, 4.0)}
