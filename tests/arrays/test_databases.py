@@ -93,6 +93,22 @@ def test_values_far_apart_are_read_on_their_own(tmp_path):
         assert database.value(key) == values[key]
 
 
+def test_values_of_several_files_are_read_file_by_file(tmp_path):
+    values = [{f"{part}{n}": bytes([n]) * 200 for n in range(3)} for part in "ab"]
+    for some in values:
+        make_database(tmp_path / "d", some)
+    database = open_database(tmp_path / "d")
+    for n in range(3):
+        for part in "ba":
+            database.request(f"{part}{n}", 200)
+    files = {place.file for place in database._requested.values()}
+    reading = database.reading()
+    assert len(reading.tasks) == len(files) >= 2
+    read_tasks.run([reading])
+    for key, value in (values[0] | values[1]).items():
+        assert database.value(key) == value
+
+
 def test_many_bytes_are_read_in_several_calls(tmp_path):
     values = {f"{i:03}": os.urandom(2**16) for i in range(100)}
     database = open_database(make_database(tmp_path, values))
