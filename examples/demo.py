@@ -41,7 +41,7 @@ from examples import char_lm
 from flaxckpt.configs import CheckpointConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-TEMPORARY = ".orbax-checkpoint-tmp"
+WRITING = ".orbax-checkpoint-tmp-writing-"
 """The end of the name of a checkpoint that is not committed."""
 
 console = Console(highlight=False)
@@ -106,7 +106,7 @@ def train(directory: Path, config: ConfigDict, *, kill_in: int | None = None) ->
     Args:
         directory: The directory of the run.
         config: The settings of the run.
-        kill_in: A step; the process is killed in the middle of its save.
+        kill_in: The process is killed in the middle of a save of this step, or later.
 
     Raises:
         SystemExit: The process failed and was not killed.
@@ -139,17 +139,27 @@ def train(directory: Path, config: ConfigDict, *, kill_in: int | None = None) ->
         sys.exit(f"the training process failed with exit code {process.returncode}")
 
 
-def unfinished_save(directory: Path, step: int) -> Path | None:
-    """Returns the directory of an unfinished save of `step`, or None."""
-    return next(directory.glob(f"{step}{TEMPORARY}*"), None)
+def unfinished_save(directory: Path, first: int) -> Path | None:
+    """Returns the directory of an unfinished save of step `first` or later, or None."""
+    unfinished = directory.glob(f"*{WRITING}*")
+    return next((path for path in unfinished if saved_step(path) >= first), None)
 
 
-def kill_halfway(process: subprocess.Popen[str], directory: Path, step: int) -> None:
-    """Kills `process` when it has written half of the files of a checkpoint."""
+def saved_step(unfinished: Path) -> int:
+    """Returns the step of an unfinished save."""
+    return int(unfinished.name.partition(WRITING)[0])
+
+
+def kill_halfway(process: subprocess.Popen[str], directory: Path, first: int) -> None:
+    """Kills `process` when it has written half of a save of step `first` or later."""
+    half = 0  # of the files of a checkpoint
     while process.poll() is None:
-        unfinished = unfinished_save(directory, step)
-        written = count_files(unfinished) if unfinished else 0
-        if written and written >= count_files(newest_checkpoint(directory)) // 2:
+        if not half:
+            half = count_files(newest_checkpoint(directory)) // 2
+            time.sleep(0.002)
+            continue
+        unfinished = unfinished_save(directory, first)
+        if unfinished and count_files(unfinished) >= half:
             process.kill()
             return
         time.sleep(0.0005)
@@ -165,30 +175,24 @@ def kill_in_a_save(directory: Path, config: ConfigDict) -> int:
         SystemExit: Every save was committed before the kill.
     """
     every = config.checkpoint.every_steps
-    middle = config.total_steps // (2 * every) * every
-    for step in range(middle, config.total_steps, every):
-        if step <= latest_step(directory):
-            continue
-        # An unfinished save exists if the demo itself was stopped here.
-        if not unfinished_save(directory, step):
-            train(directory, config, kill_in=step)
-        if (directory / str(step)).exists():
-            console.print(
-                f"  The save of step {step} was faster than the kill: trying again."
+    first = config.total_steps // (2 * every) * every
+    # An unfinished save exists if the demo itself was stopped here.
+    while not (unfinished := unfinished_save(directory, first)):
+        if latest_step(directory) >= config.total_steps:
+            sys.exit(
+                "every save was faster than the kill: remove the workdir and start"
+                " again"
             )
-            continue
-        newest = newest_checkpoint(directory)
-        unfinished = unfinished_save(directory, step)
-        assert unfinished is not None
-        assert int(newest.name) < step
-        console.print(
-            f"  [red]SIGKILL[/] in the save of step {step}: {count_files(unfinished)}"
-            f" of {count_files(newest)} files are in {unfinished.name}.\n  This is"
-            f" no checkpoint: the newest is still step {newest.name}.",
-            soft_wrap=True,
-        )
-        return step
-    sys.exit("every save was faster than the kill: remove the workdir and start again")
+        train(directory, config, kill_in=first)
+    step, newest = saved_step(unfinished), newest_checkpoint(directory)
+    assert int(newest.name) < step
+    console.print(
+        f"  [red]SIGKILL[/] in the save of step {step}: {count_files(unfinished)} of"
+        f" {count_files(newest)} files are in {unfinished.name}.\n  This is no"
+        f" checkpoint: the newest is still step {newest.name}.",
+        soft_wrap=True,
+    )
+    return step
 
 
 def count_files(directory: Path) -> int:
