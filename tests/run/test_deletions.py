@@ -225,15 +225,20 @@ def test_a_step_that_becomes_the_best_during_a_deletion_stays(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("step", "loss", "deleted"),
-    [(1, -9.0, (2, 3)), (4, 9.0, (1, 2)), (2, 5.0, (1, 2, 3))],
+    ("losses", "step", "loss", "deleted"),
+    [
+        ((-1.0, -2.0, -3.0, -4.0), 1, -9.0, (2, 3)),
+        ((-1.0, -2.0, -3.0, -4.0), 4, 9.0, (1, 2)),
+        ((-1.0, -2.0, -3.0, -4.0), 2, 5.0, (1, 2, 3)),
+        ((-3.0, -2.0, -1.0, -4.0), 4, 9.0, (2, 3)),  # the first to be deleted stays
+    ],
 )
 def test_metrics_that_change_after_the_decision_count(
-    tmp_path, monkeypatch, step, loss, deleted
+    tmp_path, monkeypatch, losses, step, loss, deleted
 ):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
-        for number in (1, 2, 3, 4):
-            ckpt.save(number, {"w": np.ones(2)}, metrics={"loss": float(-number)})
+        for number, each in enumerate(losses, 1):
+            ckpt.save(number, {"w": np.ones(2)}, metrics={"loss": each})
     found = retention.Retention(tmp_path, PLAIN, rules([BestN(1, "loss", "min")]))
     real, decisions = found._decide, []
 
