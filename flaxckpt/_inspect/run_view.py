@@ -151,7 +151,11 @@ class RunView:
         Raises:
             OptionError: A policy keeps nothing, as no step has its metric.
         """
-        ranked = [self.ranked_step(step) for step in self.steps]
+        ranked = [
+            self.ranked_step(step)
+            for step, path in self.steps.items()
+            if not _steps.markers.is_damaged(path)  # policies do not count it
+        ]
         together = (rules.keep, *rules.keep_items.values())
         for policy, others in [(policy, keep) for keep in together for policy in keep]:
             if not isinstance(policy, policies.BestN) or not ranked:

@@ -90,6 +90,16 @@ def test_explain_and_ls_use_the_policies_that_the_run_has_recorded(here, command
     assert command.text("prune", "own")[-1] == "nothing to delete"
 
 
+def test_a_metric_that_only_a_damaged_step_has_is_of_no_step(here, command):
+    with flaxckpt.Checkpointer("own") as run:
+        for step, name in ((1, "loss"), (2, "other"), (3, "other")):
+            run.save(step, {"n": step}, metrics={name: 0.5}).wait()
+    steps_markers.mark_damaged(here / "own" / "1", "w: its checksum is another")
+    for verb in ("explain", "prune"):
+        refused = command.refuses(verb, "own", "-k", "best:1:loss:min")
+        assert "has a finite metric 'loss'" in refused
+
+
 def test_a_deleted_step_is_said_to_be_deleted(here, command):
     with flaxckpt.Checkpointer("own run", keep=[LatestN(2)]) as run:
         for step in (1, 2, 3):
