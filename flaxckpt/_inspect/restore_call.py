@@ -62,7 +62,8 @@ def describe_loaded(plan: RestorePlan) -> str:
     loaded = [p for p, leaf in plan.leaves.items() if others.isdisjoint(leaf.actions)]
     if not loaded or not plan.count("init"):
         return ""
-    return f"From the checkpoint: {errors.first_few(loaded, 4)}."
+    names = errors.first_few(loaded, 4)
+    return f"From the checkpoint: {names}{'' if names.endswith('…') else '.'}"
 
 
 def describe_fresh(
