@@ -6,15 +6,20 @@ killed there, and nothing that it does later has any effect.
 """
 
 import contextlib
+import itertools
 import json
 import os
+import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import pytest
 
 from flaxckpt._storage import bucket, commit_marker, leases, locks, rename
+from flaxckpt._util import threads
 from tests.model.engine import Event
 
 
@@ -80,6 +85,32 @@ class Recorder:
             yield
         finally:
             self.actor = before
+
+
+class NoHeartbeat:
+    """Replaces `Heartbeat`: the models have no events of background threads."""
+
+    def __init__(self, *given: Any) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def still() -> Iterator[None]:
+    """In the block, nothing happens between two calls, however slow the machine is.
+
+    No heartbeat comes, and the clock of locks advances by a microsecond a look.
+    """
+    ticks = itertools.count(1)
+    clock = types.SimpleNamespace(
+        monotonic=lambda: next(ticks) / 1e6, sleep=time.sleep, time=time.time
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads, "Heartbeat", NoHeartbeat)
+        patch.setattr(locks, "time", clock)
+        yield
 
 
 # ---- requests to a store ----------------------------------------------------------
@@ -177,7 +208,7 @@ CALLS = ("open", "utime", "stat", "listdir", "rename", "unlink", "rmdir", "fsync
 def system_calls(
     recorder: Recorder, observe: Callable[..., str | None]
 ) -> Iterator[None]:
-    """Records calls of `os` in the block.
+    """Records calls of `os` in the block, of the thread that enters it.
 
     Args:
         recorder: Gets the events.
@@ -186,10 +217,14 @@ def system_calls(
             OSError.
     """
 
+    actors = get_ident()
+
     def wrap(name: str) -> Callable[..., Any]:
         real = getattr(os, name)
 
         def call(path: Any = ".", *args: Any, **options: Any) -> Any:
+            if get_ident() != actors:  # of pytest, jax or TensorStore
+                return real(path, *args, **options)
             recorder.begin(f"{name} {path}")
             try:
                 result = real(path, *args, **options)

@@ -13,6 +13,13 @@ from tests.helpers import faulty_store
 from tests.model import commit, observe, reading, replace
 from tests.model.engine import Event, refused
 
+
+@pytest.fixture(autouse=True)
+def still():
+    with observe.still():
+        yield
+
+
 # ---- commit markers and locks, in a bucket ----------------------------------------
 
 
