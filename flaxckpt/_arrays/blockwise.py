@@ -255,11 +255,11 @@ def _start_reads(
             if piece.path not in opened:
                 assert source.open is not None, piece.path
                 _storage.store_requests.use_threads()
-                if source.check is not None:
-                    source.check()
                 opened[piece.path] = _storage.paths.result(
                     source.open(context), source.root
                 )
+                if source.check is not None:
+                    source.check()
             store = opened[piece.path]
             arrays_read.check_form(source.info, store)
             region = tuple(slice(*bounds) for bounds in piece.region)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import tensorstore as ts
@@ -13,9 +12,6 @@ from flaxckpt import _storage, _util
 from flaxckpt._arrays import read_tasks
 from flaxckpt._arrays.read_tasks import Reading
 from flaxckpt._arrays.zarr import ocdbt
-from flaxckpt._arrays.zarr.metadata import RawArray
-
-_MAX_DIGESTED_BYTES = 2**30
 
 _VALUES_AT_ONCE = 2**20
 """Bytes of small values that are read in a call."""
@@ -122,46 +118,47 @@ class Databases:
         self._opened: dict[Path, Database] = {}
         self._faults: dict[Path, Exception] = {}
 
-    def open(self, raw: RawArray, checkpoint: Path, *, verify: bool) -> Database:
-        """Returns the opened database of an array.
+    def open(
+        self, root: Path, checkpoint: Path, *, check: Callable[[], None] | None = None
+    ) -> Database:
+        """Returns the opened database.
 
         Args:
-            raw: The array.
+            root: The directory of the database.
             checkpoint: The directory that links in the database must not leave.
-            verify: True to compare the database with its digests.
+            check: Compares the database with its digests; raises ValueError, OSError.
 
         Raises:
             ValueError, OSError: The database has a link to the outside, has changed
                 since it was written, or is missing.
         """
-        root = raw.root
         opened = self._opened.get(root)
         if opened is not None:
             return opened
         if root in self._faults:
             raise self._faults[root]
         try:
-            self._opened[root] = opened = self._open(raw, checkpoint, verify=verify)
+            self._opened[root] = opened = self._open(root, checkpoint, check)
         except (ValueError, OSError) as error:
             self._faults[root] = error
             raise
         return opened
 
-    def _open(self, raw: RawArray, checkpoint: Path, *, verify: bool) -> Database:
+    def _open(
+        self, root: Path, checkpoint: Path, check: Callable[[], None] | None
+    ) -> Database:
         _storage.store_requests.use_threads()
-        _storage.of(raw.root).check_root(raw.root, checkpoint)
-        if verify:
-            check_digests(raw.root, raw.digests, max_bytes=_MAX_DIGESTED_BYTES)
-        return Database(raw.root, ocdbt.open_checked(raw.root, self.context))
+        _storage.of(root).check_root(root, checkpoint)
+        if check is not None:
+            check()
+        return Database(root, ocdbt.open_checked(root, self.context))
 
     def readings(self) -> list[Reading]:
         """Returns readings with the tasks that read the requested values."""
         return [database.reading() for database in self._opened.values()]
 
 
-def check_digests(
-    root: Path, digests: Mapping[str, str], *, max_bytes: int = sys.maxsize
-) -> None:
+def check_digests(root: Path, digests: Mapping[str, str], *, max_bytes: int) -> None:
     """Compares the files of arrays below `root` with their digests.
 
     Raises:

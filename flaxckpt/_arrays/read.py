@@ -135,7 +135,7 @@ def check_supported(leaves: Iterable[Leaf], root: Path | str) -> None:
 
 
 def open_one(stored: StoredLeaf) -> ts.TensorStore:
-    """Opens a stored array, read-only.
+    """Opens a stored array, read-only, after the checks that TensorStore lacks.
 
     Raises:
         DamagedCheckpointError: The array is missing, or differs from its record.
@@ -145,6 +145,8 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
             _open(stored, _storage.store_requests.context()), stored.root
         )
         check_form(stored.info, store)
+        if stored.check is not None:
+            stored.check()
     except errors.StoreError:
         raise  # the leaf itself may be intact
     except (ValueError, OSError) as error:
@@ -364,9 +366,9 @@ def _begin(work: _Work, options: ReadOptions, databases: Databases) -> Reading:
                 memory_map=options.memory_map,
             )
         if stored.raw is None:
-            check = stored.check if options.verify else None
+            task = stored.check if options.verify else None
             opened = _open(stored, databases.context)
-            return _from_store(work, opened, task=check)
+            return _from_store(work, opened, task=task)
         if not stored.raw.ocdbt:
             _storage.of(stored.raw.root).check_root(stored.raw.root, stored.root)
             return read_raw.from_files(
@@ -377,7 +379,10 @@ def _begin(work: _Work, options: ReadOptions, databases: Databases) -> Reading:
                 memory_map=options.memory_map,
                 verify=options.verify,
             )
-        database = databases.open(stored.raw, stored.root, verify=options.verify)
+        is_digested = options.verify and stored.raw.has_digests
+        database = databases.open(
+            stored.raw.root, stored.root, check=stored.check if is_digested else None
+        )
         if forms.stored_bytes(stored.info) > _DATABASE_VALUE_BYTES:
             return _from_large_values(
                 work, database, databases.context, verify=options.verify
@@ -416,7 +421,8 @@ def _from_large_values(
     }
     values = database.store / metadata.database_key(raw.name, "")
     opened = ts.open(spec, kvstore=values, read=True, context=context)
-    return _from_store(work, opened, check=check)
+    task = stored.check if verify else None
+    return _from_store(work, opened, task=task, check=check)
 
 
 def _from_store(

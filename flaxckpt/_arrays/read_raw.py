@@ -13,7 +13,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -235,19 +234,20 @@ def _group(
 
 
 def _block(raw: RawArray, form: _Form, chunk: zarr_metadata.Chunk) -> Block:
-    """Returns the file of a chunk."""
+    """Returns the file of a chunk, or the value of a database."""
     block = Block(
         raw.root / raw.name / chunk.key, form.chunk_bytes, form.encoding.checksum
     )
-    if raw.segments is None:
+    if raw.checksums is None:
         return block
     index = [
         start // size
         for (start, _), size in zip(chunk.bounds, form.chunk_shape, strict=True)
     ]
     return block._replace(
-        segment_bytes=raw.segments.nbytes,
-        checksums=raw.segments.of_chunk(index, block.size),
+        segment_bytes=raw.checksums.segment_bytes,
+        checksums=raw.checksums.of_segments(index, block.size),
+        recorded=raw.checksums.of_chunk(index),
     )
 
 
@@ -376,12 +376,12 @@ def from_database(
     """
     form = _form_of(raw, info)
     check = metadata_check(raw, info, database, verify=verify)
-    verify = verify and not raw.digests  # digests cover the whole database
-    chunks: dict[str, tuple[str, list[tuple[Region, Region]]]] = {}
+    verify = verify and not raw.has_digests  # digests cover the whole database
+    chunks: dict[str, list[tuple[Region, zarr_metadata.Chunk]]] = {}
     for region in regions:
-        for key, bounds in zarr_metadata.chunks(region, form.chunk_shape):
-            name = zarr_metadata.database_key(raw.name, key)
-            chunks.setdefault(name, (key, []))[1].append((region, bounds))
+        for chunk in zarr_metadata.chunks(region, form.chunk_shape):
+            name = zarr_metadata.database_key(raw.name, chunk.key)
+            chunks.setdefault(name, []).append((region, chunk))
     for name in chunks:
         database.request(name, form.stored_bytes)
 
@@ -389,10 +389,18 @@ def from_database(
         if check is not None:
             check()
         parts: dict[Region, list[tuple[Region, Array]]] = {r: [] for r in regions}
-        for name, (key, places) in chunks.items():
-            content = _content(form, key, database.value(name), verify)
-            for region, bounds in places:
-                parts[region].append((bounds, form.values(content, bounds)))
+        for name, places in chunks.items():
+            content = np.frombuffer(database.value(name), np.uint8)
+            if len(content) != form.stored_bytes:
+                raise ValueError(
+                    f"{name} has {len(content)} bytes instead of {form.stored_bytes}"
+                )
+            values, tail = content[: form.chunk_bytes], content[form.chunk_bytes :]
+            if verify and form.encoding.checksum:
+                block = _block(raw, form, places[0][1])
+                chunk_file.check(block, [values.data], tail.tobytes())
+            for region, chunk in places:
+                parts[region].append((chunk.bounds, form.values(values, chunk.bounds)))
         return {region: _join(form, region, parts[region]) for region in regions}
 
     return Reading([], arrays)
@@ -421,23 +429,9 @@ def metadata_check(
     Raises:
         ValueError: The metadata is missing.
     """
-    if not verify or raw.digests:  # digests cover the whole database
+    if not verify or raw.has_digests:  # digests cover the whole database
         return None
     form = _form_of(raw, info)
     name = zarr_metadata.database_key(raw.name, zarr_metadata.METADATA)
     database.request(name, _MAX_METADATA_BYTES)
     return lambda: form.check_metadata(database.value(name))
-
-
-def _content(form: _Form, key: str, value: bytes, verify: bool) -> Bytes:
-    """Returns the values of a chunk, without the checksum."""
-    content = np.frombuffer(value, np.uint8)
-    if len(content) != form.stored_bytes:
-        raise ValueError(
-            f"{key} has {len(content)} bytes instead of {form.stored_bytes}"
-        )
-    values = content[: form.chunk_bytes]
-    if verify and form.encoding.checksum:
-        block = Block(Path(key), form.chunk_bytes, has_checksum=True)
-        chunk_file.check(block, [values.data], content[form.chunk_bytes :].tobytes())
-    return values

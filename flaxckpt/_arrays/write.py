@@ -26,7 +26,8 @@ import tensorstore as ts
 from flaxckpt import _state, _storage, _util
 from flaxckpt._arrays import to_host
 from flaxckpt._arrays.to_host import HostArray, HostShard
-from flaxckpt._arrays.zarr import chunk_file, segments
+from flaxckpt._arrays.zarr import checksums as chunk_checksums
+from flaxckpt._arrays.zarr import chunk_file
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
 from flaxckpt._arrays.zarr.metadata import Array, Encoding, Region
@@ -104,7 +105,7 @@ class _Target(NamedTuple):
 
 
 Checksums: TypeAlias = dict[str, dict[str, bytes]]
-"""Array -> chunk key -> checksums of the segments of the chunk, without the last."""
+"""Array -> chunk key -> checksums of the segments of the chunk: the last is its own."""
 
 
 def write(
@@ -145,7 +146,7 @@ def write(
             host memory; None for no call.
 
     Returns:
-        The checksums of the segments of all chunks with several segments.
+        The checksums of raw chunks and of their segments.
 
     Raises:
         OSError, ValueError: An array could not be written.
@@ -168,10 +169,10 @@ def write(
     with contextlib.closing(to_host.staged(arrays, at_once)) as staged:
         batches: Iterable[list[HostArray]]
         batches = staged if observe is None else _observed(staged, observe)
-        if ocdbt:
-            _write_databases(target, batches)
-            return {}
         checksums: Checksums = {}
+        if ocdbt:
+            _write_databases(target, batches, checksums)
+            return checksums
         for batch in batches:
             checksums |= _write_directories(target, batch)
         return checksums
@@ -187,7 +188,7 @@ def _observed(
 
 
 def _write_directories(target: _Target, arrays: Iterable[HostArray]) -> Checksums:
-    """Writes a directory for each array; returns the checksums of segments."""
+    """Writes a directory for each array; returns the checksums of raw chunks."""
     root, previous = target.root, target.previous
     raw: list[HostArray] = []
     encoded: list[HostArray] = []
@@ -298,21 +299,21 @@ class _Chunk(NamedTuple):
             and data.flags.c_contiguous
         )
 
-    def parts(self, encoding: Encoding) -> list[memoryview]:
-        """Returns the values, padding and checksum, as views where possible."""
-        parts, _ = self.parts_and_checksums(encoding, sys.maxsize)
-        return parts
-
     def parts_and_checksums(
         self, encoding: Encoding, segment_bytes: int
-    ) -> tuple[list[memoryview], list[int]]:
-        """Returns `parts`, and the checksums of the segments without the last."""
+    ) -> tuple[list[memoryview], bytes]:
+        """Returns the bytes to store and the checksums of the segments.
+
+        The bytes are the values, padding and checksum, as views where possible. The
+        last checksum is that of the chunk.
+        """
         parts = self._content()
         if not encoding.checksum:
-            return parts, []
-        *inner, last = segments.running_checksums(parts, segment_bytes)
-        tail = last.to_bytes(chunk_file.CHECKSUM_BYTES, "little")
-        return [*parts, memoryview(tail)], inner
+            return parts, b""
+        values = chunk_checksums.running_checksums(parts, segment_bytes)
+        packed = chunk_checksums.to_bytes(values)
+        tail = memoryview(packed)[-chunk_file.CHECKSUM_BYTES :]
+        return [*parts, tail], packed
 
     def _content(self) -> list[memoryview]:
         array = self.array
@@ -345,7 +346,7 @@ def _write_files(target: _Target, arrays: Sequence[HostArray]) -> Checksums:
     """Writes each array as a directory of chunk files, on several threads.
 
     Returns:
-        The checksums of the segments of all chunks with several segments.
+        The checksums of all chunks and of their segments.
     """
     checksums: Checksums = {}
     root, previous, encoding = target.root, target.previous, target.encoding
@@ -373,9 +374,8 @@ def _write_files(target: _Target, arrays: Sequence[HostArray]) -> Checksums:
         compare_all = not (is_unchanged and encoding.checksum)
         copies = chunk.needs_copy() + _COPIES_IN_REQUESTS * costs_requests
         with budget.hold(chunk.size * copies):
-            parts, inner = chunk.parts_and_checksums(encoding, target.segment_bytes)
-            if inner:
-                packed = segments.to_bytes(inner)
+            parts, packed = chunk.parts_and_checksums(encoding, target.segment_bytes)
+            if packed:
                 checksums.setdefault(name, {})[chunk.key] = packed
             if old is None or not chunk_file.link_if_equal(
                 old, new, parts, compare_all=compare_all, mode=file_mode
@@ -467,21 +467,25 @@ def _link_files(previous: Previous, new: Path, name: str) -> None:
 # ---- databases, and TensorStore -------------------------------------------------
 
 
-def _write_databases(target: _Target, batches: Iterable[list[HostArray]]) -> None:
+def _write_databases(
+    target: _Target, batches: Iterable[list[HostArray]], checksums: Checksums
+) -> None:
     """Writes a database; one of this process alone, if others write, too."""
     if target.writer is not None:
         part = f"{zarr_metadata.DATABASE_PART}{target.writer}"
         target = target._replace(root=target.root / part)
         target.root.mkdir()
     if _storage.upload.is_needed(target.root):
-        _upload_database(target, batches)
+        _upload_database(target, batches, checksums)
         return
     for arrays in batches:
         for batch in _util.memory.batches(_sized(arrays), target.max_concurrent_bytes):
-            _write_database(target, batch)
+            _write_database(target, batch, checksums)
 
 
-def _upload_database(target: _Target, batches: Iterable[list[HostArray]]) -> None:
+def _upload_database(
+    target: _Target, batches: Iterable[list[HostArray]], checksums: Checksums
+) -> None:
     """Writes arrays into a database in memory, and uploads it part by part.
 
     The files with values are uploaded while the next arrays are written. The nodes of
@@ -497,7 +501,7 @@ def _upload_database(target: _Target, batches: Iterable[list[HostArray]]) -> Non
             size = sum(array.nbytes for array in batch)
             with budget.hold(size * _COPIES_IN_UPLOADS):
                 with one_at_a_time:
-                    _write_database(in_memory, batch)
+                    _write_database(in_memory, batch, checksums)
                     values = memory.take(zarr_metadata.DATABASE_VALUES)
                 memory.send(values)
 
@@ -507,22 +511,38 @@ def _upload_database(target: _Target, batches: Iterable[list[HostArray]]) -> Non
             _util.threads.each(write, parts, threads=_THREADS_OF_STORES)
 
 
-def _write_database(target: _Target, arrays: Sequence[HostArray]) -> None:
-    """Writes arrays into a database, in a single transaction."""
+def _write_database(
+    target: _Target, arrays: Sequence[HostArray], checksums: Checksums
+) -> None:
+    """Writes arrays into a database, in a single transaction.
+
+    Args:
+        target: The database.
+        arrays: The arrays.
+        checksums: Receives the checksums of raw chunks.
+    """
     encoding = target.encoding
     transaction = ts.Transaction(atomic=True)
     database = zarr_ocdbt.open(target.root, target.context)
     values = database.with_transaction(transaction)
     large = []
     for array in arrays:
-        if array.nbytes > _DATABASE_VALUE_BYTES or not is_raw(array, encoding):
+        if not is_raw(array, encoding):
+            large.append(array)
+            continue
+        is_large = array.nbytes > _DATABASE_VALUE_BYTES
+        for chunk in _chunks(array):
+            parts, packed = chunk.parts_and_checksums(encoding, sys.maxsize)
+            if packed:
+                checksums.setdefault(array.name, {})[chunk.key] = packed
+            if not is_large:
+                key = zarr_metadata.database_key(array.name, chunk.key)
+                values.write(key, b"".join(parts))
+        if is_large:
             large.append(array)
             continue
         key = zarr_metadata.database_key(array.name, zarr_metadata.METADATA)
         values.write(key, _metadata_text(array, encoding))
-        for chunk in _chunks(array):
-            content = b"".join(chunk.parts(encoding))
-            values.write(zarr_metadata.database_key(array.name, chunk.key), content)
         target.report(array.nbytes)
     _write_encoded(target, large, target.max_concurrent_bytes, transaction)
     transaction.commit_async().result()

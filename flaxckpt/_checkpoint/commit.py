@@ -294,7 +294,7 @@ def write_arrays(
         check: Called after every part of an array.
 
     Returns:
-        The checksums of the segments of chunks.
+        The checksums of raw chunks and of their segments.
     """
     operation, mode = snapshot.request.operation, snapshot.request.options.mode
     if mode is not None and previous is not None:
@@ -323,13 +323,14 @@ def write_arrays(
         if sampler is not None:
             write = functools.partial(write, observe=sampler.add)
         return write(root, snapshot.arrays, segment_bytes=size)
+    checksums: _arrays.write.Checksums = {}
     for item in snapshot.contents.items.trees:  # a database each
         start = _native.items.prefix(item)
         if sampler is not None:
             write = functools.partial(
                 write, observe=functools.partial(sampler.add, prefix=start)
             )
-        write(
+        written = write(
             root / item,
             [
                 array._replace(name=array.name[len(start) :])
@@ -337,7 +338,8 @@ def write_arrays(
                 if f"{array.name}/".startswith(start)
             ],
         )
-    return {}
+        checksums |= {f"{start}{name}": found for name, found in written.items()}
+    return checksums
 
 
 def finish_checkpoint(
@@ -355,7 +357,7 @@ def finish_checkpoint(
         temporary: The directory with its files.
         files: Files other than arrays: name -> content.
         digests: Digests of files written by other processes: name -> digest.
-        checksums: Checksums of the segments of chunks, from all processes.
+        checksums: Checksums of raw chunks, from all processes.
     """
     contents, request = snapshot.contents, snapshot.request
     sealed = _native.contents.seal(contents, files, temporary, digests or {}, checksums)

@@ -9,7 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _arrays, _distributed, _state, _storage, _util, datasets, errors
+from flaxckpt import (
+    _arrays,
+    _distributed,
+    _state,
+    _steps,
+    _storage,
+    _util,
+    datasets,
+    errors,
+)
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._checkpoint import commit, save_distributed
 from flaxckpt._checkpoint.commit import SaveOptions, SaveRequest, Snapshot, Written
@@ -264,7 +273,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
         items=options.items,
         json=json_items,
         encoding=options.layout.encoding,
-        step=request.step,
+        step=_step_around(request.path) if request.is_item else request.step,
         strings=strings,
         metrics=request.metrics,
         custom=metadata,
@@ -482,6 +491,12 @@ def _uses_ocdbt(
     return not all(
         _native.names.are_file_safe(item, *part) for item, part in parts.items()
     )
+
+
+def _step_around(item: Path) -> int | None:
+    """Returns the step of an item that Orbax is about to commit; None if unknown."""
+    name, is_temporary, _ = item.parent.name.partition(_storage.temporary.TEMPORARY)
+    return _steps.names.number(name) if is_temporary else None
 
 
 def copy_json(value: Mapping[str, JSON], what: str = "metadata") -> dict[str, JSON]:

@@ -166,7 +166,7 @@ def _lead(
         others = [json.loads(text) for text in reports[1:]]
         for report in others:
             digests |= report["digests"]
-        checksums = _native.segments.merge(checksums, [r["segments"] for r in others])
+        checksums = _native.checksums.merge(checksums, [r["checksums"] for r in others])
         written = commit.finish_checkpoint(
             snapshot, temporary, files, digests, checksums=checksums
         )
@@ -203,7 +203,7 @@ def _write_part(
 
     Returns:
         The report to process 0: the files of the dataset iterators, name -> digest; and
-        the checksums of the segments of chunks.
+        the checksums of raw chunks.
     """
     contents = snapshot.contents
     checksums = commit.write_arrays(snapshot, temporary, previous, operation.check)
@@ -229,8 +229,7 @@ def _write_part(
     digests: JSON = {
         name: _storage.files.digest(content) for name, content in files.items()
     }
-    segments = _native.segments.to_message(checksums)
-    return {"digests": digests, "segments": segments}
+    return {"digests": digests, "checksums": _native.checksums.to_message(checksums)}
 
 
 def _sync(root: Path, snapshot: Snapshot) -> None:

@@ -335,7 +335,9 @@ def _verify_own(
             if not encoding.checksum and not files <= digests.keys():
                 undigested[leaf_path] = leaf
     is_digested = manifest.get("metrics") is True or _steps.markers.is_measured(path)
-    checks += _metrics_checks(path, findings, is_digested=is_digested)
+    checks += _metrics_checks(
+        path, findings, stored.recorded_step, is_digested=is_digested
+    )
     seal_name = _native.contents.seal_name(stored.digests)
     checks.append(Check(seal_name, functools.partial(_check_seal, path, seal_name)))
     findings.counter.total = _storage.of(path).known_size_below(path)
@@ -439,6 +441,9 @@ def _array_checks(
         checks.append(Check(leaf_path, check_metadata, metadata))
     size = file_sizes.chunk_bytes(encoding, info)
     max_bytes = size or math.prod(chunk_shape) * _state.dtypes.item_bits(dtype) // 8
+    source = stored.table[leaf_path].source
+    assert isinstance(source, StoredLeaf), leaf_path
+    recorded = source.checksums
     checks += [
         Check(
             leaf_path,
@@ -449,11 +454,12 @@ def _array_checks(
                 size,
                 max_bytes,
                 encoding.checksum,
+                None if recorded is None else recorded.number(n),
                 findings.counter.add,
             ),
             chunk,
         )
-        for chunk in chunks
+        for n, chunk in enumerate(chunks)
         if chunk not in digests
     ]
     return {metadata, *chunks}, checks
@@ -480,9 +486,10 @@ def _check_chunk(
     size: int,
     max_bytes: int,
     has_checksum: bool,
+    recorded: int | None,
     count: Callable[[int], object],
 ) -> None:
-    """Raises ValueError if a chunk file has a wrong size or a wrong checksum.
+    """Raises ValueError if a chunk file has a wrong size or checksum, or is another.
 
     Args:
         file: The chunk file.
@@ -490,6 +497,7 @@ def _check_chunk(
         size: Expected size in bytes; 0 if the size varies.
         max_bytes: Size in bytes without compression.
         has_checksum: Whether the file ends with a checksum.
+        recorded: The checksum in the manifest; None if not recorded.
         count: Called with the size of each part.
     """
     known_size = _storage.of(file).known_size(file, root)
@@ -515,6 +523,8 @@ def _check_chunk(
         raise ValueError(
             f"{file.name} has changed since it was written: its CRC-32C differs"
         )
+    if has_checksum:
+        _arrays.zarr.checksums.check_place(file.name, value, recorded)
 
 
 def _check_size(file: Path, size: int, wanted: int) -> None:
@@ -532,13 +542,18 @@ def _check_seal(path: Path, seal_name: str) -> None:
 
 
 def _metrics_checks(
-    path: Path, findings: verify_report.Findings, *, is_digested: bool
+    path: Path,
+    findings: verify_report.Findings,
+    step: int | None,
+    *,
+    is_digested: bool,
 ) -> list[Check]:
     """Returns the checks of the metrics.
 
     Args:
         path: The checkpoint.
         findings: Receives metrics that have no digest.
+        step: The step that the metrics must be of; None for any.
         is_digested: Whether the digests of the metrics must exist.
     """
     name = f"{_native.items.METRICS}/{_native.items.METRICS}"
@@ -547,7 +562,7 @@ def _metrics_checks(
     def check() -> None:
         if (path / _native.items.METRICS).exists():
             (path / name).stat()  # raises if the directory has no metrics file
-        _native.metadata.load_metrics(path)
+        _native.metadata.load_metrics(path, step)
 
     checks = [Check(name, check)]
     if is_digested or (path / digests).exists():

@@ -331,7 +331,8 @@ class _OrbaxTarget:
         )
         files = _native.contents.make_files(contents)
         _write_anew(output, files)
-        _write_anew(output, _native.contents.seal(contents, files, output))
+        sealed = _native.contents.seal(contents, files, output, checksums={})
+        _write_anew(output, sealed)
 
 
 def _write_anew(root: Path, files: Mapping[str, bytes]) -> None:

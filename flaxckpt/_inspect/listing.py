@@ -180,7 +180,7 @@ def _describe(
         _format(path),
         run_view.created(path),
         None if usage is None else usage.bytes,
-        (_run.metrics.read_metrics(path) or {}) if is_directory else {},
+        (_run.metrics.read_metrics(path, number) or {}) if is_directory else {},
         tuple(name for name, is_so in marks.items() if is_so),
         tuple(why),
         damage,

@@ -178,7 +178,9 @@ class RunView:
             step,
             temporary=False,
             elsewhere={},
-            metrics=lambda: (path.is_dir() and _run.metrics.read_metrics(path)) or {},
+            metrics=lambda: (
+                (path.is_dir() and _run.metrics.read_metrics(path, step)) or {}
+            ),
             created=lambda: created(path) or 0.0,
         )
 

@@ -17,8 +17,15 @@ from flaxckpt.formats._reader import Stored
 _log = logging.getLogger(__name__)
 
 
-def add_metrics(path: Path, metrics: Mapping[str, float]) -> dict[str, float]:
+def add_metrics(
+    path: Path, metrics: Mapping[str, float], step: int | None
+) -> dict[str, float]:
     """Adds metrics to the step `path`; locks the file against other processes.
+
+    Args:
+        path: The step.
+        metrics: The metrics to add.
+        step: The number of the step; None if its name is in another format.
 
     Returns:
         The added metrics, with nested names joined by `/`.
@@ -30,7 +37,7 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> dict[str, float]:
     ):
         _check_not_being_deleted(path)
         try:
-            stored = _native.metadata.load_metrics(path)
+            stored = _native.metadata.load_metrics(path, step)
         except errors.DamagedCheckpointError as error:
             if _storage.of(path).is_taken(path / run_metrics.METRICS_FILE):
                 raise errors.SaveFailedError(
@@ -40,7 +47,7 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> dict[str, float]:
             _log.warning("only the metrics added now are kept: %s", error)
             stored = {}
         _native.metadata.write_metrics(
-            path, _native.metadata.merge_metrics(stored, added)
+            path, _native.metadata.merge_metrics(stored, added), step
         )
     return added
 

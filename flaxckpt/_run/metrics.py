@@ -82,10 +82,11 @@ class RankedStep:
         return self._created()
 
 
-def read_metrics(path: Path) -> dict[str, float] | None:
+def read_metrics(path: Path, step: int | None) -> dict[str, float] | None:
     """Returns the metrics stored with the step `path`; None if unreadable."""
     try:
-        return _native.metadata.flatten_metrics(_native.metadata.load_metrics(path))
+        content = _native.metadata.load_metrics(path, step)
+        return _native.metadata.flatten_metrics(content)
     except (errors.DamagedCheckpointError, OSError) as error:
         _log.warning("the metrics of %s cannot be read: %s", path, error)
         return None

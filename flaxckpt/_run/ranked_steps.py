@@ -55,7 +55,8 @@ class RankedSteps:
         self._metrics_from = metrics_from
         self._stamps: dict[Path, _storage.Stamp] = {}  # recognised steps
         self._metrics = run_metrics.FileCache(
-            run_metrics.METRICS_FILE, run_metrics.read_metrics
+            run_metrics.METRICS_FILE,
+            lambda path: run_metrics.read_metrics(path, step_format.step(path.name)),
         )
         self._created = run_metrics.FileCache(
             _native.items.CHECKPOINT, _native.metadata.read_created

@@ -449,9 +449,10 @@ class Uploads:
         self, path: Path, final: Path, marker: _steps.markers.UploadMarker
     ) -> None:
         """Writes changed metrics and markers to the copy in the run directory."""
-        metrics = run_metrics.read_metrics(path)
+        step = self._format.step(path.name)
+        metrics = run_metrics.read_metrics(path, step)
         if metrics and not metrics.items() <= self._far.index.metrics(final).items():
-            edit.add_metrics(final, metrics)
+            edit.add_metrics(final, metrics, step)
         if _steps.markers.is_pinned(path) and not _steps.markers.is_pinned(final):
             edit.pin(final)
         if _steps.markers.PIN in marker.removed and not _steps.markers.is_pinned(path):

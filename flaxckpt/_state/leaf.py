@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec, Sharding
 
     from flaxckpt._arrays.spans import Span
+    from flaxckpt._arrays.zarr.checksums import ChunkChecksums
     from flaxckpt._arrays.zarr.metadata import RawArray
 
 
@@ -151,9 +152,10 @@ class StoredLeaf:
         value: A string, which is read with the leaf table.
         raw: Locations of the chunks, if readable without `open`.
         span: Location of the values in a file, if readable without `open`.
-        check: Compares files with their digests, for chunks without checksums. Raises
-            ValueError and OSError.
+        check: Compares what `open` does not: files with their digests, or the checksums
+            of chunks with the recorded ones. Raises ValueError and OSError.
         unsupported: The form of values that are not read; `open` is None then.
+        checksums: The recorded checksums of the chunks; None if not recorded.
     """
 
     root: Path
@@ -164,6 +166,7 @@ class StoredLeaf:
     span: Span | None = None
     check: Callable[[], None] | None = None
     unsupported: Unsupported | None = None
+    checksums: ChunkChecksums | None = None
 
 
 Value: TypeAlias = (

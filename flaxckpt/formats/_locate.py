@@ -69,7 +69,14 @@ def open_checkpoint(
 
     See `locate` and `Located.open`.
     """
-    return _read(path, step, step_format, lambda located: located._read(types))
+
+    def read(located: Located) -> Stored:
+        stored = located._read(types)
+        if located.step is not None:
+            check_step(located.path, located.step, stored)
+        return stored
+
+    return _read(path, step, step_format, read)
 
 
 def read_metadata(
@@ -290,9 +297,12 @@ def read_step(path: Path, step: int, types: Sequence[type] = ()) -> Stored:
 
 
 def check_step(path: Path, step: int, stored: Stored) -> None:
-    """Raises DamagedCheckpointError if `stored` was saved as another step."""
-    if stored.recorded_step not in (step, None):
-        raise errors.DamagedCheckpointError(
-            f"{path} has the name of step {step}, but was saved as step"
-            f" {stored.recorded_step}: restore another step, or load this path directly"
-        )
+    """Raises DamagedCheckpointError if `stored`, or an item, is of another step."""
+    parts = {path: stored, **{path / n: one for n, one in stored.own_items.items()}}
+    for place, part in parts.items():
+        if part.recorded_step not in (step, None):
+            raise errors.DamagedCheckpointError(
+                f"{place} has the name of step {step}, but was saved as step"
+                f" {part.recorded_step}: restore another step, or load this path"
+                " directly"
+            )

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from flaxckpt import _storage, errors
+from flaxckpt import _steps, _storage, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._checkpoint import commit, restore, save
 from flaxckpt._types import PathLike, PyTree
-from flaxckpt.formats import _native
+from flaxckpt.formats import _locate, _native
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
 
@@ -82,13 +82,21 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         self._start(directory, args)()
 
     def restore(self, directory: PathLike, args: RestoreArgs | None = None) -> PyTree:
-        """Returns the state in `directory`."""
+        """Returns the state in `directory`.
+
+        Raises:
+            DamagedCheckpointError: The item is of another step.
+        """
         options = _check_args(args or RestoreArgs(), RestoreArgs)
         given = {
             field.name: getattr(options, field.name)
             for field in dataclasses.fields(options)
         }
-        return restore.load(directory, **given)
+        path = _storage.paths.resolve(directory)
+        step = _steps.names.number(path.parent.name)
+        if step is not None and _native.items.is_native(path):
+            _locate.read_step(path, step)
+        return restore.load(path, **given)
 
     def metadata(self, directory: PathLike) -> Any:
         """Returns the shapes and dtypes of the leaves, as Orbax's handler does."""

@@ -1,5 +1,6 @@
 """Small values of a database, read without TensorStore: the same bytes, or an error."""
 
+import functools
 import os
 import random
 
@@ -10,7 +11,7 @@ import tensorstore as ts
 import flaxckpt
 from flaxckpt._arrays import read_raw, read_tasks
 from flaxckpt._arrays import write as arrays_write
-from flaxckpt._arrays.databases import Database, Databases
+from flaxckpt._arrays.databases import Database, Databases, check_digests
 from flaxckpt._arrays.zarr import ocdbt
 from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
 from flaxckpt._state.leaf import LeafInfo
@@ -204,10 +205,6 @@ def test_what_is_no_file_is_an_error_of_each_value(tmp_path, values):
 # ---- databases of a restore -------------------------------------------------------
 
 
-def raw_array(root, digests=None):
-    return RawArray(root, "w", True, Encoding("none", True), digests or {})
-
-
 def digests_of(root):
     return {
         f"{file.relative_to(root)}": LOCAL.digest_file(file, max_bytes=2**30)
@@ -219,8 +216,8 @@ def digests_of(root):
 def test_each_database_is_opened_once(tmp_path):
     databases = Databases(ts.Context(ocdbt.MANIFESTS))
     roots = [make_database(tmp_path / name, {name: bytes(50)}) for name in "ab"]
-    first, other = (databases.open(raw_array(r), r, verify=True) for r in roots)
-    assert databases.open(raw_array(roots[0]), roots[0], verify=True) is first
+    first, other = (databases.open(root, root) for root in roots)
+    assert databases.open(roots[0], roots[0]) is first
     first.request("a", 50)
     other.request("b", 50)
     read_tasks.run(databases.readings())
@@ -232,39 +229,26 @@ def test_a_database_that_is_not_there_fails_for_each_array(tmp_path):
     found = []
     for _ in range(2):
         with pytest.raises((ValueError, OSError)) as info:
-            databases.open(raw_array(tmp_path / "a"), tmp_path, verify=False)
+            databases.open(tmp_path / "a", tmp_path)
         found.append(info.value)
         make_database(tmp_path / "a", {"a": b"1"})  # not looked for again
     assert found[0] is found[1]
     good = make_database(tmp_path / "b", {"b": b"1"})
-    assert databases.open(raw_array(good), tmp_path, verify=False)
+    assert databases.open(good, tmp_path)
 
 
-def test_a_changed_database_is_refused_unless_nobody_verifies(tmp_path):
+def test_a_database_that_fails_its_check_stays_refused(tmp_path):
     root = make_database(tmp_path / "a", {"a": bytes(50)})
     digests = digests_of(root)
-
-    def open_once(digests, *, verify):
-        databases = Databases(ts.Context(ocdbt.MANIFESTS))
-        raw = raw_array(root, digests)
-        return [databases.open(raw, tmp_path, verify=verify) for _ in range(2)]
-
-    assert open_once(digests, verify=True)
-    changed = {name: f"sha256:{n:064}" for n, name in enumerate(digests)}
-    for _ in range(2):
-        with pytest.raises(ValueError, match="has changed"):
-            open_once(changed, verify=True)
-    assert open_once(changed, verify=False)
-
-
-def test_a_changed_database_stays_refused(tmp_path):
-    root = make_database(tmp_path / "a", {"a": bytes(50)})
-    raw = raw_array(root, dict.fromkeys(digests_of(root), "sha256:0"))
+    check = functools.partial(check_digests, root, digests, max_bytes=2**30)
+    databases = Databases(ts.Context(ocdbt.MANIFESTS))
+    assert databases.open(root, tmp_path, check=check)
+    digests.update(dict.fromkeys(digests, "sha256:0"))
     databases = Databases(ts.Context(ocdbt.MANIFESTS))
     found = []
-    for verify in (True, False):
+    for again in (check, None):
         with pytest.raises(ValueError, match="has changed") as info:
-            databases.open(raw, tmp_path, verify=verify)
+            databases.open(root, tmp_path, check=again)
         found.append(info.value)
     assert found[0] is found[1]
 
@@ -275,7 +259,7 @@ def test_a_database_outside_of_the_checkpoint_is_refused(tmp_path):
     (tmp_path / "c/state").symlink_to(tmp_path / "other")
     databases = Databases(ts.Context(ocdbt.MANIFESTS))
     with pytest.raises(ValueError, match="outside"):
-        databases.open(raw_array(tmp_path / "c/state"), tmp_path / "c", verify=True)
+        databases.open(tmp_path / "c/state", tmp_path / "c")
 
 
 # ---- damage and hostile content ---------------------------------------------------
@@ -317,7 +301,7 @@ def test_no_changed_byte_gives_other_values(tmp_path, size):
             name, (), "array", "numpy.ndarray", (size,), "float32", chunk_shape=(size,)
         )
         databases = Databases(ts.Context(ocdbt.MANIFESTS))
-        database = databases.open(raw, tmp_path, verify=True)
+        database = databases.open(tmp_path, tmp_path)
         region = ((0, size),)
         reading = read_raw.from_database(raw, info, [region], database, verify=True)
         read_tasks.run([*databases.readings(), reading])

@@ -19,8 +19,8 @@ from flaxckpt._arrays.spans import Span
 from flaxckpt._arrays.zarr import chunk_file, metadata, ocdbt
 from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
 from flaxckpt._storage.storage import LOCAL
+from tests.arrays.test_checksums import written
 from tests.arrays.test_read_raw import host, info_of
-from tests.arrays.test_segments import written
 from tests.helpers.files import flip_bit
 
 KIB = 2**10
@@ -128,7 +128,13 @@ def test_only_the_needed_bytes_are_read_and_once(
     monkeypatch.setattr(read_tasks, "_SMALL_GAP_BYTES", gap)
     array = numbers(shape)
     raw, info = written(tmp_path, array, chunk_shape, 8)
-    at_once = 1 if not verify else 8 if raw.segments else 4 * math.prod(chunk_shape)
+    at_once = (
+        1
+        if not verify
+        else 8
+        if raw.checksums.segment_bytes
+        else 4 * math.prod(chunk_shape)
+    )
     draws = random.Random(0)
     for _ in range(10):
         regions = random_regions(draws, shape)
@@ -205,7 +211,9 @@ def test_damage_is_found_in_the_needed_segments_only(
     draws = random.Random(1)
     for _ in range(1 if way == "map" else 3):
         regions = [(*r, (0, page)) for r in random_regions(draws, shape)]
-        at_once = 8 * page if raw.segments else 4 * math.prod(chunk_shape)
+        at_once = (
+            8 * page if raw.checksums.segment_bytes else 4 * math.prod(chunk_shape)
+        )
         needed = needed_reads(regions, array, chunk_shape, at_once, 1, verify=True)
         check_values(
             read(raw, info, regions, **options), array, regions, options["dtype"]
@@ -396,7 +404,7 @@ def database_of(path, array, chunk_shape, *, checksum=True):
 
 def read_database(raw, info, regions, *, verify=True):
     databases = Databases(ts.Context(ocdbt.MANIFESTS))
-    database = databases.open(raw._replace(digests={}), raw.root, verify=verify)
+    database = databases.open(raw.root, raw.root)
     reading = read_raw.from_database(raw, info, regions, database, verify=verify)
     read_tasks.run([*databases.readings(), reading])
     return reading.result()
@@ -439,7 +447,7 @@ def test_values_of_a_database_are_verified_unless_digests_cover_it(tmp_path, key
         read_database(raw, info, regions)
     [values] = read_database(raw, info, regions, verify=False).values()
     assert values.tolist() == [1, 2, 0 if key == "w/c.1" else 3, 4]
-    digested = raw._replace(digests={"manifest.ocdbt": "sha256:0"})
+    digested = raw._replace(has_digests=True)
     [same] = read_database(digested, info, regions).values()
     assert same.tolist() == values.tolist()
 

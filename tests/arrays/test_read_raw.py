@@ -87,7 +87,7 @@ def read_raw(root, array, chunk_shape, encoding, region, *, ocdbt, memory_map):
     info = info_of(array, chunk_shape)
     if ocdbt:
         databases = Databases(ts.Context())
-        database = databases.open(raw, raw.root, verify=True)
+        database = databases.open(raw.root, raw.root)
         reading = arrays_read_raw.from_database(
             raw, info, [region], database, verify=True
         )

@@ -20,7 +20,7 @@ from tests.helpers import strategies
 
 RUNS = sorted(GOLDEN.glob("flaxckpt-1*/*"))
 ITEM_RUNS = sorted(GOLDEN.glob("flaxckpt-2*/*"))
-NEWEST = GOLDEN / "flaxckpt-1-0.1.0"
+NEWEST = GOLDEN / "flaxckpt-1-0.2.0"
 STEP = str(make_flaxckpt.STEP)
 
 

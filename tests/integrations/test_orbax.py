@@ -7,6 +7,7 @@ import errno
 import inspect
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -439,6 +440,35 @@ def test_damage_is_found_through_the_manager(item):
     with pytest.raises(errors.DamagedCheckpointError):
         flaxckpt.load(item.parent)
     assert not flaxckpt.verify(item.parent).ok
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_an_item_of_another_step_is_found(tmp_path, is_alone):
+    run = tmp_path / "run"
+    handlers = {"state": CheckpointHandler()}
+    others = {}
+    if not is_alone:
+        handlers["ema"] = CheckpointHandler()
+        others = {"ema": SaveArgs(make_state())}
+    with ocp.CheckpointManager(run, item_handlers=handlers) as manager:
+        for step in (1, 2):
+            args = {"state": SaveArgs(make_state(step)), **others}
+            manager.save(step, args=ocp.args.Composite(**args))
+    assert flaxckpt.verify(run, step=2).ok
+    shutil.rmtree(run / "2" / "state")
+    shutil.copytree(run / "1" / "state", run / "2" / "state")
+    assert not flaxckpt.verify(run, step=2).ok
+    for load in (
+        lambda: flaxckpt.load(run),
+        lambda: flaxckpt.Checkpointer(run, read_only=True).restore(step=2),
+    ):
+        with pytest.raises(errors.DamagedCheckpointError, match="saved as step 1"):
+            load()
+    with make_manager(run, named=True) as manager:
+        args = ocp.args.Composite(state=RestoreArgs(ABSTRACT))
+        with pytest.raises(errors.DamagedCheckpointError, match="saved as step 1"):
+            manager.restore(2, args=args)
+        check(manager.restore(1, args=args)["state"], make_state(1))
 
 
 def test_a_mismatch_names_the_leaves(item):

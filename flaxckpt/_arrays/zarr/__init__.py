@@ -9,23 +9,23 @@ from flaxckpt import _doors
 if TYPE_CHECKING:
     from flaxckpt._arrays.zarr import (
         array_layout,
+        checksums,
         chunk_file,
         chunk_headers,
         chunk_shape,
         metadata,
         ocdbt,
-        segments,
         writer_assignment,
     )
 
 __all__ = [
     "array_layout",
+    "checksums",
     "chunk_file",
     "chunk_headers",
     "chunk_shape",
     "metadata",
     "ocdbt",
-    "segments",
     "writer_assignment",
 ]
 

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from flaxckpt import _storage
-from flaxckpt._arrays.zarr import segments
+from flaxckpt._arrays.zarr import checksums as chunk_checksums
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 
-CHECKSUM_BYTES = 4
+CHECKSUM_BYTES = chunk_checksums.CHECKSUM_BYTES
 ALIGNMENT = 64
 """Alignment in bytes of memory that jax uses without a copy."""
 
@@ -49,6 +49,7 @@ class Block(NamedTuple):
         segment_bytes: Size of segments that are verified on their own; 0 if there are
             none.
         checksums: Checksums of the segments, without the last.
+        recorded: Checksum of the block in the manifest; None if not recorded.
     """
 
     path: Path
@@ -56,6 +57,7 @@ class Block(NamedTuple):
     has_checksum: bool
     segment_bytes: int = 0
     checksums: Sequence[int] = ()
+    recorded: int | None = None
 
     @property
     def file_size(self) -> int:
@@ -72,7 +74,7 @@ class Block(NamedTuple):
 
 def checksum(parts: Sequence[memoryview]) -> bytes:
     """Returns the CRC-32C of the concatenated `parts`."""
-    [value] = segments.running_checksums(parts, sys.maxsize)
+    [value] = chunk_checksums.running_checksums(parts, sys.maxsize)
     return value.to_bytes(CHECKSUM_BYTES, "little")
 
 
@@ -351,7 +353,7 @@ def check(
         start: First byte of the content in the block.
 
     Raises:
-        ValueError: The content has changed since it was written.
+        ValueError: The content has changed since it was written, or is another chunk.
     """
     size = sum(part.nbytes for part in parts)
     if size == block.size:  # its own checksum covers all segments
@@ -360,7 +362,7 @@ def check(
         first, nbytes = start // block.segment_bytes, block.segment_bytes
         recorded = [*block.checksums[first : -(-(start + size) // nbytes)]]
         recorded += [int.from_bytes(tail, "little")] * bool(tail)
-    found = segments.running_checksums(
+    found = chunk_checksums.running_checksums(
         parts, nbytes or sys.maxsize, block.checksums[first - 1] if first else 0
     )
     for n, (actual, wanted) in enumerate(zip(found, recorded, strict=True), first):
@@ -371,6 +373,8 @@ def check(
                 f"{where if size < block.size else ''}: its CRC-32C is"
                 f" {actual:08x} instead of {wanted:08x}"
             )
+    if tail:
+        chunk_checksums.check_place(block.path.name, found[-1], block.recorded)
 
 
 @contextlib.contextmanager

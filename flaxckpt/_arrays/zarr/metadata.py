@@ -14,11 +14,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from flaxckpt import _state, _storage
-from flaxckpt._arrays.zarr.segments import Segments
+from flaxckpt._arrays.zarr.checksums import ChunkChecksums
 from flaxckpt._types import JSON, Shape
 
 if TYPE_CHECKING:
@@ -89,16 +88,16 @@ class RawArray(NamedTuple):
         name: Name of the array.
         ocdbt: True if `root` is a database.
         encoding: Encoding of the chunks.
-        digests: File of the database -> digest; empty if not recorded.
-        segments: Checksums of the segments of the chunks; None if not recorded.
+        has_digests: True if the files of the array, or of its database, have digests.
+        checksums: Checksums of the chunks; None if not recorded.
     """
 
     root: Path
     name: str
     ocdbt: bool
     encoding: Encoding
-    digests: Mapping[str, str] = MappingProxyType({})
-    segments: Segments | None = None
+    has_digests: bool = False
+    checksums: ChunkChecksums | None = None
 
 
 def is_raw(encoding: Encoding, shape: Shape, dtype: str) -> bool:

@@ -9,6 +9,7 @@ from flaxckpt import _doors
 if TYPE_CHECKING:
     from flaxckpt.formats._native import (
         checkpoint,
+        checksums,
         contents,
         items,
         manifest,
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
         names,
         orbax_files,
         orbax_json,
-        segments,
     )
 
 __all__ = [
     "checkpoint",
+    "checksums",
     "contents",
     "items",
     "manifest",
@@ -28,7 +29,6 @@ __all__ = [
     "names",
     "orbax_files",
     "orbax_json",
-    "segments",
 ]
 
 if not TYPE_CHECKING:

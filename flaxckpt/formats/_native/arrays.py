@@ -10,14 +10,15 @@ import dataclasses
 import functools
 import json
 import math
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from flaxckpt import _arrays, _state, _storage, _util, errors
+from flaxckpt._arrays.zarr.checksums import ChunkChecksums
 from flaxckpt._arrays.zarr.metadata import RawArray
-from flaxckpt._arrays.zarr.segments import Segments
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.formats import _plain
@@ -232,7 +233,7 @@ class Arrays:
         digests: File of an array or the database -> recorded digest.
         is_checked: True if the forms come from the arrays' own metadata.
         blosc: Names of arrays in a database compressed by blosc, as far as known.
-        segments: Leaf path -> checksums of the segments of its chunks.
+        checksums: Leaf path -> checksums of its chunks.
     """
 
     root: Path
@@ -243,7 +244,14 @@ class Arrays:
     digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_checked: bool = False
     blosc: Collection[str] = ()
-    segments: Mapping[LeafPath, Segments] = dataclasses.field(default_factory=dict)
+    checksums: Mapping[LeafPath, ChunkChecksums] = dataclasses.field(
+        default_factory=dict
+    )
+
+    @property
+    def has_digests(self) -> bool:
+        """True if the digests cover the files of arrays: of zarr 2, or a database."""
+        return bool(self.digests) and (self.version == 2 or self.ocdbt)
 
     def open(
         self, name: str, form: ArrayForm, checkpoint: Path, context: ts.Context
@@ -308,23 +316,54 @@ class Arrays:
             name,
             self.ocdbt,
             self.encoding,
-            self.digests,
-            self.segments.get(info.path),
+            self.has_digests,
+            self.checksums.get(info.path),
         )
+
+    def check(self, name: str, info: LeafInfo) -> Callable[[], None] | None:
+        """Returns the check of an array that TensorStore does not make, or None."""
+        recorded = self.checksums.get(info.path)
+        if recorded is None or not recorded.whole:
+            return None
+        return functools.partial(self._check_places, name, info, recorded)
+
+    def _check_places(
+        self, name: str, info: LeafInfo, recorded: ChunkChecksums
+    ) -> None:
+        """Compares the checksums after the chunks of an array with the recorded ones.
+
+        Raises:
+            ValueError, OSError: A chunk is another one, or is missing.
+        """
+        shape, _ = _arrays.forms.stored_form(info)
+        chunks = _arrays.zarr.metadata.chunks(
+            _arrays.zarr.metadata.whole(shape), info.chunk_shape or ()
+        )
+        found = _arrays.stored_checksums.read(
+            self.root, {name: [chunk.key for chunk in chunks]}, ocdbt=self.ocdbt
+        )
+        for n, chunk in enumerate(chunks):
+            value = int.from_bytes(found[name][chunk.key], "little")
+            _arrays.zarr.checksums.check_place(chunk.key, value, recorded.number(n))
+
+
+_MAX_DIGESTED_BYTES = 2**30
+"""Limit on a file of a database that is read before its values."""
 
 
 class _DigestChecks:
     """Compares files of arrays with their digests, once each."""
 
-    def __init__(self, root: Path, ocdbt: bool, digests: Mapping[str, str]) -> None:
-        self._root = root
+    def __init__(self, arrays: Arrays) -> None:
+        self._root = arrays.root
+        self._max_bytes = _MAX_DIGESTED_BYTES if arrays.ocdbt else sys.maxsize
         self._digests: dict[str, dict[str, str]] = {}
-        for file, digest in digests.items():
+        for file, digest in arrays.digests.items():
             # Every array depends on all files of a database.
-            name = "" if ocdbt else file.rpartition("/")[0]
+            name = "" if arrays.ocdbt else file.rpartition("/")[0]
             self._digests.setdefault(name, {})[file] = digest
-        self._ocdbt = ocdbt
-        self._done: set[str] = set()
+        self._ocdbt = arrays.ocdbt
+        self._done: dict[str, Exception | None] = {}
         self._lock = threading.Lock()
 
     def __call__(self, name: str) -> None:
@@ -335,10 +374,17 @@ class _DigestChecks:
         """
         name = "" if self._ocdbt else name
         with self._lock:
-            if name in self._done:
-                return
-            _arrays.databases.check_digests(self._root, self._digests.get(name, {}))
-            self._done.add(name)
+            if name not in self._done:
+                self._done[name] = None
+                digests = self._digests.get(name, {})
+                try:
+                    _arrays.databases.check_digests(
+                        self._root, digests, max_bytes=self._max_bytes
+                    )
+                except (ValueError, OSError) as error:
+                    self._done[name] = error
+        if fault := self._done[name]:
+            raise fault
 
 
 def leaf_table(
@@ -366,9 +412,7 @@ def leaf_table(
         name for name, info in zip(names, infos, strict=True) if info.dtype is not None
     ]
     check_names(path, stored_names, ocdbt=arrays.ocdbt)
-    checks = None
-    if arrays.version == 2 and arrays.digests:  # chunks of zarr 2 have no checksums
-        checks = _DigestChecks(arrays.root, arrays.ocdbt, arrays.digests)
+    compare = _DigestChecks(arrays) if arrays.has_digests else None
     for name, info in zip(names, infos, strict=True):
         if info.dtype is None:
             stored = StoredLeaf(path, info, value=strings.get(info.path))
@@ -379,7 +423,10 @@ def leaf_table(
                 info,
                 functools.partial(arrays.open, name, form, path),
                 raw=arrays.raw(name, info),
-                check=None if checks is None else functools.partial(checks, name),
+                check=functools.partial(compare, name)
+                if compare is not None
+                else arrays.check(name, info),
+                checksums=arrays.checksums.get(info.path),
             )
         table[info.path] = Leaf(info, (stored,))
     return table

@@ -146,7 +146,8 @@ def _read_native(
         structure = _state.containers.prune(structure, table)
     metadata = dataclasses.replace(
         native_metadata.checkpoint_metadata(
-            path, "flaxckpt", step, infos, digests, manifest.items.dataset, deleted
+            *(path, "flaxckpt", step, infos, digests, manifest.items.dataset, deleted),
+            recorded_step=manifest.step,
         ),
         lineage=manifest.lineage,
         transforms=manifest.transforms,
@@ -256,7 +257,7 @@ def _item_table(
             for name, digest in digests.items()
             if not manifest.ocdbt or _DATABASE.fullmatch(name)
         },
-        segments=manifest.segments,
+        checksums=manifest.checksums,
     )
     return native_arrays.leaf_table(path, names, infos, arrays, strings)
 

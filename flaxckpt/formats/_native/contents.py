@@ -15,10 +15,10 @@ from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._storage.commit_marker import MARKER
 from flaxckpt._types import JSON, LeafPath
+from flaxckpt.formats._native import checksums as native_checksums
 from flaxckpt.formats._native import items, orbax_files, orbax_json
 from flaxckpt.formats._native import manifest as native_manifest
 from flaxckpt.formats._native import metadata as native_metadata
-from flaxckpt.formats._native import segments as native_segments
 from flaxckpt.formats._native.items import METRICS, Items
 from flaxckpt.formats._reader import Lineage
 
@@ -67,7 +67,9 @@ class Contents:
 
     def segment_bytes(self) -> int | None:
         """Returns the bytes of the segments of chunks; None for no segments."""
-        return native_segments.choose_bytes(self.infos, self.encoding, ocdbt=self.ocdbt)
+        return native_checksums.choose_bytes(
+            self.infos, self.encoding, ocdbt=self.ocdbt
+        )
 
 
 def make_files(contents: Contents) -> dict[str, bytes]:
@@ -110,7 +112,9 @@ def make_files(contents: Contents) -> dict[str, bytes]:
     if contents.metrics:
         metrics = orbax_json.dumps(dict(contents.metrics))
         files[f"{METRICS}/{METRICS}"] = metrics
-        files[items.METRICS_DIGESTS] = native_metadata.metrics_digests(metrics)
+        files[items.METRICS_DIGESTS] = native_metadata.metrics_digests(
+            metrics, step=contents.step
+        )
     for name in (items.CHECKPOINT, f"{METRICS}/{METRICS}"):
         if name in files:
             with _trial_parse(name) as parse:
@@ -165,7 +169,8 @@ def seal(
         files: Result of `make_files`.
         root: The directory with the arrays.
         digests: Digests of files written by other processes: name -> digest.
-        checksums: Checksums of the segments of chunks, from all processes.
+        checksums: Checksums of chunks that the writers have computed; those of others
+            are read from `root`. None for no checksums, of a trial without arrays.
 
     Raises:
         SaveFailedError: `read` would not accept the manifest.
@@ -175,7 +180,19 @@ def seal(
         for name, content in files.items()
         if not name.startswith(METRICS)
     }
-    recorded |= {**digests, **_digests_of_arrays(contents, root)}
+    of_arrays = _digests_of_arrays(contents, root)
+    recorded |= {**digests, **of_arrays}
+    if of_arrays or not contents.encoding.checksum:
+        checksums = None  # the digests cover all arrays
+    elif checksums is not None:
+        checksums = native_checksums.read_missing(
+            root,
+            contents.infos,
+            contents.items,
+            contents.encoding,
+            checksums,
+            ocdbt=contents.ocdbt,
+        )
     with _trial_parse(orbax_json.MANIFEST) as parse:
         manifest = _manifest_text(contents, recorded, checksums)
         native_manifest.check_readable(parse(manifest), contents.infos)
@@ -260,15 +277,14 @@ def _manifest_text(
     checksums: _arrays.write.Checksums | None = None,
 ) -> bytes:
     optional: dict[str, JSON] = {}
-    segments = native_segments.row(
-        contents.infos,
-        contents.items,
-        contents.encoding,
-        contents.segment_bytes() if checksums else None,
-        checksums or {},
-    )
-    if segments is not None:
-        optional[native_segments.KEY] = segments
+    if checksums:
+        optional |= native_checksums.rows(
+            contents.infos,
+            contents.items,
+            contents.encoding,
+            contents.segment_bytes(),
+            checksums,
+        )
     if contents.lineage:
         optional["lineage"] = [origin._asdict() for origin in contents.lineage]
     if contents.transforms:

@@ -9,11 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flaxckpt import _arrays, _state, errors
+from flaxckpt._arrays.zarr.checksums import ChunkChecksums
 from flaxckpt._arrays.zarr.metadata import sizes
-from flaxckpt._arrays.zarr.segments import Segments
 from flaxckpt._state.leaf import LeafInfo, MeshAxes, Role
 from flaxckpt._types import JSON, LeafPath
-from flaxckpt.formats._native import orbax_json, segments
+from flaxckpt.formats._native import checksums, orbax_json
 from flaxckpt.formats._native.items import Items
 from flaxckpt.formats._native.orbax_json import EMPTIES
 from flaxckpt.formats._reader import Lineage
@@ -40,7 +40,7 @@ class Manifest(NamedTuple):
         step: Step number; None for a checkpoint saved on its own.
         items: The items with the arrays and the dataset.
         json: The names of the JSON items.
-        segments: Leaf path -> checksums of the segments of its chunks.
+        checksums: Leaf path -> checksums of its chunks and their segments.
     """
 
     infos: Sequence[LeafInfo]
@@ -54,7 +54,7 @@ class Manifest(NamedTuple):
     step: int | None
     items: Items
     json: tuple[str, ...]
-    segments: Mapping[LeafPath, Segments]
+    checksums: Mapping[LeafPath, ChunkChecksums]
 
 
 def parse(data: Mapping[str, Any], resolve: _state.treedef.Resolve) -> Manifest:
@@ -85,7 +85,7 @@ def parse(data: Mapping[str, Any], resolve: _state.treedef.Resolve) -> Manifest:
         _parse_step(data),
         items,
         parse_item_names(data.get("json", [])),
-        segments.parse(data, infos, encoding),
+        checksums.parse(data, infos, encoding),
     )
 
 
@@ -133,7 +133,7 @@ def check_readable(data: Mapping[str, Any], infos: Sequence[LeafInfo]) -> None:
     for n in kinds.values():
         parse_leaf(data["leaves"][n], {infos[n].path: infos[n].keys})
     parse_digests(data["digests"])
-    segments.parse(data, infos, parse_encoding(data))
+    checksums.parse(data, infos, parse_encoding(data))
     parse_lineage(data)
     parse_texts(data.get("transforms", []))
     _parse_step(data)

@@ -20,6 +20,7 @@ from flaxckpt.formats._reader import CheckpointMetadata
 _log = logging.getLogger(__name__)
 
 _RUN_METADATA = "metadata/_ROOT_METADATA"
+_STEP = "step"
 _OLD_RUN_METADATA = "metadata/metadata"
 """File of Orbax before 0.11 that contains only the user's metadata of a run."""
 
@@ -32,6 +33,7 @@ def checkpoint_metadata(
     digests: Mapping[str, str],
     dataset: str | None = DATASET,
     deleted: tuple[str, ...] | None = None,
+    recorded_step: int | None = None,
 ) -> CheckpointMetadata:
     """Returns the metadata of a checkpoint with the leaves `infos`.
 
@@ -43,6 +45,7 @@ def checkpoint_metadata(
         digests: File name -> recorded digest.
         dataset: The item of the dataset; None without it.
         deleted: Result of `read_deleted_items`, if already read.
+        recorded_step: Step number at the save; None if not recorded.
 
     Raises:
         DamagedCheckpointError: A file with a recorded digest is missing, malformed, or
@@ -65,7 +68,7 @@ def checkpoint_metadata(
         format_name,
         step,
         {info.path: info for info in infos},
-        read_metrics(path),
+        read_metrics(path, recorded_step),
         _seconds(fields.get("init_timestamp_nsecs")),
         _seconds(fields.get("commit_timestamp_nsecs")),
         user_metadata(fields),
@@ -148,27 +151,31 @@ def write_run_metadata(
 # ---- metrics ----------------------------------------------------------------------
 
 
-def read_metrics(path: Path) -> dict[str, float]:
-    """Returns the numeric metrics of the checkpoint `path`.
+def read_metrics(path: Path, step: int | None) -> dict[str, float]:
+    """Returns the numeric metrics of the checkpoint `path`, saved as `step`.
 
     A damaged file of metrics is logged and counts as empty, so that the state remains
     readable.
     """
     try:
-        return flatten_metrics(load_metrics(path))
+        return flatten_metrics(load_metrics(path, step))
     except errors.DamagedCheckpointError as error:
         _log.warning("the metrics of %s are lost: %s", path, error)
         return {}
 
 
-def load_metrics(path: Path) -> dict[str, Any]:
+def load_metrics(path: Path, step: int | None) -> dict[str, Any]:
     """Returns the content of the metrics file of the checkpoint `path`.
 
     Empty for a checkpoint without metrics.
 
+    Args:
+        path: The checkpoint.
+        step: The step that the metrics must be of; None for any.
+
     Raises:
-        DamagedCheckpointError: The file is missing, malformed, or differs from its
-            recorded digests.
+        DamagedCheckpointError: The file is missing, malformed, of another step, or
+            differs from its recorded digests.
     """
     file = path / METRICS / METRICS
     if not _storage.of(file).exists(file):
@@ -180,10 +187,10 @@ def load_metrics(path: Path) -> dict[str, Any]:
             )
         return {}
     content = items.read_file(file, path)
-    if not _has_digest(path, content):
+    if not _has_digest(path, content, step):
         # A writer may have replaced the file at this moment.
         previous, content = content, items.read_file(file, path)
-        if content == previous or not _has_digest(path, content):
+        if content == previous or not _has_digest(path, content, step):
             raise errors.DamagedCheckpointError(
                 f"{file} or {METRICS_DIGESTS} has changed since it was written"
             )
@@ -205,11 +212,22 @@ def _evidence_of_metrics(path: Path) -> str | None:
     return CHECKPOINT if isinstance(handlers, dict) and METRICS in handlers else None
 
 
-def _has_digest(path: Path, metrics: bytes) -> bool:
-    """Returns True if `metrics` match a recorded digest, or none was recorded."""
+def _has_digest(path: Path, metrics: bytes, step: int | None) -> bool:
+    """Returns True if `metrics` match a recorded digest, or none was recorded.
+
+    Raises:
+        DamagedCheckpointError: The metrics were recorded for another step than `step`.
+    """
     if not _storage.of(path).exists(path / METRICS_DIGESTS):
         return True
-    digests = items.read_json(path / METRICS_DIGESTS, path).get(METRICS)
+    record = items.read_json(path / METRICS_DIGESTS, path)
+    recorded = record.get(_STEP)
+    if step is not None and recorded not in (step, None):
+        raise errors.DamagedCheckpointError(
+            f"{path / METRICS} has the metrics of step {recorded!r:.20}, wanted {step};"
+            " delete the directory, and add the metrics of the step again"
+        )
+    digests = record.get(METRICS)
     return isinstance(digests, list) and _storage.files.digest(metrics) in digests
 
 
@@ -270,10 +288,21 @@ def _replace_nested(metrics: dict[str, Any], name: str, number: float) -> bool:
     return False
 
 
-def metrics_digests(*contents: bytes) -> bytes:
-    """Returns the content of `metrics/digests` that accepts any of `contents`."""
+def metrics_digests(*contents: bytes, step: int | None) -> bytes:
+    """Returns the content of `metrics/digests` that accepts any of `contents`.
+
+    Args:
+        *contents: Contents of the metrics file.
+        step: The step that the metrics are of; None if unknown.
+    """
     digests = [_storage.files.digest(content) for content in contents]
-    return orbax_json.dumps({METRICS: digests})
+    return _digests_text(digests, step)
+
+
+def _digests_text(digests: JSON, step: JSON) -> bytes:
+    return orbax_json.dumps(
+        {METRICS: digests} if step is None else {METRICS: digests, _STEP: step}
+    )
 
 
 def check_metrics_digests(path: Path) -> None:
@@ -284,14 +313,20 @@ def check_metrics_digests(path: Path) -> None:
         DamagedCheckpointError: The file is missing, or not a JSON object.
     """
     content = items.read_file(path / METRICS_DIGESTS, path)
-    digests = orbax_json.loads(content, path / METRICS_DIGESTS).get(METRICS)
+    record = orbax_json.loads(content, path / METRICS_DIGESTS)
+    digests = record.get(METRICS)
     is_list = isinstance(digests, list)
-    if not is_list or content != orbax_json.dumps({METRICS: digests}):
+    if not is_list or content != _digests_text(digests, record.get(_STEP)):
         raise ValueError("its content has changed since it was written")
 
 
-def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
+def write_metrics(path: Path, metrics: Mapping[str, JSON], step: int | None) -> None:
     """Replaces the metrics of the committed checkpoint `path` atomically.
+
+    Args:
+        path: The checkpoint.
+        metrics: The metrics.
+        step: The step that the metrics are of; None if unknown.
 
     Raises:
         ValueError: The path of the metrics leads out of the checkpoint through a
@@ -301,7 +336,7 @@ def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
     storage.check_file(file, path)
     content = orbax_json.dumps(dict(metrics))
     orbax_json.check_size(content)
-    files = {METRICS: content, "digests": metrics_digests(content)}
+    files = {METRICS: content, "digests": metrics_digests(content, step=step)}
     # Atomically: Orbax reports a directory without the file as damage.
     is_there = (path / METRICS).is_dir()
     if is_there or not storage.add_directory(path / METRICS, files):
@@ -311,7 +346,7 @@ def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
         # Both digests count until the new metrics are written, even after an
         # interruption.
         digests, mode = path / METRICS_DIGESTS, storage.mode(path)
-        storage.replace(digests, metrics_digests(*valid), mode=mode)
+        storage.replace(digests, metrics_digests(*valid, step=step), mode=mode)
         storage.replace(file, content, mode=mode)
-        storage.replace(digests, metrics_digests(content), mode=mode)
+        storage.replace(digests, metrics_digests(content, step=step), mode=mode)
     _steps.markers.mark_measured(path)

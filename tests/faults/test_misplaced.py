@@ -1,0 +1,251 @@
+"""Whole files in the wrong place: of another chunk, leaf or step."""
+
+import itertools
+import logging
+import shutil
+
+import numpy as np
+import pytest
+import tensorstore as ts
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._steps import markers as steps_markers
+from flaxckpt.formats._native import contents as native_contents
+from tests.faults.test_damage import ITEMS, JSON_ITEM, LOSSES, UNREAD, Iterator, is_same
+
+LAYOUTS = {
+    "files": {"store": "files"},
+    "files, compact": {"store": "files", "codec": "compact"},
+    "files, zstd": {"store": "files", "codec": "zstd"},
+    "files, zarr 2": {"store": "files", "zarr_version": 2},
+    "ocdbt": {"store": "ocdbt"},
+    "ocdbt, compact": {"store": "ocdbt", "codec": "compact"},
+    "ocdbt, zarr 2": {"store": "ocdbt", "zarr_version": 2},
+}
+LARGE = {f"large {name}": LAYOUTS[name] for name in ("ocdbt", "ocdbt, compact")}
+"""Databases that have no digests."""
+
+CASES = [
+    pytest.param(case, marks=[pytest.mark.slow] * (n % 3 > 0))
+    for n, case in enumerate((*LAYOUTS, *LARGE))
+]
+
+CHUNK_BYTES = 2**13
+
+
+def state(step, rows=0):
+    """Leaves of equal shapes; their chunks have equal sizes, also compressed."""
+    rng = np.random.default_rng(step)
+
+    def leaf(*shape):
+        return rng.integers(0, 2**32, shape, np.uint32)
+
+    leaves = {"x": leaf(6, 1024), "y": leaf(6, 1024), "few": leaf(5), "some": leaf(5)}
+    if rows:
+        leaves |= {"wide": leaf(rows, 1024), "deep": leaf(rows, 1024)}
+    return {"params": leaves, "numbers": {"step": step}, "texts": {"name": f"s{step}"}}
+
+
+def save_run(root, layout, *, items="state", first=1, rows=0):
+    """Saves a run of two steps; returns step -> state."""
+    states = {1: state(first, rows), 2: state(first + 1, rows)}
+    with flaxckpt.Checkpointer(root, layout=layout, items=items) as ckpt:
+        for step, values in states.items():
+            ckpt.save(
+                step,
+                values,
+                metrics={"loss": 0.5 + first + step},
+                dataset=Iterator(10 * (step + first)),
+                json={"config": [step, first]} if items != "state" else {},
+            )
+    return states
+
+
+def files_of(step):
+    return {
+        file.relative_to(step).as_posix(): file.read_bytes()
+        for file in sorted(step.rglob("*"))
+        if file.is_file()
+    }
+
+
+def replace(path, content):
+    made = path.with_name(path.name + ".made")
+    made.write_bytes(content)
+    made.replace(path)
+
+
+class Run:
+    """A run whose step 2 gets files of other places."""
+
+    def __init__(self, root, layout, **options):
+        self.states = save_run(root, layout, **options)
+        items = options.get("items", "state")
+        self.ckpt = flaxckpt.Checkpointer(root, layout=layout, items=items)
+        self.root, self.path = root, root / "2"
+        self.files = files_of(self.path)
+
+    def check(self, name, *, memory_map=True):
+        """Asserts that the wrong content of `name` is found by all readers."""
+        assert not flaxckpt.verify(self.root, step=2).ok, f"{name}: not found"
+        dataset = Iterator()
+        found = self.ckpt.restore(dataset=dataset, memory_map=memory_map)
+        step = self.ckpt.restored_step
+        assert is_same(self.states[step], found), f"{name}: wrong values"
+        assert dataset.position == 10 * (step + 1)
+        harmless = {*UNREAD, *LOSSES, JSON_ITEM}
+        assert step == 1 or name in harmless, f"{name}: not noticed"
+        if step == 2:
+            assert self.ckpt.metrics(2) in ({}, {"loss": 3.5}), name
+        for leaf in ("x", "y"):
+            wanted = self.states[2]["params"][leaf]
+            try:
+                values = flaxckpt.open_leaf(self.path, f"params/{leaf}").read().result()
+            except errors.CheckpointError:
+                continue
+            assert np.array_equal(values, wanted), f"{name}: wrong values of {leaf}"
+
+    def heal(self):
+        for name, content in self.files.items():
+            if (self.path / name).read_bytes() != content:
+                replace(self.path / name, content)
+        (self.path / steps_markers.DAMAGED).unlink(missing_ok=True)
+
+
+def without_digests(monkeypatch, case):
+    if case in LARGE:
+        monkeypatch.setattr(native_contents, "_SMALL_DATABASE_BYTES", -1)
+
+
+@pytest.mark.parametrize("items", ["state", ITEMS], ids=["state", "items"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_file_of_another_place_is_found(tmp_path, monkeypatch, caplog, case, items):
+    caplog.set_level(logging.CRITICAL, logger="flaxckpt")
+    without_digests(monkeypatch, case)
+    layout = flaxckpt.ArrayLayout(
+        **(LAYOUTS | LARGE)[case],
+        chunk_bytes=CHUNK_BYTES,
+        **({"checksum": False} if "zarr 2" in case else {}),
+    )
+    run = Run(tmp_path / "run", layout, items=items)
+    others = files_of(run.root / "1")
+    tried = 0
+    for name, content in run.files.items():
+        wrong = {
+            other
+            for other in (*run.files.values(), *others.values())
+            if len(other) == len(content) and other != content
+        }
+        for n, other in enumerate(sorted(wrong)[:4]):
+            replace(run.path / name, other)
+            run.check(name, memory_map=n % 2 == 0)
+            run.heal()
+            tried += 1
+    assert tried >= (20 if case.startswith("files") else 4)
+    run.ckpt.restore()
+    assert run.ckpt.restored_step == 2, "all is healed"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_directory_of_another_step_is_found(tmp_path, monkeypatch, caplog, case):
+    caplog.set_level(logging.CRITICAL, logger="flaxckpt")
+    without_digests(monkeypatch, case)
+    layout = flaxckpt.ArrayLayout(**(LAYOUTS | LARGE)[case], chunk_bytes=CHUNK_BYTES)
+    run = Run(tmp_path / "run", layout, items=ITEMS)
+    aside = tmp_path / "aside"
+    for name in (*ITEMS, "metrics", "dataset", "config"):
+        (run.path / name).rename(aside)
+        shutil.copytree(run.root / "1" / name, run.path / name)
+        run.check(JSON_ITEM if name == "config" else f"{name}/{name}")
+        shutil.rmtree(run.path / name)
+        aside.rename(run.path / name)
+        run.heal()
+    run.path.rename(aside)
+    shutil.copytree(run.root / "1", run.path)
+    assert not flaxckpt.verify(run.root, step=2).ok
+    for load in (run.ckpt.restore, flaxckpt.load):
+        with pytest.raises(errors.DamagedCheckpointError, match="saved as step 1"):
+            load(**({"step": 2} if load == run.ckpt.restore else {"path": run.root}))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_backup_that_stopped_over_an_older_one_is_found(
+    tmp_path, monkeypatch, caplog, case
+):
+    caplog.set_level(logging.CRITICAL, logger="flaxckpt")
+    without_digests(monkeypatch, case)
+    layout = flaxckpt.ArrayLayout(**(LAYOUTS | LARGE)[case], chunk_bytes=CHUNK_BYTES)
+    run = Run(tmp_path / "run", layout)
+    save_run(tmp_path / "newer", layout, first=5)
+    newer = files_of(tmp_path / "newer" / "2")
+    orders = (sorted(newer), sorted(newer, reverse=True))
+    for order, count in itertools.product(orders, (1, len(newer) // 2, len(newer) - 1)):
+        for name in order[:count]:
+            (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+            replace(run.path / name, newer[name])
+        if files_of(run.path) == newer:
+            continue  # the rest was equal
+        assert not flaxckpt.verify(run.root, step=2).ok, order[:count]
+        found = run.ckpt.restore()
+        step = run.ckpt.restored_step
+        assert is_same(run.states[step], found), order[:count]
+        for name in newer.keys() - run.files.keys():
+            (run.path / name).unlink(missing_ok=True)
+        run.heal()
+
+
+@pytest.mark.parametrize("way", ["saved", "converted"])
+@pytest.mark.parametrize("case", ["files", "files, compact", *LARGE])
+def test_chunks_of_any_size_are_bound(tmp_path, monkeypatch, case, way):
+    without_digests(monkeypatch, case)
+    layout = flaxckpt.ArrayLayout(**(LAYOUTS | LARGE)[case])
+    states = save_run(tmp_path / "run", layout, rows=300)
+    path, other = tmp_path / "run/2", tmp_path / "run/1"
+    if way == "converted":
+        for step in (path, other):
+            flaxckpt.convert(step, tmp_path / f"new {step.name}", layout=layout)
+        path, other = tmp_path / "new 2", tmp_path / "new 1"
+    assert is_same(states[2], flaxckpt.load(path))
+    chunks, older = chunks_of(path / "state", case), chunks_of(other / "state", case)
+    leaves = ("wide", "deep", "x", "few")
+    of_leaf = {leaf: [n for n in chunks if f"params.{leaf}/" in n] for leaf in leaves}
+    assert all(of_leaf.values()), of_leaf
+    [wide], [deep] = of_leaf["wide"], of_leaf["deep"]
+    for name, wrong in [
+        *((name, older[name]) for [name] in of_leaf.values()),
+        (wide, chunks[deep]),
+    ]:
+        put_chunk(path / "state", case, name, wrong)
+        assert not flaxckpt.verify(path).ok, name
+        for memory_map in (True, False):
+            with pytest.raises(errors.DamagedCheckpointError, match="not the chunk"):
+                flaxckpt.load(path, memory_map=memory_map)
+        leaf = name.split("/")[0].replace(".", "/")
+        with pytest.raises(errors.DamagedCheckpointError, match="not the chunk"):
+            flaxckpt.open_leaf(path, leaf)
+        with pytest.raises(errors.DamagedCheckpointError, match="not the chunk"):
+            flaxckpt.convert(path, tmp_path / "copy.safetensors")
+        put_chunk(path / "state", case, name, chunks[name])
+    assert is_same(states[2], flaxckpt.load(path))
+
+
+def database(root):
+    base = {"driver": "file", "path": f"{root}/"}
+    return ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+
+
+def chunks_of(root, case):
+    """Returns the stored chunks of a state: name of the chunk -> bytes."""
+    if case not in LARGE:
+        return {name: text for name, text in files_of(root).items() if "/c" in name}
+    store = database(root)
+    names = [key.decode() for key in store.list().result()]
+    return {name: store.read(name).result().value for name in names if "/c" in name}
+
+
+def put_chunk(root, case, name, content):
+    if case in LARGE:
+        database(root).write(name, content).result()
+    else:
+        replace(root / name, content)
