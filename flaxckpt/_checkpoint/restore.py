@@ -379,7 +379,10 @@ def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
 def open_leaf(
     path: PathLike, leaf_path: LeafPath, *, step: int | None = None
 ) -> ts.TensorStore:
-    """Opens an array of a checkpoint, read-only, without reading the values.
+    """Opens an array of a checkpoint, read-only.
+
+    Values are read when you index the array. If the only checksum covers a whole file
+    (zarr 2, numpy archives, small databases), the file is read and compared first.
 
     ```python
     kernel = open_leaf("run", "params/dense/kernel")

@@ -152,10 +152,14 @@ def test_a_changed_bit_is_noticed_by_load_verify_and_convert(tmp_path):
     np.testing.assert_array_equal(found["v"], VALUES + 100)
 
 
-def test_of_an_array_that_is_not_compressed_only_the_part_is_read(tmp_path):
+def test_a_damaged_array_is_not_opened(tmp_path):
     np.savez(tmp_path / "a.npz", w=VALUES)
-    store = flaxckpt.open_leaf(changed_in_row_0(tmp_path / "a.npz"), "w")
-    np.testing.assert_array_equal(store[2:].read().result(), VALUES[2:])
+    np.testing.assert_array_equal(
+        flaxckpt.open_leaf(tmp_path / "a.npz", "w")[2:].read().result(), VALUES[2:]
+    )
+    path = changed_in_row_0(tmp_path / "a.npz")
+    with pytest.raises(errors.DamagedCheckpointError):
+        flaxckpt.open_leaf(path, "w")
 
 
 def test_an_archive_that_is_replaced_is_not_read_on(tmp_path):

@@ -6,6 +6,8 @@ A format joins by a folder `golden/<format>` with an `expected.npz` (see
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import shutil
@@ -392,7 +394,16 @@ def bools(root: Path, name: str) -> Path:
         return orbax.write(root, metadata, {"0": content})
     flaxckpt.save(root / "c", {"w": np.array([False, True, True, True])})
     [chunk] = (root / "c/state/w").glob("c*")
-    chunk.write_bytes(content + zarr_chunk_file.checksum([memoryview(content)]))
+    checksum = zarr_chunk_file.checksum([memoryview(content)])
+    chunk.write_bytes(content + checksum)
+    manifest = json.loads((root / "c/flaxckpt.json").read_text())
+    manifest["checksums"]["w"] = base64.b64encode(checksum).decode()
+    text = json.dumps(manifest, separators=(",", ":"))
+    (root / "c/flaxckpt.json").write_text(text)
+    marker = {"flaxckpt.json": f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"}
+    (root / "c/commit_success.txt").write_text(
+        json.dumps(marker, separators=(",", ":"))
+    )
     return root / "c"
 
 
