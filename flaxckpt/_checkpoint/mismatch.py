@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding
 
 from flaxckpt import _arrays, _state, errors
 from flaxckpt._checkpoint.plan import RestorePlan
@@ -50,15 +49,26 @@ def find_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
     sharding = wanted.sharding
     if sharding is None:
         return None
-    if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
-        text = f"{wanted} on the mesh {dict(sharding.mesh.shape)} without devices"
-        return Mismatch(wanted.path, text, str(found))
     try:
         sharding.shard_shape(wanted.shape)
     except ValueError:
         text = f"{wanted} sharded as {wanted.spec}, which does not divide it"
         return Mismatch(wanted.path, text, str(found))
     return None
+
+
+def find_lack_of_devices(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
+    """Returns the problem of a wanted leaf on a mesh without devices, or None.
+
+    Args:
+        wanted: The leaf that the caller asks for.
+        found: The stored leaf to restore; None to initialize the leaf.
+    """
+    if not _state.meshes.lacks_devices(wanted.sharding):
+        return None
+    text, advice = _state.meshes.explain(wanted)
+    stored = "nothing" if found is None else str(found)
+    return Mismatch(wanted.path, text, stored, advice=advice)
 
 
 def find_excess_width(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
