@@ -149,7 +149,9 @@ def _flatten(
     abstract_state: PyTree, *, whole_branches: bool
 ) -> _state.flax_state.FlatState:
     """Returns the wanted leaves, on the current mesh if theirs has no devices."""
-    flat = _state.flax_state.flatten(abstract_state, whole_branches=whole_branches)
+    flat = _state.flax_state.flatten(
+        abstract_state, whole_branches=whole_branches, task="restored into"
+    )
     return dataclasses.replace(flat, table=_state.meshes.with_devices(flat.table))
 
 
