@@ -8,6 +8,7 @@ from flaxckpt import _doors
 
 if TYPE_CHECKING:
     from flaxckpt._state import (
+        bits,
         boxes,
         classes,
         containers,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "bits",
     "boxes",
     "classes",
     "containers",
