@@ -494,6 +494,32 @@ def test_an_error_names_what_gives_devices_to_a_mesh_without(path):
     assert restored["params"]["dense"]["kernel"].sharding.mesh == real
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_keys_and_their_data_restore_into_each_other(tmp_path, impl, shape):
+    key = jax.random.key(5, impl=impl)
+    keys = jax.random.split(key, shape) if shape else key
+    data = jax.random.key_data(keys)
+    flaxckpt.save(tmp_path / "keys", {"rng": keys})
+    flaxckpt.save(tmp_path / "data", {"rng": data})
+    for name in ("keys", "data"):
+        strategies.assert_same_bits(
+            data, flaxckpt.load(tmp_path / name, {"rng": jnp.zeros_like(data)})["rng"]
+        )
+        found = flaxckpt.load(tmp_path / name, {"rng": keys})["rng"]
+        assert found.dtype == keys.dtype
+        strategies.assert_same_bits(data, jax.random.key_data(found))
+
+
+def test_keys_of_another_kind_are_a_mismatch_that_names_the_way_out(tmp_path):
+    flaxckpt.save(tmp_path / "rbg", {"rng": jax.random.key(0, impl="rbg")})
+    with pytest.raises(errors.RestoreMismatchError, match=r"jax.random.key\(0, .*rbg"):
+        flaxckpt.load(tmp_path / "rbg", {"rng": jax.random.key(0)})
+    for other in (jnp.zeros(2, jnp.uint32), jnp.zeros(4, jnp.int32), jnp.zeros(4)):
+        with pytest.raises(errors.RestoreMismatchError, match="wrap_key_data"):
+            flaxckpt.load(tmp_path / "rbg", {"rng": other})
+
+
 def test_one_line_is_logged_per_save_and_restore(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="flaxckpt"):
         flaxckpt.save(tmp_path / "c", STATE)

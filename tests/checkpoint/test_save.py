@@ -368,6 +368,43 @@ def test_a_template_with_a_function_cannot_be_restored_into(tmp_path):
         flaxckpt.save(tmp_path / "d", template)
 
 
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.int64(-3), -3),
+        (np.bool_(True), True),
+        (np.array(7, np.uint8), 7),
+        (jnp.bfloat16(0.5), 0.5),
+        (jnp.asarray(3), 3),
+        (2**127, 2**127),
+    ],
+)
+def test_metadata_take_scalars_of_numpy_and_jax(tmp_path, value, plain):
+    given = {"a": value, "b": {"c": [value]}}
+    flaxckpt.save(tmp_path / "c", {"w": 1}, metadata=given, json={"config": given})
+    metadata = flaxckpt.metadata(tmp_path / "c")
+    for found in (metadata.custom, metadata.json["config"]):
+        assert found == {"a": plain, "b": {"c": [plain]}}
+        assert type(found["a"]) is type(plain)
+
+
+def test_the_state_of_a_numpy_generator_goes_where_the_error_says(tmp_path):
+    rng = np.random.default_rng(3)
+    state = {"w": jnp.ones(2), "rng": rng}
+    with pytest.raises(errors.UnsupportedLeafError, match=r"bit_generator\.state in m"):
+        flaxckpt.save(tmp_path / "c", state)
+    state["rng"] = rng.bit_generator.state
+    with pytest.raises(errors.UnsupportedLeafError, match="or in metadata="):
+        flaxckpt.save(tmp_path / "c", state)
+    flaxckpt.save(tmp_path / "c", {}, metadata={"rng": rng.bit_generator.state})
+    other = np.random.default_rng()
+    other.bit_generator.state = flaxckpt.metadata(tmp_path / "c").custom["rng"]
+    assert other.random() == rng.random()
+    with pytest.raises(errors.OptionError, match=r"\.tolist\(\)"):
+        flaxckpt.save(tmp_path / "d", {}, metadata={"a": np.ones(3)})
+
+
 class Pair(typing.NamedTuple):
     one: int
     other: int
