@@ -19,11 +19,9 @@ if TYPE_CHECKING:
         leaf_types,
         meshes,
         numpy_dtypes,
-        object_graph,
         optax_containers,
         optimizer_roles,
         optimizer_specs,
-        step_counter,
         tree,
         treedef,
     )
@@ -40,11 +38,9 @@ __all__ = [
     "leaf_types",
     "meshes",
     "numpy_dtypes",
-    "object_graph",
     "optax_containers",
     "optimizer_roles",
     "optimizer_specs",
-    "step_counter",
     "tree",
     "treedef",
 ]
