@@ -131,21 +131,33 @@ class DatasetStateError(CheckpointError, TypeError):
 
 
 class UnsupportedLeafError(CheckpointError, TypeError):
-    """Leaves of the state cannot be saved because of their types.
+    """Leaves of the state cannot be saved, or restored into, because of their types.
 
     Attributes:
         leaves: Leaf path -> a description of the leaf found there.
     """
 
-    def __init__(self, leaves: dict[str, str], advice: str = "") -> None:
+    def __init__(
+        self,
+        leaves: dict[str, str],
+        advice: str = "",
+        *,
+        task: Literal["saved", "restored into"] = "saved",
+    ) -> None:
         self.leaves = dict(leaves)
+        other = (
+            "save their parts: flaxckpt.register_leaf"
+            if task == "saved"
+            else "restore the state without them, and join both, as Equinox does:"
+            " eqx.combine(load(path, eqx.filter(model, eqx.is_array)), model)"
+        )
         advice = advice or (
             "Wanted arrays, numbers, strings, typed PRNG keys or None. Convert"
             " them, make them static fields: flax.struct.field(pytree_node=False), or"
-            " save their parts: flaxckpt.register_leaf."
+            f" {other}."
         )
         super().__init__(
-            f"{_count(leaves, 'leaf', 'leaves')} cannot be saved:\n"
+            f"{_count(leaves, 'leaf', 'leaves')} cannot be {task}:\n"
             + rows(
                 f"{path or '(root)'}: found {found}" for path, found in leaves.items()
             )

@@ -36,10 +36,11 @@ def evaluate_state(table: LeafTable) -> LeafTable:
     for leaf in table.values():
         _check_no_stored(leaf)
     differences: list[_Difference] = []
-    new = {
-        path: leaf if leaf.fn is None else _evaluate(leaf, differences)
-        for path, leaf in table.items()
-    }
+    with _state.meshes.use(None):
+        new = {
+            path: leaf if leaf.fn is None else _evaluate(leaf, differences)
+            for path, leaf in table.items()
+        }
     _check_equal(differences)
     return new
 
@@ -146,10 +147,12 @@ def read(
     """
     values: dict[LeafPath, Any] = {}
     differences: list[_Difference] = []
-    for batch in _batches(leaves, min(options.max_concurrent_bytes, _AT_ONCE)):
-        values |= _read_batch(batch, options, differences)
-        # jax releases memory of others only at a garbage collection.
-        gc.collect(0)
+    # The leaves have their own meshes, with automatic axes for the computation.
+    with _state.meshes.use(None):
+        for batch in _batches(leaves, min(options.max_concurrent_bytes, _AT_ONCE)):
+            values |= _read_batch(batch, options, differences)
+            # jax releases memory of others only at a garbage collection.
+            gc.collect(0)
     _check_equal(differences)
     return values
 

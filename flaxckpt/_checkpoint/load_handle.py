@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from flaxckpt import _doors, _util, errors
+from flaxckpt import _doors, _state, _util, errors
 from flaxckpt._types import PyTree
 
 
@@ -110,8 +111,14 @@ class LoadHandle:
 
 
 @contextlib.contextmanager
-def _with_settings(device: jax.Device | str | None, *, x64: bool) -> Iterator[None]:
-    with jax.default_device(device), jax.enable_x64(x64):
+def _with_settings(
+    device: jax.Device | str | None, *, x64: bool, mesh: Mesh | None
+) -> Iterator[None]:
+    with (
+        jax.default_device(device),
+        jax.enable_x64(x64),
+        _state.meshes.use(mesh),
+    ):
         yield
 
 
@@ -121,4 +128,8 @@ def _settings_of_this_thread() -> contextlib.AbstractContextManager[None]:
     They may be set for a `with` block, and hold for its thread only.
     """
     config: Any = jax.config
-    return _with_settings(config.jax_default_device, x64=config.jax_enable_x64)
+    return _with_settings(
+        config.jax_default_device,
+        x64=config.jax_enable_x64,
+        mesh=_state.meshes.current(),
+    )

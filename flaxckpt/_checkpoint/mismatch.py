@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding
 
 from flaxckpt import _arrays, _state, errors
 from flaxckpt._checkpoint.plan import RestorePlan
@@ -46,19 +45,31 @@ def describe_missing(
 def find_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
     """Returns the problem of restoring `found` as `wanted`, or None."""
     if not _fits(wanted, found):
-        return Mismatch(wanted.path, str(wanted), str(found))
+        advice = _advise_on_keys(wanted, found)
+        return Mismatch(wanted.path, str(wanted), str(found), advice=advice)
     sharding = wanted.sharding
     if sharding is None:
         return None
-    if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
-        text = f"{wanted} on the mesh {dict(sharding.mesh.shape)} without devices"
-        return Mismatch(wanted.path, text, str(found))
     try:
         sharding.shard_shape(wanted.shape)
     except ValueError:
         text = f"{wanted} sharded as {wanted.spec}, which does not divide it"
         return Mismatch(wanted.path, text, str(found))
     return None
+
+
+def find_lack_of_devices(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
+    """Returns the problem of a wanted leaf on a mesh without devices, or None.
+
+    Args:
+        wanted: The leaf that the caller asks for.
+        found: The stored leaf to restore; None to initialize the leaf.
+    """
+    if not _state.meshes.lacks_devices(wanted.sharding):
+        return None
+    text, advice = _state.meshes.explain(wanted)
+    stored = "nothing" if found is None else str(found)
+    return Mismatch(wanted.path, text, stored, advice=advice)
 
 
 def find_excess_width(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
@@ -97,13 +108,15 @@ def _widest_dtype(wanted: LeafInfo) -> str:
 def _fits(wanted: LeafInfo, found: LeafInfo) -> bool:
     if wanted.kind == "string" or found.kind == "string":
         return wanted.kind == found.kind
-    if wanted.kind == "prng_key":
-        if found.kind == "prng_key":
-            return wanted.shape == found.shape and wanted.prng_impl == found.prng_impl
-        # Raw key data, as in Orbax checkpoints without array_metadatas.
-        shape, dtype = _arrays.forms.stored_form(wanted)
-        return found.shape == shape and found.dtype == dtype
-    if found.kind == "prng_key" or wanted.shape != found.shape:
+    kinds = {wanted.kind, found.kind}
+    if kinds == {"prng_key"}:
+        return wanted.shape == found.shape and wanted.prng_impl == found.prng_impl
+    if "prng_key" in kinds:
+        # The data of keys, as of jax.random.PRNGKey, and in Orbax checkpoints without
+        # array_metadatas.
+        data = _arrays.forms.stored_form
+        return kinds == {"prng_key", "array"} and data(wanted) == data(found)
+    if wanted.shape != found.shape:
         return False
     assert wanted.dtype is not None
     assert found.dtype is not None
@@ -115,6 +128,22 @@ def _fits(wanted: LeafInfo, found: LeafInfo) -> bool:
 
 def _number_kind(dtype: str) -> str:
     return _state.dtypes.kind(dtype).removeprefix("u")
+
+
+def _advise_on_keys(wanted: LeafInfo, found: LeafInfo) -> str:
+    """Returns advice on keys that are stored otherwise; empty for other leaves."""
+    if wanted.kind == found.kind == "prng_key" and wanted.prng_impl != found.prng_impl:
+        return (
+            f"Keys of {found.prng_impl} are restored into keys of {found.prng_impl}:"
+            f" jax.random.key(0, impl={found.prng_impl!r})."
+        )
+    if "prng_key" not in (wanted.kind, found.kind) or wanted.shape == found.shape == ():
+        return ""
+    return (
+        "Random keys fit the uint32 array of their data, and the reverse:"
+        " jax.random.key_data(keys) and jax.random.wrap_key_data(data, impl=...) of the"
+        " state show which shape belongs to which keys."
+    )
 
 
 # ---- advice ------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -98,12 +97,12 @@ def _init(part: _state.flax_state.OptimizerPart, params: PyTree) -> PyTree:
 
 
 def _mesh_of(leaves: Iterable[Any]) -> AbstractContextManager[Any]:
-    """Returns a context with the mesh of sharded `leaves`, for explicit mesh axes."""
+    """Returns a context with the mesh of `leaves` if its axes are explicit, or none."""
     for leaf in leaves:
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
             mesh: Any = sharding.mesh
             if AxisType.Explicit in mesh.axis_types:
-                return jax.set_mesh(mesh)
+                return _state.meshes.use(mesh)
             break
-    return contextlib.nullcontext()
+    return _state.meshes.use(None)

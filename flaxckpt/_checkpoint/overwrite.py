@@ -126,9 +126,7 @@ def check_free(final: Path, *, overwrite: bool) -> None:
     if _storage.of(final).is_unfinished(final):
         return  # the save removes it unless another process works with it
     try:
-        if _is_empty(final):
-            return
-        if overwrite:
+        if overwrite or _is_empty(final):
             check_replaceable(final)
             return
     except FileNotFoundError:
@@ -161,9 +159,9 @@ def check_target_free(
         raise errors.OptionError(
             f"{final} cannot be created: {above} is a file, not a directory"
         )
-    if not _storage.of(final).exists(final) or _is_empty(final):
+    if not _storage.of(final).exists(final):
         return
-    if not overwrite:
+    if not (overwrite or _is_empty(final)):
         raise errors.CheckpointExistsError(
             f"{final} exists: choose another path, or pass overwrite=True"
         )
@@ -177,7 +175,7 @@ def _is_empty(path: Path) -> bool:
 def check_replaceable(
     final: Path, *, of_any_format: bool = False, replaced: Collection[str] = ()
 ) -> None:
-    """Raises an error unless `final` is a checkpoint without foreign files.
+    """Raises an error unless `final` is empty, or a checkpoint without foreign files.
 
     Args:
         final: Path of the existing file or directory.
@@ -189,6 +187,8 @@ def check_replaceable(
         CheckpointExistsError: `final` may not be replaced.
     """
     foreign = None
+    if _is_empty(final):
+        return
     if final.is_dir() and not final.is_symlink():
         foreign = _find_foreign(final, of_any_format=of_any_format)
         foreign = foreign and [name for name in foreign if name not in replaced]

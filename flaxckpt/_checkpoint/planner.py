@@ -16,6 +16,7 @@ from flaxckpt._checkpoint.match_optimizer import Finder
 from flaxckpt._checkpoint.mismatch import (
     describe_missing,
     find_excess_width,
+    find_lack_of_devices,
     find_misfit,
     find_unsupported,
 )
@@ -132,16 +133,26 @@ def make_plan(
         _check_template(stored, abstract_state)
     # Items are whole, so variables that they share are in each of them.
     has_items = not isinstance(stored.items.state, str)
-    flat = _state.flax_state.flatten(abstract_state, whole_branches=has_items)
+    flat = _flatten(abstract_state, whole_branches=has_items)
     try:
         planner = _Planner(stored, flat, abstract_state, options)
         if not planner.has_repeated():
-            flat = _state.flax_state.flatten(abstract_state)
+            flat = _flatten(abstract_state, whole_branches=False)
             planner = _Planner(stored, flat, abstract_state, options)
     except errors.CheckpointError:  # perhaps because the leaves of an item are missing
         stored.check_items(stored.items.trees)
         raise
     return planner.plan()
+
+
+def _flatten(
+    abstract_state: PyTree, *, whole_branches: bool
+) -> _state.flax_state.FlatState:
+    """Returns the wanted leaves, on the current mesh if theirs has no devices."""
+    flat = _state.flax_state.flatten(
+        abstract_state, whole_branches=whole_branches, task="restored into"
+    )
+    return dataclasses.replace(flat, table=_state.meshes.with_devices(flat.table))
 
 
 def _boxed_table(stored: Stored, options: RestoreOptions) -> LeafTable:
@@ -382,6 +393,11 @@ class _Planner:
         return step_counters(self._roles) & self._flat.table.keys()
 
     def _decide(self, path: LeafPath, leaf: Leaf, candidates: list[LeafPath]) -> None:
+        nearest = self._table[candidates[0]].info if candidates else None
+        if problem := find_lack_of_devices(leaf.info, nearest):
+            self._used.update(candidates)
+            self._conflict(problem, leaf.info, nearest, tuple(candidates))
+            return
         known = self._roles.get(path)
         if path in self._kept:
             self._builder.as_asked.add(path)

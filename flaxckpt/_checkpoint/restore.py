@@ -217,7 +217,7 @@ def load_source(
     digest = _file_digest(stored)
     state = restore(stored, abstract_state, options, counter)
     done = _transforms.describe(options.transforms)
-    origin = Lineage(stored.metadata.path, stored.metadata.step, digest, done)
+    origin = Lineage(stored.metadata.path, stored.step, digest, done)
     return state, (origin, *stored.metadata.lineage)[:_MAX_LINEAGE]
 
 

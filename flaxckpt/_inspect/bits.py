@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from flaxckpt import _state
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
 
@@ -19,14 +19,12 @@ from flaxckpt._types import Shape
 class BitDiff:
     """The difference of two leaves of equal shape and dtype, bit by bit.
 
-    Unlike in `LeafDiff`, NaNs with different payloads differ, and so do 0.0 and -0.0.
-
     Attributes:
         different: The number of different elements.
         size: The number of elements of the leaf.
         bits: The number of different bits in all elements.
-        max_abs: The largest difference of two elements; infinite if only one of them
-            is finite, or if the leaf has no numbers.
+        max_abs: The largest difference of two elements, exact for integers; infinite
+            if only one of them is finite, or if the leaf has no numbers.
         first: The index of the first different element.
         devices: The devices that hold different elements, of those that hold the
             leaf; empty for leaves that are no jax arrays.
@@ -60,15 +58,15 @@ def compare(value: Any, stored: Any) -> BitDiff | None:
         stored: A leaf of the same shape and dtype, in the memory of this host.
     """
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
-        is_equal = type(value) is type(stored) and repr(value) == repr(stored)
-        return None if is_equal else BitDiff(1, 1, 0, math.inf)
-    reference = np.asarray(key_data(stored))
+        is_same = _state.bits.is_same(value, stored)
+        return None if is_same else BitDiff(1, 1, 0, math.inf)
+    reference = np.asarray(_state.bits.key_data(stored))
     flips: Array | None = None
-    largest = 0.0
+    largest: float = 0
     devices: dict[str, bool] = {}  # device -> whether elements differ there
-    for device, index, part in _shards(key_data(value)):
+    for device, index, part in _shards(_state.bits.key_data(value)):
         wanted = reference[index]
-        flipped = _count_flips(part, wanted)
+        flipped = _state.bits.count_flips(part, wanted)
         if device is not None:
             devices[device] = devices.get(device, False) or flipped is not None
         if flipped is None:
@@ -76,7 +74,8 @@ def compare(value: Any, stored: Any) -> BitDiff | None:
         if flips is None:
             flips = np.zeros(reference.shape, np.uint8)
         flips[index] = np.maximum(flips[index], flipped)
-        largest = max(largest, _largest_change(part, wanted, flipped > 0))
+        change = _state.bits.distances(part[flipped > 0], wanted[flipped > 0])
+        largest = max(largest, _state.bits.largest(change))
     if flips is None:
         return None
     differs = np.flatnonzero(flips)
@@ -93,14 +92,6 @@ def compare(value: Any, stored: Any) -> BitDiff | None:
     )
 
 
-def key_data(value: Any) -> Any:
-    """Returns the key data of random keys; other values unchanged."""
-    is_key = isinstance(value, jax.Array) and jnp.issubdtype(
-        value.dtype, jax.dtypes.prng_key
-    )
-    return jax.random.key_data(value) if is_key else value
-
-
 def _shards(value: Any) -> Iterator[tuple[str | None, Any, Array]]:
     """Yields the device, the place and the values of each shard, one at a time."""
     if not isinstance(value, jax.Array):
@@ -108,30 +99,3 @@ def _shards(value: Any) -> Iterator[tuple[str | None, Any, Array]]:
         return
     for shard in value.addressable_shards:
         yield str(shard.device), shard.index or ..., np.asarray(shard.data)
-
-
-def _count_flips(a: Array, b: Array) -> Array | None:
-    """Returns the number of different bits of each element; None if all are equal."""
-    x, y = _as_bytes(a), _as_bytes(b)
-    if np.array_equal(x, y):
-        return None
-    flips = np.bitwise_count(x ^ y).sum(axis=-1, dtype=np.uint8)
-    return np.asarray(flips).reshape(a.shape)
-
-
-def _as_bytes(array: Array) -> Array:
-    """Returns the bytes of each element, along a new last axis."""
-    if array.dtype.name.startswith(("int2", "int4", "uint2", "uint4")):
-        array = array.astype(np.int8)  # the other bits of their bytes mean nothing
-    flat = np.ascontiguousarray(array).reshape(-1, 1)
-    return flat.view(np.uint8)
-
-
-def _largest_change(a: Array, b: Array, differs: Array) -> float:
-    wide: Any = np.complex128 if np.iscomplexobj(a) else np.float64
-    x, y = a[differs].astype(wide), b[differs].astype(wide)
-    with np.errstate(all="ignore"):
-        change = np.abs(x - y)
-    # Equal infinities, and NaNs with different payloads, do not differ as numbers.
-    change = np.where((x == y) | ((x != x) & (y != y)), 0.0, change)
-    return float(np.where(np.isnan(change), math.inf, change).max(initial=0.0))

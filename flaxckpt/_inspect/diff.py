@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
-from flaxckpt import _arrays, _storage, _util, errors
+from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
@@ -38,13 +38,16 @@ class LeafDiff:
             shapes are not compared.
         a: The leaf in the first checkpoint.
         b: The leaf in the second.
-        different: The number of different elements. NaNs are equal to each other.
-        max_abs: The largest difference of two elements; infinite if only one of them
-            is a number, or finite.
+        different: The number of elements with different bits; of leaves of different
+            dtypes, with different numbers.
+        max_abs: The largest difference of two elements, exact for integers; infinite
+            if only one of them is a number, or finite.
         max_rel: The largest difference of two elements relative to the larger element:
             at most 2.
         rel_norm: The norm of the difference relative to the norm of the first leaf;
             infinite if that norm is 0.
+        bits_only: How many of the different elements are equal as numbers: 0.0 and
+            -0.0, or NaNs with different bits.
     """
 
     kind: Kind
@@ -54,6 +57,7 @@ class LeafDiff:
     max_abs: float = 0.0
     max_rel: float = 0.0
     rel_norm: float = 0.0
+    bits_only: int = 0
 
     def __str__(self) -> str:
         if self.kind in ("kind", "shape"):
@@ -62,10 +66,20 @@ class LeafDiff:
         if self.a.kind == "string":
             return "different text"
         count = math.prod(_arrays.forms.stored_form(self.a)[0])
-        return (
+        text = (
             f"{types}{self.different} of {count} elements, by {self.max_abs:.3g} at"
             f" most; norm {self.rel_norm:.3g}"
         )
+        return f"{text}; {self.note}" if self.bits_only else text
+
+    @property
+    def note(self) -> str:
+        """What is different of elements that are equal as numbers; empty for none."""
+        if not self.bits_only:
+            return ""
+        all_of_them = self.bits_only == self.different
+        count = "only bits differ" if all_of_them else f"{self.bits_only} in bits only"
+        return f"{count} (sign of 0 or NaN)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -487,31 +501,30 @@ class _Differences:
     """Differences summed over the compared parts of a leaf."""
 
     different: int = 0
-    max_abs: float = 0.0
+    bits_only: int = 0
+    max_abs: float = 0
     max_rel: float = 0.0
     changes: float = 0.0
     squares: float = 0.0
 
     def add(self, a: Array, b: Array) -> None:
         """Compares the values of a piece."""
-        if a.dtype == b.dtype and a.tobytes() == b.tobytes():
-            self.squares += _square(_wide(a))
+        self.squares += _square(_state.bits.as_wide(a))
+        differs = _differing(a, b)
+        if differs is None:
             return
-        x, y = _wide(a), _wide(b)
-        differs = (a != b) if a.dtype == b.dtype else (x != y)
-        differs &= ~((x != x) & (y != y))  # NaN equals NaN
-        self.squares += _square(x)
-        if not differs.any():
-            return
-        self.different += int(np.count_nonzero(differs))
+        a, b = a[differs], b[differs]
+        distances = _state.bits.distances(a, b)
+        self.different += distances.size
+        self.bits_only += int(np.count_nonzero(distances == 0))
+        self.max_abs = max(self.max_abs, _state.bits.largest(distances))
+        change = distances.astype(np.float64)
+        x, y = _state.bits.as_wide(a), _state.bits.as_wide(b)
         with np.errstate(all="ignore"):
-            change = np.abs(y[differs] - x[differs])
-            larger = np.maximum(np.abs(x[differs]), np.abs(y[differs]))
-            relative = change / larger
+            relative = change / np.maximum(np.abs(x), np.abs(y))
         # The difference from NaN or infinity is the largest possible.
-        change = np.where(np.isnan(change), math.inf, change)
         relative = np.where(np.isnan(relative), 1.0, relative)
-        self.max_abs = max(self.max_abs, float(change.max()))
+        relative = np.where(change == 0, 0.0, relative)
         self.max_rel = max(self.max_rel, float(relative.max()))
         self.changes += _square(change) if np.isfinite(change).all() else math.inf
 
@@ -521,14 +534,24 @@ class _Differences:
         change = math.sqrt(self.changes)
         relative = change / norm if norm else (math.inf if change else 0.0)
         return LeafDiff(
-            kind, a, b, self.different, self.max_abs, self.max_rel, relative
+            kind,
+            a,
+            b,
+            self.different,
+            self.max_abs,
+            self.max_rel,
+            relative,
+            self.bits_only,
         )
 
 
-def _wide(array: Array) -> Array:
-    """Converts values to float64, or complex128."""
-    kind: Any = np.complex128 if np.iscomplexobj(array) else np.float64
-    return np.asarray(array).astype(kind)
+def _differing(a: Array, b: Array) -> Array | None:
+    """Returns which elements of two pieces differ; None for none."""
+    if a.dtype == b.dtype:
+        flips = _state.bits.count_flips(a, b)
+        return None if flips is None else flips > 0
+    differs = _state.bits.distances(a, b) != 0
+    return differs if differs.any() else None
 
 
 def _square(array: Array) -> float:

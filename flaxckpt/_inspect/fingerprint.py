@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxckpt import _state
-from flaxckpt._inspect import bits
 from flaxckpt._types import LeafPath, PyTree
 
 
@@ -57,7 +56,7 @@ def take(state: PyTree) -> Fingerprint:
     shards: dict[Any, list[tuple[LeafPath, jax.Array]]] = collections.defaultdict(list)
     for path, value in _state.flax_state.leaves_by_path(state).items():
         if isinstance(value, jax.Array):
-            for shard in bits.key_data(value).addressable_shards:
+            for shard in _state.bits.key_data(value).addressable_shards:
                 shards[shard.device].append((path, shard.data))
         elif isinstance(value, np.ndarray | np.generic):
             digest = hashlib.blake2b(np.ascontiguousarray(value).tobytes()).digest()

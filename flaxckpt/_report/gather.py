@@ -379,6 +379,7 @@ def _changed_leaves(
     rows = []
     for path, leaf in diff.changed.items():
         shown = str(leaf.b) if str(leaf.a) == str(leaf.b) else f"{leaf.a} → {leaf.b}"
+        shown = ", ".join(filter(None, (shown, leaf.note)))
         group = _group(path, repeated)
         rows.append(
             ChangedLeaf(

@@ -8,6 +8,7 @@ from flaxckpt import _doors
 
 if TYPE_CHECKING:
     from flaxckpt._state import (
+        bits,
         boxes,
         classes,
         containers,
@@ -16,17 +17,17 @@ if TYPE_CHECKING:
         flax_state,
         leaf,
         leaf_types,
+        meshes,
         numpy_dtypes,
-        object_graph,
         optax_containers,
         optimizer_roles,
         optimizer_specs,
-        step_counter,
         tree,
         treedef,
     )
 
 __all__ = [
+    "bits",
     "boxes",
     "classes",
     "containers",
@@ -35,12 +36,11 @@ __all__ = [
     "flax_state",
     "leaf",
     "leaf_types",
+    "meshes",
     "numpy_dtypes",
-    "object_graph",
     "optax_containers",
     "optimizer_roles",
     "optimizer_specs",
-    "step_counter",
     "tree",
     "treedef",
 ]

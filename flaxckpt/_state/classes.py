@@ -7,6 +7,7 @@ built.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import logging
@@ -15,8 +16,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from flaxckpt import _util, errors
-from flaxckpt._state import flax_state, leaf_types
+from flaxckpt._state import flax_state, leaf_types, treedef
 from flaxckpt._state.treedef import Build, Resolve
 from flaxckpt._types import JSON
 
@@ -52,7 +55,7 @@ def resolver(types: Sequence[type] = ()) -> Resolve:
         cls = by_name.get(type_name)
         if cls is None:
             return leaf_types.of_name(type_name) or resolve(type_name)
-        return leaf_types.of_class(cls) or _lenient_builder(cls)
+        return leaf_types.of_class(cls) or _lenient_builder(cls, _own_builder(cls))
 
     return find
 
@@ -77,22 +80,53 @@ def resolve(type_name: str) -> Build | None:
         return None
     if not isinstance(cls, type) or cls.__module__.split(".")[0] != package:
         return None  # imported there from another package
-    return _lenient_builder(cls)
+    return _lenient_builder(cls, _exact_builder(cls))
 
 
-def _lenient_builder(cls: Any) -> Build | None:
+def _lenient_builder(cls: Any, exact: Build | None) -> Build | None:
     """Returns a builder of `cls` that returns a dict if the fields have changed."""
-    exact = _exact_builder(cls)
 
     def build(children: dict[str | int, Any], static: Mapping[str, JSON]) -> Any:
         assert exact is not None
         try:
             return exact(children, static)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # a class may raise anything
             _log.warning("%s cannot be built (%s): returning a dict", cls, error)
             return children
 
     return None if exact is None else build
+
+
+def _own_builder(cls: Any) -> Build:
+    """Returns a builder of one of the caller's classes, which jax may rebuild."""
+    exact = _exact_builder(cls)
+
+    def build(children: dict[str | int, Any], static: Mapping[str, JSON]) -> Any:
+        if treedef.AUX in static:
+            aux = treedef.aux_from_json(static[treedef.AUX])
+            return _unflatten(cls, aux, list(children.values()))
+        if exact is None:
+            raise ValueError(
+                "the checkpoint lacks its auxiliary data, which JSON cannot hold: pass"
+                " a state"
+            )
+        return exact(children, static)
+
+    return build
+
+
+def _unflatten(cls: type, aux: Any, children: list[Any]) -> Any:
+    """Returns an instance of a class that is registered as a pytree.
+
+    Raises:
+        ValueError: The class is not registered.
+    """
+    pytree: Any = jax.tree_util.PyTreeDef
+    make = getattr(pytree, "from_node_data_and_children", None)
+    make = make or pytree.make_from_node_data_and_children  # older jax
+    leaf = jax.tree.structure(0)
+    registry = jax.tree_util.default_registry
+    return make(registry, (cls, aux), [leaf] * len(children)).unflatten(children)
 
 
 def _exact_builder(cls: Any) -> Build | None:
@@ -102,9 +136,7 @@ def _exact_builder(cls: Any) -> Build | None:
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return lambda children, _: cls(**_by_field_name(children))
     if dataclasses.is_dataclass(cls):
-        return lambda children, static: _dataclass(
-            cls, _by_field_name(children), static
-        )
+        return functools.partial(_dataclass, cls, _takes_fields(cls))
     if issubclass(cls, Mapping):
         return lambda children, _: cls(children)
     return None
@@ -121,18 +153,44 @@ def _variable(cls: Any, value: Any, metadata: Mapping[str, JSON]) -> Any:
     return variable
 
 
+def _takes_fields(cls: Any) -> bool:
+    """Returns True if `__init__` takes the fields, and is not one of its own kind."""
+    parameters = [*inspect.signature(cls.__init__).parameters.values()][1:]
+    names = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+    return names == {field.name for field in dataclasses.fields(cls)}
+
+
 def _dataclass(
-    cls: Any, children: Mapping[str, Any], static: Mapping[str, JSON]
+    cls: Any,
+    takes_fields: bool,
+    children: Mapping[str | int, Any],
+    static: Mapping[str, JSON],
 ) -> Any:
-    """Builds an instance; fields that were not saved, such as `tx`, are None."""
-    fields = {
+    """Builds an instance; fields that were not saved, such as `tx`, are None.
+
+    As in jax, `__init__` is called only if it takes the fields.
+
+    Raises:
+        ValueError: A name is not a field.
+    """
+    if not treedef.has_fields(cls, [*children, *static]):
+        raise ValueError("its fields have changed")
+    fields: dict[str, Any] = {
         **{name: flax_state.to_tuples(value) for name, value in static.items()},
-        **children,
+        **_by_field_name(children),
     }
-    required = [
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
-    return cls(**{**dict.fromkeys(required), **fields})
+    missing = dataclasses.MISSING
+    for field in dataclasses.fields(cls):
+        if field.name in fields:
+            continue
+        if field.default is missing and field.default_factory is missing:
+            fields[field.name] = None
+        elif not takes_fields:
+            make = field.default_factory
+            fields[field.name] = field.default if make is missing else make()
+    if takes_fields:
+        return cls(**fields)
+    instance = object.__new__(cls)
+    for name, value in fields.items():
+        object.__setattr__(instance, name, value)
+    return instance

@@ -62,14 +62,20 @@ def describe(path: LeafPath, leaf: tree.TreeLeaf) -> LeafInfo | str:
             return _SURROGATES
         return LeafInfo(path, keys, "string", "str")
     if type(value) is int and not -(2**63) <= value < 2**63:
-        return f"the int {value}, which needs more than 64 bits"
+        return (
+            f"the int {value}, which needs more than 64 bits: save it as str(value),"
+            " or in metadata="
+        )
     if number := dtypes.PYTHON_NUMBERS.get(type(value)):
         return LeafInfo(
             path, keys, "scalar", type(value).__name__, (), number, weak_type=True
         )
     if callable(value) and (isinstance(value, type) or hasattr(value, "__name__")):
         return _util.arguments.describe(value)
-    return f"a {type(value).__module__}.{type(value).__qualname__}"
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if hasattr(value, "bit_generator"):
+        return f"a {name}: save its bit_generator.state in metadata="
+    return f"a {name}"
 
 
 def describe_value(value: Any) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from flaxckpt import _util, errors
-from flaxckpt._state import leaf_types
+from flaxckpt._state import leaf_types, treedef
 from flaxckpt._state import tree as state_tree
 from flaxckpt._state.tree import MAX_DEPTH, Key, Node, Rebuild, TreeLeaf
 from flaxckpt._types import JSON, LeafPath, PyTree
@@ -346,10 +346,10 @@ def _decompose(
 
 
 def _decompose_registered(value: Any, boxes: tuple[type, ...]) -> _Parts | None:
-    treedef: Any  # jax declares no attributes of it
+    definition: Any  # jax declares no attributes of it
     # Treat all nodes after the first as leaves, even if a child is `value` itself.
     seen = iter((False,))
-    nodes, treedef = jax.tree_util.tree_flatten_with_path(
+    nodes, definition = jax.tree_util.tree_flatten_with_path(
         value, is_leaf=lambda _: next(seen, True)
     )
     if len(nodes) == 1 and not nodes[0][0]:
@@ -360,8 +360,10 @@ def _decompose_registered(value: Any, boxes: tuple[type, ...]) -> _Parts | None:
         _name(type(value)),
         keys,
         [child for _, child in nodes],
-        lambda _, new: treedef.unflatten(new),
-        _static_fields(value, {key.name for key in keys}, is_box),
+        lambda _, new: definition.unflatten(new),
+        _static_fields(
+            value, {key.name for key in keys}, definition.node_data()[1], is_box
+        ),
         is_box,
     )
 
@@ -385,16 +387,20 @@ def _name(cls: type) -> str:
 
 
 def _static_fields(
-    value: Any, children: set[str | int], is_box: bool
+    value: Any, children: set[str | int], aux: Any, is_box: bool
 ) -> dict[str, JSON]:
-    if dataclasses.is_dataclass(value):
+    """Returns what JSON can hold of a container's data that are no leaves.
+
+    Fields by name; of a class whose children are no fields, its auxiliary data.
+    """
+    if treedef.has_fields(type(value), children):
         named = {
             f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)
         }
     elif is_box and hasattr(value, "get_metadata"):
         named = value.get_metadata()
     else:
-        return {}
+        return {} if isinstance(value, Mapping) else treedef.aux_to_json(aux)
     plain = {}
     for name, field in named.items():
         if name not in children and (as_json := _as_json(field)) is not _NOT_JSON:

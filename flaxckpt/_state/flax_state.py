@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,12 @@ class UnequalVariablesError(Exception):
         super().__init__(", ".join(self.variables))
 
 
-def flatten(state: PyTree, *, whole_branches: bool = False) -> FlatState:
+def flatten(
+    state: PyTree,
+    *,
+    whole_branches: bool = False,
+    task: Literal["saved", "restored into"] = "saved",
+) -> FlatState:
     """Returns the leaf table of a concrete or abstract state.
 
     Args:
@@ -108,6 +113,7 @@ def flatten(state: PyTree, *, whole_branches: bool = False) -> FlatState:
         whole_branches: True to repeat NNX variables in each top-level branch that has
             them, so that each branch can be restored alone. Otherwise, a variable that
             objects share is a leaf of the first object.
+        task: What the caller does to the state, for messages.
 
     Raises:
         UnsupportedLeafError: Leaves cannot be saved; the error lists all of them.
@@ -134,7 +140,7 @@ def flatten(state: PyTree, *, whole_branches: bool = False) -> FlatState:
                 "Wanted a concrete or abstract state: call the function that creates"
                 " it, or pass jax.eval_shape of it."
             )
-        raise errors.UnsupportedLeafError(faults, advice)
+        raise errors.UnsupportedLeafError(faults, advice, task=task)
     # Without NNX objects, the state has no NNX optimizers.
     optimizers = () if tree is state else _find_nodes(state, _is_nnx_optimizer)
     return FlatState(

@@ -5,10 +5,13 @@ The JSON is untrusted: `_state.classes` decides which classes are built.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+from flaxckpt import _util
 from flaxckpt._state import leaf_types, tree
 from flaxckpt._types import JSON, LeafPath
 
@@ -51,6 +54,68 @@ def from_json(data: JSON, resolve: Resolve, unknown: set[str]) -> tree.Node | Le
         ValueError: `data` is not a valid description.
     """
     return _from_json(data, resolve, unknown, depth=0)
+
+
+# ---- auxiliary data of registered classes ---------------------------------------
+
+AUX = "*aux"
+"""The name of auxiliary data among static fields, which no field has."""
+
+_MAX_AUX_BYTES = 2**20
+_MAX_AUX_DEPTH = 32
+_TAGS: Mapping[str, type] = {"tuple": tuple, "list": list, "dict": dict}
+
+
+def has_fields(cls: type, children: Collection[str | int]) -> bool:
+    """Returns True for a dataclass whose children are fields."""
+    if not dataclasses.is_dataclass(cls):
+        return False
+    return {*children} <= {field.name for field in dataclasses.fields(cls)}
+
+
+def aux_to_json(aux: Any) -> dict[str, JSON]:
+    """Returns the static field with the auxiliary data of a registered class.
+
+    The data are those that the class gives to jax, which returns them at the rebuild.
+    No field if JSON cannot hold them.
+    """
+    try:
+        field = _util.json_limits.copy({AUX: _tag(aux, 0)}, "it")
+    except ValueError:
+        return {}
+    return field if len(json.dumps(field)) <= _MAX_AUX_BYTES else {}
+
+
+def aux_from_json(data: JSON) -> Any:
+    """Returns the auxiliary data that `aux_to_json` has written.
+
+    Raises:
+        ValueError: `data` is not valid.
+    """
+    match data:
+        case [str(tag), *items] if tag in _TAGS:
+            values = [aux_from_json(item) for item in items]
+            return _TAGS[tag](values)
+        case list() | dict():
+            raise ValueError("its auxiliary data have no type")
+    return data
+
+
+def _tag(value: Any, depth: int) -> Any:
+    """Returns a value with the type of each container before its items.
+
+    Raises:
+        ValueError: Containers are nested too deep.
+    """
+    if not isinstance(value, tuple | list | Mapping):
+        return value
+    name = type(value).__name__
+    if type(value) is not _TAGS.get(name):
+        raise ValueError(f"it has a container of another class, {name}")
+    if depth > _MAX_AUX_DEPTH:
+        raise ValueError("it is nested too deep")
+    items = value.items() if isinstance(value, Mapping) else value
+    return [name, *[_tag(item, depth + 1) for item in items]]
 
 
 def _from_json(

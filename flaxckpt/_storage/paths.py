@@ -82,9 +82,12 @@ class RemotePath(_Base):
         return f"{self.key}/" if self.parts[1:] else ""
 
     def keys(self) -> list[str]:
-        """Returns the keys below this path, without the prefix, in ascending order."""
+        """Returns the keys below this path, without the prefix, in ascending order.
+
+        Not the placeholder of an empty directory, whose key is the prefix.
+        """
         size = len(self.prefix)
-        return [key[size:] for key in self.store.keys(self.prefix)]
+        return [key[size:] for key in self.store.keys(self.prefix) if key[size:]]
 
     # ---- listing ------------------------------------------------------------------
 

@@ -14,7 +14,13 @@ from flaxckpt import _run, _state, _util, datasets, errors
 from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._checkpoint.save_handle import SaveHandle
 from flaxckpt._run.checkpointer import Checkpointer, session_of
-from flaxckpt._training import arguments, completed_step, lost_steps, resume_check
+from flaxckpt._training import (
+    arguments,
+    completed_step,
+    lost_steps,
+    resume_check,
+    step_counter,
+)
 from flaxckpt._training import preflight as training_preflight
 from flaxckpt._training import start as training_start
 from flaxckpt._training.completed_step import CompletedStep
@@ -174,7 +180,7 @@ class CheckpointCallback:
         self._began_at: int | None = None
         self._last: CompletedStep | None = None
         self._first_state: training_start.FirstState | None = None
-        self._consumption = _state.step_counter.Consumption()
+        self._consumption = step_counter.Consumption()
 
     # ---- in the loop -----------------------------------------------------------------
 
@@ -246,7 +252,7 @@ class CheckpointCallback:
         """
         if others:
             arguments.check_extra(others)
-        completed = _state.step_counter.to_int(step) + self._offset
+        completed = step_counter.to_int(step) + self._offset
         if arguments.is_time(step, state, is_bound="state" in self._getters):
             state = None
         return self._after(completed, state, metrics, dataset, force)
@@ -261,13 +267,13 @@ class CheckpointCallback:
         """
         completed = getattr(info, "next_step", None)
         if completed is None:
-            completed = _state.step_counter.to_int(info.step) + 1
+            completed = step_counter.to_int(info.step) + 1
         metrics = getattr(info, "metrics", None)
         loss = getattr(info, "loss", None)
         if metrics is None and loss is not None:
             metrics = {"loss": loss}
         return self._after(
-            _state.step_counter.to_int(completed), info.state, metrics, None, force
+            step_counter.to_int(completed), info.state, metrics, None, force
         )
 
     def should_stop(self) -> bool:
@@ -346,7 +352,7 @@ class CheckpointCallback:
         _run.metrics.as_metrics(completed.metrics())
         state, dataset = completed.get("state"), completed.get("dataset")
         if self._check_step:
-            _state.step_counter.check(state, completed.step, offset=self._offset)
+            step_counter.check(state, completed.step, offset=self._offset)
             # A forced save of a converted state is intended.
             if self._first_state is not None and not is_forced:
                 first, self._first_state = self._first_state, None
@@ -383,7 +389,7 @@ class CheckpointCallback:
             return False
         state, dataset = completed.get("state"), completed.get("dataset")
         if self._check_step:
-            _state.step_counter.check(state, step, offset=self._offset)
+            step_counter.check(state, step, offset=self._offset)
         if self._consumption.wants:
             self._consumption.note(step, datasets.position(dataset))
         self._note_duration()
@@ -582,7 +588,7 @@ class CheckpointCallback:
             metrics: Numbers by name, or a clu metric collection.
         """
         self.checkpointer.add_metrics(
-            _state.step_counter.to_int(step) + self._offset,
+            step_counter.to_int(step) + self._offset,
             completed_step.metric_values(metrics) or {},
         )
 

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flaxckpt import _state, datasets, errors
-from flaxckpt._training import kept_state
+from flaxckpt import datasets, errors
+from flaxckpt._training import kept_state, step_counter
 from flaxckpt._training.kept_state import KeptState
 
 _log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class CompletedStep:
         """
         state = self.get("state")
         is_replaced = self.is_bound and kept_state.is_replaced_whole(state)
-        return is_replaced and bool(_state.step_counter.read_counters(state))
+        return is_replaced and bool(step_counter.read_counters(state))
 
     def release_state(self) -> None:
         """Releases the kept state."""
@@ -122,19 +122,17 @@ class CompletedStep:
                 with self._reported_state():
                     state = self.get("state")
                     try:
-                        _state.step_counter.check(state, self.step, offset=offset)
+                        step_counter.check(state, self.step, offset=offset)
                     except errors.OptionError as error:
                         reason = str(error)
             return reason
-        counts = (
-            _state.step_counter.read_counters(self.get("state")) if check_step else {}
-        )
+        counts = step_counter.read_counters(self.get("state")) if check_step else {}
         if not counts:
             return "its state is bound, and has no counter that gives the step"
         if self.step in counts.values():
             return ""
         # The step may be right, but the bound state has changed since the report.
-        mismatch = _state.step_counter.describe_mismatch(self.get("state"), self.step)
+        mismatch = step_counter.describe_mismatch(self.get("state"), self.step)
         return f"its bound state was changed after the report: {mismatch} now"
 
     @contextlib.contextmanager

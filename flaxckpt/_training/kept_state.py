@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxckpt import _state
+from flaxckpt._training import object_graph
 from flaxckpt._types import PyTree
 
 _COPIED_BYTES = 4 * 2**20
@@ -46,7 +47,7 @@ class KeptState:
     def __init__(self, state: PyTree, before: KeptState | None = None) -> None:
         self.fault = ""
         self.state = state
-        self._graph: _state.object_graph.ObjectGraph | None = None
+        self._graph: object_graph.ObjectGraph | None = None
         self._values: list[Any] = []
         self._values_tree: Any = None
         self._fingerprints: list[tuple[np.ndarray, Any]] = []
@@ -67,7 +68,7 @@ class KeptState:
                 or not graph.is_of(objects)
                 or not graph.has_same_contents()
             ):
-                graph = _state.object_graph.ObjectGraph(objects)
+                graph = object_graph.ObjectGraph(objects)
             self._graph = graph
             self._values, self._values_tree = jax.tree.flatten(graph.values())
         try:
@@ -295,7 +296,7 @@ def _all_leaves(state: PyTree) -> list[Any]:
     plain = [leaf for leaf in leaves if not _state.flax_state.is_object(leaf)]
     if not objects:
         return plain
-    return plain + jax.tree.leaves(_state.object_graph.ObjectGraph(objects).values())
+    return plain + jax.tree.leaves(object_graph.ObjectGraph(objects).values())
 
 
 def _fingerprint(leaf: Any) -> Any:

@@ -135,7 +135,7 @@ def _compare(wanted: Values, found: Values, how: str, advice: str) -> None:
         for path in wanted | found
         if not _is_donated(wanted, path)
         and not _is_donated(found, path)
-        and _bits(wanted, path) != _bits(found, path)
+        and not _is_same(wanted, found, path)
     ]
     # Do not report a leaf twice if it was changed in place and returned.
     returned = [m for m in mismatches if not m.leaf.startswith(f"{_GIVEN}/")]
@@ -148,33 +148,22 @@ def _is_donated(values: Values, path: LeafPath) -> bool:
     return isinstance(value, jax.Array) and value.is_deleted()
 
 
-def _bits(values: Values, path: LeafPath) -> object:
-    """Returns a value for comparison: equal exactly for bitwise equal leaves."""
-    value = values.get(path)
-    if isinstance(value, jax.Array | np.ndarray | np.generic):
-        array = np.asarray(_data(value))
-        return str(value.dtype), array.shape, array.tobytes()
-    # For other objects, compare only the class.
-    is_plain = isinstance(value, str | bytes | int | float | complex)
-    return path in values, type(value), repr(value) if is_plain else None
+def _is_same(wanted: Values, found: Values, path: LeafPath) -> bool:
+    if path not in wanted or path not in found:
+        return False
+    return _state.bits.is_same(wanted[path], found[path])
 
 
 def _describe(values: Values, path: LeafPath) -> str:
     if path not in values:
         return "nothing"
-    value = _data(values[path])
+    value = _state.bits.key_data(values[path])
     if not isinstance(value, jax.Array | np.ndarray):
         return repr(value)[:80]
     name = f"{value.dtype}[{','.join(map(str, value.shape))}]"
     flat = np.asarray(value).ravel()
     shown = ", ".join(str(number) for number in flat[:3])
     return f"{name} of {shown}{', …' if flat.size > 3 else ''}"
-
-
-def _data(value: Any) -> Any:
-    """Returns the key data of random keys; other values unchanged."""
-    is_key = isinstance(value, jax.Array) and _is_key(value)
-    return jax.random.key_data(value) if is_key else value
 
 
 def _is_key(value: Any) -> bool:

@@ -13,7 +13,7 @@ from flaxckpt import _state, _steps, errors, formats
 from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._run.checkpointer import Checkpointer, session_of
 from flaxckpt._run.session import Session
-from flaxckpt._training import kept_state
+from flaxckpt._training import kept_state, step_counter
 from flaxckpt._types import PathLike, PyTree
 from flaxckpt.maps import _named
 from flaxckpt.transforms import Transform
@@ -207,7 +207,7 @@ class FirstState:
         Raises:
             OptionError: The loop counts from 0.
         """
-        if self._step != step or _state.step_counter.read_counters(state):
+        if self._step != step or step_counter.read_counters(state):
             return
         if self._trace.has_changed(state):
             raise errors.OptionError(
@@ -222,7 +222,7 @@ class FirstState:
 
 def warn_of_other_numbers(checkpointer: Checkpointer, state: PyTree, step: int) -> None:
     """Logs a warning if the step counters of a restored state have other values."""
-    if counters := _state.step_counter.describe_mismatch(state, step):
+    if counters := step_counter.describe_mismatch(state, step):
         _log.warning(
             "step %d of %s is restored, but %s: its steps were numbered differently,"
             " such as from 0. The next step is the number in the state plus 1; pass"

@@ -30,6 +30,8 @@ _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 def copy(value: Mapping[str, Any], at: str, depth: int = 0) -> dict[str, JSON]:
     """Returns a deep copy of a mapping in JSON types; tuples become lists.
 
+    Scalars of numpy, and arrays of no axes, become Python numbers.
+
     Args:
         value: A mapping that the caller may change afterwards.
         at: The name of the mapping, for messages: `metadata`.
@@ -65,10 +67,18 @@ def _copy(value: Any, at: str, depth: int) -> JSON:
         return check_text(value, at)
     if isinstance(value, list | tuple):
         return [_copy(item, f"{at}[{i}]", depth + 1) for i, item in enumerate(value)]
-    if not isinstance(value, Mapping):
-        cls = type(value)
-        raise ValueError(f"{at} is a {cls.__module__}.{cls.__qualname__}")
-    return copy(value, at, depth)
+    if isinstance(value, Mapping):
+        return copy(value, at, depth)
+    cls = type(value)
+    fault = f"{at} is a {cls.__module__}.{cls.__qualname__}"
+    shape = getattr(value, "shape", None)
+    if shape != () or not hasattr(value, "item"):
+        advice = ": write .tolist() of it, or save it in the state" if shape else ""
+        raise ValueError(fault + advice)
+    number = value.item()  # of a scalar of numpy, or an array of no axes
+    if not isinstance(number, bool | int | float):
+        raise ValueError(fault)
+    return _copy(number, at, depth)
 
 
 def check_text(value: str, at: str) -> str:

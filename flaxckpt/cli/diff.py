@@ -194,6 +194,7 @@ def _row(path: str, leaf: LeafDiff) -> list[str | Cell]:
     types = f"{leaf.a.dtype} -> {leaf.b.dtype}" if leaf.kind == "dtype" else ""
     if leaf.a.kind == "string":
         types = "text"
+    types = ", ".join(filter(None, (types, leaf.note)))
     if not leaf.different:
         return [path, "", types, "", "", ""]
     changes = [_number(leaf.max_abs), _number(leaf.rel_norm)]

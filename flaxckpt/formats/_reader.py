@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from flaxckpt import _state, _storage, errors
+from flaxckpt import _state, _steps, _storage, errors
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _summary
@@ -114,6 +114,17 @@ class Stored:
     items: Items = dataclasses.field(default_factory=Items)
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
     own_items: Mapping[str, Stored] = dataclasses.field(default_factory=dict)
+
+    @property
+    def step(self) -> int | None:
+        """The step number, also of a step opened by its own path; None if unknown."""
+        number = self.metadata.step
+        if number is None:
+            number = self.recorded_step
+        if number is None:
+            name = _storage.paths.resolve(self.metadata.path).resolve().name
+            number = _steps.names.number(name) if _steps.names.is_usual(name) else None
+        return number
 
     @property
     def damaged_branches(self) -> Mapping[LeafPath, str]:

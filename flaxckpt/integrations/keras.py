@@ -12,6 +12,7 @@ from flaxckpt import errors
 from flaxckpt._training.callback import CheckpointCallback
 from flaxckpt._types import PyTree
 from flaxckpt.datasets import SaveableIterator
+from flaxckpt.integrations._keras_names import StableNames
 
 try:
     import keras
@@ -38,8 +39,8 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     ```
 
     A step is a batch, equal to `optimizer.iterations` unless gradients are accumulated.
-    Leaf paths are Keras's names of variables: name the layers, because Keras's
-    automatic names differ between processes.
+    Leaf paths are Keras's names of variables. Layers, seed generators and optimizers
+    without a name of their own are numbered among those of the model.
 
     Args:
         on_step: Decides when and where to save. Its `dataset` and `step_is` are
@@ -106,9 +107,7 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             state=self._state, dataset=lambda: self.data, each_step=False
         )
         if not self._has_begun:
-            state, self.completed = self._on_step.restore_or_init(
-                self._state(), dataset=self.data
-            )
+            state, self.completed = self._restore()
             if self.completed:
                 self.model.set_state_tree(state)
                 self._metrics = state["metrics_variables"]
@@ -181,10 +180,32 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         if self._on_step.on_step(done, force=force):
             self._saved = self.completed
 
+    def _restore(self) -> tuple[PyTree, int]:
+        """Returns the state to begin with, by Keras's names, and the step.
+
+        Raises:
+            RestoreMismatchError: The newest checkpoint fits neither its names nor ours.
+        """
+        names = StableNames(self.model)
+        try:
+            state, step = self._on_step.restore_or_init(
+                self._state(), dataset=self.data
+            )
+            return names.to_keras(state), step
+        except errors.RestoreMismatchError as error:
+            mismatch = error
+        try:  # the names in checkpoints of earlier versions
+            return self._on_step.restore_or_init(
+                self.model.get_state_tree(), dataset=self.data
+            )
+        except errors.RestoreMismatchError:
+            raise mismatch from None
+
     def _state(self) -> PyTree:
-        """Returns the current variables by path, synchronised with `fit`."""
+        """Returns the current variables by stable names, synchronised with `fit`."""
         self.model.jax_state_sync()
-        return self.model.get_state_tree()
+        tree = self.model.get_state_tree()
+        return StableNames(self.model).from_keras(tree)
 
 
 class _Done(NamedTuple):

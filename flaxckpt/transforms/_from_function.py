@@ -78,7 +78,7 @@ class _Function(TableTransform):
             for leaf in traced
         )
         try:
-            with _arrays.lazy.x64(is_wide):
+            with _state.meshes.use(None), _arrays.lazy.x64(is_wide):
                 closed = jax.make_jaxpr(flat)(
                     [_arrays.lazy.to_abstract(leaf.info) for leaf in traced]
                 )

@@ -56,6 +56,38 @@ def replace_by_converting(path):
     return flaxckpt.convert(source, path, overwrite=True)
 
 
+def replace_with_a_file(path):
+    flaxckpt.save(path.parent.parent / "source", NEW, overwrite=True)
+    return flaxckpt.convert(
+        path.parent.parent / "source", path, format="msgpack", overwrite=True
+    )
+
+
+@pytest.mark.parametrize(
+    "write",
+    [replace_with_save, replace_in_a_run, replace_by_converting, replace_with_a_file],
+)
+def test_overwriting_takes_an_empty_directory_as_a_new_path(tmp_path, write):
+    (tmp_path / "run" / "3").mkdir(parents=True)
+    write(tmp_path / "run" / "3")
+    assert flaxckpt.load(tmp_path / "run" / "3")["n"] == 2
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_placeholder_of_an_empty_directory_in_a_bucket_is_in_nobodys_way(overwrite):
+    path = storage_paths.from_text(f"memory://placeholder-{overwrite}/run/3")
+    path.store.write(path.prefix, b"")
+    flaxckpt.save(path, NEW, overwrite=overwrite)
+    assert flaxckpt.load(path)["n"] == 2
+    assert flaxckpt.verify(path).ok
+    with flaxckpt.Checkpointer(path.parent) as run:
+        assert run.steps() == [3]
+        run.delete(3)
+        assert run.steps() == []
+        run.save(3, NEW, on_exists="overwrite" if overwrite else "error").wait()
+        assert run.steps() == [3]
+
+
 @pytest.mark.parametrize(
     "replace", [replace_with_save, replace_in_a_run, replace_by_converting]
 )

@@ -374,13 +374,150 @@ def test_a_sharding_that_does_not_divide_is_a_mismatch(path):
         flaxckpt.load(path, {"params": {"dense": {"kernel": wanted}}})
 
 
-def test_a_mesh_without_devices_is_a_mismatch(path):
+def _template(mesh, kind):
+    """A template that names the axes of the current mesh, and no devices."""
+
+    def create():
+        tree = {"w": jnp.zeros((8, 4)), "b": jnp.zeros(3)}
+        return jax.tree.map(jnp.negative, tree)
+
+    if kind is AxisType.Explicit:
+        split = NamedSharding(mesh, P("x"))
+        return jax.eval_shape(
+            lambda w: {"w": -w, "b": jnp.zeros(3)},
+            jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=split),
+        )
+    template = jax.eval_shape(create)
+    split = NamedSharding(mesh.abstract_mesh, P("x"))
+    template["w"] = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=split)
+    return template
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_template_without_devices_takes_those_of_the_current_mesh(tmp_path, kind):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind,) * 2)
+    state = {"w": jnp.arange(32.0).reshape(8, 4), "b": jnp.ones(3)}
+    flaxckpt.save(tmp_path / "run" / "1", state)
+    with (
+        jax.set_mesh(mesh),
+        flaxckpt.Checkpointer(tmp_path / "run") as run,
+    ):
+        template = _template(mesh, kind)
+        assert not flaxckpt.plan(tmp_path / "run", template).problems
+        start = flaxckpt.CheckpointCallback(run, every_steps=1)
+        for restored in (
+            flaxckpt.load(tmp_path / "run", template),
+            flaxckpt.load_async(tmp_path / "run", template).wait(),
+            run.restore(template),
+            start.restore_or_init(template)[0],
+        ):
+            strategies.assert_same_bits(restored["w"], state["w"])
+            want = NamedSharding(mesh, P("x"))
+            assert restored["w"].sharding.is_equivalent_to(want, 2)
+            assert restored["w"].sharding.mesh == mesh
+
+
+def test_arrays_without_sharding_are_placed_alike_on_a_thread(path):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        here = flaxckpt.load(path)["params"]["dense"]["kernel"]
+        there = flaxckpt.load_async(path).wait()["params"]["dense"]["kernel"]
+    assert here.sharding == there.sharding
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_nnx_templates_of_the_current_mesh_restore(tmp_path, kind):
+    class Model(nnx.Module):
+        def __init__(self):
+            init = nnx.with_partitioning(nnx.initializers.ones_init(), (None, "x"))
+            self.layer = nnx.Linear(2, 8, rngs=nnx.Rngs(0), kernel_init=init)
+
+    def create():
+        model = Model()
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        flaxckpt.save(tmp_path / "c", create())
+        model, optimizer = flaxckpt.load(tmp_path / "c", nnx.eval_shape(create))
+        fresh, _ = flaxckpt.load(
+            tmp_path / "c", nnx.eval_shape(create), optimizer="reinit"
+        )
+    assert model.layer.kernel[...].sharding == NamedSharding(mesh, P(None, "x"))
+    assert optimizer.opt_state[0].mu.layer.kernel[...].sharding.mesh == mesh
+    assert fresh.layer.kernel[...].sharding.mesh == mesh
+
+
+def test_computed_leaves_do_not_depend_on_the_axes_of_the_current_mesh(path):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    split = NamedSharding(mesh.abstract_mesh, P(None, "x"))
+
+    def widen(tree):
+        return {"w": jnp.tile(tree["params"]["dense"]["kernel"].T, (1, 2)) * 3}
+
+    kernel = "params/dense/kernel"
+    with jax.set_mesh(mesh):
+        wanted = {"w": jax.ShapeDtypeStruct((2, 8), jnp.float32, sharding=split)}
+        by_function = flaxckpt.load(
+            path, wanted, transforms=[transforms.from_function(widen)]
+        )
+        wanted = {"w": jax.ShapeDtypeStruct((2, 4), jnp.float32)}
+        by_transpose = flaxckpt.load(
+            path,
+            wanted,
+            transforms=[transforms.rename(kernel, "w"), transforms.transpose("w")],
+        )
+    assert by_function["w"].sharding == NamedSharding(mesh, P(None, "x"))
+    np.testing.assert_array_equal(by_function["w"], np.full((2, 8), 3))
+    np.testing.assert_array_equal(by_transpose["w"], np.ones((2, 4)))
+
+
+def test_an_error_names_what_gives_devices_to_a_mesh_without(path):
     mesh = AbstractMesh((4,), ("x",))
-    wanted = jax.ShapeDtypeStruct(
-        (4, 2), jnp.float32, sharding=NamedSharding(mesh, P("x"))
-    )
-    with pytest.raises(errors.RestoreMismatchError, match="devices"):
-        flaxckpt.load(path, {"params": {"dense": {"kernel": wanted}}})
+    split = NamedSharding(mesh, P("x"))
+    kernel = jax.ShapeDtypeStruct((4, 2), jnp.float32, sharding=split)
+    wanted = {"params": {"dense": {"kernel": kernel}}}
+    ways = r"jax.set_mesh\(mesh\).* abstract_state\(state, mesh=mesh\)"
+    for options in ({}, {"optimizer": "reinit"}, {"missing": "init"}):
+        with pytest.raises(errors.RestoreMismatchError, match=f"devices(?s:.*){ways}"):
+            flaxckpt.load(path, wanted, **options)
+    with (
+        jax.set_mesh(jax.make_mesh((8,), ("x",))),
+        pytest.raises(errors.RestoreMismatchError, match=r"current mesh .*8"),
+    ):
+        flaxckpt.load(path, wanted)
+    absent = {"params": {"other": kernel}}
+    with pytest.raises(errors.RestoreMismatchError, match=ways):
+        flaxckpt.load(path, absent, missing="init")
+    real = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    restored = flaxckpt.load(path, flaxckpt.abstract_state(wanted, mesh=real))
+    assert restored["params"]["dense"]["kernel"].sharding.mesh == real
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_keys_and_their_data_restore_into_each_other(tmp_path, impl, shape):
+    key = jax.random.key(5, impl=impl)
+    keys = jax.random.split(key, shape) if shape else key
+    data = jax.random.key_data(keys)
+    flaxckpt.save(tmp_path / "keys", {"rng": keys})
+    flaxckpt.save(tmp_path / "data", {"rng": data})
+    for name in ("keys", "data"):
+        strategies.assert_same_bits(
+            data, flaxckpt.load(tmp_path / name, {"rng": jnp.zeros_like(data)})["rng"]
+        )
+        found = flaxckpt.load(tmp_path / name, {"rng": keys})["rng"]
+        assert found.dtype == keys.dtype
+        strategies.assert_same_bits(data, jax.random.key_data(found))
+
+
+def test_keys_of_another_kind_are_a_mismatch_that_names_the_way_out(tmp_path):
+    flaxckpt.save(tmp_path / "rbg", {"rng": jax.random.key(0, impl="rbg")})
+    with pytest.raises(errors.RestoreMismatchError, match=r"jax.random.key\(0, .*rbg"):
+        flaxckpt.load(tmp_path / "rbg", {"rng": jax.random.key(0)})
+    for other in (jnp.zeros(2, jnp.uint32), jnp.zeros(4, jnp.int32), jnp.zeros(4)):
+        with pytest.raises(errors.RestoreMismatchError, match="wrap_key_data"):
+            flaxckpt.load(tmp_path / "rbg", {"rng": other})
 
 
 def test_one_line_is_logged_per_save_and_restore(tmp_path, caplog):

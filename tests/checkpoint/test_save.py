@@ -1,5 +1,6 @@
 """What is saved is the state as it was at the call, whole and durable."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -24,7 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import errors, transforms
 from flaxckpt._state import dtypes as state_dtypes
 from flaxckpt._state import numpy_dtypes as state_numpy_dtypes
 from flaxckpt._storage.storage import LOCAL
@@ -224,6 +225,184 @@ def test_a_class_whose_fields_have_changed_becomes_a_dict(tmp_path, caplog):
     found = flaxckpt.load(tmp_path / "c", types=[Changed])
     assert found == {"pair": {"one": 1, "other": 2}}
     assert "returning a dict" in caplog.text
+
+
+@jax.tree_util.register_pytree_node_class
+class ByIndex:
+    def __init__(self, weights, sizes):
+        self.weights, self.sizes = weights, sizes
+
+    def tree_flatten(self):
+        return (self.weights,), {"sizes": self.sizes}
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children, **aux)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class ByName:
+    def __init__(self):
+        raise AssertionError("only tree_unflatten rebuilds it")
+
+    def tree_flatten_with_keys(self):
+        key = jax.tree_util.GetAttrKey("weights")
+        return ((key, self.weights),), (self.name, [1, (2.5, None)])
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        new = object.__new__(cls)
+        (new.weights,), new.name = children, aux[0]
+        return new
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class FieldsByIndex:
+    weights: jax.Array
+    size: int = 3
+
+    def tree_flatten(self):
+        return (self.weights,), self.size
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children, aux)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnInit:  # as Equinox makes its modules
+    weights: jax.Array
+    size: int
+    act: object = None
+
+    def __init__(self, key):
+        object.__setattr__(self, "weights", jax.random.normal(key, (3,)))
+        object.__setattr__(self, "size", 3)
+
+
+jax.tree_util.register_dataclass(OwnInit, ["weights"], ["size", "act"])
+
+
+class ByFunctions:
+    pass
+
+
+def make_by_functions(aux, children):
+    new = ByFunctions()
+    new.children, new.aux = children, aux
+    return new
+
+
+jax.tree_util.register_pytree_node(
+    ByFunctions, lambda x: (x.children, x.aux), make_by_functions
+)
+
+REGISTERED = [ByIndex, ByName, FieldsByIndex, OwnInit, ByFunctions]
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_registered_classes_are_rebuilt_as_jax_rebuilds_them(tmp_path, store, caplog):
+    named = object.__new__(ByName)
+    named.weights, named.name = {"w": jnp.ones(2)}, "n"
+    state = {
+        "index": ByIndex([jnp.ones(2), FieldsByIndex(jnp.zeros(1), 4)], (2, 1)),
+        "name": named,
+        "init": OwnInit(jax.random.key(0)),
+        "functions": make_by_functions(("a", {1: True}), (jnp.ones(1), named)),
+    }
+    flaxckpt.save(tmp_path / "c", state, layout=layout(store))
+    found = flaxckpt.load(tmp_path / "c", types=REGISTERED)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    strategies.assert_same_state(state, found)
+    part = flaxckpt.load(
+        tmp_path / "c", types=REGISTERED, transforms=[transforms.keep("init/.*")]
+    )
+    assert type(part["init"]) is OwnInit
+    assert not caplog.records
+
+
+def test_auxiliary_data_that_json_cannot_hold_make_a_dict_with_a_warning(
+    tmp_path, caplog
+):
+    cycle = []
+    cycle.append(cycle)
+    for name, aux in (
+        ("function", (len,)),
+        ("cycle", cycle),
+        ("long", "x" * 2**21),
+        ("pair", Pair(1, 2)),
+    ):
+        state = make_by_functions(aux, (jnp.ones(1),))
+        flaxckpt.save(tmp_path / name, state)
+        caplog.clear()
+        assert flaxckpt.load(tmp_path / name, types=REGISTERED).keys() == {0}
+        assert "pass a state" in caplog.text
+        found = flaxckpt.load(tmp_path / name, state)
+        assert found.aux is aux
+
+
+def test_only_fields_are_set_whatever_a_manifest_says(tmp_path, caplog):
+    class Renamed(OwnInit):
+        pass
+
+    flaxckpt.save(tmp_path / "c", OwnInit(jax.random.key(0)))
+    Renamed.__dataclass_fields__ = {
+        name: field
+        for name, field in OwnInit.__dataclass_fields__.items()
+        if name != "size"
+    }
+    Renamed.__qualname__ = "OwnInit"
+    assert type(flaxckpt.load(tmp_path / "c", types=[Renamed])) is dict
+    assert "fields have changed" in caplog.text
+
+
+def test_a_template_with_a_function_cannot_be_restored_into(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"w": jnp.ones(2)})
+    template = {"w": jnp.ones(2), "act": len}
+    told = r"1 leaf cannot be restored into(?s:.*)act: found .*len(?s:.*)eqx\.filter"
+    for read in (flaxckpt.load, flaxckpt.plan, flaxckpt.load_async):
+        with pytest.raises(errors.UnsupportedLeafError, match=told):
+            read(tmp_path / "c", template)
+    with pytest.raises(errors.UnsupportedLeafError, match="cannot be saved"):
+        flaxckpt.save(tmp_path / "d", template)
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.int64(-3), -3),
+        (np.bool_(True), True),
+        (np.array(7, np.uint8), 7),
+        (jnp.bfloat16(0.5), 0.5),
+        (jnp.asarray(3), 3),
+        (2**127, 2**127),
+    ],
+)
+def test_metadata_take_scalars_of_numpy_and_jax(tmp_path, value, plain):
+    given = {"a": value, "b": {"c": [value]}}
+    flaxckpt.save(tmp_path / "c", {"w": 1}, metadata=given, json={"config": given})
+    metadata = flaxckpt.metadata(tmp_path / "c")
+    for found in (metadata.custom, metadata.json["config"]):
+        assert found == {"a": plain, "b": {"c": [plain]}}
+        assert type(found["a"]) is type(plain)
+
+
+def test_the_state_of_a_numpy_generator_goes_where_the_error_says(tmp_path):
+    rng = np.random.default_rng(3)
+    state = {"w": jnp.ones(2), "rng": rng}
+    with pytest.raises(errors.UnsupportedLeafError, match=r"bit_generator\.state in m"):
+        flaxckpt.save(tmp_path / "c", state)
+    state["rng"] = rng.bit_generator.state
+    with pytest.raises(errors.UnsupportedLeafError, match="or in metadata="):
+        flaxckpt.save(tmp_path / "c", state)
+    flaxckpt.save(tmp_path / "c", {}, metadata={"rng": rng.bit_generator.state})
+    other = np.random.default_rng()
+    other.bit_generator.state = flaxckpt.metadata(tmp_path / "c").custom["rng"]
+    assert other.random() == rng.random()
+    with pytest.raises(errors.OptionError, match=r"\.tolist\(\)"):
+        flaxckpt.save(tmp_path / "d", {}, metadata={"a": np.ones(3)})
 
 
 class Pair(typing.NamedTuple):

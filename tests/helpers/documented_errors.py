@@ -188,6 +188,14 @@ def object_leaf():
     flaxckpt.save("first", {"w": jnp.ones(2), "vocabulary": {"cat", "dog"}})
 
 
+def function_in_template():
+    def gelu(x):
+        return x
+
+    flaxckpt.save("first", {"w": jnp.ones(2)})
+    flaxckpt.load("first", {"w": jnp.ones(2), "act": gelu})
+
+
 # ---- LeafNameError ------------------------------------------------------------------
 
 

@@ -90,6 +90,65 @@ def test_types_that_differ_have_their_values_compared(tmp_path):
     assert 0 < found.max_abs < 1e-7
 
 
+def nan(bits):
+    return np.array([bits], np.uint32).view(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (np.zeros(3), np.array([0.0, -0.0, 0.0])),
+        (jnp.zeros(3), jnp.array([0.0, -0.0, 0.0])),
+        (jnp.zeros(3, jnp.bfloat16), jnp.array([0.0, -0.0, 0.0], jnp.bfloat16)),
+        (np.zeros(2, complex), np.array([0, complex(0, -0.0)])),
+        (nan(0x7FC00000), nan(0x7FC00001)),
+        (nan(0x7FC00000), nan(0xFFC00000)),
+        (0.0, -0.0),
+    ],
+)
+def test_bits_are_bits_where_numbers_are_equal(a, b, tmp_path):
+    paths = [saved(tmp_path / name, {"x": x}) for name, x in (("a", a), ("b", b))]
+    found = flaxckpt.diff(*paths)
+    assert not found.is_empty
+    x = found.changed["x"]
+    assert (x.different, x.bits_only, x.max_abs, x.max_rel) == (1, 1, 0, 0)
+    assert "only bits differ (sign of 0 or NaN)" in str(found)
+    assert flaxckpt.diff(paths[0], paths[0]).is_empty
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "distance"),
+    [
+        (np.int64(2**62), np.int64(2**62 + 1), 1),
+        (2**62, 2**62 + 1, 1),
+        (np.array([-(2**63)]), np.array([2**63 - 1]), 2**64 - 1),
+        (np.uint64(2**64 - 1), np.uint64(0), 2**64 - 1),
+        (np.uint64(2**64 - 1), np.int64(-(2**63)), 2**64 - 1 + 2**63),
+        (np.uint32(2**32 - 1), np.int8(-1), 2**32),
+        (np.array([True, False]), np.array([True, True]), 1),
+        (jnp.array([-8, 7], jnp.int4), jnp.array([7, 7], jnp.int4), 15),
+        (jnp.array([0, 3], jnp.uint4), jnp.array([15, 3], jnp.uint4), 15),
+    ],
+)
+def test_distances_of_integers_are_exact(a, b, distance, tmp_path):
+    paths = [saved(tmp_path / name, {"x": x}) for name, x in (("a", a), ("b", b))]
+    for pair in (paths, paths[::-1]):
+        x = flaxckpt.diff(*pair).changed["x"]
+        assert x.max_abs == distance
+        assert type(x.max_abs) is int
+        assert (x.different, x.bits_only) == (1, 0)
+        assert x.rel_norm > 0
+
+
+def test_some_elements_may_differ_in_bits_only(tmp_path):
+    a = saved(tmp_path / "a", {"x": np.array([0.0, 1.0, np.nan])})
+    b = saved(tmp_path / "b", {"x": np.array([-0.0, 3.0, np.nan])})
+    x = flaxckpt.diff(a, b).changed["x"]
+    assert (x.different, x.bits_only, x.max_abs) == (2, 1, 2)
+    assert "by 2 at most" in str(x)
+    assert "1 in bits only" in str(x)
+
+
 def test_two_steps_of_a_run(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as checkpointer:
         for step in (1, 2, 3):

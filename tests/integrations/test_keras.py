@@ -112,6 +112,69 @@ def bits(model):
     }
 
 
+def unnamed_model():
+    """A model whose names Keras chooses, by counters of the process."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(8, "relu"),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(8, name="block_7"),
+            keras.layers.Dropout(0.1),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(1),
+        ]
+    )
+    metric = keras.metrics.MeanSquaredError()
+    model.compile(keras.optimizers.Adam(1e-2), loss="mse", metrics=[metric])
+    return model
+
+
+def fit_unnamed(directory, epochs, lose_after=None):
+    model = unnamed_model()
+    with flaxckpt.Checkpointer(directory) as run:
+        on_step = flaxckpt.CheckpointCallback(run, every_steps=4)
+        checkpoint = KerasCheckpoint(on_step, step_indexed(), steps_per_epoch=STEPS)
+        losing = [LoseAfter(lose_after)] if lose_after else []
+        model.fit(
+            checkpoint.data, epochs=epochs, verbose=0, callbacks=[checkpoint, *losing]
+        )
+    return model
+
+
+def test_a_model_built_twice_in_a_process_resumes(tmp_path):
+    keras.utils.clear_session()
+    with pytest.raises(LostError):
+        fit_unnamed(tmp_path / "lost", 2, lose_after=9)
+    resumed = fit_unnamed(tmp_path / "lost", 2)
+    straight = fit_unnamed(tmp_path / "straight", 2)
+    leaves = list(flaxckpt.metadata(tmp_path / "lost").leaves)
+    assert leaves == list(flaxckpt.metadata(tmp_path / "straight").leaves)
+    generators = [path.split("/")[1] for path in leaves if "seed_generator" in path]
+    assert generators == ["seed_generator", "seed_generator_1"]
+    assert any("/block_7/" in path for path in leaves)
+    for one, other in zip(resumed.variables, straight.variables, strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_checkpoints_by_keras_names_are_restored(tmp_path):
+    keras.utils.clear_session()
+    unnamed_model()  # so the names are not those of a new process
+    model = unnamed_model()
+    model.fit(PlainData(), epochs=1, verbose=0)
+    model.jax_state_sync()
+    state = model.get_state_tree()
+    assert "sequential_1" in state["trainable_variables"]
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        run.save(STEPS, state, dataset=step_indexed())
+        on_step = flaxckpt.CheckpointCallback(run, every_steps=100)
+        checkpoint = KerasCheckpoint(on_step, step_indexed(), steps_per_epoch=STEPS)
+        model.fit(checkpoint.data, epochs=2, verbose=0, callbacks=[checkpoint])
+    assert checkpoint.completed == 2 * STEPS
+    assert flaxckpt.metadata(tmp_path / "run").step == 2 * STEPS
+
+
 class PlainData(keras.utils.PyDataset):
     """All batches, by their number."""
 

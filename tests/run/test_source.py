@@ -215,6 +215,46 @@ def test_a_manifest_with_another_lineage_is_damaged(tmp_path, source, lineage):
         flaxckpt.metadata(path)
 
 
+@pytest.mark.parametrize(
+    ("place", "step"),
+    [
+        ("run", 10),
+        ("run/10", 10),
+        ("run/10/", 10),
+        ("run/latest", 10),
+        ("link", 10),
+        ("named/step_12", 12),
+        ("orbax", 7),
+        ("orbax/7", 7),
+        ("memory://lineage-of-steps/run/10/", 10),
+        ("single", None),
+        ("model.msgpack", None),
+    ],
+)
+def test_lineage_has_the_step_however_the_source_is_named(
+    tmp_path, monkeypatch, place, step
+):
+    monkeypatch.chdir(tmp_path)
+    state = {"w": jnp.ones(2)}
+    for run in ("run", "memory://lineage-of-steps/run"):
+        with flaxckpt.Checkpointer(run) as checkpointer:
+            checkpointer.save(10, state, on_exists="skip")
+    (tmp_path / "run" / "latest").symlink_to("10")
+    (tmp_path / "link").symlink_to("run/10")
+    for path in ("single", "named/step_12"):
+        flaxckpt.save(path, state)
+    flaxckpt.convert("single", "model.msgpack")
+    shutil.copytree("single", "orbax/7")
+    for name in ("flaxckpt.json", "commit_success.txt"):  # as Orbax writes it
+        (tmp_path / "orbax" / "7" / name).unlink()
+    with flaxckpt.Checkpointer("new") as checkpointer:
+        start = flaxckpt.CheckpointCallback(checkpointer, every_steps=1)
+        begun, number = start.restore_or_init(state, source=place)
+        start(number + 1, begun, force=True)
+    [origin] = flaxckpt.metadata("new").lineage
+    assert origin.step == step
+
+
 def test_a_run_without_a_source_has_no_lineage(tmp_path):
     begin(tmp_path / "run", state_of(2, 0))
     assert flaxckpt.metadata(tmp_path / "run").lineage == ()

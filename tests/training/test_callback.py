@@ -25,10 +25,10 @@ from flax.training import train_state
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._state import flax_state as state_flax_state
-from flaxckpt._state import step_counter as state_step_counter
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt._training import kept_state as training_kept_state
+from flaxckpt._training import step_counter as training_step_counter
 from flaxckpt.datasets import StepIndexed
 from tests.helpers import strategies
 
@@ -599,7 +599,7 @@ def test_of_several_counters_one_has_to_agree(ckpt):
 
 @pytest.mark.parametrize("step", [True, 0.5, jnp.ones(3), "third", len])
 def test_what_is_no_counter_does_not_count(ckpt, step):
-    assert not list(state_step_counter.read_counters({"step": step}))
+    assert not list(training_step_counter.read_counters({"step": step}))
 
 
 def test_a_call_can_force_a_save_even_of_step_0(ckpt):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from flaxckpt._state import flax_state
+from flaxckpt import _state
 
 
 class _Slot(NamedTuple):
@@ -58,14 +58,14 @@ class ObjectGraph:
 
     def _nodes(self) -> dict[tuple[Any, ...], Any]:
         """Returns the objects, and all nodes in them, by path."""
-        nodes = dict(flax_state.loaded_nnx().iter_graph(self._objects))
+        nodes = dict(_state.flax_state.loaded_nnx().iter_graph(self._objects))
         nodes[()] = self._objects
         return nodes
 
     @staticmethod
     def _find(nodes: Mapping[tuple[Any, ...], Any]) -> tuple[list[Any], list[_Slot]]:
         """Returns the variables, and the places of arrays outside of variables."""
-        nnx = flax_state.loaded_nnx()
+        nnx = _state.flax_state.loaded_nnx()
         variables = [node for node in nodes.values() if isinstance(node, nnx.Variable)]
         slots = [
             _Slot(nodes[path[:-1]], path[-1])
@@ -148,7 +148,7 @@ class _Contents:
 
 def _is_changeable(node: object) -> bool:
     """Returns True for a node, other than a variable, that can change its contents."""
-    return flax_state.is_object(node) or isinstance(node, dict | list)
+    return _state.flax_state.is_object(node) or isinstance(node, dict | list)
 
 
 def _raw_value(variable: Any) -> Any:

@@ -1,0 +1,106 @@
+"""Compares values: all of their bits, and the distances of their numbers."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxckpt._state import dtypes, numpy_dtypes
+
+_Array: TypeAlias = np.ndarray[Any, Any]
+
+_INTEGERS = frozenset(("int", "uint", "bool"))
+
+
+def key_data(value: Any) -> Any:
+    """Returns the key data of random keys; other values unchanged."""
+    is_key = isinstance(value, jax.Array) and jnp.issubdtype(
+        value.dtype, jax.dtypes.prng_key
+    )
+    return jax.random.key_data(value) if is_key else value
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Returns True if two leaves have equal types and bits.
+
+    Of objects that are no leaves, only the classes are compared.
+    """
+    arrays = (jax.Array, np.ndarray, np.generic)
+    if not (isinstance(one, arrays) and isinstance(other, arrays)):
+        is_plain = isinstance(one, str | bytes | int | float | complex)
+        return type(one) is type(other) and (not is_plain or repr(one) == repr(other))
+    if str(one.dtype) != str(other.dtype) or one.shape != other.shape:
+        return False
+    x, y = np.asarray(key_data(one)), np.asarray(key_data(other))
+    return count_flips(x, y) is None
+
+
+def count_flips(a: _Array, b: _Array) -> _Array | None:
+    """Returns the number of different bits of each element; None if all are equal.
+
+    Args:
+        a: An array.
+        b: An array of the same shape and dtype.
+    """
+    x, y = _as_bytes(a), _as_bytes(b)
+    if np.array_equal(x, y):
+        return None
+    flips = np.bitwise_count(x ^ y).sum(axis=-1, dtype=np.uint8)
+    return np.asarray(flips).reshape(a.shape)
+
+
+def _as_bytes(array: _Array) -> _Array:
+    """Returns the bytes of each element, along a new last axis."""
+    if array.dtype.name.startswith(("int2", "int4", "uint2", "uint4")):
+        array = array.astype(np.int8)  # the other bits of their bytes mean nothing
+    flat = np.ascontiguousarray(array).reshape(-1, 1)
+    return flat.view(np.uint8)
+
+
+def distances(a: _Array, b: _Array) -> _Array:
+    """Returns the distances of numbers in two arrays of the same shape.
+
+    Distances of integers are exact, of type uint64, or object if that is too narrow.
+    Others are float64: infinite if only one of two is a number, or finite. Two NaNs do
+    not differ as numbers.
+    """
+    if _kind(a) in _INTEGERS and _kind(b) in _INTEGERS:
+        x, y = _as_integers(a.ravel(), b.ravel())
+        low, high = np.minimum(x, y), np.maximum(x, y)
+        if low.dtype != object:  # modulo 2^64, as the distance is below
+            low, high = low.astype(np.uint64), high.astype(np.uint64)
+        return np.asarray(high - low).reshape(a.shape)
+    x, y = as_wide(a), as_wide(b)
+    with np.errstate(all="ignore"):
+        change = np.abs(x - y)
+    change = np.where((x == y) | ((x != x) & (y != y)), 0.0, change)
+    return np.where(np.isnan(change), np.inf, change)
+
+
+def largest(distances: _Array) -> int | float:
+    """Returns the largest of some distances, 0 of none; exact for integers."""
+    found = distances.max() if distances.size else 0
+    return found if isinstance(found, int) else found.item()
+
+
+def as_wide(array: _Array) -> _Array:
+    """Converts values to float64, or complex128."""
+    kind: Any = np.complex128 if np.iscomplexobj(array) else np.float64
+    return np.asarray(array).astype(kind)
+
+
+def _as_integers(a: _Array, b: _Array) -> tuple[_Array, _Array]:
+    """Returns integers in a common type, which holds all of both."""
+    kinds = {_kind(a), _kind(b)}
+    common: Any = np.uint64
+    if "int" in kinds:
+        wide = any(array.dtype == np.uint64 for array in (a, b))
+        common = object if wide else np.int64
+    return a.astype(common), b.astype(common)
+
+
+def _kind(array: _Array) -> str:
+    return dtypes.kind(numpy_dtypes.name(array.dtype))
