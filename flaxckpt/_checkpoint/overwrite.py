@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from flaxckpt import _steps, _storage, errors, formats
-from flaxckpt.formats import _native, _recognise, _safetensors
+from flaxckpt.formats import _native, _recognise, _safetensors, _shards
 
 _log = logging.getLogger(__name__)
 
@@ -468,6 +468,6 @@ def _safetensors_files(directory: Path, names: Iterable[str]) -> set[str]:
     if len(indices) > 1:
         return set()
     if indices:
-        return {indices[0], *_safetensors.reader.shard_names(directory / indices[0])}
+        return {indices[0], *_shards.names(directory / indices[0])}
     files = [name for name in names if name.endswith(_safetensors.header.SUFFIX)]
     return set(files) if len(files) == 1 else set()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flaxckpt import _steps, _storage, errors
-from flaxckpt.formats import _recognise, _safetensors
+from flaxckpt.formats import _recognise, _shards
 
 _MAX_FILES = 200_000
 """Maximum number of files to watch in a source."""
@@ -26,8 +26,8 @@ def _files(source: Path) -> Iterator[Path]:
             yield source / name
         return
     yield source
-    if source.name.endswith(_safetensors.header.INDEX_SUFFIX):
-        for name in sorted(_safetensors.reader.shard_names(source)):
+    if shards := sorted(_shards.names(source)):
+        for name in shards:
             yield source.parent / name
     elif _recognise.t5x(source):
         for path in sorted(source.resolve().parent.iterdir()):

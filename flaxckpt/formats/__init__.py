@@ -230,6 +230,17 @@ _ABOUT_PICKLES = (
     " arrays in another format, such as numpy.savez or safetensors, with the program"
     " that wrote it"
 )
+_ABOUT_TORCH = (
+    f"{_ABOUT_PICKLES}: safetensors.torch.save_file(torch.load(path,"
+    " weights_only=True), new_path) for a state_dict"
+)
+_OF_TORCH = (".pt", ".pth", ".ckpt", ".bin")
+_ABOUT_KERAS = (
+    "Of a model of Keras, load it with keras.saving.load_model(path), or its weights"
+    " with model.load_weights(path), and save it here with"
+    " flaxckpt.integrations.keras"
+)
+_HDF5 = b"\x89HDF\r\n\x1a\n"
 _TENSORFLOW = b"model_checkpoint_path"
 _TENSORFLOW_CHECKPOINT = (
     "a TensorFlow checkpoint, which flaxckpt does not read: load it with tf.train or"
@@ -265,11 +276,19 @@ def _describe_unsupported(path: Path) -> str | None:
     if start.startswith(_signatures.LFS):
         return _signatures.OF_LFS
     if start[:1] == b"\x80" and b"\x02" <= start[1:2] <= b"\x05":
+        if path.suffix in _OF_TORCH:
+            return f"a file of torch, a pickle. {_ABOUT_TORCH}"
         return f"a pickle. {_ABOUT_PICKLES}"
     if start.startswith(_signatures.ARCHIVE):
+        return _describe_archive(path)
+    if start.startswith(_HDF5):
+        return _describe_hdf5(path)
+    if path.suffix == ".eqx" or _signatures.holds_arrays(path):
         return (
-            "a zip archive that does not begin with a numpy array, and may hold"
-            f" pickles, like torch's. {_ABOUT_PICKLES}"
+            "a file of Equinox, the leaves of a model without names. Load it with"
+            " equinox.tree_deserialise_leaves(path, model) into a model of its class,"
+            " and save that here: flaxckpt.save(new_path, equinox.filter(model,"
+            " equinox.is_array))"
         )
     if start.startswith(_signatures.ARRAY):
         return (
@@ -284,6 +303,33 @@ def _describe_unsupported(path: Path) -> str | None:
             " a dict"
         )
     return None
+
+
+def _describe_archive(path: Path) -> str:
+    """Describes a zip archive that is not one of numpy."""
+    first = _signatures.first_member(path)
+    if path.suffix == ".keras" or first in ("metadata.json", "config.json"):
+        return f"a model of Keras in a zip archive. {_ABOUT_KERAS}"
+    if first.endswith("data.pkl") or path.suffix in _OF_TORCH:
+        return f"a file of torch, a zip archive with pickles. {_ABOUT_TORCH}"
+    return (
+        f"a zip archive whose first member is {errors.printable(first)!r:.80}, not a"
+        " numpy array: if a checkpoint is in it, unpack it, and pass its path. An .npz"
+        " is read as it is; of torch's archives, which hold pickles, save the arrays in"
+        " another format with torch"
+    )
+
+
+def _describe_hdf5(path: Path) -> str:
+    """Describes an HDF5 file."""
+    if path.name.endswith((".weights.h5", ".keras")):
+        return f"a file of weights of Keras, in HDF5. {_ABOUT_KERAS}"
+    return (
+        "an HDF5 file, as Keras, h5py and other programs write it, which flaxckpt does"
+        " not read. Open it with the program that wrote it, or its arrays with"
+        " h5py.File(path), and save them here: flaxckpt.save(new_path, arrays). "
+        + _ABOUT_KERAS
+    )
 
 
 def _describe_torch_model(directory: Path) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flaxckpt import errors
-from flaxckpt.formats import _signatures
+from flaxckpt.formats import _hub_cache, _signatures
 from flaxckpt.formats._gguf.header import MAGIC
 from flaxckpt.formats._msgpack import scanner
 
@@ -68,10 +68,25 @@ def streaming(path: Path) -> str | None:
 
 
 def msgpack(path: Path) -> str | None:
-    """Returns the evidence for a file with a msgpack map; else None."""
+    """Returns the evidence for a file with a msgpack map, or for shards; else None."""
+    if index := find_flax_index(_hub_cache.find_snapshot(path) or path):
+        return f"it has the index {index.name}" if path.is_dir() else "it is an index"
     keys = _signatures.read_first_keys(path)
     if keys is None or keys == ["version", "optimizer"]:
         return None
     if not keys:
         return "it is an empty msgpack map"
     return f"it begins with a msgpack map, whose first key is {keys[0][:60]!r}"
+
+
+def find_flax_index(path: Path) -> Path | None:
+    """Returns the index of shards in msgpack: `path`, or the only one in it."""
+    if path.name.endswith(_FLAX_INDEX):
+        return path if path.is_file() else None
+    if not path.is_dir():
+        return None
+    found = [p for p in path.iterdir() if p.name.endswith(_FLAX_INDEX) and p.is_file()]
+    return found[0] if len(found) == 1 else None
+
+
+_FLAX_INDEX = ".msgpack.index.json"

@@ -36,11 +36,24 @@ def read_start(path: Path, count: int = 64) -> bytes:
 
 def is_archive_of_arrays(path: Path) -> bool:
     """Returns True for a zip archive with a `.npy` file as its first member."""
+    return first_member(path).endswith(".npy")
+
+
+def first_member(path: Path) -> str:
+    """Returns the name of the first member of a zip archive; else empty."""
     head = read_start(path, _NAME_OFFSET + _LONGEST_NAME)
     if not head.startswith(ARCHIVE):
-        return False
+        return ""
     size = int.from_bytes(head[_NAME_OFFSET - 4 : _NAME_OFFSET - 2], "little")
-    return head[_NAME_OFFSET : _NAME_OFFSET + size].endswith(b".npy")
+    return head[_NAME_OFFSET : _NAME_OFFSET + size].decode("utf-8", "replace")
+
+
+def holds_arrays(path: Path) -> bool:
+    """Returns True for several `.npy` files in one, also after a line of JSON."""
+    start = read_start(path, _LONGEST_NAME)
+    if start.startswith(b"{"):
+        return start.partition(b"\n")[2].startswith(ARRAY)
+    return start.count(ARRAY) > 1 and start.startswith(ARRAY)
 
 
 _NAME_OFFSET = 30
@@ -60,7 +73,8 @@ def read_first_keys(path: Path) -> Sequence[str] | None:
 
     The second key only if the first value is a number or a string. Keys that the
     reader refuses are included. Empty for a file that is only an empty map; None if
-    `path` is not a regular file, or does not begin with a map with string keys.
+    `path` is not a regular file, or does not begin with a map with keys of strings or
+    integers.
     """
     keys: list[str] = []
     try:
@@ -71,7 +85,10 @@ def read_first_keys(path: Path) -> Sequence[str] | None:
             if size == 0:
                 return [] if scan.size == 1 else None
             for _ in range(min(size, 2)):
-                keys.append(scan.text(*scan.head()))
+                kind, length = scan.head()
+                if kind == "number" and type(length) is int:
+                    return _read_integer_keys(path)
+                keys.append(scan.text(kind, length))
                 kind, length = scan.head()
                 if kind == "str":
                     scan.text(kind, length)
@@ -80,6 +97,20 @@ def read_first_keys(path: Path) -> Sequence[str] | None:
     except errors.DamagedCheckpointError:
         return keys or None
     return keys or None
+
+
+def _read_integer_keys(path: Path) -> Sequence[str] | None:
+    """Returns up to two first keys of a map with integer keys, if a file is one.
+
+    The whole file is scanned, as files of other formats begin alike, such as HDF5.
+    """
+    with scanner.scanner(path) as scan:
+        try:
+            tree = scan.value()
+            scan.leave()
+        except errors.DamagedCheckpointError:
+            return None
+    return [*tree][:2] if isinstance(tree, dict) else None
 
 
 def begins_with_array(path: Path) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flaxckpt.maps._family import Tensor
+from flaxckpt.maps._modules import head, linear, under
 
 SIZES: dict[str, str | int] = {
     "i": "num_hidden_layers",
@@ -73,6 +74,21 @@ _MLP = "{m:gate_proj|up_proj|down_proj}"
 
 _PROJECTIONS = "{p:q_proj|k_proj|v_proj|o_proj}"
 
+LANGUAGE = (
+    "not architectures=*For*Classification* and not architectures=*QuestionAnswering*"
+    " and not architectures=*[!ds]Model'*"
+)
+"""Models with a head over the vocabulary: no other class, and not the base alone."""
+
+UNTIED = f"{LANGUAGE} and not {TIED}"
+OWN_HEAD = f"{LANGUAGE} and {TIED}"
+
+SCORE = (
+    *under("architectures=*For[ST]*Classification*", head(linear("score", bias=False))),
+    *under("architectures=*ForTokenClassification*", head(linear("score")[1:])),
+)
+"""The heads of other classes."""
+
 LINEN = (
     Tensor("model.embed_tokens.weight", "model/embed_tokens/embedding"),
     Tensor(
@@ -92,14 +108,13 @@ LINEN = (
     ),
     Tensor(f"{_LAYER}.{_NORMS}.weight", f"model/layers/{{i}}/{_NORMS}/weight"),
     Tensor("model.norm.weight", "model/norm/weight"),
-    Tensor(
-        "lm_head.weight", "lm_head/kernel", "v e -> e v", f"not {TIED}", is_head=True
-    ),
+    Tensor("lm_head.weight", "lm_head/kernel", "v e -> e v", UNTIED, is_head=True),
+    *SCORE,
 )
 
 LINEN_UNTIED = (
     *LINEN,
-    Tensor("model.embed_tokens.weight", "lm_head/kernel", "v e -> e v", TIED),
+    Tensor("model.embed_tokens.weight", "lm_head/kernel", "v e -> e v", OWN_HEAD),
 )
 """For classes whose head has a kernel of its own, even if the checkpoint ties it."""
 
@@ -122,7 +137,7 @@ TUNIX_ATTENTION = (
     ),
     Tensor(f"{_LAYER}.{_NORMS}.weight", f"layers/{{i}}/{_NORMS}/w"),
     Tensor("model.norm.weight", "final_norm/w"),
-    Tensor("lm_head.weight", "lm_head/w", "v e -> e v", f"not {TIED}"),
+    Tensor("lm_head.weight", "lm_head/w", "v e -> e v", UNTIED),
 )
 
 TUNIX = (
@@ -137,9 +152,7 @@ TUNIX = (
 MAXTEXT_EMBEDDING = (
     Tensor("model.embed_tokens.weight", "token_embedder/embedding"),
     Tensor("model.norm.weight", "decoder/decoder_norm/scale"),
-    Tensor(
-        "lm_head.weight", "decoder/logits_dense/kernel", "v e -> e v", f"not {TIED}"
-    ),
+    Tensor("lm_head.weight", "decoder/logits_dense/kernel", "v e -> e v", UNTIED),
 )
 
 MAXTEXT_NORMS = (

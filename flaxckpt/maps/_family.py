@@ -65,6 +65,10 @@ class Tensor(NamedTuple):
     plus: float = 0
 
 
+_HEAD = re.compile(r"(For(?!CausalLM|ConditionalGeneration)[A-Z]\w*|DoubleHeads)")
+"""The end of the name of a class with another head than that of the vocabulary."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """A family of published models: call it for the transforms of one of them.
@@ -287,6 +291,25 @@ class Family:
             )
         _config.check_not_quantized(content)
         return {**self.defaults, **_config.with_old_keys(content)}
+
+    def check_head(self, config: Mapping[str, Any], target: str) -> None:
+        """Raises OptionError if the class of a configuration has a head without rows.
+
+        Args:
+            config: The configuration.
+            target: The target layout.
+        """
+        listed = config.get("architectures")
+        name = str(listed[0]) if isinstance(listed, list | tuple) and listed else ""
+        kind = _HEAD.search(name)
+        rows, _ = self._tensors(target, config)
+        if kind is None or any(t.is_head and t.optional is not True for t in rows):
+            return
+        raise errors.OptionError(
+            f"the config says that the model is a {name:.80}, but maps.{self.name} with"
+            f" target={target!r} has no head {kind[0]}: pass the config with the"
+            " architectures that the leaves are of, or a list of transforms as the map"
+        )
 
     def _check_refused(self, config: Mapping[str, Any], target: str) -> None:
         """Raises OptionError for a model that has no map to a layout."""

@@ -7,8 +7,9 @@ Sources:
 
 from __future__ import annotations
 
+from flaxckpt.maps import _decoder
 from flaxckpt.maps._family import Family
-from flaxckpt.maps._modules import embedding, head, linear, norm
+from flaxckpt.maps._modules import embedding, head, linear, norm, under
 
 _LAYER = "transformer.h.{i}"
 
@@ -24,7 +25,15 @@ GPT2 = Family(
             *linear(f"{_LAYER}.{{m:attn.c_attn|attn.c_proj|mlp.c_fc|mlp.c_proj}}"),
             *norm(f"{_LAYER}.{{n:ln_1|ln_2}}"),
             *norm("transformer.ln_f"),
-            *head(linear("lm_head", when="not tie_word_embeddings", bias=False)),
+            *head(linear("lm_head", when=_decoder.UNTIED, bias=False)),
+            *under(
+                "architectures=*ForSequenceClassification*",
+                head(linear("score", bias=False)),
+            ),
+            *under(
+                "architectures=*ForTokenClassification*", head(linear("classifier"))
+            ),
+            *under("architectures=*ForQuestionAnswering*", head(linear("qa_outputs"))),
         ),
     },
     defaults={"tie_word_embeddings": True},

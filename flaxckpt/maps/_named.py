@@ -126,7 +126,7 @@ def find_for_export(
     """
     family = _family_of_config(name, config)
     assert config is not None
-    family.check_config(config)
+    config = family.check_config(config)
     if target not in (None, *family.targets):
         family(config, target=str(target))  # raises
     table = _export.without_optimizer(table)
@@ -140,6 +140,7 @@ def find_for_export(
     for candidate in likely:
         try:
             candidate.changes = candidate.make()
+            family.check_head(config, candidate.target)
             _export.Export(tuple(candidate.changes))(table)
             fitting.append(candidate)
         except errors.OptionError as error:

@@ -62,7 +62,7 @@ def find_pairs(table: LeafTable) -> list[Pair]:
         if kind not in ("nnx", "qwix"):
             continue
         firsts, seconds = (
-            {m[1]: path for path in table if (m := re.fullmatch(pattern, path))}
+            {m[1] or "": p for p in table if (m := re.fullmatch(pattern, p))}
             for pattern in patterns
         )
         for stem in dict.fromkeys([*firsts, *seconds]):

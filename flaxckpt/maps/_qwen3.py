@@ -51,9 +51,11 @@ _BONSAI = (
         f"{_LAYER}.mlp.{_MLP}.weight", f"layers/{{i}}/mlp/{_MLP}/kernel", "o e -> e o"
     ),
     Tensor("model.norm.weight", "final_norm/scale"),
-    Tensor("lm_head.weight", "lm_head/kernel", "v e -> e v", f"not {_decoder.TIED}"),
+    Tensor("lm_head.weight", "lm_head/kernel", "v e -> e v", _decoder.UNTIED),
     # Its head is a kernel of its own, although the checkpoint ties it.
-    Tensor("model.embed_tokens.weight", "lm_head/kernel", "v e -> e v", _decoder.TIED),
+    Tensor(
+        "model.embed_tokens.weight", "lm_head/kernel", "v e -> e v", _decoder.OWN_HEAD
+    ),
 )
 
 QWEN3 = Family(

@@ -88,7 +88,7 @@ WHISPER = Family(
                 ),
             ),
             *array("layer_weights", optional="not use_weighted_layer_sum"),
-            *linear("{c:projector|classifier}", optional=_HAS_DECODER),
+            *head(linear("{c:projector|classifier}"), "AudioClassification"),
         ),
         # Bonsai's model has as many heads in its decoder as in its encoder.
         "bonsai": tuple(

@@ -39,7 +39,7 @@ ADAPTERS: tuple[tuple[_Kind, str, str], ...] = (
         r"(.*)/lora_embedding_A(?:/default)?",
         r"(.*)/lora_embedding_B(?:/default)?",
     ),
-    ("nnx", r"(.*)/lora_a", r"(.*)/lora_b"),
+    ("nnx", r"(?:(.*)/)?lora_a", r"(?:(.*)/)?lora_b"),
     ("qwix", r"(.*)_lora_a", r"(.*)_lora_b"),
 )
 """Kinds of adapters, each with the names of the pair; the groups must be equal."""
@@ -198,13 +198,15 @@ def merge_lora(
     ```python
     load("llama/", state, transforms=[merge_lora("adapter/"), *to_flax])  # PEFT
     load("run", state, transforms=[merge_lora(alpha=16.0)])  # Qwix, Tunix
-    load("run", state, transforms=[merge_lora()])  # flax.nnx.LoRA
+    load("run", state, transforms=[merge_lora()])  # nnx.LoRA, nnx.LoRALinear
     ```
 
     Each weight becomes `W + alpha / rank * A @ B`, computed in float32 and rounded once
     to the type of `W`, or of the state if there is one, and the adapter's leaves are
     removed. Adapters are found by their names: `lora_A` and `lora_B` of PEFT, `lora_a`
-    and `lora_b` of NNX, `w_lora_a` and `w_lora_b` of Qwix. Other leaves of PEFT's
+    and `lora_b` of NNX, `w_lora_a` and `w_lora_b` of Qwix. The weight of `nnx.LoRA` is
+    its own `kernel`, that of its `base_module`, or that of the module around it, as in
+    `nnx.LoRALinear`. Other leaves of PEFT's
     adapter (`modules_to_save`, biases) replace the leaves of the model. Moments of the
     weights stay as they are. There is no inverse: the sum does not have its parts.
 
@@ -251,9 +253,10 @@ def _find_adapters(table: LeafTable, what: str) -> list[_Adapter]:
     ]
     adapters = []
     faults: dict[LeafPath, str] = {}
+    paired: set[LeafPath] = set()
     for kind, *patterns in ADAPTERS:
         firsts, seconds = (
-            {m[1]: path for path in paths if (m := re.fullmatch(pattern, path))}
+            {m[1] or "": path for path in paths if (m := re.fullmatch(pattern, path))}
             for pattern in patterns
         )
         for stem in {**firsts, **seconds}:
@@ -261,9 +264,10 @@ def _find_adapters(table: LeafTable, what: str) -> list[_Adapter]:
                 path = firsts.get(stem) or seconds[stem]
                 faults[path] = "the other leaf of the pair is missing"
                 continue
+            paired |= {firsts[stem], seconds[stem]}
             bases = possible_bases(kind, stem)
             base = [path for path in bases if path in table]
-            if len(base) == 1:
+            if base:
                 module = stem.rpartition(_WRAPPER)[2]
                 adapters.append(
                     _Adapter(kind, module, base[0], firsts[stem], seconds[stem])
@@ -272,9 +276,8 @@ def _find_adapters(table: LeafTable, what: str) -> list[_Adapter]:
                 near = difflib.get_close_matches(bases[0], paths, n=2, cutoff=0.7)
                 nearest = f"; the nearest are {', '.join(near)}" if near else ""
                 faults[firsts[stem]] = f"no weight {' or '.join(bases)}{nearest}"
-    pairs = {path for adapter in adapters for path in adapter[-2:]}
     for path in paths:
-        if path not in pairs and path not in faults and _is_other_part(path):
+        if path not in paired and path not in faults and _is_other_part(path):
             faults[path] = "is a part of another kind of update"
     if faults or not adapters:
         raise errors.OptionError(
@@ -293,12 +296,20 @@ def _is_other_part(path: LeafPath) -> bool:
 
 
 def possible_bases(kind: _Kind, stem: str) -> list[LeafPath]:
-    """Returns the possible paths of the weight of an adapter."""
+    """Returns the possible paths of the weight of an adapter, the nearest first.
+
+    A module of NNX has the weight itself, is around a module with it (`nnx.LoRA`), or
+    is in the module with it (`nnx.LoRALinear`), under any name.
+    """
     if kind == "qwix":
         return [stem]
     if kind == "nnx":
-        inside = [stem.removesuffix("/lora") + "/kernel"]
-        return [*inside, f"{stem}/base_module/kernel"]
+        around = [
+            stem,
+            f"{stem}/base_module",
+            *([stem.rpartition("/")[0]] * bool(stem)),
+        ]
+        return [f"{path}/kernel".lstrip("/") for path in around]
     before, _, module = stem.rpartition(_WRAPPER)
     return [f"{before}{module}/weight"]
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -624,6 +626,51 @@ def test_the_error_says_what_is_read_and_what_never_is(tmp_path):
         (tmp_path / name).mkdir()
         with pytest.raises(errors.CheckpointFormatError, match=says):
             flaxckpt.load(msgpack.CASES[name](tmp_path / name))
+
+
+def npys(*arrays):
+    """Returns the bytes of arrays in one file, as `np.save` appends them."""
+    file = io.BytesIO()
+    for array in arrays:
+        np.save(file, array)
+    return file.getvalue()
+
+
+def archive(*names):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as members:
+        for name in names:
+            members.writestr(name, b"x")
+    return file.getvalue()
+
+
+HDF5 = b"\x89HDF\r\n\x1a\n" + bytes(40)
+KNOWN = {
+    "model.eqx": (npys(np.ones(3)), "tree_deserialise_leaves"),
+    "two_leaves": (npys(np.ones(3), np.ones(2)), "tree_deserialise_leaves"),
+    "with_json.eqx": (b'{"width": 3}\n' + npys(np.ones(3)), "tree_deserialise_leaves"),
+    "one.npy": (npys(np.ones(3)), r"numpy\.load"),
+    "model.keras": (archive("metadata.json", "model.weights.h5"), "load_model"),
+    "unnamed": (archive("metadata.json", "config.json"), "load_model"),
+    "model.weights.h5": (HDF5, r"weights of Keras.*load_weights"),
+    "data.h5": (HDF5, r"h5py\.File"),
+    "data.hdf5": (HDF5, r"h5py\.File"),
+    "run.zip": (archive("run/1/_METADATA"), "unpack it"),
+    "model.pt": (archive("model/data.pkl"), r"torch\.load.*weights_only"),
+    "model.pth": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9", r"torch\.load.*weights_only"),
+    "model.ckpt": (archive("epoch=1/data.pkl"), r"torch\.load.*weights_only"),
+    "state.pkl": (b"\x80\x04\x95\x05", "Pickles run code"),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_files_of_other_libraries_are_named_with_a_way_out(tmp_path, name):
+    content, says = KNOWN[name]
+    (tmp_path / name).write_bytes(content)
+    for call in (flaxckpt.load, flaxckpt.metadata):
+        with pytest.raises(errors.CheckpointFormatError, match=says) as caught:
+            call(tmp_path / name)
+        assert ("numpy.load" in str(caught.value)) == (name == "one.npy")
 
 
 def test_names_of_haiku_are_keys_with_slashes(tmp_path):

@@ -145,3 +145,17 @@ def test_a_part_of_a_model_has_fewer_rows(tmp_path):
     why = "wanted not architectures=.*, found architectures .*T5EncoderModel"
     with pytest.raises(errors.OptionError, match=why):
         flaxckpt.load(tmp_path / "model.safetensors", transforms=changes)
+
+
+@pytest.mark.parametrize(("name", "target"), PAIRS)
+def test_a_head_that_a_family_lacks_is_not_left_out(tmp_path, name, target):
+    publish(tmp_path, name, target)
+    config = {"model_type": getattr(maps, name).model_types[0], **CONFIGS[name]}
+    changes = getattr(maps, name)(config, target=target, prefix="params")
+    state = flaxckpt.load(tmp_path / "model.safetensors", transforms=changes)
+    flaxckpt.save(tmp_path / "own", state)
+    config["architectures"] = ["ModelForSpanPrediction"]
+    with pytest.raises(errors.OptionError, match="has no head ForSpanPrediction"):
+        flaxckpt.export_huggingface(
+            tmp_path / "own", tmp_path / "out", config=config, target=target
+        )

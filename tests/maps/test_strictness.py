@@ -179,7 +179,9 @@ def test_a_head_that_peft_has_trained_is_refused_for_tied_models(tmp_path):
 
 
 @pytest.mark.parametrize("target", maps.llama.targets)
-@pytest.mark.parametrize("extra", ["score/weight", "v_head", "model/layers/0/x/weight"])
+@pytest.mark.parametrize(
+    "extra", ["reward/weight", "v_head", "model/layers/0/x/weight"]
+)
 def test_leaves_that_no_row_has_are_refused_wherever_they_are(tmp_path, target, extra):
     tensors = {**published(), extra: np.ones((2, 6), "f4")}
     source = write(tmp_path / "source", tensors)
@@ -187,6 +189,68 @@ def test_leaves_that_no_row_has_are_refused_wherever_they_are(tmp_path, target, 
     with pytest.raises(errors.OptionError, match=f"no row for 1 leaves:\n  {extra}"):
         flaxckpt.load(source, transforms=changes)
     flaxckpt.load(source, transforms=[drop(extra), *changes])
+
+
+# ---- heads --------------------------------------------------------------------------
+
+HEADS = {  # the end of a class -> the leaves of its head in a state, and published
+    "ForCausalLM": (["lm_head/kernel"], ["lm_head/weight"]),
+    "ForSequenceClassification": (["score/kernel"], ["score/weight"]),
+    "ForTokenClassification": (
+        ["score/bias", "score/kernel"],
+        ["score/bias", "score/weight"],
+    ),
+    "Model": ([], []),
+}
+
+
+def save_with_heads(tmp_path, heads):
+    """Saves the parameters of a Llama with the leaves of heads; returns the path."""
+    source = write(tmp_path / "source", published(), UNTIED)
+    changes = maps.llama(
+        {**UNTIED, "architectures": ["LlamaModel"]}, target="linen", prefix="params"
+    )
+    state = flaxckpt.load(source, transforms=changes)
+    for path in heads:
+        module, name = path.split("/")
+        leaf = np.ones((6, 3) if name == "kernel" else 3, "f4")
+        if module == "lm_head":
+            leaf = state["params"]["model"]["embed_tokens"]["embedding"].T
+        state["params"].setdefault(module, {})[name] = leaf
+    return flaxckpt.save(tmp_path / "state", state).path
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("there", HEADS)
+@pytest.mark.parametrize("asked", HEADS)
+def test_an_export_has_the_head_of_its_architecture(tmp_path, asked, there, is_tied):
+    state = save_with_heads(tmp_path, HEADS[there][0])
+    config = {
+        **CONFIG,
+        "tie_word_embeddings": is_tied,
+        "architectures": [f"Llama{asked}"],
+    }
+    out = tmp_path / "out"
+    if asked != there:
+        with pytest.raises(errors.OptionError, match=r"lm_head|score"):
+            flaxckpt.export_huggingface(state, out, config=config)
+        return
+    flaxckpt.export_huggingface(state, out, config=config)
+    found = {path for path in flaxckpt.metadata(out).leaves if "model/" not in path}
+    is_copy = is_tied and asked == "ForCausalLM"
+    assert found == (set() if is_copy else {*HEADS[asked][1]})
+
+
+@pytest.mark.parametrize("target", maps.llama.targets)
+def test_an_architecture_with_a_head_without_rows_is_refused_by_name(tmp_path, target):
+    source = write(tmp_path / "source", published())
+    changes = maps.llama(CONFIG, target=target, prefix="params")
+    flaxckpt.save(tmp_path / "state", flaxckpt.load(source, transforms=changes))
+    config = {**CONFIG, "architectures": ["LlamaForQuestionAnswering"]}
+    with pytest.raises(errors.OptionError, match="has no head ForQuestionAnswering"):
+        flaxckpt.export_huggingface(
+            tmp_path / "state", tmp_path / "out", config=config, target=target
+        )
 
 
 STATES = {

@@ -82,6 +82,42 @@ def test_moments_of_adapters_go_and_moments_of_weights_stay():
     assert changed == {"model/inside/kernel", "model/around/base_module/kernel"}
 
 
+class Own(nnx.Module):
+    """A layer of its own class, with its adapter under another name."""
+
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(jnp.ones((4, 3)))
+        self.update = nnx.LoRA(4, 2, 3, rngs=rngs)
+
+
+def a_root_lora_linear(rngs):
+    return nnx.LoRALinear(4, 3, lora_rank=2, rngs=rngs)
+
+
+def a_root_lora(rngs):
+    return nnx.LoRA(4, 2, 3, base_module=nnx.Linear(4, 3, rngs=rngs), rngs=rngs)
+
+
+def beside_another_kernel(rngs):
+    inner = nnx.LoRALinear(4, 3, lora_rank=2, rngs=rngs)
+    return nnx.Dict({"kernel": nnx.Param(jnp.ones((1,))), "layer": inner})
+
+
+@pytest.mark.parametrize(
+    "make", [a_root_lora_linear, a_root_lora, Own, beside_another_kernel]
+)
+def test_the_weight_of_an_adapter_of_nnx_is_found_by_structure(make):
+    model = randomized(make(nnx.Rngs(0)))
+    before, after = table_of(model), transformed([merge_lora()], model)
+    assert after.keys() == {path for path in before if "lora_" not in path}
+    [a], [b] = (
+        [leaf for path, leaf in before.items() if path.endswith(name)]
+        for name in ("lora_a", "lora_b")
+    )
+    [changed] = [p for p in after if not np.array_equal(before[p], after[p])]
+    np.testing.assert_allclose(before[changed] + a @ b, after[changed], rtol=1e-5)
+
+
 QWIX = [  # shapes of a kernel and of its two parts, and the product
     ((4, 5), (4, 2), (2, 5), "ar,rb->ab"),
     ((4, 4), (4, 2), (2, 4), "ar,rb->ab"),

@@ -67,6 +67,7 @@ def make_stored(
     format_name: str,
     step: int | None,
     stamp: _storage.Stamp,
+    shards: Iterable[_storage.Stamp] = (),
 ) -> Stored:
     """Returns the checkpoint of a scanned tree.
 
@@ -77,6 +78,7 @@ def make_stored(
         format_name: Value of `CheckpointMetadata.format`.
         step: Step number, or None.
         stamp: Stamp of the file, from before the scan.
+        shards: Stamps of other files with arrays.
 
     Raises:
         DamagedCheckpointError: Some leaves are not of Flax, or too many; lists the
@@ -85,7 +87,8 @@ def make_stored(
     leaves: dict[LeafPath, StoredLeaf] = {}
     faults: dict[LeafPath, str] = {}
     path_bytes = 0
-    file_stamp = stamp if stamp.path == file else _storage.Stamp(file, None)
+    stamps = {file: stamp if stamp.path == file else _storage.Stamp(file, None)}
+    stamps |= {one.path: one for one in shards}
     for keys, value in rows:
         name = _state.tree.join(keys)
         path_bytes += len(name)
@@ -98,7 +101,7 @@ def make_stored(
         elif name in leaves:
             faults[name] = "appears twice"
         else:
-            leaves[name] = _leaf(path, file_stamp, name, keys, value)
+            leaves[name] = _leaf(path, stamps, name, keys, value)
     if faults:
         raise _plain.unreadable_error(file, faults)
     table = {name: Leaf(leaf.info, (leaf,)) for name, leaf in leaves.items()}
@@ -109,7 +112,7 @@ def make_stored(
 
 def _leaf(
     path: Path,
-    file: _storage.Stamp,
+    stamps: Mapping[Path, _storage.Stamp],
     name: LeafPath,
     keys: tuple[_state.tree.Key, ...],
     value: Value,
@@ -124,6 +127,7 @@ def _leaf(
         case Array():
             dtype = _state.dtypes.stored_name(value.dtype)
             assert dtype is not None, value
+            file = stamps[value.file]
             span = _arrays.spans.Span(
                 file.path, 0, value.shape, dtype, value.pieces, file.identity
             )

@@ -79,12 +79,14 @@ class Array(NamedTuple):
         pieces: The runs of bytes of its elements, in order.
         shape: In elements.
         dtype: Name of the element type.
+        file: The file.
         is_scalar: True for a numpy scalar.
     """
 
     pieces: tuple[Run, ...]
     shape: Shape
     dtype: str
+    file: Path
     is_scalar: bool = False
 
 
@@ -177,9 +179,14 @@ class Scanner:
             raise self.fault("a string that is not UTF-8", back=size) from None
 
     def key(self) -> str:
-        """Returns the next value, a string valid as a part of a leaf path."""
+        """Returns the next value, a string valid as a part of a leaf path.
+
+        Integers become strings, as in leaf paths.
+        """
         self._count(1)
         kind, size = self.head()
+        if kind == "number" and type(size) is int:
+            return str(size)
         if kind == "str" and size > _MAX_KEY_BYTES:
             raise self.fault(f"a key of {size} bytes")
         key = self.text(kind, size)
@@ -278,7 +285,7 @@ class Scanner:
             )
         if is_scalar and shape:
             raise self.fault(f"a numpy scalar of shape {list(shape)}")
-        return Array((self._run(size),), shape, name, is_scalar)
+        return Array((self._run(size),), shape, name, self._path, is_scalar)
 
     def _shape(self, sizes: Value) -> Shape:
         if isinstance(sizes, dict) and list(sizes) == [
@@ -321,7 +328,7 @@ class Scanner:
                 f" {', '.join(sorted(types))}"
             )
         pieces = tuple(piece for part in arrays for piece in part.pieces)
-        return Array(pieces, shape, arrays[0].dtype)
+        return Array(pieces, shape, arrays[0].dtype, self._path)
 
     def _deepen(self, depth: int) -> None:
         if depth >= _state.tree.MAX_DEPTH:

@@ -214,8 +214,8 @@ def _parse_tensor(name: str, row: Any, begin: int) -> tuple[str, Tensor, int]:
     return name, Tensor(tuple(shape), DTYPES[dtype], begin + start), begin + stop
 
 
-def parse_index(text: bytes) -> Index:
-    """Parses an index.
+def parse_index(text: bytes, suffix: str = SUFFIX) -> Index:
+    """Parses an index of files whose names end in `suffix`.
 
     Raises:
         ValueError: The index is malformed, or names files in other directories.
@@ -228,9 +228,9 @@ def parse_index(text: bytes) -> Index:
     _check_names(text, files)
     names = set()
     for tensor, name in files.items():
-        if type(name) is not str or not _is_plain_name(name):
+        if type(name) is not str or not _is_plain_name(name, suffix):
             raise ValueError(
-                f"{short(tensor)}: wanted the name of a {SUFFIX} file beside the index,"
+                f"{short(tensor)}: wanted the name of a {suffix} file beside the index,"
                 f" found {reprlib.repr(name)}"
             )
         names.add(name)
@@ -239,12 +239,12 @@ def parse_index(text: bytes) -> Index:
     return Index(files, metadata)
 
 
-def _is_plain_name(name: str) -> bool:
-    """Returns True for the name of a visible safetensors file without a directory."""
+def _is_plain_name(name: str, suffix: str) -> bool:
+    """Returns True for the name of a visible file without a directory."""
     return (
         len(name) <= 255
         and name.isprintable()
-        and name.endswith(SUFFIX)
+        and name.endswith(suffix)
         and _PLAIN_NAME.fullmatch(name) is not None
     )
 

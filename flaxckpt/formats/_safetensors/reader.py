@@ -12,7 +12,7 @@ from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._state.leaf import Leaf, LeafTable, StoredLeaf
 from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
-from flaxckpt.formats import _file_leaves, _hub_cache, _signatures
+from flaxckpt.formats import _file_leaves, _hub_cache, _shards, _signatures
 from flaxckpt.formats._reader import CheckpointMetadata, Stored
 from flaxckpt.formats._safetensors import files as safetensors_files
 from flaxckpt.formats._safetensors import header as safetensors_header
@@ -21,7 +21,6 @@ from flaxckpt.formats._safetensors.header import (
     INDEX_SUFFIX,
     OURS,
     Header,
-    Index,
     Tensor,
 )
 from flaxckpt.formats._safetensors.metadata import Described
@@ -43,7 +42,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
                 f"{path} no longer holds a single safetensors file or index"
             )
         _check_shards(path, safetensors_files.list_candidates(path))
-        main = _locate_file(path, file.name)
+        main = _shards.locate(path, file.name)
     stamp = _storage.stamp(main)
     files: dict[str, Stamp] = {}
     tensors: dict[str, Tensor] = {}
@@ -53,7 +52,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     else:
         header = _read_header(main)
         if safetensors_files.missing_shards([main.name]):
-            _log.warning("%s is one of several shards; the others are not read", main)
+            _log.warning("%s", _shards.warning(main))
         tensors.update(header.tensors)
         files = dict.fromkeys(tensors, stamp)
         metadata = header.metadata
@@ -110,7 +109,7 @@ def _describe(
         except safetensors_metadata.LaterVersionError as error:
             raise errors.CheckpointFormatError(f"{path}: {error}") from None
         except ValueError as error:
-            raise _damaged_error(path, error) from None
+            raise _shards.damaged_error(path, error) from None
     described, is_split = safetensors_metadata.describe_foreign(tensors, metadata)
     if not is_split:
         _log.warning(
@@ -174,7 +173,7 @@ def _read_header(path: Path) -> Header:
     except PermissionError:
         raise
     except (ValueError, OSError) as error:
-        raise _damaged_error(path, _reason(error)) from None
+        raise _shards.damaged_error(path, error) from None
 
 
 def _header_text(path: Path) -> tuple[bytes, int]:
@@ -212,13 +211,13 @@ def _read_shards(
 
     Returns the metadata of the index.
     """
-    index = _read_index(index_file)
+    index = _shards.read_index(index_file)
     faults = []
     unlisted = 0
     headers: dict[str, Header] = {}
     stamps: dict[str, Stamp] = {}
     for name in sorted(set(index.files.values())):
-        shard = _locate_file(index_file.parent, name)
+        shard = _shards.locate(index_file.parent, name)
         stamps[name] = _storage.stamp(shard)
         headers[name] = _read_header(shard)
         listed = [index.files.get(tensor) == name for tensor in headers[name].tensors]
@@ -226,7 +225,7 @@ def _read_shards(
         try:
             safetensors_header.check_count(len(index.files) + unlisted)
         except ValueError as error:
-            raise _damaged_error(index_file, error) from None
+            raise _shards.damaged_error(index_file, error) from None
     for tensor, name in index.files.items():
         if tensor not in headers[name].tensors:
             faults.append(f"{tensor[:80]}: wanted in {name}, found none")
@@ -234,71 +233,9 @@ def _read_shards(
         tensors[tensor] = headers[name].tensors[tensor]
         files[tensor] = stamps[name]
     if faults:
-        raise errors.DamagedCheckpointError(
-            f"{index_file} does not match the files beside it:\n"
-            f"{errors.rows(faults)}\nGet another copy of all of them."
-        )
+        raise _shards.mismatch_error(index_file, faults)
     if unlisted:
         _log.warning(
             "%d tensors in the files of %s are not listed in it", unlisted, index_file
         )
     return index.metadata
-
-
-def shard_names(index: Path) -> set[str]:
-    """Returns the file names in an index; empty for an unreadable index."""
-    try:
-        text = _storage.of(index).read(
-            index, max_bytes=safetensors_header.MAX_HEADER_BYTES
-        )
-        return set(safetensors_header.parse_index(text).files.values())
-    except (OSError, ValueError):
-        return set()
-
-
-def _read_index(index_file: Path) -> Index:
-    try:
-        if not stat.S_ISREG(index_file.stat().st_mode):
-            raise ValueError("it is not a regular file")
-        text = _storage.of(index_file).read(
-            index_file, max_bytes=safetensors_header.MAX_HEADER_BYTES
-        )
-        if text.startswith(_signatures.LFS):
-            raise errors.CheckpointFormatError(f"{index_file} is {_signatures.OF_LFS}")
-        return safetensors_header.parse_index(text)
-    except errors.CheckpointFormatError:
-        raise
-    except (ValueError, FileNotFoundError) as error:
-        raise _damaged_error(index_file, _reason(error)) from None
-
-
-def _locate_file(directory: Path, name: str) -> Path:
-    """Returns the path of the file `name` in `directory`.
-
-    Raises:
-        DamagedCheckpointError: The file is missing, or a symlink out of the directory.
-            Links of a snapshot in the Hub's cache may lead to its blobs.
-    """
-    path = directory / name
-    try:
-        _hub_cache.check_link(path)
-    except (PermissionError, errors.DamagedCheckpointError):
-        raise
-    except (OSError, RuntimeError) as error:
-        raise _damaged_error(path, _reason(error)) from None
-    return path
-
-
-def _damaged_error(path: Path, error: object) -> errors.DamagedCheckpointError:
-    return errors.DamagedCheckpointError(
-        f"{path} is not an intact safetensors checkpoint: {errors.one_line(error)};"
-        " get another copy"
-    )
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "it is missing"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error)

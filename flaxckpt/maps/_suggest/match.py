@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flaxckpt import _util
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.maps._suggest import forms, names
 from flaxckpt.maps._suggest.patterns import Key, Pattern, Scope, find_parts, join
@@ -62,6 +63,22 @@ class Link:
         """The telling concepts that both names have."""
         pairs = itertools.product(self.source.meanings, self.target.meanings)
         return names.telling(max((a & b for a, b in pairs), key=len))
+
+    @property
+    def is_by_order(self) -> bool:
+        """True if only the order of their numbers says which leaves belong together.
+
+        Numbers say so themselves if they are equal, or all differ by as much, as those
+        of layers that are counted from 0 and from 1.
+        """
+        for at, (a, b) in enumerate(self.paired):
+            mine, theirs = {*self.source.values[a]}, {*self.target.values[b]}
+            steps = {i - j for i, j in (group.loop[at] for group in self.groups)}
+            if len(steps) > 1 or (
+                steps == {0} and not (mine <= theirs or theirs <= mine)
+            ):
+                return True
+        return False
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -222,6 +239,9 @@ _CLEAR = 0.2
 WEAK = 0.2
 """Names that are less alike do not show that leaves belong together."""
 
+_FEW = 4
+"""The most leaves that one is linked to if its name is not like theirs."""
+
 
 def match(sources: Sequence[Pattern], targets: Sequence[Pattern]) -> list[Match]:
     """Returns the best assignment of patterns of the source to those of the target.
@@ -284,42 +304,40 @@ def _find_links(
 ) -> dict[tuple[int, int], Link]:
     """Returns all links of patterns with names that are alike.
 
-    Patterns without such a link are linked if no others have their shape.
+    Patterns without such a link are linked to some without one that have their size:
+    by their order, as nothing else is known.
     """
-    scores = {
-        (i, j): similarity(source.meanings, target.meanings)
+    links = {
+        (i, j): found
         for i, source in enumerate(sources)
         for j, target in enumerate(targets)
         if _may_fit(source, target)
-    }
-    links = {
-        (i, j): found
-        for (i, j), score in scores.items()
-        if score >= WEAK and (found := link(sources[i], targets[j], score))
+        and (score := similarity(source.meanings, target.meanings)) >= WEAK
+        and (found := link(source, target, score))
     }
     rows, columns = {i for i, _ in links}, {j for _, j in links}
-    weak = {
-        (i, j): found
-        for (i, j), score in scores.items()
-        if i not in rows and j not in columns
-        if (found := link(sources[i], targets[j], score))
-    }
-    alone = _alone(weak)
-    return links | {
-        (i, j): weak[i, j]
-        for i, j in alone
-        if not any(
-            (a == i) != (b == j) and link(sources[a], targets[b], 0.0)
-            for a, b in scores
-        )
-    }
+    free = [
+        _by_size(side, used) for side, used in ((sources, rows), (targets, columns))
+    ]
+    for size, mine in free[1].items():
+        others = free[0].get(size, [])
+        for place, j in enumerate(mine):
+            first = max(0, min(place - 1, len(others) - _FEW))
+            for i in others[first : first + _FEW]:
+                score = similarity(sources[i].meanings, targets[j].meanings)
+                if found := link(sources[i], targets[j], score):
+                    links[i, j] = found
+    return links
 
 
-def _alone(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the pairs whose members are in no other pair."""
-    listed = list(pairs)
-    left, right = Counter(i for i, _ in listed), Counter(j for _, j in listed)
-    return [(i, j) for i, j in listed if left[i] == right[j] == 1]
+def _by_size(patterns: Sequence[Pattern], used: set[int]) -> dict[int, list[int]]:
+    """Groups the patterns that are not used by their elements, in order."""
+    free = {str(one): i for i, one in enumerate(patterns) if i not in used}
+    grouped: dict[int, list[int]] = defaultdict(list)
+    for name in _util.folding.order_numbers([*free]):
+        i = free[name]
+        grouped[sum(map(math.prod, patterns[i].shapes.values()))].append(i)
+    return grouped
 
 
 def _may_fit(source: Pattern, target: Pattern) -> bool:

@@ -51,18 +51,18 @@ _PHRASES: Mapping[str, str] = {
     # norms
     "norm": "layer norm|layernorm|ln|norm|rms norm|rmsnorm|rms|batch norm|bn|batchnorm|"
     "normalization|group norm",
-    "pre attn norm": "input layernorm|input layer norm|ln 1|layernorm before|norm 1|"
+    "pre attn norm": "input layernorm|input layer norm|layernorm before|"
     "self attn layer norm|pre attention norm|pre self attention layer norm|"
-    "pre attention layer norm|attention norm|layer norm 1|attn norm|layer norm 0|"
+    "pre attention layer norm|attention norm|attn norm|attn ln|ln attn|"
     "pre self attention norm|pre attn norm|attention layernorm",
-    "pre mlp norm": "ln 2|layernorm after|norm 2|pre ffw norm|pre mlp layer norm|"
-    "pre feedforward layernorm|ffn norm|post attention layernorm|layer norm 2|"
+    "pre mlp norm": "layernorm after|pre ffw norm|pre mlp layer norm|"
+    "pre feedforward layernorm|ffn norm|post attention layernorm|mlp norm|mlp ln|"
     "final layer norm|post self attention layer norm|pre mlp norm|ffn layer norm|"
-    "layer norm 1|pre ffn norm|pre ffw layernorm",
+    "pre ffn norm|pre ffw layernorm",
     "post attn norm": "post attention norm|post attn norm|post attention layernorm|"
-    "attention output layer norm|sa layer norm|post self attention norm|norm 1",
+    "attention output layer norm|sa layer norm|post self attention norm",
     "post mlp norm": "post feedforward layernorm|post ffw norm|output layer norm|"
-    "post mlp norm|post ffn norm|norm 2",
+    "post mlp norm|post ffn norm",
     "pre cross norm": "encoder attn layer norm|pre cross attention layer norm",
     "final norm": "ln f|final layer norm|final norm|final layernorm|decoder norm|"
     "encoder norm|post layernorm|ln post|norm f|ln final|post layer norm",
@@ -190,7 +190,25 @@ def _longest_phrase(flat: Sequence[str], at: int) -> tuple[int, tuple[Words, ...
     for length in range(min(_LONGEST, len(flat) - at), 0, -1):
         if options := _MEANINGS.get(tuple(flat[at : at + length])):
             return length, options
-    return 1, ((flat[at],),)
+    word = flat[at]
+    return 1, (() if word.isdigit() else (word,),)
+
+
+def places(number: int, series: Sequence[int]) -> list[str]:
+    """Returns the concepts of the number of a module, as of `2` in `ln_1` and `ln_2`.
+
+    Numbers of two series are alike if both count the same modules from 0 or 1; or if
+    they are equal, unless one counts other modules between, as torch's `Sequential`.
+    In all other series, only an order would decide.
+
+    Args:
+        number: The number.
+        series: The numbers of all modules with this name, in order.
+    """
+    first, count = series[0], len(series)
+    if first in (0, 1) and series[-1] - first == count - 1:
+        return [f"no. {number}", f"{number - first + 1} of {count}"]
+    return [f"{number} of {', '.join(map(str, series))}"]
 
 
 # ---- similarity ---------------------------------------------------------------------

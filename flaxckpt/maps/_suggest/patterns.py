@@ -105,13 +105,13 @@ def find_patterns(shapes: Mapping[LeafPath, Shape]) -> list[Pattern]:
                 rest = names.HOLE.join(split[path][2 * at + 2 :: 2])
                 modules[number][rest] = shapes[path]
             is_hole = _is_repeated(modules, before)
-            ranks = {number: i for i, number in enumerate(sorted(modules))}
+            numbers = sorted(modules)
             for path in paths:
                 text = split[path][2 * at + 1]
                 if is_hole:
                     holes[path].append(at)
-                elif len(ranks) > 1:
-                    ordinals[path].append(f"@{ranks[int(text)]}")
+                elif len(numbers) > 1:
+                    ordinals[path] += names.places(int(text), numbers)
                 templates[path] += "{}" if is_hole else text
     found: dict[tuple[str, ...], dict[Key, LeafPath]] = defaultdict(dict)
     for path, pieces in split.items():

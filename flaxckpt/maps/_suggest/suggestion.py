@@ -423,19 +423,24 @@ class _Guess:
         change = self._find_change(link)
         if change is not None:
             confidence, reason = min(confidence, SURE - 0.1), f"{reason}; {change}"
+        elif link.is_by_order:
+            confidence = min(confidence, SURE - 0.1)
         rows = self._add(link, decision.forms[0], confidence, reason)
         if change is not None:
             self._ask(link, rows[:1], f"{change}: {_HOW_TO_CHANGE}")
         if len(decision.forms) > 1:
             others = [self.names.rows(link, form)[0] for form in decision.forms[1:]]
             self._ask(link, [rows[0], *others], "several forms fit the shapes")
-        if match.rivals:
-            others = [
-                self.names.rows(rival, rival.forms[0])[0] for rival in match.rivals
-            ]
+        others = [self.names.rows(rival, rival.forms[0])[0] for rival in match.rivals]
+        if link.is_by_order:
+            self._ask(link, [rows[0], *others], "only the order of the numbers fits")
+        elif link.similarity < matching.WEAK:
+            reason = "the shapes fit, but the names are not alike"
+            self._ask(link, [rows[0], *others], reason)
+        elif others:
             self._ask(link, [rows[0], *others], "the names fit other leaves as well")
         elif not is_sure and len(decision.forms) == 1:
-            self._ask(link, rows[:1], "the shapes fit, but the names are not alike")
+            self._ask(link, rows[:1], "the names are hardly alike")
 
     def _find_change(self, link: Link) -> values.Change | None:
         """Returns a change of values that only one side of a link has."""
