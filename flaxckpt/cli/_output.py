@@ -122,6 +122,18 @@ def wrap(text: str, indent: str = "") -> list[str]:
     text = errors.printable(text)
     if not is_terminal():
         return [text]
+    return _wrap(text, indent)
+
+
+def wrap_errors(text: str) -> list[str]:
+    """Returns the lines of a message for stderr, broken between words on a terminal."""
+    lines = text.split("\n")
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        return lines
+    return [part for line in lines for part in _wrap(line, "  ") or [""]]
+
+
+def _wrap(text: str, indent: str) -> list[str]:
     return textwrap.wrap(
         text,
         terminal_width(),

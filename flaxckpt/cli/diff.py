@@ -8,9 +8,10 @@ import math
 from typing import TYPE_CHECKING, Annotated
 
 from flaxckpt import errors
-from flaxckpt.cli import _app, _output
+from flaxckpt.cli import _app, _output, _step_names
 from flaxckpt.cli._output import Cell, TextColumn
 from flaxckpt.cli._parameters import Argument, Option
+from flaxckpt.cli._step_names import StepName
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.diff import CheckpointDiff, LeafDiff
@@ -32,11 +33,15 @@ def diff(
     ] = None,
     step_a: Annotated[
         int | None,
-        Option("--step-a", "-a", min=0, help="Step of A; by default the newest."),
+        Option(
+            "--step-a", "-a", is_step=True, help="Step of A; by default the newest."
+        ),
     ] = None,
     step_b: Annotated[
         int | None,
-        Option("--step-b", "-b", min=0, help="Step of B; by default the newest."),
+        Option(
+            "--step-b", "-b", is_step=True, help="Step of B; by default the newest."
+        ),
     ] = None,
     values: Annotated[
         bool,
@@ -76,17 +81,20 @@ def diff(
     from flaxckpt import _inspect
 
     more = more or []
-    if b is not None and _is_step(b, has_other=bool(more)):
+    if b is not None and (step := _find_step(b, has_other=bool(more))) is not None:
         if step_a is not None or step_b is not None:
             raise errors.OptionError(
                 f"{b} is a step of {a}: leave --step-a and --step-b out"
             )
-        if len(more) == 2 and more[1].isdigit():  # A STEP B STEP
-            step_a, b, step_b = int(b), more[0], int(more[1])
+        last = _step_names.parse(more[-1]) if more else None
+        if len(more) == 2 and last is not None:  # A STEP B STEP
+            step_a = _step_names.resolve(a, step, step_format)
+            b, step_b = more[0], _step_names.resolve(more[0], last, step_format)
             more = []
-        elif not more or (len(more) == 1 and more[0].isdigit()):
-            step_a, step_b, b = int(b), int(more[0]) if more else None, None
-            more = []
+        elif not more or (len(more) == 1 and last is not None):
+            step_a = _step_names.resolve(a, step, step_format)
+            step_b = None if last is None else _step_names.resolve(a, last, step_format)
+            b, more = None, []
     if more:
         raise errors.OptionError(
             f"diff compares two checkpoints, got {', '.join([a, f'{b}', *more])}; for"
@@ -110,13 +118,14 @@ def diff(
     return _app.SUCCESS if result.is_empty else _app.FINDING
 
 
-def _is_step(b: str, *, has_other: bool) -> bool:
-    """Returns True if B is a step of A: a number, and not the path of a checkpoint."""
+def _find_step(b: str, *, has_other: bool) -> int | StepName | None:
+    """Returns the step of A that B is; None for the path of a checkpoint."""
     from flaxckpt import _storage
 
-    if not (b.isascii() and b.isdigit()):
-        return False
-    return has_other or not _storage.paths.resolve(b).exists()
+    step = _step_names.parse(b)
+    if step is None or (not has_other and _storage.paths.resolve(b).exists()):
+        return None
+    return step
 
 
 def _show(
