@@ -131,8 +131,8 @@ def _find_step(b: str, *, has_other: bool) -> int | StepName | None:
 def _show(
     result: CheckpointDiff, limit: int, *, by_subtree: bool, has_values: bool
 ) -> None:
-    _output.print_line(f"a: {_output.shorten_path(result.a)}")
-    _output.print_line(f"b: {_output.shorten_path(result.b)}")
+    _output.print_paragraph(f"a: {_output.shorten_path(result.a)}")
+    _output.print_paragraph(f"b: {_output.shorten_path(result.b)}")
     _show_metrics(result, limit)
     rows = _subtree_rows(result, limit) if by_subtree else _leaf_rows(result)
     columns = [
@@ -145,12 +145,12 @@ def _show(
     ]
     _output.print_table(columns, rows[:limit])
     if hidden := len(rows) - limit if len(rows) > limit else 0:
-        _output.print_line(f"… and {hidden:,} more: --limit {len(rows)} shows all")
+        _output.print_paragraph(f"… and {hidden:,} more: --limit {len(rows)} shows all")
     _show_unreadable(result, limit)
     summary = _summary(result)
     if not has_values:
         summary = f"without reading values: {summary}"
-    _output.print_line(summary)
+    _output.print_paragraph(summary)
 
 
 def _show_metrics(result: CheckpointDiff, limit: int) -> None:
@@ -169,7 +169,7 @@ def _show_metrics(result: CheckpointDiff, limit: int) -> None:
     _output.print_table(columns, rows[:limit])
     if len(rows) > limit:
         more = len(rows) - limit
-        _output.print_line(f"… and {more:,} more: --limit {len(rows)} shows all")
+        _output.print_paragraph(f"… and {more:,} more: --limit {len(rows)} shows all")
     _output.print_line()
 
 
@@ -183,7 +183,9 @@ def _show_unreadable(result: CheckpointDiff, limit: int) -> None:
         print("\n".join(_output.wrap(line, indent="    ")))
     if len(lines) > limit:
         more = len(lines) - limit
-        _output.print_line(f"  … and {more:,} more: --limit {len(lines)} shows all")
+        _output.print_paragraph(
+            f"  … and {more:,} more: --limit {len(lines)} shows all"
+        )
 
 
 def _leaf_rows(result: CheckpointDiff) -> list[list[str | Cell]]:

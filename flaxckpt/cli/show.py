@@ -129,23 +129,23 @@ def _show_head(metadata: CheckpointMetadata) -> None:
     ]
     path = _output.shorten_path(metadata.path)
     for line in _util.humanize.with_path(path, ", ".join(filter(None, parts))):
-        _output.print_line(line)
+        _output.print_paragraph(line)
     others = (metadata.json, metadata.deleted_items, metadata.damaged_items)
     if len(metadata.items) > 1 or any(others):
         items = [*metadata.items, *(f"{item} (JSON)" for item in metadata.json)]
         items += [f"{item} (deleted)" for item in metadata.deleted_items]
         items += [f"{item} (damaged)" for item in metadata.damaged_items]
-        _output.print_line(f"items: {', '.join(items)}")
+        _output.print_paragraph(f"items: {', '.join(items)}")
     for form, count in collections.Counter(metadata.unsupported.values()).items():
         leaves = _output.count(count, "leaf", "leaves")
-        _output.print_line(f"cannot be loaded: {leaves} {form}")
+        _output.print_paragraph(f"cannot be loaded: {leaves} {form}")
     if metadata.metrics:
-        _output.print_line(f"metrics: {_output.format_metrics(metadata.metrics)}")
+        _output.print_paragraph(f"metrics: {_output.format_metrics(metadata.metrics)}")
     for origin in metadata.lineage:
         step = "" if origin.step is None else f", step {origin.step}"
-        _output.print_line(f"started from {origin.path}{step}")
+        _output.print_paragraph(f"started from {origin.path}{step}")
     for change in metadata.transforms:
-        _output.print_line(f"transformed by {change}")
+        _output.print_paragraph(f"transformed by {change}")
 
 
 def _show_damage(path: str) -> None:
