@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -14,6 +15,7 @@ from flaxckpt.errors import Mismatch
 if TYPE_CHECKING:
     import rich.console
     from rich.table import Table
+    from rich.text import Text
 
 _ROWS_PRINTED = 60
 _HEADER: tuple[str, ...] = (
@@ -125,18 +127,22 @@ class RestorePlan:
         if conclusion := self._conclusion():
             yield Text("\n".join(conclusion))
 
-    def _table(self, rows: Sequence[Sequence[str]], width: int) -> Table:
+    def _table(self, rows: Sequence[Sequence[str]], width: int) -> Table | Text:
         """Returns `rows`, the first of them the header, in at most `width` columns."""
         from rich.table import Table
         from rich.text import Text
 
+        columns = _util.columns
+        widths = columns.fit_widths(rows, width - _GAP * len(rows[0]))
+        if sum(widths) + _GAP * len(widths) > width:
+            lines = [columns.to_paragraph(rows[0], row, width) for row in rows[1:]]
+            return Text("\n".join(itertools.chain.from_iterable(lines)))
         table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold")
-        widths = _util.columns.fit_widths(rows, width - _GAP * len(rows[0]))
         for name, each in zip(rows[0], widths, strict=True):
             table.add_column(name, overflow="fold", width=each)
         for row in rows[1:]:
             style = next((s for action, s in _STYLES.items() if action in row), "")
-            cells = map(_util.columns.break_paths, row, widths)
+            cells = map(columns.break_paths, row, widths)
             table.add_row(*[Text(cell, style) for cell in cells])
         return table
 

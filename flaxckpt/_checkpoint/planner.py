@@ -171,13 +171,11 @@ def _check_template(stored: Stored, abstract_state: PyTree) -> None:
     """
     if not isinstance(abstract_state, int | str | os.PathLike) or "" in stored.table:
         return
-    way = (
-        "pass the number of a step as step="
-        if isinstance(abstract_state, int)
-        else "a path is the first argument of load and of Checkpointer"
-    )
+    way = ""
+    if not isinstance(abstract_state, int):
+        way = ": a path is the first argument of load and of Checkpointer"
     raise errors.OptionError(
-        f"wanted a state to restore into, got {abstract_state!r:.80}: {way}"
+        f"wanted a state to restore into, got {abstract_state!r:.80}{way}"
     )
 
 

@@ -361,6 +361,7 @@ def _plan(
 
 
 @_util.gc_pause.pause()
+@_util.guessed_names.explain
 def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
     """Returns the metadata of a checkpoint, without reading arrays.
 

@@ -38,6 +38,7 @@ _PIECE_BYTES = 64 * 2**20
 """At least a chunk of our format: smaller pieces would read chunks repeatedly."""
 
 
+@_util.guessed_names.explain
 def verify(path: PathLike, *, step: int | None = None) -> verify_report.VerifyReport:
     """Reads a whole checkpoint in any format, and compares the data with checksums.
 

@@ -34,6 +34,7 @@ TEMPORARY = ".flaxckpt-convert-tmp"
 """Suffix of the directory of an unfinished conversion. Readers ignore it."""
 
 
+@_util.guessed_names.explain
 def convert(
     src: PathLike,
     dst: PathLike,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -34,6 +35,9 @@ _LARGE = 2**30
 
 _SUFFIXES = {".safetensors": "safetensors", ".msgpack": "msgpack"}
 """Suffix of a path -> the only format with that suffix."""
+
+_ANY_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,11}")
+"""What looks like the suffix of a file; `.5` and `.2-1B` are parts of names."""
 
 _FORMATS = ("orbax", "safetensors", "msgpack")
 """Formats to choose in `convert`."""
@@ -85,6 +89,12 @@ def choose_format(final: Path, format: str | None) -> Any:
     """
     suffix = _SUFFIXES.get(final.suffix)
     if format is None:
+        if suffix is None and _ANY_SUFFIX.fullmatch(final.suffix):
+            raise errors.OptionError(
+                f"{final} ends in {final.suffix}, which names no format: choose"
+                f" {' or '.join(_SUFFIXES)} for a file, a name without a suffix for a"
+                " directory of format='orbax', or pass format="
+            )
         return suffix or "orbax"
     if format not in _FORMATS:
         raise errors.OptionError(f"format must be one of {_FORMATS}, got {format!r}")

@@ -171,6 +171,7 @@ def _rows(title: str, leaves: Mapping[LeafPath, object]) -> list[str]:
     ]
 
 
+@_util.guessed_names.explain
 def diff(
     a: PathLike,
     b: PathLike,

@@ -233,9 +233,9 @@ def survey(root: Path, step_format: str | None = None) -> RunView:
         doubtful = {
             step: entry
             for step, entry in index.doubtful.items()
-            if entry.why or not _is_empty(entry.path)
+            if entry.why or not formats.is_empty(entry.path)
         }
-        if not index.steps and not doubtful and not _has_only_begun(root):
+        if not index.steps and not doubtful and not formats.has_only_begun(root):
             if step_format is None:
                 formats.detect(root)  # raises
             raise errors.CheckpointNotFoundError(
@@ -243,29 +243,6 @@ def survey(root: Path, step_format: str | None = None) -> RunView:
                 " and the format"
             )
         return RunView(root, index.steps, doubtful, step_format)
-
-
-def _is_empty(path: Path) -> bool:
-    """Returns True for an empty directory; committed steps are never empty."""
-    return path.is_dir() and not any(path.iterdir())
-
-
-_BEFORE_STEPS = (
-    _steps.journal.NAME,
-    _steps.journal.STATISTICS,
-    "metadata",
-    "params_only",
-)
-
-
-def _has_only_begun(root: Path) -> bool:
-    """Returns True for a directory with only the files of a run before any step."""
-    return all(
-        child.name in _BEFORE_STEPS
-        or _storage.temporary.TEMPORARY in child.name
-        or _is_empty(child)
-        for child in root.iterdir()
-    )
 
 
 def numbers(path: PathLike, step_format: str | None = None) -> list[int]:

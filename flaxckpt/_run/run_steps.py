@@ -164,7 +164,7 @@ class RunSteps:
         if step not in paths:
             raise errors.CheckpointNotFoundError(
                 f"{self.directory} has no step {step}:"
-                f" it has {_locate.summarize(list(paths))}"
+                f" it has {_locate.summarize(list(paths), step)}"
                 f"{_steps.journal.describe_deletion(self.saves_in, step)}"
             )
         return paths[step]

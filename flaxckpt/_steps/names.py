@@ -85,8 +85,20 @@ def check(step: Any) -> int:
         raise errors.OptionError(
             "a step is the number of completed training steps, 0 or more, as an int,"
             f" got {_util.arguments.describe(step)}"
+            + (_WAYS.get(step, "") if isinstance(step, str) else "")
         )
     return number
+
+
+_WAYS = {
+    **dict.fromkeys(
+        ("latest", "last", "newest"),
+        ": leave step out for the newest, or pass"
+        " Checkpointer(directory).latest_step()",
+    ),
+    "best": ': pass Checkpointer(directory).best_step("loss", "min")',
+}
+"""Text passed as a step -> what to write instead."""
 
 
 def number(name: str) -> int | None:

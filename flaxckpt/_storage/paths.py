@@ -317,9 +317,12 @@ def resolve(path: PathLike) -> Path:
     if isinstance(path, RemotePath):
         return path
     if not _util.arguments.is_path(path):
+        way = "the path comes before the state"
+        if hasattr(path, "directory"):  # such as a Checkpointer
+            way = "pass its directory"
         raise errors.OptionError(
             "wanted a path, as a str or a pathlib.Path, found"
-            f" {_util.arguments.describe(path)}; the path comes before the state"
+            f" {_util.arguments.describe(path)}; {way}"
         )
     text = os.fspath(path)
     if not text:

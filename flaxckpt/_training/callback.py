@@ -129,6 +129,12 @@ class CheckpointCallback:
                 f"wanted a Checkpointer, got the path {str(checkpointer)!r}: write"
                 f" CheckpointCallback(Checkpointer({str(checkpointer)!r}), …)"
             )
+        if not isinstance(checkpointer, Checkpointer):
+            raise errors.OptionError(
+                "wanted a Checkpointer, got"
+                f" {_util.arguments.describe(checkpointer)}: write"
+                " CheckpointCallback(Checkpointer(directory), …)"
+            )
         if step_is not in ("completed", "index"):
             raise errors.OptionError(
                 f"step_is must be 'completed' or 'index', got {step_is!r}"
@@ -265,6 +271,13 @@ class CheckpointCallback:
                 or `step` (index of the last step); optional: `metrics` or `loss`.
             force: Whether to save without a trigger.
         """
+        has_step = hasattr(info, "next_step") or hasattr(info, "step")
+        if not has_step or not hasattr(info, "state"):
+            raise errors.OptionError(
+                "the method on_step takes an object with the attributes next_step and"
+                f" state, got {_util.arguments.describe(info)}: with a step and a"
+                " state, call the callback itself, on_step(step, state)"
+            )
         completed = getattr(info, "next_step", None)
         if completed is None:
             completed = step_counter.to_int(info.step) + 1

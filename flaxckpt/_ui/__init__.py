@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from flaxckpt import _doors
 
 if TYPE_CHECKING:
-    from flaxckpt._ui import server
+    from flaxckpt._ui import places, server
 
-__all__ = ["server"]
+__all__ = ["places", "server"]
 
 if not TYPE_CHECKING:
     __getattr__ = _doors.opener(__name__, __all__)

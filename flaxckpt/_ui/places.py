@@ -158,6 +158,8 @@ def _find(root: Path, known: Mapping[str, Place]) -> dict[str, Place]:
     if kind is not None:
         name = root.name or str(root)
         return {name: Place(name, root, kind)}
+    if not root.is_dir():
+        return {}
     with _storage.paths.listing_cache(root):
         search = _search(root, "", _DEEPEST, known)
         return {place.name: place for place in itertools.islice(search, _MOST_PLACES)}

@@ -1,15 +1,19 @@
-"""The columns of tables on terminals: their widths, and line breaks in paths."""
+"""The columns of tables on terminals: their widths, and line breaks in paths.
+
+Words are broken after slashes and underscores, unless they are very long.
+"""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Collection, Sequence
 
-_LEAST_WIDTH = 8
-"""Width of the first column on a terminal that is too narrow for words."""
+_SHORT = 12
+"""Words up to this length stay whole."""
 
-_LONG = 12
-"""Longer words may be folded."""
+_LONG = 20
+"""Longer parts of words, which no language has, may be broken anywhere."""
 
 _TYPE = re.compile(r"[a-z]\w*\[[\d, ]*\]")
 """An array in a cell: `float32[8, 4]`."""
@@ -20,7 +24,7 @@ def fit_widths(
 ) -> list[int]:
     """Returns the widths of columns, together at most `width` if words allow it.
 
-    Each column has its longest word, or most of it. The rest of the width goes to the
+    Each column has its longest part of a word. The rest of the width goes to the
     longest type of each column, then to the leaf paths, in the first column, then to
     the other columns.
 
@@ -30,16 +34,12 @@ def fit_widths(
         whole: The columns whose cells are never folded, such as numbers.
     """
     columns = [*zip(*rows, strict=True)]
-    words = [
-        max(min(len(word), _LONG) for cell in column for word in cell.split() or [""])
-        for column in columns
-    ]
+    widths = [max(map(_least_width, column)) for column in columns]
     types = [
         max((len(each) for cell in column for each in _TYPE.findall(cell)), default=0)
         for column in columns
     ]
     longest = [max(map(len, column)) for column in columns]
-    widths = [min(_LEAST_WIDTH, words[0]), *words[1:]]
     for n in whole:
         widths[n] = longest[n]
     for wanted in (types, longest):
@@ -49,13 +49,57 @@ def fit_widths(
 
 
 def break_paths(text: str, width: int) -> str:
-    """Returns `text` with line breaks after slashes in words longer than `width`."""
+    """Returns `text` with line breaks in words longer than `width`, as few as possible.
+
+    They come after slashes, and after underscores where a part is still longer. Each
+    line keeps the indent of the text.
+    """
+    indent = _indent(text)
+    room = width - len(indent)
     words = []
-    for word in text.split(" "):
+    for word in text.removeprefix(indent).split(" "):
         lines = [""]
         for part in re.findall("[^/]*/|[^/]+", word):
-            if lines[-1] and len(lines[-1]) + len(part) > width:
-                lines.append("")
-            lines[-1] += part
-        words.append("\n".join(lines))
-    return " ".join(words)
+            for piece in [part] if len(part) <= room else _PIECE.findall(part):
+                if lines[-1] and len(lines[-1]) + len(piece) > room:
+                    lines.append("")
+                lines[-1] += piece
+        words.append(f"\n{indent}".join(lines))
+    return indent + " ".join(words)
+
+
+def to_paragraph(titles: Sequence[str], cells: Sequence[str], width: int) -> list[str]:
+    """Returns the lines of a row, for a table that is too wide for any columns.
+
+    The first cell, then an indented line for each other with its title.
+    """
+    lines = break_paths(cells[0], width).split("\n")
+    for title, cell in zip(titles[1:], cells[1:], strict=True):
+        if cell:
+            text = f"  {title}: {cell}" if title else f"  {cell}"
+            lines += textwrap.wrap(
+                text,
+                width,
+                subsequent_indent="    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return lines
+
+
+_PIECE = re.compile("[^/_]*[/_]|[^/_]+")
+"""A part of a word that is never broken."""
+
+
+def _least_width(text: str) -> int:
+    """Returns the width of the longest part of a word, with the indent of the text."""
+    words = text.split()
+    pieces = [
+        min(len(piece), _LONG) for word in words for piece in _PIECE.findall(word)
+    ]
+    short = [min(len(word), _SHORT) for word in words]
+    return len(_indent(text)) + max([*pieces, *short], default=0)
+
+
+def _indent(text: str) -> str:
+    return text[: len(text) - len(text.lstrip(" "))]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flaxckpt import errors
+from flaxckpt._util import right_call
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -92,7 +94,17 @@ _RESTORE = {
 
 _MAPPED = _write("memory_map=", "mmap", "mmap_mode")
 
+_NEWEST = _omit("for the newest step", "latest", "last", "newest")
+_BEST_OF = ("best", "best_step", "metric", *_BEST)
+_BEST_OF_PATH = {
+    **_write('step=Checkpointer(path).best_step("loss", "min")', *_BEST_OF),
+    **_NEWEST,
+}
+
+_LOOK = {**_write("path=", *_PATH), **_BEST_OF_PATH}
+
 _LOAD = {
+    **_BEST_OF_PATH,
     **_write("load(path, state)", *_TEMPLATE),
     **_write("path=", *_PATH),
     **_write("the path of the run, or of a step", "prefix"),
@@ -209,11 +221,25 @@ ANSWERS: Mapping[str, Mapping[str, str]] = {
         **_write('BestN(1, "loss", "min")', "Best", "KeepBest", "TopK"),
         **_write("EveryNSteps(1000)", "EveryN", "EverySteps", "KeepPeriod"),
     },
-    "load": {**_LOAD, **_write("load(path, state)", CALL), **_MAPPED},
-    "load_async": {**_LOAD, **_write("load_async(path, state)", CALL), **_MAPPED},
-    "plan": {**_LOAD, **_write("plan(path, state)", CALL)},
-    "save": {**_SAVE, **_write("save(path, state)", CALL)},
-    "save_async": {**_SAVE, **_write("save_async(path, state)", CALL)},
+    "load": {**_LOAD, **_MAPPED},
+    "load_async": {**_LOAD, **_MAPPED},
+    "plan": _LOAD,
+    "save": _SAVE,
+    "save_async": _SAVE,
+    "verify": _LOOK,
+    "metadata": _LOOK,
+    "diff": {
+        **_write("diff(path, path, step_a=1, step_b=2)", "step", "steps"),
+        **_write("transforms=[…], or values=False", "rtol", "atol", "tolerance"),
+    },
+    "convert": {
+        **_write("format=", "to", "fmt", "output_format", "target"),
+        **_write("overwrite=True", "force", "exist_ok", "on_exists"),
+        **_write("transforms=[cast('.*', 'bfloat16')]", *_DTYPE),
+        **_write("layout=ArrayLayout(codec='zstd')", "codec", "compression", "store"),
+        **_write("layout=ArrayLayout(codec='zstd')", "compress"),
+        **_BEST_OF_PATH,
+    },
     "Checkpointer": {
         **_write('Checkpointer("run", keep=[LatestN(3)])', CALL),
         **_KEEP,
@@ -289,6 +315,10 @@ ANSWERS: Mapping[str, Mapping[str, str]] = {
         ),
         **_write("restore_latest(state)", "load_or_initialize", "maybe_restore"),
         **_write(
+            'restore(state, step=best_step("loss", "min"))',
+            *("restore_best", "load_best", "restore_best_checkpoint", "get_best"),
+        ),
+        **_write(
             "save(step, state)",
             *("save_checkpoint", "save_pytree", "save_checkpointables", "save_async"),
             *("save_pytree_async", "save_checkpointables_async", "state_dict"),
@@ -303,7 +333,7 @@ ANSWERS: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "Checkpointer.save": {
-        **_write("save(step, state)", CALL, "items", *_STATE),
+        **_write("save(step, state)", "items", *_STATE),
         **_write("save(step, state)", "save_kwargs", "checkpointables"),
         **_write("metadata=", "custom_metadata"),
         **_write('metrics={"loss": …}', "metric", "loss"),
@@ -318,6 +348,8 @@ ANSWERS: Mapping[str, Mapping[str, str]] = {
         **_write("Checkpointer(directory, max_concurrent_bytes=…)", "concurrent_gb"),
     },
     "Checkpointer.restore": {
+        **_write('restore(state, step=best_step("loss", "min"))', *_BEST_OF),
+        **_NEWEST,
         **_write("restore(state)", *_TEMPLATE, "restore_kwargs"),
         **_write("Checkpointer(directory).restore(state)", "directory", "path"),
         **_write("restore(abstract_state(state, mesh=mesh))", *_PLACEMENT),
@@ -328,11 +360,12 @@ ANSWERS: Mapping[str, Mapping[str, str]] = {
         **_omit("as plan(path, state) reads no arrays", "lazy_parameters"),
     },
     "Checkpointer.restore_latest": {
-        **_write("restore_latest(state)", CALL, *_TEMPLATE),
+        **_write("restore_latest(state)", *_TEMPLATE),
         **_write("restore(state, step=step)", "step"),
         **_write("dataset=", *_DATASET),
     },
     "Checkpointer.best_step": _write('best_step("loss", "min")', CALL, "metric_name"),
+    "Checkpointer.add_metrics": _write('metrics={"loss": …}', "loss", "metric"),
     "CheckpointCallback": {
         **_write("CheckpointCallback(checkpointer, every_steps=1000)", CALL),
         **_write("every_steps=1000", *_EVERY),
@@ -357,8 +390,39 @@ ANSWERS: Mapping[str, Mapping[str, str]] = {
             *("restore", "load", "restore_or_initialize", "maybe_restore", "resume"),
         ),
         **_write("should_stop()", "reached_preemption", "preempted"),
+        **_write(
+            'checkpointer.restore(state, step=checkpointer.best_step("loss", "min"))',
+            *("restore_best", "load_best", "best_model_path"),
+        ),
         **_write("checkpointer.latest_step()", "latest_step"),
         **_write("on_step(step, state), which returns if it saved", "should_save"),
+    },
+    "CheckpointCallback.restore_or_init": {
+        **_write("restore_or_init(state)", *(n for n in _TEMPLATE if n != "state")),
+        **_write("source=", "path", *_PATH),
+        **_write("restore(state, step=…) of the Checkpointer", "step"),
+        **_write("source_transforms=", "transforms"),
+        **_write("dataset=", *_DATASET),
+    },
+    "KerasCheckpoint": {
+        **_write(
+            "KerasCheckpoint(on_step, batches, steps_per_epoch=1000)",
+            *(CALL, "filepath", "backup_dir", *_RUN, "directory"),
+        ),
+        **_write(
+            'Checkpointer(directory, keep=[LatestN(3), BestN(1, "val_loss", "min")])',
+            *(*_BEST, *_LATEST),
+        ),
+        **_write(
+            "CheckpointCallback(checkpointer, every_steps=1000)",
+            *("save_freq", "every_steps", "save_steps", "save_every"),
+        ),
+        **_write("every_epochs=", "epochs", "period"),
+        **_write("batches", "dataset", *_DATASET),
+        **_omit("as load reads a part of the state", "save_weights_only"),
+        **_omit("as the whole run is saved", "delete_checkpoint", "restore"),
+        **_omit("as each save is logged", "verbose"),
+        **_omit("as BestN ranks the saved steps", "initial_value_threshold"),
     },
     "CheckpointConfig": {
         **_write("keep=[LatestN(3)], or in a file keep = [{latest = 3}]", *_LATEST),
@@ -406,19 +470,31 @@ ANSWERS: Mapping[str, Mapping[str, str]] = {
 
 # ---- the hook ------------------------------------------------------------------------
 
+_SAID = "_said"
+"""Attribute of an error with its message without the call to write."""
+
+_CALLED = {"__init__": "", "__call__": "on_step"}
+"""Method -> its name in a call, if that is another; the constructor is the class."""
+
 
 def explain(target: T) -> T:
-    """Makes errors about unknown arguments and attributes say what to write.
+    """Makes errors about unknown or misplaced arguments and names say what to write.
 
-    A decorator. Of a class, it changes the constructor, the methods that `ANSWERS`
-    names, and the errors about unknown attributes.
+    A decorator. Of a class, it changes the constructor, the public methods, and the
+    errors about unknown attributes.
     """
     if not isinstance(target, type):
-        return _explain_arguments(target, target.__qualname__)
+        name = target.__qualname__
+        return _explain_arguments(target, name, name, is_method=False)
     name = target.__name__
-    for place in (name, *(key for key in ANSWERS if key.startswith(f"{name}."))):
-        method = place.partition(".")[2] or "__init__"
-        setattr(target, method, _explain_arguments(getattr(target, method), place))
+    for method, function in [*vars(target).items()]:
+        if inspect.isfunction(function) and (
+            method in _CALLED or not method.startswith("_")
+        ):
+            place = name if method == "__init__" else f"{name}.{method}"
+            called = _CALLED.get(method, method) or name
+            explained = _explain_arguments(function, place, called, is_method=True)
+            setattr(target, method, explained)
     target.__getattr__ = _getter(name)  # type: ignore[attr-defined]
     return target
 
@@ -457,40 +533,77 @@ def _getter(place: str) -> Callable[[object, str], Any]:
     return get
 
 
-def _explain_arguments(function: T, place: str) -> T:
+def _explain_arguments(function: T, place: str, called: str, *, is_method: bool) -> T:
+    """Returns the function, with other errors about its arguments.
+
+    Args:
+        function: The function.
+        place: Its place in `ANSWERS`, and its name in errors.
+        called: Its name in a call.
+        is_method: Whether the first argument is `self`.
+    """
+
     @functools.wraps(function)
     def explained(*args: Any, **options: Any) -> Any:
         try:
             return function(*args, **options)
+        except errors.OptionError as error:
+            # Of the calls inside of each other, the outermost is that of the user.
+            said = getattr(error, _SAID, None)
+            if said is None and isinstance(error, errors.ArgumentError):
+                raise
+            given = args[is_method:]
+            meant = right_call.write_swapped(called, function, given, options)
+            if meant is None and said is None:
+                raise
+            if meant is None:
+                raise errors.OptionError(said) from None
+            said = said or str(error)
+            wrong = errors.ArgumentError(f"{said}: write {meant}")
+            setattr(wrong, _SAID, said)
+            raise wrong from None
         except TypeError as error:
             # Python has called the function if the traceback has another frame.
             traceback = error.__traceback__
             if traceback is None or traceback.tb_next is not None:
                 raise
-            wrong = _wrong_call(place, args, options, str(error))
-            if wrong is None:
+            given, message = args[is_method:], str(error)
+            if "unexpected keyword" in message:
+                advice = _advise_on_name(place, function, options, message)
+            else:
+                advice = _advise_on_call(place, called, function, given, options)
+                advice = f"{message.replace('.__init__()', '()')}: {advice}"
+            if advice is None:
                 raise
-            raise wrong from None
+            raise errors.ArgumentError(advice) from None
 
     return explained  # type: ignore[return-value]
 
 
-def _wrong_call(
-    place: str, args: Sequence[object], options: Mapping[str, Any], message: str
-) -> errors.ArgumentError | None:
-    """Returns the error for a call that Python refused, if the table has an answer."""
-    answers = ANSWERS[place]
-    for name in options:
-        if f"argument '{name}'" in message and name in answers:
-            return errors.ArgumentError(f"{place} has no {name}: {answers[name]}")
-    if CALL not in answers or "unexpected keyword" in message:
-        return None
-    called = message.replace(".__init__()", "()")
-    given = [*args, *options.values()]
-    return errors.ArgumentError(f"{called}: {fill_in(answers[CALL], given)}")
+def _advise_on_name(
+    place: str, function: Callable[..., Any], options: Mapping[str, Any], message: str
+) -> str | None:
+    """Returns what to write instead of an unknown keyword, or None."""
+    answers = ANSWERS.get(place, {})
+    name = next((name for name in options if f"argument '{name}'" in message), "")
+    if name in answers:
+        return f"{place} has no {name}: {answers[name]}"
+    near = right_call.nearest(function, name)
+    return near and f"{place} has no {name}: did you mean {near}=?"
 
 
-_MODES = ("min", "max")
+def _advise_on_call(
+    place: str,
+    called: str,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+) -> str:
+    """Returns the call to write instead of one with a wrong number of arguments."""
+    example = ANSWERS.get(place, {}).get(CALL)
+    if example is not None:
+        return fill_in(example, [*args, *options.values()])
+    return f"write {right_call.write(called, function, args, options)}"
 
 
 def fill_in(answer: str, given: Sequence[object]) -> str:
@@ -515,7 +628,8 @@ def fill_in(answer: str, given: Sequence[object]) -> str:
         alike = [
             each
             for each in left
-            if type(each) is type(value) and (each in _MODES) == (value in _MODES)
+            if type(each) is type(value)
+            and (each in right_call.MODES) == (value in right_call.MODES)
         ]
         if alike:
             values[at] = alike[0]

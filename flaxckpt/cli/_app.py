@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import click
 
 from flaxckpt import errors
-from flaxckpt.cli import _parameters
+from flaxckpt.cli import _output, _parameters, _step_names
 from flaxckpt.cli._parameters import Argument, Option
 
 SUCCESS = 0
@@ -48,8 +49,8 @@ StepOption = Annotated[
     Option(
         "--step",
         "-s",
-        min=0,
-        help="Step of a run directory; by default the newest.",
+        is_step=True,
+        help=f"Step of a run directory: {_step_names.FORMS}. By default the newest.",
     ),
 ]
 JsonOption = Annotated[
@@ -79,7 +80,9 @@ def verb(function: Callable[..., int]) -> click.Command:
     @functools.wraps(function)
     def run(**values: Any) -> None:
         with _error_report():
-            code = function(**values)
+            command = click.get_current_context().command
+            _check_paths(command, values)
+            code = function(**_step_names.resolve_all(command, values))
             sys.stdout.flush()
         raise click.exceptions.Exit(code)
 
@@ -101,6 +104,69 @@ def command_line(**changed: object) -> str:
     return shlex.join(words)
 
 
+_READ = ("path", "a", "src", "target")
+"""Arguments that are checkpoints or runs which exist, in all verbs."""
+
+
+def _check_paths(command: click.Command, values: Mapping[str, Any]) -> None:
+    """Raises CheckpointNotFoundError for a checkpoint or run that does not exist."""
+    from flaxckpt import _storage, formats
+
+    for parameter in command.params:
+        path = values.get(parameter.name or "")
+        is_read = isinstance(parameter, click.Argument) and parameter.name in _READ
+        if is_read and path and not _storage.paths.resolve(path).exists():
+            formats.detect(path)  # raises
+
+
+_PYTHON = re.compile(
+    r"""(?<![\w./-])(\w+)=(\[[^\]]*\]+|\([^)]*\)|True|False|"[^"]*"|'[^']*'|\d+|…)?"""
+)
+"""An argument of Python in a message, with its value."""
+
+_QUOTES = "\"'"
+_OF_TRANSFORMS = {"rename": "--rename", "drop": "--drop", "cast": "--cast"}
+
+
+def _name_options(message: str, command: click.Command) -> str:
+    """Returns a message with options of a command for the arguments of Python.
+
+    Arguments in a call, `load(path, step=3)`, stay.
+    """
+    options = {
+        parameter.name: parameter
+        for parameter in command.params
+        if isinstance(parameter, click.Option)
+    }
+
+    def name(found: re.Match[str]) -> str:
+        argument, value = found[1], found[2] or ""
+        if _is_in_call(message[: found.start()]):
+            return found[0]
+        if argument in ("transforms", "source_transforms") and "rename" in options:
+            named = [o for each, o in _OF_TRANSFORMS.items() if f"{each}(" in value]
+            return " and ".join(named) or "--rename, --drop or --cast"
+        if argument not in options:
+            return found[0]
+        option = options[argument]
+        if value in ("True", "False"):
+            flags = option.opts if value == "True" else option.secondary_opts
+            return flags[0] if flags else found[0]
+        return f"{option.opts[0]} {value.strip(_QUOTES)}".rstrip(" …")
+
+    return _PYTHON.sub(name, message)
+
+
+def _is_in_call(before: str) -> bool:
+    """Returns True if a text ends between the parentheses of a call."""
+    depth = 0
+    for at in range(len(before) - 1, -1, -1):
+        depth += (before[at] == ")") - (before[at] == "(")
+        if depth < 0:
+            return at > 0 and (before[at - 1].isalnum() or before[at - 1] == "_")
+    return False
+
+
 @contextlib.contextmanager
 def _error_report() -> Iterator[None]:
     """Prints an error to stderr and exits with the exit code of the error.
@@ -117,7 +183,9 @@ def _error_report() -> Iterator[None]:
         print("flaxckpt: interrupted", file=sys.stderr)
         raise click.exceptions.Exit(INTERRUPTED) from None
     except errors.CheckpointError as error:
-        print(f"flaxckpt: {error}", file=sys.stderr)
+        command = click.get_current_context().command
+        message = _name_options(f"flaxckpt: {error}", command)
+        print("\n".join(_output.wrap_errors(message)), file=sys.stderr)
         is_finding = isinstance(error, _FINDING_ERRORS)
         raise click.exceptions.Exit(FINDING if is_finding else USAGE_ERROR) from None
     except OSError as error:

@@ -13,6 +13,8 @@ from typing import TypeAlias
 import click
 from click.shell_completion import CompletionItem
 
+from flaxckpt.cli import _step_names
+
 Complete: TypeAlias = Callable[
     [click.Context, click.Parameter, str], list[CompletionItem]
 ]
@@ -31,13 +33,14 @@ def complete_step(
 ) -> list[CompletionItem]:
     """Completes a step of the run, the newest first."""
     steps: list[int] = []
-    path = _find_path(ctx, second=param.name in ("step_b", "target_step"))
+    path = _find_path(ctx, param.name or "")
     with contextlib.suppress(Exception):
         from flaxckpt import _inspect
 
         if path is not None:
             steps = _inspect.run_view.numbers(path, ctx.params.get("step_format"))
-    return _matching(map(str, reversed(steps)), incomplete)
+    names = ("latest", "best") if incomplete else ()
+    return _matching([*map(str, reversed(steps)), *names], incomplete)
 
 
 def complete_other(
@@ -58,12 +61,26 @@ def complete_leaf(
         from flaxckpt.formats import _locate
 
         if path is not None:
-            step, form = ctx.params.get("step"), ctx.params.get("step_format")
+            form = ctx.params.get("step_format")
+            words = (
+                ctx.params.get("step"),
+                _step_names.parse(ctx.params.get("first") or ""),
+            )
+            given = next((word for word in words if word is not None), None)
+            step = None if given is None else _step_names.resolve(path, given, form)
             leaves = _locate.read_metadata(path, step, step_format=form).leaves
     names = _children(leaves, incomplete)
     while len(names) == 1 and names[0].endswith("/"):  # the shell would add a space
         names = _children(leaves, names[0])
     return _matching(names, incomplete)
+
+
+def complete_step_or_leaf(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Completes a step, or a leaf of the newest step."""
+    steps = complete_step(ctx, param, incomplete) if incomplete else []
+    return [*complete_leaf(ctx, param, incomplete), *steps]
 
 
 def complete_sort_key(
@@ -80,16 +97,12 @@ def complete_sort_key(
     return _matching(["step", "saved", "size", *metrics], incomplete)
 
 
-def _find_path(ctx: click.Context, *, second: bool = False) -> str | None:
-    """Returns the path on the command line; the second of two, if there is one."""
-    named = ("path", "a", "src"), ("b", "target")
-    first, other = (
-        next((ctx.params[name] for name in names if ctx.params.get(name)), None)
-        for names in named
-    )
-    if first is None and ctx.args:  # click stops at an option without its value
-        first, other = (*ctx.args, None)[:2]
-    found = (second and other) or first
+def _find_path(ctx: click.Context, name: str = "") -> str | None:
+    """Returns the path on the command line that a parameter belongs to."""
+    found = _step_names.find_path(ctx.params, name)
+    if found is None and ctx.args:  # click stops at an option without its value
+        first, second = (*ctx.args, None)[:2]
+        found = _step_names.find_path({"path": first, "b": second}, name)
     return None if found is None or "://" in found else str(found)
 
 
@@ -118,6 +131,7 @@ COMPLETERS: Mapping[str, Complete] = {
     **dict.fromkeys(_PATHS, complete_path),
     **dict.fromkeys(_STEPS, complete_step),
     "b": complete_other,
+    "first": complete_step_or_leaf,
     "leaf": complete_leaf,
     "sort": complete_sort_key,
 }

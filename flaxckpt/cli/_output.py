@@ -122,6 +122,18 @@ def wrap(text: str, indent: str = "") -> list[str]:
     text = errors.printable(text)
     if not is_terminal():
         return [text]
+    return _wrap(text, indent)
+
+
+def wrap_errors(text: str) -> list[str]:
+    """Returns the lines of a message for stderr, broken between words on a terminal."""
+    lines = text.split("\n")
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        return lines
+    return [part for line in lines for part in _wrap(line, "  ") or [""]]
+
+
+def _wrap(text: str, indent: str) -> list[str]:
     return textwrap.wrap(
         text,
         terminal_width(),
@@ -277,6 +289,9 @@ def _print_rich_table(
     texts += [[cell.text for cell in row] for row in rows]
     gaps = len(_GAP) * (len(columns) - 1)
     widths = _columns.fit_widths(texts, terminal_width() - gaps, whole)
+    if sum(widths) + gaps > terminal_width():
+        _print_records(columns, rows)
+        return
     for column, width in zip(columns, widths, strict=True):
         table.add_column(
             column.title,
@@ -291,8 +306,18 @@ def _print_rich_table(
                 for cell, width in zip(row, widths, strict=True)
             ]
         )
-    # The terminal breaks the lines of a table that is still wider: nothing is cut off.
-    console(max(terminal_width(), sum(widths) + gaps)).print(table)
+    console(terminal_width()).print(table)
+
+
+def _print_records(
+    columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]]
+) -> None:
+    """Prints a table that is too wide for any columns: a paragraph for each row."""
+    titles = [column.title for column in columns]
+    for row in rows:
+        texts = [cell.text for cell in row]
+        name, *others = _columns.to_paragraph(titles, texts, terminal_width())
+        print("\n".join([style_text(Cell(name, row[0].style)), *others]))
 
 
 def console(width: int | None = None) -> Console:

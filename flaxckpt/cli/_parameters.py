@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import click
 
-from flaxckpt.cli import _completion
+from flaxckpt.cli import _completion, _step_names
 
 
 class Argument:
@@ -23,13 +23,15 @@ class Argument:
     Args:
         metavar: The name in the usage.
         help: The help text.
-        min: The smallest allowed number.
+        is_step: Whether it is the step of a path; the verb gets its number.
     """
 
-    def __init__(self, metavar: str, help: str, *, min: int | None = None) -> None:
+    min: float | None = None
+
+    def __init__(self, metavar: str, help: str, *, is_step: bool = False) -> None:
         self.metavar = metavar
         self.help = help
-        self.min = min
+        self.is_step = is_step
 
 
 class Option:
@@ -40,6 +42,7 @@ class Option:
         help: The help text.
         metavar: The value in the help; by default its type.
         min: The smallest allowed number.
+        is_step: As for `Argument`.
     """
 
     def __init__(
@@ -48,11 +51,13 @@ class Option:
         help: str,
         metavar: str | None = None,
         min: float | None = None,
+        is_step: bool = False,
     ) -> None:
         self.names = names
         self.help = help
-        self.metavar = metavar
+        self.metavar = "STEP" if is_step else metavar
         self.min = min
+        self.is_step = is_step
 
 
 def make_command(
@@ -93,6 +98,8 @@ def _make(name: str, hint: Any, default: Any) -> click.Parameter:
     if is_list:
         [wanted] = typing.get_args(wanted)
     kind = _parser(wanted, declared.min)
+    if declared.is_step:
+        kind = _step_names.StepType()
     if isinstance(declared, Argument):
         metavar = f"{declared.metavar}{'...' if is_list else ''}"
         return _Argument(
@@ -166,7 +173,8 @@ class _Command(click.Command):
         listed = " ".join(ctx.args)
         few = "argument" if len(ctx.args) == 1 else "arguments"
         options = {name for param in self.params for name in param.opts}
-        is_step = len(ctx.args) == 1 and listed.isdecimal() and "--step" in options
+        is_step = len(ctx.args) == 1 and _step_names.parse(listed) is not None
+        is_step &= "--step" in options
         hint = f": for a step, write --step {listed}" if is_step else ""
         raise click.UsageError(f"Got unexpected extra {few} ({listed}){hint}", ctx)
 

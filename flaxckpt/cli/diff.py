@@ -8,9 +8,10 @@ import math
 from typing import TYPE_CHECKING, Annotated
 
 from flaxckpt import errors
-from flaxckpt.cli import _app, _output
+from flaxckpt.cli import _app, _output, _step_names
 from flaxckpt.cli._output import Cell, TextColumn
 from flaxckpt.cli._parameters import Argument, Option
+from flaxckpt.cli._step_names import StepName
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.diff import CheckpointDiff, LeafDiff
@@ -32,11 +33,15 @@ def diff(
     ] = None,
     step_a: Annotated[
         int | None,
-        Option("--step-a", "-a", min=0, help="Step of A; by default the newest."),
+        Option(
+            "--step-a", "-a", is_step=True, help="Step of A; by default the newest."
+        ),
     ] = None,
     step_b: Annotated[
         int | None,
-        Option("--step-b", "-b", min=0, help="Step of B; by default the newest."),
+        Option(
+            "--step-b", "-b", is_step=True, help="Step of B; by default the newest."
+        ),
     ] = None,
     values: Annotated[
         bool,
@@ -76,17 +81,20 @@ def diff(
     from flaxckpt import _inspect
 
     more = more or []
-    if b is not None and _is_step(b, has_other=bool(more)):
+    if b is not None and (step := _find_step(b, has_other=bool(more))) is not None:
         if step_a is not None or step_b is not None:
             raise errors.OptionError(
                 f"{b} is a step of {a}: leave --step-a and --step-b out"
             )
-        if len(more) == 2 and more[1].isdigit():  # A STEP B STEP
-            step_a, b, step_b = int(b), more[0], int(more[1])
+        last = _step_names.parse(more[-1]) if more else None
+        if len(more) == 2 and last is not None:  # A STEP B STEP
+            step_a = _step_names.resolve(a, step, step_format)
+            b, step_b = more[0], _step_names.resolve(more[0], last, step_format)
             more = []
-        elif not more or (len(more) == 1 and more[0].isdigit()):
-            step_a, step_b, b = int(b), int(more[0]) if more else None, None
-            more = []
+        elif not more or (len(more) == 1 and last is not None):
+            step_a = _step_names.resolve(a, step, step_format)
+            step_b = None if last is None else _step_names.resolve(a, last, step_format)
+            b, more = None, []
     if more:
         raise errors.OptionError(
             f"diff compares two checkpoints, got {', '.join([a, f'{b}', *more])}; for"
@@ -110,20 +118,21 @@ def diff(
     return _app.SUCCESS if result.is_empty else _app.FINDING
 
 
-def _is_step(b: str, *, has_other: bool) -> bool:
-    """Returns True if B is a step of A: a number, and not the path of a checkpoint."""
+def _find_step(b: str, *, has_other: bool) -> int | StepName | None:
+    """Returns the step of A that B is; None for the path of a checkpoint."""
     from flaxckpt import _storage
 
-    if not (b.isascii() and b.isdigit()):
-        return False
-    return has_other or not _storage.paths.resolve(b).exists()
+    step = _step_names.parse(b)
+    if step is None or (not has_other and _storage.paths.resolve(b).exists()):
+        return None
+    return step
 
 
 def _show(
     result: CheckpointDiff, limit: int, *, by_subtree: bool, has_values: bool
 ) -> None:
-    _output.print_line(f"a: {_output.shorten_path(result.a)}")
-    _output.print_line(f"b: {_output.shorten_path(result.b)}")
+    _output.print_paragraph(f"a: {_output.shorten_path(result.a)}")
+    _output.print_paragraph(f"b: {_output.shorten_path(result.b)}")
     _show_metrics(result, limit)
     rows = _subtree_rows(result, limit) if by_subtree else _leaf_rows(result)
     columns = [
@@ -136,12 +145,12 @@ def _show(
     ]
     _output.print_table(columns, rows[:limit])
     if hidden := len(rows) - limit if len(rows) > limit else 0:
-        _output.print_line(f"… and {hidden:,} more: --limit {len(rows)} shows all")
+        _output.print_paragraph(f"… and {hidden:,} more: --limit {len(rows)} shows all")
     _show_unreadable(result, limit)
     summary = _summary(result)
     if not has_values:
         summary = f"without reading values: {summary}"
-    _output.print_line(summary)
+    _output.print_paragraph(summary)
 
 
 def _show_metrics(result: CheckpointDiff, limit: int) -> None:
@@ -160,7 +169,7 @@ def _show_metrics(result: CheckpointDiff, limit: int) -> None:
     _output.print_table(columns, rows[:limit])
     if len(rows) > limit:
         more = len(rows) - limit
-        _output.print_line(f"… and {more:,} more: --limit {len(rows)} shows all")
+        _output.print_paragraph(f"… and {more:,} more: --limit {len(rows)} shows all")
     _output.print_line()
 
 
@@ -174,7 +183,9 @@ def _show_unreadable(result: CheckpointDiff, limit: int) -> None:
         print("\n".join(_output.wrap(line, indent="    ")))
     if len(lines) > limit:
         more = len(lines) - limit
-        _output.print_line(f"  … and {more:,} more: --limit {len(lines)} shows all")
+        _output.print_paragraph(
+            f"  … and {more:,} more: --limit {len(lines)} shows all"
+        )
 
 
 def _leaf_rows(result: CheckpointDiff) -> list[list[str | Cell]]:

@@ -60,11 +60,11 @@ def _show(usage: DiskUsage) -> None:
     if usage.bytes is None:
         _output.print_line("object stores do not report the sizes of files")
     else:
-        _output.print_line(f"{_output.size(usage.bytes)} on the disk")
+        _output.print_paragraph(f"{_output.size(usage.bytes)} on the disk")
     if usage.subtrees:
         _output.print_line()
         path = _output.shorten_path(usage.shown or "")
-        _output.print_line(f"arrays of {path}, uncompressed:")
+        _output.print_paragraph(f"arrays of {path}, uncompressed:")
     _output.print_table(
         [
             TextColumn("subtree"),

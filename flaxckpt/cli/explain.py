@@ -29,7 +29,9 @@ def explain(
     path: _app.RunArgument,
     step: Annotated[
         int | None,
-        Argument(metavar="STEP", min=0, help="A step that exists or was deleted."),
+        Argument(
+            metavar="STEP", is_step=True, help="A step that exists or was deleted."
+        ),
     ] = None,
     keep: _policies.KeepOption = None,
     config: _policies.ConfigOption = None,
@@ -222,9 +224,9 @@ def _explain_step(
 
 def _describe_neighbours(number: int, steps: Sequence[int]) -> str:
     """Returns text with the steps just below and above a number."""
-    below = [step for step in steps if step < number][-2:]
-    above = [step for step in steps if step > number][:2]
-    near = ", ".join(str(step) for step in (*below, *above))
+    from flaxckpt.formats import _locate
+
+    near = _locate.list_nearest(steps, number)
     return f"the nearest steps are {near}" if near else "it has no steps"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from flaxckpt import errors
-from flaxckpt.cli import _app, _output, _policies, _step_table
+from flaxckpt.cli import _app, _output, _policies, _run_table, _step_table
 from flaxckpt.cli._parameters import Option
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def ls(
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
-    """Lists the steps of a run with sizes, metrics and marks.
+    """Lists the steps of a run, or the runs below a directory.
 
     The marks say which step is the latest and the best, and what keeps each step. On a
     terminal, shows as many metrics as fit, first those that rank steps.
@@ -64,6 +64,7 @@ def ls(
     Exits with 1 if a step is known to be damaged.
 
     Example:
+      flaxckpt ls runs
       flaxckpt ls runs/7 -n 10
       flaxckpt ls runs/7 --keep latest:3 --keep best:1:eval/loss:min
     """
@@ -77,7 +78,18 @@ def ls(
     )
     if watch:
         return _watch(list_steps, newest, sort)
-    listing = list_steps(newest=newest)
+    try:
+        listing = list_steps(newest=newest)
+    except errors.CheckpointFormatError:
+        found = _run_table.find_runs(path)
+        if not found:
+            raise
+        if newest is not None or sort != "step":
+            raise errors.OptionError(
+                f"{path} is a directory of runs: --newest and --sort need one of them,"
+                f" such as {found[0].path}"
+            ) from None
+        return _run_table.show(path, found, policies, step_format, json=json)
     if json:
         _output.print_document(listing)
     else:

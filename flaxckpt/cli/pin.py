@@ -7,7 +7,7 @@ from typing import Annotated
 from flaxckpt.cli import _app, _output
 from flaxckpt.cli._parameters import Argument
 
-_Steps = Annotated[list[int], Argument(metavar="STEP", min=0, help="The steps.")]
+_Steps = Annotated[list[int], Argument(metavar="STEP", is_step=True, help="The steps.")]
 
 
 @_app.verb

@@ -32,7 +32,7 @@ _TargetArgument = Annotated[
     ),
 ]
 _TargetStepOption = Annotated[
-    int | None, Option("--target-step", min=0, help="Step of TARGET.")
+    int | None, Option("--target-step", is_step=True, help="Step of TARGET.")
 ]
 _Optimizer = Literal["match", "exact", "reinit"]
 _OptimizerOption = Annotated[

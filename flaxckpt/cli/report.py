@@ -33,13 +33,19 @@ def report(
     step_a: Annotated[
         int | None,
         Option(
-            "--step-a", "-a", min=0, help="Step to compare; by default the previous."
+            "--step-a",
+            "-a",
+            is_step=True,
+            help="Step to compare; by default the previous.",
         ),
     ] = None,
     step_b: Annotated[
         int | None,
         Option(
-            "--step-b", "-b", min=0, help="Step to compare with; by default the newest."
+            "--step-b",
+            "-b",
+            is_step=True,
+            help="Step to compare with; by default the newest.",
         ),
     ] = None,
     diff: Annotated[

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from flaxckpt import errors
-from flaxckpt.cli import _app, _output
+from flaxckpt.cli import _app, _output, _step_names
 from flaxckpt.cli._output import Cell, TextColumn
 from flaxckpt.cli._parameters import Argument, Option
 
@@ -23,11 +23,15 @@ _BAR = 40
 @_app.verb
 def show(
     path: _app.PathArgument,
+    first: Annotated[
+        str | None,
+        Argument(metavar="STEP", help=f"Step of a run directory: {_step_names.FORMS}."),
+    ] = None,
     leaf: Annotated[
         str | None,
         Argument(
             metavar="LEAF",
-            help="A leaf, whose values are read, or a container.",
+            help="A leaf, whose values are read, or a container. STEP may be left out.",
         ),
     ] = None,
     step: _app.StepOption = None,
@@ -51,10 +55,12 @@ def show(
     Example:
       flaxckpt show runs/7 --depth 2
       flaxckpt show runs/7 params/dense/kernel
+      flaxckpt show runs/7 best params/dense/kernel
     """
     from flaxckpt import _inspect, _run, _state
     from flaxckpt.formats import _locate
 
+    leaf, step = _choose(path, [w for w in (first, leaf) if w], step, step_format)
     path, step = _app.locate_step(path, step, step_format)
     stored = _locate.open_without_classes(path, step)
     metadata = stored.metadata
@@ -66,8 +72,7 @@ def show(
     trees = _run.disk_usage.subtrees(metadata.leaves, below=leaf or "")
     if not trees:
         missing = _run.disk_usage.missing_path(metadata, leaf or "")
-        hint = f"; for a step, write --step {leaf}" if (leaf or "").isdecimal() else ""
-        raise errors.OptionError(f"{missing}{hint}")
+        raise errors.OptionError(missing)
     if json:
         structure = _state.treedef.to_json(stored.structure)
         document = {**_output.fields_of(metadata), "structure": structure}
@@ -84,6 +89,34 @@ def show(
     return _app.SUCCESS
 
 
+def _choose(
+    path: str, words: list[str], step: int | None, step_format: str | None
+) -> tuple[str | None, int | None]:
+    """Returns the leaf and the step that the arguments after the path name.
+
+    A single word that could be either is a leaf if the newest step has it.
+
+    Raises:
+        OptionError: The first of two words is not a step, or there are two steps.
+    """
+    from flaxckpt import _run
+    from flaxckpt.formats import _locate
+
+    named = _step_names.parse(words[0]) if words else None
+    if len(words) == 2 and (named is None or step is not None):
+        wrong = f"{words[0]} is not a step" if named is None else "there are two steps"
+        raise errors.OptionError(f"{wrong}: write flaxckpt show {path} STEP LEAF")
+    if named is None or step is not None:
+        return (words[0] if words else None), step
+    if len(words) == 1:
+        located = _locate.locate(path, step_format=step_format)
+        leaves = _locate.read_metadata(located.path).leaves
+        if located.step is None or _run.disk_usage.subtrees(leaves, below=words[0]):
+            return words[0], step
+    number = _step_names.resolve(path, named, step_format)
+    return (words[1] if len(words) == 2 else None), number
+
+
 def _show_head(metadata: CheckpointMetadata) -> None:
     from flaxckpt import _util
 
@@ -96,23 +129,23 @@ def _show_head(metadata: CheckpointMetadata) -> None:
     ]
     path = _output.shorten_path(metadata.path)
     for line in _util.humanize.with_path(path, ", ".join(filter(None, parts))):
-        _output.print_line(line)
+        _output.print_paragraph(line)
     others = (metadata.json, metadata.deleted_items, metadata.damaged_items)
     if len(metadata.items) > 1 or any(others):
         items = [*metadata.items, *(f"{item} (JSON)" for item in metadata.json)]
         items += [f"{item} (deleted)" for item in metadata.deleted_items]
         items += [f"{item} (damaged)" for item in metadata.damaged_items]
-        _output.print_line(f"items: {', '.join(items)}")
+        _output.print_paragraph(f"items: {', '.join(items)}")
     for form, count in collections.Counter(metadata.unsupported.values()).items():
         leaves = _output.count(count, "leaf", "leaves")
-        _output.print_line(f"cannot be loaded: {leaves} {form}")
+        _output.print_paragraph(f"cannot be loaded: {leaves} {form}")
     if metadata.metrics:
-        _output.print_line(f"metrics: {_output.format_metrics(metadata.metrics)}")
+        _output.print_paragraph(f"metrics: {_output.format_metrics(metadata.metrics)}")
     for origin in metadata.lineage:
         step = "" if origin.step is None else f", step {origin.step}"
-        _output.print_line(f"started from {origin.path}{step}")
+        _output.print_paragraph(f"started from {origin.path}{step}")
     for change in metadata.transforms:
-        _output.print_line(f"transformed by {change}")
+        _output.print_paragraph(f"transformed by {change}")
 
 
 def _show_damage(path: str) -> None:

@@ -24,7 +24,7 @@ def verify(
         list[int] | None,
         Argument(
             metavar="STEP",
-            min=0,
+            is_step=True,
             help="Steps of a run directory; by default the newest.",
         ),
     ] = None,

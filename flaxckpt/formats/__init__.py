@@ -144,10 +144,11 @@ def _explain_unrecognised(path: Path) -> NoReturn:
         raise errors.CheckpointNotFoundError(
             f"{path} has no committed step yet: {advice}"
         )
-    if is_dir and _storage.of(path).names(path) == [_steps.journal.NAME]:
-        raise errors.CheckpointNotFoundError(
-            f"{path} has no committed step yet: a run was started there"
-        )
+    if is_dir and has_only_begun(path):
+        kind = "an empty directory, which has no steps yet"
+        if any(path.iterdir()):
+            kind = "the directory of a run that has no steps yet"
+        raise errors.CheckpointNotFoundError(f"{path} is {kind}")
     if is_dir and (file := items.find_json(path)):
         raise errors.CheckpointFormatError(
             f"{path} is a JSON item of Orbax, not a tree of arrays:"
@@ -220,6 +221,29 @@ def _describe_content(path: Path) -> str:
     return (
         f"a directory with {errors.first_few(names)}" if names else "an empty directory"
     )
+
+
+_BEFORE_STEPS = (
+    _steps.journal.NAME,
+    _steps.journal.STATISTICS,
+    "metadata",
+    "params_only",
+)
+
+
+def has_only_begun(root: Path) -> bool:
+    """Returns True for a directory with only the files of a run before any step."""
+    return all(
+        child.name in _BEFORE_STEPS
+        or _storage.temporary.TEMPORARY in child.name
+        or is_empty(child)
+        for child in root.iterdir()
+    )
+
+
+def is_empty(path: Path) -> bool:
+    """Returns True for an empty directory; committed steps are never empty."""
+    return path.is_dir() and not any(path.iterdir())
 
 
 # ---- known but unsupported ----------------------------------------------------------

@@ -180,8 +180,8 @@ def _locate(path: Path, step: int | None, step_format: str | None) -> Located:
     elif not index.steps:
         advice = formats.advice_on_names(path)
     raise errors.CheckpointNotFoundError(
-        f"{path} has no step {step}: it has {summarize(list(index.steps))}{advice}"
-        f"{_steps.journal.describe_deletion(path, step)}"
+        f"{path} has no step {step}: it has {summarize(list(index.steps), step)}"
+        f"{advice}{_steps.journal.describe_deletion(path, step)}"
     )
 
 
@@ -229,7 +229,7 @@ def _newest(root: Path, index: _Index) -> Located:
     damaged += [
         errors.DamagedCheckpointError(
             f"{path} is marked as damaged: {_steps.markers.damage_reason(path)}; pass"
-            " its number as step= (--step) to try it anyway"
+            " its number as step= to try it anyway"
         )
         for path in marked
     ]
@@ -259,14 +259,20 @@ def _damaged_error(path: Path, why: str) -> errors.DamagedCheckpointError:
     )
 
 
-def summarize(steps: list[int]) -> str:
-    """Returns a short list of steps, for messages."""
+def summarize(steps: list[int], near: int) -> str:
+    """Returns a short list of steps, for messages: of many, those near a number."""
     if not steps:
         return "no steps"
-    shown = ", ".join(str(step) for step in steps[-5:])
     if len(steps) > 5:
-        return f"{len(steps)} steps, the newest {shown}"
-    return f"steps {shown}"
+        return f"{len(steps):,} steps, the nearest {list_nearest(steps, near)}"
+    return f"steps {', '.join(map(str, steps))}"
+
+
+def list_nearest(steps: Sequence[int], near: int) -> str:
+    """Returns the two steps below a number and the two above it, joined by commas."""
+    below = [step for step in sorted(steps) if step < near][-2:]
+    above = [step for step in sorted(steps) if step > near][:2]
+    return ", ".join(map(str, (*below, *above)))
 
 
 def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:

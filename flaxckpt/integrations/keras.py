@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from flaxckpt import errors
+from flaxckpt import _util, errors
 from flaxckpt._training.callback import CheckpointCallback
 from flaxckpt._types import PyTree
 from flaxckpt.datasets import SaveableIterator
@@ -24,6 +24,7 @@ except ImportError as error:
 __all__ = ["EpochBatches", "KerasCheckpoint"]
 
 
+@_util.guessed_names.explain
 class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     """Saves a model during `fit`, and resumes an interrupted `fit`.
 
@@ -73,6 +74,13 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             raise errors.OptionError(
                 f"Keras runs on {keras.backend.backend()}, not on JAX: set the"
                 " environment variable KERAS_BACKEND=jax before keras is imported"
+            )
+        if not isinstance(on_step, CheckpointCallback):
+            raise errors.OptionError(
+                "wanted a CheckpointCallback, got"
+                f" {_util.arguments.describe(on_step)}: write"
+                " KerasCheckpoint(CheckpointCallback(Checkpointer(directory),"
+                " every_steps=1000), batches, …)"
             )
         for name, value in (
             ("steps_per_epoch", steps_per_epoch),

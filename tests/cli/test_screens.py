@@ -493,10 +493,42 @@ def test_diff_cuts_no_number_off(terminal, tmp_path, monkeypatch, width):
         flaxckpt.save(str(n), {"params": {"head": head, **body}, "n": np.int32(n)})
     wide = terminal(200, "diff", "1", "2", code=1)
     lines = terminal(width, "diff", "1", "2", code=1)
-    for pattern in (r"\d+\.\d+|\d+ of \d+", "rel. norm"):
-        found = re.findall(pattern, "\n".join(wide))
-        assert found
-        assert re.findall(pattern, "\n".join(lines)) == found
+    found = re.findall(r"\d+\.\d+|\d+ of \d+", "\n".join(wide))
+    assert found
+    assert re.findall(r"\d+\.\d+|\d+ of \d+", "\n".join(lines)) == found
+    assert "rel. norm" in "\n".join(lines)
     paths = "".join(line.split(" ")[0] for line in lines)
     if width >= 60:
         assert "params/head/query_projection/kernel" in paths
+
+
+@pytest.mark.parametrize("width", [120, 80, 40])
+def test_tables_break_no_word_in_the_middle(terminal, tmp_path, monkeypatch, width):
+    monkeypatch.chdir(tmp_path)
+    for n in (1, 2):
+        layers = {
+            f"transformer_encoder_layer_{i}": {
+                "self_attention_projection": {"kernel_matrix": np.full((64, 64), n / 7)}
+            }
+            for i in range(2)
+        }
+        flaxckpt.save(str(n), layers)
+    flaxckpt.save("3", {"embedding_table": np.ones(3)})
+    for args, code in (
+        (["show", "1"], 0),
+        (["diff", "1", "2"], 1),
+        (["plan", "1", "3"], 1),
+        (["du", "1"], 0),
+    ):
+        words = {
+            piece
+            for line in terminal(300, *args, code=code)
+            for word in line.split()
+            for piece in re.findall("[^/_]*[/_]|[^/_]+", word)
+        }
+        lines = terminal(width, *args, code=code)
+        for line in lines:
+            assert len(line) <= width or "flaxckpt plan" in line
+            if "flaxckpt" not in line and str(tmp_path) not in line:
+                pieces = re.findall("[^/_ :]*[/_]|[^/_ :]+", line)
+                assert {*pieces} <= {word.strip(":") for word in words}, line

@@ -299,7 +299,7 @@ def test_a_save_to_a_path_of_its_own_is_told(tmp_path, slow_saves):
 
 def test_a_run_that_has_only_begun_has_no_committed_step(tmp_path):
     (tmp_path / "events.jsonl").write_text("")
-    with pytest.raises(errors.CheckpointNotFoundError, match="a run was started"):
+    with pytest.raises(errors.CheckpointNotFoundError, match="a run that has no steps"):
         flaxckpt.load(tmp_path)
     (tmp_path / "events.jsonl").unlink()
     (tmp_path / "1.orbax-checkpoint-tmp").mkdir()  # of Orbax

@@ -459,7 +459,9 @@ def test_a_leftover_of_a_crash_is_no_step_and_is_removed(run_dir):
 
 def test_a_state_in_the_place_of_the_step_is_named_by_its_class(run_dir):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
-        with pytest.raises(errors.OptionError, match=r"got a dict$"):
+        with pytest.raises(
+            errors.OptionError, match=r"got a dict: write save\(1, state\)$"
+        ):
             ckpt.save(state(1), 1)
         with pytest.raises(errors.OptionError, match=r"got 'one'$"):
             ckpt.save("one", state(1))

@@ -35,6 +35,24 @@ def test_types_come_before_long_paths():
     assert columns.fit_widths(rows, 38) == [21, 17]
 
 
+def test_words_are_broken_after_slashes_and_underscores_only():
+    name = "transformer_encoder_layer_{0..2}/self_attention"
+    rows = [[name, "a configuration"]]
+    widths = columns.fit_widths(rows, 0)
+    assert widths == [12, len("configuration")]
+    assert columns.break_paths(name, 26).split("\n") == [
+        "transformer_encoder_layer_",
+        "{0..2}/self_attention",
+    ]
+    assert columns.break_paths(f"  {name}", 14).split("\n") == [
+        "  transformer_",
+        "  encoder_",
+        "  layer_",
+        "  {0..2}/self_",
+        "  attention",
+    ]
+
+
 @given(words, st.integers(1, 40))
 def test_paths_are_broken_after_slashes_only(path, width):
     lines = columns.break_paths(path, width).split("\n")

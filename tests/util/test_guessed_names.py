@@ -3,13 +3,18 @@
 import copy
 import dataclasses
 import inspect
+import os
 import pickle
 import re
 import traceback
 
+import flax
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from flax.training import checkpoints
+from flax.training.train_state import TrainState
 
 import flaxckpt
 from flaxckpt import configs, errors, policies, transforms
@@ -22,7 +27,12 @@ def find(place):
     if place.startswith("flaxckpt"):
         return {"flaxckpt": flaxckpt, "flaxckpt.policies": policies}[place]
     owner, _, method = place.partition(".")
-    [home] = [m for m in (flaxckpt, policies, configs) if owner in m.__all__]
+    if owner == "KerasCheckpoint":
+        os.environ["KERAS_BACKEND"] = "jax"
+        pytest.importorskip("keras")
+        from flaxckpt.integrations import keras as home
+    else:
+        [home] = [m for m in (flaxckpt, policies, configs) if owner in m.__all__]
     return getattr(getattr(home, owner), method) if method else getattr(home, owner)
 
 
@@ -59,6 +69,7 @@ def test_answers_name_arguments_and_functions_that_exist(place):
         *dir(flaxckpt.SaveHandle),
         *dir(policies),
         *dir(transforms),
+        "KerasCheckpoint",
         "on_step",
     }
     for answer in set(ANSWERS[place].values()):
@@ -94,9 +105,11 @@ def test_other_names_get_the_errors_of_python(tmp_path):
         _ = checkpointer.stepz
     assert raised.value.name == "stepz"
     assert raised.value.obj is checkpointer
-    with pytest.raises(TypeError, match="unexpected keyword argument 'kep'") as wrong:
-        flaxckpt.Checkpointer(tmp_path, kep=())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'zzz'") as wrong:
+        flaxckpt.Checkpointer(tmp_path, zzz=())
     assert not isinstance(wrong.value, errors.CheckpointError)
+    with pytest.raises(errors.ArgumentError, match=r"no kep: did you mean keep=\?$"):
+        flaxckpt.Checkpointer(tmp_path, kep=())
 
 
 def test_a_type_error_inside_a_call_stays(tmp_path):
@@ -154,6 +167,106 @@ def test_wrong_calls_say_how_to_call(tmp_path):
         (lambda: policies.LatestN(), "write LatestN(3)"),
     ):
         with pytest.raises(errors.ArgumentError, match=re.escape(wanted)):
+            call()
+
+
+STATES = {
+    "dict": lambda: {"w": np.zeros(3)},
+    "numbers": lambda: {"w": 1.0},
+    "frozen": lambda: flax.core.freeze({"w": np.zeros(3)}),
+    "linen": lambda: TrainState.create(
+        apply_fn=None, params={"w": np.zeros(3)}, tx=optax.sgd(0.1)
+    ),
+    "nnx": lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize(
+    ("call", "wanted"),
+    [
+        (lambda c, o, p, s: c.save(s, 2), "save(2, state)"),
+        (lambda c, o, p, s: c.save_params_only(s, 2), "save_params_only(2, state)"),
+        (lambda c, o, p, s: c.save(2, s, {"x": 1}), "save(2, state, metrics={'x': 1})"),
+        (lambda c, o, p, s: c.restore(1, s), "restore(state, step=1)"),
+        (lambda c, o, p, s: c.restore(s, 1), "restore(state, step=1)"),
+        (lambda c, o, p, s: c.restore(1), "restore(state, step=1)"),
+        (lambda c, o, p, s: c.restore_latest(1, s), "restore_latest(state)"),
+        (lambda c, o, p, s: c.add_metrics({"x": 1}, 1), "add_metrics(1, {'x': 1})"),
+        (lambda c, o, p, s: c.delete(1, "params"), 'delete(1, item="params")'),
+        (lambda c, o, p, s: c.best_step("min", "x"), 'best_step("x", "min")'),
+        (lambda c, o, p, s: c.metrics(), "metrics(step)"),
+        (lambda c, o, p, s: c.pin(), "pin(step)"),
+        (lambda c, o, p, s: o(s, 2), "on_step(2, state)"),
+        (lambda c, o, p, s: o.restore_or_init(), "restore_or_init(state)"),
+        (
+            lambda c, o, p, s: o.restore_or_init(s, "other"),
+            'restore_or_init(state, source="other")',
+        ),
+        (lambda c, o, p, s: flaxckpt.load(s, p), 'load("run", state)'),
+        (lambda c, o, p, s: flaxckpt.load(p, s, 1), 'load("run", state, step=1)'),
+        (lambda c, o, p, s: flaxckpt.load(p, 1), 'load("run", state, step=1)'),
+        (lambda c, o, p, s: flaxckpt.plan(s, p), 'plan("run", state)'),
+        (lambda c, o, p, s: flaxckpt.save(s, "new"), 'save("new", state)'),
+        (lambda c, o, p, s: flaxckpt.save_async(s, "new"), 'save_async("new", state)'),
+        (lambda c, o, p, s: flaxckpt.verify(p, 1), 'verify("run", step=1)'),
+        (lambda c, o, p, s: flaxckpt.metadata(p, 1), 'metadata("run", step=1)'),
+        (
+            lambda c, o, p, s: flaxckpt.diff(p, 1, 2),
+            'diff("run", b, step_a=1, step_b=2)',
+        ),
+        (
+            lambda c, o, p, s: flaxckpt.convert(p, "new", "msgpack"),
+            'convert("run", "new", format="msgpack")',
+        ),
+    ],
+)
+def test_misplaced_arguments_are_answered_with_the_right_call(
+    tmp_path, monkeypatch, kind, call, wanted
+):
+    monkeypatch.chdir(tmp_path)
+    state = STATES[kind]()
+    with flaxckpt.Checkpointer("run") as checkpointer:
+        checkpointer.save(1, state, metrics={"x": 1.0}).wait()
+        on_step = flaxckpt.CheckpointCallback(checkpointer, preflight=False)
+        with pytest.raises(errors.ArgumentError) as raised:
+            call(checkpointer, on_step, "run", state)
+        assert str(raised.value).endswith(f": write {wanted}")
+        assert checkpointer.steps() == [1]
+
+
+def test_values_without_a_place_keep_the_error_of_the_value(tmp_path):
+    checkpointer = flaxckpt.Checkpointer(tmp_path)
+    state = {"w": np.zeros(3)}
+    for call in (
+        lambda: checkpointer.save("3", state),
+        lambda: checkpointer.save(3.5, state),
+        lambda: checkpointer.save(3, state, metrics={"loss": "low"}),
+        lambda: checkpointer.delete("1"),
+        lambda: flaxckpt.Checkpointer(tmp_path, step_format=5),
+    ):
+        with pytest.raises(errors.OptionError) as raised:
+            call()
+        assert not isinstance(raised.value, errors.ArgumentError)
+
+
+def test_words_for_a_step_are_answered(tmp_path):
+    checkpointer = flaxckpt.Checkpointer(tmp_path)
+    with pytest.raises(errors.OptionError, match=r"latest_step\(\)"):
+        checkpointer.metrics("latest")
+    with pytest.raises(errors.OptionError, match=r'best_step\("loss", "min"\)'):
+        checkpointer.restore({"w": np.zeros(3)}, step="best")
+
+
+def test_objects_in_the_place_of_others_are_named(tmp_path):
+    checkpointer = flaxckpt.Checkpointer(tmp_path)
+    on_step = flaxckpt.CheckpointCallback(checkpointer)
+    for call, wanted in (
+        (lambda: flaxckpt.verify(checkpointer), "pass its directory"),
+        (lambda: flaxckpt.CheckpointCallback({}), "wanted a Checkpointer, got a dict"),
+        (lambda: on_step.on_step(1), "call the callback itself, on_step(step, state)"),
+    ):
+        with pytest.raises(errors.OptionError, match=re.escape(wanted)):
             call()
 
 
@@ -241,6 +354,8 @@ def test_arguments_of_trainers_are_answered():
         *("metric_for_best_model", "greater_is_better", "save_steps", "save_strategy"),
     }
     assert not missing(huggingface, "Checkpointer")
+    keras = {"filepath", "monitor", "save_best_only", "mode", "save_freq", "verbose"}
+    assert not missing(keras | {"save_weights_only"}, "KerasCheckpoint")
     lightning = {
         *("monitor", "save_top_k", "mode", "every_n_train_steps"),
         "train_time_interval",

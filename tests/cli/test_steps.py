@@ -1,0 +1,223 @@
+"""Words for steps, directories of runs, and errors in the words of the command line."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flaxckpt
+from flaxckpt.policies import BestN, LatestN
+from tests.helpers.files import largest_file
+
+
+def save(path, losses, keep=()):
+    with flaxckpt.Checkpointer(path, keep=keep) as run:
+        for step, loss in losses.items():
+            run.save(
+                step, {"w": jnp.full(3, step)}, metrics={"loss": loss, "acc": step}
+            )
+
+
+@pytest.fixture
+def ranked(tmp_path, monkeypatch):
+    """A run whose policies rank steps by one metric."""
+    monkeypatch.chdir(tmp_path)
+    losses = {100: 3.0, 200: 1.0, 300: 2.0}
+    save("ranked", losses, [LatestN(9), BestN(1, "loss", "min")])
+    return tmp_path
+
+
+WORDS = {"latest": 300, "best": 200, "best:loss": 200, "best:acc:min": 100, "100": 100}
+
+
+@pytest.mark.parametrize(("word", "step"), WORDS.items())
+def test_every_verb_takes_words_for_steps(ranked, command, word, step):
+    for args in (["show", "ranked", word], ["show", "ranked", "--step", word]):
+        assert command.json(*args)["step"] == step
+    assert command.text("show", "ranked", word, "w")[0].startswith("w: ")
+    assert command.json("du", "ranked", "--step", word)["shown"].endswith(f"/{step}")
+    assert command.json("explain", "ranked", word)["step"] == step
+    for args in (["verify", "ranked", word], ["verify", "ranked", "-s", word]):
+        [report] = command.json(*args)["reports"]
+        assert report["step"] == step
+    assert command.json("pin", "ranked", word)["steps"] == [step]
+    assert command.json("unpin", "ranked", word)["steps"] == [step]
+    planned = command.json(
+        "plan", "ranked", "ranked", "-s", word, "--target-step", word
+    )
+    assert planned["path"].endswith(f"/{step}")
+    command("convert", "ranked", "out", "--step", word)
+    assert float(flaxckpt.load("out")["w"][0]) == step
+    other = 200 if step == 100 else 100
+    for args in (["ranked", word, other], ["ranked", "-a", word, "-b", other]):
+        found = command.json("diff", *args, code=1)
+        assert (found["a"], found["b"]) == (
+            str(ranked / "ranked" / str(step)),
+            str(ranked / "ranked" / str(other)),
+        )
+    found = command.json("diff", "ranked", other, "ranked", word, code=1)
+    assert found["b"].endswith(f"/{step}")
+    found = command.json("report", "ranked", "-a", other, "-b", word)
+    assert found["path"].endswith("/ranked")
+
+
+def test_best_leaves_damaged_steps_out(ranked, command):
+    file = largest_file(ranked / "ranked" / "200")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert command.json("show", "ranked", "best")["step"] == 300
+
+
+@pytest.mark.parametrize(
+    ("keep", "word", "said"),
+    [
+        ([], "best", "records no metric that ranks its steps: write best:METRIC:min"),
+        (
+            [],
+            "best:acc",
+            "write best:acc:min or best:acc:max; the steps have acc, loss",
+        ),
+        ([], "best:los:min", "has a finite metric 'los'; the steps have acc, loss"),
+        (
+            [BestN(1, "loss", "min"), BestN(1, "acc", "max")],
+            "best",
+            "by several metrics: write best:loss or best:acc",
+        ),
+    ],
+)
+def test_a_best_step_that_is_unknown_is_refused(
+    tmp_path, monkeypatch, command, keep, word, said
+):
+    monkeypatch.chdir(tmp_path)
+    save("run", {1: 1.0, 2: 2.0}, [LatestN(9), *keep])
+    for args in (["show", "run", word], ["pin", "run", word], ["diff", "run", word]):
+        assert said in command.refuses(*args)
+
+
+def test_what_is_no_step_says_what_one_is(ranked, command):
+    for args in (
+        ["verify", "ranked", "foo"],
+        ["show", "ranked", "--step", "-1"],
+        ["pin", "ranked", "1.5"],
+    ):
+        wanted = "is not a step: wanted a number, latest, best, or best:METRIC"
+        assert wanted in command.refuses(*args)
+    assert "write --step best" in command.refuses("du", "ranked", "best")
+    assert "leave latest out" in command.refuses("verify", "ranked/100", "latest")
+
+
+def test_a_leaf_comes_before_a_step_of_the_same_name(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    with flaxckpt.Checkpointer("run") as run:
+        for step in (0, 1, 2):
+            run.save(step, ({"w": np.ones(2)}, {"w": np.ones(3)}))
+    assert command.text("show", "run", "0/w")[0] == "0/w: float64[2]"
+    assert command.text("show", "run", "1")[1].split()[0] == "1"
+    assert command.text("show", "run", "2", "1/w")[0] == "1/w: float64[3]"
+    assert command.json("show", "run", "2")["step"] == 2
+    assert "nowhere is not a step" in command.refuses("show", "run", "nowhere", "0/w")
+
+
+def test_the_nearest_steps_are_named(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    save("run", dict.fromkeys(range(10, 200, 10), 1.0))
+    said = "has no step 91: it has 19 steps, the nearest 80, 90, 100, 110"
+    for args in (
+        ["show", "run", 91],
+        ["verify", "run", 91],
+        ["pin", "run", 91],
+        ["diff", "run", 91],
+        ["convert", "run", "out", "--step", 91],
+    ):
+        assert said in command.refuses(*args)
+    with flaxckpt.Checkpointer("run") as run:
+        for call in (run.metrics, run.delete, run.metadata, run.verify):
+            with pytest.raises(FileNotFoundError, match=re.escape(said)):
+                call(91)
+
+
+def test_every_verb_says_that_a_path_is_missing(ranked, command):
+    for args in (
+        ["ls", "nowhere"],
+        ["show", "nowhere"],
+        ["show", "nowhere", "best"],
+        ["diff", "nowhere"],
+        ["diff", "nowhere", "nowhere"],
+        ["diff", "ranked", "nowhere"],
+        ["diff", "ranked", 100, "nowhere", 100],
+        ["verify", "nowhere", "--all"],
+        ["plan", "nowhere", "ranked"],
+        ["plan", "ranked", "nowhere"],
+        ["convert", "nowhere", "out"],
+        ["explain", "nowhere"],
+        ["prune", "nowhere"],
+        ["pin", "nowhere", "latest"],
+        ["du", "nowhere"],
+        ["report", "nowhere"],
+    ):
+        said = command.refuses(*args)
+        assert "there is no checkpoint at" in said
+        assert "nowhere: the path does not exist" in said
+    assert "did you mean" in command.refuses("show", "ranket")
+
+
+def test_a_run_without_steps_says_so(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with flaxckpt.Checkpointer("begun", metadata={"note": 1}) as run:
+        run.events.emit("configured")
+    for path in ("empty", "begun"):
+        for verb in (["show"], ["verify"], ["convert", "out"], ["diff", "out"]):
+            said = command.refuses(verb[0], path, *verb[1:])
+            assert "has no steps yet" in said
+            assert "supported format" not in said
+
+
+def test_errors_name_the_options_of_the_command(ranked, command):
+    command("convert", "ranked", "out")
+    said = command.refuses("convert", "ranked", "out")
+    assert "pass --overwrite" in said
+    assert "overwrite=" not in said
+    said = command.refuses("convert", "ranked", "out.foo")
+    assert "a directory of --format orbax, or pass --format" in said
+    assert ".safetensors or .msgpack" in said
+    said = command.refuses("convert", "ranked", "out.msgpack", "-f", "safetensors")
+    assert "pass --format msgpack" in said
+    assert "--items" in command.refuses(
+        "convert", "ranked", "x.msgpack", "--items", "a,b"
+    )
+
+
+@pytest.mark.parametrize("name", ["out.foo", "out.ckpt", "model.v2"])
+def test_convert_refuses_a_suffix_that_it_does_not_know(ranked, name):
+    with pytest.raises(flaxckpt.errors.OptionError, match="names no format"):
+        flaxckpt.convert("ranked", name)
+    flaxckpt.convert("ranked", name, format="orbax")
+    assert jax.tree.leaves(flaxckpt.load(name))
+
+
+def test_parts_of_names_are_no_suffixes(ranked):
+    for name in ("step_1.5", "Llama-3.2-1B"):
+        flaxckpt.convert("ranked", name)
+        assert jax.tree.leaves(flaxckpt.load(name))
+
+
+def test_ls_lists_a_directory_of_runs(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    save("runs/a", {1: 3.0, 2: 1.0, 3: 2.0}, [LatestN(9), BestN(1, "loss", "min")])
+    save("runs/deep/b", {7: 1.0})
+    flaxckpt.save("runs/one", {"w": np.ones(2)})
+    header, *rows, last = command.text("ls", "runs")
+    assert header.split() == ["run", "steps", "newest", "saved", "best", "size"]
+    assert [row.split()[0] for row in rows] == ["a", "deep/b", "one"]
+    assert "loss 1 at 2" in rows[0]
+    assert last.startswith("2 runs and 1 checkpoint, ")
+    [chunk] = (tmp_path / "runs/a/3/state/w").glob("c*")
+    chunk.unlink()
+    found = command.json("ls", "runs", code=1)["runs"]
+    assert [run["newest"] for run in found] == [2, 7, None]
+    assert [run["damaged"] for run in found] == [[3], [], []]
+    assert found[0]["best"] == {"loss": {"step": 2, "value": 1.0}}
+    assert found[0]["bytes"] > 0
+    assert "need one of them" in command.refuses("ls", "runs", "-n", 1)
