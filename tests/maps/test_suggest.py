@@ -1,5 +1,7 @@
 """`suggest` against conversions that the projects themselves made, and bad input."""
 
+import cProfile
+
 import numpy as np
 import optax
 import pytest
@@ -640,3 +642,37 @@ def test_the_lines_to_paste_are_the_transforms(tmp_path):
     assert list(map(str, names["transforms"])) == list(  # type: ignore[call-overload]
         map(str, suggestion.transforms)
     )
+
+
+@pytest.mark.parametrize("kind", ["renamed", "without a source", "fused"])
+def test_the_work_grows_with_the_number_of_leaves(kind, tmp_path):
+    counts = []
+    for size in (600, 1200):
+        source, target = _flat_model(kind, size)
+        path = write_source(tmp_path / f"{size}.npz", source)
+        profile = cProfile.Profile()
+        suggestion = profile.runcall(flaxckpt.suggest, path, abstract(target))
+        counts.append(sum(entry.callcount for entry in profile.getstats()))
+        left = size if kind == "without a source" else 0
+        assert len(suggestion.left) == left
+        assert len(suggestion.leaves) == len(target) - left
+    assert counts[1] < 3 * counts[0]  # 4 times, if it were quadratic
+
+
+def _flat_model(kind, size):
+    """Returns the shapes of a source and a state whose names have no numbers."""
+    words = [f"{a}{b}" for a in "bdfgklmnprstvz" for b in "aeiou"]
+    names = [
+        f"{words[i % 70]}_{words[i // 70]}s_{words[(3 * i + 7) % 70]}x"
+        for i in range(size)
+    ]
+    source, target = {"model/x/weight": (2, 3)}, {"net/x/kernel": (3, 2)}
+    for name in names:
+        if kind == "fused":
+            source[f"model/{name}/qkv_proj/weight"] = (9, 2)
+            target |= {f"net/{name}/{role}_proj/kernel": (2, 3) for role in "qkv"}
+        else:
+            is_left = kind == "without a source"
+            source[f"model/{name}/weight"] = (4, 3)
+            target[f"net/{name}/kernel"] = (5, 7) if is_left else (3, 4)
+    return source, target

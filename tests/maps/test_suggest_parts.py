@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flaxckpt._state import flax_state
 from flaxckpt.maps._suggest import forms, match, names, patterns, rows
-from flaxckpt.maps._suggest.forms import Axes, Observation, candidates, decide
+from flaxckpt.maps._suggest.forms import Axes, Evidence, Observation, candidates, decide
 from flaxckpt.maps._suggest.suggestion import suggest_for_tables
 from tests.maps.names_of import RECORDED, abstract, read
 
@@ -169,12 +169,12 @@ def test_evidence_of_the_same_module_counts_first():
     far = [Observation(("model",), kind, turned) for _ in range(5)]
     near = [Observation(("model", "mlp"), kind, plain)]
     for seen, orientation in ((far, "transposed"), ([*far, *near], "as stored")):
-        decision = decide(square, ("model", "mlp", "up"), kind, seen)
+        decision = decide(square, ("model", "mlp", "up"), kind, Evidence(seen))
         assert [one.orientation for one in decision.forms] == [orientation]
         assert orientation in decision.reason
     mixed = [Observation(("model",), kind, one) for one in (turned, plain)]
-    assert len(decide(square, ("model",), kind, mixed).forms) == 2
-    assert len(decide(square, ("model",), kind, []).forms) == 2
+    assert len(decide(square, ("model",), kind, Evidence(mixed)).forms) == 2
+    assert len(decide(square, ("model",), kind, Evidence([])).forms) == 2
 
 
 # ---- the assignment -----------------------------------------------------------------
@@ -184,7 +184,8 @@ def test_evidence_of_the_same_module_counts_first():
 def test_the_assignment_is_the_best(n, m, data):
     score = st.one_of(st.just(-np.inf), st.floats(0, 1, width=16))
     scores = np.array([[data.draw(score) for _ in range(m)] for _ in range(n)])
-    chosen = match._assign(scores)
+    pairs = [at for at in np.ndindex(n, m) if np.isfinite(scores[at])]
+    chosen = match._assign({at: scores[at] for at in pairs})
     assert len({i for i, _ in chosen}) == len({j for _, j in chosen}) == len(chosen)
     assert all(np.isfinite(scores[at]) for at in chosen)
 

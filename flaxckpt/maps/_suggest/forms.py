@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -289,6 +289,37 @@ class Observation(NamedTuple):
     form: Candidate
 
 
+class Evidence:
+    """Counts the forms of matches, by the modules around them and their kind."""
+
+    def __init__(self, observations: Iterable[Observation]) -> None:
+        self._counts: dict[tuple[object, ...], Counter[Candidate]] = defaultdict(
+            Counter
+        )
+        for one in observations:
+            for depth in range(len(one.scope) + 1):
+                for kind in (one.kind, one.kind[:1]):
+                    self._counts[one.scope[:depth], kind][one.form] += 1
+
+    def nearest(
+        self,
+        trait: Trait,
+        scope: tuple[str, ...],
+        kind: tuple[object, ...],
+        values: set[object],
+    ) -> Mapping[object, int]:
+        """Returns the values of a trait among the nearest matches that show it."""
+        for depth in range(len(scope), -1, -1):
+            for alike in (kind, kind[:1]):
+                counts: Counter[object] = Counter()
+                for form, count in self._counts.get((scope[:depth], alike), {}).items():
+                    if getattr(form, trait) in values:
+                        counts[getattr(form, trait)] += count
+                if counts:
+                    return counts
+        return {}
+
+
 class Decision(NamedTuple):
     """A form that was chosen for a match.
 
@@ -305,7 +336,7 @@ def decide(
     forms: Sequence[Candidate],
     scope: tuple[str, ...],
     kind: tuple[object, ...],
-    observations: Iterable[Observation],
+    evidence: Evidence,
 ) -> Decision:
     """Chooses among forms that fit, as other layers of the same model have it.
 
@@ -314,14 +345,13 @@ def decide(
     """
     left = list(forms)
     reasons = []
-    seen = list(observations)
     for trait in TRAITS:
         values = {getattr(one, trait) for one in left}
         if len(left) < 2:
             break
         if len(values) < 2:
             continue
-        counts = _nearest_evidence(trait, scope, kind, seen, values)
+        counts = evidence.nearest(trait, scope, kind, values)
         if len(counts) != 1:
             break
         [(value, count)] = counts.items()
@@ -339,25 +369,3 @@ def _say(trait: Trait, value: object) -> str:
         case "fused":
             return f"cut {value}"
     return "the same form"
-
-
-def _nearest_evidence(
-    trait: Trait,
-    scope: tuple[str, ...],
-    kind: tuple[object, ...],
-    seen: Sequence[Observation],
-    values: set[object],
-) -> Mapping[object, int]:
-    """Returns the values of a trait among the nearest matches that show it."""
-    for depth in range(len(scope), -1, -1):
-        near = [one for one in seen if one.scope[:depth] == scope[:depth]]
-        for alike in (kind, kind[:1]):
-            counts = Counter(
-                getattr(one.form, trait)
-                for one in near
-                if one.kind[: len(alike)] == alike
-                and getattr(one.form, trait) in values
-            )
-            if counts:
-                return counts
-    return {}

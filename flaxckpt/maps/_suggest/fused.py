@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from flaxckpt._types import LeafPath
 from flaxckpt.maps._suggest import names
-from flaxckpt.maps._suggest.patterns import Pattern, find_parts
+from flaxckpt.maps._suggest.patterns import Parts, Pattern
 from flaxckpt.transforms import split
 from flaxckpt.transforms._base import TableTransform
 
@@ -35,9 +35,10 @@ def find_cuts(sources: Sequence[Pattern], targets: Sequence[Pattern]) -> list[Cu
     Parts of one size need no split: an index of `remap` runs over them.
     """
     cuts = []
+    parts_of = {roles: Parts(roles, targets) for roles in names.PARTS}
     for fused in sources:
         role = next(filter(None, map(names.fused_roles, fused.meanings)), None)
-        for parts in find_parts(role[1], targets) if role else ():
+        for parts in parts_of[role[1]].near(fused.meanings) if role else ():
             cut = _cut(fused, role[1], parts) if role else None
             if cut is not None:
                 cuts.append(cut)

@@ -7,14 +7,14 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from flaxckpt import _util
 from flaxckpt._types import LeafPath, Shape
-from flaxckpt.maps._suggest import forms, names
-from flaxckpt.maps._suggest.patterns import Key, Pattern, Scope, find_parts, join
+from flaxckpt.maps._suggest import alike, forms, names
+from flaxckpt.maps._suggest.patterns import Key, Parts, Pattern, Scope, join
 
 # ---- links --------------------------------------------------------------------------
 
@@ -210,6 +210,10 @@ def _by_loop(pattern: Pattern, loop: Sequence[int]) -> dict[Key, list[Key]]:
 # ---- the assignment -----------------------------------------------------------------
 
 
+_Pair: TypeAlias = tuple[int, int]
+"""The places of a pattern of the source, and of one of the target."""
+
+
 class Match(NamedTuple):
     """A link that was chosen.
 
@@ -256,43 +260,53 @@ def match(sources: Sequence[Pattern], targets: Sequence[Pattern]) -> list[Match]
     links = _find_links(sources, targets, similarity)
     if not links:
         return []
-    base = np.full((len(sources), len(targets)), -np.inf)
-    for at, found in links.items():
-        base[at] = found.similarity
+    base = {at: found.similarity for at, found in links.items()}
     chosen = _assign(base)
     clear = _find_clear(chosen, base)
     for _ in range(_ROUNDS):
-        scores = np.where(np.isfinite(base), (1 - _CONTEXT) * base, -np.inf)
-        for (i, j), bonus in _context(clear, links).items():
-            scores[i, j] += _CONTEXT * bonus
+        scores = {
+            at: (1 - _CONTEXT) * base[at] + _CONTEXT * bonus
+            for at, bonus in _context(clear, links).items()
+        }
         chosen = _assign(scores)
         clear = _find_clear(chosen, scores)
     around = _Around([links[at] for at in clear])
-    ends: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
-    for i, j in links:
-        ends["source", i].append((i, j))
-        ends["target", j].append((i, j))
+    ends = _by_end(links)
+    partners = dict(chosen), {j: i for i, j in chosen}
     return [
         _with_rivals(
-            (i, j), [*ends["source", i], *ends["target", j]], chosen, around, links
+            (i, j), [*ends["source", i], *ends["target", j]], partners, around, links
         )
         for i, j in chosen
     ]
 
 
-def _find_clear(
-    chosen: Sequence[tuple[int, int]], scores: np.ndarray
-) -> list[tuple[int, int]]:
+def _by_end(pairs: Iterable[_Pair]) -> dict[tuple[str, int], list[_Pair]]:
+    """Groups pairs by their source, and by their target."""
+    ends: dict[tuple[str, int], list[_Pair]] = defaultdict(list)
+    for i, j in pairs:
+        ends["source", i].append((i, j))
+        ends["target", j].append((i, j))
+    return ends
+
+
+def _find_clear(chosen: Sequence[_Pair], scores: Mapping[_Pair, float]) -> list[_Pair]:
     """Returns the links that are better than all others of their source and target.
 
     Only these say something about the links around them: two layers that may as well be
     swapped would confirm each other.
     """
+    two_best = {
+        end: sorted((scores[at] for at in ats), reverse=True)[:2]
+        for end, ats in _by_end(scores).items()
+    }
     clear = []
     for i, j in chosen:
-        row, column = np.delete(scores[i], j), np.delete(scores[:, j], i)
-        rival = max([*row, *column], default=-np.inf)
-        if scores[i, j] - rival > CLOSE:
+        rivals = []
+        for end in (("source", i), ("target", j)):
+            best = two_best[end]
+            rivals += best[1:] if best[0] == scores[i, j] else best[:1]
+        if scores[i, j] - max(rivals, default=-np.inf) > CLOSE:
             clear.append((i, j))
     return clear
 
@@ -301,7 +315,7 @@ def _find_links(
     sources: Sequence[Pattern],
     targets: Sequence[Pattern],
     similarity: names.Similarity,
-) -> dict[tuple[int, int], Link]:
+) -> dict[_Pair, Link]:
     """Returns all links of patterns with names that are alike.
 
     Patterns without such a link are linked to some without one that have their size:
@@ -309,11 +323,9 @@ def _find_links(
     """
     links = {
         (i, j): found
-        for i, source in enumerate(sources)
-        for j, target in enumerate(targets)
-        if _may_fit(source, target)
-        and (score := similarity(source.meanings, target.meanings)) >= WEAK
-        and (found := link(source, target, score))
+        for i, j in _find_pairs(sources, targets)
+        if (score := similarity(sources[i].meanings, targets[j].meanings)) >= WEAK
+        and (found := link(sources[i], targets[j], score))
     }
     rows, columns = {i for i, _ in links}, {j for _, j in links}
     free = [
@@ -340,6 +352,36 @@ def _by_size(patterns: Sequence[Pattern], used: set[int]) -> dict[int, list[int]
     return grouped
 
 
+def _find_pairs(
+    sources: Sequence[Pattern],
+    targets: Sequence[Pattern],
+) -> Iterator[tuple[int, int]]:
+    """Yields the pairs that may fit; of large tables, those with the nearest names."""
+    if max(len(sources), len(targets)) <= alike.ALL:
+        for i, source in enumerate(sources):
+            for j, target in enumerate(targets):
+                if _may_fit(source, target):
+                    yield i, j
+        return
+    sides = sources, targets
+    found = set()
+    for own, others in ((0, 1), (1, 0)):
+        other = sides[others]
+        index = alike.Index(
+            [one.meanings for one in other], [one.sizes for one in other]
+        )
+        for at, one in enumerate(sides[own]):
+
+            def fits(place: int, at: int = at, own: int = own) -> bool:
+                ends = (at, place) if own == 0 else (place, at)
+                return _may_fit(sources[ends[0]], targets[ends[1]])
+
+            place = at / len(sides[own])
+            for near in index.near(one.meanings, place, one.sizes, fits):
+                found.add((at, near) if own == 0 else (near, at))
+    yield from sorted(found)
+
+
 def _may_fit(source: Pattern, target: Pattern) -> bool:
     """Returns False if no form can fit, by the numbers of elements."""
     if source.sizes & target.sizes:
@@ -362,25 +404,27 @@ def _join_fused(
     """Joins query, key and value of one side, if the other has them in one array."""
     sides = [list(sources), list(targets)]
     for side, other in ((0, 1), (1, 0)):
+        parts_of = {roles: Parts(roles, sides[other]) for roles in names.PARTS}
+        joined: list[Pattern] = []
         for fused in sides[side]:
             role = next(filter(None, map(names.fused_roles, fused.meanings)), None)
             if role is None:
                 continue
-            joined = [
-                whole
-                for parts in find_parts(role[1], sides[other])
-                if (whole := join(parts, role[0]))
-            ]
             best: tuple[float, Pattern] | None = None
-            for one in joined:
-                ends = (fused, one) if side == 0 else (one, fused)
-                score = _joined_similarity(fused, one)
+            for parts in parts_of[role[1]].near(fused.meanings):
+                if (whole := join(parts, role[0])) is None:
+                    continue
+                ends = (fused, whole) if side == 0 else (whole, fused)
+                score = _joined_similarity(fused, whole)
                 if link(*ends, score) and (best is None or score > best[0]):
-                    best = score, one
+                    best = score, whole
             if best is not None:
-                parts = best[1].parts
-                sides[other] = [one for one in sides[other] if one not in parts]
-                sides[other].append(best[1])
+                for one in parts_of.values():
+                    one.remove(best[1].parts)
+                joined.append(best[1])
+        used = {id(part) for one in joined for part in one.parts}
+        sides[other] = [one for one in sides[other] if id(one) not in used]
+        sides[other] += joined
     return sides[0], sides[1]
 
 
@@ -405,8 +449,8 @@ def find_tied(
 
 
 def _context(
-    chosen: Sequence[tuple[int, int]], links: Mapping[tuple[int, int], Link]
-) -> dict[tuple[int, int], float]:
+    chosen: Sequence[_Pair], links: Mapping[_Pair, Link]
+) -> dict[_Pair, float]:
     """Returns from 0 to 1 how well each link agrees with the chosen links around."""
     around = _Around([links[at] for at in chosen])
     target_of, source_of = dict(chosen), {j: i for i, j in chosen}
@@ -463,23 +507,24 @@ class _Around:
 
 
 def _with_rivals(
-    at: tuple[int, int],
-    others: Sequence[tuple[int, int]],
-    chosen: Sequence[tuple[int, int]],
+    at: _Pair,
+    others: Sequence[_Pair],
+    partners: tuple[Mapping[int, int], Mapping[int, int]],
     around: _Around,
-    links: Mapping[tuple[int, int], Link],
+    links: Mapping[_Pair, Link],
 ) -> Match:
     """Returns a match with its margin: to swaps with others, and to free patterns.
 
     Args:
         at: The match.
         others: All links of its source or its target.
-        chosen: All matches.
-        around: The same, counted.
+        partners: Of all matches, the target of each source, and the source of each
+            target.
+        around: All matches, counted.
         links: All links.
     """
     i, j = at
-    target_of, source_of = dict(chosen), {b: a for a, b in chosen}
+    target_of, source_of = partners
     margin, rivals = math.inf, []
     for a, b in others:
         if (a, b) == at:
@@ -513,8 +558,56 @@ def _score(link: Link, around: _Around, own: Sequence[Link]) -> float:
     return (1 - _CONTEXT) * link.similarity + _CONTEXT * context
 
 
-def _assign(scores: np.ndarray) -> list[tuple[int, int]]:
+def _assign(scores: Mapping[_Pair, float]) -> list[_Pair]:
     """Returns the assignment with the largest sum of squared scores.
+
+    Pairs without a common member, also through others, are assigned apart. Where very
+    many hang together, the best pair that is left is taken, one after the other.
+    """
+    chosen: list[_Pair] = []
+    for pairs in _connected(scores):
+        if max(len({i for i, _ in pairs}), len({j for _, j in pairs})) > alike.ALL:
+            chosen += _assign_greedily({at: scores[at] for at in pairs})
+            continue
+        rows, columns = (sorted({at[end] for at in pairs}) for end in (0, 1))
+        places = [{at: n for n, at in enumerate(ends)} for ends in (rows, columns)]
+        matrix = np.full((len(rows), len(columns)), -np.inf)
+        for i, j in pairs:
+            matrix[places[0][i], places[1][j]] = scores[i, j]
+        chosen += [(rows[i], columns[j]) for i, j in _assign_exactly(matrix)]
+    return sorted(chosen, key=lambda at: at[1])
+
+
+def _connected(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
+    """Yields the pairs that hang together by their members."""
+    ends = _by_end(pairs)
+    seen: set[tuple[str, int]] = set()
+    for first in ends:
+        if first in seen:
+            continue
+        seen.add(first)
+        found, todo = set(), [first]
+        while todo:
+            for i, j in ends[todo.pop()]:
+                found.add((i, j))
+                new = {("source", i), ("target", j)} - seen
+                seen |= new
+                todo += new
+        yield sorted(found)
+
+
+def _assign_greedily(scores: Mapping[_Pair, float]) -> Iterator[_Pair]:
+    rows: set[int] = set()
+    columns: set[int] = set()
+    for i, j in sorted(scores, key=lambda at: (-scores[at], abs(at[0] - at[1]), at)):
+        if i not in rows and j not in columns:
+            rows.add(i)
+            columns.add(j)
+            yield i, j
+
+
+def _assign_exactly(scores: np.ndarray) -> list[_Pair]:
+    """Returns the best assignment of the rows and columns of a matrix.
 
     Kuhn's algorithm with potentials (the Hungarian method), one row after the other.
     """

@@ -118,6 +118,12 @@ _FUSED: Mapping[str, tuple[Words, ...]] = {
     "gateup": (("gate", "in"),),
 }
 
+FUSED = frozenset(_FUSED)
+"""The concepts of fused leaves."""
+
+PARTS = frozenset(roles for [roles] in _FUSED.values())
+"""The concepts of the parts of fused leaves, in order."""
+
 BUFFERS = re.compile(
     r"(.*/)?(inv_freq|position_ids|masked_bias|num_batches_tracked|token_type_ids)"
     r"|(.*/)?attn/bias|(.*/)?attention/bias"

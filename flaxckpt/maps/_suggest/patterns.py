@@ -8,17 +8,20 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from flaxckpt._types import LeafPath, Shape
-from flaxckpt.maps._suggest import names
+from flaxckpt.maps._suggest import alike, names
 
 Scope: TypeAlias = tuple[str, ...]
 """Components of the path of a module."""
 
 Key: TypeAlias = tuple[int, ...]
 """Values of the indices of a pattern; of an index over words, the word's position."""
+
+_Rest: TypeAlias = tuple[names.Meaning, int]
+"""The concepts of a part without its own, and the number of components."""
 
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
 
@@ -179,20 +182,44 @@ _FLAT = 4
 """The least number of layers without modules in them that are taken for repeated."""
 
 
-def find_parts(
-    roles: names.Words, patterns: Sequence[Pattern]
-) -> Iterator[tuple[Pattern, ...]]:
-    """Yields patterns of query, key and value whose meanings differ in nothing else."""
-    found: dict[object, dict[str, Pattern]] = defaultdict(dict)
-    for one in patterns:
-        for meaning in one.meanings:
-            mine = meaning & {*roles}
-            if len(mine) == 1 and not one.parts:
-                rest = meaning - mine, len(one.components)
-                found[rest].setdefault(next(iter(mine)), one)
-    for parts in found.values():
-        if len(parts) == len(roles):
-            yield tuple(parts[role] for role in roles)
+class Parts:
+    """Patterns of query, key and value whose meanings differ in nothing else.
+
+    Args:
+        roles: The concepts of the parts.
+        patterns: The patterns to look among.
+    """
+
+    def __init__(self, roles: names.Words, patterns: Sequence[Pattern]) -> None:
+        self._roles = roles
+        found: dict[_Rest, dict[str, list[Pattern]]] = defaultdict(dict)
+        for one in patterns:
+            for rest, role in self._places(one):
+                found[rest].setdefault(role, []).append(one)
+        self._found = [one for one in found.items() if len(one[1]) == len(roles)]
+        self._by_rest = dict(self._found)
+        self._index = alike.Index([(rest[0],) for rest, _ in self._found])
+
+    def _places(self, one: Pattern) -> Iterator[tuple[_Rest, str]]:
+        for meaning in () if one.parts else one.meanings:
+            mine = meaning & {*self._roles}
+            if len(mine) == 1:
+                yield (meaning - mine, len(one.components)), next(iter(mine))
+
+    def near(self, fused: tuple[names.Meaning, ...]) -> Iterator[tuple[Pattern, ...]]:
+        """Yields the parts that may be those of a fused leaf, each role once."""
+        bare = tuple(meaning - names.FUSED for meaning in fused)
+        for at in self._index.near(bare):
+            parts = self._found[at][1]
+            if all(parts.values()):
+                yield tuple(parts[role][0] for role in self._roles)
+
+    def remove(self, parts: Iterable[Pattern]) -> None:
+        """Leaves out patterns that were joined."""
+        for one in parts:
+            for rest, role in self._places(one):
+                left = self._by_rest.get(rest, {}).get(role, [])
+                left[:] = [other for other in left if other is not one]
 
 
 def join(parts: Sequence[Pattern], fused: str) -> Pattern | None:

@@ -12,6 +12,9 @@ from flaxckpt.maps._suggest.rows import Row
 Rename: TypeAlias = tuple[str, str]
 """The pattern and the replacement of `rename`."""
 
+_MOST = 200
+"""The most renames that are shorter than the rows."""
+
 _INDEX = re.compile(r"\{([a-z]+)\}")
 
 
@@ -20,7 +23,7 @@ def find_renames(
     sources: Iterable[LeafPath],
     wanted: Mapping[LeafPath, Sequence[LeafPath]],
 ) -> tuple[Rename, ...]:
-    """Returns renames that move the leaves as rows do; empty if no renames do.
+    """Returns renames that move the leaves as rows do; empty if no few renames do.
 
     Args:
         rows: The rows.
@@ -29,7 +32,7 @@ def find_renames(
     """
     paths = [*sources]
     for renames in (_of_containers(rows), _of_rows(rows)):
-        if renames and _is_equal(renames, paths, wanted):
+        if 0 < len(renames) <= _MOST and _is_equal(renames, paths, wanted):
             return renames
     return ()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from flaxckpt.maps._suggest import forms
 from flaxckpt.maps._suggest.match import Link
-from flaxckpt.maps._suggest.patterns import Pattern
+from flaxckpt.maps._suggest.patterns import Key, Pattern
 
 Row: TypeAlias = tuple[str, str] | tuple[str, str, str]
 """A row of `remap`: the names in the source and in the state, and perhaps a form."""
@@ -46,44 +48,48 @@ class RowNames:
 
     def rows(self, link: Link, form: forms.Candidate) -> list[Row]:
         """Returns the rows of a link, with as many indices as the numbers allow."""
-        return list(self._rows(link, form, tuple(link.paired), {}))
+        groups = [
+            dict(zip([a for a, _ in link.paired], group.loop, strict=True))
+            for group in link.groups
+        ]
+        return list(self._rows(link, form, {}, groups, [*link.source.members]))
 
     def _rows(
         self,
         link: Link,
         form: forms.Candidate,
-        loops: tuple[tuple[int, int], ...],
         fixed: Mapping[int, int],
+        groups: Sequence[Mapping[int, tuple[int, int]]],
+        members: Sequence[Key],
     ) -> Iterator[Row]:
-        """Yields rows in which the indices `fixed` of the source are numbers."""
-        groups = [
-            {**dict(zip([a for a, _ in link.paired], group.loop, strict=True))}
-            for group in link.groups
-        ]
-        groups = [
-            loop
-            for loop in groups
-            if all(loop[at][0] == value for at, value in fixed.items())
-        ]
-        open_loops = [(a, b) for a, b in loops if a not in fixed]
-        firsts = {a: _first_of_run({loop[a] for loop in groups}) for a, _ in open_loops}
-        counts = {a: len({loop[a][0] for loop in groups}) for a, _ in open_loops}
-        total = 1
-        for count in counts.values():
-            total *= count
-        stored = {
-            a: {key[a] for key in link.source.members if _agrees(key, fixed)}
-            for a, _ in open_loops
-        }
-        if total == len(groups) and all(
+        """Yields rows in which the indices `fixed` of the source are numbers.
+
+        Args:
+            link: The link.
+            form: The form.
+            fixed: Index of the source -> its number.
+            groups: The groups with these numbers.
+            members: The leaves of the source with these numbers.
+        """
+        open_loops = [a for a, _ in link.paired if a not in fixed]
+        firsts = {a: _first_of_run({loop[a] for loop in groups}) for a in open_loops}
+        counts = {a: len({loop[a][0] for loop in groups}) for a in open_loops}
+        stored = {a: {key[a] for key in members} for a in open_loops}
+        if math.prod(counts.values()) == len(groups) and all(
             first is not None and _is_start(stored[a], first[0], counts[a])
             for a, first in firsts.items()
         ):
             yield self._row(link, form, fixed, firsts, counts, stored, groups)  # type: ignore[arg-type]
             return
-        at = open_loops[0][0]
-        for value in sorted({loop[at][0] for loop in groups}):
-            yield from self._rows(link, form, loops, {**fixed, at: value})
+        at = open_loops[0]
+        groups_of, members_of = defaultdict(list), defaultdict(list)
+        for loop in groups:
+            groups_of[loop[at][0]].append(loop)
+        for key in members:
+            members_of[key[at]].append(key)
+        for value in sorted(groups_of):
+            now = {**fixed, at: value}
+            yield from self._rows(link, form, now, groups_of[value], members_of[value])
 
     def _row(
         self,
@@ -202,10 +208,6 @@ class RowNames:
                 if name not in taken:
                     return name
         raise AssertionError
-
-
-def _agrees(key: Sequence[int], fixed: Mapping[int, int]) -> bool:
-    return all(key[at] == value for at, value in fixed.items())
 
 
 def _first_of_run(pairs: set[tuple[int, int]]) -> tuple[int, int] | None:

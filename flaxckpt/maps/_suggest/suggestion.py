@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from flaxckpt import transforms as tf
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.formats import _locate
-from flaxckpt.maps._suggest import forms, names, values
+from flaxckpt.maps._suggest import alike, forms, names, values
 from flaxckpt.maps._suggest import match as matching
 from flaxckpt.maps._suggest import rows as rows_of
 from flaxckpt.maps._suggest.fused import find_cuts
@@ -402,11 +403,11 @@ class _Guess:
 
     def _match(self, sources: list[Pattern], targets: list[Pattern]) -> None:
         matches = matching.match(sources, targets)
-        seen = [
+        seen = forms.Evidence(
             forms.Observation(one.link.scope, one.link.kind, one.link.forms[0])
             for one in matches
             if len(one.link.forms) == 1
-        ]
+        )
         for one in sorted(matches, key=lambda one: str(one.link.source)):
             self._take(
                 one, forms.decide(one.link.forms, one.link.scope, one.link.kind, seen)
@@ -476,6 +477,33 @@ class _Guess:
             Ambiguity(leaves, tuple(map(rows_of.as_code, rows)), reason)
         )
 
+    @functools.cached_property
+    def _candidates(
+        self,
+    ) -> tuple[
+        list[LeafPath],
+        list[tuple[names.Meaning, ...]],
+        alike.Index,
+        names.Similarity,
+    ]:
+        """The leaves of the source, their meanings, and how to compare them."""
+        left = [p for p in self._targets if p not in self.leaves]
+        meanings, wanted = (
+            [names.meanings(p.split("/")) for p in paths]
+            for paths in (self._sources, left)
+        )
+        similarity = names.Similarity(wanted, meanings)
+        return [*self._sources], meanings, alike.Index(meanings), similarity
+
+    @functools.cached_property
+    def _used(self) -> set[LeafPath]:
+        return {p for match in self.leaves.values() for p in match.sources}
+
+    @functools.cached_property
+    def _counts(self) -> tuple[Counter[str], Counter[str]]:
+        """How many leaves of the source and the state are alike but for numbers."""
+        return Counter(map(_alike, self._sources)), Counter(map(_alike, self._targets))
+
     def nearest(self, path: LeafPath) -> str:
         """Describes the leaf of the source whose name is most like that of a leaf."""
         info = self._targets.get(path)
@@ -484,15 +512,14 @@ class _Guess:
         if not self._sources:
             return f"{info}; the source has no other leaf"
         wanted = names.meanings(path.split("/"))
-        similarity = names.Similarity(
-            [wanted], [names.meanings(p.split("/")) for p in self._sources]
-        )
-        best = max(
-            self._sources,
-            key=lambda p: similarity(names.meanings(p.split("/")), wanted),
-        )
-        used = {p for match in self.leaves.values() for p in match.sources}
-        why = ", which fills another leaf" if best in used else ""
+        paths, meanings, index, similarity = self._candidates
+        best = paths[
+            max(
+                index.near(wanted) or [0],
+                key=lambda at: similarity(meanings[at], wanted),
+            )
+        ]
+        why = ", which fills another leaf" if best in self._used else ""
         why = why or self._explain_blocks(path, best)
         return f"{info}; the nearest is {best}, {self._sources[best]}{why}"
 
@@ -502,8 +529,10 @@ class _Guess:
         Which of the two numbers runs faster is not known: a state may have blocks of
         several layers that repeat, or several stages of stacked layers.
         """
-        layers = [p for p in self._sources if _alike(p) == _alike(nearest)]
-        others = [p for p in self._targets if _alike(p) == _alike(path)]
+        layers, others = (
+            counts[_alike(p)]
+            for counts, p in zip(self._counts, (nearest, path), strict=True)
+        )
         sizes = [
             math.prod(side[p].shape)
             for side, p in ((self._sources, nearest), (self._targets, path))
@@ -512,12 +541,12 @@ class _Guess:
         numbers = [_alike(p).count(names.HOLE) for p in (nearest, path)]
         in_axis = stacked > 1 and numbers == [1, 1]
         in_names = stacked == 1 and numbers == [1, 2]
-        if rest or not 1 < stacked * len(others) <= len(layers):
+        if rest or not 1 < stacked * others <= layers:
             return ""
         if not (in_axis or in_names):
             return ""
         return (
-            f"; its {len(layers)} layers may be numbered in blocks, which are not"
+            f"; its {layers} layers may be numbered in blocks, which are not"
             " guessed: pass rows of remap with {(b r)}"
         )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -119,13 +120,16 @@ def find_changes(paths: Iterable[LeafPath]) -> dict[LeafPath, Change]:
     alike: dict[str, list[LeafPath]] = defaultdict(list)
     for path in paths:
         alike[_LARGE.sub("2", path)].append(path)
+    inside: Counter[LeafPath] = Counter()
+    for name, same in alike.items():
+        for end in _ends(name):
+            inside[name.removesuffix(end)] += len(same)
     fitting: dict[LeafPath, list[_Fit]] = defaultdict(list)
     for layout in _layouts():
         for container, rows in _matches(layout, alike).items():
             count = sum(len(alike[name]) for name in rows)
             below = f"{container}/" if container else ""
-            inside = sum(len(p) for n, p in alike.items() if n.startswith(below))
-            if count >= _ENOUGH * inside:
+            if count >= _ENOUGH * inside[below]:
                 fitting[container].append(_Fit(count, layout, rows))
     found: dict[str, dict[str, dict[str, list[str]]]] = {}
     for fits in fitting.values():
@@ -146,12 +150,13 @@ class _Layout(NamedTuple):
     Attributes:
         family: The name of the family.
         target: The name of the layout.
-        rows: The pattern of each row's target, with the changes of its values.
+        rows: The pattern of each row's target, with the changes of its values; by the
+            last two components that leaves may have.
     """
 
     family: str
     target: str
-    rows: Sequence[tuple[re.Pattern[str], tuple[str, ...]]]
+    rows: Mapping[str, Sequence[tuple[re.Pattern[str], tuple[str, ...]]]]
 
 
 class _Fit(NamedTuple):
@@ -171,18 +176,32 @@ class _Fit(NamedTuple):
 @functools.cache
 def _layouts() -> tuple[_Layout, ...]:
     """Returns all layouts of all families."""
-    return tuple(
-        _Layout(
-            family.name,
-            target,
-            [
-                (parse_name(tensor.target).pattern, _changes(tensor, tensors, family))
-                for tensor in tensors
-            ],
-        )
-        for family in FAMILIES
-        for target, tensors in family.tables.items()
-    )
+    layouts = []
+    for family in FAMILIES:
+        for target, tensors in family.tables.items():
+            rows = defaultdict(list)
+            for one in tensors:
+                row = parse_name(one.target).pattern, _changes(one, tensors, family)
+                for last in _last_words(one.target):
+                    rows[last].append(row)
+            layouts.append(_Layout(family.name, target, rows))
+    return tuple(layouts)
+
+
+def _last_words(name: str) -> set[str]:
+    """Returns the last two components that leaves of a row may have."""
+    pieces = re.split(r"\{([^{}]*)\}", name)
+    options = [
+        [piece] if at % 2 == 0 else (piece.partition(":")[2] or "0").split("|")
+        for at, piece in enumerate(pieces)
+    ]
+    texts = ("".join(one) for one in itertools.product(*options))
+    return {_last(text) for text in texts}
+
+
+def _last(path: LeafPath) -> str:
+    """Returns the last two components of a path, without numbers."""
+    return re.sub("[0-9]+", "#", "/".join(path.split("/")[-2:]))
 
 
 def _changes(
@@ -211,8 +230,10 @@ def _matches(
     """Returns container -> name of a leaf of the layout in it -> its changes."""
     found: dict[LeafPath, dict[str, tuple[str, ...]]] = defaultdict(dict)
     for name in names:
-        for end in _ends(name):
-            rows = [texts for pattern, texts in layout.rows if pattern.fullmatch(end)]
+        lasts = {_last(name), _last(name.rpartition("/")[2])}
+        known = [row for last in lasts for row in layout.rows.get(last, ())]
+        for end in _ends(name) if known else ():
+            rows = [texts for pattern, texts in known if pattern.fullmatch(end)]
             if rows:
                 container = name.removesuffix(end).rstrip("/")
                 found[container][name] = max(rows, key=len)
