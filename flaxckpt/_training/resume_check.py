@@ -167,6 +167,7 @@ def _compare(wanted: Values, found: Values, how: str, advice: str) -> None:
         if not _is_donated(wanted, path)
         and not _is_donated(found, path)
         and _bits(wanted, path) != _bits(found, path)
+        and not _is_same_number(wanted.get(path), found.get(path))
     ]
     # Do not report a leaf twice if it was changed in place and returned.
     returned = [m for m in mismatches if not m.leaf.startswith(f"{_GIVEN}/")]
@@ -177,6 +178,16 @@ def _compare(wanted: Values, found: Values, how: str, advice: str) -> None:
 def _is_donated(values: Values, path: LeafPath) -> bool:
     value = values.get(path)
     return isinstance(value, jax.Array) and value.is_deleted()
+
+
+def _is_same_number(wanted: Any, found: Any) -> bool:
+    """Returns True if a scalar came back as an equal Python number.
+
+    The state before the first step may have a Python number where a step has a scalar.
+    """
+    is_number = isinstance(found, int | float | complex)
+    is_scalar = isinstance(wanted, jax.Array) and wanted.shape == ()
+    return is_number and is_scalar and not _is_key(wanted) and bool(wanted == found)
 
 
 def _bits(values: Values, path: LeafPath) -> object:

@@ -179,3 +179,10 @@ def test_types_that_change_in_the_first_step_are_found(ckpt):
     fresh = {"n": jnp.zeros(2), "ema": None}
     callback(ckpt).check_resume(begin, step, fresh=fresh)
     assert ckpt.steps() == []
+
+
+def test_a_python_number_may_come_back_for_a_scalar(ckpt):
+    begin = {"step": 0, "w": jnp.zeros(2)}
+    callback(ckpt).check_resume(
+        begin, lambda s: {"step": jnp.asarray(s["step"]) + 1, "w": s["w"] + s["step"]}
+    )
