@@ -136,14 +136,24 @@ class Finder:
             path: A stored leaf, in the state of a transform or elsewhere.
             wanted: The containers of the wanted state.
         """
-        role, place = self._table[path].info.role, _place(self._table[path].info)
+        role, place = (
+            self._table[path].info.role,
+            place_of_state(self._table[path].info),
+        )
         if role is None or place is None:
             return False
-        node = _node_at(wanted, place)
+        node = _state.tree.node_at(wanted, place)
         return (
-            node is not None
+            isinstance(node, _state.tree.Node)
             and not _state.optax_containers.is_plain(node)
             and _state.optax_containers.class_name(node) != role.state_class
+        )
+
+    def has_moved(self, place: LeafPath) -> bool:
+        """Returns True if a stored state matches a wanted state at another path."""
+        return any(
+            place in (match.same, *match.others) and wanted != place
+            for wanted, match in self._matches.items()
         )
 
     def _outside_of_transforms(self, path: LeafPath) -> list[LeafPath]:
@@ -172,7 +182,7 @@ class Finder:
             or (
                 role.field == field
                 # The name of a parameter may end with the field of a box.
-                and (len(_tail(role)) == len(tail) or _place(info) == place)
+                and (len(_tail(role)) == len(tail) or place_of_state(info) == place)
             )
         )
         return found if is_same else None
@@ -198,12 +208,12 @@ class Finder:
         moved = []
         for path, leaf in self._table.items():
             role = leaf.info.role
-            if role is None or (place := _place(leaf.info)) is None:
+            if role is None or (place := place_of_state(leaf.info)) is None:
                 continue
             state = (role.optimizer, role.state_class, place)
             source = leaf.sources[0]
             if isinstance(source, StoredLeaf) and source.info.path != path:
-                before = _place(source.info)
+                before = place_of_state(source.info)
                 if before != place:
                     moved.append((path, before, state))
                     continue
@@ -266,7 +276,10 @@ class Finder:
         doubtful = {
             optimizer
             for optimizer in {optimizer for optimizer, _ in seats}
-            if (node := _node_at(self._structure, optimizer)) is not None
+            if isinstance(
+                node := _state.tree.node_at(self._structure, optimizer),
+                _state.tree.Node,
+            )
             and _state.optax_containers.may_be_several(node)
         }
         return {seat for optimizer, seat in seats if optimizer in doubtful}
@@ -424,7 +437,7 @@ class Finder:
         if (found := self._at(path)) is None:
             return False
         known, info = self._known[path], self._table[found].info
-        if known.fields and (place := _place(info)) is not None:
+        if known.fields and (place := place_of_state(info)) is not None:
             return place == known.place and _class(info) == known.state_class
         return self._classes.get(known.place, known.state_class) == known.state_class
 
@@ -646,7 +659,7 @@ def _is_moment(tail: LeafPath, known: _state.optimizer_roles.LeafFacts) -> bool:
     return "/" in tail and known.field not in _state.optimizer_roles.NAMED_VALUES
 
 
-def _place(info: LeafInfo) -> LeafPath | None:
+def place_of_state(info: LeafInfo) -> LeafPath | None:
     """Returns the path of the state around a leaf; None for a leaf without a role."""
     role = info.role
     if role is None or not role.state_class or info.kind == "empty":
@@ -668,24 +681,6 @@ def _above(path: LeafPath) -> Iterator[LeafPath]:
     while path:
         path = path.rpartition("/")[0]
         yield path
-
-
-def _node_at(
-    node: _state.tree.Node | LeafPath, path: LeafPath
-) -> _state.tree.Node | None:
-    """Returns the container at a path of a structure, or None."""
-    for part in path.split("/") if path else ():
-        while not isinstance(node, str) and node.is_box and node.children:
-            node = node.children[0]
-        if isinstance(node, str):
-            return None
-        for key, child in zip(node.keys, node.children, strict=True):
-            if _state.tree.join((key,)) == part:
-                node = child
-                break
-        else:
-            return None
-    return None if isinstance(node, str) else node
 
 
 def _containers(

@@ -19,6 +19,20 @@ from flaxckpt.errors import Mismatch
 from flaxckpt.formats._reader import Stored
 from flaxckpt.transforms import _moments
 
+RESUME_ADVICE = (
+    "Add these places to the state with which the run begins, which should have the"
+    " types of the state after a step (jax.eval_shape(step, state) shows them), or pass"
+    ' unused="ignore" to go on without these leaves.'
+)
+"""What to do about leaves that a resumed run would lose."""
+
+ADVICE_ON_TYPES = (
+    "Begin the run with a state of the types that it saves, those after a step:"
+    " jax.eval_shape(step, state) shows them, and restore_or_init takes it as the state"
+    " where the run has a step. To change the state, begin another run from this one"
+    " with source= and source_transforms=."
+)
+
 _NEAREST_AMONG = 5_000
 _X64 = "jax_enable_x64"
 _TOPS_SHOWN = 6
@@ -200,6 +214,7 @@ def make_error(
     has_transforms: bool,
     has_state: bool,
     is_source: bool,
+    is_resume: bool,
 ) -> errors.RestoreMismatchError:
     """Returns the error of a plan with problems: its rows and advice.
 
@@ -209,13 +224,20 @@ def make_error(
         has_transforms: Whether the caller passed transforms.
         has_state: Whether the caller passed an abstract state.
         is_source: Whether a new run begins from the checkpoint.
+        is_resume: Whether a run continues from the checkpoint.
     """
     argument = "source_transforms" if is_source else "transforms"
     groups = [] if has_transforms else _find_moved(planned, stored.table)
+    kinds = {problem.kind for problem in planned.problems if not problem.advice}
+    if is_resume and not groups and kinds and kinds <= {"differs", "missing"}:
+        others = [p.advice for p in planned.problems if p.advice]
+        advice = " ".join(dict.fromkeys([ADVICE_ON_TYPES, *others]))
+    else:
+        advice = _give_advice(planned, stored, groups, argument, has_state=has_state)
     return errors.RestoreMismatchError(
         planned.path,
         planned.problems,
-        _give_advice(planned, stored, groups, argument, has_state=has_state),
+        advice,
         shown=_format_rows(planned.problems, groups),
     )
 

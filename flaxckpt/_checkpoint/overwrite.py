@@ -133,7 +133,7 @@ def check_free(final: Path, *, overwrite: bool) -> None:
         return  # another process has deleted it just now
     raise errors.CheckpointExistsError(
         f"{final} exists: choose another path, or pass overwrite=True (to a"
-        " Checkpointer: on_exists='overwrite')"
+        " Checkpointer: on_exists='overwrite', or 'skip' to keep the step)"
     )
 
 

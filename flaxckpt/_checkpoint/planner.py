@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from flaxckpt import _arrays, _state, _util, errors
+from flaxckpt._checkpoint import additions
 from flaxckpt._checkpoint.match_optimizer import Finder
 from flaxckpt._checkpoint.mismatch import (
+    RESUME_ADVICE,
     describe_missing,
     find_excess_width,
     find_lack_of_devices,
@@ -43,7 +45,11 @@ class RestoreOptions:
     """Options of a restore; `load` documents the options that it has, too.
 
     Attributes:
+        unused: None for what `purpose` does: a resume brings leaves back, or fails.
         max_concurrent_bytes: Bytes to read at one time.
+        purpose: A `load` leaves out what the state has no leaf for. A `restore` of a
+            step fills empty places of the state. A `resume` of a run also adds keys to
+            mappings, and leaves nothing out.
         is_source: Whether a new run begins from the checkpoint: with `"reinit"`, step
             counters beside optimizers keep their values, too.
         has_values: Whether the program has an optimizer and values for the leaves of
@@ -51,10 +57,11 @@ class RestoreOptions:
     """
 
     missing: Literal["error", "init"] = "error"
-    unused: Literal["warn", "error", "ignore"] = "warn"
+    unused: Literal["warn", "error", "ignore"] | None = None
     optimizer: Literal["match", "exact", "reinit"] = "match"
     transforms: Sequence[Transform] = ()
     types: Sequence[type] = ()
+    purpose: Literal["load", "restore", "resume"] = "load"
     verify: bool = True
     memory_map: Literal["auto"] | bool = "auto"
     max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
@@ -66,7 +73,7 @@ class RestoreOptions:
         object.__setattr__(self, "transforms", _transforms.check(self.transforms))
         for name, allowed in (
             ("missing", ("error", "init")),
-            ("unused", ("warn", "error", "ignore")),
+            ("unused", (None, "warn", "error", "ignore")),
             ("optimizer", ("match", "exact", "reinit")),
             ("memory_map", ("auto", True, False)),
         ):
@@ -75,6 +82,16 @@ class RestoreOptions:
                     f"{name} must be one of {allowed}, got"
                     f" {_util.arguments.describe(getattr(self, name))}"
                 )
+
+    @property
+    def adds_leaves(self) -> bool:
+        """Whether leaves that only the checkpoint has may be added to the state."""
+        return self.unused is None and self.purpose != "load"
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the restore may go without leaves that only the checkpoint has."""
+        return self.unused is not None or self.purpose != "resume"
 
 
 class ComputedNumber(NamedTuple):
@@ -351,8 +368,11 @@ class _Planner:
         for path, leaf in self._flat.table.items():
             if leaf.info.kind != "empty":
                 self._decide(path, leaf, chosen[path])
+        if not self._options.leaves_out:
+            branches = self._stored.damaged_branches.values()
+            self._damaged.update(set(branches) - self._stored.left_out.keys())
         self._stored.check_items(self._damaged)
-        self._drop_unused()
+        self._settle_unused()
         plan = RestorePlan(
             path=self._stored.metadata.path,
             leaves=self._leaves,
@@ -562,23 +582,78 @@ class _Planner:
             for path in _state.tree.leaf_type_paths(self._flat.structure)
         )
 
-    def _drop_unused(self) -> None:
-        for path, leaf in self._table.items():
-            if path in self._used or leaf.info.kind == "empty":
+    def _settle_unused(self) -> None:
+        """Plans the leaves that only the checkpoint has."""
+        unused = {
+            path: leaf
+            for path, leaf in self._table.items()
+            if path not in self._used and leaf.info.kind != "empty"
+        }
+        added, homeless = self._add(unused)
+        option, is_reinit = self._options.unused, self._options.optimizer == "reinit"
+        for path, leaf in unused.items():
+            if path in added:
                 continue
             is_part = f"{path}/".startswith(self._whole)
-            if self._options.unused == "error" or (
-                is_part and self._options.unused == "warn"
-            ):
+            if option == "error" or (is_part and option != "ignore"):
                 self._problems.append(
                     Mismatch(path, "nothing", str(leaf.info), "unused")
                 )
-            elif self._options.optimizer == "reinit" and leaf.info.role:
+            elif is_reinit and leaf.info.role:
                 continue
+            elif path in homeless and not self._options.leaves_out:
+                self._problems.append(
+                    Mismatch(path, "no place", str(leaf.info), "unused", RESUME_ADVICE)
+                )
             name = path if path not in self._leaves else f"{path} (in the checkpoint)"
             self._leaves[name] = LeafPlan(
                 ("dropped",), (path,), None, leaf.info, 0, leaf.transforms
             )
+
+    def _add(self, unused: LeafTable) -> tuple[Set[LeafPath], Set[LeafPath]]:
+        """Adds leaves that only the checkpoint has to the state.
+
+        Returns:
+            The added leaves, and those without a place in the state.
+        """
+        if not unused or not self._options.adds_leaves:
+            return set(), set()
+        if self._options.optimizer == "reinit":
+            unused = {path: leaf for path, leaf in unused.items() if not leaf.info.role}
+        is_resume = self._options.purpose == "resume"
+        places, homeless = additions.assign(
+            unused, self._flat, self._stored, self._finder, to_missing_keys=is_resume
+        )
+        if places:
+            grown = additions.grow(self._flat, self._table, self._stored, places)
+            self._flat = grown.flat
+            for place, name in grown.unknown.items():
+                self._report_unknown(place, name)
+        for path in places:
+            leaf = self._table[path]
+            wanted = dataclasses.replace(leaf.info, sharding=None)
+            problem = find_unsupported(wanted, leaf)
+            if problem := problem or find_excess_width(wanted, leaf.info):
+                self._conflict(problem, wanted, leaf.info, (path,))
+                continue
+            size = self._builder.add(leaf, wanted)
+            self._leaves[path] = _leaf_plan(wanted, leaf, path, size)
+        return places.keys(), set(homeless)
+
+    def _report_unknown(self, place: LeafPath, class_name: str) -> None:
+        """Reports a class at an empty place that this process does not know."""
+        if self._options.leaves_out:
+            _log.warning(
+                "%s of %s becomes a dict, as its class %s is unknown: pass types=[...]",
+                place,
+                self._stored.metadata.path,
+                class_name,
+            )
+            return
+        found = f"a {class_name}, a class that is unknown here"
+        self._problems.append(
+            Mismatch(place, "an empty place", found, "unused", RESUME_ADVICE)
+        )
 
 
 def step_counters(

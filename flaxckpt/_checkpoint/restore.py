@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,12 +16,12 @@ from flaxckpt import _arrays, _state, _storage, _util, datasets, errors
 from flaxckpt._checkpoint import mismatch, optimizer_init, planner
 from flaxckpt._checkpoint.load_handle import LoadHandle
 from flaxckpt._checkpoint.plan import RestorePlan, describe_outcomes
-from flaxckpt._state.leaf import LeafInfo, StoredLeaf
+from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.formats import _locate, _native, _reader
 from flaxckpt.formats._reader import CheckpointMetadata, Lineage, Stored
-from flaxckpt.transforms import Transform, _parse
+from flaxckpt.transforms import Transform, _moments, _parse
 from flaxckpt.transforms import _base as _transforms
 
 if TYPE_CHECKING:
@@ -211,27 +211,63 @@ def load_source(
     abstract_state: PyTree,
     options: planner.RestoreOptions,
     counter: _util.progress.Counter,
-) -> tuple[PyTree, tuple[Lineage, ...]]:
-    """Returns a state for a run to begin with, and the lineage of the checkpoint."""
+) -> tuple[PyTree, tuple[Lineage, ...], int]:
+    """Returns a state for a run to begin with, its lineage, and its step."""
     stored = _locate.open_checkpoint(path, step)
     digest = _file_digest(stored)
-    state = restore(stored, abstract_state, options, counter)
+    planned = Restore(stored, abstract_state, options, counter)
+    with _util.progress.bar(counter):
+        planned.read()
+        planned.compute()
+        state = planned.build()
     done = _transforms.describe(options.transforms)
     origin = Lineage(stored.metadata.path, stored.step, digest, done)
-    return state, (origin, *stored.metadata.lineage)[:_MAX_LINEAGE]
+    lineage = (origin, *stored.metadata.lineage)[:_MAX_LINEAGE]
+    continues = options.optimizer != "reinit" and planned.has_optimizer()
+    return state, lineage, _find_start(state, origin) if continues else 0
 
 
-def find_step(state: PyTree) -> int:
-    """Returns the step from the counters beside the optimizers; 0 without counters.
+def _find_start(state: PyTree, origin: Lineage) -> int:
+    """Returns the step at which a run begins that continues a source's optimizer.
+
+    It is the value of the step counter beside the optimizer; without one, the step of
+    the source, and of a source without a step number, the count of its optimizer.
 
     Raises:
         OptionError: The step counters disagree.
     """
     flat = _state.flax_state.flatten(state)
     roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
+    if (step := _find_step(flat, planner.step_counters(roles))) is not None:
+        _log.info("the run begins at step %d, as the step counter says", step)
+        return step
+    counts = [
+        int(np.max(np.asarray(flat.table[path].source), initial=0))
+        for path, known in roles.items()
+        if known.field == "count" and flat.table[path].info.kind == "array"
+    ]
+    count = max(counts, default=0)
+    step = count if origin.step is None else origin.step
+    _log.warning(
+        "the run begins at step %d, %s of %s, whose optimizer it continues, as the"
+        " state has no step counter beside the optimizer%s",
+        step,
+        "the count of the optimizer" if origin.step is None else "the step",
+        origin.path,
+        f"; the optimizer counts {count} updates" if counts and count != step else "",
+    )
+    return step
+
+
+def _find_step(flat: _state.flax_state.FlatState, paths: Set[LeafPath]) -> int | None:
+    """Returns the value of the step counters at `paths`; None without any.
+
+    Raises:
+        OptionError: The step counters disagree.
+    """
     counters = {
         path: set(np.asarray(flat.table[path].source).ravel().tolist())
-        for path in planner.step_counters(roles)
+        for path in paths
         if path in flat.table
     }
     steps = set().union(*counters.values())
@@ -243,7 +279,7 @@ def find_step(state: PyTree) -> int:
             )
             + '\nPass optimizer="reinit" to begin at step 0.'
         )
-    return int(steps.pop()) if steps else 0
+    return int(steps.pop()) if steps else None
 
 
 def _file_digest(stored: Stored) -> str | None:
@@ -328,6 +364,41 @@ def plan_for_target(
     if planned.drops and not _succeeds_without(stored, target, options, planned.drops):
         planned = dataclasses.replace(planned, drops=())
     return planned
+
+
+def plan_resume(
+    state: PyTree, begin: PyTree, options: planner.RestoreOptions
+) -> RestorePlan:
+    """Returns the plan of a restore of `state`, once saved, into `begin`."""
+    flat = _state.flax_state.flatten(state)
+    roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
+    table = _state.optimizer_roles.with_roles(flat.table, roles)
+    unknown: set[str] = set()
+    structure = _state.treedef.from_json(
+        _state.treedef.to_json(flat.structure), _state.classes.resolver(), unknown
+    )
+    metadata = CheckpointMetadata(
+        path="the run",
+        format="flaxckpt",
+        step=None,
+        leaves={},
+        metrics={},
+        created=None,
+        committed=None,
+        custom={},
+        has_dataset=False,
+        total_bytes=0,
+    )
+    stored = Stored(
+        metadata,
+        {
+            path: Leaf(leaf.info, (StoredLeaf(Path(), leaf.info, value=""),))
+            for path, leaf in table.items()
+        },
+        structure,
+        frozenset(unknown),
+    )
+    return planner.make_plan(stored, begin, options)[0]
 
 
 def _succeeds_without(
@@ -460,6 +531,7 @@ class Restore:
                 has_transforms=bool(options.transforms),
                 has_state=abstract_state is not None,
                 is_source=options.is_source,
+                is_resume=options.purpose == "resume",
             )
         self._jobs: Sequence[_arrays.read.ReadJob] = self._recipe.jobs
         if options.read_once and _util.processes.process_count() > 1:
@@ -469,6 +541,15 @@ class Restore:
             _warn_of_differences(self._planned, self._recipe, options)
         self._reading = _read_options(self._planned.path, options, counter.add)
         self._values: dict[LeafPath, Any] = {}
+
+    def has_optimizer(self) -> bool:
+        """Returns True if optimizer leaves come from the checkpoint."""
+        return any(
+            leaf.wanted is not None
+            and "init" not in leaf.actions
+            and _moments.is_optimizer_leaf(leaf.wanted.path, leaf.wanted)
+            for leaf in self._planned.leaves.values()
+        )
 
     def read(self) -> None:
         """Reads the leaves that need no computation."""
@@ -633,19 +714,35 @@ def _warn_of_differences(
     options: planner.RestoreOptions,
 ) -> None:
     """Logs warnings about unread leaves and about newly initialized leaves."""
-    branches, dropped, fresh = set(), [], []
+    assert recipe.flat is not None
+    branches = {path.split("/")[0] for path in recipe.flat.table}
+    dropped, fresh = [], []
     for path, leaf in planned.leaves.items():
-        if leaf.wanted is not None:
-            branches.add(leaf.wanted.path.split("/")[0])
         if "dropped" in leaf.actions:
             dropped.append(path)
         elif "init" in leaf.actions and path not in recipe.as_asked:
             fresh.append(path)
-    dropped = [path for path in dropped if path.split("/")[0] in branches]
-    if dropped and options.unused == "warn":
+    if options.purpose != "resume" and "" not in branches:  # a part of the state
+        dropped = [path for path in dropped if path.split("/")[0] in branches]
+    if dropped and options.unused != "ignore":
         _warn(planned.path, "not read, as missing in the state", dropped)
+    if options.purpose == "resume" and (rounded := find_rounded(planned)):
+        names = [f"{path} ({types})" for path, types in rounded]
+        _warn(planned.path, "rounded to the types of the state", names)
     if fresh:
         _warn(planned.path, "not restored, and left to start afresh", fresh)
+
+
+def find_rounded(planned: RestorePlan) -> list[tuple[LeafPath, str]]:
+    """Returns the floating leaves that a restore rounds, each with both types."""
+    return [
+        (path, f"{leaf.found.dtype} to {leaf.wanted.dtype}")
+        for path, leaf in planned.leaves.items()
+        if "cast" in leaf.actions
+        and leaf.wanted is not None
+        and leaf.found is not None
+        and _state.dtypes.may_round(leaf.found.dtype, leaf.wanted.dtype)
+    ]
 
 
 def _warn(path: str, what: str, leaves: list[LeafPath]) -> None:

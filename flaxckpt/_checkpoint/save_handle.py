@@ -74,7 +74,7 @@ class SaveHandle:
         _unfinished.add(self)
         _register_in_child()
         # No daemon thread: a script that ends still finishes the last save.
-        self._thread = threading.Thread(
+        self._thread = _util.threads.Background(
             target=self._run, args=(work,), name=name, daemon=False
         )
         try:
@@ -170,6 +170,12 @@ class SaveHandle:
         """Returns True if the save failed and `wait` has not yet raised the error."""
         return self in _unreported
 
+    def _join(self, timeout_secs: float | None = None) -> None:
+        if not self.done():
+            self._pace.lift()
+            with _util.progress.bar(self._counter):
+                self._await_end(timeout_secs)
+
     def wait(self, timeout_secs: float | None = None) -> SaveResult:
         """Waits until the checkpoint is durable and old steps are deleted.
 
@@ -182,10 +188,7 @@ class SaveHandle:
             CheckpointError: The save failed and saved nothing.
         """
         _util.arguments.check_timeout("timeout_secs", timeout_secs)
-        if not self.done():
-            self._pace.lift()
-            with _util.progress.bar(self._counter):
-                self._await_end(timeout_secs)
+        self._join(timeout_secs)
         if not self.done():
             raise errors.CheckpointTimeoutError(
                 f"the {self._name} is still running after {timeout_secs} s;"
@@ -196,6 +199,11 @@ class SaveHandle:
             raise self._error
         assert self._result is not None
         return self._result
+
+
+def join(handle: SaveHandle) -> None:
+    """Waits until a save has ended; `SaveHandle.wait` raises its error."""
+    handle._join()
 
 
 _unfinished: set[SaveHandle] = set()

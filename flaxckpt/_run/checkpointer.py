@@ -30,6 +30,7 @@ from flaxckpt._run import (
     edit,
     restoring,
     retention,
+    run_steps,
     saving,
     watch,
 )
@@ -52,7 +53,10 @@ class Checkpointer:
     """Saves, finds, restores and deletes the steps in a run directory.
 
     At most one save is in progress. Steps are always listed from the directory itself,
-    so a restart or another process sees the same steps.
+    so a restart or another process sees the same steps. All methods about steps wait
+    for a save in progress; if it fails, `save`, `wait`, `close` and the methods that
+    change steps raise its error. Functions called by the save itself, such as
+    policies, see the steps before it.
 
     ```python
     with Checkpointer("run", keep=[LatestN(3), BestN(1, "eval/loss", "min")]) as ckpt:
@@ -317,7 +321,7 @@ class Checkpointer:
         fallback: bool = True,
         transforms: Sequence[Transform] = (),
         missing: Literal["error", "init"] = "error",
-        unused: Literal["warn", "error", "ignore"] = "warn",
+        unused: Literal["warn", "error", "ignore"] | None = None,
         optimizer: Literal["match", "exact", "reinit"] = "match",
         types: Sequence[type] = (),
         verify: bool = True,
@@ -334,7 +338,11 @@ class Checkpointer:
                 marked then, unless `read_only`: see `damaged`.
             transforms: See `flaxckpt.load`.
             missing: See `flaxckpt.load`.
-            unused: See `flaxckpt.load`.
+            unused: Treatment of leaves that only the step has. By default, those in an
+                empty place of the state (None, `{}`, `()`, `[]`) come back in the
+                classes that the step records, and others cause a warning, as in
+                `flaxckpt.load`; `warn` and `ignore` leave out all, and `error` raises
+                an error.
             optimizer: See `flaxckpt.load`.
             types: See `flaxckpt.load`.
             verify: See `flaxckpt.load`.
@@ -347,21 +355,36 @@ class Checkpointer:
             CheckpointNotFoundError: The run has no steps, or not this step.
             CheckpointError: See `flaxckpt.load`.
         """
+        options = RestoreOptions(
+            missing=missing,
+            unused=unused,
+            optimizer=optimizer,
+            transforms=transforms,
+            types=types,
+            purpose="restore",
+            verify=verify,
+            memory_map=memory_map,
+        )
+        return self._restore(
+            abstract_state, options, step=step, dataset=dataset, fallback=fallback
+        )
+
+    def _restore(
+        self,
+        abstract_state: PyTree | None,
+        options: RestoreOptions,
+        *,
+        step: int | None = None,
+        dataset: Any = None,
+        fallback: bool = True,
+    ) -> PyTree:
         with self.events.delivery():
             restored = self._restores.restore(
                 abstract_state,
                 step=step,
                 dataset=dataset,
                 fallback=fallback,
-                options=RestoreOptions(
-                    missing=missing,
-                    unused=unused,
-                    optimizer=optimizer,
-                    transforms=transforms,
-                    types=types,
-                    verify=verify,
-                    memory_map=memory_map,
-                ),
+                options=options,
             )
             self.lineage, self.restored_step = restored.lineage, restored.step
             self._saves.add_own(restored.step)
@@ -375,7 +398,14 @@ class Checkpointer:
         Raises:
             CheckpointError: As for `restore`.
         """
-        state = self.restore(abstract_state, dataset=dataset)
+        return self._restore_latest(
+            abstract_state, RestoreOptions(purpose="restore"), dataset
+        )
+
+    def _restore_latest(
+        self, abstract_state: PyTree, options: RestoreOptions, dataset: Any
+    ) -> tuple[PyTree, int]:
+        state = self._restore(abstract_state, options, dataset=dataset)
         assert self.restored_step is not None
         self._saves.forget_beyond(self.restored_step)
         return state, self.restored_step
@@ -397,20 +427,26 @@ class Checkpointer:
 
     # ---- finding -------------------------------------------------------------
 
+    @property
+    def _ended(self) -> run_steps.RunSteps:
+        """The steps of the run, once the save in progress has ended."""
+        self._saves.finish()
+        return self._run
+
     def steps(self) -> list[int]:
         """Returns the committed steps without damage markers, ascending."""
-        return list(self._run.paths())
+        return list(self._ended.paths())
 
     def latest_step(self) -> int | None:
         """Returns the newest of `steps()`; None without steps."""
-        return max(self._run.paths(), default=None)
+        return max(self._ended.paths(), default=None)
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
         """Returns the newest step with the best finite `metric`; None without any.
 
         Warns if the steps have other metrics only: the name may be wrong.
         """
-        best = self._run.best_steps(policies.BestN(1, metric, mode))
+        best = self._ended.best_steps(policies.BestN(1, metric, mode))
         if not best:
             self._run.warn_of_unknown(metric)
         return next(iter(best), None)
@@ -423,7 +459,7 @@ class Checkpointer:
         delete a marked step. A later save of the same step replaces the marked step,
         `delete` deletes it, and `restore(step=…)` still tries it.
         """
-        return self._run.damage_reasons()
+        return self._ended.damage_reasons()
 
     def verify(self, step: int) -> VerifyReport:
         """Reads a whole step, and compares the content with its checksums.
@@ -448,15 +484,15 @@ class Checkpointer:
     def metadata(self, step: int) -> CheckpointMetadata:
         """Returns a description of a step, without reading arrays."""
         step = _steps.names.check(step)
-        return _locate.read_stored(self._run.path(step), step).metadata
+        return _locate.read_stored(self._ended.path(step), step).metadata
 
     def has_dataset(self, step: int) -> bool:
         """Returns True if the directory of a step has a dataset state."""
-        return _native.items.find_dataset(self._run.path(step)) is not None
+        return _native.items.find_dataset(self._ended.path(step)) is not None
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Returns the metrics stored with a step."""
-        return dict(self._run.metrics(self._run.path(step)))
+        return dict(self._run.metrics(self._ended.path(step)))
 
     @property
     def run_metadata(self) -> Mapping[str, JSON]:
@@ -498,7 +534,7 @@ class Checkpointer:
             poll_secs: Seconds between two listings of the directory.
         """
         return watch.new_steps(
-            self._run.paths,
+            lambda: self._ended.paths(),
             timeout_secs=timeout_secs,
             poll_secs=poll_secs,
         )
@@ -529,7 +565,7 @@ class Checkpointer:
 
         A `read_only` object without policies uses those that the run has recorded.
         """
-        return self._run.explain_all(self._session.rules())
+        return self._ended.explain_all(self._session.rules())
 
     def prune(self, *, dry_run: bool = False) -> tuple[int, ...]:
         """Deletes the steps and dataset states that no policy keeps.
@@ -581,6 +617,7 @@ class Checkpointer:
             SaveFailedError: The marker could not be changed.
         """
         self._session.check_writable("keep a step")
+        self.wait()
         self._run.make_permanent(step)
 
     def pin(self, step: int) -> None:
@@ -590,11 +627,13 @@ class Checkpointer:
             SaveFailedError: The marker could not be written.
         """
         self._session.check_writable("pin")
+        self.wait()
         self._run.pin(step)
 
     def unpin(self, step: int) -> None:
         """Removes the pin of a step; raises the errors of `pin`."""
         self._session.check_writable("unpin")
+        self.wait()
         self._run.unpin(step)
 
     # ---- the end -------------------------------------------------------------
@@ -666,6 +705,31 @@ def _choose_action(
 def session_of(checkpointer: Checkpointer) -> Session:
     """Returns the parts of a checkpointer for a training loop."""
     return checkpointer._session
+
+
+def resume(
+    checkpointer: Checkpointer,
+    state: PyTree,
+    *,
+    dataset: Any,
+    unused: Literal["warn", "error", "ignore"] | None = None,
+) -> tuple[PyTree, int]:
+    """Restores the newest undamaged step whole, for a run that continues.
+
+    Args:
+        checkpointer: Checkpointer of the run.
+        state: The state to restore into.
+        dataset: The iterator to restore, or None.
+        unused: See `CheckpointCallback.restore_or_init`.
+
+    Returns:
+        The state and the step.
+
+    Raises:
+        CheckpointError: As for `Checkpointer.restore`.
+    """
+    options = RestoreOptions(purpose="resume", unused=unused)
+    return checkpointer._restore_latest(state, options, dataset)
 
 
 def beside(checkpointer: Checkpointer, directory: PathLike) -> Checkpointer:

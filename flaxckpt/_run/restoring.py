@@ -116,19 +116,19 @@ class Restores:
         step: int | None,
         abstract_state: PyTree,
         options: RestoreOptions,
-    ) -> tuple[PyTree, tuple[Lineage, ...]]:
-        """Returns the state of another checkpoint, and its lineage, itself first.
+    ) -> tuple[PyTree, tuple[Lineage, ...], int]:
+        """Returns the state of another checkpoint, its lineage, and its step.
 
         With `optimizer="reinit"`, step counters beside optimizers keep their values.
         """
         options = dataclasses.replace(self._complete(options), is_source=True)
         start = time.monotonic()
         counter = _util.progress.Counter(f"loading {path.name}")
-        state, lineage = _checkpoint.restore.load_source(
+        state, lineage, start_step = _checkpoint.restore.load_source(
             path, step, abstract_state, options, counter
         )
         self._report_restored(lineage[0].step, lineage[0].path, counter, start)
-        return state, lineage
+        return state, lineage, start_step
 
     def _complete(self, options: RestoreOptions) -> RestoreOptions:
         """Returns `options` with the options that belong to the whole run."""

@@ -20,6 +20,7 @@ from flaxckpt import (
     _util,
     errors,
 )
+from flaxckpt._checkpoint import save_handle
 from flaxckpt._checkpoint.commit import SaveRequest
 from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._run import metrics as run_metrics
@@ -350,7 +351,7 @@ class Saves:
             self._run.events.deliver()
 
     def end(self) -> SaveResult | None:
-        """Waits for the save in progress.
+        """Waits for the save in progress; not on the save's own thread.
 
         Returns:
             The result of the save; None without a save, if cancelled, or if already
@@ -359,6 +360,8 @@ class Saves:
         Raises:
             CheckpointError: The save failed.
         """
+        if _util.threads.is_background():
+            return None
         with self._lock.get():
             handle = self._handle
             if handle is None:
@@ -374,6 +377,12 @@ class Saves:
                 raise
             self._handle = None
             return result
+
+    def finish(self) -> None:
+        """Waits until the save in progress has ended; `end` raises its error."""
+        handle = self._handle
+        if handle is not None and not _util.threads.is_background():
+            save_handle.join(handle)
 
     def is_under_way(self) -> bool:
         """Returns True if a save has begun and no caller has waited for the save."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from flaxckpt import _checkpoint, _distributed, _storage, errors
+from flaxckpt import _distributed, _storage, errors
 from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._run import restoring, retention, run_steps, saving, settings
 from flaxckpt._types import PathLike, PyTree
@@ -87,8 +87,7 @@ class Session:
         the step counter beside the optimizer also keeps its value in `abstract_state`.
 
         Returns:
-            The state and its step, by its counters: 0 with `reinit`, or without
-            counters.
+            The state and its step: 0, unless the optimizer of the source continues.
 
         Raises:
             OptionError: The step counters disagree.
@@ -96,11 +95,10 @@ class Session:
         """
         path = _storage.paths.resolve(source)
         with self.run.events.delivery():
-            state, self.saves.lineage = self.restores.load_source(
+            state, self.saves.lineage, start = self.restores.load_source(
                 path, step, abstract_state, options
             )
-        is_reset = options.optimizer == "reinit"
-        return state, 0 if is_reset else _checkpoint.restore.find_step(state)
+        return state, start
 
     # ---- several processes ------------------------------------------------------
 

@@ -374,7 +374,7 @@ class StagedSteps(run_steps.RunSteps):
         if step in self.uploads.last_listed:
             raise errors.CheckpointExistsError(
                 f"{self.uploads.last_listed[step]} exists: choose another step, or pass"
-                " on_exists='overwrite'"
+                " on_exists='overwrite', or 'skip' to keep the step"
             )
 
     def check_replaceable(self, step: int) -> None:

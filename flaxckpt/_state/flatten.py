@@ -250,6 +250,7 @@ def _visit(
         parts.static,
         parts.is_box,
         parts.leaf_type,
+        isinstance(value, Mapping) and not parts.is_box and parts.leaf_type is None,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -55,18 +55,25 @@ class FlatState:
         table: Leaf path -> leaf, in the order of the state.
         structure: The containers of the state.
         restore_objects: The inverse of splitting NNX objects: they become new objects
-            with the same sharing.
+            with the same sharing. Takes the state, and values of empty attributes.
+        objects: Leaf path -> NNX object that is split there.
         optimizer_states: Keys of each NNX optimizer's state, and its structure in
             optax's own classes, which an `nnx.State` lacks.
         repeated: Path of a variable -> its path in an earlier branch, if each branch
             has all of its variables.
+        attributes: Leaf path of an empty attribute of an NNX object -> the structure
+            of its new value.
     """
 
     table: LeafTable
     structure: state_tree.Node | LeafPath
-    restore_objects: Callable[[PyTree], PyTree]
+    restore_objects: Callable[[PyTree, Mapping[LeafPath, Any]], PyTree]
+    objects: Mapping[LeafPath, Any] = dataclasses.field(default_factory=dict)
     optimizer_states: tuple[tuple[Keys, state_tree.Node | LeafPath], ...] = ()
     repeated: Mapping[LeafPath, LeafPath] = dataclasses.field(default_factory=dict)
+    attributes: Mapping[LeafPath, state_tree.Node | LeafPath] = dataclasses.field(
+        default_factory=dict
+    )
 
     def rebuild(
         self, values: Mapping[LeafPath, Any], *, in_parts: bool = False
@@ -84,7 +91,11 @@ class FlatState:
         """
         make_leaf = leaf_types.LeafParts if in_parts else leaf_types.build
         return self.restore_objects(
-            state_tree.unflatten(self.structure, values, make_leaf)
+            state_tree.unflatten(self.structure, values, make_leaf),
+            {
+                path: state_tree.unflatten(structure, values, make_leaf)
+                for path, structure in self.attributes.items()
+            },
         )
 
 
@@ -121,7 +132,7 @@ def flatten(
         OptionError: The state is a function or a class.
     """
     check_state(state)
-    tree, restore_objects, repeated = _split_objects(state, whole_branches)
+    tree, restore_objects, repeated, objects = _split_objects(state, whole_branches)
     table: LeafTable = {}
     faults: dict[LeafPath, str] = {}
 
@@ -147,6 +158,7 @@ def flatten(
         table,
         structure,
         restore_objects,
+        objects,
         tuple(
             (
                 (*keys, _OPT_STATE),
@@ -226,13 +238,15 @@ class _Split(NamedTuple):
 
     Attributes:
         tree: The state, with an `nnx.State` in place of each object.
-        restore_objects: The inverse of splitting the objects.
+        restore_objects: The inverse of splitting the objects; see `FlatState`.
         repeated: See `FlatState`.
+        objects: See `FlatState`.
     """
 
     tree: PyTree
-    restore_objects: Callable[[PyTree], PyTree]
+    restore_objects: Callable[[PyTree, Mapping[LeafPath, Any]], PyTree]
     repeated: Mapping[LeafPath, LeafPath]
+    objects: Mapping[LeafPath, Any]
 
 
 def _split_objects(state: PyTree, whole_branches: bool = False) -> _Split:
@@ -251,7 +265,7 @@ def _split_objects(state: PyTree, whole_branches: bool = False) -> _Split:
     places = [i for i, node in enumerate(nodes) if is_object(node)]
     shared = _shared_variables(nodes, places)
     if not places and not shared:
-        return _Split(state, lambda tree: tree, {})
+        return _Split(state, lambda tree, _: tree, {}, {})
     nnx = loaded_nnx()
     # Split together, so that variables shared by two objects are stored once.
     try:
@@ -266,28 +280,97 @@ def _split_objects(state: PyTree, whole_branches: bool = False) -> _Split:
     if whole_branches:
         states, repeated = _repeat_variables(state, states)
     named = _leaf_paths(state, repeated)
+    around, _ = _flatten_by_path(state, (nnx.Pytree, nnx.Variable))
+    paths = [path for path, _ in around]
+    objects = {paths[i]: nodes[i] for i in places}
     for n, i in enumerate(places):
         nodes[i] = states[n] if n in states else nnx.State({})
 
-    def restore(tree: PyTree) -> PyTree:
-        leaves = treedef.flatten_up_to(tree)
+    def restore(tree: PyTree, attributes: Mapping[LeafPath, Any]) -> PyTree:
+        # The tree may have more leaves than the state.
+        outer = dict(_flatten_by_path(tree, (nnx.State, nnx.Variable))[0])
+        split = {id(outer[path]) for path in objects}
+        around, treedef = _flatten_by_path(tree, (nnx.Variable,), split)
+        values = dict(around)
+        leaves = [values[path] for path in paths]
         restored = nnx.State({n: leaves[i] for n, i in enumerate(places) if leaves[i]})
         restored, unequal = _drop_repeated(restored, repeated)
         if unequal:
             raise UnequalVariablesError(
                 {named[path]: named[repeated[path]] for path in unequal}
             )
-        objects = nnx.merge(graph, restored) if places else []
+        merged = nnx.merge(graph, restored) if places else []
         for n, i in enumerate(places):
-            leaves[i] = objects[n]
-        _share_variables(leaves, objects, shared)
-        return treedef.unflatten(leaves)
+            leaves[i] = merged[n]
+        _set_attributes({paths[i]: leaves[i] for i in places}, attributes)
+        _share_variables(leaves, merged, shared)
+        values |= zip(paths, leaves, strict=True)
+        return treedef.unflatten(values.values())
 
     return _Split(
         treedef.unflatten(nodes),
         restore,
         {named[path]: named[first] for path, first in repeated.items()},
+        objects,
     )
+
+
+def _flatten_by_path(
+    tree: PyTree, kinds: tuple[type, ...], ids: Set[int] = frozenset()
+) -> tuple[list[tuple[LeafPath, Any]], Any]:
+    """Flattens a tree around nodes of `kinds`, or with `ids`; returns paths, too."""
+    nodes, treedef = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: isinstance(node, kinds) or id(node) in ids
+    )
+    keys = state_flatten.to_keys
+    return [(state_tree.join(keys(path)), node) for path, node in nodes], treedef
+
+
+# ---- empty attributes of objects ------------------------------------------------
+
+
+def empty_attribute(
+    objects: Mapping[LeafPath, Any], path: LeafPath
+) -> tuple[LeafPath, Any] | None:
+    """Returns the path and value of the empty attribute at or above a path.
+
+    Empty are None and containers without children. None is returned for a path outside
+    of `objects`, and for an attribute that has a value or does not exist.
+    """
+    above = max((at for at in objects if _is_above(at, path)), key=len, default=None)
+    if above is None:
+        return None
+    node, done = objects[above], above
+    while is_object(node) and done != path:
+        name = _next_part(done, path)
+        done = f"{done}/{name}" if done else name
+        if (attribute := state_tree.unescape(name)) not in vars(node):
+            return None
+        node = vars(node)[attribute]
+    is_empty = node is None or (isinstance(node, dict | list | tuple) and not node)
+    return (done, node) if is_empty and done != above else None
+
+
+def _is_above(above: LeafPath, path: LeafPath) -> bool:
+    return not above or f"{path}/".startswith(f"{above}/")
+
+
+def _next_part(above: LeafPath, path: LeafPath) -> LeafPath:
+    return path[len(above) :].lstrip("/").partition("/")[0]
+
+
+def _set_attributes(
+    objects: Mapping[LeafPath, Any], attributes: Mapping[LeafPath, Any]
+) -> None:
+    """Sets attributes of NNX objects: leaf path -> value."""
+    for path, value in attributes.items():
+        at = max((at for at in objects if _is_above(at, path)), key=len)
+        node, outer = objects[at], path.rpartition("/")[0]
+        while at != outer:
+            name = _next_part(at, path)
+            node, at = vars(node)[state_tree.unescape(name)], f"{at}/{name}".lstrip("/")
+        name = state_tree.unescape(path.rpartition("/")[2])
+        setattr(node, name, loaded_nnx().data(value))
 
 
 def flatten_around_objects(

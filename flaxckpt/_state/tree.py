@@ -46,6 +46,7 @@ class Node:
             the path.
         leaf_type: The registered class of a leaf whose parts are the children; None for
             a container. `rebuild` returns the parts.
+        is_open: True for a mapping of this process, which may get more keys.
     """
 
     type: str
@@ -55,6 +56,7 @@ class Node:
     static: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
     is_box: bool = False
     leaf_type: leaf_types.LeafType | None = None
+    is_open: bool = False
 
 
 class TreeLeaf(NamedTuple):
@@ -158,6 +160,28 @@ def _path_of(node: Node) -> LeafPath:
         if path:
             return path if node.is_box else path.rpartition("/")[0]
     return ""
+
+
+def node_at(node: Node | LeafPath, path: LeafPath) -> Node | LeafPath | None:
+    """Returns the container or leaf at a path of a structure, boxes included."""
+    for part in path.split("/") if path else ():
+        node = inside_boxes(node)
+        if isinstance(node, str):
+            return None
+        for key, child in zip(node.keys, node.children, strict=True):
+            if join((key,)) == part:
+                node = child
+                break
+        else:
+            return None
+    return node
+
+
+def inside_boxes(node: Node | LeafPath) -> Node | LeafPath:
+    """Returns the container or leaf in the boxes around it."""
+    while not isinstance(node, str) and node.is_box and node.children:
+        node = node.children[0]
+    return node
 
 
 def key_paths(

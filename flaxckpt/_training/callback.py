@@ -186,6 +186,7 @@ class CheckpointCallback:
         self._began_at: int | None = None
         self._last: CompletedStep | None = None
         self._first_state: training_start.FirstState | None = None
+        self._begin_types: training_start.BeginTypes | None = None
         self._consumption = step_counter.Consumption()
 
     # ---- in the loop -----------------------------------------------------------------
@@ -370,6 +371,8 @@ class CheckpointCallback:
             if self._first_state is not None and not is_forced:
                 first, self._first_state = self._first_state, None
                 first.check_counted(state, completed.step)
+        if self._begin_types is not None:
+            self._begin_types.check(ckpt, state)
         if completed.fault:
             _log.warning(
                 "the last step will not be saved at the end unless it is due: the state"
@@ -403,6 +406,8 @@ class CheckpointCallback:
         state, dataset = completed.get("state"), completed.get("dataset")
         if self._check_step:
             step_counter.check(state, step, offset=self._offset)
+        if self._begin_types is not None:
+            self._begin_types.check(self.checkpointer, state)
         if self._consumption.wants:
             self._consumption.note(step, datasets.position(dataset))
         self._note_duration()
@@ -513,13 +518,15 @@ class CheckpointCallback:
         source_transforms: Sequence[Transform] = (),
         dataset: Any = None,
         missing: Literal["error", "init"] = "error",
-        unused: Literal["warn", "error", "ignore"] = "warn",
+        unused: Literal["warn", "error", "ignore"] | None = None,
         optimizer: Literal["match", "exact", "reinit"] = "reinit",
     ) -> tuple[PyTree, int]:
         """Returns the newest checkpoint; else `source`, transformed; else `state`.
 
         A restarted run continues from its own newest checkpoint without transforms, so
-        `source_map` and `source_transforms` apply only once.
+        `source_map` and `source_transforms` apply only once. Every leaf of the run's
+        own checkpoint comes back, also where the state has None, an empty container or
+        no such key of a mapping, or an error names the leaves that have no place.
 
         ```python
         state, start = on_step.restore_or_init(
@@ -543,14 +550,21 @@ class CheckpointCallback:
                 saved position; wrap it in prefetchers only after this call. A source's
                 dataset is not restored.
             missing: Treatment of leaves that the source lacks; see `load`.
-            unused: Treatment of leaves that only the source has; see `load`.
+            unused: Treatment of leaves that only the checkpoint has: `warn` and
+                `ignore` leave them out, and `error` raises an error. By default, a
+                source's are left out with a warning, and the run's own come back;
+                leaves of a transform that the optimizer no longer has are left out with
+                a warning.
             optimizer: How to find optimizer leaves in the source; see `load`. By
                 default, the optimizer and the step counter beside it are initialized
-                anew; `match` continues the optimizer of the source.
+                anew; `match` continues the optimizer of the source, and its steps.
 
         Returns:
             The state, and the number of completed steps: 0 for `state`, and for a
-            source, unless its step counter was restored.
+            source with a new optimizer. A run that continues the optimizer of a source
+            begins at the value of the step counter beside the optimizer; without a
+            counter, at the source's step, or, of a source without a step number, at the
+            count of its optimizer.
 
         Raises:
             CheckpointError: There are checkpoints, but none fits.
@@ -582,6 +596,8 @@ class CheckpointCallback:
                 transforms=source_transforms,
             ),
         )
+        with contextlib.suppress(Exception):  # a save reports the error
+            self._begin_types = training_start.BeginTypes(state, unused)
         self._consumption.begin(step, datasets.position(dataset))
         self._began_at = self.checkpointer.restored_step
         self._previous, self._last = step, None
@@ -615,23 +631,25 @@ class CheckpointCallback:
     ) -> None:
         """Checks that a restored run takes the same step as this run, bit for bit.
 
-        Saves `state` beside the steps, restores it into `fresh`, takes a step from
-        both, and compares all leaves: parameters, optimizer, random keys, and the
-        batch. `state` is not changed, and the dataset returns to its position. Call
-        this once before a long run; it takes the time of two saves and the memory of
-        three states.
+        Takes a step, saves the new state beside the steps, restores it into `fresh` as
+        a restart does, takes a step from both, and compares all leaves: parameters,
+        optimizer, random keys, and the batch. `state` is not changed, and the dataset
+        returns to its position. Call this once before a long run; it takes the time of
+        two saves and the memory of three states.
 
         Args:
             state: A state of the training.
-            step_fn: `step_fn(state, batch)` returns the new state (and other values to
-                compare), or changes the state in place and returns None. Without a
-                dataset, it is called without a batch.
+            step_fn: `step_fn(state, batch)` returns the new state, alone or beside
+                other values to compare, or changes the state in place and returns None.
+                Without a dataset, it is called without a batch.
             dataset: Replaces the iterator passed to the constructor.
             fresh: Abstract or initialized state to restore into, as made by a new
                 process; by default `state`.
 
         Raises:
             ResumeMismatchError: Some leaves differ; all are named.
+            RestoreMismatchError: `fresh` has other types than the state after a step,
+                so a restart would fail.
         """
         self._session.check_writable("check a resume")
         dataset = self._getters["dataset"]() if dataset is None else dataset

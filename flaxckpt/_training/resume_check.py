@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxckpt import _state, _storage, _util, errors
-from flaxckpt._run.checkpointer import Checkpointer, beside, session_of
+from flaxckpt import _state, _storage, _util, datasets, errors
+from flaxckpt._run.checkpointer import Checkpointer, beside, resume, session_of
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 
 Values: TypeAlias = dict[LeafPath, Any]
 
-_STEP = 0
+_STEP = 1
 _GIVEN = "given"
 """Key of the state passed to `step_fn`, with its values after the call."""
 
@@ -31,10 +31,13 @@ def check(
     dataset: Any,
     fresh: PyTree | None,
 ) -> None:
-    """Compares a training step from `state` with a step from the restored state.
+    """Compares a step from the trained state with a step from the restored state.
+
+    The first step gives the state to save: its types may differ from those of `state`.
 
     Raises:
         ResumeMismatchError: The results differ; all differing leaves are named.
+        RestoreMismatchError: The saved state does not fit `fresh`.
     """
     if not callable(step_fn):
         raise errors.OptionError(
@@ -43,40 +46,73 @@ def check(
         )
     with _trial_directory(checkpointer) as directory:
         trial = beside(checkpointer, directory)
-        trial.save(_STEP, state, dataset=dataset).wait()
 
-        def step(begin: PyTree) -> Values:
+        def step(begin: PyTree) -> tuple[PyTree, Values]:
             batch = () if dataset is None else (_next_batch(dataset),)
             returned = step_fn(begin, *batch)
             # A function that changes NNX objects in place may return None.
             result = begin if returned is None else returned
-            return _state.flax_state.leaves_by_path(
-                {"state": result, _GIVEN: begin, "batch": batch}
-            )
+            values = {"state": result, _GIVEN: begin, "batch": batch}
+            return result, _state.flax_state.leaves_by_path(values)
 
-        try:
-            expected = step(_copy_state(state))
-            _rewind(trial, state, dataset)
+        with _position_kept(dataset, directory) as rewind:
+            given = _copy_state(state)
+            result, expected = step(given)
+            rewind()
             _compare(
                 expected,
-                step(_copy_state(state)),
+                step(_copy_state(state))[1],
                 "when the step is repeated from the same state",
                 "step_fn or the data are not deterministic, so no run can be repeated:"
                 " look for numpy's random numbers, the time, or a dataset that does"
                 " not return to its position.",
             )
-            begin = trial.restore(
-                state if fresh is None else fresh, step=_STEP, dataset=dataset
-            )
+            trained = _find_state(result, given, state)
+            trial.save(_STEP, trained, dataset=dataset).wait()
+            _, expected = step(_copy_state(trained))
+            begin, _ = resume(trial, state if fresh is None else fresh, dataset=dataset)
             _compare(
                 expected,
-                step(begin),
+                step(begin)[1],
                 "when the step is repeated from the restored state",
                 "These values are not saved, or are restored differently: check that"
                 " they are leaves of the state, or part of the dataset's state.",
             )
-        finally:
-            _rewind(trial, state, dataset)
+
+
+@contextlib.contextmanager
+def _position_kept(dataset: Any, directory: Path) -> Iterator[Callable[[], None]]:
+    """Yields a function that returns a dataset to its position; the end calls it."""
+    files = None if dataset is None else datasets.state_files(dataset)
+
+    def rewind() -> None:
+        if files is not None:
+            datasets.set_state(dataset, files, path=directory)
+
+    try:
+        yield rewind
+    finally:
+        rewind()
+
+
+def _find_state(returned: PyTree, given: PyTree, before: PyTree) -> PyTree:
+    """Returns the state after a step.
+
+    It is the part of the returned values with the most leaf paths of the state before.
+    A step that returns none of them has changed the given state in place.
+    """
+    parts = [returned]
+    if isinstance(returned, Mapping):
+        parts += returned.values()
+    elif isinstance(returned, tuple | list):
+        parts += returned
+    wanted = _state.flax_state.leaves_by_path(before).keys()
+
+    def count(part: PyTree) -> int:
+        return len(_state.flax_state.leaves_by_path(part).keys() & wanted)
+
+    state = max(parts, key=count)
+    return state if count(state) else given
 
 
 @contextlib.contextmanager
@@ -98,11 +134,6 @@ def _trial_directory(checkpointer: Checkpointer) -> Iterator[Path]:
                 " there, either. Check that it is writable and has space"
             ) from error
         yield directory
-
-
-def _rewind(trial: Checkpointer, state: PyTree, dataset: Any) -> None:
-    if dataset is not None:
-        trial.restore_dataset(dataset, step=_STEP)
 
 
 def _copy_state(state: PyTree) -> PyTree:
@@ -136,6 +167,7 @@ def _compare(wanted: Values, found: Values, how: str, advice: str) -> None:
         if not _is_donated(wanted, path)
         and not _is_donated(found, path)
         and not _is_same(wanted, found, path)
+        and not _is_same_number(wanted.get(path), found.get(path))
     ]
     # Do not report a leaf twice if it was changed in place and returned.
     returned = [m for m in mismatches if not m.leaf.startswith(f"{_GIVEN}/")]
@@ -152,6 +184,16 @@ def _is_same(wanted: Values, found: Values, path: LeafPath) -> bool:
     if path not in wanted or path not in found:
         return False
     return _state.bits.is_same(wanted[path], found[path])
+
+
+def _is_same_number(wanted: Any, found: Any) -> bool:
+    """Returns True if a scalar came back as an equal Python number.
+
+    The state before the first step may have a Python number where a step has a scalar.
+    """
+    is_number = isinstance(found, int | float | complex)
+    is_scalar = isinstance(wanted, jax.Array) and wanted.shape == ()
+    return is_number and is_scalar and not _is_key(wanted) and bool(wanted == found)
 
 
 def _describe(values: Values, path: LeafPath) -> str:

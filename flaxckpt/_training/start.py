@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import numpy as np
 
-from flaxckpt import _state, _steps, errors, formats
+from flaxckpt import _checkpoint, _state, _steps, _util, errors, formats
+from flaxckpt._checkpoint import mismatch
 from flaxckpt._checkpoint.planner import RestoreOptions
-from flaxckpt._run.checkpointer import Checkpointer, session_of
+from flaxckpt._run.checkpointer import Checkpointer, resume, session_of
 from flaxckpt._run.session import Session
 from flaxckpt._training import kept_state, step_counter
-from flaxckpt._types import PathLike, PyTree
+from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.maps import _named
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
@@ -42,7 +44,7 @@ def restore_or_init(
         source_step: Step of the source, if the source is a run directory.
         source_map: The map of the source: transforms before those of `options`, or the
             name of a family; see `CheckpointCallback.restore_or_init`.
-        options: Options for loading the source.
+        options: Options for loading the source; `unused` also applies to a step.
 
     Raises:
         CheckpointError: There are checkpoints, but none fits.
@@ -60,7 +62,9 @@ def restore_or_init(
         )
     # With damaged steps, do not begin anew: restoring raises an error with advice.
     if session.has_steps():
-        restored, step = checkpointer.restore_latest(state, dataset=dataset)
+        restored, step = resume(
+            checkpointer, state, dataset=dataset, unused=options.unused
+        )
         if dataset is None and checkpointer.has_dataset(step):
             _log.warning(
                 "step %d has the state of a dataset, but no dataset was passed: the"
@@ -218,6 +222,65 @@ class FirstState:
                 f" start + 1, as in range({step + 1}, total + 1). If no step was"
                 " trained yet, pass check_step=False"
             )
+
+
+class BeginTypes:
+    """The types of the state with which a run begins, and begins again.
+
+    Args:
+        state: The state passed to `restore_or_init`.
+        unused: Treatment of leaves that only a step has.
+    """
+
+    def __init__(
+        self, state: PyTree, unused: Literal["warn", "error", "ignore"] | None
+    ) -> None:
+        flat = _state.flax_state.flatten(state)
+        abstract = {path: _abstract(leaf.source) for path, leaf in flat.table.items()}
+        self._begin = flat.rebuild(abstract, in_parts=True)
+        self._options = RestoreOptions(purpose="resume", unused=unused)
+        self._types = _types(state)
+        self._told: set[str] = set()
+
+    def check(self, checkpointer: Checkpointer, state: PyTree) -> None:
+        """Warns, once for each leaf, if a restart would not bring `state` back."""
+        if (types := _types(state)) == self._types:
+            return
+        self._types = types
+        planned = _checkpoint.restore.plan_resume(state, self._begin, self._options)
+        problems = {problem.leaf: problem.row for problem in planned.problems}
+        rounded = _checkpoint.restore.find_rounded(planned)
+        problems |= {path: f"{path}: rounded, {types}" for path, types in rounded}
+        rows = [row for leaf, row in problems.items() if leaf not in self._told]
+        if not rows:
+            return
+        self._told |= problems.keys()
+        _log.warning(
+            "a restart of the run in %s would not bring back %s: the state has other"
+            " types than the state that restore_or_init was given:\n%s\n%s",
+            checkpointer.directory,
+            _util.humanize.count(len(rows), "leaf", "leaves"),
+            errors.rows(rows),
+            mismatch.ADVICE_ON_TYPES,
+        )
+
+
+def _types(state: PyTree) -> dict[LeafPath, tuple[Any, ...]]:
+    return {
+        path: (type(x), getattr(x, "dtype", None), getattr(x, "shape", None))
+        for path, x in _state.flax_state.leaves_by_path(state).items()
+    }
+
+
+def _abstract(value: Any) -> Any:
+    """Returns a value of the same type without its memory."""
+    if isinstance(value, jax.Array):
+        return jax.ShapeDtypeStruct(
+            value.shape, value.dtype, weak_type=getattr(value, "weak_type", False)
+        )
+    if isinstance(value, np.ndarray):
+        return np.broadcast_to(np.zeros((), value.dtype), value.shape)
+    return value
 
 
 def warn_of_other_numbers(checkpointer: Checkpointer, state: PyTree, step: int) -> None:

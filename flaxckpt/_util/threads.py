@@ -20,6 +20,18 @@ from flaxckpt._util.pace import Pace
 T = TypeVar("T")
 
 
+class Background(threading.Thread):
+    """A thread that saves or uploads, and must not wait for a save.
+
+    It may call functions of the user, such as policies, which ask about the steps.
+    """
+
+
+def is_background() -> bool:
+    """Returns True on a thread that must not wait for a save."""
+    return isinstance(threading.current_thread(), Background)
+
+
 def each(
     function: Callable[[T], object],
     items: Iterable[T],

@@ -814,3 +814,85 @@ def test_a_lack_of_memory_is_no_damage(tmp_path, monkeypatch, caplog):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         assert ckpt.steps() == [1, 2]
         assert ckpt.restore(state)["b"][0] == 2
+
+
+# ---- a save in progress -----------------------------------------------------------
+
+ASKED = {
+    "steps": lambda ckpt: ckpt.steps() == [1],
+    "latest_step": lambda ckpt: ckpt.latest_step() == 1,
+    "best_step": lambda ckpt: ckpt.best_step("loss", "min") == 1,
+    "metrics": lambda ckpt: ckpt.metrics(1) == {"loss": 0.5},
+    "metadata": lambda ckpt: ckpt.metadata(1).step == 1,
+    "has_dataset": lambda ckpt: not ckpt.has_dataset(1),
+    "damaged": lambda ckpt: ckpt.damaged() == {} and ckpt.steps() == [1],
+    "explain": lambda ckpt: ckpt.explain().keys() == {1},
+    "new_steps": lambda ckpt: list(ckpt.new_steps(timeout_secs=0)) == [1],
+    "pin": lambda ckpt: ckpt.pin(1) or "pinned" in ckpt.explain()[1],
+    "unpin": lambda ckpt: ckpt.unpin(1) is None,
+    "make_permanent": lambda ckpt: ckpt.make_permanent(1) is None,
+    "prune": lambda ckpt: ckpt.prune(dry_run=True) == () and ckpt.steps() == [1],
+    "add_metrics": lambda ckpt: ckpt.add_metrics(1, {"eval": 1}) is None,
+    "delete": lambda ckpt: ckpt.delete(1) or ckpt.steps() == [],
+    "verify": lambda ckpt: ckpt.verify(1).ok,
+    "restore": lambda ckpt: ckpt.restore(step=1)["step"] == 1,
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_asks_about_steps_waits_for_the_save(tmp_path, monkeypatch, name):
+    with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
+        gate = Gate(monkeypatch, "rename")
+        gate.hold(lambda: ckpt.save(1, state(1), metrics={"loss": 0.5}))
+        assert ASKED[name](ckpt)
+
+
+def test_what_asks_about_steps_leaves_the_error_of_a_save(tmp_path, monkeypatch):
+    ckpt = flaxckpt.Checkpointer(tmp_path / "run")
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(checkpoint_commit, "write_files", fail)
+    ckpt.save(1, state(1))
+    assert ckpt.steps() == []
+    assert ckpt.latest_step() is None
+    with pytest.raises(errors.SaveFailedError, match="no space"):
+        ckpt.pin(1)
+
+
+@pytest.mark.parametrize("staging", [None, "fast"])
+def test_a_policy_that_asks_about_steps_does_not_wait_for_itself(tmp_path, staging):
+    asked = []
+
+    class Curious:
+        def preserved(self, checkpoints):
+            asked.append((ckpt.latest_step(), ckpt.steps()))
+            ckpt.wait()
+            return {checkpoint.step for checkpoint in checkpoints}
+
+    options = {} if staging is None else {"staging": tmp_path / staging}
+    ckpt = flaxckpt.Checkpointer(tmp_path / "run", keep=[Curious()], **options)
+    with ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step))
+    assert asked
+    assert ckpt.steps() == [1, 2, 3]
+
+
+def test_a_sink_that_asks_about_steps_gets_an_answer(tmp_path):
+    seen = []
+    with flaxckpt.Checkpointer(
+        tmp_path / "run", sinks=[lambda event: seen.append(ckpt.latest_step())]
+    ) as ckpt:
+        ckpt.save(1, state(1))
+        ckpt.save(2, state(2))
+    assert seen[-1] == 2
+
+
+def test_a_step_that_exists_offers_to_skip_it(run_dir):
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        with pytest.raises(errors.CheckpointExistsError, match=r"'skip' to keep"):
+            ckpt.save(1, state(1))
+        assert ckpt.save(1, state(1), on_exists="skip").wait().skipped

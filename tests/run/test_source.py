@@ -340,3 +340,32 @@ def test_moments_of_another_transform_are_called_so(tmp_path):
     )
     with pytest.raises(errors.RestoreMismatchError, match="of another transform"):
         flaxckpt.load(tmp_path / "c", {"opt_state": abstract})
+
+
+@pytest.mark.parametrize("is_run", [True, False])
+def test_an_optimizer_goes_on_at_its_step_without_a_counter(tmp_path, caplog, is_run):
+    params = {"w": jnp.ones(2)}
+    tx = optax.adam(1e-3)
+    moments = tx.init(params)
+    for _ in range(20):
+        _, moments = tx.update(params, moments)
+    source, state = tmp_path / "source", {"params": params, "opt_state": moments}
+    if is_run:
+        with flaxckpt.Checkpointer(source) as ckpt:
+            ckpt.save(20, state)
+    else:
+        flaxckpt.save(source, state)
+    fresh = {"params": params, "opt_state": tx.init(params)}
+
+    def begin(name, source, optimizer):
+        with flaxckpt.Checkpointer(tmp_path / name) as ckpt:
+            on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
+            return on_step.restore_or_init(fresh, source=source, optimizer=optimizer)
+
+    begun, start = begin("goes on", source, "match")
+    assert start == begun["opt_state"][0].count == 20
+    assert "begins at step 20" in caplog.text
+    begun, start = begin("anew", source, "reinit")
+    assert start == begun["opt_state"][0].count == 0
+    flaxckpt.save(tmp_path / "params", {"params": params})
+    assert begin("no optimizer", tmp_path / "params", "match")[1] == 0

@@ -166,3 +166,23 @@ def test_a_prefetcher_around_grain_is_found(ckpt):
     step = functools.partial(lambda s, b: {"w": s["w"] + b})
     with pytest.raises(errors.ResumeMismatchError, match=r"batch/0"):
         callback(ckpt, Prefetcher()).check_resume({"w": jnp.int32(0)}, step)
+
+
+def test_types_that_change_in_the_first_step_are_found(ckpt):
+    begin = {"n": jnp.zeros(2, jnp.int32), "ema": None}
+
+    def step(state):
+        return {"n": state["n"] + 0.5, "ema": jnp.ones(2)}, jnp.float32(1)
+
+    with pytest.raises(errors.RestoreMismatchError, match="n: wanted int32"):
+        callback(ckpt).check_resume(begin, step)
+    fresh = {"n": jnp.zeros(2), "ema": None}
+    callback(ckpt).check_resume(begin, step, fresh=fresh)
+    assert ckpt.steps() == []
+
+
+def test_a_python_number_may_come_back_for_a_scalar(ckpt):
+    begin = {"step": 0, "w": jnp.zeros(2)}
+    callback(ckpt).check_resume(
+        begin, lambda s: {"step": jnp.asarray(s["step"]) + 1, "w": s["w"] + s["step"]}
+    )

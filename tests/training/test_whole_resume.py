@@ -1,0 +1,332 @@
+"""A run's own resume brings every leaf back, or names the leaves it cannot."""
+
+import logging
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx, struct
+from flax.core import FrozenDict
+from flax.training.train_state import TrainState
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt.transforms import rename
+
+W = jnp.arange(3.0)
+PARAMS = {"w": W}
+
+
+def average():
+    """Returns what a run makes later: arrays, numbers, text and keys."""
+    return {"a": W + 1, "more": (np.ones(2), 3, "text", jax.random.key(7))}
+
+
+class Named(NamedTuple):
+    w: Any
+    ema: Any = None
+
+
+@struct.dataclass
+class Struct:
+    w: Any
+    ema: Any = None
+
+
+class WithAverage(TrainState):
+    ema: Any = None
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Own:
+    def __init__(self, w, ema=None):
+        self.w, self.ema = w, ema
+
+    def tree_flatten_with_keys(self):
+        key = jax.tree_util.GetAttrKey
+        return ((key("w"), self.w), (key("ema"), self.ema)), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+class Own2(nnx.Module):
+    def __init__(self, value=None):
+        self.linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        self.value = nnx.data(value)
+
+
+class Static(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        self.value = None
+
+
+class Lacking(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+
+def train_state(tx, **fields):
+    state = WithAverage.create(apply_fn=None, params=PARAMS, tx=tx, **fields)
+    return state.replace(step=jnp.zeros((), jnp.int32))
+
+
+ADAM = optax.adam(1e-3)
+MADE = {
+    "None in a dict": (lambda v: {"w": W, "ema": v}, [None, {}, (), []]),
+    "no key in a dict": (
+        lambda v: {"w": W} if v is None else {"w": W, "ema": v},
+        [None],
+    ),
+    "an int key": (lambda v: {"h": {1: W} if v is None else {1: W, 2: v}}, [None]),
+    "no key in a FrozenDict": (
+        lambda v: FrozenDict({"w": W} if v is None else {"w": W, "ema": v}),
+        [None],
+    ),
+    "an empty FrozenDict": (
+        lambda v: {"p": FrozenDict({} if v is None else {"ema": v})},
+        [None],
+    ),
+    "a named tuple": (lambda v: Named(W, v), [None, {}]),
+    "a dataclass": (lambda v: Struct(W, v), [None, {}]),
+    "a node of the user": (lambda v: Own(W, v), [None]),
+    "a TrainState": (lambda v: train_state(ADAM, ema=v), [None, {}]),
+    "an optimizer state": (lambda v: {"o": (Named(W, v), optax.EmptyState())}, [None]),
+    "a list": (lambda v: {"history": v}, [[], None]),
+    "an NNX object beside": (lambda v: {"m": Own2(), "ema": v}, [None]),
+}
+
+
+def saved(tmp_path, state, **options):
+    with flaxckpt.Checkpointer(tmp_path / "run", **options) as ckpt:
+        ckpt.save(1, state)
+    return flaxckpt.Checkpointer(tmp_path / "run", **options)
+
+
+def resume(ckpt, state, **options):
+    on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False, check_step=False)
+    return on_step.restore_or_init(state, **options)[0]
+
+
+def check_same(found, wanted):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert type(one) is type(other)
+        if isinstance(one, jax.Array) and jnp.issubdtype(
+            one.dtype, jax.dtypes.prng_key
+        ):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_an_empty_place_takes_what_the_run_has_there(tmp_path, name):
+    make, empties = MADE[name]
+    whole = make([average(), W] if name == "a list" else average())
+    with saved(tmp_path, whole) as ckpt:
+        for empty in empties:
+            begin = make(empty)
+            check_same(resume(ckpt, begin), whole)
+            check_same(resume(ckpt, jax.eval_shape(lambda s: s, begin)), whole)
+
+
+@pytest.mark.parametrize(
+    ("value", "begin"),
+    [
+        (nnx.Param(jnp.ones(3)), Own2()),
+        (jnp.ones(3), Static()),
+        (nnx.Param(jnp.ones(3)), Static()),
+        ({"a": jnp.ones(2)}, Own2({})),
+        (nnx.Variable(jnp.ones(3)), Own2(nnx.Variable(None))),
+    ],
+)
+def test_an_empty_attribute_of_an_nnx_object_takes_it(tmp_path, value, begin):
+    model = Own2(value)
+    with saved(tmp_path, {"m": model, "w": W}) as ckpt:
+        found = resume(ckpt, {"m": begin, "w": W})["m"]
+    assert type(found) is type(begin)
+    assert type(found.value) is type(value)
+    flat = [jax.tree.leaves(nnx.state(each)) for each in (found, model)]
+    jax.tree.map(np.testing.assert_array_equal, *flat)
+
+
+@pytest.mark.parametrize(
+    ("whole", "begin", "leaf"),
+    [
+        ((W, W), (W,), "1"),
+        ({"h": [W, W]}, {"h": [W]}, "h/1"),
+        (Own2(jnp.ones(3)), Lacking(), "value"),
+        ({"s": {"w": W, "ema": W}}, {"s": Named(W)._asdict() | {"ema": None}}, None),
+        ({"s": {"w": W, "x": {"y": W}}}, {"s": Struct(W)}, "s/x/y"),
+        ({"w": W, "m": Named(W, W)}, {"w": W, "m": None}, "m"),  # an unknown class
+    ],
+)
+def test_a_leaf_without_a_place_is_named(tmp_path, whole, begin, leaf):
+    with saved(tmp_path, whole) as ckpt:
+        if leaf is None:
+            check_same(resume(ckpt, begin), whole)
+            return
+        with pytest.raises(errors.RestoreMismatchError, match="unused=") as told:
+            resume(ckpt, begin)
+        assert [mismatch.leaf for mismatch in told.value.mismatches] == [leaf]
+        resume(ckpt, begin, unused="ignore")
+
+
+def test_the_option_for_unused_leaves_holds_for_own_steps(tmp_path, caplog):
+    with saved(tmp_path, {"w": W, "ema": W, "x": W}) as ckpt:
+        with pytest.raises(errors.RestoreMismatchError) as told:
+            resume(ckpt, {"w": W, "ema": None}, unused="error")
+        assert [each.leaf for each in told.value.mismatches] == ["ema", "x"]
+        assert not caplog.records
+        found = resume(ckpt, {"w": W, "ema": None}, unused="warn")
+        assert found["ema"] is None
+    assert "2 leaves of" in caplog.text
+    assert "ema, x" in caplog.text
+
+
+def test_a_part_of_a_step_is_still_restored_and_empty_places_filled(tmp_path):
+    whole = {"w": W, "ema": average(), "opt": {"mu": W}}
+    with saved(tmp_path, whole) as ckpt:
+        assert ckpt.restore({"w": W}).keys() == {"w"}
+        check_same(ckpt.restore({"w": W, "ema": None}), {"w": W, "ema": whole["ema"]})
+        assert ckpt.restore({"w": W, "ema": None}, unused="ignore")["ema"] is None
+
+
+def test_a_load_leaves_out_what_an_empty_place_lacks_with_a_warning(tmp_path, caplog):
+    flaxckpt.save(tmp_path / "one", {"w": W, "ema": {"a": W}, "opt": W})
+    assert flaxckpt.load(tmp_path / "one", {"w": W, "ema": None})["ema"] is None
+    assert "ema/a" in caplog.text
+    assert "opt" not in caplog.text
+
+
+def test_leaves_of_a_transform_that_is_gone_are_left_out_with_a_warning(
+    tmp_path, caplog
+):
+    whole = train_state(ADAM, ema=average())
+    with saved(tmp_path, whole) as ckpt:
+        begin = train_state(optax.sgd(1e-2), ema=None)
+        found = resume(ckpt, begin)
+        check_same(found.ema, whole.ema)
+        assert found.opt_state == begin.opt_state
+        assert "opt_state/0/mu/w" in caplog.text
+        with pytest.raises(errors.RestoreMismatchError, match="opt_state/0/mu/w"):
+            resume(ckpt, begin, unused="error")
+
+
+class KeepsAverage(NamedTuple):
+    ema: Any
+    count: Any
+
+
+def test_an_average_in_an_optimizer_comes_back_or_is_named(tmp_path):
+    def state_of(ema, *before):
+        inner = KeepsAverage(ema, jnp.ones((), jnp.int32))
+        return {"params": PARAMS, "opt_state": (*before, ADAM.init(PARAMS), inner)}
+
+    with saved(tmp_path, state_of({"w": W})) as ckpt:
+        check_same(resume(ckpt, state_of(None)), state_of({"w": W}))
+
+
+def test_params_and_moments_that_a_state_lacks_come_back_together(tmp_path):
+    def state_of(params):
+        return {"params": params, "opt_state": ADAM.init(params)}
+
+    whole = state_of({"w": W, "head": {"k": W}})
+    with saved(tmp_path, whole) as ckpt:
+        check_same(resume(ckpt, state_of(PARAMS)), whole)
+        check_same(resume(ckpt, {"params": PARAMS, "opt_state": None}), whole)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"items": ("w", "ema")}, {"transforms": [rename("ema/(.*)", r"average/\1")]}],
+)
+def test_items_and_transforms_of_a_run_bring_it_back(tmp_path, options):
+    whole = {"w": {"k": W}, "ema": {"a": W, "b": {"c": W}}}
+    with saved(tmp_path, whole, **options) as ckpt:
+        for begin in ({"w": {"k": W}}, {"w": {"k": W}, "ema": None}):
+            check_same(resume(ckpt, begin), whole)
+
+
+def test_staged_steps_bring_it_back(tmp_path):
+    whole = {"w": W, "ema": average()}
+    with saved(tmp_path, whole, staging=tmp_path / "fast") as ckpt:
+        check_same(resume(ckpt, {"w": W, "ema": None}), whole)
+
+
+def test_wide_leaves_come_back_whole_or_are_named(tmp_path):
+    whole = {"w": W, "n": np.arange(3, dtype=np.int64)}
+    with saved(tmp_path, whole) as ckpt:
+        check_same(resume(ckpt, {"w": W, "n": None}), whole)
+    with jax.enable_x64(True), saved(tmp_path / "x64", {"n": jnp.ones(2, "float64")}):
+        pass
+    with flaxckpt.Checkpointer(tmp_path / "x64/run") as ckpt:
+        with pytest.raises(errors.RestoreMismatchError, match="jax_enable_x64"):
+            resume(ckpt, {"n": None})
+        with jax.enable_x64(True):
+            assert resume(ckpt, {"n": None})["n"].dtype == jnp.float64
+
+
+# ---- a run that could not resume --------------------------------------------------
+
+
+def begun(tmp_path, state):
+    ckpt = flaxckpt.Checkpointer(tmp_path / "run")
+    on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=1, on_preemption=False)
+    on_step.restore_or_init(state)
+    return on_step
+
+
+def test_other_types_than_at_the_beginning_are_told_at_once(tmp_path, caplog):
+    on_step = begun(
+        tmp_path, {"n": jnp.zeros(2, jnp.int32), "h": jnp.ones(2, jnp.bfloat16), "w": W}
+    )
+    for step in (1, 2):
+        on_step(step, {"n": jnp.ones(2), "h": jnp.ones(2), "w": W})
+    on_step.close()
+    [record] = [each for each in caplog.records if "restart" in each.getMessage()]
+    text = record.getMessage()
+    assert record.levelno == logging.WARNING
+    assert "n: wanted int32[2], found float32[2]" in text
+    assert "h: rounded, float32 to bfloat16" in text
+    assert "jax.eval_shape(step, state)" in text
+    assert "w:" not in text
+
+
+@pytest.mark.parametrize("late", [W, {"a": (W, 1)}])
+def test_a_place_that_fills_is_no_reason_to_warn(tmp_path, caplog, late):
+    on_step = begun(tmp_path, {"w": W, "ema": None})
+    on_step(1, {"w": W, "ema": late})
+    on_step.close()
+    assert not caplog.records
+
+
+def test_a_class_that_a_restart_does_not_know_is_told_at_once(tmp_path, caplog):
+    on_step = begun(tmp_path, {"w": W, "m": None})
+    on_step(1, {"w": W, "m": Named(W, W)})
+    on_step.close()
+    assert "m: wanted an empty place" in caplog.text
+
+
+def test_the_error_of_a_resume_names_no_cast_that_destroys_values(tmp_path):
+    begin = {"n": jnp.zeros(2, jnp.int32)}
+    with (
+        saved(tmp_path, {"n": jnp.full(2, 0.5)}) as ckpt,
+        pytest.raises(errors.RestoreMismatchError, match="eval_shape") as told,
+    ):
+        resume(ckpt, begin)
+    assert "lossy" not in str(told.value)
+    begin = jax.eval_shape(lambda s: {"n": s["n"] + 0.5}, begin)
+    with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
+        assert resume(ckpt, begin)["n"].dtype == jnp.float32
+
+
+def test_rounding_at_a_resume_is_told(tmp_path, caplog):
+    with saved(tmp_path, {"w": W}) as ckpt:
+        resume(ckpt, {"w": W.astype(jnp.bfloat16)})
+    assert "w (float32 to bfloat16)" in caplog.text
