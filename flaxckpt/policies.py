@@ -8,6 +8,7 @@ permanent step exists.
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import operator
@@ -92,10 +93,11 @@ class LatestN(PreservationPolicy):
 class LatestDuration(PreservationPolicy):
     """Keeps the checkpoints saved at most `secs` before the newest checkpoint.
 
-    Checkpoints after the oldest of these are kept as well, even if their recorded times
-    are earlier because the clock was set back. Ages are relative to the newest
-    checkpoint and not to the present time, so an idle run loses nothing. Temporary
-    checkpoints are ignored.
+    Ages are relative to the newest checkpoint and not to the present time, so an idle
+    run loses nothing. A time that disagrees with the order of the steps shows no age,
+    and neither does a time between two saves that is longer than all others: the clock
+    may have jumped. So a pause, too, may keep more checkpoints. Temporary checkpoints
+    are ignored.
 
     Source: `LatestDuration` of Orbax, with ages relative to the present time.
     """
@@ -109,11 +111,8 @@ class LatestDuration(PreservationPolicy):
         return f"LatestDuration({self.secs:g})"
 
     def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
-        ordered = sorted(_permanent(checkpoints), key=lambda c: c.step)
-        for first, checkpoint in enumerate(ordered):
-            if not ordered[-1].created - checkpoint.created > self.secs:  # NaN is kept
-                return {c.step for c in ordered[first:]}
-        return set()
+        ages = _known_ages(_permanent(checkpoints))
+        return {step for step, age in ages.items() if age <= self.secs}
 
 
 @_util.guessed_names.explain
@@ -122,7 +121,8 @@ class BestN(PreservationPolicy):
     """Keeps the `n` checkpoints with the best `metric`; the newer wins a tie.
 
     A checkpoint whose metric is missing, NaN or infinite is never among the best; add
-    `WithoutMetric` to keep checkpoints that have not been evaluated.
+    `WithoutMetric` to keep checkpoints that have not been evaluated. Until a checkpoint
+    has the metric, `decide` keeps all.
     """
 
     n: int
@@ -272,8 +272,8 @@ class EveryNSecs(PreservationPolicy):
     """Keeps the oldest checkpoint, then each at least `secs` newer than the last kept.
 
     Ages are computed from the recorded creation times. If the clock was set back, the
-    first checkpoint after the change is kept and counting restarts there. Temporary
-    checkpoints are ignored.
+    checkpoints before and after the change are kept and counting restarts there.
+    Temporary checkpoints are ignored.
     """
 
     secs: float
@@ -287,9 +287,13 @@ class EveryNSecs(PreservationPolicy):
     def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
         kept: set[int] = set()
         last = math.inf  # keeps the oldest
-        for checkpoint in sorted(_permanent(checkpoints), key=lambda c: c.step):
-            # Compare with kept steps only: deleting others must not change the result.
-            if not 0 <= checkpoint.created - last < self.secs:
+        ordered = sorted(_permanent(checkpoints), key=lambda c: c.step)
+        for at, checkpoint in enumerate(ordered):
+            # Deleting the others must not change the result: compare with steps that
+            # stay, which are those on both sides of a clock that was set back.
+            around = [c.created for c in ordered[max(at - 1, 0) : at + 2]]
+            was_set_back = any(b < a for a, b in itertools.pairwise(around))
+            if was_set_back or not 0 <= checkpoint.created - last < self.secs:
                 kept.add(checkpoint.step)
                 last = checkpoint.created
         return kept
@@ -365,7 +369,8 @@ def decide(
     Returns:
         Step -> reasons, the oldest step first. A reason is "newest", "temporary" (the
         two newest steps, until a newer permanent step exists), "pinned", "no policy",
-        "being read by …" or a policy such as "LatestN(3)".
+        "being read by …" or a policy such as "LatestN(3)". Until a step has the metric
+        of a `BestN`, every permanent step may be the best, and stays.
     """
     policies = check(policies, "policies")
     listed = tuple(checkpoints) if _util.arguments.is_list(checkpoints) else None
@@ -383,7 +388,11 @@ def decide(
         if all(_is_temporary(c) for c in ordered if c.step >= checkpoint.step):
             reasons[checkpoint.step].append("temporary")
     named = [("pinned", set(pinned))]
-    named += [(str(policy), set(policy.preserved(ordered))) for policy in policies]
+    for policy in policies:
+        named.append((str(policy), set(policy.preserved(ordered))))
+        if is_undecided(policy, ordered):
+            reason = f"{policy}, once a step has the metric"
+            named.append((reason, {c.step for c in _permanent(ordered)}))
     if not policies:
         named.append(("no policy", {c.step for c in _permanent(ordered)}))
     for step, names in (readers or {}).items():
@@ -392,6 +401,30 @@ def decide(
         for step in kept & reasons.keys():
             reasons[step].append(reason)
     return reasons
+
+
+def is_undecided(policy: PreservationPolicy, checkpoints: Sequence[Ranked]) -> bool:
+    """Returns True for a `BestN` of a metric that no checkpoint has."""
+    return isinstance(policy, BestN) and not policy.preserved(checkpoints)
+
+
+def _known_ages(checkpoints: Sequence[Ranked]) -> dict[int, float]:
+    """Returns step -> how much older it is than the newest, at least.
+
+    A clock may jump between two saves, both ways. No step is newer than one after it,
+    and the longest time between two saves counts as long as the second longest.
+    """
+    ordered = sorted(checkpoints, key=lambda c: c.step, reverse=True)
+    times = itertools.accumulate(
+        (math.inf if math.isnan(c.created) else c.created for c in ordered), min
+    )
+    gaps = [
+        0.0 if math.isinf(later) else later - earlier
+        for later, earlier in itertools.pairwise(times)
+    ]
+    most = sorted(gaps)[-2] if len(gaps) > 1 else 0.0
+    ages = itertools.accumulate((min(gap, most) for gap in gaps), initial=0.0)
+    return {c.step: age for c, age in zip(ordered, ages, strict=False)}
 
 
 def _permanent(checkpoints: Sequence[Ranked]) -> list[Ranked]:

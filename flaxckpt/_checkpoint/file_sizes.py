@@ -20,6 +20,9 @@ from flaxckpt.formats._reader import Stored
 
 _CRC_BYTES = 4
 
+_MAX_LOSS = 300
+"""The most characters of the message about lost files."""
+
 _OUTSIDE_NODES_BYTES = 4096
 """OCDBT stores values of at least this size outside of its nodes, uncompressed.
 
@@ -60,6 +63,28 @@ def check(path: Path) -> None:
             elif encoding is not None:
                 has_databases = bool(manifest["ocdbt"])
                 _check_sizes(path, stored, encoding, arrays, has_databases)
+
+
+def find_loss(path: Path, leaves: Collection[LeafPath] | None = None) -> str | None:
+    """Returns what `check` finds in a step, in one line; None if it cannot look.
+
+    Args:
+        path: A step; that of another program has no sizes to compare with.
+        leaves: The leaves whose files are compared; by default all files are.
+    """
+    if not (path / _native.orbax_json.MANIFEST).is_file():
+        return None
+    try:
+        if leaves is None:
+            check(path)
+        else:
+            check_leaves(path, leaves)
+    except (errors.CheckpointError, OSError) as error:
+        is_gone = not _storage.of(path).exists(path)
+        if is_gone or _storage.permissions.is_unread(error):
+            return None
+        return errors.one_line(errors.join_rows(error), _MAX_LOSS)
+    return None
 
 
 @_util.gc_pause.pause()

@@ -207,6 +207,17 @@ def check_replaceable(
         )
 
 
+def find_foreign(step: Path) -> list[str]:
+    """Returns the files in the directory of a step that do not belong to it.
+
+    Empty for a step that is a file, and for a directory without any checkpoint.
+    """
+    if step.is_symlink() or not step.is_dir():
+        return []
+    rows = _find_foreign(step, of_any_format=True) or []
+    return [name for name in rows if not name.endswith("/")]  # empty directories
+
+
 def set_aside(final: Path) -> None:
     """Renames a damaged step with foreign files, which may not be replaced.
 

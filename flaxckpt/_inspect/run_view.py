@@ -23,9 +23,6 @@ from flaxckpt._types import LeafPath, PathLike
 from flaxckpt.formats import _locate, _native
 from flaxckpt.policies import PreservationPolicy
 
-_MAX_DAMAGE = 300
-"""The most characters of the message about lost files."""
-
 
 class ExaminedSteps(NamedTuple):
     """What is known about the steps of a run.
@@ -88,6 +85,11 @@ class RunView:
         rules = self.rules(keep) or Rules()
         reasons = self._explain(rules)
         damage = {
+            step: why[0].removeprefix(_run.retention.DAMAGED)
+            for step, why in reasons.items()
+            if why and why[0].startswith(_run.retention.DAMAGED)
+        }
+        damage |= {
             step: found
             for step in self.paths
             if (found := find_damage(self.paths[step], self.doubtful.get(step)))
@@ -108,7 +110,9 @@ class RunView:
                 first = self._find_best(policy, reasons, is_whole)
                 if first is not None:
                     best.setdefault(policy.metric, first)
-        reasons |= {step: [f"damaged: {found}"] for step, found in damage.items()}
+        reasons |= {
+            step: [_run.retention.DAMAGED + found] for step, found in damage.items()
+        }
         return ExaminedSteps(dict(sorted(reasons.items())), damage, best)
 
     def _explain(self, rules: Rules) -> dict[int, list[str]]:
@@ -289,20 +293,9 @@ def find_lost_files(
         The damage; None in an object store, which has an object completely or not
         at all.
     """
-    is_ours = (path / _native.orbax_json.MANIFEST).is_file()
-    if not is_ours or _storage.of(path).costs_requests:
+    if _storage.of(path).costs_requests:
         return None
-    try:
-        if leaves is None:
-            _checkpoint.file_sizes.check(path)
-        else:
-            _checkpoint.file_sizes.check_leaves(path, leaves)
-    except (errors.CheckpointError, OSError) as error:
-        is_gone = not _storage.of(path).exists(path)
-        if is_gone or _storage.permissions.is_unread(error):
-            return None
-        return errors.one_line(errors.join_rows(error), _MAX_DAMAGE)
-    return None
+    return _checkpoint.file_sizes.find_loss(path, leaves)
 
 
 def created(path: Path) -> float | None:
@@ -452,7 +445,7 @@ def prune(
         view.check_metrics(run.retention.rules)
         sizes = _own_sizes(view.steps, reasons)
         doomed = tuple(step for step, why in reasons.items() if not why)
-        doomed_items = run.retention.items_to_delete()
+        doomed_items = tuple(run.retention.to_delete().items)
         deleted = doomed if dry_run else run.prune()
         freed = None if sizes is None else sum(sizes.get(s, 0) for s in deleted)
         left = tuple(s for s, why in reasons.items() if not why and s not in deleted)

@@ -583,6 +583,7 @@ class Checkpointer:
         """
         self.wait()
         if dry_run:
+            self._run.retention.to_delete()
             return tuple(step for step, why in self.explain().items() if not why)
         self._session.check_writable("prune")
         return self._run.prune()

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from flaxckpt import _steps, _storage, errors, formats
+from flaxckpt import _checkpoint, _steps, _storage, errors, formats
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt._types import JSON
 from flaxckpt.formats import _locate, _native
@@ -118,7 +118,9 @@ def make_permanent(path: Path) -> None:
 def delete(path: Path) -> None:
     """Deletes the step `path`, even if pinned, unless a reader holds a lease."""
     with _change(path, "delete"):
-        _steps.delete.delete(path, even_pinned=True)
+        _steps.delete.delete(
+            path, find_foreign=_checkpoint.overwrite.find_foreign, even_pinned=True
+        )
 
 
 def delete_item(path: Path, item: str) -> None:
@@ -135,7 +137,9 @@ def delete_item(path: Path, item: str) -> None:
     _check_deletable(path, item, stored)
     with _change(path, "delete an item of"):
         if (path / item).is_dir():
-            _steps.delete.delete_item(path, item)
+            _steps.delete.delete_item(
+                path, item, find_foreign=_checkpoint.overwrite.find_foreign
+            )
         else:
             _steps.markers.mark_item_deleted(path, item)
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from pathlib import Path
 
-from flaxckpt import _steps, errors
+from flaxckpt import _checkpoint, _steps, errors
 
 _log = logging.getLogger(__name__)
 
@@ -51,8 +51,10 @@ class ParamsOnly:
         others = _steps.index.list_steps(self._directory, self._format).values()
         for other in [other for other in others if other != path]:
             try:
-                _steps.delete.delete(other)
-            except OSError as error:
+                _steps.delete.delete(
+                    other, find_foreign=_checkpoint.overwrite.find_foreign
+                )
+            except (OSError, errors.SaveFailedError) as error:
                 _log.warning("cannot delete %s: %s", other, error)
 
     def tidy(self) -> None:

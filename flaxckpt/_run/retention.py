@@ -26,6 +26,14 @@ _LEAST_DELETED = 2
 """Deletions after each save, regardless of their duration."""
 
 
+DAMAGED = "damaged: "
+"""Begins the reason of a step that does not count, and is not deleted."""
+
+
+_MANY_STEPS = 3
+"""As many steps without any metrics are worth a warning, if a policy needs one."""
+
+
 class Rules(NamedTuple):
     """Rules of retention.
 
@@ -98,6 +106,7 @@ class _Decision(NamedTuple):
 
     Attributes:
         steps: All steps.
+        damage: Steps that policies would keep -> what their files lack.
         doomed: The steps to delete.
         items: The items to delete from steps that stay: step and item.
         saves: The identity of the save of each step to delete, or with an item to
@@ -105,6 +114,7 @@ class _Decision(NamedTuple):
     """
 
     steps: Mapping[int, ranked_steps.RunStep]
+    damage: Mapping[int, str]
     doomed: Sequence[int]
     items: Sequence[tuple[int, str]]
     saves: Mapping[int, str | None]
@@ -117,6 +127,37 @@ class _Decision(NamedTuple):
     def is_empty(self) -> bool:
         """True if nothing is to be deleted."""
         return not (self.doomed or self.items)
+
+
+class _Judged(NamedTuple):
+    """What stays in a directory, and why.
+
+    Attributes:
+        reasons: Step -> the reasons to keep it, ascending; empty if it is to go.
+        items: The items to delete from steps that stay: step and item.
+        damage: Step that does not count -> what its files lack.
+        newest_damage: The same of the newest step, if it keeps others from deletion.
+    """
+
+    reasons: dict[int, list[str]]
+    items: list[tuple[int, str]]
+    damage: dict[int, str]
+    newest_damage: str
+
+
+class _Foreign:
+    """The files of others in steps, each looked for once."""
+
+    def __init__(self) -> None:
+        self._found: dict[Path, list[str]] = {}
+
+    def find(self, path: Path) -> list[str]:
+        if path not in self._found:
+            try:
+                self._found[path] = _checkpoint.overwrite.find_foreign(path)
+            except FileNotFoundError:  # deleted just now
+                self._found[path] = []
+        return self._found[path]
 
 
 class Retention:
@@ -141,7 +182,8 @@ class Retention:
         self.index = ranked_steps.RankedSteps(
             directory, step_format, rules.metrics_from
         )
-        self._warned: set[PreservationPolicy] = set()
+        self._warned: set[object] = set()
+        self._whole: dict[Path, object] = {}
         self._has_looked_for_items = False
 
     # ---- decisions ----------------------------------------------------------
@@ -165,7 +207,20 @@ class Retention:
         Args:
             rules: Rules of retention; by default those of this object.
         """
-        return self._explain(self.index.steps(), rules or self.rules)
+        rules = rules or self.rules
+        judged = self._judge(self.index.steps(), rules, just_saved=None)
+        if judged.newest_damage:
+            why = [f"nothing is deleted while step {max(judged.reasons)} is damaged"]
+            return {step: found or why for step, found in judged.reasons.items()}
+        return judged.reasons
+
+    def to_delete(self) -> _Decision:
+        """Returns what `delete_unkept` would delete now.
+
+        Raises:
+            SaveFailedError: The newest step is damaged.
+        """
+        return self._decide(None)
 
     def _reasons(
         self,
@@ -184,10 +239,73 @@ class Retention:
                 why.append("metrics damaged")
         return reasons
 
-    def _explain(
-        self, steps: Mapping[int, ranked_steps.RunStep], rules: Rules
-    ) -> dict[int, list[str]]:
-        reasons = self._reasons(rules.keep, steps)
+    def _judge(
+        self,
+        steps: Mapping[int, ranked_steps.RunStep],
+        rules: Rules,
+        just_saved: int | None,
+    ) -> _Judged:
+        """Decides what stays, by steps that are whole as far as their files show.
+
+        A step that a policy keeps is looked at before anything is deleted. If files are
+        missing, the step does not count, and stays.
+
+        Args:
+            steps: The steps.
+            rules: Rules of retention.
+            just_saved: A step that stays this time, and is looked at elsewhere. Without
+                one, steps that were whole before are looked at again.
+        """
+        damage: dict[int, str] = {}
+        looked = set() if just_saved is None else {just_saved}
+        foreign = _Foreign()
+        while True:
+            counted = {n: step for n, step in steps.items() if n not in damage}
+            reasons = self._reasons(rules.keep, counted)
+            doomed = [n for n, why in reasons.items() if not why and n not in looked]
+            if just_saved is not None:
+                doomed = [n for n in doomed if n != just_saved]
+            staying = {n: step for n, step in counted.items() if n not in doomed}
+            items = self._items_to_delete(staying, rules, just_saved)
+            unseen = staying.keys() - looked
+            if not unseen or not (doomed or items):
+                break
+            looked |= unseen
+            lost = {n: self._find_loss(steps[n], just_saved is None) for n in unseen}
+            found = {n: loss for n, loss in sorted(lost.items()) if loss is not None}
+            if not found:
+                break
+            damage |= found
+        for number in doomed:
+            if names := foreign.find(steps[number].path):
+                reasons[number].append(f"files of others in it: {_first(names)}")
+                self._warn_of_foreign(steps[number].path, names)
+        kept_items = []
+        for number, item in items:
+            names = _steps.delete.in_item(foreign.find(steps[number].path), item)
+            if names:
+                self._warn_of_foreign(steps[number].path / item, names)
+            else:
+                kept_items.append((number, item))
+        self._name_markers(steps, reasons)
+        for number, loss in damage.items():
+            reasons[number] = [DAMAGED + loss]
+            self._warn_once(
+                (number, loss),
+                "step %d is damaged, so it does not count for the policies, and stays:"
+                " %s; verify it, with --mark",
+                number,
+                loss,
+            )
+        is_newest_good = just_saved is not None or not damage
+        newest_damage = "" if is_newest_good else damage.get(max(steps), "")
+        return _Judged(dict(sorted(reasons.items())), kept_items, damage, newest_damage)
+
+    def _name_markers(
+        self,
+        steps: Mapping[int, ranked_steps.RunStep],
+        reasons: Mapping[int, list[str]],
+    ) -> None:
         for number, why in reasons.items():
             if steps[number].markers.waiting:
                 why.append("not uploaded")
@@ -196,7 +314,36 @@ class Retention:
                 why += [
                     f"{_describe_item(i).removeprefix('the ')} deleted" for i in deleted
                 ]
-        return reasons
+
+    def _find_loss(self, step: ranked_steps.RunStep, anew: bool) -> str | None:
+        """Returns what the files of a step lack; remembers steps that are whole.
+
+        Args:
+            step: The step.
+            anew: Whether to look again at a step that was whole.
+        """
+        in_store = _storage.of(step.path).costs_requests
+        stamp = None if in_store else _storage.stamp(step.path)
+        if not anew and self._whole.get(step.path, self) == stamp:
+            return None
+        loss = _checkpoint.file_sizes.find_loss(step.path)
+        if loss is None:
+            self._whole[step.path] = stamp
+        return loss
+
+    def _warn_of_foreign(self, path: Path, names: Sequence[str]) -> None:
+        self._warn_once(
+            path,
+            "%s is not deleted: it contains files that do not belong to the checkpoint"
+            " and would be lost: %s; move them elsewhere",
+            path,
+            _first(names),
+        )
+
+    def _warn_once(self, key: object, text: str, *values: object) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            _log.warning(text, *values)
 
     # ---- deletions -----------------------------------------------------------
 
@@ -238,10 +385,7 @@ class Retention:
             _log.error("nothing is deleted after step %d: %s", just_saved, error)
             return ()
         self._warn_of_unknown_items(decision)
-        has_warned = self._warn_of_missing_metrics(decision)
-        if has_warned and not decision.is_empty and just_saved is not None:
-            _log.warning("nothing is deleted after step %d this time", just_saved)
-            return ()
+        self._warn_of_missing_metrics(decision)
         if not decision.is_empty:
             if just_saved is None:
                 self._check_complete(max(decision.steps), _checkpoint.verify.check)
@@ -260,16 +404,18 @@ class Retention:
     def _decide(self, just_saved: int | None) -> _Decision:
         """Returns the current decision of retention."""
         steps = self.index.steps() if self._may_delete() else {}
-        reasons = self._explain(steps, self.rules)
-        doomed = [n for n, why in reasons.items() if not why and n != just_saved]
-        staying = {n: step for n, step in steps.items() if n not in doomed}
-        items = self._items_to_delete(staying, just_saved)
+        judged = self._judge(steps, self.rules, just_saved)
+        if judged.newest_damage:
+            raise self._incomplete_error(max(steps), judged.newest_damage)
+        doomed = [n for n, why in judged.reasons.items() if not why and n != just_saved]
+        items = judged.items
         affected = {*doomed, *(step for step, _ in items)}
         saves = {n: ranked_steps.identify_save(steps[n].path) for n in affected}
         # A step that was replaced before its save was identified stays this time.
         replaced = {n for n in affected if steps[n].is_outdated()}
         return _Decision(
             steps,
+            judged.damage,
             [step for step in doomed if step not in replaced],
             [(step, item) for step, item in items if step not in replaced],
             saves,
@@ -297,7 +443,10 @@ class Retention:
             path = decision.steps[step].path
             is_unchanged = functools.partial(decision.is_unchanged, step)
             delete = functools.partial(
-                _steps.delete.delete, path, is_unchanged=is_unchanged
+                _steps.delete.delete,
+                path,
+                find_foreign=_checkpoint.overwrite.find_foreign,
+                is_unchanged=is_unchanged,
             )
             if self._attempt(f"step {step}", delete):
                 yield step
@@ -308,42 +457,40 @@ class Retention:
             what = f"{_describe_item(item)} of step {step}"
             is_unchanged = functools.partial(decision.is_unchanged, step)
             delete = functools.partial(
-                _steps.delete.delete_item, path, item, is_unchanged=is_unchanged
+                _steps.delete.delete_item,
+                path,
+                item,
+                find_foreign=_checkpoint.overwrite.find_foreign,
+                is_unchanged=is_unchanged,
             )
             self._attempt(what, delete)
 
-    def _warn_of_missing_metrics(self, decision: _Decision) -> bool:
+    def _warn_of_missing_metrics(self, decision: _Decision) -> None:
         """Warns, once per policy, if no step has the metric of a `BestN` policy.
 
-        If no step has any metrics, warns only when steps are to be deleted: metrics may
+        If no step has any metrics, warns only if there are several steps: metrics may
         be added later.
-
-        Returns:
-            True if a warning was logged.
         """
         ranked = [step.ranked for step in decision.steps.values()]
-        has_warned = False
         of_items = itertools.chain.from_iterable(self.rules.keep_items.values())
         for policy in (*self.rules.keep, *of_items):
-            if not isinstance(policy, policies.BestN) or policy in self._warned:
+            if not isinstance(policy, policies.BestN):
                 continue
-            if not ranked or policy.preserved(ranked):
+            if not ranked or not policies.is_undecided(policy, ranked):
                 continue
             names = sorted({name for step in ranked for name in step.metrics})
-            if not names and decision.is_empty:
+            if not names and len(ranked) < _MANY_STEPS:
                 continue
-            self._warned.add(policy)
-            has_warned = True
-            _log.warning(
-                "no step of %s has a finite metric %r yet, so %s keeps nothing, and the"
-                " best step may be deleted; the steps have %s. Pass the metric to"
+            self._warn_once(
+                policy,
+                "no step of %s has a finite metric %r yet, so %s keeps all steps: any"
+                " of them may be the best; the steps have %s. Pass the metric to"
                 " save(…, metrics=…) or add_metrics, or set metrics_from",
                 self._directory,
                 policy.metric,
                 policy,
                 ", ".join(names) or "no metrics at all",
             )
-        return has_warned
 
     def _warn_of_unknown_items(self, decision: _Decision) -> None:
         """Warns, once, of policies for items that no step has.
@@ -387,22 +534,23 @@ class Retention:
             return any(map(_steps.markers.is_temporary, self.index.paths().values()))
 
     def _check_complete(self, step: int, check: Callable[[Path], None]) -> None:
-        path = self._directory / self._format.name(step)
         try:
-            check(path)
+            check(self._directory / self._format.name(step))
         except (errors.CheckpointError, OSError) as error:
-            raise errors.SaveFailedError(
-                f"step {step} is incomplete, so no other step is deleted: {error}"
-                f"\nIf this happens again, delete {path}, check the disk, and save"
-                " again."
-            ) from error
+            raise self._incomplete_error(step, str(error)) from error
 
-    def items_to_delete(self) -> tuple[tuple[int, str], ...]:
-        """Returns the items to delete from the steps that stay: step and item."""
-        return tuple(self._decide(None).items)
+    def _incomplete_error(self, step: int, why: str) -> errors.SaveFailedError:
+        path = self._directory / self._format.name(step)
+        return errors.SaveFailedError(
+            f"step {step} is incomplete, so no other step is deleted: {why}"
+            f"\nIf this happens again, delete {path}, check the disk, and save again."
+        )
 
     def _items_to_delete(
-        self, staying: Mapping[int, ranked_steps.RunStep], just_saved: int | None
+        self,
+        staying: Mapping[int, ranked_steps.RunStep],
+        rules: Rules,
+        just_saved: int | None,
     ) -> list[tuple[int, str]]:
         """Returns the items to delete from the steps that stay: step and item."""
         # Finish deletions that were begun.
@@ -411,7 +559,7 @@ class Retention:
             for number, step in staying.items()
             for item in step.markers.deleted_items & step.markers.items
         }
-        for item, keep in self.rules.keep_items.items():
+        for item, keep in rules.keep_items.items():
             steps = {n: s for n, s in staying.items() if item in s.markers.items}
             reasons = self._reasons(keep, steps)
             doomed |= {
@@ -433,6 +581,10 @@ class Retention:
             _log.error("%s could not be deleted: %s", what, error)
             return False
         return True
+
+
+def _first(names: Sequence[str]) -> str:
+    return errors.first_few([errors.printable(name) for name in names], 3)
 
 
 def _describe_item(item: str) -> str:

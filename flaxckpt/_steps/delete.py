@@ -17,6 +17,7 @@ _TEMPORARY_SECS = 60.0
 def delete(
     path: Path,
     *,
+    find_foreign: Callable[[Path], Sequence[str]],
     even_pinned: bool = False,
     is_unchanged: Callable[[Path], bool] = lambda path: True,
 ) -> None:
@@ -26,12 +27,15 @@ def delete(
 
     Args:
         path: The step.
+        find_foreign: Returns the files in the step that do not belong to it, which
+            would be lost.
         even_pinned: Whether to delete a pinned step, or one that is not uploaded.
         is_unchanged: Returns False if the step, now at another path perhaps, is not the
             one to delete: another process has replaced it.
 
     Raises:
-        SaveFailedError: The step is being read or was replaced, or a marker keeps it.
+        SaveFailedError: The step is being read or was replaced, a marker keeps it, or
+            it contains files that do not belong to it.
         OSError: The step still has its name, or may regain it in a crash.
     """
 
@@ -48,6 +52,7 @@ def delete(
                 f"{path} is not deleted: it is not uploaded yet"
             )
 
+    check_foreign(str(path), find_foreign(path))
     _storage.of(path).delete(path, check_step)
     _log.info("deleted %s", path)
 
@@ -56,6 +61,7 @@ def delete_item(
     path: Path,
     item: str,
     *,
+    find_foreign: Callable[[Path], Sequence[str]],
     is_unchanged: Callable[[Path], bool] = lambda path: True,
 ) -> None:
     """Deletes an item of a step; first marks the deletion, durably.
@@ -63,11 +69,13 @@ def delete_item(
     Args:
         path: The step.
         item: The name of the item's directory in the step.
+        find_foreign: Returns the files in the step that do not belong to it.
         is_unchanged: Returns False if the step is not the one whose item is to be
             deleted: another process has replaced it.
 
     Raises:
-        SaveFailedError: The step is being read, or was replaced.
+        SaveFailedError: The step is being read or was replaced, or the item contains
+            files that do not belong to it.
     """
 
     def announce() -> None:
@@ -77,7 +85,23 @@ def delete_item(
             )
         markers.mark_item_deleted(path, item)
 
+    check_foreign(f"{item} of {path}", in_item(find_foreign(path), item))
     _storage.of(path).delete_part(path, item, announce)
+
+
+def in_item(files: Sequence[str], item: str) -> list[str]:
+    """Returns those of the files of a step that are in an item."""
+    return [name for name in files if f"{name}/".startswith(f"{item}/")]
+
+
+def check_foreign(what: str, foreign: Sequence[str]) -> None:
+    """Raises SaveFailedError if there are files that a deletion would take along."""
+    if foreign:
+        raise errors.SaveFailedError(
+            f"{what} is not deleted: it contains files that do not belong to the"
+            f" checkpoint and would be lost:\n{errors.rows(foreign)}\nMove them"
+            " elsewhere, then try again."
+        )
 
 
 def sweep(root: Path, step_format: names.StepFormat) -> None:

@@ -60,12 +60,13 @@ def put_metrics(root, **values):
         ckpt.add_metrics(int(name[1:]), {ACC: value})
 
 
-def put_created(root, step, seconds):
-    """Says that `step` was saved at another time; its digest is then another, too."""
-    path = root / str(step)
-    told = json.loads((path / "_CHECKPOINT_METADATA").read_text())
-    told["init_timestamp_nsecs"] = int(seconds * 1e9)
-    (path / "_CHECKPOINT_METADATA").write_text(json.dumps(told))
+def save_at(root, times, monkeypatch):
+    """Saves steps when the clock shows other times."""
+    with flaxckpt.Checkpointer(root) as ckpt:
+        for step, seconds in times.items():
+            monkeypatch.setattr(time, "time", lambda seconds=seconds: seconds)
+            ckpt.save(step, state(step), overwrite=True).wait()
+    monkeypatch.undo()
 
 
 # ---- as T5X ----------------------------------------------------------------------
@@ -111,11 +112,12 @@ def test_a_metric_that_the_first_save_lacks_is_told_of_once_before_steps_go(
     assert len(told) == len(caplog.records) == 1
     assert "has a finite metric 'los'" in told[0]
     assert "the steps have loss" in told[0]
-    assert ckpt.steps() == [3]
+    assert ckpt.steps() == [1, 2, 3]
+    assert ckpt.explain()[1] == [f"{keep[1]}, once a step has the metric"]
 
 
 @pytest.mark.parametrize("option", ["keep", "keep_dataset"])
-def test_the_save_that_finds_a_metric_missing_deletes_nothing(tmp_path, caplog, option):
+def test_until_a_metric_is_known_nothing_is_deleted(tmp_path, caplog, option):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state(step), dataset=StepIndexed(lambda i: i)).wait()
@@ -126,8 +128,12 @@ def test_the_save_that_finds_a_metric_missing_deletes_nothing(tmp_path, caplog, 
         assert ckpt.steps() == [1, 2, 3]
         assert [ckpt.has_dataset(step) for step in (1, 2)] == [True, True]
         ckpt.save(4, state(4)).wait()
+        assert ckpt.steps() == [1, 2, 3, 4]
+        assert [ckpt.has_dataset(step) for step in (1, 2)] == [True, True]
+        ckpt.add_metrics(2, {"los": 1.0})
+        ckpt.prune()
     if option == "keep":
-        assert ckpt.steps() == [4]
+        assert ckpt.steps() == [2, 4]
     else:
         assert [ckpt.has_dataset(step) for step in (1, 2)] == [False, True]
 
@@ -234,14 +240,15 @@ def has_datasets(ckpt):
 # ---- policies over what is on the disk -------------------------------------------
 
 
-def test_steps_far_enough_apart_in_time_are_kept(tmp_path):
+def test_steps_far_enough_apart_in_time_are_kept(tmp_path, monkeypatch):
     keep = [EveryNSecs(60)]
-    save(tmp_path, *range(6))
-    for step, seconds in enumerate((1000, 1030, 1061, 1100, 1121, 1122)):
-        put_created(tmp_path, step, seconds)
+    times = dict(enumerate((1000, 1030, 1061, 1100, 1121, 1122)))
+    save_at(tmp_path, times, monkeypatch)
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep)
     assert [s for s, why in ckpt.explain().items() if str(keep[0]) in why] == [0, 2, 4]
-    put_created(tmp_path, 3, 2000)  # told anew: nothing is remembered of the old file
+    save_at(
+        tmp_path, {3: 2000}, monkeypatch
+    )  # told anew: nothing is remembered of the old file
     assert [s for s, why in ckpt.explain().items() if str(keep[0]) in why] == [
         *(0, 2, 3),
         4,  # the clock went back
@@ -251,7 +258,8 @@ def test_steps_far_enough_apart_in_time_are_kept(tmp_path):
 def test_a_step_without_a_record_is_as_old_as_its_oldest_file(tmp_path):
     save(tmp_path, 1, 2, 3)
     for step, seconds in ((1, 1000), (2, 1010), (3, 1070)):
-        (tmp_path / str(step) / "_CHECKPOINT_METADATA").unlink()
+        for name in ("_CHECKPOINT_METADATA", "flaxckpt.json"):
+            (tmp_path / str(step) / name).unlink()
         for path in (tmp_path / str(step)).iterdir():
             os.utime(path, (seconds, seconds))
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[EveryNSecs(60)])
@@ -698,9 +706,72 @@ def test_prune_deletes_nothing_if_the_newest_step_is_not_whole(tmp_path):
     save(tmp_path, 1, 2, layout=FILES)
     shorten(tmp_path / "2/state/w/c.0.0")
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
-    with pytest.raises(errors.SaveFailedError, match=r"step 2 .*c\.0\.0 has 131 bytes"):
+    with pytest.raises(errors.SaveFailedError, match="wanted 132 bytes, found 131"):
         ckpt.prune()
+    with pytest.raises(errors.SaveFailedError, match="step 2 is incomplete, so no"):
+        ckpt.prune(dry_run=True)
+    assert ckpt.explain()[2][0].startswith("damaged: ")
     assert ckpt.steps() == [1, 2]
+
+
+def test_a_kept_step_that_is_not_whole_does_not_count(tmp_path, caplog):
+    save(tmp_path, *range(1, 7), layout=FILES)
+    put_metrics(tmp_path, **{f"s{step}": step / 10 for step in range(1, 5)})
+    shorten(tmp_path / "4/state/w/c.0.0")  # the best
+    keep = [LatestN(1), BestN(1, ACC, "max")]
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep)
+    explained = ckpt.explain()
+    assert explained[3] == [str(keep[1])]
+    assert explained[4][0].startswith("damaged: ")
+    assert "step 4 is damaged, so it does not count" in caplog.text
+    doomed = ckpt.prune(dry_run=True)
+    assert doomed == ckpt.prune() == (1, 2, 5)
+    with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
+        ckpt.save(7, state(7)).wait()
+        shorten(tmp_path / "7/state/w/c.0.0")
+        ckpt.save(8, state(8)).wait()  # 7 would go, and goes
+    assert ckpt.steps() == [3, 4, 8]
+
+
+FOREIGN = ["notes.txt", "state/notes.txt", "extra/notes.txt"]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_no_file_of_others_is_deleted_with_a_step(tmp_path, caplog, name):
+    save(tmp_path, 1, 2)
+    file = tmp_path / "1" / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("mine")
+    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
+        for step in (3, 4):
+            ckpt.save(step, state(step)).wait()
+        assert ckpt.steps() == [1, 4]
+        assert ckpt.prune(dry_run=True) == ckpt.prune() == ()
+        assert "files of others in it" in ckpt.explain()[1][0]
+        with pytest.raises(errors.SaveFailedError, match=name.partition("/")[0]):
+            ckpt.delete(1)
+    assert len([r for r in caplog.records if "would be lost" in r.message]) == 1
+    strategies.assert_same(state(1), ckpt.restore(step=1))
+    file.unlink()
+    ckpt.delete(1)
+    assert ckpt.steps() == [4]
+
+
+def test_no_file_of_others_is_deleted_with_an_item(tmp_path, caplog):
+    items = {"items": ("a", "b")}
+    branches = {"a": state(1), "b": state(2)}
+    with flaxckpt.Checkpointer(tmp_path, **items) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, branches).wait()
+    (tmp_path / "1/b/notes.txt").write_text("mine")
+    with flaxckpt.Checkpointer(tmp_path, keep_items={"b": [LatestN(1)]}, **items) as c:
+        c.prune()
+        with pytest.raises(errors.SaveFailedError, match=r"b/notes\.txt"):
+            c.delete(1, item="b")
+        assert "would be lost: b/notes.txt" in caplog.text
+        strategies.assert_same(branches, c.restore(step=1))
+        c.delete(1, item="a")  # its own files only
+    assert (tmp_path / "1/b/notes.txt").read_text() == "mine"
 
 
 FLIPPED = {
@@ -942,7 +1013,7 @@ def test_a_step_whose_metrics_are_damaged_is_not_deleted(tmp_path, caplog, conte
 
 def test_a_dataset_state_that_may_be_of_the_best_step_stays(tmp_path):
     save_datasets(tmp_path, 1, 2, 3)
-    put_metrics(tmp_path, s1=0.9)
+    put_metrics(tmp_path, s1=0.9, s3=0.5)
     (tmp_path / "1/metrics/metrics").write_text("")
     ckpt = flaxckpt.Checkpointer(tmp_path, keep_dataset=[BestN(1, ACC, "max")])
     ckpt.prune()

@@ -31,13 +31,18 @@ def root(request, tmp_path):
     return root
 
 
+def none(path):
+    """Finds no files of others."""
+    return []
+
+
 def entries(path):
     return sorted(entry.name for entry in path.iterdir())
 
 
 def test_a_deleted_step_is_gone_with_all_files(root, caplog):
     caplog.set_level(logging.INFO, "flaxckpt")
-    delete.delete(root / "1")
+    delete.delete(root / "1", find_foreign=none)
     assert entries(root) == ["2"]
     assert f"deleted {root / '1'}" in caplog.text
 
@@ -45,14 +50,14 @@ def test_a_deleted_step_is_gone_with_all_files(root, caplog):
 def test_a_pinned_step_is_deleted_only_on_demand(root):
     markers.pin(root / "1")
     with pytest.raises(errors.SaveFailedError, match="1 is not deleted: it is pinned"):
-        delete.delete(root / "1")
+        delete.delete(root / "1", find_foreign=none)
     assert entries(root / "1") == ["PINNED", commit_marker.MARKER, "opt", "state"]
-    delete.delete(root / "1", even_pinned=True)
+    delete.delete(root / "1", find_foreign=none, even_pinned=True)
     assert entries(root) == ["2"]
 
 
 def test_a_deleted_item_is_marked_and_gone(root):
-    delete.delete_item(root / "1", "opt")
+    delete.delete_item(root / "1", "opt", find_foreign=none)
     assert entries(root / "1") == [
         "ITEM_DELETED.opt",
         commit_marker.MARKER,
@@ -70,13 +75,19 @@ def test_a_step_that_was_replaced_is_not_the_one_to_delete(root):
 
     before = entries(root / "1")
     with pytest.raises(errors.SaveFailedError, match="1 is not deleted: it was just"):
-        delete.delete(root / "1", even_pinned=True, is_unchanged=is_unchanged)
+        delete.delete(
+            root / "1", find_foreign=none, even_pinned=True, is_unchanged=is_unchanged
+        )
     with pytest.raises(errors.SaveFailedError, match=r"opt of .*1 is not deleted: the"):
-        delete.delete_item(root / "1", "opt", is_unchanged=is_unchanged)
+        delete.delete_item(
+            root / "1", "opt", find_foreign=none, is_unchanged=is_unchanged
+        )
     assert asked == ["1", "1"]
     assert entries(root / "1") == before
-    delete.delete_item(root / "1", "opt", is_unchanged=lambda path: path.exists())
-    delete.delete(root / "1", is_unchanged=lambda path: True)
+    delete.delete_item(
+        root / "1", "opt", find_foreign=none, is_unchanged=lambda path: path.exists()
+    )
+    delete.delete(root / "1", find_foreign=none, is_unchanged=lambda path: True)
     assert entries(root) == ["2"]
 
 
@@ -173,7 +184,7 @@ def test_a_change_that_comes_during_a_deletion_keeps_the_step(tmp_path, monkeypa
 
     monkeypatch.setattr(rename, "withdraw", withdraw)
     with pytest.raises(errors.SaveFailedError, match="not uploaded"):
-        delete.delete(step)
+        delete.delete(step, find_foreign=none)
     assert markers.is_marked_for_upload(step)
-    delete.delete(step, even_pinned=True)
+    delete.delete(step, find_foreign=none, even_pinned=True)
     assert not step.exists()

@@ -107,7 +107,7 @@ def test_delete_takes_the_name_away_first(tmp_path, monkeypatch, caplog):
             raise OSError("interrupted")
 
     monkeypatch.setattr(files, "remove_tree", fail)
-    steps_delete.delete(step)
+    steps_delete.delete(step, find_foreign=lambda path: [])
     assert "interrupted" in caplog.text
     assert not steps_index.list_steps(tmp_path, steps_names.StepFormat())
     assert not steps_index.StepIndex(tmp_path, _has_files).steps

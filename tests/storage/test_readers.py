@@ -71,7 +71,7 @@ def test_what_a_dead_deletion_left_is_not_swept_under_a_reader(tmp_path, monkeyp
 
     monkeypatch.setattr(rename, "withdraw", withdraw)
     with pytest.raises(KeyboardInterrupt):
-        steps_delete.delete(step)
+        steps_delete.delete(step, find_foreign=lambda path: [])
     steps_delete.sweep(tmp_path, FORMAT)
     [left] = tmp_path.glob("1.*")
     assert (left / "flaxckpt.json").is_file()
