@@ -86,9 +86,10 @@ def read_first_keys(path: Path) -> Sequence[str] | None:
                 return [] if scan.size == 1 else None
             for _ in range(min(size, 2)):
                 kind, length = scan.head()
-                if kind == "number" and type(length) is int:
+                is_integer = kind == "number" and type(length) is int
+                if is_integer and not keys:
                     return _read_integer_keys(path)
-                keys.append(scan.text(kind, length))
+                keys.append(str(length) if is_integer else scan.text(kind, length))
                 kind, length = scan.head()
                 if kind == "str":
                     scan.text(kind, length)

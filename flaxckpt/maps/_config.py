@@ -115,7 +115,8 @@ def check_not_quantized(config: Mapping[str, Any]) -> None:
         raise errors.OptionError(
             f"the config has a {entry}: its arrays are parts of weights, such as values"
             " without their scales, and no map computes the weights. Take the model"
-            " before its quantization, or dequantize it with transformers; if its"
+            " before its quantization, or dequantize it with"
+            " transforms.dequantize before the map, or with transformers; if its"
             f" arrays are not quantized, remove {QUANTIZATION} from the config"
         )
 

@@ -18,6 +18,7 @@ from flaxckpt.transforms import _base
 from flaxckpt.transforms._affine import offset, scale
 from flaxckpt.transforms._axes import permute, reshape, transpose
 from flaxckpt.transforms._base import TableTransform, Transform, describe
+from flaxckpt.transforms._dequantize import dequantize
 from flaxckpt.transforms._from_function import from_function
 from flaxckpt.transforms._join import fuse, split, stack, unstack
 from flaxckpt.transforms._lora import merge_lora
@@ -34,6 +35,7 @@ __all__ = [
     "assign",
     "cast",
     "copy",
+    "dequantize",
     "drop",
     "from_function",
     "fuse",

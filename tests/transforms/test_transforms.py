@@ -20,6 +20,7 @@ from flaxckpt.transforms import (
     assign,
     cast,
     copy,
+    dequantize,
     drop,
     from_function,
     fuse,
@@ -898,6 +899,7 @@ def test_transforms_read_as_the_calls_that_make_them():
         tie("a", "b"),
         untie("a", "b"),
         merge_lora("/adapter", alpha=2.0, rank=4),
+        dequantize("(.*)/w", scale=r"\1/s", dtype="bfloat16", block=64),
         assign([("a", None)], strict=False),
     ):
         again = eval(str(made), vars(transforms).copy())

@@ -1,0 +1,235 @@
+"""Multiplies quantized weights by the scales beside them: `dequantize`.
+
+Sources: `weight_dequant` of https://github.com/deepseek-ai/DeepSeek-V3 (blocks of
+`weight_scale_inv`), and the schemes of compressed-tensors,
+https://github.com/vllm-project/compressed-tensors (`weight_scale`, `input_scale`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from flaxckpt import _arrays, _state, _util, errors
+from flaxckpt._state.leaf import Leaf, LeafTable
+from flaxckpt._types import LeafPath, Shape
+from flaxckpt.transforms import _base, _patterns
+from flaxckpt.transforms._base import NewLeaf, TableTransform, Transform
+
+_SCALES = ("_scale_inv", "_scale")
+"""Ends of the names of scales, after the name of the weight. Both are factors."""
+
+_OF_ACTIVATIONS = ("input_scale", "output_scale")
+"""Scales of inputs and outputs beside a weight, which weights do not need."""
+
+_OTHER_SCHEMES = ("_zero_point", "_packed", "_shape", "_g_idx", "_global_scale")
+"""Ends of the names of leaves of schemes with more than a factor."""
+
+_BLOCK = 128
+"""The size of blocks that is tried first, as in DeepSeek's models."""
+
+
+class _Pair(NamedTuple):
+    """A quantized weight.
+
+    Attributes:
+        scale: The leaf of its scales.
+        blocks: The size of the blocks of each axis.
+    """
+
+    scale: LeafPath
+    blocks: Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dequantize(TableTransform):
+    """Implements `dequantize`."""
+
+    pattern: re.Pattern[str]
+    scale: str | None
+    dtype: str
+    block: int | None
+
+    def __call__(self, table: LeafTable) -> LeafTable:
+        pairs = self._find(table)
+        derive = _arrays.lazy.Deriver(str(self))
+        fns: dict[Shape, Callable[..., jax.Array]] = {}
+        unneeded = {
+            beside
+            for path in pairs
+            for name in _OF_ACTIVATIONS
+            if (beside := f"{path.rpartition('/')[0]}/{name}".lstrip("/")) in table
+        }
+
+        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[NewLeaf]:
+            for path, leaf in leaves.items():
+                if is_mirror:
+                    yield NewLeaf(path, path, leaf)
+                elif path in pairs:
+                    scale, blocks = pairs[path]
+                    fn = fns.setdefault(blocks, _multiply_by_blocks(blocks))
+                    new = derive([leaf, table[scale]], fn)
+                    info = dataclasses.replace(new.info, dtype=self.dtype)
+                    yield NewLeaf(path, path, dataclasses.replace(new, info=info))
+
+        gone = {pair.scale for pair in pairs.values()} | unneeded
+        chosen = [path for path in table if path in pairs or path in gone]
+        return _base.replace(table, chosen, act, moves=False)
+
+    def _find(self, table: LeafTable) -> dict[LeafPath, _Pair]:
+        """Returns the quantized weights.
+
+        Raises:
+            OptionError: There are none, or scales are missing or do not fit; lists all.
+        """
+        pairs: dict[LeafPath, _Pair] = {}
+        faults: dict[LeafPath, str] = {}
+        for path, match in _base.matches(self.pattern, table).items():
+            leaf = table[path]
+            if leaf.info.kind != "array" or not _is_narrow(leaf.info.dtype):
+                continue
+            names = self._scale_names(path, match)
+            found = [name for name in names if name in table]
+            other = [end for end in _OTHER_SCHEMES if f"{path}{end}" in table]
+            if other:
+                faults[path] = f"has {path}{other[0]} beside it, of another scheme"
+            elif found:
+                try:
+                    blocks = self._blocks(leaf, table[found[0]])
+                    pairs[path] = _Pair(found[0], blocks)
+                except ValueError as error:
+                    faults[path] = f"{leaf.info}: {error}"
+            elif self.scale is not None or _state.dtypes.kind(
+                leaf.info.dtype or ""
+            ) == ("float"):
+                faults[path] = f"no scale {' or '.join(names)}"
+        for scale, _ in pairs.values():
+            faults.pop(scale, None)  # scales may be 8-bit floats as well
+        if faults or not pairs:
+            rows = errors.rows(f"{path}: {why}" for path, why in faults.items())
+            raise errors.OptionError(
+                f"{self} found {len(pairs)} weights with scales, and {len(faults)} that"
+                f" it cannot multiply:\n{rows}\nWeights are 8-bit floats and integers"
+                " with scales beside them: dequantize before other transforms rename"
+                " them, pass scale= for other names and block= for other blocks, or a"
+                " pattern of the weights."
+            )
+        return pairs
+
+    def _scale_names(self, path: LeafPath, match: re.Match[str]) -> list[LeafPath]:
+        if self.scale is not None:
+            return [_patterns.expand(match, self.scale)]
+        return [f"{path}{end}" for end in _SCALES]
+
+    def _blocks(self, leaf: Leaf, scale: Leaf) -> Shape:
+        """Returns the size of the blocks that share a scale, on each axis.
+
+        Raises:
+            ValueError: The scales do not fit the weight.
+        """
+        shape, scales = leaf.info.shape, scale.info.shape
+        kind = _state.dtypes.kind(scale.info.dtype or "")
+        fault = f"{scale.info.path} is {scale.info}, which does not fit"
+        if kind != "float":
+            raise ValueError(fault)
+        if scales in ((), (1,)):
+            scales = (1,) * len(shape)
+        elif len(scales) == 1:  # of each output, the first axis of weights in torch
+            scales = (*scales, *(1,) * (len(shape) - 1))
+        if len(scales) != len(shape):
+            raise ValueError(fault)
+        blocks = []
+        for size, count in zip(shape, scales, strict=True):
+            given = () if self.block is None else (self.block,)
+            even = () if count == 0 or size % count else (size // count,)
+            sizes = (*((size,) if count == 1 else ()), *((1,) if count == size else ()))
+            tried = (*sizes, *(given or (_BLOCK, *even)))
+            block = next((b for b in tried if b and -(-size // b) == count), None)
+            if block is None:
+                raise ValueError(fault)
+            blocks.append(block)
+        return tuple(blocks)
+
+    def __str__(self) -> str:
+        return _base.call(
+            "dequantize",
+            self.pattern.pattern,
+            scale=self.scale,
+            dtype=self.dtype,
+            block=self.block,
+        )
+
+    def inverse(self) -> Transform:
+        raise errors.OptionError(
+            f"{self} cannot be inverted: the scales are gone, and other scales would"
+            " round the weights again. Quantize an export with the tool that serves it"
+        )
+
+
+def dequantize(
+    pattern: str = ".*",
+    *,
+    scale: str | None = None,
+    dtype: Any = "float32",
+    block: int | None = None,
+) -> TableTransform:
+    r"""Multiplies 8-bit weights by the scales beside them.
+
+    ```python
+    load("DeepSeek-V3/", state, transforms=[dequantize(), *to_flax])
+    convert("Llama-FP8/", "bf16.safetensors", transforms=[dequantize(dtype="bfloat16")])
+    ```
+
+    Weights are the matching 8-bit floats, and the 8-bit integers with scales. Their
+    scales have the name of the weight and `_scale_inv`, as DeepSeek's, or `_scale`, as
+    in compressed-tensors, and are left out afterwards, as are `input_scale` and
+    `output_scale`. A scale is of the whole weight, of a row (`[n, 1]` or `[n]`), or of
+    a block. Products are computed in float32, and rounded once: to the type of the
+    state, or to `dtype`. There is no inverse.
+
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        scale: The path of the scale of a match, which may refer to groups of the
+            pattern: `dequantize("(.*)/w", scale=r"\1/w_factor")`.
+        dtype: The type of the weights where no state says so.
+        block: The size of blocks along axes with several scales; by default 128, as in
+            DeepSeek's models, or what divides the axis evenly.
+
+    Raises:
+        OptionError: `pattern`, `dtype` or `block` is not valid. When applied: nothing
+            matches, a scale is missing or does not fit its weight, or weights are of a
+            scheme with zero points or packed integers.
+    """
+    name = _state.numpy_dtypes.name(dtype) if not isinstance(dtype, str) else dtype
+    name = _state.dtypes.check(name)
+    if _state.dtypes.kind(name) != "float":
+        raise errors.OptionError(f"dtype must be a floating type, got {name!r}")
+    if block is not None:
+        block = _util.arguments.check_int("block", block, least=1)
+    return _Dequantize(_patterns.compile_pattern(pattern), scale, name, block)
+
+
+def _is_narrow(dtype: str | None) -> bool:
+    kind = _state.dtypes.kind(dtype or "")
+    is_number = kind == "float" or dtype == "int8"
+    return dtype is not None and is_number and _state.dtypes.item_size(dtype) == 1
+
+
+def _multiply_by_blocks(blocks: Shape) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns the function from a weight and its scales to their product."""
+
+    def multiply(weight: jax.Array, scale: jax.Array) -> jax.Array:
+        factors = scale.astype(jnp.float32)
+        factors = factors.reshape((*factors.shape, *(1,) * (len(blocks) - scale.ndim)))
+        for axis, (block, size) in enumerate(zip(blocks, weight.shape, strict=True)):
+            if factors.shape[axis] not in (1, size):
+                repeated = jnp.repeat(factors, block, axis)
+                factors = jax.lax.slice_in_dim(repeated, 0, size, axis=axis)
+        return weight.astype(jnp.float32) * factors
+
+    return multiply
