@@ -398,7 +398,8 @@ def plan_resume(
         structure,
         frozenset(unknown),
     )
-    return planner.make_plan(stored, begin, options)[0]
+    planned, _ = planner.make_plan(stored, begin, options)
+    return dataclasses.replace(planned, advice=mismatch.ADVICE_ON_TYPES)
 
 
 def _succeeds_without(

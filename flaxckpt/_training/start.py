@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from flaxckpt import _checkpoint, _state, _steps, _util, errors, formats
-from flaxckpt._checkpoint import mismatch
 from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._run.checkpointer import Checkpointer, resume, session_of
 from flaxckpt._run.session import Session
@@ -261,7 +260,7 @@ class BeginTypes:
             checkpointer.directory,
             _util.humanize.count(len(rows), "leaf", "leaves"),
             errors.rows(rows),
-            mismatch.ADVICE_ON_TYPES,
+            planned.advice,
         )
 
 
