@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import shlex
 import sys
@@ -101,6 +102,18 @@ def command_line(**changed: object) -> str:
     return shlex.join(words)
 
 
+def _printable(text: str) -> str:
+    """Returns a text whose lines have no control characters."""
+    return "\n".join(map(errors.printable, text.split("\n")))
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats log messages, which may have names of a checkpoint, for a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _printable(super().format(record))
+
+
 @contextlib.contextmanager
 def _error_report() -> Iterator[None]:
     """Prints an error to stderr and exits with the exit code of the error.
@@ -117,9 +130,9 @@ def _error_report() -> Iterator[None]:
         print("flaxckpt: interrupted", file=sys.stderr)
         raise click.exceptions.Exit(INTERRUPTED) from None
     except errors.CheckpointError as error:
-        print(f"flaxckpt: {error}", file=sys.stderr)
+        print(_printable(f"flaxckpt: {error}"), file=sys.stderr)
         is_finding = isinstance(error, _FINDING_ERRORS)
         raise click.exceptions.Exit(FINDING if is_finding else USAGE_ERROR) from None
     except OSError as error:
-        print(f"flaxckpt: {error}", file=sys.stderr)
+        print(_printable(f"flaxckpt: {error}"), file=sys.stderr)
         raise click.exceptions.Exit(FINDING) from None
