@@ -175,7 +175,10 @@ class RestorePlan:
         folded = _util.folding.fold(leaves)
         rows = [
             _HEADER,
-            *[_cells(row, problems.get(row.name)) for row in folded[:_ROWS_PRINTED]],
+            *[
+                tuple(map(errors.printable, _cells(row, problems.get(row.name))))
+                for row in folded[:_ROWS_PRINTED]
+            ],
         ]
         if len(folded) > _ROWS_PRINTED:
             more = f"… and {len(folded) - _ROWS_PRINTED} more"

@@ -26,6 +26,9 @@ _SLOWEST_BYTES_PER_SEC = 2**18
 
 _FIRST_PAUSE_SECS = 0.1
 _LONGEST_PAUSE_SECS = 2.0
+_LEAST_SECS = 1.0
+"""The seconds of a request to a store that has not answered for long."""
+
 _FIRST_RETRIES = 4
 """Retries for a store that has never answered, because its address may be wrong."""
 
@@ -125,6 +128,7 @@ class Connection:
         self._bucket = bucket
         self._opened: ts.KvStore | None = None
         self._has_answered = False
+        self._silent_since: float | None = None
         self._resources = self._name_resources(_OWN_RETRIES)
         alone = _OWN_RETRIES if options.retries is not None else _RETRIES_ALONE
         self._resources_alone = self._name_resources(alone)
@@ -207,19 +211,22 @@ class Connection:
             StoreError: The request failed, or exceeded its deadline.
         """
         self._use_threads()
-        until = time.monotonic() + self._timeout_secs(size)
+        secs = self._timeout_secs(size)
+        until = time.monotonic() + secs
         tries, pause = 1, _FIRST_PAUSE_SECS
         while True:
             try:
                 result = begin().result(timeout=max(0.0, until - time.monotonic()))
             except TimeoutError:
-                raise self._timeout_error(what, size) from None
+                raise self._timeout_error(what, secs) from None
             except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
                 left = until - time.monotonic()
+                if left <= pause and not _PERMANENT.search(str(error)):
+                    self._note_silence()
                 if left <= pause or not self._is_retried(error, tries):
                     raise self._request_error(what, error) from None
             else:
-                self._has_answered = True
+                self._has_answered, self._silent_since = True, None
                 return result
             time.sleep(pause)
             tries, pause = tries + 1, min(2 * pause, _LONGEST_PAUSE_SECS)
@@ -227,7 +234,7 @@ class Connection:
     def _is_retried(self, error: Exception, tries: int) -> bool:
         """Returns True if a request should be retried after `tries` failures."""
         if _PERMANENT.search(str(error)):
-            self._has_answered = True
+            self._has_answered, self._silent_since = True, None
             return False
         if self.options.retries is not None:
             return tries <= self.options.retries
@@ -242,10 +249,11 @@ class Connection:
                 (a `TransientError`). Other errors propagate.
         """
         self._use_threads()
+        secs = self._timeout_secs(size)
         try:
-            return future.result(timeout=self._timeout_secs(size))
+            return future.result(timeout=secs)
         except TimeoutError:
-            raise self._timeout_error(what, size) from None
+            raise self._timeout_error(what, secs) from None
         except (ValueError, RuntimeError) as error:
             if _TEMPORARY.search(str(error)):
                 raise TransientError(str(self._request_error(what, error))) from None
@@ -256,14 +264,30 @@ class Connection:
             use_threads()
 
     def _timeout_secs(self, size: int) -> float:
-        return self.options.deadline_secs + size / _SLOWEST_BYTES_PER_SEC
+        """Returns the seconds for a request.
 
-    def _timeout_error(self, what: str, size: int) -> errors.StoreError:
+        After a request without an answer, all others together have as long: those that
+        clean up, above all. Then each has a moment, and a sweep does the rest.
+        """
+        secs = self.options.deadline_secs + size / _SLOWEST_BYTES_PER_SEC
+        since = self._silent_since
+        silent = 0.0 if since is None else time.monotonic() - since
+        if since is None or silent > 2 * self.options.deadline_secs:
+            self._silent_since = None
+            return secs
+        return min(secs, max(_LEAST_SECS, self.options.deadline_secs - silent))
+
+    def _note_silence(self) -> None:
+        if self._silent_since is None:
+            self._silent_since = time.monotonic()
+
+    def _timeout_error(self, what: str, secs: float) -> errors.StoreError:
+        self._note_silence()
         # The late request may delay later requests of this connection for long.
         self._opened = None
         return errors.StoreError(
             f"cannot {what}{self._where()}: no answer within"
-            f" {self._timeout_secs(size):g} s; check that the store can be"
+            f" {secs:.3g} s; check that the store can be"
             " reached, or increase StoreOptions.deadline_secs"
         )
 

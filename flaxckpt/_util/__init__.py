@@ -9,6 +9,7 @@ from flaxckpt import _doors
 if TYPE_CHECKING:
     from flaxckpt._util import (
         arguments,
+        bounded_pattern,
         card,
         columns,
         folding,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "arguments",
+    "bounded_pattern",
     "card",
     "columns",
     "folding",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import logging
 import os
 import sys
 
@@ -140,6 +141,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print any name
             stream.reconfigure(errors="backslashreplace")
+    if logging.lastResort is not None:  # prints warnings
+        logging.lastResort.setFormatter(_app.PrintableFormatter())
     try:
         app(prog_name="flaxckpt")
     except KeyboardInterrupt:

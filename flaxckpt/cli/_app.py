@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import re
 import shlex
@@ -167,6 +168,18 @@ def _is_in_call(before: str) -> bool:
     return False
 
 
+def _printable(text: str) -> str:
+    """Returns a text whose lines have no control characters."""
+    return "\n".join(map(errors.printable, text.split("\n")))
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats log messages, which may have names of a checkpoint, for a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _printable(super().format(record))
+
+
 @contextlib.contextmanager
 def _error_report() -> Iterator[None]:
     """Prints an error to stderr and exits with the exit code of the error.
@@ -184,10 +197,10 @@ def _error_report() -> Iterator[None]:
         raise click.exceptions.Exit(INTERRUPTED) from None
     except errors.CheckpointError as error:
         command = click.get_current_context().command
-        message = _name_options(f"flaxckpt: {error}", command)
+        message = _printable(_name_options(f"flaxckpt: {error}", command))
         print("\n".join(_output.wrap_errors(message)), file=sys.stderr)
         is_finding = isinstance(error, _FINDING_ERRORS)
         raise click.exceptions.Exit(FINDING if is_finding else USAGE_ERROR) from None
     except OSError as error:
-        print(f"flaxckpt: {error}", file=sys.stderr)
+        print(_printable(f"flaxckpt: {error}"), file=sys.stderr)
         raise click.exceptions.Exit(FINDING) from None

@@ -49,6 +49,11 @@ class TextColumn(NamedTuple):
     is_number: bool = False
     is_whole: bool = False
 
+    @property
+    def heading(self) -> str:
+        """The title as it is printed: it may be the name of a metric."""
+        return errors.printable(self.title)
+
 
 class Cell(NamedTuple):
     """A cell with a style for color terminals."""
@@ -219,7 +224,7 @@ def table_lines(
     """Returns the lines of a table, with colors on a terminal."""
     cells = [[_cell(cell) for cell in row] for row in rows]
     widths = _column_widths(columns, cells)
-    header = [Cell(column.title, "bold") for column in columns]
+    header = [Cell(column.heading, "bold") for column in columns]
     lines = [header, *cells] if any(column.title for column in columns) else cells
     return [_format_row(columns, widths, row) for row in lines]
 
@@ -228,7 +233,7 @@ def _column_widths(
     columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]]
 ) -> list[int]:
     return [
-        max([_width(column.title), *(_width(row[n].text) for row in rows)])
+        max([_width(column.heading), *(_width(row[n].text) for row in rows)])
         for n, column in enumerate(columns)
     ]
 
@@ -285,7 +290,7 @@ def _print_rich_table(
         pad_edge=False,
     )
     whole = [n for n, each in enumerate(columns) if each.is_number or each.is_whole]
-    texts = [[each.title for each in columns]]
+    texts = [[each.heading for each in columns]]
     texts += [[cell.text for cell in row] for row in rows]
     gaps = len(_GAP) * (len(columns) - 1)
     widths = _columns.fit_widths(texts, terminal_width() - gaps, whole)
@@ -294,7 +299,7 @@ def _print_rich_table(
         return
     for column, width in zip(columns, widths, strict=True):
         table.add_column(
-            column.title,
+            Text(column.heading),
             width=width,
             justify="right" if column.is_number else "left",
             overflow="fold",

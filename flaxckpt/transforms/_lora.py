@@ -402,12 +402,12 @@ def _of_module(patterns: Mapping[str, Any] | None, module: str, default: Any) ->
     """Returns the value for a module; the first pattern that ends its name wins."""
     for pattern, value in (patterns or {}).items():
         try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
+            if _util.bounded_pattern.matches(rf"(.*\.)?({pattern})$", module):
                 return value
-        except re.error as error:
+        except ValueError as error:
             raise errors.OptionError(
-                f"the pattern {pattern!r} of the adapter's config is not a valid"
-                f" regular expression: {error}"
+                f"the pattern {errors.printable(pattern)!r:.80} of the adapter's config"
+                f" cannot be used: {error}; pass alpha= and rank="
             ) from None
     return default
 

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,14 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from click.testing import CliRunner
 from flax.training.train_state import TrainState
 
 import flaxckpt
 from flaxckpt._steps import journal
 from flaxckpt._steps import markers as steps_markers
+from flaxckpt.cli import app
+from flaxckpt.policies import BestN, LatestN
 from tests import GOLDEN
 from tests.helpers.files import flip_bit, largest_file
 
@@ -165,6 +169,43 @@ def test_names_that_are_commands_to_a_terminal_are_printed_harmlessly(here, comm
     assert "\x1b" not in printed
     assert "\\x1b[31mred" in printed
     assert "[bold]x[%2Fbold]" in printed
+
+
+_EVIL = "\x1b]0;title\x07[red]"
+
+
+@pytest.mark.parametrize("width", [200, 50])
+def test_no_verb_prints_commands_to_a_terminal(tmp_path, command, monkeypatch, width):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    keep = [BestN(1, f"{_EVIL}loss", "min"), LatestN(2)]
+    state = {f"{_EVIL}a": {f"{_EVIL}w": np.ones((2, 3), np.float32)}}
+    metrics, told = {f"{_EVIL}loss": 1.0}, {f"{_EVIL}key": f"{_EVIL}value"}
+    with flaxckpt.Checkpointer("run", keep=keep) as run:
+        for step in (1, 2, 3):
+            run.save(step, state, metrics=metrics, metadata=told)
+    with flaxckpt.Checkpointer("next") as run:
+        on_step = flaxckpt.CheckpointCallback(run, every_steps=1)
+        state, _ = on_step.restore_or_init(state, source="run")
+        on_step(1, state, metrics=metrics)
+    np.savez("other.npz", **{f"{_EVIL}w": np.ones((2, 3), np.float32)})
+    (next(Path("run/3").rglob("flaxckpt.json"))).write_text("{")
+    for args in (
+        *(("ls", "run"), ("ls", "run", "--sort", f"{_EVIL}x"), ("ls", _EVIL)),
+        *(("show", "run", 2), ("show", "next"), ("show", "other.npz")),
+        *(("explain", "run"), ("explain", "run", 2), ("doctor", "run"), ("du", "run")),
+        *(("explain", "run", "-k", "best:1:x:min"), ("prune", "run")),
+        *(("prune", "run", "-k", "latest:1"), ("verify", "run", "--all")),
+        *(("diff", "run", "next"), ("diff", "other.npz", "next")),
+        *(("plan", "run", "next"), ("plan", "other.npz", "next")),
+        *(("plan", "other.npz", "next", "--suggest"), ("convert", "next", _EVIL)),
+    ):
+        result = CliRunner().invoke(app, [*map(str, args)])
+        assert not isinstance(result.exception, Exception), args
+        assert "\x1b]" not in result.output, args
+        assert "\x07" not in result.output, args
+    assert "[red]loss" in command("ls", "next").stdout.replace("\n", "")
 
 
 def test_ls_looks_at_the_files_of_the_best_step(here, command):

@@ -15,6 +15,7 @@ import flaxckpt
 from flaxckpt import _storage, errors
 from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage import locks as storage_locks
+from flaxckpt._storage import store_requests
 from tests.helpers import slow, store_servers, strategies
 from tests.helpers.files import flip_bit
 
@@ -254,3 +255,41 @@ def gcs(tmp_path, monkeypatch):
         monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", url)
         monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "x")
         yield bucket
+
+
+class _Silent:
+    """A store that never answers, and a clock."""
+
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr(store_requests.time, "monotonic", lambda: self.now)
+
+    def result(self, timeout):
+        self.now += timeout
+        raise TimeoutError
+
+
+def test_what_follows_a_request_without_an_answer_has_one_more_deadline(monkeypatch):
+    silent = _Silent(monkeypatch)
+    options = flaxckpt.StoreOptions(deadline_secs=60)
+    connection = store_requests.Connection("memory", "gone", options)
+
+    def ask(answer=None):
+        begin = silent.now
+        if answer is None:
+            with pytest.raises(errors.StoreError, match="no answer within"):
+                connection.request("read it", lambda: silent)
+        else:
+            connection.request("read it", lambda: answer)
+        return silent.now - begin
+
+    assert [ask() for _ in range(5)] == [60, 60, 1, 1, 1]
+
+    class Answer:
+        def result(self, timeout):
+            return b""
+
+    ask(Answer())
+    assert [ask() for _ in range(3)] == [60, 60, 1], "it had come back"
+    silent.now += 200
+    assert ask() == 60, "much later, it may be starting again"

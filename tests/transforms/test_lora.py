@@ -282,6 +282,8 @@ def test_an_adapter_in_the_cache_of_the_hub_is_merged(tmp_path):
         ({"rank_pattern": [2]}, "wanted numbers for r and rank_pattern"),
         ({"rank_pattern": {"q": 3}}, "wanted the rank 3"),
         ({"alpha_pattern": {"(": 3}}, "not a valid regular expression"),
+        ({"alpha_pattern": {r"(q)\1": 3}}, "cannot be used"),
+        ({"rank_pattern": {r"(.+)+([^x]|\w+)+q*": 3}}, "wanted the rank 3"),
         ({"r": 5}, "wanted the rank 5"),
         ({"fan_in_fan_out": True}, "its product has the shape"),
     ],

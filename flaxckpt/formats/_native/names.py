@@ -118,7 +118,8 @@ def check_items(layout: items.Items, json: Iterable[str]) -> None:
     """
     roles: dict[str, str] = {}
     faults: dict[object, str] = {}
-    trees = layout.trees if layout.trees != ("",) else ()
+    is_root = layout.state == ""  # a checkpoint without items
+    trees = () if is_root else layout.trees
     for role, names in (
         ("items", trees),
         ("dataset_item", (layout.dataset,)),
