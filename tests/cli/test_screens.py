@@ -526,6 +526,8 @@ def test_tables_break_no_word_in_the_middle(terminal, tmp_path, monkeypatch, wid
             for word in line.split()
             for piece in re.findall("[^/_]*[/_]|[^/_]+", word)
         }
+        words |= {*re.findall("[^/_]*[/_]", f"{tmp_path}/")}  # also broken, if long
+        words |= {word.rstrip("/") for word in words}
         lines = terminal(width, *args, code=code)
         for line in lines:
             assert len(line) <= width or "flaxckpt plan" in line
