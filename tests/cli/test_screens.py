@@ -4,9 +4,11 @@ import os
 import pty
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -503,8 +505,9 @@ def test_diff_cuts_no_number_off(terminal, tmp_path, monkeypatch, width):
 
 
 @pytest.mark.parametrize("width", [120, 80, 40])
-def test_tables_break_no_word_in_the_middle(terminal, tmp_path, monkeypatch, width):
-    monkeypatch.chdir(tmp_path)
+def test_tables_break_no_word_in_the_middle(terminal, monkeypatch, width):
+    short = Path(tempfile.mkdtemp())  # paths in titles fit in a line
+    monkeypatch.chdir(short)
     for n in (1, 2):
         layers = {
             f"transformer_encoder_layer_{i}": {
@@ -526,11 +529,10 @@ def test_tables_break_no_word_in_the_middle(terminal, tmp_path, monkeypatch, wid
             for word in line.split()
             for piece in re.findall("[^/_]*[/_]|[^/_]+", word)
         }
-        words |= {*re.findall("[^/_]*[/_]", f"{tmp_path}/")}  # also broken, if long
-        words |= {word.rstrip("/") for word in words}
         lines = terminal(width, *args, code=code)
         for line in lines:
             assert len(line) <= width or "flaxckpt plan" in line
-            if "flaxckpt" not in line and str(tmp_path) not in line:
+            if "flaxckpt" not in line and str(short) not in line:
                 pieces = re.findall("[^/_ :]*[/_]|[^/_ :]+", line)
                 assert {*pieces} <= {word.strip(":") for word in words}, line
+    shutil.rmtree(short)
