@@ -24,7 +24,7 @@ from flaxckpt._checkpoint import save
 from flaxckpt._checkpoint.commit import SaveOptions
 from flaxckpt.configs import CheckpointConfig
 from flaxckpt.policies import LatestN
-from tests.helpers import strategies
+from tests.helpers import slow, strategies
 
 STORES = ["files", "ocdbt"]
 
@@ -349,7 +349,7 @@ def test_no_copy_is_left_when_a_save_has_ended(tmp_path, monkeypatch, end):
         assert live_bytes() == before
 
 
-@pytest.mark.parametrize("snapshot", to_host.SNAPSHOTS)
+@pytest.mark.parametrize("snapshot", slow.all_but(to_host.SNAPSHOTS, ["host"]))
 @pytest.mark.parametrize("saves", [pytest.param(200, marks=pytest.mark.slow), 40])
 def test_many_saves_leave_no_memory_behind(tmp_path, monkeypatch, snapshot, saves):
     if snapshot == "host":  # through pinned memory, as from an accelerator

@@ -78,6 +78,7 @@ def test_a_save_that_blocks_its_caller_has_full_speed(tmp_path, gate):
     assert set(gate.found) == {nice()}
 
 
+@pytest.mark.slow
 def test_no_thread_of_the_process_keeps_the_low_priority(tmp_path):
     """Threads of TensorStore would inherit it from the thread that needs them first."""
     code = f"""

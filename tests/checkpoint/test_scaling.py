@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import pathlib
 import sys
 import weakref
@@ -30,6 +31,7 @@ from flaxckpt.formats import _reader
 from flaxckpt.formats._native import contents as native_contents
 from flaxckpt.formats._native import manifest as native_manifest
 from flaxckpt.formats._native import orbax_json as native_orbax_json
+from tests.helpers import slow
 
 ADAMW = optax.adamw(1e-3)
 NOWHERE = pathlib.Path("/nonexistent/checkpoint")
@@ -221,8 +223,12 @@ def garbage_of(work):
     return {cls for cls in found if cls.__module__.startswith("flaxckpt.")}
 
 
-@pytest.mark.parametrize("store", ["files", "ocdbt"])
-@pytest.mark.parametrize("memory_map", [True, False])
+@pytest.mark.parametrize(
+    ("store", "memory_map"),
+    slow.all_but(
+        itertools.product(["files", "ocdbt"], [True, False]), [("files", True)]
+    ),
+)
 def test_a_load_is_freed_without_the_garbage_collector(tmp_path, store, memory_map):
     """Its plan has the abstract state, and its readings have all values."""
     params = {"w": jnp.ones((64, 512)), "b": jnp.ones(8)}

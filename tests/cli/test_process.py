@@ -91,6 +91,7 @@ def test_every_verb_wants_its_arguments(verb, command):
     assert f"flaxckpt {verb} --help" in result.stderr
 
 
+@pytest.mark.slow
 def test_exit_codes_of_the_process(here):
     found = run("verify", "run", "--json")
     assert (found.returncode, found.stderr) == (0, "")

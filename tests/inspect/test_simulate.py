@@ -46,6 +46,7 @@ def terabyte():
     return flaxckpt.simulate(state, processes=PROCESSES)
 
 
+@pytest.mark.slow
 def test_a_terabyte_in_100_000_leaves_is_divided_equally(terabyte):
     assert terabyte.leaves > 100_000
     assert terabyte.total_bytes > 10**12
@@ -53,6 +54,7 @@ def test_a_terabyte_in_100_000_leaves_is_divided_equally(terabyte):
     assert terabyte.balance <= 1.1
 
 
+@pytest.mark.slow
 def test_metadata_grow_with_leaves_and_not_with_processes(terabyte):
     few = AbstractMesh((1, 8, 4), ("data", "fsdp", "model"))
     small = flaxckpt.simulate(transformer(4762, 1216, few), processes=8)

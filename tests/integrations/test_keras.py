@@ -20,6 +20,7 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.integrations.keras import KerasCheckpoint
+from tests.helpers import slow
 
 STEPS = 6
 EPOCHS = 3
@@ -205,7 +206,10 @@ def straight(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("batches", "lose_after", "every_steps"),
-    [(step_indexed, 8, 4), (step_indexed, 13, 6), (in_order, 17, 5)],
+    slow.all_but(
+        [(step_indexed, 8, 4), (step_indexed, 13, 6), (in_order, 17, 5)],
+        [(step_indexed, 13, 6)],
+    ),
 )
 def test_an_interrupted_fit_ends_as_one_that_was_not(
     tmp_path, straight, batches, lose_after, every_steps
@@ -223,6 +227,7 @@ def test_an_interrupted_fit_ends_as_one_that_was_not(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("together", "calls"), [(2, 5), (4, 3)])
 def test_several_batches_may_be_one_call(tmp_path, straight, together, calls):
     options = {"steps_per_execution": together, "every_steps": 1}
@@ -233,6 +238,7 @@ def test_several_batches_may_be_one_call(tmp_path, straight, together, calls):
     assert bits(model) == straight[0]
 
 
+@pytest.mark.slow
 def test_batches_that_were_taken_ahead_are_not_lost(tmp_path, straight, monkeypatch):
     # So keras does what it does for an accelerator: it takes one batch ahead.
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -245,6 +251,7 @@ def test_batches_that_were_taken_ahead_are_not_lost(tmp_path, straight, monkeypa
     assert bits(model) == straight[0]
 
 
+@pytest.mark.slow
 def test_the_last_step_is_saved_before_averages_take_the_place_of_weights(tmp_path):
     def optimizer():
         return keras.optimizers.Adam(1e-2, use_ema=True, name="adam")
@@ -285,6 +292,7 @@ def test_a_signal_ends_the_training_where_it_is(tmp_path, straight, exit_code):
     assert bits(model) == straight[0]
 
 
+@pytest.mark.slow
 def test_distributed_weights_come_back_where_they_were(tmp_path):
     devices = keras.distribution.list_devices("cpu")
     mesh = keras.distribution.DeviceMesh((2, 4), ["batch", "model"], devices)
@@ -320,6 +328,7 @@ def test_a_layer_of_another_name_is_named(tmp_path):
         other.fit(checkpoint.data, callbacks=[checkpoint], verbose=0)
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_part_of_the_state(tmp_path):
     def optimizer():
         return keras.optimizers.SGD(1e-2, gradient_accumulation_steps=4, name="sgd")
@@ -332,6 +341,7 @@ def test_accumulated_gradients_are_part_of_the_state(tmp_path):
     assert bits(model) == bits(whole)
 
 
+@pytest.mark.slow
 def test_a_finished_run_trains_no_more_and_can_be_prolonged(tmp_path, straight):
     fit(tmp_path, step_indexed(), epochs=2)
     model, history = fit(tmp_path, step_indexed(), epochs=2)
@@ -366,6 +376,7 @@ def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path, straight):
     assert checkpointer.steps() == [STEPS * EPOCHS]
 
 
+@pytest.mark.slow
 def test_if_the_newest_step_is_damaged_the_epoch_is_that_of_the_one_before(
     tmp_path, straight
 ):
@@ -442,6 +453,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path, options, kind, message
         KerasCheckpoint(on_step, **options)
 
 
+@pytest.mark.slow
 def test_another_backend_is_refused():
     code = (
         "from flaxckpt.integrations.keras import KerasCheckpoint\n"
@@ -451,6 +463,7 @@ def test_another_backend_is_refused():
     assert "OptionError: Keras runs on numpy" in error
 
 
+@pytest.mark.slow
 def test_without_keras_the_error_says_what_to_install():
     code = "import sys; sys.modules['keras'] = None; import flaxckpt.integrations.keras"
     assert "pip install 'flaxckpt[keras]'" in error_of(code)

@@ -10,6 +10,7 @@ from flax.training.train_state import TrainState
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt.transforms import remap
+from tests.helpers import slow
 from tests.maps.names_of import RECORDED, abstract, flatten, read, write_source
 from tests.maps.record_names import checksum
 
@@ -644,7 +645,9 @@ def test_the_lines_to_paste_are_the_transforms(tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", ["renamed", "without a source", "fused"])
+@pytest.mark.parametrize(
+    "kind", slow.all_but(["renamed", "without a source", "fused"], ["without a source"])
+)
 def test_the_work_grows_with_the_number_of_leaves(kind, tmp_path):
     counts = []
     for size in (600, 1200):

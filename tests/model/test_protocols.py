@@ -3,6 +3,7 @@
 import pytest
 
 from tests import ROOT
+from tests.helpers import slow
 from tests.model import commit, uploads
 from tests.model.cases import (
     PROTOCOLS,
@@ -75,7 +76,7 @@ def test_the_shortest_history_is_found():
     ]
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
+@pytest.mark.parametrize("name", slow.all_but(PROTOCOLS, ["reading"]))
 def test_the_page_says_what_breaks_without_each_assumption(name):
     page = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
     for assumption, text in PROTOCOLS[name].ASSUMPTIONS.items():

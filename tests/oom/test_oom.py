@@ -22,6 +22,7 @@ def check(result):
     assert len(result.strange) <= 0.1 * told.total(), "\n".join(result.strange)
 
 
+@pytest.mark.slow
 def test_a_save_that_lacks_memory_loses_nothing(directory, library):
     result = explore(["FirstSave"], directory, library, first=350, every=700)
     check(result)

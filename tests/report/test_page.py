@@ -851,6 +851,7 @@ def test_ten_thousand_leaves_are_few_parts(tmp_path):
     assert sum(part.bytes for part in found) == 55_000
 
 
+@pytest.mark.slow
 def test_the_page_of_the_example_has_every_section(tmp_path):
     run = examples_report.make(tmp_path, first_steps=10, second_steps=30)
     found = gather(run, keep=examples_report.KEEP)

@@ -392,6 +392,7 @@ assert [event.step for event in seen] == [rank], seen
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_of_several_processes_the_first_writes_the_journal(tmp_path):
     with socket.socket() as server:

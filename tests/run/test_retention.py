@@ -28,7 +28,7 @@ from flaxckpt._storage import rename as storage_rename
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN, OnSteps
-from tests.helpers import faulty_store, strategies
+from tests.helpers import faulty_store, slow, strategies
 from tests.helpers.files import flip_bit
 
 FILES = flaxckpt.ArrayLayout(store="files")
@@ -923,7 +923,7 @@ ADDING = """
 """
 
 
-@pytest.mark.parametrize("metrics", [None, {"loss": 0.5}])
+@pytest.mark.parametrize("metrics", slow.all_but([None, {"loss": 0.5}], [None]))
 def test_processes_that_add_metrics_at_the_same_time_lose_none(tmp_path, metrics):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state(1), metrics=metrics)
@@ -1189,6 +1189,7 @@ PRUNING = """
 """
 
 
+@pytest.mark.slow
 def test_processes_that_prune_at_the_same_time_delete_each_step_once(tmp_path):
     save(tmp_path, 0)
     for step in range(1, 80):

@@ -16,7 +16,7 @@ from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage import locks as storage_locks
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
-from tests.helpers import strategies
+from tests.helpers import slow, strategies
 
 STORES = ("memory", "moto", "seaweed")
 REAL = ("moto", "seaweed")
@@ -81,7 +81,10 @@ def save_until_killed(url, at, is_there):
     ckpt.save(2, {"n": np.arange(6)}).wait()
 
 
-@pytest.mark.parametrize("at", ["c.0", "flaxckpt.json", storage_commit_marker.MARKER])
+@pytest.mark.parametrize(
+    "at",
+    slow.all_but(["c.0", "flaxckpt.json", storage_commit_marker.MARKER], ["c.0"]),
+)
 @pytest.mark.parametrize("kind", REAL)
 def test_a_killed_save_is_swept_and_made_again(store_path, kind, at):
     url = str(store_path(kind))

@@ -68,6 +68,7 @@ TRAINER = """
 """
 
 
+@pytest.mark.slow
 def test_what_is_read_slowly_outlives_a_trainer_that_deletes_fast(tmp_path):
     root, stop = tmp_path / "run", tmp_path / "stop"
     trainer = python(TRAINER, root, stop)
@@ -337,6 +338,7 @@ def test_a_reader_whose_step_was_moved_for_a_moment_leaves_no_file(tmp_path):
     assert not leases(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_forked_child_does_not_let_go_what_its_parent_reads(tmp_path):
     save(tmp_path, 1)
     code = """

@@ -95,6 +95,7 @@ for histories in (buckets, runs):
 """
 
 
+@pytest.mark.slow
 def test_a_seed_is_one_history_in_every_process():
     timelines = {
         subprocess.run(

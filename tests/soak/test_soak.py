@@ -81,6 +81,7 @@ def test_a_pool_that_fills_up_is_no_leak(tasks):
     assert samples.problems(make_samples(**steady, tasks=tasks)) == []
 
 
+@pytest.mark.slow
 def test_threads_and_descriptors_that_are_lost_are_found_in_this_process():
     taken, threads, descriptors = [], [], []
     end = threading.Event()

@@ -207,6 +207,7 @@ def test_where_the_class_is_unknown_the_leaf_is_a_dict(tmp_path, caplog, monkeyp
     assert caught.value.leaves == {"q": f"a {name.replace(':', '.')}"}
 
 
+@pytest.mark.slow
 def test_another_program_needs_the_registration_only(tmp_path):
     code = """
         import sys, flaxckpt
