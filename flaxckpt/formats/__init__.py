@@ -32,6 +32,8 @@ _RECOGNISERS: dict[str, Callable[[Path], str | None]] = {
     "streaming": _recognise.streaming,
     # After T5X, whose single files are msgpack maps, too.
     "msgpack": _recognise.msgpack,
+    # After T5X and Orbax, whose steps have arrays of zarr 2 beside other files.
+    "big_vision": _recognise.big_vision,
 }
 """Format name -> function that returns the evidence for a checkpoint, in the order in
 which `identify` tries them."""
@@ -44,6 +46,7 @@ _READERS = {
     "npz": "_npz.reader",
     "streaming": "_msgpack.stream",
     "msgpack": "_msgpack.reader",
+    "big_vision": "_big_vision",
 }
 """Format name -> module of the reader, imported on first use."""
 
@@ -54,7 +57,8 @@ _SUPPORTED = (
     "flaxckpt or Orbax (a directory with a _METADATA file in it or in its state/),"
     " T5X (a directory with a file 'checkpoint'), safetensors (a file, or a directory"
     " with an index), GGUF (a file), an .npz of numpy (a file), Flax's old msgpack (a"
-    " file), or a stream of EasyLM or fjformer (a file)"
+    " file), a stream of EasyLM or fjformer (a file), or big_vision (a directory of"
+    " zarr arrays)"
 )
 _MAX_TRIED = 20
 """The most entries of a directory to try for an error message."""
@@ -100,6 +104,13 @@ def identify(path: Path) -> Detected | None:
     return None
 
 
+def exists(path: Path) -> bool:
+    """Returns True if `path` exists, or a pointer that stands for it."""
+    if path.exists():
+        return True
+    return _storage.of(path).can_map and _recognise.find_pointer(path) is not None
+
+
 def recognises(path: Path) -> bool:
     """Returns True if `path` is a checkpoint in a supported format."""
     return identify(path) is not None
@@ -118,7 +129,7 @@ def detect(path: PathLike) -> Detected:
     """
     path = _storage.paths.resolve(path)
     with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
-        detected = identify(path) if path.exists() else None
+        detected = identify(path) if exists(path) else None
         return detected or _explain_unrecognised(path)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from flaxckpt import _state, _steps, _storage, errors, formats
 from flaxckpt._types import PathLike
-from flaxckpt.formats import _hub_cache
+from flaxckpt.formats import _hub_cache, _recognise
 from flaxckpt.formats._reader import CheckpointMetadata, Stored
 
 _log = logging.getLogger(__name__)
@@ -152,9 +152,12 @@ def step_parser(step_format: str | None) -> _steps.names.Number | None:
 def _locate(path: Path, step: int | None, step_format: str | None) -> Located:
     step = None if step is None else _steps.names.check(step)
     number = step_parser(step_format)
-    detected = formats.identify(path) if path.exists() else None
+    detected = formats.identify(path) if formats.exists(path) else None
     if detected is not None and step is None:
-        return Located(_hub_cache.find_snapshot(path) or path, None, detected)
+        found = _hub_cache.find_snapshot(path)
+        if detected.format == "big_vision":
+            found = _recognise.follow(path)
+        return Located(found or path, None, detected)
     if not path.is_dir():
         if detected is None:
             formats.detect(path)  # raises

@@ -6,6 +6,7 @@ of a format is imported only for its checkpoints.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from flaxckpt import errors
@@ -77,6 +78,42 @@ def msgpack(path: Path) -> str | None:
     if not keys:
         return "it is an empty msgpack map"
     return f"it begins with a msgpack map, whose first key is {keys[0][:60]!r}"
+
+
+def big_vision(path: Path) -> str | None:
+    """Returns the evidence for a directory of big_vision, or a pointer to one."""
+    if not path.is_dir():
+        checkpoint = follow(path)
+        return None if checkpoint == path else f"it stands for {checkpoint.name}"
+    children = [child for child in path.iterdir() if not child.name.startswith(".")]
+    if not children or not all((child / ".zarray").is_file() for child in children):
+        return None
+    return f"it holds {len(children)} arrays of zarr 2 and nothing else"
+
+
+def find_pointer(path: Path) -> Path | None:
+    """Returns the pointer to the newest checkpoint of big_vision, if there is one.
+
+    Args:
+        path: The pointer, or the name of the checkpoint without a step.
+    """
+    if not path.name.endswith(_POINTER):
+        path = path.with_name(f"{path.name}{_POINTER}")
+    text = _signatures.read_start(path) if path.is_file() else b""
+    return path if _STEP.fullmatch(text) else None
+
+
+def follow(path: Path) -> Path:
+    """Returns the checkpoint that the pointer of a path names; else the path itself."""
+    pointer = None if path.is_dir() else find_pointer(path)
+    if pointer is None:
+        return path
+    end = _signatures.read_start(pointer).decode("ascii").strip()
+    return pointer.with_name(f"{pointer.name.removesuffix(_POINTER)}-{end}")
+
+
+_POINTER = "-LAST"
+_STEP = re.compile(rb"[0-9]{9,18}(-tmp)?\s?")
 
 
 def find_flax_index(path: Path) -> Path | None:

@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from flax import serialization
@@ -363,3 +364,31 @@ def test_a_missing_path_names_one_that_is_alike(tmp_path, missing, near):
         flaxckpt.load(tmp_path / missing)
     question = str(raised.value).partition("does not exist")[2]
     assert question == (f"; did you mean {tmp_path / near}?" if near else "")
+
+
+# ---- pointers of big_vision ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["checkpoint.bv", "checkpoint.bv-LAST"])
+def test_a_pointer_of_big_vision_is_followed(name, tmp_path):
+    shutil.copytree(GOLDEN / "big_vision", tmp_path / "work")
+    path = tmp_path / "work" / name
+    newest = tmp_path / "work/checkpoint.bv-000000007-tmp"
+    found = flaxckpt.metadata(path)
+    assert found.format == "big_vision"
+    assert found.path == str(newest)
+    jax.tree.map(
+        np.testing.assert_array_equal, flaxckpt.load(path), flaxckpt.load(newest)
+    )
+    assert isinstance(flaxckpt.load(path)["opt"], list)
+    flaxckpt.convert(path, tmp_path / "own.safetensors")
+    assert flaxckpt.verify(path).ok
+    shutil.rmtree(newest)
+    with pytest.raises(errors.DamagedCheckpointError, match="which is missing"):
+        flaxckpt.load(path)
+
+
+def test_directories_of_big_vision_beside_each_other_are_named(tmp_path):
+    shutil.copytree(GOLDEN / "big_vision", tmp_path / "work")
+    with pytest.raises(errors.CheckpointFormatError, match=r"checkpoint\.bv-000000003"):
+        flaxckpt.load(tmp_path / "work")

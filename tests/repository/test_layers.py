@@ -44,6 +44,7 @@ PASSAGES = {
         "_reader",
         "_recognise",
         "_safetensors",
+        "_shards",
     },
     "configs": {"_policies"},
     "maps": {"_config", "_named", "_peft", "_suggest"},
