@@ -171,7 +171,7 @@ class RunView:
             names = sorted({name for step in ranked for name in step.metrics})
             raise errors.OptionError(
                 f"no step of {self.root} has a finite metric {policy.metric!r}, so the"
-                " best step is unknown and would be deleted; the steps have"
+                " best step is unknown; the steps have"
                 f" {', '.join(names) or 'no metrics at all'}"
             )
 

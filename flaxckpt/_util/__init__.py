@@ -9,7 +9,6 @@ from flaxckpt import _doors
 if TYPE_CHECKING:
     from flaxckpt._util import (
         arguments,
-        bounded_pattern,
         card,
         columns,
         folding,
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "arguments",
-    "bounded_pattern",
     "card",
     "columns",
     "folding",

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._types import LeafPath, PathLike, Shape
-from flaxckpt.transforms import _base
+from flaxckpt.transforms import _base, _bounded_pattern
 from flaxckpt.transforms._base import NewLeaf, TableTransform
 from flaxckpt.transforms._merge import merge
 from flaxckpt.transforms._moments import find_mirrors
@@ -402,7 +402,7 @@ def _of_module(patterns: Mapping[str, Any] | None, module: str, default: Any) ->
     """Returns the value for a module; the first pattern that ends its name wins."""
     for pattern, value in (patterns or {}).items():
         try:
-            if _util.bounded_pattern.matches(rf"(.*\.)?({pattern})$", module):
+            if _bounded_pattern.matches(rf"(.*\.)?({pattern})$", module):
                 return value
         except ValueError as error:
             raise errors.OptionError(

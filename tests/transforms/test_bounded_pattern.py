@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxckpt._util import bounded_pattern
+from flaxckpt.transforms import _bounded_pattern
 
 parts = st.recursive(
     st.sampled_from(["a", "b", ".", "[ab]", "[^a]", r"\w", r"\.", "^", "$", ""]),
@@ -28,7 +28,7 @@ parts = st.recursive(
 @given(parts, st.text("ab.\n", max_size=6))
 def test_matches_what_re_matches(pattern, text):
     found = bool(re.match(pattern, text))
-    assert bounded_pattern.matches(pattern, text) == found
+    assert _bounded_pattern.matches(pattern, text) == found
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_matches_what_re_matches(pattern, text):
     ],
 )
 def test_matches_patterns_of_adapters(pattern, text, found):
-    assert bounded_pattern.matches(pattern, text) is found
+    assert _bounded_pattern.matches(pattern, text) is found
 
 
 @pytest.mark.parametrize(
@@ -69,4 +69,4 @@ def test_matches_patterns_of_adapters(pattern, text, found):
 )
 def test_refuses_other_patterns(pattern, why):
     with pytest.raises(ValueError, match=why):
-        bounded_pattern.matches(pattern, "a" * 200)
+        _bounded_pattern.matches(pattern, "a" * 200)
