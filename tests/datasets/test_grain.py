@@ -87,6 +87,7 @@ def test_a_loader_with_worker_processes_resumes_exactly(tmp_path):
     assert_resumes(tmp_path, lambda: iter(loader(worker_count=2)), [3, 16])
 
 
+@pytest.mark.slow
 def test_prefetching_processes_resume_exactly(tmp_path):
     options = grain.multiprocessing.MultiprocessingOptions(num_workers=2)
     assert_resumes(tmp_path, lambda: iter(batched().mp_prefetch(options)), [16])

@@ -15,6 +15,7 @@ def job(tmp_path_factory):
     return directory, jobs.run("save,sizes,together,late", 4, directory, **given)
 
 
+@pytest.mark.slow
 def test_four_processes_save_and_restore_every_leaf(job):
     directory, said = job
     assert len({str(each) for each in said["save"]}) == 1

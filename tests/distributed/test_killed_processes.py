@@ -32,6 +32,7 @@ def live(count, directory, victim, chance):
     return begun, said, ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [3, pytest.param(ROUNDS, marks=pytest.mark.slow)])
 def test_a_job_of_which_one_is_killed_goes_on_from_a_whole_step(tmp_path, rounds):
     """Two jobs of two and one of four side by side: most of the time they wait."""

@@ -59,6 +59,7 @@ def test_every_file_of_both_has_the_mode_asked_for(job):
     assert modes == {(True, 0o750), (False, 0o640)}
 
 
+@pytest.mark.slow
 def test_snapshots_on_devices_need_no_common_order(tmp_path):
     said = jobs.run(
         "save,train", 2, tmp_path, layouts=["files", "zstd_ocdbt"], snapshot="device"
@@ -90,6 +91,7 @@ def test_all_compute_together_while_a_checkpoint_is_read(job):
     assert job[1]["loading"] == ({"ok": True},) * 2
 
 
+@pytest.mark.slow
 def test_each_process_refuses_what_no_reader_would_take(with_orbax):
     told = ["UnsupportedLeafError", "LeafNameError", "UnsupportedLeafError"]
     wanted = {"told": [*told, "OptionError"], "steps": [1]}
@@ -248,6 +250,7 @@ def test_orbax_and_we_read_each_other_in_two_processes(with_orbax):
         assert np.asarray(found["arrays"][leaf]).tobytes() == wanted.tobytes()
 
 
+@pytest.mark.slow
 def test_orbax_managers_of_two_processes_save_items_of_flaxckpt(by_managers):
     directory, said = by_managers
     assert said["handler"] == ({"ok": True},) * 2
@@ -261,6 +264,7 @@ def test_orbax_managers_of_two_processes_save_items_of_flaxckpt(by_managers):
             check_whole(flaxckpt.load(item.parent)["state"], 3)
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_manager_is_told_to_all_and_the_next_save_is_good(tmp_path):
     said = jobs.run("handler_faults", 2, tmp_path)
     first, second = [dict(enumerate(f["told"])) for f in said["handler_faults"]]

@@ -116,6 +116,7 @@ def test_a_picture_is_drawn_of_a_run(run, tmp_path):
     assert "<svg" in (tmp_path / "run.svg").read_text()
 
 
+@pytest.mark.slow
 def test_an_accelerator_is_measured_beside_the_copies_from_it(tmp_path):
     names = ("flaxckpt", "flaxckpt device", "flaxckpt device pageable")
     settings = Settings(tmp_path, rounds=1, quick=True, contenders=names)

@@ -107,6 +107,7 @@ def test_a_run_can_be_prolonged(tmp_path):
     assert bits(state) == bits(whole_state)
 
 
+@pytest.mark.slow
 def test_the_digits_are_learned(tmp_path):
     example, configs = load("digits_nnx")
     config = configs.get_config()
@@ -233,6 +234,7 @@ def test_the_demo_fails_if_the_runs_differ(tmp_path, capsys):
     assert "leaves differ" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_four_processes_go_on_with_what_two_have_left(tmp_path):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -252,6 +254,7 @@ def test_four_processes_go_on_with_what_two_have_left(tmp_path):
     assert "run/20 is good" in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_model_of_hugging_face_is_trained_on_eight_devices_and_given_back(tmp_path):
     def run():
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

@@ -45,6 +45,7 @@ def test_a_loop_that_was_lost_ends_as_one_that_was_not(name):
     )
 
 
+@pytest.mark.slow
 def test_an_evaluation_finds_the_best_of_another_jobs_steps():
     printed = run("evaluation")
     losses = {
