@@ -178,14 +178,14 @@ class Scanner:
         except UnicodeDecodeError:
             raise self.fault("a string that is not UTF-8", back=size) from None
 
-    def key(self) -> str:
+    def key(self, *, or_integer: bool = False) -> str:
         """Returns the next value, a string valid as a part of a leaf path.
 
-        Integers become strings, as in leaf paths.
+        With `or_integer`, integers are read, too, and become strings.
         """
         self._count(1)
         kind, size = self.head()
-        if kind == "number" and type(size) is int:
+        if or_integer and kind == "number" and type(size) is int:
             return str(size)
         if kind == "str" and size > _MAX_KEY_BYTES:
             raise self.fault(f"a key of {size} bytes")
@@ -238,7 +238,7 @@ class Scanner:
         self._count(self._left(2 * size), add=False)
         items: dict[str, Value] = {}
         for _ in range(size):
-            key = self.key()
+            key = self.key(or_integer=True)
             if key in items:
                 raise self.fault(f"the key {key[:60]!r} for the second time")
             items[key] = self._value(depth + 1)
