@@ -11,7 +11,11 @@ import tensorstore as ts
 from flaxckpt import _storage, _util
 from flaxckpt._arrays import read_tasks
 from flaxckpt._arrays.read_tasks import Reading
-from flaxckpt._arrays.zarr import ocdbt
+from flaxckpt._arrays.zarr import checksums as chunk_checksums
+from flaxckpt._arrays.zarr import metadata as zarr_metadata
+from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
+
+_CHECKSUMS_AT_ONCE = 4096
 
 _VALUES_AT_ONCE = 2**20
 """Bytes of small values that are read in a call."""
@@ -36,11 +40,11 @@ class Database:
         ValueError, OSError: The index is damaged, or cannot be read.
     """
 
-    def __init__(self, root: Path, checked: ocdbt.Checked) -> None:
+    def __init__(self, root: Path, checked: zarr_ocdbt.Checked) -> None:
         self.store = checked.store
         self._root = root
-        self._index = ocdbt.index(root, checked.roots)
-        self._requested: dict[str, ocdbt.Place] = {}
+        self._index = zarr_ocdbt.index(root, checked.roots)
+        self._requested: dict[str, zarr_ocdbt.Place] = {}
         self._read: dict[str, bytes | Exception] = {}
 
     def request(self, key: str, max_bytes: int) -> None:
@@ -55,7 +59,7 @@ class Database:
         if isinstance(found, bytes):
             self._read[key] = found
             return
-        place = ocdbt.parse_place(found)
+        place = zarr_ocdbt.parse_place(found)
         if place.size > max_bytes:
             raise ValueError(f"{key} has {place.size} bytes instead of {max_bytes}")
         self._requested[key] = place
@@ -63,7 +67,7 @@ class Database:
     def reading(self) -> Reading:
         """Returns a reading with the tasks that read the requested values."""
         gap = read_tasks.small_gap(self._root)
-        pieces: list[list[tuple[str, ocdbt.Place]]] = []
+        pieces: list[list[tuple[str, zarr_ocdbt.Place]]] = []
         start, end, file = 0, 0, ""
         by_place = sorted(self._requested.items(), key=lambda item: item[1][1:])
         for key, place in by_place:
@@ -78,7 +82,7 @@ class Database:
         tasks = [functools.partial(self._read_piece, piece) for piece in pieces]
         return Reading(tasks, dict)
 
-    def _read_piece(self, values: Sequence[tuple[str, ocdbt.Place]]) -> None:
+    def _read_piece(self, values: Sequence[tuple[str, zarr_ocdbt.Place]]) -> None:
         """Reads values that are near each other in a file, the first at the start."""
         start = values[0][1].offset
         stop = max(place.offset + place.size for _, place in values)
@@ -151,7 +155,7 @@ class Databases:
         _storage.of(root).check_root(root, checkpoint)
         if check is not None:
             check()
-        return Database(root, ocdbt.open_checked(root, self.context))
+        return Database(root, zarr_ocdbt.open_checked(root, self.context))
 
     def readings(self) -> list[Reading]:
         """Returns readings with the tasks that read the requested values."""
@@ -171,3 +175,39 @@ def check_digests(root: Path, digests: Mapping[str, str], *, max_bytes: int) -> 
         _storage.files.check_digest(name, found, digests[name])
 
     _util.threads.each(check, digests, threads=read_tasks.THREADS)
+
+
+def read_checksums(
+    root: Path, names: Mapping[str, Sequence[str]], *, ocdbt: bool
+) -> dict[str, dict[str, bytes]]:
+    """Returns the last four bytes of chunks: array -> key of the chunk -> bytes.
+
+    Args:
+        root: The directory or the database with the arrays, with checked links.
+        names: Array -> keys of its chunks.
+        ocdbt: True if `root` is a database.
+
+    Raises:
+        ValueError, OSError: A chunk is missing, too short, or cannot be read.
+    """
+    _storage.store_requests.use_threads()
+    spec = zarr_metadata.kvstore(root, "", ocdbt=ocdbt)
+    opening = ts.KvStore.open(spec, context=_storage.store_requests.context())
+    store = _storage.paths.result(opening, root)
+    places = [(name, key) for name, keys in names.items() for key in keys]
+    found: dict[str, dict[str, bytes]] = {}
+    for start in range(0, len(places), _CHECKSUMS_AT_ONCE):
+        batch = places[start : start + _CHECKSUMS_AT_ONCE]
+        reads = [
+            store.read(
+                zarr_metadata.database_key(name, key),
+                byte_range=slice(-chunk_checksums.CHECKSUM_BYTES, None),
+            )
+            for name, key in batch
+        ]
+        for (name, key), read in zip(batch, reads, strict=True):
+            result = _storage.paths.result(read, root)
+            if result.state != "value":
+                raise ValueError(f"{zarr_metadata.database_key(name, key)} is missing")
+            found.setdefault(name, {})[key] = bytes(result.value)
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import logging
 import multiprocessing
 import multiprocessing.util
@@ -74,9 +75,8 @@ class SaveHandle:
         _unfinished.add(self)
         _register_in_child()
         # No daemon thread: a script that ends still finishes the last save.
-        self._thread = _util.threads.Background(
-            target=self._run, args=(work,), name=name, daemon=False
-        )
+        run = functools.partial(self._run, work)
+        self._thread = _util.threads.background(run, name)
         try:
             if not _is_ending.is_set():  # else no exit handler joins the thread
                 self._thread.start()

@@ -551,7 +551,7 @@ class Checkpointer:
         self.wait()
         if _util.job.is_first():
             with self._run.step_change(step) as path:
-                added = edit.add_metrics(path, metrics, step)
+                added = edit.add_metrics(path, metrics, _steps.names.check(step))
             self.events.emit("measured", step, path=path, metrics=added)
 
     def explain(self) -> dict[int, list[str]]:

@@ -242,9 +242,7 @@ class Uploads:
         run = functools.partial(self._run, turn)
         # Not a daemon: a script that ends still finishes its uploads.
         _doors.open_all()
-        thread = _util.threads.Background(
-            target=run, name="flaxckpt uploads", daemon=False
-        )
+        thread = _util.threads.background(run, "flaxckpt uploads")
         try:
             thread.start()
         except RuntimeError:  # no more threads: upload on this thread

@@ -137,7 +137,8 @@ _POLICY_NAMES = (
     *("LatestDuration", "LatestN", "OnSteps", "WithoutMetric"),
 )
 _TRANSFORM_NAMES = (
-    *("assign", "cast", "copy", "drop", "from_function", "fuse", "grow", "inverse"),
+    *("assign", "cast", "copy", "dequantize", "drop", "from_function", "fuse"),
+    *("grow", "inverse"),
     *("keep", "map_leaf", "merge", "merge_lora", "offset", "pad", "permute", "remap"),
     *("rename", "reshape", "scale", "slice", "split", "stack", "tie", "transpose"),
     *("unstack", "untie", "use_orbax_names"),

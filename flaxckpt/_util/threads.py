@@ -20,16 +20,23 @@ from flaxckpt._util.pace import Pace
 T = TypeVar("T")
 
 
-class Background(threading.Thread):
-    """A thread that saves or uploads, and must not wait for a save.
+_BACKGROUND = "is_background_of_flaxckpt"
 
-    It may call functions of the user, such as policies, which ask about the steps.
+
+def background(work: Callable[[], object], name: str) -> threading.Thread:
+    """Returns a new thread that saves or uploads, and must not wait for a save.
+
+    Python waits for it at the exit. It may call functions of the user, such as
+    policies, which ask about the steps.
     """
+    thread = threading.Thread(target=work, name=name, daemon=False)
+    setattr(thread, _BACKGROUND, True)
+    return thread
 
 
 def is_background() -> bool:
     """Returns True on a thread that must not wait for a save."""
-    return isinstance(threading.current_thread(), Background)
+    return getattr(threading.current_thread(), _BACKGROUND, False)
 
 
 def each(

@@ -407,11 +407,12 @@ def test_no_conversion_replaces_a_file_of_another_format(tmp_path, suffix, forma
     with data.open("wb") as file:
         np.savez(file, images=np.ones(3))
     before = data.read_bytes()
-    with pytest.raises(errors.OptionError, match="has the name of a file"):
+    says = "has the name of a file" if format_name else "names no format"
+    with pytest.raises(errors.OptionError, match=says):
         flaxckpt.convert(tmp_path / "source", data, format=format_name, overwrite=True)
     assert data.read_bytes() == before
     new = tmp_path / f"new.{suffix}"
-    with pytest.raises(errors.OptionError, match=f"without .{suffix.lower()}"):
+    with pytest.raises(errors.OptionError, match=r"without (\.|a suffix)"):
         flaxckpt.convert(tmp_path / "source", new, format=format_name)
     assert not new.exists()
 

@@ -75,7 +75,7 @@ def test_a_missing_path_is_not_found(tmp_path):
 
 
 def test_an_empty_directory_is_no_checkpoint(tmp_path):
-    with pytest.raises(errors.CheckpointFormatError, match="an empty directory"):
+    with pytest.raises(errors.CheckpointNotFoundError, match="an empty directory"):
         flaxckpt.load(tmp_path)
 
 

@@ -295,7 +295,6 @@ def holds_itself():
     ("value", "word"),
     [
         (object(), "builtins.object"),
-        (np.float32(1), "numpy.float32"),
         (np.ones(2), "numpy.ndarray"),
         ({1: 2}, "the key 1"),
         ({"b": [{2}]}, "['b'][0]"),

@@ -617,6 +617,7 @@ def test_old_steps_of_orbax_are_found_whatever_they_are_called(tmp_path, step_na
 def test_the_error_says_what_is_read_and_what_never_is(tmp_path):
     from tests.hostile import msgpack
 
+    (tmp_path / "notes").write_text("")
     with pytest.raises(errors.CheckpointFormatError, match=r"Orbax.*T5X.*EasyLM"):
         formats.detect(tmp_path)
     for name, says in (

@@ -120,7 +120,8 @@ def test_nothing_is_loaded_from_other_hosts(site, pages):
 def public():
     """Returns all exports of the package and its public modules, from their source."""
     package = griffe.load("flaxckpt", search_paths=[ROOT])
-    modules = [package, *package["integrations"].modules.values()]
+    integrations = package["integrations"].modules.values()
+    modules = [package, *(m for m in integrations if not m.name.startswith("_"))]
     return [found for module in modules for found in exported(module)]
 
 

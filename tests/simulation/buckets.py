@@ -307,7 +307,7 @@ class Program:
         if not _storage.of(path).is_committed(path):
             return
         with self._ledger.change("delete", step):
-            _steps.delete.delete(path)
+            _steps.delete.delete(path, find_foreign=lambda step: [])
 
     def pin(self, step: int) -> None:
         """Pins a step, or unpins it."""

@@ -339,7 +339,7 @@ class Arrays:
         chunks = _arrays.zarr.metadata.chunks(
             _arrays.zarr.metadata.whole(shape), info.chunk_shape or ()
         )
-        found = _arrays.stored_checksums.read(
+        found = _arrays.databases.read_checksums(
             self.root, {name: [chunk.key for chunk in chunks]}, ocdbt=self.ocdbt
         )
         for n, chunk in enumerate(chunks):

@@ -116,7 +116,7 @@ def read_missing(
         if keys:
             missing.setdefault(items.item_of(info), {})[items.param_name(info)] = keys
     for item, names in missing.items():
-        found = _arrays.stored_checksums.read(root / item, names, ocdbt=ocdbt)
+        found = _arrays.databases.read_checksums(root / item, names, ocdbt=ocdbt)
         for name, values in found.items():
             directory = f"{native_items.prefix(item)}{name}".rstrip("/")
             known[directory] = {**known.get(directory, {}), **values}
