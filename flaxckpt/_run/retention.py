@@ -157,6 +157,10 @@ class _Foreign:
                 self._found[path] = _checkpoint.overwrite.find_foreign(path)
             except FileNotFoundError:  # deleted just now
                 self._found[path] = []
+            except errors.StoreError:
+                raise  # each further request would wait for its deadline
+            except OSError as error:
+                self._found[path] = [f"unknown, as {errors.one_line(error)}"]
         return self._found[path]
 
 

@@ -72,7 +72,7 @@ FAULTS = {
         jobs,
         {
             (operation.Operation, "gather"): lambda self, stage, mine="": (
-                [mine] + ['{"digests": {}, "segments": {}}'] * (self.count - 1)
+                [mine] + ['{"digests": {}, "checksums": {}}'] * (self.count - 1)
             )
         },
     ),
