@@ -19,10 +19,12 @@ class Fault(NamedTuple):
     Attributes:
         histories: The module with the histories that find it.
         patches: Functions to replace, for `stand_ins.installed`.
+        first: The seed from which the histories find it soon.
     """
 
     histories: ModuleType
     patches: dict[tuple[Any, str], Any]
+    first: int = 0
 
 
 def _replace_published(new: Path, final: Path) -> None:
@@ -64,7 +66,9 @@ FAULTS = {
     "a deletion looks for no readers": Fault(
         files, {(leases, "readers"): lambda path: []}
     ),
-    "a deletion looks for no pin": Fault(files, {(delete, "markers"): _NoPins()}),
+    "a deletion looks for no pin": Fault(
+        files, {(delete, "markers"): _NoPins()}, first=5500
+    ),
     "a new step replaces the step of another writer": Fault(
         files, {(rename, "publish"): _replace_published}
     ),
