@@ -82,7 +82,7 @@ def _checksums(arrays: list[jax.Array]) -> jax.Array:
 
 def _checksum(array: jax.Array) -> jax.Array:
     """Returns two sums of all words, weighted by place: odd factors lose no bit."""
-    words = _words(array)
+    words = _state.bits.as_words(array).ravel()
     place = jax.lax.iota(jnp.uint32, words.size)
     mixed = words ^ (place * np.uint32(0x9E3779B9))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # MurmurHash3's
@@ -91,16 +91,3 @@ def _checksum(array: jax.Array) -> jax.Array:
     return jnp.stack(
         [jnp.sum(sums, dtype=jnp.uint32) for sums in (weighted, mixed ^ (mixed >> 16))]
     )
-
-
-def _words(array: jax.Array) -> jax.Array:
-    """Returns the bits of all elements as a flat array of uint32."""
-    if jnp.iscomplexobj(array):
-        array = jnp.stack([jnp.real(array), jnp.imag(array)])
-    if array.dtype == bool:
-        return array.astype(jnp.uint32).ravel()
-    is_integer = jnp.issubdtype(array.dtype, jnp.integer)
-    width = (jnp.iinfo if is_integer else jnp.finfo)(array.dtype).bits
-    unsigned = jnp.dtype(f"uint{min(width, 32)}")
-    words = jax.lax.bitcast_convert_type(array, unsigned)
-    return words.astype(jnp.uint32).ravel()

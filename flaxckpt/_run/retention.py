@@ -326,13 +326,11 @@ class Retention:
             step: The step.
             anew: Whether to look again at a step that was whole.
         """
-        in_store = _storage.of(step.path).costs_requests
-        stamp = None if in_store else _storage.stamp(step.path)
-        if not anew and self._whole.get(step.path, self) == stamp:
+        if not anew and self._whole.get(step.path, self) == _stamp(step.path):
             return None
         loss = _checkpoint.file_sizes.find_loss(step.path)
         if loss is None:
-            self._whole[step.path] = stamp
+            self._whole[step.path] = _stamp(step.path)
         return loss
 
     def _warn_of_foreign(self, path: Path, names: Sequence[str]) -> None:
@@ -538,8 +536,10 @@ class Retention:
             return any(map(_steps.markers.is_temporary, self.index.paths().values()))
 
     def _check_complete(self, step: int, check: Callable[[Path], None]) -> None:
+        path = self._directory / self._format.name(step)
         try:
-            check(self._directory / self._format.name(step))
+            check(path)
+            self._whole[path] = _stamp(path)
         except (errors.CheckpointError, OSError) as error:
             raise self._incomplete_error(step, str(error)) from error
 
@@ -585,6 +585,11 @@ class Retention:
             _log.error("%s could not be deleted: %s", what, error)
             return False
         return True
+
+
+def _stamp(path: Path) -> object:
+    """Returns what changes with a step's files; None where asking costs a request."""
+    return None if _storage.of(path).costs_requests else _storage.stamp(path)
 
 
 def _first(names: Sequence[str]) -> str:

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import linen
 from flax.core import meta
 from flax.linen import spmd
 from jax.sharding import PartitionSpec
 
 from flaxckpt import errors
+from flaxckpt._state import bits as state_bits
 from flaxckpt._state import describe as state_describe
 from flaxckpt._state import flatten as state_flatten
 from flaxckpt._state import leaf_types
@@ -457,7 +456,7 @@ def _share_variables(
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Returns True if two leaves have equal types and values; NaNs are equal."""
+    """Returns True if two leaves have equal types and bits."""
     if type(one) is not type(other):
         return False
     if leaf_types.is_leaf(one):
@@ -465,26 +464,7 @@ def _is_equal(one: Any, other: Any) -> bool:
         return parts.keys() == others.keys() and all(
             _is_equal(part, others[path]) for path, part in parts.items()
         )
-    if not isinstance(one, jax.Array | np.ndarray):
-        return bool(one == other)
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if isinstance(one, np.ndarray):
-        return bool(_is_same(one, other).all())
-    if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
-        one, other = jax.random.key_data(one), jax.random.key_data(other)
-    # Arrays of several processes can only be compared in compiled code.
-    return bool(_are_same(one, other))
-
-
-def _is_same(one: Any, other: Any) -> Any:
-    return (one == other) | ((one != one) & (other != other))
-
-
-@jax.jit
-def _are_same(one: jax.Array, other: jax.Array) -> jax.Array:
-    same: jax.Array = _is_same(one, other).all()
-    return same
+    return state_bits.is_same(one, other)
 
 
 def _check_objects(objects: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ normalization statistics. Source: `src/openpi/training/checkpoints.py` and
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +216,7 @@ def test_old_steps_keep_their_params_alone(tmp_path):
     restore_params(tmp_path / "5" / "params")
 
 
-def test_assets_in_a_committed_step_are_left_alone_and_deleted_with_it(tmp_path):
+def test_a_committed_step_with_assets_is_kept_until_they_are_gone(tmp_path):
     state = split(create(has_average=False))
     with open_run(tmp_path / "run", keep=[LatestN(1)]) as checkpointer:
         checkpointer.save(1, state).wait()
@@ -229,4 +230,8 @@ def test_assets_in_a_committed_step_are_left_alone_and_deleted_with_it(tmp_path)
         restore_params(tmp_path / "run/1/params")
         checkpointer.save(2, state).wait()
         checkpointer.wait()
-    assert not (tmp_path / "run/1").exists()
+        assert checkpointer.steps() == [1, 2]
+        shutil.rmtree(assets.parent)
+        checkpointer.save(3, state).wait()
+        checkpointer.wait()
+        assert checkpointer.steps() == [3]
