@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from flaxckpt._report import Report
 
 _DEFAULT = "report.html"
+_SUFFIXES = (".html", ".htm", "")
 
 
 @_app.verb
@@ -91,8 +92,9 @@ def _destination(path: str, output: str | None) -> Path:
     """Returns the path of the page.
 
     Raises:
-        OptionError: The path is inside a checkpoint, names an existing file that is not
-            an HTML page, or is in the run directory without `output`.
+        OptionError: The path is inside a checkpoint, names another kind of file or an
+            existing one that is not an HTML page, or is in the run directory without
+            `output`.
     """
     from flaxckpt import _storage, formats
 
@@ -114,6 +116,11 @@ def _destination(path: str, output: str | None) -> Path:
         raise errors.OptionError(
             f"{file} exists and is not an HTML page, so it is not replaced: pass"
             " another --output"
+        )
+    if file.suffix.lower() not in _SUFFIXES:
+        raise errors.OptionError(
+            f"a report is an HTML page: name it {file.stem}.html, not {file.name}; a"
+            " browser prints it as PDF"
         )
     return file
 

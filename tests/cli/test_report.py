@@ -95,6 +95,7 @@ def test_bad_use_is_2_and_nothing_is_written(here, command, monkeypatch):
     )
     refused = command.refuses("report", "run", "-o", "w.msgpack")
     assert "is not an HTML page" in refused
+    assert "name it w.html" in command.refuses("report", "run", "-o", "w.pdf")
     refused = command.refuses("report", "run", "-o", "run/300/page.html")
     assert "would be in a checkpoint" in refused
     monkeypatch.chdir(here / "run")
