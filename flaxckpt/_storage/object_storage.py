@@ -24,6 +24,7 @@ from flaxckpt._storage import (
     commit_marker,
     leases,
     rename,
+    store_requests,
     temporary,
 )
 from flaxckpt._storage import files as storage_files
@@ -277,6 +278,7 @@ class ObjectStorage:
             final, overwrite=False, keep=lambda name: False
         )
 
+    @store_requests.cleanup()
     def discard(self, directory: RemotePath, /) -> None:
         try:
             self.remove_tree(directory)

@@ -6,11 +6,13 @@ temporary failures until a deadline, and their errors name the request and the s
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import tensorstore as ts
@@ -27,7 +29,7 @@ _SLOWEST_BYTES_PER_SEC = 2**18
 _FIRST_PAUSE_SECS = 0.1
 _LONGEST_PAUSE_SECS = 2.0
 _LEAST_SECS = 1.0
-"""The seconds of a request to a store that has not answered for long."""
+"""The seconds of a request that cleans up in a store that has not answered for long."""
 
 _FIRST_RETRIES = 4
 """Retries for a store that has never answered, because its address may be wrong."""
@@ -64,6 +66,23 @@ _shared: dict[str, JSON] = {}
 specs for one store, and can copy between databases in the store."""
 
 _numbers = itertools.count()
+
+_cleans_up = contextvars.ContextVar("cleans_up", default=False)
+
+
+@contextlib.contextmanager
+def cleanup() -> Iterator[None]:
+    """Limits the requests of this thread in the block, which clean up after others.
+
+    After a request without an answer, they have one deadline together, and then a
+    moment each: a sweep removes what they leave. Without such a request, they have the
+    deadline of any other.
+    """
+    token = _cleans_up.set(True)
+    try:
+        yield
+    finally:
+        _cleans_up.reset(token)
 
 
 def context(spec: Mapping[str, JSON] | None = None) -> ts.Context:
@@ -264,21 +283,15 @@ class Connection:
             use_threads()
 
     def _timeout_secs(self, size: int) -> float:
-        """Returns the seconds for a request.
-
-        After a request without an answer, all others together have as long: those that
-        clean up, above all. Then each has a moment, and a sweep does the rest.
-        """
+        """Returns the seconds for a request; see `cleanup`."""
         secs = self.options.deadline_secs + size / _SLOWEST_BYTES_PER_SEC
-        since = self._silent_since
-        silent = 0.0 if since is None else time.monotonic() - since
-        if since is None or silent > 2 * self.options.deadline_secs:
-            self._silent_since = None
+        if self._silent_since is None or not _cleans_up.get():
             return secs
+        silent = time.monotonic() - self._silent_since
         return min(secs, max(_LEAST_SECS, self.options.deadline_secs - silent))
 
     def _note_silence(self) -> None:
-        if self._silent_since is None:
+        if self._silent_since is None or not _cleans_up.get():
             self._silent_since = time.monotonic()
 
     def _timeout_error(self, what: str, secs: float) -> errors.StoreError:
