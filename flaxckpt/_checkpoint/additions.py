@@ -110,10 +110,12 @@ class _Places:
         node, at = _state.tree.inside_boxes(node), "/".join(done)
         if isinstance(node, str) or node.children:
             return _Place(at, "none", node)
+        parts = path.split("/")[: len(done) + 1]
+        if at in self._flat.objects:  # an object without leaves
+            return self._find_missing(path, node, parts)
         if node.type in _state.tree.MAKERS:
             return _Place(at, "empty", node)
         if node.is_open and at != path:  # keeps its class
-            parts = path.split("/")[: len(done) + 1]
             return _Place("/".join(parts), "empty", node)
         return _Place(at, "none", node)
 
@@ -156,7 +158,9 @@ class _Places:
         """
         role = info.role
         optimizer = _optimizer_above(path) if role is None else role.optimizer
-        if _is_inside(optimizer, place.path):
+        if _is_inside(optimizer, place.path) and (
+            place.kind != "none" or self._class_at(optimizer) is None
+        ):
             return place  # the whole optimizer
         state = None if role is None else place_of_state(info)
         if role is None or state is None:

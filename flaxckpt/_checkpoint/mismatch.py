@@ -35,6 +35,11 @@ ADVICE_ON_TYPES = (
 
 _NEAREST_AMONG = 5_000
 _X64 = "jax_enable_x64"
+
+_ADVICE_ON_WIDTH = (
+    f"Set {_X64}, as when these values were saved, or use numpy arrays for these leaves"
+    " of the state."
+)
 _TOPS_SHOWN = 6
 
 _DROPS = 3
@@ -229,7 +234,9 @@ def make_error(
     argument = "source_transforms" if is_source else "transforms"
     groups = [] if has_transforms else _find_moved(planned, stored.table)
     kinds = {problem.kind for problem in planned.problems if not problem.advice}
-    if is_resume and not groups and kinds and kinds <= {"differs", "missing"}:
+    if is_resume and "too_wide" in kinds:
+        advice = _ADVICE_ON_WIDTH
+    elif is_resume and not groups and kinds and kinds <= {"differs", "missing"}:
         others = [p.advice for p in planned.problems if p.advice]
         advice = " ".join(dict.fromkeys([ADVICE_ON_TYPES, *others]))
     else:

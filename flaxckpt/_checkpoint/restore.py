@@ -716,7 +716,8 @@ def _warn_of_differences(
 ) -> None:
     """Logs warnings about unread leaves and about newly initialized leaves."""
     assert recipe.flat is not None
-    branches = {path.split("/")[0] for path in recipe.flat.table}
+    optimizers = [_state.tree.join(keys) for keys, _ in recipe.flat.optimizer_states]
+    branches = {path.split("/")[0] for path in (*recipe.flat.table, *optimizers)}
     dropped, fresh = [], []
     for path, leaf in planned.leaves.items():
         if "dropped" in leaf.actions:
@@ -727,22 +728,22 @@ def _warn_of_differences(
         dropped = [path for path in dropped if path.split("/")[0] in branches]
     if dropped and options.unused != "ignore":
         _warn(planned.path, "not read, as missing in the state", dropped)
-    if options.purpose == "resume" and (rounded := find_rounded(planned)):
-        names = [f"{path} ({types})" for path, types in rounded]
-        _warn(planned.path, "rounded to the types of the state", names)
+    if options.purpose == "resume" and (converted := find_converted(planned)):
+        names = [f"{path} ({types})" for path, types in converted]
+        _warn(planned.path, "converted to the types of the state", names)
     if fresh:
         _warn(planned.path, "not restored, and left to start afresh", fresh)
 
 
-def find_rounded(planned: RestorePlan) -> list[tuple[LeafPath, str]]:
-    """Returns the floating leaves that a restore rounds, each with both types."""
+def find_converted(planned: RestorePlan) -> list[tuple[LeafPath, str]]:
+    """Returns the arrays that get another type, each with both types."""
     return [
         (path, f"{leaf.found.dtype} to {leaf.wanted.dtype}")
         for path, leaf in planned.leaves.items()
         if "cast" in leaf.actions
         and leaf.wanted is not None
         and leaf.found is not None
-        and _state.dtypes.may_round(leaf.found.dtype, leaf.wanted.dtype)
+        and not (leaf.wanted.is_python_number or leaf.found.is_python_number)
     ]
 
 

@@ -152,10 +152,3 @@ def restores_as(found: str, wanted: str) -> bool:
     if kind(found) == "float":
         return True
     return _value_bits(wanted) > _value_bits(found)
-
-
-def may_round(found: str | None, wanted: str | None) -> bool:
-    """Returns True if values stored as `found` may be rounded to become `wanted`."""
-    if found is None or wanted is None or found == wanted or kind(found) != "float":
-        return False
-    return _value_bits(wanted) <= _value_bits(found)

@@ -248,8 +248,8 @@ class BeginTypes:
         self._types = types
         planned = _checkpoint.restore.plan_resume(state, self._begin, self._options)
         problems = {problem.leaf: problem.row for problem in planned.problems}
-        rounded = _checkpoint.restore.find_rounded(planned)
-        problems |= {path: f"{path}: rounded, {types}" for path, types in rounded}
+        converted = _checkpoint.restore.find_converted(planned)
+        problems |= {path: f"{path}: converted, {types}" for path, types in converted}
         rows = [row for leaf, row in problems.items() if leaf not in self._told]
         if not rows:
             return

@@ -218,6 +218,34 @@ def test_leaves_of_a_transform_that_is_gone_are_left_out_with_a_warning(
             resume(ckpt, begin, unused="error")
 
 
+@pytest.mark.parametrize("before", [optax.adam(1e-2), optax.sgd(1e-2, momentum=0.9)])
+def test_an_nnx_optimizer_leaves_out_a_transform_that_is_gone(tmp_path, caplog, before):
+    def state_of(tx):
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        return {"model": model, "opt": nnx.Optimizer(model, tx, wrt=nnx.Param)}
+
+    with saved(tmp_path, state_of(before)) as ckpt:
+        resume(ckpt, state_of(optax.sgd(1e-2)))
+    assert "opt/opt_state/0/" in caplog.text
+    caplog.clear()
+    flaxckpt.save(tmp_path / "opt", state_of(before)["opt"])
+    flaxckpt.load(tmp_path / "opt", state_of(optax.sgd(1e-2))["opt"])
+    assert "opt_state/0/" in caplog.text
+
+
+class Layers(nnx.Module):
+    def __init__(self, count):
+        self.layers = nnx.List([nnx.Param(W) for _ in range(count)])
+
+
+@pytest.mark.parametrize("around", [lambda x: x, lambda x: {"model": x, "w": W}])
+def test_a_module_without_leaves_has_no_place_for_them(tmp_path, around):
+    with saved(tmp_path, around(Layers(1))) as ckpt:
+        with pytest.raises(errors.RestoreMismatchError, match="layers/0: wanted no pl"):
+            resume(ckpt, around(Layers(0)))
+        ckpt.restore(around(Layers(0)))
+
+
 class KeepsAverage(NamedTuple):
     ema: Any
     count: Any
@@ -266,8 +294,10 @@ def test_wide_leaves_come_back_whole_or_are_named(tmp_path):
     with jax.enable_x64(True), saved(tmp_path / "x64", {"n": jnp.ones(2, "float64")}):
         pass
     with flaxckpt.Checkpointer(tmp_path / "x64/run") as ckpt:
-        with pytest.raises(errors.RestoreMismatchError, match="jax_enable_x64"):
-            resume(ckpt, {"n": None})
+        for begin in ({"n": None}, {}):
+            with pytest.raises(errors.RestoreMismatchError, match="Set jax_ena") as told:
+                resume(ckpt, begin)
+            assert "cast" not in str(told.value)
         with jax.enable_x64(True):
             assert resume(ckpt, {"n": None})["n"].dtype == jnp.float64
 
@@ -284,16 +314,27 @@ def begun(tmp_path, state):
 
 def test_other_types_than_at_the_beginning_are_told_at_once(tmp_path, caplog):
     on_step = begun(
-        tmp_path, {"n": jnp.zeros(2, jnp.int32), "h": jnp.ones(2, jnp.bfloat16), "w": W}
+        tmp_path,
+        {
+            "n": jnp.zeros(2, jnp.int32),
+            "h": jnp.ones(2, jnp.bfloat16),
+            "narrowed": jnp.ones(2),
+            "count": 0,
+            "w": W,
+        },
     )
+    narrow = jnp.ones(2, jnp.bfloat16)
     for step in (1, 2):
-        on_step(step, {"n": jnp.ones(2), "h": jnp.ones(2), "w": W})
+        state = {"n": jnp.ones(2), "h": jnp.ones(2), "narrowed": narrow, "w": W}
+        on_step(step, state | {"count": jnp.int32(step)})
     on_step.close()
     [record] = [each for each in caplog.records if "restart" in each.getMessage()]
     text = record.getMessage()
     assert record.levelno == logging.WARNING
     assert "n: wanted int32[2], found float32[2]" in text
-    assert "h: rounded, float32 to bfloat16" in text
+    assert "h: converted, float32 to bfloat16" in text
+    assert "narrowed: converted, bfloat16 to float32" in text
+    assert "count" not in text
     assert "jax.eval_shape(step, state)" in text
     assert "w:" not in text
 
@@ -326,7 +367,9 @@ def test_the_error_of_a_resume_names_no_cast_that_destroys_values(tmp_path):
         assert resume(ckpt, begin)["n"].dtype == jnp.float32
 
 
-def test_rounding_at_a_resume_is_told(tmp_path, caplog):
-    with saved(tmp_path, {"w": W}) as ckpt:
-        resume(ckpt, {"w": W.astype(jnp.bfloat16)})
-    assert "w (float32 to bfloat16)" in caplog.text
+@pytest.mark.parametrize("types", [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_conversion_at_a_resume_is_told(tmp_path, caplog, types):
+    saved_type, begin_type = types
+    with saved(tmp_path, {"w": W.astype(saved_type)}) as ckpt:
+        resume(ckpt, {"w": W.astype(begin_type)})
+    assert f"w ({saved_type} to {begin_type})" in caplog.text
