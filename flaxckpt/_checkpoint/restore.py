@@ -224,29 +224,45 @@ def load_source(
     origin = Lineage(stored.metadata.path, stored.step, digest, done)
     lineage = (origin, *stored.metadata.lineage)[:_MAX_LINEAGE]
     continues = options.optimizer != "reinit" and planned.has_optimizer()
-    return state, lineage, _find_start(state, origin) if continues else 0
+    return state, lineage, planned.find_start(state, origin) if continues else 0
 
 
-def _find_start(state: PyTree, origin: Lineage) -> int:
+def _find_start(state: PyTree, origin: Lineage, fresh: Set[LeafPath]) -> int:
     """Returns the step at which a run begins that continues a source's optimizer.
 
     It is the value of the step counter beside the optimizer; without one, the step of
     the source, and of a source without a step number, the count of its optimizer.
+
+    Args:
+        state: The state with which the run begins.
+        origin: The source.
+        fresh: The leaves that the source lacks.
 
     Raises:
         OptionError: The step counters disagree.
     """
     flat = _state.flax_state.flatten(state)
     roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
-    if (step := _find_step(flat, planner.step_counters(roles))) is not None:
-        _log.info("the run begins at step %d, as the step counter says", step)
-        return step
+    counters = planner.step_counters(roles)
     counts = [
         int(np.max(np.asarray(flat.table[path].source), initial=0))
         for path, known in roles.items()
         if known.field == "count" and flat.table[path].info.kind == "array"
     ]
     count = max(counts, default=0)
+    if (step := _find_step(flat, counters)) is not None:
+        if fresh.isdisjoint(counters) or step == count:
+            _log.info("the run begins at step %d, as the step counter says", step)
+        else:
+            _log.warning(
+                "the run begins at step %d, as the step counter says, which %s lacks;"
+                " the optimizer that it continues counts %d updates: begin with that"
+                ' step in the state, or pass optimizer="reinit"',
+                step,
+                origin.path,
+                count,
+            )
+        return step
     step = count if origin.step is None else origin.step
     _log.warning(
         "the run begins at step %d, %s of %s, whose optimizer it continues, as the"
@@ -542,6 +558,12 @@ class Restore:
             _warn_of_differences(self._planned, self._recipe, options)
         self._reading = _read_options(self._planned.path, options, counter.add)
         self._values: dict[LeafPath, Any] = {}
+
+    def find_start(self, state: PyTree, origin: Lineage) -> int:
+        """Returns the step at which a run begins that continues the optimizer."""
+        leaves = self._planned.leaves.items()
+        fresh = {path for path, leaf in leaves if "init" in leaf.actions}
+        return _find_start(state, origin, fresh)
 
     def has_optimizer(self) -> bool:
         """Returns True if optimizer leaves come from the checkpoint."""

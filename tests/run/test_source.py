@@ -369,3 +369,20 @@ def test_an_optimizer_goes_on_at_its_step_without_a_counter(tmp_path, caplog, is
     assert start == begun["opt_state"][0].count == 0
     flaxckpt.save(tmp_path / "params", {"params": params})
     assert begin("no optimizer", tmp_path / "params", "match")[1] == 0
+
+
+def test_a_step_counter_that_the_source_lacks_is_told(tmp_path, caplog):
+    params, tx = {"w": jnp.ones(2)}, optax.adam(1e-3)
+    _, moments = tx.update(params, tx.init(params))
+    with flaxckpt.Checkpointer(tmp_path / "source") as ckpt:
+        ckpt.save(25, {"params": params, "opt_state": moments})
+    for step, is_told in ((0, True), (1, False)):
+        fresh = {"params": params, "opt_state": moments, "step": jnp.int32(step)}
+        caplog.clear()
+        with flaxckpt.Checkpointer(tmp_path / f"from {step}") as ckpt:
+            on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
+            _, start = on_step.restore_or_init(
+                fresh, source=tmp_path / "source", optimizer="match", missing="init"
+            )
+        assert start == step
+        assert ("counts 1 updates" in caplog.text) == is_told

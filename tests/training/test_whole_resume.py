@@ -295,7 +295,9 @@ def test_wide_leaves_come_back_whole_or_are_named(tmp_path):
         pass
     with flaxckpt.Checkpointer(tmp_path / "x64/run") as ckpt:
         for begin in ({"n": None}, {}):
-            with pytest.raises(errors.RestoreMismatchError, match="Set jax_ena") as told:
+            with pytest.raises(
+                errors.RestoreMismatchError, match="Set jax_ena"
+            ) as told:
                 resume(ckpt, begin)
             assert "cast" not in str(told.value)
         with jax.enable_x64(True):
