@@ -16,7 +16,9 @@ _Ends: TypeAlias = Callable[[int], frozenset[int]]
 _MOST_CHARS = 1000
 _MOST_REPEATS = 100
 _MOST_DEPTH = 20
-_MOST_STEPS = 10**6
+_MOST_STEPS = 4 * 10**6
+
+_PLAIN = re.compile(r"(?:\w|\.|\\\.)*")
 
 _TOKEN = re.compile(
     r"(?P<one>\\[^a-zA-Z0-9]|\\[dDwWsS]|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\\\[()|*+?{}^$])"
@@ -26,28 +28,49 @@ _TOKEN = re.compile(
 )
 
 
-def matches(pattern: str, text: str) -> bool:
-    """Returns True if a pattern matches the beginning of a text, as `re.match` does.
+class Matcher:
+    """Matches the patterns of a file, all together in a limited number of steps."""
 
-    Raises:
-        ValueError: The pattern is no regular expression, is too long, takes too many
-            steps, or has syntax other than groups, alternatives, repetitions, classes,
-            edges and lookaheads.
-    """
-    if len(pattern) > _MOST_CHARS:
-        raise ValueError(f"it has more than {_MOST_CHARS} characters")
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"it is not a valid regular expression: {error}") from None
-    return bool(_Parser(pattern, text).parse()(0))
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def matches(self, pattern: str, text: str) -> bool:
+        """Returns True if a pattern matches the beginning of a text, as `re.match`.
+
+        Raises:
+            ValueError: The pattern is no regular expression, is too long, takes too
+                many steps, or has syntax other than groups, alternatives, repetitions,
+                classes, edges and lookaheads.
+        """
+        if len(pattern) > _MOST_CHARS:
+            raise ValueError(f"it has more than {_MOST_CHARS} characters")
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"it is not a valid regular expression: {error}") from None
+        return bool(_Parser(pattern, text, self._count).parse()(0))
+
+    def matches_end(self, pattern: str, name: str) -> bool:
+        """Returns True if a pattern matches the last parts of a dotted name.
+
+        Raises:
+            ValueError: As for `matches`.
+        """
+        if _PLAIN.fullmatch(pattern):  # takes no steps
+            return bool(re.search(rf"(?:^|\.)(?:{pattern})$", name))
+        return self.matches(rf"(.*\.)?({pattern})$", name)
+
+    def _count(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps > _MOST_STEPS:
+            raise ValueError(f"it takes more than {_MOST_STEPS:,} steps")
 
 
 class _Parser:
     """Makes the function of a pattern on a text."""
 
-    def __init__(self, pattern: str, text: str) -> None:
-        self._text, self._steps = text, 0
+    def __init__(self, pattern: str, text: str, count: Callable[[int], object]) -> None:
+        self._text, self._count = text, count
         self._tokens = _split(pattern)
         self._next = next(self._tokens, ("", ""))
 
@@ -126,9 +149,7 @@ class _Parser:
 
     def _from_all(self, part: _Ends, places: frozenset[int]) -> frozenset[int]:
         found: frozenset[int] = frozenset().union(*map(part, places))
-        self._steps += len(places) + len(found)
-        if self._steps > _MOST_STEPS:
-            raise ValueError(f"it takes more than {_MOST_STEPS:,} steps")
+        self._count(len(places) + len(found))
         return found
 
 

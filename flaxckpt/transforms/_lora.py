@@ -92,6 +92,7 @@ class _MergeLora(TableTransform):
         if self.source is not None:
             table = merge(self.source)(table)
             config = _read_config(self.source)
+        matcher = _bounded_pattern.Matcher()
         adapters = _find_adapters(table, str(self))
         updates: dict[LeafPath, _Adapter] = {}
         for adapter in adapters:
@@ -114,7 +115,7 @@ class _MergeLora(TableTransform):
                 elif adapter is not None:
                     base = replacing.get(path, leaf)
                     members = [base, leaves[adapter.a], leaves[adapter.b]]
-                    fn = self._update_fn(adapter, table, config)
+                    fn = self._update_fn(adapter, table, config, matcher)
                     yield NewLeaf(path, path, derive(members, fn, precision="wide"))
                 elif path in whole and whole[path] not in updates and not is_mirror:
                     yield NewLeaf(path, whole[path], replacing[whole[path]])
@@ -123,7 +124,11 @@ class _MergeLora(TableTransform):
         return _base.replace(table, [path for path in chosen if path in table], act)
 
     def _update_fn(
-        self, adapter: _Adapter, table: LeafTable, config: Mapping[str, Any]
+        self,
+        adapter: _Adapter,
+        table: LeafTable,
+        config: Mapping[str, Any],
+        matcher: _bounded_pattern.Matcher,
     ) -> Callable[..., jax.Array]:
         """Returns the function from a base leaf and its adapter to the updated leaf.
 
@@ -148,30 +153,39 @@ class _MergeLora(TableTransform):
                 f"{self}: the adapter of {adapter.base}, {base}, does not fit: {error};"
                 f" {adapter.a} is {a}, {adapter.b} is {b}"
             ) from None
-        factor = self._scale(adapter, rank, config)
+        factor = self._scale(adapter, rank, config, matcher)
 
         def update(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
             return x + factor * delta(a, b)
 
         return update
 
-    def _scale(self, adapter: _Adapter, rank: int, config: Mapping[str, Any]) -> float:
+    def _scale(
+        self,
+        adapter: _Adapter,
+        rank: int,
+        config: Mapping[str, Any],
+        matcher: _bounded_pattern.Matcher,
+    ) -> float:
         """Returns the factor of an update.
 
         Raises:
             OptionError: It is unknown, or the rank differs from the wanted rank.
         """
         module = adapter.module.replace("/", ".")
-        wanted = _of_module(config.get("rank_pattern"), module, config.get("r"))
+
+        def find(patterns: str, default: str) -> Any:
+            ends = config.get(patterns) or {}
+            return _of_module(ends, module, config.get(default), matcher)
+
+        wanted = find("rank_pattern", "r")
         wanted = self.rank if self.rank is not None else wanted
         if wanted is not None and wanted != rank:
             raise errors.OptionError(
                 f"{self}: wanted the rank {wanted}, but the adapter {adapter.a} of"
                 f" {adapter.base} has the rank {rank}"
             )
-        alpha = _of_module(
-            config.get("alpha_pattern"), module, config.get("lora_alpha")
-        )
+        alpha = find("alpha_pattern", "lora_alpha")
         alpha = self.alpha if self.alpha is not None else alpha
         if alpha is not None:
             return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -398,11 +412,16 @@ def _check_numbers(config: Mapping[str, Any], file: object) -> None:
                 )
 
 
-def _of_module(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+def _of_module(
+    patterns: Mapping[str, Any],
+    module: str,
+    default: Any,
+    matcher: _bounded_pattern.Matcher,
+) -> Any:
     """Returns the value for a module; the first pattern that ends its name wins."""
-    for pattern, value in (patterns or {}).items():
+    for pattern, value in patterns.items():
         try:
-            if _bounded_pattern.matches(rf"(.*\.)?({pattern})$", module):
+            if matcher.matches_end(pattern, module):
                 return value
         except ValueError as error:
             raise errors.OptionError(

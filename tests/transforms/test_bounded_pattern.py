@@ -28,7 +28,7 @@ parts = st.recursive(
 @given(parts, st.text("ab.\n", max_size=6))
 def test_matches_what_re_matches(pattern, text):
     found = bool(re.match(pattern, text))
-    assert _bounded_pattern.matches(pattern, text) == found
+    assert _bounded_pattern.Matcher().matches(pattern, text) == found
 
 
 @pytest.mark.parametrize(
@@ -51,13 +51,12 @@ def test_matches_what_re_matches(pattern, text):
     ],
 )
 def test_matches_patterns_of_adapters(pattern, text, found):
-    assert _bounded_pattern.matches(pattern, text) is found
+    assert _bounded_pattern.Matcher().matches(pattern, text) is found
 
 
 @pytest.mark.parametrize(
     ("pattern", "why"),
     [
-        ("(.*)" * 60 + "x", "steps"),
         ("a" * 2000, "more than 1000 characters"),
         ("(a", "not a valid regular expression"),
         ("a{101}", "more than 100 times"),
@@ -69,4 +68,19 @@ def test_matches_patterns_of_adapters(pattern, text, found):
 )
 def test_refuses_other_patterns(pattern, why):
     with pytest.raises(ValueError, match=why):
-        _bounded_pattern.matches(pattern, "a" * 200)
+        _bounded_pattern.Matcher().matches(pattern, "a" * 200)
+
+
+def test_the_patterns_of_a_file_share_their_steps():
+    matcher = _bounded_pattern.Matcher()
+    with pytest.raises(ValueError, match="steps"):
+        [matcher.matches("(.*.*.*.*){20}x", "a" * 300) for _ in range(100)]
+
+
+ends = st.lists(st.sampled_from(["a", "b", ".", r"\.", "a*"]), max_size=4)
+
+
+@given(ends.map("".join), st.text("ab.", max_size=6))
+def test_the_end_of_a_name_is_matched_as_peft_does(pattern, name):
+    found = bool(re.match(rf"(.*\.)?({pattern})$", name))
+    assert _bounded_pattern.Matcher().matches_end(pattern, name) == found
