@@ -650,7 +650,7 @@ class _Planner:
                 class_name,
             )
             return
-        found = f"a {class_name}, a class that is unknown here"
+        found = f"a {class_name}, which is rebuilt only where the state has one"
         self._problems.append(
             Mismatch(place, "an empty place", found, "unused", RESUME_ADVICE)
         )

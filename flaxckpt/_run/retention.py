@@ -491,7 +491,7 @@ class Retention:
                 self._directory,
                 policy.metric,
                 policy,
-                ", ".join(names) or "no metrics at all",
+                _first(names) or "no metrics at all",
             )
 
     def _warn_of_unknown_items(self, decision: _Decision) -> None:

@@ -132,7 +132,7 @@ class RunSteps:
                 "no step of %s has a metric %r, so none is the best; the steps have %s",
                 self.directory,
                 metric,
-                ", ".join(sorted(names)),
+                errors.first_few([errors.printable(name) for name in sorted(names)]),
             )
 
     def forget(self) -> None:
