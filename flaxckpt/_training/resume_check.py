@@ -76,7 +76,8 @@ def check(
                 step(begin)[1],
                 "when the step is repeated from the restored state",
                 "These values are not saved, or are restored differently: check that"
-                " they are leaves of the state, or part of the dataset's state.",
+                " they are leaves of the state, with the types that a step gives them"
+                " (jax.eval_shape(step_fn, state)), or part of the dataset's state.",
             )
 
 
