@@ -611,6 +611,7 @@ def test_what_was_killed_goes_on_where_it_was(
         assert target.read_bytes() == fresh.read_bytes()
 
 
+@pytest.mark.slow
 def test_another_conversion_starts_over(tmp_path, monkeypatch):
     source, target = big_source(tmp_path), tmp_path / "m.safetensors"
     kill_halfway(source, target, "safetensors", {})

@@ -36,6 +36,7 @@ def run_both(directory):
     return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_first_ones_clock_counts_and_anybodys_signal(tmp_path):
     first, second = run_both(tmp_path)

@@ -36,6 +36,7 @@ def test_all_are_told_which_of_four_is_late(job):
     assert not any("process 1: " in text or "process 2: " in text for text in told)
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_with_what_four_have_written(job, tmp_path):
     (tmp_path / "restore").symlink_to(job[0] / "save")
     given = {"layouts": ["files", "zstd_ocdbt"], "meshes": ["rows", "mixed"]}

@@ -46,6 +46,7 @@ def by_managers(tmp_path_factory):
     return directory, jobs.run("handler", 2, directory, layouts=LAYOUTS[::3])
 
 
+@pytest.mark.slow
 def test_every_leaf_comes_back_on_other_meshes_from_every_store(job):
     _, said = job
     first, second = said["save"]
@@ -225,6 +226,7 @@ def test_each_process_reads_its_share_only(job):
     assert len(base64.b64decode(checksums)) == 4 * 63 * 4  # of all processes' chunks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 4])
 def test_other_numbers_of_processes_go_on(job, count, tmp_path):
     """Two to one, two to four: on meshes of theirs."""
@@ -316,6 +318,7 @@ def test_files_do_what_the_coordination_service_does(tmp_path):
         check_whole(flaxckpt.load(tmp_path / "save" / layout), 2)
 
 
+@pytest.mark.slow
 def test_of_two_jobs_that_save_the_same_steps_one_wins_each(tmp_path):
     steps = 6
     (tmp_path / "race").mkdir()

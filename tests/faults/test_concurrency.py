@@ -118,6 +118,7 @@ def save_every_other(barrier, directory, first):
     return found
 
 
+@pytest.mark.slow
 def test_two_runs_that_delete_in_one_directory_leave_whole_steps(directory):
     results = Others([(save_every_other, directory, n) for n in (1, 2)]).results()
     for told in results:
@@ -179,6 +180,7 @@ def restore_again_and_again(barrier, directory, stop, memory_map):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_map", slow.all_but([False, True], [True]))
 def test_a_reader_of_what_is_deleted_has_a_whole_step_or_is_told(directory, memory_map):
     run, stop = directory / "run", directory / "stop"

@@ -156,6 +156,7 @@ def choose(files, chance, n):
     return chance.choices(names, [len(content) for content in files.values()])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("store", "codec", "size"),
     [

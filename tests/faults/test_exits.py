@@ -62,6 +62,7 @@ ended.wait()""",
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_program_that_ends_has_saved_or_says_so(run, tmp_path, way, full):
@@ -93,6 +94,7 @@ commit.write_files = fails""",
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", MUTE)
 def test_a_failed_save_is_an_exit_code_whatever_can_be_printed(run, tmp_path, way):
     full = way != "no words"
@@ -144,6 +146,7 @@ def test_a_second_ctrl_c_at_the_end_does_not_pass_for_success(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True])
 def test_a_save_from_an_exit_handler_registered_before_ours(tmp_path, full):
     program = tmp_path / "program.py"
@@ -169,6 +172,7 @@ def test_a_save_from_an_exit_handler_registered_before_ours(tmp_path, full):
     assert (tmp_path / "c").exists() is not full
 
 
+@pytest.mark.slow
 def test_a_program_that_cancels_its_save_ends_well(run, tmp_path):
     done = run(
         """
@@ -188,6 +192,7 @@ def test_an_unhandled_error_lets_the_save_end(run, tmp_path):
     assert flaxckpt.load(tmp_path / "c")["w"][-1] == 49_999
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.parametrize("full", [False, True])
 def test_a_process_of_multiprocessing_has_saved_or_says_so(run, tmp_path, method, full):
@@ -215,6 +220,7 @@ def test_a_process_of_multiprocessing_has_saved_or_says_so(run, tmp_path, method
     assert (tmp_path / "c").exists() is not full
 
 
+@pytest.mark.slow
 def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
     """Neither waits for them, nor tells of them, nor is kept from saving."""
     done = run(
@@ -261,6 +267,7 @@ def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
     assert {p.name for p in (tmp_path / "c").iterdir()} == {"1", "events.jsonl"}
 
 
+@pytest.mark.slow
 def test_a_fork_does_not_wait_for_a_load_of_its_parent(run, tmp_path):
     done = run(
         """
@@ -290,6 +297,7 @@ def test_a_fork_does_not_wait_for_a_load_of_its_parent(run, tmp_path):
     assert done.stdout == "49999.0\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_fork_does_not_tell_of_what_has_failed_before(run):
     done = run(
         """

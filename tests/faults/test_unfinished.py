@@ -50,6 +50,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trial", ["preflight", "resume"])
 def test_a_trial_that_is_killed_is_swept_at_the_next_opening(tmp_path, trial):
     process = subprocess.Popen(

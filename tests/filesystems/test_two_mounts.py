@@ -139,6 +139,7 @@ def hold_step(directory):
     sys.stdin.readline()
 
 
+@pytest.mark.slow
 def test_a_step_that_is_read_through_the_other_mount_is_not_deleted(both):
     first, second = both
     with flaxckpt.Checkpointer(first, keep=[LatestN(1)]) as ckpt:
@@ -167,6 +168,7 @@ def read_all(directory):
             return
 
 
+@pytest.mark.slow
 def test_a_loop_over_steps_reads_whole_steps_while_they_are_deleted(both):
     first, second = both
     other = Other(read_all, second)
@@ -209,6 +211,7 @@ def open_and_close(directory):
         say("opened")
 
 
+@pytest.mark.slow
 def test_a_save_in_progress_is_not_swept_through_the_other_mount(both):
     first, second = both
     other = Other(open_and_close, second)

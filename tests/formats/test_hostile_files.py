@@ -157,6 +157,7 @@ print(sorted(outcomes))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["files", "zstd", "compact", "database", "a.safetensors", "a.msgpack"],

@@ -33,6 +33,7 @@ def assert_silero(found):
         np.testing.assert_array_equal(arrays[name], array, name)
 
 
+@pytest.mark.slow
 def test_a_model_is_its_main_snapshot(tmp_path):
     model = hub_cache.write_model(tmp_path, {"model.safetensors": SILERO, **OTHERS})
     hub_cache.write_model(tmp_path, {"model.safetensors": b"other"}, revision="old")

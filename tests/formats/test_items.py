@@ -117,6 +117,7 @@ branches = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     tree=st.fixed_dictionaries({"a": branches, "b": branches, "c-1": branches}),

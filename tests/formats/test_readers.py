@@ -288,6 +288,7 @@ def test_flipped_bytes_in_the_description_of_arrays_are_noticed_or_harmless(
 # ---- hostile checkpoints ----------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "format_name",
     slow.all_but(HOSTILE, ["orbax", "msgpack"]),

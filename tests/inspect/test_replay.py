@@ -74,6 +74,7 @@ def test_the_run_is_not_changed(good):
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found_between_two_checkpoints(tmp_path):
     def fault(state):
         params = jax.tree.map(lambda x: x, state.params)

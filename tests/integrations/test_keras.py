@@ -204,6 +204,7 @@ def straight(tmp_path_factory):
     return bits(model), dict(enumerate(rows(history.history)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batches", "lose_after", "every_steps"),
     slow.all_but(
@@ -278,6 +279,7 @@ class Signal(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exit_code", [75, None])
 def test_a_signal_ends_the_training_where_it_is(tmp_path, straight, exit_code):
     model = make_model()

@@ -93,6 +93,7 @@ def test_a_finished_run_started_again_takes_no_step(whole_run, monkeypatch):
     assert bits(state) == bits(whole_state)
 
 
+@pytest.mark.slow
 def test_a_run_can_be_prolonged(tmp_path):
     example, configs = load("digits_nnx")
     config = configs.tiny()
@@ -222,6 +223,7 @@ def test_the_demo_kills_in_saves_only(tmp_path):
     assert demo.unfinished_save(tmp_path, 800) is None
 
 
+@pytest.mark.slow
 def test_the_demo_fails_if_the_runs_differ(tmp_path, capsys):
     demo = importlib.import_module("examples.demo")
     example, configs = load("digits_nnx")

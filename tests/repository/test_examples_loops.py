@@ -32,6 +32,7 @@ def run(name):
     return process.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     slow.all_but(

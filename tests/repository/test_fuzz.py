@@ -21,6 +21,7 @@ SECS = float(os.environ.get("FUZZ_SECS", "3"))
 QUICK = ("msgpack", "own")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow.all_but(targets.TARGETS, QUICK))
 def test_inputs_that_have_changed_are_read_or_refused(name, tmp_path):
     seed = int.from_bytes(os.urandom(4), "little")

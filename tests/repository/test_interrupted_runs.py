@@ -29,6 +29,7 @@ def test_waits(tmp_path):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux has pidfd_open")
 @pytest.mark.parametrize(
     ("number", "workers"),

@@ -19,6 +19,7 @@ def read(notebook):
     return nbformat.read(notebook, as_version=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)
 def test_every_cell_runs(notebook, tmp_path):
     """In a kernel of its own, in which jax may be configured."""

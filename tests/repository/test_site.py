@@ -62,6 +62,7 @@ def pages(site):
     return found
 
 
+@pytest.mark.slow
 def test_every_document_is_a_page(site):
     documents = [file.relative_to(ROOT / "docs") for file in ROOT.glob("docs/**/*.md")]
     names = ["index", *AT_THE_TOP, *(file.with_suffix("") for file in documents)]

@@ -923,6 +923,7 @@ ADDING = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metrics", slow.all_but([None, {"loss": 0.5}], [None]))
 def test_processes_that_add_metrics_at_the_same_time_lose_none(tmp_path, metrics):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:

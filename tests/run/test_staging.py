@@ -747,6 +747,7 @@ def run_apart(target, *args):
     return process
 
 
+@pytest.mark.slow
 def test_a_program_that_just_ends_has_uploaded(tmp_path):
     path = tmp_path / "run"
     process = run_apart(save_and_end, str(path), str(tmp_path / "ssd"), None)
@@ -755,6 +756,7 @@ def test_a_program_that_just_ends_has_uploaded(tmp_path):
     strategies.assert_same({"n": np.arange(1000)}, flaxckpt.load(path))
 
 
+@pytest.mark.slow
 def test_a_program_ends_though_its_directory_is_dead(tmp_path, monkeypatch):
     for name, value in store_servers.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
@@ -793,6 +795,7 @@ def save_on(url, staging, log, begin):
         note(result.tier, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "rounds"),
     [

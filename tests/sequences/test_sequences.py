@@ -19,6 +19,7 @@ FOUND = [
 ]
 
 
+@pytest.mark.slow
 def test_a_power_cut_loses_nothing_of_an_operation(directory, library):
     result = explore([*SHORT, *FOUND], directory, library)
     assert not result.problems, "\n".join(result.problems)

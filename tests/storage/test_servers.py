@@ -58,6 +58,7 @@ def write_rounds(url, mark, rounds, barrier, results):
     results.put((mark, won))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow.all_but(SERVERS, ["moto"]))
 def test_of_two_writers_of_a_step_exactly_one_wins(store_path, kind):
     url, rounds = str(store_path(kind)), 10

@@ -501,6 +501,7 @@ def test_a_closed_callback_is_forgotten(ckpt):
     assert told == []
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_without_closing_is_told_what_is_lost(tmp_path):
     code = """
 import flaxckpt, sys

@@ -26,6 +26,7 @@ def callback(ckpt, batches=None):
     return flaxckpt.CheckpointCallback(ckpt, dataset=batches, on_preemption=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [small_runs.linen, small_runs.nnx_objects])
 def test_whole_runs_pass_and_are_left_as_they_were(ckpt, kind):
     state, batches, step = kind()

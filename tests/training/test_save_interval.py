@@ -117,6 +117,7 @@ def test_a_failed_save_is_not_a_measurement(tmp_path):
     assert interval.reason == "the cost of a save is measured"
 
 
+@pytest.mark.slow
 def test_the_callback_measures_saves_and_reports_its_choice(
     tmp_path, capsys, monkeypatch
 ):

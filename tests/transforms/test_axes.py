@@ -164,6 +164,7 @@ def forms(draw):
     return f"{text(old)} -> {text(new)}", sizes, shape
 
 
+@pytest.mark.slow
 @given(case=forms())
 def test_any_form_is_that_of_einops_and_is_undone(case):
     form, sizes, shape = case

@@ -64,6 +64,7 @@ CHANGES = {
 """Transforms of one leaf, or of four; only one of each group applies."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x64", [False, True])
 @given(
     kind=st.sampled_from(["dict", "FrozenDict", "nnx"]),

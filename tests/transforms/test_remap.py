@@ -316,6 +316,7 @@ def test_a_remap_is_recorded_as_its_call(tmp_path):
 AXES = st.permutations(["a", "(b c)", "d"])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     left=AXES,

@@ -195,6 +195,7 @@ TURNS = {
 }
 
 
+@pytest.mark.slow
 def test_a_transposed_model_trains_as_it_was_trained(tmp_path):
     """Adafactor's own moments of the transposed parameters are the reference."""
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=4)

@@ -222,6 +222,7 @@ def test_odd_requests_are_refused(served, request_):
     assert served.ask("/").status == 200
 
 
+@pytest.mark.slow
 def test_the_server_listens_on_this_machine_only(served):
     assert served.host.startswith("127.0.0.1:")
     port = int(served.host.rpartition(":")[2])

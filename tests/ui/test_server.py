@@ -83,6 +83,7 @@ def assert_ends(served):
         pytest.fail("Ctrl-C did not end the server")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_server_during_a_read(slow):
     served, store = slow
     assert served.cookie
@@ -94,6 +95,7 @@ def test_ctrl_c_ends_the_server_during_a_read(slow):
         assert_ends(served)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_server_during_a_verification(slow):
     served, store = slow
     store.signal(signal.SIGSTOP)
@@ -102,6 +104,7 @@ def test_ctrl_c_ends_the_server_during_a_verification(slow):
     assert_ends(served)
 
 
+@pytest.mark.slow
 def test_a_verification_is_stopped_and_nothing_counts_as_read(slow):
     served, store = slow
     store.signal(signal.SIGSTOP)

@@ -181,6 +181,7 @@ def test_damage_that_was_found_is_marked_by_a_command(run, open_page):
     assert flaxckpt.Checkpointer(run).steps() == [1, 3]
 
 
+@pytest.mark.slow
 def test_a_mark_of_a_good_step_is_removed_by_a_command(run, open_page):
     chunk = largest_file(run / "2" / "state")
     content = chunk.read_bytes()
@@ -259,6 +260,7 @@ def test_a_repaired_step_is_not_said_to_be_damaged(run, open_page):
     assert ">2</option>" in ask(verify.page, space, run="run")
 
 
+@pytest.mark.slow
 def test_the_removal_of_a_mark_ends_the_result_of_a_verification(run, open_page):
     chunk = largest_file(run / "2" / "state")
     content = chunk.read_bytes()
@@ -286,6 +288,7 @@ def test_files_that_change_after_a_verification_end_its_result(run, open_page):
     assert "outcome open" in shown
 
 
+@pytest.mark.slow
 def test_what_agrees_with_a_verification_does_not_end_its_result(run, open_page):
     chunk = largest_file(run / "2" / "state")
     content = chunk.read_bytes()

@@ -516,6 +516,7 @@ def test_a_plan_of_a_damaged_step_links_to_that_of_the_newest_good_one(
     assert "instead" not in shown
 
 
+@pytest.mark.slow
 def test_a_plan_reads_the_state_of_a_run_from_its_newest_readable_step(
     made, tmp_path, open_page
 ):
@@ -822,6 +823,7 @@ def test_a_missing_package_is_one_line(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_programs_get_the_address_as_json(tmp_path):
     flaxckpt.save(tmp_path / "one", {"w": np.ones(2)})
     process = subprocess.Popen(
@@ -841,6 +843,7 @@ def test_programs_get_the_address_as_json(tmp_path):
         process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_an_error_of_one_line(tmp_path):
     flaxckpt.save(tmp_path / "one", {"w": np.ones(2)})
     with serving(tmp_path / "one") as served:
@@ -954,6 +957,7 @@ def test_a_plan_into_a_wider_head_links_to_the_plan_that_begins_it_anew(
     assert "Not from the checkpoint: 3 leaves" in shown
 
 
+@pytest.mark.slow
 def test_a_plan_shows_the_command_of_its_remedy_whole(tmp_path, open_page):
     (tmp_path / "of mine").mkdir()
     with flaxckpt.Checkpointer(tmp_path / "of mine" / "old") as run:

@@ -176,6 +176,7 @@ def locks_of(name, value, seen):
             yield from locks_of(f"{name}.{key}", each, seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "memory"])
 def test_nothing_that_lives_on_has_a_lock_that_a_fork_would_inherit(tmp_path, kind):
     root = tmp_path / "run" if kind == "file" else "memory://forks-locks/run"
@@ -278,6 +279,7 @@ def run(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_fork_works_while_threads_of_its_parent_save_and_tell(run, tmp_path):
     """One thread is in `save`, and another one in a sink."""
     told = run(
@@ -380,6 +382,7 @@ def test_a_fork_works_while_its_parent_uploads(run):
     assert told == ["True True", "0", "[2, 3]"]
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_program_that_has_used_tensorstore_is_told_so(run):
     """TensorStore would end the process: no error, and nothing to catch."""
     told = run(
@@ -439,6 +442,7 @@ def _inside(journal, wait):
         wait()
 
 
+@pytest.mark.slow
 def test_a_fork_waits_for_an_import_that_another_thread_is_in(tmp_path):
     program = """
         import os, sys, threading, time

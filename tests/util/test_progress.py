@@ -156,6 +156,7 @@ def test_a_bar_is_shown_while_somebody_waits_and_leaves_no_trace(tmp_path):
     assert HIDE_CURSOR not in terminal.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", [LABELS[0], LABELS[2]])
 def test_ctrl_c_ends_the_bar_and_leaves_the_cursor(tmp_path, label):
     with Terminal(tmp_path, "loud") as terminal:
@@ -174,6 +175,7 @@ def test_ctrl_c_ends_the_bar_and_leaves_the_cursor(tmp_path, label):
     assert HIDE_CURSOR not in terminal.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment",
     [{"FLAXCKPT_PROGRESS": "0"}, {"TERM": "dumb"}, {"IN_BACKGROUND": "1"}],
@@ -186,6 +188,7 @@ def test_a_terminal_that_wants_no_bar_stays_quiet(tmp_path, environment):
     assert terminal.seen == b"all done\r\n"
 
 
+@pytest.mark.slow
 def test_a_bar_without_colours_is_shown_if_colours_are_not_wanted(tmp_path):
     with Terminal(tmp_path, "loud", NO_COLOR="1") as terminal:
         for label in LABELS:
@@ -197,6 +200,7 @@ def test_a_bar_without_colours_is_shown_if_colours_are_not_wanted(tmp_path):
     assert b"\x1b[3" not in terminal.seen
 
 
+@pytest.mark.slow
 def test_nothing_is_written_where_no_terminal_is(tmp_path):
     found = subprocess.run(
         [sys.executable, "-c", CHILD, str(tmp_path), "quiet"],
