@@ -749,7 +749,11 @@ def test_the_lines_to_paste_are_the_transforms(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", slow.all_but(["renamed", "without a source", "fused"], ["without a source"])
+    "kind",
+    slow.all_but(
+        ["renamed", "without a source", "fused", "layers"],
+        ["without a source", "layers"],
+    ),
 )
 def test_the_work_grows_with_the_number_of_leaves(kind, tmp_path):
     counts = []
@@ -759,7 +763,7 @@ def test_the_work_grows_with_the_number_of_leaves(kind, tmp_path):
         profile = cProfile.Profile()
         suggestion = profile.runcall(flaxckpt.suggest, path, abstract(target))
         counts.append(sum(entry.callcount for entry in profile.getstats()))
-        left = size if kind == "without a source" else 0
+        left = {"without a source": size, "layers": 1}.get(kind, 0)
         assert len(suggestion.left) == left
         assert len(suggestion.leaves) == len(target) - left
     assert counts[1] < 3 * counts[0]  # 4 times, if it were quadratic
@@ -773,6 +777,15 @@ def _flat_model(kind, size):
         for i in range(size)
     ]
     source, target = {"model/x/weight": (2, 3)}, {"net/x/kernel": (3, 2)}
+    if kind == "layers":
+        leaves = {f"{name}/kernel": (8, 4 + i) for i, name in enumerate(names[:20])}
+        numbers = range(size // 20)
+        source |= layers("blk_{}", numbers, leaves)
+        return source, {
+            **target,
+            **layers("layers_{}", numbers, leaves),
+            "head/bias": (7, 9),
+        }
     for name in names:
         if kind == "fused":
             source[f"model/{name}/qkv_proj/weight"] = (9, 2)

@@ -133,6 +133,8 @@ def _link(
     maps: Sequence[Mapping[int, int]],
     similarity: float,
 ) -> Link | None:
+    if not paired and source.total != target.total:
+        return None
     loops = [a for a, _ in paired], [b for _, b in paired]
     mine, theirs = (
         [at for at in range(len(pattern.words)) if at not in loop]
@@ -358,7 +360,7 @@ def _by_size(patterns: Sequence[Pattern], used: set[int]) -> dict[int, list[int]
     grouped: dict[int, list[int]] = defaultdict(list)
     for name in _util.folding.order_numbers([*free]):
         i = free[name]
-        grouped[sum(map(math.prod, patterns[i].shapes.values()))].append(i)
+        grouped[patterns[i].total].append(i)
     return grouped
 
 

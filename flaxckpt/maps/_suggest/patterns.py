@@ -76,6 +76,11 @@ class Pattern:
         return frozenset(map(math.prod, self.shapes.values()))
 
     @functools.cached_property
+    def total(self) -> int:
+        """The number of elements of all leaves together."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    @functools.cached_property
     def scopes(self) -> tuple[Scope, ...]:
         """The modules around the leaf, the innermost first; three at most."""
         parts = self.components
@@ -91,7 +96,7 @@ class Pattern:
 
 
 def find_patterns(
-    shapes: Mapping[LeafPath, Shape], fewest: float = FEWEST
+    shapes: Mapping[LeafPath, Shape], fewest: int = FEWEST
 ) -> list[Pattern]:
     """Groups leaves by path, without the numbers of repeated modules.
 
@@ -177,7 +182,7 @@ def _pattern(
 
 
 def _is_repeated(
-    modules: Mapping[int, Mapping[str, Shape]], before: str, fewest: float
+    modules: Mapping[int, Mapping[str, Shape]], before: str, fewest: int
 ) -> bool:
     """Returns True if the numbers are those of repeated modules.
 

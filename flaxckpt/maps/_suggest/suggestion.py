@@ -38,8 +38,9 @@ SURE = 0.5
 
 _ROWS_PRINTED = 40
 
-_FEWEST = (FEWEST, 2, math.inf)
-"""The least numbers of modules that are taken for repeated, in the order of trial."""
+_FEWEST = (FEWEST, 2, 33)
+"""The least numbers of modules that are taken for repeated, in the order of trial. A
+series beyond all of them is never compared module by module, which takes long."""
 
 # ---- the result ---------------------------------------------------------------------
 
@@ -352,7 +353,7 @@ def _draft(
     wanted: LeafTable,
     moved: Collection[LeafPath],
     sides: Sequence[Sequence[Pattern]],
-    fewest: float,
+    fewest: int,
 ) -> tuple[Suggestion, _Guess]:
     """Returns a suggestion without `left`, and the guess that it is made of.
 
@@ -446,7 +447,7 @@ def _find_same(
     ]
 
 
-def _patterns_of(infos: Mapping[LeafPath, LeafInfo], fewest: float) -> list[Pattern]:
+def _patterns_of(infos: Mapping[LeafPath, LeafInfo], fewest: int) -> list[Pattern]:
     shapes = {p: i.shape for p, i in infos.items() if _is_plain(p)}
     return find_patterns(shapes, fewest)
 
@@ -487,7 +488,7 @@ class _Guess:
         self._targets = {p: i for p, i in targets.items() if _is_plain(p)}
         self._changes = changes
 
-    def run(self, fewest: float) -> None:
+    def run(self, fewest: int) -> None:
         """Matches all leaves, kind of number by kind of number.
 
         Args:
