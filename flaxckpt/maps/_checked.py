@@ -50,20 +50,22 @@ class Side:
         known = _pattern(self.names)
         ignored = re.compile(self.ignored)
         faults: dict[str, str] = {}
+        keys: set[str] = set()
         for name, condition in self.excluded.items():
             for path in filter(_pattern([name]).fullmatch, table):
                 if not (known.fullmatch(path) or ignored.fullmatch(path)):
-                    faults[path] = _config.describe_fault(config, condition)
+                    faults[path] = _describe(config, condition, "has no such leaf")
+                    keys.add(_config.find_fault(config, condition)[1])
         if faults:
+            hints = (hint for key, hint in _HINTS.items() if key in keys)
             raise _error(
                 f"{len(faults)} leaves contradict the config of {title}",
                 faults,
-                "Pass the config of this model, or correct it: for instance,"
-                " tie_word_embeddings is False for a head that was trained apart. Or"
-                " drop the leaves first: drop(pattern).",
+                f"Pass the config of this model, or correct it{''.join(hints)}. Or drop"
+                " the leaves first: drop(pattern).",
             )
         missing = {
-            name: _config.describe_fault(config, condition)
+            name: _describe(config, condition, "has such a leaf")
             for name, condition in self.heads.items()
             if not any(map(_pattern([name]).fullmatch, table))
         }
@@ -81,6 +83,28 @@ class Side:
                 parts,
                 "Add them. Or drop the other leaves of these modules: drop(pattern).",
             )
+
+
+_HINTS = {
+    "architectures": "; its architectures name the class of the model",
+    "tie_word_embeddings": "; tie_word_embeddings is False for a head that was trained"
+    " apart",
+}
+"""Key of a configuration -> advice about its value."""
+
+
+def _describe(config: Mapping[str, Any], condition: str, verdict: str) -> str:
+    """Returns the reason why a condition does not hold.
+
+    Args:
+        config: The configuration.
+        condition: The condition, of a leaf.
+        verdict: The consequence for a model of the class that the configuration names.
+    """
+    part, key = _config.find_fault(config, condition)
+    if key == "architectures" and (name := _config.find_class(config)):
+        return f"a {name:.80} {verdict}"
+    return f"wanted {part}, found {key} {_config.look_up(config, key)!r:.80}"
 
 
 def _find_parts(

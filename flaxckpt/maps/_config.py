@@ -177,11 +177,16 @@ def _holds(config: Mapping[str, Any], condition: str) -> bool:
     return is_true != condition.startswith("not ")
 
 
-def describe_fault(config: Mapping[str, Any], condition: str) -> str:
-    """Returns the first part of a condition that fails, and the value found."""
+def find_fault(config: Mapping[str, Any], condition: str) -> tuple[str, str]:
+    """Returns the first part of a condition that fails, and its key."""
     part = next(c for c in condition.split(" and ") if not _holds(config, c))
-    key = part.removeprefix("not ").partition("=")[0]
-    return f"wanted {part}, found {key} {look_up(config, key)!r:.80}"
+    return part, part.removeprefix("not ").partition("=")[0]
+
+
+def find_class(config: Mapping[str, Any]) -> str:
+    """Returns the class of the model; empty if the configuration does not say it."""
+    listed = config.get("architectures")
+    return str(listed[0]) if isinstance(listed, list | tuple) and listed else ""
 
 
 _OPERATORS: Mapping[str, Callable[[int, int], int]] = {

@@ -299,11 +299,24 @@ class Family:
             config: The configuration.
             target: The target layout.
         """
-        listed = config.get("architectures")
-        name = str(listed[0]) if isinstance(listed, list | tuple) and listed else ""
+        name = _config.find_class(config)
         kind = _HEAD.search(name)
-        rows, _ = self._tensors(target, config)
-        if kind is None or any(t.is_head and t.optional is not True for t in rows):
+        if kind is None:
+            return
+        # Rows that an unknown class has as well, such as that of `lm_head`, are not
+        # those of its head.
+        heads, others = (
+            {
+                tensor
+                for tensor in rows
+                if tensor.is_head and tensor.optional is not True
+            }
+            for rows, _ in (
+                self._tensors(target, {**config, "architectures": [one]})
+                for one in (name, "ForAnother")
+            )
+        )
+        if heads - others:
             return
         raise errors.OptionError(
             f"the config says that the model is a {name:.80}, but maps.{self.name} with"

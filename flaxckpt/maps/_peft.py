@@ -56,6 +56,9 @@ def find_pairs(table: LeafTable) -> list[Pair]:
     Raises:
         OptionError: There are none, or a leaf has no other, or is another update's.
     """
+    below = _lora.count_below(
+        path for path, leaf in table.items() if leaf.info.kind != "empty"
+    )
     pairs = []
     faults: dict[LeafPath, str] = {}
     for kind, *patterns in _lora.ADAPTERS:
@@ -67,7 +70,7 @@ def find_pairs(table: LeafTable) -> list[Pair]:
         )
         for stem in dict.fromkeys([*firsts, *seconds]):
             if stem in firsts and stem in seconds:
-                bases = tuple(_lora.possible_bases(kind, stem))
+                bases = tuple(_lora.possible_bases(kind, stem, below))
                 pairs.append(Pair(kind, bases, firsts[stem], seconds[stem]))
             else:
                 path = firsts.get(stem) or seconds[stem]

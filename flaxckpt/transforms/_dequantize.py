@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,11 +27,20 @@ _SCALES = ("_scale_inv", "_scale")
 _OF_ACTIVATIONS = ("input_scale", "output_scale")
 """Scales of inputs and outputs beside a weight, which weights do not need."""
 
-_OTHER_SCHEMES = ("_zero_point", "_packed", "_shape", "_g_idx", "_global_scale")
-"""Ends of the names of leaves of schemes with more than a factor."""
+_OTHER_SCHEMES = (
+    *(("", end) for end in ("_zero_point", "_g_idx", "_global_scale", "_scale_2")),
+    *(("", end) for end in (".absmax", "/absmax")),
+    *(("_packed", "_scale"), ("_blocks", "_scales")),
+    *(("qweight", "scales"), ("weight", "SCB")),
+)
+"""Ends of the names of a weight and of a leaf beside it, of schemes with more than a
+factor: compressed-tensors, NVFP4, bitsandbytes, MXFP4, GPTQ and AWQ."""
 
 _BLOCK = 128
-"""The size of blocks that is tried first, as in DeepSeek's models."""
+"""The usual size of blocks, as in DeepSeek's models."""
+
+_TILE = 16
+"""Blocks of programs for accelerators have a multiple of this size."""
 
 
 class _Pair(NamedTuple):
@@ -53,7 +62,7 @@ class _Dequantize(TableTransform):
     pattern: re.Pattern[str]
     scale: str | None
     dtype: str
-    block: int | None
+    block: int | tuple[int, ...] | None
 
     def __call__(self, table: LeafTable) -> LeafTable:
         pairs = self._find(table)
@@ -89,15 +98,18 @@ class _Dequantize(TableTransform):
         """
         pairs: dict[LeafPath, _Pair] = {}
         faults: dict[LeafPath, str] = {}
-        for path, match in _base.matches(self.pattern, table).items():
+        matches = _base.matches(self.pattern, table)
+        for path, match in matches.items():
             leaf = table[path]
-            if leaf.info.kind != "array" or not _is_narrow(leaf.info.dtype):
+            if leaf.info.kind != "array":
                 continue
             names = self._scale_names(path, match)
             found = [name for name in names if name in table]
-            other = [end for end in _OTHER_SCHEMES if f"{path}{end}" in table]
-            if other:
-                faults[path] = f"has {path}{other[0]} beside it, of another scheme"
+            other = _find_other_scheme(path, table)
+            if other is not None:
+                faults[path] = f"{leaf.info} has {other} beside it, of another scheme"
+            elif not _is_narrow(leaf.info.dtype) or _is_scale(path, table):
+                continue
             elif found:
                 try:
                     blocks = self._blocks(leaf, table[found[0]])
@@ -111,13 +123,19 @@ class _Dequantize(TableTransform):
         for scale, _ in pairs.values():
             faults.pop(scale, None)  # scales may be 8-bit floats as well
         if faults or not pairs:
-            rows = errors.rows(f"{path}: {why}" for path, why in faults.items())
+            found_others = (
+                f"{len(faults)} that it cannot multiply:\n"
+                + errors.rows(f"{path}: {why}" for path, why in faults.items())
+                if faults
+                else f"{len(matches)} other leaves, such as"
+                f" {errors.first_few([f'{p}, {table[p].info}' for p in matches], 2)}"
+            )
             raise errors.OptionError(
-                f"{self} found {len(pairs)} weights with scales, and {len(faults)} that"
-                f" it cannot multiply:\n{rows}\nWeights are 8-bit floats and integers"
-                " with scales beside them: dequantize before other transforms rename"
-                " them, pass scale= for other names and block= for other blocks, or a"
-                " pattern of the weights."
+                f"{self} found {len(pairs)} weights with scales, and {found_others}\n"
+                "Weights are 8-bit floats and integers with scales beside them:"
+                " dequantize before other transforms rename them, pass scale= for other"
+                " names and block= for other blocks, or a pattern of the weights. Other"
+                " schemes: let the library that wrote the model dequantize it."
             )
         return pairs
 
@@ -139,21 +157,28 @@ class _Dequantize(TableTransform):
             raise ValueError(fault)
         if scales in ((), (1,)):
             scales = (1,) * len(shape)
-        elif len(scales) == 1:  # of each output, the first axis of weights in torch
+        elif scales == shape[:1]:  # of each output, the first axis of weights in torch
             scales = (*scales, *(1,) * (len(shape) - 1))
         if len(scales) != len(shape):
             raise ValueError(fault)
-        blocks = []
-        for size, count in zip(shape, scales, strict=True):
-            given = () if self.block is None else (self.block,)
-            even = () if count == 0 or size % count else (size // count,)
-            sizes = (*((size,) if count == 1 else ()), *((1,) if count == size else ()))
-            tried = (*sizes, *(given or (_BLOCK, *even)))
-            block = next((b for b in tried if b and -(-size // b) == count), None)
-            if block is None:
+        axes = [*zip(shape, scales, strict=True)]
+        blocks = [size if count == 1 else 1 for size, count in axes]
+        if cut := [i for i, (size, count) in enumerate(axes) if count not in (1, size)]:
+            if any(_bounds(*axes[i]) is None for i in cut):
                 raise ValueError(fault)
-            blocks.append(block)
+            given = self._given_blocks(len(axes))
+            block = 0 if given else _find_block([axes[i] for i in cut])
+            for i in cut:
+                blocks[i] = given[i] if given else block
+                if -(-axes[i][0] // blocks[i]) != axes[i][1]:
+                    raise ValueError(fault)
         return tuple(blocks)
+
+    def _given_blocks(self, axes: int) -> Shape:
+        """Returns the sizes that the user gave for so many axes; empty if none."""
+        if self.block is None or isinstance(self.block, int):
+            return (self.block,) * axes if self.block else ()
+        return (*(1,) * axes, *self.block)[-axes:]
 
     def __str__(self) -> str:
         return _base.call(
@@ -176,7 +201,7 @@ def dequantize(
     *,
     scale: str | None = None,
     dtype: Any = "float32",
-    block: int | None = None,
+    block: int | Sequence[int] | None = None,
 ) -> TableTransform:
     r"""Multiplies 8-bit weights by the scales beside them.
 
@@ -197,21 +222,83 @@ def dequantize(
         scale: The path of the scale of a match, which may refer to groups of the
             pattern: `dequantize("(.*)/w", scale=r"\1/w_factor")`.
         dtype: The type of the weights where no state says so.
-        block: The size of blocks along axes with several scales; by default 128, as in
-            DeepSeek's models, or what divides the axis evenly.
+        block: The size of blocks along axes with several scales, or the sizes along the
+            last axes. By default, that of square blocks: 128, or another one, if the
+            shapes leave only one.
 
     Raises:
         OptionError: `pattern`, `dtype` or `block` is not valid. When applied: nothing
-            matches, a scale is missing or does not fit its weight, or weights are of a
-            scheme with zero points or packed integers.
+            matches, a scale is missing or does not fit its weight, its blocks may have
+            several sizes, or weights are of a scheme with zero points, packed integers
+            or scales of scales.
     """
     name = _state.numpy_dtypes.name(dtype) if not isinstance(dtype, str) else dtype
     name = _state.dtypes.check(name)
     if _state.dtypes.kind(name) != "float":
         raise errors.OptionError(f"dtype must be a floating type, got {name!r}")
-    if block is not None:
+    if _util.arguments.is_list(block):
+        block = _util.arguments.check_ints("block", block, least=1)
+    elif block is not None:
         block = _util.arguments.check_int("block", block, least=1)
     return _Dequantize(_patterns.compile_pattern(pattern), scale, name, block)
+
+
+def _find_other_scheme(path: LeafPath, table: LeafTable) -> LeafPath | None:
+    """Returns the leaf beside a weight that only other schemes have; None if none."""
+    for end, other in _OTHER_SCHEMES:
+        beside = f"{path.removesuffix(end)}{other}"
+        if path.endswith(end) and beside in table:
+            return beside
+    return None
+
+
+def _is_scale(path: LeafPath, table: LeafTable) -> bool:
+    """Returns True for the scale of another leaf."""
+    weights = [path.removesuffix(end) for end in _SCALES if path.endswith(end)]
+    return any(f"{one}{end}" in table for one in weights for end in ("", "_packed"))
+
+
+def _bounds(size: int, count: int) -> tuple[int, int] | None:
+    """Returns the least and the largest size of `count` blocks; None if none fits.
+
+    Args:
+        size: Of the axis.
+        count: At least 2, if any size fits.
+    """
+    if not 1 < count < size:
+        return None
+    least, most = -(-size // count), (size - 1) // (count - 1)
+    return (least, most) if least <= most else None
+
+
+def _find_block(axes: Sequence[tuple[int, int]]) -> int:
+    """Returns the size of square blocks.
+
+    Powers of two, and sizes that divide an axis evenly, come before all others.
+
+    Args:
+        axes: Of the axes that are cut, the size and the number of blocks.
+
+    Raises:
+        ValueError: There are no such blocks, or the shapes do not say which.
+    """
+    bounds = [fitting for axis in axes if (fitting := _bounds(*axis))]
+    least, most = max(low for low, _ in bounds), min(high for _, high in bounds)
+    if least > most:
+        sizes = " x ".join(str(low) for low, _ in bounds)
+        raise ValueError(f"its blocks, such as {sizes}, are not square: pass block=")
+    powers = (1 << bits for bits in range(most.bit_length()))
+    likely = {size for size in powers if size >= least}
+    if any(size == least * count for size, count in axes):
+        likely.add(least)
+    if _BLOCK in likely:
+        likely = {size for size in likely if size % _TILE == 0}
+    if not likely and least == most:
+        return least
+    if len(likely) != 1:
+        sizes = " or ".join(map(str, sorted(likely))) or f"{least} to {most}"
+        raise ValueError(f"its blocks may have the size {sizes}: pass block=")
+    return likely.pop()
 
 
 def _is_narrow(dtype: str | None) -> bool:

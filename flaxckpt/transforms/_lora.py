@@ -16,7 +16,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -28,7 +29,7 @@ from flaxckpt._types import LeafPath, PathLike, Shape
 from flaxckpt.transforms import _base, _bounded_pattern
 from flaxckpt.transforms._base import NewLeaf, TableTransform
 from flaxckpt.transforms._merge import merge
-from flaxckpt.transforms._moments import find_mirrors
+from flaxckpt.transforms._moments import find_mirrors, prefixes
 
 _Kind: TypeAlias = Literal["peft", "peft embedding", "nnx", "qwix"]
 
@@ -219,8 +220,8 @@ def merge_lora(
     to the type of `W`, or of the state if there is one, and the adapter's leaves are
     removed. Adapters are found by their names: `lora_A` and `lora_B` of PEFT, `lora_a`
     and `lora_b` of NNX, `w_lora_a` and `w_lora_b` of Qwix. The weight of `nnx.LoRA` is
-    its own `kernel`, that of its `base_module`, or that of the module around it, as in
-    `nnx.LoRALinear`. Other leaves of PEFT's
+    its own `kernel`, that of its `base_module`, or, if it is around no module, that of
+    the module around it, as in `nnx.LoRALinear`. Other leaves of PEFT's
     adapter (`modules_to_save`, biases) replace the leaves of the model. Moments of the
     weights stay as they are. There is no inverse: the sum does not have its parts.
 
@@ -265,6 +266,7 @@ def _find_adapters(table: LeafTable, what: str) -> list[_Adapter]:
         and path not in mirrors.known
         and path not in mirrors.unclear
     ]
+    below = count_below(paths)
     adapters = []
     faults: dict[LeafPath, str] = {}
     paired: set[LeafPath] = set()
@@ -279,7 +281,7 @@ def _find_adapters(table: LeafTable, what: str) -> list[_Adapter]:
                 faults[path] = "the other leaf of the pair is missing"
                 continue
             paired |= {firsts[stem], seconds[stem]}
-            bases = possible_bases(kind, stem)
+            bases = possible_bases(kind, stem, below)
             base = [path for path in bases if path in table]
             if base:
                 module = stem.rpartition(_WRAPPER)[2]
@@ -309,20 +311,31 @@ def _is_other_part(path: LeafPath) -> bool:
     return any(part.lower().startswith("lora_") for part in path.split("/")[-2:])
 
 
-def possible_bases(kind: _Kind, stem: str) -> list[LeafPath]:
+def count_below(paths: Iterable[LeafPath]) -> Counter[LeafPath]:
+    """Returns the number of leaves in each container."""
+    return Counter(before for path in paths for before in prefixes(path))
+
+
+def possible_bases(
+    kind: _Kind, stem: str, below: Mapping[LeafPath, int]
+) -> list[LeafPath]:
     """Returns the possible paths of the weight of an adapter, the nearest first.
 
     A module of NNX has the weight itself, is around a module with it (`nnx.LoRA`), or
-    is in the module with it (`nnx.LoRALinear`), under any name.
+    is in the module with it (`nnx.LoRALinear`), under any name. The last of these has
+    no other leaves than the adapter.
+
+    Args:
+        kind: The kind of the adapter.
+        stem: The path of its module; of Qwix, of its weight.
+        below: The numbers of leaves in containers.
     """
     if kind == "qwix":
         return [stem]
     if kind == "nnx":
-        around = [
-            stem,
-            f"{stem}/base_module",
-            *([stem.rpartition("/")[0]] * bool(stem)),
-        ]
+        around = [stem, f"{stem}/base_module"]
+        if stem and below[stem] == 2:
+            around.append(stem.rpartition("/")[0])
         return [f"{path}/kernel".lstrip("/") for path in around]
     before, _, module = stem.rpartition(_WRAPPER)
     return [f"{before}{module}/weight"]

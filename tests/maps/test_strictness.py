@@ -242,15 +242,30 @@ def test_an_export_has_the_head_of_its_architecture(tmp_path, asked, there, is_t
 
 
 @pytest.mark.parametrize("target", maps.llama.targets)
-def test_an_architecture_with_a_head_without_rows_is_refused_by_name(tmp_path, target):
-    source = write(tmp_path / "source", published())
-    changes = maps.llama(CONFIG, target=target, prefix="params")
+@pytest.mark.parametrize("head", ["QuestionAnswering", "MultipleChoice", "FooBar"])
+def test_an_architecture_with_a_head_without_rows_is_refused_by_name(
+    tmp_path, target, head
+):
+    tensors = {**published(), HEAD: published()[EMBEDDING]}
+    source = write(tmp_path / "source", tensors, UNTIED)
+    changes = maps.llama(UNTIED, target=target, prefix="params")
     flaxckpt.save(tmp_path / "state", flaxckpt.load(source, transforms=changes))
-    config = {**CONFIG, "architectures": ["LlamaForQuestionAnswering"]}
-    with pytest.raises(errors.OptionError, match="has no head ForQuestionAnswering"):
+    config = {**UNTIED, "architectures": [f"LlamaFor{head}"]}
+    with pytest.raises(errors.OptionError, match=f"has no head For{head}"):
         flaxckpt.export_huggingface(
             tmp_path / "state", tmp_path / "out", config=config, target=target
         )
+
+
+def test_a_head_of_another_class_is_explained_by_the_class(tmp_path):
+    state = save_with_heads(tmp_path, HEADS["ForCausalLM"][0])
+    config = {**UNTIED, "architectures": ["LlamaForSequenceClassification"]}
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.export_huggingface(state, tmp_path / "out", config=config)
+    said = "lm_head/kernel: a LlamaForSequenceClassification has no such leaf\n"
+    assert said in str(caught.value)
+    assert "its architectures name the class" in str(caught.value)
+    assert "tie_word_embeddings" not in str(caught.value)
 
 
 STATES = {

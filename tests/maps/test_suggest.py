@@ -322,6 +322,22 @@ NAMES_ONLY_IN_AN_ORDER = {
         [f"layers/{i}/fc" for i in (0, 2, 4, 6)],
         [f"layers/{i}/fc" for i in range(4)],
     ),
+    "gaps_in_equal_names": (
+        [f"net/{i}" for i in (0, 2, 4)],
+        [f"net/{i}" for i in range(3)],
+    ),
+    "many_gaps_in_equal_names": (
+        [f"net/{i}" for i in (0, 2, 4, 6)],
+        [f"net/{i}" for i in range(4)],
+    ),
+    "many_names_and_numbers": (
+        ["up", "down", "left", "right"],
+        [f"omega_{i}" for i in range(4)],
+    ),
+    "equal_names_that_begin_later": (
+        [f"layer_{i}/fc" for i in range(4)],
+        [f"layer_{i}/fc" for i in range(2, 6)],
+    ),
     "layers_that_begin_elsewhere": (
         [f"layers/{i}/fc" for i in range(1, 6)],
         [f"layers/{i}/fc" for i in range(4)],
@@ -362,6 +378,93 @@ def test_names_and_numbers_that_are_alike_decide(ours, theirs, tmp_path):
     assert [suggestion.leaves[f"b/{path}/scale"].sources for path in theirs] == [
         (f"b/{path}/weight",) for path in ours[: len(theirs)]
     ]
+
+
+def layers(name, numbers, leaves):
+    """Returns shapes of repeated modules: `name` with `{}` for each of the numbers."""
+    return {
+        f"{name.format(i)}/{path}": shape
+        for i in numbers
+        for path, shape in leaves.items()
+    }
+
+
+LAYER = {
+    "attn/kernel": (8, 4),
+    "attn/bias": (4,),
+    "mlp/kernel": (4, 16),
+    "ln/scale": (8,),
+}
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (8, 8)])
+def test_layers_of_one_name_that_are_counted_from_0_and_from_1(shape, tmp_path):
+    leaves = {"attn/kernel": shape, "mlp/kernel": (4, 16)}
+    stored = layers("layer_{}", (1, 2, 3), leaves)
+    source = write_source(tmp_path / "a.npz", stored)
+    wanted = layers("layer_{}", (0, 1, 2), leaves)
+    suggestion = flaxckpt.suggest(source, abstract(wanted))
+    assert not suggestion.ambiguous
+    loaded = flatten(
+        flaxckpt.load(source, abstract(wanted), transforms=suggestion.transforms)
+    )
+    before = flatten(flaxckpt.load(source, abstract(stored)))
+    for path, leaf in loaded.items():
+        old = path.replace(path[6], str(int(path[6]) + 1), 1)
+        np.testing.assert_array_equal(leaf, before[old])
+
+
+def test_a_leaf_of_one_layer_is_counted_with_all_leaves(tmp_path):
+    shapes = layers("layer_{}", (1, 2, 3), LAYER)
+    wanted = {**layers("layer_{}", (0, 1, 2), LAYER), "layer_1/table/weight": (7,)}
+    for number, asked in ((2, []), (1, [("layer_1/table/weight",)])):
+        table = {f"layer_{number}/table/weight": (7,)}
+        source = write_source(tmp_path / f"{number}.npz", {**shapes, **table})
+        suggestion = flaxckpt.suggest(source, abstract(wanted))
+        assert suggestion.leaves["layer_1/table/weight"].sources == (*table,)
+        assert [one.leaves for one in suggestion.ambiguous] == asked
+
+
+def test_rows_that_are_known_are_done_whatever_their_numbers(tmp_path):
+    ours, theirs = layers("net/{}", (0, 2, 4), {"kernel": (8, 4)}), "net/{}/kernel"
+    source = write_source(tmp_path / "a.npz", ours)
+    wanted = dict.fromkeys(map(theirs.format, range(3)), (8, 4))
+    known = remap([("net/2/kernel", "net/1/kernel")])
+    suggestion = flaxckpt.suggest(source, abstract(wanted), transforms=[known])
+    assert {path for one in suggestion.ambiguous for path in one.leaves} == {
+        "net/0/kernel",
+        "net/2/kernel",
+    }
+    assert suggestion.leaves["net/1/kernel"].confidence == 1
+    rows = [(f"net/{2 * i}/kernel", f"net/{i}/kernel") for i in range(3)]
+    again = flaxckpt.suggest(source, abstract(wanted), transforms=[remap(rows)])
+    assert not again.ambiguous
+
+
+@pytest.mark.parametrize("name", ["xyz_{}", "blk_{}", "Stack_{}"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("is_back", [False, True])
+def test_layers_are_found_under_any_name(name, count, is_back, tmp_path):
+    sides = [name, "layers_{}"][:: -1 if is_back else 1]
+    ours, theirs = (layers(side, range(count), LAYER) for side in sides)
+    source = write_source(tmp_path / "a.npz", ours)
+    suggestion = flaxckpt.suggest(source, abstract(theirs))
+    assert not suggestion.ambiguous
+    assert [match.sources for match in suggestion.leaves.values()] == [
+        (path,) for path in ours
+    ]
+
+
+def test_kernels_of_other_layers_are_not_cut_into_layers(tmp_path):
+    leaves = {"attn/kernel": (8, 8), "mlp/kernel": (8, 16)}
+    source = write_source(tmp_path / "a.npz", layers("blk_{}", range(2), leaves))
+    wanted = layers("layers_{}", range(2), leaves)
+    suggestion = flaxckpt.suggest(source, abstract(wanted))
+    assert not suggestion.ambiguous
+    assert {match.form for match in suggestion.leaves.values()} == {None}
+    stacked = {f"layers/{path}": (2, *shape) for path, shape in leaves.items()}
+    match = flaxckpt.suggest(source, abstract(stacked)).leaves["layers/mlp/kernel"]
+    assert match.sources == ("blk_0/mlp/kernel", "blk_1/mlp/kernel")
 
 
 def test_many_leaves_with_names_that_are_not_alike_are_named_each(tmp_path):
@@ -646,7 +749,11 @@ def test_the_lines_to_paste_are_the_transforms(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", slow.all_but(["renamed", "without a source", "fused"], ["without a source"])
+    "kind",
+    slow.all_but(
+        ["renamed", "without a source", "fused", "layers"],
+        ["without a source", "layers"],
+    ),
 )
 def test_the_work_grows_with_the_number_of_leaves(kind, tmp_path):
     counts = []
@@ -656,7 +763,7 @@ def test_the_work_grows_with_the_number_of_leaves(kind, tmp_path):
         profile = cProfile.Profile()
         suggestion = profile.runcall(flaxckpt.suggest, path, abstract(target))
         counts.append(sum(entry.callcount for entry in profile.getstats()))
-        left = size if kind == "without a source" else 0
+        left = {"without a source": size, "layers": 1}.get(kind, 0)
         assert len(suggestion.left) == left
         assert len(suggestion.leaves) == len(target) - left
     assert counts[1] < 3 * counts[0]  # 4 times, if it were quadratic
@@ -670,6 +777,15 @@ def _flat_model(kind, size):
         for i in range(size)
     ]
     source, target = {"model/x/weight": (2, 3)}, {"net/x/kernel": (3, 2)}
+    if kind == "layers":
+        leaves = {f"{name}/kernel": (8, 4 + i) for i, name in enumerate(names[:20])}
+        numbers = range(size // 20)
+        source |= layers("blk_{}", numbers, leaves)
+        return source, {
+            **target,
+            **layers("layers_{}", numbers, leaves),
+            "head/bias": (7, 9),
+        }
     for name in names:
         if kind == "fused":
             source[f"model/{name}/qkv_proj/weight"] = (9, 2)

@@ -43,6 +43,10 @@ CASES = {  # weight, scales, the size of blocks on each axis
     "groups": (values(6, 64), scales(6, 2), (1, 32)),
     "int8 rows": (values(6, 5, dtype=np.int8), scales(6, 1), (1, 5)),
     "narrow scales": (values(6, 5), scales(6, 1, dtype=ml_dtypes.bfloat16), (1, 5)),
+    "square blocks": (values(256, 100), scales(4, 2), (64, 64)),
+    "square blocks of an even size": (values(192, 384), scales(2, 4), (96, 96)),
+    "square blocks with two edges": (values(2, 250, 200), scales(2, 4, 4), (1, 64, 64)),
+    "uneven blocks of an expert": (values(576, 256), scales(5, 2), (128, 128)),
     "powers of two": (
         values(256, 128),
         scales(2, 1, dtype=ml_dtypes.float8_e8m0fnu),
@@ -128,9 +132,26 @@ def test_other_names_and_other_blocks():
     change = dequantize("(.*)/w", scale=r"\1/factor", block=4)
     with pytest.raises(errors.OptionError, match=r"a/factor .*does not fit"):
         transformed([change], state)
-    change = dequantize("(.*)/w", scale=r"\1/factor")
-    found = transformed([change], state)
-    np.testing.assert_array_equal(found["a/w"], product(weight, scale, (2, 4)))
+    for block in ((2, 4), [2, 4], (3, 2, 4)):
+        change = dequantize("(.*)/w", scale=r"\1/factor", block=block)
+        found = transformed([change], state)
+        np.testing.assert_array_equal(found["a/w"], product(weight, scale, (2, 4)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "counts", "says"),
+    [
+        ((6, 192), (6, 2), "96 or 128"),
+        ((192, 192), (2, 2), "96 or 128"),
+        ((100, 100), (2, 2), "50 or 64"),
+        ((6, 100), (6, 3), "34 to 49"),
+        ((6, 8), (3, 2), "such as 2 x 4, are not square"),
+    ],
+)
+def test_blocks_of_several_sizes_are_asked_about(shape, counts, says):
+    state = {"a": {"w": values(*shape), "w_scale": scales(*counts)}}
+    with pytest.raises(errors.OptionError, match=rf"a/w: .*{says}.*: pass block="):
+        transformed([dequantize()], state)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +174,14 @@ def test_other_names_and_other_blocks():
             },
             "of another scheme",
         ),
-        ({"weight": np.ones(3, "f4")}, "found 0 weights"),
+        (
+            {"weight": values(8, 4), "weight_scale": scales(4)},
+            "weight_scale is float32.4., which does not fit",
+        ),
+        (
+            {"weight": np.ones(3, "f4")},
+            r"found 0 weights with scales, and 1 other leaves, such as weight, float32",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(state, says):
@@ -162,12 +190,63 @@ def test_what_does_not_fit_is_named(state, says):
     assert str(caught.value).count("\n") < 15
 
 
+NARROW, WIDE = np.zeros((4, 8), np.uint8), np.zeros((4, 8), np.int32)
+
+OTHER_SCHEMES = {  # the leaves of a layer, and the leaf that is named
+    "awq": ({"qweight": WIDE, "qzeros": WIDE, "scales": scales(4)}, "qweight"),
+    "gptq": (
+        {"qweight": WIDE, "qzeros": WIDE, "scales": scales(4), "g_idx": WIDE[0]},
+        "qweight",
+    ),
+    "packed": (
+        {"weight_packed": WIDE, "weight_scale": scales(4), "weight_shape": WIDE[0]},
+        "weight_packed",
+    ),
+    "nvfp4": (
+        {
+            "weight": NARROW,
+            "weight_scale": values(4, 1),
+            "weight_scale_2": scales(),
+            "input_scale": scales(),
+        },
+        "weight",
+    ),
+    "packed nvfp4": (
+        {
+            "weight_packed": NARROW,
+            "weight_scale": values(4, 1),
+            "weight_global_scale": scales(1),
+        },
+        "weight_packed",
+    ),
+    "mxfp4": ({"w_blocks": NARROW, "w_scales": NARROW[:, 0]}, "w_blocks"),
+    "bitsandbytes int8": (
+        {"weight": NARROW.astype(np.int8), "SCB": scales(4)},
+        "weight",
+    ),
+    "bitsandbytes nf4": (
+        {"weight": NARROW, "weight.absmax": scales(4), "weight.quant_map": scales(16)},
+        "weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SCHEMES)
+def test_leaves_of_other_schemes_are_listed(name):
+    layer, path = OTHER_SCHEMES[name]
+    with pytest.raises(errors.OptionError) as caught:
+        transformed([dequantize()], {"l": layer, "norm": np.ones(3, "f4")})
+    [_, row, _] = str(caught.value).split("\n")
+    assert row.startswith(f"  l/{path}: ")
+    assert row.endswith("beside it, of another scheme")
+
+
 def test_there_is_no_inverse_and_the_error_says_why():
     with pytest.raises(errors.OptionError, match="the scales are gone"):
         transforms.inverse([dequantize()])
 
 
 def test_options_are_checked():
-    for options in ({"dtype": "int8"}, {"block": 0}):
+    for options in ({"dtype": "int8"}, {"block": 0}, {"block": (2, 0)}):
         with pytest.raises(errors.OptionError):
             dequantize(**options)

@@ -118,6 +118,25 @@ def test_the_weight_of_an_adapter_of_nnx_is_found_by_structure(make):
     np.testing.assert_allclose(before[changed] + a @ b, after[changed], rtol=1e-5)
 
 
+def test_the_weight_around_an_adapter_with_a_module_is_not_its_own(tmp_path):
+    """The adapted module has no kernel itself, and the module around has one."""
+
+    class Around(nnx.Module):
+        def __init__(self, rngs):
+            self.kernel = nnx.Param(jnp.zeros((2, 2)))
+            layers = nnx.Sequential(nnx.Linear(2, 2, rngs=rngs))
+            self.head = nnx.LoRA(2, 2, 2, base_module=layers, rngs=rngs)
+
+    model = randomized(Around(nnx.Rngs(0)))
+    wanted = "head/lora_a: no weight head/kernel or head/base_module/kernel"
+    with pytest.raises(errors.OptionError, match=wanted):
+        transformed([merge_lora()], model)
+    flaxckpt.save(tmp_path / "c", model)
+    change = transforms.remap([("weight", "kernel", "o e -> e o")])
+    with pytest.raises(errors.OptionError, match="has no row for head/kernel"):
+        flaxckpt.export_peft(tmp_path / "c", tmp_path / "out", map=[change], alpha=4)
+
+
 QWIX = [  # shapes of a kernel and of its two parts, and the product
     ((4, 5), (4, 2), (2, 5), "ar,rb->ab"),
     ((4, 4), (4, 2), (2, 4), "ar,rb->ab"),

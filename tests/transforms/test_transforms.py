@@ -900,6 +900,7 @@ def test_transforms_read_as_the_calls_that_make_them():
         untie("a", "b"),
         merge_lora("/adapter", alpha=2.0, rank=4),
         dequantize("(.*)/w", scale=r"\1/s", dtype="bfloat16", block=64),
+        dequantize(block=[64, 32]),
         assign([("a", None)], strict=False),
     ):
         again = eval(str(made), vars(transforms).copy())

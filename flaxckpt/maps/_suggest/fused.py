@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -48,8 +47,8 @@ def find_cuts(sources: Sequence[Pattern], targets: Sequence[Pattern]) -> list[Cu
 
 def _cut(fused: Pattern, roles: names.Words, parts: Sequence[Pattern]) -> Cut | None:
     """Returns the split of a fused leaf into parts; None if the sizes do not fit."""
-    totals = [_count_elements(part) for part in parts]
-    whole = _count_elements(fused)
+    totals = [part.total for part in parts]
+    whole = fused.total
     kinds = [next(iter(one.meanings)) & names.KINDS for one in (fused, *parts)]
     shapes = {*fused.shapes.values()}
     is_fit = len(shapes) == 1 and sum(totals) == whole and whole > 0
@@ -84,10 +83,6 @@ def _cut(fused: Pattern, roles: names.Words, parts: Sequence[Pattern]) -> Cut | 
     leaves = itertools.chain.from_iterable(one.members.values() for one in parts)
     transform = split(pattern, replacements, axis=axes[0], sizes=sizes)
     return Cut(transform, wholes, tuple(leaves))
-
-
-def _count_elements(pattern: Pattern) -> int:
-    return sum(map(math.prod, pattern.shapes.values()))
 
 
 def _with(components: Sequence[str], at: int, name: str) -> list[str]:

@@ -68,15 +68,17 @@ class Link:
     def is_by_order(self) -> bool:
         """True if only the order of their numbers says which leaves belong together.
 
-        Numbers say so themselves if they are equal, or all differ by as much, as those
-        of layers that are counted from 0 and from 1.
+        Numbers say so themselves if they are equal, or if one side counts from 0 and
+        the other from 1.
         """
         for at, (a, b) in enumerate(self.paired):
-            mine, theirs = {*self.source.values[a]}, {*self.target.values[b]}
+            mine, theirs = {*self.source.series[a]}, {*self.target.series[b]}
             steps = {i - j for i, j in (group.loop[at] for group in self.groups)}
-            if len(steps) > 1 or (
-                steps == {0} and not (mine <= theirs or theirs <= mine)
-            ):
+            if steps == {0}:
+                is_told = mine <= theirs or theirs <= mine
+            else:
+                is_told = len(steps) == 1 and {min(mine), min(theirs)} == {0, 1}
+            if not is_told:
                 return True
         return False
 
@@ -99,10 +101,18 @@ def link(source: Pattern, target: Pattern, similarity: float) -> Link | None:
         for theirs in itertools.combinations(target.numbers, most)
     ]
     ways.sort(key=lambda way: -sum(_alike(source, a, target, b) for a, b in way))
+    # First by the numbers of all modules: the leaf may be in some of them only.
+    numbers = dict.fromkeys(
+        [(source.series, target.series), (source.values, target.values)]
+    )
     for way in ways:
-        found = _link(source, target, way, similarity)
-        if found is not None:
-            return found
+        maps = (
+            [_map_values(mine[a], theirs[b]) for a, b in way]
+            for mine, theirs in numbers
+        )
+        found = [_link(source, target, way, one, similarity) for one in maps]
+        if any(found):
+            return max(filter(None, found), key=lambda one: len(one.groups))
     return None
 
 
@@ -120,9 +130,11 @@ def _link(
     source: Pattern,
     target: Pattern,
     paired: tuple[tuple[int, int], ...],
+    maps: Sequence[Mapping[int, int]],
     similarity: float,
 ) -> Link | None:
-    maps = [_map_values(source.values[a], target.values[b]) for a, b in paired]
+    if not paired and source.total != target.total:
+        return None
     loops = [a for a, _ in paired], [b for _, b in paired]
     mine, theirs = (
         [at for at in range(len(pattern.words)) if at not in loop]
@@ -348,7 +360,7 @@ def _by_size(patterns: Sequence[Pattern], used: set[int]) -> dict[int, list[int]
     grouped: dict[int, list[int]] = defaultdict(list)
     for name in _util.folding.order_numbers([*free]):
         i = free[name]
-        grouped[sum(map(math.prod, patterns[i].shapes.values()))].append(i)
+        grouped[patterns[i].total].append(i)
     return grouped
 
 

@@ -252,8 +252,8 @@ class Similarity:
         return max(self._of(a, b) for a in source for b in target)
 
     def _of(self, a: Meaning, b: Meaning) -> float:
-        shared = sum(self._weight[word] for word in (a & b) - KINDS)
-        total = sum(self._weight[word] for word in (a | b) - KINDS)
+        shared = math.fsum(self._weight[word] for word in (a & b) - KINDS)
+        total = math.fsum(self._weight[word] for word in (a | b) - KINDS)
         ratio = shared / total if total else 1.0
         return ratio if a & KINDS == b & KINDS else _OTHER_KIND * ratio
 

@@ -23,6 +23,9 @@ Key: TypeAlias = tuple[int, ...]
 _Rest: TypeAlias = tuple[names.Meaning, int]
 """The concepts of a part without its own, and the number of components."""
 
+FEWEST = 4
+"""See `find_patterns`."""
+
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
 
 
@@ -35,6 +38,8 @@ class Pattern:
         members: The values of the indices -> the leaf path.
         shapes: The same -> the shape.
         words: Of each index the words that it runs over; empty for numbers.
+        series: Of each index the numbers of all modules that are counted with it, also
+            those without such a leaf; empty for words.
         meanings: The meanings of the paths.
         parts: Of leaves that are joined, the patterns of each.
     """
@@ -43,6 +48,7 @@ class Pattern:
     members: Mapping[Key, LeafPath]
     shapes: Mapping[Key, Shape]
     words: tuple[tuple[str, ...], ...]
+    series: tuple[tuple[int, ...], ...]
     meanings: tuple[names.Meaning, ...]
     parts: tuple[Pattern, ...] = ()
 
@@ -70,6 +76,11 @@ class Pattern:
         return frozenset(map(math.prod, self.shapes.values()))
 
     @functools.cached_property
+    def total(self) -> int:
+        """The number of elements of all leaves together."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    @functools.cached_property
     def scopes(self) -> tuple[Scope, ...]:
         """The modules around the leaf, the innermost first; three at most."""
         parts = self.components
@@ -84,15 +95,23 @@ class Pattern:
         return text
 
 
-def find_patterns(shapes: Mapping[LeafPath, Shape]) -> list[Pattern]:
+def find_patterns(
+    shapes: Mapping[LeafPath, Shape], fewest: int = FEWEST
+) -> list[Pattern]:
     """Groups leaves by path, without the numbers of repeated modules.
 
     A number is that of a repeated module if the modules of several numbers hold much
     the same leaves. `1` and `2` of `ln_1` and `ln_2` are not.
+
+    Args:
+        shapes: The shapes of the leaves.
+        fewest: The least number of modules that are taken for repeated, unless their
+            name is that of layers.
     """
     split = {path: _NUMBER.split(path) for path in shapes}
     templates = dict.fromkeys(shapes, "")
     holes: dict[LeafPath, list[int]] = {path: [] for path in shapes}  # places of holes
+    series: dict[LeafPath, list[tuple[int, ...]]] = {path: [] for path in shapes}
     ordinals: dict[LeafPath, list[str]] = {path: [] for path in shapes}
     depth = max((len(pieces) // 2 for pieces in split.values()), default=0)
     for at in range(depth):
@@ -107,12 +126,13 @@ def find_patterns(shapes: Mapping[LeafPath, Shape]) -> list[Pattern]:
                 number = int(split[path][2 * at + 1])
                 rest = names.HOLE.join(split[path][2 * at + 2 :: 2])
                 modules[number][rest] = shapes[path]
-            is_hole = _is_repeated(modules, before)
-            numbers = sorted(modules)
+            is_hole = _is_repeated(modules, before, fewest)
+            numbers = tuple(sorted(modules))
             for path in paths:
                 text = split[path][2 * at + 1]
                 if is_hole:
                     holes[path].append(at)
+                    series[path].append(numbers)
                 elif len(numbers) > 1:
                     ordinals[path] += names.places(int(text), numbers)
                 templates[path] += "{}" if is_hole else text
@@ -126,15 +146,28 @@ def find_patterns(shapes: Mapping[LeafPath, Shape]) -> list[Pattern]:
         key = tuple(int(pieces[2 * at + 1]) for at in holes[path])
         found[tuple(cut)][key] = path
     return [
-        _pattern(pieces, members, shapes, ordinals[next(iter(members.values()))])
+        _pattern(pieces, members, shapes, tuple(series[path]), ordinals[path])
         for pieces, members in found.items()
+        for path in itertools.islice(members.values(), 1)
     ]
+
+
+def number_places(path: LeafPath) -> Iterator[tuple[str, int]]:
+    """Yields the numbers in a leaf path, each after the path before it.
+
+    Modules that are counted together have the same path, as earlier numbers are left
+    out of it.
+    """
+    pieces = _NUMBER.split(path)
+    for at in range(1, len(pieces), 2):
+        yield names.HOLE.join(pieces[:at:2]), int(pieces[at])
 
 
 def _pattern(
     pieces: tuple[str, ...],
     members: Mapping[Key, LeafPath],
     shapes: Mapping[LeafPath, Shape],
+    series: tuple[tuple[int, ...], ...],
     ordinals: Sequence[str],
 ) -> Pattern:
     meanings = names.meanings(names.HOLE.join(pieces).split("/"))
@@ -143,16 +176,20 @@ def _pattern(
         members,
         {key: shapes[path] for key, path in members.items()},
         ((),) * (len(pieces) - 1),
+        series,
         tuple(one | {*ordinals} for one in meanings),
     )
 
 
-def _is_repeated(modules: Mapping[int, Mapping[str, Shape]], before: str) -> bool:
+def _is_repeated(
+    modules: Mapping[int, Mapping[str, Shape]], before: str, fewest: int
+) -> bool:
     """Returns True if the numbers are those of repeated modules.
 
     Args:
         modules: Number -> its leaves, by the rest of their paths, and their shapes.
         before: The paths before the number.
+        fewest: See `find_patterns`.
     """
     ordered = [modules[number] for number in sorted(modules)]
     is_whole = before[-1:] in ("/", "")
@@ -164,10 +201,11 @@ def _is_repeated(modules: Mapping[int, Mapping[str, Shape]], before: str) -> boo
         if not alike:
             return is_whole
         is_named = is_whole or _LAYERS.search(before) is not None
-        is_long = is_named or len(modules) >= _FLAT
+        is_long = is_named or len(modules) >= fewest
         return is_long and sum(alike) / len(alike) >= _ALIKE
     is_run = max(modules) - min(modules) == len(modules) - 1
-    return len(modules) >= _FLAT and is_run and all(m == ordered[0] for m in ordered)
+    is_long = len(modules) >= max(fewest, FEWEST)
+    return is_long and is_run and all(m == ordered[0] for m in ordered)
 
 
 _LAYERS = re.compile(
@@ -177,9 +215,6 @@ _LAYERS = re.compile(
 
 _ALIKE = 0.4
 """The least part of the leaves that repeated modules share."""
-
-_FLAT = 4
-"""The least number of layers without modules in them that are taken for repeated."""
 
 
 class Parts:
@@ -262,6 +297,7 @@ def join(parts: Sequence[Pattern], fused: str) -> Pattern | None:
             for key in part.members
         },
         (*first.words[:index], tuple(levels[at]), *first.words[index:]),
+        (*first.series[:index], (), *first.series[index:]),
         (shared | {fused},),
         tuple(parts),
     )

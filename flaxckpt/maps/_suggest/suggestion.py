@@ -7,7 +7,7 @@ import functools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flaxckpt import _state, errors
@@ -21,7 +21,12 @@ from flaxckpt.maps._suggest import rows as rows_of
 from flaxckpt.maps._suggest.fused import find_cuts
 from flaxckpt.maps._suggest.match import Link, Match
 from flaxckpt.maps._suggest.padded import find_resizes
-from flaxckpt.maps._suggest.patterns import Pattern, find_patterns
+from flaxckpt.maps._suggest.patterns import (
+    FEWEST,
+    Pattern,
+    find_patterns,
+    number_places,
+)
 from flaxckpt.maps._suggest.renames import find_renames
 from flaxckpt.maps._suggest.rows import Row
 from flaxckpt.transforms import Transform, remap
@@ -32,6 +37,10 @@ SURE = 0.5
 """Matches of less confidence are listed as ambiguous."""
 
 _ROWS_PRINTED = 40
+
+_FEWEST = (FEWEST, 2, 33)
+"""The least numbers of modules that are taken for repeated, in the order of trial. A
+series beyond all of them is never compared module by module, which takes long."""
 
 # ---- the result ---------------------------------------------------------------------
 
@@ -257,8 +266,8 @@ def suggest(
         abstract_state: The state to fill, as for `load`; values are not needed.
         step: Step of a run directory; by default the newest.
         transforms: Transforms to apply to the checkpoint first, such as rows that you
-            know: leaves with the path and the shape that the state wants are done. Of
-            a GGUF file, they get the names of Hugging Face.
+            know: leaves that get the path and the shape that the state wants are done.
+            Of a GGUF file, they get the names of Hugging Face.
 
     Returns:
         The transforms, with a confidence and a reason for each leaf; choices that are
@@ -280,8 +289,7 @@ def suggest(
         published.transforms
     ):
         given = given[first:]
-    table = _transforms.apply(given, published.table, wanted)
-    suggestion = suggest_for_tables(table, wanted, given)
+    suggestion = suggest_for_tables(published.table, wanted, given)
     if published.doubt:
         doubt = Ambiguity(tuple(suggestion.leaves), (), published.doubt)
         return dataclasses.replace(suggestion, ambiguous=(doubt, *suggestion.ambiguous))
@@ -294,38 +302,88 @@ def suggest_for_tables(
 ) -> Suggestion:
     """Guesses the transforms from one leaf table to another.
 
+    A number does not show if it counts repeated modules, such as layers, or tells
+    modules apart: of the readings that are possible, the one that fills the most leaves
+    is taken, and of these the least ambiguous.
+
+    Args:
+        source: The leaves of the checkpoint.
+        wanted: The leaves of the state.
+        given: The transforms to apply to the checkpoint first.
+
     Raises:
         OptionError: No leaf of `source` fits a leaf of `wanted`.
     """
+    table = _transforms.apply(given, source, wanted)
+    moved = {
+        path
+        for path, leaf in table.items()
+        if path not in source or leaf.transforms != source[path].transforms
+    }
     targets = _arrays_of(wanted)
-    sides = [_patterns_of(side) for side in (_arrays_of(source), targets)]
+    drafts: dict[tuple[int, ...], tuple[Suggestion, _Guess]] = {}
+    for fewest in _FEWEST:
+        sides = [_patterns_of(side, fewest) for side in (_arrays_of(table), targets)]
+        reading = tuple(map(len, sides))
+        if reading in drafts:
+            continue
+        draft, _ = drafts[reading] = _draft(table, wanted, moved, sides, fewest)
+        if len(draft.leaves) == len(targets) and not draft.ambiguous:
+            break
+    suggestion, guess = max(drafts.values(), key=lambda one: _rank(one[0]))
+    left = {p: guess.nearest(p) for p in targets if p not in suggestion.leaves}
+    if targets and not suggestion.leaves:
+        raise errors.OptionError(
+            f"no leaf of the source fits any of the {len(left)} leaves of the state:\n"
+            + errors.rows(f"{path}: {nearest}" for path, nearest in left.items())
+            + "\nCheck that both are of one model, with the same sizes."
+        )
+    given = (*given, *suggestion.given)
+    return dataclasses.replace(suggestion, left=left, given=given)
+
+
+def _rank(draft: Suggestion) -> tuple[int, int]:
+    """Returns the number of leaves with a source, and that of those in no doubt."""
+    asked = {path for one in draft.ambiguous for path in one.leaves}
+    return len(draft.leaves), len(draft.leaves.keys() - asked)
+
+
+def _draft(
+    source: LeafTable,
+    wanted: LeafTable,
+    moved: Collection[LeafPath],
+    sides: Sequence[Sequence[Pattern]],
+    fewest: int,
+) -> tuple[Suggestion, _Guess]:
+    """Returns a suggestion without `left`, and the guess that it is made of.
+
+    Args:
+        source: The leaves of the checkpoint, after the transforms of the user.
+        wanted: The leaves of the state.
+        moved: The leaves of the checkpoint that these transforms have changed.
+        sides: The patterns of both.
+        fewest: See `find_patterns`.
+    """
+    targets = _arrays_of(wanted)
     cuts, resizes = find_cuts(*sides), find_resizes(*sides)
     splits = [cut.transform for cut in cuts] + [one.transform for one in resizes]
     wholes = {part: whole for cut in cuts for part, whole in cut.wholes.items()}
     sources = _arrays_of(_transforms.apply(splits, source, wanted))
     same = {
         path: LeafMatch((path,), None, 1.0, "the path and the shape are the same")
-        for path, info in targets.items()
-        if path in sources and sources[path].shape == info.shape
+        for path in _find_same(sources, targets, moved)
     }
     guess = _Guess(
         {path: info for path, info in sources.items() if path not in same},
         {path: info for path, info in targets.items() if path not in same},
         [values.find_changes(side) for side in (sources, targets)],
     )
-    guess.run()
+    guess.run(fewest)
     leaves = {
         p: same.get(p) or guess.leaves[p]
         for p in targets
         if p in same or p in guess.leaves
     }
-    left = {path: guess.nearest(path) for path in targets if path not in leaves}
-    if targets and not leaves:
-        raise errors.OptionError(
-            f"no leaf of the source fits any of the {len(left)} leaves of the state:\n"
-            + errors.rows(f"{path}: {nearest}" for path, nearest in left.items())
-            + "\nCheck that both are of one model, with the same sizes."
-        )
     leaves = {
         path: match._of_wholes(wholes) if cuts else match
         for path, match in leaves.items()
@@ -344,19 +402,54 @@ def suggest_for_tables(
     used = {path for match in leaves.values() for path in match.sources}
     used |= {part for part, whole in wholes.items() if whole in used}
     unused = tuple(path for path in sources if path not in used)
-    return Suggestion(
+    suggestion = Suggestion(
         leaves,
         tuple(guess.ambiguous),
-        left,
+        {},
         unused,
         tuple(guess.rows),
         dict(guess.names.sizes),
-        (*given, *splits),
+        tuple(splits),
     )
+    return suggestion, guess
 
 
-def _patterns_of(infos: Mapping[LeafPath, LeafInfo]) -> list[Pattern]:
-    return find_patterns({p: i.shape for p, i in infos.items() if _is_plain(p)})
+def _find_same(
+    sources: Mapping[LeafPath, LeafInfo],
+    targets: Mapping[LeafPath, LeafInfo],
+    moved: Collection[LeafPath],
+) -> list[LeafPath]:
+    """Returns the paths of leaves that fill the leaf of the same path and shape.
+
+    Not those with numbers that both sides count in other ways, as from 0 and from 1:
+    which numbers belong together shows only if the whole series are compared. Leaves
+    that were moved on purpose are in their place, whatever their numbers.
+    """
+    counted: list[dict[str, set[int]]] = []
+    for side in (sources, targets):
+        series = defaultdict(set)
+        for path in side:
+            for before, number in () if path in moved else number_places(path):
+                series[before].add(number)
+        counted.append(series)
+    mine, theirs = counted
+    unlike = {
+        before
+        for before in mine.keys() & theirs.keys()
+        if not (mine[before] <= theirs[before] or mine[before] >= theirs[before])
+    }
+    return [
+        path
+        for path, info in targets.items()
+        if path in sources
+        and sources[path].shape == info.shape
+        and (path in moved or not any(at in unlike for at, _ in number_places(path)))
+    ]
+
+
+def _patterns_of(infos: Mapping[LeafPath, LeafInfo], fewest: int) -> list[Pattern]:
+    shapes = {p: i.shape for p, i in infos.items() if _is_plain(p)}
+    return find_patterns(shapes, fewest)
 
 
 def _arrays_of(table: LeafTable) -> dict[LeafPath, LeafInfo]:
@@ -395,11 +488,15 @@ class _Guess:
         self._targets = {p: i for p, i in targets.items() if _is_plain(p)}
         self._changes = changes
 
-    def run(self) -> None:
-        """Matches all leaves, kind of number by kind of number."""
+    def run(self, fewest: int) -> None:
+        """Matches all leaves, kind of number by kind of number.
+
+        Args:
+            fewest: See `find_patterns`.
+        """
         sides = [_by_kind(self._sources), _by_kind(self._targets)]
         for kind in sides[0].keys() & sides[1].keys():
-            self._match(*(find_patterns(side[kind]) for side in sides))
+            self._match(*(find_patterns(side[kind], fewest) for side in sides))
 
     def _match(self, sources: list[Pattern], targets: list[Pattern]) -> None:
         matches = matching.match(sources, targets)
