@@ -342,6 +342,48 @@ def test_auxiliary_data_that_json_cannot_hold_make_a_dict_with_a_warning(
         assert found.aux is aux
 
 
+@struct.dataclass
+class Activated:
+    w: jax.Array
+    act: object = struct.field(pytree_node=False, default=jnp.sin)
+    loss: object = struct.field(pytree_node=False, default=None)
+    width: int = struct.field(pytree_node=False, default=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnInitActivated:
+    w: jax.Array
+    act: object = "relu"
+
+    def __init__(self, size):
+        raise AssertionError("only the fields are set")
+
+
+jax.tree_util.register_dataclass(OwnInitActivated, ["w"], ["act"])
+
+
+def test_a_default_in_place_of_a_value_that_was_not_saved_is_named(tmp_path, caplog):
+    own = object.__new__(OwnInitActivated)
+    object.__setattr__(own, "w", jnp.ones(2))
+    object.__setattr__(own, "act", jnp.tanh)
+    flax = Activated(jnp.ones(2), jnp.tanh, jnp.tanh, 5)
+    flaxckpt.save(tmp_path / "c", {"flax": [flax, flax], "own": own})
+    found = flaxckpt.load(tmp_path / "c", types=[Activated, OwnInitActivated])
+    assert found["flax"][1].act is jnp.sin
+    assert (found["flax"][1].loss, found["flax"][1].width) == (None, 5)
+    assert found["own"].act == "relu"
+    messages = [record.getMessage() for record in caplog.records]
+    assert [m.partition(" ")[0] for m in messages] == [
+        "Activated.act",
+        "OwnInitActivated.act",
+    ]
+    caplog.clear()
+    template = {"flax": [flax, flax]}
+    found = flaxckpt.load(tmp_path / "c", template, unused="ignore")
+    assert found["flax"][0].act is jnp.tanh
+    assert not caplog.records
+
+
 def test_only_fields_are_set_whatever_a_manifest_says(tmp_path, caplog):
     class Renamed(OwnInit):
         pass
