@@ -111,7 +111,29 @@ def exists(path: Path) -> bool:
     """Returns True if `path` exists, or a pointer that stands for it."""
     if path.exists():
         return True
-    return _storage.of(path).can_map and _recognise.find_pointer(path) is not None
+    return is_pointer(path)
+
+
+def is_pointer(path: Path) -> bool:
+    """Returns True if `path` is no checkpoint itself, but stands for another."""
+    return _storage.of(path).can_map and _recognise.follow(path) != path
+
+
+def follow(path: Path) -> Path:
+    """Returns the checkpoint that a pointer stands for; other paths as they are.
+
+    Raises:
+        DamagedCheckpointError: The checkpoint is missing.
+    """
+    if not is_pointer(path):
+        return path
+    checkpoint = _recognise.follow(path)
+    if not checkpoint.is_dir():
+        raise errors.DamagedCheckpointError(
+            f"{_recognise.find_pointer(path)} names the checkpoint {checkpoint}, which"
+            " is missing: pass the path of another"
+        )
+    return checkpoint
 
 
 def recognises(path: Path) -> bool:
@@ -424,7 +446,7 @@ def _describe_parent(directory: Path) -> str | None:
     )
     for child in children[:_MAX_TRIED]:
         with contextlib.suppress(errors.CheckpointFormatError):
-            if recognises(child):
+            if recognises(child) and not is_pointer(child):
                 return (
                     "a directory of checkpoints whose names are not names of steps:"
                     f" pass the path of one, such as {child}"

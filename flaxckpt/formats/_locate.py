@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from flaxckpt import _state, _steps, _storage, errors, formats
 from flaxckpt._types import PathLike
-from flaxckpt.formats import _hub_cache, _recognise
+from flaxckpt.formats import _hub_cache
 from flaxckpt.formats._reader import CheckpointMetadata, Stored
 
 _log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ def _locate(path: Path, step: int | None, step_format: str | None) -> Located:
     if detected is not None and step is None:
         found = _hub_cache.find_snapshot(path)
         if detected.format == "big_vision":
-            found = _recognise.follow(path)
+            found = formats.follow(path)
         return Located(found or path, None, detected)
     if not path.is_dir():
         if detected is None:
