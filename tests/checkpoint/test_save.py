@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -397,6 +399,88 @@ def test_only_fields_are_set_whatever_a_manifest_says(tmp_path, caplog):
     Renamed.__qualname__ = "OwnInit"
     assert type(flaxckpt.load(tmp_path / "c", types=[Renamed])) is dict
     assert "fields have changed" in caplog.text
+
+
+def assign(generator, state):
+    getattr(generator, "bit_generator", generator).state = state
+    return generator
+
+
+GENERATORS = {
+    **{
+        kind.__name__: (lambda seed, kind=kind: kind(seed), assign)
+        for kind in (
+            np.random.PCG64,
+            np.random.PCG64DXSM,
+            np.random.MT19937,
+            np.random.Philox,
+            np.random.SFC64,
+        )
+    },
+    "default_rng": (np.random.default_rng, assign),
+    "Generator of MT19937": (
+        lambda seed: np.random.Generator(np.random.MT19937(seed)),
+        assign,
+    ),
+    "RandomState": (np.random.RandomState, lambda rng, state: rng.set_state(state)),
+    "RandomState of PCG64": (
+        lambda seed: np.random.RandomState(np.random.PCG64(seed)),
+        lambda rng, state: rng.set_state(state),
+    ),
+    "SeedSequence": (
+        np.random.SeedSequence,
+        lambda _, state: np.random.SeedSequence(**state),
+    ),
+    "SeedSequence of an array": (
+        lambda seed: np.random.SeedSequence(np.array([seed, 2], np.uint32)),
+        lambda _, state: np.random.SeedSequence(**state),
+    ),
+    "Random": (
+        random.Random,
+        lambda rng, state: rng.setstate((state[0], tuple(state[1]), state[2])),
+    ),
+}
+
+
+def draw(generator):
+    if isinstance(generator, np.random.SeedSequence):
+        return [*generator.generate_state(4)]
+    if isinstance(generator, np.random.BitGenerator):
+        return [*generator.random_raw(9)]
+    if isinstance(generator, random.Random):
+        return [generator.gauss(0, 1) for _ in range(3)]
+    return [*generator.normal(size=3)]
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_the_advice_for_a_random_generator_works(tmp_path, kind):
+    make, restore = GENERATORS[kind]
+    generator = make(3)
+    draw(generator)
+    found = set()
+    for state, more in (
+        ({"rng": generator}, {}),
+        ({}, {"metadata": {"rng": generator}}),
+        ({}, {"json": {"item": {"rng": generator}}}),
+    ):
+        with pytest.raises(errors.CheckpointError) as caught:
+            flaxckpt.save(tmp_path / "c", {"n": 1, **state}, **more)
+        advice = r"save its (\S+) (in|as leaves, not in) metadata=,"
+        found.add(re.search(advice, str(caught.value)).groups())
+    [(name, place)] = found
+    value = eval(f"generator.{name}", {"generator": generator})
+    metadata = {"rng": value} if place == "in" else {}
+    leaves = {"n": 1} if metadata else {"n": 1, "rng": value}
+    flaxckpt.save(tmp_path / "c", leaves, metadata=metadata)
+    parts = [flaxckpt.metadata(tmp_path / "c").custom] if metadata else []
+    parts = parts or [
+        flaxckpt.load(tmp_path / "c"),
+        flaxckpt.load(tmp_path / "c", leaves),
+    ]
+    wanted = draw(generator)
+    for part in parts:
+        other = make(4)
+        assert draw(restore(other, part["rng"]) or other) == wanted
 
 
 def test_a_template_with_a_function_cannot_be_restored_into(tmp_path):
