@@ -34,6 +34,7 @@ AxisRules: TypeAlias = Sequence[tuple[str, MeshAxes]] | Mapping[str, MeshAxes]
 LeafRules: TypeAlias = Sequence[tuple[str, PartitionSpec]] | Mapping[str, PartitionSpec]
 
 
+@_util.guessed_names.explain
 def abstract_state(
     init_fn_or_state: Callable[..., PyTree] | PyTree,
     *args: Any,
@@ -131,6 +132,7 @@ def _abstract(leaf: Leaf, mesh: AnyMesh | None, spec: PartitionSpec | None) -> A
 
 
 @_util.gc_pause.pause()
+@_util.guessed_names.explain
 def parameter_infos(state: PyTree, *, layout: ArrayLayout | None = None) -> PyTree:
     """Returns the leaf infos that a save of `state` would record.
 

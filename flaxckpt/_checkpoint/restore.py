@@ -465,6 +465,7 @@ def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
     return _locate.read_metadata(path, step)
 
 
+@_util.guessed_names.explain
 def open_leaf(
     path: PathLike, leaf_path: LeafPath, *, step: int | None = None
 ) -> ts.TensorStore:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from flaxckpt import _storage
+from flaxckpt import _storage, _util
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._checkpoint.save_handle import SaveResult
 from flaxckpt._convert import convert, export_map, model_files, plan
@@ -17,6 +17,7 @@ from flaxckpt.transforms import Transform, _export, cast
 from flaxckpt.transforms import _base as _transforms
 
 
+@_util.guessed_names.explain
 def export_huggingface(
     run: PathLike,
     directory: PathLike,

@@ -19,6 +19,7 @@ from flaxckpt.transforms import Transform, cast
 from flaxckpt.transforms import _base as _transforms
 
 
+@_util.guessed_names.explain
 def export_peft(
     run: PathLike,
     directory: PathLike,

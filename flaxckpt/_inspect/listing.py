@@ -101,7 +101,7 @@ def listing(
         CheckpointFormatError: The path is neither a run directory nor a checkpoint.
         OptionError: No step has the metric of a policy in `keep`.
     """
-    root = _storage.paths.resolve(path)
+    root = formats.follow(_storage.paths.resolve(path))
     if step_format is None and root.exists() and formats.recognises(root):
         usage = _run.disk_usage.on_disk(root, set())
         step = _describe(None, root, usage, damage=run_view.find_known_damage(root))
@@ -274,7 +274,7 @@ def disk_usage(
     Raises:
         CheckpointError: As for `metadata`.
     """
-    root = _storage.paths.resolve(path)
+    root = formats.follow(_storage.paths.resolve(path))
     paths: list[tuple[int | None, Path]] = [(None, root)]
     if step_format is not None or not (root.exists() and formats.recognises(root)):
         paths = [*run_view.survey(root, step_format).paths.items()]

@@ -116,6 +116,7 @@ def _rows(lines: Iterable[str]) -> list[str]:
     return [*rows[:_ROWS_PRINTED], *([f"  … and {more} more"] if more > 0 else [])]
 
 
+@_util.guessed_names.explain
 def replay(
     run: PathLike,
     step_a: int,

@@ -106,6 +106,7 @@ class Simulation:
 
 
 @_util.gc_pause.pause()
+@_util.guessed_names.explain
 def simulate(
     abstract_state: PyTree,
     *,

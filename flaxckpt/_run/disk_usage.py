@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _arrays, _storage, _util, errors
+from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats._reader import CheckpointMetadata
@@ -110,10 +110,13 @@ def missing_path(metadata: CheckpointMetadata, path: LeafPath) -> str:
     shown = [row.name for row in _util.folding.fold(names)]
     listed = errors.first_few(shown, _MOST_NEAR)
     advice = f"did you mean {listed}?" if is_similar else f"it has {listed}"
+    if "%2F" in listed and "%2F" not in path:
+        advice += f"{'' if is_similar else '.'} A slash in a key is written %2F"
     return f"{metadata.path} has neither a leaf nor a container {path}: {advice}"
 
 
 _MOST_NEAR = 6
+_NEAREST_AMONG = 5_000
 
 
 def _find_near(
@@ -122,10 +125,14 @@ def _find_near(
     """Returns paths for a path that does not exist, and whether they are similar to it.
 
     Similar are siblings with a similar name, which have the same paths below them, and
-    paths that end like `path`. Without these, the children of the last container on the
-    way that exists.
+    paths that end like `path`; with keys that contain slashes, as of Haiku, paths that
+    are alike with plain slashes. Without these, the children of the last container on
+    the way that exists.
     """
     known = dict.fromkeys(prefix for leaf in leaves for prefix in _prefixes(leaf))
+    plain = {_state.tree.unescape(p): p for p in known if "%" in p}
+    if path.strip("/") in plain:
+        return [plain[path.strip("/")]], True
     parts = path.strip("/").split("/")
     depth = next(n for n in range(len(parts)) if "/".join(parts[: n + 1]) not in known)
     above, rest = "/".join(parts[:depth]), parts[depth + 1 :]
@@ -142,6 +149,10 @@ def _find_near(
     ending = [p for p in known if p.endswith("/" + "/".join(parts))]
     if near or ending:
         return [names[name] for name in near] or ending, True
+    if len(plain) <= _NEAREST_AMONG:
+        alike = difflib.get_close_matches(path, plain, n=1, cutoff=0.8)
+        siblings = [plain[each] for each in alike] or siblings
+        return siblings, bool(alike)
     return siblings, False
 
 

@@ -51,6 +51,7 @@ def resolver(types: Sequence[type] = ()) -> Resolve:
             )
     by_name = {f"{cls.__module__}:{cls.__qualname__}": cls for cls in types}
 
+    @functools.cache  # a builder warns once
     def find(type_name: str) -> Build | leaf_types.LeafType | None:
         cls = by_name.get(type_name)
         if cls is None:
@@ -136,7 +137,7 @@ def _exact_builder(cls: Any) -> Build | None:
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return lambda children, _: cls(**_by_field_name(children))
     if dataclasses.is_dataclass(cls):
-        return functools.partial(_dataclass, cls, _takes_fields(cls))
+        return functools.partial(_dataclass, cls, _takes_fields(cls), set())
     if issubclass(cls, Mapping):
         return lambda children, _: cls(children)
     return None
@@ -163,12 +164,15 @@ def _takes_fields(cls: Any) -> bool:
 def _dataclass(
     cls: Any,
     takes_fields: bool,
+    warned: set[str],
     children: Mapping[str | int, Any],
     static: Mapping[str, JSON],
 ) -> Any:
     """Builds an instance; fields that were not saved, such as `tx`, are None.
 
-    As in jax, `__init__` is called only if it takes the fields.
+    A field with a default gets it, with a warning unless `warned` has the field: the
+    class may be newer than the checkpoint. As in jax, `__init__` is called only if it
+    takes the fields.
 
     Raises:
         ValueError: A name is not a field.
@@ -185,7 +189,17 @@ def _dataclass(
             continue
         if field.default is missing and field.default_factory is missing:
             fields[field.name] = None
-        elif not takes_fields:
+            continue
+        if field.default is not None and field.name not in warned:
+            warned.add(field.name)
+            _log.warning(
+                "%s.%s is not in the checkpoint, as JSON cannot hold its value, or as"
+                " it is a new field: it has its default. Pass a state that has the"
+                " value, or set it with dataclasses.replace",
+                cls.__qualname__,
+                field.name,
+            )
+        if not takes_fields:
             make = field.default_factory
             fields[field.name] = field.default if make is missing else make()
     if takes_fields:

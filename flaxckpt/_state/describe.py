@@ -73,9 +73,8 @@ def describe(path: LeafPath, leaf: tree.TreeLeaf) -> LeafInfo | str:
     if callable(value) and (isinstance(value, type) or hasattr(value, "__name__")):
         return _util.arguments.describe(value)
     name = f"{type(value).__module__}.{type(value).__qualname__}"
-    if hasattr(value, "bit_generator"):
-        return f"a {name}: save its bit_generator.state in metadata="
-    return f"a {name}"
+    advice = _util.json_limits.advise_on_generator(value)
+    return f"a {name}: {advice}" if advice else f"a {name}"
 
 
 def describe_value(value: Any) -> str:

@@ -20,6 +20,7 @@ _KNOWN = (
 """Classes of leaves and containers that are saved without registration."""
 
 
+@_util.guessed_names.explain
 def register_leaf(
     cls: type[T],
     *,

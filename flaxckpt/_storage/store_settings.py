@@ -18,6 +18,7 @@ _options: dict[str, StoreOptions] = {}
 _stores: dict[tuple[str, StoreOptions], Bucket] = {}
 
 
+@_util.guessed_names.explain
 def set_store_options(url: str, options: StoreOptions | None) -> None:
     """Sets the options of object stores for this process.
 

@@ -138,7 +138,7 @@ def find_places(root: PathLike, others: Sequence[PathLike] = ()) -> Places:
         CheckpointFormatError: A path is none of these.
         OptionError: A JSON file does not describe a state.
     """
-    path = _storage.paths.resolve(root)
+    path = formats.follow(_storage.paths.resolve(root))
     files = {str(o): _file(str(o), o) for o in others if _is_json(o)}
     further = {str(o): _place(str(o), o) for o in others if not _is_json(o)}
     found = Places(path, further, files)
@@ -166,7 +166,7 @@ def _find(root: Path, known: Mapping[str, Place]) -> dict[str, Place]:
 
 
 def _place(name: str, other: PathLike) -> Place:
-    path = _storage.paths.resolve(other)
+    path = formats.follow(_storage.paths.resolve(other))
     kind = is_run(path)
     if kind is None:
         formats.detect(path)  # raises
@@ -197,7 +197,7 @@ def _search(
             yield known[name]
             continue
         try:
-            kind = is_run(child)
+            kind = None if formats.is_pointer(child) else is_run(child)
             if kind is False or (kind and not is_empty(child)):
                 yield Place(name, child, kind)
             elif kind is None and depth > 1 and child.is_dir():

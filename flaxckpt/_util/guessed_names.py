@@ -191,6 +191,11 @@ ANSWERS: Mapping[str, Mapping[str, str]] = {
             *("latest_step", "latest", "latest_checkpoint", "get_last_checkpoint"),
         ),
         **_write(
+            'flaxckpt.load(path, state, step=Checkpointer(path).best_step("loss",'
+            ' "min"))',
+            *("restore_best", "load_best", "restore_best_checkpoint"),
+        ),
+        **_write(
             "flaxckpt.Checkpointer(directory).steps()",
             *("all_steps", "steps", "available_steps", "list_steps"),
         ),
@@ -230,7 +235,7 @@ ANSWERS: Mapping[str, Mapping[str, str]] = {
     "verify": _LOOK,
     "metadata": _LOOK,
     "diff": {
-        **_write("diff(path, path, step_a=1, step_b=2)", "step", "steps"),
+        **_write("diff(path, path, step_a=1, step_b=2)", CALL, "step", "steps"),
         **_write("transforms=[…], or values=False", "rtol", "atol", "tolerance"),
     },
     "convert": {
@@ -457,7 +462,7 @@ ANSWERS: Mapping[str, Mapping[str, str]] = {
             "keep_checkpoints_without_metrics",
         ),
     },
-    "LatestN": _write("LatestN(3)", CALL, *_LATEST),
+    "LatestN": _write("LatestN(3)", CALL, "keep", *_LATEST),
     "EveryNSteps": _write("EveryNSteps(1000)", CALL, "interval_steps", "steps"),
     "EveryNStepsClosest": _write("EveryNStepsClosest(1000)", CALL, "interval_steps"),
     "EveryNSecs": _write("EveryNSecs(3600)", CALL, "interval_secs", "seconds"),
@@ -593,6 +598,10 @@ def _advise_on_name(
     return near and f"{place} has no {name}: did you mean {near}=?"
 
 
+_STEP_WORDS = ("best", "latest", "newest", "last")
+"""Words for a step after a path, as the command line takes them."""
+
+
 def _advise_on_call(
     place: str,
     called: str,
@@ -601,8 +610,11 @@ def _advise_on_call(
     options: Mapping[str, Any],
 ) -> str:
     """Returns the call to write instead of one with a wrong number of arguments."""
-    example = ANSWERS.get(place, {}).get(CALL)
-    if example is not None:
+    answers = ANSWERS.get(place, {})
+    for word in args[1:]:
+        if isinstance(word, str) and word in _STEP_WORDS and word in answers:
+            return answers[word]
+    if (example := answers.get(CALL)) is not None:
         return fill_in(example, [*args, *options.values()])
     return f"write {right_call.write(called, function, args, options)}"
 

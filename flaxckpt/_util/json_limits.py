@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,6 +73,8 @@ def _copy(value: Any, at: str, depth: int) -> JSON:
         return copy(value, at, depth)
     cls = type(value)
     fault = f"{at} is a {cls.__module__}.{cls.__qualname__}"
+    if advice := advise_on_generator(value):
+        raise ValueError(f"{fault}: {advice}")
     shape = getattr(value, "shape", None)
     if shape != () or not hasattr(value, "item"):
         advice = ": write .tolist() of it, or save it in the state" if shape else ""
@@ -79,6 +83,36 @@ def _copy(value: Any, at: str, depth: int) -> JSON:
     if not isinstance(number, bool | int | float):
         raise ValueError(fault)
     return _copy(number, at, depth)
+
+
+def advise_on_generator(value: Any) -> str:
+    """Returns how to save a random generator of NumPy or Python; empty for others."""
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return (
+            "save its getstate() in metadata=, and after a load pass its three items to"
+            " setstate, as (version, tuple(internal), gauss)"
+        )
+    numpy_random: Any = sys.modules.get("numpy.random")  # metadata need no numpy
+    if numpy_random is None:
+        return ""
+    if isinstance(value, numpy_random.Generator):
+        name, state = "bit_generator.state", value.bit_generator.state
+        restore = "assign it"
+    elif isinstance(value, numpy_random.BitGenerator):
+        name, state, restore = "state", value.state, "assign it"
+    elif isinstance(value, numpy_random.SeedSequence):
+        name, state, restore = "state", value.state, "write SeedSequence(**state)"
+    elif isinstance(value, numpy_random.RandomState):
+        name, state = "get_state(legacy=False)", value.get_state(legacy=False)
+        restore = "pass it to set_state"
+    else:
+        return ""
+    place = "in metadata="
+    try:
+        copy({name: state}, "it")
+    except ValueError:  # of MT19937, Philox and SFC64: it has arrays
+        place = "as leaves, not in metadata="
+    return f"save its {name} {place}, and after a load {restore}"
 
 
 def check_text(value: str, at: str) -> str:

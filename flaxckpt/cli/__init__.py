@@ -142,7 +142,8 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # print any name
             stream.reconfigure(errors="backslashreplace")
     if logging.lastResort is not None:  # prints warnings
-        logging.lastResort.setFormatter(_app.PrintableFormatter())
+        logging.lastResort.setFormatter(_app.MessageFormatter())
+        logging.lastResort.addFilter(_app.FirstMessages())
     try:
         app(prog_name="flaxckpt")
     except KeyboardInterrupt:

@@ -173,11 +173,32 @@ def _printable(text: str) -> str:
     return "\n".join(map(errors.printable, text.split("\n")))
 
 
-class PrintableFormatter(logging.Formatter):
-    """Formats log messages, which may have names of a checkpoint, for a terminal."""
+class MessageFormatter(logging.Formatter):
+    """Formats log messages for a terminal, with the options of the running command.
+
+    Messages may have names of a checkpoint.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        return _printable(super().format(record))
+        message = super().format(record)
+        context = click.get_current_context(silent=True)
+        if context is not None:
+            message = _name_options(message, context.command)
+        return _printable(message)
+
+
+class FirstMessages(logging.Filter):
+    """Passes each message once: some verbs open a checkpoint several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        is_new = message not in self._seen
+        self._seen.add(message)
+        return is_new
 
 
 @contextlib.contextmanager

@@ -154,9 +154,9 @@ def count_rows(lines: Sequence[str]) -> int:
     return sum(max(1, -(-_width(click.unstyle(line)) // width)) for line in lines)
 
 
-def print_paragraph(text: str) -> None:
+def print_paragraph(text: str, indent: str = "") -> None:
     """Prints a paragraph; see `wrap`."""
-    print("\n".join(wrap(text)))
+    print("\n".join(wrap(text, indent)))
 
 
 def print_command(purpose: str, command: str) -> None:

@@ -71,4 +71,4 @@ def _show(diagnosis: Diagnosis) -> None:
     ]
     _output.print_table(columns, [row for row in rows if row[1]])
     for problem in diagnosis.problems:
-        _output.print_line(f"problem: {problem}")
+        _output.print_paragraph(f"problem: {problem}")

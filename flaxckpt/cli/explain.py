@@ -150,16 +150,16 @@ def _describe_lost_best(
 def _show_settings(rules: Rules | None, events: Sequence[Event]) -> None:
     """Prints the recorded policies, and the last choice of the time between saves."""
     if rules is None:
-        _output.print_line(
+        _output.print_paragraph(
             "the policies of the run are unknown: pass --keep or --config"
         )
     elif rules.keep:
-        _output.print_line(f"policies: {', '.join(map(str, rules.keep))}")
+        _output.print_paragraph(f"policies: {', '.join(map(str, rules.keep))}")
     else:
         _output.print_line("the run has no policies: every step stays")
     for event in reversed(events):
         if event.kind == "scheduled":
-            _output.print_line(f"saves: {event.details.get('reason')}")
+            _output.print_paragraph(f"saves: {event.details.get('reason')}")
             return
 
 
@@ -215,10 +215,9 @@ def _explain_step(
     if rules is None and [*why] == ["no policy"]:
         why = ["the policies of the run, which are unknown: pass --keep"]
     for line in _tell(step, why, verdicts, by_number):
-        _output.print_line(line)
+        _output.print_paragraph(line, "  ")
     for ranking in rankings:
-        for line in _output.wrap(f"  {_describe_ranking(ranking, by_number)}"):
-            _output.print_line(line)
+        _output.print_paragraph(f"  {_describe_ranking(ranking, by_number)}")
     return code
 
 

@@ -51,8 +51,9 @@ def prune(
     _output.print_table(columns, [_row(result, step) for step in result.reasons])
     verb = "would be deleted" if result.dry_run else "deleted"
     for item, steps in _steps_of_items(result).items():
-        _output.print_line(f"{item} of step {', '.join(map(str, steps))}: {verb}")
-    _output.print_line(_summary(result))
+        numbers = ", ".join(map(str, steps))
+        _output.print_paragraph(f"{item} of step {numbers}: {verb}")
+    _output.print_paragraph(_summary(result))
     return code
 
 

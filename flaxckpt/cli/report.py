@@ -147,10 +147,10 @@ def _show(data: Report, file: Path | None, size: int) -> None:
         if check.state in ("damaged", "unread"):
             fault = "is damaged" if check.state == "damaged" else "could not be read"
             name = f"step {check.step}" if check.step is not None else data.path
-            _output.print_line(f"{name} {fault}: {check.detail}")
+            _output.print_paragraph(f"{name} {fault}: {check.detail}")
     checked, total = data.checked_count, len(data.integrity)
     if checked < total:
-        _output.print_line(
+        _output.print_paragraph(
             f"{checked:,} of {total:,} steps were looked at: --verify reads every byte"
             " of all steps"
             if data.is_run

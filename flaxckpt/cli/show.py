@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -109,10 +110,13 @@ def _choose(
     if named is None or step is not None:
         return (words[0] if words else None), step
     if len(words) == 1:
-        located = _locate.locate(path, step_format=step_format)
-        leaves = _locate.read_metadata(located.path).leaves
-        if located.step is None or _run.disk_usage.subtrees(leaves, below=words[0]):
-            return words[0], step
+        with contextlib.suppress(
+            errors.CheckpointError
+        ):  # of the newest, not of `named`
+            located = _locate.locate(path, step_format=step_format, warn=False)
+            leaves = _locate.read_metadata(located.path).leaves
+            if _run.disk_usage.subtrees(leaves, below=words[0]):
+                return words[0], step
     number = _step_names.resolve(path, named, step_format)
     return (words[1] if len(words) == 2 else None), number
 

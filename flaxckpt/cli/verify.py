@@ -186,7 +186,7 @@ def _show_others(others: Mapping[int, Path]) -> None:
     marked = [str(step) for step, at in others.items() if _steps.markers.is_damaged(at)]
     if marked:
         text += f"; marked as damaged: {errors.first_few(marked[::-1], 5)}"
-    _output.print_line(text)
+    _output.print_paragraph(text)
 
 
 def _find_others(
@@ -248,7 +248,7 @@ def _show_all(verified: _Verified, path: str, total: int) -> None:
         if not report.ok or report.extra:
             _show(report)
     for name, why in verified.skipped.items():
-        _output.print_line(f"step {name}: not verified: {why}")
+        _output.print_paragraph(f"step {name}: not verified: {why}")
     damaged = [str(report.step) for report in verified.reports if report.problems]
     unread = [
         str(report.step)
@@ -273,7 +273,7 @@ def _show_all(verified: _Verified, path: str, total: int) -> None:
         parts.append(f"{arrays} without checksums: only read")
     secs = sum(report.secs for report in verified.reports)
     checked = f"{_output.size(size)} checked in {_output.secs(secs)}"
-    _output.print_line("; ".join([*parts, checked]))
+    _output.print_paragraph("; ".join([*parts, checked]))
 
 
 def _show(report: VerifyReport) -> None:
@@ -287,16 +287,15 @@ def _show(report: VerifyReport) -> None:
     if report.bytes_checked:
         size = _output.size(report.bytes_checked)
         parts.append(f"{size} checked in {_output.secs(report.secs)}")
-    _output.print_line(f"{name}: {', '.join(parts)}")
+    _output.print_paragraph(f"{name}: {', '.join(parts)}")
     if report.summary:
-        _output.print_line(f"  {report.summary}")
+        _output.print_paragraph(f"  {report.summary}", "  ")
     _show_faults(report)
     if report.unchecked:
         _output.print_line(f"  {len(report.unchecked)} without checksums: only read")
     if report.extra:
-        _output.print_line(
-            f"  not part of the checkpoint: {', '.join(report.extra[:_FAULTS])}"
-        )
+        extra = ", ".join(report.extra[:_FAULTS])
+        _output.print_paragraph(f"  not part of the checkpoint: {extra}", "  ")
 
 
 def _show_faults(report: VerifyReport) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast
 
 from flaxckpt import _doors, _steps, _storage, errors
 from flaxckpt._types import PathLike
-from flaxckpt.formats import _hub_cache, _recognise, _signatures
+from flaxckpt.formats import _hub_cache, _recognise, _shards, _signatures
 from flaxckpt.formats._native import items
 from flaxckpt.formats._safetensors import files as safetensors_files
 
@@ -60,6 +60,9 @@ _SUPPORTED = (
     " file), a stream of EasyLM or fjformer (a file), or big_vision (a directory of"
     " zarr arrays)"
 )
+_IN_SHARDS = (".safetensors", ".msgpack")
+"""Suffixes of files that may be shards with an index."""
+
 _MAX_TRIED = 20
 """The most entries of a directory to try for an error message."""
 
@@ -108,7 +111,29 @@ def exists(path: Path) -> bool:
     """Returns True if `path` exists, or a pointer that stands for it."""
     if path.exists():
         return True
-    return _storage.of(path).can_map and _recognise.find_pointer(path) is not None
+    return is_pointer(path)
+
+
+def is_pointer(path: Path) -> bool:
+    """Returns True if `path` is no checkpoint itself, but stands for another."""
+    return _storage.of(path).can_map and _recognise.follow(path) != path
+
+
+def follow(path: Path) -> Path:
+    """Returns the checkpoint that a pointer stands for; other paths as they are.
+
+    Raises:
+        DamagedCheckpointError: The checkpoint is missing.
+    """
+    if not is_pointer(path):
+        return path
+    checkpoint = _recognise.follow(path)
+    if not checkpoint.is_dir():
+        raise errors.DamagedCheckpointError(
+            f"{_recognise.find_pointer(path)} names the checkpoint {checkpoint}, which"
+            " is missing: pass the path of another"
+        )
+    return checkpoint
 
 
 def recognises(path: Path) -> bool:
@@ -185,6 +210,9 @@ def _explain_unrecognised(path: Path) -> NoReturn:
             f" or Orbax, with the file {marker}; found {_describe_content(path)}. Copy"
             " checkpoints of other formats to a disk first"
         )
+    if is_dir:
+        for suffix in _IN_SHARDS:
+            _shards.check_index(path, suffix)
     if description := _describe_unsupported(path):
         raise errors.CheckpointFormatError(f"{path} is {description}")
     raise errors.CheckpointFormatError(
@@ -296,6 +324,7 @@ def _describe_unsupported(path: Path) -> str | None:
             _hub_cache.describe_model(path)
             or _describe_torch_model(path)
             or safetensors_files.describe_ambiguity(path)
+            or _shards.describe_indices(path, ".msgpack")
             or _describe_decimal_steps(path)
             or _describe_parent(path)
             or _describe_runs(path)
@@ -417,7 +446,7 @@ def _describe_parent(directory: Path) -> str | None:
     )
     for child in children[:_MAX_TRIED]:
         with contextlib.suppress(errors.CheckpointFormatError):
-            if recognises(child):
+            if recognises(child) and not is_pointer(child):
                 return (
                     "a directory of checkpoints whose names are not names of steps:"
                     f" pass the path of one, such as {child}"

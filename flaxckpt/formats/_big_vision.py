@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flaxckpt import _state, _storage, errors
+from flaxckpt import _state, _storage, errors, formats
 from flaxckpt._types import LeafPath
-from flaxckpt.formats import _plain, _recognise, _zarr2
+from flaxckpt.formats import _plain, _zarr2
 from flaxckpt.formats._msgpack import leaves
 from flaxckpt.formats._msgpack.scanner import Value
 from flaxckpt.formats._reader import Stored
@@ -27,12 +27,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         DamagedCheckpointError: Arrays are missing or malformed, or the checkpoint that
             a pointer names is missing.
     """
-    root = _recognise.follow(path)
-    if not root.is_dir():
-        raise errors.DamagedCheckpointError(
-            f"{path} names the checkpoint {root}, which is missing: pass the path of"
-            " another"
-        )
+    root = formats.follow(path)
     stamp = _storage.stamp(root)
     tree: dict[str, Value] = {}
     faults: dict[LeafPath, str] = {}

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from flaxckpt import _state, _steps, _storage, errors, formats
 from flaxckpt._types import PathLike
-from flaxckpt.formats import _hub_cache, _recognise
+from flaxckpt.formats import _hub_cache
 from flaxckpt.formats._reader import CheckpointMetadata, Stored
 
 _log = logging.getLogger(__name__)
@@ -123,7 +123,11 @@ def _read(
 
 
 def locate(
-    path: PathLike, step: int | None = None, *, step_format: str | None = None
+    path: PathLike,
+    step: int | None = None,
+    *,
+    step_format: str | None = None,
+    warn: bool = True,
 ) -> Located:
     """Returns the checkpoint at `path`, or a step of the run directory `path`.
 
@@ -132,6 +136,7 @@ def locate(
         step: Step number in a directory; None is the newest.
         step_format: Names of the steps; by default the usual names, or the format
             recorded in the run.
+        warn: False to log nothing about newer steps that are left out.
 
     Raises:
         CheckpointNotFoundError: No such checkpoint exists.
@@ -141,7 +146,7 @@ def locate(
     """
     root = _storage.paths.resolve(path)
     with _storage.permissions.reading(root), _storage.paths.listing_cache(root):
-        return _locate(root, step, step_format)
+        return _locate(root, step, step_format, warn)
 
 
 def step_parser(step_format: str | None) -> _steps.names.Number | None:
@@ -149,14 +154,16 @@ def step_parser(step_format: str | None) -> _steps.names.Number | None:
     return None if step_format is None else _steps.names.StepFormat(step_format).step
 
 
-def _locate(path: Path, step: int | None, step_format: str | None) -> Located:
+def _locate(
+    path: Path, step: int | None, step_format: str | None, warn: bool = True
+) -> Located:
     step = None if step is None else _steps.names.check(step)
     number = step_parser(step_format)
     detected = formats.identify(path) if formats.exists(path) else None
     if detected is not None and step is None:
         found = _hub_cache.find_snapshot(path)
         if detected.format == "big_vision":
-            found = _recognise.follow(path)
+            found = formats.follow(path)
         return Located(found or path, None, detected)
     if not path.is_dir():
         if detected is None:
@@ -164,7 +171,7 @@ def _locate(path: Path, step: int | None, step_format: str | None) -> Located:
         raise _not_a_directory(path)
     index = _steps.index.StepIndex(path, formats.identify, number)
     if step is None:
-        return _newest(path, index)
+        return _newest(path, index, warn)
     if (entry := index.find(step)) is not None:
         return _to_located(entry)
     if detected is not None:
@@ -207,7 +214,7 @@ def _to_located(entry: _Entry) -> Located:
     return Located(entry.path, entry.step, entry.checkpoint)
 
 
-def _newest(root: Path, index: _Index) -> Located:
+def _newest(root: Path, index: _Index, warn: bool) -> Located:
     """Returns the newest recognised, unmarked step; logs damaged newer steps."""
     marked: list[Path] = []
     unknown: list[int] = []
@@ -243,7 +250,7 @@ def _newest(root: Path, index: _Index) -> Located:
         raise errors.CheckpointNotFoundError(
             f"{root} changed while it was read: try again"
         )
-    for error in damaged:
+    for error in damaged if warn else ():
         _log.warning(
             "a newer step is left out, and step %d is used: %s", newest.step, error
         )

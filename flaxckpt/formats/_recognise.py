@@ -87,9 +87,11 @@ def big_vision(path: Path) -> str | None:
         return None if checkpoint == path else f"it stands for {checkpoint.name}"
     children = [child for child in path.iterdir() if not child.name.startswith(".")]
     # A step of T5X that has lost its file has arrays, too: their names have dots.
-    if not any("~" in child.name for child in children):
+    named = [child for child in children if "~" in child.name]
+    if not any((child / ".zarray").is_file() for child in named):
         return None
-    if not all((child / ".zarray").is_file() for child in children):
+    # The reader names an array that has lost its `.zarray`.
+    if not all(child.is_dir() for child in children):
         return None
     return f"it holds {len(children)} arrays of zarr 2, with ~ in their names"
 
@@ -101,6 +103,8 @@ def find_pointer(path: Path) -> Path | None:
         path: The pointer, or the name of the checkpoint without a step.
     """
     if not path.name.endswith(_POINTER):
+        if path.exists():
+            return None
         path = path.with_name(f"{path.name}{_POINTER}")
     text = _signatures.read_start(path) if path.is_file() else b""
     return path if _STEP.fullmatch(text) else None

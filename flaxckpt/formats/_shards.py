@@ -5,17 +5,26 @@ Source: `save_pretrained` and `flax_shard_checkpoint` of transformers.
 
 from __future__ import annotations
 
+import logging
 import re
 import stat
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from flaxckpt import _storage, errors
 from flaxckpt.formats import _hub_cache, _signatures
 from flaxckpt.formats._safetensors import header
 from flaxckpt.formats._safetensors.header import Index
 
+_log = logging.getLogger(__name__)
+
 INDEX_END = ".index.json"
-_SHARD = re.compile(r"(.+)-\d{5,6}-of-\d{5,6}(\.\w+)", re.DOTALL)
+MANY = 20
+"""The most files listed in a message."""
+
+_CONSOLIDATED = "consolidated"
+_SHARD = re.compile(r"(.+)-(\d{5,6})-of-(\d{5,6})(\.\w+)", re.DOTALL)
 
 
 def read_index(index_file: Path) -> Index:
@@ -50,23 +59,89 @@ def names(index_file: Path) -> set[str]:
         return set()
 
 
-def find_index(shard: Path) -> Path | None:
-    """Returns the index beside a file with the name of a shard; None if there is none.
+def list_candidates(directory: Path, suffix: str) -> list[str]:
+    """Returns the names of the indices in a directory, else of files with `suffix`.
 
-    The file is one of several, and not a checkpoint of its own.
+    Names that begin with `consolidated` count only if there are no others: they are
+    copies of a model under the names of its makers, as Mistral publishes them.
     """
-    match = _SHARD.fullmatch(shard.name)
-    if match is None:
+    names = sorted(
+        path.name for path in directory.iterdir() if not path.name.startswith(".")
+    )
+    for end in (suffix + INDEX_END, suffix):
+        found = [name for name in names if name.endswith(end)]
+        others = [name for name in found if not name.startswith(_CONSOLIDATED)]
+        if found:
+            return others or found
+    return []
+
+
+def describe_indices(directory: Path, suffix: str) -> str | None:
+    """Describes a directory with several indices of files with `suffix`; else None."""
+    names = list_candidates(directory, suffix)
+    if len(names) < 2 or not names[0].endswith(INDEX_END):
         return None
-    index_file = shard.with_name(f"{match[1]}{match[2]}{INDEX_END}")
-    return index_file if index_file.is_file() else None
+    return (
+        f"a directory that holds several {suffix.removeprefix('.')} indices"
+        f" ({errors.first_few(names, MANY)}): pass the path of one"
+    )
 
 
-def warning(shard: Path) -> str:
-    """Returns the warning for a shard that is opened alone."""
-    index_file = find_index(shard)
-    advice = f"; pass {index_file} to load all" if index_file else ""
-    return f"{shard} is one of several shards; the others are not read{advice}"
+class _Set(NamedTuple):
+    """The shards of a checkpoint, of which some may be missing."""
+
+    index_name: str
+    missing: list[str]
+
+
+def _find_set(names: Sequence[str]) -> _Set | None:
+    """Returns the set that all of `names` are shards of, or None."""
+    matches = [match for name in names if (match := _SHARD.fullmatch(name))]
+    kinds = {(match[1], match[3], match[4]) for match in matches}
+    if len(matches) != len(names) or len(kinds) != 1:
+        return None
+    stem, count, suffix = kinds.pop()
+    if not 1 < int(count) <= header.MAX_SHARDS:
+        return None
+    digits = len(matches[0][2])
+    numbers = range(1, int(count) + 1)
+    wanted = (f"{stem}-{n:0{digits}d}-of-{count}{suffix}" for n in numbers)
+    present = set(names)
+    missing = [name for name in wanted if name not in present]
+    return _Set(f"{stem}{suffix}{INDEX_END}", missing)
+
+
+def is_incomplete(names: Sequence[str]) -> bool:
+    """Returns True for an incomplete set of shards of the same checkpoint."""
+    shards = _find_set(names)
+    return shards is not None and bool(shards.missing)
+
+
+def check_index(directory: Path, suffix: str) -> None:
+    """Raises DamagedCheckpointError for shards with `suffix` without their index."""
+    names = list_candidates(directory, suffix)
+    if (shards := _find_set(names)) is None:
+        return
+    alone = "or pass the path of one shard to load it alone"
+    if not shards.missing:
+        raise errors.DamagedCheckpointError(
+            f"{directory} holds {len(names)} shards and no index: get"
+            f" {shards.index_name}, {alone}"
+        )
+    raise errors.DamagedCheckpointError(
+        f"{directory} holds {len(names)} of {len(names) + len(shards.missing)} shards"
+        f" and no index; these are missing:\n{errors.rows(shards.missing)}\nGet them"
+        f" and {shards.index_name}, {alone}."
+    )
+
+
+def warn_if_shard(path: Path) -> None:
+    """Logs a warning if a file, which is opened alone, is one of several shards."""
+    if (shards := _find_set([path.name])) is None:
+        return
+    index_file = path.with_name(shards.index_name)
+    advice = f"; pass {index_file} to load all" if index_file.is_file() else ""
+    _log.warning("%s is one of several shards; the others are not read%s", path, advice)
 
 
 def locate(directory: Path, name: str) -> Path:

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -342,6 +344,48 @@ def test_auxiliary_data_that_json_cannot_hold_make_a_dict_with_a_warning(
         assert found.aux is aux
 
 
+@struct.dataclass
+class Activated:
+    w: jax.Array
+    act: object = struct.field(pytree_node=False, default=jnp.sin)
+    loss: object = struct.field(pytree_node=False, default=None)
+    width: int = struct.field(pytree_node=False, default=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnInitActivated:
+    w: jax.Array
+    act: object = "relu"
+
+    def __init__(self, size):
+        raise AssertionError("only the fields are set")
+
+
+jax.tree_util.register_dataclass(OwnInitActivated, ["w"], ["act"])
+
+
+def test_a_default_in_place_of_a_value_that_was_not_saved_is_named(tmp_path, caplog):
+    own = object.__new__(OwnInitActivated)
+    object.__setattr__(own, "w", jnp.ones(2))
+    object.__setattr__(own, "act", jnp.tanh)
+    flax = Activated(jnp.ones(2), jnp.tanh, jnp.tanh, 5)
+    flaxckpt.save(tmp_path / "c", {"flax": [flax, flax], "own": own})
+    found = flaxckpt.load(tmp_path / "c", types=[Activated, OwnInitActivated])
+    assert found["flax"][1].act is jnp.sin
+    assert (found["flax"][1].loss, found["flax"][1].width) == (None, 5)
+    assert found["own"].act == "relu"
+    messages = [record.getMessage() for record in caplog.records]
+    assert [m.partition(" ")[0] for m in messages] == [
+        "Activated.act",
+        "OwnInitActivated.act",
+    ]
+    caplog.clear()
+    template = {"flax": [flax, flax]}
+    found = flaxckpt.load(tmp_path / "c", template, unused="ignore")
+    assert found["flax"][0].act is jnp.tanh
+    assert not caplog.records
+
+
 def test_only_fields_are_set_whatever_a_manifest_says(tmp_path, caplog):
     class Renamed(OwnInit):
         pass
@@ -355,6 +399,88 @@ def test_only_fields_are_set_whatever_a_manifest_says(tmp_path, caplog):
     Renamed.__qualname__ = "OwnInit"
     assert type(flaxckpt.load(tmp_path / "c", types=[Renamed])) is dict
     assert "fields have changed" in caplog.text
+
+
+def assign(generator, state):
+    getattr(generator, "bit_generator", generator).state = state
+    return generator
+
+
+GENERATORS = {
+    **{
+        kind.__name__: (lambda seed, kind=kind: kind(seed), assign)
+        for kind in (
+            np.random.PCG64,
+            np.random.PCG64DXSM,
+            np.random.MT19937,
+            np.random.Philox,
+            np.random.SFC64,
+        )
+    },
+    "default_rng": (np.random.default_rng, assign),
+    "Generator of MT19937": (
+        lambda seed: np.random.Generator(np.random.MT19937(seed)),
+        assign,
+    ),
+    "RandomState": (np.random.RandomState, lambda rng, state: rng.set_state(state)),
+    "RandomState of PCG64": (
+        lambda seed: np.random.RandomState(np.random.PCG64(seed)),
+        lambda rng, state: rng.set_state(state),
+    ),
+    "SeedSequence": (
+        np.random.SeedSequence,
+        lambda _, state: np.random.SeedSequence(**state),
+    ),
+    "SeedSequence of an array": (
+        lambda seed: np.random.SeedSequence(np.array([seed, 2], np.uint32)),
+        lambda _, state: np.random.SeedSequence(**state),
+    ),
+    "Random": (
+        random.Random,
+        lambda rng, state: rng.setstate((state[0], tuple(state[1]), state[2])),
+    ),
+}
+
+
+def draw(generator):
+    if isinstance(generator, np.random.SeedSequence):
+        return [*generator.generate_state(4)]
+    if isinstance(generator, np.random.BitGenerator):
+        return [*generator.random_raw(9)]
+    if isinstance(generator, random.Random):
+        return [generator.gauss(0, 1) for _ in range(3)]
+    return [*generator.normal(size=3)]
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_the_advice_for_a_random_generator_works(tmp_path, kind):
+    make, restore = GENERATORS[kind]
+    generator = make(3)
+    draw(generator)
+    found = set()
+    for state, more in (
+        ({"rng": generator}, {}),
+        ({}, {"metadata": {"rng": generator}}),
+        ({}, {"json": {"item": {"rng": generator}}}),
+    ):
+        with pytest.raises(errors.CheckpointError) as caught:
+            flaxckpt.save(tmp_path / "c", {"n": 1, **state}, **more)
+        advice = r"save its (\S+) (in|as leaves, not in) metadata=,"
+        found.add(re.search(advice, str(caught.value)).groups())
+    [(name, place)] = found
+    value = eval(f"generator.{name}", {"generator": generator})
+    metadata = {"rng": value} if place == "in" else {}
+    leaves = {"n": 1} if metadata else {"n": 1, "rng": value}
+    flaxckpt.save(tmp_path / "c", leaves, metadata=metadata)
+    parts = [flaxckpt.metadata(tmp_path / "c").custom] if metadata else []
+    parts = parts or [
+        flaxckpt.load(tmp_path / "c"),
+        flaxckpt.load(tmp_path / "c", leaves),
+    ]
+    wanted = draw(generator)
+    for part in parts:
+        other = make(4)
+        assert draw(restore(other, part["rng"]) or other) == wanted
 
 
 def test_a_template_with_a_function_cannot_be_restored_into(tmp_path):

@@ -305,6 +305,17 @@ def test_show_names_the_nearest_branches(here, command, path, advice):
     assert advice in command.refuses("show", "run", path)
 
 
+@pytest.mark.parametrize("end", ["", "/w", "/W"])
+def test_show_names_a_key_with_slashes(here, command, end):
+    layers = {f"mlp/~/linear_{i}": {"w": np.ones((2, 3))} for i in range(2)}
+    flaxckpt.save("haiku", {"params": layers, "n": 1})
+    said = command.refuses("show", "haiku", f"params/mlp/~/linear_1{end}")
+    nearest = f"params/mlp%2F~%2Flinear_1{end.lower()}"
+    assert f"did you mean {nearest}" in said
+    assert "A slash in a key is written %2F" in said
+    command("show", "haiku", nearest)
+
+
 def test_show_names_the_layer_of_the_same_number(here, command):
     flaxckpt.save("deep", {f"layers_{n}": {"w": np.ones(1)} for n in range(12)})
     assert "did you mean layers_3/w?" in command.refuses("show", "deep", "layer_3/w")

@@ -105,6 +105,21 @@ def test_exit_codes_of_the_process(here):
     assert run("--version").stdout.startswith("flaxckpt ")
 
 
+def test_a_newer_damaged_step_is_warned_about_once_in_options(here):
+    (here / "run/300/DAMAGED").write_text("{}")
+    for args in (["show", "run"], ["show", "run", "latest"], ["plan", "run", "orbax"]):
+        [warning] = run(*args).stderr.splitlines()
+        assert "a newer step is left out, and step 200 is used" in warning
+        assert "pass its number as --step to try it anyway" in warning
+    shown = run("show", "run", 300)
+    assert "DAMAGED" in shown.stdout
+    assert shown.stderr == ""
+    for step in (100, 200):
+        (here / f"run/{step}/DAMAGED").write_text("{}")
+    shown = run("show", "run", 200)
+    assert (shown.returncode, shown.stderr) == (0, "")
+
+
 def test_whoever_stops_reading_hears_nothing(here):
     flaxckpt.save("big", {f"layer_{i}": np.ones(1) for i in range(3000)})
     show = subprocess.Popen(

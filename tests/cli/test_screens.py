@@ -22,7 +22,7 @@ from flax.training import train_state
 
 import flaxckpt
 from flaxckpt._util import humanize
-from flaxckpt.policies import LatestN
+from flaxckpt.policies import BestN, LatestN
 from tests.helpers.files import flip_bit
 
 COMMAND = [sys.executable, "-m", "flaxckpt"]
@@ -139,6 +139,22 @@ def test_ls_breaks_the_lines_on_damage_between_words(losses, terminal, width):
     assert all(line.startswith("  ") for line in lines[first + 1 : -1])
     verified = terminal(80, "verify", "run", 4000, code=1)
     assert max(map(len, verified)) <= 80
+
+
+def test_sentences_are_broken_between_words(losses, terminal):
+    keep = [LatestN(9), *(BestN(n, "eval/loss", "min") for n in range(1, 9))]
+    with flaxckpt.Checkpointer("run", keep=keep) as run:
+        run.save(4100, {"w": 1.0}, metrics={"eval/loss": 3.0})
+    (losses / "run/4100/state/more.txt").write_text("x")
+    for args in (
+        ["explain", "run"],
+        ["explain", "run", 2000],
+        ["prune", "run"],
+        ["verify", "run"],
+        ["verify", "run", "--all"],
+    ):
+        lines = terminal(60, *args)
+        assert max(map(len, lines)) <= 60, lines
 
 
 def test_ls_sorts_by_a_metric(losses, terminal, command):

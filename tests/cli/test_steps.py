@@ -107,6 +107,17 @@ def test_what_is_no_step_says_what_one_is(ranked, command):
     assert "leave latest out" in command.refuses("verify", "ranked/100", "latest")
 
 
+@pytest.mark.parametrize("word", ["best", "latest", "3"])
+def test_a_single_checkpoint_has_no_steps(ranked, command, word):
+    said = command.refuses("show", "ranked/100", word)
+    assert " checkpoint" in said
+    assert "neither" not in said
+    assert (
+        said.splitlines()
+        == command.refuses("show", "ranked/100", "--step", word).splitlines()
+    )
+
+
 def test_a_leaf_comes_before_a_step_of_the_same_name(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     with flaxckpt.Checkpointer("run") as run:

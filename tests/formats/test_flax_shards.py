@@ -77,6 +77,29 @@ def test_a_single_shard_warns_and_names_the_index(tmp_path, caplog):
     assert INDEX in caplog.text
 
 
+@pytest.mark.parametrize("left", [1, 2, 3])
+def test_shards_without_their_index_are_no_checkpoint(tmp_path, caplog, left):
+    source = write(tmp_path / "model", model())
+    (source / INDEX).unlink()
+    for at in range(left + 1, 4):
+        (source / f"flax_model-{at:05}-of-00003.msgpack").unlink()
+    count = "holds 3 shards" if left == 3 else f"holds {left} of 3 shards"
+    with pytest.raises(errors.DamagedCheckpointError, match=count) as caught:
+        flaxckpt.load(source)
+    assert INDEX in str(caught.value)
+    assert ("00003-of-00003" in str(caught.value)) == (left < 3)
+    flaxckpt.load(source / "flax_model-00001-of-00003.msgpack")
+    assert "one of several shards; the others are not read" in caplog.text
+    assert INDEX not in caplog.text
+
+
+def test_of_several_indices_one_is_to_be_chosen(tmp_path):
+    source = write(tmp_path / "model", model())
+    (source / f"other_{INDEX}").write_text((source / INDEX).read_text())
+    with pytest.raises(errors.CheckpointFormatError, match=r"msgpack indices.*one$"):
+        flaxckpt.load(source)
+
+
 def test_a_missing_shard_is_named(tmp_path):
     source = write(tmp_path / "model", model())
     (source / "flax_model-00002-of-00003.msgpack").unlink()

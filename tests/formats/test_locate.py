@@ -1,6 +1,7 @@
 """Which checkpoint a path means: damage, permissions and junk are never passed over."""
 
 import logging
+import re
 import shutil
 import tempfile
 import threading
@@ -13,7 +14,7 @@ import pytest
 from flax import serialization
 
 import flaxckpt
-from flaxckpt import _storage, errors, formats
+from flaxckpt import _inspect, _storage, _ui, errors, formats
 from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage.storage import LOCAL
 from tests import GOLDEN
@@ -384,8 +385,38 @@ def test_a_pointer_of_big_vision_is_followed(name, tmp_path):
     flaxckpt.convert(path, tmp_path / "own.safetensors")
     assert flaxckpt.verify(path).ok
     shutil.rmtree(newest)
-    with pytest.raises(errors.DamagedCheckpointError, match="which is missing"):
-        flaxckpt.load(path)
+    missing = f"checkpoint.bv-LAST names the checkpoint {newest}, which is missing"
+    for read in (flaxckpt.load, flaxckpt.metadata, _inspect.listing.listing):
+        with pytest.raises(errors.DamagedCheckpointError, match=re.escape(missing)):
+            read(path)
+
+
+@pytest.mark.parametrize("name", ["checkpoint.bv", "checkpoint.bv-LAST"])
+def test_a_listing_follows_a_pointer_of_big_vision(name, tmp_path):
+    work = shutil.copytree(GOLDEN / "big_vision", tmp_path / "work")
+    newest = work / "checkpoint.bv-000000007-tmp"
+    wanted = _inspect.listing.listing(newest)
+    assert _inspect.listing.listing(work / name) == wanted
+    used = _inspect.listing.disk_usage(work / name)
+    assert used == _inspect.listing.disk_usage(newest)
+    assert used.bytes == wanted.bytes
+
+
+def test_a_pointer_is_not_listed_beside_its_checkpoints(tmp_path):
+    work = shutil.copytree(GOLDEN / "big_vision", tmp_path / "work")
+    (work / "x.bv-LAST").write_text("000000300")
+    (work / "expected.npz").unlink()
+    names = {path.name for path in work.iterdir() if path.is_dir()}
+    assert _ui.places.find_places(work).runs.keys() == names
+
+
+def test_an_array_of_big_vision_without_its_metadata_is_named(tmp_path):
+    work = shutil.copytree(GOLDEN / "big_vision", tmp_path / "work")
+    lost = sorted(work.glob("*-000000003/*~*"))[0]
+    (lost / ".zarray").unlink()
+    with pytest.raises(errors.DamagedCheckpointError) as caught:
+        flaxckpt.load(lost.parent)
+    assert f"{lost.name}/.zarray is missing" in str(caught.value)
 
 
 def test_directories_of_big_vision_beside_each_other_are_named(tmp_path):

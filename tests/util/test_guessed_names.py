@@ -165,9 +165,20 @@ def test_wrong_calls_say_how_to_call(tmp_path):
         (lambda: flaxckpt.save({"w": 1}), "write save(path, state)"),
         (lambda: checkpointer.save({"w": 1}), "write save(step, state)"),
         (lambda: policies.LatestN(), "write LatestN(3)"),
+        (lambda: policies.LatestN(keep=3), "write LatestN(3)"),
+        (lambda: flaxckpt.verify(tmp_path, "latest"), "leave it out, for the newest"),
     ):
         with pytest.raises(errors.ArgumentError, match=re.escape(wanted)):
             call()
+
+
+def test_all_functions_say_which_arguments_are_missing():
+    functions = [getattr(flaxckpt, name) for name in flaxckpt.__all__]
+    for function in filter(inspect.isfunction, functions):
+        with pytest.raises(
+            errors.ArgumentError, match=rf": write {function.__name__}\("
+        ):
+            function()
 
 
 STATES = {
@@ -213,8 +224,18 @@ STATES = {
         (lambda c, o, p, s: flaxckpt.metadata(p, 1), 'metadata("run", step=1)'),
         (
             lambda c, o, p, s: flaxckpt.diff(p, 1, 2),
-            'diff("run", b, step_a=1, step_b=2)',
+            "diff(path, path, step_a=1, step_b=2)",
         ),
+        (
+            lambda c, o, p, s: flaxckpt.diff(p, a=1, b=2),
+            "diff(path, path, step_a=1, step_b=2)",
+        ),
+        (
+            lambda c, o, p, s: flaxckpt.metadata(p, "best"),
+            'step=Checkpointer(path).best_step("loss", "min")',
+        ),
+        (lambda c, o, p, s: flaxckpt.open_leaf(p), 'open_leaf("run", leaf_path)'),
+        (lambda c, o, p, s: flaxckpt.suggest(p), 'suggest("run", state)'),
         (
             lambda c, o, p, s: flaxckpt.convert(p, "new", "msgpack"),
             'convert("run", "new", format="msgpack")',

@@ -33,8 +33,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     index = _recognise.find_flax_index(path)
     if index is not None:
         return _read_shards(path, index, step)
-    if _shards.find_index(path):
-        _log.warning("%s", _shards.warning(path))
+    _shards.warn_if_shard(path)
     stamp = _storage.stamp(path)
     tree = _scan(path)
     beside = path.with_name(f"{path.name}_gda")

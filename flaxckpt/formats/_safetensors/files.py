@@ -6,11 +6,10 @@ import re
 from pathlib import Path
 
 from flaxckpt import _steps, errors
-from flaxckpt.formats import _hub_cache, _signatures
+from flaxckpt.formats import _hub_cache, _shards, _signatures
 from flaxckpt.formats._safetensors.header import (
     INDEX_SUFFIX,
     MAX_HEADER_BYTES,
-    MAX_SHARDS,
     SUFFIX,
 )
 
@@ -18,11 +17,6 @@ _IN_STEPS = ("_CHECKPOINT_METADATA", "_METADATA", "checkpoint")
 """Every step of Orbax, T5X or flaxckpt has at least one of these files."""
 
 _BEGINNING = re.compile(rb'\s*\{\s*["}]')
-_SHARD = re.compile(r"(.+)-(\d{5,6})-of-(\d{5,6})\.safetensors", re.DOTALL)
-
-_CONSOLIDATED = "consolidated"
-_MANY = 20
-"""The most files listed in a message."""
 
 
 def recognises(path: Path) -> str | None:
@@ -45,13 +39,12 @@ def recognises(path: Path) -> str | None:
 
 def describe_ambiguity(directory: Path) -> str | None:
     """Describes a directory with several safetensors files or indices; else None."""
-    names = list_candidates(directory)
-    if len(names) < 2:
-        return None
-    kind = "indices" if names[0].endswith(INDEX_SUFFIX) else "files"
+    names = _shards.list_candidates(directory, SUFFIX)
+    if len(names) < 2 or names[0].endswith(INDEX_SUFFIX):
+        return _shards.describe_indices(directory, SUFFIX)
     return (
-        f"a directory that holds several safetensors {kind}"
-        f" ({errors.first_few(names, _MANY)}): pass the path of one"
+        "a directory that holds several safetensors files"
+        f" ({errors.first_few(names, _shards.MANY)}): pass the path of one"
     )
 
 
@@ -61,56 +54,18 @@ def _is_something_else(path: Path, start: bytes) -> bool:
     return start.startswith(others) or _signatures.is_msgpack(path)
 
 
-def list_candidates(directory: Path) -> list[str]:
-    """Returns the names of the indices in a directory, else of safetensors files.
-
-    Names that begin with `consolidated` count only if there are no others: they are
-    copies of a model under the names of its makers, as Mistral publishes them.
-    """
-    names = sorted(
-        path.name for path in directory.iterdir() if not path.name.startswith(".")
-    )
-    for suffix in (INDEX_SUFFIX, SUFFIX):
-        found = [name for name in names if name.endswith(suffix)]
-        others = [name for name in found if not name.startswith(_CONSOLIDATED)]
-        if found:
-            return others or found
-    return []
-
-
 def find_main_file(directory: Path) -> Path | None:
     """Returns the only index or safetensors file in a directory, or None.
 
     Without an index, the first of an incomplete set of shards, for which `read` raises
     an error. None in a run directory, which has steps beside the file.
     """
-    names = list_candidates(directory)
-    if not names or (len(names) > 1 and not _are_shards(names)):
+    names = _shards.list_candidates(directory, SUFFIX)
+    if not names or (len(names) > 1 and not _shards.is_incomplete(names)):
         return None
     if any(_is_step(path) for path in directory.iterdir()):
         return None
     return directory / names[0]
-
-
-def _are_shards(names: list[str]) -> bool:
-    """Returns True for an incomplete set of shards of the same checkpoint."""
-    matches = [_SHARD.fullmatch(name) for name in names]
-    sets = {(match[1], match[3]) if match else None for match in matches}
-    return len(sets) == 1 and None not in sets and bool(missing_shards(names))
-
-
-def missing_shards(names: list[str]) -> list[str]:
-    """Returns the missing shards of the set of `names[0]`; empty if not a shard."""
-    match = _SHARD.fullmatch(names[0])
-    if match is None or int(match[3]) > MAX_SHARDS:
-        return []
-    stem, digits, count = match[1], len(match[2]), match[3]
-    wanted = (
-        f"{stem}-{number:0{digits}d}-of-{count}{SUFFIX}"
-        for number in range(1, int(count) + 1)
-    )
-    present = set(names)
-    return [name for name in wanted if name not in present]
 
 
 def _is_step(path: Path) -> bool:

@@ -41,7 +41,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
             raise errors.CheckpointFormatError(
                 f"{path} no longer holds a single safetensors file or index"
             )
-        _check_shards(path, safetensors_files.list_candidates(path))
+        _shards.check_index(path, safetensors_header.SUFFIX)
         main = _shards.locate(path, file.name)
     stamp = _storage.stamp(main)
     files: dict[str, Stamp] = {}
@@ -51,8 +51,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         metadata = _read_shards(main, tensors, files)
     else:
         header = _read_header(main)
-        if safetensors_files.missing_shards([main.name]):
-            _log.warning("%s", _shards.warning(main))
+        _shards.warn_if_shard(main)
         tensors.update(header.tensors)
         files = dict.fromkeys(tensors, stamp)
         metadata = header.metadata
@@ -81,18 +80,6 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         frozenset(unknown),
         stamp=stamp,
     )
-
-
-def _check_shards(path: Path, names: list[str]) -> None:
-    """Raises DamagedCheckpointError for missing shards without an index."""
-    if names[0].endswith(INDEX_SUFFIX):
-        return
-    if missing := safetensors_files.missing_shards(names):
-        raise errors.DamagedCheckpointError(
-            f"{path} holds {len(names)} of {len(names) + len(missing)} shards and no"
-            f" index; these are missing:\n{errors.rows(missing)}\nGet them and the"
-            f" index *{INDEX_SUFFIX}, or pass the path of one shard to load it alone."
-        )
 
 
 def _describe(

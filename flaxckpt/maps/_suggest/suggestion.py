@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flaxckpt import _state, errors
+from flaxckpt import _state, _util, errors
 from flaxckpt import transforms as tf
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import LeafPath, PathLike, PyTree
@@ -238,6 +238,7 @@ _HOW_TO_CHANGE = "maps.find has the map of a known family; or add scale and offs
 # ---- the guess ----------------------------------------------------------------------
 
 
+@_util.guessed_names.explain
 def suggest(
     source: PathLike,
     abstract_state: PyTree,
