@@ -439,7 +439,10 @@ def test_nnx_templates_of_the_current_mesh_restore(tmp_path, kind):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
     with jax.set_mesh(mesh):
         flaxckpt.save(tmp_path / "c", create())
-        model, optimizer = flaxckpt.load(tmp_path / "c", nnx.eval_shape(create))
+        template = nnx.eval_shape(create)
+        if template[0].layer.kernel.get_value().sharding is None:
+            pytest.skip("the templates of this version of Flax have no shardings")
+        model, optimizer = flaxckpt.load(tmp_path / "c", template)
         fresh, _ = flaxckpt.load(
             tmp_path / "c", nnx.eval_shape(create), optimizer="reinit"
         )

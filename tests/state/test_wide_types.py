@@ -1,5 +1,6 @@
 """Values of 64 bits come back whole, or the restore is refused before it reads."""
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.serialization
@@ -63,7 +64,7 @@ def abstract(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def assert_refused(load, leaves):
+def assert_refused(load, leaves, *, advises_cast=True):
     """Says that a restore is refused for exactly these leaves; returns the text."""
     with pytest.raises(errors.RestoreMismatchError) as info:
         load()
@@ -71,7 +72,7 @@ def assert_refused(load, leaves):
     text = str(info.value)
     assert "jax_enable_x64" in text
     assert "numpy" in text
-    assert "cast(" in text
+    assert ("cast(" in text) == advises_cast
     assert len(text.splitlines()) < 15
     return text
 
@@ -181,7 +182,8 @@ def test_a_run_does_not_go_on_with_fewer_bits(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         assert_refused(lambda: ckpt.restore(state), wide)
         on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=1)
-        assert_refused(lambda: on_step.restore_or_init(state), wide)
+        resume = functools.partial(on_step.restore_or_init, state)
+        assert_refused(resume, wide, advises_cast=False)
 
 
 def test_a_source_is_not_read_with_fewer_bits(tmp_path):
