@@ -14,6 +14,7 @@ from flaxckpt._arrays.read_tasks import Reading
 from flaxckpt._arrays.zarr import checksums as chunk_checksums
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
+from flaxckpt._arrays.zarr.btree import Place
 
 _CHECKSUMS_AT_ONCE = 4096
 
@@ -31,20 +32,17 @@ class Database:
 
     Args:
         root: The directory of the database, with checked links.
-        checked: The database in TensorStore.
+        opened: The database in TensorStore, and its index.
 
     Attributes:
         store: The database in TensorStore.
-
-    Raises:
-        ValueError, OSError: The index is damaged, or cannot be read.
     """
 
-    def __init__(self, root: Path, checked: zarr_ocdbt.Checked) -> None:
-        self.store = checked.store
+    def __init__(self, root: Path, opened: zarr_ocdbt.Opened) -> None:
+        self.store = opened.store
         self._root = root
-        self._index = zarr_ocdbt.index(root, checked.roots)
-        self._requested: dict[str, zarr_ocdbt.Place] = {}
+        self._index = opened.values
+        self._requested: dict[str, Place] = {}
         self._read: dict[str, bytes | Exception] = {}
 
     def request(self, key: str, max_bytes: int) -> None:
@@ -59,17 +57,16 @@ class Database:
         if isinstance(found, bytes):
             self._read[key] = found
             return
-        place = zarr_ocdbt.parse_place(found)
-        if place.size > max_bytes:
-            raise ValueError(f"{key} has {place.size} bytes instead of {max_bytes}")
-        self._requested[key] = place
+        if found.size > max_bytes:
+            raise ValueError(f"{key} has {found.size} bytes instead of {max_bytes}")
+        self._requested[key] = found
 
     def reading(self) -> Reading:
         """Returns a reading with the tasks that read the requested values."""
         gap = read_tasks.small_gap(self._root)
-        pieces: list[list[tuple[str, zarr_ocdbt.Place]]] = []
+        pieces: list[list[tuple[str, Place]]] = []
         start, end, file = 0, 0, ""
-        by_place = sorted(self._requested.items(), key=lambda item: item[1][1:])
+        by_place = sorted(self._requested.items(), key=lambda item: item[1])
         for key, place in by_place:
             stop = place.offset + place.size
             is_near = place.file == file and place.offset - end <= gap
@@ -82,7 +79,7 @@ class Database:
         tasks = [functools.partial(self._read_piece, piece) for piece in pieces]
         return Reading(tasks, dict)
 
-    def _read_piece(self, values: Sequence[tuple[str, zarr_ocdbt.Place]]) -> None:
+    def _read_piece(self, values: Sequence[tuple[str, Place]]) -> None:
         """Reads values that are near each other in a file, the first at the start."""
         start = values[0][1].offset
         stop = max(place.offset + place.size for _, place in values)

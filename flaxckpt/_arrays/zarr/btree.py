@@ -1,0 +1,539 @@
+"""Trees of OCDBT databases, as bytes.
+
+A database maps keys to values. Its manifest has the place of the root of a B+tree.
+Nodes of height 0 have the values, or the places of values in files; all others have the
+places of nodes. Numbers are stored column by column, each in as few bytes as it needs,
+and keys without what they share with the key before.
+
+Source: TensorStore's description of the format (`kvstore/ocdbt/index.rst`). It leaves
+out that the kind of the manifest follows the identifier of the database.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import struct
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import crc32c
+import numpy as np
+import zstandard
+
+_T = TypeVar("_T")
+
+MAX_NODE_BYTES = 128 * 2**20
+"""Limit on a node or a manifest, unpacked; Orbax makes nodes of at most 100 MB."""
+
+_MAX_ENTRIES = 2**22
+"""Limit on the keys of a node."""
+
+_MANIFEST_MAGIC = b"\x0c\xdb\x3a\x2a"
+_NODE_MAGIC = b"\x0c\xdb\x20\xde"
+_LENGTH = struct.Struct("<Q")
+_CHECKSUM = struct.Struct("<I")
+_HEADER_BYTES = 12  # magic number and length
+_ID_BYTES = 16
+_LEVEL_BYTES = 4
+
+_NODE_BYTES = 2**20
+"""A node ends with the entry that makes it as large."""
+
+_PLACE_BYTES = 16
+"""About the size of a place in a node."""
+
+_LEAST_CHILDREN = 2
+_MAX_NUMBER_BYTES = 10
+_NOWHERE = 2**64 - 1
+"""Offset and size of the root of an empty tree."""
+
+_INLINE_BYTES, _NODE_BYTES_OF_OTHERS, _VERSION_ARITY = 100, 100_000_000, 4
+"""Settings for programs that change the database."""
+
+
+class Place(NamedTuple):
+    """The place of a value or a node.
+
+    Attributes:
+        file: Path of the file in the database.
+        offset: Offset in the file, in bytes.
+        size: Size in bytes.
+    """
+
+    file: str
+    offset: int
+    size: int
+
+
+Value: TypeAlias = bytes | Place
+
+
+class Root(NamedTuple):
+    """The root of a tree.
+
+    Attributes:
+        place: The place of the node.
+        base: The directory of the files that the node names.
+        height: Levels of nodes below the root.
+    """
+
+    place: Place
+    base: str
+    height: int
+
+
+class Child(NamedTuple):
+    """A node below another one.
+
+    Attributes:
+        first: No key in the node is before it. Both lack the prefix of the parent.
+        prefix: The start of all keys in the node, which the node leaves out.
+        place: The place of the node.
+        base: The directory of the files that the node names.
+    """
+
+    first: bytes
+    prefix: bytes
+    place: Place
+    base: str
+
+
+# ---- encoding -----------------------------------------------------------------------
+
+
+class Tree(NamedTuple):
+    """An encoded tree.
+
+    Attributes:
+        nodes: The nodes.
+        manifest: The manifest.
+    """
+
+    nodes: bytes
+    manifest: bytes
+
+
+class _Node(NamedTuple):
+    """What a parent has of a node: key, place, and sums over all nodes below."""
+
+    first: bytes
+    place: Place
+    keys: int
+    tree_bytes: int
+    value_bytes: int
+
+
+def encode(
+    values: Mapping[bytes, Value],
+    file: str,
+    *,
+    offset: int = 0,
+    node_bytes: int = _NODE_BYTES,
+) -> Tree:
+    """Returns the tree of a database.
+
+    Args:
+        values: Key -> value, or the place of the value; at least one.
+        file: The file that will have the nodes.
+        offset: The offset of the first node in the file, in bytes.
+        node_bytes: Bytes of keys and values after which a node ends.
+    """
+    nodes: list[bytes] = []
+    end = offset
+
+    def add(node: bytes, first: bytes, sums: Sequence[int]) -> _Node:
+        nonlocal end
+        place = Place(file, end, len(node))
+        nodes.append(node)
+        end += len(node)
+        keys, tree_bytes, value_bytes = sums
+        return _Node(first, place, keys, tree_bytes + len(node), value_bytes)
+
+    level = []
+    for entries in _split(sorted(values.items()), _entry_bytes, node_bytes, 1):
+        size = sum(value.size for _, value in entries if isinstance(value, Place))
+        level.append(add(_leaf(entries), entries[0][0], (len(entries), 0, size)))
+    height = 0
+    while len(level) > 1:
+        height += 1
+        below, level = level, []
+        for children in _split(below, _child_bytes, node_bytes, _LEAST_CHILDREN):
+            columns = list(zip(*[node[2:] for node in children], strict=True))
+            node = _inner(children, height)
+            level.append(add(node, children[0].first, [*map(sum, columns)]))
+    return Tree(b"".join(nodes), _manifest(level[0], height))
+
+
+def _split(
+    rows: Iterable[_T], size_of: Callable[[_T], int], most: int, least: int
+) -> Iterator[list[_T]]:
+    """Yields the rows of each node: `least` at least, and then up to `most` bytes."""
+    group: list[_T] = []
+    size = 0
+    for row in rows:
+        if size >= most and len(group) >= least:
+            yield group
+            group, size = [], 0
+        group.append(row)
+        size += size_of(row)
+    if group:
+        yield group
+
+
+def _entry_bytes(entry: tuple[bytes, Value]) -> int:
+    key, value = entry
+    return len(key) + (len(value) if isinstance(value, bytes) else _PLACE_BYTES)
+
+
+def _child_bytes(node: _Node) -> int:
+    return len(node.first) + _PLACE_BYTES
+
+
+def _leaf(entries: Sequence[tuple[bytes, Value]]) -> bytes:
+    places = [value for _, value in entries if isinstance(value, Place)]
+    inline = [value for _, value in entries if isinstance(value, bytes)]
+    files = sorted({place.file for place in places}, key=str.encode)
+    numbers = {file: number for number, file in enumerate(files)}
+    shared, rests = _shorten([key for key, _ in entries])
+    sizes = [v.size if isinstance(v, Place) else len(v) for _, v in entries]
+    return _frame(
+        _NODE_MAGIC,
+        b"\0",
+        _file_table(files),
+        _varints([len(entries), *shared, *map(len, rests)]),
+        *rests,
+        _varints(sizes),
+        _varints(int(isinstance(value, Place)) for _, value in entries),
+        _varints(numbers[place.file] for place in places),
+        _varints(place.offset for place in places),
+        *inline,
+    )
+
+
+def _inner(nodes: Sequence[_Node], height: int) -> bytes:
+    shared, rests = _shorten([node.first for node in nodes])
+    zeros = [0] * len(nodes)  # common prefixes; and the number of the only file
+    return _frame(
+        _NODE_MAGIC,
+        bytes([height]),
+        _file_table([nodes[0].place.file]),
+        _varints([len(nodes), *shared, *map(len, rests), *zeros]),
+        *rests,
+        _varints(zeros),
+        _varints(node.place.offset for node in nodes),
+        _varints(node.place.size for node in nodes),
+        _varints(node.keys for node in nodes),
+        _varints(node.tree_bytes for node in nodes),
+        _varints(node.value_bytes for node in nodes),
+    )
+
+
+def _manifest(root: _Node, height: int) -> bytes:
+    single = uncompressed = file = no_older_versions = 0
+    versions = generation = 1
+    return _frame(
+        _MANIFEST_MAGIC,
+        uuid.uuid4().bytes,
+        _varints([single, _INLINE_BYTES, _NODE_BYTES_OF_OTHERS]),
+        bytes([_VERSION_ARITY]),
+        _varints([uncompressed]),
+        _file_table([root.place.file]),
+        _varints([versions, generation]),
+        bytes([height]),
+        _varints([file, root.place.offset, root.place.size]),
+        _varints([root.keys, root.tree_bytes, root.value_bytes]),
+        _LENGTH.pack(time.time_ns() // 10**6),
+        _varints([no_older_versions]),
+    )
+
+
+def _frame(magic: bytes, *body: bytes) -> bytes:
+    version = uncompressed = b"\0"
+    content = b"".join((version, uncompressed, *body))
+    size = _HEADER_BYTES + len(content) + _CHECKSUM.size
+    framed = magic + _LENGTH.pack(size) + content
+    return framed + _CHECKSUM.pack(crc32c.crc32c(framed))
+
+
+def _file_table(names: Sequence[str]) -> bytes:
+    shared, rests = _shorten([name.encode() for name in names])
+    bases = [0] * len(names)  # nodes below have whole names, too
+    return b"".join((_varints([len(names), *shared, *map(len, rests), *bases]), *rests))
+
+
+def _shorten(texts: Sequence[bytes]) -> tuple[list[int], list[bytes]]:
+    """Returns what each text but the first shares with the last, and what it adds."""
+    shared = [_common_bytes(a, b) for a, b in itertools.pairwise(texts)]
+    return shared, [text[n:] for text, n in zip(texts, [0, *shared], strict=False)]
+
+
+def _common_bytes(a: bytes, b: bytes) -> int:
+    size = min(len(a), len(b))
+    differing = int.from_bytes(a[:size]) ^ int.from_bytes(b[:size])
+    return size - (differing.bit_length() + 7) // 8
+
+
+def _varints(numbers: Iterable[int]) -> bytes:
+    encoded = bytearray()
+    for number in numbers:
+        while number > 0x7F:
+            encoded.append(number & 0x7F | 0x80)
+            number >>= 7
+        encoded.append(number)
+    return bytes(encoded)
+
+
+# ---- decoding -----------------------------------------------------------------------
+
+
+def unpack_manifest(content: bytes) -> bytes:
+    """Returns the fields of a manifest, decompressed.
+
+    Raises:
+        ValueError: It is damaged, or larger than is supported.
+    """
+    return _unpack(content, _MANIFEST_MAGIC)
+
+
+def unpack_node(content: bytes) -> bytes:
+    """Returns the fields of a node, decompressed.
+
+    Raises:
+        ValueError: It is damaged, or larger than is supported.
+    """
+    return _unpack(content, _NODE_MAGIC)
+
+
+def _unpack(content: bytes, magic: bytes) -> bytes:
+    size = len(content)
+    if size < _HEADER_BYTES + 2 + _CHECKSUM.size or content[:4] != magic:
+        raise ValueError("it is neither a manifest nor a node of a tree")
+    if _LENGTH.unpack_from(content, len(magic))[0] != size:
+        raise ValueError("it has another size than it says")
+    framed, checksum = content[: -_CHECKSUM.size], content[-_CHECKSUM.size :]
+    if _CHECKSUM.unpack(checksum)[0] != crc32c.crc32c(framed):
+        raise ValueError("its checksum differs")
+    version, compression = framed[_HEADER_BYTES : _HEADER_BYTES + 2]
+    if version or compression > 1:
+        raise ValueError("it is of a version that is not supported")
+    fields = framed[_HEADER_BYTES + 2 :]
+    if compression:
+        fields = _decompress(fields)
+    elif len(fields) > MAX_NODE_BYTES:
+        raise ValueError(f"it has more than {MAX_NODE_BYTES} bytes")
+    return fields
+
+
+def _decompress(frame: bytes) -> bytes:
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(frame)) as reader:
+            content = reader.read(MAX_NODE_BYTES + 1)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"it cannot be decompressed: {error}") from None
+    if len(content) > MAX_NODE_BYTES:
+        raise ValueError(f"it expands to more than {MAX_NODE_BYTES} bytes")
+    return content
+
+
+def decode_manifest(fields: bytes) -> Root | None:
+    """Returns the root of the newest version; None for an empty tree.
+
+    Args:
+        fields: The result of `unpack_manifest`.
+
+    Raises:
+        ValueError: The manifest is damaged, or consists of several files.
+    """
+    body = _Fields(fields)
+    body.take(_ID_BYTES)
+    kind, _, _ = body.numbers(3)
+    if kind:
+        raise ValueError("it is split into several files, which is not supported")
+    body.take(1)
+    if body.number():
+        body.take(_LEVEL_BYTES)
+    files = body.files("")
+    versions = body.number()
+    if not versions:
+        raise ValueError("it has no version")
+    body.numbers(versions)  # generations
+    height = body.take(versions)[-1]
+    file, offset, size = (body.numbers(versions)[-1] for _ in range(3))
+    if offset == size == _NOWHERE:
+        return None
+    [place] = _places(files, [file], [offset], [size])
+    return Root(place, files[file].base, height)
+
+
+def decode_leaf(fields: bytes, base: str) -> list[tuple[bytes, Value]]:
+    """Returns the entries of a node of height 0: key without the prefix, and value.
+
+    Args:
+        fields: The result of `unpack_node`.
+        base: The directory of the files that the node names.
+
+    Raises:
+        ValueError: The node is damaged, or has another height.
+    """
+    body = _Fields(fields)
+    files, count = body.begin_node(0, base)
+    shared, lengths = body.numbers(count - 1), body.numbers(count)
+    keys = body.keys(shared, lengths)
+    sizes, kinds = body.numbers(count), body.numbers(count)
+    if not {0, 1}.issuperset(kinds):
+        raise ValueError("it has a value of an unknown kind")
+    far = [size for size, kind in zip(sizes, kinds, strict=True) if kind]
+    numbers, offsets = body.numbers(len(far)), body.numbers(len(far))
+    places = iter(_places(files, numbers, offsets, far))
+    values = [
+        next(places) if kind else body.take(size)
+        for size, kind in zip(sizes, kinds, strict=True)
+    ]
+    body.end()
+    return list(zip(keys, values, strict=True))
+
+
+def decode_inner(fields: bytes, base: str, height: int) -> list[Child]:
+    """Returns the children of a node.
+
+    Args:
+        fields: The result of `unpack_node`.
+        base: The directory of the files that the node names.
+        height: Levels of nodes below the node.
+
+    Raises:
+        ValueError: The node is damaged, or has another height.
+    """
+    body = _Fields(fields)
+    files, count = body.begin_node(height, base)
+    shared, lengths = body.numbers(count - 1), body.numbers(count)
+    common = body.numbers(count)
+    keys = body.keys(shared, lengths)
+    if any(n > len(key) for n, key in zip(common, keys, strict=True)):
+        raise ValueError("a prefix is longer than its key")
+    numbers = body.numbers(count)
+    places = _places(files, numbers, body.numbers(count), body.numbers(count))
+    for _ in range(3):  # sums over all nodes below
+        body.numbers(count)
+    body.end()
+    return [
+        Child(key, key[:n], place, files[number].base)
+        for key, n, place, number in zip(keys, common, places, numbers, strict=True)
+    ]
+
+
+class _File(NamedTuple):
+    """A file in a table: its path, and the directory of what a node there names."""
+
+    path: str
+    base: str
+
+
+def _places(
+    files: Sequence[_File],
+    numbers: Sequence[int],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+) -> list[Place]:
+    if any(number >= len(files) for number in numbers):
+        raise ValueError("it refers to a file that it does not name")
+    columns = zip(numbers, offsets, sizes, strict=True)
+    return [Place(files[number].path, *rest) for number, *rest in columns]
+
+
+class _Fields:
+    """The fields of a manifest or a node, read one after the other.
+
+    All methods raise ValueError if the fields are damaged.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self._at = 0
+
+    def take(self, size: int) -> bytes:
+        end = self._at + size
+        if end > len(self._content):
+            raise ValueError("it is cut short")
+        taken = self._content[self._at : end]
+        self._at = end
+        return taken
+
+    def number(self) -> int:
+        return self.numbers(1)[0]
+
+    def numbers(self, count: int) -> list[int]:
+        """Returns `count` numbers below 2^64; none if `count` is negative."""
+        if count <= 0:
+            return []
+        most = min(count * _MAX_NUMBER_BYTES, len(self._content) - self._at)
+        content = np.frombuffer(self._content, np.uint8, most, self._at)
+        ends = np.flatnonzero(content < 0x80)[:count]
+        if len(ends) < count:
+            raise ValueError("a number is cut short or too large")
+        starts = np.concatenate(([0], ends[:-1] + 1))
+        sizes = ends - starts + 1
+        longest = int(sizes.max())
+        if longest > _MAX_NUMBER_BYTES or (
+            longest == _MAX_NUMBER_BYTES
+            and content[ends[sizes == _MAX_NUMBER_BYTES]].max() > 1
+        ):
+            raise ValueError("a number is cut short or too large")
+        values = np.zeros(count, np.uint64)
+        for n in range(longest):
+            has = sizes > n
+            digits = (content[starts[has] + n] & 0x7F).astype(np.uint64)
+            values[has] |= digits << np.uint64(7 * n)
+        self._at += int(ends[-1]) + 1
+        found: list[int] = values.tolist()
+        return found
+
+    def keys(self, shared: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
+        """Returns keys, given what each shares with the last."""
+        keys = self._texts(shared, lengths)
+        if any(a >= b for a, b in itertools.pairwise(keys)):
+            raise ValueError("its keys are not in ascending order")
+        return keys
+
+    def _texts(self, shared: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
+        texts, last, total = [], b"", 0
+        for n, length in zip((0, *shared), lengths, strict=False):
+            total += n + length
+            if n > len(last) or total > MAX_NODE_BYTES:
+                raise ValueError("its texts are longer than is possible or supported")
+            last = last[:n] + self.take(length)
+            texts.append(last)
+        return texts
+
+    def files(self, base: str) -> list[_File]:
+        """Returns a table of files.
+
+        Args:
+            base: The directory of the files.
+        """
+        count = self.number()
+        shared, lengths = self.numbers(count - 1), self.numbers(count)
+        bases = self.numbers(count)
+        files = []
+        for text, size in zip(self._texts(shared, lengths), bases, strict=True):
+            path = base + text.decode()
+            if ".." in path.split("/") or path.startswith("/") or "\0" in path:
+                raise ValueError(f"{path[:80]!r} is not a file in the database")
+            files.append(_File(path, base + text[:size].decode()))
+        return files
+
+    def begin_node(self, height: int, base: str) -> tuple[list[_File], int]:
+        """Checks the height of a node; returns its files and the number of keys."""
+        if self.take(1)[0] != height:
+            raise ValueError(f"it has another height than {height}")
+        files, count = self.files(base), self.number()
+        if not 1 <= count <= _MAX_ENTRIES:
+            raise ValueError(f"it has {count} keys, wanted 1 to {_MAX_ENTRIES}")
+        return files, count
+
+    def end(self) -> None:
+        if self._at != len(self._content):
+            raise ValueError("it has more than its fields")
