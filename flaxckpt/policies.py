@@ -95,9 +95,9 @@ class LatestDuration(PreservationPolicy):
 
     Ages are relative to the newest checkpoint and not to the present time, so an idle
     run loses nothing. A time that disagrees with the order of the steps shows no age,
-    and neither does a time between two saves that is longer than all others: the clock
-    may have jumped. So a pause, too, may keep more checkpoints. Temporary checkpoints
-    are ignored.
+    and the two longest times between saves count only as long as the third longest: the
+    clock may have jumped. So a pause, too, may keep more checkpoints, and of three all
+    stay. Temporary checkpoints are ignored.
 
     Source: `LatestDuration` of Orbax, with ages relative to the present time.
     """
@@ -412,7 +412,8 @@ def _known_ages(checkpoints: Sequence[Ranked]) -> dict[int, float]:
     """Returns step -> how much older it is than the newest, at least.
 
     A clock may jump between two saves, both ways. No step is newer than one after it,
-    and the longest time between two saves counts as long as the second longest.
+    and the two longest times between saves count as long as the third longest: one may
+    be a jump, the other a pause. The number is fixed, so that a deletion ages no step.
     """
     ordered = sorted(checkpoints, key=lambda c: c.step, reverse=True)
     times = itertools.accumulate(
@@ -422,7 +423,7 @@ def _known_ages(checkpoints: Sequence[Ranked]) -> dict[int, float]:
         0.0 if math.isinf(later) else later - earlier
         for later, earlier in itertools.pairwise(times)
     ]
-    most = sorted(gaps)[-2] if len(gaps) > 1 else 0.0
+    most = sorted(gaps)[-3] if len(gaps) > 2 else 0.0
     ages = itertools.accumulate((min(gap, most) for gap in gaps), initial=0.0)
     return {c.step: age for c, age in zip(ordered, ages, strict=False)}
 

@@ -91,12 +91,13 @@ def stays(chosen, checkpoints, pinned=()):
         (LatestDuration(10), at(), set()),
         (LatestDuration(10), at(5), {0}),
         (LatestDuration(10), at(0, 9, 10, 15, 20), {2, 3, 4}),
-        (LatestDuration(0.5), at(0, 0.5, 0.75, 1.25), {2, 3}),
+        (LatestDuration(0.5), at(0, 0.5, 0.75, 1.25), {1, 2, 3}),
+        (LatestDuration(10), at(0, 100, 200), {0, 1, 2}),
         (LatestDuration(10), at(5, 9, 100, 12, 16, 20), {2, 3, 4, 5}),
         (LatestDuration(10), at(1000, 3, 14), {0, 1, 2}),
-        (LatestDuration(10), at(0, math.nan, 9, 18), {1, 2, 3}),
+        (LatestDuration(10), at(0, math.nan, 9, 18), {0, 1, 2, 3}),
         (LatestDuration(10), at(0, 100, math.nan), {0, 1, 2}),
-        (LatestDuration(10), list(reversed(at(0, 6, 12))), {1, 2}),
+        (LatestDuration(10), list(reversed(at(0, 6, 12, 18))), {2, 3}),
         (EveryNSecs(10), at(), set()),
         (EveryNSecs(10), at(5), {0}),
         (EveryNSecs(10), at(5, 14, 15, 24.9, 25), {0, 2, 4}),
@@ -117,7 +118,7 @@ def stays(chosen, checkpoints, pinned=()):
         (EveryNStepsClosest(4), brief(0, 4, 8, among=(3, 7)), {3, 7}),
         (ExponentialSteps(1), brief(1, 4, among=(2, 3, 8)), {2, 8}),
         (LatestDuration(2), brief(0, 2, 4, among=(1, 3)), {1, 3}),
-        (LatestDuration(1), brief(2, 9, among=(1, 3, 5)), {5}),
+        (LatestDuration(1), brief(2, 9, among=(1, 3, 5, 7)), {7}),
         (OnSteps({1, 2}), brief(1, among=(2, 3)), {1, 2}),
         (BestN(1, LOSS, "max"), brief(1, 5, among=(2, 3)), {5}),
         (BestN(1, LOSS, "min"), run(s0=0.1, s1=0.2), {0}),
@@ -496,12 +497,42 @@ def test_a_clock_that_jumps_deletes_nothing(secs, count, data):
         assert true[step] - true[last] < secs
 
 
+some_jumps = st.integers(1, 10**7)
+
+
+@given(st.integers(1, 200), st.integers(1, 40), st.data())
+def test_two_long_times_and_any_jumps_back_delete_nothing(secs, count, data):
+    """Jumps ahead, also to the right time after one back, and pauses."""
+    steps = st.integers(0, count - 1)
+    pauses = data.draw(st.dictionaries(steps, some_jumps, max_size=2))
+    ahead = data.draw(st.dictionaries(steps, some_jumps, max_size=2 - len(pauses)))
+    back = data.draw(st.dictionaries(steps, some_jumps))
+    true, told = [], []
+    now, shift = 0, 0
+    for step in range(count):
+        now += 10 + pauses.get(step, 0)
+        shift += ahead.get(step, 0) - back.get(step, 0)
+        true.append(now)
+        told.append(now + shift)
+    saved = [Saved(step, created=time) for step, time in enumerate(told)]
+    young = {step for step, time in enumerate(true) if true[-1] - time <= secs}
+    assert young <= LatestDuration(secs).preserved(saved)
+
+
+def test_a_jump_beside_a_pause_deletes_nothing():
+    hours = 3600
+    times = [0, hours / 6, 13 * hours, 13 * hours + hours / 6]
+    for jumps in ((0, 0, 0, 72), (0, 0, 72, 72), (0, 72, 72, 72), (0, 0, 72, 144)):
+        told = [t + jump * hours for t, jump in zip(times, jumps, strict=True)]
+        assert LatestDuration(24 * hours).preserved(at(*told)) == {0, 1, 2, 3}
+
+
 @given(
     st.one_of(
         st.builds(EveryNSteps, counts),
         st.builds(EveryNStepsClosest, counts),
         st.builds(ExponentialSteps, counts, st.integers(2, 4)),
-        st.builds(LatestDuration, st.integers(1, 60)),
+        st.builds(LatestDuration, st.integers(14, 60)),  # three steps always stay
     ),
     runs,
 )

@@ -1,24 +1,25 @@
 """Quick check for missing files of a checkpoint, before deleting older checkpoints.
 
-The check compares the names and sizes of array files without reading them. Only a
-small OCDBT database is read, because the manifest has its digest.
+The check compares the names and sizes of array files, of which it reads at most the
+headers of compressed chunks. Only a small OCDBT database is read, because the manifest
+has its digest.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+import stat
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _locate, _native
 from flaxckpt.formats._reader import Stored
-
-_CRC_BYTES = 4
 
 _MAX_LOSS = 300
 """The most characters of the message about lost files."""
@@ -30,17 +31,62 @@ Values of up to 100 bytes are in the nodes, which are compressed.
 """
 
 
+class Files(NamedTuple):
+    """The files of a local checkpoint, as they were when it was found whole.
+
+    Attributes:
+        names: The relative paths, joined by NUL; steps with equal names share the text.
+        stamp: A number that changes with the files.
+    """
+
+    names: str
+    stamp: int
+
+    @classmethod
+    def of(cls, path: Path, names: Iterable[str]) -> Files:
+        """Returns the files `names` of the checkpoint `path`, as they are now."""
+        joined = sys.intern("\0".join(names))
+        return cls(joined, _stamp(path, joined))
+
+    def are_unchanged(self, path: Path) -> bool:
+        """Returns True if the files, now at `path`, are as they were."""
+        return _stamp(path, self.names) == self.stamp
+
+
+def _stamp(path: Path, names: str) -> int:
+    return hash(tuple([_status(f"{path}/{name}") for name in names.split("\0")]))
+
+
+def _status(file: str) -> tuple[int, int, int]:
+    """Returns size, time and number of a file; of no regular file, zeros."""
+    try:
+        status = os.stat(file)  # noqa: PTH116, a third of the time of Path.stat
+    except (FileNotFoundError, NotADirectoryError):
+        return 0, 0, 0
+    if not stat.S_ISREG(status.st_mode):
+        return 0, 0, 0
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
 @_util.gc_pause.pause()
-def check(path: Path) -> None:
+def check(path: Path, step: int | None) -> Files | None:
     """Checks the metadata of a flaxckpt checkpoint, and the sizes of array files.
 
+    Args:
+        path: The checkpoint.
+        step: The step that it must be; None for any.
+
+    Returns:
+        The files, to notice later that one has changed; None in a store.
+
     Raises:
-        DamagedCheckpointError: A metadata file is missing or has changed, or a chunk
-            is missing or has the wrong size.
+        DamagedCheckpointError: A metadata file is missing or has changed, a chunk is
+            missing or has the wrong size, or another step was saved here.
     """
     storage = _storage.of(path)
     with _storage.paths.listing_cache(path):
         stored = _locate.read_without_classes(path)
+        _locate.check_step(path, step, stored)
         stored.check_items(stored.metadata.damaged_items)
         if stored.metadata.format != "flaxckpt":
             raise errors.DamagedCheckpointError(
@@ -49,6 +95,9 @@ def check(path: Path) -> None:
         with _storage.permissions.explain_errors(path):
             manifest = _native.items.read_json(path / _native.orbax_json.MANIFEST, path)
             encoding = _native.manifest.parse_encoding(manifest)
+            files = None
+            if not storage.costs_requests:
+                files = Files.of(path, _names(path, stored, encoding, manifest))
             # Zarr 2 has a digest for each chunk: this check would read everything.
             skips_arrays = encoding is not None and (
                 encoding.version == 2 or storage.costs_requests
@@ -63,28 +112,65 @@ def check(path: Path) -> None:
             elif encoding is not None:
                 has_databases = bool(manifest["ocdbt"])
                 _check_sizes(path, stored, encoding, arrays, has_databases)
+            return files
 
 
-def find_loss(path: Path, leaves: Collection[LeafPath] | None = None) -> str | None:
-    """Returns what `check` finds in a step, in one line; None if it cannot look.
+class Look(NamedTuple):
+    """The result of a look at a step.
+
+    Attributes:
+        loss: What `check` finds, in one line; None if it finds nothing, or cannot look.
+        files: The files of a step that is whole; None if unknown.
+    """
+
+    loss: str | None = None
+    files: Files | None = None
+
+
+def look(
+    path: Path, step: int | None, leaves: Collection[LeafPath] | None = None
+) -> Look:
+    """Looks at the files of a step.
 
     Args:
         path: A step; that of another program has no sizes to compare with.
+        step: The step that it must be; None for any.
         leaves: The leaves whose files are compared; by default all files are.
     """
     if not (path / _native.orbax_json.MANIFEST).is_file():
-        return None
+        return Look()
     try:
         if leaves is None:
-            check(path)
-        else:
-            check_leaves(path, leaves)
+            return Look(files=check(path, step))
+        check_leaves(path, leaves)
     except (errors.CheckpointError, OSError) as error:
         is_gone = not _storage.of(path).exists(path)
-        if is_gone or _storage.permissions.is_unread(error):
-            return None
-        return errors.one_line(errors.join_rows(error), _MAX_LOSS)
-    return None
+        if not is_gone and not _storage.permissions.is_unread(error):
+            return Look(errors.one_line(errors.join_rows(error), _MAX_LOSS))
+    return Look()
+
+
+def _names(
+    path: Path,
+    stored: Stored,
+    encoding: _arrays.zarr.metadata.Encoding | None,
+    manifest: Mapping[str, Any],
+) -> list[str]:
+    """Returns the files of a local checkpoint that a restore reads."""
+    names = [_native.orbax_json.MANIFEST, *digests(stored)]
+    for item, infos in stored.items.split([*stored.metadata.leaves.values()]).items():
+        if encoding is None or manifest["ocdbt"]:
+            root = _native.items.prefix(item)
+            part = _arrays.zarr.metadata.DATABASE_PART
+            values = [*path.glob(f"{root}d/*"), *path.glob(f"{root}{part}*/d/*")]
+            names.append(_native.items.database(item))
+            names += [str(file.relative_to(path)) for file in values]
+            continue
+        for info in infos:
+            if info.dtype is not None:
+                root = _native.items.prefix(stored.items.array_directory(info))
+                names += [f"{root}{name}" for name in array_files(encoding, info)]
+    return names
 
 
 @_util.gc_pause.pause()
@@ -185,33 +271,50 @@ def _check_database(
 def chunk_bytes(encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo) -> int:
     """Returns the bytes of each chunk file, with checksum; 0 if the size varies."""
     shape, dtype = _arrays.forms.stored_form(info)
-    if (
-        not _arrays.zarr.metadata.is_raw(encoding, shape, dtype)
-        or info.chunk_shape is None
-    ):
+    codec = _arrays.zarr.metadata.choose_codec(encoding, shape, dtype)
+    if codec != "none" or info.chunk_shape is None:
         return 0
     size = math.prod(info.chunk_shape) * _state.dtypes.item_size(dtype)
-    return size + (_CRC_BYTES if encoding.checksum else 0)
+    return size + _checksum_bytes(encoding)
+
+
+def _checksum_bytes(encoding: _arrays.zarr.metadata.Encoding) -> int:
+    return _arrays.zarr.checksums.CHECKSUM_BYTES if encoding.checksum else 0
 
 
 def _check_array(
     directory: Path, encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo
 ) -> None:
     """Raises DamagedCheckpointError for missing array files or wrong sizes."""
-    sizes = _sizes(directory)
-    wanted = chunk_bytes(encoding, info)
+    known = chunk_bytes(encoding, info)
     metadata, *chunks = array_files(encoding, info)
-    faults = [
-        f"{name}: wanted {wanted or 'some'} bytes, found {sizes.get(name, 'none')}"
-        for name in chunks
-        if not sizes.get(name) or sizes[name] != (wanted or sizes[name])
-    ]
-    if not sizes.get(metadata):
+    faults = []
+    for name in chunks:
+        size = _status(f"{directory}/{name}")[0]
+        wanted = known
+        if size and not known:
+            wanted = _compressed_bytes(directory / name, encoding, info)
+        if not size or size != wanted:
+            faults.append(
+                f"{name}: wanted {wanted or 'some'} bytes, found {size or 'none'}"
+            )
+    if not _status(f"{directory}/{metadata}")[0]:
         faults.append(f"{metadata} is missing or empty")
     if faults:
         raise errors.DamagedCheckpointError(
             f"{directory} is incomplete; restore another step:\n" + errors.rows(faults)
         )
+
+
+def _compressed_bytes(
+    chunk: Path, encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo
+) -> int:
+    """Returns the size that a compressed chunk has by its headers."""
+    codec = _arrays.zarr.metadata.choose_codec(
+        encoding, *_arrays.forms.stored_form(info)
+    )
+    size = _arrays.zarr.chunk_headers.compressed_bytes(chunk, codec)
+    return size + _checksum_bytes(encoding)
 
 
 def array_files(encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo) -> list[str]:

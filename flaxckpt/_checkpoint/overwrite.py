@@ -6,10 +6,12 @@ import logging
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from flaxckpt import _steps, _storage, errors, formats
+from flaxckpt import _state, _steps, _storage, errors, formats
+from flaxckpt._checkpoint import file_sizes
 from flaxckpt.formats import _native, _recognise, _safetensors, _shards
 
 _log = logging.getLogger(__name__)
@@ -27,10 +29,14 @@ _TREE_FILE = re.compile(
     rf"{_CONTROL}|{_native.orbax_json.MANIFEST}|{_native.items.SEAL}|"
     rf"{_native.items.TREE}|{_native.items.SHARDING}|{_native.items.AGGREGATE}"
     rf"|{re.escape(_native.items.STRINGS)}|array_metadatas/process_[\w-]+"
-    r"|(?:ocdbt\.process_[^/]+/)?"
+)
+"""Paths in an item of arrays, except paths of arrays."""
+
+_DATABASE_FILE = re.compile(
+    r"(?:ocdbt\.process_[^/]+/)?"
     r"(?:manifest\.(?:ocdbt|[0-9a-f]+)|(?:d|ocdbt_data|ocdbt_meta)/[0-9a-f]{16,})"
 )
-"""Paths in an item of arrays, except paths in the directory of a single array."""
+"""Paths in an item of arrays in a database."""
 
 _JSON_FILE = re.compile(
     rf"{_CONTROL}|{_native.items.JSON_ITEM}|data\.json|{_native.items.METRICS}"
@@ -330,16 +336,30 @@ def _is_orbax(directory: Path) -> bool:
 
 def _flaxckpt_files(directory: Path, files: Collection[str]) -> set[str]:
     """Returns the files of a flaxckpt checkpoint with a manifest."""
-    handlers = _native.items.read_item_handlers(directory)
+    recorded = _read_manifest(directory)
     kinds = {_native.items.STATE: "tree"}
-    if isinstance(handlers, dict):
+    if recorded is not None:
+        kinds = recorded.kinds
+    elif isinstance(handlers := _native.items.read_item_handlers(directory), dict):
         kinds |= {name: _handler_kind(str(kind)) for name, kind in handlers.items()}
+
+    def tree_files(inside: Collection[str]) -> set[str]:
+        if recorded is None:
+            return _tree_files(inside, is_damaged=True)
+        return {name for name in inside if _TREE_FILE.fullmatch(name)} | {
+            name
+            for name in inside
+            if recorded.has_databases and _DATABASE_FILE.fullmatch(name)
+        }
+
     expected = set(files) & _FILES
+    if recorded is not None:
+        expected |= recorded.files & set(files)
     if _native.items.TREE in files:  # the checkpoint is an item
-        expected |= _tree_files(files, is_damaged=True)
+        expected |= tree_files(files)
     for name, inside in _by_directory(files).items():
         if kinds.get(name) == "tree":
-            inner = _tree_files(inside, is_damaged=True)
+            inner = tree_files(inside)
         elif name == _native.items.METRICS:
             inner = {file for file in inside if _METRICS_FILE.fullmatch(file)}
         elif name == _native.items.DATASET or kinds.get(name) == "json":
@@ -348,6 +368,48 @@ def _flaxckpt_files(directory: Path, files: Collection[str]) -> set[str]:
             continue
         expected |= {f"{name}/{file}" for file in inner}
     return expected
+
+
+class _Recorded(NamedTuple):
+    """The files of a checkpoint, by its manifest.
+
+    Attributes:
+        kinds: Item -> `tree` or `json`.
+        files: The paths of all files of arrays that are not in a database.
+        has_databases: Whether the arrays are in databases.
+    """
+
+    kinds: dict[str, str]
+    files: AbstractSet[str]
+    has_databases: bool
+
+
+def _read_manifest(directory: Path) -> _Recorded | None:
+    """Returns the files in a manifest; None if it is damaged, or does not say."""
+    try:
+        data = _native.items.read_json(
+            directory / _native.orbax_json.MANIFEST, directory
+        )
+        manifest = _native.manifest.parse(data, _state.treedef.resolve_nothing)
+    except (
+        errors.DamagedCheckpointError,
+        *(ValueError, KeyError, TypeError, AttributeError),
+    ):
+        return None
+    items = manifest.items
+    kinds = dict.fromkeys((items.dataset, *manifest.json), "json")
+    kinds |= dict.fromkeys(items.trees, "tree")
+    if manifest.ocdbt:
+        return _Recorded(kinds, frozenset(), has_databases=True)
+    if manifest.encoding is None:
+        return None
+    files = set()
+    for info in manifest.infos:
+        if info.dtype is not None:
+            root = _native.items.prefix(items.array_directory(info))
+            names = file_sizes.array_files(manifest.encoding, info)
+            files |= {f"{root}{name}" for name in names}
+    return _Recorded(kinds, files, has_databases=False)
 
 
 def _orbax_files(directory: Path, files: Collection[str]) -> set[str]:
@@ -421,7 +483,11 @@ def _by_directory(files: Iterable[str]) -> dict[str, list[str]]:
 
 def _tree_files(files: Collection[str], *, is_damaged: bool) -> set[str]:
     """Returns the files of an item with arrays or metadata of arrays."""
-    metadata = {name for name in files if _TREE_FILE.fullmatch(name)}
+    metadata = {
+        name
+        for name in files
+        if _TREE_FILE.fullmatch(name) or _DATABASE_FILE.fullmatch(name)
+    }
     return metadata | _array_files(files, is_damaged=is_damaged)
 
 

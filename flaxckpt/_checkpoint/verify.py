@@ -66,7 +66,7 @@ def verify(path: PathLike, *, step: int | None = None) -> verify_report.VerifyRe
         located = _locate.locate(root, step)
     except errors.DamagedCheckpointError as error:
         return report_lost(root, step, error)
-    return _verify(located.path, located.step, located.open)
+    return _verify(located.path, located.step, located.open_as_saved)
 
 
 def verify_checkpoint(
@@ -115,7 +115,7 @@ def _verify(
                 extra = _verify_own(path, stored, findings)
             elif stored is not None:
                 extra = _verify_foreign(path, stored, findings)
-            if stored is not None and step is not None:
+            if stored is not None:
                 check = functools.partial(_locate.check_step, path, step, stored)
                 findings.attempt(verify_report.HERE, check)
         except OSError as error:
@@ -138,14 +138,19 @@ def _verify(
     )
 
 
-def check(path: Path) -> None:
-    """Raises an error unless the checkpoint `path` can be read; metrics may be damaged.
+def check(path: Path, step: int | None) -> None:
+    """Raises an error unless a checkpoint can be read; its metrics may be damaged.
+
+    Args:
+        path: The checkpoint.
+        step: The step that it must be; None for any.
 
     Raises:
-        DamagedCheckpointError: The checkpoint is damaged, or cannot be read.
+        DamagedCheckpointError: The checkpoint is damaged, cannot be read, or was saved
+            as another step.
         CheckpointNotFoundError, CheckpointFormatError: There is no checkpoint.
     """
-    report = verify_checkpoint(path, None)
+    report = verify_checkpoint(path, step)
     for name, why in {**report.problems, **report.unread}.items():
         if not name.startswith(f"{_native.items.METRICS}/"):
             where = path if name == verify_report.HERE else name

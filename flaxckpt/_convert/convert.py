@@ -159,9 +159,10 @@ def _convert_to_disk(
     files = source_files.stamps(source)
     stored = located.open()
     stored.check_items(stored.metadata.damaged_items.keys() - stored.left_out)
+    saved_as = stored.recorded_step if number is None else number
     # With another step number, the new checkpoint is not a step of the source's run.
-    is_other = _steps.names.number(final.name) not in (number, None)
-    state = plan.make_state(stored, None if is_other else number, options)
+    is_other = _steps.names.number(final.name) not in (saved_as, None)
+    state = plan.make_state(stored, None if is_other else saved_as, options)
     roots = plan.source_roots(state)
     files += tuple([f for r in roots if r != source for f in source_files.stamps(r)])
     source_files.check_apart(final, roots, files)

@@ -42,9 +42,9 @@ def find(plan: RestorePlan) -> PlanDamage | None:
     marked = run_view.find_damage(path, None)
     if marked is not None and not _is_elsewhere(path, marked, leaves):
         return PlanDamage(marked, is_read=True)
-    lost = run_view.find_lost_files(path)
+    lost = run_view.find_lost_files(path, None)
     if lost is not None:
-        lost_here = run_view.find_lost_files(path, leaves)
+        lost_here = run_view.find_lost_files(path, None, leaves)
         return PlanDamage(lost_here or lost, is_read=lost_here is not None)
     return None if marked is None else PlanDamage(marked, is_read=False)
 

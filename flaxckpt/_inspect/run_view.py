@@ -98,7 +98,7 @@ class RunView:
 
         def is_whole(step: int) -> bool:
             if step not in damage:
-                lost = find_lost_files(self.steps[step])
+                lost = find_lost_files(self.steps[step], step)
                 damage.update({} if lost is None else {step: lost})
             return step not in damage
 
@@ -275,18 +275,19 @@ def find_damage(
     return None
 
 
-def find_known_damage(path: Path) -> str | None:
+def find_known_damage(path: Path, step: int | None = None) -> str | None:
     """Returns the known damage of a checkpoint, or what its files lack, or None."""
-    return find_damage(path, None) or find_lost_files(path)
+    return find_damage(path, None) or find_lost_files(path, step)
 
 
 def find_lost_files(
-    path: Path, leaves: Collection[LeafPath] | None = None
+    path: Path, step: int | None, leaves: Collection[LeafPath] | None = None
 ) -> str | None:
     """Returns what the names and sizes of a flaxckpt step's files lack, or None.
 
     Args:
         path: The step.
+        step: The step that it must be; None for any.
         leaves: The leaves whose files are compared; by default all files are.
 
     Returns:
@@ -295,7 +296,7 @@ def find_lost_files(
     """
     if _storage.of(path).costs_requests:
         return None
-    return _checkpoint.file_sizes.find_loss(path, leaves)
+    return _checkpoint.file_sizes.look(path, step, leaves).loss
 
 
 def created(path: Path) -> float | None:

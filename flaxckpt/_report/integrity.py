@@ -69,9 +69,9 @@ def _check(step: Step, is_new: bool) -> Integrity:
     path = _storage.paths.from_text(step.path)
     try:
         if is_ours:
-            _checkpoint.file_sizes.check(path)
+            _checkpoint.file_sizes.check(path, step.step)
         else:  # may be a native checkpoint without its manifest
-            stored = _locate.read_stored(path, None)
+            stored = _locate.read_step(path, step.step)
             stored.check_items(stored.metadata.damaged_items)
     except (errors.CheckpointError, OSError) as error:
         if is_ours or isinstance(error, errors.DamagedCheckpointError | OSError):

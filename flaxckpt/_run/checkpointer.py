@@ -574,6 +574,7 @@ class Checkpointer:
 
         Args:
             dry_run: True to only return the steps, those without reasons in `explain`.
+                The newest step is not verified: only the sizes of its files are.
 
         Returns:
             The deleted steps, or the steps to delete with `dry_run`.

@@ -292,7 +292,6 @@ class Restores:
                 )
             located = _locate.Located(path, number, detected)
             stored = located.open(request.options.types)
-            _locate.check_step(path, number, stored)
             options = self._with_undoing(stored.metadata, request)
             state = _checkpoint.restore.restore(
                 stored, request.state, options, counter, has_read
@@ -301,7 +300,8 @@ class Restores:
                 _checkpoint.restore.restore_dataset(stored, request.dataset)
         except errors.DamagedCheckpointError as error:
             if _util.memory.is_too_large(error):
-                _checkpoint.file_sizes.check(path)  # a damaged file may claim any size
+                # A damaged file may claim any size.
+                _checkpoint.file_sizes.check(path, number)
                 raise errors.OutOfMemoryError(
                     f"{path} is not damaged, but cannot be restored with the memory"
                     f" that is free ({error.__cause__}): free memory, restore less of"

@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -129,6 +130,27 @@ class _Decision(NamedTuple):
         return not (self.doomed or self.items)
 
 
+class _Choice(NamedTuple):
+    """What policies would keep and delete.
+
+    Attributes:
+        reasons: Step -> the reasons of the policies to keep it.
+        doomed: The steps to delete.
+        items: The items to delete from steps that stay: step and item.
+        staying: The steps that stay.
+    """
+
+    reasons: dict[int, list[str]]
+    doomed: list[int]
+    items: list[tuple[int, str]]
+    staying: AbstractSet[int]
+
+    @property
+    def deleted(self) -> set[object]:
+        """The steps and the items to delete."""
+        return {*self.doomed, *self.items}
+
+
 class _Judged(NamedTuple):
     """What stays in a directory, and why.
 
@@ -187,7 +209,8 @@ class Retention:
             directory, step_format, rules.metrics_from
         )
         self._warned: set[object] = set()
-        self._whole: dict[Path, object] = {}
+        # The steps found whole; None where files cannot be looked at again cheaply.
+        self._whole: dict[Path, _checkpoint.file_sizes.Files | None] = {}
         self._has_looked_for_items = False
 
     # ---- decisions ----------------------------------------------------------
@@ -263,23 +286,30 @@ class Retention:
         damage: dict[int, str] = {}
         looked = set() if just_saved is None else {just_saved}
         foreign = _Foreign()
-        while True:
-            counted = {n: step for n, step in steps.items() if n not in damage}
+
+        def choose(absent: AbstractSet[int]) -> _Choice:
+            counted = {n: step for n, step in steps.items() if n not in absent}
             reasons = self._reasons(rules.keep, counted)
             doomed = [n for n, why in reasons.items() if not why and n not in looked]
             if just_saved is not None:
                 doomed = [n for n in doomed if n != just_saved]
             staying = {n: step for n, step in counted.items() if n not in doomed}
             items = self._items_to_delete(staying, rules, just_saved)
-            unseen = staying.keys() - looked
+            return _Choice(reasons, doomed, items, staying.keys())
+
+        while True:
+            choice = choose(damage.keys())
+            reasons, doomed, items, staying = choice
+            unseen = staying - looked
+            if just_saved is not None:
+                unseen = self._select(unseen, steps, choice, damage.keys(), choose)
             if not unseen or not (doomed or items):
                 break
             looked |= unseen
-            lost = {n: self._find_loss(steps[n], just_saved is None) for n in unseen}
-            found = {n: loss for n, loss in sorted(lost.items()) if loss is not None}
-            if not found:
+            lost = {n: self._find_loss(n, steps[n], just_saved is None) for n in unseen}
+            damage |= {n: loss for n, loss in sorted(lost.items()) if loss is not None}
+            if not any(lost.values()):
                 break
-            damage |= found
         for number in doomed:
             if names := foreign.find(steps[number].path):
                 reasons[number].append(f"files of others in it: {_first(names)}")
@@ -289,6 +319,8 @@ class Retention:
             names = _steps.delete.in_item(foreign.find(steps[number].path), item)
             if names:
                 self._warn_of_foreign(steps[number].path / item, names)
+                what = _describe_item(item).removeprefix("the ")
+                reasons[number].append(f"files of others in {what}: {_first(names)}")
             else:
                 kept_items.append((number, item))
         self._name_markers(steps, reasons)
@@ -319,19 +351,53 @@ class Retention:
                     f"{_describe_item(i).removeprefix('the ')} deleted" for i in deleted
                 ]
 
-    def _find_loss(self, step: ranked_steps.RunStep, anew: bool) -> str | None:
+    def _select(
+        self,
+        unseen: AbstractSet[int],
+        steps: Mapping[int, ranked_steps.RunStep],
+        choice: _Choice,
+        absent: AbstractSet[int],
+        choose: Callable[[AbstractSet[int]], _Choice],
+    ) -> set[int]:
+        """Returns the steps of `unseen` to look at before the deletions of `choice`.
+
+        A step that was whole is looked at again if less would be deleted without it:
+        to look again at hundreds of kept steps would take longer than a save.
+
+        Args:
+            unseen: The steps that stay, not looked at for this decision.
+            steps: All steps.
+            choice: The decision.
+            absent: The steps that did not count.
+            choose: Decides without some steps.
+        """
+        if not choice.deleted:
+            return set()
+        new = {n for n in unseen if steps[n].path not in self._whole}
+        known = {n for n in unseen - new if self._whole[steps[n].path] is not None}
+
+        def is_decisive(numbers: Sequence[int]) -> bool:
+            return not choice.deleted <= choose({*absent, *numbers}).deleted
+
+        return new | _find_decisive(sorted(known), is_decisive)
+
+    def _find_loss(
+        self, number: int, step: ranked_steps.RunStep, anew: bool
+    ) -> str | None:
         """Returns what the files of a step lack; remembers steps that are whole.
 
         Args:
-            step: The step.
-            anew: Whether to look again at a step that was whole.
+            number: The step.
+            step: The same, as seen by policies.
+            anew: Whether to compare also unchanged files of a step that was whole.
         """
-        if not anew and self._whole.get(step.path, self) == _stamp(step.path):
+        files = self._whole.get(step.path)
+        if not anew and files is not None and files.are_unchanged(step.path):
             return None
-        loss = _checkpoint.file_sizes.find_loss(step.path)
-        if loss is None:
-            self._whole[step.path] = _stamp(step.path)
-        return loss
+        found = _checkpoint.file_sizes.look(step.path, number)
+        if found.loss is None:
+            self._whole[step.path] = found.files
+        return found.loss
 
     def _warn_of_foreign(self, path: Path, names: Sequence[str]) -> None:
         self._warn_once(
@@ -390,9 +456,9 @@ class Retention:
         self._warn_of_missing_metrics(decision)
         if not decision.is_empty:
             if just_saved is None:
-                self._check_complete(max(decision.steps), _checkpoint.verify.check)
+                self._check_complete(max(decision.steps), reads_all=True)
             else:
-                self._check_complete(just_saved, _checkpoint.file_sizes.check)
+                self._check_complete(just_saved, reads_all=False)
         is_over = _deadline(is_awaited)
         deleted = tuple(self._delete(decision, just_saved, is_over))
         what = "the remainder of earlier deletions"
@@ -535,11 +601,13 @@ class Retention:
         with _storage.permissions.explain_errors(self._directory):
             return any(map(_steps.markers.is_temporary, self.index.paths().values()))
 
-    def _check_complete(self, step: int, check: Callable[[Path], None]) -> None:
+    def _check_complete(self, step: int, *, reads_all: bool) -> None:
         path = self._directory / self._format.name(step)
         try:
-            check(path)
-            self._whole[path] = _stamp(path)
+            if reads_all:
+                _checkpoint.verify.check(path, step)
+            else:
+                self._whole[path] = _checkpoint.file_sizes.check(path, step)
         except (errors.CheckpointError, OSError) as error:
             raise self._incomplete_error(step, str(error)) from error
 
@@ -587,9 +655,18 @@ class Retention:
         return True
 
 
-def _stamp(path: Path) -> object:
-    """Returns what changes with a step's files; None where asking costs a request."""
-    return None if _storage.of(path).costs_requests else _storage.stamp(path)
+def _find_decisive(
+    numbers: Sequence[int], is_decisive: Callable[[Sequence[int]], bool]
+) -> set[int]:
+    """Returns those of `numbers` that are decisive, by halves: most groups are not."""
+    if not numbers or not is_decisive(numbers):
+        return set()
+    middle = len(numbers) // 2
+    if not middle:
+        return set(numbers)
+    found = _find_decisive(numbers[:middle], is_decisive)
+    found |= _find_decisive(numbers[middle:], is_decisive)
+    return found or set(numbers)  # decisive together
 
 
 def _first(names: Sequence[str]) -> str:

@@ -66,10 +66,10 @@ def _is_foreign(final: Path) -> bool:
         return False
 
 
-def is_whole(final: Path) -> bool:
-    """Returns True if a step is complete and not marked as damaged."""
+def is_whole(final: Path, step: int) -> bool:
+    """Returns True if `final` is the complete `step`, and not marked as damaged."""
     try:
-        _checkpoint.file_sizes.check(final)
+        _checkpoint.file_sizes.check(final, step)
     except (errors.DamagedCheckpointError, errors.CheckpointFormatError):
         return False
     return not _steps.markers.is_damaged(final)

@@ -321,13 +321,13 @@ class Uploads:
                 self._reach()
             final = self._directory / path.name
             relation = upload_copies.compare(path, final)
-            is_there = relation == "same" and upload_copies.is_whole(final)
+            is_there = relation == "same" and upload_copies.is_whole(final, step)
             if relation == "other" and marker.settled:
                 reason = f"another step {step} was saved in {self._directory} since"
                 self._skip(step, path, marker, reason, logging.WARNING)
                 return
             if not is_there:
-                _checkpoint.file_sizes.check(path)
+                _checkpoint.file_sizes.check(path, step)
                 if marker.overwrite:
                     self._inherit_pin(path, final)
                 if not self._far.would_keep(step, self._near):

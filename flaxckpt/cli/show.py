@@ -81,7 +81,7 @@ def show(
         return _app.SUCCESS
     if leaf is None:
         _show_head(metadata)
-    _show_damage(metadata.path)
+    _show_damage(metadata)
     shown = _run.disk_usage.shown(trees, depth=depth, rows=_ROWS_AT_ONCE)
     _show_tree(shown)
     if hidden := len(trees) - len(shown):
@@ -152,11 +152,12 @@ def _show_head(metadata: CheckpointMetadata) -> None:
         _output.print_paragraph(f"transformed by {change}")
 
 
-def _show_damage(path: str) -> None:
+def _show_damage(metadata: CheckpointMetadata) -> None:
     """Prints the known damage of a checkpoint, found without reading arrays."""
     from flaxckpt import _inspect, _storage
 
-    damage = _inspect.run_view.find_known_damage(_storage.paths.from_text(path))
+    path = _storage.paths.from_text(metadata.path)
+    damage = _inspect.run_view.find_known_damage(path, metadata.step)
     if damage is not None:
         text = f"DAMAGED: {damage}"
         for line in _output.wrap(text, indent="  "):

@@ -40,8 +40,15 @@ class Located(NamedTuple):
         Raises:
             CheckpointNotFoundError: The checkpoint was deleted since.
             CheckpointFormatError: The checkpoint is of an unsupported kind.
-            DamagedCheckpointError: The checkpoint is not intact, or may not be read.
+            DamagedCheckpointError: The checkpoint is not intact, was saved as another
+                step, or may not be read.
         """
+        stored = self.open_as_saved(types)
+        check_step(self.path, self.step, stored)
+        return stored
+
+    def open_as_saved(self, types: Sequence[type] = ()) -> Stored:
+        """Returns the same as `open`, also if it was saved as another step."""
         with (
             _storage.permissions.reading(self.path),
             _storage.paths.listing_cache(self.path),
@@ -72,8 +79,7 @@ def open_checkpoint(
 
     def read(located: Located) -> Stored:
         stored = located._read(types)
-        if located.step is not None:
-            check_step(located.path, located.step, stored)
+        check_step(located.path, located.step, stored)
         return stored
 
     return _read(path, step, step_format, read)
@@ -286,9 +292,12 @@ def list_nearest(steps: Sequence[int], near: int) -> str:
 
 
 def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
-    """Reads everything but the arrays of the checkpoint at exactly `path`."""
+    """Reads everything but the arrays of the checkpoint at exactly `path`.
+
+    Also if it was saved as another step.
+    """
     with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
-        return Located(path, step, formats.detect(path)).open(types)
+        return Located(path, step, formats.detect(path)).open_as_saved(types)
 
 
 def read_without_classes(path: Path) -> Stored:
@@ -301,8 +310,8 @@ def read_without_classes(path: Path) -> Stored:
         return located._read_with(_state.treedef.resolve_nothing)
 
 
-def read_step(path: Path, step: int, types: Sequence[type] = ()) -> Stored:
-    """Reads everything but the arrays of a step of a run.
+def read_step(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
+    """Reads everything but the arrays of a step of a run, or of any with `step` None.
 
     Raises:
         DamagedCheckpointError: The checkpoint was saved as another step.
@@ -312,8 +321,16 @@ def read_step(path: Path, step: int, types: Sequence[type] = ()) -> Stored:
     return stored
 
 
-def check_step(path: Path, step: int, stored: Stored) -> None:
-    """Raises DamagedCheckpointError if `stored`, or an item, is of another step."""
+def check_step(path: Path, step: int | None, stored: Stored) -> None:
+    """Raises DamagedCheckpointError if `stored`, or an item, is of another step.
+
+    Args:
+        path: The checkpoint.
+        step: The step that it must be; None for any.
+        stored: The checkpoint, opened.
+    """
+    if step is None:
+        return
     parts = {path: stored, **{path / n: one for n, one in stored.own_items.items()}}
     for place, part in parts.items():
         if part.recorded_step not in (step, None):

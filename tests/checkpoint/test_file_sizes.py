@@ -59,13 +59,13 @@ def changed(path, name, change):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_file_may_be_missing_or_empty(tmp_path, layout):
     path = save(tmp_path / "c", layout, metrics={"loss": 1.0})
-    file_sizes.check(path)
+    file_sizes.check(path, None)
     for name in {*LOCAL.files_below(path)} - METRICS:
         for change in ("removed", "empty"):
             if (name, change) == ("commit_success.txt", "removed"):
                 continue  # on a disk, the name of the directory says so
             with pytest.raises(errors.DamagedCheckpointError):
-                file_sizes.check(changed(path, name, change))
+                file_sizes.check(changed(path, name, change), None)
 
 
 @pytest.mark.parametrize("layout", ["files", "no checksums"])
@@ -77,7 +77,7 @@ def test_chunks_have_their_sizes(tmp_path, layout, change):
     found = size + (1 if change == "longer" else -1)
     message = rf"b is incomplete; .*\n.*c\.0: wanted {size} bytes, found {found}"
     with pytest.raises(errors.DamagedCheckpointError, match=message):
-        file_sizes.check(changed(path, name, change))
+        file_sizes.check(changed(path, name, change), None)
 
 
 def test_all_faults_of_an_array_are_told(tmp_path):
@@ -85,7 +85,7 @@ def test_all_faults_of_an_array_are_told(tmp_path):
     copy = changed(path, "state/w/c.0.0", "removed")
     (copy / "state/w/zarr.json").unlink()
     with pytest.raises(errors.DamagedCheckpointError) as told:
-        file_sizes.check(copy)
+        file_sizes.check(copy, None)
     assert "c.0.0: wanted some bytes, found none" in str(told.value)
     assert "zarr.json is missing or empty" in str(told.value)
 
@@ -93,25 +93,25 @@ def test_all_faults_of_an_array_are_told(tmp_path):
 def test_a_database_without_digests_holds_its_large_arrays(tmp_path, monkeypatch):
     monkeypatch.setattr(_native.contents, "_SMALL_DATABASE_BYTES", 0)
     path = save(tmp_path / "c", "database")
-    file_sizes.check(path)
+    file_sizes.check(path, None)
     for data in (path / "state/d").iterdir():
         data.write_bytes(data.read_bytes()[:1000])
     with pytest.raises(errors.DamagedCheckpointError, match=r"at least 8192 bytes, fo"):
-        file_sizes.check(path)
+        file_sizes.check(path, None)
     (path / "state/manifest.ocdbt").write_bytes(b"")
     with pytest.raises(
         errors.DamagedCheckpointError, match="incomplete: wanted a data"
     ):
-        file_sizes.check(path)
+        file_sizes.check(path, None)
     small = tmp_path / "small"
     with flaxckpt.Checkpointer(small, layout=LAYOUTS["database"]) as ckpt:
         ckpt.save(1, {"b": STATE["b"]})
-    file_sizes.check(small / "1")
+    file_sizes.check(small / "1", None)
     shutil.rmtree(small / "1/state/d")
     with pytest.raises(
         errors.DamagedCheckpointError, match="at least 0 bytes, found 0"
     ):
-        file_sizes.check(small / "1")
+        file_sizes.check(small / "1", None)
 
 
 def test_what_was_deleted_on_purpose_is_not_missing(tmp_path):
@@ -119,10 +119,10 @@ def test_what_was_deleted_on_purpose_is_not_missing(tmp_path):
     with flaxckpt.Checkpointer(path, items=("params", "opt")) as ckpt:
         ckpt.save(1, {"params": STATE, "opt": STATE}).wait()
         ckpt.delete(1, item="opt")
-    file_sizes.check(path / "1")
+    file_sizes.check(path / "1", None)
     shutil.rmtree(path / "1" / "params")
     with pytest.raises(errors.CheckpointError):
-        file_sizes.check(path / "1")
+        file_sizes.check(path / "1", None)
 
 
 @pytest.mark.parametrize("layout", ["files", "compressed"])
@@ -156,15 +156,15 @@ def test_a_database_is_checked_for_each_of_its_leaves(tmp_path, monkeypatch):
 def test_no_object_may_be_missing(layout):
     root = faulty.new_path("file-sizes")
     path = save(root, layout)
-    file_sizes.check(path)
+    file_sizes.check(path, None)
     for name in {*path.keys()}:
         key = f"{path.key}/{name}"
         content = path.store.read(key).value
         path.store.delete(key)
         with pytest.raises(errors.CheckpointError):
-            file_sizes.check(path)
+            file_sizes.check(path, None)
         path.store.write(key, content)
-    file_sizes.check(path)
+    file_sizes.check(path, None)
 
 
 def flip(content):
@@ -177,20 +177,20 @@ def test_arrays_are_not_read(tmp_path):
     path = save(tmp_path / "zarr", "zarr 2")
     [chunk] = [file for file in (path / "state/w").iterdir() if file.name != ".zarray"]
     chunk.write_bytes(flip(chunk.read_bytes()))
-    file_sizes.check(path)
+    file_sizes.check(path, None)
     strings = path / "state/_strings.json"
     strings.write_bytes(flip(strings.read_bytes()))
     with pytest.raises(errors.DamagedCheckpointError):
-        file_sizes.check(path)
+        file_sizes.check(path, None)
     path = save(tmp_path / "database", "database")
     [data] = (path / "state/d").iterdir()
     data.write_bytes(flip(data.read_bytes()))
     with pytest.raises(errors.DamagedCheckpointError, match="has changed since"):
-        file_sizes.check(path)
+        file_sizes.check(path, None)
     path = save(faulty.new_path("file-sizes"), "database")
     data = max((path / "state/d").iterdir(), key=lambda file: len(file.read_bytes()))
     data.write_bytes(flip(data.read_bytes()))
-    file_sizes.check(path)
+    file_sizes.check(path, None)
 
 
 def test_only_checkpoints_of_flaxckpt_are_whole(tmp_path):
@@ -199,7 +199,35 @@ def test_only_checkpoints_of_flaxckpt_are_whole(tmp_path):
     with pytest.raises(
         errors.DamagedCheckpointError, match=r"flaxckpt.json is missing"
     ):
-        file_sizes.check(path)
+        file_sizes.check(path, None)
+
+
+@pytest.mark.parametrize("codec", ["compact", "zstd"])
+@pytest.mark.parametrize("size", [4096, 70_000, 2**20])
+def test_a_compressed_chunk_knows_its_size(tmp_path, codec, size):
+    values = {
+        "random": np.random.default_rng(0).bytes(size),
+        "zeros": bytes(size),
+        "mixed": bytes(size // 2) + np.random.default_rng(0).bytes(size // 2),
+        "text": (b"0123456789abcdef" * size)[:size],
+    }
+    for version in (2, 3):
+        layout = flaxckpt.ArrayLayout(
+            store="files", codec=codec, zarr_version=version, checksum=False
+        )
+        path = tmp_path / str(version)
+        arrays = {name: np.frombuffer(data, "u1") for name, data in values.items()}
+        flaxckpt.save(path, arrays, layout=layout)
+        file_sizes.check(path, None)
+        for name in values:
+            [chunk] = (path / "state" / name).glob("*0")
+            content = chunk.read_bytes()
+            found = zarr.chunk_headers.compressed_bytes(chunk, codec)
+            assert found == len(content)
+            for other in (content + b"\0", content[:-1], content[:4], bytes(99)):
+                chunk.write_bytes(other)
+                found = zarr.chunk_headers.compressed_bytes(chunk, codec)
+                assert found != len(other)
 
 
 def test_the_size_of_a_chunk_is_known_unless_it_is_compressed(tmp_path):
@@ -221,13 +249,13 @@ def test_items_that_are_damaged_are_told(tmp_path):
         ckpt.save(1, {"a": {"w": np.ones(2)}, "b": {"w": np.ones(2)}})
     shutil.rmtree(tmp_path / "1" / "b")
     with pytest.raises(errors.DamagedCheckpointError, match="has damaged items"):
-        file_sizes.check(tmp_path / "1")
+        file_sizes.check(tmp_path / "1", None)
 
 
 def test_a_step_of_another_library_is_not_one_of_ours(tmp_path):
     shutil.copytree(GOLDEN / "orbax-0.12.8" / "v0_files" / "7", tmp_path / "1")
     with pytest.raises(errors.DamagedCheckpointError, match=r"flaxckpt\.json is miss"):
-        file_sizes.check(tmp_path / "1")
+        file_sizes.check(tmp_path / "1", None)
 
 
 @pytest.mark.parametrize(
@@ -255,14 +283,14 @@ def test_objects_are_missed_beside_leaves_without_arrays():
     root = faulty.new_path("file-sizes")
     state = {"a": np.ones(3), "b": "text", "c": np.ones(3)}
     flaxckpt.save(root, state, layout=LAYOUTS["files"])
-    file_sizes.check(root)
+    file_sizes.check(root, None)
     chunk = root / "state" / "c" / "c.0"
     content = chunk.read_bytes()
     chunk.unlink()
     with pytest.raises(errors.DamagedCheckpointError, match=r"c/c\.0 is missing"):
-        file_sizes.check(root)
+        file_sizes.check(root, None)
     chunk.write_bytes(content)
-    file_sizes.check(root)
+    file_sizes.check(root, None)
 
 
 @pytest.mark.parametrize("item", ["a", "b"])
@@ -272,8 +300,8 @@ def test_each_database_in_a_store_has_its_manifest(monkeypatch, item):
     layout = LAYOUTS["database"]
     with flaxckpt.Checkpointer(root, items=("a", "b"), layout=layout) as ckpt:
         ckpt.save(1, {name: {"w": np.ones(3)} for name in "ab"})
-    file_sizes.check(root / "1")
+    file_sizes.check(root / "1", None)
     (root / "1" / item / "manifest.ocdbt").unlink()
     told = rf"{item}/manifest\.ocdbt is missing"
     with pytest.raises(errors.DamagedCheckpointError, match=told):
-        file_sizes.check(root / "1")
+        file_sizes.check(root / "1", None)

@@ -107,7 +107,7 @@ def test_chunks_of_another_size(tmp_path, layout, content, told):
     report = flaxckpt.verify(path)
     assert told in report.problems["w"]
     with pytest.raises(errors.DamagedCheckpointError, match=r"^w: c\.0 "):
-        verify.check(path)
+        verify.check(path, None)
 
 
 def test_arrays_without_checksums_are_decoded(tmp_path):
@@ -209,7 +209,7 @@ def test_what_cannot_be_read_is_no_damage(tmp_path, monkeypatch):
     assert {"w"} <= set(report.unread)
     assert verify.find_damage(path, None) is None
     with pytest.raises(errors.DamagedCheckpointError):
-        verify.check(path)
+        verify.check(path, None)
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
@@ -227,7 +227,7 @@ def test_a_description_that_is_damaged_or_cannot_be_read(
     assert (len(faults), len(others)) == (1, 0)
     assert report.leaves is None
     with pytest.raises(errors.DamagedCheckpointError, match=str(path)):
-        verify.check(path)
+        verify.check(path, None)
 
 
 @pytest.mark.parametrize("target", ["../../other", "gone"])
@@ -362,10 +362,10 @@ def test_damaged_metrics_do_not_make_a_step_unreadable(tmp_path):
         run.save(1, {"w": np.zeros(4)}, metrics={"loss": 1.0})
     flip_bit(tmp_path / "1" / "metrics" / "metrics")
     assert not flaxckpt.verify(tmp_path).ok
-    verify.check(tmp_path / "1")
+    verify.check(tmp_path / "1", 1)
     flip_bit(tmp_path / "1" / "state" / "w" / "zarr.json")
     with pytest.raises(errors.DamagedCheckpointError):
-        verify.check(tmp_path / "1")
+        verify.check(tmp_path / "1", 1)
 
 
 def test_all_places_are_told_whatever_else_is_damaged(tmp_path):

@@ -167,6 +167,25 @@ def test_a_directory_of_another_step_is_found(tmp_path, monkeypatch, caplog, cas
     for load in (run.ckpt.restore, flaxckpt.load):
         with pytest.raises(errors.DamagedCheckpointError, match="saved as step 1"):
             load(**({"step": 2} if load == run.ckpt.restore else {"path": run.root}))
+    with pytest.raises(errors.DamagedCheckpointError, match="saved as step 1"):
+        flaxckpt.convert(run.root, tmp_path / "y.safetensors")
+    assert not (tmp_path / "y.safetensors").exists()
+
+
+@pytest.mark.parametrize("is_by_step", [True, False])
+def test_metrics_of_another_copy_are_found(tmp_path, caplog, is_by_step):
+    caplog.set_level(logging.CRITICAL, logger="flaxckpt")
+    run = Run(tmp_path / "run", flaxckpt.ArrayLayout(**LAYOUTS["files"]))
+    copies = tmp_path / "copies"
+    for step in (1, 2):
+        source = {"src": run.root, "step": step}
+        if not is_by_step:
+            source = {"src": run.root / str(step)}
+        flaxckpt.convert(**source, dst=copies / str(step), format="orbax")
+    shutil.rmtree(copies / "2/metrics")
+    shutil.copytree(copies / "1/metrics", copies / "2/metrics")
+    assert not flaxckpt.verify(copies, step=2).ok
+    assert flaxckpt.metadata(copies, step=2).metrics == {}
 
 
 @pytest.mark.parametrize("case", CASES)

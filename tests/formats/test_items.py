@@ -241,7 +241,7 @@ def test_a_step_with_damaged_json_does_not_replace_others(tmp_path):
         ckpt.save(1, {"w": np.ones(2)}, json={"config": {"depth": 2}}).wait()
         change(tmp_path / "1/config")
         with pytest.raises(errors.DamagedCheckpointError, match="config"):
-            file_sizes.check(tmp_path / "1")
+            file_sizes.check(tmp_path / "1", 1)
 
 
 @pytest.mark.parametrize("store", ["files", "ocdbt"])

@@ -20,6 +20,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
+from flaxckpt._checkpoint import file_sizes
 from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._run import retention as run_retention
 from flaxckpt._steps import delete as steps_delete
@@ -51,6 +52,12 @@ def save(root, *steps, **options):
         with flaxckpt.Checkpointer(root, **options) as ckpt:
             ckpt.save(step, state(step))
     return ckpt.steps()
+
+
+def save_many(root, steps, **options):
+    with flaxckpt.Checkpointer(root, **options) as ckpt:
+        for step in steps:
+            ckpt.save(step, state(step))
 
 
 def put_metrics(root, **values):
@@ -202,11 +209,7 @@ def test_t5x_does_not_replace_a_pinned_one_of_few_metrics(tmp_path):
 
 
 def test_t5x_finds_the_best_of_many_after_a_restart(tmp_path):
-    source = tmp_path / "0"
-    save(tmp_path, 0)
-    for step in range(1, 31):
-        shutil.copytree(source, tmp_path / str(step))
-    shutil.rmtree(source)
+    save_many(tmp_path, range(1, 31))
     put_metrics(tmp_path, **{f"s{s}": float(s in (12, 23)) for s in range(1, 31)})
     assert save(tmp_path, 31, keep=BEST_2) == [12, 23, 31]
 
@@ -733,14 +736,109 @@ def test_a_kept_step_that_is_not_whole_does_not_count(tmp_path, caplog):
     assert ckpt.steps() == [3, 4, 8]
 
 
-FOREIGN = ["notes.txt", "state/notes.txt", "extra/notes.txt"]
+def test_a_copy_of_another_step_is_not_whole(tmp_path):
+    """As a backup leaves it that was interrupted, or made of the wrong step."""
+    save_many(tmp_path, (1, 2, 3), layout=FILES)
+    shutil.rmtree(tmp_path / "3")
+    shutil.copytree(tmp_path / "1", tmp_path / "3")
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    for dry_run in (True, False):
+        with pytest.raises(errors.SaveFailedError, match="was saved as step 1"):
+            ckpt.prune(dry_run=dry_run)
+    assert "was saved as step 1" in ckpt.explain()[3][0]
+    assert save(tmp_path, 4, keep=[LatestN(2)]) == [2, 3, 4]
+    strategies.assert_same(state(2), ckpt.restore(step=2))
+
+
+COMPRESSED = {
+    "zstd": {"codec": "zstd"},
+    "compact": {"codec": "compact"},
+    "zstd without checksums": {"codec": "zstd", "checksum": False},
+    "zarr 2": {"codec": "none", "zarr_version": 2, "checksum": False},
+    "zarr 2 compact": {"codec": "compact", "zarr_version": 2, "checksum": False},
+    "zarr 2 zstd": {"codec": "zstd", "zarr_version": 2, "checksum": False},
+}
+
+
+@pytest.mark.parametrize("layout", COMPRESSED)
+def test_a_shorter_chunk_of_any_layout_is_found(tmp_path, layout):
+    layout = flaxckpt.ArrayLayout(store="files", **COMPRESSED[layout])
+    with flaxckpt.Checkpointer(tmp_path, layout=layout) as ckpt:
+        for step, loss in enumerate([0.5, 0.1, 0.2, 0.3, 0.4], 1):
+            w = np.random.default_rng(step).normal(size=(64, 64))
+            ckpt.save(step, {"w": w}, metrics={"loss": loss})
+    keep = [LatestN(1), BestN(1, "loss", "min")]
+    cut_in_half(tmp_path, 2)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep)
+    assert ckpt.prune(dry_run=True) == ckpt.prune() == (1, 4)
+    assert ckpt.explain()[2][0].startswith("damaged: ")
+    cut_in_half(tmp_path, 5)
+    for dry_run in (True, False):
+        with pytest.raises(errors.SaveFailedError, match="step 5 is incomplete"):
+            ckpt.prune(dry_run=dry_run)
+
+
+def cut_in_half(root, step):
+    [chunk] = [p for p in (root / f"{step}/state/w").iterdir() if "z" not in p.name]
+    put(chunk, chunk.read_bytes()[: chunk.stat().st_size // 2])
+
+
+def test_a_step_that_was_whole_is_looked_at_again_if_others_go_for_it(tmp_path, caplog):
+    keep = [LatestN(1), BestN(1, "loss", "min"), EveryNSteps(10)]
+    with flaxckpt.Checkpointer(tmp_path, keep=keep, layout=FILES) as ckpt:
+
+        def save(step, loss):
+            ckpt.save(step, state(step), metrics={"loss": loss}).wait()
+
+        save(1, 0.3)
+        save(2, 0.1)  # deletes 1
+        save(3, 0.2)
+        save(4, 0.4)  # looks at 2, the best, and deletes 3
+        put(tmp_path / "2/state/w/c.0.0", b"")
+        save(5, 0.5)  # without 2, the best is 4
+        assert ckpt.steps() == [2, 4, 5]
+        save(6, 0.3)
+        assert ckpt.steps() == [2, 6]
+    assert "step 2 is damaged, so it does not count" in caplog.text
+
+
+def test_only_the_steps_that_matter_are_looked_at_again(tmp_path, monkeypatch):
+    looked = []
+    files = file_sizes.Files
+    are_unchanged = files.are_unchanged
+    monkeypatch.setattr(
+        files,
+        "are_unchanged",
+        lambda self, path: looked.append(path.name) or are_unchanged(self, path),
+    )
+    keep = [LatestN(2), EveryNSteps(10), BestN(1, ACC, "max")]
+    with flaxckpt.Checkpointer(tmp_path, keep=keep, layout=FILES) as ckpt:
+        for step in range(51):
+            metrics = {ACC: {13: 1.0, 48: 0.5}.get(step, 0.0)}
+            ckpt.save(step, state(step), metrics=metrics).wait()
+            if step == 49:
+                looked.clear()
+    assert ckpt.steps() == [0, 10, 13, 20, 30, 40, 49, 50]
+    assert sorted(looked) == ["13", "49"]
+
+
+FOREIGN = [
+    "notes.txt",
+    "state/notes.txt",
+    "extra/notes.txt",
+    "state/mine/c.0",
+    "state/mine/zarr.json",
+    "state/w/c.7.0",
+    "state/d/0123456789abcdef",
+    "state/ocdbt.process_9/d/0123456789abcdef",
+]
 
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_no_file_of_others_is_deleted_with_a_step(tmp_path, caplog, name):
     save(tmp_path, 1, 2)
     file = tmp_path / "1" / name
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(exist_ok=True, parents=True)
     file.write_text("mine")
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
         for step in (3, 4):
@@ -769,6 +867,7 @@ def test_no_file_of_others_is_deleted_with_an_item(tmp_path, caplog):
         with pytest.raises(errors.SaveFailedError, match=r"b/notes\.txt"):
             c.delete(1, item="b")
         assert "would be lost: b/notes.txt" in caplog.text
+        assert "files of others in item b: b/notes.txt" in c.explain()[1]
         strategies.assert_same(branches, c.restore(step=1))
         c.delete(1, item="a")  # its own files only
     assert (tmp_path / "1/b/notes.txt").read_text() == "mine"
@@ -1192,9 +1291,7 @@ PRUNING = """
 
 @pytest.mark.slow
 def test_processes_that_prune_at_the_same_time_delete_each_step_once(tmp_path):
-    save(tmp_path, 0)
-    for step in range(1, 80):
-        shutil.copytree(tmp_path / "0", tmp_path / str(step))
+    save_many(tmp_path, range(80))
     pruning = [
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(PRUNING), tmp_path],

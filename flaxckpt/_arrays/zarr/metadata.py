@@ -105,11 +105,12 @@ def is_raw(encoding: Encoding, shape: Shape, dtype: str) -> bool:
     return (
         encoding.version == 3
         and dtype not in _NEVER_RAW
-        and _codec(encoding, shape, dtype) == "none"
+        and choose_codec(encoding, shape, dtype) == "none"
     )
 
 
-def _codec(encoding: Encoding, shape: Shape, dtype: str) -> str:
+def choose_codec(encoding: Encoding, shape: Shape, dtype: str) -> str:
+    """Returns the codec of an array: `none` if it is small, else that of `encoding`."""
     size = math.prod(shape) * _state.dtypes.item_bits(dtype) // 8
     return "none" if size < _COMPRESSED_FROM else encoding.codec
 
@@ -139,7 +140,9 @@ def metadata(
         # Dots instead of slashes: a single directory per array.
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "fill_value": _zero(dtype),
-        "codecs": _codecs(_codec(encoding, shape, dtype), dtype, encoding.checksum),
+        "codecs": _codecs(
+            choose_codec(encoding, shape, dtype), dtype, encoding.checksum
+        ),
     }
 
 
@@ -215,7 +218,7 @@ def _metadata_2(
         "shape": list(shape),
         "chunks": list(chunk_shape),
         "dtype": _state.numpy_dtypes.zarr_2_name(dtype),
-        "compressor": compressors[_codec(encoding, shape, dtype)],
+        "compressor": compressors[choose_codec(encoding, shape, dtype)],
         "fill_value": None,
         "filters": None,
         "order": "C",
