@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 
 from flaxckpt import errors
-from flaxckpt._storage import files, leases, locks, store_requests
+from flaxckpt._storage import files, leases, locks, store_options
 from flaxckpt._storage.paths import RemotePath
 
 _log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def _make_room(
     lock.is_left = False
 
 
-@store_requests.cleanup()
+@store_options.cleanup()
 def _clear(lock: locks.Lock) -> None:
     """Removes an unfinished checkpoint, unless another process holds the lock."""
     try:
@@ -252,7 +252,7 @@ def restore(lock: locks.Lock, marker: bytes | None) -> None:
         write_new(lock.path / MARKER, marker, lock)
 
 
-@store_requests.cleanup()
+@store_options.cleanup()
 def remove(lock: locks.Lock) -> None:
     """Removes an uncommitted checkpoint; a later sweep removes what is left."""
     lock.is_left = True  # until all is removed

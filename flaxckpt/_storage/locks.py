@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from flaxckpt import _util, errors
-from flaxckpt._storage import store_requests
+from flaxckpt._storage import store_options
 from flaxckpt._storage.paths import RemotePath
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Lock:
         self.is_left = True
         _pending[self._holder.id] = time.monotonic() + _LATE_SECS
 
-    @store_requests.cleanup()
+    @store_options.cleanup()
     def release(self) -> None:
         """Releases the lock; after a failure, a later sweep removes its object.
 

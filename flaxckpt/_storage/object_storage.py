@@ -24,7 +24,7 @@ from flaxckpt._storage import (
     commit_marker,
     leases,
     rename,
-    store_requests,
+    store_options,
     temporary,
 )
 from flaxckpt._storage import files as storage_files
@@ -278,7 +278,7 @@ class ObjectStorage:
             final, overwrite=False, keep=lambda name: False
         )
 
-    @store_requests.cleanup()
+    @store_options.cleanup()
     def discard(self, directory: RemotePath, /) -> None:
         try:
             self.remove_tree(directory)

@@ -1,8 +1,11 @@
-"""Options of an object store."""
+"""Options of an object store, and whose requests have a short deadline."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
+from collections.abc import Iterator
 
 from flaxckpt import _util, errors
 
@@ -53,3 +56,22 @@ class StoreOptions:
                     f"{name} must be a string or None, got"
                     f" {_util.arguments.describe(value)}"
                 )
+
+
+cleans_up = contextvars.ContextVar("cleans_up", default=False)
+"""Whether the requests of this thread clean up after others."""
+
+
+@contextlib.contextmanager
+def cleanup() -> Iterator[None]:
+    """Limits the requests of this thread in the block, which clean up after others.
+
+    After a request without an answer, they have one deadline together, and then a
+    moment each: a sweep removes what they leave. Without such a request, they have the
+    deadline of any other.
+    """
+    token = cleans_up.set(True)
+    try:
+        yield
+    finally:
+        cleans_up.reset(token)

@@ -6,18 +6,17 @@ temporary failures until a deadline, and their errors name the request and the s
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import tensorstore as ts
 
 from flaxckpt import errors
+from flaxckpt._storage import store_options
 from flaxckpt._storage.store_options import StoreOptions
 from flaxckpt._types import JSON
 
@@ -66,23 +65,6 @@ _shared: dict[str, JSON] = {}
 specs for one store, and can copy between databases in the store."""
 
 _numbers = itertools.count()
-
-_cleans_up = contextvars.ContextVar("cleans_up", default=False)
-
-
-@contextlib.contextmanager
-def cleanup() -> Iterator[None]:
-    """Limits the requests of this thread in the block, which clean up after others.
-
-    After a request without an answer, they have one deadline together, and then a
-    moment each: a sweep removes what they leave. Without such a request, they have the
-    deadline of any other.
-    """
-    token = _cleans_up.set(True)
-    try:
-        yield
-    finally:
-        _cleans_up.reset(token)
 
 
 def context(spec: Mapping[str, JSON] | None = None) -> ts.Context:
@@ -283,15 +265,15 @@ class Connection:
             use_threads()
 
     def _timeout_secs(self, size: int) -> float:
-        """Returns the seconds for a request; see `cleanup`."""
+        """Returns the seconds for a request; see `store_options.cleanup`."""
         secs = self.options.deadline_secs + size / _SLOWEST_BYTES_PER_SEC
-        if self._silent_since is None or not _cleans_up.get():
+        if self._silent_since is None or not store_options.cleans_up.get():
             return secs
         silent = time.monotonic() - self._silent_since
         return min(secs, max(_LEAST_SECS, self.options.deadline_secs - silent))
 
     def _note_silence(self) -> None:
-        if self._silent_since is None or not _cleans_up.get():
+        if self._silent_since is None or not store_options.cleans_up.get():
             self._silent_since = time.monotonic()
 
     def _timeout_error(self, what: str, secs: float) -> errors.StoreError:

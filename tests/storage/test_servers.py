@@ -15,7 +15,7 @@ import flaxckpt
 from flaxckpt import _storage, errors
 from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage import locks as storage_locks
-from flaxckpt._storage import store_requests
+from flaxckpt._storage import store_options, store_requests
 from tests.helpers import slow, store_servers, strategies
 from tests.helpers.files import flip_bit
 
@@ -285,10 +285,10 @@ def test_a_cleanup_after_a_request_without_an_answer_has_one_more_deadline(monke
         return silent.now - begin
 
     assert [ask() for _ in range(2)] == [60, 60]
-    with store_requests.cleanup():
+    with store_options.cleanup():
         assert [ask() for _ in range(4)] == [60, 1, 1, 1]
     assert ask() == 60, "it may be back"
-    with store_requests.cleanup():
+    with store_options.cleanup():
         assert [ask() for _ in range(2)] == [60, 1]
 
     class Answer:
@@ -296,5 +296,5 @@ def test_a_cleanup_after_a_request_without_an_answer_has_one_more_deadline(monke
             return b""
 
     ask(Answer())
-    with store_requests.cleanup():
+    with store_options.cleanup():
         assert [ask() for _ in range(2)] == [60, 60], "it had come back"
