@@ -556,6 +556,7 @@ def kill_halfway(source, target, format_name, layout):
     return target.with_name(target.name + convert.TEMPORARY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format_name", "name", "layout"),
     [

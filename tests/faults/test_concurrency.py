@@ -79,6 +79,7 @@ def save_in_rounds(barrier, directory, version, on_exists, layout):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_exists", ["error", "overwrite"])
 @pytest.mark.parametrize(
     "layout", slow.all_but([scenarios.SMALL, scenarios.DATABASE], [scenarios.SMALL])

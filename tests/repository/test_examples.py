@@ -68,6 +68,7 @@ def whole_run(request, tmp_path_factory):
     return example, config, *example.main(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "found"), [(1, None), (5, 4)])
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(
     whole_run, steps, found, tmp_path, monkeypatch, capsys

@@ -81,6 +81,7 @@ def save_until_killed(url, at, is_there):
     ckpt.save(2, {"n": np.arange(6)}).wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "at",
     slow.all_but(["c.0", "flaxckpt.json", storage_commit_marker.MARKER], ["c.0"]),

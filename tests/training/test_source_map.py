@@ -48,6 +48,7 @@ def assert_equal(found, wanted):
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["auto", "llama", "a list"])
 @pytest.mark.parametrize("target", ["linen", "tunix", "maxtext-scanned"])
 def test_a_published_model_fills_a_training_state(tmp_path, source, name, target):
