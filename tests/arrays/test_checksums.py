@@ -80,6 +80,7 @@ def cases(draw):
     return shape, chunk_shape, regions
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     cases(),

@@ -349,6 +349,7 @@ def test_no_copy_is_left_when_a_save_has_ended(tmp_path, monkeypatch, end):
         assert live_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("snapshot", slow.all_but(to_host.SNAPSHOTS, ["host"]))
 @pytest.mark.parametrize("saves", [pytest.param(200, marks=pytest.mark.slow), 40])
 def test_many_saves_leave_no_memory_behind(tmp_path, monkeypatch, snapshot, saves):

@@ -92,6 +92,7 @@ def test_an_acknowledged_save_comes_back_equal(tmp_path_factory, x64, data):
         assert flaxckpt.verify(path).ok
 
 
+@pytest.mark.slow
 @widths
 @few_examples
 @hypothesis.given(st.data())

@@ -624,6 +624,7 @@ def test_a_damaged_dataset_state_is_damage(tmp_path):
     assert jax.tree.leaves(restored)
 
 
+@pytest.mark.slow
 def test_the_duration_leaves_imports_out(tmp_path):
     flaxckpt.save(tmp_path / "c", {"w": np.ones((4, 4), np.float32)})
     code = (

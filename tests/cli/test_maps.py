@@ -24,6 +24,7 @@ def assert_published(directory, dtype=np.float32):
         np.testing.assert_array_equal(found[name], array.astype(dtype), name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["auto", "llama"])
 def test_a_model_goes_to_a_layout_and_back(tmp_path, model, command, name):
     command(

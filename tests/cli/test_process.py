@@ -190,6 +190,7 @@ def test_shells_complete_verbs():
     assert found.stdout.split() == ["plain,plan", "plain,prune", "plain,pin"]
 
 
+@pytest.mark.slow
 def test_what_a_terminal_cannot_show_is_printed_all_the_same(here):
     flaxckpt.save("odd", {"größe": np.arange(30.0)})
     found = run("show", "odd", "größe", PYTHONIOENCODING="ascii")

@@ -490,6 +490,7 @@ def without_complex128(tree):
     return all(np.asarray(leaf).dtype != np.complex128 for leaf in flat)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(strategies.trees.filter(without_complex128), st.sampled_from([2**30, 30]))
 def test_any_tree_goes_through_all_formats(tmp_path_factory, tree, limit):
@@ -623,6 +624,7 @@ def test_another_conversion_starts_over(tmp_path, monkeypatch):
     np.testing.assert_array_equal(flaxckpt.load(target)["w1"], wanted)
 
 
+@pytest.mark.slow
 def test_a_source_that_has_changed_starts_over(tmp_path):
     source, target = big_source(tmp_path), tmp_path / "m.safetensors"
     kill_halfway(source, target, "safetensors", {})
@@ -775,6 +777,7 @@ def test_arguments_that_make_no_sense_are_refused(source, tmp_path):
     assert not list(tmp_path.glob("*tmp*"))
 
 
+@pytest.mark.slow
 def test_a_conversion_is_no_step_of_a_run(tmp_path):
     source = big_source(tmp_path)
     temporary = kill_halfway(source, tmp_path / "run" / "7", "orbax", {})

@@ -64,6 +64,7 @@ def no_thread_is_left_behind():
 # ---- exactness -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 3, 100])
 def test_a_buffered_run_resumes_after_the_batch_taken_last(tmp_path, depth):
     assert_resumes(tmp_path, lambda: Buffered(grain_batches(), depth), [1, 7, 19, 20])
@@ -275,6 +276,7 @@ def test_setting_a_state_leaves_one_thread():
             assert len(threads()) == 1
 
 
+@pytest.mark.slow
 def test_the_thread_ends_when_the_buffer_is_forgotten():
     batches = counting()
     next(batches)

@@ -73,6 +73,7 @@ def loader(worker_count=0):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [batched, filtered, mixed, windows, threads, elastic, loader]
 )

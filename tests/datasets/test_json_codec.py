@@ -216,6 +216,7 @@ def test_bytes_that_are_json_with_a_tag_come_back_as_bytes():
         assert set_and_get(datasets.state_files(Holder(state))) == state
 
 
+@pytest.mark.slow
 def test_a_state_beyond_64_mib_is_saved_restored_and_warned_of_once(tmp_path, caplog):
     state = {"buffer": np.arange(52 * 2**20 // 8)}
     holder, fresh = Holder(state), Holder()

@@ -120,6 +120,7 @@ save(directory)
 """
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_at_the_end_does_not_pass_for_success(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(BEGIN + INTERRUPTED)

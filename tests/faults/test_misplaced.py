@@ -118,6 +118,7 @@ def without_digests(monkeypatch, case):
         monkeypatch.setattr(native_contents, "_SMALL_DATABASE_BYTES", -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("items", ["state", ITEMS], ids=["state", "items"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_file_of_another_place_is_found(tmp_path, monkeypatch, caplog, case, items):

@@ -191,6 +191,7 @@ def list_steps(directory):
         say(" ".join(map(str, ckpt.steps())))
 
 
+@pytest.mark.slow
 def test_an_acknowledged_step_comes_to_the_other_mount(both):
     first, second = both
     other = Other(list_steps, second)

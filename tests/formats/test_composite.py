@@ -232,6 +232,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(max_size=3), VALUES, max_size=3), st.lists(VALUES))
 def test_json_comes_back_as_json(tmp_path_factory, left, right):
     step = tmp_path_factory.mktemp("json")

@@ -263,6 +263,7 @@ def test_flipped_bytes_outside_the_arrays_are_noticed_or_harmless(case, tmp_path
         assert found.total_bytes <= len(content) + 64 * len(found.leaves)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_flipped_bytes_in_the_description_of_arrays_are_noticed_or_harmless(

@@ -150,6 +150,7 @@ NUMPY_TYPES = [
 ]
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.text("ab./é\n", min_size=1, max_size=5),
@@ -339,6 +340,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     st.sampled_from([*hostile.OURS, *hostile.LEAF, "role", "spec", "shard"])

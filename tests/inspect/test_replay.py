@@ -54,6 +54,7 @@ def good(request, tmp_path_factory):
     return run, request.param
 
 
+@pytest.mark.slow
 def test_a_good_run_is_reproduced(good):
     run, kind = good
     report = replay(run, kind, 2, 8)
@@ -67,6 +68,7 @@ def test_a_good_run_is_reproduced(good):
     assert "3 checkpoints reproduced" in str(report)
 
 
+@pytest.mark.slow
 def test_the_run_is_not_changed(good):
     run, kind = good
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
@@ -96,6 +98,7 @@ def test_a_flipped_bit_is_found_between_two_checkpoints(tmp_path):
     assert "between steps 4 and 6" in str(report)
 
 
+@pytest.mark.slow
 def test_a_fault_in_an_object_is_found_with_the_parameters_first(tmp_path):
     def fault(state):
         model, optimizer = state
@@ -224,6 +227,7 @@ def test_a_shard_that_differs_is_named_by_its_device(tmp_path):
     assert f"on {jax.devices()[3]}" in str(report)
 
 
+@pytest.mark.slow
 def test_grain_datasets_restart_where_they_were_saved(tmp_path):
     def batches():
         data = grain.MapDataset.range(100).seed(3).shuffle().repeat().batch(4)

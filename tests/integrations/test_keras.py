@@ -159,6 +159,7 @@ def test_a_model_built_twice_in_a_process_resumes(tmp_path):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
+@pytest.mark.slow
 def test_checkpoints_by_keras_names_are_restored(tmp_path):
     keras.utils.clear_session()
     unnamed_model()  # so the names are not those of a new process
@@ -316,6 +317,7 @@ def test_distributed_weights_come_back_where_they_were(tmp_path):
     assert not kernels[0].sharding.is_fully_replicated
 
 
+@pytest.mark.slow
 def test_a_layer_of_another_name_is_named(tmp_path):
     fit(tmp_path, step_indexed(), epochs=1)
     keras.utils.clear_session()
@@ -354,6 +356,7 @@ def test_a_finished_run_trains_no_more_and_can_be_prolonged(tmp_path, straight):
     assert bits(model) == straight[0]
 
 
+@pytest.mark.slow
 def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path, straight):
     model = make_model()
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
@@ -393,6 +396,7 @@ def test_if_the_newest_step_is_damaged_the_epoch_is_that_of_the_one_before(
     assert bits(model) == straight[0]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_metrics_of_its_epoch_and_validation(tmp_path):
     validation = make_batch(1000)
     _, history = fit(
@@ -404,6 +408,7 @@ def test_a_checkpoint_has_the_metrics_of_its_epoch_and_validation(tmp_path):
     assert [checkpointer.metrics(step) for step in (6, 12, 18)] == [*history.values()]
 
 
+@pytest.mark.slow
 def test_epochs_are_saved_as_often_as_asked_for(tmp_path):
     fit(tmp_path, step_indexed(), epochs=4, every_epochs=3)
     assert flaxckpt.Checkpointer(tmp_path).steps() == [18, 24]
@@ -433,6 +438,7 @@ def test_epochs_that_do_not_agree_are_refused(tmp_path, options, message):
         fit(tmp_path, step_indexed(), **options)
 
 
+@pytest.mark.slow
 def test_batches_without_the_callback_are_refused(tmp_path):
     on_step = flaxckpt.CheckpointCallback(flaxckpt.Checkpointer(tmp_path))
     checkpoint = KerasCheckpoint(on_step, step_indexed(), steps_per_epoch=STEPS)

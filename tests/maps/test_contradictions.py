@@ -202,6 +202,7 @@ def test_the_key_of_the_dtype_stays(tmp_path, model, keys):
 # ---- ties ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_head_of_a_tied_model_names_the_key(tmp_path, model, target):
     """In the checkpoint, and on the way back."""

@@ -51,6 +51,7 @@ def gemma(layers, width=6, vocabulary=11):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 5, 6, 7, 12, 14])
 def test_gemma_3_is_scanned_in_blocks_of_six(tmp_path, layers):
     state = gemma(layers)

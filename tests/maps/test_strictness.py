@@ -449,6 +449,7 @@ def test_the_base_model_alone_has_no_head(tmp_path):
 # ---- keys of the configuration -------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["maxtext", "maxtext-scanned"])
 def test_rotary_scaling_has_several_spellings_and_one_meaning(tmp_path, target):
     source = write(tmp_path / "source", published())

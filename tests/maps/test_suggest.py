@@ -45,6 +45,7 @@ def test_the_whole_map_is_found_as_the_project_converts(name, tmp_path):
     assert not wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "tunix-llama3", "whisper"])
 def test_the_inverse_gives_the_source_back(name, tmp_path):
     recorded = read(name)

@@ -804,6 +804,7 @@ def test_names_from_a_checkpoint_are_never_markup(tmp_path):
     assert "\u202e" not in page
 
 
+@pytest.mark.slow
 def test_many_steps_and_leaves_are_a_small_page(run):
     small = gather(run, keep=KEEP)
     steps, saves = small.steps, small.saves

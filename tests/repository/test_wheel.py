@@ -56,6 +56,7 @@ def wheel(tmp_path_factory):
     return built
 
 
+@pytest.mark.slow
 def test_the_wheel_has_all_files_of_the_package_and_nothing_else(wheel):
     """Also the scripts, styles and licences beside the modules."""
     with zipfile.ZipFile(wheel) as archive:

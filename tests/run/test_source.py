@@ -47,6 +47,7 @@ def begin(directory, state, **options):
     return state, start
 
 
+@pytest.mark.slow
 def test_params_come_from_the_source_and_all_else_starts_afresh(
     tmp_path, source, caplog
 ):
@@ -147,6 +148,7 @@ def test_going_on_where_the_source_stood(tmp_path, source):
     assert flaxckpt.Checkpointer(tmp_path / "run").steps() == [4]
 
 
+@pytest.mark.slow
 def test_an_nnx_optimizer_starts_afresh_with_its_counter(tmp_path):
     def build(seed):
         model = nnx.Linear(3, 3, rngs=nnx.Rngs(seed))

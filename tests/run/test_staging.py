@@ -620,6 +620,7 @@ def test_saves_go_on_while_the_directory_is_gone(tmp_path):
     assert {p.name for p in staging.iterdir() if p.is_dir()} <= {"5", "6"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["files", "ocdbt"])
 def test_an_upload_that_is_cut_off_anywhere_is_made_later(
     tmp_path, monkeypatch, layout

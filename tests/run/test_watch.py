@@ -107,6 +107,7 @@ READER = """
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_reader_held_is_let_go_after_a_while(tmp_path, monkeypatch):
     save(tmp_path, 1)
     reader = python(READER, tmp_path)
@@ -310,6 +311,7 @@ def test_a_reader_of_the_future_is_none(tmp_path):
     assert ckpt.prune() == (1,)
 
 
+@pytest.mark.slow
 def test_a_loop_left_alone_holds_nothing_when_the_program_ends(tmp_path):
     save(tmp_path, 1)
     code = """

@@ -37,6 +37,7 @@ def assert_found(histories, patches):
     assert "raised TypeError" not in str(found[1]), "the fault does not fit the code"
 
 
+@pytest.mark.slow
 def test_a_sample_of_histories():
     assert_sound(range(500))
 
@@ -47,6 +48,7 @@ def test_many_histories(shard):
     assert_sound(range(shard * SHARD, (shard + 1) * SHARD))
 
 
+@pytest.mark.slow
 def test_a_sample_of_histories_of_whole_runs():
     assert_sound(range(100), runs)
 

@@ -150,6 +150,7 @@ states = st.recursive(
 ).map(lambda tree: {"leaf": quantized(), "tree": tree})
 
 
+@pytest.mark.slow
 @few_examples
 @hypothesis.given(state=states)
 def test_leaves_come_back_in_any_container(tmp_path_factory, state):

@@ -185,6 +185,7 @@ SCHEDULE = Optimizer((Part("schedule", "schedule1"),))
 LION = Optimizer((Part("lion", "lion0"), Part("schedule", "schedule1")))
 
 
+@pytest.mark.slow
 @hypothesis.settings(
     max_examples=12, suppress_health_check=list(hypothesis.HealthCheck)
 )

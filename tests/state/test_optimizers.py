@@ -425,6 +425,7 @@ def wrapped(names):
     return tx
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(wrappers(), wrappers())
 def test_adam_moments_are_found_in_any_surroundings(tmp_path_factory, before, after):

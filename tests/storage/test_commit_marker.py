@@ -79,6 +79,7 @@ def test_a_save_that_is_cut_off_anywhere_is_no_step(layout):
     assert tries > 10
 
 
+@pytest.mark.slow
 def test_a_step_that_is_being_replaced_is_whole_or_gone():
     path = faulty.new_path("cut-replacements")
 

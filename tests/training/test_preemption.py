@@ -371,6 +371,7 @@ FUNCTION = "def train():" + LOOP.replace("\n", "\n    ") + "\ntrain()"
 STOP = "os.kill(os.getpid(), signal.SIGINT)"
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_later_cell_of_a_notebook_interrupts_that_cell(ckpt):
     ended = subprocess.run(
         [

@@ -69,6 +69,7 @@ def test_a_published_model_fills_a_training_state(tmp_path, source, name, target
     assert "prefix='params'" in origin.transforms[0]
 
 
+@pytest.mark.slow
 def test_a_restarted_run_needs_no_source_and_no_map(tmp_path, source):
     begin(tmp_path / "run", state_of(source), source=source, source_map="auto")
     (source / "config.json").unlink()
@@ -87,6 +88,7 @@ def source_copy(tmp_path):
     return path if path.exists() else published.write_llama(path)
 
 
+@pytest.mark.slow
 def test_transforms_come_after_the_map(tmp_path, source):
     fresh = state_of(source)
     layers = fresh.params["model"].pop("layers")
@@ -105,6 +107,7 @@ def test_transforms_come_after_the_map(tmp_path, source):
     assert len(flaxckpt.metadata(tmp_path / "run").lineage[0].transforms) == 3
 
 
+@pytest.mark.slow
 def test_a_model_in_the_cache_of_the_hub_and_one_without_head(tmp_path, source):
     cached = hub_cache.write_model(
         tmp_path / "hub", {path.name: path for path in source.iterdir()}
@@ -144,6 +147,7 @@ def test_an_nnx_model_is_filled(tmp_path, source):
     assert_equal(restored.inner["embedder"]["input_embedding"][...], embedding)
 
 
+@pytest.mark.slow
 def test_a_config_names_the_source_and_its_map(tmp_path, source):
     options = ConfigDict({"source": str(source), "source_map": "auto"})
     config = CheckpointConfig.from_mapping(options)

@@ -207,6 +207,7 @@ def test_what_cannot_hold_the_result_is_refused():
         round_trip([scale("i", 2)], {"i": jnp.ones(3, int)})
 
 
+@pytest.mark.slow
 @given(
     values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=1),
     power=st.integers(-8, 8),

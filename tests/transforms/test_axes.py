@@ -177,6 +177,7 @@ def test_any_form_is_that_of_einops_and_is_undone(case):
     assert str(change.inverse().inverse()) == str(change)
 
 
+@pytest.mark.slow
 @given(order=st.permutations(range(6)), axis=st.sampled_from([0, -2]))
 def test_any_permutation_is_undone(order, axis):
     state = {"a": filled({"a": jnp.ones((6, 2))})["a"]}

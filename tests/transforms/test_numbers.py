@@ -44,6 +44,7 @@ def test_blocks_of_two_layers_are_stacked_and_unstacked(tmp_path, kind):
         np.testing.assert_array_equal(before[path], value, err_msg=path)
 
 
+@pytest.mark.slow
 @given(
     count=st.integers(1, 9),
     start=st.integers(0, 4),

@@ -93,6 +93,7 @@ def test_the_plan_knows_shapes_before_reading(tmp_path):
     assert plan.count("transformed") == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("container", [dict, FrozenDict])
 def test_moments_follow_and_come_back(tmp_path, container):
     old = params()

@@ -385,6 +385,7 @@ def test_parts_of_different_size_need_their_sizes(tmp_path):
     np.testing.assert_array_equal(back["kv"], np.zeros((4, 4)))
 
 
+@pytest.mark.slow
 def test_a_vocabulary_grows_and_shrinks(tmp_path):
     table = jax.random.normal(jax.random.key(0), (5, 3))
     state = TrainState.create(apply_fn=None, params={"e": table}, tx=optax.adam(1e-3))
@@ -658,6 +659,7 @@ def test_leaves_of_two_checkpoints_are_computed_together(tmp_path):
 
 
 # ---- other optimizers, other trees ------------------------------------------------
+@pytest.mark.slow
 def test_factored_moments_of_a_changed_shape_start_afresh(tmp_path, caplog):
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=2)
     state = trained(tx)
@@ -1373,6 +1375,7 @@ def test_functions_are_compiled_once_for_all_saves(tmp_path):
     assert count <= 2  # to know the shape, and to compile
 
 
+@pytest.mark.slow
 def test_leaves_on_a_mesh_with_explicit_axes_are_cut_before_a_save(tmp_path):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     array = jnp.arange(32.0).reshape(16, 2)

@@ -228,6 +228,7 @@ def test_a_transposed_model_trains_as_it_was_trained(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_factored_moments_of_boxed_parameters_are_turned(tmp_path):
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=4)
@@ -303,6 +304,7 @@ def dict_mask(tree):
     )
 
 
+@pytest.mark.slow
 def test_moments_left_in_their_old_places_belong_to_no_stacked_model(tmp_path, caplog):
     tx = optax.masked(optax.adam(1e-3), by_layer)
     state = filled({"params": params(), "opt_state": tx.init(params())})

@@ -34,6 +34,7 @@ def test_the_token_becomes_a_cookie_that_scripts_and_other_sites_do_not_get(serv
     assert served.ask("/").status == 200
 
 
+@pytest.mark.slow
 def test_the_token_is_long_and_never_the_same(served, tmp_path):
     flaxckpt.save(tmp_path / "one", {"w": np.ones(2)})
     with serving(tmp_path / "one") as other:

@@ -197,6 +197,7 @@ def test_a_mark_of_a_good_step_is_removed_by_a_command(run, open_page):
     assert flaxckpt.Checkpointer(run).steps() == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_mark_after_a_verification_ends_its_result(run, open_page):
     space = open_page(run)
     good = verified(space, run="run", step=3)
@@ -228,6 +229,7 @@ def test_a_mark_in_a_store_ends_the_result_of_a_verification(store_path, open_pa
     assert "Since then, it was marked as damaged" in shown
 
 
+@pytest.mark.slow
 def test_a_mark_in_the_journal_ends_the_result_of_a_verification(run, open_page):
     space = open_page(run)
     verified(space, run="run", step=3)
@@ -345,6 +347,7 @@ def test_a_checkpoint_outside_of_a_run_has_no_mark(tmp_path, open_page):
     assert "--mark" not in shown
 
 
+@pytest.mark.slow
 def test_the_best_step_is_not_called_so_once_damage_was_found(tmp_path, open_page):
     keep = [flaxckpt.policies.BestN(1, "loss", "min"), flaxckpt.policies.LatestN(2)]
     with flaxckpt.Checkpointer(tmp_path / "run", keep=keep) as made:

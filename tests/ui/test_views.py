@@ -262,6 +262,7 @@ def damaged(made, tmp_path):
     return tmp_path / "all"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known_by", ["nobody", "mark", "verify"])
 @pytest.mark.parametrize("run", ["run", "other"])
 def test_a_damaged_step_is_compared_if_it_is_chosen(damaged, open_page, known_by, run):

@@ -346,6 +346,7 @@ def test_a_fork_works_while_threads_of_its_parent_save_and_tell(run, tmp_path):
     assert kinds.count(("committed", 7)) == 1
 
 
+@pytest.mark.slow
 def test_a_fork_works_while_its_parent_uploads(run):
     told = run(
         """
