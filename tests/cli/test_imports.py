@@ -97,7 +97,10 @@ def made(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(run, marks=[pytest.mark.slow] * ("orbax" in run)) for run in RUNS],
+)
 @pytest.mark.parametrize("verb", VERBS)
 def test_metadata_is_read_without_jax(made, command, monkeypatch, run, verb):
     monkeypatch.chdir(made)

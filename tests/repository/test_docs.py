@@ -109,7 +109,16 @@ DOCUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: file.stem)
+SLOW = ("loops", "fine-tuning")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        pytest.param(file, id=file.stem, marks=[pytest.mark.slow] * (file.stem in SLOW))
+        for file in DOCUMENTS
+    ],
+)
 def test_every_block_runs(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     PREPARED.get(document.name, lambda _: None)(tmp_path)
