@@ -7,6 +7,7 @@ import tomllib
 import pytest
 
 from tests import ROOT
+from tests.helpers import syntax
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 TEXT = re.compile(
@@ -36,7 +37,7 @@ def find_fault(text):
 
 def warnings_in(source):
     """Yields the texts of the deprecation warnings of a module."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(syntax.parse(source)):
         if not isinstance(node, ast.Call):
             continue
         names = [ast.unparse(arg) for arg in [*node.args, *map(value, node.keywords)]]

@@ -8,7 +8,7 @@ import pytest
 
 from flaxckpt import errors
 from tests import ROOT
-from tests.helpers import documented_errors
+from tests.helpers import documented_errors, syntax
 from tests.helpers.documents import blocks, is_printed
 
 DOCUMENT = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
@@ -63,7 +63,7 @@ def test_other_messages_are_in_the_source():
 
 def literals(source):
     """Yields the strings of a module, with `…` for each value in an f-string."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(syntax.parse(source)):
         if isinstance(node, ast.JoinedStr):
             parts = [getattr(part, "value", "…") for part in node.values]
             yield "".join(p if isinstance(p, str) else "…" for p in parts)

@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 import flaxckpt
+from tests.helpers import syntax
 
 # The core must not import these packages: it recognizes their objects by protocol.
 NOT_IMPORTED = {"clu", "grain", "keras", "orbax", "tensorboard", "tensorflow", "torch"}
@@ -44,7 +45,7 @@ def test_all_lists_exactly_what_is_public(fresh):
 
 
 def test_type_checkers_see_what_is_imported_when_it_is_asked_for():
-    tree = ast.parse(inspect.getsource(flaxckpt))
+    tree = syntax.parse(inspect.getsource(flaxckpt))
     [block] = [
         node
         for node in tree.body

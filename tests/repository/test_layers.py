@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tests.helpers import syntax
 
 PACKAGE = ROOT / "flaxckpt"
 
@@ -154,7 +155,7 @@ def import_is_fine(importer: str, imported: str) -> bool:
 
 
 def parse(module: str) -> ast.Module:
-    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    return syntax.parse(MODULES[module].read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("module", INNER)
@@ -293,7 +294,7 @@ def test_the_rules_hold_for_modules_that_need_not_exist():
 
 
 def test_imports_are_found_wherever_they_stand():
-    tree = ast.parse(
+    tree = syntax.parse(
         "if TYPE_CHECKING:\n    import a\ndef f():\n    from b.c import d, e as g\n"
     )
     assert list(imports(tree)) == [

@@ -35,6 +35,7 @@ from flaxckpt.policies import (
     WithoutMetric,
 )
 from tests import ROOT
+from tests.helpers import syntax
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
@@ -311,7 +312,7 @@ def takes(function: object, keyword: str) -> bool:
 
 def unknown(span: str) -> Iterator[str]:
     """Returns the names in a piece of code that flaxckpt does not have."""
-    tree = ast.parse(span.replace("…", "..."))
+    tree = syntax.parse(span.replace("…", "..."))
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):  # a keyword alone, as in keep=[…]
             [keyword] = node.targets
