@@ -16,7 +16,12 @@ from tests.helpers import run_guard
 _flags = re.sub(
     r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", "")
 )
-os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
+# Most tests run a program once, so that optimizing it takes longer than it saves.
+_FEW_PASSES = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
+_DEVICES = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = f"{_flags} {_FEW_PASSES} {_DEVICES}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _path = os.environ.get("PYTHONPATH")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([_path] if _path else [])])
