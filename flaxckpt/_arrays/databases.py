@@ -14,7 +14,9 @@ from flaxckpt._arrays.read_tasks import Reading
 from flaxckpt._arrays.zarr import checksums as chunk_checksums
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
-from flaxckpt._arrays.zarr.btree import Place
+from flaxckpt._arrays.zarr.btree import Place, Value
+
+_TREE = frozenset((zarr_metadata.DATABASE, zarr_metadata.TREE))
 
 _CHECKSUMS_AT_ONCE = 4096
 
@@ -28,22 +30,46 @@ class Database:
     Its small values are not read through TensorStore, which takes several times as
     long: they are in the index, or in files of the database, where values that are read
     together are mostly adjacent. `request` values, run the tasks of `reading`, and take
-    each from `value`.
+    each from `value`. Large values have a `place`.
 
     Args:
         root: The directory of the database, with checked links.
-        opened: The database in TensorStore, and its index.
 
-    Attributes:
-        store: The database in TensorStore.
+    Raises:
+        ValueError, OSError: The index is damaged, or cannot be read.
     """
 
-    def __init__(self, root: Path, opened: zarr_ocdbt.Opened) -> None:
-        self.store = opened.store
+    def __init__(self, root: Path) -> None:
         self._root = root
-        self._index = opened.values
+        self._index = zarr_ocdbt.read_tree(root)
         self._requested: dict[str, Place] = {}
         self._read: dict[str, bytes | Exception] = {}
+
+    def _find(self, key: str) -> Value:
+        found = self._index.get(key.encode())
+        if found is None:
+            raise ValueError(f"{key} is missing")
+        return found
+
+    def is_inline(self, key: str) -> bool:
+        """Returns True if a value is in the index.
+
+        Raises:
+            ValueError: The value is missing.
+        """
+        return isinstance(self._find(key), bytes)
+
+    def place(self, key: str, size: int) -> Place:
+        """Returns the place of a value that is not in the index.
+
+        Raises:
+            ValueError: The value is missing, or does not have `size` bytes.
+        """
+        found = self._find(key)
+        found_bytes = len(found) if isinstance(found, bytes) else found.size
+        if isinstance(found, bytes) or found.size != size:
+            raise ValueError(f"{key} has {found_bytes} bytes instead of {size}")
+        return found
 
     def request(self, key: str, max_bytes: int) -> None:
         """Requests a value; `value` must be called as often.
@@ -51,9 +77,7 @@ class Database:
         Raises:
             ValueError: The value is missing, or is larger than `max_bytes`.
         """
-        found = self._index.get(key.encode())
-        if found is None:
-            raise ValueError(f"{key} is missing")
+        found = self._find(key)
         if isinstance(found, bytes):
             self._read[key] = found
             return
@@ -108,14 +132,9 @@ class Database:
 
 
 class Databases:
-    """Databases of a restore, each opened and verified once.
+    """Databases of a restore, each opened and verified once."""
 
-    Args:
-        context: A context with `ocdbt.MANIFESTS`.
-    """
-
-    def __init__(self, context: ts.Context) -> None:
-        self.context = context
+    def __init__(self) -> None:
         self._opened: dict[Path, Database] = {}
         self._faults: dict[Path, Exception] = {}
 
@@ -148,11 +167,11 @@ class Databases:
     def _open(
         self, root: Path, checkpoint: Path, check: Callable[[], None] | None
     ) -> Database:
-        _storage.store_requests.use_threads()
         _storage.of(root).check_root(root, checkpoint)
-        if check is not None:
-            check()
-        return Database(root, zarr_ocdbt.open_checked(root, self.context))
+        with _storage.paths.read_ahead([root / name for name in _TREE]):
+            if check is not None:
+                check()
+            return Database(root)
 
     def readings(self) -> list[Reading]:
         """Returns readings with the tasks that read the requested values."""
@@ -171,7 +190,8 @@ def check_digests(root: Path, digests: Mapping[str, str], *, max_bytes: int) -> 
         found = _storage.of(root).digest_file(root / name, max_bytes=max_bytes)
         _storage.files.check_digest(name, found, digests[name])
 
-    _util.threads.each(check, digests, threads=read_tasks.THREADS)
+    threads = read_tasks.THREADS if digests.keys() - _TREE else 1  # is read ahead
+    _util.threads.each(check, digests, threads=threads)
 
 
 def read_checksums(

@@ -17,18 +17,15 @@ import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util, errors
 from flaxckpt._arrays import forms, read_raw, read_tasks, to_device
-from flaxckpt._arrays.databases import Database, Databases
+from flaxckpt._arrays.databases import Databases
 from flaxckpt._arrays.read_tasks import Reading
-from flaxckpt._arrays.zarr import metadata, ocdbt
+from flaxckpt._arrays.zarr import metadata
 from flaxckpt._arrays.zarr.metadata import Array, Region
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import JSON, LeafPath, Shape
 
 _DECODED_AT_ONCE = 128 * 2**20
 """Bytes that TensorStore decodes at a time, beside the encoded bytes."""
-
-_DATABASE_VALUE_BYTES = 2**20
-"""Maximal size of arrays in a database that are read as its values."""
 
 
 class ReadJob(NamedTuple):
@@ -177,12 +174,10 @@ def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
     values: dict[LeafPath, Any] = {}
     faults = Faults()
     too_large: list[errors.Mismatch] = []
-    context = _storage.store_requests.context(
-        {"file_io_concurrency": {"limit": 32}, **ocdbt.MANIFESTS}
-    )
-    databases = Databases(context)
+    databases = Databases()
+    context = _storage.store_requests.context({"file_io_concurrency": {"limit": 32}})
     for batch in _batches(jobs, options.max_concurrent_bytes):
-        blocks = _read_batch(batch, options, databases, faults)
+        blocks = _read_batch(batch, options, databases, context, faults)
         while blocks:  # release the blocks of finished arrays
             job, parts = blocks.pop()
             try:
@@ -209,6 +204,7 @@ def _read_batch(
     batch: Sequence[_Work],
     options: ReadOptions,
     databases: Databases,
+    context: ts.Context,
     faults: Faults,
 ) -> list[tuple[ReadJob, dict[Region, Array]]]:
     """Reads the parts of each leaf that local devices need.
@@ -218,7 +214,7 @@ def _read_batch(
     """
     # Large leaves first, so that the last requests are short.
     batch = sorted(batch, key=lambda work: -work.nbytes)
-    readings = [_begin(work, options, databases) for work in batch]
+    readings = [_begin(work, options, databases, context) for work in batch]
     unreported = [
         _report_tasks(work, reading, options.report)
         for work, reading in zip(batch, readings, strict=True)
@@ -251,8 +247,7 @@ def _report_tasks(
     work: _Work, reading: Reading, report: Callable[[int], object]
 ) -> int:
     """Makes tasks report their bytes; returns the bytes left to report."""
-    raw = work.job.stored.raw
-    if raw is None or raw.ocdbt or not reading.tasks:
+    if work.job.stored.raw is None or not reading.tasks:
         return work.nbytes  # TensorStore reads behind its tasks
     share = work.nbytes // len(reading.tasks)
 
@@ -283,9 +278,9 @@ class _Work(NamedTuple):
     @classmethod
     def of(cls, job: ReadJob) -> _Work:
         """Returns the work of this process for a leaf."""
-        raw = job.stored.raw
-        is_shared = raw is None or raw.ocdbt  # else `read_raw` shares the chunks
-        reads = _regions_to_read(job.found, job.wanted, once=is_shared)
+        # `read_raw` shares the chunks.
+        once = job.stored.raw is None
+        reads = _regions_to_read(job.found, job.wanted, once=once)
         elements = sum(math.prod(metadata.extent(region)) for region in reads)
         bits = _state.dtypes.item_bits(forms.stored_form(job.found)[1])
         return cls(job, reads, elements * bits // 8)
@@ -355,7 +350,9 @@ def _fits_chunks(region: Region, chunk: Shape, shape: Shape) -> bool:
     )
 
 
-def _begin(work: _Work, options: ReadOptions, databases: Databases) -> Reading:
+def _begin(
+    work: _Work, options: ReadOptions, databases: Databases, context: ts.Context
+) -> Reading:
     stored, regions = work.job.stored, tuple(work.reads)
     try:
         if stored.span is not None:
@@ -367,28 +364,26 @@ def _begin(work: _Work, options: ReadOptions, databases: Databases) -> Reading:
             )
         if stored.raw is None:
             task = stored.check if options.verify else None
-            opened = _open(stored, databases.context)
+            opened = _open(stored, context)
             return _from_store(work, opened, task=task)
-        if not stored.raw.ocdbt:
+        database = None
+        if stored.raw.ocdbt:
+            check = stored.raw.check_database if options.verify else None
+            database = databases.open(stored.raw.root, stored.root, check=check)
+            if read_raw.is_small(stored.raw, stored.info, database):
+                return read_raw.from_database(
+                    stored.raw, stored.info, regions, database, verify=options.verify
+                )
+        else:
             _storage.of(stored.raw.root).check_root(stored.raw.root, stored.root)
-            return read_raw.from_files(
-                stored.raw,
-                stored.info,
-                regions,
-                dtype=_dtype_to_read(work.job),
-                memory_map=options.memory_map,
-                verify=options.verify,
-            )
-        is_digested = options.verify and stored.raw.has_digests
-        database = databases.open(
-            stored.raw.root, stored.root, check=stored.check if is_digested else None
-        )
-        if forms.stored_bytes(stored.info) > _DATABASE_VALUE_BYTES:
-            return _from_large_values(
-                work, database, databases.context, verify=options.verify
-            )
-        return read_raw.from_database(
-            stored.raw, stored.info, regions, database, verify=options.verify
+        return read_raw.from_files(
+            stored.raw,
+            stored.info,
+            regions,
+            database,
+            dtype=_dtype_to_read(work.job),
+            memory_map=options.memory_map,
+            verify=options.verify,
         )
     except errors.StoreError:
         raise  # the leaf itself may be intact
@@ -398,39 +393,11 @@ def _begin(work: _Work, options: ReadOptions, databases: Databases) -> Reading:
         return read_tasks.failed_reading(_util.memory.TooLargeError())
 
 
-def _from_large_values(
-    work: _Work, database: Database, context: ts.Context, *, verify: bool
-) -> Reading:
-    """Reads a raw array in an open database through TensorStore.
-
-    TensorStore need not read the metadata, which would delay the values: they are what
-    the manifest of the checkpoint says, or the array is damaged.
-    """
-    stored = work.job.stored
-    raw, info = stored.raw, stored.info
-    assert raw is not None, stored
-    check = read_raw.metadata_check(raw, info, database, verify=verify)
-    shape, dtype = forms.stored_form(info)
-    spec: dict[str, JSON] = {
-        "driver": "zarr3",
-        "metadata": metadata.metadata(
-            raw.encoding, shape, dtype, info.chunk_shape or ()
-        ),
-        "assume_metadata": True,
-        "fill_missing_data_reads": False,
-    }
-    values = database.store / metadata.database_key(raw.name, "")
-    opened = ts.open(spec, kvstore=values, read=True, context=context)
-    task = stored.check if verify else None
-    return _from_store(work, opened, task=task, check=check)
-
-
 def _from_store(
     work: _Work,
     opened: ts.Future[ts.TensorStore],
     *,
     task: Callable[[], None] | None = None,
-    check: Callable[[], None] | None = None,
 ) -> Reading:
     """Reads a leaf through TensorStore.
 
@@ -438,7 +405,6 @@ def _from_store(
         work: The leaf.
         opened: The array.
         task: A check of the leaf, to run beside other tasks.
-        check: A check of the leaf, to run after all tasks.
     """
     job = work.job
     started: dict[Region, tuple[ts.Future[Any], Array]] = {}
@@ -458,8 +424,6 @@ def _from_store(
             started[region] = moved.commit, target
 
     def arrays() -> Mapping[Region, Array]:
-        if check is not None:
-            check()
         for moved, target in started.values():
             _storage.paths.result(moved, job.stored.root, target.nbytes)
         return {region: target for region, (_, target) in started.items()}

@@ -1,9 +1,9 @@
 """Reads plain values, which need no decoding, for `_arrays.read`.
 
 Chunks in files are mapped if possible without a copy. Otherwise chunks are read
-directly into the array, or through a buffer if not contiguous there. Chunks in a
-database are read as its values. Arrays in byte ranges of a file are mapped, or read in
-parts. Values of another type than the wanted are cast while they are read.
+directly into the array, or through a buffer if not contiguous there. Small arrays of a
+database are read together with others. Arrays in byte ranges of a file are mapped, or
+read in parts. Values of another type than the wanted are cast while they are read.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ _CAST_AT_ONCE = 2**20
 """Bytes that are read and cast at a time: few enough for the cache of a core."""
 
 _MAX_METADATA_BYTES = 2**20
+
+_SMALL_BYTES = 2**20
+"""Size in bytes up to which arrays of a database are read together."""
 
 
 class _Form:
@@ -158,6 +161,7 @@ def from_files(
     raw: RawArray,
     info: LeafInfo,
     regions: Sequence[Region],
+    database: Database | None = None,
     *,
     dtype: str,
     memory_map: bool,
@@ -169,23 +173,25 @@ def from_files(
         raw: The array.
         info: The stored leaf.
         regions: The regions.
+        database: The open database of the array; None for a directory with its chunks.
+            The tasks of `Databases.readings` must run before the result is taken.
         dtype: Name of the type to return: the stored type, or one to cast to.
         memory_map: True to map files if possible without a copy.
         verify: True to compare chunks with their checksums.
 
     Raises:
-        ValueError, OSError: A file is missing or has the wrong size.
+        ValueError, OSError: A file or a value is missing or has the wrong size.
     """
     form = _form_of(raw, info)
-    directory = raw.root / raw.name
     tasks: list[Callable[[], None]] = []
-    if verify:
-        tasks.append(
-            lambda: form.check_metadata(
-                chunk_file.read_small(directory / zarr_metadata.METADATA)
-            )
-        )
-    may_map = memory_map and dtype == form.stored and _storage.of(directory).can_map
+    check: Callable[[], None] | None = None
+    if database is not None:
+        check = metadata_check(raw, info, database, verify=verify)
+        verify = verify and not raw.has_digests  # digests cover the whole database
+    elif verify:
+        metadata = raw.root / raw.name / zarr_metadata.METADATA
+        tasks.append(lambda: form.check_metadata(chunk_file.read_small(metadata)))
+    may_map = memory_map and dtype == form.stored and _storage.of(raw.root).can_map
     arrays: dict[Region, Array] = {}
     for box, inside in _group(regions, form.chunk_shape).items():
         needs: dict[str, list[tuple[Region, Region]]] = {}
@@ -193,7 +199,7 @@ def from_files(
             for key, bounds in zarr_metadata.chunks(region, form.chunk_shape):
                 needs.setdefault(key, []).append((region, bounds))
         blocks = {
-            chunk.key: _block(raw, form, chunk)
+            chunk.key: _block(raw, form, chunk, database)
             for chunk in zarr_metadata.chunks(box, form.chunk_shape)
         }
         run = _map(form, [*blocks.values()]) if may_map and blocks else None
@@ -218,7 +224,13 @@ def from_files(
                 for region, bounds in places
             ]
             tasks.append(functools.partial(_fill, form, blocks[key], parts, verify))
-    return Reading(tasks, lambda: arrays)
+
+    def result() -> Mapping[Region, Array]:
+        if check is not None:
+            check()
+        return arrays
+
+    return Reading(tasks, result)
 
 
 def _group(
@@ -233,11 +245,20 @@ def _group(
     return {zarr_metadata.enclosing(regions): regions}
 
 
-def _block(raw: RawArray, form: _Form, chunk: zarr_metadata.Chunk) -> Block:
-    """Returns the file of a chunk, or the value of a database."""
+def _block(
+    raw: RawArray,
+    form: _Form,
+    chunk: zarr_metadata.Chunk,
+    database: Database | None = None,
+) -> Block:
+    """Returns the place of a chunk: in its own file, or in one of the database."""
     block = Block(
         raw.root / raw.name / chunk.key, form.chunk_bytes, form.encoding.checksum
     )
+    if database is not None:
+        key = zarr_metadata.database_key(raw.name, chunk.key)
+        place = database.place(key, form.stored_bytes)
+        block = block._replace(path=raw.root / place.file, offset=place.offset)
     if raw.checksums is None:
         return block
     index = [
@@ -254,6 +275,8 @@ def _block(raw: RawArray, form: _Form, chunk: zarr_metadata.Chunk) -> Block:
 def _map(form: _Form, blocks: Sequence[Block]) -> Bytes | None:
     """Maps chunks contiguously; returns None if not possible."""
     if form.chunk_bytes < chunk_file.MAPPED_FROM or not form.is_run(len(blocks)):
+        return None
+    if not all(map(chunk_file.can_map, blocks)):
         return None
     try:
         if len(blocks) == 1:
@@ -357,6 +380,20 @@ def _fill_part(target: Array, span: Span, origin: Sequence[int]) -> None:
 
 
 # ---- from a database ------------------------------------------------------------
+
+
+def is_small(raw: RawArray, info: LeafInfo, database: Database) -> bool:
+    """Returns True if an array in a database is read together with others.
+
+    Raises:
+        ValueError: The database lacks a value.
+    """
+    form = _form_of(raw, info)
+    if forms.stored_bytes(info) <= _SMALL_BYTES:
+        return True
+    whole = zarr_metadata.chunks(zarr_metadata.whole(form.shape), form.chunk_shape)
+    first = next(iter(whole))
+    return database.is_inline(zarr_metadata.database_key(raw.name, first.key))
 
 
 def from_database(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         save,
         save_handle,
         verify,
+        verify_arrays,
         verify_report,
     )
 
@@ -30,6 +31,7 @@ __all__ = [
     "save",
     "save_handle",
     "verify",
+    "verify_arrays",
     "verify_report",
 ]
 

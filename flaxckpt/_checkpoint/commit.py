@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from flaxckpt import _arrays, _distributed, _steps, _storage, _util, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
@@ -259,9 +259,13 @@ def temporary_directory(snapshot: Snapshot) -> Iterator[Path]:
         yield temporary
 
 
+WrittenArrays: TypeAlias = dict[str, _arrays.write.Written]
+"""Item -> what was written to its database; the empty name -> to directories."""
+
+
 def write_files(
     snapshot: Snapshot, temporary: Path, previous: _arrays.write.Previous | None
-) -> tuple[dict[str, bytes], _arrays.write.Checksums]:
+) -> tuple[dict[str, bytes], WrittenArrays]:
     """Writes the arrays and metadata files of this process, without the manifest.
 
     Returns:
@@ -275,8 +279,8 @@ def write_files(
         write_new(temporary, files)
 
     with _util.threads.beside(describe) as check:
-        checksums = write_arrays(snapshot, temporary, previous, check)
-    return files, checksums
+        written = write_arrays(snapshot, temporary, previous, check)
+    return files, written
 
 
 def write_arrays(
@@ -284,7 +288,7 @@ def write_arrays(
     root: Path,
     previous: _arrays.write.Previous | None,
     check: Callable[[], object],
-) -> _arrays.write.Checksums:
+) -> WrittenArrays:
     """Writes the arrays of this process; an error from `check` stops the write.
 
     Args:
@@ -292,9 +296,6 @@ def write_arrays(
         root: The directory of the checkpoint.
         previous: Arrays of an earlier step; equal arrays are hard-linked.
         check: Called after every part of an array.
-
-    Returns:
-        The checksums of raw chunks and of their segments.
     """
     operation, mode = snapshot.request.operation, snapshot.request.options.mode
     if mode is not None and previous is not None:
@@ -316,21 +317,23 @@ def write_arrays(
         max_concurrent_bytes=snapshot.request.options.max_concurrent_bytes,
         count=count,
         writer=None if operation is None else operation.index,
+        segment_bytes=snapshot.contents.segment_bytes() or sys.maxsize,
         pace=snapshot.request.pace,
     )
     if not snapshot.contents.ocdbt:
-        size = snapshot.contents.segment_bytes() or sys.maxsize
         if sampler is not None:
             write = functools.partial(write, observe=sampler.add)
-        return write(root, snapshot.arrays, segment_bytes=size)
-    checksums: _arrays.write.Checksums = {}
+        return {"": write(root, snapshot.arrays)}
+    databases: WrittenArrays = {}
     for item in snapshot.contents.items.trees:  # a database each
         start = _native.items.prefix(item)
         if sampler is not None:
             write = functools.partial(
                 write, observe=functools.partial(sampler.add, prefix=start)
             )
-        written = write(
+        if previous is not None:
+            write = functools.partial(write, previous=previous.of_item(item, start))
+        databases[item] = write(
             root / item,
             [
                 array._replace(name=array.name[len(start) :])
@@ -338,8 +341,7 @@ def write_arrays(
                 if f"{array.name}/".startswith(start)
             ],
         )
-        checksums |= {f"{start}{name}": found for name, found in written.items()}
-    return checksums
+    return databases
 
 
 def finish_checkpoint(
@@ -348,7 +350,7 @@ def finish_checkpoint(
     files: Mapping[str, bytes],
     digests: Mapping[str, str] | None = None,
     *,
-    checksums: _arrays.write.Checksums,
+    arrays: WrittenArrays,
 ) -> Written:
     """Writes the manifest and commits the checkpoint; an item only becomes durable.
 
@@ -357,10 +359,10 @@ def finish_checkpoint(
         temporary: The directory with its files.
         files: Files other than arrays: name -> content.
         digests: Digests of files written by other processes: name -> digest.
-        checksums: Checksums of raw chunks, from all processes.
+        arrays: The arrays that all processes have written.
     """
     contents, request = snapshot.contents, snapshot.request
-    sealed = _native.contents.seal(contents, files, temporary, digests or {}, checksums)
+    sealed = _native.contents.seal(contents, files, temporary, arrays, digests or {})
     if request.is_item:
         write_new(temporary, sealed)
         size = _storage.of(temporary).sync_tree(temporary)
@@ -426,7 +428,7 @@ def linkable_arrays(
 def metadata_files(contents: _native.contents.Contents, path: Path) -> dict[str, bytes]:
     """Returns the files of the checkpoint `path` without arrays, for size checks."""
     files = _native.contents.make_files(contents)
-    return files | _native.contents.seal(contents, files, path)
+    return files | _native.contents.seal(contents, files, path, None)
 
 
 def write_new(root: Path, files: Mapping[str, bytes]) -> None:

@@ -1,8 +1,8 @@
 """Quick check for missing files of a checkpoint, before deleting older checkpoints.
 
 The check compares the names and sizes of array files, of which it reads at most the
-headers of compressed chunks. Only a small OCDBT database is read, because the manifest
-has its digest.
+headers of compressed chunks. Only the trees of databases are read, and small databases
+of older releases, because the manifest has their digests.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import stat
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _locate, _native
 from flaxckpt.formats._reader import Stored
+
+_T = TypeVar("_T")
 
 _MAX_LOSS = 300
 """The most characters of the message about lost files."""
@@ -110,8 +112,7 @@ def check(path: Path, step: int | None) -> Files | None:
             if storage.costs_requests:
                 _check_names(path, stored, manifest, encoding)
             elif encoding is not None:
-                has_databases = bool(manifest["ocdbt"])
-                _check_sizes(path, stored, encoding, arrays, has_databases)
+                _check_sizes(path, stored, encoding, arrays, manifest)
             return files
 
 
@@ -158,6 +159,8 @@ def _names(
 ) -> list[str]:
     """Returns the files of a local checkpoint that a restore reads."""
     names = [_native.orbax_json.MANIFEST, *digests(stored)]
+    if "files" in manifest:
+        return [*names, *recorded_sizes(stored, manifest)]
     for item, infos in stored.items.split([*stored.metadata.leaves.values()]).items():
         if encoding is None or manifest["ocdbt"]:
             root = _native.items.prefix(item)
@@ -189,10 +192,10 @@ def check_leaves(path: Path, leaves: Collection[LeafPath]) -> None:
             return
         arrays = [i for i in stored.metadata.leaves.values() if i.dtype is not None]
         wanted = [info for info in arrays if info.path in leaves]
-        if has_databases := bool(manifest["ocdbt"]):  # read as a whole
+        if manifest["ocdbt"]:  # looked at as a whole
             items = {stored.items.item_of(info) for info in wanted}
             wanted = [info for info in arrays if stored.items.item_of(info) in items]
-        _check_sizes(path, stored, encoding, wanted, has_databases)
+        _check_sizes(path, stored, encoding, wanted, manifest)
 
 
 def _check_sizes(
@@ -200,17 +203,49 @@ def _check_sizes(
     stored: Stored,
     encoding: _arrays.zarr.metadata.Encoding,
     arrays: Sequence[LeafInfo],
-    has_databases: bool,
+    manifest: Mapping[str, Any],
 ) -> None:
     """Raises DamagedCheckpointError for missing files of arrays, or wrong sizes."""
-    if not has_databases:
+    if not manifest["ocdbt"]:
         for info in arrays:
             directory = path / stored.items.array_directory(info)
             _check_array(directory, encoding, info)
         return
     for item, infos in stored.items.split(arrays).items():
-        if infos:
+        if infos and "files" in manifest:
+            _check_files(path, recorded_sizes(stored, manifest, item))
+        elif infos:
             _check_database(path / item, encoding, infos)
+
+
+def recorded_sizes(
+    stored: Stored, manifest: Mapping[str, Any], item: str | None = None
+) -> dict[str, int]:
+    """Returns the recorded files of the databases of items -> bytes.
+
+    Args:
+        stored: The checkpoint.
+        manifest: Its manifest.
+        item: An item; None for all that were not deleted.
+    """
+    sizes = _native.manifest.parse_files(manifest)
+    if item is not None:
+        root = _native.items.prefix(item)
+        return {name: size for name, size in sizes.items() if name.startswith(root)}
+    return _without_deleted(stored, sizes)
+
+
+def _check_files(path: Path, sizes: Mapping[str, int]) -> None:
+    """Raises DamagedCheckpointError for files of databases of other sizes."""
+    faults = [
+        f"{name}: wanted {wanted} bytes, found {found or 'none'}"
+        for name, wanted in sizes.items()
+        if (found := _status(f"{path}/{name}")[0]) != wanted
+    ]
+    if faults:
+        raise errors.DamagedCheckpointError(
+            f"{path} is incomplete; restore another step:\n" + errors.rows(faults)
+        )
 
 
 def _check_names(
@@ -225,6 +260,7 @@ def _check_names(
     """
     items = stored.items
     wanted = {name for name in digests(stored) if items.tree_of_file(name) is not None}
+    wanted |= recorded_sizes(stored, manifest).keys()
     for info in stored.metadata.leaves.values():
         if encoding is None or info.dtype is None:
             continue
@@ -242,12 +278,12 @@ def _check_names(
 
 def digests(stored: Stored) -> dict[str, str]:
     """Returns the required files of a checkpoint: name -> recorded digest."""
+    return _without_deleted(stored, stored.digests)
+
+
+def _without_deleted(stored: Stored, files: Mapping[str, _T]) -> dict[str, _T]:
     deleted = tuple(f"{item}/" for item in stored.metadata.deleted_items)
-    return {
-        name: digest
-        for name, digest in stored.digests.items()
-        if not name.startswith(deleted)
-    }
+    return {name: v for name, v in files.items() if not name.startswith(deleted)}
 
 
 def _check_database(

@@ -34,7 +34,8 @@ _TREE_FILE = re.compile(
 
 _DATABASE_FILE = re.compile(
     r"(?:ocdbt\.process_[^/]+/)?"
-    r"(?:manifest\.(?:ocdbt|[0-9a-f]+)|(?:d|ocdbt_data|ocdbt_meta)/[0-9a-f]{16,})"
+    r"(?:manifest\.(?:ocdbt|[0-9a-f]+)|(?:d|ocdbt_data|ocdbt_meta)/[0-9a-f]{16,}"
+    r"|d/(?:tree|\d+\.small\.\d+|\d+\.\d+/[^/]+))"
 )
 """Paths in an item of arrays in a database."""
 
@@ -375,8 +376,8 @@ class _Recorded(NamedTuple):
 
     Attributes:
         kinds: Item -> `tree` or `json`.
-        files: The paths of all files of arrays that are not in a database.
-        has_databases: Whether the arrays are in databases.
+        files: The paths of all files of arrays, except in databases before version 3.
+        has_databases: Whether the arrays are in databases before version 3.
     """
 
     kinds: dict[str, str]
@@ -400,10 +401,11 @@ def _read_manifest(directory: Path) -> _Recorded | None:
     kinds = dict.fromkeys((items.dataset, *manifest.json), "json")
     kinds |= dict.fromkeys(items.trees, "tree")
     if manifest.ocdbt:
-        return _Recorded(kinds, frozenset(), has_databases=True)
+        of_databases = {*(manifest.files or ()), *manifest.digests}
+        return _Recorded(kinds, of_databases, has_databases=manifest.files is None)
     if manifest.encoding is None:
         return None
-    files = set()
+    files: set[str] = set()
     for info in manifest.infos:
         if info.dtype is not None:
             root = _native.items.prefix(items.array_directory(info))

@@ -558,5 +558,5 @@ def _write_snapshot(
         commit.write_lock(request.path),
         commit.temporary_directory(snapshot) as temporary,
     ):
-        files, checksums = commit.write_files(snapshot, temporary, previous)
-        return commit.finish_checkpoint(snapshot, temporary, files, checksums=checksums)
+        files, arrays = commit.write_files(snapshot, temporary, previous)
+        return commit.finish_checkpoint(snapshot, temporary, files, arrays=arrays)

@@ -151,7 +151,7 @@ def _lead(
     with commit.temporary_directory(snapshot) as temporary:
         try:
             operation.first("made", lambda: temporary.name)
-            files, checksums = commit.write_files(snapshot, temporary, previous)
+            files, arrays = commit.write_files(snapshot, temporary, previous)
             reports = operation.gather("written")
         except BaseException as error:
             # Remove the directory only after the other processes stop writing to it.
@@ -159,16 +159,13 @@ def _lead(
             if isinstance(error, Exception):
                 raise operation.outcome() from error
             raise
-        if snapshot.contents.ocdbt:
-            for item in snapshot.contents.items.trees:
-                _arrays.zarr.ocdbt.merge(temporary / item, operation.count)
         digests: dict[str, str] = {}
-        others = [json.loads(text) for text in reports[1:]]
-        for report in others:
+        for report in map(json.loads, reports[1:]):
             digests |= report["digests"]
-        checksums = _native.checksums.merge(checksums, [r["checksums"] for r in others])
+            for item, rows in report["arrays"].items():
+                arrays[item].add(_arrays.write.Written.from_json(rows))
         written = commit.finish_checkpoint(
-            snapshot, temporary, files, digests, checksums=checksums
+            snapshot, temporary, files, digests, arrays=arrays
         )
     operation.first("committed", lambda: str(written.size))
     return written
@@ -203,10 +200,10 @@ def _write_part(
 
     Returns:
         The report to process 0: the files of the dataset iterators, name -> digest; and
-        the checksums of raw chunks.
+        the written arrays.
     """
     contents = snapshot.contents
-    checksums = commit.write_arrays(snapshot, temporary, previous, operation.check)
+    arrays = commit.write_arrays(snapshot, temporary, previous, operation.check)
     dataset = contents.items.dataset
     files = {
         f"{dataset}/{name}": content
@@ -219,17 +216,20 @@ def _write_part(
         storage.sync_directory(temporary / dataset)
     if not contents.ocdbt:
         _sync(temporary, snapshot)
-    for item in contents.items.trees:
-        root = temporary / item
-        if contents.ocdbt:
-            storage.sync_tree(
-                root / f"{_arrays.zarr.metadata.DATABASE_PART}{operation.index}"
-            )
-        storage.sync_directory(root)
+    for item, written in arrays.items():
+        values = written.values.values()
+        names = {value.file for value in values if not isinstance(value, bytes)}
+        directories = {str(Path(name).parent) for name in names}
+        paths = [temporary / item / name for name in (*names, *directories)]
+        storage.sync_files(paths, _SYNCING_THREADS)
+        storage.sync_directory(temporary / item)
     digests: JSON = {
         name: _storage.files.digest(content) for name, content in files.items()
     }
-    return {"digests": digests, "checksums": _native.checksums.to_message(checksums)}
+    return {
+        "digests": digests,
+        "arrays": {item: written.to_json() for item, written in arrays.items()},
+    }
 
 
 def _sync(root: Path, snapshot: Snapshot) -> None:

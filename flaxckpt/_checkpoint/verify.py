@@ -8,15 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import crc32c
-
 from flaxckpt import _arrays, _doors, _state, _steps, _storage, _util, errors
-from flaxckpt._checkpoint import file_sizes, verify_report
+from flaxckpt._checkpoint import file_sizes, verify_arrays, verify_report
 from flaxckpt._checkpoint.verify_report import Check
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
@@ -234,29 +231,9 @@ def _unreadable(
                 unreadable.setdefault(name, why)
             elif stored.items.tree_of_file(name) is not None:
                 state = "missing" if name in findings.missing else default
-                for leaf_path in leaves_in(name, stored):
+                for leaf_path in verify_arrays.leaves_in(name, stored):
                     unreadable.setdefault(leaf_path, f"{name} is {state}")
     return unreadable
-
-
-def leaves_in(name: str, stored: Stored) -> list[LeafPath]:
-    """Returns the leaves that a restore cannot read without the array file `name`."""
-    item = stored.items.tree_of_file(name)
-    arrays = {
-        path: leaf
-        for path, leaf in stored.table.items()
-        if _is_array(leaf) and stored.items.item_of(leaf.info) == item
-    }
-    if item is not None and (
-        name == _native.items.database(item) or _has_database(stored.digests, item)
-    ):
-        return list(arrays)  # a database is read as a whole
-    directory = name.rpartition("/")[0]
-    return [
-        path
-        for path, leaf in arrays.items()
-        if stored.items.array_directory(leaf.info) == directory
-    ]
 
 
 def _describe_places(
@@ -269,7 +246,10 @@ def _describe_places(
         if name in stored.table:
             leaves = [name]
         elif stored.items.tree_of_file(name) is not None:
-            leaves, place = leaves_in(name, stored), verify_report.Place(name)
+            leaves, place = (
+                verify_arrays.leaves_in(name, stored),
+                verify_report.Place(name),
+            )
         else:
             continue
         text = errors.first_few(leaves, 3)
@@ -306,7 +286,6 @@ def _verify_own(
 ) -> list[str]:
     """Compares every file with a checksum; returns files not in the checkpoint."""
     manifest = _native.items.read_json(path / _native.orbax_json.MANIFEST, path)
-    encoding = _native.manifest.parse_encoding(manifest)
     digests = file_sizes.digests(stored)
     checks = [
         Check(
@@ -322,24 +301,6 @@ def _verify_own(
         )
         for name, digest in digests.items()
     ]
-    expected = {*digests, *_native.items.UNDIGESTED}
-    leaves = {p: leaf for p, leaf in stored.table.items() if _is_array(leaf)}
-    undigested: dict[LeafPath, Leaf] = {}
-    if encoding is None or manifest["ocdbt"]:
-        for item in stored.items.trees:
-            if not _has_database(digests, item):
-                in_item = _leaves_of(item, stored, leaves)
-                undigested |= in_item
-                expected |= _names(path, path / item) if in_item else set()
-    else:
-        for leaf_path, leaf in leaves.items():
-            files, new_checks = _array_checks(
-                path, encoding, leaf_path, stored, findings
-            )
-            expected |= files
-            checks += new_checks
-            if not encoding.checksum and not files <= digests.keys():
-                undigested[leaf_path] = leaf
     is_digested = manifest.get("metrics") is True or _steps.markers.is_measured(path)
     checks += _metrics_checks(
         path, findings, stored.recorded_step, is_digested=is_digested
@@ -348,127 +309,20 @@ def _verify_own(
     checks.append(Check(seal_name, functools.partial(_check_seal, path, seal_name)))
     findings.counter.total = _storage.of(path).known_size_below(path)
     findings.run(checks)
-    if encoding is not None and manifest["ocdbt"]:
-        for item in stored.items.trees:
-            _check_database_keys(path, item, encoding, stored, findings)
-    if encoding is None or not encoding.checksum:
-        for leaf_path in undigested:
-            findings.unchecked[leaf_path] = (
-                "it was saved without checksums; its files exist"
-            )
-    _decode(path, undigested, findings)
+    arrays = verify_arrays.find_checks(path, stored, manifest, findings)
+    findings.run(arrays.checks)
+    for leaf_path in arrays.undigested:
+        findings.unchecked[leaf_path] = (
+            "it was saved without checksums; its files exist"
+        )
+    _decode(path, arrays.undigested, findings)
+    expected = {*digests, *_native.items.UNDIGESTED, *arrays.files}
     present = {name for name in _names(path, path) if not _is_marker(name)}
     return sorted(present - expected)
 
 
-def _is_array(leaf: Leaf) -> bool:
-    return isinstance(leaf.source, StoredLeaf) and leaf.source.open is not None
-
-
 def _is_marker(name: str) -> bool:
     return "/" not in name and _steps.markers.is_marker(name)
-
-
-def _has_database(digests: Mapping[str, str], item: str) -> bool:
-    return _native.items.database(item) in digests
-
-
-def _leaves_of(
-    item: str, stored: Stored, leaves: Mapping[LeafPath, Leaf]
-) -> dict[LeafPath, Leaf]:
-    return {
-        leaf_path: leaf
-        for leaf_path, leaf in leaves.items()
-        if stored.items.item_of(leaf.info) == item
-    }
-
-
-def _check_database_keys(
-    path: Path,
-    item: str,
-    encoding: _arrays.zarr.metadata.Encoding,
-    stored: Stored,
-    findings: verify_report.Findings,
-) -> None:
-    """Records arrays without metadata or with missing chunks in the OCDBT database.
-
-    The database itself may be valid without them.
-    """
-    arrays = {path: leaf for path, leaf in stored.table.items() if _is_array(leaf)}
-    leaves = _leaves_of(item, stored, arrays)
-    if not leaves or any(
-        stored.items.tree_of_file(name) == item for name in findings.problems
-    ):
-        return  # no database, or it has changed and may not be readable
-    keys: set[str] = set()
-    manifest = _native.items.database(item)
-    findings.attempt(
-        manifest, lambda: keys.update(_arrays.zarr.ocdbt.keys(path / item))
-    )
-    if manifest in findings.problems or manifest in findings.unread:
-        return
-    for leaf_path, leaf in leaves.items():
-        name = stored.items.param_name(leaf.info)
-        missing = [
-            key
-            for key in file_sizes.array_files(encoding, leaf.info)
-            if _arrays.zarr.metadata.database_key(name, key) not in keys
-        ]
-        if missing:
-            rest = f" and {len(missing) - 1} more are" if missing[1:] else " is"
-            why = f"{missing[0]}{rest} missing from the database"
-            findings.add(findings.problems, leaf_path, why)
-
-
-def _array_checks(
-    path: Path,
-    encoding: _arrays.zarr.metadata.Encoding,
-    leaf_path: LeafPath,
-    stored: Stored,
-    findings: verify_report.Findings,
-) -> tuple[set[str], list[Check]]:
-    """Returns the files of an array, and checks of the files without a digest."""
-    info, digests = stored.table[leaf_path].info, stored.digests
-    root = _native.items.prefix(stored.items.array_directory(info))
-    shape, dtype = _arrays.forms.stored_form(info)
-    chunk_shape = info.chunk_shape or ()
-    names = file_sizes.array_files(encoding, info)
-    metadata, *chunks = [f"{root}{name}" for name in names]
-    checks: list[Check] = []
-    if metadata not in digests:
-
-        def check_metadata() -> None:
-            text = _arrays.zarr.chunk_file.read_small(path / metadata)
-            _arrays.zarr.metadata.check_metadata(
-                text, encoding, shape, dtype, chunk_shape
-            )
-            _arrays.zarr.metadata.check_compact(text)
-
-        checks.append(Check(leaf_path, check_metadata, metadata))
-    size = file_sizes.chunk_bytes(encoding, info)
-    max_bytes = size or math.prod(chunk_shape) * _state.dtypes.item_bits(dtype) // 8
-    source = stored.table[leaf_path].source
-    assert isinstance(source, StoredLeaf), leaf_path
-    recorded = source.checksums
-    checks += [
-        Check(
-            leaf_path,
-            functools.partial(
-                _check_chunk,
-                path / chunk,
-                path,
-                size,
-                max_bytes,
-                encoding.checksum,
-                None if recorded is None else recorded.number(n),
-                findings.counter.add,
-            ),
-            chunk,
-        )
-        for n, chunk in enumerate(chunks)
-        if chunk not in digests
-    ]
-    return {metadata, *chunks}, checks
 
 
 def _check_digest(
@@ -484,59 +338,6 @@ def _check_digest(
     size = _LARGE if is_of_arrays else 0
     _stream(path / name, path, count, digest.update, size)
     _storage.files.check_digest("it", f"sha256:{digest.hexdigest()}", recorded)
-
-
-def _check_chunk(
-    file: Path,
-    root: Path,
-    size: int,
-    max_bytes: int,
-    has_checksum: bool,
-    recorded: int | None,
-    count: Callable[[int], object],
-) -> None:
-    """Raises ValueError if a chunk file has a wrong size or checksum, or is another.
-
-    Args:
-        file: The chunk file.
-        root: The checkpoint.
-        size: Expected size in bytes; 0 if the size varies.
-        max_bytes: Size in bytes without compression.
-        has_checksum: Whether the file ends with a checksum.
-        recorded: The checksum in the manifest; None if not recorded.
-        count: Called with the size of each part.
-    """
-    known_size = _storage.of(file).known_size(file, root)
-    if known_size is not None:
-        _check_size(file, known_size, size)  # before reading the whole file
-        if not has_checksum:
-            return
-    checksum_bytes = _arrays.zarr.chunk_file.CHECKSUM_BYTES
-    value, bytes_read, tail = 0, 0, b""
-
-    def take(part: memoryview) -> None:
-        nonlocal value, bytes_read, tail
-        bytes_read += len(part)
-        if len(part) < checksum_bytes:
-            part, tail = memoryview(tail + bytes(part)), b""
-        value = crc32c.crc32c(tail, value)
-        value = crc32c.crc32c(part[:-checksum_bytes], value)
-        tail = bytes(part[-checksum_bytes:])  # the checksum, unless a part follows
-
-    _stream(file, root, count, take, max_bytes)
-    _check_size(file, bytes_read, size)
-    if has_checksum and tail != value.to_bytes(checksum_bytes, "little"):
-        raise ValueError(
-            f"{file.name} has changed since it was written: its CRC-32C differs"
-        )
-    if has_checksum:
-        _arrays.zarr.checksums.check_place(file.name, value, recorded)
-
-
-def _check_size(file: Path, size: int, wanted: int) -> None:
-    """Raises ValueError for an empty file, or a size that is not `wanted`."""
-    if size != (wanted or size) or not size:
-        raise ValueError(f"{file.name} has {size} bytes instead of {wanted or 'some'}")
 
 
 def _check_seal(path: Path, seal_name: str) -> None:
@@ -592,7 +393,9 @@ def _verify_foreign(
     Returns:
         Files in these items that are not part of them.
     """
-    leaves = {p: leaf for p, leaf in stored.table.items() if _is_array(leaf)}
+    leaves = {
+        p: leaf for p, leaf in stored.table.items() if verify_arrays.is_array(leaf)
+    }
     extra: list[str] = []
     if damaged := stored.metadata.damaged_items:
         proved = _find_unreadable(path) is None

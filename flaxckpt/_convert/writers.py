@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -238,6 +240,7 @@ class _OrbaxTarget:
         self.files = ["ocdbt" if self._ocdbt else "files", repr(items)]
         self.result = ""
         self.batch_bytes = state.batch_bytes
+        self._batches: dict[str, _Batches] = {}
 
     def begin(self, output: Path, done: Collection[str]) -> Collection[str]:
         self._output = output
@@ -245,11 +248,13 @@ class _OrbaxTarget:
         kept: set[str] = set()
         for item, infos in parts:
             (output / item).mkdir(exist_ok=True)
-            if not self._ocdbt:
-                kept |= self._keep_arrays(output / item, infos, done)
-            elif (output / _native.items.database(item)).is_file():
-                kept |= {info.path for info in infos}
-        return {p.name for p in self.pieces if p.name in done and p.path in kept}
+            if self._ocdbt:
+                self._batches[item] = batches = _Batches(output / item)
+                kept |= batches.keep(done)
+            else:
+                paths = self._keep_arrays(output / item, infos, done)
+                kept |= {p.name for p in self.pieces if p.path in paths}
+        return {p.name for p in self.pieces if p.name in done and p.name in kept}
 
     def _keep_arrays(
         self, root: Path, infos: Sequence[LeafInfo], done: Collection[str]
@@ -272,33 +277,44 @@ class _OrbaxTarget:
             item = self._state.items.item_of(piece.leaf.info)
             parts.setdefault(item, []).append((piece, array))
         for item, part in parts.items():
-            self._write_item(self._output / item, part)
+            self._write_item(item, self._output / item, part)
 
-    def _write_item(self, root: Path, ready: Sequence[tuple[Piece, Array]]) -> None:
+    def _write_item(
+        self, item: str, root: Path, ready: Sequence[tuple[Piece, Array]]
+    ) -> None:
+        encoding, at_once = self._state.layout.encoding, self.batch_bytes
         whole = [self._host_array(*item) for item in ready if item[0].is_whole]
         parts = [self._host_array(*item) for item in ready if not item[0].is_whole]
         if self._ocdbt:
-            whole, parts = [], [*whole, *parts]
-        for write, arrays in (
-            (_arrays.write.write, whole),
-            (_arrays.write.write_parts, parts),
-        ):
-            if arrays:
-                write(
-                    root,
-                    arrays,
-                    encoding=self._state.layout.encoding,
-                    ocdbt=self._ocdbt,
-                    max_concurrent_bytes=self.batch_bytes,
-                )
+            batches = self._batches[item]
+            written = _arrays.write.write(
+                root,
+                [*whole, *parts],
+                encoding=encoding,
+                ocdbt=True,
+                max_concurrent_bytes=at_once,
+                segment_bytes=self._contents().segment_bytes() or sys.maxsize,
+                batch=batches.next_number,
+            )
+            batches.add(written, [piece.name for piece, _ in ready])
+            return
+        if whole:
+            _arrays.write.write(
+                root,
+                whole,
+                encoding=encoding,
+                ocdbt=False,
+                max_concurrent_bytes=at_once,
+            )
+        if parts:
+            _arrays.write.write_parts(
+                root, parts, encoding=encoding, max_concurrent_bytes=at_once
+            )
         storage = _storage.of(root)
-        if self._ocdbt:
-            storage.sync_tree(root)
-        else:
-            names = {array.name for array in (*whole, *parts)}
-            directories = [root / name for name in names]
-            _util.threads.each(storage.sync_tree, directories, threads=_SYNCING_THREADS)
-            storage.sync_directory(root)
+        names = {array.name for array in (*whole, *parts)}
+        directories = [root / name for name in names]
+        _util.threads.each(storage.sync_tree, directories, threads=_SYNCING_THREADS)
+        storage.sync_directory(root)
 
     def _host_array(self, piece: Piece, array: Array) -> HostArray:
         info = piece.leaf.info
@@ -312,8 +328,18 @@ class _OrbaxTarget:
         )
 
     def finish(self, output: Path) -> None:
+        contents = self._contents()
+        files = _native.contents.make_files(contents)
+        _write_anew(output, files)
+        written = {item: batches.written for item, batches in self._batches.items()}
+        sealed = _native.contents.seal(contents, files, output, written)
+        _write_anew(output, sealed)
+        for batches in self._batches.values():
+            batches.forget()
+
+    def _contents(self) -> _native.contents.Contents:
         state, metadata = self._state, self._state.metadata
-        contents = _native.contents.Contents(
+        return _native.contents.Contents(
             step=state.step,
             infos=state.infos,
             structure=state.structure,
@@ -329,10 +355,56 @@ class _OrbaxTarget:
             lineage=metadata.lineage,
             transforms=metadata.transforms,
         )
-        files = _native.contents.make_files(contents)
-        _write_anew(output, files)
-        sealed = _native.contents.seal(contents, files, output, checksums={})
-        _write_anew(output, sealed)
+
+
+class _Batches:
+    """The batches of a database, each with a file of the places of its values.
+
+    Args:
+        root: The directory of the database.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.written = _arrays.write.Written({}, {})
+        self.next_number = 0
+
+    def keep(self, done: Collection[str]) -> set[str]:
+        """Returns the pieces that are there; removes batches with other than `done`."""
+        kept: set[str] = set()
+        files: set[Path] = set()
+        for file in self._root.glob("d/*.batch"):
+            data = json.loads(file.read_bytes())
+            if set(data["pieces"]) <= set(done):
+                kept |= set(data["pieces"])
+                files.add(file)
+                self.written.add(_arrays.write.Written.from_json(data["written"]))
+                self.next_number = max(self.next_number, int(file.stem) + 1)
+        files |= {
+            self._root / value.file
+            for value in self.written.values.values()
+            if not isinstance(value, bytes)
+        }
+        for file in [*_storage.of(self._root).all_files(self._root)]:
+            if file not in files:
+                file.unlink()
+        return kept
+
+    def add(self, written: _arrays.write.Written, pieces: Sequence[str]) -> None:
+        """Adds a batch, durably."""
+        number, storage = self.next_number, _storage.of(self._root)
+        content = {"pieces": list(pieces), "written": written.to_json()}
+        storage.sync_tree(self._root)
+        file = self._root / "d" / f"{number}.batch"
+        storage.write(file, json.dumps(content).encode())
+        storage.sync_directory(file.parent)
+        self.written.add(written)
+        self.next_number += 1
+
+    def forget(self) -> None:
+        """Removes the files that only an interruption needs."""
+        for file in self._root.glob("d/*.batch"):
+            file.unlink()
 
 
 def _write_anew(root: Path, files: Mapping[str, bytes]) -> None:

@@ -60,5 +60,5 @@ def _is_elsewhere(path: Path, reason: str, leaves: Set[LeafPath]) -> bool:
     except (errors.CheckpointError, OSError):
         return False
     damaged = [name] if name in stored.table else []
-    damaged = damaged or _checkpoint.verify.leaves_in(name, stored)
+    damaged = damaged or _checkpoint.verify_arrays.leaves_in(name, stored)
     return bool(colon and damaged) and leaves.isdisjoint(damaged)

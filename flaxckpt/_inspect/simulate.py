@@ -24,11 +24,8 @@ all data written, committed, steps deleted.
 
 _NOWHERE = Path(os.devnull, "simulated")
 
-_DATA_FILE_BYTES = 2 * 2**30
-"""The size of a data file in TensorStore's databases."""
-
 _DATABASE_FILES = 2
-"""Other files of a database: its manifest, and the last nodes of its tree."""
+"""The files of a database without values: its manifest, and the nodes of its tree."""
 
 _GOOD_BALANCE = 1.1
 
@@ -217,12 +214,21 @@ def _files(
     ocdbt: bool,
 ) -> list[int]:
     """Returns the number of array files that each process writes."""
-    if ocdbt:
-        return [
-            -(-size // _DATA_FILE_BYTES) + _DATABASE_FILES if size else 0
-            for size in written
-        ]
     counts = np.zeros(len(written), np.int64)
+    if ocdbt:
+        counts[0] = _DATABASE_FILES
+        small = np.zeros_like(counts)
+        for task, chosen in zip(tasks, places, strict=True):
+            writing = _arrays.zarr.writer_assignment.writing_processes(
+                task, chosen, place
+            )
+            parts = np.bincount(writing.ravel(), minlength=len(counts))
+            mine = parts * task.part_bytes
+            is_large = mine >= _arrays.write.OWN_FILE_BYTES
+            counts += np.where(is_large, -(-mine // _arrays.write.FILE_BYTES), 0)
+            small += np.where(is_large, 0, mine)
+        counts += -(-small // _arrays.write.FILE_BYTES)
+        return [int(count) for count in counts]
     counts[0] = len(infos)  # zarr.json of each array
     for info, task, chosen in zip(infos, tasks, places, strict=True):
         shape = _arrays.layout.write_shape(info, _arrays.forms.stored_form(info)[0])

@@ -232,12 +232,18 @@ class LocalStorage:
             os.close(descriptor)
 
     def read_into(
-        self, file: Path, views: Sequence[memoryview], /, *, offset: int, file_size: int
+        self,
+        file: Path,
+        views: Sequence[memoryview],
+        /,
+        *,
+        offset: int,
+        file_size: int | None,
     ) -> None:
         descriptor = files.open_regular_file(file, within=file.parent.parent)
         try:
             size = os.fstat(descriptor).st_size
-            if size != file_size:
+            if size != file_size and file_size is not None:
                 raise ValueError(f"{file.name} has {size} bytes instead of {file_size}")
             for view in views:
                 while view:

@@ -177,7 +177,7 @@ class ObjectStorage:
         /,
         *,
         offset: int,
-        file_size: int,
+        file_size: int | None,
     ) -> None:
         wanted = sum(view.nbytes for view in views)
         # A range that ends at the expected end is open, to notice a longer object.

@@ -259,15 +259,15 @@ class Storage(Protocol[_Path]):
         /,
         *,
         offset: int,
-        file_size: int,
+        file_size: int | None,
     ) -> None:
         """Fills `views` with the bytes from `offset` of a file of an array.
 
         A store that is asked for a part of an object does not learn its size.
 
         Raises:
-            ValueError: The file has another size than `file_size`, ends too early, or
-                is a link out of the array's parent.
+            ValueError: The file has another size than `file_size`, if given, ends too
+                early, or is a link out of the array's parent.
             OSError: The file is missing, or cannot be read.
         """
 

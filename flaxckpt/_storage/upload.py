@@ -38,15 +38,14 @@ class MemoryDirectory:
     """A directory in memory, whose files move to an object store.
 
     Args:
-        root: The directory in the object store.
+        root: The directory in the object store; None if the files are only taken.
 
     Attributes:
         path: The directory in memory.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path | None = None) -> None:
         memory = paths.parse(f"memory://{_BUCKET}{secrets.token_hex(8)}")
-        assert paths.is_remote(root), root
         assert paths.is_remote(memory), memory
         self.path: RemotePath = memory
         self._root = root
@@ -70,9 +69,11 @@ class MemoryDirectory:
             StoreError: A file could not be written.
         """
         is_small = self._taken_bytes <= _DIGESTED_BYTES
+        root = self._root
+        assert paths.is_remote(root), root
 
         def write(name: str) -> None:
-            content, target = contents[name], self._root / name
+            content, target = contents[name], root / name
             commit_marker.write_new(target, content)
             if is_small:
                 target.store.record_digest(target.key, files.digest(content))
@@ -83,6 +84,16 @@ class MemoryDirectory:
         """Frees the memory of all files."""
         self.path.store.delete_under("")
         store_settings.forget(self.path.store)
+
+
+@contextlib.contextmanager
+def in_memory() -> Iterator[MemoryDirectory]:
+    """Yields a directory in memory, whose files are to be taken."""
+    memory = MemoryDirectory()
+    try:
+        yield memory
+    finally:
+        memory.clear()
 
 
 @contextlib.contextmanager

@@ -186,7 +186,7 @@ def written(root, array, chunk_shape, segment_bytes, encoding=ENCODING):
     )
     checksums = arrays_write.write(
         root, [host], encoding=encoding, ocdbt=False, segment_bytes=segment_bytes
-    )
+    ).checksums
     keys = [chunk.key for chunk in zarr_metadata.chunks(whole, chunk_shape)]
     packed = [checksums.get("w", {}).get(key, b"") for key in keys]
     sizes = zip(array.shape, chunk_shape, strict=True)
@@ -312,7 +312,6 @@ def test_the_manifest_has_the_checksums_of_large_chunks(tmp_path):
         assert recorded.of_segments((0, 0), 4 * MIB) == tuple(wanted)
     assert "segments" not in manifest(saved(tmp_path / "small", {"b": ramp(7)}))
     for name, layout in (
-        ("ocdbt", flaxckpt.ArrayLayout(store="ocdbt")),
         ("zstd", flaxckpt.ArrayLayout(store="files", codec="zstd")),
         ("plain", flaxckpt.ArrayLayout(store="files", checksum=False)),
         ("zarr2", flaxckpt.ArrayLayout(store="files", zarr_version=2)),

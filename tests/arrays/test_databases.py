@@ -10,14 +10,14 @@ import tensorstore as ts
 
 import flaxckpt
 from flaxckpt._arrays import read_raw, read_tasks
-from flaxckpt._arrays import write as arrays_write
 from flaxckpt._arrays.databases import Database, Databases, check_digests
-from flaxckpt._arrays.zarr import ocdbt
+from flaxckpt._arrays.write import write_tree
+from flaxckpt._arrays.zarr import btree, ocdbt
 from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._storage.storage import LOCAL
-from flaxckpt.formats._native import contents as native_contents
 from tests.arrays.test_read_raw import host
+from tests.helpers import old_databases
 
 
 def make_database(root, values):
@@ -34,6 +34,18 @@ def make_database(root, values):
     return root
 
 
+def make_one_file(root, values):
+    """A database with all values side by side in a file: TensorStore makes several."""
+    places, content = {}, b""
+    for key, value in values.items():
+        places[key.encode()] = btree.Place("d/values", len(content), len(value))
+        content += value
+    (root / "d").mkdir()
+    (root / "d/values").write_bytes(content)
+    write_tree(root, places)
+    return root
+
+
 @pytest.fixture
 def values():
     sizes = random.Random(0)
@@ -41,11 +53,6 @@ def values():
         f"params/block_{i // 100}/leaf_{i % 100}/c.0": os.urandom(sizes.randrange(60))
         for i in range(3000)
     }
-
-
-def open_database(root):
-    context = ts.Context(ocdbt.MANIFESTS)
-    return Database(root, ocdbt.open_checked(root, context))
 
 
 def test_the_index_has_all_keys_of_a_deep_tree(tmp_path, values):
@@ -65,7 +72,7 @@ def test_an_empty_database_has_no_values(tmp_path):
 
 @pytest.mark.parametrize("part", [1, 7, 400])
 def test_requested_values_are_read_in_few_calls(tmp_path, values, part):
-    database = open_database(make_database(tmp_path, values))
+    database = Database(make_database(tmp_path, values))
     wanted = list(values)[::part]
     random.Random(part).shuffle(wanted)
     for key in wanted:
@@ -82,7 +89,7 @@ def test_requested_values_are_read_in_few_calls(tmp_path, values, part):
 
 def test_values_far_apart_are_read_on_their_own(tmp_path):
     values = {f"{i:03}": os.urandom(2**15) for i in range(100)}
-    database = open_database(make_database(tmp_path, values))
+    database = Database(make_database(tmp_path, values))
     for key in ("000", "001", "099"):
         database.request(key, 2**15)
     reading = database.reading()
@@ -96,7 +103,7 @@ def test_values_of_several_files_are_read_file_by_file(tmp_path):
     values = [{f"{part}{n}": bytes([n]) * 200 for n in range(3)} for part in "ab"]
     for some in values:
         make_database(tmp_path / "d", some)
-    database = open_database(tmp_path / "d")
+    database = Database(tmp_path / "d")
     for n in range(3):
         for part in "ba":
             database.request(f"{part}{n}", 200)
@@ -110,12 +117,11 @@ def test_values_of_several_files_are_read_file_by_file(tmp_path):
 
 def test_many_bytes_are_read_in_several_calls(tmp_path):
     values = {f"{i:03}": os.urandom(2**16) for i in range(100)}
-    database = open_database(make_database(tmp_path, values))
+    database = Database(make_one_file(tmp_path, values))
     for key in values:
         database.request(key, 2**16)
     reading = database.reading()
-    files = len([*(tmp_path / "d").iterdir()])  # TensorStore may make several
-    assert 6 <= len(reading.tasks) <= 6 + files
+    assert len(reading.tasks) == 7
     read_tasks.run([reading])
     assert {key: database.value(key) for key in values} == values
 
@@ -123,7 +129,7 @@ def test_many_bytes_are_read_in_several_calls(tmp_path):
 @pytest.mark.parametrize(("key", "tasks"), [("003", 1), ("004", 2)])
 def test_a_gap_of_64_kib_is_read_too(tmp_path, key, tasks):
     values = {f"{i:03}": os.urandom(2**15) for i in range(10)}
-    database = open_database(make_database(tmp_path, values))
+    database = Database(make_one_file(tmp_path, values))
     for wanted in ("000", key):
         database.request(wanted, 2**15)
     assert len(database.reading().tasks) == tasks
@@ -132,7 +138,7 @@ def test_a_gap_of_64_kib_is_read_too(tmp_path, key, tasks):
 @pytest.mark.parametrize(("count", "tasks"), [(16, 1), (17, 2)])
 def test_a_mib_is_read_in_a_call(tmp_path, count, tasks):
     values = {f"{i:03}": os.urandom(2**16) for i in range(20)}
-    database = open_database(make_database(tmp_path, values))
+    database = Database(make_one_file(tmp_path, values))
     for key in list(values)[:count]:
         database.request(key, 2**16)
     assert len(database.reading().tasks) == tasks
@@ -140,7 +146,7 @@ def test_a_mib_is_read_in_a_call(tmp_path, count, tasks):
 
 def test_values_come_in_any_order_of_their_names(tmp_path):
     values = {name: os.urandom(50) for name in ("a3", "b1", "c2")}
-    database = open_database(make_database(tmp_path, values))
+    database = Database(make_database(tmp_path, values))
     for key in ("b1", "c2", "a3"):
         database.request(key, 50)
     read_tasks.run([database.reading()])
@@ -149,7 +155,7 @@ def test_values_come_in_any_order_of_their_names(tmp_path):
 
 def test_too_little_memory_is_an_error_of_each_value(tmp_path, monkeypatch):
     values = {"a": bytes(50), "b": bytes(50)}
-    database = open_database(make_database(tmp_path, values))
+    database = Database(make_database(tmp_path, values))
 
     def fail(*args, **options):
         raise MemoryError
@@ -164,7 +170,7 @@ def test_too_little_memory_is_an_error_of_each_value(tmp_path, monkeypatch):
 
 
 def test_missing_and_too_large_values_are_refused(tmp_path):
-    database = open_database(make_database(tmp_path, {"a": bytes(50)}))
+    database = Database(make_database(tmp_path, {"a": bytes(50)}))
     with pytest.raises(ValueError, match=r"^b is missing"):
         database.request("b", 50)
     with pytest.raises(ValueError, match=r"^a has 50 bytes instead of 49"):
@@ -173,7 +179,7 @@ def test_missing_and_too_large_values_are_refused(tmp_path):
 
 def test_a_lost_file_is_an_error_of_each_value(tmp_path, values):
     root = make_database(tmp_path, values)
-    database = open_database(root)
+    database = Database(root)
     large = [key for key, value in values.items() if len(value) > 20][:3]
     for file in (root / "d").iterdir():
         file.unlink()
@@ -187,7 +193,7 @@ def test_a_lost_file_is_an_error_of_each_value(tmp_path, values):
 
 def test_what_is_no_file_is_an_error_of_each_value(tmp_path, values):
     root = make_database(tmp_path, values)
-    database = open_database(root)
+    database = Database(root)
     large = [key for key, value in values.items() if len(value) > 20][:3]
     for file in (root / "d").iterdir():
         file.unlink()
@@ -212,7 +218,7 @@ def digests_of(root):
 
 
 def test_each_database_is_opened_once(tmp_path):
-    databases = Databases(ts.Context(ocdbt.MANIFESTS))
+    databases = Databases()
     roots = [make_database(tmp_path / name, {name: bytes(50)}) for name in "ab"]
     first, other = (databases.open(root, root) for root in roots)
     assert databases.open(roots[0], roots[0]) is first
@@ -223,7 +229,7 @@ def test_each_database_is_opened_once(tmp_path):
 
 
 def test_a_database_that_is_not_there_fails_for_each_array(tmp_path):
-    databases = Databases(ts.Context(ocdbt.MANIFESTS))
+    databases = Databases()
     found = []
     for _ in range(2):
         with pytest.raises((ValueError, OSError)) as info:
@@ -239,10 +245,10 @@ def test_a_database_that_fails_its_check_stays_refused(tmp_path):
     root = make_database(tmp_path / "a", {"a": bytes(50)})
     digests = digests_of(root)
     check = functools.partial(check_digests, root, digests, max_bytes=2**30)
-    databases = Databases(ts.Context(ocdbt.MANIFESTS))
+    databases = Databases()
     assert databases.open(root, tmp_path, check=check)
     digests.update(dict.fromkeys(digests, "sha256:0"))
-    databases = Databases(ts.Context(ocdbt.MANIFESTS))
+    databases = Databases()
     found = []
     for again in (check, None):
         with pytest.raises(ValueError, match="has changed") as info:
@@ -255,7 +261,7 @@ def test_a_database_outside_of_the_checkpoint_is_refused(tmp_path):
     make_database(tmp_path / "other", {"a": b"1"})
     (tmp_path / "c").mkdir()
     (tmp_path / "c/state").symlink_to(tmp_path / "other")
-    databases = Databases(ts.Context(ocdbt.MANIFESTS))
+    databases = Databases()
     with pytest.raises(ValueError, match="outside"):
         databases.open(tmp_path / "c/state", tmp_path / "c")
 
@@ -268,7 +274,7 @@ def test_no_changed_byte_gives_other_values(tmp_path, size):
     """Without digests of the files: checksums of values and nodes find the change."""
     arrays = {f"a{i}": np.arange(i, i + size, dtype="<f4") for i in range(5)}
     encoding = Encoding("none", True)
-    arrays_write.write(
+    old_databases.write(
         tmp_path,
         [host(name, array, (size,)) for name, array in arrays.items()],
         encoding=encoding,
@@ -280,7 +286,7 @@ def test_no_changed_byte_gives_other_values(tmp_path, size):
         info = LeafInfo(
             name, (), "array", "numpy.ndarray", (size,), "float32", chunk_shape=(size,)
         )
-        databases = Databases(ts.Context(ocdbt.MANIFESTS))
+        databases = Databases()
         database = databases.open(tmp_path, tmp_path)
         region = ((0, size),)
         reading = read_raw.from_database(raw, info, [region], database, verify=True)
@@ -289,11 +295,12 @@ def test_no_changed_byte_gives_other_values(tmp_path, size):
 
     for name, array in arrays.items():
         assert read(name).tobytes() == array.tobytes()
-    [file] = [path for path in (tmp_path / "d").iterdir() if path.is_file()]
-    content = file.read_bytes()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    whole = {file: file.read_bytes() for file in files}
+    places = [(file, at) for file in files for at in range(len(whole[file]))]
     caught = 0
-    for at in range(0, len(content), max(1, len(content) // 300)):
-        damaged = bytearray(content)
+    for file, at in places[:: max(1, len(places) // 400)]:
+        damaged = bytearray(whole[file])
         damaged[at] ^= 1 << at % 8
         file.write_bytes(damaged)
         for name, array in arrays.items():
@@ -301,15 +308,13 @@ def test_no_changed_byte_gives_other_values(tmp_path, size):
                 assert read(name).tobytes() == array.tobytes()
             except (ValueError, OSError):
                 caught += 1
+        file.write_bytes(whole[file])
     assert caught > 100
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_large_and_small_values_of_a_database_without_digests(
-    tmp_path, monkeypatch, verify
-):
-    """Large values come through TensorStore; the metadata of all is among the small."""
-    monkeypatch.setattr(native_contents, "_SMALL_DATABASE_BYTES", 0)
+def test_large_and_small_values_of_a_database_without_digests(tmp_path, verify):
+    """Large values are blocks of their files; the metadata of all is in the tree."""
     random_numbers = np.random.default_rng(0)
     state = {
         f"a{i}": random_numbers.standard_normal(size, np.float32)

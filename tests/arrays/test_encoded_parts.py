@@ -7,15 +7,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import ArrayLayout
-from flaxckpt._arrays import write
+from flaxckpt._arrays import encode
 
 STORES = ["files", "ocdbt"]
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(write, "_ENCODED_PART", 256)
-    monkeypatch.setattr(write, "_ENCODED_AT_ONCE", 1024)
+    monkeypatch.setattr(encode, "_ENCODED_PART", 256)
+    monkeypatch.setattr(encode, "ENCODED_AT_ONCE", 1024)
 
 
 def check(directory, state, layout):

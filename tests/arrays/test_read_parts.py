@@ -13,7 +13,6 @@ import tensorstore as ts
 
 from flaxckpt import _util
 from flaxckpt._arrays import read_raw, read_tasks
-from flaxckpt._arrays import write as arrays_write
 from flaxckpt._arrays.databases import Databases
 from flaxckpt._arrays.spans import Span
 from flaxckpt._arrays.zarr import chunk_file, metadata, ocdbt
@@ -21,6 +20,7 @@ from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
 from flaxckpt._storage.storage import LOCAL
 from tests.arrays.test_checksums import written
 from tests.arrays.test_read_raw import host, info_of
+from tests.helpers import old_databases
 from tests.helpers.files import flip_bit
 
 KIB = 2**10
@@ -396,14 +396,14 @@ def test_a_byte_range_larger_than_the_memory_is_refused(tmp_path):
 
 def database_of(path, array, chunk_shape, *, checksum=True):
     encoding = Encoding("none", checksum)
-    arrays_write.write(
+    old_databases.write(
         path, [host("w", array, chunk_shape)], encoding=encoding, ocdbt=True
     )
     return RawArray(path, "w", True, encoding), info_of(array, chunk_shape)
 
 
 def read_database(raw, info, regions, *, verify=True):
-    databases = Databases(ts.Context(ocdbt.MANIFESTS))
+    databases = Databases()
     database = databases.open(raw.root, raw.root)
     reading = read_raw.from_database(raw, info, regions, database, verify=verify)
     read_tasks.run([*databases.readings(), reading])

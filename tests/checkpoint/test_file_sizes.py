@@ -14,6 +14,7 @@ from flaxckpt._storage.storage import LOCAL
 from flaxckpt.formats import _native
 from tests import GOLDEN
 from tests.helpers import faulty_store as faulty
+from tests.helpers import old_databases
 
 LAYOUTS = {
     "files": flaxckpt.ArrayLayout(store="files"),
@@ -90,9 +91,9 @@ def test_all_faults_of_an_array_are_told(tmp_path):
     assert "zarr.json is missing or empty" in str(told.value)
 
 
-def test_a_database_without_digests_holds_its_large_arrays(tmp_path, monkeypatch):
-    monkeypatch.setattr(_native.contents, "_SMALL_DATABASE_BYTES", 0)
+def test_an_old_database_without_digests_holds_its_large_arrays(tmp_path):
     path = save(tmp_path / "c", "database")
+    old_databases.make_old(path)
     file_sizes.check(path, None)
     for data in (path / "state/d").iterdir():
         data.write_bytes(data.read_bytes()[:1000])
@@ -106,6 +107,7 @@ def test_a_database_without_digests_holds_its_large_arrays(tmp_path, monkeypatch
     small = tmp_path / "small"
     with flaxckpt.Checkpointer(small, layout=LAYOUTS["database"]) as ckpt:
         ckpt.save(1, {"b": STATE["b"]})
+    old_databases.make_old(small / "1")
     file_sizes.check(small / "1", None)
     shutil.rmtree(small / "1/state/d")
     with pytest.raises(
@@ -135,20 +137,23 @@ def test_only_the_files_of_some_leaves_are_checked(tmp_path, layout):
         file_sizes.check_leaves(copy, ["w"])
 
 
-def test_a_database_is_checked_for_each_of_its_leaves(tmp_path, monkeypatch):
-    monkeypatch.setattr(_native.contents, "_SMALL_DATABASE_BYTES", 0)
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_database_is_checked_for_each_of_its_leaves(tmp_path, is_old):
     path = tmp_path / "run"
     item = {"w": STATE["w"], "b": STATE["b"]}
     with flaxckpt.Checkpointer(
         path, items=("a", "b"), layout=LAYOUTS["database"]
     ) as ckpt:
         ckpt.save(1, {"a": item, "b": item})
+    if is_old:
+        old_databases.make_old(path / "1", ["a", "b"])
     leaves = [*flaxckpt.metadata(path / "1").leaves]
     file_sizes.check_leaves(path / "1", leaves)
     for data in (path / "1/b/d").iterdir():
         data.write_bytes(data.read_bytes()[:1000])
     file_sizes.check_leaves(path / "1", [leaf for leaf in leaves if leaf[0] == "a"])
-    with pytest.raises(errors.DamagedCheckpointError, match=r"at least 8192 bytes, fo"):
+    told = "at least 8192 bytes, found" if is_old else r"b/d/0\.small\.0: wanted"
+    with pytest.raises(errors.DamagedCheckpointError, match=told):
         file_sizes.check_leaves(path / "1", ["b/b"])  # in the database with b/w
 
 
@@ -173,7 +178,7 @@ def flip(content):
 
 
 def test_arrays_are_not_read(tmp_path):
-    """But a small database on a disk, and what is not of arrays."""
+    """But the tree of a database, an old small one, and what is not of arrays."""
     path = save(tmp_path / "zarr", "zarr 2")
     [chunk] = [file for file in (path / "state/w").iterdir() if file.name != ".zarray"]
     chunk.write_bytes(flip(chunk.read_bytes()))
@@ -183,7 +188,15 @@ def test_arrays_are_not_read(tmp_path):
     with pytest.raises(errors.DamagedCheckpointError):
         file_sizes.check(path, None)
     path = save(tmp_path / "database", "database")
-    [data] = (path / "state/d").iterdir()
+    data, tree = path / "state/d/0.small.0", path / "state/d/tree"
+    data.write_bytes(flip(data.read_bytes()))
+    file_sizes.check(path, None)
+    tree.write_bytes(flip(tree.read_bytes()))
+    with pytest.raises(errors.DamagedCheckpointError, match="has changed since"):
+        file_sizes.check(path, None)
+    path = save(tmp_path / "old", "database")
+    old_databases.make_old(path, digested=True)
+    data = max((path / "state/d").iterdir(), key=lambda file: file.stat().st_size)
     data.write_bytes(flip(data.read_bytes()))
     with pytest.raises(errors.DamagedCheckpointError, match="has changed since"):
         file_sizes.check(path, None)
@@ -294,8 +307,7 @@ def test_objects_are_missed_beside_leaves_without_arrays():
 
 
 @pytest.mark.parametrize("item", ["a", "b"])
-def test_each_database_in_a_store_has_its_manifest(monkeypatch, item):
-    monkeypatch.setattr(_native.contents, "_SMALL_DATABASE_BYTES", 0)
+def test_each_database_in_a_store_has_its_manifest(item):
     root = faulty.new_path("file-sizes")
     layout = LAYOUTS["database"]
     with flaxckpt.Checkpointer(root, items=("a", "b"), layout=layout) as ckpt:

@@ -20,9 +20,8 @@ from flaxckpt import errors
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import files as storage_files
 from flaxckpt._storage.storage import LOCAL
-from flaxckpt.formats._native import contents as native_contents
 from flaxckpt.policies import LatestN
-from tests.helpers import strategies
+from tests.helpers import old_databases, strategies
 from tests.helpers.files import flip_bit
 
 LAYOUTS = {
@@ -375,26 +374,31 @@ def test_a_damaged_step_of_another_writer_is_marked_too(tmp_path):
     assert "table" in ckpt.damaged()[2]
 
 
-def test_large_databases_are_verified_by_their_values(tmp_path, monkeypatch):
-    monkeypatch.setattr(native_contents, "_SMALL_DATABASE_BYTES", 0)
+@pytest.mark.parametrize("is_old", [False, True])
+def test_databases_are_verified_by_their_values(tmp_path, is_old):
     for codec in ("none", "compact"):
         layout = flaxckpt.ArrayLayout(store="ocdbt", codec=codec)
         run(tmp_path / codec, 1, layout=layout)
         path = tmp_path / codec / "1"
-        assert not any("state/d" in name for name in manifest(path)["digests"])
+        if is_old:
+            old_databases.make_old(path)
+        assert not any("state/d/0" in name for name in manifest(path)["digests"])
         report = flaxckpt.verify(path)
         assert report.ok, str(report)
         assert (report.unchecked, report.extra) == ({}, ())
-        largest = max(path.glob("state/d/*"), key=lambda file: file.stat().st_size)
+        data = [file for file in path.glob("state/d/*") if file.name != "tree"]
+        largest = max(data, key=lambda file: file.stat().st_size)
         flip_bit(largest)
-        assert list(flaxckpt.verify(path).problems) == ["table"]
+        report = flaxckpt.verify(path)
+        assert list(report.problems) == ["table"]
+        assert report.places["table"].startswith("state/d/")
 
 
 @pytest.mark.parametrize("codec", ["none", "compact"])
-def test_what_is_missing_in_a_sound_database_is_named(tmp_path, monkeypatch, codec):
-    monkeypatch.setattr(native_contents, "_SMALL_DATABASE_BYTES", 0)
+def test_what_is_missing_in_a_sound_old_database_is_named(tmp_path, codec):
     layout = flaxckpt.ArrayLayout(store="ocdbt", codec=codec, chunk_bytes=4096)
     run(tmp_path, 1, layout=layout)
+    old_databases.make_old(tmp_path / "1")
     assert flaxckpt.verify(tmp_path / "1").ok
     base = {"driver": "file", "path": f"{tmp_path}/1/state/"}
     values = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()

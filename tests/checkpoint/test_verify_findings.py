@@ -17,9 +17,9 @@ from flaxckpt._storage import bucket
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt._util import progress
 from flaxckpt.datasets import StepIndexed
-from flaxckpt.formats._native import contents
 from flaxckpt.integrations.orbax import CheckpointHandler, SaveArgs
 from tests.helpers import faulty_store as faulty
+from tests.helpers import old_databases
 from tests.helpers.files import flip_bit
 
 
@@ -79,11 +79,16 @@ def test_a_whole_leaf_has_no_place_in_it(tmp_path):
 def test_a_database_names_some_of_its_leaves(tmp_path):
     state = {name: np.arange(64.0) for name in "abcde"}
     path = save(tmp_path / "c", state, store="ocdbt")
-    [data] = (path / "state/d").iterdir()
-    flip_bit(data)
-    name = f"state/d/{data.name}"
-    text = f"{name} -> 5 leaves: a, b, c, …"
-    assert flaxckpt.verify(path).places == {name: text}
+    for name, change in (("state/d/tree", -1), ("state/d/0.small.0", 1)):
+        content = (path / name).read_bytes()
+        (path / name).write_bytes(content[:change] if change < 0 else content + b"1")
+        text = f"{name} -> 5 leaves: a, b, c, …"
+        assert flaxckpt.verify(path).places == {name: text}
+        (path / name).write_bytes(content)
+    (path / name).write_bytes(content[:-1])
+    report = flaxckpt.verify(path)
+    assert report.problems == {"e": "0.small.0 ends before the chunk c.0 does"}
+    assert report.places == {"e": f"{name} -> e"}
 
 
 # ---- sizes ------------------------------------------------------------------------
@@ -422,10 +427,7 @@ def test_what_was_no_checkpoint_is_not_damaged(tmp_path):
 # ---- databases, and Orbax ---------------------------------------------------------
 
 
-def test_a_sound_database_of_one_item_is_searched_though_another_is_damaged(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(contents, "_SMALL_DATABASE_BYTES", 0)
+def test_a_database_of_another_step_is_named_in_each_item(tmp_path):
     layout = flaxckpt.ArrayLayout(store="ocdbt")
     with flaxckpt.Checkpointer(tmp_path, items=("a", "b"), layout=layout) as run:
         for step, names in ((1, "wv"), (2, "w")):
@@ -435,18 +437,19 @@ def test_a_sound_database_of_one_item_is_searched_though_another_is_damaged(
         shutil.rmtree(tmp_path / "1" / item)
         shutil.copytree(tmp_path / "2" / item, tmp_path / "1" / item)
     report = flaxckpt.verify(tmp_path, step=1)
-    assert {"a/v", "b/v"} <= set(report.problems)
-    assert "missing from the database" in report.problems["a/v"]
+    assert {"a/d/tree", "b/d/tree"} <= set(report.problems)
+    assert set(report.unreadable) == {"a/w", "a/v", "b/w", "b/v"}
 
 
-@pytest.fixture(params=["digested", "large"])
-def database(request, tmp_path, monkeypatch):
+@pytest.fixture(params=["new", "digested", "large"])
+def database(request, tmp_path):
     """A checkpoint with a database in an item, and an item without arrays."""
-    if request.param == "large":
-        monkeypatch.setattr(contents, "_SMALL_DATABASE_BYTES", 0)
     state = {"a": {name: np.arange(4096.0) for name in "wv"}, "b": {"name": "x"}}
     layout = flaxckpt.ArrayLayout(store="ocdbt")
     flaxckpt.save(tmp_path / "c", state, items=("a", "b"), layout=layout)
+    if request.param != "new":
+        digested = request.param == "digested"
+        old_databases.make_old(tmp_path / "c", ["a"], digested=digested)
     return tmp_path / "c"
 
 
@@ -459,6 +462,7 @@ def test_the_checksums_of_a_database_are_enough(database):
 @pytest.mark.parametrize("where", ["d", "manifest.ocdbt"])
 def test_a_damaged_database_does_not_lack_its_leaves(database, where):
     file = database / "a" / where
+    file = file / "tree" if (file / "tree").exists() else file
     [file] = file.iterdir() if file.is_dir() else [file]
     file.write_bytes(bytes(file.stat().st_size))
     report = flaxckpt.verify(database)

@@ -945,7 +945,7 @@ def test_plan_knows_that_a_database_is_read_as_a_whole(here, command):
     for data in (here / "one" / "state").rglob("d/*"):
         data.unlink()
     found = command.json("plan", "one", "wanted.json", code=1)
-    assert "wanted a database" in found["damage"]
+    assert "state/d/0.small.0: wanted 16008 bytes" in found["damage"]
 
 
 def test_plan_shows_the_plan_of_what_it_guesses(here, command):

@@ -492,13 +492,12 @@ def test_verify_says_which_leaves_a_damaged_database_holds(tmp_path):
     values = np.random.default_rng(0).normal(size=(64, 64))
     layout = flaxckpt.ArrayLayout(store="ocdbt")
     flaxckpt.save(tmp_path / "a", {"b": values, "c": values + 1}, layout=layout)
-    [file] = (tmp_path / "a/state/d").iterdir()
-    content = bytearray(file.read_bytes())
-    content[300] ^= 4
-    file.write_bytes(content)
-    [(name, place)] = flaxckpt.verify(tmp_path / "a").places.items()
-    assert name == f"state/d/{file.name}"
-    assert place == f"{name} -> 2 leaves: b, c"
+    flip_bit(tmp_path / "a/state/d/0.small.0", 300)
+    assert flaxckpt.verify(tmp_path / "a").places == {"b": "state/d/0.small.0 -> b"}
+    flip_bit(tmp_path / "a/state/d/tree", 300)
+    name = "state/d/tree"
+    places = flaxckpt.verify(tmp_path / "a").places
+    assert places == {name: f"{name} -> 2 leaves: b, c"}
 
 
 @pytest.mark.parametrize("width", [80, 60, 40])

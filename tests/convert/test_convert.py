@@ -609,6 +609,8 @@ def test_what_was_killed_goes_on_where_it_was(
     )
     if format_name == "orbax":
         assert_equal(source, target)
+        report = flaxckpt.verify(target)
+        assert (report.problems, report.extra) == ({}, ())
     else:
         assert target.read_bytes() == fresh.read_bytes()
 

@@ -6,13 +6,13 @@ import shutil
 
 import numpy as np
 import pytest
-import tensorstore as ts
 
 import flaxckpt
 from flaxckpt import errors
+from flaxckpt._arrays.zarr import ocdbt
 from flaxckpt._steps import markers as steps_markers
-from flaxckpt.formats._native import contents as native_contents
 from tests.faults.test_damage import ITEMS, JSON_ITEM, LOSSES, UNREAD, Iterator, is_same
+from tests.helpers import old_databases
 
 LAYOUTS = {
     "files": {"store": "files"},
@@ -23,12 +23,12 @@ LAYOUTS = {
     "ocdbt, compact": {"store": "ocdbt", "codec": "compact"},
     "ocdbt, zarr 2": {"store": "ocdbt", "zarr_version": 2},
 }
-LARGE = {f"large {name}": LAYOUTS[name] for name in ("ocdbt", "ocdbt, compact")}
-"""Databases that have no digests."""
+OLD = {f"old {name}": LAYOUTS[name] for name in ("ocdbt", "ocdbt, compact")}
+"""Databases of TensorStore without digests, as before version 3."""
 
 CASES = [
     pytest.param(case, marks=[pytest.mark.slow] * (n % 3 > 0))
-    for n, case in enumerate((*LAYOUTS, *LARGE))
+    for n, case in enumerate(LAYOUTS)
 ]
 
 CHUNK_BYTES = 2**13
@@ -113,19 +113,13 @@ class Run:
         (self.path / steps_markers.DAMAGED).unlink(missing_ok=True)
 
 
-def without_digests(monkeypatch, case):
-    if case in LARGE:
-        monkeypatch.setattr(native_contents, "_SMALL_DATABASE_BYTES", -1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("items", ["state", ITEMS], ids=["state", "items"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_file_of_another_place_is_found(tmp_path, monkeypatch, caplog, case, items):
     caplog.set_level(logging.CRITICAL, logger="flaxckpt")
-    without_digests(monkeypatch, case)
     layout = flaxckpt.ArrayLayout(
-        **(LAYOUTS | LARGE)[case],
+        **LAYOUTS[case],
         chunk_bytes=CHUNK_BYTES,
         **({"checksum": False} if "zarr 2" in case else {}),
     )
@@ -151,8 +145,7 @@ def test_a_file_of_another_place_is_found(tmp_path, monkeypatch, caplog, case, i
 @pytest.mark.parametrize("case", CASES)
 def test_a_directory_of_another_step_is_found(tmp_path, monkeypatch, caplog, case):
     caplog.set_level(logging.CRITICAL, logger="flaxckpt")
-    without_digests(monkeypatch, case)
-    layout = flaxckpt.ArrayLayout(**(LAYOUTS | LARGE)[case], chunk_bytes=CHUNK_BYTES)
+    layout = flaxckpt.ArrayLayout(**LAYOUTS[case], chunk_bytes=CHUNK_BYTES)
     run = Run(tmp_path / "run", layout, items=ITEMS)
     aside = tmp_path / "aside"
     for name in (*ITEMS, "metrics", "dataset", "config"):
@@ -194,8 +187,7 @@ def test_a_backup_that_stopped_over_an_older_one_is_found(
     tmp_path, monkeypatch, caplog, case
 ):
     caplog.set_level(logging.CRITICAL, logger="flaxckpt")
-    without_digests(monkeypatch, case)
-    layout = flaxckpt.ArrayLayout(**(LAYOUTS | LARGE)[case], chunk_bytes=CHUNK_BYTES)
+    layout = flaxckpt.ArrayLayout(**LAYOUTS[case], chunk_bytes=CHUNK_BYTES)
     run = Run(tmp_path / "run", layout)
     save_run(tmp_path / "newer", layout, first=5)
     newer = files_of(tmp_path / "newer" / "2")
@@ -216,18 +208,22 @@ def test_a_backup_that_stopped_over_an_older_one_is_found(
 
 
 @pytest.mark.parametrize("way", ["saved", "converted"])
-@pytest.mark.parametrize("case", ["files", "files, compact", *LARGE])
-def test_chunks_of_any_size_are_bound(tmp_path, monkeypatch, case, way):
-    without_digests(monkeypatch, case)
-    layout = flaxckpt.ArrayLayout(**(LAYOUTS | LARGE)[case])
+@pytest.mark.parametrize(
+    "case", ["files", "files, compact", "ocdbt", "ocdbt, compact", *OLD]
+)
+def test_chunks_of_any_size_are_bound(tmp_path, case, way):
+    layout = flaxckpt.ArrayLayout(**(LAYOUTS | OLD)[case])
     states = save_run(tmp_path / "run", layout, rows=300)
     path, other = tmp_path / "run/2", tmp_path / "run/1"
     if way == "converted":
         for step in (path, other):
             flaxckpt.convert(step, tmp_path / f"new {step.name}", layout=layout)
         path, other = tmp_path / "new 2", tmp_path / "new 1"
+    if case in OLD:
+        for step in (path, other):
+            old_databases.make_old(step)
     assert is_same(states[2], flaxckpt.load(path))
-    chunks, older = chunks_of(path / "state", case), chunks_of(other / "state", case)
+    chunks, older = chunks_of(path / "state"), chunks_of(other / "state")
     leaves = ("wide", "deep", "x", "few")
     of_leaf = {leaf: [n for n in chunks if f"params.{leaf}/" in n] for leaf in leaves}
     assert all(of_leaf.values()), of_leaf
@@ -236,7 +232,7 @@ def test_chunks_of_any_size_are_bound(tmp_path, monkeypatch, case, way):
         *((name, older[name]) for [name] in of_leaf.values()),
         (wide, chunks[deep]),
     ]:
-        put_chunk(path / "state", case, name, wrong)
+        put_chunk(path / "state", name, wrong)
         assert not flaxckpt.verify(path).ok, name
         for memory_map in (True, False):
             with pytest.raises(errors.DamagedCheckpointError, match="not the chunk"):
@@ -246,26 +242,31 @@ def test_chunks_of_any_size_are_bound(tmp_path, monkeypatch, case, way):
             flaxckpt.open_leaf(path, leaf)
         with pytest.raises(errors.DamagedCheckpointError, match="not the chunk"):
             flaxckpt.convert(path, tmp_path / "copy.safetensors")
-        put_chunk(path / "state", case, name, chunks[name])
+        put_chunk(path / "state", name, chunks[name])
     assert is_same(states[2], flaxckpt.load(path))
 
 
-def database(root):
-    base = {"driver": "file", "path": f"{root}/"}
-    return ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
-
-
-def chunks_of(root, case):
+def chunks_of(root):
     """Returns the stored chunks of a state: name of the chunk -> bytes."""
-    if case not in LARGE:
+    if not (root / "manifest.ocdbt").exists():
         return {name: text for name, text in files_of(root).items() if "/c" in name}
-    store = database(root)
-    names = [key.decode() for key in store.list().result()]
-    return {name: store.read(name).result().value for name in names if "/c" in name}
+    values = ocdbt.read_tree(root).items()
+    return {key.decode(): read_value(root, v) for key, v in values if b"/c" in key}
 
 
-def put_chunk(root, case, name, content):
-    if case in LARGE:
-        database(root).write(name, content).result()
-    else:
+def read_value(root, value):
+    if isinstance(value, bytes):
+        return value
+    return (root / value.file).read_bytes()[value.offset :][: value.size]
+
+
+def put_chunk(root, name, content):
+    """Replaces a chunk; in a database, with the bytes that have room at its place."""
+    if not (root / "manifest.ocdbt").exists():
         replace(root / name, content)
+        return
+    place = ocdbt.read_tree(root)[name.encode()]
+    whole = bytearray((root / place.file).read_bytes())
+    end = place.offset + place.size
+    whole[place.offset : end] = content[: place.size].ljust(place.size, b"\0")
+    replace(root / place.file, bytes(whole))

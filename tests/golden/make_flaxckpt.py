@@ -5,7 +5,7 @@ every release that writes more than the one before:
 
     python -m tests.golden.make_flaxckpt 2
 
-What is in the repository for versions 1 and 2 was written on one CPU device, with
+What is in the repository for versions 1 to 3 was written on one CPU device, with
 
     jax 0.10.2    flax 0.12.8    optax 0.2.8    tensorstore 0.1.86
 
@@ -16,6 +16,7 @@ What is in the repository for versions 1 and 2 was written on one CPU device, wi
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -41,7 +42,10 @@ LAYOUTS: Final = {
     "ocdbt": flaxckpt.ArrayLayout(store="ocdbt"),
     "compact": flaxckpt.ArrayLayout(store="files", codec="compact"),
     "zarr-2": flaxckpt.ArrayLayout(store="ocdbt", zarr_version=2),
+    "ocdbt-compact": flaxckpt.ArrayLayout(store="ocdbt", codec="compact"),
 }
+DATABASES: Final = ("ocdbt", "zarr-2", "ocdbt-compact")
+"""Layouts that are of version 3."""
 
 
 def array(*shape: int) -> np.ndarray[Any, Any]:
@@ -80,7 +84,13 @@ def state() -> dict[str, Any]:
 
 def write(folder: Path) -> None:
     """Writes a run of one step for each layout."""
-    for name, layout in LAYOUTS.items():
+    write_layouts(folder, LAYOUTS)
+
+
+def write_layouts(folder: Path, names: Iterable[str]) -> None:
+    """Writes a run of one step for each of some layouts."""
+    for name in names:
+        layout = LAYOUTS[name]
         batches = StepIndexed(lambda i: i, start=STEP)
         with flaxckpt.Checkpointer(
             folder / name, layout=layout, metadata=METADATA
@@ -102,7 +112,12 @@ def in_items(tree: dict[str, Any]) -> dict[str, Any]:
 
 def write_items(folder: Path) -> None:
     """Writes a run of two steps of several items, the first without an item."""
-    for name in ("files", "ocdbt"):
+    write_items_in(folder, ("files", "ocdbt"))
+
+
+def write_items_in(folder: Path, names: Iterable[str]) -> None:
+    """Writes such a run for each of some layouts."""
+    for name in names:
         with flaxckpt.Checkpointer(
             folder / name,
             layout=LAYOUTS[name],
@@ -122,7 +137,13 @@ def write_items(folder: Path) -> None:
         (folder / name / "events.jsonl").unlink()
 
 
-WRITERS: Final = {"1": write, "2": write_items}
+def write_databases(folder: Path) -> None:
+    """Writes runs of the layouts of version 3, and one with items."""
+    write_layouts(folder, DATABASES)
+    write_items_in(folder / "items", ["ocdbt"])
+
+
+WRITERS: Final = {"1": write, "2": write_items, "3": write_databases}
 """Version of the manifest -> function that writes it."""
 
 

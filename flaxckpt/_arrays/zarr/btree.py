@@ -315,7 +315,7 @@ def _unpack(content: bytes, magic: bytes) -> bytes:
         raise ValueError("it has another size than it says")
     framed, checksum = content[: -_CHECKSUM.size], content[-_CHECKSUM.size :]
     if _CHECKSUM.unpack(checksum)[0] != crc32c.crc32c(framed):
-        raise ValueError("its checksum differs")
+        raise ValueError("it has changed since it was written: its CRC-32C differs")
     version, compression = framed[_HEADER_BYTES : _HEADER_BYTES + 2]
     if version or compression > 1:
         raise ValueError("it is of a version that is not supported")

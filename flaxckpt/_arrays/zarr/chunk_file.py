@@ -1,7 +1,8 @@
-"""Chunk files: a block of bytes in a file, optionally followed by a checksum.
+"""Blocks of bytes in files, each optionally followed by a checksum.
 
-Such a file is an uncompressed chunk of zarr 3. Blocks are written without a copy, read
-into the caller's memory, or mapped.
+A block is an uncompressed chunk of zarr 3, in a file of its own or, as the value of a
+database, beside others. Blocks are written without a copy, read into the caller's
+memory, or mapped.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ MAPPED_FROM = 64 * 2**10
 """Size in bytes from which arrays are mapped: a map takes whole pages, and Linux allows
 65,530 maps per process."""
 
+PAGE_BYTES = 4096
+"""Alignment of blocks in files with others, on all machines."""
+
 _PAGE = mmap.PAGESIZE
 _COMPARED_AT_ONCE = 2**20
 _SMALL_BYTES = 2**16
@@ -50,6 +54,7 @@ class Block(NamedTuple):
             none.
         checksums: Checksums of the segments, without the last.
         recorded: Checksum of the block in the manifest; None if not recorded.
+        offset: Offset of the block in a file with others; None if it is alone there.
     """
 
     path: Path
@@ -58,11 +63,22 @@ class Block(NamedTuple):
     segment_bytes: int = 0
     checksums: Sequence[int] = ()
     recorded: int | None = None
+    offset: int | None = None
 
     @property
-    def file_size(self) -> int:
-        """Size of the whole file in bytes."""
+    def stored_bytes(self) -> int:
+        """Size of the block and its checksum in bytes."""
         return self.size + CHECKSUM_BYTES * self.has_checksum
+
+    @property
+    def begin(self) -> int:
+        """Offset of the block in its file, in bytes."""
+        return self.offset or 0
+
+    @property
+    def file_size(self) -> int | None:
+        """Size of the whole file in bytes; None with other blocks in the file."""
+        return self.stored_bytes if self.offset is None else None
 
     @property
     def verified_at_once(self) -> int:
@@ -103,8 +119,8 @@ def link_if_equal(
     Args:
         old: An earlier file.
         new: The path of the link.
-        parts: The content; in blocks with a checksum, the last part is the checksum.
-        compare_all: False to compare only the size and the last part, for values that
+        parts: The content; the checksum of a block is a part.
+        compare_all: False to compare only the size and the checksums, for values that
             equal the file unless changed in memory since.
         mode: The mode that the file must have; None for any.
 
@@ -121,9 +137,7 @@ def link_if_equal(
                 return False
             if mode is not None and stat.S_IMODE(status.st_mode) != mode:
                 return False
-            tail = parts[-1][:CHECKSUM_BYTES]
-            start = size - len(parts[-1])
-            if os.pread(file.fileno(), CHECKSUM_BYTES, start) != tail:
+            if not _has_same_ends(file, parts):
                 return False
             if compare_all and not _is_equal(file, parts):
                 return False
@@ -145,6 +159,18 @@ def link(old: Path, new: Path, size: int) -> bool:
         os.link(old, new, follow_symlinks=False)
     except OSError:  # no support, too many links, or `old` is gone
         return False
+    return True
+
+
+def _has_same_ends(stored: io.FileIO, parts: Sequence[memoryview]) -> bool:
+    """Returns True if a file has the last part, and all parts as short as checksums."""
+    start = 0
+    for part in parts:
+        if part is parts[-1] or len(part) == CHECKSUM_BYTES:
+            found = os.pread(stored.fileno(), CHECKSUM_BYTES, start)
+            if found != part[:CHECKSUM_BYTES]:
+                return False
+        start += len(part)
     return True
 
 
@@ -195,7 +221,10 @@ def read(
     tail = np.empty(CHECKSUM_BYTES * (block.has_checksum and with_tail), np.uint8)
     path = block.path
     _storage.of(path).read_into(
-        path, [*into, tail.data], offset=start, file_size=block.file_size
+        path,
+        [*into, tail.data],
+        offset=block.begin + start,
+        file_size=block.file_size,
     )
     if verify:
         check(block, into, tail.tobytes(), start=start)
@@ -211,7 +240,7 @@ def read_small(path: Path) -> bytes:
 
 
 def map_block(block: Block) -> Bytes:
-    """Maps a block into memory, copy-on-write.
+    """Maps a block into memory, copy-on-write; see `can_map`.
 
     Raises:
         ValueError: The file has another size.
@@ -227,8 +256,14 @@ def map_block(block: Block) -> Bytes:
             block.size,
             flags=mmap.MAP_PRIVATE,
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=block.begin,
         )
     return np.frombuffer(memory, np.uint8)
+
+
+def can_map(block: Block) -> bool:
+    """Returns True if a block begins at a page of its file."""
+    return block.begin % mmap.ALLOCATIONGRANULARITY == 0
 
 
 def can_join(sizes: Sequence[int]) -> bool:
@@ -237,7 +272,7 @@ def can_join(sizes: Sequence[int]) -> bool:
 
 
 def map_blocks(blocks: Sequence[Block]) -> Bytes:
-    """Maps blocks contiguously; see `can_join`.
+    """Maps blocks contiguously; see `can_map` and `can_join`.
 
     Raises:
         ValueError: A file has another size.
@@ -259,7 +294,7 @@ def map_blocks(blocks: Sequence[Block]) -> Bytes:
                 mmap.PROT_READ | mmap.PROT_WRITE,
                 mmap.MAP_PRIVATE | _MAP_FIXED,
                 file,
-                0,
+                block.begin,
             )
         if address != start:
             raise OSError(ctypes.get_errno(), "cannot be mapped", str(block.path))
@@ -319,9 +354,8 @@ def verify_mapped(
     tail = b""
     if stop == block.size:
         with _open(block) as file:
-            while left := os.pread(
-                file, CHECKSUM_BYTES - len(tail), block.size + len(tail)
-            ):
+            end = block.begin + block.size
+            while left := os.pread(file, CHECKSUM_BYTES - len(tail), end + len(tail)):
                 tail += left
     check(block, [part.data], tail, start=start)
 
@@ -384,10 +418,9 @@ def _open(block: Block) -> Iterator[int]:
     descriptor = _storage.files.open_regular_file(path, within=path.parent.parent)
     try:
         size = os.fstat(descriptor).st_size
-        if size != block.file_size:
-            raise ValueError(
-                f"{path.name} has {size} bytes instead of {block.file_size}"
-            )
+        end = block.begin + block.stored_bytes
+        if size < end or (size != end and block.offset is None):
+            raise ValueError(f"{path.name} has {size} bytes instead of {end}")
         yield descriptor
     finally:
         os.close(descriptor)

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -24,12 +24,16 @@ if TYPE_CHECKING:
     import numpy as np
 
 METADATA = "zarr.json"
+METADATA_2 = ".zarray"
 
 _FORM = ("data_type", "shape")
 """Fields of the metadata that have an error of their own."""
 
 DATABASE = "manifest.ocdbt"
 """File that an OCDBT database begins with."""
+
+TREE = "d/tree"
+"""The file with the nodes of the tree of a database that we write."""
 
 DATABASE_PART = "ocdbt.process_"
 """Prefix of the database of a process, in Orbax and in flaxckpt."""
@@ -88,8 +92,9 @@ class RawArray(NamedTuple):
         name: Name of the array.
         ocdbt: True if `root` is a database.
         encoding: Encoding of the chunks.
-        has_digests: True if the files of the array, or of its database, have digests.
+        has_digests: True if digests cover the chunks, which then need no checksums.
         checksums: Checksums of the chunks; None if not recorded.
+        check_database: Compares the database with its digests; None without digests.
     """
 
     root: Path
@@ -98,6 +103,7 @@ class RawArray(NamedTuple):
     encoding: Encoding
     has_digests: bool = False
     checksums: ChunkChecksums | None = None
+    check_database: Callable[[], None] | None = None
 
 
 def is_raw(encoding: Encoding, shape: Shape, dtype: str) -> bool:

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import tensorstore as ts
 
 from flaxckpt import _storage
 from flaxckpt._arrays.zarr import btree, metadata
 from flaxckpt._arrays.zarr.metadata import DATABASE, DATABASE_PART
-from flaxckpt._types import JSON
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
 _FREE_BYTES = 64 * 2**20
@@ -86,54 +84,6 @@ def open(root: Path, context: ts.Context) -> ts.KvStore:
     _storage.store_requests.use_threads()
     spec = metadata.kvstore(root, "", ocdbt=True)
     return _storage.paths.result(ts.KvStore.open(spec, context=context), root)
-
-
-MANIFESTS: dict[str, JSON] = {"memory_key_value_store#manifests": {}}
-"""The context resource that `open_checked` needs: the manifests of stores in memory."""
-
-
-class Opened(NamedTuple):
-    """A database, opened after its tree was read.
-
-    Attributes:
-        store: The database.
-        values: The result of `read_tree`.
-    """
-
-    store: ts.KvStore
-    values: Mapping[bytes, btree.Value]
-
-
-def open_checked(root: Path, context: ts.Context) -> Opened:
-    """Opens a database for reading, after `read_tree`.
-
-    TensorStore compares the manifest of a store with the present one before each read.
-    It gets the manifest that was checked instead, from memory.
-
-    Args:
-        root: The directory of the database, with checked links.
-        context: A context with `MANIFESTS`.
-
-    Raises:
-        ValueError, OSError: As for `read_tree`.
-    """
-    manifest = root / DATABASE
-    with _storage.paths.read_ahead([manifest]):
-        values = read_tree(root)
-        if not _storage.of(root).costs_requests:
-            return Opened(open(root, context), values)
-        content = manifest.read_bytes()
-    [resource] = MANIFESTS
-    spec_in_memory: dict[str, JSON] = {
-        "driver": "memory",
-        "memory_key_value_store": resource,
-        "path": f"{root}/",
-    }
-    in_memory = ts.KvStore.open(spec_in_memory, context=context).result()
-    in_memory.write(DATABASE, content).result()
-    spec = metadata.kvstore(root, "", ocdbt=True) | {"manifest": spec_in_memory}
-    store = _storage.paths.result(ts.KvStore.open(spec, context=context), root)
-    return Opened(store, values)
 
 
 _DATABASES: weakref.WeakKeyDictionary[ts.Context, dict[Path, ts.KvStore]] = (

@@ -22,7 +22,7 @@ from flaxckpt._arrays.zarr.metadata import RawArray
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.formats import _plain
-from flaxckpt.formats._native import orbax_json
+from flaxckpt.formats._native import items, orbax_json
 
 if TYPE_CHECKING:
     import tensorstore as ts
@@ -250,8 +250,10 @@ class Arrays:
 
     @property
     def has_digests(self) -> bool:
-        """True if the digests cover the files of arrays: of zarr 2, or a database."""
-        return bool(self.digests) and (self.version == 2 or self.ocdbt)
+        """True if the digests cover the chunks, not only the tree of a database."""
+        if self.ocdbt:
+            return items.has_chunk_digests(self.digests, "")
+        return bool(self.digests) and self.version == 2
 
     def open(
         self, name: str, form: ArrayForm, checkpoint: Path, context: ts.Context
@@ -304,7 +306,9 @@ class Arrays:
 
         return _arrays.read.open_after(read, check, open_array)
 
-    def raw(self, name: str, info: LeafInfo) -> RawArray | None:
+    def raw(
+        self, name: str, info: LeafInfo, compare: _DigestChecks | None
+    ) -> RawArray | None:
         """Returns the location of the chunks of an uncompressed array, else None."""
         form = _arrays.forms.stored_form(info)
         if self.encoding is None or not _arrays.zarr.metadata.is_raw(
@@ -318,14 +322,25 @@ class Arrays:
             self.encoding,
             self.has_digests,
             self.checksums.get(info.path),
+            None if compare is None else functools.partial(compare, name),
         )
 
-    def check(self, name: str, info: LeafInfo) -> Callable[[], None] | None:
+    def check(
+        self, name: str, info: LeafInfo, compare: _DigestChecks | None
+    ) -> Callable[[], None] | None:
         """Returns the check of an array that TensorStore does not make, or None."""
         recorded = self.checksums.get(info.path)
-        if recorded is None or not recorded.whole:
+        has_places = recorded is not None and bool(recorded.whole)
+        if compare is None and not has_places:
             return None
-        return functools.partial(self._check_places, name, info, recorded)
+
+        def check() -> None:
+            if compare is not None:
+                compare(name)
+            if recorded is not None and has_places and not self.has_digests:
+                self._check_places(name, info, recorded)
+
+        return check
 
     def _check_places(
         self, name: str, info: LeafInfo, recorded: ChunkChecksums
@@ -412,7 +427,8 @@ def leaf_table(
         name for name, info in zip(names, infos, strict=True) if info.dtype is not None
     ]
     check_names(path, stored_names, ocdbt=arrays.ocdbt)
-    compare = _DigestChecks(arrays) if arrays.has_digests else None
+    is_digested = bool(arrays.digests) and (arrays.ocdbt or arrays.has_digests)
+    compare = _DigestChecks(arrays) if is_digested else None
     for name, info in zip(names, infos, strict=True):
         if info.dtype is None:
             stored = StoredLeaf(path, info, value=strings.get(info.path))
@@ -422,10 +438,8 @@ def leaf_table(
                 path,
                 info,
                 functools.partial(arrays.open, name, form, path),
-                raw=arrays.raw(name, info),
-                check=functools.partial(compare, name)
-                if compare is not None
-                else arrays.check(name, info),
+                raw=arrays.raw(name, info, compare),
+                check=arrays.check(name, info, compare),
                 checksums=arrays.checksums.get(info.path),
             )
         table[info.path] = Leaf(info, (stored,))

@@ -121,7 +121,8 @@ def _read_native(
     data = orbax_json.loads(content, file)
     version = data.get("version")
     if version not in native_manifest.VERSIONS:
-        readable = " and ".join(map(str, native_manifest.VERSIONS))
+        *first, last = map(str, native_manifest.VERSIONS)
+        readable = f"{', '.join(first)} and {last}"
         raise errors.CheckpointFormatError(
             f"{path} has manifest version {repr(version)[:20]}; this flaxckpt reads"
             f" versions {readable}: use the flaxckpt that wrote it"

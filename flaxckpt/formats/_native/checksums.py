@@ -58,14 +58,12 @@ class _Chunks(NamedTuple):
         ]
 
 
-def choose_bytes(
-    infos: Sequence[LeafInfo], encoding: Encoding, *, ocdbt: bool
-) -> int | None:
+def choose_bytes(infos: Sequence[LeafInfo], encoding: Encoding) -> int | None:
     """Returns the bytes of the segments of a new checkpoint; None for no segments.
 
     All processes of a job get the same number.
     """
-    if ocdbt or not encoding.checksum:
+    if not encoding.checksum:
         return None
     sizes = ((c.total, c.segmented_bytes) for _, c in _arrays_of(infos, encoding))
     return _arrays.zarr.checksums.choose_bytes(sizes)
@@ -95,10 +93,8 @@ def read_missing(
     items: Items,
     encoding: Encoding,
     checksums: _arrays.write.Checksums,
-    *,
-    ocdbt: bool,
 ) -> _arrays.write.Checksums:
-    """Returns the checksums of all chunks: of those without, from the written chunks.
+    """Returns the checksums of all chunks: of those without, from the written files.
 
     Args:
         root: The directory with the arrays, all written.
@@ -106,7 +102,6 @@ def read_missing(
         items: The items of the checkpoint.
         encoding: Encoding of the chunks, with checksums.
         checksums: The checksums that the writers have computed.
-        ocdbt: Whether the arrays are in databases.
     """
     known = dict(checksums)
     missing: dict[str, dict[str, list[str]]] = {}
@@ -116,7 +111,7 @@ def read_missing(
         if keys:
             missing.setdefault(items.item_of(info), {})[items.param_name(info)] = keys
     for item, names in missing.items():
-        found = _arrays.databases.read_checksums(root / item, names, ocdbt=ocdbt)
+        found = _arrays.databases.read_checksums(root / item, names, ocdbt=False)
         for name, values in found.items():
             directory = f"{native_items.prefix(item)}{name}".rstrip("/")
             known[directory] = {**known.get(directory, {}), **values}
@@ -208,26 +203,3 @@ def _decode(path: LeafPath, text: str, size: int) -> bytes:
     if len(content) != size:
         raise ValueError(f"{path} has {len(content)} bytes of checksums, wanted {size}")
     return content
-
-
-# ---- messages between processes ---------------------------------------------------
-
-
-def to_message(checksums: _arrays.write.Checksums) -> JSON:
-    """Returns checksums as JSON."""
-    return {
-        name: {key: base64.b64encode(content).decode() for key, content in rows.items()}
-        for name, rows in checksums.items()
-    }
-
-
-def merge(
-    mine: _arrays.write.Checksums, messages: Sequence[Mapping[str, Mapping[str, str]]]
-) -> _arrays.write.Checksums:
-    """Returns the checksums of this process and those in the messages of others."""
-    merged = {name: dict(rows) for name, rows in mine.items()}
-    for message in messages:
-        for name, rows in message.items():
-            content = {key: base64.b64decode(text) for key, text in rows.items()}
-            merged.setdefault(name, {}).update(content)
-    return merged

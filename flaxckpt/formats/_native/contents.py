@@ -22,8 +22,6 @@ from flaxckpt.formats._native import metadata as native_metadata
 from flaxckpt.formats._native.items import METRICS, Items
 from flaxckpt.formats._reader import Lineage
 
-_SMALL_DATABASE_BYTES = 64 * 2**20
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
@@ -67,9 +65,7 @@ class Contents:
 
     def segment_bytes(self) -> int | None:
         """Returns the bytes of the segments of chunks; None for no segments."""
-        return native_checksums.choose_bytes(
-            self.infos, self.encoding, ocdbt=self.ocdbt
-        )
+        return native_checksums.choose_bytes(self.infos, self.encoding)
 
 
 def make_files(contents: Contents) -> dict[str, bytes]:
@@ -152,25 +148,28 @@ def seal(
     contents: Contents,
     files: Mapping[str, bytes],
     root: Path,
+    written: Mapping[str, _arrays.write.Written] | None,
     digests: Mapping[str, str] = MappingProxyType({}),
-    checksums: _arrays.write.Checksums | None = None,
 ) -> dict[str, bytes]:
-    """Returns the manifest and the file with its digest: relative path -> content.
+    """Writes the trees of databases, and returns the manifest and a file of its digest.
 
     The file is the commit marker or, in an item, `flaxckpt.digest`.
 
     The manifest has the digests of all `files` except the metrics, which may be
-    replaced later, and of a small database under `root`, which is faster to verify as
-    a whole than by its values. For zarr 2, whose chunks have no checksums, it has the
-    digests of all array files.
+    replaced later, and of the trees of databases. For zarr 2, whose chunks have no
+    checksums, it has the digests of all array files.
 
     Args:
         contents: Contents of the checkpoint.
         files: Result of `make_files`.
         root: The directory with the arrays.
+        written: Item -> what all processes have written to its database; the empty name
+            -> to directories. Checksums that lack are read from `root`. None for a
+            trial without arrays.
         digests: Digests of files written by other processes: name -> digest.
-        checksums: Checksums of chunks that the writers have computed; those of others
-            are read from `root`. None for no checksums, of a trial without arrays.
+
+    Returns:
+        Relative path -> content.
 
     Raises:
         SaveFailedError: `read` would not accept the manifest.
@@ -180,60 +179,52 @@ def seal(
         for name, content in files.items()
         if not name.startswith(METRICS)
     }
-    of_arrays = _digests_of_arrays(contents, root)
-    recorded |= {**digests, **of_arrays}
-    if of_arrays or not contents.encoding.checksum:
-        checksums = None  # the digests cover all arrays
-    elif checksums is not None:
+    recorded |= digests
+    sizes: dict[str, int] = {}
+    checksums: _arrays.write.Checksums = {}
+    for item, arrays in (written or {}).items():
+        start = items.prefix(item) if item else ""
+        checksums |= {f"{start}{k}": chunks for k, chunks in arrays.checksums.items()}
+        if contents.ocdbt:
+            tree = _arrays.write.write_tree(root / item, arrays.values)
+            sizes |= {f"{start}{name}": size for name, size in tree.sizes.items()}
+            recorded |= {f"{start}{name}": v for name, v in tree.digests.items()}
+    if contents.encoding.version == 2:
+        recorded |= _digests_of_arrays(contents, root, sizes)
+    if not contents.encoding.checksum:
+        checksums = {}
+    elif written is not None and not contents.ocdbt:
         checksums = native_checksums.read_missing(
-            root,
-            contents.infos,
-            contents.items,
-            contents.encoding,
-            checksums,
-            ocdbt=contents.ocdbt,
+            root, contents.infos, contents.items, contents.encoding, checksums
         )
     with _trial_parse(orbax_json.MANIFEST) as parse:
-        manifest = _manifest_text(contents, recorded, checksums)
+        manifest = _manifest_text(contents, recorded, sizes, checksums)
         native_manifest.check_readable(parse(manifest), contents.infos)
     return {orbax_json.MANIFEST: manifest, seal_name(recorded): commit_marker(manifest)}
 
 
-def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
-    """Returns the digests of array files of zarr 2, or of a small database.
+def _digests_of_arrays(
+    contents: Contents, root: Path, sizes: Mapping[str, int]
+) -> dict[str, str]:
+    """Returns the digests of the array files of zarr 2.
 
-    Other arrays rely on the checksums of their chunks.
+    Args:
+        contents: Contents of the checkpoint.
+        root: The directory with the arrays.
+        sizes: The files of databases -> bytes.
     """
-    is_zarr2 = contents.encoding.version == 2
-    if not (is_zarr2 or contents.ocdbt):
-        return {}
-    if contents.encoding.codec == "none" and not is_zarr2:
-        arrays = (info for info in contents.infos if info.chunk_shape is not None)
-        if sum(map(_arrays.forms.stored_bytes, arrays)) > _SMALL_DATABASE_BYTES:
-            return {}  # without a request for the sizes of the files
-    files: list[Path] = []
-    with _storage.paths.listing_cache(root):
-        for item, infos in contents.items.split(contents.infos).items():
-            tree = root / item
-            if contents.ocdbt:
-                files += [tree / _arrays.zarr.metadata.DATABASE, *tree.glob("d/*")]
-                files += tree.glob(f"{_arrays.zarr.metadata.DATABASE_PART}*/d/*")
-            else:
+    files = [root / name for name in sizes]
+    if not contents.ocdbt:
+        with _storage.paths.listing_cache(root):
+            for item, infos in contents.items.split(contents.infos).items():
                 names = {contents.items.param_name(info) for info in infos}
-                files += [file for name in names for file in (tree / name).glob("*")]
-        files = [file for file in files if file.is_file()]  # empty without arrays
-    if not is_zarr2 and sum(map(_size, files)) > _SMALL_DATABASE_BYTES:
-        return {}
+                files += [f for name in names for f in (root / item / name).glob("*")]
+            files = [file for file in files if file.is_file()]  # none without arrays
     return {
         file.relative_to(root).as_posix(): digest
         for file in files
         if (digest := _storage.of(file).digest_file(file, max_bytes=sys.maxsize))
     }
-
-
-def _size(file: Path) -> int:
-    known = _storage.of(file).known_size(file, None)
-    return file.stat().st_size if known is None else known
 
 
 def seal_name(digests: Mapping[str, str]) -> str:
@@ -274,9 +265,12 @@ def _checkpoint_metadata(contents: Contents) -> bytes:
 def _manifest_text(
     contents: Contents,
     digests: Mapping[str, str],
+    sizes: Mapping[str, int] = MappingProxyType({}),
     checksums: _arrays.write.Checksums | None = None,
 ) -> bytes:
     optional: dict[str, JSON] = {}
+    if contents.ocdbt:
+        optional["files"] = dict(sizes)
     if checksums:
         optional |= native_checksums.rows(
             contents.infos,
@@ -298,7 +292,9 @@ def _manifest_text(
     return orbax_json.dumps(
         {
             "format": "flaxckpt",
-            "version": native_manifest.version_for(contents.items, contents.json),
+            "version": native_manifest.version_for(
+                contents.items, contents.json, ocdbt=contents.ocdbt
+            ),
             "step": contents.step,
             "versions": native_manifest.versions(),
             "ocdbt": contents.ocdbt,

@@ -131,6 +131,16 @@ def database(item: str) -> str:
     return f"{prefix(item)}{_arrays.zarr.metadata.DATABASE}"
 
 
+def has_chunk_digests(names: Iterable[str], item: str) -> bool:
+    """Returns True if digests of `names` cover the chunks of an item's database.
+
+    Otherwise they cover its tree at most.
+    """
+    start, tree = prefix(item), f"{prefix(item)}{_arrays.zarr.metadata.TREE}"
+    inside = (f"{start}d/", f"{start}{_arrays.zarr.metadata.DATABASE_PART}")
+    return any(name.startswith(inside) and name != tree for name in names)
+
+
 def prefix(item: str) -> str:
     """Returns the beginning of the paths of an item's files in the checkpoint."""
     return f"{item}/" if item else ""

@@ -18,8 +18,9 @@ from flaxckpt.formats._native.items import Items
 from flaxckpt.formats._native.orbax_json import EMPTIES
 from flaxckpt.formats._reader import Lineage
 
-VERSIONS = (1, 2)
-"""Versions that are read; version 2 names the items other than `state`."""
+VERSIONS = (1, 2, 3)
+"""Versions that are read; version 2 names the items other than `state`, and version 3
+the files of databases."""
 
 _PARSED_LEAVES = 20_000  # up to which `check_readable` parses all rows
 _SCALARS = frozenset((*orbax_json.PYTHON_OF_KIND.values(), "numpy.generic"))
@@ -41,6 +42,7 @@ class Manifest(NamedTuple):
         items: The items with the arrays and the dataset.
         json: The names of the JSON items.
         checksums: Leaf path -> checksums of its chunks and their segments.
+        files: Files of databases, without trees -> bytes; None if not recorded.
     """
 
     infos: Sequence[LeafInfo]
@@ -55,6 +57,7 @@ class Manifest(NamedTuple):
     items: Items
     json: tuple[str, ...]
     checksums: Mapping[LeafPath, ChunkChecksums]
+    files: Mapping[str, int] | None
 
 
 def parse(data: Mapping[str, Any], resolve: _state.treedef.Resolve) -> Manifest:
@@ -86,6 +89,7 @@ def parse(data: Mapping[str, Any], resolve: _state.treedef.Resolve) -> Manifest:
         items,
         parse_item_names(data.get("json", [])),
         checksums.parse(data, infos, encoding),
+        parse_files(data) if "files" in data else None,
     )
 
 
@@ -134,6 +138,7 @@ def check_readable(data: Mapping[str, Any], infos: Sequence[LeafInfo]) -> None:
         parse_leaf(data["leaves"][n], {infos[n].path: infos[n].keys})
     parse_digests(data["digests"])
     checksums.parse(data, infos, parse_encoding(data))
+    parse_files(data)
     parse_lineage(data)
     parse_texts(data.get("transforms", []))
     _parse_step(data)
@@ -313,8 +318,10 @@ def encoding_row(encoding: _arrays.zarr.metadata.Encoding) -> JSON:
     return row if encoding.version == 3 else {**row, "zarr_version": encoding.version}
 
 
-def version_for(items: Items, json: Collection[str]) -> int:
-    """Returns the oldest version of a manifest with these items and JSON items."""
+def version_for(items: Items, json: Collection[str], *, ocdbt: bool) -> int:
+    """Returns the oldest version of a manifest of such a checkpoint."""
+    if ocdbt:
+        return 3
     return 1 if items == Items() and not json else 2
 
 
@@ -368,6 +375,23 @@ def parse_digests(value: Any) -> dict[str, str]:
     for name in value:
         if orbax_json.UNSAFE.search(name):
             raise ValueError(f"it has the digest of the unsafe name {name[:80]!r}")
+    return dict(value)
+
+
+def parse_files(data: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the files of databases: file name -> bytes.
+
+    Raises:
+        ValueError: The files are malformed, or outside of the checkpoint.
+    """
+    value = data.get("files", {})
+    if not isinstance(value, dict):
+        raise ValueError(f"{str(value)[:80]} is not a map of files")
+    for name, size in value.items():
+        if orbax_json.UNSAFE.search(name):
+            raise ValueError(f"it has a file with the unsafe name {name[:80]!r}")
+        if type(size) is not int or size < 0:
+            raise ValueError(f"{name[:80]!r} has {str(size)[:20]} bytes")
     return dict(value)
 
 

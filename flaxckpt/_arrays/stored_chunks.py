@@ -1,0 +1,153 @@
+"""The chunks of arrays in host memory, as they are to be stored.
+
+A raw chunk (see `_arrays.zarr.metadata`) has the layout of the memory. It is written
+without a copy if possible.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import tensorstore as ts
+
+from flaxckpt import _state, _util
+from flaxckpt._arrays.to_host import HostArray, HostShard
+from flaxckpt._arrays.written import Previous
+from flaxckpt._arrays.zarr import checksums as chunk_checksums
+from flaxckpt._arrays.zarr import chunk_file
+from flaxckpt._arrays.zarr import metadata as zarr_metadata
+from flaxckpt._arrays.zarr.metadata import Array, Encoding, Region
+from flaxckpt._util.pace import Pace
+
+DEFAULT_CONCURRENT_BYTES = 2 * 2**30
+"""Default of the bytes in transfer between memory and storage at a time."""
+
+THREADS = 8
+"""Threads that write files. More than cores: threads mostly wait for the disk."""
+
+THREADS_OF_STORES = 32
+"""Threads that write objects; threads mostly wait for the network."""
+
+COPIES_IN_REQUESTS = 3
+"""Copies of an object in memory during a write: ours, and TensorStore's."""
+
+Count: TypeAlias = Callable[[int], object]
+
+
+class Target(NamedTuple):
+    """The place and the form of the arrays to write; see `write`."""
+
+    root: Path
+    encoding: Encoding
+    context: ts.Context
+    max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES
+    report: Count = _util.progress.ignore
+    previous: Previous | None = None
+    writer: int | None = None
+    segment_bytes: int = sys.maxsize
+    pace: Pace | None = None
+    batch: int | None = None
+
+
+def is_raw(array: HostArray, encoding: Encoding) -> bool:
+    """Returns True if an array is written without TensorStore."""
+    return zarr_metadata.is_raw(encoding, array.shape, array.stored_dtype)
+
+
+def metadata_text(array: HostArray, encoding: Encoding) -> bytes:
+    return zarr_metadata.metadata_text(
+        encoding, array.shape, array.stored_dtype, array.chunk_shape
+    )
+
+
+class Chunk(NamedTuple):
+    """A chunk to write.
+
+    Attributes:
+        array: The array of the chunk.
+        shard: The shard with the values.
+        key: Index of the chunk.
+        bounds: Region of the values in the whole array, without padding.
+    """
+
+    array: HostArray
+    shard: HostShard
+    key: str
+    bounds: Region
+
+    @property
+    def size(self) -> int:
+        """Stored bytes without the checksum."""
+        bits = _state.dtypes.item_bits(self.array.dtype)
+        return math.prod(self.array.chunk_shape) * bits // 8
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values in memory."""
+        itemsize: int = self.shard.data.dtype.itemsize
+        return math.prod(zarr_metadata.extent(self.bounds)) * itemsize
+
+    def needs_copy(self) -> bool:
+        """Returns True if writing needs a copy of the values in storage layout."""
+        data = self._data()
+        return not (
+            data.dtype.name == self.array.dtype
+            and data.dtype.isnative
+            and data.flags.c_contiguous
+        )
+
+    def parts_and_checksums(
+        self, encoding: Encoding, segment_bytes: int
+    ) -> tuple[list[memoryview], bytes]:
+        """Returns the bytes to store and the checksums of the segments.
+
+        The bytes are the values, padding and checksum, as views where possible. The
+        last checksum is that of the chunk.
+        """
+        parts = self._content()
+        if not encoding.checksum:
+            return parts, b""
+        values = chunk_checksums.running_checksums(parts, segment_bytes)
+        packed = chunk_checksums.to_bytes(values)
+        tail = memoryview(packed)[-chunk_file.CHECKSUM_BYTES :]
+        return [*parts, tail], packed
+
+    def _content(self) -> list[memoryview]:
+        array = self.array
+        data = _state.numpy_dtypes.to_stored(
+            _state.numpy_dtypes.convert(self._data(), array.dtype)
+        )
+        missing = self.size - data.nbytes
+        if missing and data.shape[1:] != array.chunk_shape[1:]:
+            # The chunk extends beyond the array along an axis after the first.
+            padded = np.zeros(array.chunk_shape, data.dtype)
+            padded[tuple(slice(size) for size in data.shape)] = data
+            data, missing = padded, 0
+        run = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        return [run.data, memoryview(bytes(missing))]
+
+    def _data(self) -> Array:
+        values = np.asarray(self.shard.data)
+        data: Array = values[zarr_metadata.within(self.bounds, self.shard.region)]
+        return data
+
+
+def chunks(array: HostArray) -> Iterator[Chunk]:
+    """Yields the chunks of an array to be written by this process."""
+    for shard in array.shards:
+        for key, bounds in zarr_metadata.chunks(shard.region, array.chunk_shape):
+            yield Chunk(array, shard, key, bounds)
+
+
+def has_same_source(array: HostArray, previous: Previous) -> bool:
+    """Returns True if the same jax object was saved before, in the same type."""
+    source = array.source and array.source()
+    saved, dtype = previous.sources.get(array.name, (None, ""))
+    if source is None or saved is None or saved() is not source:
+        return False
+    return dtype == array.dtype

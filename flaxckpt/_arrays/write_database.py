@@ -1,0 +1,312 @@
+"""Writes the files of a database: chunks side by side, and the tree of their places.
+
+A large array has files of its own, which a later save may link.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from flaxckpt import _storage, _util
+from flaxckpt._arrays import encode, stored_chunks
+from flaxckpt._arrays.stored_chunks import COPIES_IN_REQUESTS, Target, is_raw
+from flaxckpt._arrays.to_host import HostArray
+from flaxckpt._arrays.written import Previous, Written
+from flaxckpt._arrays.zarr import btree, chunk_file
+from flaxckpt._arrays.zarr import metadata as zarr_metadata
+from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
+from flaxckpt._arrays.zarr.btree import Place, Value
+from flaxckpt._arrays.zarr.metadata import Encoding
+
+OWN_FILE_BYTES = 2**20
+"""Size in bytes from which an array of a database has files of its own, which a later
+save may link."""
+
+FILE_BYTES = 64 * 2**20
+"""A file of a database ends with the chunk that makes it as large."""
+
+_FILE_NAME = re.compile(r"[\w.+@=~-]{1,200}", re.ASCII)
+"""Arrays with other names have no files of their own."""
+
+
+class DatabaseWriter:
+    """Writes the files of a database, without the tree.
+
+    A large array has files of its own, `d/WRITER.PART/NAME`; small arrays share files,
+    `d/WRITER.small.PART`. So no array has the name of another file. The writer is the
+    number of a process, or of a batch.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._in_store = _storage.of(target.root).costs_requests
+        self._budget = _util.threads.Budget(target.max_concurrent_bytes)
+        self._writer = target.writer or target.batch or 0
+        self._parts: collections.Counter[str] = collections.Counter()
+        self._names: dict[str, str] = {}
+        self._written = Written({}, {})
+        self._previous = _previous_values(target.previous)
+
+    def write(self, batches: Iterable[list[HostArray]]) -> Written:
+        """Writes all arrays."""
+        (self._target.root / "d").mkdir(exist_ok=True)
+        encoding = self._target.encoding
+        for batch in batches:
+            raw: list[HostArray] = []
+            encoded: list[HostArray] = []
+            for array in batch:
+                (raw if is_raw(array, encoding) else encoded).append(array)
+                if not self._target.writer:
+                    self._written.values[_metadata_key(array, encoding)] = (
+                        stored_chunks.metadata_text(array, encoding)
+                    )
+            self._write_files(self._raw_chunks(raw))
+            for chunks in self._encode(encoded):
+                self._write_files(chunks)
+        previous = self._target.previous
+        if previous is not None and not previous.is_current():
+            raise OSError(f"{previous.root} was replaced during the save")
+        return self._written
+
+    def _raw_chunks(self, arrays: Iterable[HostArray]) -> Iterator[_Stored]:
+        encoding = self._target.encoding
+        tail = chunk_file.CHECKSUM_BYTES * encoding.checksum
+        requests = COPIES_IN_REQUESTS * self._in_store
+        for array in arrays:
+            for chunk in stored_chunks.chunks(array):
+                yield _Stored(
+                    array,
+                    chunk.key,
+                    chunk.nbytes,
+                    chunk.size + tail,
+                    chunk.size * (chunk.needs_copy() + requests),
+                    functools.partial(
+                        chunk.parts_and_checksums, encoding, self._target.segment_bytes
+                    ),
+                )
+
+    def _encode(self, arrays: Iterable[HostArray]) -> Iterator[list[_Stored]]:
+        """Yields the chunks that TensorStore encodes, in parts of limited size."""
+        pieces = (
+            array._replace(shards=(part,))
+            for array in arrays
+            for part in encode.parts(array)
+        )
+        encoding = self._target.encoding
+        at_once = min(self._target.max_concurrent_bytes, encode.ENCODED_AT_ONCE)
+        names = {array.name: array for array in arrays}
+        for batch in _util.memory.batches(encode.sized(pieces), at_once):
+            with _storage.upload.in_memory() as memory:
+                target = self._target._replace(root=memory.path)
+                encode.write_encoded(target, batch, at_once, may_exist=True)
+                contents = memory.take()
+            chunks = []
+            for path, content in contents.items():
+                name, _, key = path.rpartition("/")
+                if key in (zarr_metadata.METADATA, zarr_metadata.METADATA_2):
+                    continue
+                copies = COPIES_IN_REQUESTS * self._in_store * len(content)
+                view = memoryview(content)
+                chunks.append(
+                    _Stored(
+                        names[name],
+                        key,
+                        0,  # reported by `encode.write_encoded`
+                        len(content),
+                        copies,
+                        functools.partial(_as_parts, view, encoding.checksum),
+                    )
+                )
+            yield chunks
+
+    # ---- files --------------------------------------------------------------------
+
+    def _write_files(self, chunks: Iterable[_Stored]) -> None:
+        files = sorted(self._plan(chunks), key=lambda file: -file.chunks[-1][0])
+        for directory in {(self._target.root / file.path).parent for file in files}:
+            directory.mkdir(exist_ok=True)
+        threads, pace = (
+            (stored_chunks.THREADS_OF_STORES, None)
+            if self._in_store
+            else (stored_chunks.THREADS, self._target.pace)
+        )
+        _util.threads.each(self._write_file, files, threads=threads, pace=pace)
+
+    def _plan(self, chunks: Iterable[_Stored]) -> Iterator[_DataFile]:
+        """Yields the files for some chunks, which are in the order of their arrays."""
+        small: list[_Stored] = []
+        for array, group in itertools.groupby(chunks, key=lambda chunk: chunk.array):
+            if array.nbytes >= OWN_FILE_BYTES and (name := self._file_name(array)):
+                yield from self._fill(f"{self._writer}.{{}}/{name}", group)
+            else:
+                small += group
+        yield from self._fill(f"{self._writer}.small.{{}}", small)
+
+    def _fill(self, path: str, chunks: Iterable[_Stored]) -> Iterator[_DataFile]:
+        """Yields files with chunks, the larger ones at the beginning of a page."""
+        placed: list[tuple[int, _Stored]] = []
+        end = 0
+        for chunk in chunks:
+            if end >= FILE_BYTES:
+                yield self._data_file(path, placed)
+                placed, end = [], 0
+            if chunk.size >= chunk_file.MAPPED_FROM:
+                end += -end % chunk_file.PAGE_BYTES
+            placed.append((end, chunk))
+            end += chunk.size
+        if placed:
+            yield self._data_file(path, placed)
+
+    def _data_file(self, path: str, chunks: list[tuple[int, _Stored]]) -> _DataFile:
+        part = self._parts[path]
+        self._parts[path] += 1
+        return _DataFile(f"d/{path.format(part)}", chunks)
+
+    def _file_name(self, array: HostArray) -> str:
+        """Returns the name of an array's files; empty if it can have none."""
+        name = array.name
+        if not _FILE_NAME.fullmatch(name):
+            return ""
+        return name if self._names.setdefault(name.casefold(), name) == name else ""
+
+    def _write_file(self, file: _DataFile) -> None:
+        target, previous = self._target, self._target.previous
+        with self._budget.hold(sum(chunk.copied_bytes for _, chunk in file.chunks)):
+            parts: list[memoryview] = []
+            end = 0
+            for offset, chunk in file.chunks:
+                parts.append(memoryview(bytes(offset - end)))
+                stored, packed = chunk.content()
+                parts += stored
+                end = offset + chunk.size
+                name, key = chunk.array.name, chunk.key
+                if packed:
+                    self._written.checksums.setdefault(name, {})[key] = packed
+                place = Place(file.path, offset, chunk.size)
+                self._written.values[_database_key(name, key)] = place
+            new = target.root / file.path
+            if previous is None or not chunk_file.link_if_equal(
+                previous.root / file.path,
+                new,
+                [part for part in parts if part],
+                compare_all=not self._is_unchanged(file),
+                mode=previous.file_mode,
+            ):
+                chunk_file.write(new, parts)
+        for _, chunk in file.chunks:
+            target.report(chunk.nbytes)
+
+    def _is_unchanged(self, file: _DataFile) -> bool:
+        """Returns True if the same jax objects were saved before, in the same form."""
+        encoding, previous = self._target.encoding, self._target.previous
+        if previous is None or not encoding.checksum:
+            return False
+        arrays = {id(chunk.array): chunk.array for _, chunk in file.chunks}.values()
+        return all(
+            is_raw(array, encoding)
+            and stored_chunks.has_same_source(array, previous)
+            and self._previous.get(_metadata_key(array, encoding))
+            == stored_chunks.metadata_text(array, encoding)
+            for array in arrays
+        )
+
+
+class _Stored(NamedTuple):
+    """A chunk in the form in which it is stored.
+
+    Attributes:
+        array: The array.
+        key: Index of the chunk.
+        nbytes: Bytes of the values in memory.
+        size: Stored bytes.
+        copied_bytes: Bytes of copies during the write.
+        content: Returns the stored bytes, and the checksums of the chunk.
+    """
+
+    array: HostArray
+    key: str
+    nbytes: int
+    size: int
+    copied_bytes: int
+    content: Callable[[], tuple[list[memoryview], bytes]]
+
+
+class _DataFile(NamedTuple):
+    """A file of a database.
+
+    Attributes:
+        path: Its path in the database.
+        chunks: The chunks, each with its offset in bytes.
+    """
+
+    path: str
+    chunks: list[tuple[int, _Stored]]
+
+
+def _as_parts(
+    content: memoryview, has_checksum: bool
+) -> tuple[list[memoryview], bytes]:
+    """Returns an encoded chunk, and the checksum at its end."""
+    tail = content[-chunk_file.CHECKSUM_BYTES :] if has_checksum else b""
+    return [content], bytes(tail)
+
+
+def _previous_values(previous: Previous | None) -> Mapping[bytes, Value]:
+    if previous is None:
+        return {}
+    try:
+        return zarr_ocdbt.read_tree(previous.root)
+    except (ValueError, OSError):
+        return {}
+
+
+def _database_key(name: str, key: str) -> bytes:
+    return zarr_metadata.database_key(name, key).encode()
+
+
+def _metadata_key(array: HostArray, encoding: Encoding) -> bytes:
+    is_zarr_2 = encoding.version == 2
+    name = zarr_metadata.METADATA_2 if is_zarr_2 else zarr_metadata.METADATA
+    return _database_key(array.name, name)
+
+
+class WrittenTree(NamedTuple):
+    """The files of a database.
+
+    Attributes:
+        digests: The files of the tree -> digest.
+        sizes: The files with the chunks -> bytes.
+    """
+
+    digests: dict[str, str]
+    sizes: dict[str, int]
+
+
+def write_tree(root: Path, values: Mapping[bytes, Value]) -> WrittenTree:
+    """Writes the tree of a database whose other files are written.
+
+    Args:
+        root: The directory of the database.
+        values: The values that the writers have returned.
+    """
+    written = WrittenTree({}, {})
+    if not values:
+        return written
+    tree = btree.encode(values, zarr_metadata.TREE)
+    for name, content in (
+        (zarr_metadata.TREE, tree.nodes),
+        (zarr_metadata.DATABASE, tree.manifest),
+    ):
+        chunk_file.write(root / name, [memoryview(content)])
+        written.digests[name] = _storage.files.digest(content)
+    for value in values.values():
+        if isinstance(value, Place):
+            end = value.offset + value.size
+            written.sizes[value.file] = max(end, written.sizes.get(value.file, 0))
+    return written

@@ -1,0 +1,497 @@
+"""The checks of the arrays of a flaxckpt checkpoint: each file is read once."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import crc32c
+
+from flaxckpt import _arrays, _state, _storage
+from flaxckpt._arrays.zarr.metadata import Encoding, Region
+from flaxckpt._checkpoint import file_sizes, verify_report
+from flaxckpt._checkpoint.verify_report import Check, Findings
+from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
+from flaxckpt._types import LeafPath
+from flaxckpt.formats import _native
+from flaxckpt.formats._reader import Stored
+
+if TYPE_CHECKING:
+    from flaxckpt._arrays.zarr.btree import Place, Value
+
+_CHECKSUM_BYTES = _arrays.zarr.checksums.CHECKSUM_BYTES
+
+
+class ArrayChecks(NamedTuple):
+    """The checks of all arrays.
+
+    Attributes:
+        checks: Checks of the files without digests.
+        files: All files of arrays that belong to the checkpoint.
+        undigested: The leaves without checksums.
+    """
+
+    checks: list[Check]
+    files: set[str]
+    undigested: dict[LeafPath, Leaf]
+
+
+def find_checks(
+    path: Path, stored: Stored, manifest: Mapping[str, Any], findings: Findings
+) -> ArrayChecks:
+    """Returns the checks of arrays, after the files with digests were checked.
+
+    Args:
+        path: The checkpoint.
+        stored: The checkpoint.
+        manifest: Its manifest.
+        findings: Receives the faults of files with digests, and further ones.
+    """
+    return _Finder(path, stored, manifest, findings).find()
+
+
+class _Finder:
+    """Finds the checks; see `find_checks`."""
+
+    def __init__(
+        self,
+        path: Path,
+        stored: Stored,
+        manifest: Mapping[str, Any],
+        findings: Findings,
+    ) -> None:
+        self._path = path
+        self._stored = stored
+        self._findings = findings
+        self._manifest = manifest
+        self._encoding = _native.manifest.parse_encoding(manifest)
+        self._found = ArrayChecks([], set(), {})
+
+    def find(self) -> ArrayChecks:
+        encoding, has_databases = self._encoding, bool(self._manifest["ocdbt"])
+        for item in self._stored.items.trees:
+            leaves = arrays_of(self._stored, item)
+            if has_databases or encoding is None:
+                self._add_database(item, leaves)
+                continue
+            for leaf_path, leaf in leaves.items():
+                self._add_directory(leaf_path, leaf, encoding)
+        return self._found
+
+    # ---- directories ----------------------------------------------------------------
+
+    def _add_directory(
+        self, leaf_path: LeafPath, leaf: Leaf, encoding: Encoding
+    ) -> None:
+        info, digests = leaf.info, self._stored.digests
+        root = _native.items.prefix(self._stored.items.array_directory(info))
+        names = file_sizes.array_files(encoding, info)
+        metadata, *chunks = [f"{root}{name}" for name in names]
+        self._found.files.update((metadata, *chunks))
+        if metadata not in digests:
+
+            def check_metadata() -> None:
+                text = _arrays.zarr.chunk_file.read_small(self._path / metadata)
+                _check_metadata(text, encoding, info)
+
+            self._found.checks.append(Check(leaf_path, check_metadata, metadata))
+        wanted = _wanted_chunks(leaf, encoding)
+        for chunk, name in zip(wanted, chunks, strict=True):
+            if name not in digests:
+                check = functools.partial(
+                    _check_chunk_file, self._path / name, self._path, chunk, encoding
+                )
+                count = self._findings.counter.add
+                run = functools.partial(check, count)
+                self._found.checks.append(Check(leaf_path, run, name))
+        if not encoding.checksum and not {metadata, *chunks} <= digests.keys():
+            self._found.undigested[leaf_path] = leaf
+
+    # ---- databases ------------------------------------------------------------------
+
+    def _add_database(self, item: str, leaves: Mapping[LeafPath, Leaf]) -> None:
+        root, encoding = self._path / item, self._encoding
+        digests = self._stored.digests
+        sizes = None
+        if "files" in self._manifest:
+            sizes = file_sizes.recorded_sizes(self._stored, self._manifest, item)
+            self._found.files.update(sizes)
+        elif leaves and _native.items.database(item) not in digests:
+            below = _storage.of(root).files_below(root)
+            start = _native.items.prefix(item)
+            self._found.files.update(f"{start}{name}" for name in below)
+        if not leaves:
+            return
+        is_digested = _native.items.has_chunk_digests(digests, item)
+        if encoding is None or not (encoding.checksum or is_digested):
+            self._found.undigested.update(leaves)
+        if encoding is None:
+            return
+        values = self._read_tree(item)
+        if values is None:
+            return
+        files: dict[str, list[_FileChunk]] = {}
+        for leaf_path, leaf in leaves.items():
+            for chunk in self._chunks_of(leaf_path, leaf, values, encoding):
+                if not is_digested:
+                    files.setdefault(chunk.place.file, []).append(chunk)
+        start = _native.items.prefix(item)
+        for file, chunks in files.items():
+            name = f"{start}{file}"
+            check = _FileCheck(
+                name,
+                chunks,
+                self._findings,
+                has_checksum=encoding.checksum,
+                size=None if sizes is None else sizes.get(name, 0),
+            )
+            run = functools.partial(check.run, self._path)
+            self._found.checks.append(Check(name, run))
+
+    def _read_tree(self, item: str) -> dict[bytes, Value] | None:
+        """Returns the values of a database; None if its tree is damaged."""
+        faults = {**self._findings.problems, **self._findings.unread}
+        if any(self._stored.items.tree_of_file(name) == item for name in faults):
+            return None
+        values: dict[bytes, Value] = {}
+        name = _native.items.database(item)
+
+        def read() -> None:
+            values.update(_arrays.zarr.ocdbt.read_tree(self._path / item))
+
+        self._findings.attempt(name, read)
+        faults = {**self._findings.problems, **self._findings.unread}
+        return None if name in faults else values
+
+    def _chunks_of(
+        self,
+        leaf_path: LeafPath,
+        leaf: Leaf,
+        values: Mapping[bytes, Value],
+        encoding: Encoding,
+    ) -> Iterator[_FileChunk]:
+        """Yields the chunks of a leaf in files; checks what is in the tree."""
+        info, name = leaf.info, self._stored.items.param_name(leaf.info)
+        keys = file_sizes.array_files(encoding, info)
+        found = [
+            values.get(_arrays.zarr.metadata.database_key(name, key).encode())
+            for key in keys
+        ]
+        missing = [key for key, value in zip(keys, found, strict=True) if value is None]
+        if missing:
+            rest = f" and {len(missing) - 1} more are" if missing[1:] else " is"
+            why = f"{missing[0]}{rest} missing from the database"
+            self._findings.add(self._findings.problems, leaf_path, why)
+            return
+        text, *parts = [value for value in found if value is not None]
+        if encoding.version == 3:
+            item = self._stored.items.item_of(info)
+            root, start = self._path / item, _native.items.prefix(item)
+            check = functools.partial(_check_value, root, text, encoding, info)
+            file = "" if isinstance(text, bytes) else f"{start}{text.file}"
+            self._found.checks.append(Check(leaf_path, check, file))
+        wanted = _wanted_chunks(leaf, encoding)
+        for chunk, value in zip(wanted, parts, strict=True):
+            if not isinstance(value, bytes):
+                yield _FileChunk(value, leaf_path, chunk)
+                continue
+            content = _Content(encoding.checksum)
+            content.take(memoryview(value))
+            check = functools.partial(content.check, chunk, chunk.key)
+            self._found.checks.append(Check(leaf_path, check))
+
+
+_MAX_METADATA_BYTES = 2**16
+
+
+def leaves_in(name: str, stored: Stored) -> list[LeafPath]:
+    """Returns the leaves that a restore cannot read without the array file `name`."""
+    item = stored.items.tree_of_file(name)
+    if item is None:
+        return []
+    arrays = arrays_of(stored, item)
+    database = _native.items.database(item)
+    if name == database or (name in stored.digests and database in stored.digests):
+        return list(arrays)  # the tree, or a file of a database that is read as a whole
+    if database in stored.digests:
+        return _leaves_in_file(name, stored, item, arrays)
+    directory = name.rpartition("/")[0]
+    return [
+        path
+        for path, leaf in arrays.items()
+        if stored.items.array_directory(leaf.info) == directory
+    ]
+
+
+def _leaves_in_file(
+    name: str, stored: Stored, item: str, arrays: Mapping[LeafPath, Leaf]
+) -> list[LeafPath]:
+    """Returns the leaves with chunks in a file of a database."""
+    root = _storage.paths.from_text(stored.metadata.path) / item
+    try:
+        values = _arrays.zarr.ocdbt.read_tree(root)
+    except (ValueError, OSError):
+        return list(arrays)
+    file = name.removeprefix(_native.items.prefix(item))
+    keys = {
+        key.decode(errors="surrogateescape").rpartition("/c")[0]
+        for key, value in values.items()
+        if not isinstance(value, bytes) and value.file == file
+    }
+    return [
+        path
+        for path, leaf in arrays.items()
+        if stored.items.param_name(leaf.info) in keys
+    ]
+
+
+def arrays_of(stored: Stored, item: str) -> dict[LeafPath, Leaf]:
+    """Returns the leaves of an item that are stored as arrays."""
+    return {
+        path: leaf
+        for path, leaf in stored.table.items()
+        if is_array(leaf) and stored.items.item_of(leaf.info) == item
+    }
+
+
+def is_array(leaf: Leaf) -> bool:
+    """Returns True if a leaf is stored as an array."""
+    return isinstance(leaf.source, StoredLeaf) and leaf.source.open is not None
+
+
+# ---- chunks -----------------------------------------------------------------------
+
+
+class _Chunk(NamedTuple):
+    """A chunk as it must be.
+
+    Attributes:
+        key: Its key.
+        region: The values in it.
+        size: Stored bytes; 0 if the size varies.
+        max_bytes: Bytes without compression.
+        recorded: The checksum in the manifest; None if not recorded.
+    """
+
+    key: str
+    region: Region
+    size: int
+    max_bytes: int
+    recorded: int | None
+
+
+class _FileChunk(NamedTuple):
+    """A chunk in a file of a database."""
+
+    place: Place
+    leaf: LeafPath
+    chunk: _Chunk
+
+
+def _wanted_chunks(leaf: Leaf, encoding: Encoding) -> list[_Chunk]:
+    info, source = leaf.info, leaf.source
+    assert isinstance(source, StoredLeaf), info.path
+    shape, dtype = _arrays.forms.stored_form(info)
+    chunk_shape = info.chunk_shape or ()
+    size = file_sizes.chunk_bytes(encoding, info)
+    max_bytes = size or math.prod(chunk_shape) * _state.dtypes.item_bits(dtype) // 8
+    whole = _arrays.zarr.metadata.whole(shape)
+    recorded = source.checksums
+    return [
+        _Chunk(
+            chunk.key,
+            chunk.bounds,
+            size,
+            max_bytes,
+            None if recorded is None else recorded.number(n),
+        )
+        for n, chunk in enumerate(_arrays.zarr.metadata.chunks(whole, chunk_shape))
+    ]
+
+
+def _check_value(root: Path, value: Value, encoding: Encoding, info: LeafInfo) -> None:
+    """Checks the metadata of an array in the database `root`."""
+    if not isinstance(value, bytes):
+        size = min(value.size, _MAX_METADATA_BYTES)
+        value = _storage.of(root).read_range(root / value.file, value.offset, size)
+    _check_metadata(value, encoding, info)
+
+
+def _check_metadata(text: bytes, encoding: Encoding, info: LeafInfo) -> None:
+    """Raises ValueError if `zarr.json` differs from the record of the leaf."""
+    shape, dtype = _arrays.forms.stored_form(info)
+    _arrays.zarr.metadata.check_metadata(
+        text, encoding, shape, dtype, info.chunk_shape or ()
+    )
+    _arrays.zarr.metadata.check_compact(text)
+
+
+class _Content:
+    """The content of a chunk, of which only the size and the checksum are kept."""
+
+    def __init__(self, has_checksum: bool) -> None:
+        self._has_checksum = has_checksum
+        self._value = 0
+        self._tail = b""
+        self._size = 0
+
+    def take(self, part: memoryview) -> None:
+        """Takes the next part."""
+        self._size += len(part)
+        if not self._has_checksum:
+            return
+        if len(part) < _CHECKSUM_BYTES:
+            part, self._tail = memoryview(self._tail + bytes(part)), b""
+        self._value = crc32c.crc32c(self._tail, self._value)
+        self._value = crc32c.crc32c(part[:-_CHECKSUM_BYTES], self._value)
+        self._tail = bytes(part[-_CHECKSUM_BYTES:])  # unless a part follows
+
+    def check(self, chunk: _Chunk, name: str) -> None:
+        """Raises ValueError for a wrong size or checksum, or another chunk."""
+        _check_size(name, self._size, chunk.size)
+        if not self._has_checksum:
+            return
+        if self._tail != self._value.to_bytes(_CHECKSUM_BYTES, "little"):
+            raise ValueError(
+                f"{name} has changed since it was written: its CRC-32C differs"
+            )
+        _arrays.zarr.checksums.check_place(name, self._value, chunk.recorded)
+
+
+def _check_size(name: str, size: int, wanted: int) -> None:
+    """Raises ValueError for an empty chunk, or a size that is not `wanted`."""
+    if size != (wanted or size) or not size:
+        raise ValueError(f"{name} has {size} bytes instead of {wanted or 'some'}")
+
+
+def _check_chunk_file(
+    file: Path,
+    root: Path,
+    chunk: _Chunk,
+    encoding: Encoding,
+    count: Callable[[int], object],
+) -> None:
+    """Raises ValueError if a file is not a chunk.
+
+    Args:
+        file: The file.
+        root: The checkpoint.
+        chunk: The chunk.
+        encoding: Encoding of the chunk.
+        count: Called with the size of each part.
+    """
+    known_size = _storage.of(file).known_size(file, root)
+    if known_size is not None:
+        _check_size(file.name, known_size, chunk.size)  # before reading all of it
+        if not encoding.checksum:
+            return
+    content = _Content(encoding.checksum)
+    for part in _storage.of(file).stream(file, root, chunk.max_bytes):
+        content.take(part)
+        count(len(part))
+    content.check(chunk, file.name)
+
+
+class _FileCheck:
+    """The check of a file with chunks of several leaves, from its beginning to its end.
+
+    Args:
+        name: The file in the checkpoint.
+        chunks: Its chunks.
+        findings: Receives the faults, by leaf.
+        has_checksum: Whether each chunk ends with a checksum.
+        size: Recorded size in bytes; None for a file that has other values, too.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        chunks: Sequence[_FileChunk],
+        findings: Findings,
+        *,
+        has_checksum: bool,
+        size: int | None,
+    ) -> None:
+        self._name = name
+        self._base = name.rpartition("/")[2]
+        self._findings = findings
+        self._has_checksum = has_checksum
+        self._size = size
+        self._chunks = sorted(chunks, key=lambda chunk: chunk.place.offset)
+
+    def run(self, root: Path) -> None:
+        """Reads the file below the checkpoint `root`.
+
+        Raises:
+            ValueError, OSError: The file has another size, or cannot be read.
+        """
+        file = root / self._name
+        known_size = _storage.of(file).known_size(file, root)
+        if known_size is not None and known_size > (self._size or known_size):
+            self._fault_of_file(f"has {known_size} bytes instead of {self._size}")
+        segments = collections.deque(self._segments())
+        most = segments[-1].stop if segments else 0
+        content, position = _Content(self._has_checksum), 0
+        for part in _storage.of(file).stream(file, root, self._size or most):
+            self._findings.counter.add(len(part))
+            rest = part
+            while rest and segments and not self._findings.is_enough:
+                stop, chunk = segments[0]
+                piece, rest = rest[: stop - position], rest[stop - position :]
+                position += len(piece)
+                if chunk is not None:
+                    content.take(piece)
+                elif self._size is not None and any(piece):
+                    self._fault_of_file("has changed between its chunks")
+                if position == stop:
+                    self._finish(chunk, content)
+                    content = _Content(self._has_checksum)
+                    segments.popleft()
+        if self._findings.is_enough:
+            return
+        for _, chunk in segments:
+            if chunk is not None:
+                why = f"{self._base} ends before the chunk {chunk.chunk.key} does"
+                self._fault(chunk, why)
+
+    def _segments(self) -> Iterator[_Segment]:
+        """Yields the chunks of the file, and the bytes between them, in order."""
+        end = 0
+        for chunk in self._chunks:
+            place = chunk.place
+            if place.offset < end:
+                self._fault(chunk, f"{chunk.chunk.key} overlaps another chunk")
+                continue
+            if place.offset > end:
+                yield _Segment(place.offset, None)
+            end = place.offset + place.size
+            yield _Segment(end, chunk)
+
+    def _finish(self, chunk: _FileChunk | None, content: _Content) -> None:
+        if chunk is not None:
+            place = verify_report.Place(self._name, chunk.chunk.region)
+            check = functools.partial(content.check, chunk.chunk, chunk.chunk.key)
+            self._findings.attempt(chunk.leaf, check, place)
+
+    def _fault(self, chunk: _FileChunk, why: str) -> None:
+        place = verify_report.Place(self._name, chunk.chunk.region)
+        self._findings.add(self._findings.problems, chunk.leaf, why, place)
+
+    def _fault_of_file(self, why: str) -> None:
+        self._findings.add(self._findings.problems, self._name, f"{self._base} {why}")
+
+
+class _Segment(NamedTuple):
+    """A chunk of a file, or the bytes before it.
+
+    Attributes:
+        stop: Where it ends in the file, in bytes.
+        chunk: The chunk; None for bytes that belong to none.
+    """
+
+    stop: int
+    chunk: _FileChunk | None

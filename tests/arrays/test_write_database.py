@@ -1,0 +1,165 @@
+"""Databases that we write: the files, their names, and what TensorStore reads."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flaxckpt
+from flaxckpt._arrays import read_raw, read_tasks, write_database
+from flaxckpt._arrays.databases import Databases
+from flaxckpt._arrays.zarr import ocdbt
+from flaxckpt._arrays.zarr.metadata import Encoding
+from flaxckpt.formats import _locate
+from tests.arrays.test_read_raw import host, opened
+from tests.helpers import old_databases, strategies
+
+MIB = 2**20
+DATABASE = flaxckpt.ArrayLayout(store="ocdbt")
+
+
+def places(root):
+    """The places of all chunks: file -> (offset, size), in order."""
+    found = {}
+    for value in ocdbt.read_tree(root).values():
+        if not isinstance(value, bytes):
+            found.setdefault(value.file, []).append((value.offset, value.size))
+    return {file: sorted(parts) for file, parts in found.items()}
+
+
+def names(root):
+    return {str(file.relative_to(root)) for file in root.rglob("*") if file.is_file()}
+
+
+@st.composite
+def chunked(draw):
+    """Arrays by name, each with its chunk shape; some of them compressed."""
+    arrays = {}
+    name = st.text(st.sampled_from("aAb.ü /%é-"), min_size=1, max_size=4)
+    for key in draw(st.lists(name.filter(lambda n: n[-1] != "/"), max_size=5)):
+        dtype = draw(st.sampled_from(["float32", "bfloat16", "int8", "int4"]))
+        shape = draw(st.lists(st.integers(0, 70), min_size=1, max_size=2))
+        chunks = tuple(draw(st.integers(1, max(size, 1))) for size in shape)
+        size = math.prod(shape)
+        values = (np.arange(size) % 7).astype(jnp.dtype(dtype)).reshape(shape)
+        arrays[key] = (values, chunks)
+    return arrays
+
+
+@settings(max_examples=60)
+@given(chunked(), st.sampled_from(["none", "zstd"]), st.integers(1, 5000))
+def test_tensorstore_reads_any_arrays(tmp_path_factory, arrays, codec, file_bytes):
+    root = tmp_path_factory.mktemp("database")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write_database, "FILE_BYTES", file_bytes)
+        patch.setattr(write_database, "OWN_FILE_BYTES", 1000)
+        written = old_databases.write(
+            root,
+            [host(name, values, chunks) for name, (values, chunks) in arrays.items()],
+            encoding=Encoding(codec, True),
+            ocdbt=True,
+        )
+    for name, (values, _) in arrays.items():
+        found = opened(root, name, ocdbt=True).read().result()
+        assert found.astype(np.float32).tolist() == values.astype(float).tolist()
+    if not arrays:
+        return
+    found = places(root)
+    assert names(root) == {"manifest.ocdbt", "d/tree", *found}
+    for file, parts in found.items():
+        content = (root / file).read_bytes()
+        for (start, size), (follows, _) in itertools.pairwise([*parts, (None, None)]):
+            end = start + size
+            assert end <= (follows if follows is not None else len(content))
+            assert not any(content[end : follows if follows is not None else end])
+        assert sum(parts[-1]) == len(content)
+    chunks = [key for key in written.values if b"/c" in key]
+    assert sum(map(len, found.values())) == len(chunks)
+
+
+def test_files_have_the_names_of_large_arrays(tmp_path):
+    large, small = np.ones((2 * MIB // 4,), np.float32), np.ones(3)
+    state = {
+        "params": {"kernel": large, "Kernel": large, "bias": small},
+        "a/b": large,
+        "long": {"x" * 240: large},
+        "count": 3,
+    }
+    flaxckpt.save(tmp_path / "c", state, layout=DATABASE)
+    assert names(tmp_path / "c/state/d") == {
+        "tree",
+        "0.0/params.kernel",
+        "0.small.0",  # also Kernel, which some file systems do not tell from kernel
+    }
+    strategies.assert_same(flaxckpt.load(tmp_path / "c"), state)
+    assert flaxckpt.verify(tmp_path / "c").ok
+
+
+def test_a_large_array_has_files_of_64_mib(tmp_path):
+    state = {"w": np.arange(40 * MIB, dtype=np.float32)}
+    layout = flaxckpt.ArrayLayout(store="ocdbt", chunk_bytes=24 * MIB)
+    flaxckpt.save(tmp_path / "c", state, layout=layout)
+    parts = places(tmp_path / "c/state")
+    assert len(parts) > 1
+    assert set(parts) == {f"d/0.{n}/w" for n in range(len(parts))}
+    sizes = sorted(sum(file[-1]) for file in parts.values())
+    assert all(64 * MIB <= size < 88 * MIB for size in sizes[1:])
+    assert all(start % 4096 == 0 for file in parts for start, _ in parts[file])
+    strategies.assert_same(flaxckpt.load(tmp_path / "c"), state)
+
+
+@pytest.mark.parametrize("codec", ["none", "compact"])
+def test_a_step_with_nearly_all_leaves_frozen_is_small(tmp_path, codec):
+    keys = jax.random.split(jax.random.key(0), 4)
+    frozen = {f"w{n}": jax.random.normal(key, (768, 768)) for n, key in enumerate(keys)}
+    layout = flaxckpt.ArrayLayout(store="ocdbt", codec=codec)
+    with flaxckpt.Checkpointer(tmp_path, layout=layout) as ckpt:
+        sizes = [
+            ckpt.save(step, {**frozen, "lora": jnp.full((8, 768), step)}).wait()
+            for step in (1, 2)
+        ]
+    assert sizes[1].bytes_written < 0.02 * sizes[0].bytes_written
+    strategies.assert_same(flaxckpt.load(tmp_path, step=2)["w1"], frozen["w1"])
+
+
+def test_a_part_of_a_leaf_is_read_and_verified_by_segments(tmp_path):
+    state = {"w": np.arange(2 * MIB, dtype=np.float32).reshape(2048, 1024)}
+    flaxckpt.save(tmp_path / "c", state, layout=DATABASE)
+    with (tmp_path / "c/state/d/0.0/w").open("r+b") as file:
+        file.seek(6 * MIB)
+        file.write(b"damage")
+    stored = _locate.read_stored(tmp_path / "c", None).table["w"].source
+    database = Databases().open(stored.raw.root, stored.root)
+
+    def read(start, stop):
+        region = ((start, stop), (0, 1024))
+        reading = read_raw.from_files(
+            *(stored.raw, stored.info, [region], database),
+            dtype="float32",
+            memory_map=False,
+            verify=True,
+        )
+        read_tasks.run([reading])
+        return reading.result()[region]
+
+    assert (read(0, 8) == state["w"][:8]).all()
+    with pytest.raises(ValueError, match="has changed since it was written in bytes"):
+        read(1530, 1540)
+    report = flaxckpt.verify(tmp_path / "c")
+    assert report.places == {"w": "state/d/0.0/w -> w"}
+
+
+def test_tensorstore_lists_what_is_saved_by_several_items(tmp_path):
+    state = {"a": {"w": np.ones(3)}, "b": {"w": np.ones((2, 2)), "n": 1}}
+    flaxckpt.save(tmp_path / "c", state, items=("a", "b"), layout=DATABASE)
+    for item, keys in (("a", {"w"}), ("b", {"w", "n"})):
+        base = {"driver": "file", "path": f"{tmp_path}/c/{item}/"}
+        store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+        listed = {key.decode().split("/")[0] for key in store.list().result()}
+        assert listed == keys
