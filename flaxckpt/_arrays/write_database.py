@@ -31,8 +31,11 @@ save may link."""
 FILE_BYTES = 64 * 2**20
 """A file of a database ends with the chunk that makes it as large."""
 
-_FILE_NAME = re.compile(r"[\w.+@=~-]{1,200}", re.ASCII)
-"""Arrays with other names have no files of their own."""
+_FILE_NAME = re.compile(r"(?!\.{1,2}$)[\w.+@=~-]{1,200}(?<!\.__lock)", re.ASCII)
+"""Arrays with other names have no files of their own.
+
+TensorStore reads no file called `….__lock`.
+"""
 
 
 class DatabaseWriter:
@@ -93,14 +96,14 @@ class DatabaseWriter:
 
     def _encode(self, arrays: Iterable[HostArray]) -> Iterator[list[_Stored]]:
         """Yields the chunks that TensorStore encodes, in parts of limited size."""
+        by_number = {str(n): array for n, array in enumerate(arrays)}  # safe names
         pieces = (
-            array._replace(shards=(part,))
-            for array in arrays
+            array._replace(name=number, shards=(part,))
+            for number, array in by_number.items()
             for part in encode.parts(array)
         )
         encoding = self._target.encoding
         at_once = min(self._target.max_concurrent_bytes, encode.ENCODED_AT_ONCE)
-        names = {array.name: array for array in arrays}
         for batch in _util.memory.batches(encode.sized(pieces), at_once):
             with _storage.upload.in_memory() as memory:
                 target = self._target._replace(root=memory.path)
@@ -108,14 +111,14 @@ class DatabaseWriter:
                 contents = memory.take()
             chunks = []
             for path, content in contents.items():
-                name, _, key = path.rpartition("/")
+                number, _, key = path.rpartition("/")
                 if key in (zarr_metadata.METADATA, zarr_metadata.METADATA_2):
                     continue
                 copies = COPIES_IN_REQUESTS * self._in_store * len(content)
                 view = memoryview(content)
                 chunks.append(
                     _Stored(
-                        names[name],
+                        by_number[number],
                         key,
                         0,  # reported by `encode.write_encoded`
                         len(content),

@@ -32,10 +32,8 @@ from flaxckpt.transforms import _base as _transforms
 
 _log = logging.getLogger(__name__)
 
-# A database is faster to write and to read with more leaves than this and a smaller
-# mean size; see docs/benchmarks.md.
 _MANY_LEAVES = 64
-_SMALL_LEAF_BYTES = 128 * 2**10
+"""With more leaves, a database is much faster; few files are easier to inspect."""
 
 
 # ---- public functions -----------------------------------------------------------
@@ -480,13 +478,13 @@ def _uses_ocdbt(
 ) -> bool:
     if layout.store != "auto":
         return layout.store == "ocdbt"
-    sizes = [
-        _arrays.forms.stored_bytes(info)
+    arrays = [
+        info
         for infos, _ in parts.values()
         for info in infos
         if info.chunk_shape is not None
     ]
-    if len(sizes) > _MANY_LEAVES and sum(sizes) < _SMALL_LEAF_BYTES * len(sizes):
+    if len(arrays) > _MANY_LEAVES:
         return True
     return not all(
         _native.names.are_file_safe(item, *part) for item, part in parts.items()

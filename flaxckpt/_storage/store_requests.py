@@ -70,9 +70,10 @@ _numbers = itertools.count()
 def context(spec: Mapping[str, JSON] | None = None) -> ts.Context:
     """Returns a TensorStore context with the store options and this `memory://`.
 
-    Every store is opened with such a context.
+    Every store is opened with such a context. Each has a cache of its own: a database
+    that was replaced since another context opened it is not taken for that one.
     """
-    return ts.Context({**_shared, **(spec or {})}, _MEMORY)
+    return ts.Context({"cache_pool": {}, **_shared, **(spec or {})}, _MEMORY)
 
 
 class TransientError(errors.StoreError):

@@ -42,6 +42,7 @@ def chunked(draw):
     """Arrays by name, each with its chunk shape; some of them compressed."""
     arrays = {}
     name = st.text(st.sampled_from("aAb.ü /%é-"), min_size=1, max_size=4)
+    name |= st.sampled_from([".", "..", "a.__lock", "__lock", "tree", "0.small.0"])
     for key in draw(st.lists(name.filter(lambda n: n[-1] != "/"), max_size=5)):
         dtype = draw(st.sampled_from(["float32", "bfloat16", "int8", "int4"]))
         shape = draw(st.lists(st.integers(0, 70), min_size=1, max_size=2))
@@ -153,6 +154,18 @@ def test_a_part_of_a_leaf_is_read_and_verified_by_segments(tmp_path):
         read(1530, 1540)
     report = flaxckpt.verify(tmp_path / "c")
     assert report.places == {"w": "state/d/0.0/w -> w"}
+
+
+def test_a_step_may_be_replaced_while_a_leaf_of_it_is_open(tmp_path):
+    layout = flaxckpt.ArrayLayout(store="ocdbt", codec="compact")
+    numbers = np.random.default_rng(0)
+    for n in range(3):
+        state = {"w": numbers.integers(0, 2**32, (6, 1024), np.uint32)}
+        flaxckpt.save(tmp_path / "c", state, layout=layout, overwrite=True)
+        strategies.assert_same(flaxckpt.load(tmp_path / "c"), state)
+        if n == 0:
+            leaf = flaxckpt.open_leaf(tmp_path / "c", "w")
+            leaf.read().result()
 
 
 def test_tensorstore_lists_what_is_saved_by_several_items(tmp_path):

@@ -41,7 +41,7 @@ def state(step, rows=0):
     def leaf(*shape):
         return rng.integers(0, 2**32, shape, np.uint32)
 
-    leaves = {"x": leaf(6, 1024), "y": leaf(6, 1024), "few": leaf(5), "some": leaf(5)}
+    leaves = {"x": leaf(6, 1024), "y": leaf(6, 1024), "few": leaf(30), "some": leaf(30)}
     if rows:
         leaves |= {"wide": leaf(rows, 1024), "deep": leaf(rows, 1024)}
     return {"params": leaves, "numbers": {"step": step}, "texts": {"name": f"s{step}"}}
@@ -266,6 +266,7 @@ def put_chunk(root, name, content):
         replace(root / name, content)
         return
     place = ocdbt.read_tree(root)[name.encode()]
+    assert not isinstance(place, bytes), "give it more bytes"
     whole = bytearray((root / place.file).read_bytes())
     end = place.offset + place.size
     whole[place.offset : end] = content[: place.size].ljust(place.size, b"\0")

@@ -264,9 +264,10 @@ def cut_short(name: str, keep: int) -> Callable[[Path], Path]:
 
 def database_of_another(root: Path) -> Path:
     """The tree of a database, and the values of another one."""
-    away = write(root / "x", "database")
+    away = root / "x"
+    flaxckpt.save(away, {"w": VALUES + 1, "text": "x"}, layout=LAYOUTS["database"])
     step = write(root, "database")
-    shutil.copyfile(away / "state/manifest.ocdbt", step / "state/manifest.ocdbt")
+    shutil.copyfile(away / "state/d/0.small.0", step / "state/d/0.small.0")
     return step
 
 

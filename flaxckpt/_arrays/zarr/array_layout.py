@@ -24,7 +24,7 @@ class ArrayLayout:
             64 MiB, or 8 MiB for compressed chunks, which are in memory several times
             while they are encoded.
         store: `files` is a directory per leaf and a file per chunk, `ocdbt` is a
-            database for all leaves, `auto` selects `ocdbt` for many small leaves.
+            database with few files, `auto` selects `ocdbt` for more than 64 arrays.
         codec: `none`; `compact` is blosc with lz4 and bit-shuffle; `zstd` is level 1.
         checksum: True if every chunk ends in its CRC-32C, verified by all readers. Not
             available in zarr 2.
