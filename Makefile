@@ -310,5 +310,5 @@ $(MUTANTS_INSTALLED): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(DEMO_VENV) $(FRAMEWORKS_VENV) $(TRAINERS_VENV) $(MAPS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(FUZZ_VENV) $(MUTANTS_VENV) $(DIST_VENV) $(ORBAX_VENVS) demo-run report-run fuzz-findings mutants-results bench-results artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
+	rm -rf $(VENV) $(DEMO_VENV) $(FRAMEWORKS_VENV) $(TRAINERS_VENV) $(MAPS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(FUZZ_VENV) $(MUTANTS_VENV) $(DIST_VENV) $(ORBAX_VENVS) demo-run report-run fuzz-findings mutants-results bench-results artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis .jax-cache build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Shared setup: 8 CPU devices, and hypothesis without deadlines."""
+"""Shared setup: 8 CPU devices, a cache of programs, hypothesis without deadlines."""
 
 import itertools
 import os
@@ -25,6 +25,14 @@ os.environ["XLA_FLAGS"] = f"{_flags} {_FEW_PASSES} {_DEVICES}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _path = os.environ.get("PYTHONPATH")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([_path] if _path else [])])
+
+import jax  # noqa: E402
+
+# A later run, and another worker, loads what this one has compiled. Child processes do
+# not: some are killed while they would write. What cannot be read is compiled again.
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax-cache"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 run_guard.start()
 
