@@ -52,6 +52,7 @@ class Target(NamedTuple):
     segment_bytes: int = sys.maxsize
     pace: Pace | None = None
     batch: int | None = None
+    total_bytes: int = 0
 
 
 def is_raw(array: HostArray, encoding: Encoding) -> bool:

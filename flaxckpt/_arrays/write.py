@@ -20,10 +20,9 @@ from flaxckpt._arrays.stored_chunks import (
 )
 from flaxckpt._arrays.to_host import HostArray
 from flaxckpt._arrays.write_database import (
-    FILE_BYTES,
-    OWN_FILE_BYTES,
     DatabaseWriter,
     WrittenTree,
+    choose_sizes,
     write_tree,
 )
 from flaxckpt._arrays.write_directories import chunk_files, write_parts
@@ -33,13 +32,12 @@ from flaxckpt._util.pace import Pace
 
 __all__ = [
     "DEFAULT_CONCURRENT_BYTES",
-    "FILE_BYTES",
-    "OWN_FILE_BYTES",
     "Checksums",
     "Count",
     "Previous",
     "Written",
     "WrittenTree",
+    "choose_sizes",
     "chunk_files",
     "is_raw",
     "write",
@@ -62,6 +60,7 @@ def write(
     pace: Pace | None = None,
     observe: Callable[[list[HostArray]], object] | None = None,
     batch: int | None = None,
+    total_bytes: int = 0,
 ) -> Written:
     """Writes `arrays` under `root` as zarr.
 
@@ -88,6 +87,8 @@ def write(
             host memory; None for no call.
         batch: Number of these parts of the arrays of a database, if other calls write
             others; None for whole arrays.
+        total_bytes: Bytes of all arrays of the checkpoint, by all calls and processes,
+            which decide about the files of a database.
 
     Raises:
         OSError, ValueError: An array could not be written.
@@ -106,6 +107,7 @@ def write(
         segment_bytes,
         pace,
         batch,
+        total_bytes,
     )
     at_once = min(max_concurrent_bytes, to_host.STAGED_BYTES)
     with contextlib.closing(to_host.staged(arrays, at_once)) as staged:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flaxckpt import _storage, _util
-from flaxckpt._arrays import encode, stored_chunks
+from flaxckpt._arrays import encode, stored_chunks, to_host
 from flaxckpt._arrays.stored_chunks import COPIES_IN_REQUESTS, Target, is_raw
 from flaxckpt._arrays.to_host import HostArray
 from flaxckpt._arrays.written import Previous, Written
@@ -24,18 +24,44 @@ from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
 from flaxckpt._arrays.zarr.btree import Place, Value
 from flaxckpt._arrays.zarr.metadata import Encoding
 
-OWN_FILE_BYTES = 2**20
-"""Size in bytes from which an array of a database has files of its own, which a later
-save may link."""
+_OWN_FILE_BYTES = 2**20
+"""Smaller arrays never have files of their own, which a later save may link."""
 
-FILE_BYTES = 64 * 2**20
-"""A file of a database ends with the chunk that makes it as large."""
+_FILE_BYTES = 64 * 2**20
+"""A file ends with the chunk that makes it as large."""
+
+_LARGE_FILES = 1024
+"""The arrays of a state have no more files of their own; others share them."""
 
 _FILE_NAME = re.compile(r"(?!\.{1,2}$)[\w.+@=~-]{1,200}(?<!\.__lock)", re.ASCII)
 """Arrays with other names have no files of their own.
 
 TensorStore reads no file called `….__lock`.
 """
+
+
+class FileSizes(NamedTuple):
+    """The sizes of the files of a database, in bytes.
+
+    Attributes:
+        own: Arrays of at least this size have files of their own.
+        full: A file ends with the chunk that makes it as large.
+    """
+
+    own: int
+    full: int
+
+
+def choose_sizes(total_bytes: int, *, in_store: bool = False) -> FileSizes:
+    """Returns the sizes of the files of a database.
+
+    Args:
+        total_bytes: Bytes of all arrays of the checkpoint, of all processes.
+        in_store: Whether the files are objects, which are sent as a whole.
+    """
+    own = max(_OWN_FILE_BYTES, total_bytes // _LARGE_FILES)
+    most = _FILE_BYTES if in_store else to_host.STAGED_BYTES
+    return FileSizes(own, max(_FILE_BYTES, min(own, most)))
 
 
 class DatabaseWriter:
@@ -50,6 +76,7 @@ class DatabaseWriter:
         self._target = target
         self._in_store = _storage.of(target.root).costs_requests
         self._budget = _util.threads.Budget(target.max_concurrent_bytes)
+        self._sizes = choose_sizes(target.total_bytes, in_store=self._in_store)
         self._writer = target.writer or target.batch or 0
         self._parts: collections.Counter[str] = collections.Counter()
         self._names: dict[str, str] = {}
@@ -145,7 +172,7 @@ class DatabaseWriter:
         """Yields the files for some chunks, which are in the order of their arrays."""
         small: list[_Stored] = []
         for array, group in itertools.groupby(chunks, key=lambda chunk: chunk.array):
-            if array.nbytes >= OWN_FILE_BYTES and (name := self._file_name(array)):
+            if array.nbytes >= self._sizes.own and (name := self._file_name(array)):
                 yield from self._fill(f"{self._writer}.{{}}/{name}", group)
             else:
                 small += group
@@ -156,7 +183,7 @@ class DatabaseWriter:
         placed: list[tuple[int, _Stored]] = []
         end = 0
         for chunk in chunks:
-            if end >= FILE_BYTES:
+            if end >= self._sizes.full:
                 yield self._data_file(path, placed)
                 placed, end = [], 0
             if chunk.size >= chunk_file.MAPPED_FROM:

@@ -319,6 +319,7 @@ def write_arrays(
         writer=None if operation is None else operation.index,
         segment_bytes=snapshot.contents.segment_bytes() or sys.maxsize,
         pace=snapshot.request.pace,
+        total_bytes=snapshot.stored_bytes,
     )
     if not snapshot.contents.ocdbt:
         if sampler is not None:

@@ -295,6 +295,7 @@ class _OrbaxTarget:
                 max_concurrent_bytes=at_once,
                 segment_bytes=self._contents().segment_bytes() or sys.maxsize,
                 batch=batches.next_number,
+                total_bytes=sum(piece.nbytes for piece in self.pieces),
             )
             batches.add(written, [piece.name for piece, _ in ready])
             return

@@ -218,16 +218,17 @@ def _files(
     if ocdbt:
         counts[0] = _DATABASE_FILES
         small = np.zeros_like(counts)
+        sizes = _arrays.write.choose_sizes(sum(written))
         for task, chosen in zip(tasks, places, strict=True):
             writing = _arrays.zarr.writer_assignment.writing_processes(
                 task, chosen, place
             )
             parts = np.bincount(writing.ravel(), minlength=len(counts))
             mine = parts * task.part_bytes
-            is_large = mine >= _arrays.write.OWN_FILE_BYTES
-            counts += np.where(is_large, -(-mine // _arrays.write.FILE_BYTES), 0)
+            is_large = mine >= sizes.own
+            counts += np.where(is_large, -(-mine // sizes.full), 0)
             small += np.where(is_large, 0, mine)
-        counts += -(-small // _arrays.write.FILE_BYTES)
+        counts += -(-small // sizes.full)
         return [int(count) for count in counts]
     counts[0] = len(infos)  # zarr.json of each array
     for info, task, chosen in zip(infos, tasks, places, strict=True):

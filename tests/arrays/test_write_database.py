@@ -58,8 +58,8 @@ def chunked(draw):
 def test_tensorstore_reads_any_arrays(tmp_path_factory, arrays, codec, file_bytes):
     root = tmp_path_factory.mktemp("database")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_database, "FILE_BYTES", file_bytes)
-        patch.setattr(write_database, "OWN_FILE_BYTES", 1000)
+        patch.setattr(write_database, "_FILE_BYTES", file_bytes)
+        patch.setattr(write_database, "_OWN_FILE_BYTES", 1000)
         written = old_databases.write(
             root,
             [host(name, values, chunks) for name, (values, chunks) in arrays.items()],
@@ -100,6 +100,21 @@ def test_files_have_the_names_of_large_arrays(tmp_path):
     }
     strategies.assert_same(flaxckpt.load(tmp_path / "c"), state)
     assert flaxckpt.verify(tmp_path / "c").ok
+
+
+@pytest.mark.parametrize(
+    ("total", "in_store", "own", "full"),
+    [
+        (0, False, MIB, 64 * MIB),
+        (2**30, False, MIB, 64 * MIB),
+        (2**34, False, 16 * MIB, 64 * MIB),
+        (2**37, False, 128 * MIB, 128 * MIB),
+        (2**40, False, 1024 * MIB, 256 * MIB),
+        (2**40, True, 1024 * MIB, 64 * MIB),
+    ],
+)
+def test_a_large_state_has_larger_files(total, in_store, own, full):
+    assert write_database.choose_sizes(total, in_store=in_store) == (own, full)
 
 
 def test_a_large_array_has_files_of_64_mib(tmp_path):

@@ -19,7 +19,7 @@ PART = 1000
 def small_parts(monkeypatch):
     """Values are read in parts of `PART` bytes, and databases sent in small parts."""
     monkeypatch.setattr(storage_bucket, "_PART_BYTES", PART)
-    monkeypatch.setattr(write_database, "FILE_BYTES", 2**15)
+    monkeypatch.setattr(write_database, "_FILE_BYTES", 2**15)
 
 
 def arrays(count=6):
