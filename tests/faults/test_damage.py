@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import flaxckpt
+from flaxckpt._arrays.zarr import ocdbt
 from flaxckpt._steps import markers as steps_markers
 
 FLIPS, ZEROED, TRUNCATED, REMOVED = 128, 64, 38, 25
@@ -156,6 +157,24 @@ def choose(files, chance, n):
     return chance.choices(names, [len(content) for content in files.values()])[0]
 
 
+def is_between_chunks(step, name, old, new):
+    """Whether only bytes have changed that no value needs; `verify` finds them."""
+    item, _, file = name.partition("/")
+    if not file.startswith("d/") or new is None or len(new) != len(old):
+        return False
+    values = ocdbt.read_tree(step / item).values()
+    places = [value for value in values if not isinstance(value, bytes)]
+    chunks = [place for place in places if place.file == file]
+    changed = [
+        n for n, pair in enumerate(zip(old, new, strict=True)) if len({*pair}) > 1
+    ]
+    return not any(
+        chunk.offset <= n < chunk.offset + chunk.size
+        for chunk in chunks
+        for n in changed
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("store", "codec", "size"),
@@ -200,8 +219,10 @@ def test_damage_is_never_silent_and_the_step_before_comes_back(
             assert found in (1, 2), f"{change.__name__} {name}: wrong values"
             assert is_marked == (found == 1), name
             if found == 2:
-                assert name in {*UNREAD, *LOSSES, JSON_ITEM} or (
-                    change is removed and name == "commit_success.txt"
+                assert (
+                    name in {*UNREAD, *LOSSES, JSON_ITEM}
+                    or (change is removed and name == "commit_success.txt")
+                    or is_between_chunks(run.path, name, run.files[name], content)
                 ), f"{change.__name__} {name}: not noticed"
     assert sum(outcomes.values()) == FLIPS + ZEROED + TRUNCATED + REMOVED
     assert run.outcome(memory_map=True) == 2, "all is healed"

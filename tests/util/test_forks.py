@@ -227,7 +227,7 @@ from flaxckpt._storage.storage import LOCAL
 
 faulthandler.dump_traceback_later(100, exit=True)
 FILES = flaxckpt.ArrayLayout(store="files")
-DATABASE = flaxckpt.ArrayLayout(store="ocdbt")
+DATABASE = flaxckpt.ArrayLayout(store="ocdbt", zarr_version=2)  # by TensorStore
 directory = sys.argv[1]
 parent = os.getpid()
 inside, leave = threading.Event(), threading.Event()
