@@ -48,7 +48,6 @@ class Retention(RuleBasedStateMachine):
         self.metrics = {}
         self.pinned = set()
         self.temporary = set()
-        self.warned = set()  # policies without a step to keep, told of once
         self.keep = ()
         self.checkpointer = None
 
@@ -83,7 +82,8 @@ class Retention(RuleBasedStateMachine):
         for policy in self.keep:
             permanent = sorted(self.metrics.keys() - self.temporary)
             if isinstance(policy, BestN):
-                stay |= self.best(policy)
+                # Until a step has the metric, any permanent one may be the best.
+                stay |= self.best(policy) or set(permanent)
             elif isinstance(policy, OnSteps):
                 stay |= self.metrics.keys() & set(policy.steps)
             elif isinstance(policy, LatestN):
@@ -103,21 +103,11 @@ class Retention(RuleBasedStateMachine):
             self.pinned.discard(step)
             self.temporary.discard(step)
 
-    def check_deleted(self, deleted, spared, *, may_wait=False):
+    def check_deleted(self, deleted, spared):
         wanted = self.must_stay() | spared
         assert not wanted & set(deleted), "what must stay was deleted"
-        doomed = self.metrics.keys() - wanted
-        new = {
-            policy
-            for policy in self.keep
-            if isinstance(policy, BestN) and not self.best(policy)
-        } - self.warned
-        if new and (doomed or any(self.metrics.values())):
-            self.warned |= new
-            if may_wait:  # for metrics that may be added
-                doomed = set()
         if not any(isinstance(policy, EveryNSecs) for policy in self.keep):
-            assert doomed == set(deleted)
+            assert self.metrics.keys() - wanted == set(deleted)
         self.forget(deleted)
 
     # ---- what is done ----
@@ -130,7 +120,7 @@ class Retention(RuleBasedStateMachine):
         ).wait()
         self.metrics[step] = found
         (self.temporary.add if temporary else self.temporary.discard)(step)
-        self.check_deleted(result.deleted_steps, spared={step}, may_wait=True)
+        self.check_deleted(result.deleted_steps, spared={step})
         np.testing.assert_array_equal(
             self.checkpointer.restore(step=step)["w"], state["w"]
         )
@@ -186,7 +176,6 @@ class Retention(RuleBasedStateMachine):
         before = seen(self.checkpointer)
         self.checkpointer.close()
         self.checkpointer = flaxckpt.Checkpointer(self.root, keep=self.keep)
-        self.warned = set()
         assert seen(self.checkpointer) == before
 
     # ---- what holds ----
