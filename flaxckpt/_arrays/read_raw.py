@@ -258,7 +258,8 @@ def _block(
     if database is not None:
         key = zarr_metadata.database_key(raw.name, chunk.key)
         place = database.place(key, form.stored_bytes)
-        block = block._replace(path=raw.root / place.file, offset=place.offset)
+        path = raw.root / place.file
+        block = block._replace(path=path, offset=place.offset, key=chunk.key)
     if raw.checksums is None:
         return block
     index = [

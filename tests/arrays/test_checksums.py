@@ -273,18 +273,21 @@ FILES = flaxckpt.ArrayLayout(store="files")
 
 @pytest.mark.parametrize("kind", ["dict", "named", "nnx"])
 @pytest.mark.parametrize("memory_map", [True, False])
+@pytest.mark.parametrize(
+    ("store", "files"), [("files", "{}*/c.0.0"), ("ocdbt", "d/0.0/{}*")]
+)
 def test_states_come_back_on_any_mesh_and_damage_names_the_leaf(
-    tmp_path, kind, memory_map
+    tmp_path, kind, memory_map, store, files
 ):
     state = states()[kind]
-    flaxckpt.save(tmp_path / "c", state, layout=FILES)
+    flaxckpt.save(tmp_path / "c", state, layout=flaxckpt.ArrayLayout(store=store))
     for spec in (P("x"), P(None, "x"), P("y", "x")):
         wanted = placed(state, NamedSharding(mesh(2, 4), spec))
         found = flaxckpt.load(tmp_path / "c", wanted, memory_map=memory_map)
         jax.tree.map(np.testing.assert_array_equal, state, found)
     leaf = {"dict": "w", "named": "mu", "nnx": "kernel"}[kind]
-    [chunk] = (tmp_path / "c" / "state").glob(f"{leaf}*/c.0.0")
-    flip_bit(chunk, 3 * MIB + 17)
+    [file] = (tmp_path / "c" / "state").glob(files.format(leaf))
+    flip_bit(file, 3 * MIB + 17)
     with pytest.raises(errors.DamagedCheckpointError, match="changed since") as caught:
         flaxckpt.load(tmp_path / "c", wanted, memory_map=memory_map)
     assert f"{leaf}: c.0.0 has changed" in str(caught.value)

@@ -55,6 +55,7 @@ class Block(NamedTuple):
         checksums: Checksums of the segments, without the last.
         recorded: Checksum of the block in the manifest; None if not recorded.
         offset: Offset of the block in a file with others; None if it is alone there.
+        key: Index of the chunk, for errors; by default the name of the file.
     """
 
     path: Path
@@ -64,6 +65,7 @@ class Block(NamedTuple):
     checksums: Sequence[int] = ()
     recorded: int | None = None
     offset: int | None = None
+    key: str = ""
 
     @property
     def stored_bytes(self) -> int:
@@ -389,6 +391,7 @@ def check(
     Raises:
         ValueError: The content has changed since it was written, or is another chunk.
     """
+    name = block.key or block.path.name
     size = sum(part.nbytes for part in parts)
     if size == block.size:  # its own checksum covers all segments
         first, recorded, nbytes = 0, [int.from_bytes(tail, "little")], block.size
@@ -403,12 +406,12 @@ def check(
         if actual != wanted:
             where = f" in bytes {n * nbytes} to {min((n + 1) * nbytes, block.size)}"
             raise ValueError(
-                f"{block.path.name} has changed since it was written"
+                f"{name} has changed since it was written"
                 f"{where if size < block.size else ''}: its CRC-32C is"
                 f" {actual:08x} instead of {wanted:08x}"
             )
     if tail:
-        chunk_checksums.check_place(block.path.name, found[-1], block.recorded)
+        chunk_checksums.check_place(name, found[-1], block.recorded)
 
 
 @contextlib.contextmanager
