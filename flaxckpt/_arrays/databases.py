@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ class Database:
         self._root = root
         self._index = zarr_ocdbt.read_tree(root)
         self._requested: dict[str, Place] = {}
+        self._uses: collections.Counter[str] = collections.Counter()
         self._read: dict[str, bytes | Exception] = {}
 
     def _find(self, key: str) -> Value:
@@ -72,7 +74,7 @@ class Database:
         return found
 
     def request(self, key: str, max_bytes: int) -> None:
-        """Requests a value; `value` must be called as often.
+        """Requests a value; `value` must be called as often, as leaves share arrays.
 
         Raises:
             ValueError: The value is missing, or is larger than `max_bytes`.
@@ -80,10 +82,11 @@ class Database:
         found = self._find(key)
         if isinstance(found, bytes):
             self._read[key] = found
-            return
-        if found.size > max_bytes:
+        elif found.size > max_bytes:
             raise ValueError(f"{key} has {found.size} bytes instead of {max_bytes}")
-        self._requested[key] = found
+        else:
+            self._requested[key] = found
+        self._uses[key] += 1
 
     def reading(self) -> Reading:
         """Returns a reading with the tasks that read the requested values."""
@@ -125,7 +128,10 @@ class Database:
         Raises:
             ValueError, OSError, MemoryError: The value cannot be read.
         """
-        value = self._read.pop(key)
+        value = self._read[key]
+        self._uses[key] -= 1
+        if not self._uses[key]:
+            del self._read[key], self._uses[key]
         if isinstance(value, Exception):
             raise value
         return value

@@ -171,6 +171,24 @@ def test_a_part_of_a_leaf_is_read_and_verified_by_segments(tmp_path):
     assert report.places == {"w": "state/d/0.0/w -> w"}
 
 
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("size", [0, 3, 2**19])
+def test_an_array_may_fill_several_leaves(tmp_path, codec, size):
+    saved = {"a": jnp.arange(size, dtype=jnp.float32), "n": 7}
+    layout = flaxckpt.ArrayLayout(store="ocdbt", codec=codec)
+    flaxckpt.save(tmp_path / "c", saved, layout=layout)
+    copies = [
+        flaxckpt.transforms.copy("a", "b"),
+        flaxckpt.transforms.copy("n", "m"),
+        flaxckpt.transforms.copy("a", "c"),
+    ]
+    found = flaxckpt.load(tmp_path / "c", transforms=copies)
+    wanted = saved | {"m": 7, "b": saved["a"], "c": saved["a"]}
+    assert found.keys() == wanted.keys()
+    for name, leaf in wanted.items():
+        strategies.assert_same(found[name], leaf)
+
+
 def test_a_step_may_be_replaced_while_a_leaf_of_it_is_open(tmp_path):
     layout = flaxckpt.ArrayLayout(store="ocdbt", codec="compact")
     numbers = np.random.default_rng(0)
