@@ -153,9 +153,11 @@ class _Finder:
             self._found.checks.append(Check(name, run))
 
     def _read_tree(self, item: str) -> dict[bytes, Value] | None:
-        """Returns the values of a database; None if its tree is damaged."""
+        """Returns the values of a database; None if it is not read, or damaged."""
         faults = {**self._findings.problems, **self._findings.unread}
-        if any(self._stored.items.tree_of_file(name) == item for name in faults):
+        if self._findings.is_enough or any(
+            self._stored.items.tree_of_file(name) == item for name in faults
+        ):
             return None
         values: dict[bytes, Value] = {}
         name = _native.items.database(item)
@@ -435,9 +437,11 @@ class _FileCheck:
             self._fault_of_file(f"has {known_size} bytes instead of {self._size}")
         segments = collections.deque(self._segments())
         most = segments[-1].stop if segments else 0
-        content, position = _Content(self._has_checksum), 0
+        content, position, size = _Content(self._has_checksum), 0, 0
         for part in _storage.of(file).stream(file, root, self._size or most):
-            self._findings.counter.add(len(part))
+            size += len(part)
+            if self._has_checksum:  # or the values are decoded, and counted there
+                self._findings.counter.add(len(part))
             rest = part
             while rest and segments and not self._findings.is_enough:
                 stop, chunk = segments[0]
@@ -453,6 +457,8 @@ class _FileCheck:
                     segments.popleft()
         if self._findings.is_enough:
             return
+        if known_size is None and size > (self._size or size):
+            self._fault_of_file(f"has {size} bytes instead of {self._size}")
         for _, chunk in segments:
             if chunk is not None:
                 why = f"{self._base} ends before the chunk {chunk.chunk.key} does"

@@ -140,10 +140,11 @@ def test_every_byte_of_a_chunk_counts_wherever_a_part_of_the_file_ends(tmp_path,
         flip_bit(path / "state/w/c.0", place)
 
 
+@pytest.mark.parametrize("store", ["files", "ocdbt"])
 @pytest.mark.parametrize("layout", [{}, {"checksum": False}, {"codec": "zstd"}])
-def test_each_byte_is_counted_once_and_the_total_is_known(tmp_path, layout):
+def test_each_byte_is_counted_once_and_the_total_is_known(tmp_path, store, layout):
     value = np.random.default_rng(0).standard_normal(2**15)
-    path = save(tmp_path / "c", {"w": value}, **layout)
+    path = save(tmp_path / "c", {"w": value}, store=store, **layout)
     counter = progress.Counter("verifying")
     report = verify.verify_checkpoint(path, None, counter=counter)
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
@@ -174,6 +175,16 @@ def test_chunks_in_a_store_are_compared_too(checksum):
         assert set(problems) == {"w"}
         wanted = f"c.0 has {len(changed)} bytes instead of {len(content)}"
         assert wanted in problems["w"]
+
+
+def test_a_file_of_a_database_in_a_store_that_is_too_long_is_found():
+    path = faulty.new_path("verify") / "c"
+    save(path, {"w": np.arange(4.0), "v": np.arange(4.0)}, store="ocdbt")
+    file = path / "state/d/0.small.0"
+    content = file.read_bytes()
+    file.write_bytes(content + b"1")
+    told = f"0.small.0 has {len(content) + 1} bytes instead of {len(content)}"
+    assert flaxckpt.verify(path).problems == {"state/d/0.small.0": told}
 
 
 @pytest.mark.parametrize(
@@ -528,6 +539,12 @@ def test_the_first_fault_is_enough_if_nobody_reads_the_others(tmp_path, monkeypa
     report = verify.verify_checkpoint(path, None, thorough=False)
     assert len(report.problems) == 1
     assert report.bytes_checked < sound.bytes_checked - 2 * 2**15
+
+
+@pytest.mark.parametrize("store", ["files", "ocdbt"])
+def test_the_first_fault_is_that_of_a_damaged_description(tmp_path, store):
+    layout = {"codec": "zstd", "checksum": False, "store": store}
+    path = save(tmp_path / "c", {name: np.zeros(2**12) for name in "rstu"}, **layout)
     flip_bit(path / "state/_METADATA")
     report = verify.verify_checkpoint(path, None, thorough=False)
     assert list(report.problems) == ["state/_METADATA"]
