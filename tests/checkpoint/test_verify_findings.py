@@ -541,10 +541,14 @@ def test_the_first_fault_is_enough_if_nobody_reads_the_others(tmp_path, monkeypa
     assert report.bytes_checked < sound.bytes_checked - 2 * 2**15
 
 
-@pytest.mark.parametrize("store", ["files", "ocdbt"])
-def test_the_first_fault_is_that_of_a_damaged_description(tmp_path, store):
+@pytest.mark.parametrize(
+    ("store", "files"), [("files", "*/c.0"), ("ocdbt", "d/0.small.0")]
+)
+def test_the_first_fault_is_that_of_a_damaged_description(tmp_path, store, files):
     layout = {"codec": "zstd", "checksum": False, "store": store}
     path = save(tmp_path / "c", {name: np.zeros(2**12) for name in "rstu"}, **layout)
+    for file in (path / "state").glob(files):
+        file.write_bytes(b"\xff" * 9)
     flip_bit(path / "state/_METADATA")
     report = verify.verify_checkpoint(path, None, thorough=False)
     assert list(report.problems) == ["state/_METADATA"]
