@@ -38,8 +38,8 @@ def main() -> None:
 def _measure(directory: Path, *, quick: bool) -> Iterator[dict[str, object]]:
     """Yields the layout, the change, and the bytes read and needed, of each restore."""
     layouts = {
-        "shard_axes": flaxckpt.ArrayLayout(store="files", shard_axes=(-2, -1)),
-        "default": flaxckpt.ArrayLayout(store="files"),
+        "shard_axes": flaxckpt.ArrayLayout(shard_axes=(-2, -1)),
+        "default": flaxckpt.ArrayLayout(),
     }
     shapes = _shapes(quick=quick)
     values = {

@@ -134,14 +134,13 @@ def _on_gpu() -> list[Target]:
 def _buckets() -> list[Target]:
     return [
         Target(
-            f"{what} in a bucket, round trip {milliseconds} ms, {name}, to boto3",
-            Series("buckets", f"{milliseconds} ms: {what}", name),
+            f"{what} in a bucket, round trip {milliseconds} ms, to boto3",
+            Series("buckets", f"{milliseconds} ms: {what}", "flaxckpt"),
             1.1,
             Series("buckets", f"{milliseconds} ms: {what}", "boto3"),
         )
         for milliseconds in (0, 20, 80)
         for what in ("save", "restore")
-        for name in ("flaxckpt files", "flaxckpt ocdbt")
     ]
 
 

@@ -35,7 +35,7 @@ from benchmarks.states import PyTree
 CASE = "buckets"
 BOTO3 = "boto3"
 SOCKETS = "plain sockets"
-STORES = {f"flaxckpt {store}": store for store in ("files", "ocdbt")}
+FLAXCKPT = "flaxckpt"
 _ROUND_TRIPS_MS = (0, 20, 80)
 _SOCKETS = 8
 _VOLUMES = (
@@ -93,10 +93,10 @@ def _measure(settings: Settings, label: str, url: str, bucket: str) -> Rows:
         f"s3://{bucket}", flaxckpt.StoreOptions(endpoint=url, region="us-east-1")
     )
     contenders: dict[str, _Contender] = {
-        name: _Flaxckpt(f"s3://{bucket}/{store}", store)
-        for name, store in STORES.items()
+        FLAXCKPT: _Flaxckpt(f"s3://{bucket}/run"),
+        BOTO3: _Boto3(url, bucket),
+        SOCKETS: _Sockets(url, bucket),
     }
-    contenders |= {BOTO3: _Boto3(url, bucket), SOCKETS: _Sockets(url, bucket)}
     try:
         for step, turn in enumerate(timing.turns(list(contenders), settings.rounds)):
             contender = contenders[turn.contender]
@@ -144,10 +144,9 @@ class _Contender:
 
 
 class _Flaxckpt(_Contender):
-    def __init__(self, url: str, store: str) -> None:
-        layout = flaxckpt.ArrayLayout(store=store)  # type: ignore[arg-type]
+    def __init__(self, url: str) -> None:
         self._url = url
-        self._checkpointer = flaxckpt.Checkpointer(url, layout=layout)
+        self._checkpointer = flaxckpt.Checkpointer(url)
 
     def save(self, step: int, state: _Arrays) -> None:
         self._checkpointer.save(step, state).wait()

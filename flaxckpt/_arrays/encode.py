@@ -27,13 +27,9 @@ def sized(arrays: Iterable[HostArray]) -> Iterator[tuple[HostArray, int]]:
 
 
 def write_encoded(
-    target: Target,
-    arrays: Sequence[HostArray],
-    bytes_at_once: int,
-    *,
-    may_exist: bool = False,
+    target: Target, arrays: Sequence[HostArray], bytes_at_once: int
 ) -> None:
-    """Writes arrays by TensorStore, in a directory each."""
+    """Writes arrays, or parts of arrays that exist, by TensorStore."""
     encoding = target.encoding
     if arrays:
         _storage.store_requests.use_threads()
@@ -49,7 +45,7 @@ def write_encoded(
                 ),
             },
             create=True,
-            open=may_exist,
+            open=True,
             context=target.context,
         )
         for array in arrays

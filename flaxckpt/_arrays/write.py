@@ -1,7 +1,4 @@
-"""Writes arrays from host memory into storage, within a byte budget.
-
-Several threads write chunks: each into a file, or several into a file of a database.
-"""
+"""Writes arrays from host memory into a database, within a byte budget."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from flaxckpt import _storage, _util
-from flaxckpt._arrays import to_host, write_directories
+from flaxckpt._arrays import to_host
 from flaxckpt._arrays.stored_chunks import (
     DEFAULT_CONCURRENT_BYTES,
     Count,
@@ -25,7 +22,6 @@ from flaxckpt._arrays.write_database import (
     choose_sizes,
     write_tree,
 )
-from flaxckpt._arrays.write_directories import chunk_files, write_parts
 from flaxckpt._arrays.written import Checksums, Previous, Written
 from flaxckpt._arrays.zarr.metadata import Encoding
 from flaxckpt._util.pace import Pace
@@ -38,10 +34,8 @@ __all__ = [
     "Written",
     "WrittenTree",
     "choose_sizes",
-    "chunk_files",
     "is_raw",
     "write",
-    "write_parts",
     "write_tree",
 ]
 
@@ -51,7 +45,6 @@ def write(
     arrays: Iterable[HostArray],
     *,
     encoding: Encoding,
-    ocdbt: bool,
     previous: Previous | None = None,
     max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES,
     count: Count = _util.progress.ignore,
@@ -62,16 +55,15 @@ def write(
     batch: int | None = None,
     total_bytes: int = 0,
 ) -> Written:
-    """Writes `arrays` under `root` as zarr.
+    """Writes the files of a database of zarr arrays, except its tree.
 
-    A database needs `write_tree` after all processes have written.
+    The database needs `write_tree` after all processes have written.
 
     Args:
         root: A directory without arrays of these names.
         arrays: The arrays to write. Arrays on devices are moved to the host in batches,
             and their memory is freed.
         encoding: Encoding of the chunks.
-        ocdbt: True to write a single database instead of a directory per array.
         previous: An earlier checkpoint on the same file system. Equal files are linked
             instead of written.
         max_concurrent_bytes: Bytes copied or passed to TensorStore and not yet written.
@@ -85,10 +77,10 @@ def write(
             speed. Threads of TensorStore serve the whole program, so they have none.
         observe: Called with the arrays of each batch after the write, while they are in
             host memory; None for no call.
-        batch: Number of these parts of the arrays of a database, if other calls write
-            others; None for whole arrays.
+        batch: Number of these parts of the arrays, if other calls write others; None
+            for whole arrays.
         total_bytes: Bytes of all arrays of the checkpoint, by all calls and processes,
-            which decide about the files of a database.
+            which decide about the files.
 
     Raises:
         OSError, ValueError: An array could not be written.
@@ -113,12 +105,7 @@ def write(
     with contextlib.closing(to_host.staged(arrays, at_once)) as staged:
         batches: Iterable[list[HostArray]]
         batches = staged if observe is None else _observed(staged, observe)
-        if ocdbt:
-            return DatabaseWriter(target).write(batches)
-        checksums: Checksums = {}
-        for some in batches:
-            checksums |= write_directories.write(target, some)
-        return Written(checksums, {})
+        return DatabaseWriter(target).write(batches)
 
 
 def _observed(

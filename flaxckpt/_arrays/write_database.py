@@ -132,10 +132,10 @@ class DatabaseWriter:
         encoding = self._target.encoding
         at_once = min(self._target.max_concurrent_bytes, encode.ENCODED_AT_ONCE)
         for batch in _util.memory.batches(encode.sized(pieces), at_once):
-            with _storage.upload.in_memory() as memory:
-                target = self._target._replace(root=memory.path)
-                encode.write_encoded(target, batch, at_once, may_exist=True)
-                contents = memory.take()
+            with _storage.memory_directory.new() as memory:
+                target = self._target._replace(root=memory)
+                encode.write_encoded(target, batch, at_once)
+                contents = _storage.memory_directory.read_files(memory)
             chunks = []
             for path, content in contents.items():
                 number, _, key = path.rpartition("/")

@@ -312,7 +312,6 @@ def write_arrays(
     write = functools.partial(
         _arrays.write.write,
         encoding=snapshot.contents.encoding,
-        ocdbt=snapshot.contents.ocdbt,
         previous=previous,
         max_concurrent_bytes=snapshot.request.options.max_concurrent_bytes,
         count=count,
@@ -321,10 +320,6 @@ def write_arrays(
         pace=snapshot.request.pace,
         total_bytes=snapshot.stored_bytes,
     )
-    if not snapshot.contents.ocdbt:
-        if sampler is not None:
-            write = functools.partial(write, observe=sampler.add)
-        return {"": write(root, snapshot.arrays)}
     databases: WrittenArrays = {}
     for item in snapshot.contents.items.trees:  # a database each
         start = _native.items.prefix(item)

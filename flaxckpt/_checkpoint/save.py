@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from flaxckpt import (
     _arrays,
@@ -31,9 +30,6 @@ from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
 
 _log = logging.getLogger(__name__)
-
-_MANY_LEAVES = 64
-"""With more leaves, a database is much faster; few files are easier to inspect."""
 
 
 # ---- public functions -----------------------------------------------------------
@@ -239,7 +235,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     _native.names.check_items(options.items, json_items)
     table, structure = plan_leaves(flatten(state, options), options)
     infos = tuple([leaf.info for leaf in table.values()])
-    places = plan_places(infos, options)
+    check_names(infos, options.items)
     _native.manifest.check_arrays(infos)
     strings = {
         path: str(leaf.source)
@@ -252,11 +248,10 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
         request.on_planned(
             bytes=sum(map(_arrays.forms.stored_bytes, stored)),
             leaves=len(infos),
-            store="ocdbt" if places.ocdbt else "files",
         )
     arrays = [
-        (directory, leaf.info.chunk_shape, leaf)
-        for directory, leaf in zip(places.directories, table.values(), strict=True)
+        (options.items.array_directory(leaf.info), leaf.info.chunk_shape, leaf)
+        for leaf in table.values()
         if leaf.info.chunk_shape is not None
     ]
     devices = {}
@@ -267,7 +262,6 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     contents = _native.contents.Contents(
         infos=infos,
         structure=structure,
-        ocdbt=places.ocdbt,
         items=options.items,
         json=json_items,
         encoding=options.layout.encoding,
@@ -441,54 +435,16 @@ def _check_repeated(flat: _state.flax_state.FlatState, table: LeafTable) -> None
         )
 
 
-class Places(NamedTuple):
-    """Where the leaves of a checkpoint are stored.
-
-    Attributes:
-        ocdbt: Whether each item is an OCDBT database.
-        directories: The directory of each leaf, or the item and the key in its
-            database.
-    """
-
-    ocdbt: bool
-    directories: Sequence[str]
-
-
-def plan_places(infos: Sequence[LeafInfo], options: SaveOptions) -> Places:
-    """Returns the places of the leaves.
+def check_names(infos: Sequence[LeafInfo], items: _native.items.Items) -> None:
+    """Raises LeafNameError unless the leaves can be stored in their items.
 
     Raises:
         LeafNameError: Leaves collide on disk, readers refuse their names, or they are
             in none of the items.
     """
-    items = options.items
     _native.names.check_branches(items, infos)
-    parts = {
-        item: (leaves, [items.param_name(info) for info in leaves])
-        for item, leaves in items.split(infos).items()
-    }
-    ocdbt = _uses_ocdbt(parts, options.layout)
-    for item, (leaves, names) in parts.items():
-        _native.names.check(item, leaves, names, ocdbt=ocdbt)
-    return Places(ocdbt, [items.array_directory(info) for info in infos])
-
-
-def _uses_ocdbt(
-    parts: Mapping[str, tuple[Sequence[LeafInfo], Sequence[str]]], layout: ArrayLayout
-) -> bool:
-    if layout.store != "auto":
-        return layout.store == "ocdbt"
-    arrays = [
-        info
-        for infos, _ in parts.values()
-        for info in infos
-        if info.chunk_shape is not None
-    ]
-    if len(arrays) > _MANY_LEAVES:
-        return True
-    return not all(
-        _native.names.are_file_safe(item, *part) for item, part in parts.items()
-    )
+    for leaves in items.split(infos).values():
+        _native.names.check(leaves, [items.param_name(info) for info in leaves])
 
 
 def _step_around(item: Path) -> int | None:

@@ -214,8 +214,6 @@ def _write_part(
     storage = _storage.of(temporary)
     if files:
         storage.sync_directory(temporary / dataset)
-    if not contents.ocdbt:
-        _sync(temporary, snapshot)
     for item, written in arrays.items():
         values = written.values.values()
         names = {value.file for value in values if not isinstance(value, bytes)}
@@ -230,12 +228,3 @@ def _write_part(
         "digests": digests,
         "arrays": {item: written.to_json() for item, written in arrays.items()},
     }
-
-
-def _sync(root: Path, snapshot: Snapshot) -> None:
-    """Syncs the array files written by this process; objects need no sync."""
-    paths = [root / array.name for array in snapshot.arrays if array.shards]
-    for array in snapshot.arrays:
-        if _arrays.write.is_raw(array, snapshot.contents.encoding):
-            paths += _arrays.write.chunk_files(root, array)
-    _storage.of(root).sync_files(paths, _SYNCING_THREADS)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flaxckpt import _arrays, _checkpoint, _state, _storage, _util
+from flaxckpt import _arrays, _checkpoint, _state, _storage
 from flaxckpt._arrays.blockwise import Piece
 from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
@@ -233,43 +233,22 @@ class _OrbaxTarget:
         self._output = Path()
         infos, items = state.infos, state.items
         self._names = {info.path: items.param_name(info) for info in infos}
-        options = _checkpoint.commit.SaveOptions(layout=state.layout, items=items)
-        self._ocdbt = _checkpoint.save.plan_places(infos, options).ocdbt
+        _checkpoint.save.check_names(infos, items)
         _native.manifest.check_arrays(infos)
         self.pieces = state.pieces(by_chunk=True)
-        self.files = ["ocdbt" if self._ocdbt else "files", repr(items)]
+        self.files = [repr(items)]
         self.result = ""
         self.batch_bytes = state.batch_bytes
         self._batches: dict[str, _Batches] = {}
 
     def begin(self, output: Path, done: Collection[str]) -> Collection[str]:
         self._output = output
-        parts = self._state.items.split(self._state.infos).items()
         kept: set[str] = set()
-        for item, infos in parts:
+        for item in self._state.items.split(self._state.infos):
             (output / item).mkdir(exist_ok=True)
-            if self._ocdbt:
-                self._batches[item] = batches = _Batches(output / item)
-                kept |= batches.keep(done)
-            else:
-                paths = self._keep_arrays(output / item, infos, done)
-                kept |= {p.name for p in self.pieces if p.path in paths}
+            self._batches[item] = batches = _Batches(output / item)
+            kept |= batches.keep(done)
         return {p.name for p in self.pieces if p.name in done and p.name in kept}
-
-    def _keep_arrays(
-        self, root: Path, infos: Sequence[LeafInfo], done: Collection[str]
-    ) -> set[LeafPath]:
-        """Removes all arrays of an item but those with pieces of `done`."""
-        paths = {info.path for info in infos}
-        kept = {p.path for p in self.pieces if p.path in paths and p.name in done}
-        kept = {path for path in kept if (root / self._names[path]).is_dir()}
-        for path in paths - kept:
-            if name := self._names[path]:
-                _storage.of(root).remove_tree(root / name)
-        if not kept:
-            _storage.of(root).remove_tree(root)
-            root.mkdir()
-        return kept
 
     def write(self, ready: Sequence[tuple[Piece, Array]]) -> None:
         parts: dict[str, list[tuple[Piece, Array]]] = {}
@@ -282,40 +261,17 @@ class _OrbaxTarget:
     def _write_item(
         self, item: str, root: Path, ready: Sequence[tuple[Piece, Array]]
     ) -> None:
-        encoding, at_once = self._state.layout.encoding, self.batch_bytes
-        whole = [self._host_array(*item) for item in ready if item[0].is_whole]
-        parts = [self._host_array(*item) for item in ready if not item[0].is_whole]
-        if self._ocdbt:
-            batches = self._batches[item]
-            written = _arrays.write.write(
-                root,
-                [*whole, *parts],
-                encoding=encoding,
-                ocdbt=True,
-                max_concurrent_bytes=at_once,
-                segment_bytes=self._contents().segment_bytes() or sys.maxsize,
-                batch=batches.next_number,
-                total_bytes=sum(piece.nbytes for piece in self.pieces),
-            )
-            batches.add(written, [piece.name for piece, _ in ready])
-            return
-        if whole:
-            _arrays.write.write(
-                root,
-                whole,
-                encoding=encoding,
-                ocdbt=False,
-                max_concurrent_bytes=at_once,
-            )
-        if parts:
-            _arrays.write.write_parts(
-                root, parts, encoding=encoding, max_concurrent_bytes=at_once
-            )
-        storage = _storage.of(root)
-        names = {array.name for array in (*whole, *parts)}
-        directories = [root / name for name in names]
-        _util.threads.each(storage.sync_tree, directories, threads=_SYNCING_THREADS)
-        storage.sync_directory(root)
+        batches = self._batches[item]
+        written = _arrays.write.write(
+            root,
+            [self._host_array(piece, array) for piece, array in ready],
+            encoding=self._state.layout.encoding,
+            max_concurrent_bytes=self.batch_bytes,
+            segment_bytes=self._contents().segment_bytes() or sys.maxsize,
+            batch=batches.next_number,
+            total_bytes=sum(piece.nbytes for piece in self.pieces),
+        )
+        batches.add(written, [piece.name for piece, _ in ready])
 
     def _host_array(self, piece: Piece, array: Array) -> HostArray:
         info = piece.leaf.info
@@ -345,7 +301,6 @@ class _OrbaxTarget:
             infos=state.infos,
             structure=state.structure,
             strings=state.strings,
-            ocdbt=self._ocdbt,
             encoding=state.layout.encoding,
             items=state.items,
             metrics=metadata.metrics,

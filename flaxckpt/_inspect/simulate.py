@@ -40,7 +40,6 @@ class Simulation:
     Attributes:
         processes: The number of processes.
         leaves: Of the state, including containers without leaves.
-        store: `files` or `ocdbt`.
         written_bytes: Array bytes that each process writes, before compression.
         written_files: The number of files that each process writes.
         read_bytes: Bytes that each process reads to restore the same state.
@@ -52,7 +51,6 @@ class Simulation:
 
     processes: int
     leaves: int
-    store: str
     written_bytes: tuple[int, ...]
     written_files: tuple[int, ...]
     read_bytes: tuple[int, ...]
@@ -74,16 +72,17 @@ class Simulation:
     def __str__(self) -> str:
         mean = self.total_bytes / self.processes
         files, size = self.written_files, _util.humanize.size
+        why = "shards under 1 MiB, or without a divisible axis, are not divided"
         rows = (
             ("processes", f"{self.processes:,}"),
             ("leaves", f"{self.leaves:,}"),
             ("arrays", size(self.total_bytes)),
-            ("store", self.store),
             ("written by a process", f"{size(mean)} on average"),
             (
                 "",
                 f"{size(max(self.written_bytes))} at most ({self.balance:.3f} x)",
             ),
+            *([("", why)] if self.balance > _GOOD_BALANCE else []),
             ("files of a process", f"{sum(files) / len(files):,.0f} on average"),
             ("", f"{max(files):,} at most"),
             ("metadata", size(self.metadata_bytes)),
@@ -95,11 +94,7 @@ class Simulation:
             ("save", f"{self.save_secs:.1f} s"),
             ("restore", f"{self.restore_secs:.1f} s"),
         )
-        lines = [f"{name:21} {value}" for name, value in rows]
-        if self.balance > _GOOD_BALANCE:
-            why = "shards under 1 MiB, or without a divisible axis, are not divided"
-            lines.insert(6, f"{'':21} {why}")
-        return "\n".join(lines)
+        return "\n".join(f"{name:21} {value}" for name, value in rows)
 
 
 @_util.gc_pause.pause()
@@ -148,9 +143,9 @@ def simulate(
     )
     infos = tuple([leaf.info for leaf in table.values()])
     _check_meshes(infos, processes)
-    ocdbt = _checkpoint.save.plan_places(infos, options).ocdbt
+    _checkpoint.save.check_names(infos, options.items)
     contents = _native.contents.Contents(
-        infos=infos, structure=structure, ocdbt=ocdbt, encoding=options.layout.encoding
+        infos=infos, structure=structure, encoding=options.layout.encoding
     )
     metadata = _checkpoint.commit.metadata_files(contents, _NOWHERE)
 
@@ -158,7 +153,7 @@ def simulate(
     tasks = [_arrays.layout.task(info) for info in stored]
     place = _arrays.zarr.writer_assignment.placement_in_order(processes)
     places, written = _arrays.zarr.writer_assignment.assign(tasks, processes, place)
-    files = _files(stored, tasks, places, written, place, ocdbt=ocdbt)
+    files = _files(tasks, places, written, place)
     files[0] += len(metadata)
     read = _read_bytes(tasks, processes, place)
     metadata_bytes = sum(map(len, metadata.values()))
@@ -172,7 +167,6 @@ def simulate(
     return Simulation(
         processes,
         len(infos),
-        "ocdbt" if ocdbt else "files",
         tuple(written),
         tuple(files),
         tuple(read),
@@ -205,40 +199,24 @@ def _kind(mesh: object) -> str:
 
 
 def _files(
-    infos: Sequence[LeafInfo],
     tasks: Sequence[_arrays.zarr.writer_assignment.Task],
     places: Sequence[int],
     written: Sequence[int],
     place: _arrays.zarr.writer_assignment.Place,
-    *,
-    ocdbt: bool,
 ) -> list[int]:
     """Returns the number of array files that each process writes."""
     counts = np.zeros(len(written), np.int64)
-    if ocdbt:
-        counts[0] = _DATABASE_FILES
-        small = np.zeros_like(counts)
-        sizes = _arrays.write.choose_sizes(sum(written))
-        for task, chosen in zip(tasks, places, strict=True):
-            writing = _arrays.zarr.writer_assignment.writing_processes(
-                task, chosen, place
-            )
-            parts = np.bincount(writing.ravel(), minlength=len(counts))
-            mine = parts * task.part_bytes
-            is_large = mine >= sizes.own
-            counts += np.where(is_large, -(-mine // sizes.full), 0)
-            small += np.where(is_large, 0, mine)
-        counts += -(-small // sizes.full)
-        return [int(count) for count in counts]
-    counts[0] = len(infos)  # zarr.json of each array
-    for info, task, chosen in zip(infos, tasks, places, strict=True):
-        shape = _arrays.layout.write_shape(info, _arrays.forms.stored_form(info)[0])
-        chunks = _arrays.zarr.chunk_shape.chunk_count(shape, info.chunk_shape or shape)
-        np.add.at(
-            counts,
-            _arrays.zarr.writer_assignment.writing_processes(task, chosen, place),
-            chunks,
-        )
+    counts[0] = _DATABASE_FILES
+    small = np.zeros_like(counts)
+    sizes = _arrays.write.choose_sizes(sum(written))
+    for task, chosen in zip(tasks, places, strict=True):
+        writing = _arrays.zarr.writer_assignment.writing_processes(task, chosen, place)
+        parts = np.bincount(writing.ravel(), minlength=len(counts))
+        mine = parts * task.part_bytes
+        is_large = mine >= sizes.own
+        counts += np.where(is_large, -(-mine // sizes.full), 0)
+        small += np.where(is_large, 0, mine)
+    counts += -(-small // sizes.full)
     return [int(count) for count in counts]
 
 

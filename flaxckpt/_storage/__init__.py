@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         commit_marker,
         files,
         leases,
+        memory_directory,
         modes,
         paths,
         permissions,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         store_requests,
         store_settings,
         temporary,
-        upload,
     )
     from flaxckpt._storage.storage import Stamp, of, stamp
 
@@ -29,6 +29,7 @@ __all__ = [
     "commit_marker",
     "files",
     "leases",
+    "memory_directory",
     "modes",
     "of",
     "paths",
@@ -38,7 +39,6 @@ __all__ = [
     "store_requests",
     "store_settings",
     "temporary",
-    "upload",
 ]
 
 if not TYPE_CHECKING:

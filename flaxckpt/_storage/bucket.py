@@ -8,7 +8,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorstore as ts
@@ -38,18 +38,6 @@ def _nothing() -> bytes:
     spec = {"driver": "memory"}
     empty = ts.KvStore.open(spec).result()
     return bytes(empty.read("none").result().stamp.generation)
-
-
-class _Written(NamedTuple):
-    """The values written under a prefix, as long as they are recorded.
-
-    Attributes:
-        sizes: Key -> size of the value.
-        digests: Key -> digest of the value, for some keys.
-    """
-
-    sizes: dict[str, int]
-    digests: dict[str, str]
 
 
 class _Listing:
@@ -97,7 +85,7 @@ class Bucket:
         self.options = self.connection.options
         self.appended: dict[str, StoredValue] = {}
         self._lock = _util.forks.PerProcess(threading.Lock)
-        self._written: dict[str, _Written] = {}
+        self._written: dict[str, dict[str, int]] = {}  # prefix -> sizes of values
         self._reading = _util.forks.PerProcess(
             lambda: _util.threads.Budget(_PARTS_BYTES)
         )
@@ -279,7 +267,7 @@ class Bucket:
     @contextlib.contextmanager
     def recorded(self, prefix: str) -> Iterator[None]:
         """Records the values written under `prefix` while the `with` block lasts."""
-        self._written[prefix] = _Written({}, {})
+        self._written[prefix] = {}
         try:
             yield
         finally:
@@ -287,32 +275,20 @@ class Bucket:
 
     def recorded_bytes(self, prefix: str) -> int:
         """Returns the bytes written under `prefix`; 0 outside of `recorded`."""
-        written = self._written.get(prefix)
-        return sum(written.sizes.values()) if written else 0
+        return sum(self._written.get(prefix, {}).values())
 
     def recorded_size(self, key: str) -> int | None:
         """Returns the size of a written value; None if not recorded."""
-        return next((w.sizes[key] for w in self._records(key) if key in w.sizes), None)
-
-    def recorded_digest(self, key: str) -> str | None:
-        """Returns the digest of a written value; None if not recorded."""
-        return next(
-            (w.digests[key] for w in self._records(key) if key in w.digests), None
-        )
-
-    def record_digest(self, key: str, digest: str) -> None:
-        """Records the digest of a value written in a `recorded` block."""
-        for written in self._records(key):
-            written.digests[key] = digest
+        return next((sizes[key] for sizes in self._records(key) if key in sizes), None)
 
     def _record_size(self, key: str, size: int) -> None:
-        for written in self._records(key):
-            written.sizes[key] = size
+        for sizes in self._records(key):
+            sizes[key] = size
 
-    def _records(self, key: str) -> list[_Written]:
+    def _records(self, key: str) -> list[dict[str, int]]:
         with self._lock.get():
             written = [*self._written.items()]
-        return [record for prefix, record in written if key.startswith(prefix)]
+        return [sizes for prefix, sizes in written if key.startswith(prefix)]
 
     # ---- deleting and listing -----------------------------------------------------
 

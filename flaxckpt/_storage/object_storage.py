@@ -150,10 +150,6 @@ class ObjectStorage:
         yield cast("io.BufferedReader", io.BytesIO(file.read_bytes()))
 
     def digest_file(self, file: RemotePath, /, *, max_bytes: int) -> str | None:
-        recorded = file.store.recorded_digest(file.key)
-        size = file.store.recorded_size(file.key)
-        if recorded is not None and size is not None:
-            return recorded if size <= max_bytes else None
         content = file.read_bytes()
         return storage_files.digest(content) if len(content) <= max_bytes else None
 

@@ -102,11 +102,10 @@ def use_threads() -> None:
         _user = os.getpid()
     if _user != os.getpid():
         raise ForkedError(
-            "TensorStore, which reads and writes object stores, databases and"
-            " compressed arrays, does not work in a forked process if its parent"
-            f" (process {_user}) used TensorStore before the fork. Start processes with"
-            " multiprocessing's 'spawn' or 'forkserver', or use"
-            " ArrayLayout(store='files')"
+            "TensorStore, which reads and writes object stores and compressed arrays,"
+            f" does not work in a forked process if its parent (process {_user}) used"
+            " TensorStore before the fork. Start processes with multiprocessing's"
+            " 'spawn' or 'forkserver'"
         )
 
 

@@ -22,8 +22,8 @@ _Format = Annotated[
     ),
 ]
 _Store = Annotated[
-    Literal["auto", "files", "ocdbt"],
-    Option("--store", help="Storage of arrays (orbax only)."),
+    Literal["auto", "files", "ocdbt"] | None,
+    Option("--store", help="No effect: all arrays are stored in a database."),
 ]
 _Codec = Annotated[
     Literal["none", "compact", "zstd"],
@@ -77,7 +77,7 @@ def convert(
     drop: _transforms.DropOption = None,
     rename: _transforms.RenameOption = None,
     cast: _transforms.CastOption = None,
-    store: _Store = "auto",
+    store: _Store = None,
     codec: _Codec = "none",
     items: _Items = None,
     map: _transforms.MapOption = None,

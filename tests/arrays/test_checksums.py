@@ -21,7 +21,6 @@ import flaxckpt
 from flaxckpt import _storage, errors
 from flaxckpt._arrays import read_raw as arrays_read_raw
 from flaxckpt._arrays import read_tasks
-from flaxckpt._arrays import write as arrays_write
 from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._arrays.zarr import checksums as zarr_checksums
 from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
@@ -31,7 +30,7 @@ from flaxckpt._state.leaf import LeafInfo
 from flaxckpt.formats._native import contents as native_contents
 from flaxckpt.formats._native import orbax_json
 from tests.helpers import faulty_store as faulty
-from tests.helpers import orbax_readers
+from tests.helpers import old_stores, orbax_readers
 from tests.helpers.files import flip_bit
 from tests.helpers.strategies import assert_same
 
@@ -184,7 +183,7 @@ def written(root, array, chunk_shape, segment_bytes, encoding=ENCODING):
     host = HostArray(
         "w", array.shape, array.dtype.name, chunk_shape, (HostShard(whole, array),)
     )
-    checksums = arrays_write.write(
+    checksums = old_stores.write(
         root, [host], encoding=encoding, ocdbt=False, segment_bytes=segment_bytes
     ).checksums
     keys = [chunk.key for chunk in zarr_metadata.chunks(whole, chunk_shape)]
@@ -268,25 +267,19 @@ def placed(state, sharding):
     )
 
 
-FILES = flaxckpt.ArrayLayout(store="files")
-
-
 @pytest.mark.parametrize("kind", ["dict", "named", "nnx"])
 @pytest.mark.parametrize("memory_map", [True, False])
-@pytest.mark.parametrize(
-    ("store", "files"), [("files", "{}*/c.0.0"), ("ocdbt", "d/0.0/{}*")]
-)
 def test_states_come_back_on_any_mesh_and_damage_names_the_leaf(
-    tmp_path, kind, memory_map, store, files
+    tmp_path, kind, memory_map
 ):
     state = states()[kind]
-    flaxckpt.save(tmp_path / "c", state, layout=flaxckpt.ArrayLayout(store=store))
+    flaxckpt.save(tmp_path / "c", state)
     for spec in (P("x"), P(None, "x"), P("y", "x")):
         wanted = placed(state, NamedSharding(mesh(2, 4), spec))
         found = flaxckpt.load(tmp_path / "c", wanted, memory_map=memory_map)
         jax.tree.map(np.testing.assert_array_equal, state, found)
     leaf = {"dict": "w", "named": "mu", "nnx": "kernel"}[kind]
-    [file] = (tmp_path / "c" / "state").glob(files.format(leaf))
+    [file] = (tmp_path / "c/state/d/0.0").glob(f"{leaf}*")
     flip_bit(file, 3 * MIB + 17)
     with pytest.raises(errors.DamagedCheckpointError, match="changed since") as caught:
         flaxckpt.load(tmp_path / "c", wanted, memory_map=memory_map)
@@ -299,10 +292,10 @@ def manifest(path):
 
 def test_the_manifest_has_the_checksums_of_large_chunks(tmp_path):
     state = {"w": ramp(1024, 1024), "b": ramp(7), "n": 3}
-    with flaxckpt.Checkpointer(tmp_path, layout=FILES) as ckpt:
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
         for step in (1, 2):  # the second links the first's chunks
             ckpt.save(step, state).wait()
-    files = [tmp_path / str(step) / "state/w/c.0.0" for step in (1, 2)]
+    files = [tmp_path / str(step) / "state/d/0.0/w" for step in (1, 2)]
     assert files[0].samefile(files[1])
     content = np.asarray(state["w"]).tobytes()
     wanted = [crc32c.crc32c(content[: n * SEGMENT]) for n in range(1, 64)]
@@ -315,9 +308,9 @@ def test_the_manifest_has_the_checksums_of_large_chunks(tmp_path):
         assert recorded.of_segments((0, 0), 4 * MIB) == tuple(wanted)
     assert "segments" not in manifest(saved(tmp_path / "small", {"b": ramp(7)}))
     for name, layout in (
-        ("zstd", flaxckpt.ArrayLayout(store="files", codec="zstd")),
-        ("plain", flaxckpt.ArrayLayout(store="files", checksum=False)),
-        ("zarr2", flaxckpt.ArrayLayout(store="files", zarr_version=2)),
+        ("zstd", flaxckpt.ArrayLayout(codec="zstd")),
+        ("plain", flaxckpt.ArrayLayout(checksum=False)),
+        ("zarr2", flaxckpt.ArrayLayout(zarr_version=2)),
     ):
         path = tmp_path / name
         flaxckpt.save(path, state, layout=layout)
@@ -326,7 +319,7 @@ def test_the_manifest_has_the_checksums_of_large_chunks(tmp_path):
 
 
 def saved(path, state):
-    flaxckpt.save(path, state, layout=FILES)
+    flaxckpt.save(path, state)
     return path
 
 
@@ -334,7 +327,8 @@ def saved(path, state):
 def test_a_part_of_a_chunk_is_all_that_is_read(tmp_path, items):
     """A process that has an eighth reads an eighth, and the ends of two segments."""
     state = {"a": {"w": ramp(4096, 1024)}, "b": {"n": 1}}  # 16 MiB, a chunk
-    flaxckpt.save(tmp_path / "c", state, layout=FILES, **items)
+    flaxckpt.save(tmp_path / "c", state, **items)
+    old_stores.make_directories(tmp_path / "c", items.get("items", ("state",)))
     table = flaxckpt.formats._locate.read_stored(tmp_path / "c", None).table
     raw = table["a/w"].sources[0].raw
     for start in (0, 512, 500, 4096 - 512):
@@ -391,7 +385,7 @@ def test_malformed_checksums_are_damage(tmp_path, segments):
 
 def test_stock_orbax_reads_chunks_with_segments(tmp_path):
     state = {"w": ramp(1024, 1024), "b": ramp(7)}
-    with flaxckpt.Checkpointer(tmp_path, layout=FILES) as ckpt:
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state).wait()
     assert "segments" in manifest(tmp_path / "1")
     found = orbax_readers._v0_standard(tmp_path, 1, None)
@@ -400,10 +394,13 @@ def test_stock_orbax_reads_chunks_with_segments(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [(0, 64), (100, 200), (1000, 3560), (4000, 4096)])
-def test_stores_are_asked_for_the_needed_bytes(rows):
+def test_stores_are_asked_for_the_needed_bytes(tmp_path, rows):
     state = {"w": ramp(4096, 1024)}  # 16 MiB; a request of a store is of 8
     path = faulty.new_path("segments")
-    flaxckpt.save(path / "c", state, layout=FILES)
+    flaxckpt.save(tmp_path, state)
+    old_stores.make_directories(tmp_path)
+    for file in (file for file in tmp_path.rglob("*") if file.is_file()):
+        (path / "c" / file.relative_to(tmp_path)).write_bytes(file.read_bytes())
     leaf = flaxckpt.formats._locate.read_stored(path / "c", None).table["w"]
     region = rows, (0, 1024)
     chunk = path / "c/state/w/c.0.0"

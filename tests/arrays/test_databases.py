@@ -17,7 +17,7 @@ from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._storage.storage import LOCAL
 from tests.arrays.test_read_raw import host
-from tests.helpers import old_databases
+from tests.helpers import old_stores
 
 
 def make_database(root, values):
@@ -274,7 +274,7 @@ def test_no_changed_byte_gives_other_values(tmp_path, size):
     """Without digests of the files: checksums of values and nodes find the change."""
     arrays = {f"a{i}": np.arange(i, i + size, dtype="<f4") for i in range(5)}
     encoding = Encoding("none", True)
-    old_databases.write(
+    old_stores.write(
         tmp_path,
         [host(name, array, (size,)) for name, array in arrays.items()],
         encoding=encoding,
@@ -321,7 +321,7 @@ def test_large_and_small_values_of_a_database_without_digests(tmp_path, verify):
         for i, size in enumerate([2**19] * 4 + [10, 100, 10_000, 0] * 10)
     }
     path = tmp_path / "c"
-    flaxckpt.save(path, state, layout=flaxckpt.ArrayLayout(store="ocdbt"))
+    flaxckpt.save(path, state, layout=flaxckpt.ArrayLayout())
     found = flaxckpt.load(path, verify=verify)
     assert {k: v.tobytes() for k, v in found.items()} == {
         k: v.tobytes() for k, v in state.items()

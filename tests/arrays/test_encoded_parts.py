@@ -9,8 +9,6 @@ import flaxckpt
 from flaxckpt import ArrayLayout
 from flaxckpt._arrays import encode
 
-STORES = ["files", "ocdbt"]
-
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
@@ -29,10 +27,9 @@ def check(directory, state, layout):
     assert flaxckpt.verify(directory).ok
 
 
-@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("codec", ["compact", "zstd"])
 @pytest.mark.parametrize("chunk_bytes", [40, 256, 10_000])
-def test_arrays_of_several_parts_come_back(tmp_path, store, codec, chunk_bytes):
+def test_arrays_of_several_parts_come_back(tmp_path, codec, chunk_bytes):
     rng = np.random.default_rng(0)
     state = {
         "rows": rng.normal(size=(37, 11)).astype("float32"),
@@ -44,16 +41,15 @@ def test_arrays_of_several_parts_come_back(tmp_path, store, codec, chunk_bytes):
         "scalar": np.float32(3),
         "empty": np.ones((0, 900), "float32"),
     }
-    layout = ArrayLayout(store=store, codec=codec, chunk_bytes=chunk_bytes)
+    layout = ArrayLayout(codec=codec, chunk_bytes=chunk_bytes)
     check(tmp_path / "checkpoint", state, layout)
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_shards_of_several_parts_come_back(tmp_path, store):
+def test_shards_of_several_parts_come_back(tmp_path):
     devices = np.array(jax.devices()).reshape(-1, 1)
     sharding = NamedSharding(Mesh(devices, ("x", "y")), PartitionSpec("x", "y"))
     rows = 5 * len(devices)
     array = np.arange(rows * 60, dtype="float32").reshape(rows, 60)
     state = {"w": jax.device_put(array, sharding), "b": jax.numpy.arange(900)}
-    layout = ArrayLayout(store=store, codec="compact", chunk_bytes=500)
+    layout = ArrayLayout(codec="compact", chunk_bytes=500)
     check(tmp_path / "checkpoint", state, layout)

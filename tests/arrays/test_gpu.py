@@ -66,15 +66,13 @@ def same(found, wanted):
 
 
 @pytest.mark.parametrize("snapshot", SNAPSHOTS)
-@pytest.mark.parametrize("store", ["files", "ocdbt"])
-def test_every_type_comes_back_to_the_gpu_bit_for_bit(tmp_path, gpu, store, snapshot):
+def test_every_type_comes_back_to_the_gpu_bit_for_bit(tmp_path, gpu, snapshot):
     state = {name: values(name, (7, 33), gpu) for name in DTYPES}
     state |= {"large": values("float32", (1024, 1024), gpu), "n": jnp.int32(3)}
     state["none"] = values("float32", (0, 3), gpu)
     state["key"] = jax.device_put(jax.random.key(5), gpu)
     state["int4"] = jax.device_put(jnp.array([-8, 7, 3], jnp.int4), gpu)
-    layout = flaxckpt.ArrayLayout(store=store)
-    with flaxckpt.Checkpointer(tmp_path, layout=layout, snapshot=snapshot) as ckpt:
+    with flaxckpt.Checkpointer(tmp_path, snapshot=snapshot) as ckpt:
         ckpt.save(1, state)
         restored = ckpt.restore(state)
     key, wanted = restored.pop("key"), state.pop("key")

@@ -20,7 +20,7 @@ from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
 from flaxckpt._storage.storage import LOCAL
 from tests.arrays.test_checksums import written
 from tests.arrays.test_read_raw import host, info_of
-from tests.helpers import old_databases
+from tests.helpers import old_stores
 from tests.helpers.files import flip_bit
 
 KIB = 2**10
@@ -396,7 +396,7 @@ def test_a_byte_range_larger_than_the_memory_is_refused(tmp_path):
 
 def database_of(path, array, chunk_shape, *, checksum=True):
     encoding = Encoding("none", checksum)
-    old_databases.write(
+    old_stores.write(
         path, [host("w", array, chunk_shape)], encoding=encoding, ocdbt=True
     )
     return RawArray(path, "w", True, encoding), info_of(array, chunk_shape)

@@ -26,8 +26,6 @@ from flaxckpt.configs import CheckpointConfig
 from flaxckpt.policies import LatestN
 from tests.helpers import slow, strategies
 
-STORES = ["files", "ocdbt"]
-
 
 class Pair(NamedTuple):
     first: jax.Array
@@ -97,14 +95,10 @@ def delete(state):
         leaf.delete()
 
 
-@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("kind", STATES)
-def test_a_state_comes_back_although_it_was_deleted_after_the_call(
-    tmp_path, kind, store
-):
+def test_a_state_comes_back_although_it_was_deleted_after_the_call(tmp_path, kind):
     state, expected = STATES[kind](), STATES[kind]()
-    layout = flaxckpt.ArrayLayout(store=store)
-    with flaxckpt.Checkpointer(tmp_path, layout=layout, snapshot="device") as ckpt:
+    with flaxckpt.Checkpointer(tmp_path, snapshot="device") as ckpt:
         ckpt.save(1, state)
         delete(state)
         ckpt.wait()

@@ -18,10 +18,10 @@ from flaxckpt._arrays.zarr import ocdbt
 from flaxckpt._arrays.zarr.metadata import Encoding
 from flaxckpt.formats import _locate
 from tests.arrays.test_read_raw import host, opened
-from tests.helpers import old_databases, strategies
+from tests.helpers import old_stores, strategies
 
 MIB = 2**20
-DATABASE = flaxckpt.ArrayLayout(store="ocdbt")
+DATABASE = flaxckpt.ArrayLayout()
 
 
 def places(root):
@@ -60,7 +60,7 @@ def test_tensorstore_reads_any_arrays(tmp_path_factory, arrays, codec, file_byte
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_database, "_FILE_BYTES", file_bytes)
         patch.setattr(write_database, "_OWN_FILE_BYTES", 1000)
-        written = old_databases.write(
+        written = old_stores.write(
             root,
             [host(name, values, chunks) for name, (values, chunks) in arrays.items()],
             encoding=Encoding(codec, True),
@@ -119,7 +119,7 @@ def test_a_large_state_has_larger_files(total, in_store, own, full):
 
 def test_a_large_array_has_files_of_64_mib(tmp_path):
     state = {"w": np.arange(40 * MIB, dtype=np.float32)}
-    layout = flaxckpt.ArrayLayout(store="ocdbt", chunk_bytes=24 * MIB)
+    layout = flaxckpt.ArrayLayout(chunk_bytes=24 * MIB)
     flaxckpt.save(tmp_path / "c", state, layout=layout)
     parts = places(tmp_path / "c/state")
     assert len(parts) > 1
@@ -134,7 +134,7 @@ def test_a_large_array_has_files_of_64_mib(tmp_path):
 def test_a_step_with_nearly_all_leaves_frozen_is_small(tmp_path, codec):
     keys = jax.random.split(jax.random.key(0), 4)
     frozen = {f"w{n}": jax.random.normal(key, (768, 768)) for n, key in enumerate(keys)}
-    layout = flaxckpt.ArrayLayout(store="ocdbt", codec=codec)
+    layout = flaxckpt.ArrayLayout(codec=codec)
     with flaxckpt.Checkpointer(tmp_path, layout=layout) as ckpt:
         sizes = [
             ckpt.save(step, {**frozen, "lora": jnp.full((8, 768), step)}).wait()
@@ -171,11 +171,27 @@ def test_a_part_of_a_leaf_is_read_and_verified_by_segments(tmp_path):
     assert report.places == {"w": "state/d/0.0/w -> w"}
 
 
+@pytest.mark.parametrize("store", ["auto", "files", "ocdbt"])
+def test_a_store_has_no_effect_and_that_is_told(tmp_path, caplog, store):
+    layout = flaxckpt.ArrayLayout(store=store, chunk_bytes=7)
+    assert f"store='{store}') has no effect any more" in caplog.text
+    assert layout == flaxckpt.ArrayLayout(chunk_bytes=7)
+    caplog.clear()
+    flaxckpt.save(tmp_path / "c", {"w": jnp.ones(9)}, layout=layout)
+    assert not caplog.records
+    assert (tmp_path / "c/state/manifest.ocdbt").is_file()
+
+
+def test_another_store_is_refused():
+    with pytest.raises(flaxckpt.errors.OptionError, match="store must be one of"):
+        flaxckpt.ArrayLayout(store="zip")
+
+
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 @pytest.mark.parametrize("size", [0, 3, 2**19])
 def test_an_array_may_fill_several_leaves(tmp_path, codec, size):
     saved = {"a": jnp.arange(size, dtype=jnp.float32), "n": 7}
-    layout = flaxckpt.ArrayLayout(store="ocdbt", codec=codec)
+    layout = flaxckpt.ArrayLayout(codec=codec)
     flaxckpt.save(tmp_path / "c", saved, layout=layout)
     copies = [
         flaxckpt.transforms.copy("a", "b"),
@@ -190,7 +206,7 @@ def test_an_array_may_fill_several_leaves(tmp_path, codec, size):
 
 
 def test_a_step_may_be_replaced_while_a_leaf_of_it_is_open(tmp_path):
-    layout = flaxckpt.ArrayLayout(store="ocdbt", codec="compact")
+    layout = flaxckpt.ArrayLayout(codec="compact")
     numbers = np.random.default_rng(0)
     for n in range(3):
         state = {"w": numbers.integers(0, 2**32, (6, 1024), np.uint32)}

@@ -12,6 +12,7 @@ from flax.training import train_state
 from jax.sharding import SingleDeviceSharding
 
 import flaxckpt
+from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
 from flaxckpt._state import dtypes as state_dtypes
 from tests.helpers import strategies
 
@@ -21,12 +22,11 @@ from tests.helpers.orbax_readers import READERS  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 
-STORES = ("files", "ocdbt")
 CODECS = ("none", "compact", "zstd")
 
 
-def layout(store, codec="none", **more):
-    return flaxckpt.ArrayLayout(store=store, codec=codec, zarr_version=2, **more)
+def layout(codec="none", **more):
+    return flaxckpt.ArrayLayout(codec=codec, zarr_version=2, **more)
 
 
 def all_types():
@@ -55,16 +55,14 @@ def state():
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("store", STORES)
-def test_all_types_come_back(tmp_path, store, codec):
+def test_all_types_come_back(tmp_path, codec):
     wanted = all_types()
-    flaxckpt.save(tmp_path / "c", wanted, layout=layout(store, codec))
+    flaxckpt.save(tmp_path / "c", wanted, layout=layout(codec))
     strategies.assert_same(wanted, flaxckpt.load(tmp_path / "c"))
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_the_files_say_zarr_2(tmp_path, store):
-    flaxckpt.save(tmp_path / "c", state(), layout=layout(store))
+def test_the_files_say_zarr_2(tmp_path):
+    flaxckpt.save(tmp_path / "c", state(), layout=layout())
     described = json.loads((tmp_path / "c" / "state" / "_METADATA").read_text())
     assert described["use_zarr3"] is False
     assert described["store_array_data_equal_to_fill_value"] is True
@@ -75,28 +73,27 @@ def test_the_files_say_zarr_2(tmp_path, store):
         "zarr_version": 2,
     }
     assert not list(tmp_path.rglob("zarr.json"))
-    if store == "files":
-        array = json.loads((tmp_path / "c/state/train.params.w/.zarray").read_text())
-        assert array["zarr_format"] == 2
-        assert array["dtype"] == "<f4"
+    values = zarr_ocdbt.read_tree(tmp_path / "c/state")
+    array = json.loads(values[b"train.params.w/.zarray"])
+    assert array["zarr_format"] == 2
+    assert array["dtype"] == "<f4"
 
 
 def test_chunks_of_a_large_array_are_cut(tmp_path):
     wanted = {"w": jnp.arange(2**16, dtype=jnp.float32).reshape(256, 256)}
-    small = layout("files", chunk_bytes=2**14)
+    small = layout(chunk_bytes=2**14)
     flaxckpt.save(tmp_path / "c", wanted, layout=small)
-    assert len(list((tmp_path / "c" / "state" / "w").iterdir())) == 1 + 16
+    assert len(zarr_ocdbt.read_tree(tmp_path / "c/state")) == 1 + 16
     strategies.assert_same_state(wanted, flaxckpt.load(tmp_path / "c"))
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize(
     "reader", ["v0_pytree", "v0_standard_target", "v1_load_target"]
 )
-def test_stock_orbax_reads_it(tmp_path, store, codec, reader):
+def test_stock_orbax_reads_it(tmp_path, codec, reader):
     wanted = state()
-    flaxckpt.save(tmp_path / "5", wanted, layout=layout(store, codec))
+    flaxckpt.save(tmp_path / "5", wanted, layout=layout(codec))
     sharding = SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(
         lambda x: (

@@ -21,11 +21,6 @@ from tests.helpers import faulty_store as faulty
 from tests.helpers import strategies
 
 STATE = {"w": np.arange(20_000.0, dtype="f4"), "b": jnp.ones(3), "n": 1}
-STORES = ("files", "ocdbt")
-
-
-def layout(store):
-    return flaxckpt.ArrayLayout(store=store)
 
 
 # ---- errors -----------------------------------------------------------------------
@@ -111,11 +106,10 @@ def test_a_snapshot_knows_its_bytes(tmp_path):
 # ---- files ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("kind", ["disk", "store"])
-def test_all_parts_are_there(tmp_path, store, kind):
+def test_all_parts_are_there(tmp_path, kind):
     root = faulty.new_path("commit") if kind == "store" else tmp_path / "a" / "run"
-    with flaxckpt.Checkpointer(root, layout=layout(store)) as ckpt:
+    with flaxckpt.Checkpointer(root) as ckpt:
         result = ckpt.save(
             1, STATE, metrics={"loss": 1.0}, metadata={"a": 1}, json={"notes": [1]}
         ).wait()
@@ -142,11 +136,9 @@ def files(path):
             yield entry
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_items_have_their_own_arrays(tmp_path, store):
+def test_items_have_their_own_arrays(tmp_path):
     state = {"params": {"w": jnp.ones(3)}, "opt": {"m": jnp.zeros(3)}}
-    options = {"items": ("params", "opt"), "layout": layout(store)}
-    with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
+    with flaxckpt.Checkpointer(tmp_path, items=("params", "opt")) as ckpt:
         ckpt.save(1, state).wait()
         assert {"params", "opt"} <= {p.name for p in (tmp_path / "1").iterdir()}
         strategies.assert_same(state, ckpt.restore(step=1))
@@ -155,18 +147,21 @@ def test_items_have_their_own_arrays(tmp_path, store):
 
 @pytest.mark.parametrize("permissions", [None, 0o750])
 def test_an_equal_array_is_linked_to_a_file_of_the_same_mode(tmp_path, permissions):
+    large = np.arange(2**18, dtype="f4")  # in a file of its own
+    state = STATE | {"large": large}
     with flaxckpt.Checkpointer(tmp_path, permissions=permissions) as ckpt:
         for step in (1, 2):
-            ckpt.save(step, STATE | {"n": step}).wait()
-        inodes = {(tmp_path / f"{step}/state/w/c.0").stat().st_ino for step in (1, 2)}
+            ckpt.save(step, state | {"n": step}).wait()
+        files = [tmp_path / f"{step}/state/d/0.0/large" for step in (1, 2, 3)]
+        inodes = {file.stat().st_ino for file in files[:2]}
         assert len(inodes) == 1
-        (tmp_path / "2/state/w/c.0").chmod(0o600)
-        ckpt.save(3, STATE).wait()
-    third = (tmp_path / "3/state/w/c.0").stat()
+        files[1].chmod(0o600)
+        ckpt.save(3, state).wait()
+    third = files[2].stat()
     if permissions is not None:
         assert third.st_mode & 0o777 == 0o640
         assert third.st_ino not in inodes
-    strategies.assert_same(STATE, flaxckpt.load(tmp_path / "3"))
+    strategies.assert_same(state, flaxckpt.load(tmp_path / "3"))
 
 
 def bytes_read():
@@ -178,13 +173,12 @@ def bytes_read():
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts bytes")
 def test_an_array_that_was_saved_before_is_linked_without_reading_it(tmp_path):
     array = jnp.arange(2**20)
-    with flaxckpt.Checkpointer(tmp_path, layout=layout("files")) as run:
+    with flaxckpt.Checkpointer(tmp_path) as run:
         run.save(1, {"w": array}).wait()
         before = bytes_read()
         run.save(2, {"w": array}).wait()
         assert bytes_read() - before < array.nbytes / 4
-    [chunk] = (tmp_path / "2/state/w").glob("c*")
-    assert chunk.samefile(tmp_path / "1/state/w" / chunk.name)
+    assert (tmp_path / "2/state/d/0.0/w").samefile(tmp_path / "1/state/d/0.0/w")
 
 
 def test_parts_of_large_chunks_have_checksums(tmp_path):
@@ -192,7 +186,6 @@ def test_parts_of_large_chunks_have_checksums(tmp_path):
     flaxckpt.save(
         tmp_path / "c",
         {"w": np.zeros(2**15), "b": np.zeros(8)},
-        layout=layout("files"),
     )
     segments = json.loads((tmp_path / "c/flaxckpt.json").read_text())["segments"]
     assert list(segments["crc32c"]) == ["w"]
@@ -210,23 +203,21 @@ def test_missing_parents_are_made(tmp_path):
     assert ckpt.steps() == [1]
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_the_bytes_of_arrays_are_counted_while_they_are_written(tmp_path, store):
+def test_the_bytes_of_arrays_are_counted_while_they_are_written(tmp_path):
     sizes = []
-    snapshot = take_snapshot(tmp_path / "c", store, count=sizes.append)
+    snapshot = take_snapshot(tmp_path / "c", count=sizes.append)
     with commit.temporary_directory(snapshot) as temporary:
         commit.write_files(snapshot, temporary, None)
     assert sum(sizes) == snapshot.stored_bytes
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_a_failure_of_another_file_stops_the_arrays(tmp_path, store):
+def test_a_failure_of_another_file_stops_the_arrays(tmp_path):
     """The other files are written beside the arrays, by another thread."""
 
     def check():
         raise OSError("on fire")
 
-    snapshot = take_snapshot(tmp_path / "c", store)
+    snapshot = take_snapshot(tmp_path / "c")
     with (
         commit.temporary_directory(snapshot) as temporary,
         pytest.raises(OSError, match="on fire"),
@@ -234,10 +225,8 @@ def test_a_failure_of_another_file_stops_the_arrays(tmp_path, store):
         commit.write_arrays(snapshot, temporary, None, check)
 
 
-def take_snapshot(path, store, **options):
-    request = commit.SaveRequest(
-        path=path, options=commit.SaveOptions(layout=layout(store)), **options
-    )
+def take_snapshot(path, **options):
+    request = commit.SaveRequest(path=path, **options)
     return save.take_snapshot(request, STATE)
 
 
@@ -352,10 +341,7 @@ def test_a_pin_that_the_new_step_has_is_not_made_again(tmp_path):
 # ---- after a long pause -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_a_directory_that_tensorstore_made_anew_is_not_published(
-    tmp_path, monkeypatch, store
-):
+def test_a_directory_that_was_made_anew_is_not_published(tmp_path, monkeypatch):
     real = _arrays.write.write
 
     def write(root, *args, **options):
@@ -366,5 +352,5 @@ def test_a_directory_that_tensorstore_made_anew_is_not_published(
 
     monkeypatch.setattr(_arrays.write, "write", write)
     with pytest.raises(errors.SaveFailedError):
-        flaxckpt.save(tmp_path / "c", STATE, layout=layout(store))
+        flaxckpt.save(tmp_path / "c", STATE)
     assert list(tmp_path.iterdir()) == []

@@ -14,15 +14,17 @@ from flaxckpt._storage.storage import LOCAL
 from flaxckpt.formats import _native
 from tests import GOLDEN
 from tests.helpers import faulty_store as faulty
-from tests.helpers import old_databases
+from tests.helpers import old_stores
 
 LAYOUTS = {
-    "files": flaxckpt.ArrayLayout(store="files"),
-    "no checksums": flaxckpt.ArrayLayout(store="files", codec="none", checksum=False),
-    "compressed": flaxckpt.ArrayLayout(store="files", codec="zstd"),
-    "zarr 2": flaxckpt.ArrayLayout(store="files", zarr_version=2, checksum=False),
-    "database": flaxckpt.ArrayLayout(store="ocdbt"),
+    "database": flaxckpt.ArrayLayout(),
+    "files": flaxckpt.ArrayLayout(),
+    "no checksums": flaxckpt.ArrayLayout(codec="none", checksum=False),
+    "compressed": flaxckpt.ArrayLayout(codec="zstd"),
+    "zarr 2": flaxckpt.ArrayLayout(zarr_version=2, checksum=False),
 }
+"""On disks, all but the first are saved as directories of chunk files, as of old."""
+
 STATE = {
     "w": np.arange(2048.0, dtype="f4").reshape(32, 64),
     "b": jnp.arange(3, dtype=jnp.bfloat16),
@@ -37,6 +39,8 @@ METRICS = {"metrics/metrics", "metrics/digests"}
 def save(path, layout, **options):
     with flaxckpt.Checkpointer(path, layout=LAYOUTS[layout]) as ckpt:
         ckpt.save(1, STATE, **options)
+    if layout != "database":
+        old_stores.make_directories(path / "1")
     return path / "1"
 
 
@@ -69,6 +73,14 @@ def test_no_file_may_be_missing_or_empty(tmp_path, layout):
                 file_sizes.check(changed(path, name, change), None)
 
 
+@pytest.mark.parametrize("change", ["longer", "shorter"])
+def test_files_of_a_database_have_their_sizes(tmp_path, change):
+    path = save(tmp_path / "c", "database")
+    for name in ("state/d/0.small.0", "state/d/tree"):
+        with pytest.raises(errors.DamagedCheckpointError, match=name):
+            file_sizes.check(changed(path, name, change), None)
+
+
 @pytest.mark.parametrize("layout", ["files", "no checksums"])
 @pytest.mark.parametrize("change", ["longer", "shorter"])
 def test_chunks_have_their_sizes(tmp_path, layout, change):
@@ -93,7 +105,7 @@ def test_all_faults_of_an_array_are_told(tmp_path):
 
 def test_an_old_database_without_digests_holds_its_large_arrays(tmp_path):
     path = save(tmp_path / "c", "database")
-    old_databases.make_old(path)
+    old_stores.make_databases(path)
     file_sizes.check(path, None)
     for data in (path / "state/d").iterdir():
         data.write_bytes(data.read_bytes()[:1000])
@@ -107,7 +119,7 @@ def test_an_old_database_without_digests_holds_its_large_arrays(tmp_path):
     small = tmp_path / "small"
     with flaxckpt.Checkpointer(small, layout=LAYOUTS["database"]) as ckpt:
         ckpt.save(1, {"b": STATE["b"]})
-    old_databases.make_old(small / "1")
+    old_stores.make_databases(small / "1")
     file_sizes.check(small / "1", None)
     shutil.rmtree(small / "1/state/d")
     with pytest.raises(
@@ -146,7 +158,7 @@ def test_a_database_is_checked_for_each_of_its_leaves(tmp_path, is_old):
     ) as ckpt:
         ckpt.save(1, {"a": item, "b": item})
     if is_old:
-        old_databases.make_old(path / "1", ["a", "b"])
+        old_stores.make_databases(path / "1", ["a", "b"])
     leaves = [*flaxckpt.metadata(path / "1").leaves]
     file_sizes.check_leaves(path / "1", leaves)
     for data in (path / "1/b/d").iterdir():
@@ -157,10 +169,12 @@ def test_a_database_is_checked_for_each_of_its_leaves(tmp_path, is_old):
         file_sizes.check_leaves(path / "1", ["b/b"])  # in the database with b/w
 
 
-@pytest.mark.parametrize("layout", ["files", "compressed", "database"])
-def test_no_object_may_be_missing(layout):
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_no_object_may_be_missing(codec):
     root = faulty.new_path("file-sizes")
-    path = save(root, layout)
+    layout = flaxckpt.ArrayLayout(codec=codec)
+    flaxckpt.save(root / "1", STATE | {"large": np.ones(2**18, "f4")}, layout=layout)
+    path = root / "1"
     file_sizes.check(path, None)
     for name in {*path.keys()}:
         key = f"{path.key}/{name}"
@@ -195,7 +209,7 @@ def test_arrays_are_not_read(tmp_path):
     with pytest.raises(errors.DamagedCheckpointError, match="has changed since"):
         file_sizes.check(path, None)
     path = save(tmp_path / "old", "database")
-    old_databases.make_old(path, digested=True)
+    old_stores.make_databases(path, digested=True)
     data = max((path / "state/d").iterdir(), key=lambda file: file.stat().st_size)
     data.write_bytes(flip(data.read_bytes()))
     with pytest.raises(errors.DamagedCheckpointError, match="has changed since"):
@@ -207,7 +221,7 @@ def test_arrays_are_not_read(tmp_path):
 
 
 def test_only_checkpoints_of_flaxckpt_are_whole(tmp_path):
-    path = save(tmp_path / "c", "files")
+    path = save(tmp_path / "c", "database")
     (path / "flaxckpt.json").unlink()
     with pytest.raises(
         errors.DamagedCheckpointError, match=r"flaxckpt.json is missing"
@@ -225,12 +239,11 @@ def test_a_compressed_chunk_knows_its_size(tmp_path, codec, size):
         "text": (b"0123456789abcdef" * size)[:size],
     }
     for version in (2, 3):
-        layout = flaxckpt.ArrayLayout(
-            store="files", codec=codec, zarr_version=version, checksum=False
-        )
+        layout = flaxckpt.ArrayLayout(codec=codec, zarr_version=version, checksum=False)
         path = tmp_path / str(version)
         arrays = {name: np.frombuffer(data, "u1") for name, data in values.items()}
         flaxckpt.save(path, arrays, layout=layout)
+        old_stores.make_directories(path)
         file_sizes.check(path, None)
         for name in values:
             [chunk] = (path / "state" / name).glob("*0")
@@ -277,7 +290,7 @@ def test_a_step_of_another_library_is_not_one_of_ours(tmp_path):
 def test_a_database_has_at_least_the_bytes_of_arrays_outside_its_nodes(
     tmp_path, size, least
 ):
-    layout = flaxckpt.ArrayLayout(store="ocdbt", codec="none", checksum=False)
+    layout = flaxckpt.ArrayLayout(codec="none", checksum=False)
     flaxckpt.save(tmp_path / "c", {"w": np.zeros(size, "f4")}, layout=layout)
     info = flaxckpt.metadata(tmp_path / "c").leaves["w"]
     encoding = zarr.metadata.Encoding("none", checksum=False)
@@ -295,15 +308,17 @@ def test_objects_are_missed_beside_leaves_without_arrays():
     """The leaves before and after a string, and the manifest of a database."""
     root = faulty.new_path("file-sizes")
     state = {"a": np.ones(3), "b": "text", "c": np.ones(3)}
-    flaxckpt.save(root, state, layout=LAYOUTS["files"])
+    state |= {name: np.ones(2**18, "f4") for name in "de"}  # in objects of their own
+    flaxckpt.save(root, state)
     file_sizes.check(root, None)
-    chunk = root / "state" / "c" / "c.0"
-    content = chunk.read_bytes()
-    chunk.unlink()
-    with pytest.raises(errors.DamagedCheckpointError, match=r"c/c\.0 is missing"):
+    for name in ("0.small.0", "0.0/d", "0.0/e"):
+        file = root / "state" / "d" / name
+        content = file.read_bytes()
+        file.unlink()
+        with pytest.raises(errors.DamagedCheckpointError, match=f"{name} is missing"):
+            file_sizes.check(root, None)
+        file.write_bytes(content)
         file_sizes.check(root, None)
-    chunk.write_bytes(content)
-    file_sizes.check(root, None)
 
 
 @pytest.mark.parametrize("item", ["a", "b"])

@@ -19,8 +19,6 @@ from flaxckpt._arrays import read as arrays_read
 from tests.helpers import strategies
 from tests.helpers.files import flip_bit
 
-FILES = flaxckpt.ArrayLayout(store="files")
-
 
 def train_state(value, tx=None):
     params = {"dense": {"kernel": jnp.full((8, 4), value), "bias": jnp.zeros(4)}}
@@ -145,8 +143,8 @@ def test_what_does_not_fit_is_an_error_of_the_call(tmp_path, gate):
 
 
 def test_damage_is_an_error_of_wait(tmp_path):
-    flaxckpt.save(tmp_path / "c", {"w": np.arange(100.0)}, layout=FILES)
-    flip_bit(tmp_path / "c/state/w/c.0")
+    flaxckpt.save(tmp_path / "c", {"w": np.arange(100.0)})
+    flip_bit(tmp_path / "c/state/d/0.small.0")
     handle = flaxckpt.load_async(tmp_path / "c")
     for _ in range(2):
         with pytest.raises(errors.DamagedCheckpointError, match="w: "):

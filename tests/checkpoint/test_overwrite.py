@@ -18,12 +18,13 @@ from flaxckpt._storage import paths as storage_paths
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt.datasets import StepIndexed
 from tests import GOLDEN
+from tests.helpers import old_stores
 
 STATE = {"w": np.arange(6.0).reshape(2, 3), "name": "x", "n": 1}
 NEW = {"w": np.ones((2, 3)), "name": "y", "n": 2}
 """What is there, and what is to replace it."""
 
-USERS = ("notes.txt", "tokenizer/vocab.json", "state/w/plot.png", "metrics/loss.png")
+USERS = ("notes.txt", "tokenizer/vocab.json", "state/d/plot.png", "metrics/loss.png")
 
 
 def add_files(step, names=USERS):
@@ -147,12 +148,12 @@ def test_what_flaxckpt_writes_itself_is_replaced(tmp_path, state, zarr_version):
 
 
 def test_compressed_arrays_are_replaced(tmp_path):
-    layout = flaxckpt.ArrayLayout(codec="zstd", store="files", chunk_bytes=64)
+    layout = flaxckpt.ArrayLayout(codec="zstd", chunk_bytes=64)
     for _ in range(2):
         flaxckpt.save(tmp_path / "a", STATE, layout=layout, overwrite=True)
 
 
-@pytest.mark.parametrize("names", [["notes.txt", "PINNED/mine"], ["state/w/a.txt"]])
+@pytest.mark.parametrize("names", [["notes.txt", "PINNED/mine"], ["state/d/a.txt"]])
 def test_a_damaged_step_with_files_of_others_is_set_aside(tmp_path, caplog, names):
     for number in ("", "2."):
         with flaxckpt.Checkpointer(tmp_path) as run:
@@ -303,16 +304,20 @@ def test_files_of_users_in_flat_checkpoints_are_not_deleted(tmp_path, ocdbt):
     assert_refused(info, *seen)
 
 
-def test_files_of_users_anywhere_in_the_state_are_not_deleted(tmp_path):
+@pytest.mark.parametrize("is_old", [False, True])
+def test_files_of_users_anywhere_in_the_state_are_not_deleted(tmp_path, is_old):
     names = ["array_metadatas/notes.txt", "d/notes.txt", "ocdbt.process_0/notes.txt"]
     names += ["w/c/notes.txt"]
     flaxckpt.save(tmp_path / "a", STATE)
+    if is_old:
+        old_stores.make_directories(tmp_path / "a")
     for name in names:
-        (tmp_path / "a" / "state" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "a" / "state" / name).parent.mkdir(parents=True, exist_ok=True)
     add_files(tmp_path / "a" / "state", names)
     with pytest.raises(errors.CheckpointExistsError) as info:
         flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
-    seen = ("array_metadatas/notes.txt", "d", "ocdbt.process_0", "w/c")
+    parts = ("d", "w/c") if is_old else ("d/notes.txt", "w")
+    seen = ("array_metadatas/notes.txt", "ocdbt.process_0", *parts)
     assert_refused(info, *(f"state/{name}" for name in seen))
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors
+from tests.helpers import old_stores
 
 
 def state(tx=None, **params):
@@ -89,11 +90,14 @@ def test_leaves_split_otherwise_are_resharded_and_cost_what_is_read_here(path):
     assert again.leaves["params/w"].actions == ("loaded", "resharded")
 
 
-def test_planning_reads_no_array(path):
-    for chunk in (path / "state").glob("*/c"):
-        for file in [chunk] if chunk.is_file() else chunk.rglob("*"):
-            if file.is_file():
-                file.unlink()
+@pytest.mark.parametrize("is_old", [False, True])
+def test_planning_reads_no_array(path, is_old):
+    if is_old:
+        old_stores.make_directories(path)
+    files = [*(path / "state").glob("*/c*" if is_old else "d/0*")]
+    assert files
+    for file in files:
+        file.unlink()
     assert flaxckpt.plan(path, state()).problems == ()
     with pytest.raises(errors.DamagedCheckpointError):
         flaxckpt.load(path, state())

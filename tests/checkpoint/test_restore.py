@@ -20,7 +20,7 @@ from flaxckpt import errors, transforms
 from flaxckpt._arrays import read as arrays_read
 from flaxckpt._state import dtypes as state_dtypes
 from flaxckpt._state import numpy_dtypes as state_numpy_dtypes
-from tests.helpers import strategies
+from tests.helpers import chunks, old_stores, strategies
 
 STATE = {
     "params": {"dense": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}},
@@ -577,13 +577,15 @@ def array_files(path):
     return [p for p in files if "array_metadatas" not in p.parts]
 
 
-@pytest.mark.parametrize("store", ["files", "ocdbt"])
-def test_a_flipped_bit_in_an_array_is_found(tmp_path, store):
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_flipped_bit_in_an_array_is_found(tmp_path, is_old):
     # Incompressible, so that every byte of the file matters.
     state = {"w": np.random.default_rng(0).bytes(4096)}
     state["w"] = np.frombuffer(state["w"], np.uint8)
     path = tmp_path / "c"
-    flaxckpt.save(path, state, layout=flaxckpt.ArrayLayout(store=store))
+    flaxckpt.save(path, state)
+    if is_old:
+        old_stores.make_directories(path)
     largest = max(array_files(path), key=lambda p: p.stat().st_size)
     content = largest.read_bytes()
     for place in range(0, len(content), 97):
@@ -596,12 +598,15 @@ def test_a_flipped_bit_in_an_array_is_found(tmp_path, store):
     strategies.assert_same(state, flaxckpt.load(path))
 
 
-def test_missing_and_truncated_chunks_are_named(tmp_path):
-    state = {name: np.ones((64, 64)) for name in ("gone", "short", "fine")}
+@pytest.mark.parametrize("is_old", [False, True])
+def test_missing_and_truncated_chunks_are_named(tmp_path, is_old):
+    state = {name: np.ones((512, 512)) for name in ("gone", "short", "fine")}
     path = tmp_path / "c"
-    flaxckpt.save(path, state, layout=flaxckpt.ArrayLayout(store="files"))
-    (path / "state/gone/c.0.0").unlink()
-    chunk = path / "state/short/c.0.0"
+    flaxckpt.save(path, state)
+    if is_old:
+        old_stores.make_directories(path)
+    chunks.place(path / "state", "gone/c.0.0")[0].unlink()
+    chunk, *_ = chunks.place(path / "state", "short/c.0.0")
     chunk.write_bytes(chunk.read_bytes()[:-100])
     with pytest.raises(errors.DamagedCheckpointError) as info:
         flaxckpt.load(path)
@@ -681,6 +686,7 @@ def test_a_manifest_of_a_later_version_says_so(path):
 def test_an_array_of_another_shape_than_recorded_is_damage(tmp_path):
     path = tmp_path / "c"
     flaxckpt.save(path, {"w": np.ones((4, 4))})
+    old_stores.make_directories(path)
     file = path / "state/w/zarr.json"
     file.write_text(file.read_text().replace('"shape":[4,4]', '"shape":[8,4]'))
     with pytest.raises(errors.DamagedCheckpointError, match="recorded as"):

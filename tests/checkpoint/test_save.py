@@ -22,40 +22,32 @@ import pytest
 from flax import linen, nnx, struct
 from flax.core import FrozenDict
 from flax.training import dynamic_scale, train_state
-from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors, transforms
+from flaxckpt._arrays.zarr import ocdbt
 from flaxckpt._state import dtypes as state_dtypes
 from flaxckpt._state import numpy_dtypes as state_numpy_dtypes
 from flaxckpt._storage.storage import LOCAL
-from tests.helpers import strategies
-
-STORES = ("files", "ocdbt")
-
-
-def layout(store):
-    return flaxckpt.ArrayLayout(store=store)
-
+from tests.helpers import old_stores, strategies
 
 # ---- every kind of state and leaf -------------------------------------------------
 
 
 @hypothesis.settings(max_examples=40)
-@hypothesis.given(strategies.trees, st.sampled_from(("auto", "ocdbt")))
-def test_any_tree_comes_back_without_a_template(tmp_path_factory, tree, store):
+@hypothesis.given(strategies.trees)
+def test_any_tree_comes_back_without_a_template(tmp_path_factory, tree):
     path = tmp_path_factory.mktemp("tree") / "c"
     try:
-        flaxckpt.save(path, tree, layout=layout(store))
+        flaxckpt.save(path, tree)
     except errors.LeafNameError:
         hypothesis.reject()
     strategies.assert_same(tree, flaxckpt.load(path))
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_every_stored_dtype_comes_back(tmp_path, store):
+def test_every_stored_dtype_comes_back(tmp_path):
     names = sorted(state_dtypes._STORED_AS_IS | state_dtypes.STORED_AS_BYTES)
     tree = {
         n: np.array([[0, 1], [1, 0]], state_numpy_dtypes.to_numpy(n)) for n in names
@@ -65,7 +57,7 @@ def test_every_stored_dtype_comes_back(tmp_path, store):
         for n in names
         if "64" not in n and "128" not in n and "float6" not in n and n[-1] != "1"
     }
-    flaxckpt.save(tmp_path / "c", tree, layout=layout(store))
+    flaxckpt.save(tmp_path / "c", tree)
     strategies.assert_same(tree, flaxckpt.load(tmp_path / "c"))
     strategies.assert_same(tree, flaxckpt.load(tmp_path / "c", tree))
 
@@ -92,9 +84,8 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_every_kind_of_leaf_comes_back(tmp_path, store):
-    flaxckpt.save(tmp_path / "c", LEAVES, layout=layout(store))
+def test_every_kind_of_leaf_comes_back(tmp_path):
+    flaxckpt.save(tmp_path / "c", LEAVES)
     found = flaxckpt.load(tmp_path / "c")
     again = flaxckpt.load(tmp_path / "c", LEAVES)
     wanted = {**LEAVES, "big endian": LEAVES["big endian"].astype("f4")}
@@ -303,8 +294,7 @@ jax.tree_util.register_pytree_node(
 REGISTERED = [ByIndex, ByName, FieldsByIndex, OwnInit, ByFunctions]
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_registered_classes_are_rebuilt_as_jax_rebuilds_them(tmp_path, store, caplog):
+def test_registered_classes_are_rebuilt_as_jax_rebuilds_them(tmp_path, caplog):
     named = object.__new__(ByName)
     named.weights, named.name = {"w": jnp.ones(2)}, "n"
     state = {
@@ -313,7 +303,7 @@ def test_registered_classes_are_rebuilt_as_jax_rebuilds_them(tmp_path, store, ca
         "init": OwnInit(jax.random.key(0)),
         "functions": make_by_functions(("a", {1: True}), (jnp.ones(1), named)),
     }
-    flaxckpt.save(tmp_path / "c", state, layout=layout(store))
+    flaxckpt.save(tmp_path / "c", state)
     found = flaxckpt.load(tmp_path / "c", types=REGISTERED)
     assert jax.tree.structure(found) == jax.tree.structure(state)
     strategies.assert_same_state(state, found)
@@ -595,16 +585,15 @@ def test_module_state_and_pure_dict_have_the_same_leaf_paths(tmp_path):
 # ---- sharded ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("spec", [P(), P("x"), P("x", "y"), P(None, ("x", "y"))])
-def test_shards_come_back_onto_any_mesh(tmp_path, store, spec):
+def test_shards_come_back_onto_any_mesh(tmp_path, spec):
     mesh = jax.make_mesh(
         (2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2
     )
     array = jax.device_put(
         jnp.arange(16 * 8.0).reshape(16, 8), NamedSharding(mesh, spec)
     )
-    flaxckpt.save(tmp_path / "c", {"w": array}, layout=layout(store))
+    flaxckpt.save(tmp_path / "c", {"w": array})
     np.testing.assert_array_equal(flaxckpt.load(tmp_path / "c")["w"], array)
     other = jax.make_mesh((8,), ("z",), axis_types=(jax.sharding.AxisType.Auto,))
     for sharding in (
@@ -763,12 +752,10 @@ class Named:
     name: typing.Any = struct.field(pytree_node=False, default="")
 
 
-@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("text", [LONE, EMOJI, "a\0b", LONE * 2, "\ude00\ud83d"])
-def test_texts_come_back_exactly(tmp_path, store, text):
+def test_texts_come_back_exactly(tmp_path, text):
     state = Named({"text": text, "list": [text], "w": jnp.ones(2)}, text)
-    options = {"layout": layout(store), "metadata": {text: [text]}}
-    flaxckpt.save(tmp_path / "c", state, **options)
+    flaxckpt.save(tmp_path / "c", state, metadata={text: [text]})
     for found in (
         flaxckpt.load(tmp_path / "c", state),
         flaxckpt.load(tmp_path / "c", types=[Named]),
@@ -867,32 +854,30 @@ def test_a_memory_map_is_saved_as_the_array_that_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("state", "store"),
+    "state",
     [
-        ({"a": {"b": 1}, "a.b": 2}, "ocdbt"),
-        ({"a": {"b": None}, "a.b": 2}, "ocdbt"),
-        ({"a/b": 1}, "files"),
-        ({"..": 1}, "files"),
-        ({"_METADATA": 1}, "files"),
-        ({"x" * 300: 1}, "files"),
-        ({"a\\b": 1}, "files"),
-        ({"~": "text"}, "ocdbt"),
-        ({"a": "x", "a/b": "y"}, "ocdbt"),
-        ({"nul\0": 1}, "ocdbt"),
+        {"a": {"b": 1}, "a.b": 2},
+        {"a": {"b": None}, "a.b": 2},
+        {"~": "text"},
+        {"a": "x", "a/b": "y"},
+        {"nul\0": 1},
     ],
 )
-def test_names_that_collide_or_cannot_be_stored_are_refused(tmp_path, state, store):
+def test_names_that_collide_or_cannot_be_stored_are_refused(tmp_path, state):
     with pytest.raises(errors.LeafNameError) as info:
-        flaxckpt.save(tmp_path / "c", state, layout=layout(store))
+        flaxckpt.save(tmp_path / "c", state)
     assert len(info.value.names) == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_auto_takes_the_store_that_holds_the_names(tmp_path):
-    flaxckpt.save(tmp_path / "c", {"a/b": np.ones(2), "x" * 300: np.ones(2)})
-    assert (tmp_path / "c/state/manifest.ocdbt").exists()
-    flaxckpt.save(tmp_path / "d", {"a": np.ones(2)})
-    assert not (tmp_path / "d/state/manifest.ocdbt").exists()
+@pytest.mark.parametrize("size", [2, 2**18])
+def test_names_that_no_file_may_have_are_stored(tmp_path, size):
+    names = ["a/b", "..", "_METADATA", "x" * 300, "a\\b", "a"]
+    state = {name: np.full(size, n, "f4") for n, name in enumerate(names)}
+    flaxckpt.save(tmp_path / "c", state)
+    assert flaxckpt.verify(tmp_path / "c").ok
+    strategies.assert_same(state, flaxckpt.load(tmp_path / "c"))
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 def test_an_existing_path_is_kept_unless_overwriting_a_checkpoint(tmp_path):
@@ -940,11 +925,11 @@ def test_a_layout_that_makes_no_sense_is_refused(option):
 @pytest.mark.parametrize("codec", ["none", "compact", "zstd"])
 @pytest.mark.parametrize("checksum", [True, False])
 def test_every_codec_keeps_the_values(tmp_path, codec, checksum):
-    chosen = flaxckpt.ArrayLayout(codec=codec, checksum=checksum, store="files")
+    chosen = flaxckpt.ArrayLayout(codec=codec, checksum=checksum)
     state = {"w": np.random.default_rng(0).normal(size=(64, 64)), "b": np.ones(3) > 0}
     flaxckpt.save(tmp_path / "c", state, layout=chosen)
     strategies.assert_same(state, flaxckpt.load(tmp_path / "c"))
-    codecs = json.loads((tmp_path / "c/state/w/zarr.json").read_text())["codecs"]
+    codecs = json.loads(ocdbt.read_tree(tmp_path / "c/state")[b"w/zarr.json"])["codecs"]
     assert ("crc32c" in [codec["name"] for codec in codecs]) == checksum
 
 
@@ -958,9 +943,8 @@ def test_an_array_larger_than_the_budget_is_saved_and_restored(tmp_path):
 # ---- durable ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("store", STORES)
 def test_everything_is_synced_before_the_commit_and_the_parent_after(
-    tmp_path, monkeypatch, store
+    tmp_path, monkeypatch
 ):
     """Holds the order of syncs and renames at the system calls of our process."""
     calls = []
@@ -977,7 +961,7 @@ def test_everything_is_synced_before_the_commit_and_the_parent_after(
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
     run = tmp_path / "new" / "run"
-    flaxckpt.save(run / "c", {"w": jnp.ones((8, 8)), "s": "x"}, layout=layout(store))
+    flaxckpt.save(run / "c", {"w": jnp.ones((8, 8)), "s": "x"})
     final = str(run / "c")
     [commit] = [i for i, call in enumerate(calls) if call[2:] == (final,)]
     temporary = calls[commit][1]
@@ -1050,10 +1034,9 @@ def test_an_array_without_a_name_does_not_meet_others(tmp_path, codec, other):
         for step in (1, 2):
             ckpt.save(step, state).wait()
             strategies.assert_same(ckpt.restore(), state)
-    files = flaxckpt.ArrayLayout(codec=codec, store="files")
-    with pytest.raises(errors.LeafNameError, match="not a valid name of a directory"):
-        flaxckpt.save(tmp_path / "c", state, layout=files)
-    flaxckpt.save(tmp_path / "alone", {"": state[""]}, layout=files)
+    flaxckpt.save(tmp_path / "alone", {"": state[""]}, layout=layout)
+    strategies.assert_same(flaxckpt.load(tmp_path / "alone")[""], state[""])
+    old_stores.make_directories(tmp_path / "alone")
     strategies.assert_same(flaxckpt.load(tmp_path / "alone")[""], state[""])
 
 

@@ -31,7 +31,7 @@ from flaxckpt.formats import _reader
 from flaxckpt.formats._native import contents as native_contents
 from flaxckpt.formats._native import manifest as native_manifest
 from flaxckpt.formats._native import orbax_json as native_orbax_json
-from tests.helpers import slow
+from tests.helpers import old_stores, slow
 
 ADAMW = optax.adamw(1e-3)
 NOWHERE = pathlib.Path("/nonexistent/checkpoint")
@@ -224,17 +224,17 @@ def garbage_of(work):
 
 
 @pytest.mark.parametrize(
-    ("store", "memory_map"),
-    slow.all_but(
-        itertools.product(["files", "ocdbt"], [True, False]), [("files", True)]
-    ),
+    ("is_old", "memory_map"),
+    slow.all_but(itertools.product([False, True], [True, False]), [(False, True)]),
 )
-def test_a_load_is_freed_without_the_garbage_collector(tmp_path, store, memory_map):
+def test_a_load_is_freed_without_the_garbage_collector(tmp_path, is_old, memory_map):
     """Its plan has the abstract state, and its readings have all values."""
     params = {"w": jnp.ones((64, 512)), "b": jnp.ones(8)}
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
     path = tmp_path / "c"
-    flaxckpt.save(path, state, layout=flaxckpt.ArrayLayout(store=store))
+    flaxckpt.save(path, state)
+    if is_old:
+        old_stores.make_directories(path)
     cast = transforms.cast("params/.*", "bfloat16")
     narrow = state.replace(params=jax.tree.map(lambda x: x.astype("bfloat16"), params))
     for work in (

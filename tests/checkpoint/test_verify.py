@@ -21,18 +21,15 @@ from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import files as storage_files
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt.policies import LatestN
-from tests.helpers import old_databases, strategies
+from tests.helpers import chunks, old_stores, strategies
+from tests.helpers.chunks import flip
 from tests.helpers.files import flip_bit
 
+CODECS = [*itertools.product(("none", "compact", "zstd"), (3, 2))]
 LAYOUTS = {
-    f"{store} {codec} zarr{version}": flaxckpt.ArrayLayout(
-        store=store, codec=codec, zarr_version=version
-    )
-    for store, codec, version in itertools.product(
-        ("files", "ocdbt"), ("none", "compact", "zstd"), (3, 2)
-    )
+    f"{codec} zarr{version}": flaxckpt.ArrayLayout(codec=codec, zarr_version=version)
+    for codec, version in CODECS
 }
-FILES = LAYOUTS["files none zarr3"]
 
 
 class Iterator:
@@ -57,12 +54,14 @@ def state(step):
     }
 
 
-def run(root, *steps, layout=FILES, **options):
-    """A run with some steps."""
+def run(root, *steps, layout=None, is_old=False, **options):
+    """A run with some steps; if it is old, with directories of chunk files."""
     ckpt = flaxckpt.Checkpointer(root, layout=layout, **options)
     for step in steps:
         ckpt.save(step, state(step), metrics={"loss": 0.5}, dataset=Iterator())
     ckpt.wait()
+    for step in steps if is_old else ():
+        old_stores.make_directories(root / str(step))
     return ckpt
 
 
@@ -70,16 +69,18 @@ def files(path):
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
-@pytest.fixture(params=sorted(LAYOUTS))
+@pytest.fixture(params=itertools.product(sorted(LAYOUTS), (False, True)), ids=str)
 def layout(request):
-    return LAYOUTS[request.param]
+    """Options of `run`: each layout, in a database and in directories."""
+    name, is_old = request.param
+    return {"layout": LAYOUTS[name], "is_old": is_old}
 
 
 # ---- what is found --------------------------------------------------------------
 
 
 def test_a_good_checkpoint_is_good_to_the_last_byte(tmp_path, layout):
-    run(tmp_path, 1, layout=layout)
+    run(tmp_path, 1, **layout)
     report = flaxckpt.verify(tmp_path, step=1)
     assert report.ok, str(report)
     assert (report.step, report.format, report.path) == (
@@ -97,7 +98,7 @@ def test_a_good_checkpoint_is_good_to_the_last_byte(tmp_path, layout):
 
 def test_every_flipped_byte_is_found(tmp_path, layout):
     """The first, the last and some bytes between of each file; a bit of each."""
-    run(tmp_path, 1, layout=layout)
+    run(tmp_path, 1, **layout)
     flips = 0
     for file in files(tmp_path / "1"):
         content = file.read_bytes()
@@ -114,7 +115,7 @@ def test_every_flipped_byte_is_found(tmp_path, layout):
 
 
 def test_every_file_that_is_missing_or_cut_short_is_found(tmp_path, layout):
-    run(tmp_path, 1, layout=layout)
+    run(tmp_path, 1, **layout)
     for file in files(tmp_path / "1"):
         content = file.read_bytes()
         file.write_bytes(content[:-1])
@@ -127,7 +128,7 @@ def test_every_file_that_is_missing_or_cut_short_is_found(tmp_path, layout):
 
 @pytest.mark.parametrize("added", [b" ", b"\n", b"\0", b"x"])
 def test_every_file_with_a_byte_more_is_found(tmp_path, layout, added):
-    run(tmp_path, 1, layout=layout)
+    run(tmp_path, 1, **layout)
     for file in files(tmp_path / "1"):
         content = file.read_bytes()
         file.write_bytes(content + added)
@@ -137,7 +138,7 @@ def test_every_file_with_a_byte_more_is_found(tmp_path, layout, added):
 
 
 def test_every_directory_that_is_missing_is_found(tmp_path, layout):
-    run(tmp_path / "run", 1, layout=layout)
+    run(tmp_path / "run", 1, **layout)
     for directory in [p for p in (tmp_path / "run/1").rglob("*") if p.is_dir()]:
         directory.rename(tmp_path / "aside")
         assert flaxckpt.verify(tmp_path / "run/1").problems, directory
@@ -199,7 +200,7 @@ def test_a_step_converted_under_another_number_is_one(tmp_path):
 
 
 def test_files_that_are_no_part_of_it_are_named_and_do_no_harm(tmp_path, layout):
-    run(tmp_path, 1, layout=layout)
+    run(tmp_path, 1, **layout)
     (tmp_path / "1/notes.txt").write_text("mine")
     (tmp_path / "1/state/.c.0.rsync").write_bytes(b"0")
     (tmp_path / "1/PINNED").touch()
@@ -209,15 +210,21 @@ def test_files_that_are_no_part_of_it_are_named_and_do_no_harm(tmp_path, layout)
     assert "not in the checkpoint: notes.txt" in str(report)
 
 
-def test_problems_are_named_by_leaf_and_by_file(tmp_path):
-    run(tmp_path, 1)
-    flip_bit(tmp_path / "1/state/w/c.0.0", 3)
+@pytest.mark.parametrize("is_old", [False, True])
+def test_problems_are_named_by_leaf_and_by_file(tmp_path, is_old):
+    run(tmp_path, 1, is_old=is_old)
+    arrays = tmp_path / "1/state"
+    flip(arrays, "w/c.0.0", 3)
     flip_bit(tmp_path / "1/dataset/process_0-of-1.json", 3)
-    (tmp_path / "1/state/table/c.0.0").unlink()
+    if is_old:
+        (arrays / "table/c.0.0").unlink()
+    else:
+        flip(arrays, "table/c.0.0", 9)
     report = flaxckpt.verify(tmp_path)
     assert set(report.problems) == {"w", "table", "dataset/process_0-of-1.json"}
     assert "c.0.0 has changed" in report.problems["w"]
-    assert "c.0.0 is missing" in report.problems["table"]
+    table = "c.0.0 is missing" if is_old else "c.0.0 has changed"
+    assert table in report.problems["table"]
     assert "is damaged" in str(report)
     assert not report.ok
 
@@ -235,10 +242,12 @@ def refused(path):
 def test_a_report_says_which_leaves_cannot_be_read(tmp_path, layout, damage):
     """As many as a load refuses, whether a file holds one of them or all."""
     saved = {f"l{n}": np.full(2, float(n)) for n in range(20)} | {"name": "text"}
-    flaxckpt.save(tmp_path / "c", saved, layout=layout)
+    flaxckpt.save(tmp_path / "c", saved, layout=layout["layout"])
+    if layout["is_old"]:
+        old_stores.make_directories(tmp_path / "c")
     report = flaxckpt.verify(tmp_path / "c")
     assert (report.leaves, report.unreadable, report.summary) == (21, {}, "")
-    is_database = layout.store == "ocdbt"
+    is_database = not layout["is_old"]
     arrays = "d/*" if is_database else "l7/*"
     file = max((tmp_path / "c/state").glob(arrays), key=lambda f: f.stat().st_size)
     if damage == "missing":
@@ -267,7 +276,7 @@ def test_a_report_without_a_description_says_that_no_leaf_can_be_read(tmp_path):
 
 
 def test_files_beside_the_arrays_cost_no_leaf(tmp_path, layout):
-    run(tmp_path, 1, layout=layout)
+    run(tmp_path, 1, **layout)
     flip_bit(tmp_path / "1/state/_sharding", 0)
     flip_bit(tmp_path / "1/dataset/process_0-of-1.json", 3)
     report = flaxckpt.verify(tmp_path, step=1)
@@ -276,18 +285,18 @@ def test_files_beside_the_arrays_cost_no_leaf(tmp_path, layout):
 
 
 def test_arrays_of_zarr_2_are_compared_when_they_are_loaded(tmp_path):
-    for name, layout in LAYOUTS.items():
+    for (name, layout), is_old in itertools.product(LAYOUTS.items(), (False, True)):
         if layout.zarr_version == 3:
             continue
-        run(tmp_path / name, 1, layout=layout)
-        path = tmp_path / name / "1"
+        path = tmp_path / f"{name} {is_old}" / "1"
+        run(path.parent, 1, layout=layout, is_old=is_old)
         arrays = [*path.glob("state/table/*"), *path.glob("state/d/*")]
         largest = max(arrays, key=lambda file: file.stat().st_size)
         flip_bit(largest)
         with pytest.raises(errors.DamagedCheckpointError, match="has changed"):
             flaxckpt.load(path)
         with pytest.raises(errors.DamagedCheckpointError, match="has changed"):
-            flaxckpt.convert(path, tmp_path / f"{name}.msgpack")
+            flaxckpt.convert(path, tmp_path / f"{name} {is_old}.msgpack")
 
 
 def test_a_manifest_that_was_deleted_is_missed(tmp_path):
@@ -298,14 +307,17 @@ def test_a_manifest_that_was_deleted_is_missed(tmp_path):
     assert not flaxckpt.verify(tmp_path / "1").ok
 
 
-def test_without_checksums_it_is_said_that_nothing_proves_the_values(tmp_path):
-    layout = flaxckpt.ArrayLayout(store="files", checksum=False)
-    run(tmp_path, 1, layout=layout)
+@pytest.mark.parametrize("is_old", [False, True])
+def test_without_checksums_it_is_said_that_nothing_proves_the_values(tmp_path, is_old):
+    layout = flaxckpt.ArrayLayout(checksum=False)
+    run(tmp_path, 1, layout=layout, is_old=is_old)
     report = flaxckpt.verify(tmp_path)
     assert report.ok
     assert set(report.unchecked) == {"w", "table", "step"}
-    (tmp_path / "1/state/w/c.0.0").write_bytes(b"short")
-    assert "bytes instead of" in flaxckpt.verify(tmp_path).problems["w"]
+    file, offset, _ = chunks.place(tmp_path / "1/state", "w/c.0.0")
+    file.write_bytes(file.read_bytes()[: offset + 5])
+    told = "bytes instead of" if is_old else "ends before the chunk c.0.0 does"
+    assert told in flaxckpt.verify(tmp_path).problems["w"]
 
 
 def test_metrics_that_were_changed_by_hand_are_lost_and_told_of(tmp_path, caplog):
@@ -355,33 +367,38 @@ def as_orbax(path):
     (path / "commit_success.txt").unlink()
 
 
-def test_checksums_of_other_writers_are_compared_where_they_are(tmp_path):
-    run(tmp_path, 1)
+@pytest.mark.parametrize("is_old", [False, True])
+def test_checksums_of_other_writers_are_compared_where_they_are(tmp_path, is_old):
+    run(tmp_path, 1, is_old=is_old)
     as_orbax(tmp_path / "1")
     report = flaxckpt.verify(tmp_path / "1")
     assert report.ok, str(report)
     assert (report.format, report.unchecked) == ("orbax", {})
-    flip_bit(tmp_path / "1/state/w/c.0.0", 3)
+    flip(tmp_path / "1/state", "w/c.0.0", 3)
     assert list(flaxckpt.verify(tmp_path / "1").problems) == ["w"]
 
 
-def test_a_damaged_step_of_another_writer_is_marked_too(tmp_path):
-    ckpt = run(tmp_path, 1, 2)
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_damaged_step_of_another_writer_is_marked_too(tmp_path, is_old):
+    ckpt = run(tmp_path, 1, 2, is_old=is_old)
     as_orbax(tmp_path / "2")
-    (tmp_path / "2/state/table/c.0.0").write_bytes(b"short")
+    file, offset, _ = chunks.place(tmp_path / "2/state", "table/c.0.0")
+    file.write_bytes(file.read_bytes()[: offset + 5])
     strategies.assert_same(state(1), ckpt.restore(state(0)))
     assert ckpt.damaged().keys() == {2}
-    assert "table" in ckpt.damaged()[2]
+    # The cut ends the database, so the leaf after it is lost, too.
+    assert ("table" if is_old else ": 1 leaf of ") in ckpt.damaged()[2]
+    assert "table" in flaxckpt.verify(tmp_path / "2").problems
 
 
 @pytest.mark.parametrize("is_old", [False, True])
 def test_databases_are_verified_by_their_values(tmp_path, is_old):
     for codec in ("none", "compact"):
-        layout = flaxckpt.ArrayLayout(store="ocdbt", codec=codec)
+        layout = flaxckpt.ArrayLayout(codec=codec)
         run(tmp_path / codec, 1, layout=layout)
         path = tmp_path / codec / "1"
         if is_old:
-            old_databases.make_old(path)
+            old_stores.make_databases(path)
         assert not any("state/d/0" in name for name in manifest(path)["digests"])
         report = flaxckpt.verify(path)
         assert report.ok, str(report)
@@ -396,9 +413,9 @@ def test_databases_are_verified_by_their_values(tmp_path, is_old):
 
 @pytest.mark.parametrize("codec", ["none", "compact"])
 def test_what_is_missing_in_a_sound_old_database_is_named(tmp_path, codec):
-    layout = flaxckpt.ArrayLayout(store="ocdbt", codec=codec, chunk_bytes=4096)
+    layout = flaxckpt.ArrayLayout(codec=codec, chunk_bytes=4096)
     run(tmp_path, 1, layout=layout)
-    old_databases.make_old(tmp_path / "1")
+    old_stores.make_databases(tmp_path / "1")
     assert flaxckpt.verify(tmp_path / "1").ok
     base = {"driver": "file", "path": f"{tmp_path}/1/state/"}
     values = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
@@ -419,18 +436,23 @@ def manifest(path):
     return json.loads((path / "flaxckpt.json").read_text())
 
 
-def test_what_cannot_be_read_proves_no_damage(tmp_path, monkeypatch):
-    ckpt = run(tmp_path, 1)
+@pytest.mark.parametrize("is_old", [False, True])
+def test_what_cannot_be_read_proves_no_damage(tmp_path, monkeypatch, is_old):
+    ckpt = run(tmp_path, 1, is_old=is_old)
+    file = "table/c.0.0" if is_old else "d/0.small.0"
     real = os.open
 
     def fail(path, *args, **options):
-        if str(path).endswith("table/c.0.0"):
+        if str(path).endswith(file):
             raise OSError(errno.EIO, "Input/output error", str(path))
         return real(path, *args, **options)
 
     monkeypatch.setattr(os, "open", fail)
     report = ckpt.verify(1)
-    assert (list(report.problems), list(report.unread)) == ([], ["table"])
+    assert (list(report.problems), list(report.unread)) == (
+        [],
+        ["table"] if is_old else ["state/d/0.small.0"],
+    )
     assert not report.ok
     assert "could not be read" in str(report)
 
@@ -447,8 +469,8 @@ def test_verifying_needs_something_there(tmp_path):
 
 def test_good_steps_are_not_deleted_in_the_stead_of_damaged_ones(tmp_path):
     ckpt = run(tmp_path, 5, 10, 15, 20)
-    flip_bit(tmp_path / "15/state/w/c.0.0", 3)
-    flip_bit(tmp_path / "20/state/w/c.0.0", 3)
+    flip(tmp_path / "15/state", "w/c.0.0", 3)
+    flip(tmp_path / "20/state", "w/c.0.0", 3)
     ckpt.close()
     again = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(3)])
     strategies.assert_same(state(10), again.restore())
@@ -468,7 +490,7 @@ def test_good_steps_are_not_deleted_in_the_stead_of_damaged_ones(tmp_path):
 def test_a_marked_step_is_replaced_when_the_run_gets_there(tmp_path):
     ckpt = run(tmp_path, 1, 2)
     ckpt.pin(2)
-    flip_bit(tmp_path / "2/state/w/c.0.0", 3)
+    flip(tmp_path / "2/state", "w/c.0.0", 3)
     ckpt.restore()
     assert ckpt.damaged().keys() == {2}
     ckpt.save(2, state(2)).wait()
@@ -501,23 +523,23 @@ def test_what_is_merely_called_like_a_step_is_neither_marked_nor_replaced(tmp_pa
 
 def test_exactly_the_marked_step_is_tried_and_unmarked_if_it_is_good(tmp_path):
     ckpt = run(tmp_path, 1, 2)
-    chunk = tmp_path / "2/state/w/c.0.0"
-    good = chunk.read_bytes()
-    flip_bit(chunk, 3)
+    file = tmp_path / "2/state/d/0.small.0"
+    good = file.read_bytes()
+    flip(tmp_path / "2/state", "w/c.0.0", 3)
     ckpt.restore()
     with pytest.raises(errors.DamagedCheckpointError, match="w: c"):
         ckpt.restore(step=2)
     # A part of it that is good does not make it good.
     ckpt.restore({"step": 0}, step=2, unused="ignore")
     assert ckpt.damaged().keys() == {2}
-    chunk.write_bytes(good)  # as from a backup
+    file.write_bytes(good)  # as from a backup
     strategies.assert_same(state(2), ckpt.restore(step=2))
     assert (ckpt.steps(), ckpt.damaged()) == ([1, 2], {})
 
 
 def test_a_marked_step_is_deleted_when_that_is_asked_for(tmp_path):
     ckpt = run(tmp_path, 1, 2)
-    flip_bit(tmp_path / "2/state/w/c.0.0", 3)
+    flip(tmp_path / "2/state", "w/c.0.0", 3)
     ckpt.restore()
     ckpt.delete(2)
     assert ckpt.damaged() == {}
@@ -527,7 +549,7 @@ def test_a_marked_step_is_deleted_when_that_is_asked_for(tmp_path):
 def test_nothing_is_marked_while_there_is_no_good_step(tmp_path):
     ckpt = run(tmp_path, 1, 2)
     for step in (1, 2):
-        flip_bit(tmp_path / f"{step}/state/w/c.0.0", 3)
+        flip(tmp_path / f"{step}/state", "w/c.0.0", 3)
     for _ in range(2):
         with pytest.raises(errors.DamagedCheckpointError, match=str(tmp_path / "2")):
             ckpt.restore()
@@ -536,7 +558,7 @@ def test_nothing_is_marked_while_there_is_no_good_step(tmp_path):
 
 def test_a_run_with_damaged_steps_only_does_not_begin_anew(tmp_path):
     ckpt = run(tmp_path, 1, 2)
-    flip_bit(tmp_path / "2/state/w/c.0.0", 3)
+    flip(tmp_path / "2/state", "w/c.0.0", 3)
     ckpt.restore()
     ckpt.delete(1)
     on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
@@ -546,7 +568,7 @@ def test_a_run_with_damaged_steps_only_does_not_begin_anew(tmp_path):
 
 def test_a_reader_marks_nothing(tmp_path):
     run(tmp_path, 1, 2).close()
-    flip_bit(tmp_path / "2/state/w/c.0.0", 3)
+    flip(tmp_path / "2/state", "w/c.0.0", 3)
     reader = flaxckpt.Checkpointer(tmp_path, read_only=True)
     strategies.assert_same(state(1), reader.restore())
     assert reader.damaged() == {}
@@ -593,7 +615,7 @@ def test_a_file_that_may_not_be_read_proves_nothing(tmp_path, monkeypatch):
 
 def test_a_mark_that_cannot_be_made_is_told_of(tmp_path, monkeypatch, caplog):
     ckpt = run(tmp_path, 1, 2)
-    flip_bit(tmp_path / "2/state/w/c.0.0", 3)
+    flip(tmp_path / "2/state", "w/c.0.0", 3)
 
     def fail(path, content, **options):
         raise OSError(errno.EROFS, "Read-only file system")
@@ -606,7 +628,7 @@ def test_a_mark_that_cannot_be_made_is_told_of(tmp_path, monkeypatch, caplog):
 def test_the_mark_counts_for_load_and_for_other_processes(tmp_path, caplog):
     caplog.set_level(logging.WARNING, logger="flaxckpt")
     ckpt = run(tmp_path, 1, 2)
-    flip_bit(tmp_path / "2/state/w/c.0.0", 3)
+    flip(tmp_path / "2/state", "w/c.0.0", 3)
     ckpt.restore()
     mark = json.loads((tmp_path / "2/DAMAGED").read_text())
     assert mark.keys() == {"reason", "time"}

@@ -18,15 +18,21 @@ from flaxckpt._storage.storage import LOCAL
 from flaxckpt._util import progress
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.integrations.orbax import CheckpointHandler, SaveArgs
+from tests.helpers import chunks, old_stores
 from tests.helpers import faulty_store as faulty
-from tests.helpers import old_databases
 from tests.helpers.files import flip_bit
 
 
 def save(path, state, **layout):
-    layout = {"store": "files", "codec": "none", **layout}
+    layout = {"codec": "none", **layout}
     flaxckpt.save(path, state, layout=flaxckpt.ArrayLayout(**layout))
     return path
+
+
+def spoil(path, chunk):
+    """Makes a chunk one that cannot be decoded."""
+    size = len(chunks.read(path / "state", chunk))
+    chunks.put(path / "state", chunk, b"\xff" * size)
 
 
 def unreadable(monkeypatch, ending):
@@ -44,6 +50,7 @@ def unreadable(monkeypatch, ending):
 # ---- where a fault is -------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize(
     ("shape", "chunk", "place"),
     [
@@ -53,32 +60,39 @@ def unreadable(monkeypatch, ending):
         ((1, 32), "c.0.1", "[0:1, 16:32] of [1, 32]"),
     ],
 )
-def test_the_values_in_a_damaged_chunk_are_named(tmp_path, shape, chunk, place):
+def test_the_values_in_a_damaged_chunk_are_named(tmp_path, shape, chunk, place, is_old):
     value = np.arange(np.prod(shape), dtype="f4").reshape(shape)
     path = save(tmp_path / "c", {"w": value}, chunk_bytes=64)
-    flip_bit(path / "state" / "w" / chunk)
+    if is_old:
+        old_stores.make_directories(path)
+    chunks.flip(path / "state", f"w/{chunk}")
     report = flaxckpt.verify(path)
-    assert report.places == {"w": f"state/w/{chunk} -> w, {place}"}
+    file = f"w/{chunk}" if is_old else "d/0.small.0"
+    assert report.places == {"w": f"state/{file} -> w, {place}"}
 
 
 def test_the_values_that_cannot_be_decoded_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "_PIECE_BYTES", 2**14)
     layout = {"codec": "zstd", "checksum": False, "chunk_bytes": 2**14}
     path = save(tmp_path / "c", {"w": np.zeros((8, 1024))}, **layout)
-    chunk = path / "state/w/c.1.0"
-    chunk.write_bytes(b"\xff" * chunk.stat().st_size)
+    spoil(path, "w/c.1.0")
     assert flaxckpt.verify(path).places == {"w": "w, rows 2-3 of 8"}
 
 
 def test_a_whole_leaf_has_no_place_in_it(tmp_path):
-    path = save(tmp_path / "c", {"w": np.arange(8.0)})
+    path = save(tmp_path / "c", {"w": np.arange(8.0), "large": np.ones(2**18)})
+    for name, file in (("w", "0.small.0"), ("large", "0.0/large")):
+        chunks.flip(path / "state", f"{name}/c.0")
+        assert flaxckpt.verify(path).places == {name: f"state/d/{file} -> {name}"}
+        chunks.flip(path / "state", f"{name}/c.0")
+    old_stores.make_directories(path)
     flip_bit(path / "state/w/c.0")
     assert flaxckpt.verify(path).places == {"w": "state/w/c.0 -> w"}
 
 
 def test_a_database_names_some_of_its_leaves(tmp_path):
     state = {name: np.arange(64.0) for name in "abcde"}
-    path = save(tmp_path / "c", state, store="ocdbt")
+    path = save(tmp_path / "c", state)
     for name, change in (("state/d/tree", -1), ("state/d/0.small.0", 1)):
         content = (path / name).read_bytes()
         (path / name).write_bytes(content[:change] if change < 0 else content + b"1")
@@ -105,9 +119,10 @@ def test_a_database_names_some_of_its_leaves(tmp_path):
         ({"codec": "zstd"}, b"1" * 40, "its CRC-32C differs"),
     ],
 )
-def test_chunks_of_another_size(tmp_path, layout, content, told):
+def test_chunk_files_of_another_size(tmp_path, layout, content, told):
     value = np.zeros(4096) if "codec" in layout else np.arange(4.0)
     path = save(tmp_path / "c", {"w": value}, **layout)
+    old_stores.make_directories(path)
     (path / "state/w/c.0").write_bytes(content)
     report = flaxckpt.verify(path)
     assert told in report.problems["w"]
@@ -121,30 +136,36 @@ def test_arrays_without_checksums_are_decoded(tmp_path):
     report = flaxckpt.verify(path)
     assert report.ok
     assert set(report.unchecked) == {"w", "v"}
-    size = (path / "state/w/c.0").stat().st_size
-    (path / "state/w/c.0").write_bytes(b"\xff" * size)
+    spoil(path, "w/c.0")
     report = flaxckpt.verify(path)
     assert set(report.problems) == {"w"}
     assert 0 <= report.secs < 3600
 
 
+@pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("rest", range(6))
-def test_every_byte_of_a_chunk_counts_wherever_a_part_of_the_file_ends(tmp_path, rest):
+def test_every_byte_of_a_chunk_counts_wherever_a_part_of_the_file_ends(
+    tmp_path, rest, is_old
+):
     """Files are read in parts of 1 MiB; the last one may cut the checksum."""
     value = np.zeros(2**20 - 4 + rest, np.uint8)
     path = save(tmp_path / "c", {"w": value})
+    if is_old:
+        old_stores.make_directories(path)
     assert flaxckpt.verify(path).ok
     for place in (0, value.size - 1, value.size, value.size + 3):
-        flip_bit(path / "state/w/c.0", place)
+        chunks.flip(path / "state", "w/c.0", place)
         assert "w" in flaxckpt.verify(path).problems, place
-        flip_bit(path / "state/w/c.0", place)
+        chunks.flip(path / "state", "w/c.0", place)
 
 
-@pytest.mark.parametrize("store", ["files", "ocdbt"])
+@pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("layout", [{}, {"checksum": False}, {"codec": "zstd"}])
-def test_each_byte_is_counted_once_and_the_total_is_known(tmp_path, store, layout):
+def test_each_byte_is_counted_once_and_the_total_is_known(tmp_path, layout, is_old):
     value = np.random.default_rng(0).standard_normal(2**15)
-    path = save(tmp_path / "c", {"w": value}, store=store, **layout)
+    path = save(tmp_path / "c", {"w": value}, **layout)
+    if is_old:
+        old_stores.make_directories(path)
     counter = progress.Counter("verifying")
     report = verify.verify_checkpoint(path, None, counter=counter)
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
@@ -167,29 +188,27 @@ def test_chunks_in_a_store_are_compared_too(checksum):
     path = faulty.new_path("verify") / "c"
     save(path, {"w": np.arange(4.0), "v": np.arange(4.0)}, checksum=checksum)
     assert flaxckpt.verify(path).ok
-    chunk = path / "state" / "w" / "c.0"
-    content = chunk.read_bytes()
-    for changed in (content + b"1", content[:-1], b""):
-        chunk.write_bytes(changed)
+    file = path / "state" / "d" / "0.small.0"
+    last = max("wv", key=lambda name: chunks.place(path / "state", f"{name}/c.0")[1])
+    content = file.read_bytes()
+    for changed, damaged in ((content[:-1], last), (b"", "wv")):
+        file.write_bytes(changed)
         problems = flaxckpt.verify(path).problems
-        assert set(problems) == {"w"}
-        wanted = f"c.0 has {len(changed)} bytes instead of {len(content)}"
-        assert wanted in problems["w"]
+        told = "0.small.0 ends before the chunk c.0 does"
+        assert problems == dict.fromkeys(damaged, told)
 
 
-def test_a_file_of_a_database_in_a_store_that_is_too_long_is_found():
+def test_an_object_that_is_too_long_is_found():
     path = faulty.new_path("verify") / "c"
-    save(path, {"w": np.arange(4.0), "v": np.arange(4.0)}, store="ocdbt")
-    file = path / "state/d/0.small.0"
+    save(path, {"w": np.arange(4.0), "v": np.arange(4.0)})
+    file = path / "state" / "d" / "0.small.0"
     content = file.read_bytes()
     file.write_bytes(content + b"1")
     told = f"0.small.0 has {len(content) + 1} bytes instead of {len(content)}"
     assert flaxckpt.verify(path).problems == {"state/d/0.small.0": told}
 
 
-@pytest.mark.parametrize(
-    "layout", [{}, {"codec": "zstd"}, {"store": "ocdbt"}], ids=lambda x: str(x)
-)
+@pytest.mark.parametrize("layout", [{}, {"codec": "zstd"}], ids=lambda x: str(x))
 def test_large_objects_of_a_store_are_read_in_parts(monkeypatch, layout):
     """Since no more than a part of them has to be in memory."""
     monkeypatch.setattr(bucket, "_PART_BYTES", 2**12)
@@ -202,7 +221,7 @@ def test_large_objects_of_a_store_are_read_in_parts(monkeypatch, layout):
 
         def read(key, byte_range=None):
             future = real(key, byte_range=byte_range)
-            if "/c.0" in key or "/d/" in key:
+            if "/d/" in key:
                 sizes.append(len(future.result().value))
             return future
 
@@ -217,9 +236,10 @@ def test_large_objects_of_a_store_are_read_in_parts(monkeypatch, layout):
 
 def test_what_cannot_be_read_is_no_damage(tmp_path, monkeypatch):
     layout = {"codec": "zstd", "checksum": False}
-    path = save(tmp_path / "c", {"w": np.zeros(4096), "v": np.zeros(4096)}, **layout)
-    (path / "state/w/c.0").write_bytes(b"\xff" * 9)
-    unreadable(monkeypatch, "state/v/c.0")
+    state = {"w": np.zeros(2**17), "v": np.zeros(2**17)}  # in files of their own
+    path = save(tmp_path / "c", state, **layout)
+    spoil(path, "w/c.0")
+    unreadable(monkeypatch, "state/d/0.0/v")
     report = flaxckpt.verify(path)
     assert not report.problems
     assert {"w"} <= set(report.unread)
@@ -235,7 +255,7 @@ def test_a_description_that_is_damaged_or_cannot_be_read(
     path = save(tmp_path / "c", {"w": np.zeros(4), "name": "x"})
     flip_bit(path / "state/_strings.json")
     if not is_lost:
-        unreadable(monkeypatch, "state/w/c.0")
+        unreadable(monkeypatch, "state/d/0.small.0")
     report = flaxckpt.verify(path)
     faults, others = report.problems, report.unread
     if not is_lost:
@@ -330,7 +350,9 @@ def outage(path, ending, count):
         yield asked
 
 
-@pytest.mark.parametrize("ending", ["flaxckpt.json", "_strings.json", "w/c.0"])
+@pytest.mark.parametrize(
+    "ending", ["flaxckpt.json", "_strings.json", "d/tree", "0.small.0"]
+)
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_a_store_that_does_not_answer_for_a_moment_proves_nothing(ending, count):
     """Although all can be read afterwards."""
@@ -379,7 +401,7 @@ def test_damaged_metrics_do_not_make_a_step_unreadable(tmp_path):
     flip_bit(tmp_path / "1" / "metrics" / "metrics")
     assert not flaxckpt.verify(tmp_path).ok
     verify.check(tmp_path / "1", 1)
-    flip_bit(tmp_path / "1" / "state" / "w" / "zarr.json")
+    flip_bit(tmp_path / "1" / "state" / "d" / "tree")
     with pytest.raises(errors.DamagedCheckpointError):
         verify.check(tmp_path / "1", 1)
 
@@ -390,13 +412,14 @@ def test_all_places_are_told_whatever_else_is_damaged(tmp_path):
         data = StepIndexed(lambda i: i)
         state = {"v": np.zeros(4), "w": np.zeros(4)}
         run.save(1, state, metrics={"loss": 1.0}, dataset=data)
-    for name in ("state/v/c.0", "state/w/c.0", "metrics/metrics"):
-        flip_bit(tmp_path / "1" / name)
+    for name in "vw":
+        chunks.flip(tmp_path / "1/state", f"{name}/c.0")
+    flip_bit(tmp_path / "1/metrics/metrics")
     for file in (tmp_path / "1" / "dataset").iterdir():
         flip_bit(file)
     report = flaxckpt.verify(tmp_path)
     assert {"v", "w"} < set(report.problems)
-    assert report.places == {name: f"state/{name}/c.0 -> {name}" for name in "vw"}
+    assert report.places == {name: f"state/d/0.small.0 -> {name}" for name in "vw"}
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "failed"), ValueError("lost")])
@@ -408,10 +431,13 @@ def test_a_path_that_is_no_checkpoint_any_more_is_reported(tmp_path, error):
     assert (report.leaves, report.step) == (None, 3)
 
 
-def test_damage_is_told_of_arrays_without_any_description(tmp_path):
+@pytest.mark.parametrize("is_old", [False, True])
+def test_damage_is_told_of_arrays_without_any_description(tmp_path, is_old):
     path = save(tmp_path / "c", {"w": np.zeros(4)})
+    if is_old:
+        old_stores.make_directories(path)
     for file in path.rglob("*"):
-        if file.is_file() and file.parent.name != "w":
+        if file.is_file() and file.parent.name != ("w" if is_old else "d"):
             file.unlink()
     why = verify.find_damage(path, None)
     assert why.startswith(f"{path} is not a checkpoint")
@@ -439,8 +465,7 @@ def test_what_was_no_checkpoint_is_not_damaged(tmp_path):
 
 
 def test_a_database_of_another_step_is_named_in_each_item(tmp_path):
-    layout = flaxckpt.ArrayLayout(store="ocdbt")
-    with flaxckpt.Checkpointer(tmp_path, items=("a", "b"), layout=layout) as run:
+    with flaxckpt.Checkpointer(tmp_path, items=("a", "b")) as run:
         for step, names in ((1, "wv"), (2, "w")):
             arrays = {name: np.arange(4096.0) for name in names}
             run.save(step, {"a": dict(arrays), "b": dict(arrays)})
@@ -456,11 +481,10 @@ def test_a_database_of_another_step_is_named_in_each_item(tmp_path):
 def database(request, tmp_path):
     """A checkpoint with a database in an item, and an item without arrays."""
     state = {"a": {name: np.arange(4096.0) for name in "wv"}, "b": {"name": "x"}}
-    layout = flaxckpt.ArrayLayout(store="ocdbt")
-    flaxckpt.save(tmp_path / "c", state, items=("a", "b"), layout=layout)
+    flaxckpt.save(tmp_path / "c", state, items=("a", "b"))
     if request.param != "new":
         digested = request.param == "digested"
-        old_databases.make_old(tmp_path / "c", ["a"], digested=digested)
+        old_stores.make_databases(tmp_path / "c", ["a"], digested=digested)
     return tmp_path / "c"
 
 
@@ -519,11 +543,10 @@ def test_items_of_ours_in_a_step_of_orbax_are_compared(tmp_path):
     assert "own/notes.txt" in report.extra
     assert "own/w" not in report.unchecked
     assert report.bytes_checked < 1.5 * state["w"].nbytes  # not read twice
-    [chunk] = (tmp_path / "1/own/w").glob("c*")
-    flip_bit(chunk)
+    chunks.flip(tmp_path / "1/own", "w/c.0")
     report = flaxckpt.verify(tmp_path / "1")
     assert set(report.problems) == {"own/w"}
-    assert report.places["own/w"].startswith("own/w/c")
+    assert report.places["own/w"].startswith("own/d/0.small.0")
 
 
 def test_the_first_fault_is_enough_if_nobody_reads_the_others(tmp_path, monkeypatch):
@@ -533,7 +556,7 @@ def test_the_first_fault_is_enough_if_nobody_reads_the_others(tmp_path, monkeypa
     path = save(tmp_path / "c", state, **layout)
     sound = verify.verify_checkpoint(path, None, thorough=False)
     for name in state:
-        (path / f"state/{name}/c.0").write_bytes(b"\xff" * 9)
+        spoil(path, f"{name}/c.0")
     assert set(flaxckpt.verify(path).problems) == {*state}
     assert set(verify.verify_checkpoint(path, None).problems) == {*state}
     report = verify.verify_checkpoint(path, None, thorough=False)
@@ -541,14 +564,14 @@ def test_the_first_fault_is_enough_if_nobody_reads_the_others(tmp_path, monkeypa
     assert report.bytes_checked < sound.bytes_checked - 2 * 2**15
 
 
-@pytest.mark.parametrize(
-    ("store", "files"), [("files", "*/c.0"), ("ocdbt", "d/0.small.0")]
-)
-def test_the_first_fault_is_that_of_a_damaged_description(tmp_path, store, files):
-    layout = {"codec": "zstd", "checksum": False, "store": store}
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_first_fault_is_that_of_a_damaged_description(tmp_path, is_old):
+    layout = {"codec": "zstd", "checksum": False}
     path = save(tmp_path / "c", {name: np.zeros(2**12) for name in "rstu"}, **layout)
-    for file in (path / "state").glob(files):
-        file.write_bytes(b"\xff" * 9)
+    if is_old:
+        old_stores.make_directories(path)
+    for name in "rstu":
+        spoil(path, f"{name}/c.0")
     flip_bit(path / "state/_METADATA")
     report = verify.verify_checkpoint(path, None, thorough=False)
     assert list(report.problems) == ["state/_METADATA"]

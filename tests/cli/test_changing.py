@@ -12,7 +12,8 @@ from flaxckpt import errors
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
-from tests.helpers.files import flip_bit, largest_file
+from tests.helpers import chunks
+from tests.helpers.files import largest_file
 
 
 def steps(path):
@@ -270,8 +271,7 @@ def test_prune_that_cannot_delete_a_step_is_1(here, command, monkeypatch):
 
 
 def test_prune_of_a_run_whose_newest_step_is_not_whole_is_1(here, command):
-    [file] = (here / "run" / "300" / "state" / "params.dense.kernel").glob("c*")
-    file.unlink()
+    (here / "run/300/state/d/0.small.0").unlink()
     told = command.refuses("prune", "run", "-k", "latest:1", "--yes", code=1)
     assert "step 300 is incomplete" in told
     assert steps("run") == [100, 200, 300]
@@ -349,7 +349,6 @@ def test_convert_refuses_what_is_there(here, command):
 
 
 def test_convert_of_damaged_values_is_1(here, command):
-    [file] = (here / "run" / "300" / "state" / "params.dense.kernel").glob("c*")
-    flip_bit(file, 3)
+    chunks.flip(here / "run/300/state", "params.dense.kernel/c.0.0")
     assert "params/dense/kernel" in command.refuses("convert", "run", "out", code=1)
     assert not (here / "out").exists()

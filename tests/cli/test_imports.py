@@ -80,9 +80,7 @@ def save_orbax(directory, *, zarr3):
 
 RUNS = {
     "files": save_ours,
-    "database": lambda path: save_ours(
-        path, layout=flaxckpt.ArrayLayout(store="ocdbt")
-    ),
+    "database": lambda path: save_ours(path),
     "items": lambda path: save_ours(path, items=[*state()]),
     "orbax": lambda path: save_orbax(path, zarr3=False),
     "orbax zarr 3": lambda path: save_orbax(path, zarr3=True),

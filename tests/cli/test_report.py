@@ -7,7 +7,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt._steps import markers as steps_markers
-from tests.helpers.files import flip_bit
+from tests.helpers import chunks
 
 
 def test_report_writes_a_page_and_says_where(here, command):
@@ -68,8 +68,7 @@ def test_damage_is_1_and_the_page_is_written_all_the_same(here, command):
 
 
 def test_verify_reads_every_byte(here, command):
-    [file] = (here / "run" / "200" / "state" / "params.dense.kernel").glob("c*")
-    flip_bit(file, 3)
+    chunks.flip(here / "run/200/state", "params.dense.kernel/c.0.0")
     command("report", "run", "--no-diff")
     lines = command.text("report", "run", "--no-diff", "--verify", code=1)
     told = "step 200 is damaged: 1 of 8 leaves cannot be read: params/dense/kernel: "

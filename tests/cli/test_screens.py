@@ -23,6 +23,7 @@ from flax.training import train_state
 import flaxckpt
 from flaxckpt._util import humanize
 from flaxckpt.policies import BestN, LatestN
+from tests.helpers import chunks
 from tests.helpers.files import flip_bit
 
 COMMAND = [sys.executable, "-m", "flaxckpt"]
@@ -344,8 +345,7 @@ def test_diff_by_subtree_is_as_deep_as_fits(layered, terminal):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_diff_shows_metrics_and_what_cannot_be_read(losses, terminal, command, width):
     asked = ["diff", "run", 100, 200]
-    [chunk] = Path("run/200/state/params.w").glob("c*")
-    flip_bit(chunk, 3)
+    chunks.flip(Path("run/200/state"), "params.w/c.0.0")
     lines = terminal(width, *asked, code=1)
     assert max(map(len, lines)) <= width
     assert lines[2].split() == ["metric", "a", "b"]
@@ -459,12 +459,7 @@ def damaged(tmp_path, monkeypatch):
         for step in (1, 2, 3):
             values = np.random.default_rng(step).normal(size=(512, 64))
             run.save(step, {"params": {"Dense_0": {"kernel": values}}, "n": values[0]})
-    [*chunks] = sorted((tmp_path / "run/2/state/params.Dense_0.kernel").glob("c.*"))
-    assert len(chunks) > 4
-    chunk = tmp_path / "run/2/state/params.Dense_0.kernel/c.1.0"
-    content = bytearray(chunk.read_bytes())
-    content[100] ^= 4
-    chunk.write_bytes(content)
+    chunks.flip(tmp_path / "run/2/state", "params.Dense_0.kernel/c.1.0")
     return tmp_path
 
 
@@ -472,9 +467,7 @@ def test_verify_says_which_rows_of_a_leaf_a_damaged_file_holds(damaged, terminal
     lines = terminal(80, "verify", "run", "--all", code=1)
     rows = lines[2].partition(", rows ")[2]
     assert lines[1] == "  1 of 2 leaves cannot be read: params/Dense_0/kernel"
-    assert lines[2] == (
-        "  state/params.Dense_0.kernel/c.1.0 -> params/Dense_0/kernel, rows " + rows
-    )
+    assert lines[2] == ("  state/d/0.small.0 -> params/Dense_0/kernel, rows " + rows)
     start, stop = re.fullmatch(r"(\d+)-(\d+) of 512", rows).groups()
     assert int(stop) + 1 == 2 * int(start)
     assert lines[3] == "    c.1.0 has changed since it was written: its CRC-32C differs"
@@ -490,8 +483,7 @@ def test_verify_says_which_rows_of_a_leaf_a_damaged_file_holds(damaged, terminal
 
 def test_verify_says_which_leaves_a_damaged_database_holds(tmp_path):
     values = np.random.default_rng(0).normal(size=(64, 64))
-    layout = flaxckpt.ArrayLayout(store="ocdbt")
-    flaxckpt.save(tmp_path / "a", {"b": values, "c": values + 1}, layout=layout)
+    flaxckpt.save(tmp_path / "a", {"b": values, "c": values + 1})
     flip_bit(tmp_path / "a/state/d/0.small.0", 300)
     assert flaxckpt.verify(tmp_path / "a").places == {"b": "state/d/0.small.0 -> b"}
     flip_bit(tmp_path / "a/state/d/tree", 300)

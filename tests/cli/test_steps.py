@@ -224,8 +224,7 @@ def test_ls_lists_a_directory_of_runs(tmp_path, monkeypatch, command):
     assert [row.split()[0] for row in rows] == ["a", "deep/b", "one"]
     assert "loss 1 at 2" in rows[0]
     assert last.startswith("2 runs and 1 checkpoint, ")
-    [chunk] = (tmp_path / "runs/a/3/state/w").glob("c*")
-    chunk.unlink()
+    (tmp_path / "runs/a/3/state/d/0.small.0").unlink()
     found = command.json("ls", "runs", code=1)["runs"]
     assert [run["newest"] for run in found] == [2, 7, None]
     assert [run["damaged"] for run in found] == [[3], [], []]

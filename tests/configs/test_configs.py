@@ -14,6 +14,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 import flaxckpt
 from flaxckpt import errors
+from flaxckpt._arrays.zarr import ocdbt
 from flaxckpt.configs import Cast, CheckpointConfig
 from flaxckpt.configs import _policies as configs_policies
 from flaxckpt.datasets import StepIndexed
@@ -44,7 +45,7 @@ keep = [
     {on_steps = [10, 1]},
 ]
 keep_dataset = [{latest = 1}]
-layout = {chunk_bytes = "32 MiB", store = "ocdbt", codec = "zstd", checksum = false}
+layout = {chunk_bytes = "32 MiB", codec = "zstd", checksum = false}
 save_dtype = [{pattern = "params/.*", dtype = "bfloat16"}]
 max_concurrent_bytes = "1.5 GB"
 step_format = "step_{step}"
@@ -79,9 +80,7 @@ CONFIG = CheckpointConfig(
         OnSteps((1, 10)),
     ),
     keep_dataset=(LatestN(1),),
-    layout=flaxckpt.ArrayLayout(
-        chunk_bytes=32 * 2**20, store="ocdbt", codec="zstd", checksum=False
-    ),
+    layout=flaxckpt.ArrayLayout(chunk_bytes=32 * 2**20, codec="zstd", checksum=False),
     save_dtype=(Cast("params/.*", "bfloat16"),),
     max_concurrent_bytes=1_500_000_000,
     step_format="step_{step}",
@@ -158,7 +157,8 @@ def test_the_document_shows_every_option():
         name: value for block in blocks for name, value in tomllib.loads(block).items()
     }
     assert shown.keys() == set(CheckpointConfig.__slots__)
-    assert shown["layout"].keys() == set(flaxckpt.ArrayLayout.__slots__)
+    slots = set(flaxckpt.ArrayLayout.__slots__)
+    assert shown["layout"].keys() == slots - {"store"}, "it has no effect any more"
     CheckpointConfig.from_mapping(shown)
 
 
@@ -197,7 +197,6 @@ any_config = st.builds(
     layout=st.builds(
         flaxckpt.ArrayLayout,
         chunk_bytes=whole,
-        store=st.sampled_from(["auto", "files", "ocdbt"]),
         codec=st.sampled_from(["none", "compact", "zstd"]),
         checksum=st.booleans(),
         zarr_version=st.sampled_from([2, 3]),
@@ -390,7 +389,7 @@ def test_a_run_behaves_as_its_config_says(tmp_path):
     metadata = checkpointer.metadata(6)
     assert metadata.leaves["w"].dtype == "bfloat16"
     assert (tmp_path / "step_6/dataset").is_dir()
-    assert list((tmp_path / "step_6/state").rglob(".zarray"))
+    assert b"w/.zarray" in ocdbt.read_tree(tmp_path / "step_6/state")
 
 
 def test_options_of_the_call_come_before_those_of_the_config(tmp_path):

@@ -22,13 +22,15 @@ from safetensors import numpy as safetensors
 import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt._arrays import blockwise as arrays_blockwise
+from flaxckpt._arrays import write as arrays_write
+from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
 from flaxckpt._convert import convert
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt.formats import _locate
 from flaxckpt.formats._msgpack import writer as msgpack_writer
 from tests import GOLDEN
 from tests.golden import make_flaxckpt, make_safetensors
-from tests.helpers import strategies
+from tests.helpers import old_stores, strategies
 from tests.helpers.files import flip_bit
 
 ocp = pytest.importorskip("orbax.checkpoint")
@@ -39,13 +41,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserW
 
 METADATA = {"note": "ü", "numbers": [1, 2.5, None]}
 LAYOUTS = {
-    "files": flaxckpt.ArrayLayout(store="files"),
-    "small chunks": flaxckpt.ArrayLayout(store="files", chunk_bytes=64),
-    "ocdbt": flaxckpt.ArrayLayout(store="ocdbt"),
-    "ocdbt compact": flaxckpt.ArrayLayout(store="ocdbt", codec="compact"),
-    "zstd": flaxckpt.ArrayLayout(store="files", codec="zstd"),
-    "zarr 2": flaxckpt.ArrayLayout(store="files", zarr_version=2, chunk_bytes=1024),
-    "zarr 2 ocdbt": flaxckpt.ArrayLayout(store="ocdbt", zarr_version=2),
+    "none": flaxckpt.ArrayLayout(),
+    "small chunks": flaxckpt.ArrayLayout(chunk_bytes=64),
+    "compact": flaxckpt.ArrayLayout(codec="compact"),
+    "zstd": flaxckpt.ArrayLayout(codec="zstd"),
+    "zarr 2": flaxckpt.ArrayLayout(zarr_version=2),
+    "zarr 2 small chunks": flaxckpt.ArrayLayout(zarr_version=2, chunk_bytes=1024),
 }
 
 
@@ -179,9 +180,12 @@ def test_layouts_make_no_difference_to_safetensors(tmp_path):
     contents = set()
     for name, layout in LAYOUTS.items():
         flaxckpt.save(tmp_path / name, state(), layout=layout)
-        result = tmp_path / f"{name}.safetensors"
-        flaxckpt.convert(tmp_path / name, result, format="safetensors")
-        contents.add(result.read_bytes())
+        for store in ("database", "directories"):
+            if store == "directories":
+                old_stores.make_directories(tmp_path / name)
+            result = tmp_path / f"{name} {store}.safetensors"
+            flaxckpt.convert(tmp_path / name, result, format="safetensors")
+            contents.add(result.read_bytes())
     assert len(contents) == 1
 
 
@@ -249,15 +253,18 @@ def test_names_that_collide_are_all_named(tmp_path):
 # ---- Orbax ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("store", ["database", "directories"])
 @pytest.mark.parametrize("limit", [2**30, 2000])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_holds_the_same(source, tmp_path, layout, limit):
+def test_every_layout_holds_the_same(source, tmp_path, layout, limit, store):
     flaxckpt.convert(
         source,
         tmp_path / "c",
         layout=LAYOUTS[layout],
         max_concurrent_bytes=limit,
     )
+    if store == "directories":
+        old_stores.make_directories(tmp_path / "c")
     assert_equal(source, tmp_path / "c")
     flaxckpt.convert(tmp_path / "c", tmp_path / "d", max_concurrent_bytes=limit)
     assert_equal(source, tmp_path / "d")
@@ -557,16 +564,30 @@ def kill_halfway(source, target, format_name, layout):
     return target.with_name(target.name + convert.TEMPORARY)
 
 
+def files_with(done, root):
+    """The files of an unfinished database that have these pieces and no others."""
+    found = set()
+    for batch in root.glob("d/*.batch"):
+        data = json.loads(batch.read_text())
+        if set(data["pieces"]) <= set(done):
+            written = arrays_write.Written.from_json(data["written"])
+            found |= {
+                root / value.file
+                for value in written.values.values()
+                if not isinstance(value, bytes)
+            }
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("format_name", "name", "layout"),
     [
         ("safetensors", "m.safetensors", {}),
         ("msgpack", "m.msgpack", {}),
-        ("orbax", "c", {"store": "files"}),
-        ("orbax", "c", {"store": "files", "chunk_bytes": 2**14}),
-        ("orbax", "c", {"store": "ocdbt"}),
-        ("orbax", "c", {"store": "files", "zarr_version": 2}),
+        ("orbax", "c", {}),
+        ("orbax", "c", {"chunk_bytes": 2**14}),
+        ("orbax", "c", {"zarr_version": 2}),
     ],
 )
 def test_what_was_killed_goes_on_where_it_was(
@@ -578,9 +599,9 @@ def test_what_was_killed_goes_on_where_it_was(
     assert done
     files = {
         path: (path.stat().st_ino, path.stat().st_mtime_ns)
-        for path in temporary.rglob("c.*")
-        if any(path.parent.name == line.split()[0] for line in done)
+        for path in files_with(done, temporary / "out/state")
     }
+    assert bool(files) == (format_name == "orbax")
     read = []
     original = arrays_blockwise.read
 
@@ -599,10 +620,9 @@ def test_what_was_killed_goes_on_where_it_was(
     assert not temporary.exists()
     assert set(read).isdisjoint(done)
     assert read
-    if layout.get("chunk_bytes") is None:
-        for path, stamp in files.items():
-            moved = target / path.relative_to(temporary / "out")
-            assert (moved.stat().st_ino, moved.stat().st_mtime_ns) == stamp
+    for path, stamp in files.items():
+        moved = target / path.relative_to(temporary / "out")
+        assert (moved.stat().st_ino, moved.stat().st_mtime_ns) == stamp
     fresh = tmp_path / "fresh" / name
     flaxckpt.convert(
         source, fresh, format=format_name, layout=flaxckpt.ArrayLayout(**layout)
@@ -689,10 +709,15 @@ def test_two_at_once_are_refused(source, tmp_path):
 # ---- the rest ---------------------------------------------------------------------
 
 
-def test_a_damaged_source_is_refused(tmp_path):
+@pytest.mark.parametrize("store", ["database", "directories"])
+def test_a_damaged_source_is_refused(tmp_path, store):
     source = big_source(tmp_path)
-    chunk = next((source / "state" / "w3").glob("c.*"))
-    flip_bit(chunk, 100)
+    if store == "directories":
+        old_stores.make_directories(source)
+        flip_bit(source / "state/w3/c.0", 100)
+    else:
+        place = zarr_ocdbt.read_tree(source / "state")[b"w3/c.0"]
+        flip_bit(source / "state" / place.file, place.offset + 100)
     for limit in (2**30, 2**17):
         with pytest.raises(errors.DamagedCheckpointError, match="w3"):
             flaxckpt.convert(

@@ -16,7 +16,7 @@ from flaxckpt import errors, transforms
 from flaxckpt._arrays import blockwise as arrays_blockwise
 from flaxckpt._convert import convert
 from tests import GOLDEN
-from tests.helpers import strategies
+from tests.helpers import old_stores, strategies
 
 
 @pytest.fixture
@@ -212,8 +212,12 @@ def test_a_source_that_changes_meanwhile_is_refused(index, tmp_path):
         assert not target.exists()
 
 
-def test_chunks_that_change_meanwhile_are_seen(source, tmp_path):
-    chunk = next(p for p in source.rglob("*") if p.is_file() and "state" in p.parts)
+@pytest.mark.parametrize("store", ["database", "directories"])
+def test_chunks_that_change_meanwhile_are_seen(source, tmp_path, store):
+    chunk = source / "state/d/0.small.0"
+    if store == "directories":
+        old_stores.make_directories(source)
+        chunk = source / "state/a/c.0"
 
     def change(done, total):
         os.utime(chunk, ns=(done, done))
@@ -320,7 +324,7 @@ def test_long_rows_are_cut(tmp_path, monkeypatch, format_name, chunk_bytes):
         tmp_path / "b",
         format=format_name,
         max_concurrent_bytes=3000,
-        layout=flaxckpt.ArrayLayout(chunk_bytes=900, store="files"),
+        layout=flaxckpt.ArrayLayout(chunk_bytes=900),
     )
     assert max(sizes) <= 1500
     found = flaxckpt.load(tmp_path / "b")

@@ -37,6 +37,7 @@ if COUNT > 1:
 import flaxckpt  # noqa: E402
 from flaxckpt import errors, transforms  # noqa: E402
 from flaxckpt._arrays import read as arrays_read  # noqa: E402
+from flaxckpt._arrays.zarr.ocdbt import read_tree  # noqa: E402
 from flaxckpt._checkpoint import commit as checkpoint_commit  # noqa: E402
 from flaxckpt._checkpoint import save_distributed as checkpoint_save_distributed  # noqa: E402
 from flaxckpt._distributed import heartbeat as distributed_heartbeat  # noqa: E402
@@ -50,10 +51,10 @@ distributed_operation.USES_FILES = GIVEN.get("files", False)
 distributed_heartbeat.SILENT_SECS = GIVEN.get("silent_secs", 60.0)
 
 LAYOUTS = {
-    "files": flaxckpt.ArrayLayout(store="files", chunk_bytes=2**20),
-    "ocdbt": flaxckpt.ArrayLayout(store="ocdbt"),
-    "zstd": flaxckpt.ArrayLayout(store="files", codec="zstd"),
-    "zstd_ocdbt": flaxckpt.ArrayLayout(store="ocdbt", codec="zstd"),
+    "chunks": flaxckpt.ArrayLayout(chunk_bytes=2**20),
+    "default": flaxckpt.ArrayLayout(),
+    "zstd": flaxckpt.ArrayLayout(codec="zstd"),
+    "compact": flaxckpt.ArrayLayout(codec="compact"),
 }
 MESHES = ("rows", "columns", "mixed", "replicated")
 
@@ -79,7 +80,7 @@ def raising(kind):
 
 
 def save():
-    """Every store from every mesh; each is read again on the next mesh."""
+    """Every layout from every mesh; each is read again on the next mesh."""
     results = []
     for number, layout in enumerate(GIVEN["layouts"]):
         mesh, other = MESHES[number % 4], MESHES[(number + 1) % 4]
@@ -134,7 +135,7 @@ def items():
 
 
 def bucket():
-    """Steps in an object store, of all stores of arrays, on changing meshes."""
+    """Steps in an object store, in all layouts, on changing meshes."""
     for number, layout in enumerate(GIVEN["layouts"]):
         mesh, other = MESHES[number % 4], MESHES[(number + 1) % 4]
         url = f"{GIVEN['url']}/{layout}"
@@ -273,7 +274,7 @@ def data():
 def sizes():
     """How much each process reads of an array that is split among them."""
     value = np.arange(2**22, dtype=np.float32).reshape(2048, 2048)  # 16 MiB
-    with flaxckpt.Checkpointer(DIRECTORY, layout=LAYOUTS["files"]) as ckpt:
+    with flaxckpt.Checkpointer(DIRECTORY, layout=LAYOUTS["chunks"]) as ckpt:
         state = {"w": halves(value)}
         ckpt.save(1, state).wait()
         before = bytes_read()
@@ -285,7 +286,6 @@ def sizes():
     flaxckpt.save(
         DIRECTORY / "columns",
         {"w": states.array(value, columns)},
-        layout=flaxckpt.ArrayLayout(store="files"),
     )
     wanted = {"w": halves(value)}
     before = bytes_read()
@@ -325,9 +325,9 @@ def share():
             state,
         ),
         processes=COUNT,
-        layout=LAYOUTS["files"],
+        layout=LAYOUTS["chunks"],
     )
-    with flaxckpt.Checkpointer(DIRECTORY, layout=LAYOUTS["files"]) as ckpt:
+    with flaxckpt.Checkpointer(DIRECTORY, layout=LAYOUTS["chunks"]) as ckpt:
         handle = ckpt.save(1, state)
         handle.wait()
         assert handle._counter.total == planned.written_bytes[RANK]
@@ -461,10 +461,10 @@ def handler_faults():
 
 def faults():
     """One process fails, each in turn: all are told, and the next save is good."""
-    for layout in ("files", "ocdbt"):
+    for layout in ("chunks", "default"):
         for culprit in (0, COUNT - 1):
             _fail_to_write(layout, culprit)
-    with flaxckpt.Checkpointer(DIRECTORY / "files") as ckpt:
+    with flaxckpt.Checkpointer(DIRECTORY / "chunks") as ckpt:
         _fail_to_give_state(ckpt)
         with raising(errors.CheckpointExistsError):
             ckpt.save(2, {"w": jnp.ones(2)})
@@ -481,7 +481,7 @@ def faults():
 
 def cancelled():
     """One process cancels, or all do: the save ends for all, and the next is good."""
-    for layout in ("files", "ocdbt"):
+    for layout in ("chunks", "default"):
         with flaxckpt.Checkpointer(DIRECTORY / layout, layout=LAYOUTS[layout]) as ckpt:
             for step, culprits in enumerate([{COUNT - 1}, {0}, set(range(COUNT))]):
                 _cancel(ckpt, step, culprits)
@@ -595,9 +595,11 @@ def _find_damage(ckpt):
     older, newest = ckpt.steps()[-2:]
     state = states.abstract("rows")
     if RANK == 0:
-        file = ckpt.directory / str(newest) / "state/arrays.large"
-        chunk = sorted(file.glob("c.*"))[-1]
-        flip_bit(chunk, 100)
+        root = ckpt.directory / str(newest) / "state"
+        tree = read_tree(root)
+        large = [key for key in tree if key.startswith(b"arrays.large/c.")]
+        last = tree[max(large, key=lambda key: [int(n) for n in key.split(b".")[2:]])]
+        flip_bit(root / last.file, last.offset + 100)
     wanted = {"arrays": {"large": halves(states.values(0)["large"])}}
     found, step = ckpt.restore_latest(wanted)
     assert step == older

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.multiprocess
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     directory = tmp_path_factory.mktemp("four")
-    given = {"layouts": ["files", "zstd_ocdbt"], "files": False}
+    given = {"layouts": ["chunks", "compact"], "files": False}
     return directory, jobs.run("save,sizes,together,late", 4, directory, **given)
 
 
@@ -19,9 +19,9 @@ def job(tmp_path_factory):
 def test_four_processes_save_and_restore_every_leaf(job):
     directory, said = job
     assert len({str(each) for each in said["save"]}) == 1
-    for layout in ("files", "zstd_ocdbt"):
+    for layout in ("chunks", "compact"):
         assert flaxckpt.verify(directory / "save" / layout / "2").ok
-    found = flaxckpt.load(directory / "save/files")
+    found = flaxckpt.load(directory / "save/chunks")
     assert found["text"] == states.TEXT
 
 
@@ -39,5 +39,5 @@ def test_all_are_told_which_of_four_is_late(job):
 @pytest.mark.slow
 def test_two_processes_go_on_with_what_four_have_written(job, tmp_path):
     (tmp_path / "restore").symlink_to(job[0] / "save")
-    given = {"layouts": ["files", "zstd_ocdbt"], "meshes": ["rows", "mixed"]}
+    given = {"layouts": ["chunks", "compact"], "meshes": ["rows", "mixed"]}
     assert jobs.run("restore", 2, tmp_path, **given)["restore"]

@@ -8,7 +8,7 @@ from tests.distributed import jobs
 
 pytestmark = pytest.mark.multiprocess
 
-LAYOUTS = ["files", "ocdbt", "zstd", "zstd_ocdbt"]
+LAYOUTS = ["chunks", "default", "zstd", "compact"]
 
 
 @pytest.mark.slow

@@ -23,9 +23,8 @@ from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
 
 NEXT = 1000  # the step that is saved when all is over
-SMALL = flaxckpt.ArrayLayout(store="files")
-DATABASE = flaxckpt.ArrayLayout(store="ocdbt")
-ENCODED = flaxckpt.ArrayLayout(store="files", codec="zstd")
+RAW = flaxckpt.ArrayLayout()
+ENCODED = flaxckpt.ArrayLayout(codec="zstd")
 
 
 def values(step, leaf, shape, dtype, version):
@@ -115,10 +114,18 @@ def save(ckpt, log, step, *, version=0, goes=(), metrics=None, shape=dict, **opt
 # ---- what is done ------------------------------------------------------------------
 
 
+def make_directories(directory):
+    """Makes the steps of a run directories of chunk files, as of old."""
+    from tests.helpers import old_stores  # only where it is needed
+
+    for manifest in directory.glob("*/flaxckpt.json"):
+        old_stores.make_directories(manifest.parent)
+
+
 class Scenario:
     """What is there before, and what is done while something fails."""
 
-    options = MappingProxyType({"layout": SMALL})
+    options = MappingProxyType({"layout": RAW})
     shape = staticmethod(dict)
 
     def open(self, directory, **more):
@@ -151,8 +158,12 @@ class NewStep(Scenario):
         save(ckpt, log, 2, metrics={"loss": 0.5}, dataset=batches(2))
 
 
-class Database(NewStep):
-    options = MappingProxyType({"layout": DATABASE})
+class OverDirectories(NewStep):
+    """A step after one of an old release, in directories of chunk files."""
+
+    def prepare(self, directory, log):
+        super().prepare(directory, log)
+        make_directories(directory)
 
 
 class Encoded(NewStep):
@@ -162,13 +173,13 @@ class Encoded(NewStep):
 class Permissions(NewStep):
     """A step whose files have modes of their own, other than the umask's."""
 
-    options = MappingProxyType({"layout": SMALL, "permissions": 0o705})
+    options = MappingProxyType({"layout": RAW, "permissions": 0o705})
 
 
 class Retention(Scenario):
     """A new step, for which an old one goes."""
 
-    options = MappingProxyType({"layout": SMALL, "keep": [LatestN(2)]})
+    options = MappingProxyType({"layout": RAW, "keep": [LatestN(2)]})
 
     def prepare(self, directory, log):
         with self.open(directory) as ckpt:
@@ -179,8 +190,8 @@ class Retention(Scenario):
         save(ckpt, log, 3, goes=[1])
 
 
-class RetentionOfDatabases(Retention):
-    options = MappingProxyType({"layout": DATABASE, "keep": [LatestN(1)]})
+class RetentionOfOne(Retention):
+    options = MappingProxyType({"layout": RAW, "keep": [LatestN(1)]})
 
     def prepare(self, directory, log):
         with self.open(directory) as ckpt:
@@ -193,7 +204,7 @@ class RetentionOfDatabases(Retention):
 class DatasetsLetGo(Scenario):
     """A new step, for which the dataset state of an old one goes."""
 
-    options = MappingProxyType({"layout": SMALL, "keep_dataset": [LatestN(1)]})
+    options = MappingProxyType({"layout": RAW, "keep_dataset": [LatestN(1)]})
 
     def prepare(self, directory, log):
         with self.open(directory) as ckpt:
@@ -207,7 +218,7 @@ class Items(Scenario):
     """A new step of three items, a dataset, JSON and metrics, after another."""
 
     options = MappingProxyType(
-        {"layout": SMALL, "items": tuple(ITEMS), "dataset_item": "iter"}
+        {"layout": RAW, "items": tuple(ITEMS), "dataset_item": "iter"}
     )
     shape = staticmethod(in_items)
 
@@ -230,8 +241,8 @@ class Items(Scenario):
             )
 
 
-class ItemsInDatabases(Items):
-    options = MappingProxyType({**Items.options, "layout": DATABASE})
+class ItemsEncoded(Items):
+    options = MappingProxyType({**Items.options, "layout": ENCODED})
 
 
 class ItemsLetGo(Items):
@@ -246,7 +257,7 @@ class Overwrite(Scenario):
 
 
 class OverwriteOfPinned(Scenario):
-    options = MappingProxyType({"layout": DATABASE})
+    options = MappingProxyType({"layout": RAW})
 
     def prepare(self, directory, log):
         super().prepare(directory, log)
@@ -377,7 +388,7 @@ class Bare(Scenario):
         for version in (0, 1):
             log("saving", 2, version)
             flaxckpt.save(
-                directory / "2", state(2, version), layout=SMALL, overwrite=True
+                directory / "2", state(2, version), layout=RAW, overwrite=True
             )
             log("saved", 2, version)
 
@@ -394,7 +405,7 @@ class Trials(Scenario):
 class Endless(Scenario):
     """Saves, one after another, until it is killed."""
 
-    options = MappingProxyType({"layout": SMALL, "keep": [LatestN(2)]})
+    options = MappingProxyType({"layout": RAW, "keep": [LatestN(2)]})
 
     def do(self, ckpt, log):
         while True:
@@ -416,14 +427,14 @@ SCENARIOS = {
     for scenario in (
         FirstSave,
         NewStep,
-        Database,
+        OverDirectories,
         Encoded,
         Permissions,
         Retention,
-        RetentionOfDatabases,
+        RetentionOfOne,
         DatasetsLetGo,
         Items,
-        ItemsInDatabases,
+        ItemsEncoded,
         ItemsLetGo,
         Overwrite,
         OverwriteOfPinned,
@@ -481,8 +492,10 @@ class ReadsMapped(Reads):
     memory_map = True
 
 
-class ReadsDatabase(Reads):
-    options = MappingProxyType({"layout": DATABASE})
+class ReadsDirectories(Reads):
+    def prepare(self, directory, log):
+        super().prepare(directory, log)
+        make_directories(directory)
 
 
 class ReadsEncoded(Reads):
@@ -513,8 +526,10 @@ class Verifies(Reads):
             log("restored", step if report.ok else 0)
 
 
-class VerifiesDatabase(Verifies):
-    options = MappingProxyType({"layout": DATABASE})
+class VerifiesDirectories(Verifies):
+    def prepare(self, directory, log):
+        super().prepare(directory, log)
+        make_directories(directory)
 
 
 class Looks(Reads):
@@ -535,11 +550,11 @@ READING = {
     for scenario in (
         Reads,
         ReadsMapped,
-        ReadsDatabase,
+        ReadsDirectories,
         ReadsEncoded,
         Loads,
         Verifies,
-        VerifiesDatabase,
+        VerifiesDirectories,
         Looks,
     )
 }

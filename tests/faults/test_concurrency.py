@@ -82,7 +82,7 @@ def save_in_rounds(barrier, directory, version, on_exists, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("on_exists", ["error", "overwrite"])
 @pytest.mark.parametrize(
-    "layout", slow.all_but([scenarios.SMALL, scenarios.DATABASE], [scenarios.SMALL])
+    "layout", slow.all_but([scenarios.RAW, scenarios.ENCODED], [scenarios.RAW])
 )
 def test_of_two_writers_of_one_step_one_wins(directory, on_exists, layout):
     first, second = Others(
@@ -110,7 +110,7 @@ def test_of_two_writers_of_one_step_one_wins(directory, on_exists, layout):
 def save_every_other(barrier, directory, first):
     found = []
     with flaxckpt.Checkpointer(
-        directory, layout=scenarios.SMALL, keep=[LatestN(2)]
+        directory, layout=scenarios.RAW, keep=[LatestN(2)]
     ) as ckpt:
         barrier.wait(TIMEOUT_SECS)
         for step in range(first, 2 * STEPS, 2):
@@ -144,7 +144,7 @@ def test_two_runs_that_delete_in_one_directory_leave_whole_steps(directory):
 def save_and_delete(barrier, directory, stop):
     step = 1
     with flaxckpt.Checkpointer(
-        directory, layout=scenarios.SMALL, keep=[LatestN(1)]
+        directory, layout=scenarios.RAW, keep=[LatestN(1)]
     ) as ckpt:
         ckpt.save(step, scenarios.state(step)).wait()
         barrier.wait(TIMEOUT_SECS)
@@ -215,7 +215,7 @@ JUMPS = [(-DAY,), (YEAR,), (-DAY, YEAR, -DAY)]
 @pytest.mark.parametrize("jumps", JUMPS)
 def test_a_clock_that_jumps_deletes_nothing_that_is_to_stay(tmp_path, clock, jumps):
     keep = [LatestN(2), EveryNSecs(3600)]
-    ckpt = flaxckpt.Checkpointer(tmp_path, layout=scenarios.SMALL, keep=keep)
+    ckpt = flaxckpt.Checkpointer(tmp_path, layout=scenarios.RAW, keep=keep)
     step = 0
     with storage_temporary.new_directory(tmp_path / "900") as at_work:
         for jump in (0.0, *jumps):

@@ -11,6 +11,7 @@ import pytest
 import flaxckpt
 from flaxckpt._arrays.zarr import ocdbt
 from flaxckpt._steps import markers as steps_markers
+from tests.helpers import old_stores
 
 FLIPS, ZEROED, TRUNCATED, REMOVED = 128, 64, 38, 25
 """Of each case."""
@@ -115,7 +116,7 @@ class Run:
     """A run with a good step 1, and a step 2 that is damaged again and again."""
 
     def __init__(self, root, store, codec, size):
-        layout = flaxckpt.ArrayLayout(store=store, codec=codec, chunk_bytes=2**17)
+        layout = flaxckpt.ArrayLayout(codec=codec, chunk_bytes=2**17)
         items, json = ("state", {}) if size != "items" else (ITEMS, {"config": [1, 2]})
         self.ckpt = flaxckpt.Checkpointer(root, layout=layout, items=items)
         self.states = {step: state(size, step) for step in (1, 2)}
@@ -129,6 +130,9 @@ class Run:
                 json=json,
             )
         self.ckpt.wait()
+        for step in self.states if store == "files" else ():
+            trees = ("state",) if size != "items" else ITEMS
+            old_stores.make_directories(root / str(step), trees)
         self.path = root / "2"
         self.files = {
             str(file.relative_to(self.path)): file.read_bytes()

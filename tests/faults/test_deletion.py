@@ -10,6 +10,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
+from tests.helpers import old_stores
 from tests.helpers.golden_cases import CASES, Case, assert_same, find
 
 LOOKS = [
@@ -62,14 +63,15 @@ def test_a_checkpoint_deleted_during_a_load_is_whole_or_an_error(
     delete_at_every_moment(case, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("store", ["files", "ocdbt"])
+@pytest.mark.parametrize("is_old", [False, True])
 def test_a_checkpoint_of_ours_deleted_during_a_load_is_whole_or_an_error(
-    store, tmp_path, monkeypatch
+    is_old, tmp_path, monkeypatch
 ):
     leaves = {"w": np.arange(12.0).reshape(3, 4), "step": 3, "name": "run"}
-    layout = flaxckpt.ArrayLayout(store=store)
-    flaxckpt.save(tmp_path / "saved", leaves, layout=layout)
-    case = Case(store, tmp_path / "saved", leaves)
+    flaxckpt.save(tmp_path / "saved", leaves)
+    if is_old:
+        old_stores.make_directories(tmp_path / "saved")
+    case = Case("saved", tmp_path / "saved", leaves)
     delete_at_every_moment(case, tmp_path, monkeypatch)
 
 

@@ -12,17 +12,19 @@ from flaxckpt import errors
 from flaxckpt._arrays.zarr import ocdbt
 from flaxckpt._steps import markers as steps_markers
 from tests.faults.test_damage import ITEMS, JSON_ITEM, LOSSES, UNREAD, Iterator, is_same
-from tests.helpers import old_databases
+from tests.helpers import old_stores
 
 LAYOUTS = {
-    "files": {"store": "files"},
-    "files, compact": {"store": "files", "codec": "compact"},
-    "files, zstd": {"store": "files", "codec": "zstd"},
-    "files, zarr 2": {"store": "files", "zarr_version": 2},
-    "ocdbt": {"store": "ocdbt"},
-    "ocdbt, compact": {"store": "ocdbt", "codec": "compact"},
-    "ocdbt, zarr 2": {"store": "ocdbt", "zarr_version": 2},
+    "files": {},
+    "files, compact": {"codec": "compact"},
+    "files, zstd": {"codec": "zstd"},
+    "files, zarr 2": {"zarr_version": 2},
+    "ocdbt": {},
+    "ocdbt, compact": {"codec": "compact"},
+    "ocdbt, zarr 2": {"zarr_version": 2},
 }
+"""In directories of chunk files, as of old, or in databases."""
+
 OLD = {f"old {name}": LAYOUTS[name] for name in ("ocdbt", "ocdbt, compact")}
 """Databases of TensorStore without digests, as before version 3."""
 
@@ -47,8 +49,9 @@ def state(step, rows=0):
     return {"params": leaves, "numbers": {"step": step}, "texts": {"name": f"s{step}"}}
 
 
-def save_run(root, layout, *, items="state", first=1, rows=0):
+def save_run(root, case, *, items="state", first=1, rows=0, **options):
     """Saves a run of two steps; returns step -> state."""
+    layout = layout_of(case, **options)
     states = {1: state(first, rows), 2: state(first + 1, rows)}
     with flaxckpt.Checkpointer(root, layout=layout, items=items) as ckpt:
         for step, values in states.items():
@@ -59,7 +62,15 @@ def save_run(root, layout, *, items="state", first=1, rows=0):
                 dataset=Iterator(10 * (step + first)),
                 json={"config": [step, first]} if items != "state" else {},
             )
+    if case.startswith("files"):
+        for step in states:
+            trees = ("state",) if items == "state" else items
+            old_stores.make_directories(root / str(step), trees)
     return states
+
+
+def layout_of(case, **options):
+    return flaxckpt.ArrayLayout(**(LAYOUTS | OLD)[case], **options)
 
 
 def files_of(step):
@@ -79,10 +90,9 @@ def replace(path, content):
 class Run:
     """A run whose step 2 gets files of other places."""
 
-    def __init__(self, root, layout, **options):
-        self.states = save_run(root, layout, **options)
-        items = options.get("items", "state")
-        self.ckpt = flaxckpt.Checkpointer(root, layout=layout, items=items)
+    def __init__(self, root, case, *, items="state", **options):
+        self.states = save_run(root, case, items=items, **options)
+        self.ckpt = flaxckpt.Checkpointer(root, items=items)
         self.root, self.path = root, root / "2"
         self.files = files_of(self.path)
 
@@ -118,12 +128,9 @@ class Run:
 @pytest.mark.parametrize("case", CASES)
 def test_a_file_of_another_place_is_found(tmp_path, monkeypatch, caplog, case, items):
     caplog.set_level(logging.CRITICAL, logger="flaxckpt")
-    layout = flaxckpt.ArrayLayout(
-        **LAYOUTS[case],
-        chunk_bytes=CHUNK_BYTES,
-        **({"checksum": False} if "zarr 2" in case else {}),
-    )
-    run = Run(tmp_path / "run", layout, items=items)
+    options = {"checksum": False} if "zarr 2" in case else {}
+    options["chunk_bytes"] = CHUNK_BYTES
+    run = Run(tmp_path / "run", case, items=items, **options)
     others = files_of(run.root / "1")
     tried = 0
     for name, content in run.files.items():
@@ -145,8 +152,7 @@ def test_a_file_of_another_place_is_found(tmp_path, monkeypatch, caplog, case, i
 @pytest.mark.parametrize("case", CASES)
 def test_a_directory_of_another_step_is_found(tmp_path, monkeypatch, caplog, case):
     caplog.set_level(logging.CRITICAL, logger="flaxckpt")
-    layout = flaxckpt.ArrayLayout(**LAYOUTS[case], chunk_bytes=CHUNK_BYTES)
-    run = Run(tmp_path / "run", layout, items=ITEMS)
+    run = Run(tmp_path / "run", case, items=ITEMS, chunk_bytes=CHUNK_BYTES)
     aside = tmp_path / "aside"
     for name in (*ITEMS, "metrics", "dataset", "config"):
         (run.path / name).rename(aside)
@@ -169,7 +175,7 @@ def test_a_directory_of_another_step_is_found(tmp_path, monkeypatch, caplog, cas
 @pytest.mark.parametrize("is_by_step", [True, False])
 def test_metrics_of_another_copy_are_found(tmp_path, caplog, is_by_step):
     caplog.set_level(logging.CRITICAL, logger="flaxckpt")
-    run = Run(tmp_path / "run", flaxckpt.ArrayLayout(**LAYOUTS["files"]))
+    run = Run(tmp_path / "run", "ocdbt")
     copies = tmp_path / "copies"
     for step in (1, 2):
         source = {"src": run.root, "step": step}
@@ -187,9 +193,8 @@ def test_a_backup_that_stopped_over_an_older_one_is_found(
     tmp_path, monkeypatch, caplog, case
 ):
     caplog.set_level(logging.CRITICAL, logger="flaxckpt")
-    layout = flaxckpt.ArrayLayout(**LAYOUTS[case], chunk_bytes=CHUNK_BYTES)
-    run = Run(tmp_path / "run", layout)
-    save_run(tmp_path / "newer", layout, first=5)
+    run = Run(tmp_path / "run", case, chunk_bytes=CHUNK_BYTES)
+    save_run(tmp_path / "newer", case, first=5, chunk_bytes=CHUNK_BYTES)
     newer = files_of(tmp_path / "newer" / "2")
     orders = (sorted(newer), sorted(newer, reverse=True))
     for order, count in itertools.product(orders, (1, len(newer) // 2, len(newer) - 1)):
@@ -212,16 +217,16 @@ def test_a_backup_that_stopped_over_an_older_one_is_found(
     "case", ["files", "files, compact", "ocdbt", "ocdbt, compact", *OLD]
 )
 def test_chunks_of_any_size_are_bound(tmp_path, case, way):
-    layout = flaxckpt.ArrayLayout(**(LAYOUTS | OLD)[case])
-    states = save_run(tmp_path / "run", layout, rows=300)
+    states = save_run(tmp_path / "run", case, rows=300)
     path, other = tmp_path / "run/2", tmp_path / "run/1"
     if way == "converted":
         for step in (path, other):
-            flaxckpt.convert(step, tmp_path / f"new {step.name}", layout=layout)
+            new = tmp_path / f"new {step.name}"
+            flaxckpt.convert(step, new, layout=layout_of(case))
         path, other = tmp_path / "new 2", tmp_path / "new 1"
     if case in OLD:
         for step in (path, other):
-            old_databases.make_old(step)
+            old_stores.make_databases(step)
     assert is_same(states[2], flaxckpt.load(path))
     chunks, older = chunks_of(path / "state"), chunks_of(other / "state")
     leaves = ("wide", "deep", "x", "few")

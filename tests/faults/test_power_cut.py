@@ -27,7 +27,7 @@ CUTS = int(os.environ.get("FLAXCKPT_POWER_CUTS", "8"))
 DELAYS_SECS = (0.0, 0.3) if CUTS < 50 else (0.0, 0.0, 0.3, 1.0, 6.0, 12.0)
 LONGEST_SAVE_SECS = 0.1
 LAYOUTS = [
-    flaxckpt.ArrayLayout(store=store, chunk_bytes=2**19) for store in ("files", "ocdbt")
+    flaxckpt.ArrayLayout(codec=codec, chunk_bytes=2**19) for codec in ("none", "zstd")
 ]
 
 

@@ -13,7 +13,7 @@ from tests.helpers import slow
 CUT = [
     "FirstSave",
     "NewStep",
-    "Database",
+    "OverDirectories",
     "Encoded",
     "Retention",
     "DatasetsLetGo",

@@ -20,20 +20,15 @@ from tests.helpers import strategies
 
 OF_3 = GOLDEN / "flaxckpt-3-0.2.0"
 RUNS = sorted(GOLDEN.glob("flaxckpt-1*/*"))
-RUNS += [OF_3 / name for name in make_flaxckpt.DATABASES]
+RUNS += [OF_3 / name for name in make_flaxckpt.LAYOUTS]
 ITEM_RUNS = [*sorted(GOLDEN.glob("flaxckpt-2*/*")), OF_3 / "items/ocdbt"]
-NEWEST = {
-    name: (OF_3 if name in make_flaxckpt.DATABASES else GOLDEN / "flaxckpt-1-0.2.0")
-    / name
-    for name in make_flaxckpt.LAYOUTS
-}
 STEP = str(make_flaxckpt.STEP)
 
 
 def test_there_is_a_golden_checkpoint_of_every_version_and_layout():
     found = {f"{run.parent.name}/{run.name}" for run in RUNS}
     assert {"flaxckpt-1/files", "flaxckpt-1/ocdbt"} <= found
-    assert all(run.is_dir() for run in NEWEST.values())
+    assert all(run.is_dir() for run in RUNS)
     assert {"files", "ocdbt"} <= {run.name for run in ITEM_RUNS}
     assert native_manifest.VERSIONS == (1, 2, 3)
 
@@ -124,7 +119,7 @@ def written(tmp_path_factory):
 
 @pytest.mark.parametrize("name", make_flaxckpt.LAYOUTS)
 def test_what_is_written_today_is_what_the_newest_golden_release_wrote(written, name):
-    now, then = manifest(written / name), manifest(NEWEST[name])
+    now, then = manifest(written / name), manifest(OF_3 / name)
     assert now.keys() == then.keys()
     assert [row["path"] for row in now["leaves"]] == [
         row["path"] for row in then["leaves"]
@@ -134,7 +129,7 @@ def test_what_is_written_today_is_what_the_newest_golden_release_wrote(written, 
     fixed = ("format", "version", "step", "ocdbt", "encoding", "metrics")
     for key in fixed:
         assert now.get(key) == then.get(key), key
-    assert files(written / name / STEP) == files(NEWEST[name] / STEP)
+    assert files(written / name / STEP) == files(OF_3 / name / STEP)
 
 
 def changed(run, tmp_path, **changes):
@@ -150,7 +145,7 @@ def changed(run, tmp_path, **changes):
 
 
 def test_a_later_version_is_refused_with_what_to_do(tmp_path):
-    step = changed(NEWEST["files"], tmp_path, version=4)
+    step = changed(OF_3 / "ocdbt", tmp_path, version=4)
     with pytest.raises(errors.CheckpointFormatError) as info:
         flaxckpt.load(step)
     assert "has manifest version 4; this flaxckpt reads versions 1, 2 and 3" in str(
@@ -160,8 +155,8 @@ def test_a_later_version_is_refused_with_what_to_do(tmp_path):
 
 
 def test_entries_that_a_later_release_adds_are_read_over(tmp_path):
-    leaves = [row | {"hue": "red"} for row in manifest(NEWEST["files"])["leaves"]]
-    step = changed(NEWEST["files"], tmp_path, later={"a": 1}, leaves=leaves)
+    leaves = [row | {"hue": "red"} for row in manifest(OF_3 / "ocdbt")["leaves"]]
+    step = changed(OF_3 / "ocdbt", tmp_path, later={"a": 1}, leaves=leaves)
     found = flaxckpt.load(step)
     strategies.assert_same_state(make_flaxckpt.state()["numbers"], found["numbers"])
     assert flaxckpt.verify(step).ok

@@ -25,15 +25,14 @@ from flaxckpt._checkpoint import file_sizes
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import EveryNSteps, LatestN
 from tests.helpers import faulty_store as faulty
-from tests.helpers import strategies
+from tests.helpers import old_stores, strategies
 
 ITEMS = ("model_params", "optimizer_state")
-STORES = [
-    flaxckpt.ArrayLayout(store="files"),
-    flaxckpt.ArrayLayout(store="ocdbt"),
-    flaxckpt.ArrayLayout(store="files", codec="zstd"),
-    flaxckpt.ArrayLayout(store="files", zarr_version=2),
-]
+LAYOUTS = {
+    "none": flaxckpt.ArrayLayout(),
+    "zstd": flaxckpt.ArrayLayout(codec="zstd"),
+    "zarr 2": flaxckpt.ArrayLayout(zarr_version=2),
+}
 
 
 def state(step=0):
@@ -87,17 +86,16 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout",
-    STORES,
-    ids=lambda layout: f"{layout.store}-{layout.codec}-{layout.zarr_version}",
-)
+@pytest.mark.parametrize("store", ["database", "directories"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("kind", STATES)
-def test_branches_come_back_whatever_holds_them(tmp_path, kind, layout):
+def test_branches_come_back_whatever_holds_them(tmp_path, kind, layout, store):
     wanted = STATES[kind]()
     with flaxckpt.Checkpointer(tmp_path, items=ITEMS, layout=layout) as ckpt:
         ckpt.save(1, wanted)
     path = tmp_path / "1"
+    if store == "directories":
+        old_stores.make_directories(path, ITEMS)
     assert {*ITEMS} <= {child.name for child in path.iterdir()}
     assert not (path / "state").exists()
     assert ckpt.metadata(1).items == ITEMS
@@ -119,15 +117,11 @@ branches = st.dictionaries(
 
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None)
-@given(
-    tree=st.fixed_dictionaries({"a": branches, "b": branches, "c-1": branches}),
-    store=st.sampled_from(("auto", "ocdbt")),
-)
-def test_any_branches_come_back_without_a_template(tmp_path_factory, tree, store):
+@given(tree=st.fixed_dictionaries({"a": branches, "b": branches, "c-1": branches}))
+def test_any_branches_come_back_without_a_template(tmp_path_factory, tree):
     path = tmp_path_factory.mktemp("items") / "c"
-    layout = flaxckpt.ArrayLayout(store=store)
     try:
-        flaxckpt.save(path, tree, items=("a", "b", "c-1"), layout=layout)
+        flaxckpt.save(path, tree, items=("a", "b", "c-1"))
     except (errors.LeafNameError, errors.UnsupportedLeafError):
         return
     strategies.assert_same(tree, flaxckpt.load(path))
@@ -152,11 +146,7 @@ def test_one_item_of_another_name_holds_the_state_itself(tmp_path):
     strategies.assert_same_state(wanted, found["items"])
 
 
-@pytest.mark.parametrize(
-    "layout",
-    STORES,
-    ids=lambda layout: f"{layout.store}-{layout.codec}-{layout.zarr_version}",
-)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_stock_orbax_restores_each_item(tmp_path, layout):
     wanted = state(3)
     config = {"depth": 2, "names": ["a", None], "rate": 0.5}
@@ -244,16 +234,17 @@ def test_a_step_with_damaged_json_does_not_replace_others(tmp_path):
             file_sizes.check(tmp_path / "1", 1)
 
 
-@pytest.mark.parametrize("store", ["files", "ocdbt"])
+@pytest.mark.parametrize("store", ["database", "directories"])
 @pytest.mark.parametrize("damage", ["lost", "strings"])
 def test_a_damaged_item_does_not_block_others(tmp_path, damage, store):
     tree = state(1)
     tree["optimizer_state"] = {"opt": tree["optimizer_state"], "name": "adam"}
-    layout = flaxckpt.ArrayLayout(store=store)
     params = {"model_params": tree["model_params"]}
-    with flaxckpt.Checkpointer(tmp_path, items=ITEMS, layout=layout) as ckpt:
+    with flaxckpt.Checkpointer(tmp_path, items=ITEMS) as ckpt:
         for step in (1, 2):
             ckpt.save(step, tree).wait()
+            if store == "directories":
+                old_stores.make_directories(tmp_path / str(step), ITEMS)
         item = tmp_path / "2/optimizer_state"
         if damage == "lost":
             shutil.rmtree(item)
@@ -408,11 +399,7 @@ def test_json_that_is_none_is_refused(tmp_path, items, wanted):
 # ---- items deleted later ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "layout",
-    STORES,
-    ids=lambda layout: f"{layout.store}-{layout.codec}-{layout.zarr_version}",
-)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_policies_of_an_item_delete_the_item_of_old_steps(tmp_path, layout):
     keep_items = {"optimizer_state": [LatestN(2), EveryNSteps(4)]}
     with flaxckpt.Checkpointer(
@@ -513,12 +500,13 @@ def test_items_that_cannot_be_deleted_are_named(tmp_path):
 
 def test_steps_of_items_are_replaced_and_linked(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, items=ITEMS) as ckpt:
-        same = state(1)
+        same = {item: {"w": jnp.ones((512, 512))} for item in ITEMS}
         ckpt.save(1, same, json={"config": {}}, dataset=batches(1)).wait()
         ckpt.save(2, same).wait()
-        name = "model_params/dense.kernel/c.0.0"
-        first, second = (tmp_path / step / name for step in ("1", "2"))
-        assert first.stat().st_ino == second.stat().st_ino
+        for item in ITEMS:
+            name = f"{item}/d/0.0/w"
+            first, second = (tmp_path / step / name for step in ("1", "2"))
+            assert first.stat().st_ino == second.stat().st_ino
         ckpt.save(1, state(5), on_exists="overwrite").wait()
         strategies.assert_same_state(state(5), ckpt.restore(state(), step=1))
         assert ckpt.verify(1).ok

@@ -35,7 +35,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserW
 
 STEP = 5
 METRICS = {"loss": 0.5, "accuracy": 0.25}
-STORES = ("files", "ocdbt")
 DEVICES = (1, 8)
 DTYPES = (
     *("bool", "int2", "int4", "int8", "int16", "int32", "uint8", "uint16", "uint32"),
@@ -252,36 +251,34 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory):
-    """Saves a state once for all tests: (its name, store, devices) -> `Run`."""
+    """Saves a state once for all tests: (its name, devices) -> `Run`."""
     runs = {}
 
-    def get(name, store, devices):
-        if (name, store, devices) not in runs:
-            root = tmp_path_factory.mktemp(f"{name}-{store}-{devices}")
+    def get(name, devices):
+        if (name, devices) not in runs:
+            root = tmp_path_factory.mktemp(f"{name}-{devices}")
             state = place(STATES[name](), devices)
-            save(root, state, store, dataset=Counter())
-            runs[name, store, devices] = Run(root, state)
-        return runs[name, store, devices]
+            save(root, state, dataset=Counter())
+            runs[name, devices] = Run(root, state)
+        return runs[name, devices]
 
     return get
 
 
-def save(root, state, store, *, dataset=None, step=STEP):
-    layout = flaxckpt.ArrayLayout(store=store)
-    with flaxckpt.Checkpointer(root, layout=layout) as checkpointer:
+def save(root, state, *, dataset=None, step=STEP):
+    with flaxckpt.Checkpointer(root) as checkpointer:
         checkpointer.save(
             step, state, metrics=METRICS, dataset=dataset, metadata={"lr": 0.1}
         )
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize(
     ("name", "reader"),
     [(n, r) for n in STATES for r in READERS if (n, r) not in REFUSED],
 )
-def test_orbax_reads_every_bit_of_ours(ours, name, reader, store, devices):
-    root, state = ours(name, store, devices)
+def test_orbax_reads_every_bit_of_ours(ours, name, reader, devices):
+    root, state = ours(name, devices)
     saved = pure(state)
     read = READERS[reader](root, STEP, abstract(saved))
     if reader.endswith("metadata"):
@@ -292,9 +289,8 @@ def test_orbax_reads_every_bit_of_ours(ours, name, reader, store, devices):
         assert_same_leaves(read, saved)
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_orbax_lists_our_steps_with_their_metrics_and_metadata(ours, store):
-    root, _ = ours("linen", store, 1)
+def test_orbax_lists_our_steps_with_their_metrics_and_metadata(ours):
+    root, _ = ours("linen", 1)
     with ocp.CheckpointManager(root) as manager:
         assert manager.all_steps() == [STEP]
         assert manager.metrics(STEP) == METRICS
@@ -306,7 +302,7 @@ def test_orbax_lists_our_steps_with_their_metrics_and_metadata(ours, store):
 
 
 def test_orbax_restores_state_dataset_and_metrics_of_ours_without_arguments(ours):
-    root, state = ours("plain", "files", 1)
+    root, state = ours("plain", 1)
     with ocp.CheckpointManager(root) as manager:
         items = manager.restore(STEP)
     assert items.keys() == {"state", "dataset", "metrics"}
@@ -328,11 +324,8 @@ def test_orbax_reads_a_checkpoint_of_ours_that_is_in_no_run(tmp_path, reader):
 
 @pytest.mark.parametrize("checksum", [True, False])
 @pytest.mark.parametrize("codec", ["none", "compact", "zstd"])
-@pytest.mark.parametrize("store", STORES)
-def test_orbax_reads_every_layout_of_ours(tmp_path, store, codec, checksum):
-    layout = flaxckpt.ArrayLayout(
-        chunk_bytes=256, store=store, codec=codec, checksum=checksum
-    )
+def test_orbax_reads_every_layout_of_ours(tmp_path, codec, checksum):
+    layout = flaxckpt.ArrayLayout(chunk_bytes=256, codec=codec, checksum=checksum)
     state = place({name: array_of(name) for name in DTYPES}, 8)
     state["large"] = np.arange(4096.0).reshape(64, 64)
     flaxckpt.save(tmp_path / str(STEP), state, layout=layout)
@@ -360,10 +353,9 @@ def test_orbax_reads_ours_whatever_kinds_of_numbers_are_in_it(tmp_path, reader):
 @pytest.mark.parametrize(
     "reader", ["v0_standard_target", "v0_pytree", "v1_load", "v1_load_target"]
 )
-@pytest.mark.parametrize("store", STORES)
-def test_orbax_raises_on_a_flipped_bit_of_ours(tmp_path, store, reader):
+def test_orbax_raises_on_a_flipped_bit_of_ours(tmp_path, reader):
     state = place({"w": jnp.arange(2**14, dtype=jnp.float32)}, 1)
-    save(tmp_path, state, store)
+    save(tmp_path, state)
     largest = largest_file(tmp_path / str(STEP) / "state")
     assert largest.stat().st_size >= state["w"].nbytes
     flip_bit(largest, bit=4)
@@ -492,7 +484,7 @@ def assert_same_batches(left, right):
 
 def test_orbax_and_grain_restore_the_iterator_that_we_saved(tmp_path, iterators):
     used, fresh = iterators
-    save(tmp_path, WEIGHTS, "files", dataset=used)
+    save(tmp_path, WEIGHTS, dataset=used)
     args = ocp.args.Composite(
         state=ocp.args.StandardRestore(WEIGHTS),
         dataset=grain.checkpoint.CheckpointRestore(fresh),
@@ -506,7 +498,7 @@ def test_orbax_and_grain_restore_the_iterator_that_we_saved(tmp_path, iterators)
 def test_orbax_v1_and_grain_restore_the_iterator_that_we_saved(tmp_path):
     used, fresh = grain_dataset(), grain_dataset()
     next(used)
-    save(tmp_path, WEIGHTS, "files", dataset=used)
+    save(tmp_path, WEIGHTS, dataset=used)
     v1.load_checkpointables(tmp_path / str(STEP), {"dataset": fresh})
     assert_same_batches(fresh, used)
 

@@ -3,20 +3,19 @@
 Run from the root of the repository, once for every new version of the manifest, and for
 every release that writes more than the one before:
 
-    python -m tests.golden.make_flaxckpt 2
+    python -m tests.golden.make_flaxckpt
 
 What is in the repository for versions 1 to 3 was written on one CPU device, with
 
     jax 0.10.2    flax 0.12.8    optax 0.2.8    tensorstore 0.1.86
 
-`flaxckpt-1` is by the first writer of version 1, which had no digests of metrics, no
-`encoding` and nothing but the two stores. A folder is never written again.
+Versions 1 and 2 are by earlier forms of this module, which wrote a directory for each
+array, too. `flaxckpt-1` is by the first writer of version 1, which had no digests of
+metrics and no `encoding`. A folder is never written again.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -32,20 +31,17 @@ from flax.training import dynamic_scale, train_state
 
 import flaxckpt
 from flaxckpt.datasets import StepIndexed
+from flaxckpt.formats._native.manifest import VERSIONS
 from flaxckpt.policies import LatestN
 
 STEP: Final = 7
 METRICS: Final = {"eval/loss": 0.25}
 METADATA: Final = {"note": "golden", "tags": ["a", 1, None]}
 LAYOUTS: Final = {
-    "files": flaxckpt.ArrayLayout(store="files"),
-    "ocdbt": flaxckpt.ArrayLayout(store="ocdbt"),
-    "compact": flaxckpt.ArrayLayout(store="files", codec="compact"),
-    "zarr-2": flaxckpt.ArrayLayout(store="ocdbt", zarr_version=2),
-    "ocdbt-compact": flaxckpt.ArrayLayout(store="ocdbt", codec="compact"),
+    "ocdbt": flaxckpt.ArrayLayout(),
+    "zarr-2": flaxckpt.ArrayLayout(zarr_version=2),
+    "ocdbt-compact": flaxckpt.ArrayLayout(codec="compact"),
 }
-DATABASES: Final = ("ocdbt", "zarr-2", "ocdbt-compact")
-"""Layouts that are of version 3."""
 
 
 def array(*shape: int) -> np.ndarray[Any, Any]:
@@ -83,14 +79,8 @@ def state() -> dict[str, Any]:
 
 
 def write(folder: Path) -> None:
-    """Writes a run of one step for each layout."""
-    write_layouts(folder, LAYOUTS)
-
-
-def write_layouts(folder: Path, names: Iterable[str]) -> None:
-    """Writes a run of one step for each of some layouts."""
-    for name in names:
-        layout = LAYOUTS[name]
+    """Writes a run of one step for each layout, and one with items."""
+    for name, layout in LAYOUTS.items():
         batches = StepIndexed(lambda i: i, start=STEP)
         with flaxckpt.Checkpointer(
             folder / name, layout=layout, metadata=METADATA
@@ -102,6 +92,7 @@ def write_layouts(folder: Path, names: Iterable[str]) -> None:
             ckpt.pin(STEP)
         # The journal tells where that was, which is nobody's business.
         (folder / name / "events.jsonl").unlink()
+    write_items(folder / "items" / "ocdbt")
 
 
 def in_items(tree: dict[str, Any]) -> dict[str, Any]:
@@ -110,49 +101,31 @@ def in_items(tree: dict[str, Any]) -> dict[str, Any]:
     return {"first": first, "second": {k: v for k, v in tree.items() if k not in first}}
 
 
-def write_items(folder: Path) -> None:
+def write_items(run: Path) -> None:
     """Writes a run of two steps of several items, the first without an item."""
-    write_items_in(folder, ("files", "ocdbt"))
-
-
-def write_items_in(folder: Path, names: Iterable[str]) -> None:
-    """Writes such a run for each of some layouts."""
-    for name in names:
-        with flaxckpt.Checkpointer(
-            folder / name,
-            layout=LAYOUTS[name],
-            items=("first", "second"),
-            dataset_item="iter",
-            keep_items={"second": [LatestN(1)]},
-        ) as ckpt:
-            for step in (STEP - 1, STEP):
-                ckpt.save(
-                    step,
-                    in_items(state()),
-                    metrics=METRICS,
-                    metadata=METADATA,
-                    json={"config": METADATA},
-                    dataset=StepIndexed(lambda i: i, start=step),
-                )
-        (folder / name / "events.jsonl").unlink()
-
-
-def write_databases(folder: Path) -> None:
-    """Writes runs of the layouts of version 3, and one with items."""
-    write_layouts(folder, DATABASES)
-    write_items_in(folder / "items", ["ocdbt"])
-
-
-WRITERS: Final = {"1": write, "2": write_items, "3": write_databases}
-"""Version of the manifest -> function that writes it."""
+    with flaxckpt.Checkpointer(
+        run,
+        items=("first", "second"),
+        dataset_item="iter",
+        keep_items={"second": [LatestN(1)]},
+    ) as ckpt:
+        for step in (STEP - 1, STEP):
+            ckpt.save(
+                step,
+                in_items(state()),
+                metrics=METRICS,
+                metadata=METADATA,
+                json={"config": METADATA},
+                dataset=StepIndexed(lambda i: i, start=step),
+            )
+    (run / "events.jsonl").unlink()
 
 
 def main() -> None:
     """Adds the folder of this release."""
-    [number] = sys.argv[1:]
-    folder = Path(__file__).parent / f"flaxckpt-{number}-{version('flaxckpt')}"
+    folder = Path(__file__).parent / f"flaxckpt-{VERSIONS[-1]}-{version('flaxckpt')}"
     folder.mkdir()
-    WRITERS[number](folder)
+    write(folder)
 
 
 if __name__ == "__main__":

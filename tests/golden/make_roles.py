@@ -78,9 +78,8 @@ def state(cls: type) -> dict[str, Any]:
 
 def main() -> None:
     """Writes a checkpoint for each class of parameters."""
-    layout = flaxckpt.ArrayLayout(store="ocdbt")
     for name, cls in CLASSES.items():
-        flaxckpt.save(FOLDER / name, state(cls), layout=layout)
+        flaxckpt.save(FOLDER / name, state(cls))
 
 
 if __name__ == "__main__":

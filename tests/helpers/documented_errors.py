@@ -105,13 +105,13 @@ def later_version():
 
 def flipped_bit():
     flaxckpt.save("first", STATE)
-    flip_bit(Path("first/state/params.w/c.0.0"), 1)
+    flip_bit(Path("first/state/d/0.small.0"), 1)
     flaxckpt.load("first")
 
 
 def missing_file():
     flaxckpt.save("first", STATE)
-    Path("first/state/params.b/c.0").unlink()
+    Path("first/state/d/0.small.0").unlink()
     flaxckpt.load("first")
 
 
@@ -124,7 +124,7 @@ def not_copied_whole():
 
 def newest_step_is_marked():
     make_run(1, 2)
-    flip_bit(Path("run/2/state/w/c.0"), 1)
+    flip_bit(Path("run/2/state/d/0.small.0"), 1)
     with flaxckpt.Checkpointer("run") as checkpointer:
         checkpointer.restore()  # of step 1, and step 2 is marked
         checkpointer.restore(fallback=False)

@@ -6,6 +6,7 @@ import optax
 from flax.training.train_state import TrainState
 
 import flaxckpt
+from flaxckpt._arrays.zarr import ocdbt
 from tests.helpers import published
 from tests.helpers.files import flip_bit
 
@@ -25,8 +26,13 @@ def make(root):
                 )
                 metrics = {"eval/loss": loss}
                 run.save(step, state.replace(step=step), metrics=metrics)
-    [file] = (root / "runs" / "8" / "4000" / "state" / "params.dense.kernel").glob("c*")
-    flip_bit(file, 1000)
+    state = root / "runs/8/4000/state"
+    [place] = [
+        value
+        for key, value in ocdbt.read_tree(state).items()
+        if key.startswith(b"params.dense.kernel/c")
+    ]
+    flip_bit(state / place.file, place.offset + 1000)
     make_model(root)
     (root / "wanted.json").write_text(
         '{"params": {"dense": {"kernel": "bfloat16[64, 32]", "scale": "float32[32]"}}}'

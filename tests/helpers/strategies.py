@@ -286,7 +286,6 @@ any_metrics = st.recursive(
 layouts = st.builds(
     flaxckpt.ArrayLayout,
     chunk_bytes=st.sampled_from((1, 16, 2**26)),
-    store=st.sampled_from(("auto", "files", "ocdbt")),
     codec=st.sampled_from(("none", "compact", "zstd")),
     checksum=st.booleans(),
     zarr_version=st.sampled_from((3, 3, 2)),

@@ -15,15 +15,19 @@ import numpy as np
 
 import flaxckpt
 from flaxckpt import ArrayLayout
+from tests.helpers import old_stores
 
 LAYOUTS: Final = {
-    "raw": ArrayLayout(store="files"),
-    "zstd": ArrayLayout(store="files", codec="zstd"),
-    "zarr 2": ArrayLayout(store="files", zarr_version=2),
-    "database": ArrayLayout(store="ocdbt"),
-    "zstd database": ArrayLayout(store="ocdbt", codec="zstd"),
-    "zarr 2 database": ArrayLayout(store="ocdbt", zarr_version=2),
+    "raw": ArrayLayout(),
+    "zstd": ArrayLayout(codec="zstd"),
+    "zarr 2": ArrayLayout(zarr_version=2),
+    "database": ArrayLayout(),
+    "zstd database": ArrayLayout(codec="zstd"),
+    "zarr 2 database": ArrayLayout(zarr_version=2),
 }
+"""Databases, and directories of chunk files as old releases wrote."""
+
+
 VALUES: Final = np.arange(4096, dtype=np.float32)
 
 
@@ -35,6 +39,8 @@ def write(root: Path, layout: str = "raw", name: str = "step") -> Path:
         flaxckpt.convert(root / "source", step, layout=LAYOUTS[layout])
     else:
         flaxckpt.save(step, {"w": VALUES, "text": "x"}, layout=LAYOUTS[layout])
+    if not layout.endswith("database"):
+        old_stores.make_directories(step)
     change(step, lambda manifest: manifest.update(digests={}))
     return step
 

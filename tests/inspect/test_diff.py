@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as hnp
 import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt._inspect import diff as inspect_diff
-from tests.helpers.files import flip_bit
+from tests.helpers import chunks
 
 
 def saved(path, state, **options):
@@ -216,8 +216,8 @@ def test_what_is_no_number_any_more_has_changed_most(tmp_path):
 
 
 def damage(path, leaf):
-    [chunk] = (path / "state" / leaf).glob("c*")
-    flip_bit(chunk, 3)
+    root = path / "state"
+    chunks.flip(root, chunks.names(root, leaf)[0])
 
 
 def test_a_damaged_leaf_does_not_keep_others_from_being_compared(tmp_path):

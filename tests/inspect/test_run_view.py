@@ -93,7 +93,7 @@ def test_damaged_steps_are_listed_and_never_pruned(tmp_path):
 
 
 def test_what_is_freed_is_what_nothing_else_has(tmp_path):
-    frozen = {"frozen": np.arange(50_000.0)}
+    frozen = {"frozen": np.arange(150_000.0)}
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         for step in (1, 2, 3):
             run.save(step, {**frozen, "n": step}).wait()

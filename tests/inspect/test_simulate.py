@@ -8,7 +8,6 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 
 PROCESSES = 1024
 
@@ -62,27 +61,18 @@ def test_metadata_grow_with_leaves_and_not_with_processes(terabyte):
     assert terabyte.metadata_bytes < 1000 * terabyte.leaves
 
 
-@pytest.mark.parametrize("store", ["files", "ocdbt"])
-def test_few_large_leaves_are_divided_too(store):
+def test_few_large_leaves_are_divided_too():
     """The largest models have some hundreds of leaves."""
-    found = flaxckpt.simulate(
-        transformer(20, 16384, large_mesh()),
-        processes=PROCESSES,
-        layout=ArrayLayout(store=store),
-    )
+    found = flaxckpt.simulate(transformer(20, 16384, large_mesh()), processes=PROCESSES)
     assert found.balance <= 1.1
-    assert found.store == store
 
 
 def test_few_small_leaves_are_divided_by_their_shards():
     mesh = AbstractMesh((8, 4), ("data", "model"))
     split = NamedSharding(mesh, P("model"))
     leaf = jax.ShapeDtypeStruct((256, 256), "float32", sharding=split)
-    for store in ("files", "ocdbt"):
-        found = flaxckpt.simulate(
-            {"a": leaf, "b": leaf}, processes=8, layout=ArrayLayout(store=store)
-        )
-        assert found.balance == 1
+    found = flaxckpt.simulate({"a": leaf, "b": leaf}, processes=8)
+    assert found.balance == 1
     assert "are not divided" not in str(found)
 
 
@@ -110,10 +100,10 @@ def test_what_is_written_is_what_there_is():
         "same": jax.ShapeDtypeStruct((64,), "float32", sharding=same),
         "step": 3,
     }
-    found = flaxckpt.simulate(state, processes=4, layout=ArrayLayout(store="files"))
+    found = flaxckpt.simulate(state, processes=4)
     assert found.total_bytes == 64 * 64 * 4 + 64 * 4 + 8
     assert found.read_bytes == (64 * 64 + 64 * 4 + 8,) * 4
-    assert sum(found.written_files) == 8 + 1 + 1 + 3 + 6
+    assert sum(found.written_files) == 4 + 2 + 6
     assert "written by a process" in str(found)
 
 

@@ -11,13 +11,10 @@ import flaxckpt
 from tests.orbax_versions import states
 
 LAYOUTS: Final = {
-    "files": flaxckpt.ArrayLayout(store="files"),
-    "ocdbt": flaxckpt.ArrayLayout(store="ocdbt"),
-    "files, zstd": flaxckpt.ArrayLayout(store="files", codec="zstd"),
-    "files, compact": flaxckpt.ArrayLayout(store="files", codec="compact"),
-    "ocdbt, compact": flaxckpt.ArrayLayout(store="ocdbt", codec="compact"),
-    "files, zarr 2": flaxckpt.ArrayLayout(store="files", zarr_version=2),
-    "ocdbt, zarr 2": flaxckpt.ArrayLayout(store="ocdbt", zarr_version=2),
+    "raw": flaxckpt.ArrayLayout(),
+    "zstd": flaxckpt.ArrayLayout(codec="zstd"),
+    "compact": flaxckpt.ArrayLayout(codec="compact"),
+    "zarr 2": flaxckpt.ArrayLayout(zarr_version=2),
 }
 
 
@@ -25,7 +22,7 @@ def write(directory: Path) -> None:
     """Writes states in all layouts below `directory`, and steps with several items."""
     for layout_name, layout in LAYOUTS.items():
         # The kind of a leaf that is no array has no part in the codec or zarr version.
-        all_states = layout_name in ("files", "ocdbt")
+        all_states = layout_name == "raw"
         for name in states.STATES if all_states else states.ARRAYS:
             root = directory / layout_name / name
             with flaxckpt.Checkpointer(root, layout=layout) as checkpointer:

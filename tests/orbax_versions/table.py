@@ -33,7 +33,7 @@ def render(
         results: Release -> its outcomes.
     """
     packages = ("released", "jax", "flax", "tensorstore")
-    states = united(found["reads"]["files"] for found in results.values())
+    states = united(found["reads"]["raw"] for found in results.values())
     items = united(found["reads items"] for found in results.values())
     writers = united(found["writes"] for found in results.values())
     return "\n\n".join(

@@ -93,23 +93,23 @@ NONE = dict.fromkeys(ALL, "refused: ValueError")
     ],
 )
 def test_a_cell_unites_all_layouts_and_readers(read, own, cell):
-    found = {"reads": {"files": {"s": ALL}, "ocdbt": {"s": read}, "zstd": {}}}
+    found = {"reads": {"raw": {"s": ALL}, "compact": {"s": read}, "zstd": {}}}
     found["reads own"] = {"s": own}
     if read is NONE:
-        found["reads"]["files"]["s"] = NONE
+        found["reads"]["raw"]["s"] = NONE
     assert table.state_cell(found, "s") == cell
 
 
 def test_wrong_values_and_refusals_of_flaxckpt_are_found():
     results = {
         "0.1": {
-            "reads": {"files": {"s": ALL | {"v1.load": "wrong: w"}}},
+            "reads": {"raw": {"s": ALL | {"v1.load": "wrong: w"}}},
             "reads own": {"s": {"v1.load": "refused: E"}},
             "flaxckpt reads": {"v1.save": {"s": "refused: E"}},
         }
     }
     assert table.find_wrong(results) == [
-        "0.1: reads | files | s | v1.load: wrong: w",
+        "0.1: reads | raw | s | v1.load: wrong: w",
         "0.1: flaxckpt reads | v1.save | s: refused: E",
     ]
 

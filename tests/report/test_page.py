@@ -26,6 +26,7 @@ from flaxckpt._steps import event as steps_event
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._util import html as util_html
 from flaxckpt.policies import BestN, LatestN
+from tests.helpers import chunks, old_stores
 from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.report_runs import (
     KEEP,
@@ -194,8 +195,7 @@ def test_changes_are_those_of_diff_the_largest_first(run):
 
 
 def test_changes_are_shown_although_a_leaf_is_damaged(run):
-    [chunk] = (run / "70" / "state").glob("params.trunk.kernel/c.*")
-    flip_bit(chunk)
+    chunks.flip(run / "70/state", "params.trunk.kernel/c.0.0")
     report = gather(run, step_a=70)
     truth = flaxckpt.diff(run, run, step_a=70, step_b=80)
     assert list(report.change.unreadable) == ["params/trunk/kernel"]
@@ -214,8 +214,7 @@ def test_a_part_with_only_damaged_leaves_is_counted(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as saved:
         for step in (1, 2):
             saved.save(step, {"a": {"w": np.full(3, step)}, "b": np.full(3, step)})
-    [chunk] = (tmp_path / "run/2/state/a.w").glob("c*")
-    flip_bit(chunk)
+    chunks.flip(tmp_path / "run/2/state", "a.w/c.0")
     page = _report.page(gather(tmp_path / "run"))
     shown = [text for _, _, text in Elements(page).found]
     assert "0 of 1 leaf changed, 1 cannot be read" in shown
@@ -307,18 +306,24 @@ def test_by_default_files_and_sizes_are_looked_at(run):
     assert [e.step for e in found.integrity if e.state == "damaged"] == [50]
 
 
-def test_damage_is_told_with_its_files(tmp_path):
-    state = {"w": np.zeros((300, 300)), "b": np.zeros((300, 300))}
-    layout = flaxckpt.ArrayLayout(chunk_bytes=2**18, store="files")
+@pytest.mark.parametrize("is_old", [False, True], ids=["database", "directories"])
+def test_damage_is_told_with_its_files(tmp_path, is_old):
+    state = {name: np.zeros((400, 400)) for name in ("b", "v", "w")}
+    layout = flaxckpt.ArrayLayout(chunk_bytes=2**19)
     flaxckpt.save(tmp_path / "one", state, layout=layout)
-    lost = sorted((tmp_path / "one" / "state" / "w").glob("c.*"))
-    assert len(lost) == 3
+    if is_old:
+        old_stores.make_directories(tmp_path / "one")
+        shown, files = "", (tmp_path / "one/state/w").glob("c.*")
+    else:
+        shown, files = "state/d/0.0/", (tmp_path / "one/state/d/0.0").iterdir()
+    lost = sorted(files)
+    assert len(lost) == (4 if is_old else 3)
     for file in lost[:2]:
         file.unlink()
     found = gather(tmp_path / "one")
     [check] = found.integrity
     assert check.state == "damaged"
-    names = [f"{file.name}: wanted" for file in lost[:2]]
+    names = [f"{shown}{file.name}: wanted" for file in lost[:2]]
     assert re.search(
         "incomplete; restore another step: {}.*found none; {}.*found none$".format(
             *map(re.escape, names)

@@ -161,7 +161,7 @@ def test_a_target_is_met_by_medians(target, ours, theirs, value, is_met):
 def test_targets_name_cases_and_contenders_that_there_are():
     others = {"its dependencies", "safetensors.flax", gpu.PINNED, gpu.NO_SAVES}
     others |= {"flaxckpt converted", "flaxckpt safetensors"}
-    others |= {*buckets.STORES, buckets.BOTO3, buckets.SOCKETS, *processes.JOBS}
+    others |= {buckets.FLAXCKPT, buckets.BOTO3, buckets.SOCKETS, *processes.JOBS}
     for target in TARGETS:
         for series in filter(None, (target.measured, target.base)):
             assert series.case in CASES

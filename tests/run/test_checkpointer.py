@@ -24,7 +24,7 @@ from flaxckpt._steps import journal
 from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
-from tests.helpers import store_servers, strategies
+from tests.helpers import chunks, store_servers, strategies
 from tests.helpers.files import flip_bit
 from tests.helpers.gates import Gate
 
@@ -40,8 +40,7 @@ def state(step):
 
 
 def damage(path):
-    chunk = path / "state/w/c.0.0"
-    flip_bit(chunk, 3)
+    chunks.flip(path / "state", "w/c.0.0", 3)
 
 
 # ---- saving and finding -----------------------------------------------------------
@@ -528,8 +527,7 @@ def test_a_writer_remembers_no_lock_of_a_path_that_is_written(run_dir):
 
 
 def test_a_damaged_newest_step_is_left_out_with_a_warning(run_dir, caplog):
-    layout = flaxckpt.ArrayLayout(store="files")
-    with flaxckpt.Checkpointer(run_dir, layout=layout) as ckpt:
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state(step))
         ckpt.wait()
@@ -550,8 +548,7 @@ def test_a_damaged_newest_step_is_left_out_with_a_warning(run_dir, caplog):
 
 
 def test_a_step_that_was_marked_before_is_told_of_at_each_restart(run_dir, caplog):
-    layout = flaxckpt.ArrayLayout(store="files")
-    with flaxckpt.Checkpointer(run_dir, layout=layout) as ckpt:
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state(step)).wait()
         damage(run_dir / "3")
@@ -575,7 +572,7 @@ def test_a_step_that_was_marked_before_is_told_of_at_each_restart(run_dir, caplo
         assert "the newer step 3, damaged: 1 step of training lost" in told[-1]
         assert [(e.kind, e.step) for e in seen] == [("fell_back", 3), ("restored", 2)]
     caplog.clear()
-    with flaxckpt.Checkpointer(run_dir, layout=layout) as ckpt:
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
         strategies.assert_same(state(2), ckpt.restore(step=2))
         ckpt.save(3, state(3)).wait()
         strategies.assert_same(state(3), ckpt.restore(fallback=False))
@@ -591,8 +588,7 @@ def test_a_mismatch_is_no_damage(run_dir):
 
 
 def test_damage_everywhere_is_told_of_the_newest(run_dir):
-    layout = flaxckpt.ArrayLayout(store="files")
-    with flaxckpt.Checkpointer(run_dir, layout=layout) as ckpt:
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state(step)).wait()
             damage(run_dir / str(step))
@@ -601,9 +597,8 @@ def test_damage_everywhere_is_told_of_the_newest(run_dir):
 
 
 def test_verify_marks_damage_so_that_a_good_step_is_kept_instead(run_dir):
-    layout = flaxckpt.ArrayLayout(store="files")
     keep = [LatestN(1), BestN(1, "loss", "min")]
-    with flaxckpt.Checkpointer(run_dir, layout=layout) as ckpt:
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
         for step, loss in ((1, 0.2), (2, 0.1), (3, 0.3), (4, 0.4)):
             ckpt.save(step, state(step), metrics={"loss": loss}).wait()
     damage(run_dir / "2")
@@ -628,11 +623,10 @@ def test_verify_marks_damage_so_that_a_good_step_is_kept_instead(run_dir):
 def test_verify_does_not_mark_a_step_that_cannot_be_read_at_present(
     run_dir, monkeypatch
 ):
-    layout = flaxckpt.ArrayLayout(store="files")
-    with flaxckpt.Checkpointer(run_dir, layout=layout) as ckpt:
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
         ckpt.save(1, state(1), metrics={"loss": 1}).wait()
         (run_dir / "1/metrics/metrics").write_text("{")
-        [chunk] = (run_dir / "1/state/w").glob("c*")
+        chunk = run_dir / "1/state/d/0.small.0"
         storage = type(_storage.of(run_dir))
         real = storage.stream
 
@@ -791,8 +785,7 @@ def test_a_budget_must_be_positive(run_dir):
 
 def test_a_lack_of_memory_is_no_damage(tmp_path, monkeypatch, caplog):
     state = {"w": np.arange(2.0**20), "b": np.ones(3)}
-    layout = flaxckpt.ArrayLayout(store="files")
-    with flaxckpt.Checkpointer(tmp_path, layout=layout) as ckpt:
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
         for step in (1, 2):
             ckpt.save(step, {**state, "b": state["b"] * step})
     real = np.empty

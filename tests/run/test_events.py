@@ -69,7 +69,6 @@ def test_a_run_tells_what_it_saves_deletes_and_restores(tmp_path):
         "overwrite": False,
         "bytes": 4 * 4 * 4 + 8,
         "leaves": 2,
-        "store": "files",
     }
     assert first.details["metrics"] == {"loss": 1.0}
     assert committed.details["bytes"] == result.bytes_written

@@ -29,10 +29,12 @@ from flaxckpt._storage import rename as storage_rename
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN, OnSteps
-from tests.helpers import faulty_store, slow, strategies
-from tests.helpers.files import flip_bit
+from tests.helpers import chunks, faulty_store, old_stores, slow, strategies
+from tests.helpers.files import flip_bit, largest_file
 
-FILES = flaxckpt.ArrayLayout(store="files")
+SMALL = "state/d/0.small.0"
+"""The file of the arrays of a small state, in a step."""
+
 ACC = "eval/accuracy"
 BEST_2 = [LatestN(1), BestN(2, ACC, "max")]
 
@@ -321,12 +323,12 @@ def test_of_temporary_steps_two_stay_until_there_is_a_permanent_one(tmp_path):
 
 
 def test_a_damaged_temporary_step_costs_no_more_than_itself(tmp_path):
-    with flaxckpt.Checkpointer(tmp_path, layout=FILES) as ckpt:
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state(1))
         for step in (2, 3, 4):
             ckpt.save(step, state(step), temporary=True)
         ckpt.wait()
-        change(tmp_path / "4/state/w/c.0.0")
+        chunks.flip(tmp_path / "4/state", "w/c.0.0")
         strategies.assert_same(state(3), ckpt.restore())
 
 
@@ -669,29 +671,39 @@ def put(path, content):
 
 
 DAMAGES = {
-    "manifest": ("files", lambda step: change(step / "flaxckpt.json")),
-    "no manifest": ("files", lambda step: (step / "flaxckpt.json").unlink()),
-    "metadata": ("files", lambda step: change(step / "_CHECKPOINT_METADATA")),
-    "sharding": ("files", lambda step: change(step / "state/_sharding")),
-    "dataset": ("files", lambda step: shutil.rmtree(step / "dataset")),
-    "strings": ("files", lambda step: change(step / "state/_strings.json")),
-    "chunk": ("files", lambda step: shorten(step / "state/w/c.0.0")),
-    "no chunk": ("files", lambda step: (step / "state/w/c.0.0").unlink()),
-    "no array": ("files", lambda step: shutil.rmtree(step / "state/w")),
-    "no zarr.json": ("files", lambda step: (step / "state/w/zarr.json").unlink()),
-    "no database": ("ocdbt", lambda step: shutil.rmtree(step / "state/d")),
-    "no root": ("ocdbt", lambda step: (step / "state/manifest.ocdbt").unlink()),
-    "short": ("ocdbt", lambda step: [shorten(p) for p in (step / "state/d").iterdir()]),
+    "manifest": lambda step: change(step / "flaxckpt.json"),
+    "no manifest": lambda step: (step / "flaxckpt.json").unlink(),
+    "metadata": lambda step: change(step / "_CHECKPOINT_METADATA"),
+    "sharding": lambda step: change(step / "state/_sharding"),
+    "dataset": lambda step: shutil.rmtree(step / "dataset"),
+    "strings": lambda step: change(step / "state/_strings.json"),
+    "small": lambda step: shorten(step / SMALL),
+    "no small": lambda step: (step / SMALL).unlink(),
+    "large": lambda step: shorten(step / "state/d/0.0/large"),
+    "no large": lambda step: (step / "state/d/0.0/large").unlink(),
+    "no tree": lambda step: (step / "state/d/tree").unlink(),
+    "tree": lambda step: change(step / "state/d/tree"),
+    "no database": lambda step: shutil.rmtree(step / "state/d"),
+    "no root": lambda step: (step / "state/manifest.ocdbt").unlink(),
 }
-SIZED = {"w": np.arange(4096.0).reshape(64, 64), "name": "x", "key": jax.random.key(1)}
+OLD_DAMAGES = {
+    "chunk": lambda step: shorten(step / "state/w/c.0.0"),
+    "no chunk": lambda step: (step / "state/w/c.0.0").unlink(),
+    "no array": lambda step: shutil.rmtree(step / "state/w"),
+    "no zarr.json": lambda step: (step / "state/w/zarr.json").unlink(),
+}
+SIZED = {
+    "w": np.arange(4096.0).reshape(64, 64),
+    "large": np.arange(2.0**17),
+    "name": "x",
+    "key": jax.random.key(1),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_nothing_is_deleted_if_the_new_step_is_not_whole(tmp_path, damage):
-    store, break_step = DAMAGES[damage]
-    options = {"layout": flaxckpt.ArrayLayout(store=store)}
-    keep = [Damaging(tmp_path, break_step)]
-    ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep, **options)
+    keep = [Damaging(tmp_path, DAMAGES[damage])]
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep)
     ckpt.save(1, SIZED, dataset=batches()).wait()
     handle = ckpt.save(2, SIZED, dataset=batches())
     with pytest.raises(errors.SaveFailedError, match="no other step") as info:
@@ -700,16 +712,35 @@ def test_nothing_is_deleted_if_the_new_step_is_not_whole(tmp_path, damage):
     assert ckpt.steps() == [1, 2]
     strategies.assert_same(SIZED, ckpt.restore(step=1))
     ckpt.delete(2)
-    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)], **options) as ckpt:
+    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
+        ckpt.save(2, SIZED, dataset=batches())
+    assert ckpt.steps() == [2]
+
+
+@pytest.mark.parametrize("damage", OLD_DAMAGES)
+def test_nothing_is_deleted_if_the_newest_old_step_is_not_whole(tmp_path, damage):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, SIZED, dataset=batches()).wait()
+            old_stores.make_directories(tmp_path / str(step))
+    OLD_DAMAGES[damage](tmp_path / "2")
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    with pytest.raises(errors.SaveFailedError, match="no other step") as info:
+        ckpt.prune()
+    assert len(str(info.value).splitlines()) < 15
+    assert ckpt.steps() == [1, 2]
+    strategies.assert_same(SIZED, ckpt.restore(step=1))
+    ckpt.delete(2)
+    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
         ckpt.save(2, SIZED, dataset=batches())
     assert ckpt.steps() == [2]
 
 
 def test_prune_deletes_nothing_if_the_newest_step_is_not_whole(tmp_path):
-    save(tmp_path, 1, 2, layout=FILES)
-    shorten(tmp_path / "2/state/w/c.0.0")
+    save(tmp_path, 1, 2)
+    shorten(tmp_path / "2" / SMALL)
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
-    with pytest.raises(errors.SaveFailedError, match="wanted 132 bytes, found 131"):
+    with pytest.raises(errors.SaveFailedError, match="wanted 144 bytes, found 143"):
         ckpt.prune()
     with pytest.raises(errors.SaveFailedError, match="step 2 is incomplete, so no"):
         ckpt.prune(dry_run=True)
@@ -718,9 +749,9 @@ def test_prune_deletes_nothing_if_the_newest_step_is_not_whole(tmp_path):
 
 
 def test_a_kept_step_that_is_not_whole_does_not_count(tmp_path, caplog):
-    save(tmp_path, *range(1, 7), layout=FILES)
+    save(tmp_path, *range(1, 7))
     put_metrics(tmp_path, **{f"s{step}": step / 10 for step in range(1, 5)})
-    shorten(tmp_path / "4/state/w/c.0.0")  # the best
+    shorten(tmp_path / "4" / SMALL)  # the best
     keep = [LatestN(1), BestN(1, ACC, "max")]
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep)
     explained = ckpt.explain()
@@ -731,14 +762,14 @@ def test_a_kept_step_that_is_not_whole_does_not_count(tmp_path, caplog):
     assert doomed == ckpt.prune() == (1, 2, 5)
     with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
         ckpt.save(7, state(7)).wait()
-        shorten(tmp_path / "7/state/w/c.0.0")
+        shorten(tmp_path / "7" / SMALL)
         ckpt.save(8, state(8)).wait()  # 7 would go, and goes
     assert ckpt.steps() == [3, 4, 8]
 
 
 def test_a_copy_of_another_step_is_not_whole(tmp_path):
     """As a backup leaves it that was interrupted, or made of the wrong step."""
-    save_many(tmp_path, (1, 2, 3), layout=FILES)
+    save_many(tmp_path, (1, 2, 3))
     shutil.rmtree(tmp_path / "3")
     shutil.copytree(tmp_path / "1", tmp_path / "3")
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
@@ -760,13 +791,17 @@ COMPRESSED = {
 }
 
 
+@pytest.mark.parametrize("is_old", [False, True], ids=["database", "directories"])
 @pytest.mark.parametrize("layout", COMPRESSED)
-def test_a_shorter_chunk_of_any_layout_is_found(tmp_path, layout):
-    layout = flaxckpt.ArrayLayout(store="files", **COMPRESSED[layout])
+def test_a_shorter_chunk_of_any_layout_is_found(tmp_path, layout, is_old):
+    layout = flaxckpt.ArrayLayout(**COMPRESSED[layout])
     with flaxckpt.Checkpointer(tmp_path, layout=layout) as ckpt:
         for step, loss in enumerate([0.5, 0.1, 0.2, 0.3, 0.4], 1):
             w = np.random.default_rng(step).normal(size=(64, 64))
             ckpt.save(step, {"w": w}, metrics={"loss": loss})
+    if is_old:
+        for step in range(1, 6):
+            old_stores.make_directories(tmp_path / str(step))
     keep = [LatestN(1), BestN(1, "loss", "min")]
     cut_in_half(tmp_path, 2)
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep)
@@ -779,13 +814,13 @@ def test_a_shorter_chunk_of_any_layout_is_found(tmp_path, layout):
 
 
 def cut_in_half(root, step):
-    [chunk] = [p for p in (root / f"{step}/state/w").iterdir() if "z" not in p.name]
-    put(chunk, chunk.read_bytes()[: chunk.stat().st_size // 2])
+    file = largest_file(root / f"{step}/state")
+    put(file, file.read_bytes()[: file.stat().st_size // 2])
 
 
 def test_a_step_that_was_whole_is_looked_at_again_if_others_go_for_it(tmp_path, caplog):
     keep = [LatestN(1), BestN(1, "loss", "min"), EveryNSteps(10)]
-    with flaxckpt.Checkpointer(tmp_path, keep=keep, layout=FILES) as ckpt:
+    with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
 
         def save(step, loss):
             ckpt.save(step, state(step), metrics={"loss": loss}).wait()
@@ -794,7 +829,7 @@ def test_a_step_that_was_whole_is_looked_at_again_if_others_go_for_it(tmp_path, 
         save(2, 0.1)  # deletes 1
         save(3, 0.2)
         save(4, 0.4)  # looks at 2, the best, and deletes 3
-        put(tmp_path / "2/state/w/c.0.0", b"")
+        put(tmp_path / "2" / SMALL, b"")
         save(5, 0.5)  # without 2, the best is 4
         assert ckpt.steps() == [2, 4, 5]
         save(6, 0.3)
@@ -812,7 +847,7 @@ def test_only_the_steps_that_matter_are_looked_at_again(tmp_path, monkeypatch):
         lambda self, path: looked.append(path.name) or are_unchanged(self, path),
     )
     keep = [LatestN(2), EveryNSteps(10), BestN(1, ACC, "max")]
-    with flaxckpt.Checkpointer(tmp_path, keep=keep, layout=FILES) as ckpt:
+    with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
         for step in range(51):
             metrics = {ACC: {13: 1.0, 48: 0.5}.get(step, 0.0)}
             ckpt.save(step, state(step), metrics=metrics).wait()
@@ -874,8 +909,10 @@ def test_no_file_of_others_is_deleted_with_an_item(tmp_path, caplog):
 
 
 FLIPPED = {
-    "files": "state/w/c.0.0",
-    "ocdbt": "state/d/*",
+    "small arrays": SMALL,
+    "a large array": "state/d/0.0/large",
+    "a tree": "state/d/tree",
+    "a directory": "state/w/c.0.0",
     "a string": "state/_strings.json",
     "the dataset": "dataset/*",
 }
@@ -883,16 +920,18 @@ FLIPPED = {
 
 @pytest.mark.parametrize("what", FLIPPED)
 def test_prune_reads_the_newest_step_before_it_deletes(tmp_path, what):
-    layout = flaxckpt.ArrayLayout(store=what if what == "ocdbt" else "files")
-    ckpt = flaxckpt.Checkpointer(tmp_path, layout=layout)
+    ckpt = flaxckpt.Checkpointer(tmp_path)
     for step in (1, 2, 3):
         state = {**SIZED, "w": SIZED["w"] + step}
         ckpt.save(step, state, dataset=batches(), metrics={"loss": 1 / step})
     ckpt.wait()
+    if what == "a directory":
+        for step in (1, 2, 3):
+            old_stores.make_directories(tmp_path / str(step))
     damaged = next((tmp_path / "3").glob(FLIPPED[what]))
     before = damaged.read_bytes()
-    flip_bit(damaged)
-    pruning = flaxckpt.Checkpointer(tmp_path, layout=layout, keep=[LatestN(1)])
+    change(damaged)
+    pruning = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
     with pytest.raises(errors.SaveFailedError, match="step 3 is incomplete") as info:
         pruning.prune()
     assert len(str(info.value).splitlines()) < 15
@@ -907,9 +946,9 @@ def test_prune_reads_the_newest_step_before_it_deletes(tmp_path, what):
 
 
 def test_prune_deletes_nothing_if_the_newest_step_cannot_be_read(tmp_path, monkeypatch):
-    save(tmp_path, 1, 2, layout=FILES)
+    save(tmp_path, 1, 2)
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
-    readv, bad = os.readv, "/2/state/w/c.0.0"
+    readv, bad = os.readv, f"/2/{SMALL}"
 
     def failing(descriptor, buffers):
         if str(Path(f"/proc/self/fd/{descriptor}").readlink()).endswith(bad):
@@ -924,8 +963,7 @@ def test_prune_deletes_nothing_if_the_newest_step_cannot_be_read(tmp_path, monke
 
 
 LAYOUTS = [
-    flaxckpt.ArrayLayout(store=store, codec=codec, chunk_bytes=8192, **more)
-    for store in ("files", "ocdbt")
+    flaxckpt.ArrayLayout(codec=codec, chunk_bytes=8192, **more)
     for codec in ("none", "compact", "zstd")
     for more in ({}, {"checksum": False}, {"checksum": False, "zarr_version": 2})
 ]
@@ -957,13 +995,33 @@ def test_every_layout_is_found_whole(tmp_path, kind):
         assert ckpt.steps() == [step]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_old_layout_is_found_whole(tmp_path, kind):
+    for step, layout in enumerate(LAYOUTS):
+        save_old(tmp_path, step, KINDS[kind], layout)
+        ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+        assert ckpt.prune() == ((step - 1,) if step else ())
+        assert ckpt.steps() == [step]
+
+
+def save_old(root, step, state, layout):
+    """Saves a step as a directory for each array."""
+    with flaxckpt.Checkpointer(root, layout=layout) as ckpt:
+        ckpt.save(step, state)
+    old_stores.make_directories(root / str(step))
+
+
 def test_sub_byte_types_are_found_whole(tmp_path):
     tree = {"a": jnp.ones((5001,), "int4"), "b": jnp.ones((3, 5), "int2")}
-    for step, store in enumerate(("files", "ocdbt")):
-        layout = flaxckpt.ArrayLayout(store=store, codec="compact")
-        with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)], layout=layout) as ckpt:
-            ckpt.save(step, tree)
-        assert ckpt.steps() == [step]
+    layout = flaxckpt.ArrayLayout(codec="compact")
+    save_old(tmp_path, 0, tree, layout)
+    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)], layout=layout) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, tree).wait()
+            assert ckpt.steps() == [step]
+    save_old(tmp_path, 3, tree, layout)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    assert ckpt.prune() == (2,)
 
 
 # ---- what cannot be written or deleted -------------------------------------------

@@ -39,10 +39,9 @@ def run_loop(path, make, layout=None, **options):
 KERNEL = "params/dense/kernel"
 
 
-@pytest.mark.parametrize("store", ["files", "ocdbt"])
 @pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_each_save_records_the_statistics_of_its_leaves(tmp_path, store, codec):
-    layout = flaxckpt.ArrayLayout(store=store, codec=codec)
+def test_each_save_records_the_statistics_of_its_leaves(tmp_path, codec):
+    layout = flaxckpt.ArrayLayout(codec=codec)
     run_loop(tmp_path, train_state, layout)
     found = sample_log.read(tmp_path)
     assert [samples.step for samples in found] == [1, 2, 3]
@@ -80,19 +79,17 @@ def test_wide_types_have_statistics(tmp_path):
     assert sample_log.read(tmp_path)[0].leaves["w"].max == 1
 
 
-def test_items_stores_and_staging_have_statistics(tmp_path):
+def test_items_and_staging_have_statistics(tmp_path):
     split = {"items": ("params", "opt_state")}
 
     def make(step):
         return {"params": params(step), "opt_state": params(step)}
 
     run_loop(tmp_path / "a", make, **split)
-    database = flaxckpt.ArrayLayout(store="ocdbt")
-    run_loop(tmp_path / "b", make, database, **split)
-    run_loop(tmp_path / "c", make, staging=tmp_path / "fast")
+    run_loop(tmp_path / "b", make, staging=tmp_path / "fast")
     bucket = faulty.new_path("statistics")
     run_loop(bucket, make)
-    for root in (tmp_path / "a", tmp_path / "b", tmp_path / "c", bucket):
+    for root in (tmp_path / "a", tmp_path / "b", bucket):
         found = sample_log.read(root)
         assert [s.leaves[KERNEL].max for s in found] == [1, 2, 3]
 

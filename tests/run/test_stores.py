@@ -84,7 +84,9 @@ def save_until_killed(url, at, is_there):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "at",
-    slow.all_but(["c.0", "flaxckpt.json", storage_commit_marker.MARKER], ["c.0"]),
+    slow.all_but(
+        ["0.small.0", "flaxckpt.json", storage_commit_marker.MARKER], ["0.small.0"]
+    ),
 )
 @pytest.mark.parametrize("kind", REAL)
 def test_a_killed_save_is_swept_and_made_again(store_path, kind, at):

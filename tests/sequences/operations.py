@@ -26,7 +26,7 @@ OPERATIONS = (
     "verify",
     "reopen",
 )
-_OPTIONS = {"layout": scenarios.SMALL, "keep": [BestN(1, "loss", "min")]}
+_OPTIONS = {"keep": [BestN(1, "loss", "min")]}
 
 
 def all_sequences(longest):

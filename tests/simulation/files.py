@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.simulation import filesystem, kernel, programs
+from tests.simulation import databases, filesystem, kernel, programs
 from tests.simulation.programs import Reader, Reading, Save, Setting, Trainer, reopen
 
 CONTEXTS = (filesystem.installed,)
@@ -75,10 +75,10 @@ class Ledger(programs.Ledger):
         if not path.is_dir() or not any(path.iterdir()):
             return None
         try:
-            tokens = {_read_token(path, name) for name in self.parts}
+            tokens = {read_token(path, name) for name in self.parts}
             wanted = ("commit_success.txt", "flaxckpt.json", "_CHECKPOINT_METADATA")
             missing = [name for name in wanted if not (path / name).is_file()]
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise kernel.Violation(f"{path.name} is listed, but {error}") from None
         if len(tokens) > 1 or missing:
             raise kernel.Violation(
@@ -269,9 +269,13 @@ def _is_step(path: Path) -> bool:
     return path.parent.name in ("run", "near") and bool(_STEP.fullmatch(path.name))
 
 
-def _read_token(path: Path, name: str) -> int:
-    content = (path / "state" / name / "c.0").read_bytes()
-    return int.from_bytes(content[:8], "little")
+def read_token(path: Path, name: str) -> int:
+    """Returns the save whose array a step has.
+
+    Raises:
+        OSError, ValueError: It has none that can be read.
+    """
+    return databases.read_token(lambda f: (path / "state" / f).read_bytes(), name)
 
 
 # ---- histories --------------------------------------------------------------------

@@ -115,9 +115,13 @@ def _keep_nothing(self, steps):
     return set()
 
 
+def _keep_newest(self, steps):
+    return {step.step for step in steps[-1:]}
+
+
 FAULTS_OF_RUNS: dict[str, dict[tuple[Any, str], Any]] = {
     **{name: fault for name, fault in FAULTS.items() if name not in _RARE},
-    "a policy forgets the best step": {(policies.BestN, "preserved"): _keep_nothing},
+    "a policy forgets the best step": {(policies.BestN, "preserved"): _keep_newest},
     "a policy forgets the latest steps": {
         (policies.LatestN, "preserved"): _keep_nothing
     },

@@ -67,7 +67,7 @@ FAULTS = {
         files, {(leases, "readers"): lambda path: []}
     ),
     "a deletion looks for no pin": Fault(
-        files, {(delete, "markers"): _NoPins()}, first=5500
+        files, {(delete, "markers"): _NoPins()}, first=2500
     ),
     "a new step replaces the step of another writer": Fault(
         files, {(rename, "publish"): _replace_published}
@@ -76,7 +76,7 @@ FAULTS = {
         jobs,
         {
             (operation.Operation, "gather"): lambda self, stage, mine="": (
-                [mine] + ['{"digests": {}, "checksums": {}}'] * (self.count - 1)
+                [mine] + ['{"digests": {}, "arrays": {}}'] * (self.count - 1)
             )
         },
     ),

@@ -29,14 +29,12 @@ class Setting(NamedTuple):
         staging: The staging directory of the first job, or None.
         latest: Retention keeps this number of newest steps; 0 for all.
         has_best: Whether retention keeps the step with the lowest loss as well.
-        layout: The layout of the arrays.
     """
 
     run: Path
     staging: Path | None
     latest: int
     has_best: bool
-    layout: flaxckpt.ArrayLayout | None = None
 
     @property
     def keep(self) -> list[policies.PreservationPolicy]:
@@ -252,7 +250,6 @@ class Trainer:
                     setting.run,
                     keep=setting.keep,
                     staging=self._staging,
-                    layout=setting.layout,
                     sinks=[self._ledger.note_event],
                 )
                 return
@@ -384,7 +381,6 @@ def reopen(ledger: Ledger) -> None:
                 setting.run,
                 keep=setting.keep,
                 staging=setting.staging,
-                layout=setting.layout,
             ) as checkpointer,
         ):
             checkpointer.wait_for_uploads()

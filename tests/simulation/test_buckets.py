@@ -92,8 +92,10 @@ for histories in (buckets, runs):
     with runner.installed(histories):
         for seed in range(20):
             for line in histories.history(seed, is_traced=True):
-                # Without digests, of the time and the process, and the directory.
-                print(re.sub("sha256:[0-9a-f]+|simulation-[0-9]+", "", str(line)))
+                # Without digests, of the time and the process, the directory, and
+                # the random identifiers of databases.
+                random = "sha256:[0-9a-f]+|simulation-[0-9]+|(?<=manifest.ocdbt).*"
+                print(re.sub(random, "", str(line)))
 """
 
 

@@ -28,7 +28,7 @@ EPOCHS = 30
 
 RESTORE_EVERY = 10
 KEEP = (LatestN(3), BestN(2, "loss", "min"), EveryNSteps(1000))
-LAYOUTS = (flaxckpt.ArrayLayout(), flaxckpt.ArrayLayout(store="ocdbt"))
+LAYOUTS = (flaxckpt.ArrayLayout(), flaxckpt.ArrayLayout(codec="zstd"))
 RUN_FILES = {"STAGING_OF", "events.jsonl", "statistics.jsonl", "_CHECKPOINT_METADATA"}
 
 

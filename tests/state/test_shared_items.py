@@ -14,9 +14,7 @@ from orbax import checkpoint as ocp
 
 import flaxckpt
 from flaxckpt import errors
-from tests.helpers import strategies
-
-STORES = [flaxckpt.ArrayLayout(store="files"), flaxckpt.ArrayLayout(store="ocdbt")]
+from tests.helpers import old_stores, strategies
 
 
 class Network(nnx.Module):
@@ -117,12 +115,14 @@ def saved(tmp_path, state, layout=None, **options):
 
 
 @states
-@pytest.mark.parametrize("layout", STORES, ids=["files", "ocdbt"])
+@pytest.mark.parametrize("is_old", [False, True], ids=["database", "directories"])
 def test_items_are_shared_again_when_they_are_restored_together(
-    tmp_path, name, layout, caplog
+    tmp_path, name, is_old, caplog
 ):
     state = STATES[name]()
-    path = saved(tmp_path, state, layout)
+    path = saved(tmp_path, state)
+    if is_old:
+        old_stores.make_directories(path, items=tuple(branches(state)))
     for wanted in (STATES[name](1), nnx.eval_shape(lambda: STATES[name](1))):
         found = flaxckpt.load(path, wanted)
         strategies.assert_same_state(state, found)

@@ -57,16 +57,12 @@ def cut_off(path, act, *, wanted):
     raise AssertionError
 
 
-LAYOUTS = [flaxckpt.ArrayLayout(store=store) for store in ("files", "ocdbt")]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["files", "ocdbt"])
-def test_a_save_that_is_cut_off_anywhere_is_no_step(layout):
+def test_a_save_that_is_cut_off_anywhere_is_no_step():
     path = faulty.new_path("cut-saves")
-    flaxckpt.Checkpointer(path, layout=layout).save(1, state(1)).wait()
+    flaxckpt.Checkpointer(path).save(1, state(1)).wait()
 
     def act():
-        ckpt = flaxckpt.Checkpointer(path, layout=layout)
+        ckpt = flaxckpt.Checkpointer(path)
         ckpt.save(2, state(2), metrics={"loss": 1.0}).wait()
 
     tries = 0
@@ -121,9 +117,7 @@ def test_what_is_acknowledged_is_there_however_writes_arrive(seed):
     acknowledged = set()
     with faulty.faulty(path, seed=seed, rate=25):
         for step in range(4):
-            ckpt = flaxckpt.Checkpointer(
-                path, layout=LAYOUTS[seed % 2], keep=[LatestN(3)]
-            )
+            ckpt = flaxckpt.Checkpointer(path, keep=[LatestN(3)])
             try:
                 result = ckpt.save(step, state(step)).wait()
             except errors.SaveFailedError:
@@ -156,7 +150,7 @@ def test_whoever_lives_keeps_its_lock_and_whoever_is_gone_does_not(monkeypatch):
     lock = (path / "2").key + storage_locks.LOCK
     gone = storage_locks._Holder("x", "elsewhere", 1, "1")
     path.store.write(lock, gone.content())
-    (path / "2/state/w/c.0.0").write_bytes(b"old")
+    (path / "2/state/d/0.small.0").write_bytes(b"old")
     with flaxckpt.Checkpointer(path) as ckpt:
         assert path.store.has(lock), "not known to be gone"
         ckpt.save(2, state(2)).wait()
@@ -170,7 +164,7 @@ def test_a_lock_that_was_taken_over_commits_nothing():
         with storage_commit_marker.new_checkpoint(
             path / "1", overwrite=False, keep=bool
         ) as made:
-            (made / "state/w/c.0.0").write_bytes(b"mine")
+            (made / "state/d/0.small.0").write_bytes(b"mine")
             other = storage_locks._Holder("x", "elsewhere", 1, "1")
             path.store.write(made.key + storage_locks.LOCK, other.content())
             storage_commit_marker.commit(made, b"{}")

@@ -16,7 +16,6 @@ from flaxckpt.policies import LatestN
 from tests.helpers import networks, strategies
 
 OPTIONS = flaxckpt.StoreOptions(deadline_secs=3, retries=8)
-CHUNKS = flaxckpt.ArrayLayout(store="files", chunk_bytes=2**16)
 
 
 def state(step, size=2**15):
@@ -92,12 +91,12 @@ def test_a_network_that_swallows_a_save_is_told_of_in_time(net, url, monkeypatch
     real, writing = storage_commit_marker.write_new, threading.Event()
 
     def write_new(path, content):
-        if "c." in path.name and not writing.is_set():
+        if "/d/" in path.key and not writing.is_set():
             net.swallow()
             writing.set()
         real(path, content)
 
-    ckpt = flaxckpt.Checkpointer(url, layout=CHUNKS)
+    ckpt = flaxckpt.Checkpointer(url)
     ckpt.save(1, state(1)).wait()
     monkeypatch.setattr(storage_commit_marker, "write_new", write_new)
     begun = time.monotonic()

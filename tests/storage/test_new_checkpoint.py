@@ -11,7 +11,7 @@ from flaxckpt._storage import commit_marker, files, leases, locks
 from flaxckpt._storage.storage import of
 from tests.helpers import faulty_store as faulty
 
-FILES = {"state/w/c.0.0": b"weights", "_METADATA": b"{}"}
+FILES = {"state/d/0.small.0": b"weights", "_METADATA": b"{}"}
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tests.helpers import faulty_store as faulty
 from tests.helpers import slow, strategies
 
 PLACES = ("memory", "moto", "seaweed")
-DATABASE = flaxckpt.ArrayLayout(store="ocdbt", chunk_bytes=2**14)
+DATABASE = flaxckpt.ArrayLayout(chunk_bytes=2**14)
 PART = 1000
 
 

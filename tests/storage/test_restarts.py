@@ -21,9 +21,8 @@ from tests.helpers import store_servers, strategies
 
 OUTAGE_SECS = 1.0
 LAYOUTS = {
-    "files": flaxckpt.ArrayLayout(store="files"),
-    "compressed": flaxckpt.ArrayLayout(store="files", codec="zstd"),
-    "database": flaxckpt.ArrayLayout(store="ocdbt"),
+    "raw": flaxckpt.ArrayLayout(),
+    "compressed": flaxckpt.ArrayLayout(codec="zstd"),
 }
 
 
@@ -162,7 +161,7 @@ def test_a_restart_of_the_store_fails_neither_saves_nor_restores(proxy, name):
 
 def test_a_store_that_goes_away_during_a_save_is_waited_for(proxy, monkeypatch):
     url = f"s3://{store_servers.BUCKET}/restarts-during"
-    layout = flaxckpt.ArrayLayout(store="files", chunk_bytes=2**10)
+    layout = flaxckpt.ArrayLayout(chunk_bytes=2**10)
     ckpt = flaxckpt.Checkpointer(url, layout=layout)
     ckpt.save(1, state(1)).wait()
     timers: list[threading.Timer] = []
@@ -208,7 +207,7 @@ def test_of_two_writers_one_wins_though_answers_are_lost(proxy):
     barrier, won = threading.Barrier(2), []
 
     def write(text):
-        ckpt = flaxckpt.Checkpointer(url, layout=LAYOUTS["files"])
+        ckpt = flaxckpt.Checkpointer(url)
         barrier.wait()
         with contextlib.suppress(errors.CheckpointExistsError):
             ckpt.save(1, {"w": np.full(9, 1.0), "t": text}).wait()

@@ -15,6 +15,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt.policies import EveryNSteps
+from tests.helpers import chunks
 from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.printed import pages_of_table
 from tests.helpers.report_runs import make_run
@@ -366,8 +367,7 @@ def test_renames_are_guessed_for_a_state_written_meanwhile(browser, tmp_path):
 
 def test_a_run_is_verified_and_its_damage_is_shown(visit, runs, tmp_path):
     shutil.copytree(runs / "run", runs / "harmed")
-    [chunk, *_] = (runs / "harmed" / "70" / "state").rglob("*kernel*/c.*")
-    flip_bit(chunk)
+    chunks.flip(runs / "harmed/70/state", "params.trunk.kernel/c.0.0")
     opened = visit()
     page = opened.page
     page.wait_for_selector("#all-runs tr[data-run='harmed']", timeout=PATIENCE_MS)

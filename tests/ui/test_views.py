@@ -24,6 +24,7 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt._inspect import run_view
 from flaxckpt._steps import markers
+from tests.helpers import chunks, old_stores
 from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.report_runs import damage, make_run
 from tests.helpers.ui_server import serving
@@ -222,8 +223,7 @@ def test_a_comparison_shows_metrics_and_goes_on_past_damaged_leaves(
     made, tmp_path, open_page
 ):
     shutil.copytree(made / "run", tmp_path / "run")
-    [chunk] = (tmp_path / "run" / "70" / "state").glob("params.trunk.kernel/c.*")
-    flip_bit(chunk)
+    chunks.flip(tmp_path / "run/70/state", "params.trunk.kernel/c.0.0")
     space = open_page(tmp_path / "run")
     shown = html.unescape(ask(compare.result, space, run="run", a=70, b=80))
     truth = flaxckpt.diff(tmp_path / "run", tmp_path / "run", step_a=70, step_b=80)
@@ -257,8 +257,7 @@ def damaged(made, tmp_path):
     """A directory of two equal runs; step 70 of `run` is damaged, 30 was deleted."""
     shutil.copytree(made / "run", tmp_path / "all/run")
     shutil.copytree(made / "run", tmp_path / "all/other")
-    [chunk] = (tmp_path / "all/run/70/state").glob("params.trunk.kernel/c.*")
-    flip_bit(chunk)
+    chunks.flip(tmp_path / "all/run/70/state", "params.trunk.kernel/c.0.0")
     return tmp_path / "all"
 
 
@@ -455,7 +454,7 @@ def test_files_of_states_beside_runs_and_from_the_command_line(tmp_path, open_pa
 
 def test_a_plan_and_the_lists_of_steps_know_damage(made, tmp_path, open_page):
     shutil.copytree(made / "run", tmp_path / "run")
-    [largest] = (tmp_path / "run/80/state/params.trunk.kernel").glob("c*")
+    largest = tmp_path / "run/80/state/d/0.small.0"
     largest.write_bytes(largest.read_bytes()[:-1])
     first = min(int(step.name) for step in (tmp_path / "run").glob("[0-9]*"))
     space = open_page(tmp_path / "run")
@@ -490,16 +489,16 @@ def test_a_plan_of_a_damaged_step_links_to_that_of_the_newest_good_one(
 ):
     shutil.copytree(made / "run", tmp_path / "run")
     shutil.copytree(made / "run", tmp_path / "other")
-    [chunk] = (tmp_path / "run/80/state/params.trunk.kernel").glob("c*")
+    file = tmp_path / "run/80/state/d/0.small.0"
     match known_by:
         case "mark":
             markers.mark_damaged(tmp_path / "run/80", "params/trunk/kernel: lost")
         case "sizes":
-            chunk.write_bytes(chunk.read_bytes()[:-1])
+            file.write_bytes(file.read_bytes()[:-1])
         case "description":
             (tmp_path / "run/80/flaxckpt.json").write_text("{")
         case "verify":
-            flip_bit(chunk)
+            chunks.flip(tmp_path / "run/80/state", "params.trunk.kernel/c.0.0")
     space = open_page(tmp_path)
     if known_by == "verify":
         ask(verify.start, space, run="run", step=80)
@@ -544,8 +543,8 @@ def test_a_plan_of_a_damaged_step_links_to_no_other_damaged_step(
     made, tmp_path, open_page
 ):
     shutil.copytree(made / "run", tmp_path / "run")
-    for chunk in (tmp_path / "run").glob("*/state/params.trunk.kernel/c*"):
-        chunk.write_bytes(chunk.read_bytes()[:-1])
+    for file in (tmp_path / "run").glob("*/state/d/0.small.0"):
+        file.write_bytes(file.read_bytes()[:-1])
     shown = ask(plan.result, open_page(tmp_path), run="run", step=80, into="run")
     assert "would fail: the checkpoint is damaged" in shown
     assert "instead" not in shown
@@ -767,18 +766,17 @@ def test_news_of_a_run_are_its_new_and_deleted_steps(tmp_path, open_page):
 
 
 def test_news_of_a_run_are_steps_marked_by_another_process(tmp_path, open_page):
-    layout = flaxckpt.ArrayLayout(store="files")
-    with flaxckpt.Checkpointer(tmp_path / "run", layout=layout) as run:
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
         for step in (1, 2):
             run.save(step, {"w": np.ones(2)}).wait()
-    [chunk] = (tmp_path / "run/1/state/w").glob("c*")
-    whole = chunk.read_bytes()
-    chunk.write_bytes(whole[::-1])
+    file = tmp_path / "run/1/state/d/0.small.0"
+    whole = file.read_bytes()
+    file.write_bytes(whole[::-1])
     space = open_page(tmp_path / "run")
     [place] = space.places.runs.values()
     space.feeds.latest(place)
     for content, news in ((whole[::-1], "damaged"), (whole, "good again")):
-        chunk.write_bytes(content)
+        file.write_bytes(content)
         run_view.update_marker(flaxckpt.verify(tmp_path / "run", step=1))
         feeds._Feed.refresh(space.feeds._feeds[place.path])
         assert space.feeds.latest(place).news == f"step 1 {news}"
@@ -1086,6 +1084,7 @@ def test_a_plan_of_the_source_of_a_new_run(tmp_path, open_page):
 
 def test_a_plan_names_damage_that_the_restore_does_not_read(tmp_path, open_page):
     save_with_head(tmp_path / "old", 3)
+    old_stores.make_directories(tmp_path / "old")
     [chunk] = (tmp_path / "old/state/opt_state.0.mu.trunk").glob("c*")
     chunk.write_bytes(chunk.read_bytes()[:-1])
     space = open_page(tmp_path)

@@ -232,9 +232,8 @@ def state():
     "options",
     [
         {},
-        {"store": "files", "chunk_bytes": 700},
+        {"chunk_bytes": 700},
         {"codec": "zstd"},
-        {"store": "ocdbt"},
         {"zarr_version": 2},
     ],
     ids=str,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Literal
 
 from flaxckpt import _util, errors
 from flaxckpt._arrays.zarr import metadata
+
+_log = logging.getLogger(__name__)
 
 MIB = 2**20
 
@@ -23,8 +26,8 @@ class ArrayLayout:
         chunk_bytes: Upper bound on a chunk, in bytes before compression; None for
             64 MiB, or 8 MiB for compressed chunks, which are in memory several times
             while they are encoded.
-        store: `files` is a directory per leaf and a file per chunk, `ocdbt` is a
-            database with few files, `auto` selects `ocdbt` for more than 64 arrays.
+        store: No effect, as all arrays are stored in a database; use is logged. Will be
+            removed.
         codec: `none`; `compact` is blosc with lz4 and bit-shuffle; `zstd` is level 1.
         checksum: True if every chunk ends in its CRC-32C, verified by all readers. Not
             available in zarr 2.
@@ -36,7 +39,7 @@ class ArrayLayout:
     """
 
     chunk_bytes: int | None = None
-    store: Literal["auto", "files", "ocdbt"] = "auto"
+    store: Literal["auto", "files", "ocdbt"] | None = None
     codec: Literal["none", "compact", "zstd"] = "none"
     checksum: bool = True
     zarr_version: Literal[2, 3] = 3
@@ -51,7 +54,7 @@ class ArrayLayout:
         )
         object.__setattr__(self, "shard_axes", axes)
         for name, allowed in (
-            ("store", ("auto", "files", "ocdbt")),
+            ("store", (None, "auto", "files", "ocdbt")),
             ("codec", ("none", "compact", "zstd")),
             ("zarr_version", (2, 3)),
         ):
@@ -59,6 +62,13 @@ class ArrayLayout:
                 raise errors.OptionError(
                     f"{name} must be one of {allowed}, got {getattr(self, name)!r}"
                 )
+        if self.store is not None:
+            _log.warning(
+                "ArrayLayout(store=%r) has no effect any more, as all arrays are stored"
+                " in a database: leave it out",
+                self.store,
+            )
+            object.__setattr__(self, "store", None)
 
     def axes_of(self, rank: int) -> tuple[int, ...]:
         """Returns `shard_axes` in an array of `rank` axes, counted from the first."""
@@ -91,6 +101,6 @@ def check_layout(layout: ArrayLayout | None) -> ArrayLayout:
         raise errors.OptionError(
             "layout must be a flaxckpt.ArrayLayout, got"
             f" {_util.arguments.describe(layout)}:"
-            " pass layout=ArrayLayout(store='files')"
+            " pass layout=ArrayLayout(codec='zstd')"
         )
     return layout

@@ -351,30 +351,12 @@ def region_of_key(key: str, shape: Shape, chunk_shape: Shape) -> Region | None:
     )
 
 
-DATABASE_VALUES = "d/0"
-"""Start of the names of the files of values in a database in an object store. Random
-hexadecimal digits follow, as in all databases."""
-
-_DATABASE_NODES = "d/1"
-
-_DATABASE_IN_STORE: dict[str, JSON] = {
-    # Values can be uploaded while the nodes of the tree still change.
-    "value_data_prefix": DATABASE_VALUES,
-    "btree_node_data_prefix": _DATABASE_NODES,
-    "version_tree_node_data_prefix": _DATABASE_NODES,
-    # Several files can be uploaded at a time, and not too many are to be listed.
-    "target_data_file_size": 16 * 2**20,
-}
-
-
 def kvstore(root: Path, name: str, *, ocdbt: bool) -> dict[str, JSON]:
     """Returns the TensorStore kvstore spec of the array `name` under `root`."""
     below = f"{name}/" if name else ""
     storage = _storage.of(root)
     if ocdbt:
-        base = storage.kvstore(root, "")
-        files = _DATABASE_IN_STORE if storage.costs_requests else {}
-        return {"driver": "ocdbt", "base": base, "path": below, **files}
+        return {"driver": "ocdbt", "base": storage.kvstore(root, ""), "path": below}
     return storage.kvstore(root, below)
 
 

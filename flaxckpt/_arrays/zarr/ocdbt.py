@@ -16,7 +16,7 @@ import tensorstore as ts
 
 from flaxckpt import _storage
 from flaxckpt._arrays.zarr import btree, metadata
-from flaxckpt._arrays.zarr.metadata import DATABASE, DATABASE_PART
+from flaxckpt._arrays.zarr.metadata import DATABASE
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
 _FREE_BYTES = 64 * 2**20
@@ -98,39 +98,6 @@ def open_shared(root: Path, context: ts.Context) -> ts.KvStore:
     if root not in opened:
         opened[root] = open(root, context)
     return opened[root]
-
-
-def merge(root: Path, writers: int) -> None:
-    """Merges the databases of all processes into a single database, atomically.
-
-    Values stay in their files, and can be found only by the merged database.
-    """
-    context = _storage.store_requests.context()  # must be shared, or nothing is copied
-    whole = open(root, context)
-    transaction = ts.Transaction(atomic=True)
-    taken = [
-        open(root / f"{DATABASE_PART}{writer}", context).experimental_copy_range_to(
-            whole.with_transaction(transaction)
-        )
-        for writer in range(writers)
-    ]
-    for future in taken:
-        _storage.paths.result(future, root)
-    _storage.paths.result(transaction.commit_async(), root)
-    for writer in range(writers):
-        (root / f"{DATABASE_PART}{writer}" / DATABASE).unlink(missing_ok=True)
-
-
-def keys(root: Path) -> set[str]:
-    """Returns all keys of a database.
-
-    Args:
-        root: The directory of the database, with checked links.
-
-    Raises:
-        ValueError, OSError: As for `read_tree`.
-    """
-    return {key.decode(errors="surrogateescape") for key in read_tree(root)}
 
 
 class _Tree:

@@ -6,7 +6,6 @@ import base64
 import binascii
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from flaxckpt import _arrays, _state
@@ -15,7 +14,6 @@ from flaxckpt._arrays.zarr.checksums import CHECKSUM_BYTES, ChunkChecksums
 from flaxckpt._arrays.zarr.metadata import Encoding
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath, Shape
-from flaxckpt.formats._native import items as native_items
 from flaxckpt.formats._native.items import Items
 
 CHUNKS = "checksums"
@@ -85,37 +83,6 @@ def _arrays_of(
             and _arrays.zarr.metadata.is_raw(encoding, shape, dtype)
         )
         yield info, _Chunks(shape, chunk_shape, size * is_segmented)
-
-
-def read_missing(
-    root: Path,
-    infos: Sequence[LeafInfo],
-    items: Items,
-    encoding: Encoding,
-    checksums: _arrays.write.Checksums,
-) -> _arrays.write.Checksums:
-    """Returns the checksums of all chunks: of those without, from the written files.
-
-    Args:
-        root: The directory with the arrays, all written.
-        infos: The leaves of the checkpoint.
-        items: The items of the checkpoint.
-        encoding: Encoding of the chunks, with checksums.
-        checksums: The checksums that the writers have computed.
-    """
-    known = dict(checksums)
-    missing: dict[str, dict[str, list[str]]] = {}
-    for info, chunks in _arrays_of(infos, encoding):
-        name = items.array_directory(info)
-        keys = [key for key in chunks.keys if key not in known.get(name, {})]
-        if keys:
-            missing.setdefault(items.item_of(info), {})[items.param_name(info)] = keys
-    for item, names in missing.items():
-        found = _arrays.databases.read_checksums(root / item, names, ocdbt=False)
-        for name, values in found.items():
-            directory = f"{native_items.prefix(item)}{name}".rstrip("/")
-            known[directory] = {**known.get(directory, {}), **values}
-    return known
 
 
 def rows(

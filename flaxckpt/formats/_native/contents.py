@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +30,6 @@ class Contents:
     Attributes:
         infos: The leaves, in order.
         structure: The containers.
-        ocdbt: Whether the arrays are in an OCDBT database.
         encoding: Encoding of the chunks.
         items: The items with the arrays and the dataset.
         step: Step number, or None.
@@ -49,7 +48,6 @@ class Contents:
 
     infos: Sequence[LeafInfo]
     structure: _state.tree.Node | LeafPath
-    ocdbt: bool
     encoding: _arrays.zarr.metadata.Encoding
     items: Items = dataclasses.field(default_factory=Items)
     step: int | None = None
@@ -84,7 +82,7 @@ def make_files(contents: Contents) -> dict[str, bytes]:
         root = items.prefix(item)
         files |= {
             f"{root}{items.TREE}": orbax_files.tree_metadata(
-                infos, ocdbt=contents.ocdbt, zarr_version=contents.encoding.version
+                infos, zarr_version=contents.encoding.version
             ),
             f"{root}{items.SHARDING}": orbax_files.shardings(infos),
             f"{root}{items.ARRAYS}": orbax_files.array_metadatas(infos),
@@ -163,8 +161,7 @@ def seal(
         contents: Contents of the checkpoint.
         files: Result of `make_files`.
         root: The directory with the arrays.
-        written: Item -> what all processes have written to its database; the empty name
-            -> to directories. Checksums that lack are read from `root`. None for a
+        written: Item -> what all processes have written to its database. None for a
             trial without arrays.
         digests: Digests of files written by other processes: name -> digest.
 
@@ -183,47 +180,27 @@ def seal(
     sizes: dict[str, int] = {}
     checksums: _arrays.write.Checksums = {}
     for item, arrays in (written or {}).items():
-        start = items.prefix(item) if item else ""
+        start = items.prefix(item)
         checksums |= {f"{start}{k}": chunks for k, chunks in arrays.checksums.items()}
-        if contents.ocdbt:
-            tree = _arrays.write.write_tree(root / item, arrays.values)
-            sizes |= {f"{start}{name}": size for name, size in tree.sizes.items()}
-            recorded |= {f"{start}{name}": v for name, v in tree.digests.items()}
+        tree = _arrays.write.write_tree(root / item, arrays.values)
+        sizes |= {f"{start}{name}": size for name, size in tree.sizes.items()}
+        recorded |= {f"{start}{name}": v for name, v in tree.digests.items()}
     if contents.encoding.version == 2:
-        recorded |= _digests_of_arrays(contents, root, sizes)
+        recorded |= _digests_of_files(root, sizes)
     if not contents.encoding.checksum:
         checksums = {}
-    elif written is not None and not contents.ocdbt:
-        checksums = native_checksums.read_missing(
-            root, contents.infos, contents.items, contents.encoding, checksums
-        )
     with _trial_parse(orbax_json.MANIFEST) as parse:
         manifest = _manifest_text(contents, recorded, sizes, checksums)
         native_manifest.check_readable(parse(manifest), contents.infos)
     return {orbax_json.MANIFEST: manifest, seal_name(recorded): commit_marker(manifest)}
 
 
-def _digests_of_arrays(
-    contents: Contents, root: Path, sizes: Mapping[str, int]
-) -> dict[str, str]:
-    """Returns the digests of the array files of zarr 2.
-
-    Args:
-        contents: Contents of the checkpoint.
-        root: The directory with the arrays.
-        sizes: The files of databases -> bytes.
-    """
-    files = [root / name for name in sizes]
-    if not contents.ocdbt:
-        with _storage.paths.listing_cache(root):
-            for item, infos in contents.items.split(contents.infos).items():
-                names = {contents.items.param_name(info) for info in infos}
-                files += [f for name in names for f in (root / item / name).glob("*")]
-            files = [file for file in files if file.is_file()]  # none without arrays
+def _digests_of_files(root: Path, names: Iterable[str]) -> dict[str, str]:
+    """Returns the digests of files under `root`: name -> digest."""
     return {
-        file.relative_to(root).as_posix(): digest
-        for file in files
-        if (digest := _storage.of(file).digest_file(file, max_bytes=sys.maxsize))
+        name: digest
+        for name in names
+        if (digest := _storage.of(root).digest_file(root / name, max_bytes=sys.maxsize))
     }
 
 
@@ -268,9 +245,7 @@ def _manifest_text(
     sizes: Mapping[str, int] = MappingProxyType({}),
     checksums: _arrays.write.Checksums | None = None,
 ) -> bytes:
-    optional: dict[str, JSON] = {}
-    if contents.ocdbt:
-        optional["files"] = dict(sizes)
+    optional: dict[str, JSON] = {"files": dict(sizes)}
     if checksums:
         optional |= native_checksums.rows(
             contents.infos,
@@ -292,12 +267,10 @@ def _manifest_text(
     return orbax_json.dumps(
         {
             "format": "flaxckpt",
-            "version": native_manifest.version_for(
-                contents.items, contents.json, ocdbt=contents.ocdbt
-            ),
+            "version": native_manifest.VERSIONS[-1],
             "step": contents.step,
             "versions": native_manifest.versions(),
-            "ocdbt": contents.ocdbt,
+            "ocdbt": True,
             "encoding": native_manifest.encoding_row(contents.encoding),
             "leaves": [native_manifest.leaf_row(info) for info in contents.infos],
             "structure": _state.treedef.to_json(contents.structure),

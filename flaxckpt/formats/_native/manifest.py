@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flaxckpt import _arrays, _state, errors
@@ -316,13 +316,6 @@ def encoding_row(encoding: _arrays.zarr.metadata.Encoding) -> JSON:
     """Returns the encoding for the manifest; the inverse of `parse_encoding`."""
     row: dict[str, JSON] = {"codec": encoding.codec, "checksum": encoding.checksum}
     return row if encoding.version == 3 else {**row, "zarr_version": encoding.version}
-
-
-def version_for(items: Items, json: Collection[str], *, ocdbt: bool) -> int:
-    """Returns the oldest version of a manifest of such a checkpoint."""
-    if ocdbt:
-        return 3
-    return 1 if items == Items() and not json else 2
 
 
 def items_row(items: Items) -> JSON:

@@ -6,44 +6,23 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
-from flaxckpt import _arrays, _steps, errors
+from flaxckpt import _steps, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats._native import items
 
-_RESERVED = frozenset(
-    (
-        items.TREE,
-        items.SHARDING,
-        items.STRINGS,
-        "array_metadatas",
-        _arrays.zarr.metadata.DATABASE,
-        "d",
-    )
-)
-"""Names of files in an item."""
-
-_RESERVED_IN_ROOT = _RESERVED | items.UNDIGESTED | {items.METRICS, items.DATASET}
-"""Names of files and directories in a checkpoint that is its own item."""
-
-_MAX_NAME_BYTES = 240
-_MAX_DATABASE_NAME_BYTES = 2**15
+_MAX_NAME_BYTES = 2**15
 """Half of the limit on database keys; a key includes the name of the chunk."""
 
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
-_UNSAFE_CHARACTERS = re.compile(r"[/\\\n\0]")
 
 
-def check(
-    item: str, infos: Sequence[LeafInfo], names: Sequence[str], *, ocdbt: bool
-) -> None:
+def check(infos: Sequence[LeafInfo], names: Sequence[str]) -> None:
     """Raises LeafNameError for names that collide on disk or that readers refuse.
 
     Args:
-        item: The item of the leaves.
-        infos: The leaves.
+        infos: The leaves of an item.
         names: The name of each leaf on disk.
-        ocdbt: Whether the arrays are in an OCDBT database.
 
     Raises:
         LeafNameError: Lists all names at fault.
@@ -66,15 +45,9 @@ def check(
             faults[info.path] = slash
         elif _SURROGATES.search(name):
             faults[info.path] = "is not valid Unicode"
-        elif len(name.encode()) > _MAX_DATABASE_NAME_BYTES:
-            long = f"is longer than {_MAX_DATABASE_NAME_BYTES} bytes on disk"
+        elif len(name.encode()) > _MAX_NAME_BYTES:
+            long = f"is longer than {_MAX_NAME_BYTES} bytes on disk"
             faults[f"{info.path[:60]} …"] = long
-        elif (
-            not ocdbt
-            and info.chunk_shape is not None
-            and (not _is_file_safe(item, name) or (not name and len(infos) > 1))
-        ):
-            faults[info.path] = "is not a valid name of a directory; use store='ocdbt'"
     for name, outer in _nested_names(strings):
         faults[seen[name]] = f"continues the name of the string {outer!r} after a '/'"
     if faults:
@@ -207,23 +180,3 @@ def _nested_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
             if name[:end] in names:
                 yield name, name[:end]
             end = name.find("/", end + 1)
-
-
-def are_file_safe(item: str, infos: Sequence[LeafInfo], names: Sequence[str]) -> bool:
-    """Returns True if each name on disk can be the directory of an array in `item`."""
-    return all(
-        # An array without a name would share the parent directory of other arrays.
-        _is_file_safe(item, name) and (name or len(infos) == 1)
-        for info, name in zip(infos, names, strict=True)
-        if info.chunk_shape is not None
-    )
-
-
-def _is_file_safe(item: str, name: str) -> bool:
-    return (
-        len(name.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
-        and name not in (_RESERVED if item else _RESERVED_IN_ROOT)
-        and (item or not _steps.markers.is_marker(name))
-        and name not in (".", "..")
-        and not _UNSAFE_CHARACTERS.search(name)
-    )

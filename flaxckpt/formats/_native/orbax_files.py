@@ -38,9 +38,7 @@ _VALUE_TYPES = {
 }
 
 
-def tree_metadata(
-    infos: Iterable[LeafInfo], *, ocdbt: bool, zarr_version: int = 3
-) -> bytes:
+def tree_metadata(infos: Iterable[LeafInfo], *, zarr_version: int = 3) -> bytes:
     """Returns the content of `_METADATA`."""
     key_text = functools.cache(_key_text)
     shape_text = functools.cache(_text)
@@ -53,7 +51,7 @@ def tree_metadata(
             f'"value_metadata":{_value_text(info, shape_text)}}}'
         )
     return (
-        f'{{"tree_metadata":{{{",".join(rows)}}},"use_ocdbt":{_text(ocdbt)},'
+        f'{{"tree_metadata":{{{",".join(rows)}}},"use_ocdbt":true,'
         f'"use_zarr3":{_text(zarr_version == 3)},'
         '"store_array_data_equal_to_fill_value":true,"custom_metadata":null}'
     ).encode()

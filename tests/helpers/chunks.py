@@ -1,0 +1,46 @@
+"""Stored chunks of arrays, in databases and in directories, to look at and to damage.
+
+A chunk is named as in `w/c.0.0`.
+"""
+
+from flaxckpt._arrays.zarr import ocdbt
+
+
+def place(root, name):
+    """Returns the file of a chunk, and its offset and size in the file.
+
+    Args:
+        root: The directory of an item with arrays.
+        name: The chunk.
+    """
+    if not (root / "manifest.ocdbt").exists():
+        return root / name, 0, len((root / name).read_bytes())
+    found = ocdbt.read_tree(root)[name.encode()]
+    return root / found.file, found.offset, found.size
+
+
+def names(root, array):
+    """Returns the chunks of an array in a database."""
+    keys = sorted(key.decode() for key in ocdbt.read_tree(root))
+    return [key for key in keys if key.startswith(f"{array}/c")]
+
+
+def read(root, name):
+    """Returns the stored bytes of a chunk."""
+    file, offset, size = place(root, name)
+    return file.read_bytes()[offset : offset + size]
+
+
+def put(root, name, content):
+    """Replaces the stored bytes of a chunk by as many others."""
+    file, offset, size = place(root, name)
+    assert len(content) == size
+    whole = file.read_bytes()
+    file.write_bytes(whole[:offset] + content + whole[offset + size :])
+
+
+def flip(root, name, at=None):
+    """Flips a bit of the byte at `at` of a chunk, by default in its middle."""
+    content = bytearray(read(root, name))
+    content[len(content) // 2 if at is None else at] ^= 1
+    put(root, name, content)
