@@ -17,8 +17,6 @@ from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
 from flaxckpt._arrays.zarr.btree import Place, Value
 
-_TREE = frozenset((zarr_metadata.DATABASE, zarr_metadata.TREE))
-
 _CHECKSUMS_AT_ONCE = 4096
 
 _VALUES_AT_ONCE = 2**20
@@ -174,7 +172,9 @@ class Databases:
         self, root: Path, checkpoint: Path, check: Callable[[], None] | None
     ) -> Database:
         _storage.of(root).check_root(root, checkpoint)
-        with _storage.paths.read_ahead([root / name for name in _TREE]):
+        with _storage.paths.read_ahead(
+            [root / name for name in zarr_metadata.INDEX_FILES]
+        ):
             if check is not None:
                 check()
             return Database(root)
@@ -196,8 +196,7 @@ def check_digests(root: Path, digests: Mapping[str, str], *, max_bytes: int) -> 
         found = _storage.of(root).digest_file(root / name, max_bytes=max_bytes)
         _storage.files.check_digest(name, found, digests[name])
 
-    threads = read_tasks.THREADS if digests.keys() - _TREE else 1  # is read ahead
-    _util.threads.each(check, digests, threads=threads)
+    _util.threads.each(check, digests, threads=read_tasks.THREADS)
 
 
 def read_checksums(

@@ -109,7 +109,8 @@ def _verify(
         extra: list[str] = []
         try:
             if stored is not None and format_name == "flaxckpt":
-                extra = _verify_own(path, stored, findings)
+                with _storage.paths.read_ahead(_read_often(path, stored)):
+                    extra = _verify_own(path, stored, findings)
             elif stored is not None:
                 extra = _verify_foreign(path, stored, findings)
             if stored is not None:
@@ -281,12 +282,30 @@ def _describe_values(stored: Stored, info: LeafInfo, place: verify_report.Place)
 # ---- our own format ---------------------------------------------------------------
 
 
+def _read_often(path: Path, stored: Stored) -> list[Path]:
+    """Returns the files that several checks read."""
+    names = {
+        _native.orbax_json.MANIFEST,
+        _native.items.CHECKPOINT,
+        _native.contents.seal_name(stored.digests),
+        *_index_files(stored),
+    }
+    return [path / name for name in sorted(names)]
+
+
+def _index_files(stored: Stored) -> set[str]:
+    """Returns the files of databases that have the places of the values."""
+    names = _arrays.zarr.metadata.INDEX_FILES
+    roots = map(_native.items.prefix, stored.items.trees)
+    return {f"{root}{name}" for root in roots for name in names}
+
+
 def _verify_own(
     path: Path, stored: Stored, findings: verify_report.Findings
 ) -> list[str]:
     """Compares every file with a checksum; returns files not in the checkpoint."""
     manifest = _native.items.read_json(path / _native.orbax_json.MANIFEST, path)
-    digests = file_sizes.digests(stored)
+    digests, index = file_sizes.digests(stored), _index_files(stored)
     checks = [
         Check(
             name,
@@ -296,7 +315,8 @@ def _verify_own(
                 name,
                 digest,
                 findings.counter.add,
-                is_of_arrays=stored.items.tree_of_file(name) is not None,
+                is_large=name not in index
+                and stored.items.tree_of_file(name) is not None,
             ),
         )
         for name, digest in digests.items()
@@ -331,12 +351,11 @@ def _check_digest(
     recorded: str,
     count: Callable[[int], object],
     *,
-    is_of_arrays: bool,
+    is_large: bool,
 ) -> None:
     """Raises ValueError if the SHA-256 of a file differs from `recorded`."""
     digest = hashlib.sha256()
-    size = _LARGE if is_of_arrays else 0
-    _stream(path / name, path, count, digest.update, size)
+    _stream(path / name, path, count, digest.update, _LARGE if is_large else 0)
     _storage.files.check_digest("it", f"sha256:{digest.hexdigest()}", recorded)
 
 

@@ -8,7 +8,8 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore as ts
@@ -43,7 +44,8 @@ def _nothing() -> bytes:
 class _Listing:
     """A cached listing of the keys under a prefix."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, bucket: Bucket, prefix: str) -> None:
+        self.bucket = bucket
         self.prefix = prefix
         self.keys: list[str] | None = None
         self.changes = 0
@@ -60,6 +62,25 @@ class _Listing:
         start = bisect.bisect_left(keys, prefix)
         rest = itertools.islice(keys, start, None)
         return list(itertools.takewhile(lambda key: key.startswith(prefix), rest))
+
+
+class _Ahead(NamedTuple):
+    """Values read ahead.
+
+    Attributes:
+        bucket: Their bucket.
+        changes: The number of changes by this process before the reads.
+        values: Key -> value, or None for a missing key.
+    """
+
+    bucket: Bucket
+    changes: int
+    values: dict[str, StoredValue | None]
+
+
+# Of a `with` block, and of the threads that work for it.
+_LISTINGS: ContextVar[tuple[_Listing, ...]] = ContextVar("listings", default=())
+_AHEAD: ContextVar[tuple[_Ahead, ...]] = ContextVar("values read ahead", default=())
 
 
 class Bucket:
@@ -89,8 +110,6 @@ class Bucket:
         self._reading = _util.forks.PerProcess(
             lambda: _util.threads.Budget(_PARTS_BYTES)
         )
-        self._listings = threading.local()
-        self._ahead = threading.local()
         self._changes = 0
 
     # ---- requests -----------------------------------------------------------------
@@ -108,8 +127,8 @@ class Bucket:
         A range beyond the end raises an error, except an empty range, which gets only
         the generation. `size` is the expected size, for the deadline.
         """
-        for values in self._values_read_ahead():
-            if key in values:
+        for bucket, changes, values in _AHEAD.get():
+            if bucket is self and changes == self._changes and key in values:
                 stored = values[key]
                 if stored is None or (stop or 0) <= len(stored.value):
                     return stored and stored._replace(value=stored.value[start:stop])
@@ -340,29 +359,22 @@ class Bucket:
 
     @contextlib.contextmanager
     def read_ahead(self, keys: Iterable[str]) -> Iterator[None]:
-        """Reads small values at once, for reads on this thread in the `with` block.
+        """Reads small values at once, for reads in the `with` block.
 
         Changes by other processes meanwhile are not seen; changes by this process end
         the use of all values.
         """
-        values: dict[str, StoredValue | None] = {}
-        changes = self._changes
+        ahead = _Ahead(self, self._changes, {})
 
         def read(key: str) -> None:
-            values[key] = self.read(key)
+            ahead.values[key] = self.read(key)
 
         _util.threads.each(read, keys, threads=_PARTS_AT_A_TIME)
-        ahead = self._ahead.__dict__.setdefault("all", [])
-        ahead.append((changes, values))
+        before = _AHEAD.set((*_AHEAD.get(), ahead))
         try:
             yield
         finally:
-            ahead.pop()
-
-    def _values_read_ahead(self) -> Iterator[dict[str, StoredValue | None]]:
-        for changes, values in self._ahead.__dict__.get("all", []):
-            if changes == self._changes:
-                yield values
+            _AHEAD.reset(before)
 
     # ---- cached listings ----------------------------------------------------------
 
@@ -370,21 +382,19 @@ class Bucket:
     def listing_cache(self, prefix: str) -> Iterator[None]:
         """Caches a listing of `prefix` during the `with` block.
 
-        `keys` and `has` use the cache on this thread, until this process writes to the
-        store or deletes from it. Changes by other processes are not seen.
+        `keys` and `has` use the cache, until this process writes to the store or
+        deletes from it. Changes by other processes are not seen.
         """
-        listings: list[_Listing] = self._listings.__dict__.setdefault("all", [])
-        listings.append(_Listing(prefix))
+        before = _LISTINGS.set((*_LISTINGS.get(), _Listing(self, prefix)))
         try:
             yield
         finally:
-            listings.pop()
+            _LISTINGS.reset(before)
 
     def _listing(self, prefix: str) -> _Listing | None:
         """Returns the outermost cached listing around `prefix`, brought up to date."""
-        listings: list[_Listing] = self._listings.__dict__.get("all", [])
-        for listing in listings:
-            if prefix.startswith(listing.prefix):
+        for listing in _LISTINGS.get():
+            if listing.bucket is self and prefix.startswith(listing.prefix):
                 if listing.keys is None or listing.changes != self._changes:
                     listing.changes = self._changes
                     listing.keys = self._list(listing.prefix)

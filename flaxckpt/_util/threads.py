@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import math
 import sys
 import threading
@@ -117,7 +118,8 @@ def beside(function: Callable[[], object]) -> Iterator[Callable[[], None]]:
 
 
 def _start(work: Callable[[], None]) -> threading.Thread | None:
-    thread = threading.Thread(target=work, name="flaxckpt", daemon=False)
+    run = contextvars.copy_context().run  # for what holds in the caller's block
+    thread = threading.Thread(target=run, args=(work,), name="flaxckpt", daemon=False)
     try:
         thread.start()
     except RuntimeError:  # Python is exiting, or the system has no more threads

@@ -35,8 +35,11 @@ DATABASE = "manifest.ocdbt"
 TREE = "d/tree"
 """The file with the nodes of the tree of a database that we write."""
 
+INDEX_FILES = frozenset((DATABASE, TREE))
+"""The files of a database that we write, without those of values."""
+
 DATABASE_PART = "ocdbt.process_"
-"""Prefix of the database of a process, in Orbax and in flaxckpt."""
+"""Prefix of the database of a process, in Orbax and in flaxckpt before version 3."""
 
 CODECS = ("none", "compact", "zstd")
 
