@@ -331,11 +331,13 @@ def _verify_own(
     findings.run(checks)
     arrays = verify_arrays.find_checks(path, stored, manifest, findings)
     findings.run(arrays.checks)
-    for leaf_path in arrays.undigested:
+    lost = _unreadable(stored, findings)  # the fault of their file is known
+    undigested = {p: leaf for p, leaf in arrays.undigested.items() if p not in lost}
+    for leaf_path in undigested:
         findings.unchecked[leaf_path] = (
             "it was saved without checksums; its files exist"
         )
-    _decode(path, arrays.undigested, findings)
+    _decode(path, undigested, findings)
     expected = {*digests, *_native.items.UNDIGESTED, *arrays.files}
     present = {name for name in _names(path, path) if not _is_marker(name)}
     return sorted(present - expected)

@@ -318,6 +318,12 @@ def test_without_checksums_it_is_said_that_nothing_proves_the_values(tmp_path, i
     file.write_bytes(file.read_bytes()[: offset + 5])
     told = "bytes instead of" if is_old else "ends before the chunk c.0.0 does"
     assert told in flaxckpt.verify(tmp_path).problems["w"]
+    file.unlink()
+    report = flaxckpt.verify(tmp_path)
+    name = "w" if is_old else str(file.relative_to(tmp_path / "1"))
+    assert list(report.problems) == [name], "and not each leaf in it once more"
+    assert "w" in report.unreadable
+    assert "w" not in report.unchecked
 
 
 def test_metrics_that_were_changed_by_hand_are_lost_and_told_of(tmp_path, caplog):
