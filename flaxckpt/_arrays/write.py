@@ -18,9 +18,8 @@ from flaxckpt._arrays.stored_chunks import (
 from flaxckpt._arrays.to_host import HostArray
 from flaxckpt._arrays.write_database import (
     DatabaseWriter,
-    WrittenTree,
     choose_sizes,
-    write_tree,
+    make_index,
 )
 from flaxckpt._arrays.written import Checksums, Previous, Written
 from flaxckpt._arrays.zarr.metadata import Encoding
@@ -32,11 +31,10 @@ __all__ = [
     "Count",
     "Previous",
     "Written",
-    "WrittenTree",
     "choose_sizes",
     "is_raw",
+    "make_index",
     "write",
-    "write_tree",
 ]
 
 
@@ -55,9 +53,9 @@ def write(
     batch: int | None = None,
     total_bytes: int = 0,
 ) -> Written:
-    """Writes the files of a database of zarr arrays, except its tree.
+    """Writes the files of a database of zarr arrays, except its index.
 
-    The database needs `write_tree` after all processes have written.
+    `make_index` makes the index after all processes have written.
 
     Args:
         root: A directory without arrays of these names.

@@ -10,7 +10,6 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from flaxckpt import _storage, _util
@@ -306,37 +305,31 @@ def _metadata_key(array: HostArray, encoding: Encoding) -> bytes:
     return _database_key(array.name, name)
 
 
-class WrittenTree(NamedTuple):
-    """The files of a database.
+class Index(NamedTuple):
+    """The index of a database.
 
     Attributes:
-        digests: The files of the tree -> digest.
-        sizes: The files with the chunks -> bytes.
+        files: The files to write: name -> content; none without values.
+        sizes: The files with the values -> bytes.
     """
 
-    digests: dict[str, str]
+    files: dict[str, bytes]
     sizes: dict[str, int]
 
 
-def write_tree(root: Path, values: Mapping[bytes, Value]) -> WrittenTree:
-    """Writes the tree of a database whose other files are written.
+def make_index(values: Mapping[bytes, Value]) -> Index:
+    """Returns the index of a database, to be written after all other files.
 
     Args:
-        root: The directory of the database.
         values: The values that the writers have returned.
     """
-    written = WrittenTree({}, {})
     if not values:
-        return written
-    tree = btree.encode(values, zarr_metadata.TREE)
-    for name, content in (
-        (zarr_metadata.TREE, tree.nodes),
-        (zarr_metadata.DATABASE, tree.manifest),
-    ):
-        chunk_file.write(root / name, [memoryview(content)])
-        written.digests[name] = _storage.files.digest(content)
+        return Index({}, {})
+    sizes: dict[str, int] = {}
     for value in values.values():
         if isinstance(value, Place):
             end = value.offset + value.size
-            written.sizes[value.file] = max(end, written.sizes.get(value.file, 0))
-    return written
+            sizes[value.file] = max(end, sizes.get(value.file, 0))
+    tree = btree.encode(values, zarr_metadata.TREE)
+    names = (zarr_metadata.TREE, zarr_metadata.DATABASE)
+    return Index(dict(zip(names, (tree.nodes, tree.manifest), strict=True)), sizes)

@@ -52,9 +52,8 @@ class Written(NamedTuple):
     """What was written.
 
     Attributes:
-        checksums: The checksums of chunks and of their segments; in directories, only
-            of raw chunks.
-        values: The values of a database, for `write_tree`; none for directories.
+        checksums: The checksums of chunks and of their segments.
+        values: The values of the database, for `make_index`.
     """
 
     checksums: Checksums

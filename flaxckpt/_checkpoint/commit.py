@@ -260,7 +260,7 @@ def temporary_directory(snapshot: Snapshot) -> Iterator[Path]:
 
 
 WrittenArrays: TypeAlias = dict[str, _arrays.write.Written]
-"""Item -> what was written to its database; the empty name -> to directories."""
+"""Item -> what was written to its database."""
 
 
 def write_files(

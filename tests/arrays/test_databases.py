@@ -11,7 +11,7 @@ import tensorstore as ts
 import flaxckpt
 from flaxckpt._arrays import read_raw, read_tasks
 from flaxckpt._arrays.databases import Database, Databases, check_digests
-from flaxckpt._arrays.write import write_tree
+from flaxckpt._arrays.write import make_index
 from flaxckpt._arrays.zarr import btree, ocdbt
 from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
 from flaxckpt._state.leaf import LeafInfo
@@ -42,7 +42,8 @@ def make_one_file(root, values):
         content += value
     (root / "d").mkdir()
     (root / "d/values").write_bytes(content)
-    write_tree(root, places)
+    for name, content in make_index(places).files.items():
+        (root / name).write_bytes(content)
     return root
 
 

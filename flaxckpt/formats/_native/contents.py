@@ -149,12 +149,12 @@ def seal(
     written: Mapping[str, _arrays.write.Written] | None,
     digests: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, bytes]:
-    """Writes the trees of databases, and returns the manifest and a file of its digest.
+    """Returns the last files: indexes of databases, the manifest, and its digest.
 
-    The file is the commit marker or, in an item, `flaxckpt.digest`.
+    The digest is in the commit marker or, in an item, in `flaxckpt.digest`.
 
     The manifest has the digests of all `files` except the metrics, which may be
-    replaced later, and of the trees of databases. For zarr 2, whose chunks have no
+    replaced later, and of the indexes of databases. For zarr 2, whose chunks have no
     checksums, it has the digests of all array files.
 
     Args:
@@ -177,14 +177,16 @@ def seal(
         if not name.startswith(METRICS)
     }
     recorded |= digests
+    last: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
     checksums: _arrays.write.Checksums = {}
     for item, arrays in (written or {}).items():
         start = items.prefix(item)
         checksums |= {f"{start}{k}": chunks for k, chunks in arrays.checksums.items()}
-        tree = _arrays.write.write_tree(root / item, arrays.values)
-        sizes |= {f"{start}{name}": size for name, size in tree.sizes.items()}
-        recorded |= {f"{start}{name}": v for name, v in tree.digests.items()}
+        index = _arrays.write.make_index(arrays.values)
+        sizes |= {f"{start}{name}": size for name, size in index.sizes.items()}
+        last |= {f"{start}{name}": content for name, content in index.files.items()}
+    recorded |= {name: _storage.files.digest(content) for name, content in last.items()}
     if contents.encoding.version == 2:
         recorded |= _digests_of_files(root, sizes)
     if not contents.encoding.checksum:
@@ -192,7 +194,9 @@ def seal(
     with _trial_parse(orbax_json.MANIFEST) as parse:
         manifest = _manifest_text(contents, recorded, sizes, checksums)
         native_manifest.check_readable(parse(manifest), contents.infos)
-    return {orbax_json.MANIFEST: manifest, seal_name(recorded): commit_marker(manifest)}
+    last[orbax_json.MANIFEST] = manifest
+    last[seal_name(recorded)] = commit_marker(manifest)
+    return last
 
 
 def _digests_of_files(root: Path, names: Iterable[str]) -> dict[str, str]:
