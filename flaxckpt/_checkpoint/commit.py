@@ -428,12 +428,12 @@ def metadata_files(contents: _native.contents.Contents, path: Path) -> dict[str,
 
 
 def write_new(root: Path, files: Mapping[str, bytes]) -> None:
-    """Writes new files and syncs each file, but not their directories."""
+    """Writes new files; the caller syncs them and their directories."""
     storage = _storage.of(root)
 
     def write(name: str) -> None:
         _storage.files.make_parents(root, name)
-        storage.write(root / name, files[name])
+        storage.write_parts(root / name, [memoryview(files[name])])
 
     threads = _THREADS_OF_STORES if storage.costs_requests else 1
     _util.threads.each(write, files, threads=threads)

@@ -213,7 +213,7 @@ def _write_part(
     commit.write_new(temporary, files)
     storage = _storage.of(temporary)
     if files:
-        storage.sync_directory(temporary / dataset)
+        storage.sync_files(map(temporary.joinpath, (*files, dataset)), _SYNCING_THREADS)
     for item, written in arrays.items():
         values = written.values.values()
         names = {value.file for value in values if not isinstance(value, bytes)}
