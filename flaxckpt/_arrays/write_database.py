@@ -44,11 +44,13 @@ class FileSizes(NamedTuple):
 
     Attributes:
         own: Arrays of at least this size have files of their own.
-        full: A file ends with the chunk that makes it as large.
+        full: A file of an array ends with the chunk that makes it as large.
+        full_shared: So does a file that smaller arrays share.
     """
 
     own: int
     full: int
+    full_shared: int
 
 
 def choose_sizes(total_bytes: int, *, in_store: bool = False) -> FileSizes:
@@ -59,8 +61,10 @@ def choose_sizes(total_bytes: int, *, in_store: bool = False) -> FileSizes:
         in_store: Whether the files are objects, which are sent as a whole.
     """
     own = max(_OWN_FILE_BYTES, total_bytes // _LARGE_FILES)
-    most = _FILE_BYTES if in_store else to_host.STAGED_BYTES
-    return FileSizes(own, max(_FILE_BYTES, min(own, most)))
+    if in_store:
+        return FileSizes(own, _FILE_BYTES, _FILE_BYTES)
+    full = max(_FILE_BYTES, min(own, to_host.STAGED_BYTES))
+    return FileSizes(own, full, min(own, full))  # a later save links most of them
 
 
 class DatabaseWriter:
@@ -172,17 +176,21 @@ class DatabaseWriter:
         small: list[_Stored] = []
         for array, group in itertools.groupby(chunks, key=lambda chunk: chunk.array):
             if array.nbytes >= self._sizes.own and (name := self._file_name(array)):
-                yield from self._fill(f"{self._writer}.{{}}/{name}", group)
+                path = f"{self._writer}.{{}}/{name}"
+                yield from self._fill(path, group, self._sizes.full)
             else:
                 small += group
-        yield from self._fill(f"{self._writer}.small.{{}}", small)
+        path = f"{self._writer}.small.{{}}"
+        yield from self._fill(path, small, self._sizes.full_shared)
 
-    def _fill(self, path: str, chunks: Iterable[_Stored]) -> Iterator[_DataFile]:
-        """Yields files with chunks, the larger ones at the beginning of a page."""
+    def _fill(
+        self, path: str, chunks: Iterable[_Stored], full: int
+    ) -> Iterator[_DataFile]:
+        """Yields files of `full` bytes; larger chunks begin at a page."""
         placed: list[tuple[int, _Stored]] = []
         end = 0
         for chunk in chunks:
-            if end >= self._sizes.full:
+            if end >= full:
                 yield self._data_file(path, placed)
                 placed, end = [], 0
             if chunk.size >= chunk_file.MAPPED_FROM:

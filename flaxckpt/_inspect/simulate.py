@@ -216,7 +216,7 @@ def _files(
         is_large = mine >= sizes.own
         counts += np.where(is_large, -(-mine // sizes.full), 0)
         small += np.where(is_large, 0, mine)
-    counts += -(-small // sizes.full)
+    counts += -(-small // sizes.full_shared)
     return [int(count) for count in counts]
 
 

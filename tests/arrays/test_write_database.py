@@ -54,12 +54,19 @@ def chunked(draw):
 
 
 @settings(max_examples=60)
-@given(chunked(), st.sampled_from(["none", "zstd"]), st.integers(1, 5000))
-def test_tensorstore_reads_any_arrays(tmp_path_factory, arrays, codec, file_bytes):
+@given(
+    arrays=chunked(),
+    codec=st.sampled_from(["none", "zstd"]),
+    file_bytes=st.integers(1, 5000),
+    own_bytes=st.integers(1, 5000),
+)
+def test_tensorstore_reads_any_arrays(
+    tmp_path_factory, arrays, codec, file_bytes, own_bytes
+):
     root = tmp_path_factory.mktemp("database")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_database, "_FILE_BYTES", file_bytes)
-        patch.setattr(write_database, "_OWN_FILE_BYTES", 1000)
+        patch.setattr(write_database, "_OWN_FILE_BYTES", own_bytes)
         written = old_stores.write(
             root,
             [host(name, values, chunks) for name, (values, chunks) in arrays.items()],
@@ -93,28 +100,28 @@ def test_files_have_the_names_of_large_arrays(tmp_path):
         "count": 3,
     }
     flaxckpt.save(tmp_path / "c", state, layout=DATABASE)
-    assert names(tmp_path / "c/state/d") == {
-        "tree",
-        "0.0/params.kernel",
-        "0.small.0",  # also Kernel, which some file systems do not tell from kernel
-    }
+    found = names(tmp_path / "c/state/d")
+    shared = {f"0.small.{n}" for n in range(len(found) - 2)}
+    # Also Kernel, which some file systems do not tell from kernel.
+    assert found == {"tree", "0.0/params.kernel", *shared}
     strategies.assert_same(flaxckpt.load(tmp_path / "c"), state)
     assert flaxckpt.verify(tmp_path / "c").ok
 
 
 @pytest.mark.parametrize(
-    ("total", "in_store", "own", "full"),
+    ("total", "in_store", "mib"),
     [
-        (0, False, MIB, 64 * MIB),
-        (2**30, False, MIB, 64 * MIB),
-        (2**34, False, 16 * MIB, 64 * MIB),
-        (2**37, False, 128 * MIB, 128 * MIB),
-        (2**40, False, 1024 * MIB, 256 * MIB),
-        (2**40, True, 1024 * MIB, 64 * MIB),
+        (0, False, (1, 64, 1)),
+        (2**30, False, (1, 64, 1)),
+        (2**34, False, (16, 64, 16)),
+        (2**37, False, (128, 128, 128)),
+        (2**40, False, (1024, 256, 256)),
+        (2**40, True, (1024, 64, 64)),
     ],
 )
-def test_a_large_state_has_larger_files(total, in_store, own, full):
-    assert write_database.choose_sizes(total, in_store=in_store) == (own, full)
+def test_a_large_state_has_larger_files(total, in_store, mib):
+    sizes = write_database.choose_sizes(total, in_store=in_store)
+    assert sizes == tuple(size * MIB for size in mib)
 
 
 def test_a_large_array_has_files_of_64_mib(tmp_path):
@@ -142,6 +149,21 @@ def test_a_step_with_nearly_all_leaves_frozen_is_small(tmp_path, codec):
         ]
     assert sizes[1].bytes_written < 0.02 * sizes[0].bytes_written
     strategies.assert_same(flaxckpt.load(tmp_path, step=2)["w1"], frozen["w1"])
+
+
+@pytest.mark.parametrize("codec", ["none", "compact"])
+def test_so_is_one_with_small_leaves_that_share_files(tmp_path, codec):
+    values = np.random.default_rng(0).standard_normal((450, 60_000), np.float32)
+    state = {f"w{n:03}": values[n] for n in range(450)}
+    layout = flaxckpt.ArrayLayout(codec=codec)
+    with flaxckpt.Checkpointer(tmp_path, layout=layout) as ckpt:
+        sizes = [
+            ckpt.save(step, {**state, "w123": values[123] + step}).wait()
+            for step in (1, 2)
+        ]
+    assert sizes[1].bytes_written < 0.02 * sizes[0].bytes_written
+    assert len(places(tmp_path / "2/state")) < 100
+    strategies.assert_same(flaxckpt.load(tmp_path)["w124"], values[124])
 
 
 def test_a_part_of_a_leaf_is_read_and_verified_by_segments(tmp_path):
