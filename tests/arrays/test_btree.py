@@ -17,7 +17,7 @@ numbers = itertools.count()
 
 
 def values_of(keys):
-    inline = st.binary(max_size=200)
+    inline = st.binary(max_size=200) | st.just(bytes(4096))  # of a compressed node
     places = st.builds(
         btree.Place,
         st.sampled_from(FILES[:3]),

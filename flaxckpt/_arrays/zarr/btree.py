@@ -39,8 +39,14 @@ _HEADER_BYTES = 12  # magic number and length
 _ID_BYTES = 16
 _LEVEL_BYTES = 4
 
+_VERSION = 0
+
 _NODE_BYTES = 2**20
-"""A node ends with the entry that makes it as large."""
+"""A node ends with the entry that makes it as large, before compression."""
+
+_COMPRESSED_FROM = 4096
+_COMPRESSION_LEVEL = 1
+"""Of nodes, most of which is metadata of arrays: a tenth of the bytes are left."""
 
 _PLACE_BYTES = 16
 """About the size of a place in a node."""
@@ -251,8 +257,11 @@ def _manifest(root: _Node, height: int) -> bytes:
 
 
 def _frame(magic: bytes, *body: bytes) -> bytes:
-    version = uncompressed = b"\0"
-    content = b"".join((version, uncompressed, *body))
+    fields, compression = b"".join(body), 0
+    if len(fields) >= _COMPRESSED_FROM:
+        fields = zstandard.ZstdCompressor(_COMPRESSION_LEVEL).compress(fields)
+        compression = 1
+    content = bytes([_VERSION, compression]) + fields
     size = _HEADER_BYTES + len(content) + _CHECKSUM.size
     framed = magic + _LENGTH.pack(size) + content
     return framed + _CHECKSUM.pack(crc32c.crc32c(framed))
@@ -317,7 +326,7 @@ def _unpack(content: bytes, magic: bytes) -> bytes:
     if _CHECKSUM.unpack(checksum)[0] != crc32c.crc32c(framed):
         raise ValueError("it has changed since it was written: its CRC-32C differs")
     version, compression = framed[_HEADER_BYTES : _HEADER_BYTES + 2]
-    if version or compression > 1:
+    if version != _VERSION or compression > 1:
         raise ValueError("it is of a version that is not supported")
     fields = framed[_HEADER_BYTES + 2 :]
     if compression:
