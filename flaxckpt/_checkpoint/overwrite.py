@@ -532,7 +532,7 @@ def _is_disposable(name: str) -> bool:
     directory, _, file = name.rpartition("/")
     return (
         _steps.markers.is_marker(file)
-        or _storage.files.is_replacing(file)
+        or _storage.files.is_temporary(file)
         or _NFS_FILE.fullmatch(file) is not None
         or _SYSTEM_FILE.fullmatch(file) is not None
         or _storage.temporary.TEMPORARY in directory

@@ -115,7 +115,7 @@ def _belongs(path: Path, file: Path) -> bool:
     is_leftover = where in (
         "",
         _native.items.METRICS,
-    ) and _storage.files.is_replacing(file.name)
+    ) and _storage.files.is_temporary(file.name)
     is_mark = (
         not where
         and _steps.markers.is_marker(name)

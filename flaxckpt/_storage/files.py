@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -24,10 +25,7 @@ _LONG_BYTES = 64 * 2**20
 _BEST_RATIO = 64
 """No file system compresses a long file to a smaller part than `1 / _BEST_RATIO`."""
 
-REPLACING = ".tmp"
-"""Suffix of the temporary files of `Storage.replace`, after a random part."""
-
-_REPLACING_NAME = re.compile(rf".+\.[0-9a-f]{{8}}{re.escape(REPLACING)}", re.DOTALL)
+_TEMPORARY = re.compile(r".+\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
 
 def open_regular_file(path: Path | str, *, within: Path | None = None) -> int:
@@ -153,9 +151,14 @@ def _check_link(path: str, directory: Path) -> None:
 # ---- changes -------------------------------------------------------------------------
 
 
-def is_replacing(name: str) -> bool:
-    """Returns True for the name of a temporary file of `Storage.replace`."""
-    return _REPLACING_NAME.fullmatch(name) is not None
+def temporary_file(file: Path) -> Path:
+    """Returns a new path beside `file`, which `sweep_files` removes after a crash."""
+    return file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
+
+
+def is_temporary(name: str) -> bool:
+    """Returns True for the name of a result of `temporary_file`."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def sync_directory(path: Path) -> None:

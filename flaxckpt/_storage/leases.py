@@ -21,13 +21,12 @@ import os
 import re
 import secrets
 import socket
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flaxckpt import _util, errors
-from flaxckpt._storage import paths, permissions
+from flaxckpt._storage import files, paths, permissions
 from flaxckpt._storage.paths import RemotePath
 
 READING = "READING-"
@@ -199,11 +198,24 @@ def sweep(directory: RemotePath) -> None:
 
 def _file_system_time(directory: Path) -> float | None:
     """Returns the file system's time; None if no file can be made in `directory`."""
+    with contextlib.suppress(OSError, AttributeError):  # as on NFS, or on a Mac
+        return _time_of_new(directory, os.O_TMPFILE)
+    probe = files.temporary_file(directory / "TIME")
     try:
-        with tempfile.TemporaryFile(dir=directory) as probe:
-            return os.fstat(probe.fileno()).st_mtime
+        return _time_of_new(probe, os.O_CREAT | os.O_EXCL)
     except OSError:
         return None
+    finally:
+        with contextlib.suppress(OSError):  # left to a sweep, as after a crash
+            probe.unlink(missing_ok=True)
+
+
+def _time_of_new(path: Path, flag: int) -> float:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flag, 0o600)
+    try:
+        return os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)
 
 
 def readers(path: Path) -> list[str]:

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import io
 import os
-import secrets
 import shutil
 import stat
 from collections.abc import (
@@ -281,7 +280,7 @@ class LocalStorage:
     def replace(
         self, file: Path, content: bytes, /, *, mode: int | None = None
     ) -> None:
-        new = file.with_name(f"{file.name}.{secrets.token_hex(4)}{files.REPLACING}")
+        new = files.temporary_file(file)
         try:
             _write_new(new, content, mode)
             new.replace(file)

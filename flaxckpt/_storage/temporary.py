@@ -313,7 +313,7 @@ def sweep_files(directory: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     for name in names:
-        if not (files.is_replacing(name) or leases.is_lease(name)):
+        if not (files.is_temporary(name) or leases.is_lease(name)):
             continue
         path = directory / name
         if (

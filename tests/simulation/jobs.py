@@ -466,7 +466,7 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
         script, processes = _start(ledger, weather, count, 0)
         service = script._job.service
         troubled = _disturb(world, processes, service)
-        is_slow = disk.weather.slow * disk.weather.slowest_secs > 0.1 or weather.slow
+        is_slow = disk.weather.slow * disk.weather.slowest_secs >= 0.1 or weather.slow
         if not is_slow:  # processes wait for late ones for half a minute only
             _Removals(ledger, script._job, troubled)
         scripts = [script] if processes[0] not in troubled else []

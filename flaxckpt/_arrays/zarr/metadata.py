@@ -35,7 +35,7 @@ DATABASE = "manifest.ocdbt"
 TREE = "d/tree"
 """The file with the nodes of the tree of a database that we write."""
 
-INDEX_FILES = frozenset((DATABASE, TREE))
+INDEX_FILES = (DATABASE, TREE)
 """The files of a database that we write, without those of values."""
 
 DATABASE_PART = "ocdbt.process_"
