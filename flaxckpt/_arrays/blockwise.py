@@ -216,7 +216,7 @@ def _as_numpy(info: LeafInfo, path: LeafPath) -> LeafInfo:
 
 
 def _read_parts(pieces: Sequence[Piece]) -> list[Array]:
-    context = _storage.store_requests.context()
+    context = arrays_read.new_context()
     faults = arrays_read.Faults()
     started = _start_reads(pieces, context, faults)
     values = []

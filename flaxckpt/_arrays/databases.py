@@ -7,17 +7,12 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import tensorstore as ts
-
 from flaxckpt import _storage, _util
 from flaxckpt._arrays import read_tasks
 from flaxckpt._arrays.read_tasks import Reading
-from flaxckpt._arrays.zarr import checksums as chunk_checksums
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
 from flaxckpt._arrays.zarr.btree import Place, Value
-
-_CHECKSUMS_AT_ONCE = 4096
 
 _VALUES_AT_ONCE = 2**20
 """Bytes of small values that are read in a call."""
@@ -33,23 +28,41 @@ class Database:
 
     Args:
         root: The directory of the database, with checked links.
+        sizes: Its files with values -> recorded bytes; None if not recorded.
 
     Raises:
         ValueError, OSError: The index is damaged, or cannot be read.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, sizes: Mapping[str, int] | None = None) -> None:
         self._root = root
-        self._index = zarr_ocdbt.read_tree(root)
+        self._index = zarr_ocdbt.open_index(root)
+        self._sizes = sizes
+        self._checked: set[str] = set()
         self._requested: dict[str, Place] = {}
         self._uses: collections.Counter[str] = collections.Counter()
         self._read: dict[str, bytes | Exception] = {}
 
     def _find(self, key: str) -> Value:
-        found = self._index.get(key.encode())
-        if found is None:
-            raise ValueError(f"{key} is missing")
+        found = self._index.find(key)
+        if isinstance(found, Place) and self._sizes is not None:
+            self._check_place(found, self._sizes)
         return found
+
+    def _check_place(self, place: Place, sizes: Mapping[str, int]) -> None:
+        """Raises ValueError for a place outside of the recorded files of the database.
+
+        Also for a local file of another size.
+        """
+        size = sizes.get(place.file, -1)
+        if place.offset + place.size > size:
+            raise ValueError(f"{place.file[:80]} has no such place as the index says")
+        if place.file not in self._checked:
+            file = self._root / place.file
+            found = _storage.of(file).known_size(file, None)
+            if found is not None and found != size:
+                raise ValueError(f"{file.name} has {found} bytes instead of {size}")
+            self._checked.add(place.file)
 
     def is_inline(self, key: str) -> bool:
         """Returns True if a value is in the index.
@@ -104,6 +117,11 @@ class Database:
         tasks = [functools.partial(self._read_piece, piece) for piece in pieces]
         return Reading(tasks, dict)
 
+    def read(self) -> None:
+        """Reads the requested values now."""
+        in_store = _storage.of(self._root).costs_requests
+        read_tasks.run([self.reading()], in_store=in_store)
+
     def _read_piece(self, values: Sequence[tuple[str, Place]]) -> None:
         """Reads values that are near each other in a file, the first at the start."""
         start = values[0][1].offset
@@ -143,7 +161,12 @@ class Databases:
         self._faults: dict[Path, Exception] = {}
 
     def open(
-        self, root: Path, checkpoint: Path, *, check: Callable[[], None] | None = None
+        self,
+        root: Path,
+        checkpoint: Path,
+        *,
+        check: Callable[[], None] | None = None,
+        sizes: Mapping[str, int] | None = None,
     ) -> Database:
         """Returns the opened database.
 
@@ -151,6 +174,7 @@ class Databases:
             root: The directory of the database.
             checkpoint: The directory that links in the database must not leave.
             check: Compares the database with its digests; raises ValueError, OSError.
+            sizes: Its files with values -> recorded bytes; None if not recorded.
 
         Raises:
             ValueError, OSError: The database has a link to the outside, has changed
@@ -162,14 +186,18 @@ class Databases:
         if root in self._faults:
             raise self._faults[root]
         try:
-            self._opened[root] = opened = self._open(root, checkpoint, check)
+            self._opened[root] = opened = self._open(root, checkpoint, check, sizes)
         except (ValueError, OSError) as error:
             self._faults[root] = error
             raise
         return opened
 
     def _open(
-        self, root: Path, checkpoint: Path, check: Callable[[], None] | None
+        self,
+        root: Path,
+        checkpoint: Path,
+        check: Callable[[], None] | None,
+        sizes: Mapping[str, int] | None,
     ) -> Database:
         _storage.of(root).check_root(root, checkpoint)
         with _storage.paths.read_ahead(
@@ -177,7 +205,7 @@ class Databases:
         ):
             if check is not None:
                 check()
-            return Database(root)
+            return Database(root, sizes)
 
     def readings(self) -> list[Reading]:
         """Returns readings with the tasks that read the requested values."""
@@ -197,39 +225,3 @@ def check_digests(root: Path, digests: Mapping[str, str], *, max_bytes: int) -> 
         _storage.files.check_digest(name, found, digests[name])
 
     _util.threads.each(check, digests, threads=read_tasks.THREADS)
-
-
-def read_checksums(
-    root: Path, names: Mapping[str, Sequence[str]], *, ocdbt: bool
-) -> dict[str, dict[str, bytes]]:
-    """Returns the last four bytes of chunks: array -> key of the chunk -> bytes.
-
-    Args:
-        root: The directory or the database with the arrays, with checked links.
-        names: Array -> keys of its chunks.
-        ocdbt: True if `root` is a database.
-
-    Raises:
-        ValueError, OSError: A chunk is missing, too short, or cannot be read.
-    """
-    _storage.store_requests.use_threads()
-    spec = zarr_metadata.kvstore(root, "", ocdbt=ocdbt)
-    opening = ts.KvStore.open(spec, context=_storage.store_requests.context())
-    store = _storage.paths.result(opening, root)
-    places = [(name, key) for name, keys in names.items() for key in keys]
-    found: dict[str, dict[str, bytes]] = {}
-    for start in range(0, len(places), _CHECKSUMS_AT_ONCE):
-        batch = places[start : start + _CHECKSUMS_AT_ONCE]
-        reads = [
-            store.read(
-                zarr_metadata.database_key(name, key),
-                byte_range=slice(-chunk_checksums.CHECKSUM_BYTES, None),
-            )
-            for name, key in batch
-        ]
-        for (name, key), read in zip(batch, reads, strict=True):
-            result = _storage.paths.result(read, root)
-            if result.state != "value":
-                raise ValueError(f"{zarr_metadata.database_key(name, key)} is missing")
-            found.setdefault(name, {})[key] = bytes(result.value)
-    return found

@@ -25,6 +25,7 @@ from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import JSON, LeafPath, Shape
 
 _DECODED_AT_ONCE = 128 * 2**20
+_CACHED_BYTES = 32 * 2**20
 """Bytes that TensorStore decodes at a time, beside the encoded bytes."""
 
 
@@ -175,7 +176,7 @@ def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
     faults = Faults()
     too_large: list[errors.Mismatch] = []
     databases = Databases()
-    context = _storage.store_requests.context({"file_io_concurrency": {"limit": 32}})
+    context = new_context()
     for batch in _batches(jobs, options.max_concurrent_bytes):
         blocks = _read_batch(batch, options, databases, context, faults)
         while blocks:  # release the blocks of finished arrays
@@ -198,6 +199,17 @@ def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
         first = next(job for job in jobs if job.wanted.path in faults)
         raise faults.error(first.stored.root)
     return values
+
+
+def new_context() -> ts.Context:
+    """Returns a context for arrays that are read together."""
+    return _storage.store_requests.context(
+        {
+            "file_io_concurrency": {"limit": 32},
+            # Or TensorStore unpacks the index of a database again for each array.
+            "cache_pool": {"total_bytes_limit": _CACHED_BYTES},
+        }
+    )
 
 
 def _read_batch(
@@ -363,13 +375,13 @@ def _begin(
                 memory_map=options.memory_map,
             )
         if stored.raw is None:
-            task = stored.check if options.verify else None
-            opened = _open(stored, context)
-            return _from_store(work, opened, task=task)
+            return _from_store(work, context, verify=options.verify)
         database = None
         if stored.raw.ocdbt:
             check = stored.raw.check_database if options.verify else None
-            database = databases.open(stored.raw.root, stored.root, check=check)
+            database = databases.open(
+                stored.raw.root, stored.root, check=check, sizes=stored.raw.sizes
+            )
             if read_raw.is_small(stored.raw, stored.info, database):
                 return read_raw.from_database(
                     stored.raw, stored.info, regions, database, verify=options.verify
@@ -393,25 +405,24 @@ def _begin(
         return read_tasks.failed_reading(_util.memory.TooLargeError())
 
 
-def _from_store(
-    work: _Work,
-    opened: ts.Future[ts.TensorStore],
-    *,
-    task: Callable[[], None] | None = None,
-) -> Reading:
+def _from_store(work: _Work, context: ts.Context, *, verify: bool) -> Reading:
     """Reads a leaf through TensorStore.
 
     Args:
         work: The leaf.
-        opened: The array.
-        task: A check of the leaf, to run beside other tasks.
+        context: Of all arrays that are read together.
+        verify: Whether to make the checks of the leaf.
     """
     job = work.job
     started: dict[Region, tuple[ts.Future[Any], Array]] = {}
+    opened: list[ts.Future[ts.TensorStore]] = []  # alive while it is read
 
     def start() -> None:
-        store = _storage.paths.result(opened, job.stored.root)
+        opened.append(_open(job.stored, context))
+        store = _storage.paths.result(opened[0], job.stored.root)
         check_form(job.found, store)
+        if verify and job.stored.check is not None:
+            job.stored.check()
         if store.dtype.name != _dtype_to_read(job):
             store = ts.cast(store, _dtype_to_read(job))
         dtype = store.dtype.numpy_dtype
@@ -426,9 +437,10 @@ def _from_store(
     def arrays() -> Mapping[Region, Array]:
         for moved, target in started.values():
             _storage.paths.result(moved, job.stored.root, target.nbytes)
+        opened.clear()
         return {region: target for region, (_, target) in started.items()}
 
-    return Reading([start] if task is None else [task, start], arrays)
+    return Reading([start], arrays)
 
 
 def _dtype_to_read(job: ReadJob) -> str:
@@ -494,37 +506,3 @@ def open_zarr(
         "fill_missing_data_reads": not strict,
     }
     return ts.open(spec, read=True, open=True, context=context)
-
-
-def open_after(
-    read: ts.Future[ts.KvStore.ReadResult],
-    check: Callable[[ts.KvStore.ReadResult], None],
-    open_array: Callable[[], ts.Future[ts.TensorStore]],
-) -> ts.Future[ts.TensorStore]:
-    """Opens an array after a check of its metadata, without waiting for the read.
-
-    Args:
-        read: The read of the metadata.
-        check: Raises an error, which becomes that of the array, to prevent the opening.
-        open_array: Opens the array.
-    """
-    promise: ts.Promise[ts.TensorStore]
-    future: ts.Future[ts.TensorStore]
-    promise, future = ts.Promise.new()
-
-    def check_metadata(read: ts.Future[ts.KvStore.ReadResult]) -> None:
-        try:
-            check(read.result())
-            open_array().add_done_callback(pass_on)
-        except BaseException as error:
-            promise.set_exception(error)
-
-    def pass_on(array: ts.Future[ts.TensorStore]) -> None:
-        try:
-            promise.set_result(array.result())
-        except BaseException as error:
-            promise.set_exception(error)
-
-    read.add_done_callback(check_metadata)
-    read.force()
-    return future

@@ -313,8 +313,8 @@ def _metadata_key(array: HostArray, encoding: Encoding) -> bytes:
     return _database_key(array.name, name)
 
 
-class Index(NamedTuple):
-    """The index of a database.
+class IndexFiles(NamedTuple):
+    """The index of a database, to be written.
 
     Attributes:
         files: The files to write: name -> content; none without values.
@@ -325,14 +325,14 @@ class Index(NamedTuple):
     sizes: dict[str, int]
 
 
-def make_index(values: Mapping[bytes, Value]) -> Index:
+def make_index(values: Mapping[bytes, Value]) -> IndexFiles:
     """Returns the index of a database, to be written after all other files.
 
     Args:
         values: The values that the writers have returned.
     """
     if not values:
-        return Index({}, {})
+        return IndexFiles({}, {})
     sizes: dict[str, int] = {}
     for value in values.values():
         if isinstance(value, Place):
@@ -340,4 +340,4 @@ def make_index(values: Mapping[bytes, Value]) -> Index:
             sizes[value.file] = max(end, sizes.get(value.file, 0))
     tree = btree.encode(values, zarr_metadata.TREE)
     names = (zarr_metadata.TREE, zarr_metadata.DATABASE)
-    return Index(dict(zip(names, (tree.nodes, tree.manifest), strict=True)), sizes)
+    return IndexFiles(dict(zip(names, (tree.nodes, tree.manifest), strict=True)), sizes)

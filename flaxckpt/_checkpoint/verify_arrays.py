@@ -160,10 +160,11 @@ class _Finder:
         ):
             return None
         values: dict[bytes, Value] = {}
-        name = _native.items.database(item)
+        name, root = _native.items.database(item), self._path / item
 
         def read() -> None:
-            values.update(_arrays.zarr.ocdbt.read_tree(self._path / item))
+            _storage.of(root).check_root(root, self._path)
+            values.update(_arrays.zarr.ocdbt.read_tree(root))
 
         self._findings.attempt(name, read)
         faults = {**self._findings.problems, **self._findings.unread}

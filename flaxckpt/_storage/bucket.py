@@ -153,6 +153,19 @@ class Bucket:
         stored = self._span(key, start, stop)
         return stored and stored.value[: stop - start]
 
+    def end(self, key: str, size: int) -> bytes | None:
+        """Returns the last `size` bytes of a value, or all of a shorter one.
+
+        None for a missing value.
+        """
+        try:
+            stored = self.read(key, start=-size)
+        except errors.StoreError as error:
+            if _BEYOND not in str(error):
+                raise
+            stored = self.read(key)
+        return stored and stored.value
+
     def pieces(
         self, key: str, size: int, *, start: int = 0, stop: int | None = None
     ) -> Iterator[bytes]:

@@ -230,6 +230,11 @@ class LocalStorage:
         finally:
             os.close(descriptor)
 
+    def read_end(self, file: Path, size: int, /) -> bytes:
+        with self.open_file(file) as opened:
+            opened.seek(max(0, opened.seek(0, os.SEEK_END) - size))
+            return opened.read(size)
+
     def read_into(
         self,
         file: Path,

@@ -166,6 +166,9 @@ class ObjectStorage:
     def read_range(self, file: RemotePath, offset: int, size: int, /) -> bytes:
         return file.store.part(file.key, offset, offset + size) or b""
 
+    def read_end(self, file: RemotePath, size: int, /) -> bytes:
+        return file.read_end(size)
+
     def read_into(
         self,
         file: RemotePath,

@@ -175,6 +175,17 @@ class RemotePath(_Base):
             raise _missing(self)
         return stored.value
 
+    def read_end(self, size: int) -> bytes:
+        """Returns the last bytes of the object; see `Bucket.end`.
+
+        Raises:
+            FileNotFoundError: The object is missing.
+        """
+        content = self.store.end(self.key, size)
+        if content is None:
+            raise _missing(self)
+        return content
+
     def pieces(
         self, size: int, *, start: int = 0, stop: int | None = None
     ) -> Iterator[bytes]:

@@ -252,6 +252,14 @@ class Storage(Protocol[_Path]):
             OSError: The file cannot be read.
         """
 
+    def read_end(self, file: _Path, size: int, /) -> bytes:
+        """Returns the last `size` bytes of a file, or all of a shorter one.
+
+        Raises:
+            ValueError: The file is not regular.
+            OSError: The file cannot be read.
+        """
+
     def read_into(
         self,
         file: _Path,

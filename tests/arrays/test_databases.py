@@ -66,7 +66,7 @@ def test_the_index_has_all_keys_of_a_deep_tree(tmp_path, values):
 
 def test_an_empty_database_has_no_values(tmp_path):
     root = make_database(tmp_path, {"a": b"1"})
-    store = ocdbt.open(root, ts.Context())
+    store = old_stores.open_database(root)
     store.delete_range(ts.KvStore.KeyRange()).result()
     assert ocdbt.read_tree(root) == {}
 
@@ -327,3 +327,64 @@ def test_large_and_small_values_of_a_database_without_digests(tmp_path, verify):
     assert {k: v.tobytes() for k, v in found.items()} == {
         k: v.tobytes() for k, v in state.items()
     }
+
+
+# ---- bad indexes --------------------------------------------------------------------
+
+
+def write_index(root, nodes, manifest):
+    (root / "d").mkdir()
+    (root / "d/tree").write_bytes(nodes)
+    (root / "manifest.ocdbt").write_bytes(manifest)
+
+
+def test_keys_are_in_order_over_all_nodes(tmp_path):
+    values = {key: bytes(60) for key in (b"a1", b"a2", b"b1", b"b2")}
+    tree = btree.encode(values, "d/tree", node_bytes=100)
+    first = len(btree.encode({k: values[k] for k in (b"a1", b"a2")}, "d/tree").nodes)
+    nodes = tree.nodes
+    swapped = nodes[first : 2 * first] + nodes[:first] + nodes[2 * first :]
+    write_index(tmp_path, swapped, tree.manifest)
+    with pytest.raises(ValueError, match="not in ascending order over all nodes"):
+        ocdbt.read_tree(tmp_path)
+
+
+@pytest.mark.parametrize("place", [(2**63, 1), (2**62, 2**62), (2**64 - 9, 8)])
+def test_a_place_that_no_file_has_is_refused(tmp_path, place):
+    tree = btree.encode({b"w/c": btree.Place("d/0.0/w", *place)}, "d/tree")
+    write_index(tmp_path, tree.nodes, tree.manifest)
+    with pytest.raises(ValueError, match="behind the end of any file"):
+        ocdbt.read_tree(tmp_path)
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_file_of_another_size_is_refused_also_without_checksums(
+    tmp_path, size, verify
+):
+    state = {"small": np.ones(3), "large": np.ones(2**18)}
+    layout = flaxckpt.ArrayLayout(checksum=False)
+    flaxckpt.save(tmp_path / "c", state, layout=layout)
+    file = {"small": "0.small.0", "large": "0.0/large"}[size]
+    with (tmp_path / "c/state/d" / file).open("ab") as opened:
+        opened.write(b"1234")
+    name = file.rpartition("/")[2]
+    with pytest.raises(flaxckpt.errors.DamagedCheckpointError) as info:
+        flaxckpt.load(tmp_path / "c", state, verify=verify)
+    assert f"{size}: {name} has {state[size].nbytes + 4} bytes instead of" in str(
+        info.value
+    )
+
+
+@pytest.mark.parametrize("codec", ["compact", "zstd"])
+def test_the_index_is_read_once_for_all_compressed_arrays(tmp_path, codec, monkeypatch):
+    state = {f"w{n}": np.full(2**11, n, np.float32) for n in range(30)}
+    flaxckpt.save(tmp_path / "c", state, layout=flaxckpt.ArrayLayout(codec=codec))
+    reads = []
+    read_tree = ocdbt.read_tree
+    monkeypatch.setattr(
+        ocdbt, "read_tree", lambda root: reads.append(root) or read_tree(root)
+    )
+    found = flaxckpt.load(tmp_path / "c", state)
+    assert all((found[name] == state[name]).all() for name in state)
+    assert len(reads) == 1

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tensorstore as ts
 
 from flaxckpt import _util
 from flaxckpt._arrays import read_raw, read_tasks
 from flaxckpt._arrays.databases import Databases
 from flaxckpt._arrays.spans import Span
-from flaxckpt._arrays.zarr import chunk_file, metadata, ocdbt
+from flaxckpt._arrays.zarr import chunk_file, metadata
 from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
 from flaxckpt._storage.storage import LOCAL
 from tests.arrays.test_checksums import written
@@ -412,7 +411,7 @@ def read_database(raw, info, regions, *, verify=True):
 
 def change(path, key, changed):
     """Changes a value of a database with a good index: `changed(old)` is the new."""
-    store = ocdbt.open(path, ts.Context())
+    store = old_stores.open_database(path)
     store[key] = changed(store[key])
 
 
@@ -465,7 +464,7 @@ def test_values_of_another_size_are_refused(tmp_path, verify):
 
 def test_a_database_without_the_metadata_is_refused_unless_nobody_verifies(tmp_path):
     raw, info = database_of(tmp_path, numbers((4,)), (2,))
-    del ocdbt.open(tmp_path, ts.Context())["w/zarr.json"]
+    del old_stores.open_database(tmp_path)["w/zarr.json"]
     with pytest.raises(ValueError, match=r"w/zarr\.json is missing"):
         read_database(raw, info, [((0, 4),)])
     [values] = read_database(raw, info, [((0, 4),)], verify=False).values()

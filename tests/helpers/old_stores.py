@@ -22,6 +22,11 @@ def write(root, arrays, *, ocdbt=True, **options):
     return written
 
 
+def open_database(root):
+    """Opens a database by TensorStore."""
+    return ts.KvStore.open({"driver": "ocdbt", "base": f"file://{root}/"}).result()
+
+
 def make_databases(checkpoint, items=("state",), *, digested=False):
     """Makes a checkpoint's databases as before version 3.
 

@@ -28,6 +28,8 @@ _T = TypeVar("_T")
 MAX_NODE_BYTES = 128 * 2**20
 """Limit on a node or a manifest, unpacked; Orbax makes nodes of at most 100 MB."""
 
+_MAX_FILE_BYTES = 2**63 - 1
+
 _MAX_ENTRIES = 2**22
 """Limit on the keys of a node."""
 
@@ -449,6 +451,8 @@ def _places(
 ) -> list[Place]:
     if any(number >= len(files) for number in numbers):
         raise ValueError("it refers to a file that it does not name")
+    if any(a + b > _MAX_FILE_BYTES for a, b in zip(offsets, sizes, strict=True)):
+        raise ValueError("a place is behind the end of any file")
     columns = zip(numbers, offsets, sizes, strict=True)
     return [Place(files[number].path, *rest) for number, *rest in columns]
 

@@ -13,13 +13,11 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from flaxckpt import _state, _storage, errors
 from flaxckpt._arrays.zarr import metadata
-
-if TYPE_CHECKING:
-    import tensorstore as ts
+from flaxckpt._arrays.zarr.ocdbt import Index
 
 _LONG_BYTES = 64 * 2**20
 """Decoded size up to which the ratio below is not checked."""
@@ -156,22 +154,18 @@ def _frame_bytes(read: Callable[[int, int], bytes]) -> int:
             return at + 4 * (flags >> 2 & 1)
 
 
-def check_values(store: ts.KvStore, name: str, chunks: Chunks) -> None:
+def check_values(index: Index, name: str, chunks: Chunks) -> None:
     """Checks the declared sizes of blosc chunks in a database.
 
     Raises:
-        ValueError: A chunk declares a wrong size.
+        ValueError: A chunk declares a wrong size, or is cut off.
+        OSError: A chunk cannot be read.
     """
     before = metadata.database_key(name, "")
-    end = before[:-1] + "0" if before else ""  # "0" comes after "/"
-    keys = [key.decode() for key in store.list(store.KeyRange(before, end)).result()]
-    reads = {
-        key: store.read(key, byte_range=slice(0, _HEADER_BYTES))
-        for key in keys
-        if chunks.pattern.fullmatch(key.removeprefix(before))
-    }
-    for key, read in reads.items():
-        _check_blosc(key, read.result().value, chunks.size)
+    for key in index.keys(before):
+        if chunks.pattern.fullmatch(key.removeprefix(before)):
+            header = index.read(key, slice(0, _HEADER_BYTES))
+            _check_blosc(key, header, chunks.size)
 
 
 def _check_blosc(key: str, header: bytes, size: int) -> None:

@@ -98,6 +98,7 @@ class RawArray(NamedTuple):
         has_digests: True if digests cover the chunks, which then need no checksums.
         checksums: Checksums of the chunks; None if not recorded.
         check_database: Compares the database with its digests; None without digests.
+        sizes: Files of the database with values -> recorded bytes; None if unknown.
     """
 
     root: Path
@@ -107,6 +108,7 @@ class RawArray(NamedTuple):
     has_digests: bool = False
     checksums: ChunkChecksums | None = None
     check_database: Callable[[], None] | None = None
+    sizes: Mapping[str, int] | None = None
 
 
 def is_raw(encoding: Encoding, shape: Shape, dtype: str) -> bool:

@@ -1,22 +1,26 @@
-"""OCDBT databases of TensorStore: opening, merging, and reading their trees.
+"""The values of OCDBT databases, read by our own decoder.
 
 The manifest and the nodes of a tree may be compressed: a few kilobytes may expand to
-gigabytes, which TensorStore allocates. So a tree is read by our own decoder first, with
-limits. `_storage.files` checks links.
+gigabytes, which TensorStore allocates. So a tree is read within limits before
+TensorStore opens the database. `_storage.files` checks links.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-
-import tensorstore as ts
+from typing import TYPE_CHECKING
 
 from flaxckpt import _storage
-from flaxckpt._arrays.zarr import btree, metadata
+from flaxckpt._arrays.zarr import btree
 from flaxckpt._arrays.zarr.metadata import DATABASE
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
 _FREE_BYTES = 64 * 2**20
@@ -27,14 +31,11 @@ _BEST_RATIO = 2048
 _MAX_HEIGHT = 16
 _MAX_NODES = 2**16
 
-_checked: dict[tuple[Path, tuple[int, ...]], None] = {}
-"""Databases whose trees were read, with the fingerprints of their manifests."""
 
-_MOST_CHECKED = 64
+class Index:
+    """The values of a database, which is not changed meanwhile.
 
-
-def check(root: Path) -> None:
-    """Checks that the tree of a database can be read in limited memory.
+    TensorStore takes five times as long to find them one by one.
 
     Args:
         root: The directory of the database, with checked links.
@@ -42,16 +43,89 @@ def check(root: Path) -> None:
     Raises:
         ValueError: The tree is damaged or too large.
         OSError: The database is missing or unreadable.
+
+    Attributes:
+        values: Key -> value, or its place if not small; in ascending order.
     """
-    fingerprint, _ = _storage.of(root).fingerprint(root / DATABASE)
-    if (root, fingerprint) not in _checked:
-        read_tree(root)
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.values = read_tree(root)
+        self._keys = list(self.values)
+
+    def keys(self, prefix: str) -> list[str]:
+        """Returns the keys with a prefix, in ascending order."""
+        start = prefix.encode()
+        rest = itertools.islice(self._keys, bisect.bisect_left(self._keys, start), None)
+        return [
+            key.decode()
+            for key in itertools.takewhile(lambda key: key.startswith(start), rest)
+        ]
+
+    def find(self, key: str) -> btree.Value:
+        """Returns a value, or its place.
+
+        Raises:
+            ValueError: It is missing.
+        """
+        found = self.values.get(key.encode())
+        if found is None:
+            raise ValueError(f"{key} is missing")
+        return found
+
+    def read(self, key: str, part: slice = slice(None)) -> bytes:
+        """Returns a value, or a part of it.
+
+        Raises:
+            ValueError: It is missing, or cut off.
+            OSError: It cannot be read.
+        """
+        value = self.find(key)
+        if isinstance(value, bytes):
+            return value[part]
+        start, stop, _ = part.indices(value.size)
+        file = self._root / value.file
+        content = _storage.of(file).read_range(file, value.offset + start, stop - start)
+        if len(content) != stop - start:
+            raise ValueError(f"{file.name} ends before {key} does")
+        return content
+
+
+_INDEXES: weakref.WeakValueDictionary[tuple[Path, tuple[int, ...]], Index] = (
+    weakref.WeakValueDictionary()
+)
+"""The database, with the fingerprint of its manifest -> the index in use."""
+
+_HELD: weakref.WeakKeyDictionary[ts.Context, dict[Path, Index]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The indexes that arrays opened with a context use."""
+
+
+def open_index(root: Path, context: ts.Context | None = None) -> Index:
+    """Returns the index of a database, read once for all who use it at a time.
+
+    Args:
+        root: The directory of the database, with checked links.
+        context: Holds the index as long as it exists itself; within it, the database
+            counts as unchanged.
+
+    Raises:
+        ValueError: The tree is damaged or too large.
+        OSError: The database is missing or unreadable.
+    """
+    held = {} if context is None else _HELD.setdefault(context, {})
+    if root not in held:
+        fingerprint, _ = _storage.of(root).fingerprint(root / DATABASE)
+        index = _INDEXES.get((root, fingerprint))
+        if index is None:
+            index = _INDEXES[root, fingerprint] = Index(root)
+        held[root] = index
+    return held[root]
 
 
 def read_tree(root: Path) -> dict[bytes, btree.Value]:
     """Returns the values of a database: key -> value, or its place if not small.
-
-    TensorStore takes five times as long to find them one by one.
 
     Args:
         root: The directory of the database, with checked links.
@@ -62,42 +136,12 @@ def read_tree(root: Path) -> dict[bytes, btree.Value]:
     """
     manifest = root / DATABASE
     with _storage.paths.read_ahead([manifest]):
-        fingerprint, size = _storage.of(root).fingerprint(manifest)
+        _, size = _storage.of(root).fingerprint(manifest)
         if size > _MAX_MANIFEST_BYTES:
             raise ValueError(
                 f"{DATABASE} has {size} bytes, wanted at most {_MAX_MANIFEST_BYTES}"
             )
-        values = dict(_Tree(root).read(size))
-    _checked[root, fingerprint] = None
-    while len(_checked) > _MOST_CHECKED:
-        _checked.pop(next(iter(_checked)), None)
-    return values
-
-
-def open(root: Path, context: ts.Context) -> ts.KvStore:
-    """Opens a database, for reading or writing.
-
-    Args:
-        root: The directory of the database.
-        context: Shared by databases that copy values from each other.
-    """
-    _storage.store_requests.use_threads()
-    spec = metadata.kvstore(root, "", ocdbt=True)
-    return _storage.paths.result(ts.KvStore.open(spec, context=context), root)
-
-
-_DATABASES: weakref.WeakKeyDictionary[ts.Context, dict[Path, ts.KvStore]] = (
-    weakref.WeakKeyDictionary()
-)
-"""The open databases of each context, shared by arrays that are read together."""
-
-
-def open_shared(root: Path, context: ts.Context) -> ts.KvStore:
-    """Opens a database once for all its arrays that are read with a context."""
-    opened = _DATABASES.setdefault(context, {})
-    if root not in opened:
-        opened[root] = open(root, context)
-    return opened[root]
+        return dict(_Tree(root).read(size))
 
 
 class _Tree:
@@ -106,6 +150,7 @@ class _Tree:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._stored = self._unpacked = self._nodes = 0
+        self._least = b""  # no later key may be before it
 
     def read(self, manifest_bytes: int) -> Iterator[tuple[bytes, btree.Value]]:
         """Yields all keys and their values."""
@@ -132,14 +177,22 @@ class _Tree:
             self._count(content, fields)
             if height == 0:
                 entries = btree.decode_leaf(fields, base)
+                self._check_order(prefix + entries[0][0])
             else:
                 children = btree.decode_inner(fields, base, height)
         if height == 0:
             yield from ((prefix + key, value) for key, value in entries)
+            self._least = prefix + entries[-1][0] + b"\0"
             return
         for child in children:
+            self._check_order(prefix + child.first)
+            self._least = prefix + child.first
             below = prefix + child.prefix
             yield from self._values(child.place, child.base, height - 1, below)
+
+    def _check_order(self, key: bytes) -> None:
+        if key < self._least:
+            raise ValueError("its keys are not in ascending order over all nodes")
 
     def _count(self, content: bytes, fields: bytes) -> None:
         """Adds a node or the manifest to the sums.

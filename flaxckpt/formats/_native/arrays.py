@@ -116,16 +116,21 @@ def metadata_readers(
         }
     if not (names := list(names)):  # Orbax writes no database without arrays
         return {}
-    _check_database(root, checkpoint)
-    store = _arrays.zarr.ocdbt.open(root, _storage.store_requests.context())
-    reads = {
-        name: store.read(_arrays.zarr.metadata.database_key(name, file))
-        for name in names
-    }
-    return {
-        name: functools.partial(_text_of_value, read, root, file)
-        for name, read in reads.items()
-    }
+    database = _open_database(root, checkpoint)
+    readers: dict[str, Callable[[], bytes]] = {}
+    for name in names:
+        key = _arrays.zarr.metadata.database_key(name, file)
+        try:
+            database.request(key, MAX_METADATA_BYTES)
+            readers[name] = functools.partial(database.value, key)
+        except ValueError as error:
+            readers[name] = functools.partial(_raise, error)
+    database.read()
+    return readers
+
+
+def _raise(error: Exception) -> bytes:
+    raise error
 
 
 def _text_of_file(path: Path, checkpoint: Path) -> bytes:
@@ -136,20 +141,10 @@ def _text_of_file(path: Path, checkpoint: Path) -> bytes:
         raise ValueError(f"{path.name} is missing") from None
 
 
-def _text_of_value(
-    read: ts.Future[ts.KvStore.ReadResult], root: Path, file: str
-) -> bytes:
-    result = _storage.paths.result(read, root)
-    if result.state != "value":
-        raise ValueError(f"{file} is missing")
-    return bytes(result.value)
-
-
-def _check_database(root: Path, checkpoint: Path) -> None:
-    """Raises DamagedCheckpointError for a missing or unsafe database."""
+def _open_database(root: Path, checkpoint: Path) -> _arrays.databases.Database:
+    """Returns a database; raises DamagedCheckpointError if missing or unsafe."""
     try:
-        _storage.of(root).check_root(root, checkpoint)
-        _arrays.zarr.ocdbt.check(root)
+        return _arrays.databases.Databases().open(root, checkpoint)
     except (FileNotFoundError, NotADirectoryError):
         raise errors.DamagedCheckpointError(
             f"{root / _arrays.zarr.metadata.DATABASE} is missing; restore another step"
@@ -234,6 +229,7 @@ class Arrays:
         is_checked: True if the forms come from the arrays' own metadata.
         blosc: Names of arrays in a database compressed by blosc, as far as known.
         checksums: Leaf path -> checksums of its chunks.
+        sizes: Files of the database with values -> recorded bytes; None if unknown.
     """
 
     root: Path
@@ -247,6 +243,7 @@ class Arrays:
     checksums: Mapping[LeafPath, ChunkChecksums] = dataclasses.field(
         default_factory=dict
     )
+    sizes: Mapping[str, int] | None = None
 
     @property
     def has_digests(self) -> bool:
@@ -260,9 +257,7 @@ class Arrays:
     ) -> ts.Future[ts.TensorStore]:
         """Opens the array `name` after a check of its form."""
         size = _storage.of(self.root).check_root(self.root, checkpoint)
-        if self.ocdbt:
-            _arrays.zarr.ocdbt.check(self.root)
-        else:
+        if not self.ocdbt:
             size = _storage.of(self.root).check_array(self.root, name, checkpoint)
         check_size(form, size)
         open_array = functools.partial(
@@ -285,26 +280,17 @@ class Arrays:
             return open_array()
         is_compact = self.encoding is not None and self.encoding.codec == "compact"
         is_blosc = is_compact or name in self.blosc
+        index = _arrays.zarr.ocdbt.open_index(self.root, context)
         if self.is_checked and not is_blosc:
             return open_array()
-        store = _arrays.zarr.ocdbt.open_shared(self.root, context)
-        read = store.read(_arrays.zarr.metadata.database_key(name, file))
-        if is_blosc:
-            text = _text_of_value(read, self.root, file)
-            _check_form(text, form)
-            chunks = _arrays.zarr.chunk_headers.parse(text)
-            if chunks.codec == "blosc":
-                _arrays.zarr.chunk_headers.check_values(store, name, chunks)
-            return open_array()
-
-        def check(result: ts.KvStore.ReadResult) -> None:
-            if result.state != "value":
-                raise ValueError(f"{file} is missing")
-            _check_form(result.value, form)
-            if _arrays.zarr.chunk_headers.parse(result.value).codec == "blosc":
-                raise ValueError("it is compressed by blosc, unlike when saved")
-
-        return _arrays.read.open_after(read, check, open_array)
+        text = index.read(_arrays.zarr.metadata.database_key(name, file))
+        _check_form(text, form)
+        chunks = _arrays.zarr.chunk_headers.parse(text)
+        if chunks.codec == "blosc" and not is_blosc:
+            raise ValueError("it is compressed by blosc, unlike when saved")
+        if chunks.codec == "blosc":
+            _arrays.zarr.chunk_headers.check_values(index, name, chunks)
+        return open_array()
 
     def raw(
         self, name: str, info: LeafInfo, compare: _DigestChecks | None
@@ -323,6 +309,7 @@ class Arrays:
             self.has_digests,
             self.checksums.get(info.path),
             None if compare is None else functools.partial(compare, name),
+            self.sizes,
         )
 
     def check(
@@ -354,11 +341,18 @@ class Arrays:
         chunks = _arrays.zarr.metadata.chunks(
             _arrays.zarr.metadata.whole(shape), info.chunk_shape or ()
         )
-        found = _arrays.databases.read_checksums(
-            self.root, {name: [chunk.key for chunk in chunks]}, ocdbt=self.ocdbt
-        )
+        size = _arrays.zarr.checksums.CHECKSUM_BYTES
+        index = _arrays.zarr.ocdbt.open_index(self.root) if self.ocdbt else None
         for n, chunk in enumerate(chunks):
-            value = int.from_bytes(found[name][chunk.key], "little")
+            key = _arrays.zarr.metadata.database_key(name, chunk.key)
+            content = (
+                _storage.of(self.root).read_end(self.root / key, size)
+                if index is None
+                else index.read(key, slice(-size, None))
+            )
+            if len(content) != size:
+                raise ValueError(f"{chunk.key} has {len(content)} bytes")
+            value = int.from_bytes(content, "little")
             _arrays.zarr.checksums.check_place(chunk.key, value, recorded.number(n))
 
 

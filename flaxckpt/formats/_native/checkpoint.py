@@ -259,6 +259,13 @@ def _item_table(
             if not manifest.ocdbt or _DATABASE.fullmatch(name)
         },
         checksums=manifest.checksums,
+        sizes=None
+        if manifest.files is None
+        else {
+            name.removeprefix(root): size
+            for name, size in manifest.files.items()
+            if name.startswith(root)
+        },
     )
     return native_arrays.leaf_table(path, names, infos, arrays, strings)
 
