@@ -90,6 +90,8 @@ class Chunk(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the values in memory."""
+        if self.bounds == self.shard.region:
+            return int(self.shard.data.nbytes)
         itemsize: int = self.shard.data.dtype.itemsize
         return math.prod(zarr_metadata.extent(self.bounds)) * itemsize
 
@@ -97,7 +99,7 @@ class Chunk(NamedTuple):
         """Returns True if writing needs a copy of the values in storage layout."""
         data = self._data()
         return not (
-            data.dtype.name == self.array.dtype
+            _state.numpy_dtypes.name(data.dtype) == self.array.dtype
             and data.dtype.isnative
             and data.flags.c_contiguous
         )
@@ -130,10 +132,12 @@ class Chunk(NamedTuple):
             padded[tuple(slice(size) for size in data.shape)] = data
             data, missing = padded, 0
         run = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        return [run.data, memoryview(bytes(missing))]
+        return [run.data, memoryview(bytes(missing))] if missing else [run.data]
 
     def _data(self) -> Array:
         values = np.asarray(self.shard.data)
+        if self.bounds == self.shard.region:  # as of most small arrays
+            return values
         data: Array = values[zarr_metadata.within(self.bounds, self.shard.region)]
         return data
 

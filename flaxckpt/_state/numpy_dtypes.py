@@ -37,7 +37,7 @@ def zarr_2_name(dtype_name: str) -> str:
 
 def to_stored(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Returns `array` in its storage type; copies only to swap bytes."""
-    if array.dtype.name in dtypes.STORED_AS_BYTES:
+    if name(array.dtype) in dtypes.STORED_AS_BYTES:
         return array.view(np.uint8)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder())
 
@@ -67,8 +67,11 @@ def convert(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any, Any
 
     Values beyond the range of a narrower float become infinite, as in TensorStore.
     """
+    dtype = to_numpy(dtype_name)
+    if array.dtype == dtype:
+        return array
     with np.errstate(over="ignore", invalid="ignore"):
-        return np.asarray(array, to_numpy(dtype_name))
+        return np.asarray(array, dtype)
 
 
 def cast_into(target: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:

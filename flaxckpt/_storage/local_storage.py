@@ -43,6 +43,9 @@ _WRITTEN_AT_ONCE = 2**18
 """Maximal number of bytes that a single system call writes. For larger writes, Linux
 takes larger pieces of fresh memory into the page cache, which cost it more time."""
 
+_SMALL_BYTES = 2**14
+"""A smaller part is copied, to be written with others by one system call."""
+
 _SYNCED_AT_ONCE = 2**20
 _SYNCING_THREADS = 8
 _COPYING_THREADS = 8
@@ -336,7 +339,7 @@ class LocalStorage:
         descriptor = os.open(file, flags, 0o666)
         try:
             size = 0
-            for view in parts:
+            for view in _join_small(parts):
                 while view:
                     written = os.write(descriptor, view[:_WRITTEN_AT_ONCE])
                     view = view[written:]
@@ -529,6 +532,22 @@ def _entries_below(directory: str, prefix: str) -> Iterator[tuple[str, bool]]:
             if entry.is_symlink():  # it may lead in circles
                 raise ValueError(f"{path} is a link to a directory")
             yield from _entries_below(entry.path, path + "/")
+
+
+def _join_small(parts: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Yields parts of a file, small ones together: each call of `write` costs."""
+    waiting: list[memoryview] = []
+    size = 0
+    for part in parts:
+        if len(part) >= _SMALL_BYTES or size >= _WRITTEN_AT_ONCE:
+            yield memoryview(b"".join(waiting))
+            waiting, size = [], 0
+        if len(part) >= _SMALL_BYTES:
+            yield part
+        else:
+            waiting.append(part)
+            size += len(part)
+    yield memoryview(b"".join(waiting))
 
 
 def _write_new(file: Path, content: bytes, mode: int | None) -> None:

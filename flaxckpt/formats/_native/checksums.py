@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flaxckpt import _arrays, _state
-from flaxckpt._arrays.zarr import chunk_shape as zarr_chunk_shape
 from flaxckpt._arrays.zarr.checksums import CHECKSUM_BYTES, ChunkChecksums
 from flaxckpt._arrays.zarr.metadata import Encoding
 from flaxckpt._state.leaf import LeafInfo
@@ -38,13 +38,12 @@ class _Chunks(NamedTuple):
     @property
     def grid(self) -> Shape:
         """Number of chunks along each axis."""
-        sizes = zip(self.shape, self.chunk_shape, strict=True)
-        return tuple(-(-size // chunk) for size, chunk in sizes)
+        return _grid(self.shape, self.chunk_shape)
 
     @property
     def total(self) -> int:
         """Number of chunks."""
-        return zarr_chunk_shape.chunk_count(self.shape, self.chunk_shape)
+        return math.prod(self.grid)
 
     @property
     def keys(self) -> list[str]:
@@ -54,6 +53,12 @@ class _Chunks(NamedTuple):
             chunk.key
             for chunk in _arrays.zarr.metadata.chunks(region, self.chunk_shape)
         ]
+
+
+@functools.lru_cache(maxsize=4096)  # most leaves are like another one
+def _grid(shape: Shape, chunk_shape: Shape) -> Shape:
+    sizes = zip(shape, chunk_shape, strict=True)
+    return tuple([-(-size // chunk) for size, chunk in sizes])
 
 
 def choose_bytes(infos: Sequence[LeafInfo], encoding: Encoding) -> int | None:
@@ -105,13 +110,11 @@ def rows(
     inner: dict[str, JSON] = {}
     for info, chunks in _arrays_of(infos, encoding) if checksums else ():
         recorded = checksums.get(items.array_directory(info), {})
-        values = [recorded[key] for key in chunks.keys if key in recorded]
-        if not values or len(values) < chunks.total:
+        values = [recorded[key] for key in chunks.keys]
+        if not values:
             continue
         whole[info.path] = _encode(value[-CHECKSUM_BYTES:] for value in values)
-        if segment_bytes is None or chunks.segmented_bytes <= segment_bytes:
-            continue
-        if all(len(value) > CHECKSUM_BYTES for value in values):  # not read back
+        if segment_bytes is not None and chunks.segmented_bytes > segment_bytes:
             inner[info.path] = _encode(value[:-CHECKSUM_BYTES] for value in values)
     fields: dict[str, JSON] = {CHUNKS: whole} if whole else {}
     if inner:
