@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,8 @@ class LeafStatistics:
         edges: The edges of the bins of the histogram, one more than there are bins.
         histogram: The number of finite elements in each bin.
         values: All elements, if few; the text of a string.
+        files: The files with the elements -> the first byte and the end of what is
+            theirs, which may have other bytes between; empty if unknown.
     """
 
     info: LeafInfo
@@ -57,6 +60,7 @@ class LeafStatistics:
     edges: tuple[float, ...] = ()
     histogram: tuple[int, ...] = ()
     values: Any = None
+    files: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
 
 def leaf_statistics(
@@ -132,7 +136,15 @@ def _statistics_of(
         edges,
         histogram,
         few if count <= _VALUES_SHOWN else None,
+        _find_files(leaf),
     )
+
+
+def _find_files(leaf: Leaf) -> Mapping[str, tuple[int, int]]:
+    source = leaf.source
+    if isinstance(source, StoredLeaf) and source.find_files is not None:
+        return source.find_files()
+    return {}
 
 
 def _read(leaf: Leaf, counter: _util.progress.Counter) -> Any:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
@@ -156,6 +156,8 @@ class StoredLeaf:
             of chunks with the recorded ones. Raises ValueError and OSError.
         unsupported: The form of values that are not read; `open` is None then.
         checksums: The recorded checksums of the chunks; None if not recorded.
+        find_files: Finds the files of the chunks: path in the checkpoint -> first byte
+            and end of the chunks in it; None if unknown. Raises ValueError and OSError.
     """
 
     root: Path
@@ -167,6 +169,7 @@ class StoredLeaf:
     check: Callable[[], None] | None = None
     unsupported: Unsupported | None = None
     checksums: ChunkChecksums | None = None
+    find_files: Callable[[], Mapping[str, tuple[int, int]]] | None = None
 
 
 Value: TypeAlias = (

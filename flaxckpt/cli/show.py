@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _ROWS_AT_ONCE = 100
 _BAR = 40
+_FILES = 3
 
 
 @_app.verb
@@ -198,6 +200,7 @@ def _show_leaf(statistics: LeafStatistics, json: bool) -> None:
         ("spec", _output.format_spec(info)),
         ("chunks", None if info.chunk_shape is None else list(info.chunk_shape)),
         ("role", info.role and f"{info.role.field} of {info.role.state_class}"),
+        *_files(statistics),
     ]
     if info.dtype is None:
         rows.append(("value", statistics.values))
@@ -206,6 +209,16 @@ def _show_leaf(statistics: LeafStatistics, json: bool) -> None:
     facts = [[name, str(value)] for name, value in rows if value is not None]
     _output.print_table([TextColumn(""), TextColumn("")], facts)
     _show_histogram(statistics)
+
+
+def _files(statistics: LeafStatistics) -> list[tuple[str, Any]]:
+    """Returns the first files of a leaf, and the bytes in them."""
+    rows = [
+        ("file", f"{name}, bytes {start} to {end - 1}")
+        for name, (start, end) in itertools.islice(statistics.files.items(), _FILES)
+    ]
+    more = len(statistics.files) - _FILES
+    return [*rows, ("", f"and {more} more files")] if more > 0 else rows
 
 
 def _numbers(statistics: LeafStatistics) -> list[tuple[str, Any]]:

@@ -329,6 +329,36 @@ class Arrays:
 
         return check
 
+    def find_files(
+        self, name: str, info: LeafInfo, checkpoint: Path
+    ) -> dict[str, tuple[int, int]]:
+        """Returns the files with chunks of an array in a database.
+
+        Returns:
+            Path in the checkpoint -> first byte and end of the chunks.
+
+        Raises:
+            ValueError, OSError: A chunk is missing, or the index cannot be read.
+        """
+        index = _arrays.zarr.ocdbt.open_index(self.root)
+        found: dict[str, tuple[int, int]] = {}
+        for chunk in self._chunks(info):
+            place = index.find(_arrays.zarr.metadata.database_key(name, chunk.key))
+            if isinstance(place, bytes):
+                continue
+            file = str((self.root / place.file).relative_to(checkpoint))
+            start, end = found.get(file, (place.offset, 0))
+            place_end = place.offset + place.size
+            found[file] = min(start, place.offset), max(end, place_end)
+        return found
+
+    @staticmethod
+    def _chunks(info: LeafInfo) -> Sequence[_arrays.zarr.metadata.Chunk]:
+        shape, _ = _arrays.forms.stored_form(info)
+        return _arrays.zarr.metadata.chunks(
+            _arrays.zarr.metadata.whole(shape), info.chunk_shape or ()
+        )
+
     def _check_places(
         self, name: str, info: LeafInfo, recorded: ChunkChecksums
     ) -> None:
@@ -337,13 +367,9 @@ class Arrays:
         Raises:
             ValueError, OSError: A chunk is another one, or is missing.
         """
-        shape, _ = _arrays.forms.stored_form(info)
-        chunks = _arrays.zarr.metadata.chunks(
-            _arrays.zarr.metadata.whole(shape), info.chunk_shape or ()
-        )
         size = _arrays.zarr.checksums.CHECKSUM_BYTES
         index = _arrays.zarr.ocdbt.open_index(self.root) if self.ocdbt else None
-        for n, chunk in enumerate(chunks):
+        for n, chunk in enumerate(self._chunks(info)):
             key = _arrays.zarr.metadata.database_key(name, chunk.key)
             content = (
                 _storage.of(self.root).read_end(self.root / key, size)
@@ -421,6 +447,7 @@ def leaf_table(
         name for name, info in zip(names, infos, strict=True) if info.dtype is not None
     ]
     check_names(path, stored_names, ocdbt=arrays.ocdbt)
+    is_ours = arrays.encoding is not None and arrays.version == 3  # with known keys
     is_digested = bool(arrays.digests) and (arrays.ocdbt or arrays.has_digests)
     compare = _DigestChecks(arrays) if is_digested else None
     for name, info in zip(names, infos, strict=True):
@@ -435,6 +462,9 @@ def leaf_table(
                 raw=arrays.raw(name, info, compare),
                 check=arrays.check(name, info, compare),
                 checksums=arrays.checksums.get(info.path),
+                find_files=functools.partial(arrays.find_files, name, info, path)
+                if arrays.ocdbt and is_ours
+                else None,
             )
         table[info.path] = Leaf(info, (stored,))
     return table
