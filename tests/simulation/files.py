@@ -64,6 +64,12 @@ class Ledger(programs.Ledger):
                 return None
         return Reading(path, token, lease, inode) if token and is_leased else None
 
+    def end_writing(self) -> None:
+        """Notes that this process writes into no temporary directory any more."""
+        process = self.world.task.process
+        writers = self._writers.items()
+        self._writers = {path: other for path, other in writers if other is not process}
+
     # ---- the true content ---------------------------------------------------------
 
     def token(self, path: Path) -> int | None:

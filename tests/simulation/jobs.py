@@ -296,7 +296,10 @@ class Script:
             {name: np.array([save.token]) for name in self._ledger.parts},
             overwrite=turn.kind == "overwrite",
         )
-        handle.wait()
+        try:
+            handle.wait()
+        finally:
+            self._ledger.end_writing()
         self._ledger.acknowledge(save)
 
 

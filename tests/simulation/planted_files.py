@@ -56,6 +56,7 @@ FAULTS = {
             (storage_files, "make_parents"): _make_all_parents,
             (temporary, "check_claim"): lambda path: None,
         },
+        first=1400,
     ),
     "a sweep locks no directory": Fault(
         files, {(temporary, "_lock"): lambda descriptor, patience_secs: True}
