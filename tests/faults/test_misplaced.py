@@ -276,3 +276,13 @@ def put_chunk(root, name, content):
     end = place.offset + place.size
     whole[place.offset : end] = content[: place.size].ljust(place.size, b"\0")
     replace(root / place.file, bytes(whole))
+
+
+def test_the_values_of_another_state_of_one_array_are_found(tmp_path):
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        flaxckpt.save(tmp_path / name, np.full(3, value))
+    file = "state/d/0.small.0"
+    shutil.copy(tmp_path / "b" / file, tmp_path / "a" / file)
+    assert not flaxckpt.verify(tmp_path / "a").ok
+    with pytest.raises(errors.DamagedCheckpointError, match="not the chunk saved here"):
+        flaxckpt.load(tmp_path / "a")

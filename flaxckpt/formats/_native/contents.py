@@ -182,7 +182,10 @@ def seal(
     checksums: _arrays.write.Checksums = {}
     for item, arrays in (written or {}).items():
         start = items.prefix(item)
-        checksums |= {f"{start}{k}": chunks for k, chunks in arrays.checksums.items()}
+        checksums |= {
+            f"{start}{name}" if name else item: chunks  # all of a state of one array
+            for name, chunks in arrays.checksums.items()
+        }
         index = _arrays.write.make_index(arrays.values)
         sizes |= {f"{start}{name}": size for name, size in index.sizes.items()}
         last |= {f"{start}{name}": content for name, content in index.files.items()}
