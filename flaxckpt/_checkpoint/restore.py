@@ -81,7 +81,7 @@ def load(
         types: Your classes that the checkpoint may name, if there is no
             `abstract_state`; classes of optax and Flax are known.
         verify: Whether to compare all values with their checksums. Without, only data
-            read by TensorStore is compared: compressed and very large databases.
+            read by TensorStore is compared, which is compressed.
         memory_map: Whether to map the files of uncompressed arrays into memory instead
             of copying: pages that are never used are never read (if `verify` is off).
             Changes of the arrays never change the files, and the files may be deleted
