@@ -161,7 +161,8 @@ class DatabaseWriter:
     # ---- files --------------------------------------------------------------------
 
     def _write_files(self, chunks: Iterable[_Stored]) -> None:
-        files = sorted(self._plan(chunks), key=lambda file: -file.chunks[-1][0])
+        # Large files first, so that the last writes are short.
+        files = sorted(self._plan(chunks), key=lambda file: -file.size)
         for directory in {(self._target.root / file.path).parent for file in files}:
             directory.mkdir(exist_ok=True)
         threads, pace = (
@@ -284,6 +285,12 @@ class _DataFile(NamedTuple):
 
     path: str
     chunks: list[tuple[int, _Stored]]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        offset, last = self.chunks[-1]
+        return offset + last.size
 
 
 def _as_parts(
