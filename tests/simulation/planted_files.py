@@ -68,7 +68,7 @@ FAULTS = {
         files, {(leases, "readers"): lambda path: []}
     ),
     "a deletion looks for no pin": Fault(
-        files, {(delete, "markers"): _NoPins()}, first=2500
+        files, {(delete, "markers"): _NoPins()}, first=2100
     ),
     "a new step replaces the step of another writer": Fault(
         files, {(rename, "publish"): _replace_published}

@@ -208,7 +208,7 @@ def test_open_lists_of_steps_follow_the_run_and_keep_the_choice(
         wanted = page.locator("form.choices select option[value='4']")
         sync_api.expect(wanted).to_have_count(lists.count())
         assert chosen.input_value() == before
-        largest_file(tmp_path / "run/1/state").write_bytes(b"")
+        largest_file(tmp_path / "run/1/state/d").write_bytes(b"")
         with flaxckpt.Checkpointer(tmp_path / "run") as run:
             assert not run.verify(1).ok
         sync_api.expect(page.locator("#news.bad")).to_contain_text("step 1 damaged")
