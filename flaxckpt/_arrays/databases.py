@@ -54,9 +54,13 @@ class Database:
 
         Also for a local file of another size.
         """
-        size = sizes.get(place.file, -1)
+        size = sizes.get(place.file)
+        if size is None:
+            raise ValueError(f"the index names {place.file[:80]}, which was not saved")
         if place.offset + place.size > size:
-            raise ValueError(f"{place.file[:80]} has no such place as the index says")
+            raise ValueError(
+                f"the index has a place behind the {size} bytes of {place.file}"
+            )
         if place.file not in self._checked:
             file = self._root / place.file
             found = _storage.of(file).known_size(file, None)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from flaxckpt import _state, _storage, errors
 from flaxckpt._arrays.zarr import metadata
-from flaxckpt._arrays.zarr.ocdbt import Index
+from flaxckpt._arrays.zarr.ocdbt import DatabaseIndex
 
 _LONG_BYTES = 64 * 2**20
 """Decoded size up to which the ratio below is not checked."""
@@ -154,7 +154,7 @@ def _frame_bytes(read: Callable[[int, int], bytes]) -> int:
             return at + 4 * (flags >> 2 & 1)
 
 
-def check_values(index: Index, name: str, chunks: Chunks) -> None:
+def check_values(index: DatabaseIndex, name: str, chunks: Chunks) -> None:
     """Checks the declared sizes of blosc chunks in a database.
 
     Raises:

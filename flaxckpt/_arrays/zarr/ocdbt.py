@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ _MAX_HEIGHT = 16
 _MAX_NODES = 2**16
 
 
-class Index:
+class DatabaseIndex:
     """The values of a database, which is not changed meanwhile.
 
     TensorStore takes five times as long to find them one by one.
@@ -91,18 +92,27 @@ class Index:
         return content
 
 
-_INDEXES: weakref.WeakValueDictionary[tuple[Path, tuple[int, ...]], Index] = (
+_INDEXES: weakref.WeakValueDictionary[tuple[Path, tuple[int, ...]], DatabaseIndex] = (
     weakref.WeakValueDictionary()
 )
 """The database, with the fingerprint of its manifest -> the index in use."""
 
-_HELD: weakref.WeakKeyDictionary[ts.Context, dict[Path, Index]] = (
-    weakref.WeakKeyDictionary()
-)
-"""The indexes that arrays opened with a context use."""
+
+class _Held:
+    """The indexes that arrays opened with a context use.
+
+    Threads that open such arrays at the same time wait for the one that reads an index.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.indexes: dict[Path, DatabaseIndex] = {}
 
 
-def open_index(root: Path, context: ts.Context | None = None) -> Index:
+_HELD: weakref.WeakKeyDictionary[ts.Context, _Held] = weakref.WeakKeyDictionary()
+
+
+def open_index(root: Path, context: ts.Context | None = None) -> DatabaseIndex:
     """Returns the index of a database, read once for all who use it at a time.
 
     Args:
@@ -114,14 +124,21 @@ def open_index(root: Path, context: ts.Context | None = None) -> Index:
         ValueError: The tree is damaged or too large.
         OSError: The database is missing or unreadable.
     """
-    held = {} if context is None else _HELD.setdefault(context, {})
-    if root not in held:
-        fingerprint, _ = _storage.of(root).fingerprint(root / DATABASE)
-        index = _INDEXES.get((root, fingerprint))
-        if index is None:
-            index = _INDEXES[root, fingerprint] = Index(root)
-        held[root] = index
-    return held[root]
+    if context is None:
+        return _find_index(root)
+    held = _HELD.setdefault(context, _Held())
+    with held.lock:
+        if root not in held.indexes:
+            held.indexes[root] = _find_index(root)
+        return held.indexes[root]
+
+
+def _find_index(root: Path) -> DatabaseIndex:
+    fingerprint, _ = _storage.of(root).fingerprint(root / DATABASE)
+    index = _INDEXES.get((root, fingerprint))
+    if index is None:
+        index = _INDEXES[root, fingerprint] = DatabaseIndex(root)
+    return index
 
 
 def read_tree(root: Path) -> dict[bytes, btree.Value]:
