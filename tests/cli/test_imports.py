@@ -79,8 +79,7 @@ def save_orbax(directory, *, zarr3):
 
 
 RUNS = {
-    "files": save_ours,
-    "database": lambda path: save_ours(path),
+    "flaxckpt": save_ours,
     "items": lambda path: save_ours(path, items=[*state()]),
     "orbax": lambda path: save_orbax(path, zarr3=False),
     "orbax zarr 3": lambda path: save_orbax(path, zarr3=True),
@@ -97,7 +96,7 @@ def made(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "run",
-    [pytest.param(run, marks=[pytest.mark.slow] * ("orbax" in run)) for run in RUNS],
+    [pytest.param(run, marks=[pytest.mark.slow] * ("zarr 3" in run)) for run in RUNS],
 )
 @pytest.mark.parametrize("verb", VERBS)
 def test_metadata_is_read_without_jax(made, command, monkeypatch, run, verb):
