@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _state, _storage
-from flaxckpt._arrays.stored_chunks import Target
+from flaxckpt._arrays.stored_chunks import Count
 from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
+from flaxckpt._arrays.zarr.metadata import Encoding
 
 ENCODED_AT_ONCE = 64 * 2**20
 """Bytes that TensorStore compresses at a time, and holds until written."""
@@ -27,17 +28,24 @@ def sized(arrays: Iterable[HostArray]) -> Iterator[tuple[HostArray, int]]:
 
 
 def write_encoded(
-    target: Target, arrays: Sequence[HostArray], bytes_at_once: int
+    root: Path, arrays: Sequence[HostArray], encoding: Encoding, report: Count
 ) -> None:
-    """Writes arrays, or parts of arrays that exist, by TensorStore."""
-    encoding = target.encoding
+    """Writes arrays, or parts of arrays that exist, by TensorStore.
+
+    Args:
+        root: The directory of the arrays.
+        arrays: The arrays, `ENCODED_AT_ONCE` bytes at most.
+        encoding: Encoding of the chunks.
+        report: Called with the bytes of written values, as in memory.
+    """
     if arrays:
         _storage.store_requests.use_threads()
+    context = _storage.store_requests.context()
     opened = [
         ts.open(
             {
                 "driver": "zarr3" if encoding.version == 3 else "zarr",
-                "kvstore": zarr_metadata.kvstore(target.root, array.name, ocdbt=False),
+                "kvstore": zarr_metadata.kvstore(root, array.name, ocdbt=False),
                 # Orbax treats a missing chunk as damage, so write zeros too.
                 "store_data_equal_to_fill_value": True,
                 "metadata": zarr_metadata.metadata(
@@ -46,32 +54,23 @@ def write_encoded(
             },
             create=True,
             open=True,
-            context=target.context,
+            context=context,
         )
         for array in arrays
     ]
-    started: list[ts.Future[Any]] = []
-    pending: collections.deque[tuple[ts.Future[Any], int]] = collections.deque()
-    in_flight = 0
+    started: list[tuple[ts.Future[Any], int]] = []
     try:
         for array, future in zip(arrays, opened, strict=True):
             store = future.result()
-            for part in parts(array):
-                while pending and in_flight + part.data.nbytes > bytes_at_once:
-                    oldest, size = pending.popleft()
-                    oldest.result()
-                    in_flight -= size
-                    target.report(size)
-                write = _start_write(array, part, store)
-                started.append(write)
-                pending.append((write, part.data.nbytes))
-                in_flight += part.data.nbytes
-        for write, size in pending:
+            for shard in array.shards:
+                write = _start_write(array, shard, store)
+                started.append((write, shard.data.nbytes))
+        for write, size in started:
             write.result()
-            target.report(size)
+            report(size)
     finally:
         # After a failure, wait for all writes before the caller cleans up.
-        for future in (*opened, *started):
+        for future in (*opened, *(write for write, _ in started)):
             future.exception()
 
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import tensorstore as ts
 
 from flaxckpt import _state, _util
 from flaxckpt._arrays.to_host import HostArray, HostShard
@@ -39,19 +37,34 @@ COPIES_IN_REQUESTS = 3
 Count: TypeAlias = Callable[[int], object]
 
 
-class Target(NamedTuple):
-    """The place and the form of the arrays to write; see `write`."""
+class WriteOptions(NamedTuple):
+    """How arrays are written.
 
-    root: Path
+    Attributes:
+        encoding: Encoding of the chunks.
+        max_concurrent_bytes: Bytes copied or passed to TensorStore and not yet written.
+            A larger array is written alone.
+        report: Called with the bytes of written values, as in memory.
+        previous: An earlier checkpoint on the same file system. Equal files are linked
+            instead of written.
+        writer: Number of this process or call, if others write other chunks or arrays
+            to the same database.
+        with_metadata: Whether this writer writes the metadata of the arrays.
+        segment_bytes: Bytes of the segments of chunks that are verified on their own.
+        pace: The pace of the threads that write chunk files to a disk; None for full
+            speed. Threads of TensorStore serve the whole program, so they have none.
+        total_bytes: Bytes of all arrays of the checkpoint, by all calls and processes,
+            which decide about the files.
+    """
+
     encoding: Encoding
-    context: ts.Context
     max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES
     report: Count = _util.progress.ignore
     previous: Previous | None = None
-    writer: int | None = None
+    writer: int = 0
+    with_metadata: bool = True
     segment_bytes: int = sys.maxsize
     pace: Pace | None = None
-    batch: int | None = None
     total_bytes: int = 0
 
 

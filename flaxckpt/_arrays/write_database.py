@@ -10,11 +10,12 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from flaxckpt import _storage, _util
 from flaxckpt._arrays import encode, stored_chunks, to_host
-from flaxckpt._arrays.stored_chunks import COPIES_IN_REQUESTS, Target, is_raw
+from flaxckpt._arrays.stored_chunks import COPIES_IN_REQUESTS, WriteOptions, is_raw
 from flaxckpt._arrays.to_host import HostArray
 from flaxckpt._arrays.written import Previous, Written
 from flaxckpt._arrays.zarr import btree, chunk_file
@@ -75,40 +76,40 @@ class DatabaseWriter:
     number of a process, or of a batch.
     """
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._in_store = _storage.of(target.root).costs_requests
-        self._budget = _util.threads.Budget(target.max_concurrent_bytes)
-        self._sizes = choose_sizes(target.total_bytes, in_store=self._in_store)
-        self._writer = target.writer or target.batch or 0
+    def __init__(self, root: Path, options: WriteOptions) -> None:
+        self._root = root
+        self._options = options
+        self._in_store = _storage.of(root).costs_requests
+        self._budget = _util.threads.Budget(options.max_concurrent_bytes)
+        self._sizes = choose_sizes(options.total_bytes, in_store=self._in_store)
         self._parts: collections.Counter[str] = collections.Counter()
         self._names: dict[str, str] = {}
         self._written = Written({}, {})
-        self._previous = _previous_values(target.previous)
+        self._previous = _previous_values(options.previous)
 
     def write(self, batches: Iterable[list[HostArray]]) -> Written:
         """Writes all arrays."""
-        (self._target.root / "d").mkdir(exist_ok=True)
-        encoding = self._target.encoding
+        (self._root / "d").mkdir(exist_ok=True)
+        encoding = self._options.encoding
         for batch in batches:
             raw: list[HostArray] = []
             encoded: list[HostArray] = []
             for array in batch:
                 (raw if is_raw(array, encoding) else encoded).append(array)
-                if not self._target.writer:
+                if self._options.with_metadata:
                     self._written.values[_metadata_key(array, encoding)] = (
                         stored_chunks.metadata_text(array, encoding)
                     )
             self._write_files(self._raw_chunks(raw))
             for chunks in self._encode(encoded):
                 self._write_files(chunks)
-        previous = self._target.previous
+        previous = self._options.previous
         if previous is not None and not previous.is_current():
             raise OSError(f"{previous.root} was replaced during the save")
         return self._written
 
     def _raw_chunks(self, arrays: Iterable[HostArray]) -> Iterator[_Stored]:
-        encoding = self._target.encoding
+        encoding = self._options.encoding
         tail = chunk_file.CHECKSUM_BYTES * encoding.checksum
         requests = COPIES_IN_REQUESTS * self._in_store
         for array in arrays:
@@ -120,7 +121,7 @@ class DatabaseWriter:
                     chunk.size + tail,
                     chunk.size * (chunk.needs_copy() + requests),
                     functools.partial(
-                        chunk.parts_and_checksums, encoding, self._target.segment_bytes
+                        chunk.parts_and_checksums, encoding, self._options.segment_bytes
                     ),
                 )
 
@@ -132,12 +133,11 @@ class DatabaseWriter:
             for number, array in by_number.items()
             for part in encode.parts(array)
         )
-        encoding = self._target.encoding
-        at_once = min(self._target.max_concurrent_bytes, encode.ENCODED_AT_ONCE)
+        encoding = self._options.encoding
+        at_once = min(self._options.max_concurrent_bytes, encode.ENCODED_AT_ONCE)
         for batch in _util.memory.batches(encode.sized(pieces), at_once):
             with _storage.memory_directory.new() as memory:
-                target = self._target._replace(root=memory)
-                encode.write_encoded(target, batch, at_once)
+                encode.write_encoded(memory, batch, encoding, self._options.report)
                 contents = _storage.memory_directory.read_files(memory)
             chunks = []
             for path, content in contents.items():
@@ -163,12 +163,12 @@ class DatabaseWriter:
     def _write_files(self, chunks: Iterable[_Stored]) -> None:
         # Large files first, so that the last writes are short.
         files = sorted(self._plan(chunks), key=lambda file: -file.size)
-        for directory in {(self._target.root / file.path).parent for file in files}:
+        for directory in {(self._root / file.path).parent for file in files}:
             directory.mkdir(exist_ok=True)
         threads, pace = (
             (stored_chunks.THREADS_OF_STORES, None)
             if self._in_store
-            else (stored_chunks.THREADS, self._target.pace)
+            else (stored_chunks.THREADS, self._options.pace)
         )
         _util.threads.each(self._write_file, files, threads=threads, pace=pace)
 
@@ -177,11 +177,11 @@ class DatabaseWriter:
         small: list[_Stored] = []
         for array, group in itertools.groupby(chunks, key=lambda chunk: chunk.array):
             if array.nbytes >= self._sizes.own and (name := self._file_name(array)):
-                path = f"{self._writer}.{{}}/{name}"
+                path = f"{self._options.writer}.{{}}/{name}"
                 yield from self._fill(path, group, self._sizes.full)
             else:
                 small += group
-        path = f"{self._writer}.small.{{}}"
+        path = f"{self._options.writer}.small.{{}}"
         yield from self._fill(path, small, self._sizes.full_shared)
 
     def _fill(
@@ -214,7 +214,7 @@ class DatabaseWriter:
         return name if self._names.setdefault(name.casefold(), name) == name else ""
 
     def _write_file(self, file: _DataFile) -> None:
-        target, previous = self._target, self._target.previous
+        previous = self._options.previous
         with self._budget.hold(sum(chunk.copied_bytes for _, chunk in file.chunks)):
             parts: list[memoryview] = []
             end = 0
@@ -228,7 +228,7 @@ class DatabaseWriter:
                     self._written.checksums.setdefault(name, {})[key] = packed
                 place = Place(file.path, offset, chunk.size)
                 self._written.values[_database_key(name, key)] = place
-            new = target.root / file.path
+            new = self._root / file.path
             if previous is None or not chunk_file.link_if_equal(
                 previous.root / file.path,
                 new,
@@ -238,11 +238,11 @@ class DatabaseWriter:
             ):
                 chunk_file.write(new, parts)
         for _, chunk in file.chunks:
-            target.report(chunk.nbytes)
+            self._options.report(chunk.nbytes)
 
     def _is_unchanged(self, file: _DataFile) -> bool:
         """Returns True if the same jax objects were saved before, in the same form."""
-        encoding, previous = self._target.encoding, self._target.previous
+        encoding, previous = self._options.encoding, self._options.previous
         if previous is None or not encoding.checksum:
             return False
         arrays = {id(chunk.array): chunk.array for _, chunk in file.chunks}.values()

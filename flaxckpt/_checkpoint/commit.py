@@ -309,13 +309,13 @@ def write_arrays(
     sampler = snapshot.request.sampler
     if sampler is not None:
         sampler.choose(snapshot.arrays)
-    write = functools.partial(
-        _arrays.write.write,
+    writer = 0 if operation is None else operation.index
+    options = _arrays.write.WriteOptions(
         encoding=snapshot.contents.encoding,
-        previous=previous,
         max_concurrent_bytes=snapshot.request.options.max_concurrent_bytes,
-        count=count,
-        writer=None if operation is None else operation.index,
+        report=count,
+        writer=writer,
+        with_metadata=writer == 0,
         segment_bytes=snapshot.contents.segment_bytes() or sys.maxsize,
         pace=snapshot.request.pace,
         total_bytes=snapshot.stored_bytes,
@@ -323,19 +323,18 @@ def write_arrays(
     databases: WrittenArrays = {}
     for item in snapshot.contents.items.trees:  # a database each
         start = _native.items.prefix(item)
+        observe = None
         if sampler is not None:
-            write = functools.partial(
-                write, observe=functools.partial(sampler.add, prefix=start)
-            )
-        if previous is not None:
-            write = functools.partial(write, previous=previous.of_item(item, start))
-        databases[item] = write(
+            observe = functools.partial(sampler.add, prefix=start)
+        databases[item] = _arrays.write.write(
             root / item,
             [
                 array._replace(name=array.name[len(start) :])
                 for array in snapshot.arrays
                 if f"{array.name}/".startswith(start)
             ],
+            options._replace(previous=previous and previous.of_item(item, start)),
+            observe=observe,
         )
     return databases
 

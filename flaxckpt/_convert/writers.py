@@ -236,6 +236,8 @@ class _OrbaxTarget:
         _checkpoint.save.check_names(infos, items)
         _native.manifest.check_arrays(infos)
         self.pieces = state.pieces(by_chunk=True)
+        self._total_bytes = sum(piece.nbytes for piece in self.pieces)
+        self._segment_bytes = self._contents().segment_bytes() or sys.maxsize
         self.files = [repr(items)]
         self.result = ""
         self.batch_bytes = state.batch_bytes
@@ -265,11 +267,13 @@ class _OrbaxTarget:
         written = _arrays.write.write(
             root,
             [self._host_array(piece, array) for piece, array in ready],
-            encoding=self._state.layout.encoding,
-            max_concurrent_bytes=self.batch_bytes,
-            segment_bytes=self._contents().segment_bytes() or sys.maxsize,
-            batch=batches.next_number,
-            total_bytes=sum(piece.nbytes for piece in self.pieces),
+            _arrays.write.WriteOptions(
+                encoding=self._state.layout.encoding,
+                max_concurrent_bytes=self.batch_bytes,
+                writer=batches.next_number,
+                segment_bytes=self._segment_bytes,
+                total_bytes=self._total_bytes,
+            ),
         )
         batches.add(written, [piece.name for piece, _ in ready])
 

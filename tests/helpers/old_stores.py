@@ -14,7 +14,7 @@ from flaxckpt._arrays import write as arrays_write
 
 def write(root, arrays, *, ocdbt=True, **options):
     """Writes arrays as `_arrays.write.write`: a whole database, or directories."""
-    written = arrays_write.write(root, arrays, **options)
+    written = arrays_write.write(root, arrays, arrays_write.WriteOptions(**options))
     for name, content in arrays_write.make_index(written.values).files.items():
         (root / name).write_bytes(content)
     if not ocdbt:

@@ -138,7 +138,6 @@ def encode(
     values: Mapping[bytes, Value],
     file: str,
     *,
-    offset: int = 0,
     node_bytes: int = _NODE_BYTES,
 ) -> Tree:
     """Returns the tree of a database.
@@ -146,11 +145,10 @@ def encode(
     Args:
         values: Key -> value, or the place of the value; at least one.
         file: The file that will have the nodes.
-        offset: The offset of the first node in the file, in bytes.
         node_bytes: Bytes of keys and values after which a node ends.
     """
     nodes: list[bytes] = []
-    end = offset
+    end = 0
 
     def add(node: bytes, first: bytes, sums: Sequence[int]) -> _Node:
         nonlocal end

@@ -90,12 +90,6 @@ class Block(NamedTuple):
         return self.segment_bytes if self.checksums else max(self.size, 1)
 
 
-def checksum(parts: Sequence[memoryview]) -> bytes:
-    """Returns the CRC-32C of the concatenated `parts`."""
-    [value] = chunk_checksums.running_checksums(parts, sys.maxsize)
-    return value.to_bytes(CHECKSUM_BYTES, "little")
-
-
 # ---- writing --------------------------------------------------------------------
 
 
@@ -143,21 +137,6 @@ def link_if_equal(
                 return False
             if compare_all and not _is_equal(file, parts):
                 return False
-    except OSError:
-        return False
-    return link(old, new, size)
-
-
-def link(old: Path, new: Path, size: int) -> bool:
-    """Makes `new` a hard link to the file `old` if its size is `size` bytes.
-
-    Returns:
-        True if the link was made.
-    """
-    try:
-        status = os.lstat(old)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-            return False
         os.link(old, new, follow_symlinks=False)
     except OSError:  # no support, too many links, or `old` is gone
         return False
