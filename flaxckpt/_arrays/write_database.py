@@ -89,7 +89,6 @@ class DatabaseWriter:
 
     def write(self, batches: Iterable[list[HostArray]]) -> Written:
         """Writes all arrays."""
-        (self._root / "d").mkdir(exist_ok=True)
         encoding = self._options.encoding
         for batch in batches:
             raw: list[HostArray] = []
@@ -164,7 +163,7 @@ class DatabaseWriter:
         # Large files first, so that the last writes are short.
         files = sorted(self._plan(chunks), key=lambda file: -file.size)
         for directory in {(self._root / file.path).parent for file in files}:
-            directory.mkdir(exist_ok=True)
+            directory.mkdir(parents=True, exist_ok=True)
         threads, pace = (
             (stored_chunks.THREADS_OF_STORES, None)
             if self._in_store

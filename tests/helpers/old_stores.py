@@ -16,6 +16,7 @@ def write(root, arrays, *, ocdbt=True, **options):
     """Writes arrays as `_arrays.write.write`: a whole database, or directories."""
     written = arrays_write.write(root, arrays, arrays_write.WriteOptions(**options))
     for name, content in arrays_write.make_index(written.values).files.items():
+        (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_bytes(content)
     if not ocdbt:
         _make_files(root)
