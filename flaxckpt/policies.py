@@ -467,7 +467,7 @@ def _count(name: str, n: object) -> int:
 def _check_order(n: object, metric: object, mode: object) -> None:
     """Raises OptionError for a `BestN` that got its metric first."""
     if isinstance(n, str):
-        example = _util.guessed_names.ANSWERS["BestN"][_util.guessed_names.CALL]
+        example = _util.guessed_names.read_answers()["BestN"][_util.guessed_names.CALL]
         answer = _util.guessed_names.fill_in(example, [n, metric, mode])
         raise errors.OptionError(
             f"BestN takes the number before the metric, got n={n!r}: {answer}"

@@ -282,7 +282,7 @@ def test_what_is_no_list_of_checkpoints_is_refused(saved):
 def test_names_in_another_order_or_of_others_are_explained():
     with pytest.raises(errors.OptionError, match=r'write BestN\(1, "loss", "min"\)'):
         BestN("loss", 1, "min")
-    name = next(iter(guessed_names.ANSWERS["flaxckpt.policies"]))
+    name = next(iter(guessed_names.read_answers()["flaxckpt.policies"]))
     with pytest.raises(errors.UnknownNameError, match=name):
         getattr(policies, name)
     with pytest.raises(AttributeError, match="LatestNum"):

@@ -47,18 +47,8 @@ HARMLESS: dict[str, str] = {
     "flaxckpt._storage.store_requests._OWN_RETRIES": _TABLE,
     "flaxckpt._storage.store_requests._RETRIES_ALONE": _TABLE,
     "flaxckpt._util.gc_pause._pauses": "empty while the collector is disabled",
-    "flaxckpt._util.guessed_names.ANSWERS": _TABLE,
     "flaxckpt._steps.names._WAYS": _TABLE,
-    "flaxckpt._util.guessed_names._BEST_OF_PATH": _TABLE,
     "flaxckpt._util.guessed_names._CALLED": _TABLE,
-    "flaxckpt._util.guessed_names._KEEP": _TABLE,
-    "flaxckpt._util.guessed_names._LOOK": _TABLE,
-    "flaxckpt._util.guessed_names._NEWEST": _TABLE,
-    "flaxckpt._util.guessed_names._LOAD": _TABLE,
-    "flaxckpt._util.guessed_names._MAPPED": _TABLE,
-    "flaxckpt._util.guessed_names._RESTORE": _TABLE,
-    "flaxckpt._util.guessed_names._SAVE": _TABLE,
-    "flaxckpt._util.guessed_names._WAITING": _TABLE,
 }
 
 stand_ins: dict[int, Callable[[], object]] = {}

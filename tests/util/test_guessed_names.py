@@ -19,7 +19,9 @@ from flax.training.train_state import TrainState
 import flaxckpt
 from flaxckpt import configs, errors, policies, transforms
 from flaxckpt._util import guessed_names
-from flaxckpt._util.guessed_names import ANSWERS, CALL
+from flaxckpt._util.guessed_names import CALL, read_answers
+
+ANSWERS = read_answers()
 
 
 def find(place):
