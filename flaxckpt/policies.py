@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from flaxckpt import _util, errors
+from flaxckpt import _policy_forms, _util, errors
 
 __all__ = [
     "BestN",
@@ -72,6 +72,7 @@ class PreservationPolicy(Protocol):
 
 
 @_util.guessed_names.explain
+@_policy_forms.register("latest", "latest", lambda p: f"latest {p.n}")
 @dataclass(frozen=True, slots=True)
 class LatestN(PreservationPolicy):
     """Keeps the `n` newest checkpoints; temporary checkpoints are ignored."""
@@ -89,6 +90,9 @@ class LatestN(PreservationPolicy):
 
 
 @_util.guessed_names.explain
+@_policy_forms.register(
+    "latest_duration", "duration", lambda p: f"last {_util.humanize.duration(p.secs)}"
+)
 @dataclass(frozen=True, slots=True)
 class LatestDuration(PreservationPolicy):
     """Keeps the checkpoints saved at most `secs` before the newest checkpoint.
@@ -116,6 +120,7 @@ class LatestDuration(PreservationPolicy):
 
 
 @_util.guessed_names.explain
+@_policy_forms.register("best", "best", lambda p: f"among {p.n} best {p.metric}")
 @dataclass(frozen=True, slots=True)
 class BestN(PreservationPolicy):
     """Keeps the `n` checkpoints with the best `metric`; the newer wins a tie.
@@ -156,6 +161,7 @@ class BestN(PreservationPolicy):
 
 
 @_util.guessed_names.explain
+@_policy_forms.register("without_metric", "without", lambda p: f"without {p.metric}")
 @dataclass(frozen=True, slots=True)
 class WithoutMetric(PreservationPolicy):
     """Keeps each checkpoint without `metric`, except temporary checkpoints.
@@ -181,6 +187,7 @@ class WithoutMetric(PreservationPolicy):
 
 
 @_util.guessed_names.explain
+@_policy_forms.register("every_steps", "every", lambda p: f"every {p.n}")
 @dataclass(frozen=True, slots=True)
 class EveryNSteps(PreservationPolicy):
     """Keeps each checkpoint whose step is a multiple of `n`, including 0.
@@ -201,6 +208,7 @@ class EveryNSteps(PreservationPolicy):
 
 
 @_util.guessed_names.explain
+@_policy_forms.register("every_steps_closest", "closest", lambda p: f"near every {p.n}")
 @dataclass(frozen=True, slots=True)
 class EveryNStepsClosest(PreservationPolicy):
     """Keeps the checkpoint closest to each multiple of `n`, including 0.
@@ -231,6 +239,7 @@ class EveryNStepsClosest(PreservationPolicy):
 
 
 @_util.guessed_names.explain
+@_policy_forms.register("exponential_steps", "exponential", lambda _: "exponential")
 @dataclass(frozen=True, slots=True)
 class ExponentialSteps(PreservationPolicy):
     """Keeps each checkpoint whose step is 0, `n`, `n * base`, `n * base**2`, ….
@@ -267,6 +276,9 @@ class ExponentialSteps(PreservationPolicy):
 
 
 @_util.guessed_names.explain
+@_policy_forms.register(
+    "every_secs", "secs", lambda p: f"every {_util.humanize.duration(p.secs)}"
+)
 @dataclass(frozen=True, slots=True)
 class EveryNSecs(PreservationPolicy):
     """Keeps the oldest checkpoint, then each at least `secs` newer than the last kept.
@@ -300,6 +312,7 @@ class EveryNSecs(PreservationPolicy):
 
 
 @_util.guessed_names.explain
+@_policy_forms.register("on_steps", "steps", lambda _: "chosen step")
 @dataclass(frozen=True, slots=True)
 class OnSteps(PreservationPolicy):
     """Keeps the given steps, temporary or not."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from flaxckpt import _steps, errors, policies
+from flaxckpt import _policy_forms, _steps, errors, policies
 from flaxckpt._run import events, retention
 from flaxckpt._steps.event import Event
 from flaxckpt._types import JSON
@@ -26,22 +26,6 @@ _log = logging.getLogger(__name__)
 _RECORDED_AGAIN_AFTER = 100
 """Saves after which the settings are recorded again: a journal in an object store loses
 its oldest lines."""
-
-_POLICIES = {
-    cls.__name__: cls
-    for cls in (
-        policies.BestN,
-        policies.EveryNSecs,
-        policies.EveryNSteps,
-        policies.EveryNStepsClosest,
-        policies.ExponentialSteps,
-        policies.LatestDuration,
-        policies.LatestN,
-        policies.OnSteps,
-        policies.WithoutMetric,
-    )
-}
-_NEEDS_METRICS = (policies.BestN, policies.WithoutMetric)
 
 _MOST_STEPS = 1000
 """Steps of an `OnSteps` in the record; a line of a journal is limited."""
@@ -135,16 +119,11 @@ def _rules_to_json(rules: retention.Rules) -> dict[str, JSON]:
 
 
 def _to_json(policy: PreservationPolicy) -> dict[str, JSON]:
-    name = type(policy).__name__
+    form = _policy_forms.find(policy)
     is_long = isinstance(policy, policies.OnSteps) and len(policy.steps) > _MOST_STEPS
-    if _POLICIES.get(name) is not type(policy) or is_long:
+    if form is None or is_long:
         return {"policy": "custom", "text": _describe(policy)}
-    fields = {
-        field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)
-    }
-    if isinstance(policy, policies.OnSteps):
-        fields["steps"] = sorted(policy.steps)
-    return {"policy": name, **fields}
+    return {"policy": form.cls.__name__, **form.to_dict(policy)}
 
 
 def _describe(policy: PreservationPolicy) -> str:
@@ -251,11 +230,11 @@ def _from_list(value: Any, has_other_metrics: bool) -> list[PreservationPolicy]:
 
 def _from_json(table: Mapping[str, Any], has_other_metrics: bool) -> PreservationPolicy:
     fields = {name: value for name, value in table.items() if name != "policy"}
-    cls = _POLICIES.get(str(table.get("policy")))
-    if cls is None:  # the user's own, or of a later version
+    form = _policy_forms.FORMS.get(str(table.get("policy")))
+    if form is None:  # the user's own, or of a later version
         text = table.get("text", f"{table.get('policy')}({fields})")
         return UnknownPolicy(str(text)[:200])
-    policy: PreservationPolicy = cls(**fields)
-    if has_other_metrics and isinstance(policy, _NEEDS_METRICS):
+    policy: PreservationPolicy = form.cls(**fields)
+    if has_other_metrics and "metric" in fields:
         return UnknownPolicy(str(policy))
     return policy

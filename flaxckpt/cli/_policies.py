@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Required, TypedDict
 
-from flaxckpt import errors
+from flaxckpt import _policy_forms, errors
 from flaxckpt.cli._parameters import Option
 
 if TYPE_CHECKING:
     from flaxckpt.policies import PreservationPolicy
+
+_EXAMPLES = (
+    "latest:3, duration:24h, best:1:eval/loss:min, without:eval/loss, every:1000,"
+    " closest:1000, exponential:100:2, secs:3600 (or secs:2h), steps:1,10"
+)
 
 KeepOption = Annotated[
     list[str] | None,
@@ -17,9 +22,7 @@ KeepOption = Annotated[
         "--keep",
         "-k",
         metavar="POLICY",
-        help="A preservation policy: latest:3, duration:24h, best:1:eval/loss:min,"
-        " without:eval/loss, every:1000, closest:1000, exponential:100:2, secs:3600,"
-        " steps:1,10. May be repeated.",
+        help=f"A preservation policy: {_EXAMPLES}. May be repeated.",
     ),
 ]
 ConfigOption = Annotated[
@@ -39,18 +42,6 @@ GroupOption = Annotated[
         help="Table of the file with the settings: train.checkpoint.",
     ),
 ]
-
-_NAMES = {
-    "latest": "latest",
-    "duration": "latest_duration",
-    "best": "best",
-    "without": "without_metric",
-    "every": "every_steps",
-    "closest": "every_steps_closest",
-    "exponential": "exponential_steps",
-    "secs": "every_secs",
-    "steps": "on_steps",
-}
 
 
 def parse_policies(
@@ -115,9 +106,7 @@ def _parse(text: str) -> PreservationPolicy:
         raise errors.OptionError(f"--keep {text}: {error}") from None
     except (KeyError, ValueError):
         raise errors.OptionError(
-            f"--keep {text} is not a policy: write latest:3, duration:24h,"
-            " best:1:eval/loss:min, without:eval/loss, every:1000, closest:1000,"
-            " exponential:100:2, secs:3600 (or secs:2h) or steps:1,10"
+            f"--keep {text} is not a policy: write one of {_EXAMPLES}"
         ) from None
 
 
@@ -127,18 +116,19 @@ def _parse_table(name: str, text: str) -> dict[str, Any]:
     Raises:
         KeyError, ValueError: The text is not a policy.
     """
-    kind = _NAMES[name]
+    form = {form.option: form for form in _policy_forms.FORMS.values()}[name]
+    keys = [form.key, *form.fields[1:]]
+    return {
+        key: _parse_field(field, part)
+        for key, field, part in zip(keys, form.fields, form.split(text), strict=True)
+    }
+
+
+def _parse_field(name: str, text: str) -> Any:
     match name:
-        case "best":
-            count, metric = text.split(":", 1)
-            metric, mode = metric.rsplit(":", 1)
-            return {kind: int(count), "metric": metric, "mode": mode}
-        case "exponential":
-            first, base = text.split(":")
-            return {kind: int(first), "base": int(base)}
+        case "n" | "base":
+            return int(text)
         case "steps":
-            return {kind: [int(step) for step in text.split(",")]}
-        case "secs" | "duration" | "without":
-            return {kind: text}
+            return [int(step) for step in text.split(",")]
         case _:
-            return {kind: int(text)}
+            return text

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from flaxckpt import _policy_forms
 from flaxckpt.cli import _output
 from flaxckpt.cli._output import Cell, TextColumn
 
@@ -125,7 +126,7 @@ def _shorten_name(name: str) -> str:
 def _marks_column(listing: Listing, steps: Sequence[Step], *, has_all: bool) -> _Column:
     cells = []
     for step in steps:
-        marks = list_marks(step, listing.best)
+        marks = list_marks(step, listing)
         style = next((s for mark, s in _STYLES.items() if mark in step.marks), "")
         if _TO_BE_DELETED in marks:
             style = "yellow"
@@ -135,13 +136,14 @@ def _marks_column(listing: Listing, steps: Sequence[Step], *, has_all: bool) -> 
     return _Column(TextColumn("marks"), cells)
 
 
-def list_marks(step: Step, best: Mapping[str, int]) -> list[str]:
+def list_marks(step: Step, listing: Listing) -> list[str]:
     """Returns the marks of a step, then other reasons to keep it, shortened.
 
     Args:
         step: The step.
-        best: Metric that policies rank steps by -> the best step.
+        listing: The listing with the step.
     """
+    best = listing.best
     marks = [mark for mark in step.marks if mark != "best"]
     first_in = [metric for metric, number in best.items() if number == step.step]
     marks += ["best" if len(best) == 1 else f"best {metric}" for metric in first_in]
@@ -150,13 +152,18 @@ def list_marks(step: Step, best: Mapping[str, int]) -> list[str]:
         return marks
     if not step.why:
         return [*marks, _TO_BE_DELETED]
-    first_by = tuple(f" best {metric}" for metric in first_in)
-    for reason in map(_shorten_reason, step.why):
-        if reason.startswith(_SAME_AS_MARKS) or reason.endswith(first_by):
+    policies = {str(policy): policy for policy in listing.keep or ()}
+    for reason in step.why:
+        form = _policy_forms.find(policies.get(reason))
+        if form is None:
+            marks += [reason] * (not reason.startswith(_SAME_AS_MARKS))
             continue
-        if len(best) == 1 and reason.startswith("among"):  # the summary names it
-            reason = reason.removesuffix(f" {next(iter(best))}")
-        marks.append(reason)
+        short = form.shorten(policies[reason])
+        if short.endswith(tuple(f" best {metric}" for metric in first_in)):
+            continue
+        if len(best) == 1 and short.startswith("among"):  # the summary names it
+            short = short.removesuffix(f" {next(iter(best))}")
+        marks.append(short)
     return marks
 
 
@@ -170,29 +177,3 @@ def describe_rankings(listing: Listing) -> list[str]:
         f"{'highest' if ends[metric] == 'max' else 'lowest'} {metric}"
         for metric in listing.best
     ]
-
-
-def _shorten_reason(reason: str) -> str:
-    """Returns `every 1000` for `EveryNSteps(1000)`; another reason as it is."""
-    name, _, rest = reason.partition("(")
-    arguments = [text.strip("'\"") for text in rest.removesuffix(")").split(", ")]
-    match name, arguments:
-        case "LatestN", [count]:
-            return f"latest {count}"
-        case "LatestDuration", [secs]:
-            return f"last {_output.duration(float(secs))}"
-        case "BestN", [count, metric, _]:
-            return f"among {count} best {metric}"
-        case "EveryNSteps", [steps]:
-            return f"every {steps}"
-        case "EveryNStepsClosest", [steps]:
-            return f"near every {steps}"
-        case "EveryNSecs", [secs]:
-            return f"every {_output.duration(float(secs))}"
-        case "ExponentialSteps", [*_]:
-            return "exponential"
-        case "OnSteps", [*_]:
-            return "chosen step"
-        case "WithoutMetric", [metric]:
-            return f"without {metric}"
-    return reason

@@ -234,7 +234,7 @@ class _Log:
 def _describe(step: Step, listing: Listing) -> str:
     size = "" if step.bytes is None else _output.size(step.bytes)
     metrics = [f"{name}={value:.6g}" for name, value in step.metrics.items()]
-    marks = _step_table.list_marks(step, listing.best)
+    marks = _step_table.list_marks(step, listing)
     parts = [
         "" if step.step is None else str(step.step),
         _output.when(step.created),

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict, FrozenConfigDict
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import _policy_forms, errors
 from flaxckpt._arrays.zarr import ocdbt
 from flaxckpt.configs import Cast, CheckpointConfig
-from flaxckpt.configs import _policies as configs_policies
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import (
     BestN,
@@ -143,7 +142,7 @@ def test_every_field_of_a_layout_is_an_option():
 
 
 def test_each_policy_has_a_name_in_files():
-    assert {cls for cls, _, _ in configs_policies._POLICIES.values()} == {
+    assert {form.cls for form in _policy_forms.FORMS.values()} == {
         found
         for found in vars(flaxckpt.policies).values()
         if hasattr(found, "preserved") and not getattr(found, "_is_protocol", False)

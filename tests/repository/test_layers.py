@@ -17,7 +17,7 @@ PACKAGE = ROOT / "flaxckpt"
 # The table of ARCHITECTURE.md. A package may import from lower rows only, never from
 # its own. flaxckpt/__init__.py, which is not listed, may import all.
 ROWS = (
-    {"errors", "_types", "_doors"},
+    {"errors", "_types", "_doors", "_policy_forms"},
     {"_util"},
     {"_state", "_storage", "policies"},
     {"_arrays", "_steps", "_distributed", "datasets"},

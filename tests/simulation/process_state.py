@@ -43,7 +43,7 @@ HARMLESS: dict[str, str] = {
     "flaxckpt._checkpoint.overwrite._OTHER_DIRECTORIES": _TABLE,
     "flaxckpt._checkpoint.plan._STYLES": _TABLE,
     "flaxckpt._run.events._LOGGERS": _TABLE,
-    "flaxckpt._run.settings._POLICIES": _TABLE,
+    "flaxckpt._policy_forms.FORMS": _TABLE,
     "flaxckpt._storage.store_requests._OWN_RETRIES": _TABLE,
     "flaxckpt._storage.store_requests._RETRIES_ALONE": _TABLE,
     "flaxckpt._util.gc_pause._pauses": "empty while the collector is disabled",

@@ -1,0 +1,78 @@
+"""How policies are written: in files, as options, in journals, and in tables of steps.
+
+A policy is registered where it is defined, and all else follows from its fields: the
+policy `BestN(1, "loss", "min")` is `{best = 1, metric = "loss", mode = "min"}` in a
+file, and `best:1:loss:min` as an option.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T", bound=type[Any])
+
+
+class Form(NamedTuple):
+    """How a policy is written.
+
+    Attributes:
+        cls: The class of the policy, a dataclass.
+        key: The key of its first field in a file.
+        option: Its name as an option.
+        shorten: Returns a policy in a few words.
+    """
+
+    cls: type[Any]
+    key: str
+    option: str
+    shorten: Callable[[Any], str]
+
+    @property
+    def fields(self) -> list[str]:
+        """The names of the fields."""
+        return [field.name for field in dataclasses.fields(self.cls)]
+
+    def to_dict(self, policy: Any) -> dict[str, Any]:
+        """Returns the fields of a policy: name -> plain value."""
+        values = {name: getattr(policy, name) for name in self.fields}
+        return {
+            name: sorted(value) if isinstance(value, frozenset) else value
+            for name, value in values.items()
+        }
+
+    def split(self, text: str) -> list[str]:
+        """Returns the fields of a policy as an option; a metric may have colons.
+
+        Raises:
+            ValueError: There are too few.
+        """
+        first, *others = self.fields
+        if not others:
+            return [text]
+        first, *rest = text.split(":", 1)
+        parts = [first, *"".join(rest).rsplit(":", len(others) - 1)]
+        if len(parts) != len(self.fields):
+            raise ValueError(f"{text!r} lacks {self.fields[len(parts)]}")
+        return parts
+
+
+FORMS: dict[str, Form] = {}
+"""Name of a policy's class -> how it is written."""
+
+
+def register(key: str, option: str, shorten: Callable[[Any], str]) -> Callable[[T], T]:
+    """Returns a decorator that registers the class of a policy; see `Form`."""
+
+    def decorate(cls: T) -> T:
+        FORMS[cls.__name__] = Form(cls, key, option, shorten)
+        return cls
+
+    return decorate
+
+
+def find(policy: object) -> Form | None:
+    """Returns how a policy is written; None if it is the user's own."""
+    form = FORMS.get(type(policy).__name__)
+    return form if form is not None and form.cls is type(policy) else None
