@@ -66,6 +66,11 @@ class VerifyReport:
         return not self.problems and not self.unread
 
     @property
+    def damaged_leaves(self) -> frozenset[LeafPath] | None:
+        """The leaves that a restore cannot read; None if unknown, or none of them."""
+        return frozenset(self.unreadable) or None
+
+    @property
     def summary(self) -> str:
         """A line with the number of unreadable leaves and the files that cause this.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flaxckpt import _checkpoint, _steps, errors
 from flaxckpt._checkpoint import verify_report
+from flaxckpt._checkpoint.verify import Damage
 from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._run.events import Stream
 
@@ -30,7 +31,9 @@ def update_marker(path: Path, report: VerifyReport, events: Stream) -> None:
     try:
         if _find_loss(report) is not None:
             again = _checkpoint.verify.verify_checkpoint(path, report.step)
-            _mark(path, report.step, _find_loss(again), events)
+            reason = _find_loss(again)
+            found = Damage(reason, again.damaged_leaves) if reason else None
+            _mark(path, report.step, found, events)
         elif report.ok:
             unmark(path, report.step, events)
     except OSError as error:
@@ -60,14 +63,16 @@ def mark(path: Path, step: int | None, events: Stream) -> None:
     _mark(path, step, _checkpoint.verify.find_damage(path, step), events)
 
 
-def _mark(path: Path, step: int | None, reason: str | None, events: Stream) -> None:
-    if reason is None:
+def _mark(path: Path, step: int | None, damage: Damage | None, events: Stream) -> None:
+    if damage is None:
         _log.warning("step %s may be good: it is not marked as damaged", path.name)
         return
-    if _steps.markers.is_damaged(path):  # the first marker says since when
+    is_new = not _steps.markers.is_damaged(path)
+    if is_new or _steps.markers.damaged_leaves(path) != damage.leaves:
+        _steps.markers.mark_damaged(path, *damage)
+    if not is_new:
         return
-    _steps.markers.mark_damaged(path, reason)
-    events.emit("found_damaged", step, path=path, reason=reason)
+    events.emit("found_damaged", step, path=path, reason=damage.reason)
     _log.warning(
         "step %s is marked as damaged: it no longer counts as a step; saving the step"
         " again replaces it, and Checkpointer.delete removes it",

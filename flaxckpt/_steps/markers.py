@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flaxckpt import _storage, errors
+from flaxckpt._types import JSON, LeafPath
 
 PIN = "PINNED"
 """Marker of a step that all policies keep; a convention of T5X."""
@@ -38,6 +39,7 @@ _CONTENT = b"1\n"
 
 _MAX_BYTES = 2**16
 _MAX_REASON = 1000
+_MAX_LEAVES_CHARS = 8000
 
 
 class Status(NamedTuple):
@@ -182,9 +184,22 @@ def is_damaged(path: Path) -> bool:
     return _storage.of(path).exists(path / DAMAGED)
 
 
-def mark_damaged(path: Path, reason: str) -> None:
-    """Marks the step at `path` as damaged, durably: lists leave out the step."""
-    row = {"reason": reason[:_MAX_REASON], "time": time.time()}
+def mark_damaged(
+    path: Path, reason: str, leaves: Collection[LeafPath] | None = None
+) -> None:
+    """Marks the step at `path` as damaged, durably: lists leave out the step.
+
+    Args:
+        path: The step. The time of an earlier mark stays.
+        reason: The damage.
+        leaves: The leaves that cannot be read, if known; many are not recorded.
+    """
+    row: dict[str, JSON] = {
+        "reason": reason[:_MAX_REASON],
+        "time": damage_time(path) or time.time(),
+    }
+    if leaves is not None and sum(map(len, leaves)) <= _MAX_LEAVES_CHARS:
+        row["leaves"] = sorted(leaves)
     _write(path, DAMAGED, json.dumps(row).encode())
 
 
@@ -213,6 +228,14 @@ def damage_reason(path: Path) -> str:
         return errors.printable(str(row["reason"])[:_MAX_REASON])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "its marker gives no reason"
+
+
+def damaged_leaves(path: Path) -> frozenset[LeafPath] | None:
+    """Returns the leaves of a damaged step that cannot be read; None if unknown."""
+    try:
+        return frozenset(map(str, _read_json(path / DAMAGED)["leaves"]))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 class UploadMarker(NamedTuple):

@@ -951,6 +951,10 @@ def test_plan_looks_at_marked_chunks_where_the_restore_reads(here, command):
     command("verify", "run", "-s", 200, "--mark", code=1)
     damage = command.json(*asked[:-1], 200, code=1)["damage"]
     assert "params/dense/kernel" in damage
+    # The reason names one leaf of several, or the one that was damaged first.
+    chunks.flip(here / "run/300/state", "params.dense.kernel/c.0.0")
+    command("verify", "run", "-s", 300, "--mark", code=1)
+    assert "opt_state" in command.json(*asked, code=1)["damage"]
 
 
 def test_plan_knows_that_a_database_is_read_as_a_whole(here, command):

@@ -492,7 +492,7 @@ def test_a_plan_of_a_damaged_step_links_to_that_of_the_newest_good_one(
     file = tmp_path / "run/80/state/d/0.small.0"
     match known_by:
         case "mark":
-            markers.mark_damaged(tmp_path / "run/80", "params/trunk/kernel: lost")
+            markers.mark_damaged(tmp_path / "run/80", "it is lost")
         case "sizes":
             file.write_bytes(file.read_bytes()[:-1])
         case "description":
