@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T", bound=type[Any])
 
 
-class Form(NamedTuple):
+class PolicyForm(NamedTuple):
     """How a policy is written.
 
     Attributes:
@@ -58,21 +58,21 @@ class Form(NamedTuple):
         return parts
 
 
-FORMS: dict[str, Form] = {}
+FORMS: dict[str, PolicyForm] = {}
 """Name of a policy's class -> how it is written."""
 
 
 def register(key: str, option: str, shorten: Callable[[Any], str]) -> Callable[[T], T]:
-    """Returns a decorator that registers the class of a policy; see `Form`."""
+    """Returns a decorator that registers the class of a policy; see `PolicyForm`."""
 
     def decorate(cls: T) -> T:
-        FORMS[cls.__name__] = Form(cls, key, option, shorten)
+        FORMS[cls.__name__] = PolicyForm(cls, key, option, shorten)
         return cls
 
     return decorate
 
 
-def find(policy: object) -> Form | None:
+def find(policy: object) -> PolicyForm | None:
     """Returns how a policy is written; None if it is the user's own."""
     form = FORMS.get(type(policy).__name__)
     return form if form is not None and form.cls is type(policy) else None

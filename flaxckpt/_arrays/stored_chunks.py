@@ -79,7 +79,7 @@ def metadata_text(array: HostArray, encoding: Encoding) -> bytes:
     )
 
 
-class Chunk(NamedTuple):
+class ChunkToWrite(NamedTuple):
     """A chunk to write.
 
     Attributes:
@@ -155,11 +155,11 @@ class Chunk(NamedTuple):
         return data
 
 
-def chunks(array: HostArray) -> Iterator[Chunk]:
+def chunks(array: HostArray) -> Iterator[ChunkToWrite]:
     """Yields the chunks of an array to be written by this process."""
     for shard in array.shards:
         for key, bounds in zarr_metadata.chunks(shard.region, array.chunk_shape):
-            yield Chunk(array, shard, key, bounds)
+            yield ChunkToWrite(array, shard, key, bounds)
 
 
 def has_same_source(array: HostArray, previous: Previous) -> bool:

@@ -143,7 +143,7 @@ class Snapshot:
         )
 
 
-class Written(NamedTuple):
+class WrittenFiles(NamedTuple):
     """Result of writing a snapshot.
 
     Attributes:
@@ -346,7 +346,7 @@ def finish_checkpoint(
     digests: Mapping[str, str] | None = None,
     *,
     arrays: WrittenArrays,
-) -> Written:
+) -> WrittenFiles:
     """Writes the manifest and commits the checkpoint; an item only becomes durable.
 
     Args:
@@ -361,7 +361,7 @@ def finish_checkpoint(
     if request.is_item:
         write_new(temporary, sealed)
         size = _storage.of(temporary).sync_tree(temporary)
-        return Written(size, _arrays.write.Previous(request.path, {}))
+        return WrittenFiles(size, _arrays.write.Previous(request.path, {}))
     marker = sealed.pop(_storage.commit_marker.MARKER)
     markers = _steps.markers.for_new_step(request.path, temporary=request.temporary)
     write_new(temporary, {**sealed, **markers, **request.markers})
@@ -379,8 +379,8 @@ def finish_checkpoint(
         mode=request.options.mode,
     )
     if stamp is None:
-        return Written(size, _arrays.write.Previous(request.path, {}))
-    return Written(size, linkable_arrays(snapshot, stamp))
+        return WrittenFiles(size, _arrays.write.Previous(request.path, {}))
+    return WrittenFiles(size, linkable_arrays(snapshot, stamp))
 
 
 def publish(temporary: Path, final: Path, *, overwrite: bool) -> None:

@@ -20,7 +20,7 @@ from flaxckpt import (
 )
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._checkpoint import commit, save_distributed
-from flaxckpt._checkpoint.commit import SaveOptions, SaveRequest, Snapshot, Written
+from flaxckpt._checkpoint.commit import SaveOptions, SaveRequest, Snapshot, WrittenFiles
 from flaxckpt._checkpoint.overwrite import check_free, check_name
 from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
@@ -481,7 +481,7 @@ def copy_json(value: Mapping[str, JSON], what: str = "metadata") -> dict[str, JS
 
 def write_snapshot(
     snapshot: Snapshot, previous: _arrays.write.Previous | None = None
-) -> Written:
+) -> WrittenFiles:
     """Writes a snapshot and commits the checkpoint durably, from all processes.
 
     Args:
@@ -501,7 +501,7 @@ def write_snapshot(
 
 def _write_snapshot(
     snapshot: Snapshot, previous: _arrays.write.Previous | None
-) -> Written:
+) -> WrittenFiles:
     request = snapshot.request
     if request.overwrite and not _storage.of(request.path).can_rename:
         # Removes the old checkpoint first: a cancelled save would leave neither.

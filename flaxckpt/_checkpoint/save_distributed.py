@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from flaxckpt import _arrays, _distributed, _storage, datasets, errors
 from flaxckpt._checkpoint import commit
-from flaxckpt._checkpoint.commit import Snapshot, Written
+from flaxckpt._checkpoint.commit import Snapshot, WrittenFiles
 from flaxckpt._distributed.messages import ApartError
 from flaxckpt._distributed.operation import Operation
 from flaxckpt._state.leaf import Leaf, LeafInfo
@@ -123,7 +123,7 @@ def _is_of_several(leaf: Named) -> bool:
 
 def write_snapshot(
     snapshot: Snapshot, previous: _arrays.write.Previous | None
-) -> Written:
+) -> WrittenFiles:
     """Writes this process's part of a snapshot; process 0 commits the checkpoint.
 
     Returns:
@@ -147,7 +147,7 @@ def write_snapshot(
 
 def _lead(
     snapshot: Snapshot, previous: _arrays.write.Previous | None, operation: Operation
-) -> Written:
+) -> WrittenFiles:
     with commit.temporary_directory(snapshot) as temporary:
         try:
             operation.first("made", lambda: temporary.name)
@@ -173,7 +173,7 @@ def _lead(
 
 def _follow(
     snapshot: Snapshot, previous: _arrays.write.Previous | None, operation: Operation
-) -> Written:
+) -> WrittenFiles:
     try:
         temporary = snapshot.request.path.parent / operation.first("made", str)
         report = _write_part(snapshot, temporary, previous, operation)
@@ -187,7 +187,7 @@ def _follow(
     # Patient: process 0 commits when all have written, however slow its disk is.
     size = int(operation.first("committed", str, is_patient=True))
     manifest = _storage.stamp(snapshot.request.path / _native.orbax_json.MANIFEST)
-    return Written(size, commit.linkable_arrays(snapshot, manifest))
+    return WrittenFiles(size, commit.linkable_arrays(snapshot, manifest))
 
 
 def _write_part(

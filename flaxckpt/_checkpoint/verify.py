@@ -263,7 +263,7 @@ def _describe_places(
         elif stored.items.tree_of_file(name) is not None:
             leaves, place = (
                 verify_arrays.leaves_in(name, stored),
-                verify_report.Place(name),
+                verify_report.StoredPlace(name),
             )
         else:
             continue
@@ -276,7 +276,9 @@ def _describe_places(
     return described
 
 
-def _describe_values(stored: Stored, info: LeafInfo, place: verify_report.Place) -> str:
+def _describe_values(
+    stored: Stored, info: LeafInfo, place: verify_report.StoredPlace
+) -> str:
     """Returns `, rows 0-127 of 512` for a part of a leaf; empty for the whole leaf."""
     shape, region = _arrays.forms.stored_form(info)[0], place.region
     if region is None and place.file and info.chunk_shape is not None:
@@ -500,7 +502,7 @@ def _decode(
                 read = functools.partial(
                     _arrays.blockwise.read, [piece], max_bytes=_DECODED_AT_ONCE
                 )
-                place = verify_report.Place("", piece.region)
+                place = verify_report.StoredPlace("", piece.region)
                 faults.attempt(piece.path, read, place)
         findings.counter.add(sum(piece.nbytes for piece in batch))
     # The error does not tell a failed read from a failed decoding.

@@ -480,12 +480,12 @@ class _FileCheck:
 
     def _finish(self, chunk: _FileChunk | None, content: _Content) -> None:
         if chunk is not None:
-            place = verify_report.Place(self._name, chunk.chunk.region)
+            place = verify_report.StoredPlace(self._name, chunk.chunk.region)
             check = functools.partial(content.check, chunk.chunk, chunk.chunk.key)
             self._findings.attempt(chunk.leaf, check, place)
 
     def _fault(self, chunk: _FileChunk, why: str) -> None:
-        place = verify_report.Place(self._name, chunk.chunk.region)
+        place = verify_report.StoredPlace(self._name, chunk.chunk.region)
         self._findings.add(self._findings.problems, chunk.leaf, why, place)
 
     def _fault_of_file(self, why: str) -> None:

@@ -130,7 +130,7 @@ class Check(NamedTuple):
     file: str = ""
 
 
-class Place(NamedTuple):
+class StoredPlace(NamedTuple):
     """The place of a fault in a leaf.
 
     Attributes:
@@ -142,7 +142,7 @@ class Place(NamedTuple):
     region: Region | None = None
 
 
-NOWHERE = Place("")
+NOWHERE = StoredPlace("")
 
 
 class Findings:
@@ -158,7 +158,7 @@ class Findings:
         self.missing: set[str] = set()  # names of problems with a missing file
         self.unread: dict[str, str] = {}
         self.unchecked: dict[str, str] = {}
-        self.places: dict[str, Place] = {}  # of leaves among problems and unread
+        self.places: dict[str, StoredPlace] = {}  # of leaves among problems and unread
         self.counter = counter
         self.thorough = thorough
         self._lock = threading.Lock()
@@ -169,7 +169,7 @@ class Findings:
         return bool(self.problems) and not self.thorough
 
     def attempt(
-        self, name: str, check: Callable[[], object], place: Place = NOWHERE
+        self, name: str, check: Callable[[], object], place: StoredPlace = NOWHERE
     ) -> None:
         """Calls `check` and records any error under `name`, and its place."""
         if self.is_enough:
@@ -196,7 +196,7 @@ class Findings:
         findings: dict[str, str],
         name: str,
         why: str,
-        place: Place = NOWHERE,
+        place: StoredPlace = NOWHERE,
     ) -> None:
         """Records the first finding `why` about the leaf or file `name`."""
         with self._lock:
@@ -257,7 +257,7 @@ class Findings:
     def run(self, checks: Sequence[Check]) -> None:
         """Runs all `checks` in several threads."""
         _util.threads.each(
-            lambda check: self.attempt(check.name, check.run, Place(check.file)),
+            lambda check: self.attempt(check.name, check.run, StoredPlace(check.file)),
             checks,
             threads=_THREADS,
         )

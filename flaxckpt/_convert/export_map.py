@@ -14,7 +14,7 @@ from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
 
 
-class Finder(Protocol):
+class NameFinder(Protocol):
     """Returns the map of a published model to the leaves of a checkpoint."""
 
     def __call__(
@@ -33,7 +33,7 @@ class Finder(Protocol):
 
 def find_map(
     map: str | Sequence[Transform],
-    find: Finder,
+    find: NameFinder,
     config: Mapping[str, Any] | None,
     *,
     run: PathLike,

@@ -92,7 +92,7 @@ def _picture(report: Report) -> html.Markup:
     for part in report.parts:
         groups[part.group].append(part)
     drawn = [
-        treemap.Group(name, [_tile(part) for part in parts])
+        treemap.TileGroup(name, [_tile(part) for part in parts])
         for name, parts in groups.items()
     ]
     caption = "Areas are bytes."

@@ -32,7 +32,7 @@ _WATCHED_SECS = 60.0
 """A run that nobody has asked for so long is not polled."""
 
 
-class Snapshot(NamedTuple):
+class ReportSnapshot(NamedTuple):
     """A report on a run, as of some time.
 
     Attributes:
@@ -74,7 +74,7 @@ class Feeds:
                 target=self._follow, name="flaxckpt ui", daemon=True
             ).start()
 
-    def latest(self, place: Place) -> Snapshot:
+    def latest(self, place: Place) -> ReportSnapshot:
         """Returns the last report on a run; gathers the first.
 
         Raises:
@@ -82,7 +82,7 @@ class Feeds:
         """
         return self._feed(place).latest()
 
-    def available(self, place: Place) -> Snapshot | None:
+    def available(self, place: Place) -> ReportSnapshot | None:
         """Returns the last report on a run; None until a thread has made the first.
 
         Raises:
@@ -138,7 +138,7 @@ class _Feed:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._snapshot: Snapshot | None = None
+        self._snapshot: ReportSnapshot | None = None
         self._stamp: object = None
         self._error: Exception | None = None
         self._is_claimed = False
@@ -147,7 +147,7 @@ class _Feed:
         in_store = _storage.of(path).costs_requests
         self._poll_secs = _POLL_SECS_IN_STORES if in_store else _POLL_SECS
 
-    def latest(self) -> Snapshot:
+    def latest(self) -> ReportSnapshot:
         """Returns the last report; gathers the first."""
         is_watched = time.monotonic() - self._asked < _WATCHED_SECS
         self._asked = time.monotonic()
@@ -160,7 +160,7 @@ class _Feed:
         assert self._snapshot is not None
         return self._snapshot
 
-    def available(self) -> Snapshot | None:
+    def available(self) -> ReportSnapshot | None:
         """Returns the last report, or None; raises the error of the first."""
         self._asked = time.monotonic()
         if self._snapshot is None and self._error is not None:
@@ -203,14 +203,14 @@ class _Feed:
         report = _report.gather(self._path, options)
         self._stamp, self._polls = stamp, 0
         if before is None:
-            self._snapshot = Snapshot(1, report, "")
+            self._snapshot = ReportSnapshot(1, report, "")
         else:
             # A report right after a save may differ in the journal only.
             news = changes(before.report, report)
             is_bad = bool(_damaged(report) - _damaged(before.report))
             if not news:
                 news, is_bad = before.news, before.is_bad
-            self._snapshot = Snapshot(before.version + 1, report, news, is_bad)
+            self._snapshot = ReportSnapshot(before.version + 1, report, news, is_bad)
 
 
 def _stamp(run: Path) -> object:

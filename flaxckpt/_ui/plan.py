@@ -181,7 +181,7 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
         plan = asked.plan(target, changes, as_source=as_source)
     except errors.DamagedCheckpointError as error:
         other = _find_other_step(workspace, place, query.number("step"))
-        state = _State(True, str(error), other=other)
+        state = _PlanState(True, str(error), other=other)
         return _describe_damage(state, asked)
     state = _find_state(workspace, asked, plan)
     remedy = html.NOTHING
@@ -309,7 +309,7 @@ class _Asked(NamedTuple):
 _OPTIONS = ("step", "source", "optimizer", "missing")
 
 
-class _State(NamedTuple):
+class _PlanState(NamedTuple):
     """The state of the files of a checkpoint.
 
     Attributes:
@@ -325,7 +325,7 @@ class _State(NamedTuple):
     other: int | None = None
 
 
-def _find_state(workspace: Workspace, asked: _Asked, plan: RestorePlan) -> _State:
+def _find_state(workspace: Workspace, asked: _Asked, plan: RestorePlan) -> _PlanState:
     """Returns what verifications, markers, and the sizes of the files say."""
     report = workspace.report(asked.place)
     other = _find_other_step(workspace, asked.place, asked.query.number("step"))
@@ -333,14 +333,14 @@ def _find_state(workspace: Workspace, asked: _Asked, plan: RestorePlan) -> _Stat
         if step.path != plan.path or not (check.is_bad or check.state == "verified"):
             continue
         if check.state == "verified":
-            return _State(False, "every byte was verified")
+            return _PlanState(False, "every byte was verified")
         if check.bytes_checked and step.damage is None:  # a mark says where
-            return _State(True, check.detail, other=other)
+            return _PlanState(True, check.detail, other=other)
     damage = _inspect.plan_damage.find(plan)
     if damage is not None and damage.is_read:
-        return _State(True, damage.reason, other=other)
+        return _PlanState(True, damage.reason, other=other)
     elsewhere = "" if damage is None else damage.reason
-    return _State(False, "no array was read; Verify reads every byte", elsewhere)
+    return _PlanState(False, "no array was read; Verify reads every byte", elsewhere)
 
 
 def _find_other_step(
@@ -356,7 +356,7 @@ def _find_other_step(
     return max(others, default=None)
 
 
-def _describe_damage(state: _State, asked: _Asked) -> html.Markup:
+def _describe_damage(state: _PlanState, asked: _Asked) -> html.Markup:
     """Returns the damage of a checkpoint, with a link to the plan of another step."""
     text = "The restore would fail: the checkpoint is damaged."
     parts = [
@@ -528,7 +528,7 @@ def _missing(query: Query) -> Literal["error", "init"]:
 def _outcome(
     plan: RestorePlan,
     into: str,
-    state: _State,
+    state: _PlanState,
     remedy: html.Markup,
     asked: _Asked,
     changes: Sequence[Transform],

@@ -90,7 +90,7 @@ def read(path: Path, step: int | None, read_native: ReadNative) -> Stored:
 # ---- listing ------------------------------------------------------------------------
 
 
-class _Listing(NamedTuple):
+class _ItemListing(NamedTuple):
     """The items of a step.
 
     Attributes:
@@ -122,7 +122,7 @@ class _Listing(NamedTuple):
         return bool(self.handlers) and item not in self.handlers
 
 
-def _list_items(path: Path) -> _Listing:
+def _list_items(path: Path) -> _ItemListing:
     """Lists the items of a step by their files, and by the recorded handlers.
 
     Raises:
@@ -132,7 +132,7 @@ def _list_items(path: Path) -> _Listing:
     recorded = recorded if isinstance(recorded, dict) else {}
     handlers = {str(item): str(handler) for item, handler in recorded.items()}
     deleted = native_metadata.read_deleted_items(path)
-    listing = _Listing(handlers, deleted, [], [], [], {}, {})
+    listing = _ItemListing(handlers, deleted, [], [], [], {}, {})
     names = sorted({*_storage.of(path).names(path), *handlers})
     faults = {
         name: "is not the name of a directory in the checkpoint"
@@ -147,7 +147,7 @@ def _list_items(path: Path) -> _Listing:
     return listing
 
 
-def _list_item(path: Path, name: str, listing: _Listing) -> None:
+def _list_item(path: Path, name: str, listing: _ItemListing) -> None:
     """Adds an entry of a step, or an item of a recorded handler, to `listing`."""
     item, handler = path / name, listing.handlers.get(name, "")
     is_json = "Json" in handler and name != items.METRICS
@@ -254,7 +254,9 @@ class _Branches(NamedTuple):
     left_out: Mapping[str, str]
 
 
-def _read_trees(path: Path, listing: _Listing, read_native: ReadNative) -> _Branches:
+def _read_trees(
+    path: Path, listing: _ItemListing, read_native: ReadNative
+) -> _Branches:
     """Reads the items with arrays.
 
     Raises:
@@ -278,7 +280,7 @@ def _read_trees(path: Path, listing: _Listing, read_native: ReadNative) -> _Bran
     return _Branches(parts, damaged, left_out)
 
 
-def _read_texts(path: Path, listing: _Listing, json: items.JsonItems) -> _Branches:
+def _read_texts(path: Path, listing: _ItemListing, json: items.JsonItems) -> _Branches:
     """Returns JSON items as trees."""
     parts: dict[str, Stored] = {}
     left_out = dict(listing.left_out)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from flaxckpt import _storage, errors
 from flaxckpt.formats import _hub_cache, _signatures
 from flaxckpt.formats._safetensors import header
-from flaxckpt.formats._safetensors.header import Index
+from flaxckpt.formats._safetensors.header import ShardIndex
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _CONSOLIDATED = "consolidated"
 _SHARD = re.compile(r"(.+)-(\d{5,6})-of-(\d{5,6})(\.\w+)", re.DOTALL)
 
 
-def read_index(index_file: Path) -> Index:
+def read_index(index_file: Path) -> ShardIndex:
     """Reads an index.
 
     Raises:

@@ -85,9 +85,9 @@ class PeriodicCheckpoint:
                     " metrics, which are saved as they are"
                 )
             self._merged = merged = _merge(self._merged, batch_metrics)
-            metrics = _Scalars(merged)
+            metrics = _ScalarsOnly(merged)
         elif isinstance(metrics, clu_metrics.Collection):
-            metrics = _Scalars(metrics)
+            metrics = _ScalarsOnly(metrics)
         if t is not None:
             others["t"] = t
         is_saved = self.on_step(step, state, metrics=metrics, **others)
@@ -155,7 +155,7 @@ class _NoSummaryWriter:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Scalars:
+class _ScalarsOnly:
     """A collection of which only the scalars are saved."""
 
     collection: clu_metrics.Collection

@@ -135,8 +135,8 @@ def find_for_export(
     # With fewer names, leaves of the model would be left out.
     likely = [candidate for candidate in found if len(candidate.matched) == most]
     likely = likely if most else likely[:1]
-    fitting: list[_Candidate] = []
-    faults: dict[_Candidate, errors.OptionError] = {}
+    fitting: list[_MapCandidate] = []
+    faults: dict[_MapCandidate, errors.OptionError] = {}
     for candidate in likely:
         try:
             candidate.changes = candidate.make()
@@ -159,7 +159,7 @@ def find_for_export(
 
 
 def _no_layout(
-    family: Family, faults: dict[_Candidate, errors.OptionError]
+    family: Family, faults: dict[_MapCandidate, errors.OptionError]
 ) -> errors.OptionError:
     """Returns the error for a checkpoint that no layout fits."""
     of_layouts = {candidate.target: faults[candidate] for candidate in reversed(faults)}
@@ -200,7 +200,7 @@ def family_of_export(
 
 
 @dataclasses.dataclass(eq=False)
-class _Candidate:
+class _MapCandidate:
     """A map that may be that of a checkpoint.
 
     Attributes:
@@ -224,20 +224,20 @@ def _candidates(
     table: LeafTable,
     target: str | None,
     prefix: LeafPath | None,
-) -> Iterator[_Candidate]:
+) -> Iterator[_MapCandidate]:
     """Yields maps that may fit; of equally likely ones, the likelier prefix first."""
     layouts = family.targets if target is None else (target,)
     prefixes = _prefixes(table) if prefix is None else [prefix]
     for layout, root in itertools.product(layouts, prefixes):
         make = functools.partial(family, config, target=layout, prefix=root)
         names = [tensor.target for tensor in family.tables[layout]]
-        yield _Candidate(layout, root, make, _matches(names, root, table))
+        yield _MapCandidate(layout, root, make, _matches(names, root, table))
         base = family.target_bases.get(layout)
         # Below the base's name is a whole model, which perhaps has lost its head.
         if base and (prefix is not None or root.rpartition("/")[2] != base):
             alone = functools.partial(make, source_base="", target_base="")
             names = [name.removeprefix(f"{base}/") for name in names]
-            yield _Candidate(layout, root, alone, _matches(names, root, table))
+            yield _MapCandidate(layout, root, alone, _matches(names, root, table))
 
 
 def _matches(

@@ -216,7 +216,7 @@ class _UnfitError(Exception):
 
 
 def _parts_of(
-    rule: _remap._Rule,
+    rule: _remap._RemapRule,
     values: Mapping[str, int],
     sizes: Mapping[str, int],
     axes: int,

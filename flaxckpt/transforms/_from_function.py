@@ -87,7 +87,7 @@ class _Function(TableTransform):
                 f"{self} cannot be traced: use jax.numpy, which works on arrays before"
                 f" they are read ({str(error).splitlines()[0][:160]})"
             ) from None
-        part_of = _Parts(closed, traced, is_wide, self._runs, str(self))
+        part_of = _LeafParts(closed, traced, is_wide, self._runs, str(self))
         return _assemble(table, shape, part_of)
 
     def _call(self, tree: Tree, target: Tree, table: LeafTable) -> Any:
@@ -227,7 +227,7 @@ def _flatten(tree: Any) -> list[tuple[LeafPath, Any]]:
 def _assemble(
     table: LeafTable,
     shape: Sequence[tuple[LeafPath, _Constant | None]],
-    part_of: _Parts,
+    part_of: _LeafParts,
 ) -> LeafTable:
     """Returns the table for the result of a function.
 
@@ -250,7 +250,7 @@ def _assemble(
     return new
 
 
-class _Parts:
+class _LeafParts:
     """The results of a traced function, as leaves with only the needed sources.
 
     Args:

@@ -303,7 +303,7 @@ def _check_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Split(TableTransform):
+class _SplitLeaf(TableTransform):
     """Implements `split`."""
 
     pattern: re.Pattern[str]
@@ -382,7 +382,7 @@ def split(
         raise errors.OptionError(
             f"split needs a size for each of {len(replacements)} parts, got {sizes}"
         )
-    return _Split(
+    return _SplitLeaf(
         compile_pattern(pattern),
         tuple([check_replacement(pattern, part) for part in replacements]),
         _util.arguments.check_int("axis", axis),

@@ -22,7 +22,7 @@ _FORMS = re.compile(
 )
 
 
-class Index(NamedTuple):
+class NameIndex(NamedTuple):
     """An index in a name.
 
     Attributes:
@@ -46,18 +46,18 @@ class IndexedName:
     """
 
     text: str
-    parts: tuple[str | Index, ...]
+    parts: tuple[str | NameIndex, ...]
 
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:
         """The indices of the name, in order, each once."""
-        axes = (part.axes for part in self.parts if isinstance(part, Index))
+        axes = (part.axes for part in self.parts if isinstance(part, NameIndex))
         return tuple(dict.fromkeys(axis for names in axes for axis in names))
 
     @functools.cached_property
     def inner(self) -> tuple[str, ...]:
         """The indices whose sizes a composed number needs."""
-        indices = (part for part in self.parts if isinstance(part, Index))
+        indices = (part for part in self.parts if isinstance(part, NameIndex))
         return tuple(axis for index in indices for axis in index.axes[1:])
 
     @functools.cached_property
@@ -69,7 +69,7 @@ class IndexedName:
     @functools.cached_property
     def counts(self) -> dict[str, int]:
         """The sizes of the indices over words."""
-        indices = (part for part in self.parts if isinstance(part, Index))
+        indices = (part for part in self.parts if isinstance(part, NameIndex))
         return {index.axes[0]: len(index.words) for index in indices if index.words}
 
     @functools.cached_property
@@ -90,7 +90,7 @@ class IndexedName:
         if match is None:
             return None
         values: Values = {}
-        indices = (part for part in self.parts if isinstance(part, Index))
+        indices = (part for part in self.parts if isinstance(part, NameIndex))
         for index, text in zip(indices, match.groups(), strict=True):
             number = index.words.index(text) if index.words else int(text) - index.first
             if number < 0:
@@ -119,7 +119,7 @@ class IndexedName:
         return text
 
 
-def _pattern_of(part: str | Index) -> str:
+def _pattern_of(part: str | NameIndex) -> str:
     if isinstance(part, str):
         return re.escape(part)
     words = "|".join(map(re.escape, part.words))
@@ -134,7 +134,7 @@ def parse_name(text: str) -> IndexedName:
     """
     if not text:
         raise errors.OptionError("a name must be a leaf path, got an empty str")
-    parts: list[str | Index] = []
+    parts: list[str | NameIndex] = []
     for i, piece in enumerate(_INDEX.split(text)):
         if i % 2:
             parts.append(_parse_index(piece, text))
@@ -145,7 +145,7 @@ def parse_name(text: str) -> IndexedName:
     return IndexedName(text, tuple(parts))
 
 
-def _parse_index(piece: str, text: str) -> Index:
+def _parse_index(piece: str, text: str) -> NameIndex:
     match = _FORMS.fullmatch(piece)
     if match is None:
         raise errors.OptionError(
@@ -159,4 +159,4 @@ def _parse_index(piece: str, text: str) -> Index:
     axes = (match["axis"],) if match["axis"] else tuple(match["axes"].split())
     if len(set(axes)) < len(axes):
         raise errors.OptionError(f"{{{piece}}} in {text!r} has an index twice")
-    return Index(axes, words, int(match["first"] or match["start"] or 0))
+    return NameIndex(axes, words, int(match["first"] or match["start"] or 0))

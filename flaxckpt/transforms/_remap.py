@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rule:
+class _RemapRule:
     """A row, parsed.
 
     Attributes:
@@ -91,7 +91,7 @@ class _Rule:
         return Row(self.row.target, self.row.source, form, self.row.optional)
 
 
-def _parse(row: Row) -> _Rule:
+def _parse(row: Row) -> _RemapRule:
     """Parses a row.
 
     Raises:
@@ -120,7 +120,7 @@ def _parse(row: Row) -> _Rule:
                 f"the form of the row {row} has the axis {both[0]}, which is an index"
                 " of both names"
             )
-    return _Rule(row, source, target, form, gathered, scattered)
+    return _RemapRule(row, source, target, form, gathered, scattered)
 
 
 def _leading(
@@ -140,7 +140,7 @@ def _leading(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Group:
+class _RowGroup:
     """The leaves of a row that become leaves together.
 
     Attributes:
@@ -150,7 +150,7 @@ class _Group:
         sizes: The sizes of all indices and axes.
     """
 
-    rule: _Rule
+    rule: _RemapRule
     loop: Values
     paths: tuple[LeafPath, ...]
     sizes: Mapping[str, int]
@@ -182,7 +182,7 @@ class _Remap(TableTransform):
         name: See `make_remap`.
     """
 
-    rules: tuple[_Rule, ...]
+    rules: tuple[_RemapRule, ...]
     sizes: Mapping[str, int]
     rest: Literal["keep", "error"] = "keep"
     ignored: re.Pattern[str] | None = None
@@ -222,7 +222,7 @@ class _Remap(TableTransform):
 
         return _base.replace(table, chosen, act)
 
-    def _groups(self, table: LeafTable) -> list[_Group]:
+    def _groups(self, table: LeafTable) -> list[_RowGroup]:
         """Returns the groups of leaves that become leaves together.
 
         Raises:
@@ -260,7 +260,7 @@ class _Remap(TableTransform):
         matches: Sequence[_Matches],
         counts: Mapping[str, int],
         table: LeafTable,
-    ) -> list[_Group]:
+    ) -> list[_RowGroup]:
         """Returns the groups of all rows, with the sizes of their axes.
 
         Raises:
@@ -284,7 +284,7 @@ class _Remap(TableTransform):
                 except ValueError as error:
                     faults[paths[0]] = f"{error}; the form is {text}"
                 values = dict(zip(rule.loop, loop, strict=True))
-                groups.append(_Group(rule, values, paths, sizes))
+                groups.append(_RowGroup(rule, values, paths, sizes))
         if faults:
             rows = (f"{path}, {table[path].info}: {faults[path]}" for path in faults)
             raise errors.OptionError(
@@ -405,7 +405,7 @@ def _product(axes: Sequence[str], sizes: Mapping[str, int]) -> Iterator[Values]:
 
 
 def _missing(
-    rule: _Rule, matches: _Matches, counts: Mapping[str, int]
+    rule: _RemapRule, matches: _Matches, counts: Mapping[str, int]
 ) -> tuple[int, Iterator[LeafPath]]:
     """Returns the number of missing leaves of a row, and an iterator over their paths.
 
@@ -424,7 +424,7 @@ def _missing(
 
 
 def _missing_paths(
-    rule: _Rule, matches: _Matches, counts: Mapping[str, int]
+    rule: _RemapRule, matches: _Matches, counts: Mapping[str, int]
 ) -> Iterator[LeafPath]:
     loops: Iterable[tuple[int, ...]] = matches
     if not rule.row.optional:
@@ -473,7 +473,7 @@ class _Values:
         self._fns: dict[Any, Callable[..., jax.Array]] = {}
 
     def __call__(
-        self, group: _Group, members: Sequence[Leaf], *, is_mirror: bool
+        self, group: _RowGroup, members: Sequence[Leaf], *, is_mirror: bool
     ) -> list[tuple[LeafPath, Leaf]] | None:
         """Returns the new leaves with their paths; None for moments that cannot follow.
 
@@ -498,7 +498,7 @@ class _Values:
         ]
 
     def _follow_transposition(
-        self, group: _Group, mirror: Leaf, form: Form
+        self, group: _RowGroup, mirror: Leaf, form: Form
     ) -> Leaf | None:
         """Returns a factored moment of a transposed parameter, if it can follow."""
         order = form.order
@@ -514,7 +514,7 @@ class _Values:
 
     def _fn(
         self,
-        group: _Group,
+        group: _RowGroup,
         form: Form,
         shape: Shape,
         scattered: tuple[int, ...],
@@ -529,7 +529,7 @@ class _Values:
 
 
 def _computation(
-    rule: _Rule, form: Form, sizes: Mapping[str, int], scattered: tuple[int, ...]
+    rule: _RemapRule, form: Form, sizes: Mapping[str, int], scattered: tuple[int, ...]
 ) -> Callable[..., jax.Array]:
     """Returns the function from the values of the gathered leaves to a new leaf."""
     counts = [sizes[axis] for axis in rule.gathered]

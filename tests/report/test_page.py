@@ -677,7 +677,7 @@ trees = st.recursive(
 def test_rectangles_of_a_treemap_have_their_areas_and_stay_inside(sizes):
     sizes = sorted(sizes, reverse=True)
     boxes = _report.charts.treemap.squarify(
-        sizes, _report.charts.treemap.Box(0, 0, 300, 200)
+        sizes, _report.charts.treemap.Rectangle(0, 0, 300, 200)
     )
     assert len(boxes) == len(sizes)
     total = sum(sizes)

@@ -124,7 +124,7 @@ class Tree(NamedTuple):
     manifest: bytes
 
 
-class _Node(NamedTuple):
+class _WrittenNode(NamedTuple):
     """What a parent has of a node: key, place, and sums over all nodes below."""
 
     first: bytes
@@ -150,13 +150,13 @@ def encode(
     nodes: list[bytes] = []
     end = 0
 
-    def add(node: bytes, first: bytes, sums: Sequence[int]) -> _Node:
+    def add(node: bytes, first: bytes, sums: Sequence[int]) -> _WrittenNode:
         nonlocal end
         place = Place(file, end, len(node))
         nodes.append(node)
         end += len(node)
         keys, tree_bytes, value_bytes = sums
-        return _Node(first, place, keys, tree_bytes + len(node), value_bytes)
+        return _WrittenNode(first, place, keys, tree_bytes + len(node), value_bytes)
 
     level = []
     for entries in _split(sorted(values.items()), _entry_bytes, node_bytes, 1):
@@ -194,7 +194,7 @@ def _entry_bytes(entry: tuple[bytes, Value]) -> int:
     return len(key) + (len(value) if isinstance(value, bytes) else _PLACE_BYTES)
 
 
-def _child_bytes(node: _Node) -> int:
+def _child_bytes(node: _WrittenNode) -> int:
     return len(node.first) + _PLACE_BYTES
 
 
@@ -219,7 +219,7 @@ def _leaf(entries: Sequence[tuple[bytes, Value]]) -> bytes:
     )
 
 
-def _inner(nodes: Sequence[_Node], height: int) -> bytes:
+def _inner(nodes: Sequence[_WrittenNode], height: int) -> bytes:
     shared, rests = _shorten([node.first for node in nodes])
     zeros = [0] * len(nodes)  # common prefixes; and the number of the only file
     return _frame(
@@ -237,7 +237,7 @@ def _inner(nodes: Sequence[_Node], height: int) -> bytes:
     )
 
 
-def _manifest(root: _Node, height: int) -> bytes:
+def _manifest(root: _WrittenNode, height: int) -> bytes:
     single = uncompressed = file = no_older_versions = 0
     versions = generation = 1
     return _frame(
@@ -434,7 +434,7 @@ def decode_inner(fields: bytes, base: str, height: int) -> list[Child]:
     ]
 
 
-class _File(NamedTuple):
+class _NamedFile(NamedTuple):
     """A file in a table: its path, and the directory of what a node there names."""
 
     path: str
@@ -442,7 +442,7 @@ class _File(NamedTuple):
 
 
 def _places(
-    files: Sequence[_File],
+    files: Sequence[_NamedFile],
     numbers: Sequence[int],
     offsets: Sequence[int],
     sizes: Sequence[int],
@@ -519,7 +519,7 @@ class _Fields:
             texts.append(last)
         return texts
 
-    def files(self, base: str) -> list[_File]:
+    def files(self, base: str) -> list[_NamedFile]:
         """Returns a table of files.
 
         Args:
@@ -533,10 +533,10 @@ class _Fields:
             path = base + text.decode()
             if ".." in path.split("/") or path.startswith("/") or "\0" in path:
                 raise ValueError(f"{path[:80]!r} is not a file in the database")
-            files.append(_File(path, base + text[:size].decode()))
+            files.append(_NamedFile(path, base + text[:size].decode()))
         return files
 
-    def begin_node(self, height: int, base: str) -> tuple[list[_File], int]:
+    def begin_node(self, height: int, base: str) -> tuple[list[_NamedFile], int]:
         """Checks the height of a node; returns its files and the number of keys."""
         if self.take(1)[0] != height:
             raise ValueError(f"it has another height than {height}")

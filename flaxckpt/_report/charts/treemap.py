@@ -31,7 +31,7 @@ class Tile(NamedTuple):
     bytes: int
 
 
-class Group(NamedTuple):
+class TileGroup(NamedTuple):
     """Tiles in a common frame."""
 
     name: str
@@ -43,7 +43,7 @@ class Group(NamedTuple):
         return sum(tile.bytes for tile in self.tiles)
 
 
-class Box(NamedTuple):
+class Rectangle(NamedTuple):
     """A rectangle in a picture."""
 
     x: float
@@ -52,11 +52,11 @@ class Box(NamedTuple):
     height: float
 
 
-def treemap(groups: Sequence[Group], width: float, height: float) -> html.Markup:
+def treemap(groups: Sequence[TileGroup], width: float, height: float) -> html.Markup:
     """Draws all tiles of nonzero size."""
     total = sum(group.bytes for group in groups)
     order = sorted(range(len(groups)), key=lambda n: -groups[n].bytes)
-    boxes = squarify([groups[n].bytes for n in order], Box(0, 0, width, height))
+    boxes = squarify([groups[n].bytes for n in order], Rectangle(0, 0, width, height))
     parts: list[html.Markup] = []
     for colour, (n, box) in enumerate(zip(order, boxes, strict=True)):
         if groups[n].bytes:
@@ -73,8 +73,12 @@ def treemap(groups: Sequence[Group], width: float, height: float) -> html.Markup
     )
 
 
-def _group(group: Group, box: Box, colour: int, total: int) -> list[html.Markup]:
-    inner = Box(box.x + _PAD / 2, box.y + _PAD / 2, box.width - _PAD, box.height - _PAD)
+def _group(
+    group: TileGroup, box: Rectangle, colour: int, total: int
+) -> list[html.Markup]:
+    inner = Rectangle(
+        box.x + _PAD / 2, box.y + _PAD / 2, box.width - _PAD, box.height - _PAD
+    )
     parts = []
     has_head = inner.height > 2.4 * _HEAD and inner.width > 50
     if has_head:
@@ -83,7 +87,7 @@ def _group(group: Group, box: Box, colour: int, total: int) -> list[html.Markup]
         parts.append(
             html.label(inner.x + 2, inner.y + 14, head or "…", class_="group-name")
         )
-        inner = Box(inner.x, inner.y + _HEAD, inner.width, inner.height - _HEAD)
+        inner = Rectangle(inner.x, inner.y + _HEAD, inner.width, inner.height - _HEAD)
     tiles = sorted(group.tiles, key=lambda tile: -tile.bytes)
     boxes = squarify([tile.bytes for tile in tiles], inner)
     parts += [
@@ -94,7 +98,7 @@ def _group(group: Group, box: Box, colour: int, total: int) -> list[html.Markup]
     return parts
 
 
-def _tile(tile: Tile, box: Box, colour: int, total: int) -> html.Markup:
+def _tile(tile: Tile, box: Rectangle, colour: int, total: int) -> html.Markup:
     share = f"{humanize.size(tile.bytes)}, {tile.bytes / total:.1%}"
     rectangle = html.element(
         "rect",
@@ -143,7 +147,7 @@ def _fitting(text: str, width: float, letter: float = _LETTER) -> str:
 # ---- layout -----------------------------------------------------------------------
 
 
-def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
+def squarify(sizes: Sequence[float], box: Rectangle) -> list[Rectangle]:
     """Divides `box` into rectangles with areas in the ratio of `sizes`.
 
     The rectangles are as square as rows allow (Bruls, Huizing and van Wijk).
@@ -154,9 +158,9 @@ def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
     """
     total = sum(sizes)
     if not total or box.width <= 0 or box.height <= 0:
-        return [Box(box.x, box.y, 0, 0) for _ in sizes]
+        return [Rectangle(box.x, box.y, 0, 0) for _ in sizes]
     areas = [size / total * box.width * box.height for size in sizes]
-    boxes: list[Box] = []
+    boxes: list[Rectangle] = []
     while len(boxes) < len(areas):
         rest = areas[len(boxes) :]
         side = min(box.width, box.height)
@@ -179,7 +183,7 @@ def _worst(areas: Sequence[float], side: float) -> float:
     return max(areas[0] / square, square / areas[-1])
 
 
-def _row(areas: Sequence[float], box: Box) -> tuple[list[Box], Box]:
+def _row(areas: Sequence[float], box: Rectangle) -> tuple[list[Rectangle], Rectangle]:
     """Returns rectangles along the shorter side, and the rest of the box."""
     total = sum(areas)
     if box.width >= box.height:
@@ -187,13 +191,13 @@ def _row(areas: Sequence[float], box: Box) -> tuple[list[Box], Box]:
         y, row = box.y, []
         for area in areas:
             height = area / total * box.height if total else 0.0
-            row.append(Box(box.x, y, width, height))
+            row.append(Rectangle(box.x, y, width, height))
             y += height
-        return row, Box(box.x + width, box.y, box.width - width, box.height)
+        return row, Rectangle(box.x + width, box.y, box.width - width, box.height)
     height = min(total / box.width, box.height) if box.width else 0.0
     x, row = box.x, []
     for area in areas:
         width = area / total * box.width if total else 0.0
-        row.append(Box(x, box.y, width, height))
+        row.append(Rectangle(x, box.y, width, height))
         x += width
-    return row, Box(box.x, box.y + height, box.width, box.height - height)
+    return row, Rectangle(box.x, box.y + height, box.width, box.height - height)

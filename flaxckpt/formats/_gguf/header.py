@@ -109,7 +109,7 @@ _UNREAD = {
 """Number of a quantization that is not read -> the type."""
 
 
-class Tensor(NamedTuple):
+class GgufTensor(NamedTuple):
     """A tensor in a file.
 
     Attributes:
@@ -130,23 +130,23 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) // self.type.block * self.type.block_bytes
 
 
-class Header(NamedTuple):
+class GgufHeader(NamedTuple):
     """The header of a file.
 
     Attributes:
-        tensors: Tensor name -> tensor, in the order of the file.
+        tensors: GgufTensor name -> tensor, in the order of the file.
         values: Key -> value; long arrays and texts are only described.
     """
 
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, GgufTensor]
     values: Mapping[str, JSON]
 
 
-class NotReadError(ValueError):
+class UnsupportedVersionError(ValueError):
     """An intact file of a version or a byte order that is not read."""
 
 
-def parse(file: BinaryIO, *, file_size: int) -> Header:
+def parse(file: BinaryIO, *, file_size: int) -> GgufHeader:
     """Parses the header of a file, and compares it with the size of the file.
 
     Args:
@@ -154,7 +154,7 @@ def parse(file: BinaryIO, *, file_size: int) -> Header:
         file_size: Size of the whole file, in bytes.
 
     Raises:
-        NotReadError: The file has another version or byte order.
+        UnsupportedVersionError: The file has another version or byte order.
         ValueError: The header is malformed, or has tensors beyond the end of the file.
     """
     scan = _Scanner(file, file_size)
@@ -176,23 +176,23 @@ def parse(file: BinaryIO, *, file_size: int) -> Header:
     alignment = values.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
     assert isinstance(alignment, int)
     start = -(-scan.position // alignment) * alignment
-    return Header(_place(tensors, start, alignment, file_size), values)
+    return GgufHeader(_place(tensors, start, alignment, file_size), values)
 
 
 def _check_version(version: int) -> None:
     if version in _VERSIONS:
         return
     if version and version & 0xFFFF == 0:
-        raise NotReadError(
+        raise UnsupportedVersionError(
             "a GGUF file of big-endian numbers: convert the model again on a machine"
             " with little-endian numbers, or without --bigendian"
         )
     if version > max(_VERSIONS):
-        raise NotReadError(
+        raise UnsupportedVersionError(
             f"a GGUF file of version {version}; wanted {_VERSIONS}: use a newer"
             " flaxckpt"
         )
-    raise NotReadError(
+    raise UnsupportedVersionError(
         f"a GGUF file of version {version}; wanted {_VERSIONS}: convert the model"
         " again with a newer llama.cpp"
     )
@@ -395,9 +395,9 @@ def _check_strings(scan: _Scanner) -> None:
 # ---- tensors ------------------------------------------------------------------------
 
 
-def _parse_tensors(scan: _Scanner, count: int) -> dict[str, Tensor]:
+def _parse_tensors(scan: _Scanner, count: int) -> dict[str, GgufTensor]:
     """Parses the descriptions of tensors; offsets are from the start of the data."""
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, GgufTensor] = {}
     for _ in range(count):
         name = scan.name()
         if name in tensors:
@@ -415,7 +415,7 @@ def _parse_tensors(scan: _Scanner, count: int) -> dict[str, Tensor]:
     return tensors
 
 
-def _make_tensor(name: str, shape: Shape, number: int, offset: int) -> Tensor:
+def _make_tensor(name: str, shape: Shape, number: int, offset: int) -> GgufTensor:
     unknown = ElementType(f"type {number}", "float32")
     known = _TYPES.get(number) or _UNREAD.get(number) or unknown
     if max(shape, default=0) >= _MAX_SIZE or math.prod(shape) >= _MAX_ELEMENTS:
@@ -425,18 +425,18 @@ def _make_tensor(name: str, shape: Shape, number: int, offset: int) -> Tensor:
             f"{short(name)} is {known.name}{list(shape)}: wanted a multiple of"
             f" {known.block} elements along the last axis"
         )
-    return Tensor(shape, known, offset, number in _TYPES)
+    return GgufTensor(shape, known, offset, number in _TYPES)
 
 
 def _place(
-    tensors: Mapping[str, Tensor], start: int, alignment: int, file_size: int
-) -> dict[str, Tensor]:
+    tensors: Mapping[str, GgufTensor], start: int, alignment: int, file_size: int
+) -> dict[str, GgufTensor]:
     """Returns tensors with offsets from the start of the file.
 
     Raises:
         ValueError: Tensors are not aligned, overlap or lie beyond the end of the file.
     """
-    placed: dict[str, Tensor] = {}
+    placed: dict[str, GgufTensor] = {}
     for name, tensor in tensors.items():
         if tensor.offset % alignment:
             raise ValueError(

@@ -14,7 +14,7 @@ from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf, Unsuppor
 from flaxckpt.formats import _file_leaves, _names, _plain
 from flaxckpt.formats._gguf import header as gguf_header
 from flaxckpt.formats._gguf import quantization
-from flaxckpt.formats._gguf.header import Header, Tensor
+from flaxckpt.formats._gguf.header import GgufHeader, GgufTensor
 from flaxckpt.formats._reader import Stored
 
 _log = logging.getLogger(__name__)
@@ -44,12 +44,12 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     )
 
 
-def _read_header(path: Path) -> Header:
+def _read_header(path: Path) -> GgufHeader:
     try:
         with _storage.of(path).open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             return gguf_header.parse(file, file_size=size)
-    except gguf_header.NotReadError as error:
+    except gguf_header.UnsupportedVersionError as error:
         raise errors.CheckpointFormatError(f"{path} is {error}") from None
     except ValueError as error:
         raise errors.DamagedCheckpointError(
@@ -58,7 +58,7 @@ def _read_header(path: Path) -> Header:
         ) from None
 
 
-def _leaf_table(path: Path, header: Header, stamp: _storage.Stamp) -> LeafTable:
+def _leaf_table(path: Path, header: GgufHeader, stamp: _storage.Stamp) -> LeafTable:
     parts = _names.split(header.tensors, ".")
     if parts is None:
         _log.warning(
@@ -75,7 +75,7 @@ def _leaf_table(path: Path, header: Header, stamp: _storage.Stamp) -> LeafTable:
     return table
 
 
-def _leaf_info(keys: tuple[_state.tree.Key, ...], tensor: Tensor) -> LeafInfo:
+def _leaf_info(keys: tuple[_state.tree.Key, ...], tensor: GgufTensor) -> LeafInfo:
     dtype, shape = tensor.type.dtype, tensor.shape
     # By default, jax truncates elements of 64 bits to 32.
     is_wide = _state.dtypes.is_wide(dtype)
@@ -92,7 +92,7 @@ def _leaf_info(keys: tuple[_state.tree.Key, ...], tensor: Tensor) -> LeafInfo:
 
 
 def _stored_leaf(
-    path: Path, info: LeafInfo, tensor: Tensor, stamp: _storage.Stamp
+    path: Path, info: LeafInfo, tensor: GgufTensor, stamp: _storage.Stamp
 ) -> StoredLeaf:
     if not tensor.is_read:
         return StoredLeaf(path, info, unsupported=_unsupported(path, tensor))
@@ -117,7 +117,7 @@ def _stored_leaf(
     return StoredLeaf(path, info, functools.partial(quantization.open_q8_0, blocks))
 
 
-def _unsupported(path: Path, tensor: Tensor) -> Unsupported:
+def _unsupported(path: Path, tensor: GgufTensor) -> Unsupported:
     element = tensor.type
     if not element.block_bytes:
         return Unsupported(

@@ -9,7 +9,7 @@ from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _file_leaves, _plain
-from flaxckpt.formats._msgpack.scanner import Array, Run, Value
+from flaxckpt.formats._msgpack.scanner import Array, ByteRun, Value
 from flaxckpt.formats._reader import Stored
 
 _MAX_LEAVES = 5 * 10**5
@@ -96,7 +96,7 @@ def make_stored(
             raise errors.DamagedCheckpointError(
                 f"{file} holds more than {_MAX_LEAVES} leaves, or too long names"
             )
-        if isinstance(value, Run):
+        if isinstance(value, ByteRun):
             faults[name] = f"is {value.size} bytes without an element type"
         elif name in leaves:
             faults[name] = "appears twice"

@@ -60,7 +60,7 @@ _CONSTANTS: dict[int, bool | None] = {0xC0: None, 0xC2: False, 0xC3: True}
 _FIXED_EXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     """A run of bytes in a file.
 
     Attributes:
@@ -83,7 +83,7 @@ class Array(NamedTuple):
         is_scalar: True for a numpy scalar.
     """
 
-    pieces: tuple[Run, ...]
+    pieces: tuple[ByteRun, ...]
     shape: Shape
     dtype: str
     file: Path
@@ -91,7 +91,7 @@ class Array(NamedTuple):
 
 
 Value: TypeAlias = Any
-"""A dict (str -> `Value`), list, `Array`, `Run`, number, str or None."""
+"""A dict (str -> `Value`), list, `Array`, `ByteRun`, number, str or None."""
 
 
 @contextlib.contextmanager
@@ -196,7 +196,7 @@ class Scanner:
             raise self.fault(f"the key {key[:60]!r}, which contains a NUL")
         return key
 
-    def enter(self, run: Run) -> None:
+    def enter(self, run: ByteRun) -> None:
         """Moves to a run of bytes, and confines the scan to the run."""
         self._seek(run.offset)
         self._end = run.offset + run.size
@@ -248,7 +248,7 @@ class Scanner:
         code = self.value_type()
         self._left(size)
         end = self._end
-        self.enter(Run(self.position, size))
+        self.enter(ByteRun(self.position, size))
         value: Value
         if code in (NDARRAY, _NUMPY_SCALAR):
             value = self._array(is_scalar=code == _NUMPY_SCALAR)
@@ -353,8 +353,8 @@ class Scanner:
             )
         return size
 
-    def _run(self, size: int) -> Run:
-        run = Run(self.position, self._left(size))
+    def _run(self, size: int) -> ByteRun:
+        run = ByteRun(self.position, self._left(size))
         self._seek(run.offset + size)
         return run
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flaxckpt import _state, _storage
 from flaxckpt.formats._msgpack import leaves, scanner
-from flaxckpt.formats._msgpack.scanner import Run, Scanner, Value
+from flaxckpt.formats._msgpack.scanner import ByteRun, Scanner, Value
 from flaxckpt.formats._reader import Stored
 
 
@@ -38,14 +38,14 @@ def _read_record(scan: Scanner, tree: dict[str, Value]) -> None:
     start = scan.position
     keys = _read_keys(scan)
     run = scan.value()
-    if not isinstance(run, Run):
+    if not isinstance(run, ByteRun):
         raise scan.fault("a record whose value is not bytes")
     end = scan.position
     scan.enter(run)
     value = scan.value()
     scan.leave()
     assert scan.position == end, (scan.position, end)
-    if isinstance(value, dict | list | Run):
+    if isinstance(value, dict | list | ByteRun):
         raise scan.fault("a record whose value is not a leaf", back=end - start)
     inner = tree
     for key in keys[:-1]:

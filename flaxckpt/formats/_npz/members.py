@@ -79,7 +79,7 @@ class Member(NamedTuple):
     is_deflated: bool
 
 
-class Header(NamedTuple):
+class NpyHeader(NamedTuple):
     """The numpy header of a member.
 
     Attributes:
@@ -240,7 +240,7 @@ class _LimitedReads:
 # ---- headers ----------------------------------------------------------------------
 
 
-def read_header(file: IO[bytes], member: Member) -> Header:
+def read_header(file: IO[bytes], member: Member) -> NpyHeader:
     """Reads the numpy header of a member.
 
     Raises:
@@ -257,7 +257,7 @@ def read_header(file: IO[bytes], member: Member) -> Header:
     if wanted != member.nbytes:
         raise ValueError(f"has {member.nbytes} bytes, wanted {wanted} by its header")
     is_big_endian = dtype.kind != "V" and not dtype.isnative
-    return Header(size, shape, name, is_fortran, is_big_endian)
+    return NpyHeader(size, shape, name, is_fortran, is_big_endian)
 
 
 def _read_start(file: IO[bytes], member: Member, count: int) -> bytes:

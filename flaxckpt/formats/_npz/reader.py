@@ -23,7 +23,7 @@ from flaxckpt._types import Shape
 from flaxckpt.formats import _names, _plain
 from flaxckpt.formats._msgpack import leaves
 from flaxckpt.formats._npz import members as npz_members
-from flaxckpt.formats._npz.members import Header, Member
+from flaxckpt.formats._npz.members import Member, NpyHeader
 from flaxckpt.formats._reader import Stored
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         CheckpointFormatError: The archive has unsupported members; lists them.
     """
     stamp = _storage.stamp(path)
-    headers: dict[Member, Header] = {}
+    headers: dict[Member, NpyHeader] = {}
     faults: dict[str, str] = {}
     unsupported: dict[str, str] = {}
     try:
@@ -115,7 +115,7 @@ def _nest(
 
 
 def _array(
-    member: Member, header: Header, check: Callable[[Member], None]
+    member: Member, header: NpyHeader, check: Callable[[Member], None]
 ) -> _plain.Opened:
     shape = header.shape
     if member.is_deflated:
@@ -146,13 +146,13 @@ def _skip_check() -> None:
     """Does nothing: every read of the array includes the comparison."""
 
 
-def _c_shape(header: Header) -> Shape:
+def _c_shape(header: NpyHeader) -> Shape:
     """Returns the shape of the stored bytes in C order; reversed for Fortran order."""
     return header.shape[::-1] if header.is_fortran else header.shape
 
 
 def _open_stored(
-    member: Member, header: Header, context: ts.Context
+    member: Member, header: NpyHeader, context: ts.Context
 ) -> ts.Future[ts.TensorStore]:
     span = _arrays.spans.Span(
         member.archive.path,
@@ -167,7 +167,7 @@ def _open_stored(
 
 
 def _open_deflated(
-    member: Member, header: Header, context: ts.Context
+    member: Member, header: NpyHeader, context: ts.Context
 ) -> ts.Future[ts.TensorStore]:
     shape = _c_shape(header)
     dtype = _state.numpy_dtypes.to_numpy(header.dtype)

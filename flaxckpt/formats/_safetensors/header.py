@@ -74,7 +74,7 @@ _OBJECT = re.compile(rb"[ \t\r\n]*\{")
 _PLAIN_NAME = re.compile(r"[^./\\\0][^/\\\0]*")
 
 
-class Tensor(NamedTuple):
+class SafetensorsTensor(NamedTuple):
     """An array in a file.
 
     Attributes:
@@ -88,23 +88,23 @@ class Tensor(NamedTuple):
     offset: int
 
 
-class Header(NamedTuple):
+class SafetensorsHeader(NamedTuple):
     """The header of a file.
 
     Attributes:
-        tensors: Tensor name -> tensor, in the order of the file.
+        tensors: SafetensorsTensor name -> tensor, in the order of the file.
         metadata: Free text of the writer.
     """
 
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, SafetensorsTensor]
     metadata: Mapping[str, str]
 
 
-class Index(NamedTuple):
+class ShardIndex(NamedTuple):
     """The index of a set of files.
 
     Attributes:
-        files: Tensor name -> name of its file.
+        files: SafetensorsTensor name -> name of its file.
         metadata: Free JSON of the writer.
     """
 
@@ -116,7 +116,7 @@ class NotReadError(ValueError):
     """An intact file has tensors of unsupported types.
 
     Attributes:
-        tensors: Tensor name -> element type in the file.
+        tensors: SafetensorsTensor name -> element type in the file.
     """
 
     def __init__(self, tensors: Mapping[str, str]) -> None:
@@ -127,7 +127,7 @@ class NotReadError(ValueError):
 # ---- parsing --------------------------------------------------------------------
 
 
-def parse_header(text: bytes, *, file_size: int) -> Header:
+def parse_header(text: bytes, *, file_size: int) -> SafetensorsHeader:
     """Parses the header of a file, and compares it with the size of the file.
 
     Args:
@@ -172,7 +172,7 @@ def parse_header(text: bytes, *, file_size: int) -> Header:
         end = stop
     if end != file_size:
         raise ValueError(f"the tensors end at byte {end}, the file at {file_size}")
-    return Header({name: tensor for name, tensor, _ in rows}, metadata)
+    return SafetensorsHeader({name: tensor for name, tensor, _ in rows}, metadata)
 
 
 def _check_names(text: bytes, names: Collection[str]) -> None:
@@ -190,7 +190,9 @@ def check_count(count: int) -> None:
         raise ValueError(f"it has more than {_MAX_TENSORS} tensors")
 
 
-def _parse_tensor(name: str, row: Any, begin: int) -> tuple[str, Tensor, int]:
+def _parse_tensor(
+    name: str, row: Any, begin: int
+) -> tuple[str, SafetensorsTensor, int]:
     """Parses a row of a header; returns name, tensor and end offset."""
     if not isinstance(row, dict) or row.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{short(name)} has the malformed entry {reprlib.repr(row)}")
@@ -211,10 +213,14 @@ def _parse_tensor(name: str, row: Any, begin: int) -> tuple[str, Tensor, int]:
             f"{short(name)} is {dtype}{reprlib.repr(shape)}: wanted {size} bytes, found"
             f" {stop - start}"
         )
-    return name, Tensor(tuple(shape), DTYPES[dtype], begin + start), begin + stop
+    return (
+        name,
+        SafetensorsTensor(tuple(shape), DTYPES[dtype], begin + start),
+        begin + stop,
+    )
 
 
-def parse_index(text: bytes, suffix: str = SUFFIX) -> Index:
+def parse_index(text: bytes, suffix: str = SUFFIX) -> ShardIndex:
     """Parses an index of files whose names end in `suffix`.
 
     Raises:
@@ -236,7 +242,7 @@ def parse_index(text: bytes, suffix: str = SUFFIX) -> Index:
         names.add(name)
     if len(names) > MAX_SHARDS:
         raise ValueError(f"it names {len(names)} files; at most {MAX_SHARDS} are read")
-    return Index(files, metadata)
+    return ShardIndex(files, metadata)
 
 
 def _is_plain_name(name: str, suffix: str) -> bool:

@@ -19,7 +19,7 @@ from flaxckpt.formats import _names
 from flaxckpt.formats._native import manifest, orbax_json
 from flaxckpt.formats._reader import CheckpointMetadata, Lineage
 from flaxckpt.formats._safetensors import header
-from flaxckpt.formats._safetensors.header import Tensor
+from flaxckpt.formats._safetensors.header import SafetensorsTensor
 
 _VERSION = 1
 
@@ -51,7 +51,7 @@ class Described(NamedTuple):
 
 
 def describe_foreign(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, JSON]
+    tensors: Mapping[str, SafetensorsTensor], metadata: Mapping[str, JSON]
 ) -> tuple[Described, bool]:
     """Returns the leaves of another program's checkpoint, with names split at dots.
 
@@ -75,7 +75,7 @@ def describe_foreign(
 
 
 def _foreign_info(
-    path: LeafPath, keys: tuple[_state.tree.Key, ...], tensor: Tensor
+    path: LeafPath, keys: tuple[_state.tree.Key, ...], tensor: SafetensorsTensor
 ) -> LeafInfo:
     # By default, jax truncates elements of 64 bits to 32.
     is_wide = tensor.dtype in ("int64", "uint64", "float64")
@@ -92,7 +92,7 @@ class LaterVersionError(ValueError):
 
 def describe_native(
     text: str,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, SafetensorsTensor],
     resolve: _state.treedef.Resolve,
     unknown: set[str],
 ) -> Described:
@@ -174,7 +174,7 @@ def _check_values(infos: Sequence[LeafInfo], strings: Any, metrics: Any) -> None
 def _check_tensors(
     infos: Sequence[LeafInfo],
     names: Mapping[LeafPath, str],
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, SafetensorsTensor],
 ) -> None:
     if len(set(names.values())) != len(names) or set(names.values()) != set(tensors):
         different = set(names.values()) ^ set(tensors)

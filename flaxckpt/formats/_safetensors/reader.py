@@ -20,8 +20,8 @@ from flaxckpt.formats._safetensors import metadata as safetensors_metadata
 from flaxckpt.formats._safetensors.header import (
     INDEX_SUFFIX,
     OURS,
-    Header,
-    Tensor,
+    SafetensorsHeader,
+    SafetensorsTensor,
 )
 from flaxckpt.formats._safetensors.metadata import Described
 
@@ -45,7 +45,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         main = _shards.locate(path, file.name)
     stamp = _storage.stamp(main)
     files: dict[str, Stamp] = {}
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, SafetensorsTensor] = {}
     metadata: Mapping[str, JSON]
     if main.name.endswith(INDEX_SUFFIX):
         metadata = _read_shards(main, tensors, files)
@@ -84,7 +84,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
 
 def _describe(
     path: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, SafetensorsTensor],
     metadata: Mapping[str, JSON],
     resolve: _state.treedef.Resolve,
     unknown: set[str],
@@ -110,7 +110,7 @@ def _describe(
 def _leaf_table(
     path: Path,
     described: Described,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, SafetensorsTensor],
     files: Mapping[str, Stamp],
 ) -> LeafTable:
     table: LeafTable = {}
@@ -135,7 +135,7 @@ def _leaf_table(
 # ---- files ------------------------------------------------------------------------
 
 
-def _read_header(path: Path) -> Header:
+def _read_header(path: Path) -> SafetensorsHeader:
     """Reads the header of a file, after a check of its limits.
 
     Raises:
@@ -192,7 +192,7 @@ def _header_text(path: Path) -> tuple[bytes, int]:
 
 
 def _read_shards(
-    index_file: Path, tensors: dict[str, Tensor], files: dict[str, Stamp]
+    index_file: Path, tensors: dict[str, SafetensorsTensor], files: dict[str, Stamp]
 ) -> Mapping[str, JSON]:
     """Reads an index and its shards' headers into `tensors` and `files`, by tensor.
 
@@ -201,7 +201,7 @@ def _read_shards(
     index = _shards.read_index(index_file)
     faults = []
     unlisted = 0
-    headers: dict[str, Header] = {}
+    headers: dict[str, SafetensorsHeader] = {}
     stamps: dict[str, Stamp] = {}
     for name in sorted(set(index.files.values())):
         shard = _shards.locate(index_file.parent, name)

@@ -479,7 +479,7 @@ class _Guess:
         self,
         sources: Mapping[LeafPath, LeafInfo],
         targets: Mapping[LeafPath, LeafInfo],
-        changes: Sequence[Mapping[LeafPath, values.Change]],
+        changes: Sequence[Mapping[LeafPath, values.ValueChange]],
     ) -> None:
         self.leaves: dict[LeafPath, LeafMatch] = {}
         self.ambiguous: list[Ambiguity] = []
@@ -541,7 +541,7 @@ class _Guess:
         elif not is_sure and len(decision.forms) == 1:
             self._ask(link, rows[:1], "the names are hardly alike")
 
-    def _find_change(self, link: Link) -> values.Change | None:
+    def _find_change(self, link: Link) -> values.ValueChange | None:
         """Returns a change of values that only one side of a link has."""
         ends = link.groups[0].sources, link.groups[0].targets
         found = [

@@ -85,7 +85,7 @@ _LARGE = re.compile("(?<![0-9])([2-9]|[1-9][0-9]+)(?![0-9])")
 """Numbers of layers but the first two: leaves of the others are alike."""
 
 
-class Change(NamedTuple):
+class ValueChange(NamedTuple):
     """The changes of the values of a leaf in the layouts that it may belong to.
 
     Attributes:
@@ -111,7 +111,7 @@ def _say(target: str, families: Sequence[str]) -> str:
     return f"{target} of {', '.join(families)}"
 
 
-def find_changes(paths: Iterable[LeafPath]) -> dict[LeafPath, Change]:
+def find_changes(paths: Iterable[LeafPath]) -> dict[LeafPath, ValueChange]:
     """Returns leaf path -> the change of its values in the layout that it belongs to.
 
     Args:
@@ -140,7 +140,9 @@ def find_changes(paths: Iterable[LeafPath]) -> dict[LeafPath, Change]:
                     layouts = found.setdefault(name, {}).setdefault(text, {})
                     layouts.setdefault(fit.layout.target, []).append(fit.layout.family)
     return {
-        path: Change(layouts) for name, layouts in found.items() for path in alike[name]
+        path: ValueChange(layouts)
+        for name, layouts in found.items()
+        for path in alike[name]
     }
 
 
