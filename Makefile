@@ -8,60 +8,24 @@
 #                own, .venv-demo, which is small
 #   make check   formatting, lints and types only
 #   make bench   measures flaxckpt beside other checkpointers (a quarter of an hour)
-#   make test-frameworks
-#                tests with torch, Hugging Face datasets, TensorFlow and keras, which
-#                are large: in an environment of their own, .venv-frameworks
-#   make test-trainers
-#                tests that exchange checkpoints with Tunix, MaxText and Kauldron, in an
-#                environment of their own, .venv-trainers
-#   make test-maps
-#                tests of maps with models of transformers, in torch and Flax, and of
-#                Tunix: in an environment of their own, .venv-maps
-#   make test-lowest
-#                the tests that depend on other libraries, with the lowest versions that
-#                pyproject.toml allows, in .venv-lowest
-#   make test-newest
-#                the same tests with the newest versions there are for PYTHON, in
-#                .venv-newest; the newest jax wants a newer Python than flaxckpt does
-#   make test-orbax-versions
-#                seven releases of Orbax and flaxckpt read each other's checkpoints, as
-#                the tables in docs/orbax.md say: each in .venv-orbax-RELEASE, 4 GB in
-#                all; the oldest wants Python 3.12 or older
+#   make test-NAME
+#                tests that need other packages, in an environment of their own:
+#                frameworks (torch, datasets, TensorFlow, keras), trainers (Tunix,
+#                MaxText, Kauldron), maps (transformers, Tunix), lowest and newest (the
+#                oldest versions that pyproject.toml allows, and the newest for PYTHON),
+#                orbax-versions (seven releases, 4 GB; the oldest wants Python 3.12)
 #   make dist    builds the sdist and the wheel into dist/, and checks them, the conda
 #                package and the other files of a release: in an environment of its own,
 #                .venv-dist
 #   make docs    builds the site of README and docs/ into site/
-#   make fuzz    gives each parser changed files, for FUZZ_SECS seconds each: in an
-#                environment of its own, .venv-fuzz; what is found is in fuzz-findings
-#   make mutants changes the modules that keep promises, and asks whether a test notices:
-#                two hours; MODULES names some of them, SAMPLE=100 takes so many mutants
-#                of each; in an environment of its own, .venv-mutants
-#   make sequences
-#                cuts the power in all sequences of up to three operations on a run, at
-#                every call, with all single losses: ten minutes or so
-#   make model   exhausts models of the protocols, with every order of three processes,
-#                and compares them with what the code does: three minutes
-#   make soak    5,000 saves, with retention, staging and readers: nothing may grow
-#   make filesystems
-#                the run directory on other file systems, each mounted at two places:
-#                tmpfs, ext4, xfs, btrfs, overlayfs, FUSE, NFS; needs root
-#   make oom     has one allocation after another fail in nine operations, every one of
-#                numpy, maps and threads, and every OOM_EVERY-th of Python: a quarter of
-#                an hour; OOM_EVERY=1 takes hours
-#   make simulate
-#                histories of several processes in a simulated world, SEEDS of each kind
-#                from the seed FIRST on; prints the timelines of those that break a
-#                guarantee
+#   make verification NAME=simulation ARGS="--seeds 20000"
+#                one of the long searches in verification/README.md
 #   make clean   removes all that these targets made
 
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 3 --dist worksteal
-FUZZ_SECS ?= 300
-SOAK_ARGS ?= --saves 5000 --restores 500
-FILESYSTEMS ?=
-OOM_EVERY ?= 50
-SEEDS ?= 20000
-FIRST ?= 0
+NAME ?=
+ARGS ?=
 # What uses jax, Flax, optax, TensorStore, Orbax and grain in all ways that flaxckpt does.
 VERSION_TESTS := $(addprefix tests/,arrays integrations state test_partition.py \
 	checkpoint/test_plan.py checkpoint/test_restore.py checkpoint/test_save.py \
@@ -99,7 +63,9 @@ FUZZ_VENV := .venv-fuzz
 FUZZ_INSTALLED := $(FUZZ_VENV)/.installed
 MUTANTS_VENV := .venv-mutants
 MUTANTS_INSTALLED := $(MUTANTS_VENV)/.installed
-ORBAX_REQUIREMENTS := tests/orbax_versions/requirements
+VERIFICATION_IN_fuzz := $(FUZZ_INSTALLED)
+VERIFICATION_IN_mutants := $(MUTANTS_INSTALLED)
+ORBAX_REQUIREMENTS := verification/orbax_versions/requirements
 ORBAX_VENVS := $(patsubst $(ORBAX_REQUIREMENTS)/%.txt,.venv-orbax-%,$(wildcard $(ORBAX_REQUIREMENTS)/*.txt))
 ORBAX_INSTALLED := $(addsuffix /.installed,$(ORBAX_VENVS))
 
@@ -113,7 +79,7 @@ install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --n
 newest = --upgrade --upgrade-strategy eager
 endif
 
-.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions fuzz mutants sequences model soak filesystems oom simulate check bench dist docs clean
+.PHONY: demo quick test test-all test-frameworks test-trainers test-maps test-lowest test-newest test-orbax-versions verification check bench dist docs clean
 
 demo: $(DEMO_INSTALLED)
 	@$(DEMO_VENV)/bin/python -m examples.demo
@@ -156,38 +122,11 @@ test-newest: $(NEWEST_INSTALLED)
 
 # One process: the releases run two at a time.
 test-orbax-versions: $(INSTALLED) $(ORBAX_INSTALLED)
-	@echo "==> pytest tests/orbax_versions"
-	@$(BIN)/python -m pytest tests/orbax_versions
+	@echo "==> pytest verification/orbax_versions"
+	@$(BIN)/python -m pytest verification/orbax_versions
 
-fuzz: $(FUZZ_INSTALLED)
-	@echo "==> fuzz, $(FUZZ_SECS) s for each target"
-	@$(FUZZ_VENV)/bin/python -m tests.fuzz --guided --secs $(FUZZ_SECS) --keep fuzz-findings
-
-mutants: $(MUTANTS_INSTALLED)
-	@echo "==> mutants of $(or $(MODULES),all modules that keep promises)"
-	@$(MUTANTS_VENV)/bin/python -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(MODULES)
-
-sequences: $(INSTALLED)
-	@$(BIN)/python -m tests.sequences
-
-model: $(INSTALLED)
-	@$(BIN)/python -m tests.model
-	@echo "==> pytest tests/model"
-	@$(BIN)/python -m pytest -m "not slow" tests/model
-
-soak: $(INSTALLED)
-	@echo "==> soak, $(SOAK_ARGS)"
-	@$(BIN)/python -m tests.soak $(SOAK_ARGS)
-
-filesystems: $(INSTALLED)
-	@$(BIN)/python -m tests.filesystems $(FILESYSTEMS)
-
-oom: $(INSTALLED)
-	@$(BIN)/python -m tests.oom --every $(OOM_EVERY)
-
-simulate: $(INSTALLED)
-	@echo "==> simulate, $(SEEDS) histories of each kind from seed $(FIRST) on"
-	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST)
+verification: $(or $(VERIFICATION_IN_$(NAME)),$(INSTALLED))
+	@$(<D)/bin/python -m verification $(NAME) $(ARGS)
 
 check: $(INSTALLED)
 	@echo "==> ruff format --check"

@@ -56,21 +56,27 @@ RUN_ELSEWHERE = {
     "make quick": ("Makefile", "quick: check"),
     "make test": ("Makefile", "test: check"),
     "make test-all": (".ci/run", "make test-all"),
-    "make model": ("Makefile", "-m tests.model"),
-    "make simulate": ("Makefile", "-m tests.simulation"),
-    "make simulate SEEDS=1000000 FIRST=20000": ("Makefile", "--first $(FIRST)"),
-    "python -m tests.simulation --seeds 1 --first 354 --trace": (
-        "tests/simulation/__main__.py",
-        "--trace",
-    ),
-    "make mutants MODULES=_storage/locks.py": ("Makefile", "-m tests.mutants"),
-    "make sequences": ("Makefile", "-m tests.sequences"),
-    "make oom": ("Makefile", "-m tests.oom"),
     "make test-orbax-versions": (".ci/run", "make test-orbax-versions"),
-    "make soak": ("tests/soak/test_soak.py", "def test_300_saves_leave_nothing_behind"),
-    "make filesystems": (
-        "tests/filesystems/test_two_mounts.py",
-        "def test_of_two_writers_of_a_step_one_wins",
+    **{
+        f"make verification NAME={search}": (f"verification/{name}/__main__.py", text)
+        for search, name, text in (
+            ("filesystems", "filesystems", "def main"),
+            ("model", "model", "def main"),
+            ("mutants ARGS=_storage/locks.py", "mutants", '"modules"'),
+            ("oom", "oom", "def main"),
+            ("sequences", "sequences", "def main"),
+            ("simulation", "simulation", "def main"),
+            (
+                'simulation ARGS="--seeds 1000000 --first 20000"',
+                "simulation",
+                "--first",
+            ),
+            ("soak", "soak", "def main"),
+        )
+    },
+    "python -m verification simulation --seeds 1 --first 354 --trace": (
+        "verification/simulation/__main__.py",
+        "--trace",
     ),
     "make bench": (BENCHMARKS, "from benchmarks.__main__ import main"),
     'make bench BENCH_ARGS="--only train_state tiny"': (

@@ -1,7 +1,7 @@
 """Runs each target of `fuzz` for some seconds, with new inputs each time.
 
-What they must not do is in `fuzz.targets`; `make fuzz` gives them more time, and leads
-them to code that no input has reached.
+What they must not do is in `fuzz.targets`; `python -m verification fuzz` gives
+them more time, and leads them to code that no input has reached.
 """
 
 import json
@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from tests import ROOT
-from tests.fuzz import targets
 from tests.helpers import slow
+from verification.fuzz import targets
 
 SECS = float(os.environ.get("FUZZ_SECS", "3"))
 
@@ -27,7 +27,7 @@ def test_inputs_that_have_changed_are_read_or_refused(name, tmp_path):
     seed = int.from_bytes(os.urandom(4), "little")
     process = subprocess.run(
         [
-            *(sys.executable, "-m", "tests.fuzz", name, f"--secs={SECS}"),
+            *(sys.executable, "-m", "verification.fuzz", name, f"--secs={SECS}"),
             *(f"--seed={seed}", f"--keep={tmp_path}"),
         ],
         cwd=ROOT,

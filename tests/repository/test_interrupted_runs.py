@@ -38,7 +38,7 @@ def test_waits(tmp_path):
 def test_children_and_servers_end_with_the_run(tmp_path, number, workers):
     (tmp_path / "test_waits.py").write_text(WAITS)
     inherited = {k: v for k, v in os.environ.items() if k != run_guard.MARK}
-    options = ["-p", "tests.conftest", "-p", "no:cacheprovider", f"-n{workers}"]
+    options = ["-p", "conftest", "-p", "no:cacheprovider", f"-n{workers}"]
     run = subprocess.Popen(
         [sys.executable, "-m", "pytest", f"--rootdir={tmp_path}", *options],
         cwd=tmp_path,

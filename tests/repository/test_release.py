@@ -117,7 +117,7 @@ def test_the_archives_pass_the_checks_of_a_release(tmp_path):
     run("check_wheel_contents", wheel, cwd=tmp_path)
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "CITATION.cff", "tests/conftest.py"} <= names
+    assert {"LICENSE", "README.md", "CITATION.cff", "conftest.py"} <= names
     assert not any(name.startswith((".ci", "dist", ".venv")) for name in names)
 
 

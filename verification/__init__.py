@@ -1,0 +1,1 @@
+"""Searches for what tests by example miss; see README.md."""

@@ -1,0 +1,121 @@
+"""Several releases of Orbax and flaxckpt read each other's checkpoints."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from verification.orbax_versions import __main__ as runner
+from verification.orbax_versions import states, table
+
+W = np.arange(4, dtype=np.float32)
+
+
+@pytest.mark.slow
+def test_all_releases_read_and_are_read_as_the_page_says(tmp_path):
+    missing = [r for r in runner.releases() if not runner.interpreter(r).exists()]
+    if missing:
+        pytest.skip(f"no environment with Orbax {missing}: make test-orbax-versions")
+    results = runner.run(tmp_path)
+    assert not table.find_wrong(results)
+    page = runner.PAGE.read_text(encoding="utf-8")
+    generated = table.render(runner.read_requirements(), results)
+    assert page == table.replace(page, generated), "run it with --write"
+
+
+# ---- the comparison --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", states.STATES)
+def test_a_state_equals_itself(name):
+    state = states.STATES[name]()
+    copy = jax.tree.map(lambda leaf: leaf, state)
+    assert states.compare(copy, state, has_target=True) == states.EQUAL
+
+
+@pytest.mark.parametrize(
+    ("read", "saved"),
+    [
+        ({"w": W}, {"w": W + 1}),
+        ({"w": W}, {"w": W.astype(jnp.bfloat16)}),
+        ({"w": W}, {"w": W.reshape(2, 2)}),
+        ({"w": W}, {"w": W, "b": W}),
+        ({"w": np.float32(0)}, {"w": np.asarray(-0.0, np.float32)}),
+        ({"w": []}, {"w": {}}),
+        ({"w": None}, {"w": W}),
+        ({"w": 1}, {"w": 2}),
+        ({"w": "a"}, {"w": "b"}),
+    ],
+)
+def test_other_leaves_are_wrong(read, saved):
+    assert states.compare(read, saved).startswith("wrong")
+
+
+def test_other_containers_are_wrong_only_with_a_target():
+    assert states.compare([W], (W,)) == states.EQUAL
+    assert states.compare([W], (W,), has_target=True).startswith("wrong")
+
+
+def test_none_stands_for_an_empty_tuple_only_without_a_target():
+    saved = {"w": W, "empty": optax.EmptyState()}
+    read = {"w": W, "empty": None}
+    assert states.compare(read, saved) == states.EQUAL
+    assert states.compare(read, saved, has_target=True).startswith("wrong")
+
+
+def test_the_data_of_a_key_is_no_key():
+    key = jax.random.key(1)
+    data = jax.random.key_data(key)
+    assert states.compare([data], [key]) == states.KEY_DATA
+    assert states.compare([data + 1], [key]).startswith("wrong")
+    assert states.compare([jax.random.key(2)], [key]).startswith("wrong")
+
+
+# ---- the tables ------------------------------------------------------------------
+
+ALL = {"StandardRestore": "equal", "StandardRestore, target": "equal"}
+NOT_WITHOUT = ALL | {"StandardRestore": "refused: ValueError"}
+NONE = dict.fromkeys(ALL, "refused: ValueError")
+
+
+@pytest.mark.parametrize(
+    ("read", "own", "cell"),
+    [
+        (ALL, ALL, table.YES),
+        (ALL, NONE, table.YES),
+        (NOT_WITHOUT, ALL, table.WITH_STATE),
+        (NOT_WITHOUT, NOT_WITHOUT, table.LIKE_OWN),
+        (NONE, ALL, table.NO),
+        (ALL | {"StandardRestore, target": "refused: E"}, ALL, table.SOME),
+        (ALL | {"StandardRestore": states.KEY_DATA}, ALL, table.KEY_DATA),
+        (NONE | {"StandardRestore": "wrong: w"}, ALL, table.WRONG),
+    ],
+)
+def test_a_cell_unites_all_layouts_and_readers(read, own, cell):
+    found = {"reads": {"raw": {"s": ALL}, "compact": {"s": read}, "zstd": {}}}
+    found["reads own"] = {"s": own}
+    if read is NONE:
+        found["reads"]["raw"]["s"] = NONE
+    assert table.state_cell(found, "s") == cell
+
+
+def test_wrong_values_and_refusals_of_flaxckpt_are_found():
+    results = {
+        "0.1": {
+            "reads": {"raw": {"s": ALL | {"v1.load": "wrong: w"}}},
+            "reads own": {"s": {"v1.load": "refused: E"}},
+            "flaxckpt reads": {"v1.save": {"s": "refused: E"}},
+        }
+    }
+    assert table.find_wrong(results) == [
+        "0.1: reads | raw | s | v1.load: wrong: w",
+        "0.1: flaxckpt reads | v1.save | s: refused: E",
+    ]
+
+
+def test_a_page_without_the_generated_part_is_an_error():
+    page = f"before\n{table.BEGIN}\nold\n{table.END}\nafter"
+    assert table.replace(page, r"a \1") == "before\na \\1\nafter"
+    with pytest.raises(ValueError, match="found 0"):
+        table.replace("before", "new")

@@ -1,0 +1,125 @@
+"""Histories of files and jobs keep their guarantees, and find planted faults."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+from verification.simulation import (
+    files,
+    jobs,
+    kernel,
+    pauses,
+    planted_files,
+    stand_ins,
+)
+
+FOUND = {
+    (files, 440): "an overwrite of a step that was just deleted",
+    (files, 956): "an upload thread that cannot list the staging directory",
+    (files, 1031): "an overwrite of a step that is deleted while it is checked",
+    (files, 1183): "a staging directory whose owner cannot be read",
+    (files, 3442): "a pin during an overwrite was lost",
+    (files, 3591): "an empty run that cannot be listed",
+    (files, 3727): "a temporary file beside the steps was left for ever",
+    (files, 3858): "a check that took a failed replacement for a file being read",
+    (files, 7240): "a pin was lost when a process died right after an overwrite",
+    (pauses, 435): "a writer made its directory anew after a sweep, and published it",
+    (pauses, 481): "a writer published its directory while it was swept",
+    (jobs, 5): "a coordination service that ends before a report",
+    (jobs, 7): "process 0 cannot report its failure",
+    (jobs, 146): "messages in files that cannot be written",
+    (jobs, 766): "a coordination service that is away while another process writes",
+    (jobs, 2316): "a commit that takes longer than others wait",
+    (jobs, 4021): "process 0 that dies before its first heartbeat",
+    (jobs, 2894): "a deletion after the commit that takes longer than others wait",
+}
+"""Histories that found a defect, which has been mended since."""
+
+SHARDS = 3
+SHARD = 1000
+"""Histories of each kind in a shard."""
+
+MOST_HISTORIES = 1000
+"""The histories that find each planted fault."""
+
+
+KINDS = (files, pauses, jobs)
+
+
+@contextlib.contextmanager
+def installed(histories, patches=None):
+    """Gives flaxckpt's modules the stand-ins that the histories need."""
+    patches = {**getattr(histories, "PATCHES", {}), **(patches or {})}
+    with contextlib.ExitStack() as stack:
+        for enter in histories.CONTEXTS:
+            stack.enter_context(enter())
+        stack.enter_context(stand_ins.installed(patches=patches))
+        yield
+
+
+def name(value):
+    """Returns the name of a parameter of a test."""
+    return getattr(value, "__name__", str(value)).rpartition(".")[2]
+
+
+def _run(histories, seeds, patches=None):
+    with installed(histories, patches):
+        for seed in seeds:
+            histories.history(seed)
+
+
+@pytest.mark.parametrize("histories", KINDS, ids=name)
+def test_a_sample_of_histories(histories):
+    _run(histories, range(30))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("histories", KINDS, ids=name)
+def test_many_histories(histories, shard):
+    _run(histories, range(shard * SHARD, (shard + 1) * SHARD))
+
+
+@pytest.mark.parametrize(("histories", "seed"), FOUND, ids=name)
+def test_a_history_that_found_a_defect(histories, seed):
+    _run(histories, [seed])
+
+
+@pytest.mark.parametrize("fault", planted_files.FAULTS)
+def test_a_planted_fault_is_found(fault):
+    histories, patches, first = planted_files.FAULTS[fault]
+    with pytest.raises(kernel.Violation) as found:
+        _run(histories, range(first, first + MOST_HISTORIES), patches)
+    for error in ("TypeError", "KeyError"):
+        assert f"raised {error}" not in str(found.value), "it does not fit the code"
+
+
+_TIMELINES = """
+import os, re, sys
+from verification.simulation import test_files
+os.getpid = lambda: int(sys.argv[1])
+for histories in test_files.KINDS:
+    with test_files.installed(histories):
+        for seed in range(8):
+            for line in histories.history(seed, is_traced=True):
+                # Without the directory, and its digest.
+                print(re.sub("simulation-[0-9]+|[0-9a-f]{12}", "", str(line)))
+"""
+
+
+@pytest.mark.slow
+def test_a_seed_is_one_history_in_every_process():
+    timelines = {
+        subprocess.run(
+            [sys.executable, "-c", _TIMELINES, pid],
+            env={**os.environ, "PYTHONHASHSEED": hashes},
+            check=True,
+            capture_output=True,
+        ).stdout
+        for hashes, pid in (("1", "99999"), ("2", "100000"))
+    }
+    assert len(timelines) == 1
+    assert timelines.pop()

@@ -1,0 +1,132 @@
+"""The simulated world: one seed is one history; crashes have no effects afterwards."""
+
+import pytest
+
+from flaxckpt import _util
+from flaxckpt._storage import locks
+from flaxckpt._util import threads
+from verification.simulation import kernel, process_state, stand_ins
+
+
+@pytest.fixture(autouse=True)
+def _installed():
+    with stand_ins.installed():
+        yield
+
+
+def history(seed):
+    """Two processes whose threads take turns at random; returns their timeline."""
+    with kernel.World(seed, is_traced=True) as world:
+
+        def work(number):
+            locks.time.sleep(world.random.random())
+            world.record(f"{number} {locks.os.getpid()} {locks.secrets.token_hex(4)}")
+            locks._living.add(f"{locks.os.getpid()}")
+            assert locks._living == {f"{locks.os.getpid()}"}
+
+        for name in "ab":
+            world.start(name, lambda: _util.threads.each(work, range(5), threads=3))
+        world.run()
+        return [str(line) for line in world.timeline]
+
+
+def test_one_seed_is_one_history():
+    assert history(1) == history(1)
+    assert history(1) != history(2)
+
+
+def test_flaxckpt_gets_its_modules_back():
+    assert locks.time.__name__ == "time"
+    assert not hasattr(locks.threading, "Semaphore")  # the stand-in has no such name
+    assert process_state.stand_ins
+
+
+def test_a_crash_ends_a_process_where_it_is():
+    effects = []
+    with kernel.World(0) as world:
+
+        def program():
+            beat = threads.Heartbeat(lambda: effects.append(world.now), 10, "beat")
+            try:
+                locks.time.sleep(35)
+                effects.append("never")
+            finally:
+                beat.stop()
+                effects.append("never")
+
+        process = world.start("a", program)
+        world.at(32, lambda: world.crash(process))
+        world.run()
+        assert effects == [10, 20, 30]
+        assert not process.is_alive
+    assert effects == [10, 20, 30]
+
+
+def test_a_pause_delays_all_threads_of_a_process():
+    times = []
+    with kernel.World(0) as world:
+
+        def program():
+            for _ in range(3):
+                locks.time.sleep(10)
+                times.append(locks.time.monotonic() - 1000)
+
+        process = world.start("a", program)
+        world.at(15, lambda: world.pause(process, 100))
+        world.run()
+    assert times == [10, 115, 125]
+
+
+def test_a_clock_that_jumps_belongs_to_its_process():
+    with kernel.World(0) as world:
+        times = {}
+
+        def program():
+            locks.time.sleep(5)
+            times[locks.os.getpid()] = locks.time.time() - kernel.EPOCH
+
+        first = world.start("a", program)
+        second = world.start("b", program, machine="m2")
+        first.clock_secs = 3600.0
+        world.run()
+        assert times == {first.pid: 3605, second.pid: 5}
+
+
+def test_a_wait_without_an_end_is_a_violation():
+    with kernel.World(0) as world:
+        world.start("a", lambda: locks.threading.Event().wait())
+        with pytest.raises(kernel.Violation, match="a/main waits for an event"):
+            world.run()
+
+
+def test_timeouts_of_waits():
+    with kernel.World(0) as world:
+
+        def program():
+            event = locks.threading.Event()
+            assert not event.wait(5)
+            assert world.now == 5
+            lock = locks.threading.Lock()
+            assert lock.acquire()
+            assert not lock.acquire(timeout=7)
+            assert world.now == 12
+            thread = locks.threading.Thread(target=lambda: locks.time.sleep(20))
+            thread.start()
+            thread.join(3)
+            assert thread.is_alive()
+            thread.join()
+            assert world.now == 32
+            changed = locks.threading.Condition()
+            with changed:
+                assert not changed.wait(4)
+                assert changed.wait_for(lambda: world.now > 30, 1)
+
+        world.start("a", program)
+        world.run()
+
+
+def test_an_error_of_a_thread_is_a_violation():
+    with kernel.World(0) as world:
+        world.start("a", lambda: 1 / 0)
+        with pytest.raises(kernel.Violation, match="ZeroDivisionError"):
+            world.run()
