@@ -84,6 +84,7 @@ def explore(
     workers=1,
     first=1,
     every=1,
+    every_other=1,
     report=lambda result: None,
 ):
     """Has every allocation of some operations fail, until there are no more.
@@ -94,7 +95,8 @@ def explore(
         library: The shim, as `shim.build` makes it.
         workers: The number of workers.
         first: The first allocation of Python that fails.
-        every: Of Python's allocations, every so many fail; of others, each.
+        every: Of Python's allocations, every so many fail.
+        every_other: Of the others, every so many.
         report: Called with the result after each allocation.
     """
     result, lock = Result(), threading.Lock()
@@ -105,9 +107,9 @@ def explore(
         assert worker("prepare", scenario=operation, base=base)["code"] == 0
         for kind, fault in KINDS.items():
             is_python = kind == "Python"
-            start = first + part * every if is_python else 1 + part
-            step = (every if is_python else 1) * workers
-            for at in itertools.count(start, step):
+            step = every if is_python else every_other
+            start = (first if is_python else 1) + part * step
+            for at in itertools.count(start, step * workers):
                 done = worker(
                     "run",
                     scenario=operation,

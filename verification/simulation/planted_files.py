@@ -85,7 +85,9 @@ FAULTS = {
         jobs, {(heartbeat.Heartbeats, "silent_secs"): lambda self, process: 0.0}
     ),
     "process 0 removes its directory at once after a failure": Fault(
-        jobs, {(operation.Operation, "_settle"): lambda self, stage, deadline: None}
+        jobs,
+        {(operation.Operation, "_settle"): lambda self, stage, deadline: None},
+        first=1200,
     ),
 }
 """What is wrong -> the fault."""
