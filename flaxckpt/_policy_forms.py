@@ -48,11 +48,10 @@ class PolicyForm(NamedTuple):
         Raises:
             ValueError: There are too few.
         """
-        first, *others = self.fields
-        if not others:
+        if len(self.fields) == 1:
             return [text]
-        first, *rest = text.split(":", 1)
-        parts = [first, *"".join(rest).rsplit(":", len(others) - 1)]
+        first, _, rest = text.partition(":")
+        parts = [first, *rest.rsplit(":", len(self.fields) - 2)]
         if len(parts) != len(self.fields):
             raise ValueError(f"{text!r} lacks {self.fields[len(parts)]}")
         return parts

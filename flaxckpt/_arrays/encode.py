@@ -16,7 +16,7 @@ from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr.metadata import Encoding
 
-ENCODED_AT_ONCE = 64 * 2**20
+ENCODED_AT_ONCE = 48 * 2**20
 """Bytes that TensorStore compresses at a time, and holds until written."""
 
 _ENCODED_PART = 16 * 2**20

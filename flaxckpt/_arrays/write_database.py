@@ -100,8 +100,7 @@ class DatabaseWriter:
                         stored_chunks.metadata_text(array, encoding)
                     )
             self._write_files(self._raw_chunks(raw))
-            for chunks in self._encode(encoded):
-                self._write_files(chunks)
+            self._write_encoded(encoded)
         previous = self._options.previous
         if previous is not None and not previous.is_current():
             raise OSError(f"{previous.root} was replaced during the save")
@@ -124,8 +123,8 @@ class DatabaseWriter:
                     ),
                 )
 
-    def _encode(self, arrays: Iterable[HostArray]) -> Iterator[list[_Stored]]:
-        """Yields the chunks that TensorStore encodes, in parts of limited size."""
+    def _write_encoded(self, arrays: Iterable[HostArray]) -> None:
+        """Writes the chunks that TensorStore encodes, in parts of limited size."""
         by_number = {str(n): array for n, array in enumerate(arrays)}  # safe names
         pieces = (
             array._replace(name=number, shards=(part,))
@@ -137,25 +136,26 @@ class DatabaseWriter:
         for batch in _util.memory.batches(encode.sized(pieces), at_once):
             with _storage.memory_directory.new() as memory:
                 encode.write_encoded(memory, batch, encoding, self._options.report)
-                contents = _storage.memory_directory.read_files(memory)
-            chunks = []
-            for path, content in contents.items():
-                number, _, key = path.rpartition("/")
-                if key in (zarr_metadata.METADATA, zarr_metadata.METADATA_2):
-                    continue
-                copies = COPIES_IN_REQUESTS * self._in_store * len(content)
-                view = memoryview(content)
-                chunks.append(
-                    _Stored(
-                        by_number[number],
-                        key,
-                        0,  # reported by `encode.write_encoded`
-                        len(content),
-                        copies,
-                        functools.partial(_as_parts, view, encoding.checksum),
-                    )
-                )
-            yield chunks
+                chunks = [
+                    self._encoded_chunk(by_number[number], key, content)
+                    for path, content in _storage.memory_directory.take_files(memory)
+                    for number, _, key in [path.rpartition("/")]
+                    if key not in (zarr_metadata.METADATA, zarr_metadata.METADATA_2)
+                ]
+            self._write_files(chunks)
+            del chunks  # or they would stay while the next are encoded
+
+    def _encoded_chunk(self, array: HostArray, key: str, content: bytes) -> _Stored:
+        return _Stored(
+            array,
+            key,
+            0,  # reported by `encode.write_encoded`
+            len(content),
+            COPIES_IN_REQUESTS * self._in_store * len(content),
+            functools.partial(
+                _as_parts, memoryview(content), self._options.encoding.checksum
+            ),
+        )
 
     # ---- files --------------------------------------------------------------------
 

@@ -22,7 +22,9 @@ def new() -> Iterator[RemotePath]:
         store_settings.forget(memory.store)
 
 
-def read_files(directory: RemotePath) -> dict[str, bytes]:
-    """Returns the files of a directory in memory: name -> content."""
-    names = directory.store.keys("")
-    return {name: (directory / name).read_bytes() for name in names}
+def take_files(directory: RemotePath) -> Iterator[tuple[str, bytes]]:
+    """Yields the files of a directory in memory, name and content, and removes each."""
+    for name in directory.store.keys(""):
+        content = (directory / name).read_bytes()
+        directory.store.delete((directory / name).key)
+        yield name, content
