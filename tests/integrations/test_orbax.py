@@ -161,17 +161,17 @@ def test_a_checkpointer_without_a_manager(tmp_path, kind):
 
 def test_the_values_are_those_at_the_call(tmp_path):
     may_write = threading.Event()
-    real = LocalStorage.write
+    real = LocalStorage.write_parts
 
-    def write_later(self, file, content):
+    def write_later(self, file, parts):
         assert may_write.wait(60)
-        real(self, file, content)
+        real(self, file, parts)
 
     state = {"numpy": np.arange(1000.0), "jax": jnp.arange(1000.0)}
     wanted = jax.tree.map(np.array, state)
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     with make_manager(tmp_path) as manager, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalStorage, "write", write_later)
+        patch.setattr(LocalStorage, "write_parts", write_later)
         manager.save(1, args=SaveArgs(state))
         state["numpy"] += 1
         state["jax"] = step(state["jax"])
