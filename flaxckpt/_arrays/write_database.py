@@ -162,8 +162,10 @@ class DatabaseWriter:
     def _write_files(self, chunks: Iterable[_Stored]) -> None:
         # Large files first, so that the last writes are short.
         files = sorted(self._plan(chunks), key=lambda file: -file.size)
-        for directory in {(self._root / file.path).parent for file in files}:
-            directory.mkdir(parents=True, exist_ok=True)
+        parents = {(self._root / file.path).parent for file in files}
+        # Not their parents, too: another process may have removed the root.
+        for directory in sorted({self._root / "d", *parents} if files else ()):
+            directory.mkdir(exist_ok=True)
         threads, pace = (
             (stored_chunks.THREADS_OF_STORES, None)
             if self._in_store

@@ -356,6 +356,7 @@ class _Batches:
         content = {"pieces": list(pieces), "written": written.to_json()}
         storage.sync_tree(self._root)
         file = self._root / "d" / f"{number}.batch"
+        file.parent.mkdir(exist_ok=True)
         storage.write(file, json.dumps(content).encode())
         storage.sync_directory(file.parent)
         self.written.add(written)

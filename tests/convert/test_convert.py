@@ -81,6 +81,13 @@ def state():
     }
 
 
+def test_arrays_without_values_are_converted(tmp_path):
+    state = {"x": np.zeros((0, 4))}
+    flaxckpt.save(tmp_path / "a", state)
+    flaxckpt.convert(tmp_path / "a", tmp_path / "b")
+    strategies.assert_same(state, flaxckpt.load(tmp_path / "b"))
+
+
 @pytest.fixture
 def source(tmp_path):
     path = tmp_path / "source"
