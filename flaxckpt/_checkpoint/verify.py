@@ -11,7 +11,6 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from flaxckpt import _arrays, _doors, _state, _steps, _storage, _util, errors
 from flaxckpt._checkpoint import file_sizes, verify_arrays, verify_report
@@ -170,20 +169,8 @@ def report_lost(
     return findings.report(path, "unknown", step, (), 0.0)
 
 
-class Damage(NamedTuple):
-    """Proved damage of a checkpoint.
-
-    Attributes:
-        reason: A short description.
-        leaves: The leaves that cannot be read; None if unknown.
-    """
-
-    reason: str
-    leaves: frozenset[LeafPath] | None = None
-
-
-def find_damage(path: Path, step: int | None) -> Damage | None:
-    """Returns the proved damage of the checkpoint `path`, or None.
+def find_damage(path: Path, step: int | None) -> str | None:
+    """Returns a short description of proved damage to the checkpoint `path`, or None.
 
     None also if the checkpoint cannot be read at present.
     """
@@ -195,11 +182,10 @@ def find_damage(path: Path, step: int | None) -> Damage | None:
         # The path was a checkpoint before the damage.
         is_ours = _steps.index.sign(path) or (path / _native.items.STATE).is_dir()
         if is_ours and _find_unreadable(path) is None:
-            return Damage(str(error).splitlines()[0])
+            return str(error).splitlines()[0]
         return None
     for name, why in report.problems.items():
-        is_here = name == verify_report.HERE
-        return Damage(why if is_here else f"{name}: {why}", report.damaged_leaves)
+        return why if name == verify_report.HERE else f"{name}: {why}"
     return None
 
 

@@ -67,7 +67,12 @@ class VerifyReport:
 
     @property
     def damaged_leaves(self) -> frozenset[LeafPath] | None:
-        """The leaves that a restore cannot read; None if unknown, or none of them."""
+        """All leaves that a restore cannot read; None if unknown, or if there are none.
+
+        A problem of the checkpoint itself keeps a restore from reading any leaf.
+        """
+        if HERE in self.problems:
+            return None
         return frozenset(self.unreadable) or None
 
     @property

@@ -25,8 +25,8 @@ class PlanDamage(NamedTuple):
 def find(plan: RestorePlan) -> PlanDamage | None:
     """Returns the known damage of a plan's checkpoint, or None.
 
-    Known is the reason in the marker of a damaged step, and what the names and sizes
-    of files say: no array is read.
+    Known is what the marker of a damaged step says, and the names and sizes of files:
+    no array is read. A marker without leaves counts for all of them.
     """
     path = _storage.paths.from_text(plan.path)
     leaves = {
@@ -37,7 +37,9 @@ def find(plan: RestorePlan) -> PlanDamage | None:
     }
     marked = run_view.find_damage(path, None)
     damaged = None if marked is None else _steps.markers.damaged_leaves(path)
-    if marked is not None and (damaged is None or not leaves.isdisjoint(damaged)):
+    if marked is not None and damaged is None:
+        return PlanDamage(f"{marked} (the mark does not say of which leaves)", True)
+    if marked is not None and damaged and not leaves.isdisjoint(damaged):
         return PlanDamage(marked, is_read=True)
     lost = run_view.find_lost_files(path, None)
     if lost is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
 from flaxckpt import _checkpoint, _steps, errors
 from flaxckpt._checkpoint import verify_report
-from flaxckpt._checkpoint.verify import Damage
 from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._run.events import Stream
+from flaxckpt._types import LeafPath
 
 _log = logging.getLogger(__name__)
 
@@ -31,9 +32,8 @@ def update_marker(path: Path, report: VerifyReport, events: Stream) -> None:
     try:
         if _find_loss(report) is not None:
             again = _checkpoint.verify.verify_checkpoint(path, report.step)
-            reason = _find_loss(again)
-            found = Damage(reason, again.damaged_leaves) if reason else None
-            _mark(path, report.step, found, events)
+            leaves = again.damaged_leaves
+            _mark(path, report.step, _find_loss(again), events, leaves)
         elif report.ok:
             unmark(path, report.step, events)
     except OSError as error:
@@ -63,16 +63,22 @@ def mark(path: Path, step: int | None, events: Stream) -> None:
     _mark(path, step, _checkpoint.verify.find_damage(path, step), events)
 
 
-def _mark(path: Path, step: int | None, damage: Damage | None, events: Stream) -> None:
-    if damage is None:
+def _mark(
+    path: Path,
+    step: int | None,
+    reason: str | None,
+    events: Stream,
+    leaves: Collection[LeafPath] | None = None,
+) -> None:
+    if reason is None:
         _log.warning("step %s may be good: it is not marked as damaged", path.name)
         return
     is_new = not _steps.markers.is_damaged(path)
-    if is_new or _steps.markers.damaged_leaves(path) != damage.leaves:
-        _steps.markers.mark_damaged(path, *damage)
+    if is_new or leaves is not None:
+        _steps.markers.mark_damaged(path, reason, leaves)
     if not is_new:
         return
-    events.emit("found_damaged", step, path=path, reason=damage.reason)
+    events.emit("found_damaged", step, path=path, reason=reason)
     _log.warning(
         "step %s is marked as damaged: it no longer counts as a step; saving the step"
         " again replaces it, and Checkpointer.delete removes it",

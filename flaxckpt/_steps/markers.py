@@ -39,7 +39,6 @@ _CONTENT = b"1\n"
 
 _MAX_BYTES = 2**16
 _MAX_REASON = 1000
-_MAX_LEAVES_CHARS = 8000
 
 
 class Status(NamedTuple):
@@ -192,15 +191,17 @@ def mark_damaged(
     Args:
         path: The step. The time of an earlier mark stays.
         reason: The damage.
-        leaves: The leaves that cannot be read, if known; many are not recorded.
+        leaves: All leaves that cannot be read, if known; many are not recorded.
     """
     row: dict[str, JSON] = {
         "reason": reason[:_MAX_REASON],
         "time": damage_time(path) or time.time(),
     }
-    if leaves is not None and sum(map(len, leaves)) <= _MAX_LEAVES_CHARS:
-        row["leaves"] = sorted(leaves)
-    _write(path, DAMAGED, json.dumps(row).encode())
+    content = json.dumps(row).encode()
+    if leaves is not None:
+        whole = json.dumps({**row, "leaves": sorted(leaves)}).encode()
+        content = whole if len(whole) <= _MAX_BYTES else content
+    _write(path, DAMAGED, content)
 
 
 def unmark_damaged(path: Path) -> None:

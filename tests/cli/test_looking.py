@@ -957,6 +957,20 @@ def test_plan_looks_at_marked_chunks_where_the_restore_reads(here, command):
     assert "opt_state" in command.json(*asked, code=1)["damage"]
 
 
+def test_plan_expects_damage_everywhere_if_its_leaves_are_unknown(here, command):
+    """A restore marks a step after the first damage that it finds."""
+    (here / "wanted.json").write_text(
+        '{"params": {"dense": {"kernel": "float32[4, 3]"}}}'
+    )
+    asked = ["plan", "run", "wanted.json", "-s", 300]
+    for name in ("opt_state.0.mu.dense.kernel", "params.dense.kernel"):
+        chunks.flip(here / "run/300/state", f"{name}/c.0.0")
+    with flaxckpt.Checkpointer("run") as run:
+        run.restore()
+    assert 300 in flaxckpt.Checkpointer("run", read_only=True).damaged()
+    assert "does not say of which leaves" in command.json(*asked, code=1)["damage"]
+
+
 def test_plan_knows_that_a_database_is_read_as_a_whole(here, command):
     flaxckpt.save("one", {n: jnp.ones(2000) for n in "ab"})
     (here / "wanted.json").write_text('{"a": "float32[2000]"}')
