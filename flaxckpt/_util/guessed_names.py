@@ -11,7 +11,6 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from flaxckpt import errors
@@ -29,9 +28,10 @@ def read_answers() -> Mapping[str, Mapping[str, str]]:
 
     The table is in `guessed_names.toml`, which says how to read it.
     """
+    import importlib.resources
     import tomllib  # only after an error, like the table
 
-    file = Path(__file__).with_suffix(".toml")
+    file = importlib.resources.files(__package__) / "guessed_names.toml"
     table = tomllib.loads(file.read_text(encoding="utf-8"))
     groups, shared = table["names"], table["shared"]
 
@@ -88,9 +88,17 @@ def explain(target: T) -> T:
     return target
 
 
+def _answers_of(place: str) -> Mapping[str, str]:
+    """Returns the answers for a place; none if the table cannot be read."""
+    try:
+        return read_answers().get(place, {})
+    except OSError:  # no more descriptors, for example
+        return {}
+
+
 def answer(place: str, name: str) -> str | None:
     """Returns what to write instead of a guessed name, or None."""
-    return read_answers()[place].get(name)
+    return _answers_of(place).get(name)
 
 
 def unknown_name(module: str, name: str) -> AttributeError:
@@ -105,7 +113,7 @@ def _answered(place: str, name: str) -> errors.UnknownNameError | None:
 
     The error's `name` is not set: Python would append its own guess to the message.
     """
-    answer = read_answers().get(place, {}).get(name)
+    answer = _answers_of(place).get(name)
     if answer is None:
         return None
     return errors.UnknownNameError(f"{place} has no {name}: {answer}")
@@ -173,7 +181,7 @@ def _advise_on_name(
     place: str, function: Callable[..., Any], options: Mapping[str, Any], message: str
 ) -> str | None:
     """Returns what to write instead of an unknown keyword, or None."""
-    answers = read_answers().get(place, {})
+    answers = _answers_of(place)
     name = next((name for name in options if f"argument '{name}'" in message), "")
     if name in answers:
         return f"{place} has no {name}: {answers[name]}"
@@ -193,7 +201,7 @@ def _advise_on_call(
     options: Mapping[str, Any],
 ) -> str:
     """Returns the call to write instead of one with a wrong number of arguments."""
-    answers = read_answers().get(place, {})
+    answers = _answers_of(place)
     for word in args[1:]:
         if isinstance(word, str) and word in _STEP_WORDS and word in answers:
             return answers[word]

@@ -32,7 +32,7 @@ def parse(key: str, value: Any) -> PreservationPolicy:
         policy: PreservationPolicy = value
         return policy
     forms = {form.key: form for form in _policy_forms.FORMS.values()}
-    further = {name for form in forms.values() for name in form.fields[1:]}
+    further = dict.fromkeys(n for form in forms.values() for n in form.fields[1:])
     options = _parsing.table(key, value, [*forms, *further])
     kinds = [form for name, form in forms.items() if name in options]
     more = kinds[0].fields[1:] if len(kinds) == 1 else []
