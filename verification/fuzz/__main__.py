@@ -1,6 +1,6 @@
 """Gives targets one changed input after another, and keeps those that they fail on.
 
-    python -m verification fuzz [--secs N] [--seed N] [--guided] [--keep DIR] [TARGET]
+    python -m verification fuzz [--secs N] [--seed N] [--guided] [--keep DIR] [TARGET…]
 
 Without a target: all of them, each in a process of its own, as they may end it. Exit
 status 1: something was found, and is in DIR. `--guided` is for long runs: atheris leads
@@ -29,7 +29,11 @@ ADDRESS_SPACE = 4 * 2**30
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m verification fuzz",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("targets", nargs="*")
     parser.add_argument("--secs", type=float, default=15)
     parser.add_argument("--seed", type=int, default=0)

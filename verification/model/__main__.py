@@ -6,6 +6,7 @@ Prints the number of states, and how each protocol breaks without each of its ru
 Exit status 1: a protocol is broken, and its shortest history is printed.
 """
 
+import argparse
 import sys
 import time
 
@@ -15,7 +16,9 @@ PROCESSES = 3
 
 
 def main() -> int:
-    names = sys.argv[1:] or list(PROTOCOLS)
+    parser = argparse.ArgumentParser(prog="python -m verification model")
+    parser.add_argument("protocols", nargs="*", metavar="|".join(PROTOCOLS))
+    names = parser.parse_args().protocols or list(PROTOCOLS)
     is_broken = False
     for name in names:
         for processes in range(2, PROCESSES + 1):

@@ -32,7 +32,9 @@ _KILLED = ("killed", "timeout")
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m verification mutants",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("modules", nargs="*")
     parser.add_argument("--sample", type=int, help="at most so many of each module")

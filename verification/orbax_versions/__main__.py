@@ -31,7 +31,11 @@ TIMEOUT_SECS: Final = 600
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m verification orbax_versions",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--write", action="store_true", help="update the page")
     parser.add_argument("--json", type=Path, help="write all outcomes to this file")
     options = parser.parse_args()

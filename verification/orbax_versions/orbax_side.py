@@ -1,6 +1,6 @@
 """Reads checkpoints of flaxckpt with a release of Orbax, and writes others.
 
-    python -m verification orbax_versions.orbax_side OURS THEIRS
+    python -m verification.orbax_versions.orbax_side OURS THEIRS
 
 Reads all checkpoints below OURS, writes below THEIRS, and prints the outcomes as JSON.
 Runs in environments with Orbax, jax and Flax, but without flaxckpt.

@@ -134,7 +134,7 @@ class GgufHeader(NamedTuple):
     """The header of a file.
 
     Attributes:
-        tensors: GgufTensor name -> tensor, in the order of the file.
+        tensors: Tensor name -> tensor, in the order of the file.
         values: Key -> value; long arrays and texts are only described.
     """
 

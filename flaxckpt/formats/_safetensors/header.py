@@ -92,7 +92,7 @@ class SafetensorsHeader(NamedTuple):
     """The header of a file.
 
     Attributes:
-        tensors: SafetensorsTensor name -> tensor, in the order of the file.
+        tensors: Tensor name -> tensor, in the order of the file.
         metadata: Free text of the writer.
     """
 
@@ -104,7 +104,7 @@ class ShardIndex(NamedTuple):
     """The index of a set of files.
 
     Attributes:
-        files: SafetensorsTensor name -> name of its file.
+        files: Tensor name -> name of its file.
         metadata: Free JSON of the writer.
     """
 
@@ -116,7 +116,7 @@ class NotReadError(ValueError):
     """An intact file has tensors of unsupported types.
 
     Attributes:
-        tensors: SafetensorsTensor name -> element type in the file.
+        tensors: Tensor name -> element type in the file.
     """
 
     def __init__(self, tensors: Mapping[str, str]) -> None:
