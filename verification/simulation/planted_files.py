@@ -87,7 +87,7 @@ FAULTS = {
     "process 0 removes its directory at once after a failure": Fault(
         jobs,
         {(operation.Operation, "_settle"): lambda self, stage, deadline: None},
-        first=1200,
+        first=2650,
     ),
 }
 """What is wrong -> the fault."""
