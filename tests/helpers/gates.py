@@ -8,7 +8,7 @@ from flaxckpt._checkpoint import commit
 from flaxckpt._storage import rename
 from flaxckpt._storage.storage import LOCAL
 
-# Places in a save, by time. Only uncompressed arrays in directories have a "chunk".
+# Places in a save, by time. A "chunk" is a file with values.
 PLACES = {
     "metadata": (commit, "write_files"),
     "chunk": (chunk_file, "write"),
