@@ -346,6 +346,7 @@ def make_index(values: Mapping[bytes, Value]) -> IndexFiles:
         if isinstance(value, Place):
             end = value.offset + value.size
             sizes[value.file] = max(end, sizes.get(value.file, 0))
+    sizes = dict(sorted(sizes.items()))  # not in the order in which threads ended
     tree = btree.encode(values, zarr_metadata.TREE)
     names = (zarr_metadata.TREE, zarr_metadata.DATABASE)
     return IndexFiles(dict(zip(names, (tree.nodes, tree.manifest), strict=True)), sizes)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import flaxckpt
 from flaxckpt._arrays import read_raw, read_tasks, write_database
 from flaxckpt._arrays.databases import Databases
-from flaxckpt._arrays.zarr import ocdbt
+from flaxckpt._arrays.zarr import btree, ocdbt
 from flaxckpt._arrays.zarr.metadata import Encoding
 from flaxckpt.formats import _locate
 from tests.arrays.test_read_raw import host, opened
@@ -247,3 +247,9 @@ def test_tensorstore_lists_what_is_saved_by_several_items(tmp_path):
         store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
         listed = {key.decode().split("/")[0] for key in store.list().result()}
         assert listed == keys
+
+
+def test_files_are_recorded_by_name():
+    """Not in the order in which threads have written them."""
+    values = {b"a": btree.Place("d/0.0/b", 0, 1), b"b": btree.Place("d/0.0/a", 0, 1)}
+    assert list(write_database.make_index(values).sizes) == ["d/0.0/a", "d/0.0/b"]
