@@ -18,7 +18,11 @@ _log = logging.getLogger(__name__)
 
 
 def add_metrics(
-    path: Path, metrics: Mapping[str, float], step: int | None
+    path: Path,
+    metrics: Mapping[str, float],
+    step: int | None,
+    *,
+    over_damage: bool = False,
 ) -> dict[str, float]:
     """Adds metrics to the step `path`; locks the file against other processes.
 
@@ -26,6 +30,8 @@ def add_metrics(
         path: The step.
         metrics: The metrics to add.
         step: The number of the step; None if its name is in another format.
+        over_damage: Whether `metrics` are all that the step has, and replace what is
+            damaged there.
 
     Returns:
         The added metrics, with nested names joined by `/`.
@@ -39,7 +45,8 @@ def add_metrics(
         try:
             stored = _native.metadata.load_metrics(path, step)
         except errors.DamagedCheckpointError as error:
-            if _storage.of(path).is_taken(path / run_metrics.METRICS_FILE):
+            is_there = _storage.of(path).is_taken(path / run_metrics.METRICS_FILE)
+            if is_there and not over_damage:
                 raise errors.SaveFailedError(
                     f"{path / run_metrics.METRICS_FILE} is damaged, so nothing can be"
                     " added to it: delete it, and add all metrics of the step again"

@@ -452,7 +452,8 @@ class Uploads:
         step = self._format.step(path.name)
         metrics = run_metrics.read_metrics(path, step)
         if metrics and not metrics.items() <= self._far.index.metrics(final).items():
-            edit.add_metrics(final, metrics, step)
+            # Damaged, if they changed in staging while the step was copied.
+            edit.add_metrics(final, metrics, step, over_damage=True)
         if _steps.markers.is_pinned(path) and not _steps.markers.is_pinned(final):
             edit.pin(final)
         if _steps.markers.PIN in marker.removed and not _steps.markers.is_pinned(path):

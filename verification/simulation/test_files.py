@@ -25,6 +25,7 @@ FOUND = {
     (files, 3591): "an empty run that cannot be listed",
     (files, 3727): "a temporary file beside the steps was left for ever",
     (files, 3858): "a check that took a failed replacement for a file being read",
+    (files, 2336): "metrics were added while a step was uploaded: its copy was damaged",
     (files, 7240): "a pin was lost when a process died right after an overwrite",
     (pauses, 435): "a writer made its directory anew after a sweep, and published it",
     (pauses, 481): "a writer published its directory while it was swept",
