@@ -234,7 +234,8 @@ def damage_reason(path: Path) -> str:
 def damaged_leaves(path: Path) -> frozenset[LeafPath] | None:
     """Returns the leaves of a damaged step that cannot be read; None if unknown."""
     try:
-        return frozenset(map(str, _read_json(path / DAMAGED)["leaves"]))
+        leaves = _read_json(path / DAMAGED)["leaves"]
+        return frozenset(map(str, leaves)) if isinstance(leaves, list) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

@@ -203,6 +203,22 @@ def test_damage_without_a_reason_says_so(path, content):
     assert markers.damage_reason(path) == "its marker gives no reason"
 
 
+def test_the_leaves_of_damage_are_kept(path):
+    markers.mark_damaged(path, "a and b", ["b", "a"])
+    assert markers.damaged_leaves(path) == {"a", "b"}
+    markers.mark_damaged(path, "many", [f"{n:0100}" for n in range(1000)])
+    assert markers.damaged_leaves(path) is None
+    assert markers.damage_reason(path) == "many"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b'{"leaves": "ab"}', b'{"leaves": null}']
+)
+def test_a_mark_of_damage_without_leaves_names_none(path, content):
+    (path / markers.DAMAGED).write_bytes(content)
+    assert markers.damaged_leaves(path) is None
+
+
 # ---- uploads ----------------------------------------------------------------------
 
 
