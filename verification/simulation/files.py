@@ -6,7 +6,7 @@ of a name, and checks it.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from verification.simulation import databases, filesystem, kernel, programs
@@ -333,6 +333,8 @@ def play(
     disturb: Callable[[kernel.World, kernel.Process], None],
     *,
     is_traced: bool,
+    latest: Sequence[int] = (0, 1, 2),
+    operations: Mapping[str, int] = programs.OPERATIONS,
 ) -> list[kernel.Line]:
     """Runs a history whose faults are drawn by these functions.
 
@@ -341,6 +343,8 @@ def play(
         draw: Returns the chances of faults of the file system.
         disturb: Draws what happens to a process.
         is_traced: Whether to keep the timeline.
+        latest: What retention may keep, as `Setting.latest`.
+        operations: What trainers do, as `programs.OPERATIONS`.
 
     Raises:
         Violation: The history breaks a guarantee; its attribute `timeline` shows how.
@@ -354,14 +358,14 @@ def play(
         random = world.random
         near = root / "near" if random.random() < 0.3 else None
         setting = Setting(
-            root / "run", near, random.choice((0, 1, 2)), random.random() < 0.3
+            root / "run", near, random.choice(latest), random.random() < 0.3
         )
         ledger = Ledger(world, files, setting)
         for index in range(random.randint(2, 3)):
             program = Reader(ledger)
             if index == 0 or random.random() < 0.6:
                 own = near if index == 0 else None
-                program = Trainer(ledger, random.randint(1, 4), own)
+                program = Trainer(ledger, random.randint(1, 4), own, operations)
             after = random.choice((0.0, 1.0, 30.0)) * random.random()
             process = world.start(f"p{index}", program, after=after)
             disturb(world, process)

@@ -6,6 +6,7 @@ coordination service, which ends with process 0, or through files.
 """
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -448,27 +449,57 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
     Raises:
         Violation: The history breaks a guarantee; its attribute `timeline` shows how.
     """
+    return play(seed, files.draw_weather, _draw_weather, _disturb, is_traced=is_traced)
+
+
+def _draw_weather(world: kernel.World) -> Weather:
+    random = world.random
+    return Weather(
+        slow=random.choice((0.0, 0.0, 0.02, 0.1)),
+        slowest_secs=random.choice((1.0, 5.0)),
+        uses_files=random.random() < 0.3,
+    )
+
+
+def play(
+    seed: int,
+    draw_disk: Callable[[kernel.World], filesystem.Weather],
+    draw_service: Callable[[kernel.World], Weather],
+    disturb: Callable[
+        [kernel.World, list[kernel.Process], Service | None], set[kernel.Process]
+    ],
+    *,
+    is_traced: bool,
+) -> list[kernel.Line]:
+    """Runs a history whose faults are drawn by these functions.
+
+    Args:
+        seed: The seed.
+        draw_disk: Returns the chances of faults of the file system.
+        draw_service: Returns the chances of faults of the coordination service.
+        disturb: Draws what happens to a job; returns the processes in trouble.
+        is_traced: Whether to keep the timeline.
+
+    Raises:
+        Violation: The history breaks a guarantee; its attribute `timeline` shows how.
+    """
     with (
         programs.quiet(),
         filesystem.directory("jobs") as root,
         kernel.World(seed, is_traced=is_traced) as world,
     ):
-        disk = filesystem.FileSystem(world, root, files.draw_weather(world))
+        disk = filesystem.FileSystem(world, root, draw_disk(world))
         random = world.random
         count = random.choice((2, 2, 3))
         setting = programs.Setting(root / "run", None, random.choice((0, 1, 2)), False)
         parts = tuple(f"p{i}" for i in range(count))
         ledger = files.Ledger(world, disk, setting, parts)
-        weather = Weather(
-            slow=random.choice((0.0, 0.0, 0.02, 0.1)),
-            slowest_secs=random.choice((1.0, 5.0)),
-            uses_files=random.random() < 0.3,
-        )
+        weather = draw_service(world)
         world.record(f"{setting}")
         world.record(f"{disk.weather} {weather}")
         script, processes = _start(ledger, weather, count, 0)
         service = script._job.service
-        troubled = _disturb(world, processes, service)
+        troubled = disturb(world, processes, service)
         is_slow = disk.weather.slow * disk.weather.slowest_secs >= 0.1 or weather.slow
         if not is_slow:  # processes wait for late ones for half a minute only
             _Removals(ledger, script._job, troubled)

@@ -10,7 +10,7 @@ from flaxckpt._distributed import heartbeat, operation
 from flaxckpt._steps import delete, markers
 from flaxckpt._storage import files as storage_files
 from flaxckpt._storage import leases, rename, temporary
-from verification.simulation import files, jobs, pauses
+from verification.simulation import failures, files, jobs, pauses, pins
 
 
 class Fault(NamedTuple):
@@ -19,12 +19,10 @@ class Fault(NamedTuple):
     Attributes:
         histories: The module with the histories that find it.
         patches: Functions to replace, for `stand_ins.installed`.
-        first: The seed from which the histories find it soon.
     """
 
     histories: ModuleType
     patches: dict[tuple[Any, str], Any]
-    first: int = 0
 
 
 def _replace_published(new: Path, final: Path) -> None:
@@ -56,7 +54,6 @@ FAULTS = {
             (storage_files, "make_parents"): _make_all_parents,
             (temporary, "check_claim"): lambda path: None,
         },
-        first=1400,
     ),
     "a sweep locks no directory": Fault(
         files, {(temporary, "_lock"): lambda descriptor, patience_secs: True}
@@ -67,9 +64,7 @@ FAULTS = {
     "a deletion looks for no readers": Fault(
         files, {(leases, "readers"): lambda path: []}
     ),
-    "a deletion looks for no pin": Fault(
-        files, {(delete, "markers"): _NoPins()}, first=2100
-    ),
+    "a deletion looks for no pin": Fault(pins, {(delete, "markers"): _NoPins()}),
     "a new step replaces the step of another writer": Fault(
         files, {(rename, "publish"): _replace_published}
     ),
@@ -85,9 +80,8 @@ FAULTS = {
         jobs, {(heartbeat.Heartbeats, "silent_secs"): lambda self, process: 0.0}
     ),
     "process 0 removes its directory at once after a failure": Fault(
-        jobs,
+        failures,
         {(operation.Operation, "_settle"): lambda self, stage, deadline: None},
-        first=2650,
     ),
 }
 """What is wrong -> the fault."""

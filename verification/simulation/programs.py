@@ -7,7 +7,7 @@ what it checks there, is left to its subclasses.
 import abc
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,19 @@ from verification.simulation import kernel
 
 PARTS = ("v", "w")
 """The arrays of a state."""
+
+OPERATIONS: Mapping[str, int] = {
+    "save": 6,
+    "overwrite": 2,
+    "restore": 2,
+    "pin": 2,
+    "unpin": 1,
+    "delete": 1,
+    "measure": 1,
+    "prune": 1,
+    "reopen": 1,
+}
+"""What trainers do with their steps -> how often, relative to the others."""
 
 
 class Setting(NamedTuple):
@@ -210,33 +223,36 @@ class Ledger(abc.ABC):
 
 
 class Trainer:
-    """Saves, restores, and does with its steps what users do."""
+    """Saves, restores, and does with its steps what users do.
 
-    def __init__(self, ledger: Ledger, size: int, staging: Path | None) -> None:
+    Args:
+        ledger: The ledger.
+        size: The number of operations.
+        staging: The staging directory, or None.
+        operations: As `OPERATIONS`.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        size: int,
+        staging: Path | None,
+        operations: Mapping[str, int] = OPERATIONS,
+    ) -> None:
         self._ledger = ledger
         self._world = ledger.world
         self._size = size
         self._staging = staging
+        self._operations = operations
 
     def __call__(self) -> None:
-        operations = (
-            (self._save, 6),
-            (self._overwrite, 2),
-            (self._restore, 2),
-            (self._pin, 2),
-            (self._unpin, 1),
-            (self._delete, 1),
-            (self._measure, 1),
-            (self._prune, 1),
-            (self._reopen, 1),
-        )
-        some, weights = zip(*operations, strict=True)
+        names, weights = list(self._operations), list(self._operations.values())
         random = self._world.random
         self._open()
         for _ in range(self._size):
             self._world.sleep(random.choice((0.0, 0.1, 1.0, 20.0)) * random.random())
-            (operation,) = random.choices(some, weights)
-            operation()
+            (name,) = random.choices(names, weights)
+            getattr(self, f"_{name}")()
             self._ledger.check_uploads()
         with self._ledger.operation("close"):
             self._checkpointer.close()

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from verification.simulation import kernel, stand_ins
 
-KINDS = ("buckets", "runs", "files", "pauses", "jobs")
+KINDS = ("buckets", "runs", "files", "pauses", "pins", "jobs", "failures")
 """Modules with a function `history`."""
 
 _SHARD = 500
