@@ -106,6 +106,7 @@ FAULTS: dict[str, dict[tuple[Any, str], Any]] = {
 _RARE = (
     "a lock counts as abandoned between two renewals",
     "every holder of a lock counts as dead",
+    "a writer replaces objects after a pause",
     "the manifest is not removed first",
 )
 """Faults that histories of whole runs seldom show: these have fewer collisions."""
