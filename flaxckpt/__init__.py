@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         policies,
         transforms,
     )
-    from flaxckpt._arrays.zarr.array_layout import ArrayLayout
     from flaxckpt._checkpoint.load_handle import LoadHandle
     from flaxckpt._checkpoint.plan import LeafPlan, RestorePlan
     from flaxckpt._checkpoint.restore import (
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from flaxckpt._storage.store_options import StoreOptions
     from flaxckpt._storage.store_settings import set_store_options
     from flaxckpt._training.callback import CheckpointCallback
+    from flaxckpt._zarr.array_layout import ArrayLayout
     from flaxckpt.formats._reader import CheckpointMetadata
     from flaxckpt.maps._suggest.suggestion import (
         Ambiguity,
@@ -111,7 +111,7 @@ __all__ = [
 # command do not need it.
 _HOMES = {
     "Ambiguity": "maps._suggest.suggestion",
-    "ArrayLayout": "_arrays.zarr.array_layout",
+    "ArrayLayout": "_zarr.array_layout",
     "BitDiff": "_inspect.bits",
     "CheckpointCallback": "_training.callback",
     "CheckpointDiff": "_inspect.diff",

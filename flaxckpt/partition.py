@@ -19,9 +19,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flaxckpt import _arrays, _state, _util, errors
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath, PyTree
+from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt.transforms._patterns import compile_pattern
 
 __all__ = ["abstract_state", "parameter_infos"]

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
 from flaxckpt._storage import local_storage
+from flaxckpt._zarr import chunk_file as zarr_chunk_file
 from tests.helpers import strategies
 
 RULES = [("embed", "data"), ("mlp", "model"), ("batch", "data")]

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         to_device,
         to_host,
         write,
-        zarr,
     )
 
 __all__ = [
@@ -42,7 +41,6 @@ __all__ = [
     "to_device",
     "to_host",
     "write",
-    "zarr",
 ]
 
 if not TYPE_CHECKING:

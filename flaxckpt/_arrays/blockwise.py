@@ -19,10 +19,10 @@ import tensorstore as ts
 from flaxckpt import _state, _storage, _util, errors
 from flaxckpt._arrays import evaluate, forms
 from flaxckpt._arrays import read as arrays_read
-from flaxckpt._arrays.zarr import metadata
-from flaxckpt._arrays.zarr.metadata import Array, Region
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
+from flaxckpt._zarr import metadata
+from flaxckpt._zarr.metadata import Array, Region
 
 
 class Piece(NamedTuple):

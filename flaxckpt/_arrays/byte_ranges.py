@@ -18,9 +18,9 @@ import tensorstore as ts
 
 from flaxckpt import _state, _storage
 from flaxckpt._arrays.spans import Span
-from flaxckpt._arrays.zarr import chunk_file
-from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
+from flaxckpt._zarr import chunk_file
+from flaxckpt._zarr.metadata import Array
 
 _PART_BYTES = 8 * 2**20
 """Bytes per read: large enough for a disk, small enough for several cores."""

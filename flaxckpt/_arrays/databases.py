@@ -10,9 +10,9 @@ from pathlib import Path
 from flaxckpt import _storage, _util
 from flaxckpt._arrays import read_tasks
 from flaxckpt._arrays.read_tasks import Reading
-from flaxckpt._arrays.zarr import metadata as zarr_metadata
-from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
-from flaxckpt._arrays.zarr.btree import Place, Value
+from flaxckpt._zarr import metadata as zarr_metadata
+from flaxckpt._zarr import ocdbt as zarr_ocdbt
+from flaxckpt._zarr.btree import Place, Value
 
 _VALUES_AT_ONCE = 2**20
 """Bytes of small values that are read in a call."""

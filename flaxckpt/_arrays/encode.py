@@ -13,8 +13,8 @@ import tensorstore as ts
 from flaxckpt import _state, _storage
 from flaxckpt._arrays.stored_chunks import Count
 from flaxckpt._arrays.to_host import HostArray, HostShard
-from flaxckpt._arrays.zarr import metadata as zarr_metadata
-from flaxckpt._arrays.zarr.metadata import Encoding
+from flaxckpt._zarr import metadata as zarr_metadata
+from flaxckpt._zarr.metadata import Encoding
 
 ENCODED_AT_ONCE = 48 * 2**20
 """Bytes that TensorStore compresses at a time, and holds until written."""

@@ -16,9 +16,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from flaxckpt import _state, _util, errors
 from flaxckpt._arrays import forms, lazy, to_device
 from flaxckpt._arrays import read as arrays_read
-from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath
+from flaxckpt._zarr.metadata import Array
 
 _AT_ONCE = 256 * 2**20
 """Bytes computed at a time, beside their sources in memory."""

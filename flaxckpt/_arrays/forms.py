@@ -6,10 +6,10 @@ import functools
 import math
 
 from flaxckpt import _state
-from flaxckpt._arrays.zarr import chunk_shape as zarr_chunk_shape
-from flaxckpt._arrays.zarr import metadata
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import Shape
+from flaxckpt._zarr import chunk_shape as zarr_chunk_shape
+from flaxckpt._zarr import metadata
 
 _KEY_WORDS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
 """PRNG implementation of jax -> number of 32-bit words of a key."""

@@ -13,11 +13,11 @@ from jax.sharding import Sharding
 
 from flaxckpt import _state
 from flaxckpt._arrays import forms
-from flaxckpt._arrays.zarr import chunk_shape as zarr_chunk_shape
-from flaxckpt._arrays.zarr import writer_assignment
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._state.leaf import LeafInfo, Role
 from flaxckpt._types import Shape
+from flaxckpt._zarr import chunk_shape as zarr_chunk_shape
+from flaxckpt._zarr import writer_assignment
+from flaxckpt._zarr.array_layout import ArrayLayout
 
 _MIN_REPLICA_BYTES = 2**20
 """Minimal size of a part of a shard with its own writer and chunk."""

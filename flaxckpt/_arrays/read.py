@@ -19,10 +19,10 @@ from flaxckpt import _state, _storage, _util, errors
 from flaxckpt._arrays import forms, read_raw, read_tasks, to_device
 from flaxckpt._arrays.databases import Databases
 from flaxckpt._arrays.read_tasks import Reading
-from flaxckpt._arrays.zarr import metadata
-from flaxckpt._arrays.zarr.metadata import Array, Region
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import JSON, LeafPath, Shape
+from flaxckpt._zarr import metadata
+from flaxckpt._zarr.metadata import Array, Region
 
 _DECODED_AT_ONCE = 128 * 2**20
 _CACHED_BYTES = 32 * 2**20

@@ -22,12 +22,12 @@ from flaxckpt._arrays import byte_ranges, forms, read_tasks
 from flaxckpt._arrays.databases import Database
 from flaxckpt._arrays.read_tasks import Reading
 from flaxckpt._arrays.spans import Span
-from flaxckpt._arrays.zarr import chunk_file
-from flaxckpt._arrays.zarr import metadata as zarr_metadata
-from flaxckpt._arrays.zarr.chunk_file import Block, Bytes
-from flaxckpt._arrays.zarr.metadata import Array, RawArray, Region
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import Shape
+from flaxckpt._zarr import chunk_file
+from flaxckpt._zarr import metadata as zarr_metadata
+from flaxckpt._zarr.chunk_file import Block, Bytes
+from flaxckpt._zarr.metadata import Array, RawArray, Region
 
 _CAST_AT_ONCE = 2**20
 """Bytes that are read and cast at a time: few enough for the cache of a core."""

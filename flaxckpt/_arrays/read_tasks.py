@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from flaxckpt import _storage, _util
-from flaxckpt._arrays.zarr.metadata import Array, Region
+from flaxckpt._zarr.metadata import Array, Region
 
 THREADS = 8
 """Threads that read files. More than cores: some wait for the disk."""

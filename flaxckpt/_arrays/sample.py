@@ -11,7 +11,7 @@ import numpy as np
 
 from flaxckpt import _state
 from flaxckpt._arrays.to_host import HostArray
-from flaxckpt._arrays.zarr.metadata import Array, extent
+from flaxckpt._zarr.metadata import Array, extent
 
 SHARE = 0.02
 """Fraction of the time of a save that samples may take."""

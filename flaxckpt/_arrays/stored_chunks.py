@@ -1,6 +1,6 @@
 """The chunks of arrays in host memory, as they are to be stored.
 
-A raw chunk (see `_arrays.zarr.metadata`) has the layout of the memory. It is written
+A raw chunk (see `_zarr.metadata`) has the layout of the memory. It is written
 without a copy if possible.
 """
 
@@ -16,11 +16,11 @@ import numpy as np
 from flaxckpt import _state, _util
 from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._arrays.written import Previous
-from flaxckpt._arrays.zarr import checksums as chunk_checksums
-from flaxckpt._arrays.zarr import chunk_file
-from flaxckpt._arrays.zarr import metadata as zarr_metadata
-from flaxckpt._arrays.zarr.metadata import Array, Encoding, Region
 from flaxckpt._util.pace import Pace
+from flaxckpt._zarr import checksums as chunk_checksums
+from flaxckpt._zarr import chunk_file
+from flaxckpt._zarr import metadata as zarr_metadata
+from flaxckpt._zarr.metadata import Array, Encoding, Region
 
 DEFAULT_CONCURRENT_BYTES = 2 * 2**30
 """Default of the bytes in transfer between memory and storage at a time."""

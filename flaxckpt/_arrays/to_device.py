@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from flaxckpt import _state
-from flaxckpt._arrays.zarr.metadata import Array, Region, region_of, whole
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import Shape
+from flaxckpt._zarr.metadata import Array, Region, region_of, whole
 
 _COPIED_BELOW = 2**16
 """Bytes below which a copy is faster for jax than sharing memory."""

@@ -18,11 +18,11 @@ from jax.sharding import Sharding
 from flaxckpt import _state, _util, errors
 from flaxckpt._arrays import device_copy, device_memory, forms, layout
 from flaxckpt._arrays.device_copy import DeviceCopy
-from flaxckpt._arrays.zarr import chunk_shape as zarr_chunk_shape
-from flaxckpt._arrays.zarr import writer_assignment
-from flaxckpt._arrays.zarr.metadata import Array, Region, region_of, whole
 from flaxckpt._state.leaf import Leaf, LeafInfo
 from flaxckpt._types import Shape
+from flaxckpt._zarr import chunk_shape as zarr_chunk_shape
+from flaxckpt._zarr import writer_assignment
+from flaxckpt._zarr.metadata import Array, Region, region_of, whole
 
 _log = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ def places(leaves: Sequence[Named], processes: int) -> dict[str, int]:
 
     Returns:
         Name of an array -> place of the writing replicas in their groups, if not 0; see
-        `_arrays.zarr.writer_assignment`.
+        `_zarr.writer_assignment`.
     """
     tasks = tuple([_task(leaf.info) for _, _, leaf in leaves])
     assigned = _assign(tasks, processes)

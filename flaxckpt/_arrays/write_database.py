@@ -18,11 +18,11 @@ from flaxckpt._arrays import encode, stored_chunks, to_host
 from flaxckpt._arrays.stored_chunks import COPIES_IN_REQUESTS, WriteOptions, is_raw
 from flaxckpt._arrays.to_host import HostArray
 from flaxckpt._arrays.written import Previous, Written
-from flaxckpt._arrays.zarr import btree, chunk_file
-from flaxckpt._arrays.zarr import metadata as zarr_metadata
-from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
-from flaxckpt._arrays.zarr.btree import Place, Value
-from flaxckpt._arrays.zarr.metadata import Encoding
+from flaxckpt._zarr import btree, chunk_file
+from flaxckpt._zarr import metadata as zarr_metadata
+from flaxckpt._zarr import ocdbt as zarr_ocdbt
+from flaxckpt._zarr.btree import Place, Value
+from flaxckpt._zarr.metadata import Encoding
 
 _OWN_FILE_BYTES = 2**20
 """Smaller arrays never have files of their own, which a later save may link."""

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from flaxckpt._arrays.zarr.btree import Place, Value
 from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
+from flaxckpt._zarr.btree import Place, Value
 
 Checksums: TypeAlias = dict[str, dict[str, bytes]]
 """Array -> chunk key -> checksums of the segments of the chunk: the last is its own."""

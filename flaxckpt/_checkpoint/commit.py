@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from flaxckpt import _arrays, _distributed, _steps, _storage, _util, errors
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._checkpoint.cancellation import Cancellation
 from flaxckpt._checkpoint.overwrite import check_replaceable
 from flaxckpt._types import JSON
 from flaxckpt._util.pace import Pace
+from flaxckpt._zarr.array_layout import ArrayLayout
 from flaxckpt.formats import _native
 from flaxckpt.formats._native.items import Items
 from flaxckpt.formats._reader import Lineage

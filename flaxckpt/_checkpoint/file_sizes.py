@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from flaxckpt import _arrays, _state, _storage, _util, errors
+from flaxckpt import _arrays, _state, _storage, _util, _zarr, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _locate, _native
@@ -154,7 +154,7 @@ def look(
 def _names(
     path: Path,
     stored: Stored,
-    encoding: _arrays.zarr.metadata.Encoding | None,
+    encoding: _zarr.metadata.Encoding | None,
     manifest: Mapping[str, Any],
 ) -> list[str]:
     """Returns the files of a local checkpoint that a restore reads."""
@@ -164,7 +164,7 @@ def _names(
     for item, infos in stored.items.split([*stored.metadata.leaves.values()]).items():
         if encoding is None or manifest["ocdbt"]:
             root = _native.items.prefix(item)
-            part = _arrays.zarr.metadata.DATABASE_PART
+            part = _zarr.metadata.DATABASE_PART
             values = [*path.glob(f"{root}d/*"), *path.glob(f"{root}{part}*/d/*")]
             names.append(_native.items.database(item))
             names += [str(file.relative_to(path)) for file in values]
@@ -201,7 +201,7 @@ def check_leaves(path: Path, leaves: Collection[LeafPath]) -> None:
 def _check_sizes(
     path: Path,
     stored: Stored,
-    encoding: _arrays.zarr.metadata.Encoding,
+    encoding: _zarr.metadata.Encoding,
     arrays: Sequence[LeafInfo],
     manifest: Mapping[str, Any],
 ) -> None:
@@ -252,7 +252,7 @@ def _check_names(
     path: Path,
     stored: Stored,
     manifest: Mapping[str, Any],
-    encoding: _arrays.zarr.metadata.Encoding | None,
+    encoding: _zarr.metadata.Encoding | None,
 ) -> None:
     """Raises DamagedCheckpointError if objects of arrays are missing in a store.
 
@@ -287,7 +287,7 @@ def _without_deleted(stored: Stored, files: Mapping[str, _T]) -> dict[str, _T]:
 
 
 def _check_database(
-    root: Path, encoding: _arrays.zarr.metadata.Encoding, arrays: Sequence[LeafInfo]
+    root: Path, encoding: _zarr.metadata.Encoding, arrays: Sequence[LeafInfo]
 ) -> None:
     """Raises DamagedCheckpointError if a database cannot hold the larger arrays."""
     least = sum(
@@ -295,31 +295,31 @@ def _check_database(
         for info in arrays
         if chunk_bytes(encoding, info) >= _OUTSIDE_NODES_BYTES
     )
-    directories = [root / "d", *root.glob(f"{_arrays.zarr.metadata.DATABASE_PART}*/d")]
+    directories = [root / "d", *root.glob(f"{_zarr.metadata.DATABASE_PART}*/d")]
     found = sum(sum(_sizes(directory).values()) for directory in directories)
-    if not _sizes(root).get(_arrays.zarr.metadata.DATABASE) or found < max(1, least):
+    if not _sizes(root).get(_zarr.metadata.DATABASE) or found < max(1, least):
         raise errors.DamagedCheckpointError(
             f"{root} is incomplete: wanted a database of at least {least} bytes,"
             f" found {found}; restore another step"
         )
 
 
-def chunk_bytes(encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo) -> int:
+def chunk_bytes(encoding: _zarr.metadata.Encoding, info: LeafInfo) -> int:
     """Returns the bytes of each chunk file, with checksum; 0 if the size varies."""
     shape, dtype = _arrays.forms.stored_form(info)
-    codec = _arrays.zarr.metadata.choose_codec(encoding, shape, dtype)
+    codec = _zarr.metadata.choose_codec(encoding, shape, dtype)
     if codec != "none" or info.chunk_shape is None:
         return 0
     size = math.prod(info.chunk_shape) * _state.dtypes.item_size(dtype)
     return size + _checksum_bytes(encoding)
 
 
-def _checksum_bytes(encoding: _arrays.zarr.metadata.Encoding) -> int:
-    return _arrays.zarr.checksums.CHECKSUM_BYTES if encoding.checksum else 0
+def _checksum_bytes(encoding: _zarr.metadata.Encoding) -> int:
+    return _zarr.checksums.CHECKSUM_BYTES if encoding.checksum else 0
 
 
 def _check_array(
-    directory: Path, encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo
+    directory: Path, encoding: _zarr.metadata.Encoding, info: LeafInfo
 ) -> None:
     """Raises DamagedCheckpointError for missing array files or wrong sizes."""
     known = chunk_bytes(encoding, info)
@@ -343,17 +343,15 @@ def _check_array(
 
 
 def _compressed_bytes(
-    chunk: Path, encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo
+    chunk: Path, encoding: _zarr.metadata.Encoding, info: LeafInfo
 ) -> int:
     """Returns the size that a compressed chunk has by its headers."""
-    codec = _arrays.zarr.metadata.choose_codec(
-        encoding, *_arrays.forms.stored_form(info)
-    )
-    size = _arrays.zarr.chunk_headers.compressed_bytes(chunk, codec)
+    codec = _zarr.metadata.choose_codec(encoding, *_arrays.forms.stored_form(info))
+    size = _zarr.chunk_headers.compressed_bytes(chunk, codec)
     return size + _checksum_bytes(encoding)
 
 
-def array_files(encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo) -> list[str]:
+def array_files(encoding: _zarr.metadata.Encoding, info: LeafInfo) -> list[str]:
     """Returns the names of an array's metadata file and chunk files, in this order.
 
     The names are relative to the array's directory.
@@ -361,12 +359,12 @@ def array_files(encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo) -> lis
     shape, _ = _arrays.forms.stored_form(info)
     keys = [
         chunk.key
-        for chunk in _arrays.zarr.metadata.chunks(
-            _arrays.zarr.metadata.whole(shape), info.chunk_shape or ()
+        for chunk in _zarr.metadata.chunks(
+            _zarr.metadata.whole(shape), info.chunk_shape or ()
         )
     ]
     if encoding.version == 3:
-        return [_arrays.zarr.metadata.METADATA, *keys]
+        return [_zarr.metadata.METADATA, *keys]
     return [".zarray", *(k.removeprefix("c").removeprefix(".") or "0" for k in keys)]
 
 

@@ -18,13 +18,13 @@ from flaxckpt import (
     datasets,
     errors,
 )
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._checkpoint import commit, save_distributed
 from flaxckpt._checkpoint.commit import SaveOptions, SaveRequest, Snapshot, WrittenFiles
 from flaxckpt._checkpoint.overwrite import check_free, check_name
 from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
+from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt.formats import _native
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms

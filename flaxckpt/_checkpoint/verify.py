@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from flaxckpt import _arrays, _doors, _state, _steps, _storage, _util, errors
+from flaxckpt import _arrays, _doors, _state, _steps, _storage, _util, _zarr, errors
 from flaxckpt._checkpoint import file_sizes, verify_arrays, verify_report
 from flaxckpt._checkpoint.verify_report import Check
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
@@ -270,7 +270,7 @@ def _describe_values(
     if region is None and place.file and info.chunk_shape is not None:
         directory = _native.items.prefix(stored.items.array_directory(info))
         key = place.file.rpartition(directory)[2]
-        region = _arrays.zarr.metadata.region_of_key(key, shape, info.chunk_shape)
+        region = _zarr.metadata.region_of_key(key, shape, info.chunk_shape)
     if region is None:
         return ""
     cut = [n for n, size in enumerate(shape) if region[n] != (0, size)]
@@ -297,7 +297,7 @@ def _read_often(path: Path, stored: Stored) -> list[Path]:
 
 def _index_files(stored: Stored) -> set[str]:
     """Returns the files of databases that have the places of the values."""
-    names = _arrays.zarr.metadata.INDEX_FILES
+    names = _zarr.metadata.INDEX_FILES
     roots = map(_native.items.prefix, stored.items.trees)
     return {f"{root}{name}" for root in roots for name in names}
 

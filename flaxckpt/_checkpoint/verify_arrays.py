@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import crc32c
 
-from flaxckpt import _arrays, _state, _storage
-from flaxckpt._arrays.zarr.metadata import Encoding, Region
+from flaxckpt import _arrays, _state, _storage, _zarr
 from flaxckpt._checkpoint import file_sizes, verify_report
 from flaxckpt._checkpoint.verify_report import Check, Findings
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
+from flaxckpt._zarr.metadata import Encoding, Region
 from flaxckpt.formats import _native
 from flaxckpt.formats._reader import Stored
 
 if TYPE_CHECKING:
-    from flaxckpt._arrays.zarr.btree import Place, Value
+    from flaxckpt._zarr.btree import Place, Value
 
-_CHECKSUM_BYTES = _arrays.zarr.checksums.CHECKSUM_BYTES
+_CHECKSUM_BYTES = _zarr.checksums.CHECKSUM_BYTES
 
 
 class ArrayChecks(NamedTuple):
@@ -95,7 +95,7 @@ class _Finder:
         if metadata not in digests:
 
             def check_metadata() -> None:
-                text = _arrays.zarr.chunk_file.read_small(self._path / metadata)
+                text = _zarr.chunk_file.read_small(self._path / metadata)
                 _check_metadata(text, encoding, info)
 
             self._found.checks.append(Check(leaf_path, check_metadata, metadata))
@@ -164,7 +164,7 @@ class _Finder:
 
         def read() -> None:
             _storage.of(root).check_root(root, self._path)
-            values.update(_arrays.zarr.ocdbt.read_tree(root))
+            values.update(_zarr.ocdbt.read_tree(root))
 
         self._findings.attempt(name, read)
         faults = {**self._findings.problems, **self._findings.unread}
@@ -181,8 +181,7 @@ class _Finder:
         info, name = leaf.info, self._stored.items.param_name(leaf.info)
         keys = file_sizes.array_files(encoding, info)
         found = [
-            values.get(_arrays.zarr.metadata.database_key(name, key).encode())
-            for key in keys
+            values.get(_zarr.metadata.database_key(name, key).encode()) for key in keys
         ]
         missing = [key for key, value in zip(keys, found, strict=True) if value is None]
         if missing:
@@ -236,7 +235,7 @@ def _leaves_in_file(
     """Returns the leaves with chunks in a file of a database."""
     root = _storage.paths.from_text(stored.metadata.path) / item
     try:
-        values = _arrays.zarr.ocdbt.read_tree(root)
+        values = _zarr.ocdbt.read_tree(root)
     except (ValueError, OSError):
         return list(arrays)
     file = name.removeprefix(_native.items.prefix(item))
@@ -302,7 +301,7 @@ def _wanted_chunks(leaf: Leaf, encoding: Encoding) -> list[_Chunk]:
     chunk_shape = info.chunk_shape or ()
     size = file_sizes.chunk_bytes(encoding, info)
     max_bytes = size or math.prod(chunk_shape) * _state.dtypes.item_bits(dtype) // 8
-    whole = _arrays.zarr.metadata.whole(shape)
+    whole = _zarr.metadata.whole(shape)
     recorded = source.checksums
     return [
         _Chunk(
@@ -312,7 +311,7 @@ def _wanted_chunks(leaf: Leaf, encoding: Encoding) -> list[_Chunk]:
             max_bytes,
             None if recorded is None else recorded.number(n),
         )
-        for n, chunk in enumerate(_arrays.zarr.metadata.chunks(whole, chunk_shape))
+        for n, chunk in enumerate(_zarr.metadata.chunks(whole, chunk_shape))
     ]
 
 
@@ -327,10 +326,8 @@ def _check_value(root: Path, value: Value, encoding: Encoding, info: LeafInfo) -
 def _check_metadata(text: bytes, encoding: Encoding, info: LeafInfo) -> None:
     """Raises ValueError if `zarr.json` differs from the record of the leaf."""
     shape, dtype = _arrays.forms.stored_form(info)
-    _arrays.zarr.metadata.check_metadata(
-        text, encoding, shape, dtype, info.chunk_shape or ()
-    )
-    _arrays.zarr.metadata.check_compact(text)
+    _zarr.metadata.check_metadata(text, encoding, shape, dtype, info.chunk_shape or ())
+    _zarr.metadata.check_compact(text)
 
 
 class _Content:
@@ -362,7 +359,7 @@ class _Content:
             raise ValueError(
                 f"{name} has changed since it was written: its CRC-32C differs"
             )
-        _arrays.zarr.checksums.check_place(name, self._value, chunk.recorded)
+        _zarr.checksums.check_place(name, self._value, chunk.recorded)
 
 
 def _check_size(name: str, size: int, wanted: int) -> None:

@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from flaxckpt import _storage, _util, errors
-from flaxckpt._arrays.zarr.metadata import Region
 from flaxckpt._types import LeafPath
+from flaxckpt._zarr.metadata import Region
 
 _THREADS = 8
 

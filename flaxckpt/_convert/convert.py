@@ -17,13 +17,13 @@ from typing import Literal
 
 from flaxckpt import _arrays, _checkpoint, _steps, _storage, _util, errors
 from flaxckpt._arrays.blockwise import Piece
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout
-from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._checkpoint.save_handle import SaveResult
 from flaxckpt._convert import plan, source_files, writers
 from flaxckpt._convert.journal import Journal
 from flaxckpt._convert.plan import ConvertOptions
 from flaxckpt._types import PathLike
+from flaxckpt._zarr.array_layout import ArrayLayout
+from flaxckpt._zarr.metadata import Array
 from flaxckpt.formats import _locate, _reader
 from flaxckpt.formats._reader import Stored
 from flaxckpt.transforms import Transform

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from flaxckpt import _storage, _util
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._checkpoint.save_handle import SaveResult
 from flaxckpt._convert import convert, export_map, model_files, plan
 from flaxckpt._convert.plan import ConvertOptions
 from flaxckpt._types import PathLike
+from flaxckpt._zarr.array_layout import ArrayLayout
 from flaxckpt.maps import _named
 from flaxckpt.transforms import Transform, _export, cast
 from flaxckpt.transforms import _base as _transforms

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from flaxckpt import _storage, _util, errors
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._checkpoint.save_handle import SaveResult
 from flaxckpt._convert import adapter_files, convert, export_map, plan
 from flaxckpt._convert.adapter_files import AdapterFiles
 from flaxckpt._convert.plan import ConvertOptions
 from flaxckpt._types import PathLike
+from flaxckpt._zarr.array_layout import ArrayLayout
 from flaxckpt.maps import _config, _peft
 from flaxckpt.transforms import Transform, cast
 from flaxckpt.transforms import _base as _transforms

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from flaxckpt import _arrays, _state, _storage, _util, errors
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._convert import writers
 from flaxckpt._convert.adapter_files import AdapterFiles
 from flaxckpt._convert.model_files import ModelFiles
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import JSON
+from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt.formats import _native
 from flaxckpt.formats._native.items import Items
 from flaxckpt.formats._reader import Stored

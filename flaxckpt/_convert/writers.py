@@ -17,10 +17,10 @@ import numpy as np
 from flaxckpt import _arrays, _checkpoint, _state, _storage
 from flaxckpt._arrays.blockwise import Piece
 from flaxckpt._arrays.to_host import HostArray, HostShard
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout
-from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath
+from flaxckpt._zarr.array_layout import ArrayLayout
+from flaxckpt._zarr.metadata import Array
 from flaxckpt.formats import _file_layout, _msgpack, _native, _safetensors
 from flaxckpt.formats._native.items import Items
 from flaxckpt.formats._reader import CheckpointMetadata

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from flaxckpt import _state
-from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
+from flaxckpt._zarr.metadata import Array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from flaxckpt import _arrays, _state, _storage, _util, errors
-from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
+from flaxckpt._zarr.metadata import Array
 from flaxckpt.formats import _locate
 from flaxckpt.formats._reader import Stored
 from flaxckpt.transforms import Transform, _moments, _patterns

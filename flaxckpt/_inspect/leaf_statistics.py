@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from flaxckpt import _arrays, _util, errors
-from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
+from flaxckpt._zarr.metadata import Array
 from flaxckpt.errors import Mismatch
 from flaxckpt.formats import _locate
 from flaxckpt.formats._reader import Stored

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from flaxckpt import _arrays, _checkpoint, _state, _util, errors
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
+from flaxckpt import _arrays, _checkpoint, _state, _util, _zarr, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import PyTree
+from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt.formats import _native
 
 EXCHANGES = 5
@@ -151,8 +151,8 @@ def simulate(
 
     stored = [info for info in infos if info.chunk_shape is not None]
     tasks = [_arrays.layout.task(info) for info in stored]
-    place = _arrays.zarr.writer_assignment.placement_in_order(processes)
-    places, written = _arrays.zarr.writer_assignment.assign(tasks, processes, place)
+    place = _zarr.writer_assignment.placement_in_order(processes)
+    places, written = _zarr.writer_assignment.assign(tasks, processes, place)
     files = _files(tasks, places, written, place)
     files[0] += len(metadata)
     read = _read_bytes(tasks, processes, place)
@@ -199,10 +199,10 @@ def _kind(mesh: object) -> str:
 
 
 def _files(
-    tasks: Sequence[_arrays.zarr.writer_assignment.Task],
+    tasks: Sequence[_zarr.writer_assignment.Task],
     places: Sequence[int],
     written: Sequence[int],
-    place: _arrays.zarr.writer_assignment.Place,
+    place: _zarr.writer_assignment.Place,
 ) -> list[int]:
     """Returns the number of array files that each process writes."""
     counts = np.zeros(len(written), np.int64)
@@ -210,7 +210,7 @@ def _files(
     small = np.zeros_like(counts)
     sizes = _arrays.write.choose_sizes(sum(written))
     for task, chosen in zip(tasks, places, strict=True):
-        writing = _arrays.zarr.writer_assignment.writing_processes(task, chosen, place)
+        writing = _zarr.writer_assignment.writing_processes(task, chosen, place)
         parts = np.bincount(writing.ravel(), minlength=len(counts))
         mine = parts * task.part_bytes
         is_large = mine >= sizes.own
@@ -221,9 +221,9 @@ def _files(
 
 
 def _read_bytes(
-    tasks: Sequence[_arrays.zarr.writer_assignment.Task],
+    tasks: Sequence[_zarr.writer_assignment.Task],
     processes: int,
-    place: _arrays.zarr.writer_assignment.Place,
+    place: _zarr.writer_assignment.Place,
 ) -> list[int]:
     """Returns the bytes each process reads: every shard of its devices, once."""
     sizes = np.zeros(processes, np.int64)
@@ -231,6 +231,6 @@ def _read_bytes(
         if task.sharding is None:
             sizes += task.part_bytes
         else:
-            shards = _arrays.zarr.writer_assignment.shards(task, processes, place)
+            shards = _zarr.writer_assignment.shards(task, processes, place)
             sizes += shards * (task.part_bytes * task.parts)
     return [int(size) for size in sizes]

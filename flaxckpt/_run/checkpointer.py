@@ -20,7 +20,6 @@ from flaxckpt import (
     errors,
     policies,
 )
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._checkpoint.verify_report import VerifyReport
@@ -39,6 +38,7 @@ from flaxckpt._run import metrics as run_metrics
 from flaxckpt._run import staging as run_staging
 from flaxckpt._run.session import Session
 from flaxckpt._types import JSON, PathLike, PyTree
+from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt.formats import _locate, _native
 from flaxckpt.formats._reader import CheckpointMetadata, Lineage
 from flaxckpt.policies import PreservationPolicy

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec, Sharding
 
     from flaxckpt._arrays.spans import Span
-    from flaxckpt._arrays.zarr.checksums import ChunkChecksums
-    from flaxckpt._arrays.zarr.metadata import RawArray
+    from flaxckpt._zarr.checksums import ChunkChecksums
+    from flaxckpt._zarr.metadata import RawArray
 
 
 MeshAxes: TypeAlias = str | tuple[str, ...] | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from flaxckpt import _arrays, errors
+from flaxckpt import _zarr, errors
 from flaxckpt.cli import _app, _output, _transforms
 from flaxckpt.cli._parameters import Argument, Option
 
@@ -129,7 +129,7 @@ def convert(
             dst,
             format=format,
             transforms=[*_map_changes(src, map, target, prefix), *changes],
-            layout=_arrays.zarr.array_layout.ArrayLayout(store=store, codec=codec),
+            layout=_zarr.array_layout.ArrayLayout(store=store, codec=codec),
             items=_parse_items(items),
             step=step,
             overwrite=overwrite,

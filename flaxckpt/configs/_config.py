@@ -19,10 +19,10 @@ from flaxckpt import (
     _util,
     errors,
 )
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._run.checkpointer import Checkpointer
 from flaxckpt._training.callback import CheckpointCallback
 from flaxckpt._types import PathLike, PyTree
+from flaxckpt._zarr.array_layout import ArrayLayout
 from flaxckpt.configs import _parsing, _policies
 from flaxckpt.configs._parsing import Parser
 from flaxckpt.formats import _native

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _arrays, _state, _storage, errors, formats
+from flaxckpt import _arrays, _state, _storage, _zarr, errors, formats
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _plain
@@ -61,7 +61,7 @@ def read(path: Path, item: Path) -> Stored:
     version = 3 if metadata.get("use_zarr3") else 2
     ocdbt = metadata.get("use_ocdbt")
     if ocdbt is None:
-        ocdbt = (item / _arrays.zarr.metadata.DATABASE).is_file()
+        ocdbt = (item / _zarr.metadata.DATABASE).is_file()
     names = [row.name for row in rows if row.is_array and row.path not in inline]
     forms, blosc = native_arrays.array_forms(
         item, path, names, version=version, ocdbt=bool(ocdbt)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from flaxckpt import _arrays, _storage, errors
+from flaxckpt import _storage, _zarr, errors
 from flaxckpt._state.leaf import StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _plain, _zarr2
@@ -25,7 +25,7 @@ def read(path: Path, item: Path) -> Stored:
     stamp = _storage.stamp(file)
     tree = _read_tree(file)
     names = list(dict.fromkeys(_array_names(tree)))
-    ocdbt = (item / _arrays.zarr.metadata.DATABASE).is_file()
+    ocdbt = (item / _zarr.metadata.DATABASE).is_file()
     opened: dict[str, _plain.Opened] = {}
     if ocdbt:
         # Without `_METADATA` the flag is unknown, but these releases wrote all chunks.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _arrays, _state, _storage, errors
+from flaxckpt import _state, _storage, _zarr, errors
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _plain, _recognise, _zarr2
 from flaxckpt.formats._msgpack import leaves, scanner
@@ -112,7 +112,7 @@ class _SpecReplacer:
             raise ValueError(f"shares the directory {name} with {other}")
         self._leaves[name] = leaf
         array = _zarr2.find_array(self._root, name)
-        shape = _arrays.zarr.metadata.sizes(spec["metadata"].get("shape"))
+        shape = _zarr.metadata.sizes(spec["metadata"].get("shape"))
         dtype = spec.get("dtype", array.dtype)
         if array.shape != shape or array.dtype != dtype:
             raise ValueError(

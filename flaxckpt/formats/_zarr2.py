@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _arrays, _state, _storage, errors
-from flaxckpt._arrays.zarr.metadata import Array
+from flaxckpt import _arrays, _state, _storage, _zarr, errors
 from flaxckpt._types import Shape
+from flaxckpt._zarr.metadata import Array
 from flaxckpt.formats import _plain
 from flaxckpt.formats._native import orbax_json
 
@@ -134,7 +134,7 @@ def _parse(root: Path, name: str, data: Mapping[str, Any]) -> _Zarr2:
     if "shape" not in data or "chunks" not in data:
         raise ValueError(".zarray has no shape or no chunks")
     shape, chunk_shape = (
-        _arrays.zarr.metadata.sizes(data[key]) for key in ("shape", "chunks")
+        _zarr.metadata.sizes(data[key]) for key in ("shape", "chunks")
     )
     array = _Zarr2(
         root,
@@ -188,7 +188,7 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
 
     def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
         region = tuple(zip(domain.inclusive_min, domain.exclusive_max, strict=True))
-        for chunk in _arrays.zarr.metadata.chunks(region, array.chunk_shape):
+        for chunk in _zarr.metadata.chunks(region, array.chunk_shape):
             whole = tuple(
                 (start - start % size, start - start % size + size)
                 for (start, _), size in zip(
@@ -196,8 +196,8 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
                 )
             )
             values = _read_chunk(array, _chunk_name(chunk))
-            target[_arrays.zarr.metadata.within(chunk.bounds, region)] = values[
-                _arrays.zarr.metadata.within(chunk.bounds, whole)
+            target[_zarr.metadata.within(chunk.bounds, region)] = values[
+                _zarr.metadata.within(chunk.bounds, whole)
             ]
 
     return _arrays.byte_ranges.completed_future(
@@ -211,7 +211,7 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
     )
 
 
-def _chunk_name(chunk: _arrays.zarr.metadata.Chunk) -> str:
+def _chunk_name(chunk: _zarr.metadata.Chunk) -> str:
     return chunk.key.removeprefix("c").removeprefix(".") or "0"
 
 
@@ -224,7 +224,7 @@ def _check_files(array: _Zarr2) -> None:
         ValueError: A chunk is missing, has an implausible size, or a symlink leads out
             of the checkpoint.
     """
-    count = _arrays.zarr.chunk_shape.chunk_count(array.shape, array.chunk_shape)
+    count = _zarr.chunk_shape.chunk_count(array.shape, array.chunk_shape)
     sizes: dict[str, int] = {}
     with os.scandir(array.root / array.name) as entries:
         for entry in entries:
@@ -234,8 +234,8 @@ def _check_files(array: _Zarr2) -> None:
                 sizes[entry.name] = entry.stat().st_size
     if count > len(sizes):
         raise ValueError(f"wanted {count} chunks, found at most {len(sizes)}")
-    for chunk in _arrays.zarr.metadata.chunks(
-        _arrays.zarr.metadata.whole(array.shape), array.chunk_shape
+    for chunk in _zarr.metadata.chunks(
+        _zarr.metadata.whole(array.shape), array.chunk_shape
     ):
         key = _chunk_name(chunk)
         if key not in sizes:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from flaxckpt import _steps, _storage, errors
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._checkpoint import commit, restore, save
 from flaxckpt._types import PathLike, PyTree
+from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt.formats import _locate, _native
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms

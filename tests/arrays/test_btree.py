@@ -9,7 +9,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxckpt._arrays.zarr import btree
+from flaxckpt._zarr import btree
 
 FILES = ("data", "data.1", "deep/er", "")
 CONTEXT = ts.Context()

@@ -22,11 +22,11 @@ from flaxckpt import _storage, errors
 from flaxckpt._arrays import read_raw as arrays_read_raw
 from flaxckpt._arrays import read_tasks
 from flaxckpt._arrays.to_host import HostArray, HostShard
-from flaxckpt._arrays.zarr import checksums as zarr_checksums
-from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
-from flaxckpt._arrays.zarr import metadata as zarr_metadata
-from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
 from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._zarr import checksums as zarr_checksums
+from flaxckpt._zarr import chunk_file as zarr_chunk_file
+from flaxckpt._zarr import metadata as zarr_metadata
+from flaxckpt._zarr.metadata import Encoding, RawArray
 from flaxckpt.formats._native import contents as native_contents
 from flaxckpt.formats._native import orbax_json
 from tests.helpers import faulty_store as faulty

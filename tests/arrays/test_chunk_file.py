@@ -14,9 +14,9 @@ import crc32c
 import numpy as np
 import pytest
 
-from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
-from flaxckpt._arrays.zarr.chunk_file import Block
 from flaxckpt._storage import filesystem as storage_filesystem
+from flaxckpt._zarr import chunk_file as zarr_chunk_file
+from flaxckpt._zarr.chunk_file import Block
 from tests.helpers.files import flip_bit
 
 PAGE = mmap.PAGESIZE
@@ -269,7 +269,7 @@ def test_a_map_keeps_no_file_open(tmp_path):
 CUT_SHORT = """
 import os, sys
 from pathlib import Path
-from flaxckpt._arrays.zarr import chunk_file
+from flaxckpt._zarr import chunk_file
 
 block = chunk_file.Block(Path(sys.argv[1]), int(sys.argv[2]), True)
 run = chunk_file.map_block(block)

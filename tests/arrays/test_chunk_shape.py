@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flaxckpt._arrays.zarr import chunk_shape as zarr_chunk_shape
+from flaxckpt._zarr import chunk_shape as zarr_chunk_shape
 
 MIB = 2**20
 PRIME = 16_777_259  # the first above 2**24

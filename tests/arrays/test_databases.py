@@ -12,10 +12,10 @@ import flaxckpt
 from flaxckpt._arrays import read_raw, read_tasks
 from flaxckpt._arrays.databases import Database, Databases, check_digests
 from flaxckpt._arrays.write import make_index
-from flaxckpt._arrays.zarr import btree, ocdbt
-from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._storage.storage import LOCAL
+from flaxckpt._zarr import btree, ocdbt
+from flaxckpt._zarr.metadata import Encoding, RawArray
 from tests.arrays.test_read_raw import host
 from tests.helpers import old_stores
 

@@ -14,9 +14,9 @@ from flaxckpt import _util
 from flaxckpt._arrays import read_raw, read_tasks
 from flaxckpt._arrays.databases import Databases
 from flaxckpt._arrays.spans import Span
-from flaxckpt._arrays.zarr import chunk_file, metadata
-from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
 from flaxckpt._storage.storage import LOCAL
+from flaxckpt._zarr import chunk_file, metadata
+from flaxckpt._zarr.metadata import Encoding, RawArray
 from tests.arrays.test_checksums import written
 from tests.arrays.test_read_raw import host, info_of
 from tests.helpers import old_stores

@@ -21,15 +21,15 @@ from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays import read_raw as arrays_read_raw
 from flaxckpt._arrays import to_host as arrays_to_host
 from flaxckpt._arrays.databases import Databases
-from flaxckpt._arrays.zarr import btree
-from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
-from flaxckpt._arrays.zarr import metadata as zarr_metadata
-from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
-from flaxckpt._arrays.zarr.metadata import Encoding, RawArray
 from flaxckpt._state import dtypes as state_dtypes
 from flaxckpt._state import numpy_dtypes as state_numpy_dtypes
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._storage import filesystem as storage_filesystem
+from flaxckpt._zarr import btree
+from flaxckpt._zarr import chunk_file as zarr_chunk_file
+from flaxckpt._zarr import metadata as zarr_metadata
+from flaxckpt._zarr import ocdbt as zarr_ocdbt
+from flaxckpt._zarr.metadata import Encoding, RawArray
 from tests.helpers import old_stores, strategies
 from tests.helpers.files import flip_bit
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import flaxckpt
 from flaxckpt._arrays import read_raw, read_tasks, write_database
 from flaxckpt._arrays.databases import Databases
-from flaxckpt._arrays.zarr import btree, ocdbt
-from flaxckpt._arrays.zarr.metadata import Encoding
+from flaxckpt._zarr import btree, ocdbt
+from flaxckpt._zarr.metadata import Encoding
 from flaxckpt.formats import _locate
 from tests.arrays.test_read_raw import host, opened
 from tests.helpers import old_stores, strategies

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxckpt._arrays import to_host as arrays_to_host
-from flaxckpt._arrays.zarr import writer_assignment as zarr_writer_assignment
+from flaxckpt._zarr import writer_assignment as zarr_writer_assignment
 
 MIB = 2**20
 AXES = ("a", "b", "c")

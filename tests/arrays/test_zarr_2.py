@@ -12,8 +12,8 @@ from flax.training import train_state
 from jax.sharding import SingleDeviceSharding
 
 import flaxckpt
-from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
 from flaxckpt._state import dtypes as state_dtypes
+from flaxckpt._zarr import ocdbt as zarr_ocdbt
 from tests.helpers import strategies
 
 ocp = pytest.importorskip("orbax.checkpoint")

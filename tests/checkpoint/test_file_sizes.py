@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import errors
-from flaxckpt._arrays import zarr
+from flaxckpt import _zarr, errors
 from flaxckpt._checkpoint import file_sizes
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt.formats import _native
@@ -248,11 +247,11 @@ def test_a_compressed_chunk_knows_its_size(tmp_path, codec, size):
         for name in values:
             [chunk] = (path / "state" / name).glob("*0")
             content = chunk.read_bytes()
-            found = zarr.chunk_headers.compressed_bytes(chunk, codec)
+            found = _zarr.chunk_headers.compressed_bytes(chunk, codec)
             assert found == len(content)
             for other in (content + b"\0", content[:-1], content[:4], bytes(99)):
                 chunk.write_bytes(other)
-                found = zarr.chunk_headers.compressed_bytes(chunk, codec)
+                found = _zarr.chunk_headers.compressed_bytes(chunk, codec)
                 assert found != len(other)
 
 
@@ -293,7 +292,7 @@ def test_a_database_has_at_least_the_bytes_of_arrays_outside_its_nodes(
     layout = flaxckpt.ArrayLayout(codec="none", checksum=False)
     flaxckpt.save(tmp_path / "c", {"w": np.zeros(size, "f4")}, layout=layout)
     info = flaxckpt.metadata(tmp_path / "c").leaves["w"]
-    encoding = zarr.metadata.Encoding("none", checksum=False)
+    encoding = _zarr.metadata.Encoding("none", checksum=False)
     root = tmp_path / "state"
     (root / "d").mkdir(parents=True)
     (root / "manifest.ocdbt").write_bytes(b"1")

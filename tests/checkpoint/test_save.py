@@ -27,10 +27,10 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._arrays.zarr import ocdbt
 from flaxckpt._state import dtypes as state_dtypes
 from flaxckpt._state import numpy_dtypes as state_numpy_dtypes
 from flaxckpt._storage.storage import LOCAL
+from flaxckpt._zarr import ocdbt
 from tests.helpers import old_stores, strategies
 
 # ---- every kind of state and leaf -------------------------------------------------

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import flaxckpt
-from flaxckpt._arrays.zarr import chunk_file
+from flaxckpt._zarr import chunk_file
 from tests.helpers.gates import Gate
 
 pytestmark = pytest.mark.skipif(

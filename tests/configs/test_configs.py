@@ -14,7 +14,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 import flaxckpt
 from flaxckpt import _policy_forms, errors
-from flaxckpt._arrays.zarr import ocdbt
+from flaxckpt._zarr import ocdbt
 from flaxckpt.configs import Cast, CheckpointConfig
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import (

@@ -23,9 +23,9 @@ import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt._arrays import blockwise as arrays_blockwise
 from flaxckpt._arrays import write as arrays_write
-from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
 from flaxckpt._convert import convert
 from flaxckpt._storage.storage import LOCAL
+from flaxckpt._zarr import ocdbt as zarr_ocdbt
 from flaxckpt.formats import _locate
 from flaxckpt.formats._msgpack import writer as msgpack_writer
 from tests import GOLDEN

@@ -37,12 +37,12 @@ if COUNT > 1:
 import flaxckpt  # noqa: E402
 from flaxckpt import errors, transforms  # noqa: E402
 from flaxckpt._arrays import read as arrays_read  # noqa: E402
-from flaxckpt._arrays.zarr.ocdbt import read_tree  # noqa: E402
 from flaxckpt._checkpoint import commit as checkpoint_commit  # noqa: E402
 from flaxckpt._checkpoint import save_distributed as checkpoint_save_distributed  # noqa: E402
 from flaxckpt._distributed import heartbeat as distributed_heartbeat  # noqa: E402
 from flaxckpt._distributed import key_value as distributed_key_value  # noqa: E402
 from flaxckpt._distributed import operation as distributed_operation  # noqa: E402
+from flaxckpt._zarr.ocdbt import read_tree  # noqa: E402
 from flaxckpt.policies import LatestN  # noqa: E402
 from tests.distributed import states  # noqa: E402
 from tests.helpers.files import flip_bit  # noqa: E402

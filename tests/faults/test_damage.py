@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt._arrays.zarr import ocdbt
 from flaxckpt._steps import markers as steps_markers
+from flaxckpt._zarr import ocdbt
 from tests.helpers import old_stores
 
 FLIPS, ZEROED, TRUNCATED, REMOVED = 128, 64, 38, 25

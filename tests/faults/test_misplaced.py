@@ -9,8 +9,8 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._arrays.zarr import ocdbt
 from flaxckpt._steps import markers as steps_markers
+from flaxckpt._zarr import ocdbt
 from tests.faults.test_damage import ITEMS, JSON_ITEM, LOSSES, UNREAD, Iterator, is_same
 from tests.helpers import old_stores
 

@@ -3,7 +3,7 @@
 A chunk is named as in `w/c.0.0`.
 """
 
-from flaxckpt._arrays.zarr import ocdbt
+from flaxckpt._zarr import ocdbt
 
 
 def place(root, name):

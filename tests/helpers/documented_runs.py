@@ -6,7 +6,7 @@ import optax
 from flax.training.train_state import TrainState
 
 import flaxckpt
-from flaxckpt._arrays.zarr import ocdbt
+from flaxckpt._zarr import ocdbt
 from tests.helpers import published
 from tests.helpers.files import flip_bit
 

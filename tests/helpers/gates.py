@@ -3,10 +3,10 @@
 import threading
 import time
 
-from flaxckpt._arrays.zarr import chunk_file
 from flaxckpt._checkpoint import commit
 from flaxckpt._storage import rename
 from flaxckpt._storage.storage import LOCAL
+from flaxckpt._zarr import chunk_file
 
 # Places in a save, by time. A "chunk" is a file with values.
 PLACES = {

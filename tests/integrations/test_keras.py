@@ -18,7 +18,7 @@ import keras
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
+from flaxckpt._zarr import ocdbt as zarr_ocdbt
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.integrations.keras import KerasCheckpoint
 from tests.helpers import slow

@@ -20,6 +20,7 @@ ROWS = (
     {"errors", "_types", "_doors", "_policy_forms"},
     {"_util"},
     {"_state", "_storage", "policies"},
+    {"_zarr"},
     {"_arrays", "_steps", "_distributed", "datasets"},
     {"formats"},
     {"transforms"},

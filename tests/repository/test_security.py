@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._arrays.zarr import metadata as zarr_metadata
+from flaxckpt._zarr import metadata as zarr_metadata
 from flaxckpt.formats import _locate
 from tests import ROOT
 from tests.helpers import syntax

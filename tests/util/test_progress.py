@@ -30,7 +30,7 @@ import fcntl, functools, os, signal, subprocess, sys, termios, threading, time
 import numpy as np
 import flaxckpt
 from flaxckpt._arrays import blockwise
-from flaxckpt._arrays.zarr import chunk_file
+from flaxckpt._zarr import chunk_file
 from flaxckpt._inspect import listing, run_view
 from flaxckpt._util import progress
 

@@ -42,6 +42,6 @@ MODULES: dict[str, tuple[str, ...]] = {
         "arrays/test_databases.py",
     ),
     "_arrays/read_raw.py": ("arrays/test_read_parts.py", "arrays/test_byte_ranges.py"),
-    "_arrays/zarr/chunk_file.py": ("arrays/test_chunk_file.py",),
+    "_zarr/chunk_file.py": ("arrays/test_chunk_file.py",),
 }
 """Module below `flaxckpt` -> files of tests below `tests`."""

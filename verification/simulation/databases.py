@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-from flaxckpt._arrays.zarr import btree
+from flaxckpt._zarr import btree
 
 
 def read_token(read: Callable[[str], bytes], name: str) -> int:

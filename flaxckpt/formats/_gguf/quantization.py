@@ -15,7 +15,7 @@ import tensorstore as ts
 
 from flaxckpt import _arrays
 from flaxckpt._arrays.spans import Span
-from flaxckpt._arrays.zarr.metadata import Array
+from flaxckpt._zarr.metadata import Array
 
 BLOCK: Final = 32
 """Elements in a block of Q8_0."""

@@ -16,11 +16,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from flaxckpt import _arrays, _state, _storage, _util, errors
-from flaxckpt._arrays.zarr.checksums import ChunkChecksums
-from flaxckpt._arrays.zarr.metadata import RawArray
+from flaxckpt import _arrays, _state, _storage, _util, _zarr, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
+from flaxckpt._zarr.checksums import ChunkChecksums
+from flaxckpt._zarr.metadata import RawArray
 from flaxckpt.formats import _plain
 from flaxckpt.formats._native import items, orbax_json
 
@@ -88,7 +88,7 @@ def parse_form(text: bytes) -> ArrayForm:
         data = json.loads(
             text.decode(), object_pairs_hook=_util.json_limits.refuse_duplicates
         )
-        return ArrayForm(*_arrays.zarr.metadata.parse(data))
+        return ArrayForm(*_zarr.metadata.parse(data))
     except (errors.CheckpointError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"its metadata is not supported: {errors.one_line(error, 150)}"
@@ -119,7 +119,7 @@ def metadata_readers(
     database = _open_database(root, checkpoint)
     readers: dict[str, Callable[[], bytes]] = {}
     for name in names:
-        key = _arrays.zarr.metadata.database_key(name, file)
+        key = _zarr.metadata.database_key(name, file)
         try:
             database.request(key, MAX_METADATA_BYTES)
             readers[name] = functools.partial(database.value, key)
@@ -147,7 +147,7 @@ def _open_database(root: Path, checkpoint: Path) -> _arrays.databases.Database:
         return _arrays.databases.Databases().open(root, checkpoint)
     except (FileNotFoundError, NotADirectoryError):
         raise errors.DamagedCheckpointError(
-            f"{root / _arrays.zarr.metadata.DATABASE} is missing; restore another step"
+            f"{root / _zarr.metadata.DATABASE} is missing; restore another step"
         ) from None
     except ValueError as error:
         raise errors.DamagedCheckpointError(str(error)) from None
@@ -185,7 +185,7 @@ def array_forms(
             text = read_text()
             forms[name] = parse_form(text)
             _check_chunks(forms[name])
-            if _arrays.zarr.chunk_headers.parse(text).codec == "blosc":
+            if _zarr.chunk_headers.parse(text).codec == "blosc":
                 blosc.add(name)
         except PermissionError:
             raise
@@ -236,7 +236,7 @@ class Arrays:
     version: int
     ocdbt: bool
     strict: bool = True
-    encoding: _arrays.zarr.metadata.Encoding | None = None
+    encoding: _zarr.metadata.Encoding | None = None
     digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_checked: bool = False
     blosc: Collection[str] = ()
@@ -272,24 +272,24 @@ class Arrays:
         # Before TensorStore reads the metadata, some of which abort the process.
         file = "zarr.json" if self.version == 3 else ".zarray"
         if not self.ocdbt:
-            text = _arrays.zarr.chunk_file.read_small(self.root / name / file)
+            text = _zarr.chunk_file.read_small(self.root / name / file)
             _check_form(text, form)
-            _arrays.zarr.chunk_headers.check_files(
-                self.root / name, _arrays.zarr.chunk_headers.parse(text)
+            _zarr.chunk_headers.check_files(
+                self.root / name, _zarr.chunk_headers.parse(text)
             )
             return open_array()
         is_compact = self.encoding is not None and self.encoding.codec == "compact"
         is_blosc = is_compact or name in self.blosc
-        index = _arrays.zarr.ocdbt.open_index(self.root, context)
+        index = _zarr.ocdbt.open_index(self.root, context)
         if self.is_checked and not is_blosc:
             return open_array()
-        text = index.read(_arrays.zarr.metadata.database_key(name, file))
+        text = index.read(_zarr.metadata.database_key(name, file))
         _check_form(text, form)
-        chunks = _arrays.zarr.chunk_headers.parse(text)
+        chunks = _zarr.chunk_headers.parse(text)
         if chunks.codec == "blosc" and not is_blosc:
             raise ValueError("it is compressed by blosc, unlike when saved")
         if chunks.codec == "blosc":
-            _arrays.zarr.chunk_headers.check_values(index, name, chunks)
+            _zarr.chunk_headers.check_values(index, name, chunks)
         return open_array()
 
     def raw(
@@ -297,9 +297,7 @@ class Arrays:
     ) -> RawArray | None:
         """Returns the location of the chunks of an uncompressed array, else None."""
         form = _arrays.forms.stored_form(info)
-        if self.encoding is None or not _arrays.zarr.metadata.is_raw(
-            self.encoding, *form
-        ):
+        if self.encoding is None or not _zarr.metadata.is_raw(self.encoding, *form):
             return None
         return RawArray(
             self.root,
@@ -340,10 +338,10 @@ class Arrays:
         Raises:
             ValueError, OSError: A chunk is missing, or the index cannot be read.
         """
-        index = _arrays.zarr.ocdbt.open_index(self.root)
+        index = _zarr.ocdbt.open_index(self.root)
         found: dict[str, tuple[int, int]] = {}
         for chunk in self._chunks(info):
-            place = index.find(_arrays.zarr.metadata.database_key(name, chunk.key))
+            place = index.find(_zarr.metadata.database_key(name, chunk.key))
             if isinstance(place, bytes):
                 continue
             file = str((self.root / place.file).relative_to(checkpoint))
@@ -353,10 +351,10 @@ class Arrays:
         return found
 
     @staticmethod
-    def _chunks(info: LeafInfo) -> Sequence[_arrays.zarr.metadata.Chunk]:
+    def _chunks(info: LeafInfo) -> Sequence[_zarr.metadata.Chunk]:
         shape, _ = _arrays.forms.stored_form(info)
-        return _arrays.zarr.metadata.chunks(
-            _arrays.zarr.metadata.whole(shape), info.chunk_shape or ()
+        return _zarr.metadata.chunks(
+            _zarr.metadata.whole(shape), info.chunk_shape or ()
         )
 
     def _check_places(
@@ -367,10 +365,10 @@ class Arrays:
         Raises:
             ValueError, OSError: A chunk is another one, or is missing.
         """
-        size = _arrays.zarr.checksums.CHECKSUM_BYTES
-        index = _arrays.zarr.ocdbt.open_index(self.root) if self.ocdbt else None
+        size = _zarr.checksums.CHECKSUM_BYTES
+        index = _zarr.ocdbt.open_index(self.root) if self.ocdbt else None
         for n, chunk in enumerate(self._chunks(info)):
-            key = _arrays.zarr.metadata.database_key(name, chunk.key)
+            key = _zarr.metadata.database_key(name, chunk.key)
             content = (
                 _storage.of(self.root).read_end(self.root / key, size)
                 if index is None
@@ -379,7 +377,7 @@ class Arrays:
             if len(content) != size:
                 raise ValueError(f"{chunk.key} has no checksum: it is cut off")
             value = int.from_bytes(content, "little")
-            _arrays.zarr.checksums.check_place(chunk.key, value, recorded.number(n))
+            _zarr.checksums.check_place(chunk.key, value, recorded.number(n))
 
 
 _MAX_DIGESTED_BYTES = 2**30

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _arrays, _state, _steps, _storage, datasets, errors
+from flaxckpt import _state, _steps, _storage, _zarr, datasets, errors
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._storage.commit_marker import MARKER
 from flaxckpt._types import LeafPath
@@ -21,7 +21,7 @@ from flaxckpt.formats._native import metadata as native_metadata
 from flaxckpt.formats._reader import Stored, check_current
 
 _DATABASE = re.compile(
-    rf"(?:manifest\.ocdbt|(?:{re.escape(_arrays.zarr.metadata.DATABASE_PART)}\d+/)?d/.+)",
+    rf"(?:manifest\.ocdbt|(?:{re.escape(_zarr.metadata.DATABASE_PART)}\d+/)?d/.+)",
     re.DOTALL,
 )
 """A file in an item of the database, or of the database of a single process."""

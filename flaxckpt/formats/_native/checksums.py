@@ -1,4 +1,4 @@
-"""Checksums of chunks and segments in the manifest; see `_arrays.zarr.checksums`."""
+"""Checksums of chunks and segments in the manifest; see `_zarr.checksums`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flaxckpt import _arrays, _state
-from flaxckpt._arrays.zarr.checksums import CHECKSUM_BYTES, ChunkChecksums
-from flaxckpt._arrays.zarr.metadata import Encoding
+from flaxckpt import _arrays, _state, _zarr
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath, Shape
+from flaxckpt._zarr.checksums import CHECKSUM_BYTES, ChunkChecksums
+from flaxckpt._zarr.metadata import Encoding
 from flaxckpt.formats._native.items import Items
 
 CHUNKS = "checksums"
 SEGMENTS = "segments"
 
-_LEAST_BYTES = _arrays.zarr.checksums.LEAST_BYTES
+_LEAST_BYTES = _zarr.checksums.LEAST_BYTES
 
 
 class _Chunks(NamedTuple):
@@ -48,11 +48,8 @@ class _Chunks(NamedTuple):
     @property
     def keys(self) -> list[str]:
         """The keys of all chunks, in C order."""
-        region = _arrays.zarr.metadata.whole(self.shape)
-        return [
-            chunk.key
-            for chunk in _arrays.zarr.metadata.chunks(region, self.chunk_shape)
-        ]
+        region = _zarr.metadata.whole(self.shape)
+        return [chunk.key for chunk in _zarr.metadata.chunks(region, self.chunk_shape)]
 
 
 @functools.lru_cache(maxsize=4096)  # most leaves are like another one
@@ -69,7 +66,7 @@ def choose_bytes(infos: Sequence[LeafInfo], encoding: Encoding) -> int | None:
     if not encoding.checksum:
         return None
     sizes = ((c.total, c.segmented_bytes) for _, c in _arrays_of(infos, encoding))
-    return _arrays.zarr.checksums.choose_bytes(sizes)
+    return _zarr.checksums.choose_bytes(sizes)
 
 
 def _arrays_of(
@@ -85,7 +82,7 @@ def _arrays_of(
         is_segmented = (
             size > _LEAST_BYTES
             and 0 not in shape
-            and _arrays.zarr.metadata.is_raw(encoding, shape, dtype)
+            and _zarr.metadata.is_raw(encoding, shape, dtype)
         )
         yield info, _Chunks(shape, chunk_shape, size * is_segmented)
 
@@ -154,7 +151,7 @@ def parse(
             size = chunks.total * CHECKSUM_BYTES
             found = found._replace(whole=_decode(info.path, whole[info.path], size))
         if info.path in inner and chunks.segmented_bytes:
-            size = _arrays.zarr.checksums.checksums_bytes(
+            size = _zarr.checksums.checksums_bytes(
                 chunks.total, chunks.segmented_bytes, nbytes
             )
             content = _decode(info.path, inner[info.path], size)

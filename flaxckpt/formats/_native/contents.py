@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flaxckpt import _arrays, _state, _storage, errors
+from flaxckpt import _arrays, _state, _storage, _zarr, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._storage.commit_marker import MARKER
 from flaxckpt._types import JSON, LeafPath
@@ -48,7 +48,7 @@ class Contents:
 
     infos: Sequence[LeafInfo]
     structure: _state.tree.Node | LeafPath
-    encoding: _arrays.zarr.metadata.Encoding
+    encoding: _zarr.metadata.Encoding
     items: Items = dataclasses.field(default_factory=Items)
     step: int | None = None
     strings: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flaxckpt import _arrays, _storage, datasets, errors
+from flaxckpt import _storage, _zarr, datasets, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _signatures
@@ -128,7 +128,7 @@ class Items:
 
 def database(item: str) -> str:
     """Returns the file that an item's OCDBT database begins with."""
-    return f"{prefix(item)}{_arrays.zarr.metadata.DATABASE}"
+    return f"{prefix(item)}{_zarr.metadata.DATABASE}"
 
 
 def has_chunk_digests(names: Iterable[str], item: str) -> bool:
@@ -136,8 +136,8 @@ def has_chunk_digests(names: Iterable[str], item: str) -> bool:
 
     Otherwise they cover its tree at most.
     """
-    start, tree = prefix(item), f"{prefix(item)}{_arrays.zarr.metadata.TREE}"
-    inside = (f"{start}d/", f"{start}{_arrays.zarr.metadata.DATABASE_PART}")
+    start, tree = prefix(item), f"{prefix(item)}{_zarr.metadata.TREE}"
+    inside = (f"{start}d/", f"{start}{_zarr.metadata.DATABASE_PART}")
     return any(name.startswith(inside) and name != tree for name in names)
 
 

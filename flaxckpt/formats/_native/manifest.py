@@ -8,11 +8,11 @@ import importlib.metadata
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flaxckpt import _arrays, _state, errors
-from flaxckpt._arrays.zarr.checksums import ChunkChecksums
-from flaxckpt._arrays.zarr.metadata import sizes
+from flaxckpt import _arrays, _state, _zarr, errors
 from flaxckpt._state.leaf import LeafInfo, MeshAxes, Role
 from flaxckpt._types import JSON, LeafPath
+from flaxckpt._zarr.checksums import ChunkChecksums
+from flaxckpt._zarr.metadata import sizes
 from flaxckpt.formats._native import checksums, orbax_json
 from flaxckpt.formats._native.items import Items
 from flaxckpt.formats._native.orbax_json import EMPTIES
@@ -50,7 +50,7 @@ class Manifest(NamedTuple):
     unknown_types: frozenset[str]
     digests: Mapping[str, str]
     ocdbt: bool
-    encoding: _arrays.zarr.metadata.Encoding | None
+    encoding: _zarr.metadata.Encoding | None
     lineage: tuple[Lineage, ...]
     transforms: tuple[str, ...]
     step: int | None
@@ -292,7 +292,7 @@ def _names(structure: _state.tree.Node | LeafPath) -> list[LeafPath | None]:
 # ---- other fields -------------------------------------------------------------------
 
 
-def parse_encoding(data: Mapping[str, Any]) -> _arrays.zarr.metadata.Encoding | None:
+def parse_encoding(data: Mapping[str, Any]) -> _zarr.metadata.Encoding | None:
     """Returns the encoding of the chunks of all arrays; None if not recorded.
 
     Raises:
@@ -304,15 +304,12 @@ def parse_encoding(data: Mapping[str, Any]) -> _arrays.zarr.metadata.Encoding | 
     version = row.get("zarr_version", 3)
     if version not in (2, 3):
         raise ValueError(f"its arrays are in zarr {str(version)[:20]}, wanted 2 or 3")
-    if (
-        row["codec"] not in _arrays.zarr.metadata.CODECS
-        or type(row["checksum"]) is not bool
-    ):
+    if row["codec"] not in _zarr.metadata.CODECS or type(row["checksum"]) is not bool:
         raise ValueError(f"its arrays have the unknown encoding {str(row)[:80]}")
-    return _arrays.zarr.metadata.Encoding(row["codec"], row["checksum"], int(version))
+    return _zarr.metadata.Encoding(row["codec"], row["checksum"], int(version))
 
 
-def encoding_row(encoding: _arrays.zarr.metadata.Encoding) -> JSON:
+def encoding_row(encoding: _zarr.metadata.Encoding) -> JSON:
     """Returns the encoding for the manifest; the inverse of `parse_encoding`."""
     row: dict[str, JSON] = {"codec": encoding.codec, "checksum": encoding.checksum}
     return row if encoding.version == 3 else {**row, "zarr_version": encoding.version}

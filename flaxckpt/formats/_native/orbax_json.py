@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flaxckpt import _arrays, _state, _storage, _util, errors
+from flaxckpt import _state, _storage, _util, _zarr, errors
 from flaxckpt._state.leaf import MeshAxes
 from flaxckpt._types import JSON
 
@@ -207,7 +207,7 @@ def _parse_split(text: str) -> Split | None:
         sizes = dict(
             zip(
                 data["axis_names"],
-                _arrays.zarr.metadata.sizes(data["shape"]),
+                _zarr.metadata.sizes(data["shape"]),
                 strict=True,
             )
         )

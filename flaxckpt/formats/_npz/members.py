@@ -26,8 +26,8 @@ from typing import IO, Any, NamedTuple, cast
 import numpy as np
 
 from flaxckpt import _state, _storage, _util, errors
-from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
+from flaxckpt._zarr.metadata import Array
 from flaxckpt.formats import _signatures
 
 SUFFIX = ".npy"

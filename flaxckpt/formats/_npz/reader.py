@@ -18,8 +18,8 @@ from typing import Any
 import tensorstore as ts
 
 from flaxckpt import _arrays, _state, _storage, errors
-from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
+from flaxckpt._zarr.metadata import Array
 from flaxckpt.formats import _names, _plain
 from flaxckpt.formats._msgpack import leaves
 from flaxckpt.formats._npz import members as npz_members

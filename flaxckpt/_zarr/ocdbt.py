@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flaxckpt import _storage
-from flaxckpt._arrays.zarr import btree
-from flaxckpt._arrays.zarr.metadata import DATABASE
+from flaxckpt._zarr import btree
+from flaxckpt._zarr.metadata import DATABASE
 
 if TYPE_CHECKING:
     import tensorstore as ts

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flaxckpt import _state, _storage, errors
-from flaxckpt._arrays.zarr import metadata
+from flaxckpt._zarr import metadata
 
 if TYPE_CHECKING:  # it imports NumPy, which a look at metadata need not
-    from flaxckpt._arrays.zarr.ocdbt import DatabaseIndex
+    from flaxckpt._zarr.ocdbt import DatabaseIndex
 
 _LONG_BYTES = 64 * 2**20
 """Decoded size up to which the ratio below is not checked."""

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from flaxckpt import _doors
 
 if TYPE_CHECKING:
-    from flaxckpt._arrays.zarr import (
+    from flaxckpt._zarr import (
         array_layout,
+        btree,
         checksums,
         chunk_file,
         chunk_headers,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "array_layout",
+    "btree",
     "checksums",
     "chunk_file",
     "chunk_headers",

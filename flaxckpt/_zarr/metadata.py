@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from flaxckpt import _state, _storage
-from flaxckpt._arrays.zarr.checksums import ChunkChecksums
 from flaxckpt._types import JSON, Shape
+from flaxckpt._zarr.checksums import ChunkChecksums
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from flaxckpt import _util, errors
-from flaxckpt._arrays.zarr import metadata
+from flaxckpt._zarr import metadata
 
 _log = logging.getLogger(__name__)
 

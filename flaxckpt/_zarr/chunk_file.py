@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from flaxckpt import _storage
-from flaxckpt._arrays.zarr import checksums as chunk_checksums
+from flaxckpt._zarr import checksums as chunk_checksums
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 
