@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from flaxckpt._convert.convert import convert
     from flaxckpt._convert.huggingface import export_huggingface
     from flaxckpt._convert.peft import export_peft
+    from flaxckpt._formats.reader import CheckpointMetadata
     from flaxckpt._inspect.bits import BitDiff
     from flaxckpt._inspect.diff import CheckpointDiff, LeafDiff, diff
     from flaxckpt._inspect.replay import ReplayReport, replay
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from flaxckpt._storage.store_settings import set_store_options
     from flaxckpt._training.callback import CheckpointCallback
     from flaxckpt._zarr.array_layout import ArrayLayout
-    from flaxckpt.formats._reader import CheckpointMetadata
     from flaxckpt.maps._suggest.suggestion import (
         Ambiguity,
         LeafMatch,
@@ -115,7 +115,7 @@ _HOMES = {
     "BitDiff": "_inspect.bits",
     "CheckpointCallback": "_training.callback",
     "CheckpointDiff": "_inspect.diff",
-    "CheckpointMetadata": "formats._reader",
+    "CheckpointMetadata": "_formats.reader",
     "Checkpointer": "_run.checkpointer",
     "Event": "_steps.event",
     "LeafDiff": "_inspect.diff",

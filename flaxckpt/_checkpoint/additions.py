@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from flaxckpt import _state
 from flaxckpt._checkpoint.match_optimizer import Finder, place_of_state
+from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
-from flaxckpt.formats._reader import Stored
 
 _OPT_STATE = "opt_state"
 

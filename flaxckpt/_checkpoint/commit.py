@@ -14,15 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from flaxckpt import _arrays, _distributed, _steps, _storage, _util, errors
+from flaxckpt import _arrays, _distributed, _formats, _steps, _storage, _util, errors
 from flaxckpt._checkpoint.cancellation import Cancellation
 from flaxckpt._checkpoint.overwrite import check_replaceable
+from flaxckpt._formats.items import Items
+from flaxckpt._formats.reader import Lineage
 from flaxckpt._types import JSON
 from flaxckpt._util.pace import Pace
 from flaxckpt._zarr.array_layout import ArrayLayout
-from flaxckpt.formats import _native
-from flaxckpt.formats._native.items import Items
-from flaxckpt.formats._reader import Lineage
 from flaxckpt.transforms import Transform
 
 
@@ -125,7 +124,7 @@ class Snapshot:
     """
 
     request: SaveRequest
-    contents: _native.contents.Contents
+    contents: _formats.native_contents.Contents
     arrays: tuple[_arrays.to_host.HostArray, ...] = ()
 
     @property
@@ -275,7 +274,7 @@ def write_files(
 
     @_util.gc_pause.pause()
     def describe() -> None:
-        files.update(_native.contents.make_files(snapshot.contents))
+        files.update(_formats.native_contents.make_files(snapshot.contents))
         write_new(temporary, files)
 
     with _util.threads.beside(describe) as check:
@@ -322,7 +321,7 @@ def write_arrays(
     )
     databases: WrittenArrays = {}
     for item in snapshot.contents.items.trees:  # a database each
-        start = _native.items.prefix(item)
+        start = _formats.items.prefix(item)
         observe = None
         if sampler is not None:
             observe = functools.partial(sampler.add, prefix=start)
@@ -357,7 +356,9 @@ def finish_checkpoint(
         arrays: The arrays that all processes have written.
     """
     contents, request = snapshot.contents, snapshot.request
-    sealed = _native.contents.seal(contents, files, temporary, arrays, digests or {})
+    sealed = _formats.native_contents.seal(
+        contents, files, temporary, arrays, digests or {}
+    )
     if request.is_item:
         write_new(temporary, sealed)
         size = _storage.of(temporary).sync_tree(temporary)
@@ -367,8 +368,8 @@ def finish_checkpoint(
     write_new(temporary, {**sealed, **markers, **request.markers})
     stamp = None
     if _storage.of(temporary).has_hard_links:
-        manifest = _storage.stamp(temporary / _native.orbax_json.MANIFEST)
-        stamp = manifest._replace(path=request.path / _native.orbax_json.MANIFEST)
+        manifest = _storage.stamp(temporary / _formats.orbax_json.MANIFEST)
+        stamp = manifest._replace(path=request.path / _formats.orbax_json.MANIFEST)
     rename = functools.partial(publish, overwrite=request.overwrite)
     size = _storage.of(temporary).commit(
         temporary,
@@ -420,10 +421,12 @@ def linkable_arrays(
     return _arrays.write.Previous(snapshot.request.path, sources, stamp)
 
 
-def metadata_files(contents: _native.contents.Contents, path: Path) -> dict[str, bytes]:
+def metadata_files(
+    contents: _formats.native_contents.Contents, path: Path
+) -> dict[str, bytes]:
     """Returns the files of the checkpoint `path` without arrays, for size checks."""
-    files = _native.contents.make_files(contents)
-    return files | _native.contents.seal(contents, files, path, None)
+    files = _formats.native_contents.make_files(contents)
+    return files | _formats.native_contents.seal(contents, files, path, None)
 
 
 def write_new(root: Path, files: Mapping[str, bytes]) -> None:

@@ -15,11 +15,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from flaxckpt import _arrays, _state, _storage, _util, _zarr, errors
+from flaxckpt import _arrays, _formats, _state, _storage, _util, _zarr, errors
+from flaxckpt._formats import locate
+from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
-from flaxckpt.formats import _locate, _native
-from flaxckpt.formats._reader import Stored
 
 _T = TypeVar("_T")
 
@@ -87,16 +87,19 @@ def check(path: Path, step: int | None) -> Files | None:
     """
     storage = _storage.of(path)
     with _storage.paths.listing_cache(path):
-        stored = _locate.read_without_classes(path)
-        _locate.check_step(path, step, stored)
+        stored = locate.read_without_classes(path)
+        locate.check_step(path, step, stored)
         stored.check_items(stored.metadata.damaged_items)
         if stored.metadata.format != "flaxckpt":
             raise errors.DamagedCheckpointError(
-                f"{path / _native.orbax_json.MANIFEST} is missing; restore another step"
+                f"{path / _formats.orbax_json.MANIFEST} is missing; restore another"
+                " step"
             )
         with _storage.permissions.explain_errors(path):
-            manifest = _native.items.read_json(path / _native.orbax_json.MANIFEST, path)
-            encoding = _native.manifest.parse_encoding(manifest)
+            manifest = _formats.items.read_json(
+                path / _formats.orbax_json.MANIFEST, path
+            )
+            encoding = _formats.native_manifest.parse_encoding(manifest)
             files = None
             if not storage.costs_requests:
                 files = Files.of(path, _names(path, stored, encoding, manifest))
@@ -107,7 +110,7 @@ def check(path: Path, step: int | None) -> Files | None:
             for name, digest in digests(stored).items():
                 is_of_arrays = stored.items.tree_of_file(name) is not None
                 if not (skips_arrays and is_of_arrays):
-                    _native.items.check_digest(path / name, digest)
+                    _formats.items.check_digest(path / name, digest)
             arrays = [i for i in stored.metadata.leaves.values() if i.dtype is not None]
             if storage.costs_requests:
                 _check_names(path, stored, manifest, encoding)
@@ -138,7 +141,7 @@ def look(
         step: The step that it must be; None for any.
         leaves: The leaves whose files are compared; by default all files are.
     """
-    if not (path / _native.orbax_json.MANIFEST).is_file():
+    if not (path / _formats.orbax_json.MANIFEST).is_file():
         return Look()
     try:
         if leaves is None:
@@ -158,20 +161,20 @@ def _names(
     manifest: Mapping[str, Any],
 ) -> list[str]:
     """Returns the files of a local checkpoint that a restore reads."""
-    names = [_native.orbax_json.MANIFEST, *digests(stored)]
+    names = [_formats.orbax_json.MANIFEST, *digests(stored)]
     if "files" in manifest:
         return [*names, *recorded_sizes(stored, manifest)]
     for item, infos in stored.items.split([*stored.metadata.leaves.values()]).items():
         if encoding is None or manifest["ocdbt"]:
-            root = _native.items.prefix(item)
+            root = _formats.items.prefix(item)
             part = _zarr.metadata.DATABASE_PART
             values = [*path.glob(f"{root}d/*"), *path.glob(f"{root}{part}*/d/*")]
-            names.append(_native.items.database(item))
+            names.append(_formats.items.database(item))
             names += [str(file.relative_to(path)) for file in values]
             continue
         for info in infos:
             if info.dtype is not None:
-                root = _native.items.prefix(stored.items.array_directory(info))
+                root = _formats.items.prefix(stored.items.array_directory(info))
                 names += [f"{root}{name}" for name in array_files(encoding, info)]
     return names
 
@@ -184,10 +187,10 @@ def check_leaves(path: Path, leaves: Collection[LeafPath]) -> None:
         DamagedCheckpointError: A metadata file is missing or has changed, or a chunk
             of these leaves is missing or has the wrong size.
     """
-    stored = _locate.read_without_classes(path)
+    stored = locate.read_without_classes(path)
     with _storage.permissions.explain_errors(path):
-        manifest = _native.items.read_json(path / _native.orbax_json.MANIFEST, path)
-        encoding = _native.manifest.parse_encoding(manifest)
+        manifest = _formats.items.read_json(path / _formats.orbax_json.MANIFEST, path)
+        encoding = _formats.native_manifest.parse_encoding(manifest)
         if encoding is None:
             return
         arrays = [i for i in stored.metadata.leaves.values() if i.dtype is not None]
@@ -228,9 +231,9 @@ def recorded_sizes(
         manifest: Its manifest.
         item: An item; None for all that were not deleted.
     """
-    sizes = _native.manifest.parse_files(manifest)
+    sizes = _formats.native_manifest.parse_files(manifest)
     if item is not None:
-        root = _native.items.prefix(item)
+        root = _formats.items.prefix(item)
         return {name: size for name, size in sizes.items() if name.startswith(root)}
     return _without_deleted(stored, sizes)
 
@@ -265,9 +268,9 @@ def _check_names(
         if encoding is None or info.dtype is None:
             continue
         if manifest["ocdbt"]:
-            wanted.add(_native.items.database(items.item_of(info)))
+            wanted.add(_formats.items.database(items.item_of(info)))
             continue
-        root = _native.items.prefix(items.array_directory(info))
+        root = _formats.items.prefix(items.array_directory(info))
         wanted |= {f"{root}{name}" for name in array_files(encoding, info)}
     if missing := sorted(wanted.difference(_storage.of(path).files_below(path))):
         raise errors.DamagedCheckpointError(

@@ -13,10 +13,10 @@ import jax
 
 from flaxckpt import _arrays, _state, errors
 from flaxckpt._checkpoint.plan import RestorePlan
+from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.errors import Mismatch
-from flaxckpt.formats._reader import Stored
 from flaxckpt.transforms import _moments
 
 RESUME_ADVICE = (

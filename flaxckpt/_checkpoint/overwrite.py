@@ -10,9 +10,9 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from flaxckpt import _state, _steps, _storage, errors, formats
+from flaxckpt import _formats, _state, _steps, _storage, errors
 from flaxckpt._checkpoint import file_sizes
-from flaxckpt.formats import _native, _recognise, _safetensors, _shards
+from flaxckpt._formats import recognise, safetensors, shards
 
 _log = logging.getLogger(__name__)
 
@@ -20,15 +20,15 @@ _log = logging.getLogger(__name__)
 
 
 _FILES = frozenset(
-    (_native.orbax_json.MANIFEST, _native.items.CHECKPOINT, "commit_success.txt")
+    (_formats.orbax_json.MANIFEST, _formats.items.CHECKPOINT, "commit_success.txt")
 )
-_CONTROL = rf"{_native.items.CHECKPOINT}|commit_success\.txt|orbax\.checkpoint"
+_CONTROL = rf"{_formats.items.CHECKPOINT}|commit_success\.txt|orbax\.checkpoint"
 """Orbax files that may be in a checkpoint and in each item."""
 
 _TREE_FILE = re.compile(
-    rf"{_CONTROL}|{_native.orbax_json.MANIFEST}|{_native.items.SEAL}|"
-    rf"{_native.items.TREE}|{_native.items.SHARDING}|{_native.items.AGGREGATE}"
-    rf"|{re.escape(_native.items.STRINGS)}|array_metadatas/process_[\w-]+"
+    rf"{_CONTROL}|{_formats.orbax_json.MANIFEST}|{_formats.items.SEAL}|"
+    rf"{_formats.items.TREE}|{_formats.items.SHARDING}|{_formats.items.AGGREGATE}"
+    rf"|{re.escape(_formats.items.STRINGS)}|array_metadatas/process_[\w-]+"
 )
 """Paths in an item of arrays, except paths of arrays."""
 
@@ -40,9 +40,9 @@ _DATABASE_FILE = re.compile(
 """Paths in an item of arrays in a database."""
 
 _JSON_FILE = re.compile(
-    rf"{_CONTROL}|{_native.items.JSON_ITEM}|data\.json|{_native.items.METRICS}"
+    rf"{_CONTROL}|{_formats.items.JSON_ITEM}|data\.json|{_formats.items.METRICS}"
 )
-_METRICS_FILE = re.compile(rf"{_CONTROL}|{_native.items.METRICS}|digests")
+_METRICS_FILE = re.compile(rf"{_CONTROL}|{_formats.items.METRICS}|digests")
 _DATASET_FILE = re.compile(
     rf"{_CONTROL}|metadata|process_\d+-of-\d+(?:\.\w+)?|process_0\.json"
     r"|shard_state_\d+\.json"
@@ -50,8 +50,8 @@ _DATASET_FILE = re.compile(
 _DESCRIPTOR_FILE = re.compile(rf"{_CONTROL}|\w+\.pbtxt")
 _RUN_METADATA_FILE = re.compile(rf"{_CONTROL}|metadata|_ROOT_METADATA")
 _OTHER_DIRECTORIES = {
-    _native.items.METRICS: _METRICS_FILE,
-    _native.items.DATASET: _DATASET_FILE,
+    _formats.items.METRICS: _METRICS_FILE,
+    _formats.items.DATASET: _DATASET_FILE,
     "descriptor": _DESCRIPTOR_FILE,
     "metadata": _RUN_METADATA_FILE,
 }
@@ -81,7 +81,7 @@ _SYSTEM_FILE = re.compile(
 """Files and empty directories that programs create anywhere and users do not need."""
 
 _KNOWN_DIRECTORIES = frozenset(
-    (_native.items.STATE, "array_metadatas", *_OTHER_DIRECTORIES)
+    (_formats.items.STATE, "array_metadatas", *_OTHER_DIRECTORIES)
 )
 """Directories of checkpoints, sometimes empty."""
 
@@ -199,7 +199,7 @@ def check_replaceable(
     if final.is_dir() and not final.is_symlink():
         foreign = _find_foreign(final, of_any_format=of_any_format)
         foreign = foreign and [name for name in foreign if name not in replaced]
-    elif of_any_format and not final.is_symlink() and formats.recognises(final):
+    elif of_any_format and not final.is_symlink() and _formats.recognises(final):
         foreign = []
     if foreign is None:
         raise errors.CheckpointExistsError(
@@ -270,12 +270,12 @@ def _find_foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
     if not is_orbax and not of_any_format:
         return None
     files = _storage.of(directory).files_and_links(directory)
-    if is_orbax and _native.orbax_json.MANIFEST in files:
+    if is_orbax and _formats.orbax_json.MANIFEST in files:
         expected = _flaxckpt_files(directory, files)
     elif is_orbax:
         expected = _orbax_files(directory, files)
-    elif _recognise.t5x(directory):
-        expected = _array_files(files) | {_native.items.AGGREGATE}
+    elif recognise.t5x(directory):
+        expected = _array_files(files) | {_formats.items.AGGREGATE}
     else:
         expected = _safetensors_files(
             directory, [name for name in files if "/" not in name]
@@ -294,7 +294,7 @@ def _empty_directories(directory: Path) -> list[str]:
     """Returns the empty foreign directories directly in a checkpoint."""
     if not _storage.of(directory).has_directories:
         return []
-    handlers = _native.items.read_item_handlers(directory)
+    handlers = _formats.items.read_item_handlers(directory)
     items = handlers if isinstance(handlers, dict) else {}
     return sorted(
         f"{child.name}/"
@@ -324,13 +324,13 @@ def _is_orbax(directory: Path) -> bool:
     """Returns True for a flaxckpt or Orbax checkpoint, even if damaged."""
     names = (
         _steps.markers.DAMAGED,
-        _native.orbax_json.MANIFEST,
-        _native.items.CHECKPOINT,
+        _formats.orbax_json.MANIFEST,
+        _formats.items.CHECKPOINT,
     )
     if any(_storage.of(directory).exists(directory / name) for name in names):
         return True
     try:
-        return _native.items.is_whole(directory)
+        return _formats.items.is_whole(directory)
     except errors.CheckpointFormatError:  # several items, or none of arrays
         return True
 
@@ -338,10 +338,10 @@ def _is_orbax(directory: Path) -> bool:
 def _flaxckpt_files(directory: Path, files: Collection[str]) -> set[str]:
     """Returns the files of a flaxckpt checkpoint with a manifest."""
     recorded = _read_manifest(directory)
-    kinds = {_native.items.STATE: "tree"}
+    kinds = {_formats.items.STATE: "tree"}
     if recorded is not None:
         kinds = recorded.kinds
-    elif isinstance(handlers := _native.items.read_item_handlers(directory), dict):
+    elif isinstance(handlers := _formats.items.read_item_handlers(directory), dict):
         kinds |= {name: _handler_kind(str(kind)) for name, kind in handlers.items()}
 
     def tree_files(inside: Collection[str]) -> set[str]:
@@ -356,14 +356,14 @@ def _flaxckpt_files(directory: Path, files: Collection[str]) -> set[str]:
     expected = set(files) & _FILES
     if recorded is not None:
         expected |= recorded.files & set(files)
-    if _native.items.TREE in files:  # the checkpoint is an item
+    if _formats.items.TREE in files:  # the checkpoint is an item
         expected |= tree_files(files)
     for name, inside in _by_directory(files).items():
         if kinds.get(name) == "tree":
             inner = tree_files(inside)
-        elif name == _native.items.METRICS:
+        elif name == _formats.items.METRICS:
             inner = {file for file in inside if _METRICS_FILE.fullmatch(file)}
-        elif name == _native.items.DATASET or kinds.get(name) == "json":
+        elif name == _formats.items.DATASET or kinds.get(name) == "json":
             inner = {file for file in inside if _DATASET_FILE.fullmatch(file)}
         else:
             continue
@@ -388,10 +388,10 @@ class _Recorded(NamedTuple):
 def _read_manifest(directory: Path) -> _Recorded | None:
     """Returns the files in a manifest; None if it is damaged, or does not say."""
     try:
-        data = _native.items.read_json(
-            directory / _native.orbax_json.MANIFEST, directory
+        data = _formats.items.read_json(
+            directory / _formats.orbax_json.MANIFEST, directory
         )
-        manifest = _native.manifest.parse(data, _state.treedef.resolve_nothing)
+        manifest = _formats.native_manifest.parse(data, _state.treedef.resolve_nothing)
     except (
         errors.DamagedCheckpointError,
         *(ValueError, KeyError, TypeError, AttributeError),
@@ -408,7 +408,7 @@ def _read_manifest(directory: Path) -> _Recorded | None:
     files: set[str] = set()
     for info in manifest.infos:
         if info.dtype is not None:
-            root = _native.items.prefix(items.array_directory(info))
+            root = _formats.items.prefix(items.array_directory(info))
             names = file_sizes.array_files(manifest.encoding, info)
             files |= {f"{root}{name}" for name in names}
     return _Recorded(kinds, files, has_databases=False)
@@ -420,11 +420,11 @@ def _orbax_files(directory: Path, files: Collection[str]) -> set[str]:
     The checkpoint's metadata names the items and their handlers. All files in the item
     of an unknown handler belong to the checkpoint.
     """
-    handlers = _native.items.read_item_handlers(directory)
+    handlers = _formats.items.read_item_handlers(directory)
     is_damaged = _steps.markers.DAMAGED in files
     expected: set[str] = set()
     # The checkpoint may consist of a single item.
-    if not isinstance(handlers, dict) or _native.items.TREE in files:
+    if not isinstance(handlers, dict) or _formats.items.TREE in files:
         expected |= _tree_files(files, is_damaged=False)
         if isinstance(handlers, str) and _handler_kind(handlers) == "json":
             expected |= _json_files(files)
@@ -439,11 +439,11 @@ def _orbax_files(directory: Path, files: Collection[str]) -> set[str]:
             inner = _json_files(inside)
         elif (
             kind == "tree"
-            or _native.items.TREE in inside
+            or _formats.items.TREE in inside
             or (not handlers and _is_item(directory / name))
         ):
             inner = _tree_files(inside, is_damaged=is_damaged)
-        if not handlers and _native.items.find_json(directory / name):
+        if not handlers and _formats.items.find_json(directory / name):
             inner |= _json_files(inside)
         if pattern := _OTHER_DIRECTORIES.get(name):
             inner |= {file for file in inside if pattern.fullmatch(file)}
@@ -454,7 +454,7 @@ def _orbax_files(directory: Path, files: Collection[str]) -> set[str]:
 def _handler_kind(handler: str) -> Literal["tree", "json", "unknown"]:
     """Returns the kind of files written by an Orbax or user handler class."""
     module, _, name = handler.rpartition(".")
-    if handler == _native.items.OWN_HANDLER:
+    if handler == _formats.items.OWN_HANDLER:
         return "tree"
     if not module.startswith("orbax."):
         return "unknown"
@@ -467,7 +467,7 @@ def _is_item(directory: Path) -> bool:
     """Returns True if a directory not named by metadata is an Orbax item."""
     names = ("manifest.ocdbt", *_ARRAY_METADATA)
     return (
-        _native.items.is_tree(directory)
+        _formats.items.is_tree(directory)
         or any((directory / name).is_file() for name in names)
         or any(True for name in _ARRAY_METADATA for _ in directory.glob(f"*/{name}"))
     )
@@ -542,11 +542,11 @@ def _is_disposable(name: str) -> bool:
 def _safetensors_files(directory: Path, names: Iterable[str]) -> set[str]:
     """Returns the files of the only safetensors checkpoint in a directory, or none."""
     names = list(names)
-    suffix = _safetensors.header.INDEX_SUFFIX
+    suffix = safetensors.header.INDEX_SUFFIX
     indices = [name for name in names if name.endswith(suffix)]
     if len(indices) > 1:
         return set()
     if indices:
-        return {indices[0], *_shards.names(directory / indices[0])}
-    files = [name for name in names if name.endswith(_safetensors.header.SUFFIX)]
+        return {indices[0], *shards.names(directory / indices[0])}
+    files = [name for name in names if name.endswith(safetensors.header.SUFFIX)]
     return set(files) if len(files) == 1 else set()

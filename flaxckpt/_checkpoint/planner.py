@@ -24,6 +24,7 @@ from flaxckpt._checkpoint.mismatch import (
 )
 from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
 from flaxckpt._checkpoint.stored_paths import StoredPaths
+from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import (
     Leaf,
     LeafInfo,
@@ -33,7 +34,6 @@ from flaxckpt._state.leaf import (
 )
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
-from flaxckpt.formats._reader import Stored
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from flaxckpt import _arrays, _state, _storage, _util, datasets, errors
+from flaxckpt import _arrays, _formats, _state, _storage, _util, datasets, errors
 from flaxckpt._checkpoint import mismatch, optimizer_init, planner
 from flaxckpt._checkpoint.load_handle import LoadHandle
 from flaxckpt._checkpoint.plan import RestorePlan, describe_outcomes
+from flaxckpt._formats import locate, reader
+from flaxckpt._formats.reader import CheckpointMetadata, Lineage, Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.errors import Mismatch
-from flaxckpt.formats import _locate, _native, _reader
-from flaxckpt.formats._reader import CheckpointMetadata, Lineage, Stored
 from flaxckpt.transforms import Transform, _moments, _parse
 from flaxckpt.transforms import _base as _transforms
 
@@ -199,7 +199,7 @@ def _open(
     path: PathLike, step: int | None, options: planner.RestoreOptions
 ) -> tuple[Stored, _util.progress.Counter]:
     """Opens a checkpoint to load; returns it with a counter of its bytes."""
-    stored = _locate.open_checkpoint(path, step, types=options.types)
+    stored = locate.open_checkpoint(path, step, types=options.types)
     name = _storage.paths.from_text(stored.metadata.path).name
     return stored, _util.progress.Counter(f"loading {name}")
 
@@ -213,7 +213,7 @@ def load_source(
     counter: _util.progress.Counter,
 ) -> tuple[PyTree, tuple[Lineage, ...], int]:
     """Returns a state for a run to begin with, its lineage, and its step."""
-    stored = _locate.open_checkpoint(path, step)
+    stored = locate.open_checkpoint(path, step)
     digest = _file_digest(stored)
     planned = Restore(stored, abstract_state, options, counter)
     with _util.progress.bar(counter):
@@ -332,7 +332,7 @@ def plan(
     options = planner.RestoreOptions(
         missing=missing, unused=unused, optimizer=optimizer, transforms=transforms
     )
-    return _plan(_locate.open_checkpoint(path, step), abstract_state, options)
+    return _plan(locate.open_checkpoint(path, step), abstract_state, options)
 
 
 def plan_for_target(
@@ -375,7 +375,7 @@ def plan_for_target(
         is_source=as_source,
         has_values=True,
     )
-    stored = _locate.open_checkpoint(path, step)
+    stored = locate.open_checkpoint(path, step)
     planned = _plan(stored, target, options)
     if planned.drops and not _succeeds_without(stored, target, options, planned.drops):
         planned = dataclasses.replace(planned, drops=())
@@ -462,7 +462,7 @@ def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
         CheckpointFormatError: `path` is not a checkpoint.
         DamagedCheckpointError: The metadata is missing or has changed.
     """
-    return _locate.read_metadata(path, step)
+    return locate.read_metadata(path, step)
 
 
 @_util.guessed_names.explain
@@ -493,7 +493,7 @@ def open_leaf(
             "leaf_path must be a string such as 'params/dense/kernel', got"
             f" {_util.arguments.describe(leaf_path)}"
         )
-    stored = _locate.open_checkpoint(path, step)
+    stored = locate.open_checkpoint(path, step)
     stored.check_leaf(leaf_path)
     leaf = stored.table.get(leaf_path)
     _arrays.read.check_supported([leaf] if leaf else [], stored.metadata.path)
@@ -577,13 +577,13 @@ class Restore:
 
     def read(self) -> None:
         """Reads the leaves that need no computation."""
-        with _reader.replacements_reported(self._planned.path, self._stored.stamp):
+        with reader.replacements_reported(self._planned.path, self._stored.stamp):
             self._values = _arrays.read.read(self._jobs, self._reading)
 
     def compute(self) -> None:
         """Exchanges the parts of `read_once`, and computes the other leaves."""
         recipe, path, values = self._recipe, self._planned.path, self._values
-        with _reader.replacements_reported(self._planned.path, self._stored.stamp):
+        with reader.replacements_reported(self._planned.path, self._stored.stamp):
             if self._jobs is not recipe.jobs:
                 values = _arrays.read_once.gather(values, recipe.jobs)
             values = {**recipe.given, **values}
@@ -598,7 +598,7 @@ class Restore:
                     _warn(path, "keep the values of the state", kept)
                 values |= fresh
         self._values = values
-        _reader.check_current(path, self._stored.stamp)
+        reader.check_current(path, self._stored.stamp)
         _log.info(
             "restored %s: %s; %d bytes in %.3f s",
             path,
@@ -700,7 +700,7 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
             " to start the data from the beginning"
         )
     else:
-        if files := _native.checkpoint.read_dataset(
+        if files := _formats.native.read_dataset(
             path, stored.digests, stored.items.dataset
         ):
             datasets.set_state(iterator, files, path=path)

@@ -11,6 +11,7 @@ from pathlib import Path
 from flaxckpt import (
     _arrays,
     _distributed,
+    _formats,
     _state,
     _steps,
     _storage,
@@ -25,7 +26,6 @@ from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
-from flaxckpt.formats import _native
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
 
@@ -43,7 +43,7 @@ def save(
     layout: ArrayLayout | None = None,
     transforms: Sequence[Transform] = (),
     metadata: Mapping[str, JSON] | None = None,
-    items: str | Sequence[str] = _native.items.STATE,
+    items: str | Sequence[str] = _formats.items.STATE,
     json: Mapping[str, JSON] | None = None,
     overwrite: bool = False,
     permissions: int | None = None,
@@ -100,7 +100,7 @@ def save_async(
     layout: ArrayLayout | None = None,
     transforms: Sequence[Transform] = (),
     metadata: Mapping[str, JSON] | None = None,
-    items: str | Sequence[str] = _native.items.STATE,
+    items: str | Sequence[str] = _formats.items.STATE,
     json: Mapping[str, JSON] | None = None,
     overwrite: bool = False,
     permissions: int | None = None,
@@ -118,7 +118,7 @@ def save_async(
     options = SaveOptions(
         layout=check_layout(layout),
         transforms=transforms,
-        items=_native.names.make_items(items, _native.items.DATASET),
+        items=_formats.native_names.make_items(items, _formats.items.DATASET),
         mode=_storage.modes.check(permissions, final),
     )
     request = SaveRequest(
@@ -232,11 +232,11 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
             check_free(path, overwrite=request.overwrite)
     metadata = copy_json(request.metadata)
     json_items = copy_json(request.json, "json")
-    _native.names.check_items(options.items, json_items)
+    _formats.native_names.check_items(options.items, json_items)
     table, structure = plan_leaves(flatten(state, options), options)
     infos = tuple([leaf.info for leaf in table.values()])
     check_names(infos, options.items)
-    _native.manifest.check_arrays(infos)
+    _formats.native_manifest.check_arrays(infos)
     strings = {
         path: str(leaf.source)
         for path, leaf in table.items()
@@ -259,7 +259,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
         devices = _arrays.to_host.places(arrays, operation.count)
         arrays = save_distributed.select_own(operation, infos, arrays)
     dataset = {} if request.dataset is None else datasets.state_files(request.dataset)
-    contents = _native.contents.Contents(
+    contents = _formats.native_contents.Contents(
         infos=infos,
         structure=structure,
         items=options.items,
@@ -293,7 +293,7 @@ def _may_be_too_large(infos: Sequence[LeafInfo]) -> bool:
     names = sum([len(info.path) for info in infos])
     return (
         _STRINGS_OF_A_LEAF * len(infos) > _util.json_limits.MAX_STRINGS
-        or _BYTES_OF_A_LEAF * len(infos) + 3 * names > _native.orbax_json.MAX_BYTES
+        or _BYTES_OF_A_LEAF * len(infos) + 3 * names > _formats.orbax_json.MAX_BYTES
     )
 
 
@@ -310,7 +310,7 @@ def _check_strings(strings: Mapping[LeafPath, str]) -> None:
     if sum(map(len, strings.values())) <= _FEW_CHARACTERS:
         return
     try:
-        _native.orbax_json.check_size(_native.orbax_files.strings(strings))
+        _formats.orbax_json.check_size(_formats.orbax_files.strings(strings))
     except ValueError as error:
         sizes = {path: len(text) for path, text in strings.items()}
         large = sorted(sizes, key=lambda path: -sizes[path])[: errors.ROWS_SHOWN]
@@ -435,16 +435,16 @@ def _check_repeated(flat: _state.flax_state.FlatState, table: LeafTable) -> None
         )
 
 
-def check_names(infos: Sequence[LeafInfo], items: _native.items.Items) -> None:
+def check_names(infos: Sequence[LeafInfo], items: _formats.items.Items) -> None:
     """Raises LeafNameError unless the leaves can be stored in their items.
 
     Raises:
         LeafNameError: Leaves collide on disk, readers refuse their names, or they are
             in none of the items.
     """
-    _native.names.check_branches(items, infos)
+    _formats.native_names.check_branches(items, infos)
     for leaves in items.split(infos).values():
-        _native.names.check(leaves, [items.param_name(info) for info in leaves])
+        _formats.native_names.check(leaves, [items.param_name(info) for info in leaves])
 
 
 def _step_around(item: Path) -> int | None:
@@ -468,7 +468,7 @@ def copy_json(value: Mapping[str, JSON], what: str = "metadata") -> dict[str, JS
         if not isinstance(value, Mapping):
             raise ValueError(f"{what} is a {type(value).__name__}")
         copy = _util.json_limits.copy(value, what)
-        _native.orbax_json.check_size(_native.orbax_json.dumps(copy))
+        _formats.orbax_json.check_size(_formats.orbax_json.dumps(copy))
     except ValueError as error:
         raise errors.OptionError(
             f"the {what} cannot be saved as JSON: {errors.printable(str(error))}"

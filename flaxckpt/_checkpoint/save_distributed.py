@@ -15,14 +15,13 @@ from pathlib import Path
 import jax
 from jax.sharding import NamedSharding
 
-from flaxckpt import _arrays, _distributed, _storage, datasets, errors
+from flaxckpt import _arrays, _distributed, _formats, _storage, datasets, errors
 from flaxckpt._checkpoint import commit
 from flaxckpt._checkpoint.commit import Snapshot, WrittenFiles
 from flaxckpt._distributed.messages import ApartError
 from flaxckpt._distributed.operation import Operation
 from flaxckpt._state.leaf import Leaf, LeafInfo
 from flaxckpt._types import JSON, Shape
-from flaxckpt.formats import _native
 
 Named = tuple[str, Shape, Leaf]
 """A leaf with its name on disk and its chunk shape."""
@@ -186,7 +185,7 @@ def _follow(
         raise
     # Patient: process 0 commits when all have written, however slow its disk is.
     size = int(operation.first("committed", str, is_patient=True))
-    manifest = _storage.stamp(snapshot.request.path / _native.orbax_json.MANIFEST)
+    manifest = _storage.stamp(snapshot.request.path / _formats.orbax_json.MANIFEST)
     return WrittenFiles(size, commit.linkable_arrays(snapshot, manifest))
 
 

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from flaxckpt import _state, _util
+from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Box, LeafTable
 from flaxckpt._types import LeafPath
-from flaxckpt.formats._reader import Stored
 
 _OURS = "flaxckpt"
 """Name of our own format in metadata."""

@@ -12,13 +12,23 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from flaxckpt import _arrays, _doors, _state, _steps, _storage, _util, _zarr, errors
+from flaxckpt import (
+    _arrays,
+    _doors,
+    _formats,
+    _state,
+    _steps,
+    _storage,
+    _util,
+    _zarr,
+    errors,
+)
 from flaxckpt._checkpoint import file_sizes, verify_arrays, verify_report
 from flaxckpt._checkpoint.verify_report import Check
+from flaxckpt._formats import locate
+from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
-from flaxckpt.formats import _locate, _native
-from flaxckpt.formats._reader import Stored
 
 _LARGE = 2**62
 """Size limit that admits any file."""
@@ -26,7 +36,7 @@ _LARGE = 2**62
 _READERS = (
     "flaxckpt._arrays.blockwise",
     "flaxckpt._arrays.read",
-    "flaxckpt.formats._native.contents",
+    "flaxckpt._formats.native_contents",
 )
 """Modules that read arrays, which other packages import only when they need them."""
 
@@ -60,7 +70,7 @@ def verify(path: PathLike, *, step: int | None = None) -> verify_report.VerifyRe
     """
     root = _storage.paths.resolve(path)
     try:
-        located = _locate.locate(root, step)
+        located = locate.locate(root, step)
     except errors.DamagedCheckpointError as error:
         return report_lost(root, step, error)
     return _verify(located.path, located.step, located.open_as_saved)
@@ -84,7 +94,7 @@ def verify_checkpoint(
     Raises:
         CheckpointNotFoundError, CheckpointFormatError: There is no checkpoint.
     """
-    read = functools.partial(_locate.read_stored, path, step)
+    read = functools.partial(locate.read_stored, path, step)
     return _verify(path, step, read, thorough=thorough, counter=counter)
 
 
@@ -114,7 +124,7 @@ def _verify(
             elif stored is not None:
                 extra = _verify_foreign(path, stored, findings)
             if stored is not None:
-                check = functools.partial(_locate.check_step, path, step, stored)
+                check = functools.partial(locate.check_step, path, step, stored)
                 findings.attempt(verify_report.HERE, check)
         except OSError as error:
             _record_failure(path, error, findings)
@@ -150,7 +160,7 @@ def check(path: Path, step: int | None) -> None:
     """
     report = verify_checkpoint(path, step)
     for name, why in {**report.problems, **report.unread}.items():
-        if not name.startswith(f"{_native.items.METRICS}/"):
+        if not name.startswith(f"{_formats.items.METRICS}/"):
             where = path if name == verify_report.HERE else name
             raise errors.DamagedCheckpointError(f"{where}: {why}")
 
@@ -180,7 +190,7 @@ def find_damage(path: Path, step: int | None) -> str | None:
         if _storage.permissions.is_unread(error):
             return None
         # The path was a checkpoint before the damage.
-        is_ours = _steps.index.sign(path) or (path / _native.items.STATE).is_dir()
+        is_ours = _steps.index.sign(path) or (path / _formats.items.STATE).is_dir()
         if is_ours and _find_unreadable(path) is None:
             return str(error).splitlines()[0]
         return None
@@ -268,7 +278,7 @@ def _describe_values(
     """Returns `, rows 0-127 of 512` for a part of a leaf; empty for the whole leaf."""
     shape, region = _arrays.forms.stored_form(info)[0], place.region
     if region is None and place.file and info.chunk_shape is not None:
-        directory = _native.items.prefix(stored.items.array_directory(info))
+        directory = _formats.items.prefix(stored.items.array_directory(info))
         key = place.file.rpartition(directory)[2]
         region = _zarr.metadata.region_of_key(key, shape, info.chunk_shape)
     if region is None:
@@ -287,9 +297,9 @@ def _describe_values(
 def _read_often(path: Path, stored: Stored) -> list[Path]:
     """Returns the files that several checks read."""
     names = {
-        _native.orbax_json.MANIFEST,
-        _native.items.CHECKPOINT,
-        _native.contents.seal_name(stored.digests),
+        _formats.orbax_json.MANIFEST,
+        _formats.items.CHECKPOINT,
+        _formats.native_contents.seal_name(stored.digests),
         *_index_files(stored),
     }
     return [path / name for name in sorted(names)]
@@ -298,7 +308,7 @@ def _read_often(path: Path, stored: Stored) -> list[Path]:
 def _index_files(stored: Stored) -> set[str]:
     """Returns the files of databases that have the places of the values."""
     names = _zarr.metadata.INDEX_FILES
-    roots = map(_native.items.prefix, stored.items.trees)
+    roots = map(_formats.items.prefix, stored.items.trees)
     return {f"{root}{name}" for root in roots for name in names}
 
 
@@ -306,7 +316,7 @@ def _verify_own(
     path: Path, stored: Stored, findings: verify_report.Findings
 ) -> list[str]:
     """Compares every file with a checksum; returns files not in the checkpoint."""
-    manifest = _native.items.read_json(path / _native.orbax_json.MANIFEST, path)
+    manifest = _formats.items.read_json(path / _formats.orbax_json.MANIFEST, path)
     digests, index = file_sizes.digests(stored), _index_files(stored)
     checks = [
         Check(
@@ -327,7 +337,7 @@ def _verify_own(
     checks += _metrics_checks(
         path, findings, stored.recorded_step, is_digested=is_digested
     )
-    seal_name = _native.contents.seal_name(stored.digests)
+    seal_name = _formats.native_contents.seal_name(stored.digests)
     checks.append(Check(seal_name, functools.partial(_check_seal, path, seal_name)))
     findings.counter.total = _storage.of(path).known_size_below(path)
     findings.run(checks)
@@ -340,7 +350,7 @@ def _verify_own(
             "it was saved without checksums; its files exist"
         )
     _decode(path, undigested, findings)
-    expected = {*digests, *_native.items.UNDIGESTED, *arrays.files}
+    expected = {*digests, *_formats.items.UNDIGESTED, *arrays.files}
     present = {name for name in _names(path, path) if not _is_marker(name)}
     return sorted(present - expected)
 
@@ -365,9 +375,9 @@ def _check_digest(
 
 def _check_seal(path: Path, seal_name: str) -> None:
     """Raises ValueError if the digest of the manifest differs from the recorded one."""
-    manifest = _native.items.read_file(path / _native.orbax_json.MANIFEST, path)
-    seal = _native.items.read_file(path / seal_name, path)
-    if seal != _native.contents.commit_marker(manifest):
+    manifest = _formats.items.read_file(path / _formats.orbax_json.MANIFEST, path)
+    seal = _formats.items.read_file(path / seal_name, path)
+    if seal != _formats.native_contents.commit_marker(manifest):
         raise ValueError("its content has changed since it was written")
 
 
@@ -386,17 +396,19 @@ def _metrics_checks(
         step: The step that the metrics must be of; None for any.
         is_digested: Whether the digests of the metrics must exist.
     """
-    name = f"{_native.items.METRICS}/{_native.items.METRICS}"
-    digests = _native.items.METRICS_DIGESTS
+    name = f"{_formats.items.METRICS}/{_formats.items.METRICS}"
+    digests = _formats.items.METRICS_DIGESTS
 
     def check() -> None:
-        if (path / _native.items.METRICS).exists():
+        if (path / _formats.items.METRICS).exists():
             (path / name).stat()  # raises if the directory has no metrics file
-        _native.metadata.load_metrics(path, step)
+        _formats.native_metadata.load_metrics(path, step)
 
     checks = [Check(name, check)]
     if is_digested or (path / digests).exists():
-        check_digests = functools.partial(_native.metadata.check_metrics_digests, path)
+        check_digests = functools.partial(
+            _formats.native_metadata.check_metrics_digests, path
+        )
         checks.append(Check(digests, check_digests))
     elif (path / name).exists():
         findings.unchecked[name] = "the metrics were saved without a digest"

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import crc32c
 
-from flaxckpt import _arrays, _state, _storage, _zarr
+from flaxckpt import _arrays, _formats, _state, _storage, _zarr
 from flaxckpt._checkpoint import file_sizes, verify_report
 from flaxckpt._checkpoint.verify_report import Check, Findings
+from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt._zarr.metadata import Encoding, Region
-from flaxckpt.formats import _native
-from flaxckpt.formats._reader import Stored
 
 if TYPE_CHECKING:
     from flaxckpt._zarr.btree import Place, Value
@@ -68,7 +67,7 @@ class _Finder:
         self._stored = stored
         self._findings = findings
         self._manifest = manifest
-        self._encoding = _native.manifest.parse_encoding(manifest)
+        self._encoding = _formats.native_manifest.parse_encoding(manifest)
         self._found = ArrayChecks([], set(), {})
 
     def find(self) -> ArrayChecks:
@@ -88,7 +87,7 @@ class _Finder:
         self, leaf_path: LeafPath, leaf: Leaf, encoding: Encoding
     ) -> None:
         info, digests = leaf.info, self._stored.digests
-        root = _native.items.prefix(self._stored.items.array_directory(info))
+        root = _formats.items.prefix(self._stored.items.array_directory(info))
         names = file_sizes.array_files(encoding, info)
         metadata, *chunks = [f"{root}{name}" for name in names]
         self._found.files.update((metadata, *chunks))
@@ -120,13 +119,13 @@ class _Finder:
         if "files" in self._manifest:
             sizes = file_sizes.recorded_sizes(self._stored, self._manifest, item)
             self._found.files.update(sizes)
-        elif leaves and _native.items.database(item) not in digests:
+        elif leaves and _formats.items.database(item) not in digests:
             below = _storage.of(root).files_below(root)
-            start = _native.items.prefix(item)
+            start = _formats.items.prefix(item)
             self._found.files.update(f"{start}{name}" for name in below)
         if not leaves:
             return
-        is_digested = _native.items.has_chunk_digests(digests, item)
+        is_digested = _formats.items.has_chunk_digests(digests, item)
         if encoding is None or not (encoding.checksum or is_digested):
             self._found.undigested.update(leaves)
         if encoding is None:
@@ -139,7 +138,7 @@ class _Finder:
             for chunk in self._chunks_of(leaf_path, leaf, values, encoding):
                 if not is_digested:
                     files.setdefault(chunk.place.file, []).append(chunk)
-        start = _native.items.prefix(item)
+        start = _formats.items.prefix(item)
         for file, chunks in files.items():
             name = f"{start}{file}"
             check = _FileCheck(
@@ -160,7 +159,7 @@ class _Finder:
         ):
             return None
         values: dict[bytes, Value] = {}
-        name, root = _native.items.database(item), self._path / item
+        name, root = _formats.items.database(item), self._path / item
 
         def read() -> None:
             _storage.of(root).check_root(root, self._path)
@@ -192,7 +191,7 @@ class _Finder:
         text, *parts = [value for value in found if value is not None]
         if encoding.version == 3:
             item = self._stored.items.item_of(info)
-            root, start = self._path / item, _native.items.prefix(item)
+            root, start = self._path / item, _formats.items.prefix(item)
             check = functools.partial(_check_value, root, text, encoding, info)
             file = "" if isinstance(text, bytes) else f"{start}{text.file}"
             self._found.checks.append(Check(leaf_path, check, file))
@@ -216,7 +215,7 @@ def leaves_in(name: str, stored: Stored) -> list[LeafPath]:
     if item is None:
         return []
     arrays = arrays_of(stored, item)
-    database = _native.items.database(item)
+    database = _formats.items.database(item)
     if name == database or (name in stored.digests and database in stored.digests):
         return list(arrays)  # the tree, or a file of a database that is read as a whole
     if database in stored.digests:
@@ -238,7 +237,7 @@ def _leaves_in_file(
         values = _zarr.ocdbt.read_tree(root)
     except (ValueError, OSError):
         return list(arrays)
-    file = name.removeprefix(_native.items.prefix(item))
+    file = name.removeprefix(_formats.items.prefix(item))
     keys = {
         key.decode(errors="surrogateescape").rpartition("/c")[0]
         for key, value in values.items()

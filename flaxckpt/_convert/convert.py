@@ -21,11 +21,11 @@ from flaxckpt._checkpoint.save_handle import SaveResult
 from flaxckpt._convert import plan, source_files, writers
 from flaxckpt._convert.journal import Journal
 from flaxckpt._convert.plan import ConvertOptions
+from flaxckpt._formats import locate, reader
+from flaxckpt._formats.reader import Stored
 from flaxckpt._types import PathLike
 from flaxckpt._zarr.array_layout import ArrayLayout
 from flaxckpt._zarr.metadata import Array
-from flaxckpt.formats import _locate, _reader
-from flaxckpt.formats._reader import Stored
 from flaxckpt.transforms import Transform
 
 _log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def _convert_to_disk(
     source: Path, step: int | None, final: Path, options: ConvertOptions
 ) -> int:
     """Converts the checkpoint at `source` to `final`; returns the written bytes."""
-    located = _locate.locate(source, step)
+    located = locate.locate(source, step)
     source, number = located.path, located.step
     source_files.check_apart(final, [source], ())
     _check_target_free(final, options)
@@ -304,7 +304,7 @@ class _Progress:
 
 
 def _check_current(stored: Stored, files: Sequence[_storage.Stamp]) -> None:
-    _reader.check_current(stored.metadata.path, stored.stamp, "convert")
+    reader.check_current(stored.metadata.path, stored.stamp, "convert")
     if names := source_files.changed(files):
         raise errors.DamagedCheckpointError(
             f"{len(names)} files were changed or deleted during the conversion:\n"
@@ -319,7 +319,7 @@ def _check_readable(journal: Journal, target: writers.Target, step: int | None) 
         SaveFailedError: The new checkpoint is unreadable, and was removed.
     """
     try:
-        _locate.read_stored(journal.output / target.result, step)
+        locate.read_stored(journal.output / target.result, step)
     except (errors.DamagedCheckpointError, errors.CheckpointFormatError) as error:
         journal.forget()
         journal.remove()

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from flaxckpt import errors
+from flaxckpt._formats import locate
 from flaxckpt._state.leaf import LeafTable
 from flaxckpt._types import LeafPath, PathLike
-from flaxckpt.formats import _locate
 from flaxckpt.maps import _named
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
@@ -60,7 +60,7 @@ def find_map(
     """
     if isinstance(map, str):
         _named.check_name("map", map)
-        table = _transforms.apply(before, _locate.open_checkpoint(run, step).table)
+        table = _transforms.apply(before, locate.open_checkpoint(run, step).table)
         return tuple(find(map, config, table, target=target, prefix=prefix))
     if target is not None or prefix is not None:
         raise errors.OptionError("target and prefix need the name of a map, not a list")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from flaxckpt import _state, _storage, errors
+from flaxckpt._formats import hub_cache
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import PathLike
-from flaxckpt.formats import _hub_cache
 from flaxckpt.maps import Family, _config
 
 _log = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ def _find_directory(path: PathLike) -> Path:
     home = _storage.paths.resolve(path)
     if not home.is_dir():
         raise errors.OptionError(f"tokenizer={str(path)!r} is not a directory")
-    return _hub_cache.find_snapshot(home) or home
+    return hub_cache.find_snapshot(home) or home
 
 
 def _read_file(file: Path) -> bytes:
@@ -165,7 +165,7 @@ def _read_file(file: Path) -> bytes:
         OptionError: The file cannot be read.
     """
     try:
-        _hub_cache.check_link(file)
+        hub_cache.check_link(file)
         return _storage.of(file).read(file, max_bytes=_MAX_FILE_BYTES)
     except errors.CheckpointError:
         raise

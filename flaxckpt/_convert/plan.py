@@ -10,16 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from flaxckpt import _arrays, _state, _storage, _util, errors
+from flaxckpt import _arrays, _formats, _state, _storage, _util, errors
 from flaxckpt._convert import writers
 from flaxckpt._convert.adapter_files import AdapterFiles
 from flaxckpt._convert.model_files import ModelFiles
+from flaxckpt._formats.items import Items
+from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import JSON
 from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
-from flaxckpt.formats import _native
-from flaxckpt.formats._native.items import Items
-from flaxckpt.formats._reader import Stored
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
 
@@ -168,13 +167,13 @@ def make_state(
     metadata, dataset = stored.metadata, {}
     if metadata.has_dataset and options.format == "orbax":
         source_dir = _storage.paths.from_text(metadata.path)
-        dataset = _native.checkpoint.read_dataset(
+        dataset = _formats.native.read_dataset(
             source_dir, stored.digests, stored.items.dataset
         )
     items, json = Items(), dict[str, JSON]()
     if options.format == "orbax":
         infos = tuple([leaf.info for leaf in table.values()])
-        in_state = (*stored.items.trees, _native.items.METRICS)
+        in_state = (*stored.items.trees, _formats.items.METRICS)
         json = {k: v for k, v in metadata.json.items() if k not in in_state}
         items = _choose_items(stored, infos, json, options.items)
         json = {k: v for k, v in json.items() if k not in (*items.trees, items.dataset)}
@@ -210,15 +209,15 @@ def _choose_items(
     Raises:
         OptionError, LeafNameError: As for `save`, with `items`.
     """
-    names = _native.names
+    names = _formats.native_names
     dataset = stored.items.dataset
     if names.find_fault(dataset) is not None:
-        dataset = _native.items.DATASET
+        dataset = _formats.items.DATASET
     if items is not None:
         layout = names.make_items(items, dataset)
         names.check_items(layout, json.keys() & set(layout.trees))
         return layout
-    state = stored.items.state or _native.items.STATE
+    state = stored.items.state or _formats.items.STATE
     if not isinstance(state, str):
         branches = {str(info.keys[0].name) for info in infos if info.keys}
         branches -= stored.metadata.json.keys()
@@ -243,7 +242,7 @@ def describe_work(
     """Describes the work in JSON: durable pieces of equal work can be kept."""
     rows: list[JSON] = [
         [
-            _native.manifest.leaf_row(leaf.info),
+            _formats.native_manifest.leaf_row(leaf.info),
             [
                 [str(source.root), source.info.path, str(source.info)]
                 for source in _stored(leaf)
@@ -256,7 +255,7 @@ def describe_work(
         str(root) for root in source_roots(state) if str(root) != stored.metadata.path
     ]
     identity = None if stored.stamp is None else stored.stamp.identity
-    content = _native.orbax_json.dumps([rows, _state.treedef.to_json(state.structure)])
+    content = _formats.orbax_json.dumps([rows, _state.treedef.to_json(state.structure)])
     return {
         "version": 1,
         "source": stored.metadata.path,

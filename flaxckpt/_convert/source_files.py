@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flaxckpt import _steps, _storage, errors
-from flaxckpt.formats import _recognise, _shards
+from flaxckpt._formats import recognise, shards
 
 _MAX_FILES = 200_000
 """Maximum number of files to watch in a source."""
@@ -26,10 +26,10 @@ def _files(source: Path) -> Iterator[Path]:
             yield source / name
         return
     yield source
-    if shards := sorted(_shards.names(source)):
-        for name in shards:
+    if found := sorted(shards.names(source)):
+        for name in found:
             yield source.parent / name
-    elif _recognise.t5x(source):
+    elif recognise.t5x(source):
         for path in sorted(source.resolve().parent.iterdir()):
             if (path / ".zarray").is_file() and not path.is_symlink():
                 yield from _files(path)

@@ -14,16 +14,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flaxckpt import _arrays, _checkpoint, _state, _storage
+from flaxckpt import _arrays, _checkpoint, _formats, _state, _storage
 from flaxckpt._arrays.blockwise import Piece
 from flaxckpt._arrays.to_host import HostArray, HostShard
+from flaxckpt._formats import file_layout, msgpack, safetensors
+from flaxckpt._formats.items import Items
+from flaxckpt._formats.reader import CheckpointMetadata
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt._zarr.array_layout import ArrayLayout
 from flaxckpt._zarr.metadata import Array
-from flaxckpt.formats import _file_layout, _msgpack, _native, _safetensors
-from flaxckpt.formats._native.items import Items
-from flaxckpt.formats._reader import CheckpointMetadata
 
 _SYNCING_THREADS = 8
 
@@ -116,7 +116,7 @@ class _FlatTarget:
     """Writer for files with consecutive arrays."""
 
     def __init__(
-        self, state: State, layouts: Sequence[_file_layout.FileLayout], result: str
+        self, state: State, layouts: Sequence[file_layout.FileLayout], result: str
     ) -> None:
         self._layouts = layouts
         self._output = Path()
@@ -148,7 +148,7 @@ class _FlatTarget:
                 for piece, array in inside:
                     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
                     runs = layout.runs[piece.path]
-                    _file_layout.write_values(
+                    file_layout.write_values(
                         descriptor, runs, piece.start, content.data
                     )
                 os.fsync(descriptor)
@@ -156,10 +156,10 @@ class _FlatTarget:
     def finish(self, output: Path) -> None:
         for layout in self._layouts:
             with _file_descriptor(output / layout.name) as descriptor:
-                _file_layout.write_literals(descriptor, layout)
+                file_layout.write_literals(descriptor, layout)
 
 
-def _literals_digest(layout: _file_layout.FileLayout) -> str:
+def _literals_digest(layout: file_layout.FileLayout) -> str:
     return _storage.files.digest(
         b"".join(b"%d %b" % (at, content) for at, content in layout.literals)
     )
@@ -175,8 +175,8 @@ def _file_descriptor(path: Path, flags: int = 0) -> Iterator[int]:
 
 
 def _safetensors_target(state: State, final: Path) -> Target:
-    is_file = final.suffix == _safetensors.header.SUFFIX
-    layouts = _safetensors.writer.make_layouts(
+    is_file = final.suffix == safetensors.header.SUFFIX
+    layouts = safetensors.writer.make_layouts(
         state.infos,
         state.structure,
         state.strings,
@@ -187,7 +187,7 @@ def _safetensors_target(state: State, final: Path) -> Target:
 
 
 def _huggingface_target(state: State, final: Path) -> Target:
-    layouts = _safetensors.writer.make_layouts(
+    layouts = safetensors.writer.make_layouts(
         state.infos,
         state.structure,
         state.strings,
@@ -196,7 +196,7 @@ def _huggingface_target(state: State, final: Path) -> Target:
         name=state.arrays_name,
     )
     for name, content in state.files.items():
-        layout = _file_layout.FileLayout(name)
+        layout = file_layout.FileLayout(name)
         layout.add(content)
         layouts.append(layout)
     return _FlatTarget(state, layouts, "")
@@ -210,13 +210,13 @@ def _msgpack_target(state: State, final: Path) -> Target:
         if leaf.info.python_type in ("int", "float", "bool", "complex")
     ]
     values = _arrays.blockwise.read(numbers, max_bytes=state.batch_bytes)
-    contents = _msgpack.writer.Contents(
+    contents = msgpack.writer.Contents(
         state.structure,
         infos,
         {p.path: v.item() for p, v in zip(numbers, values, strict=True)},
         state.strings,
     )
-    layout = _msgpack.writer.make_layout("state.msgpack", contents)
+    layout = msgpack.writer.make_layout("state.msgpack", contents)
     target = _FlatTarget(state, [layout], layout.name)
     target.pieces = [piece for piece in target.pieces if piece.path in layout.runs]
     return target
@@ -234,7 +234,7 @@ class _OrbaxTarget:
         infos, items = state.infos, state.items
         self._names = {info.path: items.param_name(info) for info in infos}
         _checkpoint.save.check_names(infos, items)
-        _native.manifest.check_arrays(infos)
+        _formats.native_manifest.check_arrays(infos)
         self.pieces = state.pieces(by_chunk=True)
         self._total_bytes = sum(piece.nbytes for piece in self.pieces)
         self._segment_bytes = self._contents().segment_bytes() or sys.maxsize
@@ -290,17 +290,17 @@ class _OrbaxTarget:
 
     def finish(self, output: Path) -> None:
         contents = self._contents()
-        files = _native.contents.make_files(contents)
+        files = _formats.native_contents.make_files(contents)
         _write_anew(output, files)
         written = {item: batches.written for item, batches in self._batches.items()}
-        sealed = _native.contents.seal(contents, files, output, written)
+        sealed = _formats.native_contents.seal(contents, files, output, written)
         _write_anew(output, sealed)
         for batches in self._batches.values():
             batches.forget()
 
-    def _contents(self) -> _native.contents.Contents:
+    def _contents(self) -> _formats.native_contents.Contents:
         state, metadata = self._state, self._state.metadata
-        return _native.contents.Contents(
+        return _formats.native_contents.Contents(
             step=state.step,
             infos=state.infos,
             structure=state.structure,

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from flaxckpt import _state, _steps, _storage, errors, formats
+from flaxckpt import _formats, _state, _steps, _storage, errors
+from flaxckpt._formats import locate
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
-from flaxckpt.formats import _locate
 from flaxckpt.transforms import _moments
 
 _MAX_FILE_BYTES = 2**28
@@ -97,9 +97,9 @@ def read_target(target: PathLike, *, step: int | None = None) -> TargetState:
         OptionError: The file does not describe a state.
     """
     root = _storage.paths.resolve(target)
-    if root.suffix == ".json" and root.is_file() and not formats.recognises(root):
+    if root.suffix == ".json" and root.is_file() and not _formats.recognises(root):
         return _read_file(root)
-    stored = _locate.open_checkpoint(root, step)
+    stored = locate.open_checkpoint(root, step)
     stored.check_items(stored.items.trees)
     values = {path: _abstract(row.info) for path, row in stored.table.items()}
     has_roles = any(row.info.role is not None for row in stored.table.values())
@@ -109,7 +109,7 @@ def read_target(target: PathLike, *, step: int | None = None) -> TargetState:
 
 def _run_directory(root: Path) -> Path:
     """Returns the parent of a checkpoint with the name of a step; else `root`."""
-    is_step = _steps.names.is_usual(root.name) and formats.recognises(root)
+    is_step = _steps.names.is_usual(root.name) and _formats.recognises(root)
     return root.parent if is_step else root
 
 

@@ -10,11 +10,11 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from flaxckpt import _arrays, _state, _storage, _util, errors
+from flaxckpt._formats import locate
+from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt._zarr.metadata import Array
-from flaxckpt.formats import _locate
-from flaxckpt.formats._reader import Stored
 from flaxckpt.transforms import Transform, _moments, _patterns
 from flaxckpt.transforms import _base as _transforms
 
@@ -207,7 +207,7 @@ def diff(
         OptionError: `only` is not a regular expression, or matches no leaf.
     """
     sides = [
-        _locate.open_checkpoint(path, step) for path, step in ((a, step_a), (b, step_b))
+        locate.open_checkpoint(path, step) for path, step in ((a, step_a), (b, step_b))
     ]
     names = _names(sides)
     damaged = _damaged_branches(sides)

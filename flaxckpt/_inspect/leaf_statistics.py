@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from flaxckpt import _arrays, _util, errors
+from flaxckpt._formats import locate
+from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt._zarr.metadata import Array
 from flaxckpt.errors import Mismatch
-from flaxckpt.formats import _locate
-from flaxckpt.formats._reader import Stored
 
 _PIECE_BYTES = 16 * 2**20
 _AT_ONCE = 64 * 2**20
@@ -78,7 +78,7 @@ def leaf_statistics(
         RestoreMismatchError: The leaf does not exist.
         CheckpointError: As for `load`.
     """
-    return statistics_of(_locate.open_checkpoint(path, step), leaf_path, bins=bins)
+    return statistics_of(locate.open_checkpoint(path, step), leaf_path, bins=bins)
 
 
 def statistics_of(

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from flaxckpt import _run, _steps, _storage, _util, errors, formats
+from flaxckpt import _formats, _run, _steps, _storage, _util, errors
+from flaxckpt._formats import locate
 from flaxckpt._inspect import run_view
 from flaxckpt._types import PathLike
-from flaxckpt.formats import _locate, _native
 from flaxckpt.policies import PreservationPolicy
 
 _Step = TypeVar("_Step")
@@ -101,8 +101,8 @@ def listing(
         CheckpointFormatError: The path is neither a run directory nor a checkpoint.
         OptionError: No step has the metric of a policy in `keep`.
     """
-    root = formats.follow(_storage.paths.resolve(path))
-    if step_format is None and root.exists() and formats.recognises(root):
+    root = _formats.follow(_storage.paths.resolve(path))
+    if step_format is None and root.exists() and _formats.recognises(root):
         usage = _run.disk_usage.on_disk(root, set())
         step = _describe(None, root, usage, damage=run_view.find_known_damage(root))
         return Listing(str(root), False, (step,), step.bytes)
@@ -213,9 +213,9 @@ def _read_markers(path: Path) -> _steps.markers.Status | None:
 
 def _format(path: Path) -> str:
     try:
-        if (path / _native.orbax_json.MANIFEST).is_file():
+        if (path / _formats.orbax_json.MANIFEST).is_file():
             return "flaxckpt"
-        return formats.detect(path).format
+        return _formats.detect(path).format
     except (errors.CheckpointError, PermissionError):
         return "unknown"
 
@@ -274,9 +274,9 @@ def disk_usage(
     Raises:
         CheckpointError: As for `metadata`.
     """
-    root = formats.follow(_storage.paths.resolve(path))
+    root = _formats.follow(_storage.paths.resolve(path))
     paths: list[tuple[int | None, Path]] = [(None, root)]
-    if step_format is not None or not (root.exists() and formats.recognises(root)):
+    if step_format is not None or not (root.exists() and _formats.recognises(root)):
         paths = [*run_view.survey(root, step_format).paths.items()]
     counted: set[_run.disk_usage.FileId] = set()
     steps = tuple(
@@ -287,7 +287,7 @@ def disk_usage(
     total = None if None in sizes else sum(size or 0 for size in sizes)
     if not steps:
         return DiskUsage(str(root), steps, total, None, ())
-    described = _locate.read_metadata(root, step, step_format=step_format)
+    described = locate.read_metadata(root, step, step_format=step_format)
     trees = _run.disk_usage.subtrees(described.leaves)
     shown = [tree for tree in trees if tree.depth <= depth]
     return DiskUsage(str(root), steps, total, described.path, tuple(shown))

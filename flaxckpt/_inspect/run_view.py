@@ -15,12 +15,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from flaxckpt import _checkpoint, _run, _steps, _storage, errors, formats, policies
+from flaxckpt import _checkpoint, _formats, _run, _steps, _storage, errors, policies
 from flaxckpt._checkpoint.verify_report import VerifyReport
+from flaxckpt._formats import locate
 from flaxckpt._run.retention import Rules
 from flaxckpt._run.run_steps import RunSteps
 from flaxckpt._types import LeafPath, PathLike
-from flaxckpt.formats import _locate, _native
 from flaxckpt.policies import PreservationPolicy
 
 
@@ -52,7 +52,7 @@ class RunView:
 
     root: Path
     steps: Mapping[int, Path]
-    doubtful: Mapping[int, _steps.index.Entry[formats.Detected]]
+    doubtful: Mapping[int, _steps.index.Entry[_formats.Detected]]
     step_format: str | None = None
 
     @property
@@ -226,22 +226,22 @@ def survey(root: Path, step_format: str | None = None) -> RunView:
             not a run directory.
         OptionError: The path is a single checkpoint.
     """
-    if not root.is_dir() or formats.recognises(root):
-        formats.detect(root)
+    if not root.is_dir() or _formats.recognises(root):
+        _formats.detect(root)
         raise errors.OptionError(
             f"{root} is a checkpoint, not a directory of steps: pass its parent"
         )
     with _storage.permissions.explain_errors(root):
-        number = _locate.step_parser(step_format)
-        index = _steps.index.StepIndex(root, formats.identify, number)
+        number = locate.step_parser(step_format)
+        index = _steps.index.StepIndex(root, _formats.identify, number)
         doubtful = {
             step: entry
             for step, entry in index.doubtful.items()
-            if entry.why or not formats.is_empty(entry.path)
+            if entry.why or not _formats.is_empty(entry.path)
         }
-        if not index.steps and not doubtful and not formats.has_only_begun(root):
+        if not index.steps and not doubtful and not _formats.has_only_begun(root):
             if step_format is None:
-                formats.detect(root)  # raises
+                _formats.detect(root)  # raises
             raise errors.CheckpointNotFoundError(
                 f"{root} has no steps named like {step_format!r}: check the directory"
                 " and the format"
@@ -255,7 +255,7 @@ def numbers(path: PathLike, step_format: str | None = None) -> list[int]:
 
 
 def find_damage(
-    path: Path, doubt: _steps.index.Entry[formats.Detected] | None
+    path: Path, doubt: _steps.index.Entry[_formats.Detected] | None
 ) -> str | None:
     """Returns the known damage of a step, or None.
 
@@ -269,7 +269,7 @@ def find_damage(
     if doubt.why:
         return doubt.why
     try:
-        formats.detect(path)
+        _formats.detect(path)
     except errors.CheckpointError as error:
         return str(error)
     return None
@@ -303,7 +303,7 @@ def created(path: Path) -> float | None:
     """Returns the recorded time of a step's save; None if unknown or deleted."""
     try:
         if path.is_dir():
-            return _native.metadata.read_created(path)
+            return _formats.native_metadata.read_created(path)
         return path.stat().st_mtime
     except (OSError, ValueError):  # deleted, or an empty directory
         return None
@@ -409,8 +409,8 @@ def prune(
     keep: Sequence[PreservationPolicy] | None = None,
     keep_dataset: Sequence[PreservationPolicy] = (),
     keep_items: Mapping[str, Sequence[PreservationPolicy]] = MappingProxyType({}),
-    items: str | Sequence[str] = _native.items.STATE,
-    dataset_item: str = _native.items.DATASET,
+    items: str | Sequence[str] = _formats.items.STATE,
+    dataset_item: str = _formats.items.DATASET,
 ) -> Pruned:
     """Deletes the steps of a run that no policy keeps, or lists them.
 
@@ -434,7 +434,7 @@ def prune(
     """
     root = _storage.paths.resolve(path)
     if keep is not None:
-        made = _native.names.make_items(items, dataset_item)
+        made = _formats.native_names.make_items(items, dataset_item)
         rules = Rules.of(keep, keep_dataset, keep_items, None, made)
     else:
         rules = _recorded_rules(root, step_format)

@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from flaxckpt import _arrays, _checkpoint, _state, _util, _zarr, errors
+from flaxckpt import _arrays, _checkpoint, _formats, _state, _util, _zarr, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import PyTree
 from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
-from flaxckpt.formats import _native
 
 EXCHANGES = 5
 """The number of message exchanges in a save; see `_distributed.agreement`: start, path,
@@ -144,7 +143,7 @@ def simulate(
     infos = tuple([leaf.info for leaf in table.values()])
     _check_meshes(infos, processes)
     _checkpoint.save.check_names(infos, options.items)
-    contents = _native.contents.Contents(
+    contents = _formats.native_contents.Contents(
         infos=infos, structure=structure, encoding=options.layout.encoding
     )
     metadata = _checkpoint.commit.metadata_files(contents, _NOWHERE)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
+from flaxckpt._formats.reader import Lineage
 from flaxckpt._inspect import best_step
 from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Step
 from flaxckpt._report.copies import Copy
-from flaxckpt.formats._reader import Lineage
 
 
 class Save(NamedTuple):

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _util, datasets
+from flaxckpt import _formats, _util, datasets
 from flaxckpt._report.data import Position
-from flaxckpt.formats import _native
 
 _MAX_BYTES = 2**20
 """Limit on the states of a step: larger states are not read, only their size shown."""
@@ -30,7 +29,7 @@ def read(path: Path, step: int | None) -> Position | None:
         return None
     if sum(sizes) > _MAX_BYTES:
         return Position(step, "", 0, sum(sizes), {})
-    files = _native.checkpoint.read_dataset(path, {})
+    files = _formats.native.read_dataset(path, {})
     description = _parse(files.pop(datasets.DESCRIPTION, b"{}"))
     states = sorted(name for name in files if name.startswith("process_"))
     values = dict(_numbers(_parse(files[states[0]]))) if states else {}
@@ -45,7 +44,7 @@ def read(path: Path, step: int | None) -> Position | None:
 
 
 def _files(path: Path) -> list[Path]:
-    item = _native.items.find_dataset(path)
+    item = _formats.items.find_dataset(path)
     return [] if item is None else [file for file in item.iterdir() if file.is_file()]
 
 

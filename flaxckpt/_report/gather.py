@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from flaxckpt import _arrays, _inspect, _run, _steps, _storage, errors
+from flaxckpt._formats import locate
+from flaxckpt._formats.reader import CheckpointMetadata
 from flaxckpt._inspect.diff import CheckpointDiff
 from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Listing, Step
@@ -41,8 +43,6 @@ from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._steps.event import Event
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt._util import humanize
-from flaxckpt.formats import _locate
-from flaxckpt.formats._reader import CheckpointMetadata
 from flaxckpt.policies import BestN, PreservationPolicy
 
 _COMPARED_BYTES = 2**31
@@ -157,7 +157,7 @@ def _read_metadata(
     for step in good[: -_MOST_TRIED - 1 : -1]:
         try:
             path = _storage.paths.from_text(step.path)
-            metadata = _locate.read_metadata(path)
+            metadata = locate.read_metadata(path)
         except _UNREADABLE as error:
             notes["sizes"] = (
                 f"The newest step cannot be read: {integrity.explain(error)}"
@@ -293,7 +293,7 @@ def _compare_steps(
             notes["change"] = "There are no two good steps to compare."
             return None
         a, b = (
-            _locate.locate(root, step, step_format=options.step_format) for step in pair
+            locate.locate(root, step, step_format=options.step_format) for step in pair
         )
         size = b.open().metadata.total_bytes
         if size > _COMPARED_BYTES and not is_requested:

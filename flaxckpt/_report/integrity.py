@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from flaxckpt import _checkpoint, _steps, _storage, errors
 from flaxckpt._checkpoint.verify_report import VerifyReport
+from flaxckpt._formats import locate
 from flaxckpt._inspect.listing import Step
 from flaxckpt._report.data import Integrity, Report, State
 from flaxckpt._util import humanize
 from flaxckpt._util.progress import Counter
-from flaxckpt.formats import _locate
 
 _CHECKED = 10
 """The number of newest steps that are checked by default."""
@@ -71,7 +71,7 @@ def _check(step: Step, is_new: bool) -> Integrity:
         if is_ours:
             _checkpoint.file_sizes.check(path, step.step)
         else:  # may be a native checkpoint without its manifest
-            stored = _locate.read_step(path, step.step)
+            stored = locate.read_step(path, step.step)
             stored.check_items(stored.metadata.damaged_items)
     except (errors.CheckpointError, OSError) as error:
         if is_ours or isinstance(error, errors.DamagedCheckpointError | OSError):

@@ -6,11 +6,11 @@ import collections
 import shlex
 from collections.abc import Mapping, Sequence
 
+from flaxckpt._formats.reader import Lineage
 from flaxckpt._report import section, tables
 from flaxckpt._report.data import Integrity, Report, State
 from flaxckpt._report.section import Section
 from flaxckpt._util import html, humanize
-from flaxckpt.formats._reader import Lineage
 
 # ---- the dataset ------------------------------------------------------------------
 

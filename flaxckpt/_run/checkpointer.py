@@ -14,6 +14,7 @@ from flaxckpt import (
     _arrays,
     _checkpoint,
     _distributed,
+    _formats,
     _steps,
     _storage,
     _util,
@@ -23,6 +24,8 @@ from flaxckpt import (
 from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._checkpoint.verify_report import VerifyReport
+from flaxckpt._formats import locate
+from flaxckpt._formats.reader import CheckpointMetadata, Lineage
 from flaxckpt._run import (
     card,
     damage,
@@ -39,8 +42,6 @@ from flaxckpt._run import staging as run_staging
 from flaxckpt._run.session import Session
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
-from flaxckpt.formats import _locate, _native
-from flaxckpt.formats._reader import CheckpointMetadata, Lineage
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
@@ -130,8 +131,8 @@ class Checkpointer:
         sinks: Sequence[run_events.Sink] = (),
         keep_dataset: Sequence[PreservationPolicy] = (),
         keep_items: Mapping[str, Sequence[PreservationPolicy]] = MappingProxyType({}),
-        items: str | Sequence[str] = _native.items.STATE,
-        dataset_item: str = _native.items.DATASET,
+        items: str | Sequence[str] = _formats.items.STATE,
+        dataset_item: str = _formats.items.DATASET,
         metrics_from: Callable[[], run_metrics.MetricsByStep] | None = None,
         peer_timeout_secs: float = _distributed.operation.TIMEOUT_SECS,
         read_once: bool = False,
@@ -146,7 +147,7 @@ class Checkpointer:
             snapshot=_util.arguments.check_choice(
                 "snapshot", snapshot, _arrays.to_host.SNAPSHOTS
             ),
-            items=_native.names.make_items(items, dataset_item),
+            items=_formats.native_names.make_items(items, dataset_item),
             mode=_storage.modes.check(permissions, _storage.paths.resolve(directory)),
         )
         rules = retention.Rules.of(
@@ -423,7 +424,7 @@ class Checkpointer:
         if number is None:
             raise errors.CheckpointNotFoundError(f"{self.directory} has no steps")
         path = self._run.path(number)
-        _checkpoint.restore.restore_dataset(_locate.read_step(path, number), dataset)
+        _checkpoint.restore.restore_dataset(locate.read_step(path, number), dataset)
 
     # ---- finding -------------------------------------------------------------
 
@@ -484,11 +485,11 @@ class Checkpointer:
     def metadata(self, step: int) -> CheckpointMetadata:
         """Returns a description of a step, without reading arrays."""
         step = _steps.names.check(step)
-        return _locate.read_stored(self._ended.path(step), step).metadata
+        return locate.read_stored(self._ended.path(step), step).metadata
 
     def has_dataset(self, step: int) -> bool:
         """Returns True if the directory of a step has a dataset state."""
-        return _native.items.find_dataset(self._ended.path(step)) is not None
+        return _formats.items.find_dataset(self._ended.path(step)) is not None
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Returns the metrics stored with a step."""
@@ -499,7 +500,7 @@ class Checkpointer:
         """The metadata of the whole run."""
         for directory in (self._run.saves_in, self.directory):
             with _storage.permissions.explain_errors(directory):
-                if metadata := _native.metadata.read_run_metadata(directory):
+                if metadata := _formats.native_metadata.read_run_metadata(directory):
                     return metadata
         return {}
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flaxckpt import _arrays, _state, _storage, _util, errors
+from flaxckpt._formats.reader import CheckpointMetadata
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
-from flaxckpt.formats._reader import CheckpointMetadata
 
 
 class Subtree(NamedTuple):

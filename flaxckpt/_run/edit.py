@@ -8,11 +8,11 @@ import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from flaxckpt import _checkpoint, _steps, _storage, errors, formats
+from flaxckpt import _checkpoint, _formats, _steps, _storage, errors
+from flaxckpt._formats import locate
+from flaxckpt._formats.reader import Stored
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt._types import JSON
-from flaxckpt.formats import _locate, _native
-from flaxckpt.formats._reader import Stored
 
 _log = logging.getLogger(__name__)
 
@@ -39,11 +39,11 @@ def add_metrics(
     added = run_metrics.as_metrics(metrics)
     with (
         _change(path, "add metrics to"),
-        _storage.of(path).lock_file(_native.items.file_to_lock(path), path),
+        _storage.of(path).lock_file(_formats.items.file_to_lock(path), path),
     ):
         _check_not_being_deleted(path)
         try:
-            stored = _native.metadata.load_metrics(path, step)
+            stored = _formats.native_metadata.load_metrics(path, step)
         except errors.DamagedCheckpointError as error:
             is_there = _storage.of(path).is_taken(path / run_metrics.METRICS_FILE)
             if is_there and not over_damage:
@@ -53,8 +53,8 @@ def add_metrics(
                 ) from None
             _log.warning("only the metrics added now are kept: %s", error)
             stored = {}
-        _native.metadata.write_metrics(
-            path, _native.metadata.merge_metrics(stored, added), step
+        _formats.native_metadata.write_metrics(
+            path, _formats.native_metadata.merge_metrics(stored, added), step
         )
     return added
 
@@ -68,7 +68,7 @@ def write_run_metadata(
         SaveFailedError: The metadata cannot be written.
     """
     try:
-        _native.metadata.write_run_metadata(directory, metadata, mode=mode)
+        _formats.native_metadata.write_run_metadata(directory, metadata, mode=mode)
     except (OSError, ValueError) as error:
         raise errors.SaveFailedError(
             f"cannot write the metadata of {directory}: {error}; check that the"
@@ -85,7 +85,7 @@ def pin(path: Path) -> None:
         if was_pinned:
             return
         try:
-            if formats.identify(path) is None:
+            if _formats.identify(path) is None:
                 raise FileNotFoundError(errno.ENOENT, "it was deleted", str(path))
             _check_not_being_deleted(path)
         except (OSError, errors.CheckpointError):
@@ -140,7 +140,7 @@ def delete_item(path: Path, item: str) -> None:
         OptionError: The step would have no item with arrays, or the item is of an
             unknown kind.
     """
-    stored = _locate.read_stored(path, None)
+    stored = locate.read_stored(path, None)
     _check_deletable(path, item, stored)
     with _change(path, "delete an item of"):
         if (path / item).is_dir():
@@ -154,7 +154,7 @@ def delete_item(path: Path, item: str) -> None:
 def _check_deletable(path: Path, item: str, stored: Stored) -> None:
     """Raises an error unless an item of the step `path` can be deleted."""
     metadata = stored.metadata
-    dataset = _native.items.find_dataset(path)
+    dataset = _formats.items.find_dataset(path)
     others = {*metadata.json, *metadata.damaged_items}
     others |= set() if dataset is None else {dataset.name}
     if item in metadata.deleted_items:

@@ -8,12 +8,11 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from flaxckpt import _storage, _util, errors
-from flaxckpt.formats import _native
+from flaxckpt import _formats, _storage, _util, errors
 
 _log = logging.getLogger(__name__)
 
-METRICS_FILE = f"{_native.items.METRICS}/{_native.items.METRICS}"
+METRICS_FILE = f"{_formats.items.METRICS}/{_formats.items.METRICS}"
 
 T = TypeVar("T")
 MetricsByStep: TypeAlias = Mapping[int, Mapping[str, float]]
@@ -85,8 +84,8 @@ class RankedStep:
 def read_metrics(path: Path, step: int | None) -> dict[str, float] | None:
     """Returns the metrics stored with the step `path`; None if unreadable."""
     try:
-        content = _native.metadata.load_metrics(path, step)
-        return _native.metadata.flatten_metrics(content)
+        content = _formats.native_metadata.load_metrics(path, step)
+        return _formats.native_metadata.flatten_metrics(content)
     except (errors.DamagedCheckpointError, OSError) as error:
         _log.warning("the metrics of %s cannot be read: %s", path, error)
         return None
@@ -130,7 +129,7 @@ def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     flat: dict[str, float] = {}
     try:
         _add_metrics(flat, metrics or {}, "", 0)
-        _native.orbax_json.check_size(_native.orbax_json.dumps(flat))
+        _formats.orbax_json.check_size(_formats.orbax_json.dumps(flat))
     except errors.OptionError:
         raise
     except ValueError as error:

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from flaxckpt import _steps, _storage, errors, formats, policies
+from flaxckpt import _formats, _steps, _storage, errors, policies
 from flaxckpt._run import metrics as run_metrics
-from flaxckpt.formats import _native
 
 _IDENTITY_BYTES = 2**24
 
-_Entry: TypeAlias = "_steps.index.Entry[formats.Detected]"
+_Entry: TypeAlias = "_steps.index.Entry[_formats.Detected]"
 
 
 class RunStep(NamedTuple):
@@ -59,7 +58,7 @@ class RankedSteps:
             lambda path: run_metrics.read_metrics(path, step_format.step(path.name)),
         )
         self._created = run_metrics.FileCache(
-            _native.items.CHECKPOINT, _native.metadata.read_created
+            _formats.items.CHECKPOINT, _formats.native_metadata.read_created
         )
 
     def paths(self) -> dict[int, Path]:
@@ -76,7 +75,7 @@ class RankedSteps:
             entries = [
                 entry
                 for entry in _steps.index.list_committed(
-                    self._directory, self._format, formats.identify
+                    self._directory, self._format, _formats.identify
                 )
                 if not entry.is_damaged
             ]
@@ -161,7 +160,7 @@ def identify_save(path: Path) -> str | None:
 
     The file holds the times of the save, by the nanosecond.
     """
-    file = path / _native.items.CHECKPOINT
+    file = path / _formats.items.CHECKPOINT
     try:
         return _storage.of(file).digest_file(file, max_bytes=_IDENTITY_BYTES)
     except (errors.CheckpointError, OSError):

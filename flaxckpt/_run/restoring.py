@@ -13,18 +13,18 @@ from typing import Any, NamedTuple, TypeAlias
 from flaxckpt import (
     _checkpoint,
     _distributed,
+    _formats,
     _state,
     _steps,
     _storage,
     _util,
     errors,
-    formats,
 )
 from flaxckpt._checkpoint.planner import RestoreOptions
+from flaxckpt._formats import locate
+from flaxckpt._formats.reader import CheckpointMetadata, Lineage, Stored
 from flaxckpt._run import damage, run_steps
 from flaxckpt._types import PyTree
-from flaxckpt.formats import _locate
-from flaxckpt.formats._reader import CheckpointMetadata, Lineage, Stored
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
 
@@ -285,12 +285,12 @@ class Restores:
             CheckpointError: The step does not match the request.
         """
         try:
-            detected = formats.identify(path)
+            detected = _formats.identify(path)
             if detected is None:
                 raise errors.DamagedCheckpointError(
                     f"{path} is named like a step, but is not a checkpoint"
                 )
-            located = _locate.Located(path, number, detected)
+            located = locate.Located(path, number, detected)
             stored = located.open(request.options.types)
             options = self._with_undoing(stored.metadata, request)
             state = _checkpoint.restore.restore(

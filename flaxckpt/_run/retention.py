@@ -12,10 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from flaxckpt import _checkpoint, _steps, _storage, errors, policies
+from flaxckpt import _checkpoint, _formats, _steps, _storage, errors, policies
+from flaxckpt._formats.items import Items
 from flaxckpt._run import metrics, ranked_steps
-from flaxckpt.formats import _native
-from flaxckpt.formats._native.items import Items
 from flaxckpt.policies import PreservationPolicy
 
 _log = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ class Rules(NamedTuple):
                     f"keep_items has policies for {item!r}, the dataset's item, and so"
                     " has keep_dataset: pass one of both"
                 )
-            if fault := _native.names.find_fault(item):
+            if fault := _formats.native_names.find_fault(item):
                 raise errors.OptionError(
                     f"keep_items has policies for {item!r:.80}, which cannot be an"
                     f" item: {fault}"
@@ -674,7 +673,7 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _describe_item(item: str) -> str:
-    return "the dataset state" if item == _native.items.DATASET else f"the item {item}"
+    return "the dataset state" if item == _formats.items.DATASET else f"the item {item}"
 
 
 def _deadline(is_awaited: Callable[[], bool]) -> Callable[[], bool]:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
-from flaxckpt import _checkpoint, _steps, _storage, _util, errors, formats, policies
+from flaxckpt import _checkpoint, _formats, _steps, _storage, _util, errors, policies
+from flaxckpt._formats import locate
 from flaxckpt._run import edit, events, params_only, retention
-from flaxckpt.formats import _locate, _native
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class RunSteps:
     def tidy(self) -> None:
         """Removes files left by crashes, and starts pending uploads."""
         with _storage.paths.listing_cache(self.directory):
-            items = (_native.items.METRICS, "metadata")
+            items = (_formats.items.METRICS, "metadata")
             _steps.delete.tidy(self.saves_in, self.format, items)
             if self.open_uploads():
                 params_only.ParamsOnly(self.directory, self.format).tidy()
@@ -164,7 +164,7 @@ class RunSteps:
         if step not in paths:
             raise errors.CheckpointNotFoundError(
                 f"{self.directory} has no step {step}:"
-                f" it has {_locate.summarize(list(paths), step)}"
+                f" it has {locate.summarize(list(paths), step)}"
                 f"{_steps.journal.describe_deletion(self.saves_in, step)}"
             )
         return paths[step]
@@ -193,7 +193,7 @@ class RunSteps:
         if not candidates:
             advice = "save one first, or check the directory and step_format"
             if self.saves_in.is_dir():
-                advice = formats.advice_on_saves(self.saves_in) or advice
+                advice = _formats.advice_on_saves(self.saves_in) or advice
             raise errors.CheckpointNotFoundError(
                 f"{self.directory} has no steps named like {self.format.template!r}:"
                 f" {advice}"
@@ -235,7 +235,7 @@ class RunSteps:
         Raises:
             OptionError: The directory is a checkpoint.
         """
-        if formats.recognises(self.saves_in):
+        if _formats.recognises(self.saves_in):
             raise errors.OptionError(
                 f"{self.saves_in} is itself a checkpoint; overwriting it would delete"
                 " the steps inside: choose another directory for the run, and pass"

@@ -23,11 +23,11 @@ from flaxckpt import (
 from flaxckpt._checkpoint import save_handle
 from flaxckpt._checkpoint.commit import SaveRequest
 from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
+from flaxckpt._formats.items import Items
+from flaxckpt._formats.reader import Lineage
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt._run import params_only, run_steps, sample_log, settings
 from flaxckpt._types import JSON, PyTree
-from flaxckpt.formats._native.items import Items
-from flaxckpt.formats._reader import Lineage
 
 _log = logging.getLogger(__name__)
 

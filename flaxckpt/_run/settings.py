@@ -15,10 +15,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flaxckpt import _policy_forms, _steps, errors, policies
+from flaxckpt._formats import native_names
 from flaxckpt._run import events, retention
 from flaxckpt._steps.event import Event
 from flaxckpt._types import JSON
-from flaxckpt.formats._native import names as native_names
 from flaxckpt.policies import PreservationPolicy, Ranked
 
 _log = logging.getLogger(__name__)

@@ -6,8 +6,7 @@ import functools
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from flaxckpt import _checkpoint, _steps, _storage, errors, formats
-from flaxckpt.formats import _native
+from flaxckpt import _checkpoint, _formats, _steps, _storage, errors
 
 Relation: TypeAlias = Literal["none", "same", "other", "damaged"]
 
@@ -33,14 +32,15 @@ def compare(path: Path, final: Path) -> Relation:
     marker = _content(final / _storage.commit_marker.MARKER)
     if marker is not None and marker == _content(path / _storage.commit_marker.MARKER):
         return "same"
-    manifest = _content(final / _native.orbax_json.MANIFEST)
+    manifest = _content(final / _formats.orbax_json.MANIFEST)
     if marker is None and _storage.of(final).is_unfinished(final):
         return "none"
     if marker is None and manifest is None:
         is_there = _storage.of(final).exists(final)
         return "other" if is_there and _is_foreign(final) else "none"
-    is_intact = manifest is not None and marker == _native.contents.commit_marker(
-        manifest
+    is_intact = (
+        manifest is not None
+        and marker == _formats.native_contents.commit_marker(manifest)
     )
     return "other" if is_intact else "damaged"
 
@@ -48,7 +48,7 @@ def compare(path: Path, final: Path) -> Relation:
 def _content(file: Path) -> bytes | None:
     """Returns the content of a small file; None if missing or unsuitable."""
     try:
-        return _storage.of(file).read(file, max_bytes=_native.orbax_json.MAX_BYTES)
+        return _storage.of(file).read(file, max_bytes=_formats.orbax_json.MAX_BYTES)
     except (
         FileNotFoundError,
         NotADirectoryError,
@@ -61,7 +61,7 @@ def _content(file: Path) -> bytes | None:
 def _is_foreign(final: Path) -> bool:
     """Returns True for a checkpoint of another library."""
     try:
-        return bool(formats.recognises(final))
+        return bool(_formats.recognises(final))
     except (errors.CheckpointFormatError, errors.DamagedCheckpointError):
         return False
 
@@ -114,7 +114,7 @@ def _belongs(path: Path, file: Path) -> bool:
     where = name.rpartition("/")[0]
     is_leftover = where in (
         "",
-        _native.items.METRICS,
+        _formats.items.METRICS,
     ) and _storage.files.is_temporary(file.name)
     is_mark = (
         not where

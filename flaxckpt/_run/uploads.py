@@ -18,11 +18,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from flaxckpt import _checkpoint, _doors, _steps, _storage, _util, errors
+from flaxckpt import _checkpoint, _doors, _formats, _steps, _storage, _util, errors
 from flaxckpt._run import edit, retention, upload_copies
 from flaxckpt._run import events as run_events
 from flaxckpt._run import metrics as run_metrics
-from flaxckpt.formats import _native
 
 _log = logging.getLogger(__name__)
 
@@ -164,7 +163,7 @@ class Uploads:
         self.list_directory()
         if not self._is_tidy:
             _steps.delete.tidy(
-                self._directory, self._format, (_native.items.METRICS, "metadata")
+                self._directory, self._format, (_formats.items.METRICS, "metadata")
             )
             self._is_tidy = True
 
@@ -470,9 +469,11 @@ class Uploads:
             for name in (_steps.journal.NAME, _steps.journal.STATISTICS):
                 journal, there = self._staging / name, self._directory / name
                 _steps.journal.append_new_lines(journal, there, self._mode)
-            custom = _native.metadata.read_run_metadata(self._staging)
-            if custom and custom != _native.metadata.read_run_metadata(self._directory):
-                _native.metadata.write_run_metadata(
+            custom = _formats.native_metadata.read_run_metadata(self._staging)
+            if custom and custom != _formats.native_metadata.read_run_metadata(
+                self._directory
+            ):
+                _formats.native_metadata.write_run_metadata(
                     self._directory, custom, mode=self._mode
                 )
         except OSError as error:

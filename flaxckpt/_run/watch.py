@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from flaxckpt import _steps, _storage, _util, formats
+from flaxckpt import _formats, _steps, _storage, _util
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def new_steps(
     since = time.monotonic()
     while True:
         for step, path in listed().items():
-            entry = _steps.index.Entry(step, path, formats.recognises)
+            entry = _steps.index.Entry(step, path, _formats.recognises)
             if step in seen or not entry.is_step:
                 continue
             lease: _storage.leases.Lease | None = None
@@ -50,7 +50,7 @@ def new_steps(
                     )
                 is_warned = True
             try:
-                again = _steps.index.Entry(step, path, formats.recognises)
+                again = _steps.index.Entry(step, path, _formats.recognises)
                 if _storage.leases.is_being_deleted(path) or not again.is_step:
                     continue  # yielded later if not deleted
                 seen.add(step)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from flaxckpt import _checkpoint, _state, _steps, _util, errors, formats
+from flaxckpt import _checkpoint, _formats, _state, _steps, _util, errors
 from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._run.checkpointer import Checkpointer, resume, session_of
 from flaxckpt._run.session import Session
@@ -127,7 +127,7 @@ def _check_other_names(session: Session) -> None:
     run = session.run
     if run.paths() or not run.directory.is_dir():
         return
-    others = _steps.index.checkpoints_by_number(run.directory, formats.recognises)
+    others = _steps.index.checkpoints_by_number(run.directory, _formats.recognises)
     if others:
         newest = others[max(others)][0]
         raise errors.CheckpointFormatError(

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flaxckpt import _run
+from flaxckpt._formats import locate
+from flaxckpt._formats.reader import Stored
 from flaxckpt._run.disk_usage import Subtree
 from flaxckpt._types import LeafPath
 from flaxckpt._ui.places import Place
-from flaxckpt.formats import _locate
-from flaxckpt.formats._reader import Stored
 
 _MOST_OPEN = 6
 
@@ -64,7 +64,7 @@ class OpenCheckpoints:
             CheckpointError: As for `metadata`.
         """
         if place.is_run and step is None:
-            step = _locate.locate(place.path).step
+            step = locate.locate(place.path).step
         with self._lock:
             found = self.find(place, step)
             key = (str(place.path), step)
@@ -86,7 +86,7 @@ def _is_current(stored: Stored) -> bool:
 
 
 def _open(place: Place, step: int | None) -> OpenCheckpoint:
-    stored = _locate.open_checkpoint(place.path, step)
+    stored = locate.open_checkpoint(place.path, step)
     trees = _run.disk_usage.subtrees(stored.metadata.leaves)
     return OpenCheckpoint(
         place, step, stored, {tree.path: tree for tree in trees}, _children(trees)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _inspect, _steps, _storage, errors, formats
+from flaxckpt import _formats, _inspect, _steps, _storage, errors
 from flaxckpt._types import PathLike
 
 _MOST_PLACES = 500
@@ -138,7 +138,7 @@ def find_places(root: PathLike, others: Sequence[PathLike] = ()) -> Places:
         CheckpointFormatError: A path is none of these.
         OptionError: A JSON file does not describe a state.
     """
-    path = formats.follow(_storage.paths.resolve(root))
+    path = _formats.follow(_storage.paths.resolve(root))
     files = {str(o): _file(str(o), o) for o in others if _is_json(o)}
     further = {str(o): _place(str(o), o) for o in others if not _is_json(o)}
     found = Places(path, further, files)
@@ -166,17 +166,17 @@ def _find(root: Path, known: Mapping[str, Place]) -> dict[str, Place]:
 
 
 def _place(name: str, other: PathLike) -> Place:
-    path = formats.follow(_storage.paths.resolve(other))
+    path = _formats.follow(_storage.paths.resolve(other))
     kind = is_run(path)
     if kind is None:
-        formats.detect(path)  # raises
+        _formats.detect(path)  # raises
     return Place(name, path, bool(kind))
 
 
 def _is_json(other: PathLike) -> bool:
     path = _storage.paths.resolve(other)
     is_file = path.suffix == ".json" and path.is_file()
-    return is_file and not formats.recognises(path)
+    return is_file and not _formats.recognises(path)
 
 
 def _file(name: str, other: PathLike) -> Place:
@@ -197,7 +197,7 @@ def _search(
             yield known[name]
             continue
         try:
-            kind = None if formats.is_pointer(child) else is_run(child)
+            kind = None if _formats.is_pointer(child) else is_run(child)
             if kind is False or (kind and not is_empty(child)):
                 yield Place(name, child, kind)
             elif kind is None and depth > 1 and child.is_dir():
@@ -208,7 +208,7 @@ def _search(
 
 def is_run(path: Path) -> bool | None:
     """Returns True for a run directory, False for a checkpoint; None for others."""
-    if path.exists() and formats.recognises(path):
+    if path.exists() and _formats.recognises(path):
         return False
     try:
         _inspect.run_view.survey(path)
@@ -223,7 +223,7 @@ def is_run(path: Path) -> bool | None:
 
 def has_step(run: Path) -> bool:
     """Returns True if a run directory has a step, or what may be a damaged step."""
-    index = _steps.index.StepIndex(run, formats.identify)
+    index = _steps.index.StepIndex(run, _formats.identify)
     return any(
         index.find(step) is not None or index.find_doubtful(step) is not None
         for step in reversed(index.numbers)

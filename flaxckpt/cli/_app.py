@@ -65,9 +65,9 @@ def locate_step(
     """Returns the path and step to read; with `step_format`, the path of the step."""
     if step_format is None:
         return path, step
-    from flaxckpt.formats import _locate
+    from flaxckpt._formats import locate
 
-    return str(_locate.locate(path, step, step_format=step_format).path), None
+    return str(locate.locate(path, step, step_format=step_format).path), None
 
 
 def as_help(text: str | None) -> str:
@@ -111,13 +111,13 @@ _READ = ("path", "a", "src", "target")
 
 def _check_paths(command: click.Command, values: Mapping[str, Any]) -> None:
     """Raises CheckpointNotFoundError for a checkpoint or run that does not exist."""
-    from flaxckpt import _storage, formats
+    from flaxckpt import _formats, _storage
 
     for parameter in command.params:
         path = values.get(parameter.name or "")
         is_read = isinstance(parameter, click.Argument) and parameter.name in _READ
         if is_read and path and not _storage.paths.resolve(path).exists():
-            formats.detect(path)  # raises
+            _formats.detect(path)  # raises
 
 
 _PYTHON = re.compile(

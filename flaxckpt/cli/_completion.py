@@ -58,7 +58,7 @@ def complete_leaf(
     leaves: Iterable[str] = ()
     path = _find_path(ctx)
     with contextlib.suppress(Exception):
-        from flaxckpt.formats import _locate
+        from flaxckpt._formats import locate
 
         if path is not None:
             form = ctx.params.get("step_format")
@@ -68,7 +68,7 @@ def complete_leaf(
             )
             given = next((word for word in words if word is not None), None)
             step = None if given is None else _step_names.resolve(path, given, form)
-            leaves = _locate.read_metadata(path, step, step_format=form).leaves
+            leaves = locate.read_metadata(path, step, step_format=form).leaves
     names = _children(leaves, incomplete)
     while len(names) == 1 and names[0].endswith("/"):  # the shell would add a space
         names = _children(leaves, names[0])
@@ -90,10 +90,10 @@ def complete_sort_key(
     metrics: Iterable[str] = ()
     path = _find_path(ctx)
     with contextlib.suppress(Exception):
-        from flaxckpt.formats import _locate
+        from flaxckpt._formats import locate
 
         if path is not None:
-            metrics = _locate.read_metadata(path, None).metrics
+            metrics = locate.read_metadata(path, None).metrics
     return _matching(["step", "saved", "size", *metrics], incomplete)
 
 

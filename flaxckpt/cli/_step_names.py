@@ -92,9 +92,9 @@ def resolve(path: str, step: int | StepName, step_format: str | None) -> int:
     if not isinstance(step, StepName):
         return step
     if step in _LATEST:
-        from flaxckpt.formats import _locate
+        from flaxckpt._formats import locate
 
-        newest = _locate.locate(path, step_format=step_format).step
+        newest = locate.locate(path, step_format=step_format).step
         if newest is None:
             raise errors.OptionError(
                 f"{path} is a single checkpoint, without steps: leave {step} out"

@@ -223,9 +223,9 @@ def _explain_step(
 
 def _describe_neighbours(number: int, steps: Sequence[int]) -> str:
     """Returns text with the steps just below and above a number."""
-    from flaxckpt.formats import _locate
+    from flaxckpt._formats import locate
 
-    near = _locate.list_nearest(steps, number)
+    near = locate.list_nearest(steps, number)
     return f"the nearest steps are {near}" if near else "it has no steps"
 
 

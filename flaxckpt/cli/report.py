@@ -96,7 +96,7 @@ def _destination(path: str, output: str | None) -> Path:
             existing one that is not an HTML page, or is in the run directory without
             `output`.
     """
-    from flaxckpt import _storage, formats
+    from flaxckpt import _formats, _storage
 
     root = _storage.paths.resolve(path)
     file = _storage.paths.resolve(output or _DEFAULT)
@@ -108,7 +108,7 @@ def _destination(path: str, output: str | None) -> Path:
     if not file.parent.is_dir():
         raise errors.OptionError(f"{file.parent} is not a directory: create it first")
     inside = [at for at in file.parents if at == root or root in at.parents]
-    if any(formats.recognises(directory) for directory in inside):
+    if any(_formats.recognises(directory) for directory in inside):
         raise errors.OptionError(
             f"{file} would be in a checkpoint: pass another --output"
         )

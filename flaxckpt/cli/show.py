@@ -14,9 +14,9 @@ from flaxckpt.cli._output import Cell, TextColumn
 from flaxckpt.cli._parameters import Argument, Option
 
 if TYPE_CHECKING:
+    from flaxckpt._formats.reader import CheckpointMetadata
     from flaxckpt._inspect.leaf_statistics import LeafStatistics
     from flaxckpt._run.disk_usage import Subtree
-    from flaxckpt.formats._reader import CheckpointMetadata
 
 _ROWS_AT_ONCE = 100
 _BAR = 40
@@ -61,11 +61,11 @@ def show(
       flaxckpt show runs/7 best params/dense/kernel
     """
     from flaxckpt import _inspect, _run, _state
-    from flaxckpt.formats import _locate
+    from flaxckpt._formats import locate
 
     leaf, step = _choose(path, [w for w in (first, leaf) if w], step, step_format)
     path, step = _app.locate_step(path, step, step_format)
-    stored = _locate.open_without_classes(path, step)
+    stored = locate.open_without_classes(path, step)
     metadata = stored.metadata
     leaf = leaf and leaf.rstrip("/")
     if leaf is not None and leaf in metadata.leaves:
@@ -103,7 +103,7 @@ def _choose(
         OptionError: The first of two words is not a step, or there are two steps.
     """
     from flaxckpt import _run
-    from flaxckpt.formats import _locate
+    from flaxckpt._formats import locate
 
     named = _step_names.parse(words[0]) if words else None
     if len(words) == 2 and (named is None or step is not None):
@@ -115,8 +115,8 @@ def _choose(
         with contextlib.suppress(
             errors.CheckpointError
         ):  # of the newest, not of `named`
-            located = _locate.locate(path, step_format=step_format, warn=False)
-            leaves = _locate.read_metadata(located.path).leaves
+            located = locate.locate(path, step_format=step_format, warn=False)
+            leaves = locate.read_metadata(located.path).leaves
             if _run.disk_usage.subtrees(leaves, below=words[0]):
                 return words[0], step
     number = _step_names.resolve(path, named, step_format)

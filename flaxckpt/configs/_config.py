@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from flaxckpt import (
     _arrays,
     _distributed,
+    _formats,
     _run,
     _steps,
     _training,
@@ -25,7 +26,6 @@ from flaxckpt._types import PathLike, PyTree
 from flaxckpt._zarr.array_layout import ArrayLayout
 from flaxckpt.configs import _parsing, _policies
 from flaxckpt.configs._parsing import Parser
-from flaxckpt.formats import _native
 from flaxckpt.maps import _named
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform, cast
@@ -91,8 +91,8 @@ class CheckpointConfig:
     keep_items: Mapping[str, tuple[PreservationPolicy, ...]] = dataclasses.field(
         default_factory=dict
     )
-    items: str | tuple[str, ...] = _native.items.STATE
-    dataset_item: str = _native.items.DATASET
+    items: str | tuple[str, ...] = _formats.items.STATE
+    dataset_item: str = _formats.items.DATASET
     layout: ArrayLayout = _LAYOUT
     save_dtype: tuple[Cast, ...] = ()
     max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES

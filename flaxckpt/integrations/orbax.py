@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from flaxckpt import _steps, _storage, errors
+from flaxckpt import _formats, _steps, _storage, errors
 from flaxckpt._checkpoint import commit, restore, save
+from flaxckpt._formats import locate
 from flaxckpt._types import PathLike, PyTree
 from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
-from flaxckpt.formats import _locate, _native
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
 
@@ -60,7 +60,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         self._options = commit.SaveOptions(
             layout=check_layout(layout),
             transforms=_transforms.check(transforms),
-            items=_native.items.Items(state=""),
+            items=_formats.items.Items(state=""),
         )
 
     # ---- called by Orbax -------------------------------------------------------------
@@ -94,8 +94,8 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         }
         path = _storage.paths.resolve(directory)
         step = _steps.names.number(path.parent.name)
-        if step is not None and _native.items.is_native(path):
-            _locate.read_step(path, step)
+        if step is not None and _formats.items.is_native(path):
+            locate.read_step(path, step)
         return restore.load(path, **given)
 
     def metadata(self, directory: PathLike) -> Any:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flaxckpt import _storage, _util, errors, formats
+from flaxckpt import _formats, _storage, _util, errors
+from flaxckpt._formats import hub_cache
 from flaxckpt._types import JSON, PathLike
-from flaxckpt.formats import _hub_cache
 
 NAME = "config.json"
 
@@ -56,14 +56,14 @@ def read_config(config: Config) -> dict[str, JSON]:
 def _read_file(path: Path) -> dict[str, JSON]:
     file = path
     if path.is_dir():
-        file = (_hub_cache.find_snapshot(path) or path) / NAME
+        file = (hub_cache.find_snapshot(path) or path) / NAME
     if not file.is_file():
         raise errors.CheckpointNotFoundError(
             f"there is no {NAME} at {path}: pass the path of one, or its content"
         )
     if path.is_dir():
-        _hub_cache.check_link(file)
-    elif (detected := formats.identify(file)) is not None:
+        hub_cache.check_link(file)
+    elif (detected := _formats.identify(file)) is not None:
         advice = (
             "maps.detect(path).config is the configuration in it"
             if detected.format == "gguf"

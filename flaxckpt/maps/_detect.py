@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flaxckpt import _state, errors, transforms
+from flaxckpt._formats import locate
+from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import LeafTable
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree, Shape
-from flaxckpt.formats import _locate
-from flaxckpt.formats._reader import Stored
 from flaxckpt.maps import _config, _gguf
 from flaxckpt.maps._families import FAMILIES
 from flaxckpt.maps._family import Family
@@ -62,7 +62,7 @@ def detect(source: PathLike) -> Detected:
         OptionError: The family is unknown, or there is no configuration.
         CheckpointError: There is no checkpoint, or it cannot be read.
     """
-    return detect_stored(_locate.open_checkpoint(source))
+    return detect_stored(locate.open_checkpoint(source))
 
 
 def detect_stored(stored: Stored, family: Family | None = None) -> Detected:
@@ -254,7 +254,7 @@ def find(source: PathLike, abstract_state: PyTree) -> list[Transform]:
         OptionError: The family is unknown, or no target layout fits the state.
         CheckpointError: There is no checkpoint, or it cannot be read.
     """
-    stored = _locate.open_checkpoint(source)
+    stored = locate.open_checkpoint(source)
     return find_detected(detect_stored(stored), stored.table, abstract_state)
 
 

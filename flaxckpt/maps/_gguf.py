@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from flaxckpt import errors
+from flaxckpt._formats.reader import Stored
 from flaxckpt._types import JSON
-from flaxckpt.formats._reader import Stored
 from flaxckpt.maps import _decoder
 from flaxckpt.maps._family import Family, Tensor
 from flaxckpt.transforms import Transform, inverse

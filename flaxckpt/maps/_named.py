@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flaxckpt import errors
+from flaxckpt._formats import locate
+from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import LeafTable
 from flaxckpt._types import LeafPath, PathLike, PyTree
-from flaxckpt.formats import _locate
-from flaxckpt.formats._reader import Stored
 from flaxckpt.maps import _detect
 from flaxckpt.maps._detect import Detected
 from flaxckpt.maps._families import FAMILIES
@@ -51,7 +51,7 @@ def find_for_state(
     Raises:
         OptionError: The model is not of the family `name`, or no layout fits.
     """
-    stored = _locate.open_checkpoint(source)
+    stored = locate.open_checkpoint(source)
     detected = _detect_named(name, stored)
     return _detect.find_detected(detected, stored.table, abstract_state)
 
@@ -70,7 +70,7 @@ def find_for_layout(
     Raises:
         OptionError: The model is not of this family, or there is no such layout.
     """
-    stored = _locate.open_checkpoint(source)
+    stored = locate.open_checkpoint(source)
     detected = _detect_named(name, stored)
     family = detected.family
     if target is None:

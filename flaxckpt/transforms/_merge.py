@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from flaxckpt import _state, _steps, _storage, errors
+from flaxckpt._formats import locate
 from flaxckpt._state.leaf import LeafTable
 from flaxckpt._types import PathLike
-from flaxckpt.formats import _locate
 from flaxckpt.transforms import _base
 from flaxckpt.transforms._base import TableTransform, Transform
 
@@ -28,7 +28,7 @@ class _Merge(TableTransform):
         return dataclasses.replace(self, wanted=wanted)
 
     def __call__(self, table: LeafTable) -> LeafTable:
-        stored = _locate.open_checkpoint(self.path, self.step)
+        stored = locate.open_checkpoint(self.path, self.step)
         stored.check_items(stored.items.trees)
         mine = _state.boxes.with_boxes(stored.table, stored.structure)
         other = _base.apply(self.transforms, mine, self.wanted)

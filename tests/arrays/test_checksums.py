@@ -22,13 +22,12 @@ from flaxckpt import _storage, errors
 from flaxckpt._arrays import read_raw as arrays_read_raw
 from flaxckpt._arrays import read_tasks
 from flaxckpt._arrays.to_host import HostArray, HostShard
+from flaxckpt._formats import native_contents, orbax_json
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._zarr import checksums as zarr_checksums
 from flaxckpt._zarr import chunk_file as zarr_chunk_file
 from flaxckpt._zarr import metadata as zarr_metadata
 from flaxckpt._zarr.metadata import Encoding, RawArray
-from flaxckpt.formats._native import contents as native_contents
-from flaxckpt.formats._native import orbax_json
 from tests.helpers import faulty_store as faulty
 from tests.helpers import old_stores, orbax_readers
 from tests.helpers.files import flip_bit
@@ -303,7 +302,7 @@ def test_the_manifest_has_the_checksums_of_large_chunks(tmp_path):
         found = manifest(tmp_path / str(step))["segments"]
         assert found["bytes"] == SEGMENT
         assert list(found["crc32c"]) == ["w"]
-        stored = flaxckpt.formats._locate.read_stored(tmp_path / str(step), None)
+        stored = flaxckpt._formats.locate.read_stored(tmp_path / str(step), None)
         recorded = stored.table["w"].sources[0].raw.checksums
         assert recorded.of_segments((0, 0), 4 * MIB) == tuple(wanted)
     assert "segments" not in manifest(saved(tmp_path / "small", {"b": ramp(7)}))
@@ -329,7 +328,7 @@ def test_a_part_of_a_chunk_is_all_that_is_read(tmp_path, items):
     state = {"a": {"w": ramp(4096, 1024)}, "b": {"n": 1}}  # 16 MiB, a chunk
     flaxckpt.save(tmp_path / "c", state, **items)
     old_stores.make_directories(tmp_path / "c", items.get("items", ("state",)))
-    table = flaxckpt.formats._locate.read_stored(tmp_path / "c", None).table
+    table = flaxckpt._formats.locate.read_stored(tmp_path / "c", None).table
     raw = table["a/w"].sources[0].raw
     for start in (0, 512, 500, 4096 - 512):
         region = (start, start + 512), (0, 1024)
@@ -401,7 +400,7 @@ def test_stores_are_asked_for_the_needed_bytes(tmp_path, rows):
     old_stores.make_directories(tmp_path)
     for file in (file for file in tmp_path.rglob("*") if file.is_file()):
         (path / "c" / file.relative_to(tmp_path)).write_bytes(file.read_bytes())
-    leaf = flaxckpt.formats._locate.read_stored(path / "c", None).table["w"]
+    leaf = flaxckpt._formats.locate.read_stored(path / "c", None).table["w"]
     region = rows, (0, 1024)
     chunk = path / "c/state/w/c.0.0"
     content = chunk.read_bytes()

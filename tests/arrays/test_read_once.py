@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 import flaxckpt
 from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays import read_once as arrays_read_once
+from flaxckpt._formats import locate
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import leaf as state_leaf
-from flaxckpt.formats import _locate
 
 SPECS = [P(), P("x"), P("y"), P(None, "x"), P("y", "x"), P(("x", "y")), P("z", "y")]
 READ_ALONE = arrays_read.ReadOptions(False, True, 2**30)
@@ -25,7 +25,7 @@ def mesh(**options):
 
 
 def job_for(path, wanted):
-    [leaf] = _locate.read_stored(path, None).table.values()
+    [leaf] = locate.read_stored(path, None).table.values()
     [info] = state_flax_state.flatten({"a": wanted}).table.values()
     return arrays_read.ReadJob(leaf.source, info.info)
 

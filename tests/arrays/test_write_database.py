@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import flaxckpt
 from flaxckpt._arrays import read_raw, read_tasks, write_database
 from flaxckpt._arrays.databases import Databases
+from flaxckpt._formats import locate
 from flaxckpt._zarr import btree, ocdbt
 from flaxckpt._zarr.metadata import Encoding
-from flaxckpt.formats import _locate
 from tests.arrays.test_read_raw import host, opened
 from tests.helpers import old_stores, strategies
 
@@ -172,7 +172,7 @@ def test_a_part_of_a_leaf_is_read_and_verified_by_segments(tmp_path):
     with (tmp_path / "c/state/d/0.0/w").open("r+b") as file:
         file.seek(6 * MIB)
         file.write(b"damage")
-    stored = _locate.read_stored(tmp_path / "c", None).table["w"].source
+    stored = locate.read_stored(tmp_path / "c", None).table["w"].source
     database = Databases().open(stored.raw.root, stored.root)
 
     def read(start, stop):

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import _zarr, errors
+from flaxckpt import _formats, _zarr, errors
 from flaxckpt._checkpoint import file_sizes
 from flaxckpt._storage.storage import LOCAL
-from flaxckpt.formats import _native
 from tests import GOLDEN
 from tests.helpers import faulty_store as faulty
 from tests.helpers import old_stores
@@ -263,8 +262,8 @@ def test_the_size_of_a_chunk_is_known_unless_it_is_compressed(tmp_path):
     }.items():
         path = save(tmp_path / layout, layout)
         info = flaxckpt.metadata(path).leaves["w"]
-        encoding = _native.manifest.parse_encoding(
-            _native.items.read_json(path / "flaxckpt.json", path)
+        encoding = _formats.native_manifest.parse_encoding(
+            _formats.items.read_json(path / "flaxckpt.json", path)
         )
         assert file_sizes.chunk_bytes(encoding, info) == size
 

@@ -12,13 +12,12 @@ from flax.core import FrozenDict
 
 import flaxckpt
 from flaxckpt import errors, transforms
+from flaxckpt._formats import locate, native_contents
+from flaxckpt._formats import orbax_json as native_orbax_json
+from flaxckpt._formats.safetensors import header as safetensors_header
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._util import json_limits as util_json_limits
 from flaxckpt.datasets import _json_codec
-from flaxckpt.formats import _locate
-from flaxckpt.formats._native import contents as native_contents
-from flaxckpt.formats._native import orbax_json as native_orbax_json
-from flaxckpt.formats._safetensors import header as safetensors_header
 from tests.helpers import strategies
 
 MIB = 2**20
@@ -461,9 +460,9 @@ def test_what_a_conversion_makes_is_read_before_it_gets_its_name(
     def refuse(*_):
         raise errors.DamagedCheckpointError("more than 64 MiB of text")
 
-    read_stored = _locate.read_stored
+    read_stored = locate.read_stored
     monkeypatch.setattr(
-        _locate,
+        locate,
         "read_stored",
         lambda path, step: read_stored(path, step) if path.name == "c" else refuse(),
     )

@@ -20,6 +20,8 @@ import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt._checkpoint import planner, save
 from flaxckpt._checkpoint.commit import SaveRequest
+from flaxckpt._formats import native_contents, native_manifest, reader
+from flaxckpt._formats import orbax_json as native_orbax_json
 from flaxckpt._state import classes as state_classes
 from flaxckpt._state import flatten as state_flatten
 from flaxckpt._state import flax_state as state_flax_state
@@ -27,10 +29,6 @@ from flaxckpt._state import leaf as state_leaf
 from flaxckpt._state import tree as state_tree
 from flaxckpt._state import treedef as state_treedef
 from flaxckpt._util import gc_pause as util_gc_pause
-from flaxckpt.formats import _reader
-from flaxckpt.formats._native import contents as native_contents
-from flaxckpt.formats._native import manifest as native_manifest
-from flaxckpt.formats._native import orbax_json as native_orbax_json
 from tests.helpers import old_stores, slow
 
 ADAMW = optax.adamw(1e-3)
@@ -100,10 +98,10 @@ def read(make, n, *, with_roles=True):
         table[info.path] = state_leaf.Leaf(
             info, (state_leaf.StoredLeaf(NOWHERE, info),)
         )
-    metadata = _reader.CheckpointMetadata(
+    metadata = reader.CheckpointMetadata(
         *("/nonexistent", "flaxckpt", 1, {}, {}, None, None, {}, False, 0)
     )
-    return _reader.Stored(metadata, table, structure)
+    return reader.Stored(metadata, table, structure)
 
 
 def plan(stored, state, **options):

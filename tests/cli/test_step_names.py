@@ -6,7 +6,7 @@ import pytest
 from flax import serialization
 
 import flaxckpt
-from flaxckpt import _report, errors, formats
+from flaxckpt import _formats, _report, errors, formats
 from flaxckpt._inspect import listing as inspect_listing
 from flaxckpt._inspect import run_view as inspect_run_view
 from flaxckpt._steps import index as steps_index
@@ -158,7 +158,7 @@ def test_files_are_steps_under_a_format_that_is_given(tmp_path):
 def test_damage_of_a_name_that_is_no_steps_is_not_told(models):
     (models / "model2" / "flaxckpt.json").write_text("{")
     flaxckpt.save(models / "3", {"n": 3})
-    found = steps_index.StepIndex(models, formats.identify)
+    found = steps_index.StepIndex(models, _formats.identify)
     assert [*found.steps] == [3]
     assert found.doubtful == {}
 

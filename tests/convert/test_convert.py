@@ -24,10 +24,10 @@ from flaxckpt import errors, transforms
 from flaxckpt._arrays import blockwise as arrays_blockwise
 from flaxckpt._arrays import write as arrays_write
 from flaxckpt._convert import convert
+from flaxckpt._formats import locate
+from flaxckpt._formats.msgpack import writer as msgpack_writer
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt._zarr import ocdbt as zarr_ocdbt
-from flaxckpt.formats import _locate
-from flaxckpt.formats._msgpack import writer as msgpack_writer
 from tests import GOLDEN
 from tests.golden import make_flaxckpt, make_safetensors
 from tests.helpers import old_stores, strategies
@@ -131,7 +131,7 @@ def test_the_library_reads_what_is_written(source, tmp_path):
     found = safetensors.load_file(tmp_path / "m.safetensors")
     wanted = {
         ".".join(str(k.name) for k in leaf.info.keys): leaf
-        for leaf in _locate.read_stored(source, None).table.values()
+        for leaf in locate.read_stored(source, None).table.values()
         if leaf.info.dtype is not None
     }
     assert found.keys() == wanted.keys()

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._checkpoint import commit, save
+from flaxckpt._formats.items import Items
 from flaxckpt._zarr import ocdbt as zarr_ocdbt
-from flaxckpt.formats._native.items import Items
 from tests.helpers import faulty_store as faulty
 from tests.helpers.files import flip_bit
 

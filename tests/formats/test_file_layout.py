@@ -5,7 +5,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxckpt.formats import _file_layout
+from flaxckpt._formats import file_layout
 
 parts = st.one_of(
     st.binary(max_size=9).map(lambda content: ("given", content)),
@@ -15,7 +15,7 @@ parts = st.one_of(
 
 @given(st.lists(parts, max_size=8), st.integers(1, 7), st.randoms())
 def test_pieces_may_be_written_in_any_order(tmp_path_factory, parts, step, random):
-    layout = _file_layout.FileLayout("file")
+    layout = file_layout.FileLayout("file")
     arrays = {}
     for name, content in parts:
         if name == "given":
@@ -37,7 +37,7 @@ def test_pieces_may_be_written_in_any_order(tmp_path_factory, parts, step, rando
     descriptor = os.open(path, os.O_WRONLY)
     for name, start, content in pieces:
         runs = layout.runs[name]
-        _file_layout.write_values(descriptor, runs, start, memoryview(content))
-    _file_layout.write_literals(descriptor, layout)
+        file_layout.write_values(descriptor, runs, start, memoryview(content))
+    file_layout.write_literals(descriptor, layout)
     os.close(descriptor)
     assert path.read_bytes() == whole

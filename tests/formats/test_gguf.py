@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import errors, formats, transforms
+from flaxckpt._formats.gguf import quantization
 from flaxckpt._inspect import leaf_statistics
 from flaxckpt.cli import app
-from flaxckpt.formats._gguf import quantization
 from tests import GOLDEN
 from tests.hostile import gguf as cases
 

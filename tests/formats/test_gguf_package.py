@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt.formats._gguf import header as gguf_header
+from flaxckpt._formats.gguf import header as gguf_header
 from tests import GOLDEN
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is missing")

@@ -12,8 +12,8 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
+from flaxckpt._formats import native_manifest
 from flaxckpt.datasets import StepIndexed
-from flaxckpt.formats._native import manifest as native_manifest
 from tests import GOLDEN
 from tests.golden import make_flaxckpt, make_roles
 from tests.helpers import strategies

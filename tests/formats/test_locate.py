@@ -14,7 +14,7 @@ import pytest
 from flax import serialization
 
 import flaxckpt
-from flaxckpt import _inspect, _storage, _ui, errors, formats
+from flaxckpt import _formats, _inspect, _storage, _ui, errors, formats
 from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage.storage import LOCAL
 from tests import GOLDEN
@@ -216,13 +216,13 @@ def test_a_load_recognises_its_checkpoint_once_and_no_other_step(
     orbax_steps, monkeypatch, load
 ):
     asked = []
-    recognises = formats._RECOGNISERS["orbax"]
+    recognises = _formats._RECOGNISERS["orbax"]
 
     def counted(path):
         asked.append(path)
         return recognises(path)
 
-    monkeypatch.setitem(formats._RECOGNISERS, "orbax", counted)
+    monkeypatch.setitem(_formats._RECOGNISERS, "orbax", counted)
     load(orbax_steps)
     assert asked.count(orbax_steps / "6") == 1
     assert orbax_steps / "5" not in asked

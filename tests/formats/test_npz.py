@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import flaxckpt
 from flaxckpt import errors, formats, transforms
 from flaxckpt._arrays import blockwise as arrays_blockwise
+from flaxckpt._formats import locate
 from flaxckpt.cli import app
-from flaxckpt.formats import _locate
 from tests import GOLDEN
 from tests.hostile import npz as hostile
 
@@ -190,7 +190,7 @@ def test_converted_archives_are_equal_and_compared_leaf_by_leaf(tmp_path, save):
 def test_leaves_are_converted_in_pieces(tmp_path, save):
     wanted = np.arange(2**16, dtype=np.float32).reshape(2**10, 64)
     save(tmp_path / "a.npz", w=wanted, f=np.asfortranarray(wanted))
-    stored = _locate.read_stored(tmp_path / "a.npz", None)
+    stored = locate.read_stored(tmp_path / "a.npz", None)
     for leaf in stored.table.values():
         pieces = arrays_blockwise.cut(leaf, chunk_shape=None, max_bytes=2**15)
         assert len(pieces) == 8

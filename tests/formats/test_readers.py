@@ -524,7 +524,7 @@ def test_specifications_of_other_releases_of_t5x_are_read(tmp_path, driver, wher
 def test_arrays_of_zarr_2_are_read_as_tensorstore_has_them(tmp_path, compressor, dtype):
     import tensorstore as ts
 
-    from flaxckpt.formats import _zarr2
+    from flaxckpt._formats import zarr2
 
     order = "F" if dtype == "float32" else "C"
     store = ts.open(
@@ -545,7 +545,7 @@ def test_arrays_of_zarr_2_are_read_as_tensorstore_has_them(tmp_path, compressor,
     ).result()
     values = np.arange(30).reshape(5, 6).astype(store.dtype.numpy_dtype)
     store.write(values).result()
-    opened = _zarr2.find_array(tmp_path, "a")
+    opened = zarr2.find_array(tmp_path, "a")
     assert opened.shape == (5, 6)
     found = opened.open(ts.Context()).result()
     for region in (np.s_[:, :], np.s_[1:4, 3:5], np.s_[4:, 5:], np.s_[2:2, :]):

@@ -21,7 +21,7 @@ from safetensors import numpy as safetensors
 import flaxckpt
 import tests
 from flaxckpt import errors
-from flaxckpt.formats._safetensors import header as safetensors_header
+from flaxckpt._formats.safetensors import header as safetensors_header
 from tests.golden import make_safetensors
 from tests.helpers import strategies
 from tests.hostile import safetensors as hostile

@@ -30,8 +30,8 @@ from flax.core import FrozenDict
 from flax.training import dynamic_scale, train_state
 
 import flaxckpt
+from flaxckpt._formats.native_manifest import VERSIONS
 from flaxckpt.datasets import StepIndexed
-from flaxckpt.formats._native.manifest import VERSIONS
 from flaxckpt.policies import LatestN
 
 STEP: Final = 7

@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec as P
 import flaxckpt
 from flaxckpt import _storage as storage
 from flaxckpt import errors
+from flaxckpt._formats import items
 from flaxckpt._storage.local_storage import LocalStorage
-from flaxckpt.formats._native import items
 from tests.helpers import strategies
 from tests.helpers.files import flip_bit
 

@@ -15,8 +15,8 @@ from flax.training.train_state import TrainState
 
 import flaxckpt
 from flaxckpt import errors
+from flaxckpt._formats import locate
 from flaxckpt._zarr import metadata as zarr_metadata
-from flaxckpt.formats import _locate
 from tests import ROOT
 from tests.helpers import syntax
 
@@ -197,7 +197,7 @@ def test_nor_are_those_of_steps(tmp_path):
     (tmp_path / f"{EVIL}_2" / "state" / "_METADATA").unlink()
     (tmp_path / f"{EVIL}_2" / "state" / "manifest.ocdbt").unlink()
     with pytest.raises(errors.DamagedCheckpointError) as info:
-        _locate.locate(tmp_path, 2, step_format=f"{EVIL}_{{step}}")
+        locate.locate(tmp_path, 2, step_format=f"{EVIL}_{{step}}")
     assert_plain(str(info.value))
     with pytest.raises(errors.CheckpointNotFoundError) as info:
         flaxckpt.load(tmp_path, step=2)

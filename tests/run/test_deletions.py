@@ -8,8 +8,8 @@ import pytest
 
 import flaxckpt
 from flaxckpt import _steps, _storage, errors
+from flaxckpt._formats.items import Items
 from flaxckpt._run import retention
-from flaxckpt.formats._native.items import Items
 from flaxckpt.policies import BestN, LatestN
 
 PLAIN = _steps.names.StepFormat()

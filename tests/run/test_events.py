@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._checkpoint.planner import RestoreOptions
+from flaxckpt._formats import locate
 from flaxckpt._run import events as run_events
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._storage.storage import LOCAL
-from flaxckpt.formats import _locate
 from flaxckpt.policies import LatestN
 from tests.helpers import strategies
 
@@ -517,7 +517,7 @@ def test_neither_orbax_nor_a_search_for_steps_minds_the_journal(tmp_path):
         manager.save(3, args=ocp.args.Composite(state=ocp.args.StandardSave(state(3))))
         manager.wait_until_finished()
         assert manager.restore(1)["state"]["step"] == 1
-    assert _locate.locate(tmp_path, None)[:2] == (tmp_path / "3", 3)
+    assert locate.locate(tmp_path, None)[:2] == (tmp_path / "3", 3)
     strategies.assert_same(state(2), flaxckpt.load(tmp_path, step=2))
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         assert ckpt.steps() == [1, 2, 3]

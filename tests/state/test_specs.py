@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
-from flaxckpt.formats._native import orbax_json as native_orbax_json
+from flaxckpt._formats import orbax_json as native_orbax_json
 
 PARTS = [
     [],

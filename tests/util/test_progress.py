@@ -20,8 +20,8 @@ from flaxckpt._checkpoint import commit as checkpoint_commit
 from flaxckpt._checkpoint import planner as checkpoint_planner
 from flaxckpt._checkpoint import restore as checkpoint_restore
 from flaxckpt._checkpoint import save as checkpoint_save
+from flaxckpt._formats import locate
 from flaxckpt._util import progress as util_progress
-from flaxckpt.formats import _locate
 
 # Each operation goes on only when it gets a line from the terminal, or, if it is to be
 # quiet, when nobody draws any more.
@@ -251,7 +251,7 @@ def test_all_bytes_are_counted_once(tmp_path, options, verify):
     checkpoint_save.write_snapshot(snapshot)
     assert saved.done == snapshot.nbytes > 0
     loaded = util_progress.Counter("loading")
-    stored = _locate.read_stored(tmp_path / "c", None)
+    stored = locate.read_stored(tmp_path / "c", None)
     checkpoint_restore.restore(
         stored, state(), checkpoint_planner.RestoreOptions(verify=verify), loaded
     )

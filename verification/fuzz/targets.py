@@ -22,7 +22,7 @@ import msgpack
 import numpy as np
 
 import flaxckpt
-from flaxckpt import _storage, errors, formats
+from flaxckpt import _formats, _storage, errors, formats
 from flaxckpt._state import classes as state_classes
 from flaxckpt._steps import index as steps_index
 from flaxckpt._steps import journal as steps_journal
@@ -210,7 +210,7 @@ def part(path: Path, files: tuple[str, ...], data: bytes) -> None:
         read(path)
         if file.parts[-2] == "metadata":
             with only_ours():
-                formats._native.metadata.read_run_metadata(path)
+                _formats.native_metadata.read_run_metadata(path)
     finally:
         if is_new:
             shutil.rmtree(file.parent)

@@ -12,9 +12,9 @@ from typing import Any
 
 from flaxckpt import _state, _util, errors
 from flaxckpt import transforms as tf
+from flaxckpt._formats import locate
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import LeafPath, PathLike, PyTree
-from flaxckpt.formats import _locate
 from flaxckpt.maps._suggest import alike, forms, names, values
 from flaxckpt.maps._suggest import match as matching
 from flaxckpt.maps._suggest import rows as rows_of
@@ -279,7 +279,7 @@ def suggest(
             `metadata`.
         OptionError: No leaf of the checkpoint fits the state.
     """
-    stored = _locate.open_checkpoint(source, step)
+    stored = locate.open_checkpoint(source, step)
     flat = _state.flax_state.flatten(abstract_state)
     roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
     wanted = _state.optimizer_roles.with_roles(flat.table, roles)

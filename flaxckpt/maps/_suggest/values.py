@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from flaxckpt import errors
+from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import LeafTable
 from flaxckpt._types import LeafPath
-from flaxckpt.formats._reader import Stored
 from flaxckpt.maps import _config, _detect, _gguf
 from flaxckpt.maps._families import FAMILIES
 from flaxckpt.maps._family import Family, Tensor

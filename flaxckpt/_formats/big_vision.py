@@ -1,0 +1,68 @@
+"""Reader of big_vision's directories: a zarr 2 array for each leaf.
+
+The name of an array is its leaf path with `~` in place of `/`. A text file beside the
+checkpoints, `checkpoint.bv-LAST`, has the end of the newest one's name.
+
+Source: `tssave` and `save_checkpoint_ts` in `utils.py` of
+https://github.com/google-research/big_vision; jax writes the arrays
+(`jax.experimental.array_serialization`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flaxckpt import _formats, _state, _storage, errors
+from flaxckpt._formats import plain, zarr2
+from flaxckpt._formats.msgpack import leaves
+from flaxckpt._formats.msgpack.scanner import Value
+from flaxckpt._formats.reader import Stored
+from flaxckpt._types import LeafPath
+
+
+def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
+    """Reads everything but arrays.
+
+    Raises:
+        DamagedCheckpointError: Arrays are missing or malformed, or the checkpoint that
+            a pointer names is missing.
+    """
+    root = _formats.follow(path)
+    stamp = _storage.stamp(root)
+    tree: dict[str, Value] = {}
+    faults: dict[LeafPath, str] = {}
+    for name in sorted(child.name for child in root.iterdir()):
+        if name.startswith("."):
+            continue
+        keys = name.split("~")
+        leaf = _state.tree.join([_state.tree.Key(key, "key") for key in keys])
+        try:
+            _put(tree, keys, zarr2.find_array(root, name))
+        except PermissionError:
+            raise
+        except (ValueError, OSError) as error:
+            faults[leaf] = errors.one_line(error, 200)
+    if faults:
+        raise plain.unreadable_error(root, faults)
+    return leaves.make_stored(
+        root, root, leaves.walk(tree), format_name="big_vision", step=step, stamp=stamp
+    )
+
+
+def _put(tree: dict[str, Value], keys: list[str], value: Value) -> None:
+    """Adds a leaf to nested dicts.
+
+    Raises:
+        ValueError: A part of its name is empty, the name has too many parts, or another
+            leaf is above it.
+    """
+    if not all(keys) or len(keys) > _state.tree.MAX_DEPTH:
+        raise ValueError("its name is not a leaf path")
+    inner: Value = tree
+    for key in keys[:-1]:
+        inner = inner.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ValueError("another array has the name of a directory of it")
+    if keys[-1] in inner:
+        raise ValueError("other arrays have names below it")
+    inner[keys[-1]] = value

@@ -1,0 +1,130 @@
+"""Reader of Flax's old checkpoints: the whole state in msgpack, or shards of it.
+
+Source: `flax.training.checkpoints` and `flax.serialization.to_bytes`; of shards,
+`flax_shard_checkpoint` of transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from flaxckpt import _state, _storage, errors
+from flaxckpt._formats import hub_cache, recognise, shards
+from flaxckpt._formats.msgpack import leaves, scanner
+from flaxckpt._formats.msgpack.scanner import Value
+from flaxckpt._formats.reader import Stored
+
+_log = logging.getLogger(__name__)
+
+_ELSEWHERE = "//GDAPlaceholder:"
+"""Prefix of a string that stands for an array of several processes."""
+
+
+def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
+    """Reads everything but arrays.
+
+    Raises:
+        DamagedCheckpointError: A file differs from Flax's, or a shard is missing.
+        CheckpointFormatError: Some arrays are in other files, which is not supported.
+    """
+    path = hub_cache.find_snapshot(path) or path
+    index = recognise.find_flax_index(path)
+    if index is not None:
+        return _read_shards(path, index, step)
+    shards.warn_if_shard(path)
+    stamp = _storage.stamp(path)
+    tree = _scan(path)
+    beside = path.with_name(f"{path.name}_gda")
+    elsewhere = [
+        _state.tree.join(keys)
+        for keys, value in leaves.walk(tree)
+        if isinstance(value, str) and value.startswith(_ELSEWHERE)
+    ]
+    if elsewhere or beside.exists():
+        raise errors.CheckpointFormatError(
+            f"{path} was saved by several processes; wanted all values in this file,"
+            f" found {len(elsewhere)} leaves in {beside.name}/:\n"
+            + errors.rows(elsewhere)
+            + "\nRestore it with the Flax that wrote it, and save it in a single file."
+        )
+    return leaves.make_stored(
+        path, path, leaves.walk(tree), format_name="msgpack", step=step, stamp=stamp
+    )
+
+
+def _scan(path: Path) -> Value:
+    with scanner.scanner(path) as scan:
+        tree = scan.value()
+        scan.leave()
+    return tree
+
+
+def _read_shards(path: Path, index_file: Path, step: int | None) -> Stored:
+    """Reads the shards of an index as one tree."""
+    stamp = _storage.stamp(index_file)
+    wanted = shards.read_index(index_file).files
+    tree: dict[str, Value] = {}
+    found: dict[str, str] = {}
+    stamps = []
+    for name in sorted({*wanted.values()}):
+        shard = shards.locate(index_file.parent, name)
+        stamps.append(_storage.stamp(shard))
+        for keys, value in _flatten(_scan(shard)):
+            found["/".join(keys)] = name
+            _put(tree, keys, value, index_file)
+    faults = [
+        f"{leaf[:80]}: wanted in {name}, found {found.get(leaf, 'none')}"
+        for leaf, name in wanted.items()
+        if found.get(leaf) != name
+    ]
+    if faults:
+        raise shards.mismatch_error(index_file, faults)
+    if unlisted := found.keys() - wanted.keys():
+        _log.warning(
+            "%d arrays in the files of %s are not listed in it",
+            len(unlisted),
+            index_file,
+        )
+    return leaves.make_stored(
+        path,
+        index_file,
+        leaves.walk(tree),
+        format_name="msgpack",
+        step=step,
+        stamp=stamp,
+        shards=stamps,
+    )
+
+
+def _flatten(
+    value: Value, keys: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Value]]:
+    """Yields the leaves of nested maps, with their keys."""
+    if isinstance(value, dict) and value:
+        for key, child in value.items():
+            yield from _flatten(child, (*keys, key))
+    else:
+        yield keys, value
+
+
+def _put(
+    tree: dict[str, Value], keys: tuple[str, ...], value: Value, index_file: Path
+) -> None:
+    """Adds a leaf to nested maps.
+
+    Raises:
+        DamagedCheckpointError: Another shard has it, or a leaf above or below it.
+    """
+    inner: Value = tree
+    for key in keys[:-1]:
+        inner = inner.setdefault(key, {})
+        if not isinstance(inner, dict):
+            break
+    if not keys or not isinstance(inner, dict) or keys[-1] in inner:
+        raise shards.mismatch_error(
+            index_file,
+            [f"{'/'.join(keys)[:80]}: wanted in one shard, found in several"],
+        )
+    inner[keys[-1]] = value

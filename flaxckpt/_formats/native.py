@@ -1,0 +1,281 @@
+"""Reads the native format: Orbax's own layout, plus our manifest."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flaxckpt import _state, _steps, _storage, _zarr, datasets, errors
+from flaxckpt._formats import (
+    composite,
+    items,
+    native_arrays,
+    native_manifest,
+    native_metadata,
+    orbax_json,
+)
+from flaxckpt._formats.reader import Stored, check_current
+from flaxckpt._state.leaf import LeafInfo, LeafTable
+from flaxckpt._storage.commit_marker import MARKER
+from flaxckpt._types import LeafPath
+
+_DATABASE = re.compile(
+    rf"(?:manifest\.ocdbt|(?:{re.escape(_zarr.metadata.DATABASE_PART)}\d+/)?d/.+)",
+    re.DOTALL,
+)
+"""A file in an item of the database, or of the database of a single process."""
+
+
+def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
+    """Reads everything but arrays.
+
+    Raises:
+        DamagedCheckpointError: A file is missing, malformed, or differs from its
+            recorded digest.
+    """
+    file = path / orbax_json.MANIFEST
+    if _storage.of(path).exists(file):
+        outcome: Stored | errors.DamagedCheckpointError
+        names = (orbax_json.MANIFEST, MARKER, items.CHECKPOINT)
+        with _storage.paths.read_ahead([path / name for name in names]):
+            stamp = _storage.stamp(file)
+            try:
+                outcome = _read_native(path, step, resolve, stamp)
+            except errors.DamagedCheckpointError as error:
+                outcome = error
+        # All files are of one save: not all have digests in the manifest.
+        check_current(path, stamp)
+        if isinstance(outcome, errors.DamagedCheckpointError):
+            raise outcome
+        items.warn_of_damage(path, outcome.metadata.damaged_items)
+        return outcome
+    seal = _find_seal(path)
+    if seal and orbax_json.MANIFEST in _read_seal(seal, path):
+        # None: the file was missing above, and is there if the step was being replaced.
+        check_current(path, _storage.Stamp(file, None))
+        raise errors.DamagedCheckpointError(
+            f"{file} is missing, although {seal.name} names it; restore another step"
+        )
+    return composite.read(
+        path, step, functools.partial(read, step=None, resolve=resolve)
+    )
+
+
+def _find_seal(path: Path) -> Path | None:
+    """Returns the file with the digest of the manifest; None without it.
+
+    In an item, Orbax adds a commit marker of its own.
+    """
+    files = (path / items.SEAL, path / MARKER)
+    return next((file for file in files if _storage.of(path).exists(file)), None)
+
+
+def read_dataset(
+    path: Path, digests: Mapping[str, str], name: str = items.DATASET
+) -> dict[str, bytes]:
+    """Returns the files of the dataset iterator saved in `path`; empty without any.
+
+    Also empty after they were deleted on purpose. Orbax lets its users name the item,
+    so any item with grain's files counts.
+
+    Args:
+        path: The checkpoint.
+        digests: File name -> recorded digest.
+        name: The item of the dataset, as far as recorded.
+    """
+    if _steps.markers.is_item_deleted(path, name):
+        return {}
+    for file_name in digests:
+        is_needed = file_name.startswith(f"{name}/")
+        if is_needed and not (path / file_name).is_file():
+            items.read_file(path / file_name, path)  # raises
+    item = items.find_dataset(path, name)
+    if item is None:
+        return {}
+    files = {}
+    for file in sorted(item.iterdir()):
+        if file.is_file():
+            content = items.read_file(file, path, max_bytes=datasets.MAX_STATE_BYTES)
+            items.check_digest(file, digests.get(f"{item.name}/{file.name}"), content)
+            files[file.name] = content
+    return files
+
+
+def _read_native(
+    path: Path, step: int | None, resolve: _state.treedef.Resolve, stamp: _storage.Stamp
+) -> Stored:
+    """Reads everything but arrays.
+
+    Args:
+        path: The checkpoint.
+        step: Step number in a run directory.
+        resolve: Returns the classes that the manifest names.
+        stamp: The stamp of the manifest.
+    """
+    file = stamp.path
+    content = items.read_file(file, path)
+    if seal := _find_seal(path):
+        recorded = _read_seal(seal, path).get(orbax_json.MANIFEST, "")
+        items.check_digest(file, recorded, content, record=seal)
+    data = orbax_json.loads(content, file)
+    version = data.get("version")
+    if version not in native_manifest.VERSIONS:
+        *first, last = map(str, native_manifest.VERSIONS)
+        readable = f"{', '.join(first)} and {last}"
+        raise errors.CheckpointFormatError(
+            f"{path} has manifest version {repr(version)[:20]}; this flaxckpt reads"
+            f" versions {readable}: use the flaxckpt that wrote it"
+            f" ({repr(data.get('versions'))[:200]}) or a newer one"
+        )
+    try:
+        manifest = native_manifest.parse(data, resolve)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise errors.DamagedCheckpointError(
+            f"{file} is not a manifest: {errors.printable(errors.one_line(error, 200))}"
+        ) from None
+    digests, parts = manifest.digests, manifest.items.split(manifest.infos)
+    deleted = native_metadata.read_deleted_items(path)
+    present = {item: leaves for item, leaves in parts.items() if item not in deleted}
+    table, damaged = _read_items(path, present, manifest, is_alone=len(parts) == 1)
+    texts = [item for item in manifest.json if item not in deleted]
+    json = items.read_json_items(path, texts, digests)
+    damaged |= json.damaged
+    infos = [info for info in manifest.infos if info.path in table]
+    structure = manifest.structure
+    if len(infos) < len(manifest.infos):
+        structure = _state.containers.prune(structure, table)
+    metadata = dataclasses.replace(
+        native_metadata.checkpoint_metadata(
+            *(path, "flaxckpt", step, infos, digests, manifest.items.dataset, deleted),
+            recorded_step=manifest.step,
+        ),
+        lineage=manifest.lineage,
+        transforms=manifest.transforms,
+        items=tuple(item for item in present if item not in damaged),
+        json=json,
+        damaged_items=damaged,
+    )
+    return Stored(
+        metadata,
+        {info.path: table[info.path] for info in infos},
+        structure,
+        manifest.unknown_types,
+        digests,
+        stamp,
+        manifest.step,
+        manifest.items,
+        left_out={
+            item: "was deleted from this step"
+            for item in (*parts, *manifest.json)
+            if item in deleted
+        },
+    )
+
+
+def _read_items(
+    path: Path,
+    parts: Mapping[str, Sequence[LeafInfo]],
+    manifest: native_manifest.Manifest,
+    *,
+    is_alone: bool,
+) -> tuple[LeafTable, dict[str, str]]:
+    """Returns the leaf table of items with arrays, and item -> reason of the damage.
+
+    The table has the leaves of damaged items, too, as the manifest describes them.
+
+    Args:
+        path: The checkpoint.
+        parts: Item -> its leaves.
+        manifest: The manifest of the checkpoint.
+        is_alone: Whether the checkpoint has a single item with arrays.
+
+    Raises:
+        DamagedCheckpointError: The only item is damaged.
+    """
+    table: LeafTable = {}
+    damaged: dict[str, str] = {}
+    for item, leaves in parts.items():
+        strings: dict[LeafPath, str] = {}
+        try:
+            strings = _read_strings(path, item, leaves, manifest)
+            if not is_alone and not (path / item).is_dir():
+                damaged[item] = "is missing; restore another step"
+        except errors.DamagedCheckpointError as error:
+            if is_alone:
+                raise
+            damaged[item] = items.describe_damage(error)
+        table |= _item_table(path, item, leaves, strings, manifest)
+    return table, damaged
+
+
+def _read_strings(
+    path: Path,
+    item: str,
+    infos: Sequence[LeafInfo],
+    manifest: native_manifest.Manifest,
+) -> dict[LeafPath, str]:
+    """Returns the values of the string leaves of an item: leaf path -> string.
+
+    Raises:
+        DamagedCheckpointError: The file of the strings is missing or has changed.
+    """
+    names = [manifest.items.param_name(info) for info in infos]
+    digest = manifest.digests.get(f"{items.prefix(item)}{items.STRINGS}")
+    return items.read_strings(path / item, path, names, infos, digest)
+
+
+def _item_table(
+    path: Path,
+    item: str,
+    infos: Sequence[LeafInfo],
+    strings: Mapping[LeafPath, str],
+    manifest: native_manifest.Manifest,
+) -> LeafTable:
+    """Returns the leaf table of an item.
+
+    Args:
+        path: The checkpoint.
+        item: The item.
+        infos: The leaves of the item.
+        strings: Leaf path -> value of the string leaves.
+        manifest: The manifest of the checkpoint.
+    """
+    root = items.prefix(item)
+    digests = {
+        name.removeprefix(root): digest
+        for name, digest in manifest.digests.items()
+        if name.startswith(root)
+    }
+    names = [manifest.items.param_name(info) for info in infos]
+    arrays = native_arrays.Arrays(
+        path / item,
+        3 if manifest.encoding is None else manifest.encoding.version,
+        manifest.ocdbt,
+        encoding=manifest.encoding,
+        digests={
+            name: digest
+            for name, digest in digests.items()
+            if not manifest.ocdbt or _DATABASE.fullmatch(name)
+        },
+        checksums=manifest.checksums,
+        sizes=None
+        if manifest.files is None
+        else {
+            name.removeprefix(root): size
+            for name, size in manifest.files.items()
+            if name.startswith(root)
+        },
+    )
+    return native_arrays.leaf_table(path, names, infos, arrays, strings)
+
+
+def _read_seal(file: Path, checkpoint: Path) -> Mapping[str, Any]:
+    """Returns manifest -> digest; empty for a commit marker of Orbax."""
+    try:
+        return items.read_json(file, checkpoint)
+    except errors.DamagedCheckpointError:
+        return {}  # Orbax writes a sentence, or no such file

@@ -1,0 +1,467 @@
+"""Checks and opens the arrays of a checkpoint in Orbax's layout.
+
+The checks come first: TensorStore follows symlinks, and aborts the process if metadata
+are nested too deep or ask for more memory than the machine has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from flaxckpt import _arrays, _state, _storage, _util, _zarr, errors
+from flaxckpt._formats import items, orbax_json, plain
+from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
+from flaxckpt._types import LeafPath, Shape
+from flaxckpt._zarr.checksums import ChunkChecksums
+from flaxckpt._zarr.metadata import RawArray
+
+if TYPE_CHECKING:
+    import tensorstore as ts
+
+
+class ArrayForm(NamedTuple):
+    """The stored form of an array.
+
+    Attributes:
+        shape: Stored shape, in elements.
+        dtype: Name of the stored element type.
+        chunk_shape: Shape of a chunk.
+    """
+
+    shape: Shape
+    dtype: str
+    chunk_shape: Shape
+
+
+def check_size(form: ArrayForm, stored_bytes: int) -> None:
+    """Raises ValueError for an impossibly large array, or chunks beyond free memory.
+
+    Chunks of zeros need not be stored, so only an array above 1 TiB is compared with
+    the stored bytes.
+    """
+    itemsize = _state.dtypes.item_size(form.dtype)
+    size = math.prod(form.shape) * itemsize
+    if size > _MAX_ZEROS_BYTES and size > stored_bytes * _BEST_RATIO:
+        raise ValueError(f"it has {size} bytes, but only {stored_bytes} are stored")
+    _util.memory.check(math.prod(form.chunk_shape) * itemsize)
+
+
+def _check_form(text: bytes, form: ArrayForm) -> None:
+    """Compares the metadata of an array with the recorded form.
+
+    Raises:
+        ValueError: The forms differ, or the metadata are unsupported.
+    """
+    stored = parse_form(text)
+    if stored != form:
+        raise ValueError(
+            f"recorded as {form.dtype}{list(form.shape)} in chunks"
+            f" {list(form.chunk_shape)}, stored as {stored.dtype}{list(stored.shape)}"
+            f" in chunks {list(stored.chunk_shape)}"
+        )
+
+
+MAX_METADATA_BYTES = 2**16
+"""Limit on the metadata of an array, including attributes and names of axes."""
+
+
+@functools.lru_cache(maxsize=256)  # many arrays have equal metadata
+def parse_form(text: bytes) -> ArrayForm:
+    """Parses the metadata of an array, within the limits of TensorStore.
+
+    Raises:
+        ValueError: The metadata are malformed or unsupported.
+    """
+    if len(text) > MAX_METADATA_BYTES:
+        raise ValueError("its metadata is too large")
+    try:
+        # TensorStore parses it again, and may pick the other of two equal keys.
+        data = json.loads(
+            text.decode(), object_pairs_hook=_util.json_limits.refuse_duplicates
+        )
+        return ArrayForm(*_zarr.metadata.parse(data))
+    except (errors.CheckpointError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"its metadata is not supported: {errors.one_line(error, 150)}"
+        ) from None
+
+
+def metadata_readers(
+    root: Path, checkpoint: Path, names: Iterable[str], file: str, *, ocdbt: bool
+) -> dict[str, Callable[[], bytes]]:
+    """Returns functions that read the metadata of arrays: array name -> function.
+
+    A function returns the text, or raises ValueError or OSError if missing.
+
+    Args:
+        root: The directory or database with the arrays.
+        checkpoint: The directory that no symlink may lead out of.
+        names: Names of the arrays.
+        file: Name of the metadata file.
+        ocdbt: Whether `root` is a database.
+    """
+    if not ocdbt:
+        return {
+            name: functools.partial(_text_of_file, root / name / file, checkpoint)
+            for name in names
+        }
+    if not (names := list(names)):  # Orbax writes no database without arrays
+        return {}
+    database = _open_database(root, checkpoint)
+    readers: dict[str, Callable[[], bytes]] = {}
+    for name in names:
+        key = _zarr.metadata.database_key(name, file)
+        try:
+            database.request(key, MAX_METADATA_BYTES)
+            readers[name] = functools.partial(database.value, key)
+        except ValueError as error:
+            readers[name] = functools.partial(_raise, error)
+    database.read()
+    return readers
+
+
+def _raise(error: Exception) -> bytes:
+    raise error
+
+
+def _text_of_file(path: Path, checkpoint: Path) -> bytes:
+    _storage.of(path).check_file(path, checkpoint)
+    try:
+        return _storage.of(path).read(path, max_bytes=MAX_METADATA_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{path.name} is missing") from None
+
+
+def _open_database(root: Path, checkpoint: Path) -> _arrays.databases.Database:
+    """Returns a database; raises DamagedCheckpointError if missing or unsafe."""
+    try:
+        return _arrays.databases.Databases().open(root, checkpoint)
+    except (FileNotFoundError, NotADirectoryError):
+        raise errors.DamagedCheckpointError(
+            f"{root / _zarr.metadata.DATABASE} is missing; restore another step"
+        ) from None
+    except ValueError as error:
+        raise errors.DamagedCheckpointError(str(error)) from None
+
+
+def check_names(path: Path, names: Iterable[str], *, ocdbt: bool) -> None:
+    """Raises DamagedCheckpointError for array names that lead out of the directory."""
+    faults = [n for n in names if orbax_json.UNSAFE.search(n)] if not ocdbt else []
+    if faults:
+        raise errors.DamagedCheckpointError(
+            f"{path} has arrays with names that lead out of it:\n"
+            + errors.rows(repr(name[:80]) for name in faults)
+        )
+
+
+_MAX_CHUNK_BYTES = 64 * 2**20  # if the array is smaller; old releases never cut arrays
+
+
+def array_forms(
+    item: Path, checkpoint: Path, names: Sequence[str], *, version: int, ocdbt: bool
+) -> tuple[dict[str, ArrayForm], set[str]]:
+    """Reads the forms of arrays from their zarr metadata.
+
+    Returns:
+        Array name -> form; and the names of the arrays compressed by blosc.
+    """
+    check_names(item, names, ocdbt=ocdbt)
+    file = "zarr.json" if version == 3 else ".zarray"
+    readers = metadata_readers(item, checkpoint, names, file, ocdbt=ocdbt)
+    forms = {}
+    blosc = set()
+    faults = {}
+    for name, read_text in readers.items():
+        try:
+            text = read_text()
+            forms[name] = parse_form(text)
+            _check_chunks(forms[name])
+            if _zarr.chunk_headers.parse(text).codec == "blosc":
+                blosc.add(name)
+        except PermissionError:
+            raise
+        except (ValueError, KeyError, TypeError, OSError, errors.CheckpointError) as e:
+            message = str(e).split(" [tensorstore_spec")[0].split(" [source")[0]
+            faults[name] = message[:200]
+    if faults:
+        raise plain.unreadable_error(item, faults)
+    return forms, blosc
+
+
+def _check_chunks(form: ArrayForm) -> None:
+    """Raises ValueError if TensorStore would abort over too large chunks."""
+    shape, dtype, chunk_shape = form
+    itemsize = _state.dtypes.item_size(dtype)
+    chunk_bytes = math.prod(chunk_shape) * itemsize
+    if (
+        len(chunk_shape) != len(shape)
+        or 0 in chunk_shape
+        or chunk_bytes > max(math.prod(shape) * itemsize, _MAX_CHUNK_BYTES)
+    ):
+        raise ValueError(f"chunks {list(chunk_shape)} in an array {list(shape)}")
+
+
+_MAX_ZEROS_BYTES = 2**40
+_BEST_RATIO = 2**16
+"""Upper bound on the compression ratio of a file."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrays:
+    """The location and the encoding of the arrays of a checkpoint.
+
+    Attributes:
+        root: The directory or database with the arrays.
+        version: Version of the zarr format.
+        ocdbt: Whether `root` is a database.
+        strict: True if a missing chunk is damage; False if it stands for zeros.
+        encoding: Encoding of the chunks; None if only in the metadata of each array.
+        digests: File of an array or the database -> recorded digest.
+        is_checked: True if the forms come from the arrays' own metadata.
+        blosc: Names of arrays in a database compressed by blosc, as far as known.
+        checksums: Leaf path -> checksums of its chunks.
+        sizes: Files of the database with values -> recorded bytes; None if unknown.
+    """
+
+    root: Path
+    version: int
+    ocdbt: bool
+    strict: bool = True
+    encoding: _zarr.metadata.Encoding | None = None
+    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    is_checked: bool = False
+    blosc: Collection[str] = ()
+    checksums: Mapping[LeafPath, ChunkChecksums] = dataclasses.field(
+        default_factory=dict
+    )
+    sizes: Mapping[str, int] | None = None
+
+    @property
+    def has_digests(self) -> bool:
+        """True if the digests cover the chunks, not only the tree of a database."""
+        if self.ocdbt:
+            return items.has_chunk_digests(self.digests, "")
+        return bool(self.digests) and self.version == 2
+
+    def open(
+        self, name: str, form: ArrayForm, checkpoint: Path, context: ts.Context
+    ) -> ts.Future[ts.TensorStore]:
+        """Opens the array `name` after a check of its form."""
+        size = _storage.of(self.root).check_root(self.root, checkpoint)
+        if not self.ocdbt:
+            size = _storage.of(self.root).check_array(self.root, name, checkpoint)
+        check_size(form, size)
+        open_array = functools.partial(
+            _arrays.read.open_zarr,
+            context,
+            root=self.root,
+            name=name,
+            version=self.version,
+            ocdbt=self.ocdbt,
+            strict=self.strict,
+        )
+        # Before TensorStore reads the metadata, some of which abort the process.
+        file = "zarr.json" if self.version == 3 else ".zarray"
+        if not self.ocdbt:
+            text = _zarr.chunk_file.read_small(self.root / name / file)
+            _check_form(text, form)
+            _zarr.chunk_headers.check_files(
+                self.root / name, _zarr.chunk_headers.parse(text)
+            )
+            return open_array()
+        is_compact = self.encoding is not None and self.encoding.codec == "compact"
+        is_blosc = is_compact or name in self.blosc
+        index = _zarr.ocdbt.open_index(self.root, context)
+        if self.is_checked and not is_blosc:
+            return open_array()
+        text = index.read(_zarr.metadata.database_key(name, file))
+        _check_form(text, form)
+        chunks = _zarr.chunk_headers.parse(text)
+        if chunks.codec == "blosc" and not is_blosc:
+            raise ValueError("it is compressed by blosc, unlike when saved")
+        if chunks.codec == "blosc":
+            _zarr.chunk_headers.check_values(index, name, chunks)
+        return open_array()
+
+    def raw(
+        self, name: str, info: LeafInfo, compare: _DigestChecks | None
+    ) -> RawArray | None:
+        """Returns the location of the chunks of an uncompressed array, else None."""
+        form = _arrays.forms.stored_form(info)
+        if self.encoding is None or not _zarr.metadata.is_raw(self.encoding, *form):
+            return None
+        return RawArray(
+            self.root,
+            name,
+            self.ocdbt,
+            self.encoding,
+            self.has_digests,
+            self.checksums.get(info.path),
+            None if compare is None else functools.partial(compare, name),
+            self.sizes,
+        )
+
+    def check(
+        self, name: str, info: LeafInfo, compare: _DigestChecks | None
+    ) -> Callable[[], None] | None:
+        """Returns the check of an array that TensorStore does not make, or None."""
+        recorded = self.checksums.get(info.path)
+        has_places = recorded is not None and bool(recorded.whole)
+        if compare is None and not has_places:
+            return None
+
+        def check() -> None:
+            if compare is not None:
+                compare(name)
+            if recorded is not None and has_places and not self.has_digests:
+                self._check_places(name, info, recorded)
+
+        return check
+
+    def find_files(
+        self, name: str, info: LeafInfo, checkpoint: Path
+    ) -> dict[str, tuple[int, int]]:
+        """Returns the files with chunks of an array in a database.
+
+        Returns:
+            Path in the checkpoint -> first byte and end of the chunks.
+
+        Raises:
+            ValueError, OSError: A chunk is missing, or the index cannot be read.
+        """
+        index = _zarr.ocdbt.open_index(self.root)
+        found: dict[str, tuple[int, int]] = {}
+        for chunk in self._chunks(info):
+            place = index.find(_zarr.metadata.database_key(name, chunk.key))
+            if isinstance(place, bytes):
+                continue
+            file = str((self.root / place.file).relative_to(checkpoint))
+            start, end = found.get(file, (place.offset, 0))
+            place_end = place.offset + place.size
+            found[file] = min(start, place.offset), max(end, place_end)
+        return found
+
+    @staticmethod
+    def _chunks(info: LeafInfo) -> Sequence[_zarr.metadata.Chunk]:
+        shape, _ = _arrays.forms.stored_form(info)
+        return _zarr.metadata.chunks(
+            _zarr.metadata.whole(shape), info.chunk_shape or ()
+        )
+
+    def _check_places(
+        self, name: str, info: LeafInfo, recorded: ChunkChecksums
+    ) -> None:
+        """Compares the checksums after the chunks of an array with the recorded ones.
+
+        Raises:
+            ValueError, OSError: A chunk is another one, or is missing.
+        """
+        size = _zarr.checksums.CHECKSUM_BYTES
+        index = _zarr.ocdbt.open_index(self.root) if self.ocdbt else None
+        for n, chunk in enumerate(self._chunks(info)):
+            key = _zarr.metadata.database_key(name, chunk.key)
+            content = (
+                _storage.of(self.root).read_end(self.root / key, size)
+                if index is None
+                else index.read(key, slice(-size, None))
+            )
+            if len(content) != size:
+                raise ValueError(f"{chunk.key} has no checksum: it is cut off")
+            value = int.from_bytes(content, "little")
+            _zarr.checksums.check_place(chunk.key, value, recorded.number(n))
+
+
+_MAX_DIGESTED_BYTES = 2**30
+"""Limit on a file of a database that is read before its values."""
+
+
+class _DigestChecks:
+    """Compares files of arrays with their digests, once each."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._root = arrays.root
+        self._max_bytes = _MAX_DIGESTED_BYTES if arrays.ocdbt else sys.maxsize
+        self._digests: dict[str, dict[str, str]] = {}
+        for file, digest in arrays.digests.items():
+            # Every array depends on all files of a database.
+            name = "" if arrays.ocdbt else file.rpartition("/")[0]
+            self._digests.setdefault(name, {})[file] = digest
+        self._ocdbt = arrays.ocdbt
+        self._done: dict[str, Exception | None] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, name: str) -> None:
+        """Compares the files of the array `name`.
+
+        Raises:
+            ValueError, OSError: A file has changed since the save, or is missing.
+        """
+        name = "" if self._ocdbt else name
+        with self._lock:
+            if name not in self._done:
+                self._done[name] = None
+                digests = self._digests.get(name, {})
+                try:
+                    _arrays.databases.check_digests(
+                        self._root, digests, max_bytes=self._max_bytes
+                    )
+                except (ValueError, OSError) as error:
+                    self._done[name] = error
+        if fault := self._done[name]:
+            raise fault
+
+
+def leaf_table(
+    path: Path,
+    names: Sequence[str],
+    infos: Sequence[LeafInfo],
+    arrays: Arrays,
+    strings: Mapping[LeafPath, str],
+) -> LeafTable:
+    """Returns the leaf table of a checkpoint, or of an item.
+
+    Args:
+        path: The checkpoint.
+        names: The name of each leaf on disk.
+        infos: The leaves.
+        arrays: The arrays.
+        strings: Leaf path -> value of the string leaves.
+
+    Raises:
+        DamagedCheckpointError: Names of arrays lead out of the checkpoint; all are
+            listed.
+    """
+    table = {}
+    stored_names = [
+        name for name, info in zip(names, infos, strict=True) if info.dtype is not None
+    ]
+    check_names(path, stored_names, ocdbt=arrays.ocdbt)
+    is_ours = arrays.encoding is not None and arrays.version == 3  # with known keys
+    is_digested = bool(arrays.digests) and (arrays.ocdbt or arrays.has_digests)
+    compare = _DigestChecks(arrays) if is_digested else None
+    for name, info in zip(names, infos, strict=True):
+        if info.dtype is None:
+            stored = StoredLeaf(path, info, value=strings.get(info.path))
+        else:
+            form = ArrayForm(*_arrays.forms.stored_form(info), info.chunk_shape or ())
+            stored = StoredLeaf(
+                path,
+                info,
+                functools.partial(arrays.open, name, form, path),
+                raw=arrays.raw(name, info, compare),
+                check=arrays.check(name, info, compare),
+                checksums=arrays.checksums.get(info.path),
+                find_files=functools.partial(arrays.find_files, name, info, path)
+                if arrays.ocdbt and is_ours
+                else None,
+            )
+        table[info.path] = Leaf(info, (stored,))
+    return table

@@ -1,0 +1,172 @@
+"""Checksums of chunks and segments in the manifest; see `_zarr.checksums`."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from flaxckpt import _arrays, _state, _zarr
+from flaxckpt._formats.items import Items
+from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._types import JSON, LeafPath, Shape
+from flaxckpt._zarr.checksums import CHECKSUM_BYTES, ChunkChecksums
+from flaxckpt._zarr.metadata import Encoding
+
+CHUNKS = "checksums"
+SEGMENTS = "segments"
+
+_LEAST_BYTES = _zarr.checksums.LEAST_BYTES
+
+
+class _Chunks(NamedTuple):
+    """The chunks of an array.
+
+    Attributes:
+        shape: Stored shape of the array.
+        chunk_shape: Shape of a chunk.
+        segmented_bytes: Bytes of a chunk of several segments; 0 for a chunk of one.
+    """
+
+    shape: Shape
+    chunk_shape: Shape
+    segmented_bytes: int
+
+    @property
+    def grid(self) -> Shape:
+        """Number of chunks along each axis."""
+        return _grid(self.shape, self.chunk_shape)
+
+    @property
+    def total(self) -> int:
+        """Number of chunks."""
+        return math.prod(self.grid)
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of all chunks, in C order."""
+        region = _zarr.metadata.whole(self.shape)
+        return [chunk.key for chunk in _zarr.metadata.chunks(region, self.chunk_shape)]
+
+
+@functools.lru_cache(maxsize=4096)  # most leaves are like another one
+def _grid(shape: Shape, chunk_shape: Shape) -> Shape:
+    sizes = zip(shape, chunk_shape, strict=True)
+    return tuple([-(-size // chunk) for size, chunk in sizes])
+
+
+def choose_bytes(infos: Sequence[LeafInfo], encoding: Encoding) -> int | None:
+    """Returns the bytes of the segments of a new checkpoint; None for no segments.
+
+    All processes of a job get the same number.
+    """
+    if not encoding.checksum:
+        return None
+    sizes = ((c.total, c.segmented_bytes) for _, c in _arrays_of(infos, encoding))
+    return _zarr.checksums.choose_bytes(sizes)
+
+
+def _arrays_of(
+    infos: Sequence[LeafInfo], encoding: Encoding
+) -> Iterator[tuple[LeafInfo, _Chunks]]:
+    """Yields the arrays with their chunks."""
+    for info in infos:
+        chunk_shape = info.chunk_shape
+        if chunk_shape is None:
+            continue
+        shape, dtype = _arrays.forms.stored_form(info)
+        size = math.prod(chunk_shape) * _state.dtypes.item_bits(dtype) // 8
+        is_segmented = (
+            size > _LEAST_BYTES
+            and 0 not in shape
+            and _zarr.metadata.is_raw(encoding, shape, dtype)
+        )
+        yield info, _Chunks(shape, chunk_shape, size * is_segmented)
+
+
+def rows(
+    infos: Sequence[LeafInfo],
+    items: Items,
+    encoding: Encoding,
+    segment_bytes: int | None,
+    checksums: _arrays.write.Checksums,
+) -> dict[str, JSON]:
+    """Returns the fields of the manifest with checksums.
+
+    Args:
+        infos: The leaves of the checkpoint.
+        items: The items of the checkpoint.
+        encoding: Encoding of the chunks.
+        segment_bytes: Bytes of a segment; None for no segments.
+        checksums: The checksums from all processes.
+    """
+    whole: dict[str, JSON] = {}
+    inner: dict[str, JSON] = {}
+    for info, chunks in _arrays_of(infos, encoding) if checksums else ():
+        recorded = checksums.get(items.array_directory(info), {})
+        values = [recorded[key] for key in chunks.keys]
+        if not values:
+            continue
+        whole[info.path] = _encode(value[-CHECKSUM_BYTES:] for value in values)
+        if segment_bytes is not None and chunks.segmented_bytes > segment_bytes:
+            inner[info.path] = _encode(value[:-CHECKSUM_BYTES] for value in values)
+    fields: dict[str, JSON] = {CHUNKS: whole} if whole else {}
+    if inner:
+        fields[SEGMENTS] = {"bytes": segment_bytes, "crc32c": inner}
+    return fields
+
+
+def _encode(values: Iterable[bytes]) -> str:
+    return base64.b64encode(b"".join(values)).decode()
+
+
+def parse(
+    data: Mapping[str, Any], infos: Sequence[LeafInfo], encoding: Encoding | None
+) -> dict[LeafPath, ChunkChecksums]:
+    """Returns the checksums in a manifest: leaf path -> checksums of its chunks.
+
+    Raises:
+        ValueError, KeyError, TypeError: The checksums are malformed.
+    """
+    if encoding is None or not encoding.checksum:
+        return {}
+    whole = data.get(CHUNKS, {})
+    if not isinstance(whole, dict):
+        raise ValueError(f"{str(whole)[:80]} are not checksums")
+    nbytes, inner = 0, {}
+    if SEGMENTS in data:
+        nbytes, inner = data[SEGMENTS]["bytes"], data[SEGMENTS]["crc32c"]
+        is_power = type(nbytes) is int and nbytes >= _LEAST_BYTES
+        if not is_power or nbytes & (nbytes - 1) or not isinstance(inner, dict):
+            raise ValueError(f"{str(data[SEGMENTS])[:80]} are not segments")
+    if not whole and not inner:
+        return {}
+    parsed: dict[LeafPath, ChunkChecksums] = {}
+    for info, chunks in _arrays_of(infos, encoding):
+        found = ChunkChecksums(chunks.grid)
+        if info.path in whole:
+            size = chunks.total * CHECKSUM_BYTES
+            found = found._replace(whole=_decode(info.path, whole[info.path], size))
+        if info.path in inner and chunks.segmented_bytes:
+            size = _zarr.checksums.checksums_bytes(
+                chunks.total, chunks.segmented_bytes, nbytes
+            )
+            content = _decode(info.path, inner[info.path], size)
+            found = found._replace(segment_bytes=nbytes, inner=content)
+        if found.whole or found.segment_bytes:
+            parsed[info.path] = found
+    return parsed
+
+
+def _decode(path: LeafPath, text: str, size: int) -> bytes:
+    """Returns the `size` bytes of checksums of a leaf."""
+    try:
+        content = base64.b64decode(text, validate=True)
+    except (binascii.Error, TypeError):
+        raise ValueError(f"{str(text)[:80]} is not base64") from None
+    if len(content) != size:
+        raise ValueError(f"{path} has {len(content)} bytes of checksums, wanted {size}")
+    return content

@@ -1,0 +1,352 @@
+"""Reads and writes the metadata of a checkpoint: times, the user's own, and metrics."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flaxckpt import _arrays, _steps, _storage, errors
+from flaxckpt._formats import items, orbax_json
+from flaxckpt._formats.items import CHECKPOINT, DATASET, METRICS, METRICS_DIGESTS
+from flaxckpt._formats.reader import CheckpointMetadata
+from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._types import JSON
+
+_log = logging.getLogger(__name__)
+
+_RUN_METADATA = "metadata/_ROOT_METADATA"
+_STEP = "step"
+_OLD_RUN_METADATA = "metadata/metadata"
+"""File of Orbax before 0.11 that contains only the user's metadata of a run."""
+
+
+def checkpoint_metadata(
+    path: Path,
+    format_name: str,
+    step: int | None,
+    infos: Sequence[LeafInfo],
+    digests: Mapping[str, str],
+    dataset: str | None = DATASET,
+    deleted: tuple[str, ...] | None = None,
+    recorded_step: int | None = None,
+) -> CheckpointMetadata:
+    """Returns the metadata of a checkpoint with the leaves `infos`.
+
+    Args:
+        path: The checkpoint.
+        format_name: Value of `CheckpointMetadata.format`.
+        step: Step number, or None.
+        infos: The leaves.
+        digests: File name -> recorded digest.
+        dataset: The item of the dataset; None without it.
+        deleted: Result of `read_deleted_items`, if already read.
+        recorded_step: Step number at the save; None if not recorded.
+
+    Raises:
+        DamagedCheckpointError: A file with a recorded digest is missing, malformed, or
+            has changed.
+    """
+    file = path / CHECKPOINT
+    fields: dict[str, Any] = {}
+    if CHECKPOINT in digests or _storage.of(path).exists(file):
+        content = items.read_file(file, path)
+        items.check_digest(file, digests.get(CHECKPOINT), content)
+        try:
+            fields = orbax_json.loads(content, file)
+        except errors.DamagedCheckpointError:
+            # Orbax tolerates invalid content here, and the state does not need it.
+            if CHECKPOINT in digests:
+                raise
+    deleted = read_deleted_items(path) if deleted is None else deleted
+    return CheckpointMetadata(
+        str(path),
+        format_name,
+        step,
+        {info.path: info for info in infos},
+        read_metrics(path, recorded_step),
+        _seconds(fields.get("init_timestamp_nsecs")),
+        _seconds(fields.get("commit_timestamp_nsecs")),
+        user_metadata(fields),
+        dataset is not None and dataset not in deleted and (path / dataset).is_dir(),
+        sum(_arrays.forms.stored_bytes(info) for info in infos),
+        deleted_items=deleted,
+    )
+
+
+def read_deleted_items(path: Path) -> tuple[str, ...]:
+    """Returns the items of the checkpoint `path` that were deleted on purpose."""
+    names = _storage.of(path).names(path)
+    return tuple(sorted(_steps.markers.deleted_items(names)))
+
+
+def user_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the user's own metadata from the metadata of a step or a run.
+
+    Source: `custom` was the field's name in Orbax 0.11.0 to 0.11.5.
+    """
+    custom = metadata.get("custom_metadata", metadata.get("custom"))
+    return custom if isinstance(custom, dict) else {}
+
+
+def read_created(path: Path) -> float:
+    """Returns the time of the start of the save of `path`, in seconds since 1970.
+
+    If not recorded, the modification time of the oldest file.
+    """
+    created = None
+    with contextlib.suppress(errors.DamagedCheckpointError):
+        fields = items.read_json(path / CHECKPOINT, path)
+        created = _seconds(fields.get("init_timestamp_nsecs"))
+    if created is None:
+        with contextlib.suppress(FileNotFoundError):  # just deleted
+            return min(file.lstat().st_mtime for file in path.iterdir())
+        return time.time()
+    return created
+
+
+def _seconds(nanoseconds: object) -> float | None:
+    if not isinstance(nanoseconds, int | float) or not abs(nanoseconds) < 1e30:
+        return None  # not NaN, either
+    return nanoseconds / 1e9
+
+
+def read_run_metadata(root: Path) -> dict[str, JSON]:
+    """Returns the user's metadata of a whole run, from Orbax's file."""
+    if (path := root / _RUN_METADATA).is_file():
+        return user_metadata(items.read_json(path, root))
+    if (path := root / _OLD_RUN_METADATA).is_file():
+        return items.read_json(path, root)
+    return {}
+
+
+def write_run_metadata(
+    root: Path, custom: Mapping[str, JSON], *, mode: int | None = None
+) -> None:
+    """Writes the user's metadata of a whole run atomically.
+
+    Args:
+        root: The run directory.
+        custom: The metadata.
+        mode: Mode of directories, from which the mode of files follows; None for the
+            umask's.
+
+    Raises:
+        ValueError: The path of the file leads out of the run through a symlink.
+    """
+    path = root / _RUN_METADATA
+    _storage.of(path).check_file(path, root)
+    _storage.of(path.parent).make_directory(path.parent, mode=mode)
+    _storage.of(path).replace(
+        path,
+        orbax_json.dumps({"internal_metadata": {}, "custom_metadata": dict(custom)}),
+        mode=mode,
+    )
+
+
+# ---- metrics ----------------------------------------------------------------------
+
+
+def read_metrics(path: Path, step: int | None) -> dict[str, float]:
+    """Returns the numeric metrics of the checkpoint `path`, saved as `step`.
+
+    A damaged file of metrics is logged and counts as empty, so that the state remains
+    readable.
+    """
+    try:
+        return flatten_metrics(load_metrics(path, step))
+    except errors.DamagedCheckpointError as error:
+        _log.warning("the metrics of %s are lost: %s", path, error)
+        return {}
+
+
+def load_metrics(path: Path, step: int | None) -> dict[str, Any]:
+    """Returns the content of the metrics file of the checkpoint `path`.
+
+    Empty for a checkpoint without metrics.
+
+    Args:
+        path: The checkpoint.
+        step: The step that the metrics must be of; None for any.
+
+    Raises:
+        DamagedCheckpointError: The file is missing, malformed, of another step, or
+            differs from its recorded digests.
+    """
+    file = path / METRICS / METRICS
+    if not _storage.of(file).exists(file):
+        evidence = _evidence_of_metrics(path)
+        if evidence and not _storage.of(file).exists(file):
+            raise errors.DamagedCheckpointError(
+                f"{file} is missing, but {evidence} records that the step had metrics;"
+                " add all metrics of the step again"
+            )
+        return {}
+    content = items.read_file(file, path)
+    if not _has_digest(path, content, step):
+        # A writer may have replaced the file at this moment.
+        previous, content = content, items.read_file(file, path)
+        if content == previous or not _has_digest(path, content, step):
+            raise errors.DamagedCheckpointError(
+                f"{file} or {METRICS_DIGESTS} has changed since it was written"
+            )
+    return orbax_json.loads(content, file)
+
+
+def _evidence_of_metrics(path: Path) -> str | None:
+    """Returns the file that records metrics of a native checkpoint, or None."""
+    if _steps.markers.is_measured(path):
+        return _steps.markers.MEASURED
+    if not (path / orbax_json.MANIFEST).is_file():  # Orbax records no digests
+        return None
+    try:
+        handlers = items.read_json(path / CHECKPOINT, path).get("item_handlers")
+    except errors.DamagedCheckpointError:
+        if (path / items.SEAL).is_file():  # an item, which has no metrics
+            return None
+        raise
+    return CHECKPOINT if isinstance(handlers, dict) and METRICS in handlers else None
+
+
+def _has_digest(path: Path, metrics: bytes, step: int | None) -> bool:
+    """Returns True if `metrics` match a recorded digest, or none was recorded.
+
+    Raises:
+        DamagedCheckpointError: The metrics were recorded for another step than `step`.
+    """
+    if not _storage.of(path).exists(path / METRICS_DIGESTS):
+        return True
+    record = items.read_json(path / METRICS_DIGESTS, path)
+    recorded = record.get(_STEP)
+    if step is not None and recorded not in (step, None):
+        raise errors.DamagedCheckpointError(
+            f"{path / METRICS} has the metrics of step {recorded!r:.20}, wanted {step};"
+            " delete the directory, and add the metrics of the step again"
+        )
+    digests = record.get(METRICS)
+    return isinstance(digests, list) and _storage.files.digest(metrics) in digests
+
+
+def flatten_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers among `metrics`, except numbers too large for a float.
+
+    Nested names are joined by `/`, as in `eval/loss`; the name of a list item is its
+    index. If two metrics get the same name, the less nested metric counts.
+    """
+    numbers: dict[str, float] = {}
+    queue: collections.deque[tuple[str, Any]] = collections.deque(metrics.items())
+    while queue:
+        name, value = queue.popleft()
+        if isinstance(value, dict):
+            queue.extend((f"{name}/{key}", inner) for key, inner in value.items())
+        elif isinstance(value, list):
+            queue.extend((f"{name}/{i}", inner) for i, inner in enumerate(value))
+        elif isinstance(value, float) or (
+            isinstance(value, int) and abs(value) < 2**1023
+        ):
+            numbers.setdefault(name, float(value))
+    return numbers
+
+
+def merge_metrics(
+    metrics: Mapping[str, Any], added: Mapping[str, float]
+) -> dict[str, Any]:
+    """Returns a copy of a file's `metrics` with the numbers `added`.
+
+    A nested number is replaced in its place, where Orbax looks for it.
+    `flatten_metrics` returns the added numbers under the same names.
+    """
+    merged: dict[str, Any] = _copy(metrics)
+    for name, number in added.items():
+        if name in merged or not _replace_nested(merged, name, number):
+            merged[name] = number
+    return merged
+
+
+def _copy(value: Any) -> Any:
+    """Returns a copy of nested dicts and lists."""
+    if isinstance(value, dict):
+        return {key: _copy(inner) for key, inner in value.items()}
+    return [_copy(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _replace_nested(metrics: dict[str, Any], name: str, number: float) -> bool:
+    """Replaces the nested number `name`; returns False if not found."""
+    for key, value in metrics.items():
+        if not name.startswith(f"{key}/") or not isinstance(value, dict):
+            continue
+        rest = name.removeprefix(f"{key}/")
+        if isinstance(value.get(rest), int | float):
+            value[rest] = number
+            return True
+        if _replace_nested(value, rest, number):
+            return True
+    return False
+
+
+def metrics_digests(*contents: bytes, step: int | None) -> bytes:
+    """Returns the content of `metrics/digests` that accepts any of `contents`.
+
+    Args:
+        *contents: Contents of the metrics file.
+        step: The step that the metrics are of; None if unknown.
+    """
+    digests = [_storage.files.digest(content) for content in contents]
+    return _digests_text(digests, step)
+
+
+def _digests_text(digests: JSON, step: JSON) -> bytes:
+    return orbax_json.dumps(
+        {METRICS: digests} if step is None else {METRICS: digests, _STEP: step}
+    )
+
+
+def check_metrics_digests(path: Path) -> None:
+    """Raises ValueError if `metrics/digests` has changed since it was written.
+
+    Raises:
+        ValueError: The file has other content.
+        DamagedCheckpointError: The file is missing, or not a JSON object.
+    """
+    content = items.read_file(path / METRICS_DIGESTS, path)
+    record = orbax_json.loads(content, path / METRICS_DIGESTS)
+    digests = record.get(METRICS)
+    is_list = isinstance(digests, list)
+    if not is_list or content != _digests_text(digests, record.get(_STEP)):
+        raise ValueError("its content has changed since it was written")
+
+
+def write_metrics(path: Path, metrics: Mapping[str, JSON], step: int | None) -> None:
+    """Replaces the metrics of the committed checkpoint `path` atomically.
+
+    Args:
+        path: The checkpoint.
+        metrics: The metrics.
+        step: The step that the metrics are of; None if unknown.
+
+    Raises:
+        ValueError: The path of the metrics leads out of the checkpoint through a
+            symlink, or the metrics are too large for readers.
+    """
+    storage, file = _storage.of(path), path / METRICS / METRICS
+    storage.check_file(file, path)
+    content = orbax_json.dumps(dict(metrics))
+    orbax_json.check_size(content)
+    files = {METRICS: content, "digests": metrics_digests(content, step=step)}
+    # Atomically: Orbax reports a directory without the file as damage.
+    is_there = (path / METRICS).is_dir()
+    if is_there or not storage.add_directory(path / METRICS, files):
+        valid = [content]
+        with contextlib.suppress(errors.DamagedCheckpointError):
+            valid.append(items.read_file(file, path))
+        # Both digests count until the new metrics are written, even after an
+        # interruption.
+        digests, mode = path / METRICS_DIGESTS, storage.mode(path)
+        storage.replace(digests, metrics_digests(*valid, step=step), mode=mode)
+        storage.replace(file, content, mode=mode)
+        storage.replace(digests, metrics_digests(content, step=step), mode=mode)
+    _steps.markers.mark_measured(path)

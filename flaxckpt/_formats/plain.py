@@ -1,0 +1,94 @@
+"""Checkpoints without recorded containers: dicts and lists of leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flaxckpt import _arrays, _state, _storage, errors
+from flaxckpt._formats.reader import CheckpointMetadata, Stored
+from flaxckpt._state.leaf import LeafTable
+from flaxckpt._types import JSON, LeafPath, Shape
+
+if TYPE_CHECKING:
+    import tensorstore as ts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opened:
+    """An array with a function to open it, unlike the plain bytes of msgpack's `Array`.
+
+    Attributes:
+        shape: In elements.
+        dtype: Name of the element type.
+        chunk_shape: Shape of the smallest part that can be read.
+        open: Opens the array; see `StoredLeaf`.
+        check: Compares the array with its checksum, if any; see `StoredLeaf`.
+    """
+
+    shape: Shape
+    dtype: str
+    chunk_shape: Shape
+    open: Callable[[ts.Context], ts.Future[ts.TensorStore]]
+    check: Callable[[], None] | None = None
+
+
+def make_stored(
+    path: Path,
+    table: LeafTable,
+    *,
+    format_name: str,
+    step: int | None,
+    stamp: _storage.Stamp,
+    custom: Mapping[str, JSON] | None = None,
+) -> Stored:
+    """Returns the checkpoint of a leaf table without recorded containers.
+
+    Args:
+        path: The checkpoint.
+        table: The leaves.
+        format_name: Value of `CheckpointMetadata.format`.
+        step: Step number, or None.
+        stamp: Stamp of the file that describes the leaves, from before the read.
+        custom: Metadata in the file, if any.
+    """
+    infos = [leaf.info for leaf in table.values()]
+    return Stored(
+        CheckpointMetadata(
+            str(path),
+            format_name,
+            step,
+            {info.path: info for info in infos},
+            {},
+            None,
+            None,
+            custom or {},
+            False,
+            sum(_arrays.forms.stored_bytes(info) for info in infos),
+            unsupported={
+                path: leaf.unsupported.form
+                for path, leaf in table.items()
+                if leaf.unsupported is not None
+            },
+        ),
+        table,
+        _state.tree.plain_structure(
+            (i.path, i.keys, i.python_type if i.kind == "empty" else None)
+            for i in infos
+        ),
+        stamp=stamp,
+    )
+
+
+def unreadable_error(
+    path: Path, faults: Mapping[LeafPath, str]
+) -> errors.DamagedCheckpointError:
+    """Returns the error for leaves that cannot be read, with their faults."""
+    count = f"{len(faults)} leaves" if len(faults) > 1 else "1 leaf"
+    return errors.DamagedCheckpointError(
+        f"{count} of {path} cannot be read:\n"
+        + errors.rows(f"{name}: {reason}" for name, reason in faults.items())
+        + "\nRestore another step."
+    )

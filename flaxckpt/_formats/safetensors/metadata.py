@@ -1,0 +1,227 @@
+"""Converts the tensors and the metadata of a safetensors file to leaves, and back.
+
+Files of other programs have only tensor names. Our files also have text with exact
+types, containers and strings. Pure functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from flaxckpt import _arrays, _state, errors
+from flaxckpt._formats import array_names, native_manifest, orbax_json
+from flaxckpt._formats.reader import CheckpointMetadata, Lineage
+from flaxckpt._formats.safetensors import header
+from flaxckpt._formats.safetensors.header import SafetensorsTensor
+from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._types import JSON, LeafPath, Shape
+
+_VERSION = 1
+
+
+class Described(NamedTuple):
+    """The leaves and the metadata of a checkpoint.
+
+    Attributes:
+        infos: The leaves, in the order of the state.
+        names: Leaf path -> tensor name.
+        structure: The containers.
+        strings: Leaf path -> value of the string leaves.
+        metrics: Metrics of the step.
+        custom: The user's metadata.
+        lineage: Checkpoints that the run started from.
+        transforms: The transforms applied to the state, as text.
+        is_native: True for a checkpoint that flaxckpt wrote.
+    """
+
+    infos: tuple[LeafInfo, ...]
+    names: Mapping[LeafPath, str]
+    structure: _state.tree.Node | LeafPath
+    strings: Mapping[LeafPath, str]
+    metrics: Mapping[str, float]
+    custom: Mapping[str, JSON]
+    lineage: tuple[Lineage, ...] = ()
+    transforms: tuple[str, ...] = ()
+    is_native: bool = False
+
+
+def describe_foreign(
+    tensors: Mapping[str, SafetensorsTensor], metadata: Mapping[str, JSON]
+) -> tuple[Described, bool]:
+    """Returns the leaves of another program's checkpoint, with names split at dots.
+
+    Returns:
+        The leaves, and True if names were split. Names stay whole if a name continues
+        another name, or is nested too deep.
+    """
+    split = array_names.split(tensors, ".")
+    infos, names = [], {}
+    for name, tensor in tensors.items():
+        parts = [name] if split is None else split[name]
+        keys = tuple([_state.tree.Key(part, "key") for part in parts])
+        path = _state.tree.join(keys)
+        infos.append(_foreign_info(path, keys, tensor))
+        names[path] = name
+    structure = _state.tree.plain_structure(
+        (info.path, info.keys, None) for info in infos
+    )
+    described = Described(tuple(infos), names, structure, {}, {}, dict(metadata))
+    return described, split is not None
+
+
+def _foreign_info(
+    path: LeafPath, keys: tuple[_state.tree.Key, ...], tensor: SafetensorsTensor
+) -> LeafInfo:
+    # By default, jax truncates elements of 64 bits to 32.
+    is_wide = tensor.dtype in ("int64", "uint64", "float64")
+    python_type = "numpy.ndarray" if is_wide else "jax.Array"
+    shape = tensor.shape
+    return LeafInfo(
+        path, keys, "array", python_type, shape, tensor.dtype, None, _each(shape)
+    )
+
+
+class LaterVersionError(ValueError):
+    """The metadata have a version of a later flaxckpt."""
+
+
+def describe_native(
+    text: str,
+    tensors: Mapping[str, SafetensorsTensor],
+    resolve: _state.treedef.Resolve,
+    unknown: set[str],
+) -> Described:
+    """Returns the leaves of a checkpoint written by flaxckpt.
+
+    Args:
+        text: The text of `native_metadata`, not trusted.
+        tensors: The tensors in the files.
+        resolve: Finds the builder of a class.
+        unknown: Gets the names of classes unknown to `resolve`.
+
+    Raises:
+        LaterVersionError: The version is later than this flaxckpt's.
+        ValueError: The text is malformed, or does not fit the tensors.
+    """
+    try:
+        data = header.parse_object(text.encode(errors="surrogatepass"))
+        _check_version(data["version"])
+        structure = _state.treedef.from_json(data["structure"], resolve, unknown)
+        keys = native_manifest.key_paths(structure)
+        rows = [_native_info(row, keys) for row in data["leaves"]]
+        infos = tuple(native_manifest.with_trusted_roles(rows, structure))
+        strings, metrics, custom = data["strings"], data["metrics"], data["custom"]
+        native_manifest.check_leaves(infos, keys, structure)
+        _check_values(infos, strings, metrics)
+        if not isinstance(custom, dict):
+            raise ValueError(f"its custom metadata is {reprlib.repr(custom)}")
+        names = {
+            info.path: orbax_json.param_name(info.keys)
+            for info in infos
+            if info.dtype is not None
+        }
+        _check_tensors(infos, names, tensors)
+        lineage = native_manifest.parse_lineage(data)
+        changes = native_manifest.parse_texts(data.get("transforms", []))
+        numbers = {name: float(value) for name, value in metrics.items()}
+    except LaterVersionError:
+        raise
+    except (
+        *(ValueError, KeyError, TypeError, AttributeError),
+        *(OverflowError, RecursionError),
+    ) as error:
+        raise ValueError(
+            f"its {header.OURS!r} metadata is malformed: {errors.one_line(error, 200)}"
+        ) from None
+    return Described(
+        infos, names, structure, strings, numbers, custom, lineage, changes, True
+    )
+
+
+def _check_version(version: Any) -> None:
+    text = reprlib.repr(version)
+    if type(version) is int and version > _VERSION:
+        raise LaterVersionError(
+            f"its {header.OURS!r} metadata has version {text}, this flaxckpt"
+            f" reads {_VERSION}; use a newer one"
+        )
+    if text != str(_VERSION):
+        raise ValueError(f"it has version {text}; wanted {_VERSION}")
+
+
+def _native_info(
+    row: Any, keys: Mapping[LeafPath, tuple[_state.tree.Key, ...]]
+) -> LeafInfo:
+    info = native_manifest.parse_leaf(row, keys)
+    if info.chunk_shape is None:
+        return info
+    return dataclasses.replace(info, chunk_shape=_each(info.chunk_shape))
+
+
+def _check_values(infos: Sequence[LeafInfo], strings: Any, metrics: Any) -> None:
+    wanted = {info.path for info in infos if info.kind == "string"}
+    if strings.keys() != wanted or not all(type(s) is str for s in strings.values()):
+        raise ValueError("its strings do not match its leaves")
+    if not all(type(value) in (int, float) for value in metrics.values()):
+        raise ValueError("it has metrics that are not numbers")
+
+
+def _check_tensors(
+    infos: Sequence[LeafInfo],
+    names: Mapping[LeafPath, str],
+    tensors: Mapping[str, SafetensorsTensor],
+) -> None:
+    if len(set(names.values())) != len(names) or set(names.values()) != set(tensors):
+        different = set(names.values()) ^ set(tensors)
+        raise ValueError(
+            "its leaves do not match its tensors:"
+            f" {', '.join(map(header.short, sorted(different)[:3]))}"
+        )
+    for info in infos:
+        if info.dtype is None:
+            continue
+        tensor = tensors[names[info.path]]
+        if _arrays.forms.stored_form(info) != (tensor.shape, tensor.dtype):
+            raise ValueError(
+                f"{info.path} is recorded as {info}, stored as"
+                f" {tensor.dtype}{list(tensor.shape)}"
+            )
+
+
+def _each(shape: Shape) -> Shape:
+    """Returns the chunk shape of an array with each element readable on its own."""
+    return (1,) * len(shape)
+
+
+def native_metadata(
+    infos: Iterable[LeafInfo],
+    structure: _state.tree.Node | LeafPath,
+    strings: Mapping[LeafPath, str],
+    metadata: CheckpointMetadata,
+) -> str:
+    """Returns our metadata as text, for `describe_native`."""
+    data: dict[str, JSON] = {
+        "version": _VERSION,
+        "leaves": [native_manifest.leaf_row(_whole(info)) for info in infos],
+        "structure": _state.treedef.to_json(structure),
+        "strings": dict(strings),
+        "metrics": dict(metadata.metrics),
+        "custom": dict(metadata.custom),
+    }
+    if metadata.lineage:
+        data["lineage"] = [origin._asdict() for origin in metadata.lineage]
+    if metadata.transforms:
+        data["transforms"] = list(metadata.transforms)
+    return json.dumps(data, separators=(",", ":"))
+
+
+def _whole(info: LeafInfo) -> LeafInfo:
+    """Returns `info` with a single chunk; chunks of its source do not matter."""
+    if info.dtype is None:
+        return info
+    shape = tuple([size or 1 for size in _arrays.forms.stored_form(info)[0]])
+    return dataclasses.replace(info, chunk_shape=shape)

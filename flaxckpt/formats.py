@@ -1,0 +1,7 @@
+"""Supported checkpoint formats; `detect` returns the format of a path."""
+
+from __future__ import annotations
+
+from flaxckpt._formats import Detected, detect, recognises
+
+__all__ = ["Detected", "detect", "recognises"]
