@@ -44,14 +44,9 @@ if TYPE_CHECKING:
     from flaxckpt._steps.event import Event
     from flaxckpt._storage.store_options import StoreOptions
     from flaxckpt._storage.store_settings import set_store_options
+    from flaxckpt._suggest.suggestion import Ambiguity, LeafMatch, Suggestion, suggest
     from flaxckpt._training.callback import CheckpointCallback
     from flaxckpt._zarr.array_layout import ArrayLayout
-    from flaxckpt.maps._suggest.suggestion import (
-        Ambiguity,
-        LeafMatch,
-        Suggestion,
-        suggest,
-    )
     from flaxckpt.partition import abstract_state, parameter_infos
 
     __version__: str
@@ -110,7 +105,7 @@ __all__ = [
 # Imported at their first use: importing jax takes a second, and the help texts of the
 # command do not need it.
 _HOMES = {
-    "Ambiguity": "maps._suggest.suggestion",
+    "Ambiguity": "_suggest.suggestion",
     "ArrayLayout": "_zarr.array_layout",
     "BitDiff": "_inspect.bits",
     "CheckpointCallback": "_training.callback",
@@ -120,7 +115,7 @@ _HOMES = {
     "Event": "_steps.event",
     "LeafDiff": "_inspect.diff",
     "LeafInfo": "_state.leaf",
-    "LeafMatch": "maps._suggest.suggestion",
+    "LeafMatch": "_suggest.suggestion",
     "LeafPlan": "_checkpoint.plan",
     "LoadHandle": "_checkpoint.load_handle",
     "ReplayReport": "_inspect.replay",
@@ -129,7 +124,7 @@ _HOMES = {
     "SaveResult": "_checkpoint.save_handle",
     "Simulation": "_inspect.simulate",
     "StoreOptions": "_storage.store_options",
-    "Suggestion": "maps._suggest.suggestion",
+    "Suggestion": "_suggest.suggestion",
     "VerifyReport": "_checkpoint.verify_report",
     "abstract_state": "partition",
     "convert": "_convert.convert",
@@ -148,7 +143,7 @@ _HOMES = {
     "save_async": "_checkpoint.save",
     "set_store_options": "_storage.store_settings",
     "simulate": "_inspect.simulate",
-    "suggest": "maps._suggest.suggestion",
+    "suggest": "_suggest.suggestion",
     "verify": "_checkpoint.verify",
 }
 

@@ -20,9 +20,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flaxckpt import _arrays, _state, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
+from flaxckpt._transforms.patterns import compile_pattern
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
-from flaxckpt.transforms._patterns import compile_pattern
 
 __all__ = ["abstract_state", "parameter_infos"]
 

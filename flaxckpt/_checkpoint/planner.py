@@ -32,10 +32,10 @@ from flaxckpt._state.leaf import (
     MeshAxes,
     StoredLeaf,
 )
+from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.transforms import Transform
-from flaxckpt.transforms import _base as _transforms
 
 _log = logging.getLogger(__name__)
 

@@ -19,10 +19,11 @@ from flaxckpt._checkpoint.plan import RestorePlan, describe_outcomes
 from flaxckpt._formats import locate, reader
 from flaxckpt._formats.reader import CheckpointMetadata, Lineage, Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
+from flaxckpt._transforms import base as _transforms
+from flaxckpt._transforms import from_text, moment_slots
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.errors import Mismatch
-from flaxckpt.transforms import Transform, _moments, _parse
-from flaxckpt.transforms import _base as _transforms
+from flaxckpt.transforms import Transform
 
 if TYPE_CHECKING:
     import tensorstore as ts
@@ -425,7 +426,7 @@ def _succeeds_without(
     patterns: Sequence[str],
 ) -> bool:
     """Returns True if a restore that drops the leaves of `patterns` would succeed."""
-    drops = [*_parse.parse(drop=patterns), *options.transforms]
+    drops = [*from_text.parse(drop=patterns), *options.transforms]
     dropped = dataclasses.replace(options, transforms=drops, missing="init")
     try:
         return not planner.make_plan(stored, target, dropped)[0].problems
@@ -571,7 +572,7 @@ class Restore:
         return any(
             leaf.wanted is not None
             and "init" not in leaf.actions
-            and _moments.is_optimizer_leaf(leaf.wanted.path, leaf.wanted)
+            and moment_slots.is_optimizer_leaf(leaf.wanted.path, leaf.wanted)
             for leaf in self._planned.leaves.values()
         )
 

@@ -24,10 +24,10 @@ from flaxckpt._checkpoint.commit import SaveOptions, SaveRequest, Snapshot, Writ
 from flaxckpt._checkpoint.overwrite import check_free, check_name
 from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
+from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt.transforms import Transform
-from flaxckpt.transforms import _base as _transforms
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from flaxckpt import errors
 from flaxckpt._state.leaf import LeafInfo
-from flaxckpt.transforms import _lora
+from flaxckpt._transforms import lora
 
 NAME = "adapter_config.json"
 
@@ -95,9 +95,9 @@ def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     others = [
         f"{name}={value!r:.80}"
         for name, value in settings.items()
-        if (value and name in {*_lora.UNSUPPORTED, *_OF_OTHERS})
+        if (value and name in {*lora.UNSUPPORTED, *_OF_OTHERS})
         or (name == "bias" and value != "none")
-        or (name == "init_lora_weights" and value not in _lora.KEEPS_BASE)
+        or (name == "init_lora_weights" and value not in lora.KEEPS_BASE)
     ]
     if written or others:
         rows = [f"{name}: follows from the adapters" for name in written]

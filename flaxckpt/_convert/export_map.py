@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 from flaxckpt import errors
 from flaxckpt._formats import locate
+from flaxckpt._maps import named
 from flaxckpt._state.leaf import LeafTable
+from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import LeafPath, PathLike
-from flaxckpt.maps import _named
 from flaxckpt.transforms import Transform
-from flaxckpt.transforms import _base as _transforms
 
 
 class NameFinder(Protocol):
@@ -27,7 +27,7 @@ class NameFinder(Protocol):
         target: str | None,
         prefix: LeafPath | None,
     ) -> Sequence[Transform]:
-        """See `maps._named.find_for_export`."""
+        """See `_maps.named.find_for_export`."""
         ...
 
 
@@ -59,7 +59,7 @@ def find_map(
             passed with transforms.
     """
     if isinstance(map, str):
-        _named.check_name("map", map)
+        named.check_name("map", map)
         table = _transforms.apply(before, locate.open_checkpoint(run, step).table)
         return tuple(find(map, config, table, target=target, prefix=prefix))
     if target is not None or prefix is not None:

@@ -10,11 +10,12 @@ from flaxckpt import _storage, _util
 from flaxckpt._checkpoint.save_handle import SaveResult
 from flaxckpt._convert import convert, export_map, model_files, plan
 from flaxckpt._convert.plan import ConvertOptions
+from flaxckpt._maps import named
+from flaxckpt._transforms import base as _transforms
+from flaxckpt._transforms import export
 from flaxckpt._types import PathLike
 from flaxckpt._zarr.array_layout import ArrayLayout
-from flaxckpt.maps import _named
-from flaxckpt.transforms import Transform, _export, cast
-from flaxckpt.transforms import _base as _transforms
+from flaxckpt.transforms import Transform, cast
 
 
 @_util.guessed_names.explain
@@ -96,7 +97,7 @@ def export_huggingface(
     files = model_files.read(config, tokenizer)
     mapping = export_map.find_map(
         map,
-        _named.find_for_export,
+        named.find_for_export,
         files.config,
         run=run,
         step=step,
@@ -104,9 +105,9 @@ def export_huggingface(
         target=target,
         prefix=prefix,
     )
-    family = _named.family_of_export(map, files.config)
+    family = named.family_of_export(map, files.config)
     files = dataclasses.replace(files, family=family)
-    changes: list[Transform] = [*before, _export.Export(mapping)]
+    changes: list[Transform] = [*before, export.Export(mapping)]
     if dtype is not None:
         changes.append(cast(".*", dtype))
     return convert.convert_to(

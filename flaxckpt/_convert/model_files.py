@@ -11,9 +11,10 @@ from typing import Any
 
 from flaxckpt import _state, _storage, errors
 from flaxckpt._formats import hub_cache
+from flaxckpt._maps import model_config
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import PathLike
-from flaxckpt.maps import Family, _config
+from flaxckpt.maps import Family
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class ModelFiles:
     @property
     def names(self) -> list[str]:
         """The names of all files."""
-        return [*self.others, *([] if self.config is None else [_config.NAME])]
+        return [*self.others, *([] if self.config is None else [model_config.NAME])]
 
     def make(self, infos: Sequence[LeafInfo]) -> dict[str, bytes]:
         """Returns name -> content of all files, for a model with these leaves.
@@ -84,7 +85,7 @@ class ModelFiles:
         if dtype is not None and not any(key in config for key in _DTYPE_KEYS):
             config["dtype"] = dtype
         text = json.dumps(config, indent=2, ensure_ascii=False)
-        return {_config.NAME: f"{text}\n".encode(), **self.others}
+        return {model_config.NAME: f"{text}\n".encode(), **self.others}
 
 
 def _widest_dtype(infos: Sequence[LeafInfo]) -> str | None:
@@ -125,7 +126,7 @@ def read(config: Any, tokenizer: PathLike | None) -> ModelFiles:
         for name in sorted(_COPIED):
             if (home / name).exists():
                 files[name] = _read_file(home / name)
-        if config is None and (home / _config.NAME).exists():
+        if config is None and (home / model_config.NAME).exists():
             config = home
         if not files and config is not home:
             raise errors.OptionError(
@@ -135,7 +136,7 @@ def read(config: Any, tokenizer: PathLike | None) -> ModelFiles:
     if config is None:
         _log.warning("without config=, transformers cannot open the exported model")
         return ModelFiles(None, files)
-    data = _config.read_config(config)
+    data = model_config.read_config(config)
     if data.get("quantization_config") is not None:
         raise errors.OptionError(
             "config has a quantization_config, but the exported arrays are not"

@@ -12,11 +12,11 @@ from flaxckpt._checkpoint.save_handle import SaveResult
 from flaxckpt._convert import adapter_files, convert, export_map, plan
 from flaxckpt._convert.adapter_files import AdapterFiles
 from flaxckpt._convert.plan import ConvertOptions
+from flaxckpt._maps import model_config, peft
+from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import PathLike
 from flaxckpt._zarr.array_layout import ArrayLayout
-from flaxckpt.maps import _config, _peft
 from flaxckpt.transforms import Transform, cast
-from flaxckpt.transforms import _base as _transforms
 
 
 @_util.guessed_names.explain
@@ -96,15 +96,15 @@ def export_peft(
     is_needed = isinstance(map, str) and config is not None
     mapping = export_map.find_map(
         map,
-        _peft.find_map,
-        _config.read_config(config) if is_needed else None,
+        peft.find_map,
+        model_config.read_config(config) if is_needed else None,
         run=run,
         step=step,
         before=before,
         target=target,
         prefix=prefix,
     )
-    to_peft = _peft.ToPeft(mapping, needs_alpha=alpha is None)
+    to_peft = peft.ToPeft(mapping, needs_alpha=alpha is None)
     changes: list[Transform] = [*before, to_peft]
     if dtype is not None:
         changes.append(cast(".*", dtype))

@@ -17,10 +17,10 @@ from flaxckpt._convert.model_files import ModelFiles
 from flaxckpt._formats.items import Items
 from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
+from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import JSON
 from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt.transforms import Transform
-from flaxckpt.transforms import _base as _transforms
 
 _log = logging.getLogger(__name__)
 

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
         native_manifest,
         native_metadata,
         native_names,
-        orbax_aggregate,
         orbax_files,
         orbax_json,
         reader,
         safetensors,
     )
+    from flaxckpt._formats import orbax_aggregate as orbax_aggregate
     from flaxckpt._formats.reader import Reader
 
 __all__ = [
@@ -43,7 +43,6 @@ __all__ = [
     "native_manifest",
     "native_metadata",
     "native_names",
-    "orbax_aggregate",
     "orbax_files",
     "orbax_json",
     "reader",
@@ -82,7 +81,9 @@ _READERS = {
 """Format name -> module of the reader, imported on first use."""
 
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(__name__, (*__all__, *_READERS.values()))
+    __getattr__ = _doors.opener(
+        __name__, (*__all__, "orbax_aggregate", *_READERS.values())
+    )
 
 _SUPPORTED = (
     "flaxckpt or Orbax (a directory with a _METADATA file in it or in its state/),"

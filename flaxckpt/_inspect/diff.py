@@ -13,10 +13,11 @@ from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._formats import locate
 from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
+from flaxckpt._transforms import base as _transforms
+from flaxckpt._transforms import moment_slots, patterns
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt._zarr.metadata import Array
-from flaxckpt.transforms import Transform, _moments, _patterns
-from flaxckpt.transforms import _base as _transforms
+from flaxckpt.transforms import Transform
 
 _PIECE_BYTES = 16 * 2**20
 _AT_ONCE = 64 * 2**20
@@ -299,7 +300,7 @@ def _select_branches(
     only: str, damaged: Mapping[LeafPath, str], *tables: LeafTable
 ) -> dict[LeafPath, str]:
     """Returns the damaged branches that may have leaves which the pattern matches."""
-    pattern = _patterns.compile_pattern(only)
+    pattern = patterns.compile_pattern(only)
     selected = {}
     for branch, item in damaged.items():
         known = [p for table in tables for p in table if _branch_of(p) == branch]
@@ -359,13 +360,13 @@ def _select(only: str, *tables: LeafTable) -> list[dict[LeafPath, Leaf]]:
     Raises:
         OptionError: `only` is not a regular expression, or matches no leaf.
     """
-    pattern = _patterns.compile_pattern(only)
+    pattern = patterns.compile_pattern(only)
     selected = [
         {path: leaf for path, leaf in table.items() if pattern.fullmatch(path)}
         for table in tables
     ]
     if not any(selected):
-        raise _patterns.no_match(only, {path for table in tables for path in table})
+        raise patterns.no_match(only, {path for table in tables for path in table})
     return selected
 
 
@@ -383,7 +384,7 @@ class _Order:
 
     def place(self, path: LeafPath) -> tuple[bool, int]:
         """Returns the sort key of a leaf's branch."""
-        is_optimizer = _moments.is_optimizer_leaf(path, self._infos[path])
+        is_optimizer = moment_slots.is_optimizer_leaf(path, self._infos[path])
         return is_optimizer, self._branches[_branch(path)]
 
 

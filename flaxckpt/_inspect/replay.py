@@ -19,8 +19,9 @@ from flaxckpt._inspect import bits, fingerprint
 from flaxckpt._inspect.bits import BitDiff
 from flaxckpt._inspect.fingerprint import Fingerprint
 from flaxckpt._run.checkpointer import Checkpointer
+from flaxckpt._transforms import moment_slots
 from flaxckpt._types import LeafPath, PathLike, PyTree
-from flaxckpt.transforms import Transform, _moments
+from flaxckpt.transforms import Transform
 
 _log = logging.getLogger(__name__)
 
@@ -427,7 +428,7 @@ def _find_state(
 
 
 def _parameters_first(paths: Iterable[LeafPath]) -> list[LeafPath]:
-    return sorted(paths, key=_moments.is_in_optimizer)
+    return sorted(paths, key=moment_slots.is_in_optimizer)
 
 
 def _on_host(value: Any) -> Any:

@@ -40,11 +40,11 @@ from flaxckpt._run import events as run_events
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt._run import staging as run_staging
 from flaxckpt._run.session import Session
+from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform
-from flaxckpt.transforms import _base as _transforms
 
 _log = logging.getLogger(__name__)
 

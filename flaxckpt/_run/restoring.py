@@ -24,9 +24,9 @@ from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._formats import locate
 from flaxckpt._formats.reader import CheckpointMetadata, Lineage, Stored
 from flaxckpt._run import damage, run_steps
+from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import PyTree
 from flaxckpt.transforms import Transform
-from flaxckpt.transforms import _base as _transforms
 
 _log = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from flaxckpt import _checkpoint, _formats, _state, _steps, _util, errors
 from flaxckpt._checkpoint.planner import RestoreOptions
+from flaxckpt._maps import named
 from flaxckpt._run.checkpointer import Checkpointer, resume, session_of
 from flaxckpt._run.session import Session
 from flaxckpt._training import kept_state, step_counter
+from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import LeafPath, PathLike, PyTree
-from flaxckpt.maps import _named
 from flaxckpt.transforms import Transform
-from flaxckpt.transforms import _base as _transforms
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def _check_map(source_map: str | Sequence[Transform], source: PathLike | None) -
         OptionError: `source_map` is neither a known name nor a list of transforms.
     """
     if isinstance(source_map, str):
-        _named.check_name("source_map", source_map)
+        named.check_name("source_map", source_map)
     elif not _transforms.check(source_map, "source_map"):
         return
     if source is None:
@@ -112,7 +112,7 @@ def _with_map(
 ) -> RestoreOptions:
     """Returns `options` with the transforms of the map before the others."""
     if isinstance(source_map, str):
-        source_map = _named.find_for_state(source_map, source, state)
+        source_map = named.find_for_state(source_map, source, state)
     return dataclasses.replace(options, transforms=(*source_map, *options.transforms))
 
 

@@ -6,17 +6,17 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from flaxckpt import _checkpoint, _inspect, _report, _storage, errors
+from flaxckpt import _checkpoint, _inspect, _report, _storage, _suggest, errors
 from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
 from flaxckpt._inspect.abstract_file import TargetState
+from flaxckpt._transforms import from_text
 from flaxckpt._types import LeafPath
 from flaxckpt._ui import forms, frame
 from flaxckpt._ui.places import Place
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 from flaxckpt.errors import Mismatch
-from flaxckpt.maps import _suggest
-from flaxckpt.transforms import Transform, _parse
+from flaxckpt.transforms import Transform
 
 _MOST_ROWS = 500
 
@@ -168,7 +168,7 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     place = workspace.places.find(query.text("run"))
     into = workspace.targets.find(query.text("into"))
     rules = {name: query.text(name).split("\n") for name in _RULES}
-    changes = _parse.parse(
+    changes = from_text.parse(
         **{name: filter(None, map(str.strip, lines)) for name, lines in rules.items()}
     )
     target, target_step = _read_target(workspace, into)

@@ -39,8 +39,8 @@ def parse(
     Raises:
         OptionError: A pattern, or the text of an option, is invalid.
     """
-    from flaxckpt.transforms import _parse
+    from flaxckpt._transforms import from_text
 
-    return _parse.parse(
+    return from_text.parse(
         only=only or (), drop=drop or (), rename=rename or (), cast=cast or ()
     )

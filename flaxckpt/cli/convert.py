@@ -149,9 +149,9 @@ def _map_changes(
     if name is None:
         _refuse({"--target": target, "--prefix": prefix}, "with --map")
         return []
-    from flaxckpt.maps import _named
+    from flaxckpt._maps import named
 
-    return _named.find_for_layout(name, src, target, prefix or "")
+    return named.find_for_layout(name, src, target, prefix or "")
 
 
 def _refuse(options: Mapping[str, str | None], need: str) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flaxckpt._checkpoint.plan import RestorePlan
     from flaxckpt._inspect.abstract_file import TargetState
     from flaxckpt._inspect.plan_damage import PlanDamage
-    from flaxckpt.maps._suggest.suggestion import Suggestion
+    from flaxckpt._suggest.suggestion import Suggestion
     from flaxckpt.transforms import Transform
 
 _MOST_ROWS = 20
@@ -142,14 +142,14 @@ def plan(
 
 def _find_map(map: str, path: str, wanted: _Wanted) -> list[Transform]:
     """Returns the transforms of a published model."""
-    from flaxckpt.maps import _named
+    from flaxckpt._maps import named
 
-    return [*_named.find_for_state(map, path, wanted.state.state)]
+    return [*named.find_for_state(map, path, wanted.state.state)]
 
 
 def _plan_guess(stored: tuple[str, int | None], wanted: _Wanted, *, json: bool) -> int:
     """Prints guessed transforms and the plan with them; returns the exit code."""
-    from flaxckpt.maps import _suggest
+    from flaxckpt import _suggest
 
     path, step = stored
     guess = _suggest.suggestion.suggest(path, wanted.state.state, step=step)

@@ -20,13 +20,13 @@ from flaxckpt import (
     _util,
     errors,
 )
+from flaxckpt._maps import named
 from flaxckpt._run.checkpointer import Checkpointer
 from flaxckpt._training.callback import CheckpointCallback
 from flaxckpt._types import PathLike, PyTree
 from flaxckpt._zarr.array_layout import ArrayLayout
 from flaxckpt.configs import _parsing, _policies
 from flaxckpt.configs._parsing import Parser
-from flaxckpt.maps import _named
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform, cast
 
@@ -274,7 +274,7 @@ def _step_format(key: str, value: Any) -> str:
 
 
 def _source_map(key: str, value: Any) -> str:
-    _named.check_name(key, _parsing.text(key, value))
+    named.check_name(key, _parsing.text(key, value))
     name: str = value
     return name
 

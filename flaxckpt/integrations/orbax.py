@@ -9,10 +9,10 @@ from typing import Any, Literal
 from flaxckpt import _formats, _steps, _storage, errors
 from flaxckpt._checkpoint import commit, restore, save
 from flaxckpt._formats import locate
+from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import PathLike, PyTree
 from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt.transforms import Transform
-from flaxckpt.transforms import _base as _transforms
 
 try:
     from orbax import checkpoint as ocp

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flaxckpt import errors
-from flaxckpt.maps import _config
+from flaxckpt._maps import model_config
 
 CONFIG = {
     "layers": 20,
@@ -37,14 +37,14 @@ CONFIG = {
     ],
 )
 def test_sizes_follow_from_keys(rule, size):
-    assert _config.find_size(CONFIG, rule) == size
+    assert model_config.find_size(CONFIG, rule) == size
 
 
 @given(st.integers(1, 500), st.integers(1, 20))
 def test_blocks_and_the_rest_are_all_layers(layers, block):
     config = {"layers": layers}
     sizes = [
-        _config.find_size(config, f"layers{rule}")
+        model_config.find_size(config, f"layers{rule}")
         for rule in (f"//{block}*{block}", f"%{block}")
     ]
     assert sum(sizes) == layers
@@ -63,7 +63,7 @@ def test_blocks_and_the_rest_are_all_layers(layers, block):
 )
 def test_wrong_sizes_are_refused(config, rule, message):
     with pytest.raises(errors.OptionError, match=message):
-        _config.find_size(config, rule)
+        model_config.find_size(config, rule)
 
 
 @pytest.mark.parametrize(
@@ -89,4 +89,4 @@ def test_wrong_sizes_are_refused(config, rule, message):
     ],
 )
 def test_conditions(condition, is_true):
-    assert _config.holds(CONFIG, condition) == is_true
+    assert model_config.holds(CONFIG, condition) == is_true

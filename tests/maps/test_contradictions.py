@@ -11,7 +11,7 @@ from safetensors import numpy as safetensors
 
 import flaxckpt
 from flaxckpt import errors, formats, maps
-from flaxckpt.maps import _named
+from flaxckpt._maps import named
 from flaxckpt.transforms import inverse
 from tests.helpers import published as hf
 
@@ -228,11 +228,11 @@ def test_a_config_without_model_type_has_the_family_that_is_asked_for(model):
     with pytest.raises(errors.OptionError) as caught:
         maps.find(model, params)
     check(caught, "no model_type", "'llama'")
-    found = _named.find_for_state("llama", model, params)
+    found = named.find_for_state("llama", model, params)
     jax.tree.map(
         np.testing.assert_array_equal, flaxckpt.load(model, transforms=found), params
     )
-    assert _named.find_for_layout("llama", model, "tunix")
+    assert named.find_for_layout("llama", model, "tunix")
 
 
 def test_a_base_model_alone_names_the_option(tmp_path, model):
@@ -445,7 +445,7 @@ def test_a_quantized_model_is_refused(model, target):
     for find in (
         lambda: maps.llama(model, target=target),
         lambda: maps.find(model, params),
-        lambda: _named.find_for_layout("auto", model, target),
+        lambda: named.find_for_layout("auto", model, target),
     ):
         with pytest.raises(errors.OptionError) as caught:
             find()
@@ -461,7 +461,7 @@ def test_the_language_model_of_a_quantized_model_is_refused(tmp_path):
     tensors = gemma("language_model.model.", norms=("q_norm", "k_norm"))
     source = write(tmp_path / "gemma", tensors, config)
     with pytest.raises(errors.OptionError) as caught:
-        _named.find_for_layout("auto", source, "tunix")
+        named.find_for_layout("auto", source, "tunix")
     check(caught, "the config has a quantization_config")
 
 

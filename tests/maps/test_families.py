@@ -15,9 +15,9 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors, maps
-from flaxckpt.maps import _config
+from flaxckpt._maps import model_config
+from flaxckpt._transforms.indexed_names import parse_name
 from flaxckpt.transforms import inverse
-from flaxckpt.transforms._names import parse_name
 
 _REASON = "needs torch and transformers: `make test-maps` has them"
 torch = pytest.importorskip("torch", reason=_REASON)
@@ -287,11 +287,11 @@ def test_each_size_of_the_config_is_compared_with_the_tensors(case, save):
         for axis in axes.split()
         if any(map(parse_name(name.replace(".", "/")).pattern.fullmatch, saved.tensors))
     }
-    chosen = filter(None, (_config.choose(saved.config, rule) for rule in rules))
+    chosen = filter(None, (model_config.choose(saved.config, rule) for rule in rules))
     keys = {key for choice in chosen for key in re.findall(r"[a-z][\w.]*", choice)}
     assert keys
     for key in keys:
-        size = _config.look_up(saved.config, key)
-        config = _config.with_values(saved.config, {key: 2 * size})
+        size = model_config.look_up(saved.config, key)
+        config = model_config.with_values(saved.config, {key: 2 * size})
         with pytest.raises(errors.OptionError, match="contradict"):
             flaxckpt.load(saved.directory, transforms=map_of(case, config))

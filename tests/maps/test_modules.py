@@ -8,9 +8,9 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors, maps
-from flaxckpt.maps import _config
+from flaxckpt._maps import model_config
+from flaxckpt._transforms.indexed_names import parse_name
 from flaxckpt.transforms import inverse
-from flaxckpt.transforms._names import parse_name
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="needs safetensors")
 
@@ -42,7 +42,7 @@ def shape_of(family, config, name):
     """Returns the shape that a family states for a tensor; None if it states none."""
     for row, axes in family.shapes.items():
         if parse_name(row).pattern.fullmatch(name):
-            return [_config.find_size(config, axis) or 6 for axis in axes.split()]
+            return [model_config.find_size(config, axis) or 6 for axis in axes.split()]
     return None
 
 
@@ -53,14 +53,14 @@ def publish(directory, name, target):
     rng = np.random.default_rng(0)
     tensors = {}
     for row in family.tables[target]:
-        if not _config.holds(config, row.when):
+        if not model_config.holds(config, row.when):
             continue
         source = parse_name(row.source)
         axes = re.sub(r"\(.*?\)|\w+", "x", (row.form or "x").partition(" ->")[0])
         shape = [6] * len(axes.split())
         counts = {
             axis: source.counts.get(axis)
-            or _config.find_size(config, family.sizes[axis])
+            or model_config.find_size(config, family.sizes[axis])
             for axis in source.axes
         }
         for values in np.ndindex(*counts.values()):

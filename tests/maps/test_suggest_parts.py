@@ -11,9 +11,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from flaxckpt._state import flax_state
-from flaxckpt.maps._suggest import forms, match, names, patterns, rows
-from flaxckpt.maps._suggest.forms import Axes, Evidence, Observation, candidates, decide
-from flaxckpt.maps._suggest.suggestion import suggest_for_tables
+from flaxckpt._suggest import forms, match, names, patterns, rows
+from flaxckpt._suggest.forms import Axes, Evidence, Observation, candidates, decide
+from flaxckpt._suggest.suggestion import suggest_for_tables
 from tests.maps.names_of import RECORDED, abstract, read
 
 SIZES = st.integers(1, 5)

@@ -8,7 +8,7 @@ from flax.core import freeze
 from flaxckpt import transforms
 from flaxckpt._arrays import evaluate
 from flaxckpt._state import flax_state, optimizer_roles
-from flaxckpt.transforms import _base
+from flaxckpt._transforms import base
 
 
 def filled(tree):
@@ -62,11 +62,11 @@ def table_of(state):
 
 def transformed(changes, state):
     """Returns leaf path -> value after transforms."""
-    return _values(evaluate.evaluate_state(_base.apply(changes, leaf_table(state))))
+    return _values(evaluate.evaluate_state(base.apply(changes, leaf_table(state))))
 
 
 def round_trip(changes, state):
     """Returns leaf path -> value after transforms and their inverses."""
-    table = evaluate.evaluate_state(_base.apply(changes, leaf_table(state)))
-    undone = _base.apply(transforms.inverse(changes), table)
+    table = evaluate.evaluate_state(base.apply(changes, leaf_table(state)))
+    undone = base.apply(transforms.inverse(changes), table)
     return _values(evaluate.evaluate_state(undone))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxckpt.transforms import _bounded_pattern
+from flaxckpt._transforms import bounded_pattern
 
 parts = st.recursive(
     st.sampled_from(["a", "b", ".", "[ab]", "[^a]", r"\w", r"\.", "^", "$", ""]),
@@ -28,7 +28,7 @@ parts = st.recursive(
 @given(parts, st.text("ab.\n", max_size=6))
 def test_matches_what_re_matches(pattern, text):
     found = bool(re.match(pattern, text))
-    assert _bounded_pattern.Matcher().matches(pattern, text) == found
+    assert bounded_pattern.Matcher().matches(pattern, text) == found
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_matches_what_re_matches(pattern, text):
     ],
 )
 def test_matches_patterns_of_adapters(pattern, text, found):
-    assert _bounded_pattern.Matcher().matches(pattern, text) is found
+    assert bounded_pattern.Matcher().matches(pattern, text) is found
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,11 @@ def test_matches_patterns_of_adapters(pattern, text, found):
 )
 def test_refuses_other_patterns(pattern, why):
     with pytest.raises(ValueError, match=why):
-        _bounded_pattern.Matcher().matches(pattern, "a" * 200)
+        bounded_pattern.Matcher().matches(pattern, "a" * 200)
 
 
 def test_the_patterns_of_a_file_share_their_steps():
-    matcher = _bounded_pattern.Matcher()
+    matcher = bounded_pattern.Matcher()
     with pytest.raises(ValueError, match="steps"):
         [matcher.matches("(.*.*.*.*){20}x", "a" * 300) for _ in range(100)]
 
@@ -83,4 +83,4 @@ ends = st.lists(st.sampled_from(["a", "b", ".", r"\.", "a*"]), max_size=4)
 @given(ends.map("".join), st.text("ab.", max_size=6))
 def test_the_end_of_a_name_is_matched_as_peft_does(pattern, name):
     found = bool(re.match(rf"(.*\.)?({pattern})$", name))
-    assert _bounded_pattern.Matcher().matches_end(pattern, name) == found
+    assert bounded_pattern.Matcher().matches_end(pattern, name) == found

@@ -22,16 +22,10 @@ from flaxckpt._state import flatten as state_flatten
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import optimizer_roles as state_optimizer_roles
 from flaxckpt._state import tree as state_tree
+from flaxckpt._transforms import base
+from flaxckpt._transforms.moment_slots import find_mirrors
 from flaxckpt.integrations.orbax import CheckpointHandler, SaveArgs
-from flaxckpt.transforms import (
-    _base,
-    cast,
-    inverse,
-    rename,
-    transpose,
-    use_orbax_names,
-)
-from flaxckpt.transforms._moments import find_mirrors
+from flaxckpt.transforms import cast, inverse, rename, transpose, use_orbax_names
 from tests.helpers import optax_zoo, strategies
 
 # Orbax warns whenever an array is read without a sharding.
@@ -287,7 +281,7 @@ def test_moments_stay_with_their_parameters(tmp_path, name):
     opt_state = optax_zoo.ZOO[name].init(params)
     state = {"params": params, "opt_state": opt_state}
     table = table_of(state)
-    renamed = _base.apply(NAMES, table)
+    renamed = base.apply(NAMES, table)
     new_paths = dict(zip(table, renamed, strict=True))
     assert {
         path: mirror.param for path, mirror in find_mirrors(renamed).known.items()
@@ -295,7 +289,7 @@ def test_moments_stay_with_their_parameters(tmp_path, name):
         new_paths[path]: new_paths[mirror.param]
         for path, mirror in find_mirrors(table).known.items()
     }
-    back = _base.apply(inverse(NAMES), renamed, table)
+    back = base.apply(inverse(NAMES), renamed, table)
     assert [leaf.info.role for leaf in back.values()] == [
         leaf.info.role for leaf in table.values()
     ]
@@ -363,7 +357,7 @@ trees = st.recursive(
 )
 def test_names_are_those_of_jax_and_come_back(tree):
     table = table_of(tree)
-    renamed = _base.apply(NAMES, table)
+    renamed = base.apply(NAMES, table)
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     assert sorted(renamed) == sorted(
         state_tree.join(state_flatten.to_keys(path)) for path, _ in paths
@@ -374,8 +368,8 @@ def test_names_are_those_of_jax_and_come_back(tree):
     ] == [True] * len(table)
     for path, leaf in renamed.items():
         assert state_tree.join(leaf.info.keys) == path
-    assert _base.apply(NAMES, renamed) == renamed
-    back = _base.apply(inverse(NAMES), renamed, table)
+    assert base.apply(NAMES, renamed) == renamed
+    back = base.apply(inverse(NAMES), renamed, table)
     assert list(back) == list(table)
     for path, leaf in back.items():
         assert [k.name for k in leaf.info.keys] == [
@@ -391,10 +385,10 @@ def test_the_names_are_added_after_other_transforms():
         (cast(".*", "bfloat16"), "params/dense/kernel/value"),
         (transpose(".*"), "params/dense/kernel/value"),
     ):
-        assert [*_base.apply([change, *NAMES], table)] == [wanted]
+        assert [*base.apply([change, *NAMES], table)] == [wanted]
 
 
 def test_names_that_collide_are_an_error():
     table = table_of({"a": nnx.Param({"b": np.ones(1)}), "c": np.ones(2)})
     with pytest.raises(errors.OptionError, match=r"a/value/b: by a/b, a/value/b"):
-        _base.apply([rename("c", "a/value/b"), *NAMES], table)
+        base.apply([rename("c", "a/value/b"), *NAMES], table)

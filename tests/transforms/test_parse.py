@@ -5,11 +5,12 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt.transforms import _parse, describe
+from flaxckpt._transforms import from_text
+from flaxckpt.transforms import describe
 
 
 def test_texts_become_transforms_in_order():
-    found = _parse.parse(
+    found = from_text.parse(
         only=["params/.*", "step"],
         drop=["params/old/.*"],
         rename=[r"params/(.*)=\1", "step=count"],
@@ -18,7 +19,7 @@ def test_texts_become_transforms_in_order():
     assert [line.partition("(")[0] for line in describe(found)] == [
         *("keep", "drop", "rename", "rename", "cast")
     ]
-    assert _parse.parse() == []
+    assert from_text.parse() == []
 
 
 def test_they_change_a_checkpoint(tmp_path):
@@ -28,7 +29,7 @@ def test_they_change_a_checkpoint(tmp_path):
         "rest": np.zeros(2),
     }
     flaxckpt.save(tmp_path / "a", state)
-    changes = _parse.parse(
+    changes = from_text.parse(
         only=["params/.*", "step"], rename=[r"params/(.*)=\1"], cast=[".*el=bfloat16"]
     )
     found = flaxckpt.load(tmp_path / "a", transforms=changes)
@@ -49,4 +50,4 @@ def test_they_change_a_checkpoint(tmp_path):
 )
 def test_wrong_texts_are_refused(rules, message):
     with pytest.raises(errors.OptionError, match=message):
-        _parse.parse(**rules)
+        from_text.parse(**rules)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import errors, transforms
+from flaxckpt._transforms import patterns
 from flaxckpt.transforms import (
-    _patterns,
     assign,
     cast,
     copy,
@@ -841,7 +841,7 @@ def test_plain_patterns_are_inverted(parts, random):
     replacement = "<" + "|".join(rf"\g<{group}>" for group in groups) + ">"
     path = "".join("xy" if part is None else part for part in parts)
     renamed = re.fullmatch(pattern, path).expand(replacement)
-    inverse, back = _patterns.invert(pattern, replacement)
+    inverse, back = patterns.invert(pattern, replacement)
     assert re.fullmatch(inverse, renamed).expand(back) == path
 
 
@@ -1438,7 +1438,7 @@ def test_what_applies_is_undone_by_its_inverse(tree, changes):
     """On tables alone: whatever can be applied at all. Or the inverse is refused."""
     from flaxckpt._arrays import evaluate as arrays_evaluate
     from flaxckpt._state import flax_state as state_flax_state
-    from flaxckpt.transforms import _base
+    from flaxckpt._transforms import base as transforms_base
 
     state = {
         outer: {
@@ -1452,13 +1452,13 @@ def test_what_applies_is_undone_by_its_inverse(tree, changes):
     applied = []
     for change in changes:
         try:
-            undone = _base.apply([change], undone)
+            undone = transforms_base.apply([change], undone)
         except errors.OptionError:
             continue
         applied.append(change)
     computed = arrays_evaluate.evaluate_state(undone)
     try:
-        computed = _base.apply(transforms.inverse(applied), computed)
+        computed = transforms_base.apply(transforms.inverse(applied), computed)
     except errors.OptionError:
         return  # it was not silent
     computed = arrays_evaluate.evaluate_state(computed)

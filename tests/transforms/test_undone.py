@@ -16,8 +16,8 @@ from flaxckpt import errors
 from flaxckpt._arrays import evaluate as arrays_evaluate
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import optimizer_roles as state_optimizer_roles
+from flaxckpt._transforms import base
 from flaxckpt.transforms import (
-    _base,
     copy,
     drop,
     from_function,
@@ -138,7 +138,7 @@ def state_for(tx):
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_no_leaf_of_any_optimizer_is_lost(name):
     table = table_of(state_for(OPTIMIZERS[name]))
-    assert _base.not_restored(CHANGES, table) == []
+    assert base.not_restored(CHANGES, table) == []
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,11 @@ def test_no_leaf_of_any_optimizer_is_lost(name):
 )
 def test_leaves_that_are_not_lost_have_their_values(name):
     table = table_of(filled(state_for(OPTIMIZERS[name])))
-    saved = arrays_evaluate.evaluate_state(_base.apply(CHANGES, table))
+    saved = arrays_evaluate.evaluate_state(base.apply(CHANGES, table))
     back = arrays_evaluate.evaluate_state(
-        _base.apply(_base.invert_for_restore(CHANGES), saved)
+        base.apply(base.invert_for_restore(CHANGES), saved)
     )
-    assert _base.not_restored(CHANGES, table) == not_equal(table, back) == []
+    assert base.not_restored(CHANGES, table) == not_equal(table, back) == []
 
 
 def test_leaves_that_do_not_come_back_are_listed():
@@ -166,11 +166,11 @@ def test_leaves_that_do_not_come_back_are_listed():
         transpose("params/cube", (2, 0, 1)),
         drop("params/dropped"),
     ]
-    saved = arrays_evaluate.evaluate_state(_base.apply(changes, table))
+    saved = arrays_evaluate.evaluate_state(base.apply(changes, table))
     back = arrays_evaluate.evaluate_state(
-        _base.apply(_base.invert_for_restore(changes), saved)
+        base.apply(base.invert_for_restore(changes), saved)
     )
-    listed = _base.not_restored(changes, table)
+    listed = base.not_restored(changes, table)
     assert listed == [
         path for path in not_equal(table, back) if not path.endswith("dropped")
     ]

@@ -1,0 +1,134 @@
+"""Rows of modules of torch: the modules of linen and NNX that stand for them.
+
+The Flax classes of transformers 4 keep the names of its torch classes; only the names
+of the arrays differ, and the axes of kernels.
+
+Source:
+    https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/modeling_flax_pytorch_utils.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flaxckpt._maps.family import Tensor
+from flaxckpt._types import LeafPath
+
+
+def linear(
+    name: str,
+    target: LeafPath | None = None,
+    *,
+    when: str = "",
+    bias: bool | str = True,
+    optional: bool | str = False,
+) -> tuple[Tensor, ...]:
+    """Returns the rows of `Linear`, whose weight is the transposed kernel of `Dense`.
+
+    Args:
+        name: The name of the module in torch.
+        target: Its leaf path; by default that of the same name.
+        when: The condition under which there is such a module.
+        bias: Whether it has a bias, or the condition under which it has one.
+        optional: True if checkpoints may lack the module, or the condition under which
+            they may.
+    """
+    rows = _kernel_and_bias(name, target, "o e -> e o", bias=bias)
+    return under(when, [row._replace(optional=optional, module=name) for row in rows])
+
+
+def conv(name: str, target: LeafPath | None = None) -> tuple[Tensor, ...]:
+    """Returns the rows of `Conv2d`; see `linear`."""
+    return _kernel_and_bias(name, target, "o e y x -> y x e o")
+
+
+def conv1d(name: str, target: LeafPath | None = None) -> tuple[Tensor, ...]:
+    """Returns the rows of `Conv1d`; see `linear`."""
+    return _kernel_and_bias(name, target, "o e x -> x e o")
+
+
+def to_heads(
+    name: str, target: LeafPath, *, bias: bool | str = True
+) -> tuple[Tensor, ...]:
+    """Returns the rows of a projection to heads of `nnx.MultiHeadAttention`."""
+    forms = "(h d) e -> e h d", "(h d) -> h d"
+    return _kernel_and_bias(name, target, *forms, bias=bias)
+
+
+def from_heads(name: str, target: LeafPath) -> tuple[Tensor, ...]:
+    """Returns the rows of the projection from heads of `nnx.MultiHeadAttention`."""
+    return _kernel_and_bias(name, target, "e (h d) -> h d e")
+
+
+def norm(
+    name: str,
+    target: LeafPath | None = None,
+    *,
+    when: str = "",
+    optional: bool = False,
+) -> tuple[Tensor, ...]:
+    """Returns the rows of `LayerNorm`; see `linear`."""
+    target = target or name.replace(".", "/")
+    return (
+        Tensor(f"{name}.weight", f"{target}/scale", None, when, optional),
+        Tensor(f"{name}.bias", f"{target}/bias", None, when, optional),
+    )
+
+
+def embedding(
+    name: str, target: LeafPath | None = None, *, when: str = ""
+) -> tuple[Tensor, ...]:
+    """Returns the row of `Embedding`; see `linear`."""
+    target = target or name.replace(".", "/")
+    return (Tensor(f"{name}.weight", f"{target}/embedding", None, when),)
+
+
+def array(
+    name: str,
+    target: LeafPath | None = None,
+    *,
+    when: str = "",
+    optional: bool | str = False,
+) -> tuple[Tensor, ...]:
+    """Returns the row of an array that is the same in torch and Flax."""
+    return (Tensor(name, target or name.replace(".", "/"), None, when, optional),)
+
+
+def under(condition: str, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Returns the rows, under a further condition."""
+    return tuple(
+        t._replace(when=" and ".join(filter(None, (condition, t.when))))
+        for t in tensors
+    )
+
+
+def head(tensors: Sequence[Tensor], classes: str = "") -> tuple[Tensor, ...]:
+    """Returns the rows of a head, which the base model alone lacks.
+
+    Args:
+        tensors: The rows.
+        classes: Parts of the names of classes, joined by `|`, if models with other
+            `architectures` may lack the head too.
+    """
+    conditions = (f"not architectures=*{c}*" for c in classes.split("|"))
+    optional = " and ".join(conditions) if classes else False
+    module = tensors[0].source
+    return tuple(
+        t._replace(optional=optional, is_head=True, module=module) for t in tensors
+    )
+
+
+def _kernel_and_bias(
+    name: str,
+    target: LeafPath | None,
+    form: str,
+    bias_form: str | None = None,
+    *,
+    bias: bool | str = True,
+) -> tuple[Tensor, ...]:
+    target = target or name.replace(".", "/")
+    kernel = Tensor(f"{name}.weight", f"{target}/kernel", form)
+    if not bias:
+        return (kernel,)
+    when = bias if isinstance(bias, str) else ""
+    return kernel, Tensor(f"{name}.bias", f"{target}/bias", bias_form, when)

@@ -1,0 +1,39 @@
+"""The modules of `flaxckpt.transforms`, and what they share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flaxckpt import _doors
+
+if TYPE_CHECKING:
+    from flaxckpt._transforms import (
+        affine,
+        axis_form,
+        base,
+        export,
+        from_text,
+        indexed_names,
+        lora,
+        moment_slots,
+        patterns,
+        remap,
+        tie,
+    )
+
+__all__ = [
+    "affine",
+    "axis_form",
+    "base",
+    "export",
+    "from_text",
+    "indexed_names",
+    "lora",
+    "moment_slots",
+    "patterns",
+    "remap",
+    "tie",
+]
+
+if not TYPE_CHECKING:
+    __getattr__ = _doors.opener(__name__, __all__)

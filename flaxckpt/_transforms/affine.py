@@ -1,0 +1,259 @@
+"""Transforms that add to the values of leaves, or multiply them: `offset`, `scale`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from flaxckpt import _arrays, _util, errors
+from flaxckpt._state.leaf import Leaf, LeafTable
+from flaxckpt._transforms import base
+from flaxckpt._transforms.base import NewLeaf, TableTransform, Transform
+from flaxckpt._transforms.map_values import ArrayFn, arrays, is_copy
+from flaxckpt._transforms.patterns import compile_pattern
+from flaxckpt._types import LeafPath
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Affine(TableTransform):
+    """Implements `offset` and `scale`.
+
+    Attributes:
+        verb: The function that makes the transform.
+        pattern: On whole leaf paths.
+        number: The number to add, or the factor.
+        nu: See `scale`.
+    """
+
+    verb: Literal["offset", "scale"]
+    pattern: re.Pattern[str]
+    number: float
+    nu: Literal["squares", "norms"] | None = None
+
+    def __call__(self, table: LeafTable) -> LeafTable:
+        chosen = arrays(base.matches(self.pattern, table), table, str(self))
+        derive = _arrays.lazy.Deriver(str(self))
+        fns: dict[float, ArrayFn] = {}
+
+        def multiplied(factor: float) -> ArrayFn:
+            return fns.setdefault(factor, multiply_by(factor))
+
+        fn = add(self.number) if self.verb == "offset" else multiplied(self.number)
+        guessed: list[LeafPath] = []
+        left_out: list[LeafPath] = []
+
+        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[NewLeaf]:
+            for path, leaf in leaves.items():
+                if leaf.info.kind == "empty":
+                    yield NewLeaf(path, path, leaf)
+                elif not is_mirror or is_copy(leaf):
+                    yield NewLeaf(path, path, derive([leaf], fn, precision="wide"))
+                elif self.verb == "offset":  # gradients stay as they are
+                    yield NewLeaf(path, path, leaf)
+                elif (power := _gradient_power(leaf, path, table)) is not None:
+                    factor = self.number**-power
+                    if _may_be_norm(leaf, power):
+                        if self.nu == "norms":
+                            factor = 1 / abs(self.number)
+                        if self.nu is None:
+                            guessed.append(leaf.info.path)
+                    new = derive([leaf], multiplied(factor), precision="wide")
+                    yield NewLeaf(path, path, new)
+                else:  # initialised again
+                    left_out.append(leaf.info.path)
+
+        new = base.replace(table, chosen, act, moves=False)
+        if guessed:
+            _log.warning(
+                "%s takes %d leaves for means of squared gradients, as of Adam: %s."
+                " Pass nu='squares' if they are, or nu='norms' if they are of Adamax,"
+                " whose state is of the same class",
+                self,
+                len(guessed),
+                errors.first_few(guessed, 3),
+            )
+        if left_out:
+            _log.warning(
+                "%s leaves out %d moments, because nothing says how they depend on"
+                " gradients; they are initialised again: %s",
+                self,
+                len(left_out),
+                errors.first_few(left_out, 3),
+            )
+        return new
+
+    def __str__(self) -> str:
+        return base.call(self.verb, self.pattern.pattern, self.number, nu=self.nu)
+
+    def inverse(self) -> Transform:
+        number = -self.number if self.verb == "offset" else 1 / self.number
+        return dataclasses.replace(self, number=number)
+
+
+def offset(pattern: str, value: float) -> TableTransform:
+    """Adds a number to all values of the matching leaves.
+
+    ```python
+    offset("params/.*/norm/scale", 1.0)  # Gemma stores its scales less 1
+    ```
+
+    Moments stay as they are, because gradients do; fields of optimizers that are copies
+    of the parameters change as the parameters. Each leaf keeps its type. Floats are
+    computed in float32 or wider and rounded once, to the type of the state if there is
+    one. The inverse is exact only if the sums need no rounding.
+
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        value: The number to add.
+
+    Raises:
+        OptionError: `value` is not a finite number. When applied: nothing matches, or
+            a leaf cannot hold the sum: an integer plus a fraction, a bool or PRNG keys.
+    """
+    return _Affine("offset", compile_pattern(pattern), _check_finite("value", value))
+
+
+def scale(
+    pattern: str, factor: float, *, nu: Literal["squares", "norms"] | None = None
+) -> TableTransform:
+    """Multiplies all values of the matching leaves by a number.
+
+    ```python
+    scale("params/embed/embedding", 8.0)  # the model multiplies by sqrt(64) itself
+    ```
+
+    Gradients change by the inverse of the factor. So do fields of optimizers that are
+    means of gradients, such as Adam's `mu`; means of squared gradients, such as `nu`,
+    change by its square. Fields that are copies of the parameters change as the
+    parameters. All other moments are left out, with a warning, and initialised again.
+    Each leaf keeps its type. Floats are computed in float32 or wider and rounded once,
+    to the type of the state if there is one. The inverse is exact if the factor is a
+    power of two and no value overflows or becomes subnormal.
+
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        factor: The factor; not zero.
+        nu: The meaning of `nu` where nothing tells Adam from Adamax: `"squares"`, means
+            of squared gradients, or `"norms"`, weighted maxima of gradients, as Adamax
+            keeps. By default squares, with a warning.
+
+    Raises:
+        OptionError: `factor` is not a finite number, or zero, or `nu` is another word.
+            When applied: nothing matches, or a leaf cannot hold the product: an integer
+            times a fraction, a bool or PRNG keys.
+    """
+    if _check_finite("factor", factor) == 0:
+        raise errors.OptionError("factor must not be 0: all values would be lost")
+    if nu not in (None, "squares", "norms"):
+        raise errors.OptionError(f"nu must be 'squares' or 'norms', got {nu!r:.80}")
+    return _Affine("scale", compile_pattern(pattern), factor, nu)
+
+
+def _check_finite(name: str, value: float) -> float:
+    _util.arguments.check_number(name, value)
+    if not math.isfinite(value):
+        raise errors.OptionError(f"{name} must be finite, got {value}")
+    return value
+
+
+def add(value: float) -> ArrayFn:
+    """Returns the function that adds `value`."""
+    return lambda x: x + _operand(x, value)
+
+
+def multiply_by(factor: float) -> ArrayFn:
+    """Returns the function that multiplies by `factor`."""
+    return lambda x: x * _operand(x, factor)
+
+
+def _operand(x: jax.Array, number: float) -> jax.Array | float:
+    """Returns `number` for a computation with `x` that keeps the type of `x`.
+
+    Raises:
+        ValueError: The type cannot hold the result.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.number):
+        raise ValueError("it does not hold numbers")
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return number
+    if number != int(number):
+        raise ValueError("integers need a whole number: cast it to a float first")
+    return jnp.asarray(int(number), x.dtype)
+
+
+# ---- moments ------------------------------------------------------------------------
+
+_POWERS = {
+    "FactoredState": {"v_row": 2, "v_col": 2, "v": 2},
+    "MadgradState": {"grad_sum_sq": 2, "s": 1},
+    "MuonState": {"mu": 1},
+    "ScaleByAdamState": {"mu": 1, "nu": 2},
+    "ScaleByAdanState": {"m": 1, "v": 1, "n": 2, "g": 1},
+    "ScaleByAdemamixState": {"m1": 1, "m2": 1, "nu": 2},
+    "ScaleByAmsgradState": {"mu": 1, "nu": 2, "nu_max": 2},
+    "ScaleByBeliefState": {"mu": 1, "nu": 2},
+    "ScaleByLBFGSState": {
+        "updates": 1,
+        "diff_updates_memory": 1,
+        "diff_params_memory": -1,
+    },
+    "ScaleByLionState": {"mu": 1},
+    "ScaleByRStdDevState": {"mu": 1, "nu": 2},
+    "ScaleByRStdDevWithCountState": {"mu": 1, "nu": 2},
+    "ScaleByRmsState": {"nu": 2},
+    "ScaleByRmsWithCountState": {"nu": 2},
+    "ScaleByRssState": {"sum_of_squares": 2},
+    "ScaleBySimplifiedAdEMAMixState": {"m": 1, "n": 2},
+}
+"""Class and field of a moment -> the power of the gradient that it holds.
+
+`TraceState`, `EmaState` and `ScaleByOptimisticGradientState` are absent: behind another
+transform, as in `rmsprop`, they hold updates, and nothing in their roles says so.
+"""
+
+_NAMES = {"mu": 1, "nu": 2}
+"""The same for fields of checkpoints without roles."""
+
+_OF_ADAMAX = "ScaleByAdamState", "nu"
+"""Adam keeps means of squares here, and Adamax maxima: optax has one class for both."""
+
+
+def _gradient_power(mirror: Leaf, param: LeafPath, table: LeafTable) -> int | None:
+    """Returns the power of the gradient that a moment of `param` holds, or None."""
+    role = mirror.info.role
+    if role is not None and role.state_class:
+        return _POWERS.get(role.state_class, {}).get(role.field)
+    own, of_param = mirror.info.path.split("/"), param.split("/")
+    while own and of_param and own[-1] == of_param[-1]:
+        own.pop()
+        of_param.pop()
+    field = own[-1] if own else ""
+    if field not in _NAMES:
+        return None
+    # Novograd has a number beside each `mu`, and SM3 a list beside each `nu`.
+    container, name = "/".join(own[:-1]), mirror.info.path[len("/".join(own)) :]
+    other = f"{container}/{'nu' if field == 'mu' else 'mu'}"
+    beside = table.get(f"{other}{name}")
+    if beside is None:
+        is_alone = not any(path.startswith(f"{other}/") for path in table)
+    else:
+        is_alone = beside.info.shape == table[param].info.shape
+    is_like_param = mirror.info.shape == table[param].info.shape
+    return _NAMES[field] if is_alone and is_like_param else None
+
+
+def _may_be_norm(mirror: Leaf, power: int) -> bool:
+    """Returns True for a moment that is of another power if the optimizer is Adamax."""
+    role = mirror.info.role
+    if role is not None and role.state_class:
+        return (role.state_class, role.field) == _OF_ADAMAX
+    return power == _NAMES["nu"]

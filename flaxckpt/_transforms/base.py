@@ -1,0 +1,596 @@
+"""The base class of transforms, and the construction of new leaf tables."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import inspect
+import logging
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from flaxckpt import _state, _util, errors
+from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
+from flaxckpt._transforms.moment_slots import (
+    Mirror,
+    Mirrors,
+    Slot,
+    find_mirrors,
+    prefixes,
+)
+from flaxckpt._transforms.patterns import no_match
+from flaxckpt._types import LeafPath
+
+_log = logging.getLogger(__name__)
+
+Transform: TypeAlias = Callable[[LeafTable], LeafTable]
+"""Leaf table in, leaf table out."""
+
+
+class TableTransform(abc.ABC):
+    """A transform with a recorded description and, for most, an inverse."""
+
+    @abc.abstractmethod
+    def __call__(self, table: LeafTable) -> LeafTable:
+        """Returns the new table."""
+
+    @abc.abstractmethod
+    def __str__(self) -> str:
+        """Returns the call that creates the transform, for the record."""
+
+    def with_wanted(self, wanted: LeafTable | None) -> Transform:
+        """Returns this transform for restoring `wanted`, or all leaves if None."""
+        return self
+
+    def on_restore(self) -> Transform | None:
+        """Returns the inverse for restoring a run's own saves; None if not needed.
+
+        Raises:
+            OptionError: The transform has no inverse.
+        """
+        return self.inverse()
+
+    def inverse(self) -> Transform:
+        """Returns the inverse transform.
+
+        Raises:
+            OptionError: The transform has no inverse.
+        """
+        raise errors.OptionError(f"{self} cannot be inverted: it loses information")
+
+
+def apply(
+    transforms: Sequence[Transform],
+    table: LeafTable,
+    wanted: LeafTable | None = None,
+) -> LeafTable:
+    """Applies `transforms` to a table, in order.
+
+    Args:
+        transforms: The transforms.
+        table: Of a state, or of a checkpoint.
+        wanted: On restore, the table of the state to fill.
+    """
+    for transform in transforms:
+        new_table = _with_containers(_apply_one(transform, table, wanted))
+        table = _with_name(transform, new_table, table)
+    return table
+
+
+def _with_name(transform: Transform, new: LeafTable, old: LeafTable) -> LeafTable:
+    """Returns the table `new` with the transform's name in the leaves it changed."""
+    [call] = describe([transform])
+    name = call.partition("(")[0].rpartition(".")[2]
+    for path, leaf in new.items():
+        if not _is_same(leaf, old.get(path)):
+            chain = (*leaf.transforms, name)
+            new[path] = dataclasses.replace(leaf, transforms=chain)
+    return new
+
+
+def _is_same(leaf: Leaf, old: Leaf | None) -> bool:
+    if leaf is old or old is None:
+        return leaf is old
+    return (
+        leaf.fn is old.fn
+        and len(leaf.sources) == len(old.sources)
+        and all(map(operator.is_, leaf.sources, old.sources))
+        and leaf.info == old.info
+    )
+
+
+def _apply_one(
+    transform: Transform, table: LeafTable, wanted: LeafTable | None
+) -> LeafTable:
+    if isinstance(transform, TableTransform):
+        transform = transform.with_wanted(wanted)
+    [name] = describe([transform])
+    try:
+        new_table = transform(dict(table))
+    except errors.CheckpointError:
+        raise
+    except Exception as error:
+        raise errors.OptionError(
+            f"{name[:200]} failed: {type(error).__name__}: {errors.one_line(error)}"
+        ) from error
+    if not _is_table(new_table):
+        raise errors.OptionError(
+            f"{name[:200]} must return a leaf table, path -> Leaf of that path,"
+            f" got {str(new_table)[:80]}"
+        )
+    return new_table
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(leaf, Leaf) and leaf.info.path == path
+        for path, leaf in value.items()
+    )
+
+
+def check(
+    transforms: Iterable[Transform], option: str = "transforms"
+) -> tuple[Transform, ...]:
+    """Returns the argument `option` of a user as a tuple.
+
+    Raises:
+        OptionError: `transforms` is not a list of transforms.
+    """
+    if callable(transforms) or not _util.arguments.is_list(transforms):
+        raise errors.OptionError(
+            f"{option} must be a list of transforms, got {_shown(transforms)}:"
+            f" write {option}=[rename('old/(.*)', 'new/\\1')]"
+        )
+    listed = tuple(transforms)
+    for transform in listed:
+        if inspect.isclass(transform) or not callable(transform):
+            raise errors.OptionError(
+                f"{option} must be a list of transforms, such as"
+                f" drop('opt_state/.*'), but contains {_shown(transform)}"
+            )
+        module = getattr(transform, "__module__", None) or ""
+        if inspect.isfunction(transform) and module.startswith(_PACKAGE):
+            raise errors.OptionError(
+                f"{option} contains the function {transform.__name__}: call it, as in"
+                f" {option}=[{transform.__name__}(…)]"
+            )
+    return listed
+
+
+_PACKAGE = __name__.rpartition(".")[0]
+
+
+def _shown(transform: object) -> str:
+    is_ours = isinstance(transform, TableTransform)
+    return f"{transform!s:.80}" if is_ours else _util.arguments.describe(transform)
+
+
+def _with_containers(table: LeafTable) -> LeafTable:
+    """Returns the table without the empty containers that now have leaves.
+
+    Raises:
+        OptionError: A leaf has the path of a container.
+    """
+    containers = {beginning for path in table for beginning in prefixes(path)}
+    both = [path for path in table if path and path in containers]
+    faults = [path for path in both if table[path].info.kind != "empty"]
+    if faults:
+        inner = {p: next(q for q in table if q.startswith(f"{p}/")) for p in faults}
+        raise errors.OptionError(
+            f"{len(faults)} leaf paths are also containers of other leaves:\n"
+            + errors.rows(f"{path}: contains {other}" for path, other in inner.items())
+            + "\nRename or drop one of each."
+        )
+    filled = set(both)
+    return {path: leaf for path, leaf in table.items() if path not in filled}
+
+
+def invert_for_restore(transforms: Sequence[Transform]) -> list[Transform] | None:
+    """Returns the inverses for a run that restores its own saves.
+
+    None if a transform has no inverse.
+    """
+    undone = []
+    for transform in reversed(transforms):
+        if not isinstance(transform, TableTransform):
+            return None
+        try:
+            undone.append(transform.on_restore())
+        except errors.OptionError:
+            return None
+    return [transform for transform in undone if transform is not None]
+
+
+def not_restored(transforms: Sequence[Transform], table: LeafTable) -> list[LeafPath]:
+    """Lists the leaves that a run cannot restore from its own saves.
+
+    Leaves removed by `drop` and `keep` are not listed.
+
+    Args:
+        transforms: Of the run. If a transform has no inverse, no leaf is listed.
+        table: Of its state, with roles.
+
+    Raises:
+        OptionError: The inverses cannot be applied to the transformed `table`.
+    """
+    undo = invert_for_restore(transforms)
+    if not undo:
+        return []
+    transformed = before = _trace(table)
+    dropped: set[LeafPath] = set()
+    for transform in transforms:
+        new = apply([transform], transformed)
+        assert isinstance(transform, TableTransform)
+        if transform.on_restore() is None:
+            dropped |= _origins(transformed) - _origins(new)
+        transformed = new
+    back = apply(undo, transformed, before)  # as in a restore into the state
+    return [
+        path
+        for path, leaf in before.items()
+        if leaf.info.kind != "empty"
+        and path not in dropped
+        and not (path in back and _is_alike(leaf, back[path]))
+    ]
+
+
+def _is_alike(leaf: Leaf, other: Leaf) -> bool:
+    is_same_form = leaf.info.shape == other.info.shape
+    return is_same_form and set(leaf.sources) <= set(other.sources)
+
+
+def changed_in_place(
+    transforms: Sequence[Transform], table: LeafTable
+) -> list[LeafPath]:
+    """Lists the leaves with changed values but unchanged paths and shapes.
+
+    Such leaves do not show if the transforms were applied or undone.
+
+    Args:
+        transforms: The transforms; transforms that do not apply to `table` are skipped.
+        table: Of a state, or of a part of a state.
+    """
+    transformed = before = _trace(table)
+    for transform in transforms:
+        try:
+            transformed = apply([transform], transformed)
+        except errors.OptionError:
+            continue
+    return [
+        path
+        for path, leaf in transformed.items()
+        if leaf.info.kind != "empty"
+        and path in before
+        and leaf.info.shape == before[path].info.shape
+        and (leaf.fn is not None or leaf.sources != before[path].sources)
+    ]
+
+
+def _trace(table: LeafTable) -> LeafTable:
+    """Returns the table with leaf paths in the place of values."""
+    return {
+        path: leaf
+        if leaf.info.kind == "empty"
+        else dataclasses.replace(leaf, sources=(path,))
+        for path, leaf in table.items()
+    }
+
+
+def _origins(table: LeafTable) -> set[LeafPath]:
+    """Returns the source leaves of a traced table."""
+    sources = (source for leaf in table.values() for source in leaf.sources)
+    return {source for source in sources if isinstance(source, str)}
+
+
+def describe(transforms: Iterable[Transform]) -> tuple[str, ...]:
+    """Returns the descriptions of transforms, for the record."""
+    return tuple(
+        str(transform)
+        if isinstance(transform, TableTransform)
+        else getattr(transform, "__qualname__", type(transform).__qualname__)
+        for transform in transforms
+    )
+
+
+def call(name: str, *args: Any, **options: Any) -> str:
+    """Formats a call; options that are None are left out."""
+    shown = [repr(arg) for arg in args]
+    shown += [f"{key}={value!r}" for key, value in options.items() if value is not None]
+    return f"{name}({', '.join(shown)})"
+
+
+# ---- matching -----------------------------------------------------------------------
+
+
+def matches(
+    pattern: re.Pattern[str], table: Iterable[LeafPath]
+) -> dict[LeafPath, re.Match[str]]:
+    """Returns the leaf paths that `pattern` matches as a whole.
+
+    Raises:
+        OptionError: No path matches.
+    """
+    paths = list(table)
+    matching = {path: m for path in paths if (m := pattern.fullmatch(path))}
+    if not matching:
+        raise no_match(pattern.pattern, paths)
+    return matching
+
+
+# ---- the new table ------------------------------------------------------------------
+
+
+class NewLeaf(NamedTuple):
+    """A leaf of the new table.
+
+    Attributes:
+        at: Old leaf that gives the position in the table.
+        path: The new path.
+        leaf: The leaf; its info may still have the old path.
+    """
+
+    at: LeafPath
+    path: LeafPath
+    leaf: Leaf
+
+
+Act: TypeAlias = Callable[[dict[LeafPath, Leaf], bool], Iterable[NewLeaf]]
+"""Maps leaves by path, and whether they are mirrors, to the new leaves."""
+
+
+def replace(
+    table: LeafTable, chosen: Iterable[LeafPath], act: Act, *, moves: bool = True
+) -> LeafTable:
+    """Returns the table with `chosen` leaves, and their mirrors, replaced.
+
+    Args:
+        table: Old table.
+        chosen: The leaves that the transform matches.
+        act: Called once for the chosen leaves, and once for each slot with their
+            mirrors, under the paths of the mirrored parameters.
+        moves: True if leaves get new paths. Mirrors that are chosen themselves are then
+            moved as chosen; otherwise they follow their parameters.
+
+    Raises:
+        OptionError: Two leaves get the same path, or the parameters of moments are
+            ambiguous.
+    """
+    mirrored = find_mirrors(table)
+    direct = {path: path for path in chosen}
+    members: dict[Slot | None, dict[LeafPath, LeafPath]] = {None: direct}
+    known = {**mirrored.known, **_resolve_ambiguous(mirrored, direct)}
+    for path, mirror in known.items():
+        if mirror.param in direct and (path not in direct or not moves):
+            members.setdefault(mirror.slot, {})[mirror.param] = path
+    for paths in list(members.values())[1:]:
+        for path in paths.values():
+            direct.pop(path, None)
+    _warn_of_lost(mirrored, direct, table)
+    rows: dict[LeafPath, list[NewLeaf]] = {}
+    gone: set[LeafPath] = set()
+    new_paths: dict[LeafPath, list[LeafPath]] = {}
+    renamed = _Renamed(known, new_paths)
+    for slot, paths in members.items():
+        leaves = {param: table[path] for param, path in paths.items()}
+        gone.update(paths.values())
+        for at, new, leaf in act(leaves, slot is not None):
+            where = paths[at]
+            if slot is None:
+                new_paths.setdefault(at, []).append(new)
+            else:
+                name = renamed(where, new)
+                leaf = _with_role_of(leaf, name, known[where].name)
+                new = slot.path(name)
+            rows.setdefault(where, []).append(NewLeaf(where, new, leaf))
+    for path in direct.keys() & known.keys():
+        names = [renamed(path, p) for p in new_paths.get(known[path].param, ())]
+        rows[path] = [_retarget(row, names) for row in rows.get(path, ())]
+    return assemble(table, gone, rows)
+
+
+class _Renamed:
+    """Returns the new names of mirrors, once all parameters have their new paths.
+
+    Args:
+        known: Leaf path -> the mirrored parameter.
+        new_paths: Parameter -> its new paths.
+    """
+
+    def __init__(
+        self,
+        known: Mapping[LeafPath, Mirror],
+        new_paths: Mapping[LeafPath, Sequence[LeafPath]],
+    ) -> None:
+        self._known = known
+        self._new_paths = new_paths
+        self._first_keys: dict[str, set[str]] = {}
+
+    def __call__(self, path: LeafPath, new: LeafPath) -> LeafPath:
+        """Returns the new name of the mirror `path` of a parameter that moves."""
+        if not self._first_keys:
+            for mirror in self._known.values():
+                keys = self._first_keys.setdefault(mirror.root, set())
+                for param in self._new_paths.get(mirror.param, ()):
+                    keys.add(param.partition("/")[0])
+        mirror = self._known[path]
+        has_root = len(self._first_keys[mirror.root]) <= 1
+        return mirror.renamed(new, has_root=has_root)
+
+
+def _resolve_ambiguous(
+    mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath]
+) -> dict[LeafPath, Mirror]:
+    """Returns mirrors with several possible parameters, all of them chosen.
+
+    Raises:
+        OptionError: Only some of the possible parameters are chosen.
+    """
+    agreed = {}
+    faults = {}
+    for path, (slot, candidates) in mirrored.unclear.items():
+        of_chosen = [param in chosen for param in candidates.values()]
+        if all(of_chosen):
+            root, param = next(iter(candidates.items()))
+            agreed[path] = Mirror(param, param.removeprefix(root), slot)
+        elif any(of_chosen) and path not in chosen:
+            faults[path] = " or ".join(candidates.values())
+    if faults:
+        raise errors.OptionError(
+            f"the parameters of {len(faults)} moments are ambiguous:\n"
+            + errors.rows(f"{path}: {which}" for path, which in faults.items())
+            + "\nLet the pattern match the moments as well, or drop them first."
+        )
+    return agreed
+
+
+def _warn_of_lost(
+    mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath], table: LeafTable
+) -> None:
+    """Warns of moments that resemble changed parameters' moments but do not follow."""
+
+    def look(path: LeafPath) -> tuple[object, ...]:
+        return *path.split("/")[-2:], table[path].info.shape
+
+    looks = {look(path) for path in chosen} if mirrored.lost else set()
+    left = [
+        path for path in mirrored.lost if path not in chosen and look(path) in looks
+    ]
+    if left:
+        _log.warning(
+            "%d optimizer leaves may be moments of changed parameters, and stay"
+            " unchanged because their parameters are unknown: %s",
+            len(left),
+            errors.first_few(left),
+        )
+
+
+def _retarget(row: NewLeaf, names: Sequence[LeafPath]) -> NewLeaf:
+    """Returns a mirror that was moved by itself with the role of its new parameter."""
+    for name in names:
+        ends = (name, *(f"{name}/{field}" for field in _state.tree.BOX_FIELDS))
+        if row.path.endswith(tuple(f"/{end}" for end in ends)):
+            return row._replace(leaf=_with_role_of(row.leaf, name))
+    return row
+
+
+def _with_role_of(leaf: Leaf, param: LeafPath, old: LeafPath | None = None) -> Leaf:
+    """Returns a moment with the role of another parameter.
+
+    Args:
+        leaf: The moment.
+        param: Name of the new parameter.
+        old: Name of the old parameter, if the leaf may be below that name.
+    """
+    role = leaf.info.role
+    if role is not None and old is not None and role.param.startswith(f"{old}/"):
+        param += role.param.removeprefix(old)
+    if role is None or role.param == param:
+        return leaf
+    info = dataclasses.replace(leaf.info, role=role._replace(param=param))
+    return dataclasses.replace(leaf, info=info)
+
+
+def assemble(
+    table: LeafTable, gone: set[LeafPath], rows: Mapping[LeafPath, Sequence[NewLeaf]]
+) -> LeafTable:
+    """Returns the table without the leaves in `gone`, and with the leaves in `rows`.
+
+    Args:
+        table: Old table.
+        gone: Old leaves to remove.
+        rows: Old leaf -> the new leaves in its place.
+
+    Raises:
+        OptionError: Two leaves get the same path.
+    """
+    new: LeafTable = {}
+    origin: dict[LeafPath, LeafPath] = {}
+    faults: dict[LeafPath, list[LeafPath]] = {}
+
+    def add(path: LeafPath, leaf: Leaf, at: LeafPath) -> None:
+        if path in new:
+            faults.setdefault(path, [origin[path]]).append(at)
+        new[path] = leaf
+        origin[path] = at
+
+    for path, leaf in table.items():
+        if path not in gone:
+            add(path, leaf, path)
+        for row in rows.get(path, ()):
+            # A new object, even at the old path: `untouched` finds the others.
+            add(row.path, dataclasses.replace(move(row.leaf, row.path)), path)
+    if faults:
+        raise errors.OptionError(
+            f"{len(faults)} leaf paths would be used twice:\n"
+            + errors.rows(
+                f"{path}: by {', '.join(all_)}" for path, all_ in faults.items()
+            )
+            + "\nDrop one of each first, or rename both at once: rename({…: …})."
+        )
+    return new
+
+
+def untouched(new: LeafTable, old: LeafTable) -> list[LeafPath]:
+    """Lists the leaves that no transform between two tables has chosen."""
+    return [path for path, leaf in new.items() if leaf is old.get(path)]
+
+
+def move(leaf: Leaf, path: LeafPath) -> Leaf:
+    """Returns `leaf` with another path."""
+    info = leaf.info
+    if info.path == path:
+        return leaf
+    role = info.role
+    if role is not None:
+        optimizer = _moved_optimizer(role.optimizer, info.path, path)
+        # A moment of an unknown parameter.
+        is_lost = role.param and not f"{path}/".endswith(
+            (f"{role.param}/", "/value/", "/raw_value/")
+        )
+        is_lost = is_lost or optimizer is None
+        role = None if is_lost else role._replace(optimizer=optimizer or "")
+    renamed = dataclasses.replace(info, path=path, keys=keys(path, info), role=role)
+    return dataclasses.replace(leaf, info=renamed)
+
+
+def _moved_optimizer(
+    optimizer: LeafPath, old: LeafPath, new: LeafPath
+) -> LeafPath | None:
+    """Returns the path of an optimizer after a move of a leaf; None if unknown."""
+    if new.startswith(f"{optimizer}/"):
+        return optimizer
+    inner = old.removeprefix(f"{optimizer}/") if optimizer else old
+    if new == inner:
+        return ""
+    return new.removesuffix(f"/{inner}") if new.endswith(f"/{inner}") else None
+
+
+def keys(path: LeafPath, info: LeafInfo) -> tuple[_state.tree.Key, ...]:
+    """Returns the keys of a new path; keys shared with the old path keep their kind."""
+    names = [_state.tree.unescape(part) for part in path.split("/")]
+    if (
+        "" in names
+        or _state.tree.join([_state.tree.Key(name, "key") for name in names]) != path
+    ):
+        raise errors.OptionError(
+            f"{path!r} is not a leaf path: parts may not be empty, and % is written %25"
+        )
+    old = info.keys
+    old_names = [str(key.name) for key in old]
+    most = min(len(names), len(old))
+    leading = 0
+    while leading < most and names[leading] == old_names[leading]:
+        leading += 1
+    trailing = 0
+    while trailing < most - leading and names[~trailing] == old_names[~trailing]:
+        trailing += 1
+    return (
+        *old[:leading],
+        *(
+            _state.tree.Key(name, "key")
+            for name in names[leading : len(names) - trailing]
+        ),
+        *old[len(old) - trailing :],
+    )

@@ -1,0 +1,81 @@
+"""The way back from a training state to the parameters of a published model."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Sequence
+
+from flaxckpt import errors
+from flaxckpt._state.leaf import LeafTable
+from flaxckpt._transforms import base
+from flaxckpt._transforms.base import TableTransform, Transform
+from flaxckpt._transforms.moment_slots import find_mirrors, parameters
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Export(TableTransform):
+    """Inverts a map, and leaves out all leaves that are no parameters.
+
+    Attributes:
+        map: Transforms from the published model to the parameters.
+    """
+
+    map: tuple[Transform, ...]
+
+    def __call__(self, table: LeafTable) -> LeafTable:
+        params = without_optimizer(table)
+        exported = base.apply(_invert(self.map), params)
+        if not self.map:
+            return exported
+        unknown = dict.fromkeys(base.untouched(exported, params))
+        known = [path for path in params if path not in unknown]
+        if not known:
+            raise errors.OptionError(
+                f"the map has none of the {len(params)} leaves of the checkpoint:\n"
+                f"{errors.rows(params)}\nPass the prefix of the parameters to the map."
+            )
+        root = os.path.commonpath([path.rpartition("/")[0] for path in known])
+        inside = [p for p in unknown if not root or p.startswith(f"{root}/")]
+        if inside:
+            rows = (f"{path}: {table[path].info}" for path in inside)
+            raise errors.OptionError(
+                f"the map has no names for {len(inside)} leaves in {root or 'the root'}"
+                f" of the checkpoint:\n{errors.rows(rows)}\nAdd them to the map, or"
+                " leave them out: transforms=[drop(pattern)]."
+            )
+        if unknown:
+            _log.info(
+                "%d leaves beside %s are not exported: %s",
+                len(unknown),
+                root,
+                errors.first_few(list(unknown)),
+            )
+        return {path: leaf for path, leaf in exported.items() if path not in unknown}
+
+    def __str__(self) -> str:
+        return base.call("export", list(base.describe(self.map)))
+
+
+def without_optimizer(table: LeafTable) -> LeafTable:
+    """Returns the table without optimizer leaves, counters, keys and strings."""
+    params = parameters(table, find_mirrors(table))
+    return {path: leaf for path, leaf in table.items() if path in params}
+
+
+def _invert(map: Sequence[Transform]) -> list[Transform]:
+    """Returns the inverse of a map, without inverses for leaves that it drops.
+
+    Raises:
+        OptionError: A transform has no inverse.
+    """
+    undone = []
+    for transform in reversed(map):
+        if not isinstance(transform, TableTransform):
+            [name] = base.describe([transform])
+            raise errors.OptionError(f"{name} cannot be inverted: it is a function")
+        undone.append(transform.on_restore())
+    return [transform for transform in undone if transform is not None]

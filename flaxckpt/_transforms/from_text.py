@@ -1,0 +1,47 @@
+"""Transforms from texts, as on the command line and on the local page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flaxckpt import errors
+from flaxckpt._transforms.base import Transform
+from flaxckpt._transforms.map_values import cast as make_cast
+from flaxckpt._transforms.rename import drop as make_drop
+from flaxckpt._transforms.rename import keep as make_keep
+from flaxckpt._transforms.rename import rename as make_rename
+
+
+def parse(
+    *,
+    only: Iterable[str] = (),
+    drop: Iterable[str] = (),
+    rename: Iterable[str] = (),
+    cast: Iterable[str] = (),
+) -> list[Transform]:
+    r"""Returns transforms in the order of the arguments.
+
+    Args:
+        only: Patterns of the leaves to keep, together.
+        drop: Patterns of the leaves to drop, one after another.
+        rename: `PATTERN=NAME`, such as `a/(.*)=b/\1`.
+        cast: `PATTERN=DTYPE`, such as `.*=bfloat16`.
+
+    Raises:
+        OptionError: A text has no `=`, or its transform refuses it.
+    """
+    transforms: list[Transform] = []
+    if kept := [f"(?:{pattern})" for pattern in only]:
+        transforms.append(make_keep("|".join(kept)))
+    transforms += [make_drop(pattern) for pattern in drop]
+    transforms += [make_rename(*_split("rename", "NAME", text)) for text in rename]
+    transforms += [make_cast(*_split("cast", "DTYPE", text)) for text in cast]
+    return transforms
+
+
+def _split(kind: str, value: str, text: str) -> tuple[str, str]:
+    """Splits the text at the last `=` into a pattern and a value."""
+    pattern, equals, found = text.rpartition("=")
+    if not equals or not pattern:
+        raise errors.OptionError(f"{kind} must be PATTERN={value}, found {text!r:.80}")
+    return pattern, found

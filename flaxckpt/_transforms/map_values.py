@@ -1,0 +1,418 @@
+"""Transforms that change the values of leaves: types, shapes and sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from flaxckpt import _arrays, _state, _util, errors
+from flaxckpt._state.leaf import Leaf, LeafTable
+from flaxckpt._transforms import base
+from flaxckpt._transforms.base import NewLeaf, TableTransform, Transform
+from flaxckpt._transforms.patterns import compile_pattern
+from flaxckpt._types import LeafPath, Shape
+
+# ---- types --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cast(TableTransform):
+    """Implements `cast`."""
+
+    pattern: re.Pattern[str]
+    dtype: str
+    lossy: bool
+
+    def __call__(self, table: LeafTable) -> LeafTable:
+        matching = base.matches(self.pattern, table)
+        faults = {
+            path: str(table[path].info)
+            for path in matching
+            if not self.lossy and not _is_safe(table[path], self.dtype)
+        }
+        if faults:
+            raise errors.OptionError(
+                f"{self} would lose values of integers:\n"
+                + errors.rows(
+                    f"{path}: found {found}" for path, found in faults.items()
+                )
+                + "\nPass lossy=True to allow this."
+            )
+        return {
+            path: _cast(leaf, self.dtype, self.lossy) if path in matching else leaf
+            for path, leaf in table.items()
+        }
+
+    def on_restore(self) -> Transform | None:
+        return None
+
+    def __str__(self) -> str:
+        lossy = True if self.lossy else None
+        return base.call("cast", self.pattern.pattern, self.dtype, lossy=lossy)
+
+
+def cast(pattern: str, dtype: Any, *, lossy: bool = False) -> TableTransform:
+    """Changes the element type of the matching floating leaves.
+
+    ```python
+    save(path, state, transforms=[cast("params/.*", "bfloat16")])
+    ```
+
+    Moments keep their type, unless the pattern matches them.
+
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        dtype: The new type, as a name or a numpy or jax type. A floating type applies
+            to floating leaves that match, and other leaves stay unchanged.
+        lossy: Also change integers to floats, floats to integers, and integers to
+            narrower integers; and numpy scalars. A value that the new type cannot
+            represent becomes an arbitrary value.
+
+    Raises:
+        OptionError: `pattern` is not a valid regular expression, or `dtype` not an
+            element type. When applied: nothing matches, or a matching leaf cannot be
+            cast without `lossy`.
+
+    Source: `save_dtype` and `restore_dtype` of T5X, `float_dtype` of fjformer.
+    """
+    wanted = dtype
+    if not isinstance(dtype, str):
+        try:
+            # numpy interprets None as float64.
+            wanted = "" if dtype is None else _state.numpy_dtypes.name(dtype)
+        except TypeError:
+            wanted = ""
+    if not wanted:
+        raise errors.OptionError(
+            "cast needs an element type, such as 'bfloat16' or jax.numpy.bfloat16, got"
+            f" {_util.arguments.describe(dtype)}"
+        )
+    wanted = _state.dtypes.check(wanted)
+    return _Cast(compile_pattern(pattern), wanted, lossy)
+
+
+def _is_safe(leaf: Leaf, wanted: str) -> bool:
+    stored = leaf.info.dtype
+    if leaf.info.kind != "array" or stored is None:
+        return True
+    kinds = (_state.dtypes.kind(stored), _state.dtypes.kind(wanted))
+    return kinds[1] == "float" or _state.dtypes.restores_as(stored, wanted)
+
+
+def _cast(leaf: Leaf, wanted: str, lossy: bool) -> Leaf:
+    stored = leaf.info.dtype
+    is_numpy_scalar = leaf.info.python_type == "numpy.generic"
+    if stored is None or not (leaf.info.kind == "array" or (lossy and is_numpy_scalar)):
+        return leaf
+    if not lossy and not _state.dtypes.restores_as(stored, wanted):
+        return leaf
+    return dataclasses.replace(
+        leaf, info=dataclasses.replace(leaf.info, dtype=wanted, weak_type=False)
+    )
+
+
+# ---- one leaf to one ----------------------------------------------------------------
+
+ArrayFn: TypeAlias = Callable[[jax.Array], jax.Array]
+
+Followed: TypeAlias = tuple[Leaf, ArrayFn]
+"""The source and the function of a mirror that follows its parameter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafMap(TableTransform):
+    """A function of every matching leaf; see `map_leaf`, `transpose`, `pad`, ….
+
+    Attributes:
+        name: The call that creates the transform, for the record.
+        pattern: On whole leaf paths.
+        fn: Maps the values of a parameter.
+        mirror_fn: Maps the values of mirrors; `fn` if None.
+        undo: Returns the inverse, if any.
+        follows: True if mirrors follow even when the shape stays.
+        fn_of: Returns the function for a leaf path, in place of `fn`.
+        follow: Maps a mirror of another shape, the shape of its parameter and the table
+            to the source and the function of the new mirror; None if the mirror cannot
+            follow.
+        resizes: True if `fn` keeps the values when it keeps the shape.
+        precision: How `fn` gets floats.
+    """
+
+    name: str
+    pattern: re.Pattern[str]
+    fn: ArrayFn
+    mirror_fn: ArrayFn | None = None
+    undo: Callable[[], Transform] | None = None
+    follows: bool = False
+    fn_of: Callable[[LeafPath], ArrayFn] | None = None
+    follow: Callable[[Leaf, Shape, LeafTable], Followed | None] | None = None
+    resizes: bool = False
+    precision: _arrays.lazy.Precision = "carried"
+
+    def __call__(self, table: LeafTable) -> LeafTable:
+        chosen = arrays(base.matches(self.pattern, table), table, self.name)
+        derive = _arrays.lazy.Deriver(self.name)
+        shapes: dict[LeafPath, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+
+        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[NewLeaf]:
+            for path, leaf in leaves.items():
+                fn = self.fn if self.fn_of is None else self.fn_of(path)
+                if not is_mirror:
+                    new = derive([leaf], fn, precision=self.precision)
+                    if self.resizes and new.info.shape == leaf.info.shape:
+                        new = leaf
+                    shapes[path] = leaf.info.shape, new.info.shape
+                    yield NewLeaf(path, path, new)
+                    continue
+                before, after = shapes[path]
+                copies = is_copy(leaf)
+                is_left = before == after and not (self.follows or copies)
+                if is_left or leaf.info.kind == "empty":
+                    yield NewLeaf(path, path, leaf)
+                elif leaf.info.shape == before and leaf.info.dtype is not None:
+                    of_mirror = None if copies else self.mirror_fn
+                    new = derive([leaf], of_mirror or fn, precision=self.precision)
+                    yield NewLeaf(path, path, new)
+                elif self.follow is not None and (
+                    followed := self.follow(leaf, before, table)
+                ):
+                    source, mirror_fn = followed
+                    new = derive([source], mirror_fn, base=leaf.info)
+                    yield NewLeaf(path, path, new)
+                # Otherwise the mirror cannot follow: it is left out, and initialised
+                # again.
+
+        return base.replace(table, chosen, act, moves=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def inverse(self) -> Transform:
+        if self.undo is not None:
+            return self.undo()
+        if self.resizes:
+            return super().inverse()
+        raise errors.OptionError(
+            f"{self} cannot be inverted without an inverse function: write"
+            " map_leaf(pattern, fn, inverse=...)"
+        )
+
+
+_COPIES = frozenset(
+    (
+        ("ScheduleFreeState", "z"),
+        ("ProdigyState", "params0"),
+        ("MechanicState", "x0"),
+        ("MadgradState", "x0"),
+        ("DoGState", "init_params"),
+        ("DoWGState", "init_params"),
+        ("ScaleByLBFGSState", "params"),
+    )
+)
+"""Fields of optimizers that hold copies of parameters, not moments."""
+
+
+def is_copy(leaf: Leaf) -> bool:
+    """Returns True for an optimizer leaf that holds a copy of a parameter."""
+    role = leaf.info.role
+    return role is not None and (role.state_class, role.field) in _COPIES
+
+
+def arrays(paths: Iterable[LeafPath], table: LeafTable, what: str) -> list[LeafPath]:
+    """Returns the `paths` of leaves with values, without empty containers.
+
+    Raises:
+        OptionError: A leaf is a string.
+    """
+    chosen = [path for path in paths if table[path].info.kind != "empty"]
+    strings = [path for path in chosen if table[path].info.kind == "string"]
+    if strings:
+        raise errors.OptionError(
+            f"{what} works on arrays, but these leaves are strings:"
+            f" {', '.join(strings[:5])}; choose a pattern that excludes them"
+        )
+    return chosen
+
+
+def map_leaf(
+    pattern: str, fn: ArrayFn, *, inverse: ArrayFn | None = None
+) -> TableTransform:
+    """Replaces the values of every matching leaf by `fn(values)`.
+
+    ```python
+    map_leaf("params/pos_embed", lambda x: jax.image.resize(x, (256, 768), "linear"))
+    ```
+
+    `fn` gets values in the type of the leaf, and decides the type of the result. If it
+    changes the shape of a parameter, it is also applied to the moments of the
+    parameter's shape; other moments are initialised again.
+
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        fn: A function from array to array, traced by jax: use `jax.numpy`.
+        inverse: The inverse of `fn`.
+
+    Raises:
+        OptionError: `pattern` is not a valid regular expression. When applied: nothing
+            matches, or `fn` cannot be traced.
+    """
+    if not callable(fn):
+        raise errors.OptionError(f"map_leaf needs a function of arrays, got {fn!r:.80}")
+
+    def undo() -> Transform:
+        assert inverse is not None
+        return map_leaf(pattern, inverse, inverse=fn)
+
+    # Trainers save repeatedly: compile the function once.
+    traced = jax.jit(lambda x: fn(x))
+    fn_name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    name = base.call("map_leaf", pattern) + f" with {fn_name}"
+    return LeafMap(
+        name,
+        compile_pattern(pattern),
+        traced,
+        undo=None if inverse is None else undo,
+        precision="own",
+    )
+
+
+def pad(
+    pattern: str, shape: Sequence[int | None], *, value: float = 0
+) -> TableTransform:
+    """Pads the matching leaves at the end of their axes.
+
+    Their moments are padded with zeros.
+
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        shape: The new size of each axis; None keeps the size.
+        value: The value of new elements.
+
+    Raises:
+        OptionError: As for `map_leaf`; or a leaf has another number of axes, or is
+            already larger.
+    """
+    wanted = _util.arguments.check_ints("shape", shape, least=0, or_none=True)
+    _util.arguments.check_number("value", value)
+
+    def padded(x: jax.Array, fill: float) -> jax.Array:
+        widths = [(0, new - old) for old, new in _extents(x, wanted)]
+        if any(width < 0 for _, width in widths):
+            raise ValueError(f"it is already larger than {wanted}: use slice")
+        return jnp.pad(x, widths, constant_values=fill)
+
+    return LeafMap(
+        base.call("pad", pattern, wanted, value=value or None),
+        compile_pattern(pattern),
+        lambda x: padded(x, value),
+        lambda x: padded(x, 0),
+        resizes=True,
+        precision="wide",
+    )
+
+
+def slice(pattern: str, shape: Sequence[int | None]) -> TableTransform:
+    """Cuts the ends of the axes of the matching leaves, and of their moments.
+
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        shape: The new size of each axis; None keeps the size.
+
+    Raises:
+        OptionError: As for `map_leaf`; or a leaf has another number of axes, or is
+            already smaller.
+    """
+    wanted = _util.arguments.check_ints("shape", shape, least=0, or_none=True)
+
+    def cut(x: jax.Array) -> jax.Array:
+        extents = list(_extents(x, wanted))
+        if any(new > old for old, new in extents):
+            raise ValueError(f"it is already smaller than {wanted}: use pad or grow")
+        return jax.lax.slice(x, [0] * x.ndim, [new for _, new in extents])
+
+    name = base.call("slice", pattern, wanted)
+    return LeafMap(name, compile_pattern(pattern), cut, resizes=True)
+
+
+def _extents(x: jax.Array, wanted: Sequence[int | None]) -> Iterator[tuple[int, int]]:
+    if x.ndim != len(wanted):
+        raise ValueError(f"it has {x.ndim} axes, but {tuple(wanted)} has {len(wanted)}")
+    for old, new in zip(x.shape, wanted, strict=True):
+        yield old, old if new is None else new
+
+
+def grow(
+    pattern: str,
+    axis: int,
+    size: int,
+    *,
+    init: Literal["mean", "normal", "zeros"] = "mean",
+    seed: int = 0,
+) -> TableTransform:
+    """Adds rows to the matching leaves: tokens to a vocabulary, classes to a head.
+
+    New rows of their moments are zero.
+
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        axis: The axis that grows.
+        size: The new size of the axis.
+        init: New rows are the mean of the old rows, random with their mean and
+            deviation (for each element over all rows), or zero.
+        seed: For `normal`.
+
+    Raises:
+        OptionError: As for `map_leaf`; or a leaf is already larger.
+    """
+    if init not in ("mean", "normal", "zeros"):
+        raise errors.OptionError(
+            f"init must be 'mean', 'normal' or 'zeros', got {init!r}"
+        )
+    axis, seed = (
+        _util.arguments.check_int("axis", axis),
+        _util.arguments.check_int("seed", seed),
+    )
+    size = _util.arguments.check_int("size", size, least=0)
+
+    def grown(x: jax.Array, how: str, path: LeafPath = "") -> jax.Array:
+        if not -x.ndim <= axis < x.ndim:
+            raise ValueError(f"it has no axis {axis}")
+        old = x.shape[axis]
+        if old == 0 and how != "zeros":
+            raise ValueError(f"axis {axis} is empty: pass init='zeros'")
+        if size < old:
+            raise ValueError(f"axis {axis} already has {old} rows, more than {size}")
+        shape = (*x.shape[: axis % x.ndim], size - old, *x.shape[axis % x.ndim + 1 :])
+        if how == "zeros":
+            new = jnp.zeros(shape, x.dtype)
+        else:
+            is_wide = jnp.dtype(x.dtype).itemsize > 4
+            wide = jnp.asarray(x, x.dtype if is_wide else jnp.float32)
+            new = jnp.broadcast_to(jnp.mean(wide, axis, keepdims=True), shape)
+            if how == "normal":
+                deviation = jnp.std(wide, axis, keepdims=True)
+                # Leaves of equal shapes get different rows.
+                key = jax.random.key(seed, impl="threefry2x32")
+                key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+                new = new + deviation * jax.random.normal(key, shape, wide.dtype)
+        return jnp.concatenate([x, jnp.asarray(new, x.dtype)], axis)
+
+    def grown_of(path: LeafPath) -> ArrayFn:
+        return lambda x: grown(x, init, path)
+
+    shown = None if init == "mean" else init
+    return LeafMap(
+        base.call("grow", pattern, axis, size, init=shown, seed=seed or None),
+        compile_pattern(pattern),
+        lambda x: grown(x, init),
+        lambda x: grown(x, "zeros"),
+        fn_of=grown_of if init == "normal" else None,
+        resizes=True,
+        precision="wide",
+    )

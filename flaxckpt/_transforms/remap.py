@@ -1,0 +1,670 @@
+"""Remaps leaves by a table of rows: names with indices, and forms of the values.
+
+A row relates leaves of two layouts of a model. An index in only one of its two names is
+an axis of the arrays on the other side, so a row also stacks, unstacks and splits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from flaxckpt import _arrays, _util, errors
+from flaxckpt._state.leaf import Leaf, LeafTable
+from flaxckpt._transforms import base
+from flaxckpt._transforms.axis_form import ELLIPSIS, Form, solve_sizes
+from flaxckpt._transforms.base import NewLeaf, TableTransform, Transform
+from flaxckpt._transforms.indexed_names import IndexedName, Values, parse_name
+from flaxckpt._transforms.moment_slots import find_mirrors, parameters
+from flaxckpt._transforms.patterns import compile_pattern
+from flaxckpt._transforms.rearrange import transpose_mirror
+from flaxckpt._types import LeafPath, Shape
+
+_NEAREST_AMONG = 5_000
+"""The most leaf paths among which to look for a similar one."""
+
+
+class Row(NamedTuple):
+    """A row of `remap`: leaves of one layout, and the same leaves of another.
+
+    Attributes:
+        source: The name in the checkpoint, with indices in braces.
+        target: The name in the state.
+        form: The axes of both, in einops notation; None if the values stay as they are.
+        optional: True if the leaves may be missing.
+    """
+
+    source: str
+    target: str
+    form: str | None = None
+    optional: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.source!r} -> {self.target!r}"
+
+
+# ---- parsing ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _RemapRule:
+    """A row, parsed.
+
+    Attributes:
+        row: The row as written.
+        source: The name in the checkpoint.
+        target: The name in the state.
+        form: The form; None if the values stay.
+        gathered: Indices of the source only, in the order of the form's axes.
+        scattered: Indices of the target only, likewise.
+    """
+
+    row: Row
+    source: IndexedName
+    target: IndexedName
+    form: Form | None
+    gathered: tuple[str, ...]
+    scattered: tuple[str, ...]
+
+    @functools.cached_property
+    def loop(self) -> tuple[str, ...]:
+        """The indices that both names have."""
+        return tuple(axis for axis in self.source.axes if axis in self.target.axes)
+
+    @functools.cached_property
+    def words(self) -> dict[str, int]:
+        """The sizes of the indices over words, which belong to this row alone."""
+        return {**self.source.counts, **self.target.counts}
+
+    def inverse(self) -> Row:
+        """Returns the row from the target to the source."""
+        form = None if self.form is None else self.form.inverse().text
+        return Row(self.row.target, self.row.source, form, self.row.optional)
+
+
+def _parse(row: Row) -> _RemapRule:
+    """Parses a row.
+
+    Raises:
+        OptionError: A name or the form is not valid, or they do not fit.
+    """
+    source, target = parse_name(row.source), parse_name(row.target)
+    gathered = tuple(axis for axis in source.axes if axis not in target.axes)
+    scattered = tuple(axis for axis in target.axes if axis not in source.axes)
+    form = None
+    if row.form is not None:
+        form = Form.parse(row.form, {})
+    elif gathered and scattered:
+        raise errors.OptionError(
+            f"the row {row} needs a form, such as '{' '.join(gathered)} … ->"
+            f" {' '.join(scattered)} …'"
+        )
+    elif gathered or scattered:
+        axes = (*((axis,) for axis in gathered or scattered), ELLIPSIS)
+        form = Form.of_axes(axes, axes)
+    if form is not None:
+        gathered = _leading(form.old, gathered, row, "source")
+        scattered = _leading(form.new, scattered, row, "target")
+        both = sorted(form.names & set(source.axes) & set(target.axes))
+        if both:
+            raise errors.OptionError(
+                f"the form of the row {row} has the axis {both[0]}, which is an index"
+                " of both names"
+            )
+    return _RemapRule(row, source, target, form, gathered, scattered)
+
+
+def _leading(
+    axes: Sequence[tuple[str, ...]], indices: Sequence[str], row: Row, side: str
+) -> tuple[str, ...]:
+    """Returns the indices in the order of the form, which must begin with them."""
+    first = [axis[0] for axis in axes[: len(indices)] if len(axis) == 1]
+    if sorted(first) != sorted(indices):
+        raise errors.OptionError(
+            f"the {side} side of the form of the row {row} must begin with"
+            f" {' '.join(indices)}, which only the name of the {side} has"
+        )
+    return tuple(first)
+
+
+# ---- the table ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowGroup:
+    """The leaves of a row that become leaves together.
+
+    Attributes:
+        rule: The row.
+        loop: The values of the indices that both names have.
+        paths: The leaves, in the order of the gathered indices.
+        sizes: The sizes of all indices and axes.
+    """
+
+    rule: _RemapRule
+    loop: Values
+    paths: tuple[LeafPath, ...]
+    sizes: Mapping[str, int]
+
+    def targets(self) -> Iterator[tuple[LeafPath, tuple[int, ...]]]:
+        """Yields the new paths, each with its scattered indices."""
+        for scattered in _product(self.rule.scattered, self.sizes):
+            path = self.rule.target.format({**self.loop, **scattered}, self.sizes)
+            yield path, tuple(scattered.values())
+
+
+_Matches: TypeAlias = Mapping[tuple[int, ...], Mapping[tuple[int, ...], LeafPath]]
+"""Values of the loop -> values of the gathered indices -> leaf path; of one row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Remap(TableTransform):
+    """Implements `remap`.
+
+    Attributes:
+        rules: The rows.
+        sizes: The sizes of axes and indices.
+        rest: See `remap`.
+        ignored: See `remap`.
+        ignored_by_inverse: Likewise, for the inverse.
+        within: The beginning of the paths of all leaves that need a row; None for the
+            containers that all rows share.
+        inverse_within: Likewise, for the inverse.
+        name: See `make_remap`.
+    """
+
+    rules: tuple[_RemapRule, ...]
+    sizes: Mapping[str, int]
+    rest: Literal["keep", "error"] = "keep"
+    ignored: re.Pattern[str] | None = None
+    ignored_by_inverse: re.Pattern[str] | None = None
+    within: str | None = ""
+    inverse_within: str | None = None
+    name: str | None = None
+
+    def __call__(self, table: LeafTable) -> LeafTable:
+        groups = self._groups(table)
+        chosen = dict.fromkeys(path for group in groups for path in group.paths)
+        if self.rest == "error":
+            table = self._without_ignored(table, chosen)
+        taken = {path for group in groups for path, _ in group.targets()}
+        values = _Values(table, str(self))
+
+        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterable[NewLeaf]:
+            rows: dict[LeafPath, NewLeaf] = {}
+            for group in groups:
+                present = [path for path in group.paths if path in leaves]
+                if not present:
+                    continue
+                members = [leaves[path] for path in present]
+                new = values(group, members, is_mirror=is_mirror)
+                if new is None:  # moments that cannot follow: the inverse finds them
+                    new = [
+                        (path, leaf)
+                        for path, leaf in zip(present, members, strict=True)
+                        if path not in taken
+                    ]
+                for path, leaf in new:
+                    first = rows.setdefault(path, NewLeaf(present[0], path, leaf))
+                    if first.leaf is not leaf and not is_mirror:
+                        tied = _arrays.lazy.require_equal(first.leaf, [leaf])
+                        rows[path] = first._replace(leaf=tied)
+            return rows.values()
+
+        return base.replace(table, chosen, act)
+
+    def _groups(self, table: LeafTable) -> list[_RowGroup]:
+        """Returns the groups of leaves that become leaves together.
+
+        Raises:
+            OptionError: Leaves are missing, or do not fit their forms.
+        """
+        counts = dict(self.sizes)
+        matches = []
+        for rule in self.rules:
+            limits = {**self.sizes, **rule.words}
+            of_rule: dict[tuple[int, ...], dict[tuple[int, ...], LeafPath]] = {}
+            for path, leaf in table.items():
+                values = rule.source.match(path, limits)
+                if values is None or leaf.info.kind == "empty":
+                    continue
+                for axis, value in values.items():
+                    if axis not in limits:
+                        counts[axis] = max(counts.get(axis, 0), value + 1)
+                loop = tuple(values[axis] for axis in rule.loop)
+                gathered = tuple(values[axis] for axis in rule.gathered)
+                of_rule.setdefault(loop, {})[gathered] = path
+            matches.append(of_rule)
+        missing = [
+            _missing(rule, of_rule, {**counts, **rule.words})
+            for rule, of_rule in zip(self.rules, matches, strict=True)
+        ]
+        if any(count for count, _ in missing):
+            matched = {
+                p for rows in matches for row in rows.values() for p in row.values()
+            }
+            raise self._missing_error(missing, [p for p in table if p not in matched])
+        return self._solve(matches, counts, table)
+
+    def _solve(
+        self,
+        matches: Sequence[_Matches],
+        counts: Mapping[str, int],
+        table: LeafTable,
+    ) -> list[_RowGroup]:
+        """Returns the groups of all rows, with the sizes of their axes.
+
+        Raises:
+            OptionError: Leaves do not fit their forms.
+        """
+        groups = []
+        faults: dict[LeafPath, str] = {}
+        for rule, of_rule in zip(self.rules, matches, strict=True):
+            known = {**self.sizes, **rule.words}
+            numbers = rule.source.axes if of_rule else ()
+            known |= {axis: counts[axis] for axis in numbers if axis not in known}
+            for loop, there in of_rule.items():
+                paths = tuple(there[key] for key in sorted(there))
+                sizes, text = known, ""
+                try:
+                    if rule.form is not None:
+                        text = rule.form.text
+                        shape = _common_shape(paths, table)
+                        axes = rule.form.old[len(rule.gathered) :]
+                        sizes = solve_sizes(axes, shape, known)
+                except ValueError as error:
+                    faults[paths[0]] = f"{error}; the form is {text}"
+                values = dict(zip(rule.loop, loop, strict=True))
+                groups.append(_RowGroup(rule, values, paths, sizes))
+        if faults:
+            rows = (f"{path}, {table[path].info}: {faults[path]}" for path in faults)
+            raise errors.OptionError(
+                f"{len(faults)} leaves do not fit {self._title}:\n{errors.rows(rows)}"
+            )
+        return groups
+
+    def _missing_error(
+        self,
+        missing: Sequence[tuple[int, Iterable[LeafPath]]],
+        others: Sequence[LeafPath],
+    ) -> errors.OptionError:
+        count = sum(count for count, _ in missing)
+        paths = itertools.chain.from_iterable(paths for _, paths in missing)
+        shown = itertools.islice(paths, errors.ROWS_SHOWN)
+        lines = [f"{path}{_nearest(path, others)}" for path in shown]
+        return errors.OptionError(
+            f"{self._title}: {count} leaves are missing:\n{errors.rows(lines, count)}"
+        )
+
+    @property
+    def _title(self) -> str:
+        return self.name or "remap"
+
+    def _without_ignored(
+        self, table: LeafTable, chosen: Mapping[LeafPath, None]
+    ) -> LeafTable:
+        """Returns the table without ignored leaves.
+
+        Raises:
+            OptionError: There are other leaves, neither ignored nor moments.
+        """
+        shared = _common_root([rule.source.beginning for rule in self.rules])
+        within = shared if self.within is None else self.within
+        mirrors = find_mirrors(table)
+        moments = {*mirrors.known, *mirrors.unclear}
+        params = parameters(table, mirrors)  # outside, there are also steps and keys
+        others = [
+            path
+            for path, leaf in table.items()
+            if path.startswith(within)
+            and path not in chosen
+            and leaf.info.kind != "empty"
+            and leaf.info.role is None
+            and path not in moments
+            and (path.startswith(shared) or path in params)
+        ]
+        ignored = {p for p in others if self.ignored and self.ignored.fullmatch(p)}
+        extra = [path for path in others if path not in ignored]
+        if extra:
+            lines = (
+                f"{path}: {table[path].info}"
+                f"{self._why_extra(path) if i < errors.ROWS_SHOWN else ''}"
+                for i, path in enumerate(extra)
+            )
+            raise errors.OptionError(
+                f"{self._title} has no row for {len(extra)} leaves:\n"
+                + errors.rows(lines)
+                + "\nDrop them first, if you do not need them: drop(pattern)."
+                + ("" if self.name else ' Or keep them: rest="keep".')
+            )
+        return {path: leaf for path, leaf in table.items() if path not in ignored}
+
+    def _why_extra(self, path: LeafPath) -> str:
+        """Returns the reason why a leaf has no row, if there is a similar row."""
+        for rule in self.rules:
+            if rule.source.pattern.fullmatch(path):
+                limits = (
+                    f"{a}={self.sizes[a]}" for a in rule.source.axes if a in self.sizes
+                )
+                return f"; its index is beyond the sizes {', '.join(limits)}"
+        return _nearest(path, [rule.source.text for rule in self.rules])
+
+    def __str__(self) -> str:
+        if self.name is not None:
+            return self.name
+        rows = [
+            tuple(r.row)
+            if r.row.optional
+            else tuple(r.row[: 2 + (r.row.form is not None)])
+            for r in self.rules
+        ]
+        rest = None if self.rest == "keep" else self.rest
+        ignored = self.ignored and self.ignored.pattern
+        return base.call("remap", rows, rest=rest, ignored=ignored, **self.sizes)
+
+    def inverse(self) -> Transform:
+        return dataclasses.replace(
+            self,
+            rules=tuple(_parse(rule.inverse()) for rule in self.rules),
+            ignored=self.ignored_by_inverse,
+            ignored_by_inverse=self.ignored,
+            within=self.inverse_within,
+            inverse_within=self.within,
+            name=self.name and f"inverse({self.name})",
+        )
+
+
+def _common_root(names: Sequence[str]) -> str:
+    """Returns the longest container, with its slash, that all names are in."""
+    parts = [name.split("/")[:-1] for name in names]
+    root = ""
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        root += f"{level[0]}/"
+    return root
+
+
+def _product(axes: Sequence[str], sizes: Mapping[str, int]) -> Iterator[Values]:
+    """Yields all values of some indices; never all at once: sizes may be wrong."""
+    if not axes:
+        yield {}
+        return
+    for value in range(sizes[axes[0]]):
+        for others in _product(axes[1:], sizes):
+            yield {axes[0]: value, **others}
+
+
+def _missing(
+    rule: _RemapRule, matches: _Matches, counts: Mapping[str, int]
+) -> tuple[int, Iterator[LeafPath]]:
+    """Returns the number of missing leaves of a row, and an iterator over their paths.
+
+    The sizes of a configuration may be wrong, so their product is never counted out:
+    the first missing leaves are found among a few more than there are leaves.
+    """
+    if any(axis not in counts for axis in rule.source.axes):
+        needed = not rule.row.optional
+        return int(needed), iter([rule.source.text] * needed)
+    loops = len(matches)
+    if not rule.row.optional:
+        loops = math.prod(counts[axis] for axis in rule.loop)
+    of_loop = math.prod(counts[axis] for axis in rule.gathered)
+    count = loops * of_loop - sum(map(len, matches.values()))
+    return count, _missing_paths(rule, matches, counts)
+
+
+def _missing_paths(
+    rule: _RemapRule, matches: _Matches, counts: Mapping[str, int]
+) -> Iterator[LeafPath]:
+    loops: Iterable[tuple[int, ...]] = matches
+    if not rule.row.optional:
+        loops = (tuple(loop.values()) for loop in _product(rule.loop, counts))
+    for values in loops:
+        there = matches.get(values, {})
+        loop = dict(zip(rule.loop, values, strict=True))
+        for gathered in _product(rule.gathered, counts):
+            if tuple(gathered.values()) not in there:
+                yield rule.source.format({**loop, **gathered}, counts)
+
+
+def _common_shape(paths: Sequence[LeafPath], table: LeafTable) -> Shape:
+    """Returns the shape of leaves.
+
+    Raises:
+        ValueError: They have different shapes or types.
+    """
+    forms = {(table[path].info.shape, table[path].info.dtype) for path in paths}
+    if len(forms) > 1:
+        raise ValueError("the leaves to join have different shapes or types")
+    return table[paths[0]].info.shape
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    near: list[str] = []
+    if len(names) <= _NEAREST_AMONG:
+        near = difflib.get_close_matches(name, names, n=2, cutoff=0.7)
+    return f"; the nearest are {', '.join(near)}" if near else ""
+
+
+# ---- values -------------------------------------------------------------------------
+
+
+class _Values:
+    """Computes the new leaves of groups.
+
+    Args:
+        table: All leaves.
+        what: The transform, for messages.
+    """
+
+    def __init__(self, table: LeafTable, what: str) -> None:
+        self._table = table
+        self._derive = _arrays.lazy.Deriver(what)
+        self._fns: dict[Any, Callable[..., jax.Array]] = {}
+
+    def __call__(
+        self, group: _RowGroup, members: Sequence[Leaf], *, is_mirror: bool
+    ) -> list[tuple[LeafPath, Leaf]] | None:
+        """Returns the new leaves with their paths; None for moments that cannot follow.
+
+        Args:
+            group: The leaves of a row.
+            members: These leaves, or their mirrors in a slot.
+            is_mirror: True for mirrors.
+        """
+        if len(members) < len(group.paths):
+            return None
+        targets = list(group.targets())
+        form, shape = group.rule.form, self._table[group.paths[0]].info.shape
+        kinds = {leaf.info.kind == "empty" for leaf in members}
+        if form is None or kinds == {True}:
+            return [(path, members[0]) for path, _ in targets]
+        if is_mirror and any(leaf.info.shape != shape for leaf in members):
+            leaf = self._follow_transposition(group, members[0], form)
+            return None if leaf is None else [(targets[0][0], leaf)]
+        return [
+            (path, self._derive(members, self._fn(group, form, shape, scattered)))
+            for path, scattered in targets
+        ]
+
+    def _follow_transposition(
+        self, group: _RowGroup, mirror: Leaf, form: Form
+    ) -> Leaf | None:
+        """Returns a factored moment of a transposed parameter, if it can follow."""
+        order = form.order
+        is_single = len(group.paths) == 1 and not group.rule.scattered
+        shape = self._table[group.paths[0]].info.shape
+        if order is None or not is_single or mirror.info.kind == "empty":
+            return None
+        turn = transpose_mirror(mirror, shape, order, self._table)
+        if turn is None:
+            return None
+        source, fn = turn
+        return self._derive([source], fn, base=mirror.info)
+
+    def _fn(
+        self,
+        group: _RowGroup,
+        form: Form,
+        shape: Shape,
+        scattered: tuple[int, ...],
+    ) -> Callable[..., jax.Array]:
+        """Returns the function from the values of a group to a new leaf."""
+        names = sorted(form.names & group.sizes.keys())
+        sizes = {name: group.sizes[name] for name in names}
+        key = (id(group.rule), shape, tuple(sizes.items()), scattered)
+        if key not in self._fns:
+            self._fns[key] = _computation(group.rule, form, sizes, scattered)
+        return self._fns[key]
+
+
+def _computation(
+    rule: _RemapRule, form: Form, sizes: Mapping[str, int], scattered: tuple[int, ...]
+) -> Callable[..., jax.Array]:
+    """Returns the function from the values of the gathered leaves to a new leaf."""
+    counts = [sizes[axis] for axis in rule.gathered]
+    picked = dict(zip(rule.scattered, scattered, strict=True))
+    # An axis of the array itself is indexed before the others are rearranged.
+    early = [axis for axis in picked if not rule.gathered and (axis,) in form.old]
+    late = tuple(picked[axis] for axis in picked if axis not in early)
+
+    def compute(*values: jax.Array) -> jax.Array:
+        x = values[0]
+        if rule.gathered:
+            x = jnp.stack(values).reshape(*counts, *x.shape)
+        reduced = form
+        for axis in early:
+            at = reduced.position(axis)
+            x = jax.lax.index_in_dim(x, picked[axis], at, keepdims=False)
+            reduced = reduced.without(axis)
+        return reduced.with_sizes(sizes)(x)[late]
+
+    return compute
+
+
+# ---- the transform ------------------------------------------------------------------
+
+
+def remap(
+    rows: Iterable[Row | tuple[str, ...]],
+    *,
+    rest: Literal["keep", "error"] = "keep",
+    ignored: str | None = None,
+    **sizes: int,
+) -> TableTransform:
+    r"""Remaps leaves, and their moments, by a table of names and forms.
+
+    ```python
+    remap(
+        [
+            ("embed/weight", "params/embed/embedding"),
+            ("layers/{i}/q/weight", "params/layers_{i}/q/kernel", "(h d) e -> e h d"),
+            ("layers/{i}/up/weight", "params/mlp/up/kernel", "i f e -> i e f"),
+            ("qkv/weight", "params/{c:q|k|v}/kernel", "(c o) e -> c e o"),
+        ],
+        h=8,
+    )
+    ```
+
+    The names are leaf paths with indices in braces: `{i}` is a number, `{i+1}` a number
+    that begins at 1, and `{c:q|k|v}` one of several words. `{(b r)}` is a number made
+    of two indices, of which `r` runs faster: the layers of blocks that repeat. A number
+    has the same size in all rows, and all values of an index must be there.
+
+    An index in the source only is an axis of the target's array, as for layers that are
+    stacked; an index in the target only is an axis of the source's array. The side of
+    the form that belongs to the name with the index begins with it. Two rows with the
+    same source copy it; of two rows with the same target, the leaves must be equal.
+
+    Args:
+        rows: For each kind of leaf the name in the checkpoint, the name in the state
+            and perhaps the form: their axes in einops notation. A `Row` can also be
+            optional.
+        rest: `"error"` to refuse arrays without a row. Moments follow their parameters,
+            and need none; nor do counters and PRNG keys in other containers than all
+            rows. The inverse refuses leaves in the containers of all targets only.
+        ignored: With `rest="error"`, a regular expression on whole leaf paths: these
+            leaves are left out.
+        sizes: The sizes of axes that shapes do not determine, and of indices.
+
+    Raises:
+        OptionError: A row is not valid. When applied: leaves are missing, or do not fit
+            their form.
+    """
+    return make_remap([*rows], sizes, rest=rest, ignored=ignored)
+
+
+def make_remap(
+    rows: Sequence[Row | tuple[str, ...]],
+    sizes: Mapping[str, int],
+    *,
+    rest: Literal["keep", "error"] = "keep",
+    ignored: str | None = None,
+    ignored_by_inverse: str | None = None,
+    inverse_within: str | None = None,
+    name: str | None = None,
+) -> TableTransform:
+    """Returns `remap` under another name, for the record and for messages.
+
+    Args:
+        rows: See `remap`.
+        sizes: See `remap`.
+        rest: See `remap`.
+        ignored: See `remap`.
+        ignored_by_inverse: Likewise, for the inverse.
+        inverse_within: The beginning of the paths of all leaves that need a row of the
+            inverse; None for the containers that all targets share.
+        name: The name; None for `remap` with its arguments.
+    """
+    listed = [_check_row(row) for row in rows]
+    if not listed:
+        raise errors.OptionError("remap needs at least one row")
+    if rest not in ("keep", "error"):
+        raise errors.OptionError(f"rest must be 'keep' or 'error', got {rest!r:.80}")
+    checked = {
+        axis: _util.arguments.check_int(axis, size, least=1)
+        for axis, size in sizes.items()
+    }
+    rules = tuple(map(_parse, listed))
+    for rule in rules:
+        words = {**rule.source.counts, **rule.target.counts}
+        for side in (rule.source, rule.target):
+            checked |= {axis: words[axis] for axis in side.inner if axis in words}
+            lacking = [axis for axis in side.inner if axis not in checked]
+            if lacking:
+                raise errors.OptionError(
+                    f"the name {side.text!r} needs the size of {lacking[0]}: pass"
+                    f" {lacking[0]}=…"
+                )
+    forth, back = (
+        None if pattern is None else compile_pattern(pattern)
+        for pattern in (ignored, ignored_by_inverse)
+    )
+    return _Remap(
+        rules,
+        checked,
+        rest,
+        forth,
+        back,
+        inverse_within=inverse_within,
+        name=name,
+    )
+
+
+def _check_row(row: Any) -> Row:
+    is_row = isinstance(row, tuple | list) and 2 <= len(row) <= 4
+    if not is_row or not all(isinstance(name, str) for name in row[:2]):
+        raise errors.OptionError(
+            f"a row must be (source, target) or (source, target, form), got {row!r:.80}"
+        )
+    return Row(*row)

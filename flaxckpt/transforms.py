@@ -1,0 +1,78 @@
+"""Transforms: changes to the leaves between a state and its checkpoint.
+
+A transform maps a leaf table to a new leaf table. It changes names and infos; the
+values are computed during the save or restore. Its effect is therefore known, and shown
+by `plan`, before any data is read.
+
+A change to a parameter also applies to its moments, wherever they are in the optimizer.
+Moments of another shape than the parameter that cannot be changed are left out, and are
+initialised on restore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flaxckpt import errors
+from flaxckpt._transforms import base
+from flaxckpt._transforms.affine import offset, scale
+from flaxckpt._transforms.base import TableTransform, Transform, describe
+from flaxckpt._transforms.dequantize import dequantize
+from flaxckpt._transforms.from_function import from_function
+from flaxckpt._transforms.join import fuse, split, stack, unstack
+from flaxckpt._transforms.lora import merge_lora
+from flaxckpt._transforms.map_values import cast, grow, map_leaf, pad, slice
+from flaxckpt._transforms.merge import merge
+from flaxckpt._transforms.orbax_names import use_orbax_names
+from flaxckpt._transforms.rearrange import permute, reshape, transpose
+from flaxckpt._transforms.remap import Row, remap
+from flaxckpt._transforms.rename import assign, copy, drop, keep, rename
+from flaxckpt._transforms.tie import tie, untie
+
+__all__ = [
+    "Row",
+    "Transform",
+    "assign",
+    "cast",
+    "copy",
+    "dequantize",
+    "drop",
+    "from_function",
+    "fuse",
+    "grow",
+    "inverse",
+    "keep",
+    "map_leaf",
+    "merge",
+    "merge_lora",
+    "offset",
+    "pad",
+    "permute",
+    "remap",
+    "rename",
+    "reshape",
+    "scale",
+    "slice",
+    "split",
+    "stack",
+    "tie",
+    "transpose",
+    "unstack",
+    "untie",
+    "use_orbax_names",
+]
+
+
+def inverse(transforms: Sequence[Transform]) -> list[Transform]:
+    """Returns the inverse transforms, in the order of application.
+
+    Raises:
+        OptionError: A transform has no inverse.
+    """
+    undone: list[Transform] = []
+    for transform in reversed(base.check(transforms)):
+        if not isinstance(transform, TableTransform):
+            [name] = describe([transform])
+            raise errors.OptionError(f"{name} cannot be inverted: it is a function")
+        undone.append(transform.inverse())
+    return undone
