@@ -33,6 +33,7 @@ BOOST = {
     "errors.md": 2,
     "FORMAT.md": 0.3,
     "ARCHITECTURE.md": 0.3,
+    "decisions/": 0.3,
     "CHANGELOG.md": 0.3,
 }
 ERRORS = "reference/errors.md"

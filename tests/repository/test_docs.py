@@ -286,6 +286,17 @@ def test_the_glossary_has_the_concepts_of_the_architecture():
     assert terms(concepts) <= glossary
 
 
+def test_decisions_have_context_decision_and_cost_and_are_listed():
+    directory = ROOT / "docs/decisions"
+    index = (directory / "index.md").read_text(encoding="utf-8")
+    records = sorted(file for file in directory.glob("*.md") if file.name != "index.md")
+    for file in records:
+        headings = re.findall(r"^## (.+)$", file.read_text(encoding="utf-8"), re.M)
+        assert headings == ["Context", "Decision", "Cost"], file.name
+    listed = re.findall(r"^\| \[.+?\]\((.+?)\)", index, re.M)
+    assert sorted(listed) == [file.name for file in records]
+
+
 def terms(text):
     """Returns the first cells of a table, in lower case; a cell may hold several."""
     cells = re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE)
