@@ -374,9 +374,9 @@ def find_undo_problem(state: PyTree, options: SaveOptions) -> str | None:
         )
     if left:
         return (
-            f"{len(left)} leaves start afresh whenever this run resumes, because"
-            f" {names} cannot be undone for them: {errors.first_few(left)}. Leave out"
-            " the transform, or use an optimizer whose moments have the shapes of their"
+            "each resume of this run re-initializes the leaves for which"
+            f" {names} has no inverse: {errors.first_few(left)}. Leave out the"
+            " transform, or use an optimizer whose moments have the shapes of their"
             " parameters"
         )
     return None

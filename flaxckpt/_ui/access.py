@@ -1,4 +1,4 @@
-"""Who may ask this server: only the browser that was given the token.
+"""Admits only the browser that holds the token.
 
 Any page that the user visits can send requests to 127.0.0.1, and any program on the
 machine can. So each request needs the token, first in the address and then as a cookie,

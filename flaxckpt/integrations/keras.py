@@ -49,8 +49,9 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         batches: An endless iterator of `(x, y)` or `(x, y, weights)` with `get_state`
             and `set_state`: a `StepIndexed`, a grain iterator.
         steps_per_epoch: The number of batches per epoch.
-        every_epochs: Also saves at the end of every so many epochs, with the metrics of
-            the epoch and its validation. None leaves the decision to `on_step`.
+        every_epochs: Also saves each time that this number of epochs has ended, with
+            the metrics of the epoch and its validation. None leaves the decision to
+            `on_step`.
 
     Attributes:
         data: The argument for `fit`; it yields the batches epoch by epoch.
