@@ -97,11 +97,12 @@ def parse_rules(
 
 
 def _parse(text: str) -> PreservationPolicy:
-    from flaxckpt.configs import _policies
+    from flaxckpt.configs import CheckpointConfig
 
     name, _, rest = text.partition(":")
     try:
-        return _policies.parse("keep[0]", _parse_table(name, rest))
+        config = CheckpointConfig.from_mapping({"keep": [_parse_table(name, rest)]})
+        return config.keep[0]
     except errors.OptionError as error:
         raise errors.OptionError(f"--keep {text}: {error}") from None
     except (KeyError, ValueError):
