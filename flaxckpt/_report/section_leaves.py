@@ -55,7 +55,7 @@ def _lost(leaf: LeafHistory) -> bool:
     return not all(math.isfinite(norm) for norm in leaf.norms.values())
 
 
-def _row(leaf: LeafHistory) -> tables.Row:
+def _row(leaf: LeafHistory) -> tables.TableRow:
     norms = [*leaf.norms.values()]
     first, last = norms[0], norms[-1]
     growth = last / first if first else math.nan
@@ -64,14 +64,16 @@ def _row(leaf: LeafHistory) -> tables.Row:
         leaf.path,
         small.line(list(leaf.norms.items()), f"norm at steps {ends}"),
         _number(last),
-        tables.Cell(f"× {growth:.3g}", growth) if math.isfinite(growth) else "",  # noqa: RUF001
+        tables.TableCell(f"× {growth:.3g}", growth) if math.isfinite(growth) else "",  # noqa: RUF001
         small.bars(leaf.histogram, f"from {leaf.min:.3g} to {leaf.max:.3g}"),
         *map(_number, (leaf.min, leaf.mean, leaf.max)),
         f"{leaf.nonfinite:,}" if leaf.nonfinite else "",
     ]
     data: dict[str, object] = {"data_path": leaf.path, "data_norm": last}
-    return tables.Row(cells, data, "bad" if leaf.nonfinite or _lost(leaf) else None)
+    return tables.TableRow(
+        cells, data, "bad" if leaf.nonfinite or _lost(leaf) else None
+    )
 
 
-def _number(value: float) -> tables.Cell:
-    return tables.Cell(f"{value:.3g}", value)
+def _number(value: float) -> tables.TableCell:
+    return tables.TableCell(f"{value:.3g}", value)

@@ -46,7 +46,7 @@ def dataset(report: Report) -> Section | None:
             "data_values": "; ".join(f"{k}={v}" for k, v in position.values.items()),
         }
         processes = str(position.processes) if position.processes else ""
-        rows.append(tables.Row([step, *values, processes, size], data))
+        rows.append(tables.TableRow([step, *values, processes, size], data))
     return Section(
         "dataset",
         "Dataset",
@@ -153,7 +153,7 @@ def _ranges(checks: Sequence[Integrity]) -> list[list[Integrity]]:
     return ranges
 
 
-def _range_row(checks: Sequence[Integrity]) -> tables.Row:
+def _range_row(checks: Sequence[Integrity]) -> tables.TableRow:
     first, last = checks[0], checks[-1]
     state = html.element("span", _NAMES[last.state], class_=f"state {last.state}")
     name = "" if last.step is None else f"{last.step:,}"
@@ -171,7 +171,7 @@ def _range_row(checks: Sequence[Integrity]) -> tables.Row:
         "data_bytes": count,
     }
     cells = [name, f"{len(checks):,}", state, _found(checks), detail]
-    return tables.Row(cells, data, "bad" if last.is_bad else None)
+    return tables.TableRow(cells, data, "bad" if last.is_bad else None)
 
 
 def _found(checks: Sequence[Integrity]) -> html.Markup:

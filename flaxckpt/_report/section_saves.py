@@ -100,7 +100,7 @@ _FAILED_COLUMNS = [
 ]
 
 
-def _failed_row(save: Save) -> tables.Row:
+def _failed_row(save: Save) -> tables.TableRow:
     cells = [
         "" if save.step is None else str(save.step),
         html.moment(save.began, humanize.TO_THE_SECOND),
@@ -108,4 +108,4 @@ def _failed_row(save: Save) -> tables.Row:
         save.failure or "",
     ]
     data = {"data_step": save.step, "data_outcome": save.outcome}
-    return tables.Row(cells, data, "bad" if save.has_failed else None)
+    return tables.TableRow(cells, data, "bad" if save.has_failed else None)

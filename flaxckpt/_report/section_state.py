@@ -253,13 +253,13 @@ def _metrics_table(diff: Change, names: tuple[str, str]) -> html.Markup:
     for name, (a, b) in diff.metrics.items():
         change = "" if a is None or b is None else _signed(b - a)
         values = ["none" if v is None else humanize.number(v) for v in (a, b)]
-        rows.append(tables.Row([name, *values, change], {"data_compared": name}))
+        rows.append(tables.TableRow([name, *values, change], {"data_compared": name}))
     return tables.table("Metrics", columns, rows, what="metrics")
 
 
 def _signed(difference: float) -> object:
     sign = "+" if difference > 0 else ""
-    return tables.Cell(f"{sign}{humanize.number(difference)}", difference)
+    return tables.TableCell(f"{sign}{humanize.number(difference)}", difference)
 
 
 def _unreadable_table(diff: Change, most: int, rest: str) -> html.Markup:
@@ -269,7 +269,7 @@ def _unreadable_table(diff: Change, most: int, rest: str) -> html.Markup:
         tables.Column("cannot be read", is_wide=True),
     ]
     rows = [
-        tables.Row([path, why], {"data_unreadable": path}, "bad")
+        tables.TableRow([path, why], {"data_unreadable": path}, "bad")
         for path, why in [*lost.items()][:most]
     ]
     caption = "Not compared"
@@ -344,12 +344,12 @@ _CHANGE_COLUMNS = [
 ]
 
 
-def _change_row(leaf: ChangedLeaf, largest: float) -> tables.Row:
+def _change_row(leaf: ChangedLeaf, largest: float) -> tables.TableRow:
     data: dict[str, object] = {"data_path": leaf.path, "data_what": leaf.what}
     name = leaf.path.removeprefix(f"{leaf.group}/")
     if not leaf.different:
         what = leaf.shown if leaf.what in ("kind", "shape") else leaf.what
-        return tables.Row([name, "", "", "", what], data)
+        return tables.TableRow([name, "", "", "", what], data)
     part = min(leaf.rel_norm / largest, 1.0) if largest else 0.0
     if not math.isfinite(leaf.rel_norm):
         part = 1.0
@@ -363,12 +363,12 @@ def _change_row(leaf: ChangedLeaf, largest: float) -> tables.Row:
     )
     cells = [
         name,
-        tables.Cell(shown, leaf.rel_norm),
-        tables.Cell(f"{leaf.max_abs:.3g}", leaf.max_abs),
-        tables.Cell(f"{leaf.different:,} of {leaf.elements:,}", leaf.different),
+        tables.TableCell(shown, leaf.rel_norm),
+        tables.TableCell(f"{leaf.max_abs:.3g}", leaf.max_abs),
+        tables.TableCell(f"{leaf.different:,} of {leaf.elements:,}", leaf.different),
         leaf.shown,
     ]
-    return tables.Row(cells, data)
+    return tables.TableRow(cells, data)
 
 
 def _inline_bar(part: float) -> html.Markup:

@@ -58,8 +58,8 @@ def _checkpoint_metrics(report: Report) -> Section:
         return Section("metrics", "Metrics", text)
     columns = [tables.Column("metric"), tables.Column("value", is_number=True)]
     rows = [
-        tables.Row(
-            [name, tables.Cell(humanize.number(value), value)],
+        tables.TableRow(
+            [name, tables.TableCell(humanize.number(value), value)],
             {"data_metric": name, "data_value": value},
         )
         for name, value in found.items()
@@ -243,7 +243,7 @@ def _step_row(
     marks: Sequence[Mark],
     why: str,
     has_format: bool,
-) -> tables.Row:
+) -> tables.TableRow:
     cells = [
         str(saved.step),
         *_metric_cells(step.metrics, names),
@@ -263,14 +263,14 @@ def _step_row(
         "data_blocked": saved.blocked_secs,
         "data_total": saved.total_secs,
     }
-    return tables.Row(
+    return tables.TableRow(
         cells, data, "bad" if not _BAD.isdisjoint(m.kind for m in marks) else None
     )
 
 
 def _deleted_row(
     saved: SavedStep, verdicts: Sequence[html.Markup], names: Sequence[str]
-) -> tables.Row:
+) -> tables.TableRow:
     when = humanize.when(saved.deleted) if math.isfinite(saved.deleted or 0) else ""
     why = ", ".join(filter(None, (saved.reason or "not recorded", when)))
     cells = [
@@ -291,7 +291,7 @@ def _deleted_row(
         "data_blocked": saved.blocked_secs,
         "data_total": saved.total_secs,
     }
-    return tables.Row(cells, data, "deleted")
+    return tables.TableRow(cells, data, "deleted")
 
 
 def row_name(step: int) -> str:
@@ -348,15 +348,15 @@ def _metric_cells(values: Mapping[str, float], names: Sequence[str]) -> list[str
 
 def _moment(seconds: float | None) -> object:
     shown = html.moment(seconds)
-    return tables.Cell(shown, seconds) if shown and seconds is not None else ""
+    return tables.TableCell(shown, seconds) if shown and seconds is not None else ""
 
 
 def _size(count: int | None) -> object:
-    return "" if count is None else tables.Cell(humanize.size(count), count)
+    return "" if count is None else tables.TableCell(humanize.size(count), count)
 
 
 def _secs(value: float | None) -> object:
-    return "" if value is None else tables.Cell(humanize.secs(value), value)
+    return "" if value is None else tables.TableCell(humanize.secs(value), value)
 
 
 _BAD = frozenset(("damaged", "not readable"))

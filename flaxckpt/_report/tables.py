@@ -31,7 +31,7 @@ class Column(NamedTuple):
     is_wide: bool = False
 
 
-class Cell(NamedTuple):
+class TableCell(NamedTuple):
     """A cell whose text is not its value.
 
     Attributes:
@@ -43,7 +43,7 @@ class Cell(NamedTuple):
     value: float
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A row of a table.
 
     Attributes:
@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 
 def table(
-    title: str, columns: Sequence[Column], rows: Sequence[Row], *, what: str = ""
+    title: str, columns: Sequence[Column], rows: Sequence[TableRow], *, what: str = ""
 ) -> html.Markup:
     """Returns a table in a box that scrolls; columns without any text are left out.
 
@@ -112,11 +112,11 @@ def _show_all(count: int) -> html.Markup:
     )
 
 
-def _row(row: Row, columns: Sequence[Column], shown: Sequence[int]) -> html.Markup:
+def _row(row: TableRow, columns: Sequence[Column], shown: Sequence[int]) -> html.Markup:
     cells = []
     for n in shown:
         cell = row.cells[n]
-        value = f"{cell.value:.10g}" if isinstance(cell, Cell) else None
+        value = f"{cell.value:.10g}" if isinstance(cell, TableCell) else None
         cells.append(
             html.element(
                 "td" if n else "th",
@@ -137,7 +137,7 @@ def _break_path(name: object) -> object:
 
 
 def _text(cell: object) -> object:
-    return cell.shown if isinstance(cell, Cell) else cell
+    return cell.shown if isinstance(cell, TableCell) else cell
 
 
 def _class(column: Column) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flaxckpt import _inspect, _report, _storage, errors
 from flaxckpt._ui import forms, frame
 from flaxckpt._ui.opened import OpenCheckpoint
-from flaxckpt._ui.places import Place
+from flaxckpt._ui.places import Location
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html
 
@@ -79,7 +79,7 @@ def _where(workspace: Workspace) -> str:
 
 
 def _choose_steps(
-    workspace: Workspace, place: Place, other: Place, query: Query
+    workspace: Workspace, place: Location, other: Location, query: Query
 ) -> tuple[int | None, int | None]:
     """Returns the steps of a request; by default the newest good one, and one before.
 

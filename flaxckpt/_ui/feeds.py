@@ -17,7 +17,7 @@ from typing import NamedTuple
 from flaxckpt import _report, _steps, _storage, errors
 from flaxckpt._report import Report
 from flaxckpt._report.data import Integrity
-from flaxckpt._ui.places import Place
+from flaxckpt._ui.places import Location
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Feeds:
                 target=self._follow, name="flaxckpt ui", daemon=True
             ).start()
 
-    def latest(self, place: Place) -> ReportSnapshot:
+    def latest(self, place: Location) -> ReportSnapshot:
         """Returns the last report on a run; gathers the first.
 
         Raises:
@@ -82,7 +82,7 @@ class Feeds:
         """
         return self._feed(place).latest()
 
-    def available(self, place: Place) -> ReportSnapshot | None:
+    def available(self, place: Location) -> ReportSnapshot | None:
         """Returns the last report on a run; None until a thread has made the first.
 
         Raises:
@@ -90,11 +90,11 @@ class Feeds:
         """
         return self._feed(place).available()
 
-    def _feed(self, place: Place) -> _Feed:
+    def _feed(self, place: Location) -> _Feed:
         with self._lock:
             return self._feeds.setdefault(place.path, _Feed(place.path))
 
-    def news(self, places: Sequence[Place]) -> News:
+    def news(self, places: Sequence[Location]) -> News:
         """Returns the last change of some runs; skips runs without a report."""
         found = []
         for place in places:

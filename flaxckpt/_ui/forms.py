@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
 from flaxckpt._report import Report
-from flaxckpt._ui.places import Place
+from flaxckpt._ui.places import Location
 from flaxckpt._ui.workspace import Query, Workspace
 from flaxckpt._util import html, humanize
 
@@ -80,7 +80,7 @@ def hidden(name: str, value: str) -> html.Markup:
 
 
 def step_choice(
-    workspace: Workspace, place: Place, label: str, name: str, chosen: int | None
+    workspace: Workspace, place: Location, label: str, name: str, chosen: int | None
 ) -> html.Markup:
     """Returns a list of the steps of a run, the newest first.
 
@@ -119,7 +119,7 @@ def step_options(report: Report, chosen: int | None) -> list[tuple[str, str]]:
     return options
 
 
-def good_steps(workspace: Workspace, place: Place) -> list[int]:
+def good_steps(workspace: Workspace, place: Location) -> list[int]:
     """Returns the steps of a run without known damage, ascending; none of a checkpoint.
 
     If all are damaged, returns all.
@@ -129,7 +129,7 @@ def good_steps(workspace: Workspace, place: Place) -> list[int]:
     return [step for step in steps if step not in report.faults] or steps
 
 
-def step_form(workspace: Workspace, place: Place, step: int | None) -> html.Markup:
+def step_form(workspace: Workspace, place: Location, step: int | None) -> html.Markup:
     """Returns a form that shows the view for another step of a run."""
     if step is None:
         return html.NOTHING

@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 from collections.abc import Mapping
 
-from flaxckpt._ui.places import Place
+from flaxckpt._ui.places import Location
 from flaxckpt._ui.workspace import Workspace, address
 from flaxckpt._util import html
 
@@ -39,7 +39,7 @@ def page(
     workspace: Workspace,
     title: str,
     *content: object,
-    place: Place | None = None,
+    place: Location | None = None,
     view: str = "/",
     version: str | None = None,
 ) -> html.Markup:
@@ -79,12 +79,12 @@ def page(
     return html.Markup(f"<!doctype html>\n{document}\n")
 
 
-def _events(place: Place | None, version: str) -> html.Markup:
+def _events(place: Location | None, version: str) -> html.Markup:
     run = None if place is None else place.name
     return address("/events", run=run, version=version)
 
 
-def _header(workspace: Workspace, place: Place | None, view: str) -> html.Markup:
+def _header(workspace: Workspace, place: Location | None, view: str) -> html.Markup:
     places = workspace.places
     is_below = place is not None and not places.is_single
     above = str(places.root if is_below else places.root.parent)
@@ -120,7 +120,7 @@ def _header(workspace: Workspace, place: Place | None, view: str) -> html.Markup
     )
 
 
-def _footer(workspace: Workspace, place: Place | None) -> html.Markup:
+def _footer(workspace: Workspace, place: Location | None) -> html.Markup:
     path = workspace.places.root if place is None else place.path
     version = importlib.metadata.version("flaxckpt")
     return html.element(

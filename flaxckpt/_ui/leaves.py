@@ -11,7 +11,7 @@ from flaxckpt._run.disk_usage import Subtree
 from flaxckpt._types import LeafPath
 from flaxckpt._ui import forms, frame
 from flaxckpt._ui.opened import OpenCheckpoint
-from flaxckpt._ui.places import Place
+from flaxckpt._ui.places import Location
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 
@@ -59,7 +59,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     )
 
 
-def _tree(workspace: Workspace, place: Place, step: int | None) -> html.Markup:
+def _tree(workspace: Workspace, place: Location, step: int | None) -> html.Markup:
     """Returns the tree; if the checkpoint has to be opened first, it comes later."""
     opened = workspace.opened.find(place, step)
     if opened is not None:

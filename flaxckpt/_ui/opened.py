@@ -16,7 +16,7 @@ from flaxckpt._formats import locate
 from flaxckpt._formats.reader import Stored
 from flaxckpt._run.disk_usage import Subtree
 from flaxckpt._types import LeafPath
-from flaxckpt._ui.places import Place
+from flaxckpt._ui.places import Location
 
 _MOST_OPEN = 6
 
@@ -32,7 +32,7 @@ class OpenCheckpoint(NamedTuple):
         children: Path of a container -> what it contains.
     """
 
-    place: Place
+    place: Location
     step: int | None
     stored: Stored
     trees: Mapping[LeafPath, Subtree]
@@ -53,7 +53,7 @@ class OpenCheckpoints:
             collections.OrderedDict()
         )
 
-    def get(self, place: Place, step: int | None) -> OpenCheckpoint:
+    def get(self, place: Location, step: int | None) -> OpenCheckpoint:
         """Returns an open checkpoint, opened again if it has changed.
 
         Args:
@@ -75,7 +75,7 @@ class OpenCheckpoints:
                 self._open.popitem(last=False)
             return found
 
-    def find(self, place: Place, step: int | None) -> OpenCheckpoint | None:
+    def find(self, place: Location, step: int | None) -> OpenCheckpoint | None:
         """Returns a checkpoint that is open and has not changed, or None."""
         found = self._open.get((str(place.path), step))
         return found if found is not None and _is_current(found.stored) else None
@@ -85,7 +85,7 @@ def _is_current(stored: Stored) -> bool:
     return stored.stamp is not None and stored.stamp.is_current()
 
 
-def _open(place: Place, step: int | None) -> OpenCheckpoint:
+def _open(place: Location, step: int | None) -> OpenCheckpoint:
     stored = locate.open_checkpoint(place.path, step)
     trees = _run.disk_usage.subtrees(stored.metadata.leaves)
     return OpenCheckpoint(

@@ -9,7 +9,7 @@ from flaxckpt import _report
 from flaxckpt._report import Report
 from flaxckpt._report.section import Section
 from flaxckpt._ui import frame
-from flaxckpt._ui.places import Place
+from flaxckpt._ui.places import Location
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html
 
@@ -30,7 +30,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     return show(workspace, workspace.places.find(query.text("run")))
 
 
-def show(workspace: Workspace, place: Place) -> html.Markup:
+def show(workspace: Workspace, place: Location) -> html.Markup:
     """Returns the page on a run or a checkpoint."""
     workspace.feeds.latest(place)  # the first report has a version
     version = workspace.version(place)
@@ -63,7 +63,7 @@ def sections(workspace: Workspace, query: Query) -> html.Markup:
 def _content(
     workspace: Workspace,
     report: Report,
-    place: Place,
+    place: Location,
     *,
     most: int | None = _MOST_STEPS,
 ) -> html.Markup:
@@ -99,7 +99,7 @@ def _content(
     )
 
 
-def _integrity(report: Report, place: Place) -> Section | None:
+def _integrity(report: Report, place: Location) -> Section | None:
     link = html.element("a", "Verify", href=address("/verify", run=place.name))
     how = html.join((link, " reads every byte."))
     return _report.section_origin.integrity(report, verify=how)

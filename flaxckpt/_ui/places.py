@@ -29,7 +29,7 @@ _SHARE = 0.05
 """How often, and for which share of the time, new runs are looked for."""
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """A run or a checkpoint.
 
     Attributes:
@@ -58,7 +58,7 @@ class Places:
     """
 
     def __init__(
-        self, root: Path, others: Mapping[str, Place], files: Mapping[str, Place]
+        self, root: Path, others: Mapping[str, Location], files: Mapping[str, Location]
     ) -> None:
         self.root = root
         self.others = others
@@ -66,11 +66,11 @@ class Places:
         self._searching = threading.Lock()
         self._version = 0
         self._due = 0.0
-        self._found: Mapping[str, Place] = {}
+        self._found: Mapping[str, Location] = {}
         self._search()
 
     @property
-    def runs(self) -> Mapping[str, Place]:
+    def runs(self) -> Mapping[str, Location]:
         """Name -> a run or checkpoint below `root`, or `root` itself."""
         return self._found
 
@@ -84,7 +84,7 @@ class Places:
         """Grows as runs appear and disappear."""
         return self._version
 
-    def find(self, name: str) -> Place:
+    def find(self, name: str) -> Location:
         """Returns the place of a name.
 
         Raises:
@@ -147,7 +147,7 @@ def find_places(root: PathLike, others: Sequence[PathLike] = ()) -> Places:
     return found
 
 
-def _find(root: Path, known: Mapping[str, Place]) -> dict[str, Place]:
+def _find(root: Path, known: Mapping[str, Location]) -> dict[str, Location]:
     """Returns the runs and checkpoints at or below a path, by name.
 
     Args:
@@ -157,7 +157,7 @@ def _find(root: Path, known: Mapping[str, Place]) -> dict[str, Place]:
     kind = is_run(root)
     if kind is not None:
         name = root.name or str(root)
-        return {name: Place(name, root, kind)}
+        return {name: Location(name, root, kind)}
     if not root.is_dir():
         return {}
     with _storage.paths.listing_cache(root):
@@ -165,12 +165,12 @@ def _find(root: Path, known: Mapping[str, Place]) -> dict[str, Place]:
         return {place.name: place for place in itertools.islice(search, _MOST_PLACES)}
 
 
-def _place(name: str, other: PathLike) -> Place:
+def _place(name: str, other: PathLike) -> Location:
     path = _formats.follow(_storage.paths.resolve(other))
     kind = is_run(path)
     if kind is None:
         _formats.detect(path)  # raises
-    return Place(name, path, bool(kind))
+    return Location(name, path, bool(kind))
 
 
 def _is_json(other: PathLike) -> bool:
@@ -179,15 +179,15 @@ def _is_json(other: PathLike) -> bool:
     return is_file and not _formats.recognises(path)
 
 
-def _file(name: str, other: PathLike) -> Place:
+def _file(name: str, other: PathLike) -> Location:
     path = _storage.paths.resolve(other)
     _inspect.abstract_file.read_target(path)  # raises
-    return Place(name, path, is_run=False)
+    return Location(name, path, is_run=False)
 
 
 def _search(
-    directory: Path, prefix: str, depth: int, known: Mapping[str, Place]
-) -> Iterator[Place]:
+    directory: Path, prefix: str, depth: int, known: Mapping[str, Location]
+) -> Iterator[Location]:
     """Yields the runs and checkpoints below a directory, by name."""
     for child in sorted(directory.iterdir()):
         if child.is_symlink() or _storage.temporary.TEMPORARY in child.name:
@@ -199,7 +199,7 @@ def _search(
         try:
             kind = None if _formats.is_pointer(child) else is_run(child)
             if kind is False or (kind and not is_empty(child)):
-                yield Place(name, child, kind)
+                yield Location(name, child, kind)
             elif kind is None and depth > 1 and child.is_dir():
                 yield from _search(child, f"{name}/", depth - 1, known)
         except OSError:  # deleted, or not readable

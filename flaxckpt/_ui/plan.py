@@ -12,7 +12,7 @@ from flaxckpt._inspect.abstract_file import TargetState
 from flaxckpt._transforms import from_text
 from flaxckpt._types import LeafPath
 from flaxckpt._ui import forms, frame
-from flaxckpt._ui.places import Place
+from flaxckpt._ui.places import Location
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 from flaxckpt.errors import Mismatch
@@ -139,7 +139,7 @@ def _optimizer_choice(query: Query) -> html.Markup:
     )
 
 
-def _propose(place: Place, targets: Sequence[Place]) -> Place:
+def _propose(place: Location, targets: Sequence[Location]) -> Location:
     """Returns the first state of another checkpoint or file; else the own one."""
     return next((each for each in targets if each.path != place.path), place)
 
@@ -201,7 +201,9 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     )
 
 
-def _read_target(workspace: Workspace, into: Place) -> tuple[TargetState, int | None]:
+def _read_target(
+    workspace: Workspace, into: Location
+) -> tuple[TargetState, int | None]:
     """Returns the state to restore into, and its step unless it is the newest.
 
     If the description of the newest step cannot be read, it is the state of the newest
@@ -245,8 +247,8 @@ class _Asked(NamedTuple):
         target_step: The step with this state, if it is not the newest of a run.
     """
 
-    place: Place
-    into: Place
+    place: Location
+    into: Location
     query: Query
     target_step: int | None = None
 
@@ -344,7 +346,7 @@ def _find_state(workspace: Workspace, asked: _Asked, plan: RestorePlan) -> _Plan
 
 
 def _find_other_step(
-    workspace: Workspace, place: Place, step: int | None
+    workspace: Workspace, place: Location, step: int | None
 ) -> int | None:
     """Returns the newest step without known damage other than `step`, or None.
 
@@ -649,7 +651,7 @@ def _rank(actions: Sequence[Action]) -> int:
 
 def _row(
     path: LeafPath, leaf: LeafPlan, problem: Mismatch | None
-) -> _report.tables.Row:
+) -> _report.tables.TableRow:
     found = "" if leaf.found is None else str(leaf.found)
     if leaf.sources and leaf.sources != (path,):
         found += f" from {', '.join(leaf.sources[:3])}"
@@ -664,4 +666,4 @@ def _row(
         "data_actions": " ".join(leaf.actions),
     }
     kind = "bad" if "conflict" in leaf.actions else None
-    return _report.tables.Row([path, wanted, found], data, kind)
+    return _report.tables.TableRow([path, wanted, found], data, kind)

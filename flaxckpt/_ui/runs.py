@@ -11,7 +11,7 @@ from flaxckpt._inspect.listing import Step
 from flaxckpt._report import Report
 from flaxckpt._report.data import MetricValue
 from flaxckpt._ui import feeds, frame, overview
-from flaxckpt._ui.places import Place
+from flaxckpt._ui.places import Location
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 
@@ -45,7 +45,7 @@ def _reading(count: int) -> html.Markup:
     return frame.message(f"Reading {what} …")
 
 
-def listed(workspace: Workspace) -> list[Place]:
+def listed(workspace: Workspace) -> list[Location]:
     """Returns the runs and checkpoints that are described."""
     return list(workspace.places.runs.values())[:_MOST_RUNS]
 
@@ -162,8 +162,8 @@ def _columns(names: Sequence[str]) -> list[_report.tables.Column]:
     ]
 
 
-def _row(run: str, report: Report, names: Sequence[str]) -> _report.tables.Row:
-    cell = _report.tables.Cell
+def _row(run: str, report: Report, names: Sequence[str]) -> _report.tables.TableRow:
+    cell = _report.tables.TableCell
     faults = report.faults
     good = [step for step in report.steps if step.step not in faults]
     newest = good[-1] if good else None
@@ -180,7 +180,7 @@ def _row(run: str, report: Report, names: Sequence[str]) -> _report.tables.Row:
         _state(report, newest),
     ]
     data = {"data_run": run}
-    return _report.tables.Row(cells, data, "bad" if faults else None)
+    return _report.tables.TableRow(cells, data, "bad" if faults else None)
 
 
 def _best(report: Report) -> html.Markup:
@@ -206,7 +206,7 @@ def _last(report: Report, name: str) -> object:
         value = good[-1].metrics.get(name) if good else None
     if value is None:
         return ""
-    return _report.tables.Cell(humanize.number(value), value)
+    return _report.tables.TableCell(humanize.number(value), value)
 
 
 def _state(report: Report, newest: Step | None) -> str:
@@ -235,10 +235,12 @@ def _state(report: Report, newest: Step | None) -> str:
 _MOST_NAMED = 3
 
 
-def _unread_row(run: str, error: Exception, names: Sequence[str]) -> _report.tables.Row:
+def _unread_row(
+    run: str, error: Exception, names: Sequence[str]
+) -> _report.tables.TableRow:
     link = html.element("a", run, href=address("/run", run=run))
     blank = [""] * (len(_columns(names)) - 2)
-    return _report.tables.Row([link, *blank, str(error)], {"data_run": run}, "bad")
+    return _report.tables.TableRow([link, *blank, str(error)], {"data_run": run}, "bad")
 
 
 def _more(names: Sequence[str]) -> html.Markup:

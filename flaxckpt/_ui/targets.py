@@ -17,7 +17,7 @@ import jax
 
 from flaxckpt import _inspect, _storage, errors
 from flaxckpt._ui import places
-from flaxckpt._ui.places import Place, Places
+from flaxckpt._ui.places import Location, Places
 
 _MOST_ENTRIES = 500
 """Entries of a directory that are looked at."""
@@ -35,10 +35,10 @@ class Targets:
 
     def __init__(self, found: Places) -> None:
         self._found = found
-        self._beside: Mapping[Path, Place] = {}
+        self._beside: Mapping[Path, Location] = {}
         self._with_steps: set[Path] = set()
 
-    def all(self) -> Mapping[str, Place]:
+    def all(self) -> Mapping[str, Location]:
         """Returns the states by name, with those that have appeared since."""
         found = self._found
         targets = dict(self.checkpoints())
@@ -46,10 +46,10 @@ class Targets:
             below = found.root.parent if found.is_single else found.root
             for file in itertools.islice(_find_files(below, found), _MOST_FILES):
                 name = file.relative_to(below).as_posix()
-                targets.setdefault(name, Place(name, file, is_run=False))
+                targets.setdefault(name, Location(name, file, is_run=False))
         return {**targets, **found.files}
 
-    def checkpoints(self) -> Mapping[str, Place]:
+    def checkpoints(self) -> Mapping[str, Location]:
         """Returns the runs and checkpoints among the states, by name."""
         found = self._found
         targets = dict(found.runs)
@@ -59,11 +59,11 @@ class Targets:
                 targets.setdefault(place.name, place)
         return {**targets, **found.others}
 
-    def without_steps(self, targets: Mapping[str, Place]) -> set[str]:
+    def without_steps(self, targets: Mapping[str, Location]) -> set[str]:
         """Returns the names of the runs among `targets` that have no step yet."""
         return {name for name, place in targets.items() if not self._has_step(place)}
 
-    def _has_step(self, place: Place) -> bool:
+    def _has_step(self, place: Location) -> bool:
         """Returns True unless a run has no step; a run that had one is not read."""
         if not place.is_run or place.path in self._with_steps:
             return True
@@ -75,7 +75,7 @@ class Targets:
             self._with_steps.add(place.path)
         return has_step
 
-    def find(self, name: str) -> Place:
+    def find(self, name: str) -> Location:
         """Returns the state of a name.
 
         Raises:
@@ -84,7 +84,7 @@ class Targets:
         place = self.all().get(name)
         return self._found.find(name) if place is None else place  # find raises
 
-    def find_checkpoint(self, name: str) -> Place:
+    def find_checkpoint(self, name: str) -> Location:
         """Returns the run or checkpoint of a name.
 
         Raises:
@@ -95,8 +95,8 @@ class Targets:
 
 
 def _find_beside(
-    root: Path, known: Mapping[Path, Place]
-) -> Iterator[tuple[Path, Place]]:
+    root: Path, known: Mapping[Path, Location]
+) -> Iterator[tuple[Path, Location]]:
     """Yields the runs and checkpoints in the directory of an opened one, with paths.
 
     Args:
@@ -113,7 +113,7 @@ def _find_beside(
             if child.is_dir() and not places.is_empty(child):
                 is_run = places.is_run(child)
                 if is_run is not None:
-                    yield child, Place(child.name, child, is_run)
+                    yield child, Location(child.name, child, is_run)
         except (errors.CheckpointError, OSError):  # deleted, or not readable
             continue
 

@@ -19,7 +19,7 @@ from flaxckpt import _report, _storage, errors
 from flaxckpt._inspect.listing import Step
 from flaxckpt._report import Report, Verification
 from flaxckpt._report.data import Integrity
-from flaxckpt._ui.places import Place
+from flaxckpt._ui.places import Location
 from flaxckpt._util import progress
 
 _log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Job:
 
     def __init__(
         self,
-        place: Place,
+        place: Location,
         steps: Sequence[Step],
         remember: Callable[[Result], None],
         end: Callable[[], None],
@@ -221,7 +221,7 @@ class Verifications:
         """The running verification, or the last one."""
         return self._job
 
-    def start(self, place: Place, steps: Sequence[Step]) -> None:
+    def start(self, place: Location, steps: Sequence[Step]) -> None:
         """Starts to verify steps of a run, in the order given.
 
         Raises:
@@ -248,7 +248,7 @@ class Verifications:
         if self._job is not None:
             self._job.stop()
 
-    def find(self, place: Place, report: Report) -> Mapping[int | None, Finding]:
+    def find(self, place: Location, report: Report) -> Mapping[int | None, Finding]:
         """Returns the last result for each step of a run, with what is known since.
 
         Args:
@@ -280,7 +280,7 @@ class Verifications:
                 news[number] = "was saved again"
         return {n: Finding(result, news.get(n, "")) for n, result in found.items()}
 
-    def results(self, place: Place, report: Report) -> Mapping[int | None, Result]:
+    def results(self, place: Location, report: Report) -> Mapping[int | None, Result]:
         """Returns the results that count, by step, in the order of the steps."""
         found = self.find(place, report)
         return {
@@ -289,7 +289,7 @@ class Verifications:
             if step.step in found and not found[step.step].news
         }
 
-    def update(self, place: Place, report: Report) -> Report:
+    def update(self, place: Location, report: Report) -> Report:
         """Returns a report with the integrity that the verifications have found."""
         results = self.results(place, report)
         if not results:
@@ -326,7 +326,7 @@ class Verifications:
         with self._lock:
             self._version += 1
 
-    def _remember(self, place: Place, result: Result) -> None:
+    def _remember(self, place: Location, result: Result) -> None:
         key = (place.path, result.step.step)
         with self._lock:
             self._results[key] = result

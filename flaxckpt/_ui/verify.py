@@ -10,7 +10,7 @@ from flaxckpt import _report, errors
 from flaxckpt._inspect.listing import Step
 from flaxckpt._report import Report
 from flaxckpt._ui import forms, frame
-from flaxckpt._ui.places import Place
+from flaxckpt._ui.places import Location
 from flaxckpt._ui.verifications import Finding, Job, Result
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
@@ -93,14 +93,14 @@ def status(workspace: Workspace, query: Query) -> html.Markup:
     return _status(workspace, place, _chosen(workspace, place, query))
 
 
-def _asked(place: Place, query: Query) -> _Chosen:
+def _asked(place: Location, query: Query) -> _Chosen:
     """Returns the `step` of a request: a number, or all; None without one."""
     if place.is_run and query.text("step") == _ALL:
         return _ALL
     return query.number("step") if place.is_run else None
 
 
-def _chosen(workspace: Workspace, place: Place, query: Query) -> _Chosen:
+def _chosen(workspace: Workspace, place: Location, query: Query) -> _Chosen:
     """Returns the steps to show: of the request, else those verified last, if any."""
     asked, job = _asked(place, query), workspace.verifications.job
     if asked is not None or job is None or job.place != place:
@@ -137,7 +137,7 @@ def _step_choice(report: Report, chosen: _Chosen) -> html.Markup:
 
 def _status(
     workspace: Workspace,
-    place: Place,
+    place: Location,
     chosen: _Chosen,
     message: html.Markup = html.NOTHING,
 ) -> html.Markup:
@@ -180,7 +180,7 @@ def _status(
     )
 
 
-def _progress(job: Job, place: Place, chosen: _Chosen) -> html.Markup:
+def _progress(job: Job, place: Location, chosen: _Chosen) -> html.Markup:
     """Returns the progress of a job, with a button that stops it."""
     step, done, total = job.current
     share = len(job.results) + (min(1.0, done / total) if total else 0.0)
@@ -215,7 +215,7 @@ def _progress(job: Job, place: Place, chosen: _Chosen) -> html.Markup:
     )
 
 
-def _name(place: Place, step: Step | None) -> str:
+def _name(place: Location, step: Step | None) -> str:
     if step is None or step.step is None:
         return place.name
     return f"step {step.step:,} of {place.name}"
@@ -223,7 +223,7 @@ def _name(place: Place, step: Step | None) -> str:
 
 def _outcome(
     workspace: Workspace,
-    place: Place,
+    place: Location,
     chosen: _Chosen,
     found: Mapping[int | None, Finding],
 ) -> html.Markup:
@@ -267,7 +267,7 @@ def _outcome(
 
 
 def _is_about(
-    job: Job, place: Place, chosen: _Chosen, steps: Collection[int | None]
+    job: Job, place: Location, chosen: _Chosen, steps: Collection[int | None]
 ) -> bool:
     """Returns True if a job has read the chosen steps of a run, and no others."""
     read = {step.step for step in job.steps}
@@ -279,7 +279,7 @@ def _is_about(
 
 
 def _note_missing(
-    place: Place, chosen: _Chosen, steps: Collection[int | None]
+    place: Location, chosen: _Chosen, steps: Collection[int | None]
 ) -> html.Markup:
     """Returns a note if the chosen step does not exist."""
     if not isinstance(chosen, int) or chosen in steps:
@@ -296,7 +296,7 @@ def _describe(news: Sequence[tuple[int | None, str]], count: int) -> str:
 
 
 def _sentence(
-    place: Place,
+    place: Location,
     steps: Sequence[Step],
     results: Sequence[Result],
     *,
@@ -330,7 +330,7 @@ def _sentence(
     return f"{_capital(_name(place, steps[0]))} {be[0]} whole{when}: {facts}."
 
 
-def _verdict(place: Place, bad: Sequence[Result], total: int, be: str) -> str:
+def _verdict(place: Location, bad: Sequence[Result], total: int, be: str) -> str:
     damaged = [r for r in bad if r.integrity.state == "damaged"]
     if total == 1:
         name = _capital(_name(place, bad[0].step))
@@ -355,7 +355,7 @@ def _capital(text: str) -> str:
 
 
 def _remedies(
-    place: Place, report: Report, results: Mapping[int | None, Result]
+    place: Location, report: Report, results: Mapping[int | None, Result]
 ) -> list[html.Markup]:
     """Returns the commands that mark damaged steps of a run, and unmark good ones."""
     marked = {s.step for s in report.steps if s.damage is not None}
@@ -387,7 +387,9 @@ def _remedies(
     return made
 
 
-def _remedy(place: Place, steps: Sequence[int], text: str, effect: str) -> html.Markup:
+def _remedy(
+    place: Location, steps: Sequence[int], text: str, effect: str
+) -> html.Markup:
     """Returns a paragraph with the command that updates the marks of steps."""
     numbers = " ".join(map(str, sorted(steps)))
     if len(steps) > _MOST_NAMED:
@@ -434,7 +436,9 @@ def _faults_of(result: Result) -> html.Markup:
     verdict = "damaged" if state == "damaged" else "could not be read"
     what = result.summary or result.integrity.detail
     rows = [
-        _report.tables.Row([fault.place, fault.why], {"data_place": fault.place}, "bad")
+        _report.tables.TableRow(
+            [fault.place, fault.why], {"data_place": fault.place}, "bad"
+        )
         for fault in result.faults
     ]
     caption = humanize.count(len(rows) + result.more_faults, "fault")

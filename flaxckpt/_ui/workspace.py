@@ -9,7 +9,7 @@ from urllib import parse
 from flaxckpt import errors
 from flaxckpt._report import Report
 from flaxckpt._ui import feeds, opened, places, targets, verifications
-from flaxckpt._ui.places import Place
+from flaxckpt._ui.places import Location
 from flaxckpt._util import html
 
 
@@ -30,7 +30,7 @@ class Workspace(NamedTuple):
     opened: opened.OpenCheckpoints
     verifications: verifications.Verifications
 
-    def report(self, place: Place) -> Report:
+    def report(self, place: Location) -> Report:
         """Returns the last report on a run, with what verifications have found.
 
         Raises:
@@ -38,7 +38,7 @@ class Workspace(NamedTuple):
         """
         return self.verifications.update(place, self.feeds.latest(place).report)
 
-    def version(self, place: Place) -> str:
+    def version(self, place: Location) -> str:
         """Returns the version of what the views show of a run; grows with its news."""
         snapshot = self.feeds.available(place)
         number = 0 if snapshot is None else snapshot.version

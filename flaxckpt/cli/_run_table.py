@@ -12,7 +12,7 @@ from flaxckpt.cli._output import Cell, TextColumn
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.listing import Listing
-    from flaxckpt._ui.places import Place
+    from flaxckpt._ui.places import Location
     from flaxckpt.policies import PreservationPolicy
 
 _COLUMNS = (
@@ -69,7 +69,7 @@ class _Run:
     error: str = ""
 
 
-def find_runs(path: str) -> list[Place]:
+def find_runs(path: str) -> list[Location]:
     """Returns the runs and checkpoints below a directory; empty without any."""
     from flaxckpt import _ui
 
@@ -82,7 +82,7 @@ def find_runs(path: str) -> list[Place]:
 
 def show(
     path: str,
-    places: Sequence[Place],
+    places: Sequence[Location],
     keep: Sequence[PreservationPolicy] | None,
     step_format: str | None,
     *,
@@ -109,7 +109,7 @@ def show(
 
 
 def _describe(
-    place: Place, keep: Sequence[PreservationPolicy] | None, step_format: str | None
+    place: Location, keep: Sequence[PreservationPolicy] | None, step_format: str | None
 ) -> _Run:
     from flaxckpt import _inspect
 
