@@ -183,7 +183,7 @@ def test_keys_and_scalars_are_replicated_unasked():
 # ---- infos -------------------------------------------------------------------------
 
 
-def test_parameter_infos_say_what_a_save_records(tmp_path):
+def test_parameter_infos_agree_with_saved_metadata(tmp_path):
     state = linen_state()
     layout = flaxckpt.ArrayLayout(chunk_bytes=256)
     infos = flaxckpt.parameter_infos(state, layout=layout)

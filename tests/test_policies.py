@@ -181,7 +181,7 @@ def test_the_two_newest_temporary_steps_stay_until_there_is_a_permanent_one():
     assert stays([], brief(1, 3, among=(5,)), pinned=[3]) == [3, 5]
 
 
-def test_what_is_read_stays_and_counts_like_others():
+def test_steps_being_read_stay_and_count_like_others():
     decided = policies.decide(
         [LatestN(2)], plain(1, 2, 3), readers={1: ["b:2", "a:1"], 9: ["c:3"], 3: []}
     )
@@ -192,7 +192,7 @@ def test_what_is_read_stays_and_counts_like_others():
     }
 
 
-def test_what_does_not_know_of_temporary_steps_has_none():
+def test_steps_without_a_temporary_attribute_are_permanent():
     @dataclass
     class Plain:
         step: int
@@ -266,13 +266,13 @@ def test_arguments_that_make_no_sense_are_refused(make):
         ([LatestN(1), 3], "contains 3: write"),
     ],
 )
-def test_what_is_no_list_of_policies_is_refused(keep, told):
+def test_decide_rejects_invalid_lists_of_policies(keep, told):
     with pytest.raises(errors.OptionError, match=told):
         policies.decide(keep, [])
 
 
 @pytest.mark.parametrize("saved", [None, 3, [3], "ab", [Saved(1), 3]], ids=repr)
-def test_what_is_no_list_of_checkpoints_is_refused(saved):
+def test_decide_rejects_invalid_lists_of_checkpoints(saved):
     with pytest.raises(
         errors.OptionError, match=r"objects with step and metrics, .* got"
     ):
@@ -437,7 +437,7 @@ def test_of_temporary_steps_only_the_two_newest_stay_that_are_not_named(chosen, 
 
 
 @given(st.integers(1, 60), runs)
-def test_what_goes_between_times_has_a_kept_one_shortly_before(secs, saved):
+def test_every_n_secs_drops_only_steps_soon_after_a_kept_one(secs, saved):
     permanent = sorted((c for c in saved if not c.temporary), key=lambda c: c.step)
     kept = EveryNSecs(secs).preserved(saved)
     last = None
@@ -536,9 +536,7 @@ def test_a_jump_beside_a_pause_deletes_nothing():
     ),
     runs,
 )
-def test_a_run_that_deletes_after_each_save_ends_with_what_the_policy_keeps(
-    policy, saved
-):
+def test_deleting_after_each_save_equals_deleting_at_the_end(policy, saved):
     ordered = sorted((c for c in saved if not c.temporary), key=lambda c: c.step)
     if isinstance(policy, LatestDuration):  # times that show no jump of the clock
         ordered = [Saved(i, created=7 * i) for i in range(len(ordered))]
@@ -558,7 +556,7 @@ def test_one_more_policy_or_pin_never_deletes_more(chosen, saved, pinned, more):
 
 
 @given(some_policies, runs, some_steps)
-def test_deleting_what_goes_changes_nothing_more(chosen, saved, pinned):
+def test_deletion_of_unkept_steps_is_idempotent(chosen, saved, pinned):
     kept = stays(chosen, saved, pinned)
     left = [c for c in saved if c.step in kept]
     assert stays(chosen, left, pinned) == kept

@@ -79,7 +79,7 @@ def read_by_us(kv):
 
 
 @given(values_of(keys), st.integers(1, 4000))
-def test_tensorstore_lists_and_reads_what_we_encode(values, node_bytes):
+def test_tensorstore_lists_and_reads_encoded_trees(values, node_bytes):
     tree = btree.encode(values, "tree", node_bytes=node_bytes)
     files = dict.fromkeys(FILES[:3], CONTENT)
     files |= {"tree": tree.nodes, "manifest.ocdbt": tree.manifest}
@@ -99,7 +99,7 @@ def test_tensorstore_lists_and_reads_what_we_encode(values, node_bytes):
     st.sampled_from([None, {"id": "zstd", "level": 1}]),
     st.integers(1, 2000),
 )
-def test_what_tensorstore_writes_is_decoded(values, compression, node_bytes):
+def test_decodes_databases_written_by_tensorstore(values, compression, node_bytes):
     config = {"max_decoded_node_bytes": node_bytes, "compression": compression}
     kv = store({})
     opened = database(kv, config=config)

@@ -116,7 +116,7 @@ def test_blocks_are_mapped_side_by_side(tmp_path):
     assert run.tobytes() == b"".join(noise(size, n) for n, size in enumerate(sizes))
 
 
-def test_what_is_written_to_a_map_stays_in_memory(tmp_path):
+def test_writes_to_a_map_leave_the_file_unchanged(tmp_path):
     block = stored(tmp_path / "b", noise(2 * PAGE))
     for run in (zarr_chunk_file.map_block(block), zarr_chunk_file.map_blocks([block])):
         run[:] = 7
@@ -218,7 +218,7 @@ def test_a_file_that_is_truncated_meanwhile_is_not_equal(kind):
     assert not zarr_chunk_file._is_equal(kind(b""), views(b"a"))
 
 
-def test_no_link_is_made_of_what_is_not_there(tmp_path):
+def test_links_no_missing_or_empty_file(tmp_path):
     assert not zarr_chunk_file.link_if_equal(
         tmp_path / "old", tmp_path / "new", views(b"x")
     )
@@ -281,7 +281,7 @@ except OSError as error:
 """
 
 
-def test_what_cannot_be_read_of_a_map_is_an_error_and_no_signal(tmp_path):
+def test_unreadable_map_raises_an_error_instead_of_a_signal(tmp_path):
     release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
     if sys.platform != "linux" or release < (5, 14):
         pytest.skip("only Linux, from 5.14 on, says what cannot be read of a map")
@@ -363,7 +363,7 @@ def test_a_range_of_a_file_is_mapped(tmp_path, offset):
     assert (tmp_path / "b").read_bytes() == content
 
 
-def test_what_cannot_be_mapped_or_read_is_none(tmp_path):
+def test_map_range_returns_none_for_unreadable_ranges(tmp_path):
     (tmp_path / "b").write_bytes(b"1" * PAGE)
     with (tmp_path / "b").open("rb") as file:
         descriptor = file.fileno()

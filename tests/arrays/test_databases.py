@@ -192,7 +192,7 @@ def test_a_lost_file_is_an_error_of_each_value(tmp_path, values):
             database.value(key)
 
 
-def test_what_is_no_file_is_an_error_of_each_value(tmp_path, values):
+def test_fifo_in_place_of_a_file_fails_each_value(tmp_path, values):
     root = make_database(tmp_path, values)
     database = Database(root)
     large = [key for key, value in values.items() if len(value) > 20][:3]

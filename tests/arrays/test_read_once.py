@@ -78,7 +78,7 @@ def test_as_many_take_part_as_an_axis_allows():
     assert arrays_read_once.divided_sharding(info((513, 4097), P())) is None
 
 
-def test_what_is_split_already_is_split_on():
+def test_divides_split_arrays_over_the_remaining_axes():
     assert arrays_read_once.divided_sharding(info((4096, 1024), P("x"))).spec == P(
         ("x", "y", "z"), None
     )
@@ -97,7 +97,7 @@ def test_what_is_split_already_is_split_on():
         3.0,
     ],
 )
-def test_what_one_device_wants_is_left_as_it_is(wanted):
+def test_does_not_divide_arrays_wanted_by_one_device(wanted):
     [leaf] = state_flax_state.flatten({"a": wanted}).table.values()
     assert arrays_read_once.divided_sharding(leaf.info) is None
 

@@ -144,7 +144,7 @@ def read_tree(root, array, chunk_shape, encoding, region, *, memory_map, verify=
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ocdbt", [False, True])
-def test_tensorstore_reads_what_we_write(tmp_path, dtype, ocdbt):
+def test_tensorstore_reads_our_arrays(tmp_path, dtype, ocdbt):
     arrays = {
         "w": host("w", array_of(dtype, (5, 3)), (2, 3)),
         "scalar": host("scalar", array_of(dtype, ()), ()),
@@ -161,7 +161,7 @@ def test_tensorstore_reads_what_we_write(tmp_path, dtype, ocdbt):
 
 
 @pytest.mark.parametrize("dtype", RAW_DTYPES)
-def test_we_write_what_tensorstore_would(tmp_path, dtype):
+def test_our_files_equal_those_of_tensorstore(tmp_path, dtype):
     """Byte by byte, padding of the last chunk included; and metadata alike."""
     array = array_of(dtype, (5, 3))
     encoding = Encoding("none", True)
@@ -443,7 +443,7 @@ def test_a_step_may_be_deleted_or_replaced_while_it_is_mapped(tmp_path):
         strategies.assert_same(ckpt.restore(), big_state(3))
 
 
-def test_what_is_restored_can_be_saved_again(tmp_path):
+def test_memory_mapped_state_can_overwrite_its_own_files(tmp_path):
     """Over its own files, too: a save never writes into a file that is there."""
     flaxckpt.save(tmp_path / "c", big_state())
     found = flaxckpt.load(tmp_path / "c", memory_map=True)
@@ -712,7 +712,7 @@ def test_values_come_from_accelerators_as_they_were(tmp_path, monkeypatch, pinne
     strategies.assert_same(found, expected)
 
 
-def test_what_is_stored_as_bytes_is_cast_by_its_values(tmp_path):
+def test_float8_leaves_are_cast_by_value(tmp_path):
     state = {"w": np.array([0.5, 1, 3, 2]).astype(jnp.float8_e4m3)}
     flaxckpt.save(tmp_path / "c", state)
     cast = flaxckpt.transforms.cast("w", "uint8", lossy=True)

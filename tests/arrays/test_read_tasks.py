@@ -46,7 +46,7 @@ def test_a_failed_task_fails_its_reading_alone(error, kind):
     assert other.result() == {(): 1}
 
 
-def test_the_first_of_several_errors_is_told():
+def test_raises_the_first_of_several_errors():
     reading = Reading([fail(ValueError(text)) for text in ("one", "two")], dict)
     for task in reading.tasks:
         task()

@@ -194,7 +194,7 @@ def test_a_part_of_a_leaf_is_read_and_verified_by_segments(tmp_path):
 
 
 @pytest.mark.parametrize("store", ["auto", "files", "ocdbt"])
-def test_a_store_has_no_effect_and_that_is_told(tmp_path, caplog, store):
+def test_store_option_has_no_effect_but_warns(tmp_path, caplog, store):
     layout = flaxckpt.ArrayLayout(store=store, chunk_bytes=7)
     assert f"store='{store}') has no effect any more" in caplog.text
     assert layout == flaxckpt.ArrayLayout(chunk_bytes=7)
@@ -239,7 +239,7 @@ def test_a_step_may_be_replaced_while_a_leaf_of_it_is_open(tmp_path):
             leaf.read().result()
 
 
-def test_tensorstore_lists_what_is_saved_by_several_items(tmp_path):
+def test_tensorstore_lists_the_keys_of_each_item(tmp_path):
     state = {"a": {"w": np.ones(3)}, "b": {"w": np.ones((2, 2)), "n": 1}}
     flaxckpt.save(tmp_path / "c", state, items=("a", "b"), layout=DATABASE)
     for item, keys in (("a", {"w"}), ("b", {"w", "n"})):

@@ -135,7 +135,7 @@ def test_shards_are_numbered_alike_where_they_are_and_in_plans(spec):
         assert holders[shard.replica_id, number] == shard.device.id
 
 
-def test_what_has_no_sharding_is_written_by_the_first_process():
+def test_first_process_writes_leaves_without_sharding():
     tasks = [
         zarr_writer_assignment.Task(None, (3,), 1, 7),
         zarr_writer_assignment.Task(None, (), 1, 5),

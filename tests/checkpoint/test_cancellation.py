@@ -82,7 +82,7 @@ def test_a_failed_save_is_not_cancelled(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["chunk", "sync"])
-def test_what_a_cancelled_save_would_have_replaced_stays(tmp_path, monkeypatch, place):
+def test_cancelled_save_keeps_the_previous_checkpoint(tmp_path, monkeypatch, place):
     path = tmp_path / "c"
     flaxckpt.save(path, state(1))
     gate = Gate(monkeypatch, place)

@@ -126,7 +126,7 @@ def test_an_old_database_without_digests_holds_its_large_arrays(tmp_path):
         file_sizes.check(small / "1", None)
 
 
-def test_what_was_deleted_on_purpose_is_not_missing(tmp_path):
+def test_deleted_items_do_not_count_as_missing(tmp_path):
     path = tmp_path / "run"
     with flaxckpt.Checkpointer(path, items=("params", "opt")) as ckpt:
         ckpt.save(1, {"params": STATE, "opt": STATE}).wait()

@@ -134,7 +134,7 @@ def test_settings_of_a_with_block_hold(tmp_path):
 # ---- what goes wrong ---------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_an_error_of_the_call(tmp_path, gate):
+def test_load_async_raises_misfits_at_once(tmp_path, gate):
     flaxckpt.save(tmp_path / "c", train_state(1.5))
     with pytest.raises(errors.RestoreMismatchError, match="nothing"):
         flaxckpt.load_async(tmp_path / "c", {"params": {"w": jnp.ones(2)}})
@@ -152,7 +152,7 @@ def test_damage_is_an_error_of_wait(tmp_path):
     assert repr(handle) == "<loading c: failed>"
 
 
-def test_a_checkpoint_that_is_replaced_meanwhile_is_told(tmp_path, gate):
+def test_wait_reports_that_the_checkpoint_was_replaced(tmp_path, gate):
     flaxckpt.save(tmp_path / "c", {"w": np.ones(100)})
     handle = flaxckpt.load_async(tmp_path / "c")
     flaxckpt.save(tmp_path / "c", {"w": np.zeros(100)}, overwrite=True)

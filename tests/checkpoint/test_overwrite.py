@@ -125,7 +125,7 @@ def test_nothing_is_replaced_that_has_files_of_others(tmp_path, replace, names):
     ids=["database", "bare", "short names", "nnx"],
 )
 @pytest.mark.parametrize("zarr_version", [2, 3])
-def test_what_flaxckpt_writes_itself_is_replaced(tmp_path, state, zarr_version):
+def test_overwrite_replaces_all_files_of_flaxckpt(tmp_path, state, zarr_version):
     layout = flaxckpt.ArrayLayout(chunk_bytes=8, zarr_version=zarr_version)
     with flaxckpt.Checkpointer(tmp_path, layout=layout) as run:
         run.save(1, state, dataset=StepIndexed(lambda i: i), temporary=True).wait()
@@ -199,7 +199,7 @@ def test_an_upload_sets_a_damaged_step_with_files_of_others_aside(tmp_path):
         assert (path / "1.damaged" / "notes.txt").read_bytes() == b"mine"
 
 
-def test_what_comes_while_a_save_is_under_way_is_not_deleted(tmp_path, monkeypatch):
+def test_overwrite_keeps_files_added_during_the_save(tmp_path, monkeypatch):
     flaxckpt.save(tmp_path / "a", STATE)
     real = LOCAL.sync_tree
 

@@ -93,7 +93,7 @@ def test_the_files_of_a_step_with_a_manifest(tmp_path, names, handlers, not_ours
         ("state/DS_Store", False),
     ],
 )
-def test_what_goes_with_any_checkpoint(tmp_path, name, is_disposable):
+def test_recognises_disposable_files_of_any_checkpoint(tmp_path, name, is_disposable):
     step = make(tmp_path / "3", "flaxckpt.json", "state/_METADATA", name)
     assert foreign(step) == ([] if is_disposable else [name])
 
@@ -222,7 +222,7 @@ def test_a_directory_of_safetensors(tmp_path, names, shards, not_ours):
         ["a.safetensors.index.json", "b.safetensors.index.json"],
     ],
 )
-def test_what_is_no_checkpoint_is_not_replaced(tmp_path, names):
+def test_refuses_to_replace_other_directories(tmp_path, names):
     path = make(tmp_path / "model", "other/x", *names)
     with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
         overwrite.check_replaceable(path, of_any_format=True)

@@ -73,7 +73,7 @@ def test_leaves_found_by_their_role_are_matched(path):
     assert leaf.sources == ("opt_state/0/mu/w",)
 
 
-def test_leaves_split_otherwise_are_resharded_and_cost_what_is_read_here(path):
+def test_plan_reshards_leaves_and_counts_the_bytes_read_here(path):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, P("x"))
     wanted = {
@@ -103,7 +103,7 @@ def test_planning_reads_no_array(path, is_old):
         flaxckpt.load(path, state())
 
 
-def test_a_plan_prints_as_a_table_of_what_is_not_simply_loaded(path):
+def test_printed_plan_lists_leaves_that_are_cast_or_initialized(path):
     wanted = {"params": {"w": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)}, "head": 1}
     plan = flaxckpt.plan(path, wanted, missing="init")
     for text in (str(plan), rich_text(plan)):

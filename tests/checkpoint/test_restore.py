@@ -108,7 +108,7 @@ def test_less_may_be_asked_for(path, caplog):
     flaxckpt.load(path, {"step": 0}, unused="ignore")
 
 
-def test_all_misfits_are_named_with_what_was_wanted_and_found(path):
+def test_error_names_wanted_and_found_of_each_misfit(path):
     wanted = {
         "params": {
             "dense": {"kernel": jnp.ones((4, 3)), "bais": jnp.zeros(2)},
@@ -144,7 +144,7 @@ def test_errors_stay_short_however_many_leaves_are_at_fault(tmp_path):
     assert len(str(info.value).splitlines()) < 15
 
 
-def test_a_state_that_stands_higher_in_the_checkpoint_is_told_where(tmp_path):
+def test_error_says_where_to_nest_the_state(tmp_path):
     params = {"dense": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}}
     moments = ({"mu": params, "nu": params},)
     flaxckpt.save(tmp_path / "keys", {"opt_state": moments, "params": params})
@@ -208,7 +208,7 @@ def test_one_missing_prefix_is_one_line_with_the_rename_to_paste(
             np.testing.assert_array_equal(a, b)
 
 
-def test_a_prefix_is_told_of_one_branch_beside_other_faults(tmp_path):
+def test_error_suggests_a_rename_beside_other_misfits(tmp_path):
     flaxckpt.save(tmp_path / "c", {"model": {"params": layers()}, "step": 3})
     wanted = {"params": layers(), "extra": jnp.ones(3), "step": 0}
     with pytest.raises(errors.RestoreMismatchError) as caught:
@@ -220,7 +220,7 @@ def test_a_prefix_is_told_of_one_branch_beside_other_faults(tmp_path):
     assert 'missing="init"' in text
 
 
-def test_one_leaf_elsewhere_is_told_as_a_leaf(tmp_path):
+def test_error_suggests_a_rename_for_a_single_leaf(tmp_path):
     flaxckpt.save(tmp_path / "c", {"model": {"w": jnp.ones(3)}, "other": jnp.ones(2)})
     with pytest.raises(errors.RestoreMismatchError) as caught:
         flaxckpt.load(tmp_path / "c", {"w": jnp.zeros(3)})
@@ -475,7 +475,7 @@ def test_computed_leaves_do_not_depend_on_the_axes_of_the_current_mesh(path):
     np.testing.assert_array_equal(by_transpose["w"], np.ones((2, 4)))
 
 
-def test_an_error_names_what_gives_devices_to_a_mesh_without(path):
+def test_error_says_how_to_give_an_abstract_mesh_devices(path):
     mesh = AbstractMesh((4,), ("x",))
     split = NamedSharding(mesh, P("x"))
     kernel = jax.ShapeDtypeStruct((4, 2), jnp.float32, sharding=split)

@@ -200,7 +200,7 @@ class Layered:
     sizes: tuple = struct.field(pytree_node=False)
 
 
-def test_lists_and_tuples_in_a_dataclass_stay_what_they_are(tmp_path):
+def test_dataclass_fields_keep_lists_and_tuples(tmp_path):
     state = Layered([1, 2.5], (3, [4]), sizes=(5, (6, 7)))
     flaxckpt.save(tmp_path / "c", state)
     found = flaxckpt.load(tmp_path / "c", types=[Layered])
@@ -376,7 +376,7 @@ def test_a_default_in_place_of_a_value_that_was_not_saved_is_named(tmp_path, cap
     assert not caplog.records
 
 
-def test_only_fields_are_set_whatever_a_manifest_says(tmp_path, caplog):
+def test_load_sets_no_attributes_beyond_declared_fields(tmp_path, caplog):
     class Renamed(OwnInit):
         pass
 
@@ -539,7 +539,7 @@ def nnx_state():
     return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 
 
-def test_nnx_objects_come_back_as_new_objects_that_share_what_they_shared(tmp_path):
+def test_restored_nnx_objects_are_new_and_share_variables(tmp_path):
     model, optimizer = nnx_state()
     wanted = {"model": model, "optimizer": optimizer, "rngs": nnx.Rngs(7), "n": 3}
     flaxckpt.save(tmp_path / "c", wanted)
@@ -973,7 +973,7 @@ def test_everything_is_synced_before_the_commit_and_the_parent_after(
     assert written | {temporary, str(tmp_path), str(tmp_path / "new")} <= synced
 
 
-def test_a_failed_save_leaves_nothing_and_says_what_to_do(tmp_path, monkeypatch):
+def test_failed_save_leaves_no_files_and_names_the_cause(tmp_path, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")
 

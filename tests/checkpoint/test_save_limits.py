@@ -325,7 +325,7 @@ def test_metadata_that_would_not_come_back_is_refused(
         flaxckpt.Checkpointer(tmp_path / "run", metadata={"key": value})
 
 
-def test_what_is_changed_after_the_call_is_not_saved(tmp_path):
+def test_changes_after_the_call_are_not_saved(tmp_path):
     inner = {"lr": 0.1}
     metadata, metrics = {"run": inner, "tags": ["a"]}, {"loss": np.ones(())}
     state = {
@@ -452,9 +452,7 @@ def test_nested_states_of_datasets_come_back(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["out.msgpack", "out.safetensors", "out"])
-def test_what_a_conversion_makes_is_read_before_it_gets_its_name(
-    tmp_path, monkeypatch, name
-):
+def test_convert_removes_an_unreadable_result(tmp_path, monkeypatch, name):
     flaxckpt.save(tmp_path / "c", {"a": np.ones(2), "text": "x" * 1000})
 
     def refuse(*_):

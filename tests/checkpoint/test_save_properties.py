@@ -147,7 +147,7 @@ def flat(metrics, prefix=""):
     strategies.layouts,
 )
 @pytest.mark.slow
-def test_stock_orbax_reads_what_was_acknowledged(tmp_path_factory, state, layout):
+def test_stock_orbax_reads_acknowledged_saves(tmp_path_factory, state, layout):
     ocp = pytest.importorskip("orbax.checkpoint")
     path = tmp_path_factory.mktemp("orbax") / "c"
     try:

@@ -300,7 +300,7 @@ def test_a_garbage_collector_that_is_off_stays_off():
         gc.enable()
 
 
-def test_arrays_of_one_shape_share_what_is_derived_from_it():
+def test_arrays_of_one_shape_share_their_chunk_shape():
     state = {i: jax.device_put(jnp.ones((8, 4)), jax.devices()[0]) for i in range(3)}
     infos = snapshot(state).contents.infos
     assert len({id(info.chunk_shape) for info in infos}) == 1

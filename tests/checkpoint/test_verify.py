@@ -181,7 +181,7 @@ def test_a_step_under_the_name_of_another_is_not_that_one(tmp_path, caplog):
     assert "was saved as step 1" in ckpt.damaged()[2]
 
 
-def test_a_copy_elsewhere_is_what_it_was(tmp_path):
+def test_copied_step_loads_and_verifies(tmp_path):
     run(tmp_path / "run", 1)
     for name in ("copy", "pretrained/7"):
         shutil.copytree(tmp_path / "run/1", tmp_path / name)
@@ -308,7 +308,7 @@ def test_a_manifest_that_was_deleted_is_missed(tmp_path):
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_without_checksums_it_is_said_that_nothing_proves_the_values(tmp_path, is_old):
+def test_verify_lists_leaves_without_checksums_as_unchecked(tmp_path, is_old):
     layout = flaxckpt.ArrayLayout(checksum=False)
     run(tmp_path, 1, layout=layout, is_old=is_old)
     report = flaxckpt.verify(tmp_path)
@@ -326,7 +326,7 @@ def test_without_checksums_it_is_said_that_nothing_proves_the_values(tmp_path, i
     assert "w" not in report.unchecked
 
 
-def test_metrics_that_were_changed_by_hand_are_lost_and_told_of(tmp_path, caplog):
+def test_verify_reports_edited_metrics_and_a_run_drops_them(tmp_path, caplog):
     ckpt = run(tmp_path, 1)
     ckpt.add_metrics(1, {"accuracy": 0.25})
     assert ckpt.verify(1).ok
@@ -418,7 +418,7 @@ def test_databases_are_verified_by_their_values(tmp_path, is_old):
 
 
 @pytest.mark.parametrize("codec", ["none", "compact"])
-def test_what_is_missing_in_a_sound_old_database_is_named(tmp_path, codec):
+def test_verify_names_keys_missing_from_an_old_database(tmp_path, codec):
     layout = flaxckpt.ArrayLayout(codec=codec, chunk_bytes=4096)
     run(tmp_path, 1, layout=layout)
     old_stores.make_databases(tmp_path / "1")
@@ -443,7 +443,7 @@ def manifest(path):
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_what_cannot_be_read_proves_no_damage(tmp_path, monkeypatch, is_old):
+def test_verify_reports_io_errors_as_unread(tmp_path, monkeypatch, is_old):
     ckpt = run(tmp_path, 1, is_old=is_old)
     file = "table/c.0.0" if is_old else "d/0.small.0"
     real = os.open
@@ -516,7 +516,7 @@ def test_so_is_one_of_which_hardly_anything_is_left(tmp_path, on_exists):
     strategies.assert_same(state(2), ckpt.restore(step=2))
 
 
-def test_what_is_merely_called_like_a_step_is_neither_marked_nor_replaced(tmp_path):
+def test_foreign_directory_named_like_a_step_is_left_alone(tmp_path):
     ckpt = run(tmp_path, 1)
     (tmp_path / "2024").mkdir()
     (tmp_path / "2024/notes.txt").write_text("mine")
@@ -619,7 +619,7 @@ def test_a_file_that_may_not_be_read_proves_nothing(tmp_path, monkeypatch):
     assert ckpt.damaged() == {}
 
 
-def test_a_mark_that_cannot_be_made_is_told_of(tmp_path, monkeypatch, caplog):
+def test_restore_warns_if_a_step_cannot_be_marked(tmp_path, monkeypatch, caplog):
     ckpt = run(tmp_path, 1, 2)
     flip(tmp_path / "2/state", "w/c.0.0", 3)
 

@@ -234,7 +234,7 @@ def test_large_objects_of_a_store_are_read_in_parts(monkeypatch, layout):
 # ---- faults that are not proved ---------------------------------------------------
 
 
-def test_what_cannot_be_read_is_no_damage(tmp_path, monkeypatch):
+def test_unreadable_file_is_not_reported_as_damage(tmp_path, monkeypatch):
     layout = {"codec": "zstd", "checksum": False}
     state = {"w": np.zeros(2**17), "v": np.zeros(2**17)}  # in files of their own
     path = save(tmp_path / "c", state, **layout)
@@ -406,7 +406,7 @@ def test_damaged_metrics_do_not_make_a_step_unreadable(tmp_path):
         verify.check(tmp_path / "1", 1)
 
 
-def test_all_places_are_told_whatever_else_is_damaged(tmp_path):
+def test_report_places_every_damaged_leaf(tmp_path):
     """Also of a leaf after a file that holds no leaf, and before it."""
     with flaxckpt.Checkpointer(tmp_path) as run:
         data = StepIndexed(lambda i: i)
@@ -432,7 +432,7 @@ def test_a_path_that_is_no_checkpoint_any_more_is_reported(tmp_path, error):
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_damage_is_told_of_arrays_without_any_description(tmp_path, is_old):
+def test_finds_damage_in_arrays_without_descriptions(tmp_path, is_old):
     path = save(tmp_path / "c", {"w": np.zeros(4)})
     if is_old:
         old_stores.make_directories(path)
@@ -444,7 +444,7 @@ def test_damage_is_told_of_arrays_without_any_description(tmp_path, is_old):
     assert "\n" not in why
 
 
-def test_damage_is_told_of_what_was_a_checkpoint(tmp_path):
+def test_finds_damage_in_remains_of_a_checkpoint(tmp_path):
     path = save(tmp_path / "c", {"w": np.zeros(4)})
     (path / "flaxckpt.json").unlink()
     (path / "state" / "_METADATA").unlink()
@@ -455,7 +455,7 @@ def test_damage_is_told_of_what_was_a_checkpoint(tmp_path):
     assert verify.find_damage(path, None) is None
 
 
-def test_what_was_no_checkpoint_is_not_damaged(tmp_path):
+def test_finds_no_damage_in_foreign_directories(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/text").write_text("mine")
     assert verify.find_damage(tmp_path / "notes", None) is None

@@ -101,7 +101,7 @@ def test_a_metric_that_only_a_damaged_step_has_is_of_no_step(here, command):
         assert "has a finite metric 'loss'" in refused
 
 
-def test_a_deleted_step_is_said_to_be_deleted(here, command):
+def test_error_says_that_the_step_was_deleted(here, command):
     with flaxckpt.Checkpointer("own run", keep=[LatestN(2)]) as run:
         for step in (1, 2, 3):
             run.save(step, {"n": step}).wait()
@@ -145,7 +145,7 @@ def test_prune_without_yes_deletes_nothing(here, command):
     assert steps("run") == [100, 200, 300]
 
 
-def test_prune_deletes_what_explain_gives_no_reason_for(here, command):
+def test_prune_deletes_steps_without_a_reason_to_stay(here, command):
     found = command.json("prune", "run", "-k", "best:1:loss:min", "--yes")
     assert (found["dry_run"], found["deleted"]) == (False, [100])
     assert found["bytes"] > 0
@@ -339,7 +339,7 @@ def test_convert_changes_leaves(here, command):
     np.testing.assert_array_equal(found["bias"], np.zeros(3))
 
 
-def test_convert_refuses_what_is_there(here, command):
+def test_convert_refuses_existing_targets_and_bad_options(here, command):
     assert "w.msgpack" in command.refuses("convert", "orbax", "w.msgpack")
     command("convert", "orbax", "w.msgpack", "--overwrite", "--format", "msgpack")
     assert "must be PATTERN=DTYPE" in command.refuses(

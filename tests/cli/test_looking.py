@@ -57,7 +57,7 @@ def test_ls_tells_the_same_in_json(here, command):
     assert found["bytes"] == sum(step["bytes"] for step in found["steps"])
 
 
-def test_ls_says_what_is_best_and_why_each_stays(here, command):
+def test_ls_marks_the_best_step_and_says_why_each_stays(here, command):
     policies = ["--keep", "latest:1", "-k", "best:1:loss:min"]
     best = command.json("ls", "run", *policies)["steps"][1]
     assert best["marks"] == ["best"]
@@ -97,7 +97,7 @@ def test_ls_takes_policies_from_the_settings_of_a_run(here, command):
     assert "pass --config" in command.refuses("ls", "run", "--group", "train")
 
 
-def test_ls_lists_runs_of_orbax_whatever_their_steps_are_called(here, command):
+def test_ls_lists_runs_of_orbax(here, command):
     found = command.json("ls", "orbax", "--keep", "best:1:loss:min")
     assert [step["step"] for step in found["steps"]] == [1, 2]
     assert {step["format"] for step in found["steps"]} == {"orbax"}
@@ -142,7 +142,7 @@ def test_ls_of_a_run_that_has_just_begun(here, command):
     assert command.json("ls", "empty")["steps"] == []
 
 
-def test_what_is_no_checkpoint_is_bad_use(here, command):
+def test_commands_refuse_paths_without_a_checkpoint(here, command):
     for verb in ("ls", "show", "verify", "du", "explain"):
         assert "does not exist" in command.refuses(verb, "nowhere")
         assert "is not a checkpoint of a supported format" in command.refuses(
@@ -283,7 +283,7 @@ def test_show_of_one_leaf_reads_it(here, command):
     assert (found["min"], found["max"], sum(found["histogram"])) == (0.0, 3.0, 3)
 
 
-def test_show_of_a_container_shows_what_is_in_it(here, command):
+def test_show_of_a_container_counts_its_leaves(here, command):
     lines = command.text("show", "run", "params")
     assert lines[1].split() == ["params", "2", "leaves", "60", "B"]
     assert command.json("show", "run", "params")[0]["leaves"] == 2
@@ -368,7 +368,7 @@ def test_diff_of_equal_checkpoints_is_0(here, command):
     assert found["same"] == ["w"]
 
 
-def test_diff_of_two_steps_lists_what_has_changed(here, command):
+def test_diff_of_two_steps_lists_changed_leaves(here, command):
     lines = command.text("diff", "run", "-a", 100, "-b", 200, code=1)
     assert lines[:2] == ["a: run/100", "b: run/200"]
     [kernel] = [line for line in lines if line.startswith("params/dense/kernel")]
@@ -524,14 +524,14 @@ def test_verify_takes_steps(here, command):
     assert "--all" not in "".join(command.text("verify", "w.msgpack"))
 
 
-def test_verify_of_all_takes_what_is_left_of_a_step_too(here, command):
+def test_verify_all_reports_remains_of_a_step(here, command):
     shutil.rmtree(here / "run" / "200" / "state")
     (here / "run" / "200" / "flaxckpt.json").unlink()
     lines = command.text("verify", "run", "--all", code=1)
     assert "run, step 200: DAMAGED" in lines
 
 
-def test_verify_says_what_has_no_checksums(here, command):
+def test_verify_counts_leaves_without_checksums(here, command):
     lines = command.text("verify", "w.safetensors")
     assert "  1 without checksums: only read" in lines
     assert "leave the steps out" in command.refuses("verify", "run", "--all", "-s", 100)
@@ -555,7 +555,7 @@ def test_plan_into_an_equal_state_is_0(here, command):
     assert found["leaves"]["params/dense/bias"]["actions"] == ["loaded"]
 
 
-def test_plan_into_what_does_not_fit_is_1(here, command):
+def test_plan_exits_with_1_if_leaves_do_not_fit(here, command):
     lines = command.text("plan", "orbax", "run", code=1)
     assert any("conflict" in line for line in lines)
     found = command.json("plan", "orbax", "run", code=1)
@@ -621,7 +621,7 @@ def test_plan_renames_and_casts_first(here, command):
     assert "--suggest guesses" in command.refuses(*asked, "--suggest")
 
 
-def test_plan_says_what_the_optimizer_initializes(here, command):
+def test_plan_counts_leaves_that_the_optimizer_initializes(here, command):
     save_as("new")
     lines = command.text("plan", "new", "new", "--drop", "opt_state/.*")
     assert lines[-3:-1] == [
@@ -981,7 +981,7 @@ def test_plan_knows_that_a_database_is_read_as_a_whole(here, command):
     assert "state/d/0.small.0: wanted 16008 bytes" in found["damage"]
 
 
-def test_plan_shows_the_plan_of_what_it_guesses(here, command):
+def test_plan_suggest_shows_the_plan_of_its_guess(here, command):
     for name in ("old", "new"):
         params = {name: {"up": jnp.ones((4, 6)), "down": jnp.ones((6, 4))}}
         optimizer = optax.adam(1e-3).init(params)
@@ -1010,7 +1010,7 @@ def test_plan_shows_the_plan_of_what_it_guesses(here, command):
     assert command.json(*words)["ok"]
 
 
-def test_plan_that_guesses_less_than_all_says_what_helps(here, command):
+def test_incomplete_plan_suggest_prints_a_command_that_works(here, command):
     save_with_head("base", "head", 10)
     save_with_head("tuned", "head", 3)
     asked = ["plan", "base", "tuned"]
@@ -1027,7 +1027,7 @@ def test_plan_that_guesses_says_how_to_match_the_optimizer(here, command):
     assert pasted(lines, INITIALIZES)[3:] == ["--optimizer", "match", "--suggest"]
 
 
-def test_plan_into_what_show_printed(here, command):
+def test_plan_reads_the_output_of_show(here, command):
     (here / "shown.json").write_text(command("show", "run", "--json").stdout)
     assert command.json("plan", "run", "shown.json")["ok"]
     assert not command.json("plan", "orbax", "shown.json", code=1)["ok"]
@@ -1083,7 +1083,7 @@ def test_all_verbs_count_the_same_leaves(here, command):
 # ---- du and doctor ------------------------------------------------------------------
 
 
-def test_du_says_what_takes_the_space(here, command):
+def test_du_lists_the_space_of_steps_and_arrays(here, command):
     lines = command.text("du", "run", "--depth", 1)
     assert lines[0].split() == ["step", "files", "not", "shared"]
     assert lines[4].endswith(" on the disk")

@@ -120,7 +120,7 @@ def test_a_newer_damaged_step_is_warned_about_once_in_options(here):
     assert (shown.returncode, shown.stderr) == (0, "")
 
 
-def test_whoever_stops_reading_hears_nothing(here):
+def test_closed_pipe_ends_the_command_without_a_message(here):
     flaxckpt.save("big", {f"layer_{i}": np.ones(1) for i in range(3000)})
     show = subprocess.Popen(
         [*COMMAND, "show", "big", "--depth", "1"],
@@ -191,7 +191,7 @@ def test_shells_complete_verbs():
 
 
 @pytest.mark.slow
-def test_what_a_terminal_cannot_show_is_printed_all_the_same(here):
+def test_show_escapes_characters_outside_the_encoding(here):
     flaxckpt.save("odd", {"größe": np.arange(30.0)})
     found = run("show", "odd", "größe", PYTHONIOENCODING="ascii")
     assert found.returncode == 0

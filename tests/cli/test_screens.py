@@ -343,7 +343,7 @@ def test_diff_by_subtree_is_as_deep_as_fits(layered, terminal):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_diff_shows_metrics_and_what_cannot_be_read(losses, terminal, command, width):
+def test_diff_shows_metrics_and_unreadable_leaves(losses, terminal, command, width):
     asked = ["diff", "run", 100, 200]
     chunks.flip(Path("run/200/state"), "params.w/c.0.0")
     lines = terminal(width, *asked, code=1)

@@ -95,7 +95,7 @@ def test_a_best_step_that_is_unknown_is_refused(
         assert said in command.refuses(*args)
 
 
-def test_what_is_no_step_says_what_one_is(ranked, command):
+def test_refusal_of_a_bad_step_lists_the_valid_forms(ranked, command):
     for args in (
         ["verify", "ranked", "foo"],
         ["show", "ranked", "--step", "-1"],

@@ -53,7 +53,7 @@ def test_doctor_tries_out_a_bucket_and_leaves_nothing_in_it(url, command):
     assert "does not exist" in command.refuses("ls", f"{url}-new")
 
 
-def test_what_is_not_there_is_not_made(command):
+def test_commands_refuse_missing_runs_in_stores(command):
     nowhere = f"memory://cli/{next(counter)}"
     assert "does not exist" in command.refuses("ls", nowhere)
     assert "does not exist" in command.refuses("pin", nowhere, 1)

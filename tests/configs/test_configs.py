@@ -232,7 +232,7 @@ any_config = st.builds(
 
 
 @given(any_config)
-def test_what_is_written_is_what_is_read(config):
+def test_mapping_round_trips_through_json_and_yaml(config):
     mapping = config.to_mapping()
     assert CheckpointConfig.from_mapping(mapping) == config
     assert CheckpointConfig.from_mapping(json.loads(json.dumps(mapping))) == config
@@ -326,7 +326,7 @@ def test_references_in_a_config_dict_are_followed():
         ([1], "the config must be a table"),
     ],
 )
-def test_what_makes_no_sense_is_named(mapping, message):
+def test_error_names_the_invalid_option(mapping, message):
     with pytest.raises(errors.OptionError, match=message):
         CheckpointConfig.from_mapping(mapping)
 

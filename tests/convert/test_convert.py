@@ -126,7 +126,7 @@ def test_orbax_to_safetensors_and_back_is_exact(
     assert flaxckpt.metadata(back).format == "flaxckpt"
 
 
-def test_the_library_reads_what_is_written(source, tmp_path):
+def test_safetensors_library_reads_the_converted_file(source, tmp_path):
     flaxckpt.convert(source, tmp_path / "m.safetensors", format="safetensors")
     found = safetensors.load_file(tmp_path / "m.safetensors")
     wanted = {
@@ -281,7 +281,7 @@ def test_every_layout_holds_the_same(source, tmp_path, layout, limit, store):
 @pytest.mark.parametrize(
     "reader", ["v0_pytree", "v0_standard_target", "v1_load_target"]
 )
-def test_stock_orbax_reads_what_is_written(tmp_path, layout, reader):
+def test_stock_orbax_reads_the_converted_checkpoint(tmp_path, layout, reader):
     wanted = {"train": train(), "dropout": jax.random.key(5), "step": 7, "none": None}
     flaxckpt.save(tmp_path / "source", wanted)
     flaxckpt.convert(
@@ -391,7 +391,7 @@ def test_transforms_change_names_shapes_and_types(tmp_path, format_name, limit):
         strategies.assert_same_bits(layer["w"].astype(jnp.bfloat16), again[name]["w"])
 
 
-def test_what_is_left_keeps_its_classes(source, tmp_path):
+def test_remaining_leaves_keep_their_classes_after_a_drop(source, tmp_path):
     """A leaf that is dropped takes the class of its own container with it only."""
     drop = [transforms.drop("dropout"), transforms.drop("best")]
     for format_name in ("orbax", "safetensors"):
@@ -469,7 +469,7 @@ def flax_state():
 
 @pytest.mark.parametrize("max_bytes", [2**30, 1000, 10])
 @pytest.mark.parametrize("limit", [2**30, 10_000])
-def test_msgpack_is_what_flax_writes(tmp_path, monkeypatch, max_bytes, limit):
+def test_msgpack_equals_the_bytes_of_flax(tmp_path, monkeypatch, max_bytes, limit):
     wanted = flax_state()
     flaxckpt.save(tmp_path / "c", wanted)
     monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", max_bytes)
@@ -597,7 +597,7 @@ def files_with(done, root):
         ("orbax", "c", {"zarr_version": 2}),
     ],
 )
-def test_what_was_killed_goes_on_where_it_was(
+def test_killed_conversion_resumes_where_it_stopped(
     tmp_path, monkeypatch, format_name, name, layout
 ):
     source, target = big_source(tmp_path), tmp_path / "new" / name
@@ -667,7 +667,7 @@ def test_a_source_that_has_changed_starts_over(tmp_path):
 
 @pytest.mark.parametrize("fault", ["write", "finish"])
 @pytest.mark.parametrize("format_name", ["orbax", "safetensors", "msgpack"])
-def test_an_error_leaves_what_is_done(tmp_path, monkeypatch, format_name, fault):
+def test_conversion_resumes_after_an_error(tmp_path, monkeypatch, format_name, fault):
     source, target = big_source(tmp_path), tmp_path / "new"
 
     def fail(*args, **options):
@@ -688,7 +688,7 @@ def test_an_error_leaves_what_is_done(tmp_path, monkeypatch, format_name, fault)
 
 
 @pytest.mark.parametrize("format_name", ["orbax", "safetensors", "msgpack"])
-def test_what_was_moved_away_is_made_again(tmp_path, monkeypatch, format_name):
+def test_moved_result_is_converted_again(tmp_path, monkeypatch, format_name):
     """As if it was killed after the last step, and the result then removed."""
     source, target = big_source(tmp_path), tmp_path / "x"
     with monkeypatch.context() as patch:
@@ -767,7 +767,7 @@ def test_pieces_keep_to_the_limit(source, tmp_path, monkeypatch):
     assert len(sizes) > 10
 
 
-def test_what_is_there_is_replaced_only_when_asked(source, tmp_path):
+def test_convert_replaces_targets_only_with_overwrite(source, tmp_path):
     for name, format_name in (
         ("c", "orbax"),
         ("m", "safetensors"),

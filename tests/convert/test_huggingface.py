@@ -492,7 +492,7 @@ def export_in_parts(tmp_path, **options):
     )
 
 
-def test_an_interrupted_export_keeps_what_it_computed(tmp_path, source, computed):
+def test_interrupted_export_keeps_computed_tensors(tmp_path, source, computed):
     flaxckpt.save(tmp_path / "x", {"params": loaded(source)})
     computed.clear()
     with pytest.raises(StopError):

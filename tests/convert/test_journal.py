@@ -12,7 +12,7 @@ from flaxckpt._convert.journal import Journal
 WORK = {"from": "a", "to": "b"}
 
 
-def test_what_is_done_is_known_to_the_next(tmp_path):
+def test_reopened_journal_knows_finished_work(tmp_path):
     with Journal(tmp_path / "j", WORK) as journal:
         assert journal.done == set()
         (journal.output / "file").write_text("x")

@@ -187,7 +187,7 @@ Q = {"q": {"w_lora_a": np.ones((24, 2), np.float32),
         (Q, {"settings": {"x": object()}}, "cannot be written as JSON"),
     ],
 )
-def test_what_peft_does_not_have_is_refused(tmp_path, state, options, message):
+def test_export_refuses_features_missing_in_peft(tmp_path, state, options, message):
     with pytest.raises(errors.OptionError, match=message):
         export(tmp_path, state, **options)
     assert not (tmp_path / "adapter").exists()

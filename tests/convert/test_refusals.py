@@ -115,7 +115,9 @@ def test_a_file_that_is_no_checkpoint_stays(source, tmp_path):
 
 
 @pytest.mark.parametrize("format_name", ["orbax", "safetensors", "msgpack"])
-def test_what_comes_there_meanwhile_stays(source, tmp_path, format_name):
+def test_overwrite_keeps_files_added_during_the_conversion(
+    source, tmp_path, format_name
+):
     target = tmp_path / "d"
     flaxckpt.save(target, {"w": jnp.ones(2)})
 
@@ -231,7 +233,7 @@ def test_chunks_that_change_meanwhile_are_seen(source, tmp_path, store):
 
 
 @pytest.mark.parametrize("kind", [ValueError, OSError, KeyError, MemoryError])
-def test_what_progress_raises_comes_through(source, tmp_path, kind):
+def test_error_of_progress_propagates(source, tmp_path, kind):
     raised = kind("mine")
 
     def fail(done, total):
@@ -250,7 +252,9 @@ def test_a_path_below_a_file_is_refused(source, tmp_path):
             flaxckpt.convert(source, tmp_path / "file" / name)
 
 
-def test_nothing_is_said_of_work_that_is_not_there(source, tmp_path, monkeypatch):
+def test_error_mentions_no_finished_work_if_there_is_none(
+    source, tmp_path, monkeypatch
+):
     def fail(directory, work, **options):
         raise OSError("no space left")
 
@@ -388,7 +392,7 @@ ARRAYS = {"x": np.ones(2), "y": {}}
         ({"s": "//GDAPlaceholder:x", "t": ["//GDAPlaceholder:"], "u": 1}, {"s", "t/0"}),
     ],
 )
-def test_what_msgpack_would_not_give_back_is_refused(tmp_path, tree, wanted):
+def test_refuses_leaves_that_msgpack_would_not_round_trip(tmp_path, tree, wanted):
     assert refused(tmp_path, tree) == wanted
 
 
@@ -405,7 +409,7 @@ def test_what_msgpack_would_not_give_back_is_refused(tmp_path, tree, wanted):
         [{"a": 1}, "x", 1j],
     ],
 )
-def test_what_looks_alike_comes_back(tmp_path, tree):
+def test_harmless_lookalikes_round_trip_through_msgpack(tmp_path, tree):
     flaxckpt.save(tmp_path / "a", tree)
     flaxckpt.convert(tmp_path / "a", tmp_path / "b", format="msgpack")
     strategies.assert_same(tree, flaxckpt.load(tmp_path / "b"))
@@ -493,7 +497,7 @@ def test_the_path_says_which_format(source, tmp_path):
 
 
 @pytest.mark.parametrize("item", [True, False])
-def test_what_lies_beside_a_checkpoint_of_orbax_is_not_lost(tmp_path, item):
+def test_overwrite_keeps_foreign_files_of_orbax_checkpoints(tmp_path, item):
     import orbax.checkpoint as ocp
 
     step = tmp_path / "step"

@@ -83,7 +83,7 @@ def test_all_cases_are_there():
 
 @legacy_cases
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_stock_orbax_reads_what_was_of_another_format(tmp_path, case, layout):
+def test_stock_orbax_reads_conversions_of_other_formats(tmp_path, case, layout):
     flaxckpt.convert(
         case.path, tmp_path / "c", layout=LAYOUTS[layout], transforms=changes(case)
     )
@@ -110,7 +110,7 @@ def test_safetensors_and_back_is_exact(tmp_path, case):
 
 @legacy_cases
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_flax_reads_what_went_through_orbax(tmp_path, case, layout):
+def test_flax_reads_msgpack_converted_through_orbax(tmp_path, case, layout):
     flaxckpt.convert(case.path, tmp_path / "c", layout=LAYOUTS[layout])
     path = tmp_path / "state.msgpack"
     flaxckpt.convert(tmp_path / "c", path, format="msgpack", transforms=changes(case))

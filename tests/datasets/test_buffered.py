@@ -142,7 +142,7 @@ def wait_until_ahead(batches, index):
         threading.Event().wait(0.001)
 
 
-def test_it_runs_ahead_by_its_depth_and_not_more():
+def test_buffer_runs_ahead_by_no_more_than_its_depth():
     made = []
     with Buffered(StepIndexed(made.append), depth=3) as batches:
         for taken in range(1, 5):
@@ -242,7 +242,7 @@ def test_a_state_that_is_refused_leaves_the_buffer_where_it_was():
     batches.close()
 
 
-def test_what_has_no_state_cannot_be_buffered():
+def test_rejects_iterators_without_state():
     with pytest.raises(errors.DatasetStateError, match="generator cannot be saved"):
         Buffered(i for i in range(3))
     with pytest.raises(errors.OptionError, match="depth"):
@@ -304,7 +304,7 @@ def test_a_program_that_just_ends_is_not_held_up(tmp_path):
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-def test_a_forked_child_is_told_instead_of_left_waiting():
+def test_forked_child_gets_an_error_instead_of_waiting():
     code = """
         import os, sys, warnings
         from flaxckpt import errors

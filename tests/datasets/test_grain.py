@@ -118,7 +118,7 @@ def test_a_loader_over_other_data_is_refused():
 
 
 @pytest.mark.parametrize("make", [source, batched, loader])
-def test_what_is_not_iterated_over_yet_has_no_state(make):
+def test_state_files_rejects_grain_objects_without_iter(make):
     with pytest.raises(errors.DatasetStateError, match=r"Pass iter\(x\) instead of"):
         datasets.state_files(make())
 

@@ -278,7 +278,7 @@ def test_another_version_of_the_library_is_warned_of(caplog):
     assert "was saved by grain 0.1; version" in caplog.text
 
 
-def test_a_state_that_cannot_be_written_names_what_it_holds(tmp_path):
+def test_error_names_the_type_in_an_unwritable_state(tmp_path):
     class Strange(StepIndexed):
         def get_state(self):
             return {"file": Path("x")}

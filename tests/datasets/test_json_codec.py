@@ -81,7 +81,7 @@ def test_a_state_comes_back_as_it_was(state):
     assert_same(_json_codec.loads(_json_codec.dumps(state)), state)
 
 
-def test_what_looks_like_a_tag_comes_back_as_it_was():
+def test_dicts_that_resemble_tags_round_trip():
     for state in (
         {"__tuple__": [1]},
         {"__bytes__": "AAAA"},
@@ -199,7 +199,7 @@ def test_a_file_that_no_state_gives_is_an_error(content):
     ],
     ids=["set", "object", "objects", "strings", "complex", "function"],
 )
-def test_what_is_no_data_is_refused_by_its_place(state, found):
+def test_refusal_names_the_place_of_unsupported_values(state, found):
     with pytest.raises(errors.DatasetStateError, match=found):
         datasets.state_files(Holder(state))
 

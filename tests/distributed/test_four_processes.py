@@ -37,7 +37,7 @@ def test_all_are_told_which_of_four_is_late(job):
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_with_what_four_have_written(job, tmp_path):
+def test_two_processes_restore_checkpoints_of_four(job, tmp_path):
     (tmp_path / "restore").symlink_to(job[0] / "save")
     given = {"layouts": ["chunks", "compact"], "meshes": ["rows", "mixed"]}
     assert jobs.run("restore", 2, tmp_path, **given)["restore"]

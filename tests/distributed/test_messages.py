@@ -52,7 +52,7 @@ def test_all_know_how_it_ended_for_all(tmp_path, count):
             each.result()
 
 
-def test_who_beats_no_more_is_gone(tmp_path, monkeypatch):
+def test_process_without_heartbeats_counts_as_late(tmp_path, monkeypatch):
     monkeypatch.setattr(distributed_heartbeat, "SILENT_SECS", 0.3)
     files = distributed_key_value.FileStore(tmp_path)
     files.set("flaxckpt/beat/1", "7")  # the last that was heard of it

@@ -94,14 +94,14 @@ def test_all_compute_together_while_a_checkpoint_is_read(job):
 
 
 @pytest.mark.slow
-def test_each_process_refuses_what_no_reader_would_take(with_orbax):
+def test_each_process_refuses_unsupported_leaves_and_names(with_orbax):
     told = ["UnsupportedLeafError", "LeafNameError", "UnsupportedLeafError"]
     wanted = {"told": [*told, "OptionError"], "steps": [1]}
     assert with_orbax[1]["refused"] == (wanted, wanted)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_process_verifies_and_loads_what_two_have_written(job, layout):
+def test_one_process_verifies_and_loads_checkpoints_of_two(job, layout):
     path = job[0] / "save" / layout / "2"
     report = flaxckpt.verify(path)
     assert report.ok, report
@@ -165,7 +165,7 @@ def test_stock_orbax_reads_the_whole_in_one_process(job, layout):
     np.testing.assert_array_equal(found["arrays"]["rows"], values["rows"])
 
 
-def test_what_all_hold_is_written_by_one_and_can_be_read_by_one(job):
+def test_processes_share_writing_and_reading_of_replicated_arrays(job):
     for said in job[1]["share"]:
         assert said["balance"] <= 1.1
         every, once = said["shares"]
@@ -173,7 +173,7 @@ def test_what_all_hold_is_written_by_one_and_can_be_read_by_one(job):
         assert 0.5 <= once < 0.7
 
 
-def test_what_processes_do_not_agree_on_is_not_committed(with_orbax):
+def test_disagreement_between_processes_prevents_the_commit(with_orbax):
     first, second = (said["told"] for said in with_orbax[1]["disagree"])
     assert "step 11" in second[0]
     assert "step 10" in second[0]
@@ -238,7 +238,7 @@ def test_other_numbers_of_processes_go_on(job, count, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_old", [False, True])
-def test_two_go_on_with_what_one_has_written(tmp_path, is_old):
+def test_two_processes_restore_checkpoints_of_one(tmp_path, is_old):
     layouts = ["chunks", "compact"]
     jobs.run("save", 1, tmp_path, layouts=layouts)
     for step in (tmp_path / "save").glob("*/[12]") if is_old else ():
@@ -271,7 +271,7 @@ def test_orbax_managers_of_two_processes_save_items_of_flaxckpt(by_managers):
 
 
 @pytest.mark.slow
-def test_a_failure_of_one_manager_is_told_to_all_and_the_next_save_is_good(tmp_path):
+def test_failure_of_one_manager_reaches_all_and_next_save_succeeds(tmp_path):
     said = jobs.run("handler_faults", 2, tmp_path)
     first, second = [dict(enumerate(f["told"])) for f in said["handler_faults"]]
     assert first[0][0] == second[1][0] == "UnsupportedLeafError"
@@ -284,7 +284,7 @@ def test_a_failure_of_one_manager_is_told_to_all_and_the_next_save_is_good(tmp_p
     assert flaxckpt.verify(tmp_path / "handler_faults/3/default").ok
 
 
-def test_a_failure_of_one_is_told_to_all_and_the_next_save_is_good(with_orbax):
+def test_failure_of_one_process_reaches_all_and_next_save_succeeds(with_orbax):
     first, second = with_orbax[1]["faults"]
     assert "process 1: " in first["told"]
     assert "does not fit the state" in second["told"]
@@ -294,14 +294,14 @@ def test_a_save_cancelled_by_one_is_cancelled_for_all(with_orbax):
     assert with_orbax[1]["cancelled"] == ({"steps": [9]},) * 2
 
 
-def test_who_does_not_come_is_named_and_nothing_is_committed(with_orbax):
+def test_error_names_the_late_process_and_nothing_is_committed(with_orbax):
     directory, said = with_orbax
     told = said["late"][0]["told"]
     assert "process 1: has not reached 'written' of step 2" in told
     assert not [p for p in (directory / "late").iterdir() if "tmp-writing" in p.name]
 
 
-def test_who_is_lost_before_the_first_save_is_named(tmp_path):
+def test_error_names_a_process_lost_before_the_first_save(tmp_path):
     with jobs.Job("lost", 2, tmp_path, silent_secs=3.0) as job:
         for process in job.processes:
             assert "opened" in process.stdout.readline()
@@ -313,7 +313,7 @@ def test_who_is_lost_before_the_first_save_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_files_do_what_the_coordination_service_does(tmp_path):
+def test_files_replace_the_coordination_service(tmp_path):
     names = "together,save,late"
     said = jobs.run(names, 2, tmp_path, layouts=["chunks", "default"], files=True)
     assert said["together"] == ({"ok": True},) * 2

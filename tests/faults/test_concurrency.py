@@ -183,7 +183,7 @@ def restore_again_and_again(barrier, directory, stop, memory_map):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory_map", slow.all_but([False, True], [True]))
-def test_a_reader_of_what_is_deleted_has_a_whole_step_or_is_told(directory, memory_map):
+def test_reader_of_a_deleted_step_gets_a_whole_step_or_an_error(directory, memory_map):
     run, stop = directory / "run", directory / "stop"
     last, found = Others(
         [

@@ -232,7 +232,7 @@ def test_damage_is_never_silent_and_the_step_before_comes_back(
     assert run.outcome(memory_map=True) == 2, "all is healed"
 
 
-def test_so_many_cases_of_damage_are_tried():
+def test_enough_cases_of_damage_are_tried():
     counts = [n * len(CASES) for n in (FLIPS, ZEROED, TRUNCATED, REMOVED)]
     assert all(
         n >= least for n, least in zip(counts, (1000, 500, 300, 200), strict=True)

@@ -96,7 +96,7 @@ commit.write_files = fails""",
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", MUTE)
-def test_a_failed_save_is_an_exit_code_whatever_can_be_printed(run, tmp_path, way):
+def test_failed_save_sets_the_exit_code_even_without_output(run, tmp_path, way):
     full = way != "no words"
     done = run(f"{MUTE[way]}\nfull = {full}\nif full: fill_up()\nsave(directory, full)")
     assert done.returncode == 1
@@ -299,7 +299,7 @@ def test_a_fork_does_not_wait_for_a_load_of_its_parent(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_fork_does_not_tell_of_what_has_failed_before(run):
+def test_fork_does_not_report_earlier_failures(run):
     done = run(
         """
         handle = save(directory, full=True)

@@ -59,7 +59,7 @@ def outcomes(worker, directory, scenario, fault, tried):
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("scenario", slow.all_but(scenarios.READING, ["Reads"]))
-def test_what_is_read_is_exact_or_told_of(worker, directory, scenario, fault):
+def test_read_faults_yield_exact_values_or_errors(worker, directory, scenario, fault):
     ended, problems = outcomes(worker, directory, scenario, fault, TRIED["read"])
     assert not problems, "\n".join(problems)
     if "short" in fault:
@@ -70,8 +70,6 @@ def test_what_is_read_is_exact_or_told_of(worker, directory, scenario, fault):
 @pytest.mark.parametrize(
     "scenario", slow.all_but(scenarios.SCENARIOS, ["NewStep", "Retention"])
 )
-def test_what_cannot_be_read_while_a_run_goes_on_costs_nothing(
-    worker, directory, scenario
-):
+def test_read_errors_during_a_run_lose_nothing(worker, directory, scenario):
     _, problems = outcomes(worker, directory, scenario, "one error", TRIED["written"])
     assert not problems, "\n".join(problems)

@@ -71,7 +71,7 @@ def test_a_trial_that_is_killed_is_swept_at_the_next_opening(tmp_path, trial):
 
 
 @pytest.mark.parametrize("what", ["writing", "deleted", "replaced"])
-def test_what_a_crash_has_left_is_removed(tmp_path, what):
+def test_writable_run_removes_leftovers_of_a_crash(tmp_path, what):
     leave(tmp_path, "7")
     left = leave(tmp_path, f"7.orbax-checkpoint-tmp-{what}-0123abcd")
     aside = leave(tmp_path / "params_only", LEFT)
@@ -83,7 +83,7 @@ def test_what_a_crash_has_left_is_removed(tmp_path, what):
     assert (tmp_path / "7" / "state" / "file").exists()
 
 
-def test_what_was_to_be_replaced_gets_its_name_back(tmp_path, caplog):
+def test_interrupted_replacement_is_undone(tmp_path, caplog):
     """Where two directories cannot be exchanged in one step."""
     step = leave(tmp_path, "7.orbax-checkpoint-tmp-replaced-0123abcd")
     (step / "flaxckpt.json").touch()
@@ -105,7 +105,7 @@ def test_what_was_to_be_replaced_gets_its_name_back(tmp_path, caplog):
         "7.orbax-checkpoint-tmp-metrics",
     ],
 )
-def test_what_others_have_made_stays(tmp_path, name):
+def test_leftovers_of_other_writers_stay(tmp_path, name):
     left = leave(tmp_path, name)
     flaxckpt.Checkpointer(tmp_path).save(7, {"a": 1}).wait()
     assert left.exists()
@@ -118,14 +118,14 @@ def test_what_others_have_made_stays(tmp_path, name):
         ("7.orbax-checkpoint-tmp-metrics-0123abcd", 90),
     ],
 )
-def test_what_nobody_locks_goes_by_its_age(tmp_path, name, secs):
+def test_old_unlocked_leftovers_are_removed(tmp_path, name, secs):
     left = leave(tmp_path, name)
     grow_old(left, secs)
     flaxckpt.Checkpointer(tmp_path)
     assert not left.exists()
 
 
-def test_what_is_worked_with_stays(tmp_path):
+def test_claimed_directory_is_not_removed(tmp_path):
     left = leave(tmp_path, LEFT)
     with storage_temporary.claim(left) as is_ours:
         assert is_ours

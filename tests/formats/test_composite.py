@@ -410,7 +410,7 @@ def test_a_lost_item_is_left_out_and_the_others_keep_their_paths(trainer, caplog
     assert flaxckpt.verify(trainer).ok
 
 
-def test_a_deleted_item_is_told(trainer, caplog):
+def test_errors_and_metadata_name_a_deleted_item(trainer, caplog):
     with flaxckpt.Checkpointer(trainer.parent) as run:
         run.delete(STEP, item="optimizer_state")
         assert run.metadata(STEP).deleted_items == ("optimizer_state",)
@@ -429,7 +429,7 @@ def test_a_deleted_item_is_told(trainer, caplog):
     assert not [r for r in caplog.records if r.name.startswith("flaxckpt.formats")]
 
 
-def test_a_deleted_dataset_is_told(trainer):
+def test_error_explains_a_deleted_dataset(trainer):
     with flaxckpt.Checkpointer(trainer.parent) as run:
         run.delete(STEP, item="iter")
         assert run.metadata(STEP).deleted_items == ("iter",)
@@ -509,7 +509,7 @@ def test_reading_a_damaged_item_names_it(trainer, read):
 
 
 @pytest.mark.parametrize("damage", [damage_json, lose])
-def test_a_run_falls_back_only_for_what_is_damaged(trainer, damage):
+def test_run_falls_back_only_if_wanted_items_are_damaged(trainer, damage):
     newer = write_trainer(trainer.parent, STEP + 1)
     damage(newer / "optimizer_state")
     params = {"model_params": trainer_state()["model_params"]}

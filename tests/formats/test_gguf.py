@@ -224,7 +224,7 @@ def test_any_part_of_a_quantized_array_is_read(tmp_path, data):
     assert found.tobytes() == wanted[part].tobytes()
 
 
-def test_scales_that_are_no_numbers_give_what_float32_gives():
+def test_non_finite_scales_decode_like_float32():
     encoded = blocks(3)
     encoded[:, :2] = (
         np.array([np.inf, np.nan, -0.0], "<f2").view(np.uint8).reshape(3, 2)
@@ -376,7 +376,7 @@ def test_more_leaves_than_are_shown_are_in_the_fields_of_the_error(tmp_path):
         flaxckpt.convert(path, tmp_path / "a")
 
 
-def test_the_command_line_shows_what_is_there_and_what_cannot_be_loaded(tmp_path):
+def test_command_line_shows_gguf_files_and_unsupported_leaves(tmp_path):
     def run(*args):
         return CliRunner().invoke(app, [str(arg) for arg in args])
 

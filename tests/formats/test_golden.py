@@ -86,7 +86,7 @@ def test_golden_items_come_back(run):
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.parent.name}-{run.name}")
-def test_what_belongs_to_a_golden_checkpoint_is_read_too(run):
+def test_reads_metrics_metadata_and_dataset_of_golden_runs(run):
     ckpt = flaxckpt.Checkpointer(run, read_only=True)
     assert ckpt.steps() == [make_flaxckpt.STEP]
     assert ckpt.metrics(make_flaxckpt.STEP) == make_flaxckpt.METRICS
@@ -118,7 +118,7 @@ def written(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", make_flaxckpt.LAYOUTS)
-def test_what_is_written_today_is_what_the_newest_golden_release_wrote(written, name):
+def test_written_files_match_the_newest_golden_release(written, name):
     now, then = manifest(written / name), manifest(OF_3 / name)
     assert now.keys() == then.keys()
     assert [row["path"] for row in now["leaves"]] == [
@@ -144,7 +144,7 @@ def changed(run, tmp_path, **changes):
     return step
 
 
-def test_a_later_version_is_refused_with_what_to_do(tmp_path):
+def test_refuses_a_later_manifest_version_with_advice(tmp_path):
     step = changed(OF_3 / "ocdbt", tmp_path, version=4)
     with pytest.raises(errors.CheckpointFormatError) as info:
         flaxckpt.load(step)
@@ -162,7 +162,7 @@ def test_entries_that_a_later_release_adds_are_read_over(tmp_path):
     assert flaxckpt.verify(step).ok
 
 
-def test_safetensors_of_a_later_version_are_refused_with_what_to_do(tmp_path):
+def test_refuses_later_safetensors_version_with_advice(tmp_path):
     flaxckpt.save(tmp_path / "m", {"w": np.ones(2, np.float32)})
     flaxckpt.convert(tmp_path / "m", tmp_path / "m.safetensors")
     content = (tmp_path / "m.safetensors").read_bytes()

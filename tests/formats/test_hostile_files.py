@@ -27,7 +27,7 @@ def to_pipe(path: Path) -> None:
 @pytest.mark.parametrize(
     "make", [to_pipe, Path.mkdir, lambda p: p.symlink_to("/dev/zero")]
 )
-def test_what_is_no_plain_file_is_neither_waited_for_nor_read(tmp_path, make):
+def test_refuses_special_files_without_waiting(tmp_path, make):
     path = tmp_path / "file"
     make(path)
     with pytest.raises(errors.DamagedCheckpointError, match="not a regular file"):
@@ -72,7 +72,7 @@ def test_a_conversion_goes_on_beside_a_pipe_or_a_link_of_its_journal(tmp_path, n
     assert outside.read_text() == "mine\n"
 
 
-def test_what_the_disk_has_no_space_for_is_not_begun(tmp_path):
+def test_convert_refuses_results_larger_than_the_free_space(tmp_path):
     from tests.hostile import orbax
 
     source = orbax.CASES["larger than the memory"](tmp_path)

@@ -89,7 +89,7 @@ STATES = {
 @pytest.mark.parametrize("store", ["database", "directories"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("kind", STATES)
-def test_branches_come_back_whatever_holds_them(tmp_path, kind, layout, store):
+def test_items_round_trip_for_every_kind_of_state(tmp_path, kind, layout, store):
     wanted = STATES[kind]()
     with flaxckpt.Checkpointer(tmp_path, items=ITEMS, layout=layout) as ckpt:
         ckpt.save(1, wanted)

@@ -163,7 +163,7 @@ def test_a_step_that_may_not_be_read_is_named(shared_path, closed, caplog):
         "legacy-orbax/files/checkpoint",
     ],
 )
-def test_whatever_may_not_be_read_says_so(shared_path, name):
+def test_error_says_that_permission_is_denied(shared_path, name):
     copy = shared_path / "copy"
     shutil.copytree(GOLDEN / name.split("/")[0], copy)
     closed = copy / name.partition("/")[2]
@@ -185,7 +185,7 @@ def test_whatever_may_not_be_read_says_so(shared_path, name):
 
 
 @pytest.mark.parametrize("step", [True, 7.0, "7", -1])
-def test_what_is_no_step_is_refused(flax_steps, step):
+def test_rejects_invalid_steps(flax_steps, step):
     with pytest.raises(errors.OptionError, match="a step is the number"):
         flaxckpt.load(flax_steps, step=step)
 
@@ -266,7 +266,7 @@ LOOKS = {
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 @pytest.mark.parametrize("kind", ["file", "memory"])
-def test_a_first_save_under_way_is_told(store_path, slow_saves, kind, look):
+def test_error_mentions_the_first_save_under_way(store_path, slow_saves, kind, look):
     root = store_path(kind)
     with flaxckpt.Checkpointer(root) as run:
         handle = run.save(1, {"w": np.ones(3)})
@@ -290,7 +290,7 @@ def wait_for_names(root, part):
     raise AssertionError(f"no {part} in {root}")
 
 
-def test_a_save_to_a_path_of_its_own_is_told(tmp_path, slow_saves):
+def test_error_mentions_a_save_to_the_path_under_way(tmp_path, slow_saves):
     handle = flaxckpt.save_async(tmp_path / "a", {"w": np.ones(3)})
     wait_for_names(tmp_path, "tmp-writing")
     with pytest.raises(errors.CheckpointNotFoundError, match="save to it is under way"):

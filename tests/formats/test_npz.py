@@ -90,7 +90,7 @@ def test_bfloat16_comes_back_and_other_types_without_a_name_do_not(tmp_path, sav
     assert "  w:" not in str(caught.value)
 
 
-def test_what_is_no_number_is_named_and_never_unpickled(tmp_path):
+def test_error_names_non_numeric_arrays_without_unpickling(tmp_path):
     structure = np.zeros(2, [("x", "<f4")])
     arrays = {"o": np.array([{}], object), "s": structure, "t": np.array("text")}
     np.savez(tmp_path / "a.npz", w=VALUES, **arrays)
@@ -247,7 +247,7 @@ def test_every_command_takes_an_archive(tmp_path):
     assert formats.detect(path).format == "npz"
 
 
-def test_the_golden_archives_are_what_numpy_reads():
+def test_golden_archives_have_the_shapes_numpy_reads():
     for path in GOLDEN.glob("npz/checkpoint*"):
         infos = flaxckpt.metadata(path).leaves
         with np.load(path) as wanted:

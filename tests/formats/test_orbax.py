@@ -337,7 +337,7 @@ def test_orbax_reads_every_layout_of_ours(tmp_path, codec, checksum):
 @pytest.mark.parametrize(
     "reader", [r for r in READERS if not r.endswith(("target", "metadata"))]
 )
-def test_orbax_reads_ours_whatever_kinds_of_numbers_are_in_it(tmp_path, reader):
+def test_orbax_reads_all_kinds_of_numbers(tmp_path, reader):
     state = {
         "w": jnp.arange(3.0),
         "python": {"complex": 1 + 2j, "bool": False, "int": 3, "float": 0.5},
@@ -394,7 +394,7 @@ def theirs(tmp_path_factory):
 
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("writer", WRITERS)
-def test_load_fits_what_orbax_wrote_to_the_abstract_state(theirs, writer, devices):
+def test_load_fits_orbax_checkpoints_to_the_abstract_state(theirs, writer, devices):
     root, state = theirs(writer, devices)
     read = flaxckpt.load(root / str(STEP), abstract(state))
     assert_same_state(read, state)
@@ -402,7 +402,7 @@ def test_load_fits_what_orbax_wrote_to_the_abstract_state(theirs, writer, device
 
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("writer", WRITERS)
-def test_load_reads_what_orbax_wrote_without_abstract_state(theirs, writer, devices):
+def test_load_reads_orbax_checkpoints_without_abstract_state(theirs, writer, devices):
     root, state = theirs(writer, devices)
     read = flaxckpt.load(root / str(STEP))
     assert_same_leaves(read, state)

@@ -111,7 +111,7 @@ def test_orbax_reads_the_same_json(root, name):
 
 
 @pytest.mark.parametrize("name", ONLY_INTO_A_TARGET)
-def test_the_older_interface_reads_into_a_target_what_nothing_describes(root, name):
+def test_older_interface_reads_undescribed_items_into_a_target(root, name):
     item = root / name if "flat" in name else root / name / "state"
     found = ocp.PyTreeCheckpointer().restore(item, item=abstract_state())
     assert_same(found, STATE)

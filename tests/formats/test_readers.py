@@ -576,7 +576,7 @@ def test_parameters_that_are_called_like_a_specification_are_parameters(tmp_path
     np.testing.assert_array_equal(found["driver"], [1, 1])
 
 
-def test_large_integers_and_what_is_no_number_come_back(tmp_path):
+def test_msgpack_returns_large_integers_and_other_values(tmp_path):
     state = {
         "large": 2**64 - 1,
         "small": -(2**63),
@@ -610,14 +610,14 @@ def test_version_2_of_t5x_is_read_but_for_its_old_bfloat16(tmp_path):
 
 
 @pytest.mark.parametrize("step_name", ["checkpoint_4", "step_00000004", "0004"])
-def test_old_steps_of_orbax_are_found_whatever_they_are_called(tmp_path, step_name):
+def test_finds_old_orbax_steps_under_any_name(tmp_path, step_name):
     shutil.copytree(GOLDEN / "legacy-orbax/files", tmp_path / step_name)
     assert flaxckpt.metadata(tmp_path).step == 4
     shutil.copytree(GOLDEN / "legacy-orbax/files", tmp_path / "items/5/default")
     assert flaxckpt.load(tmp_path / "items", step=5)["step"] == 3
 
 
-def test_the_error_says_what_is_read_and_what_never_is(tmp_path):
+def test_error_lists_readable_formats_and_explains_pickles(tmp_path):
     from tests.hostile import msgpack
 
     (tmp_path / "notes").write_text("")
@@ -693,7 +693,7 @@ def test_names_of_haiku_are_keys_with_slashes(tmp_path):
     assert list(again) == list(state)
 
 
-def test_maps_with_bad_keys_empty_ones_and_bare_arrays_say_what_they_are(tmp_path):
+def test_bad_keys_and_bare_arrays_raise_clear_errors(tmp_path):
     file = tmp_path / "file"
     for key, says in (("", "an empty key"), ("a\0", "contains a NUL")):
         file.write_bytes(msgpack.packb({key: 1}))

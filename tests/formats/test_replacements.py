@@ -70,7 +70,7 @@ def read_metadata(path):
 
 @pytest.mark.parametrize("kind", READS)
 @pytest.mark.parametrize("read", [load, read_metadata])
-def test_who_reads_a_step_that_is_replaced_is_told_to_read_it_again(
+def test_reader_of_a_replaced_step_is_advised_to_retry(
     store_path, monkeypatch, kind, read
 ):
     path = store_path(kind) / "1"

@@ -161,7 +161,7 @@ NUMPY_TYPES = [
         max_size=5,
     )
 )
-def test_whatever_the_library_writes_is_read(tmp_path_factory, forms):
+def test_reads_all_files_of_the_safetensors_library(tmp_path_factory, forms):
     arrays = {
         name: np.arange(np.prod(shape, dtype=int)).astype(dtype).reshape(shape)
         for name, (dtype, shape) in forms.items()
@@ -281,14 +281,14 @@ def test_content_decides_and_not_the_suffix(tmp_path):
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "checkpoint_3", "model.safetensors.index.json"]
 )
-def test_a_pointer_of_lfs_is_told(tmp_path, name, is_directory):
+def test_error_for_an_lfs_pointer_advises_git_lfs_pull(tmp_path, name, is_directory):
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid ab\n")
     path = tmp_path if is_directory and name != "checkpoint_3" else tmp_path / name
     with pytest.raises(errors.CheckpointFormatError, match="run git lfs pull"):
         flaxckpt.load(path)
 
 
-def test_what_the_library_takes_is_taken(tmp_path):
+def test_accepts_unusual_headers_that_the_library_accepts(tmp_path):
     rows = {"__metadata__": None, "a": hostile.ZEROS}
     text = b" \r\n\t" + json.dumps(rows).encode() + b" "
     path = hostile.file(tmp_path / "model", text)

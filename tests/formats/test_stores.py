@@ -28,7 +28,7 @@ SAMPLES = (
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_what_is_not_read_from_a_store_says_to_copy_it(name, tmp_path):
+def test_error_advises_to_copy_unsupported_formats_to_a_disk(name, tmp_path):
     target = faulty.new_path("formats") / "run" / name.rpartition("/")[2]
     upload(GOLDEN / name, target)
     acts = (

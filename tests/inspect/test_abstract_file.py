@@ -30,7 +30,7 @@ def file_of(tmp_path, content):
     return file
 
 
-def test_a_checkpoint_fits_what_it_wants_itself(tmp_path):
+def test_checkpoint_fits_its_own_abstract_state(tmp_path):
     flaxckpt.save(tmp_path / "one", STATE)
     found = inspect_abstract_file.read_target(tmp_path / "one")
     assert jax.tree.structure(found.state) == jax.tree.structure(STATE)
@@ -51,7 +51,7 @@ def test_a_state_with_an_optimizer_keeps_its_classes(tmp_path):
     assert flaxckpt.plan(tmp_path / "other", found.state).problems
 
 
-def test_what_show_prints_is_the_same_state(tmp_path):
+def test_output_of_show_describes_the_same_state(tmp_path):
     flaxckpt.save(tmp_path / "one", STATE)
     shown = flaxckpt.metadata(tmp_path / "one")
     file = tmp_path / "shown.json"
@@ -73,7 +73,7 @@ def shown(path):
     return json.loads(printed.stdout)
 
 
-def test_what_show_prints_keeps_the_classes_of_an_optimizer(tmp_path):
+def test_output_of_show_keeps_the_classes_of_an_optimizer(tmp_path):
     params = {"w": jnp.ones(3), "layers": [jnp.ones(2), jnp.ones(1)]}
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
     flaxckpt.save(tmp_path / "one", state)

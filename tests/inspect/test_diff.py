@@ -42,7 +42,7 @@ def test_equal_checkpoints_have_no_differences(tmp_path):
     assert "are equal" in str(found)
 
 
-def test_what_differs_is_told_leaf_by_leaf(tmp_path):
+def test_diff_describes_each_differing_leaf(tmp_path):
     first = {"w": np.array([1.0, 2.0, -4.0]), "n": 3, "name": "a", "gone": np.ones(2)}
     second = {"w": np.array([1.0, 2.5, -4.0]), "n": 4, "name": "b", "new": np.ones(2)}
     found = flaxckpt.diff(saved(tmp_path / "a", first), saved(tmp_path / "b", second))
@@ -198,7 +198,7 @@ def test_large_leaves_are_compared_in_pieces(tmp_path, monkeypatch):
     assert found.changed["x"].max_abs == 1
 
 
-def test_those_that_changed_most_come_first(tmp_path):
+def test_diff_lists_largest_changes_first(tmp_path):
     a = saved(tmp_path / "a", {n: np.ones(2) for n in "wxyz"})
     b = saved(
         tmp_path / "b",
@@ -207,7 +207,7 @@ def test_those_that_changed_most_come_first(tmp_path):
     assert list(flaxckpt.diff(a, b).changed) == ["z", "y", "x"]
 
 
-def test_what_is_no_number_any_more_has_changed_most(tmp_path):
+def test_diff_ranks_new_nans_first(tmp_path):
     a = saved(tmp_path / "a", {"x": np.ones(3), "y": np.ones(3)})
     b = saved(tmp_path / "b", {"x": np.array([1, np.nan, 1]), "y": np.full(3, 9.0)})
     found = flaxckpt.diff(a, b)
@@ -308,7 +308,7 @@ def test_values_are_equal_to_themselves(values):
 
 
 @given(floats, floats)
-def test_what_differs_is_what_numpy_says(a, b):
+def test_differences_agree_with_numpy(a, b):
     if a.shape != b.shape:
         return
     sums = inspect_diff._Differences()

@@ -51,6 +51,6 @@ def test_a_directory_that_cannot_be_written_to_is_a_problem(tmp_path, monkeypatc
     assert found.write_rate is None
 
 
-def test_what_is_no_directory_is_an_error(tmp_path):
+def test_examine_rejects_missing_directories(tmp_path):
     with pytest.raises(errors.OptionError, match="is not a directory"):
         inspect_doctor.examine(tmp_path / "nowhere")

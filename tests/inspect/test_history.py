@@ -106,7 +106,7 @@ def test_a_step_saved_again_counts_as_saved_last(tmp_path):
     assert two.reason == "deleted on request"
 
 
-def test_what_nobody_recorded_is_unknown(tmp_path):
+def test_unrecorded_deletion_has_no_time_and_no_reason(tmp_path):
     make(tmp_path)
     shutil.rmtree(tmp_path / "400")
     gone = next(s for s in history.history(tmp_path) if s.step == 400)

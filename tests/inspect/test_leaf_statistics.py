@@ -96,7 +96,7 @@ def test_large_whole_numbers_keep_all_digits(tmp_path):
     assert sum(found.histogram) == 40
 
 
-def test_what_is_no_array_has_its_value(tmp_path):
+def test_statistics_of_non_arrays_hold_their_values(tmp_path):
     assert of(tmp_path, "text").values == "text"
     assert of(tmp_path / "2", 7).values == [7]
     assert of(tmp_path / "3", None).count == 0

@@ -115,7 +115,7 @@ def test_a_fault_in_an_object_is_found_with_the_parameters_first(tmp_path):
     assert any(is_moment)
 
 
-def test_hidden_randomness_is_told_from_a_changed_run(tmp_path):
+def test_replay_distinguishes_hidden_randomness_from_changes(tmp_path):
     state = {"params": {"w": jnp.zeros(4)}, "n": jnp.int32(0)}
     calls = itertools.count()
 

@@ -29,7 +29,7 @@ def make_run(root, steps=(10, 20, 30), **options):
 @pytest.mark.parametrize(
     "template", ["{step}", "step_{step}", "{step:08d}", "a-{step:03d}"]
 )
-def test_runs_are_opened_whatever_their_steps_are_called(tmp_path, template):
+def test_opens_runs_with_any_step_format(tmp_path, template):
     make_run(tmp_path / "run", step_format=template)
     pruned = inspect_run_view.prune(
         tmp_path / "run", keep=[EveryNSteps(20)], dry_run=True
@@ -64,7 +64,7 @@ def test_names_of_two_kinds_are_none_of_ours(tmp_path):
     assert view.checkpointer_format() is None
 
 
-def test_a_listing_is_what_the_checkpointer_says(tmp_path):
+def test_listing_agrees_with_the_checkpointer(tmp_path):
     keep = [LatestN(1), BestN(1, "loss", "max")]
     make_run(tmp_path / "run")
     with flaxckpt.Checkpointer(tmp_path / "run", keep=keep, read_only=True) as run:
@@ -92,7 +92,7 @@ def test_damaged_steps_are_listed_and_never_pruned(tmp_path):
     assert (root / "40").is_dir()
 
 
-def test_what_is_freed_is_what_nothing_else_has(tmp_path):
+def test_prune_counts_only_unshared_bytes_as_freed(tmp_path):
     frozen = {"frozen": np.arange(150_000.0)}
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         for step in (1, 2, 3):
@@ -136,7 +136,7 @@ def test_pinning_takes_all_or_none(tmp_path):
     assert inspect_listing.listing(root).steps[1].marks == ("pinned",)
 
 
-def test_what_may_not_be_read_is_told():
+def test_listing_reports_denied_permissions():
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         root = make_run(Path(name) / "run")

@@ -85,13 +85,13 @@ def test_the_report_says_why_small_leaves_are_written_by_few():
     assert "(4.000 x)\n" + 22 * " " + "shards under 1 MiB" in str(found)
 
 
-def test_each_process_reads_what_its_devices_need(terabyte):
+def test_each_process_reads_only_the_share_of_its_devices(terabyte):
     # A process has all of `model`, of one place on `fsdp`, which has 8.
     share = max(terabyte.read_bytes) / terabyte.total_bytes
     assert 1 / 8 <= share <= 1.01 / 8
 
 
-def test_what_is_written_is_what_there_is():
+def test_simulation_counts_written_bytes_and_files():
     mesh = AbstractMesh((4, 2), ("data", "model"))
     split = NamedSharding(mesh, P("data", "model"))
     same = NamedSharding(mesh, P())
@@ -107,7 +107,7 @@ def test_what_is_written_is_what_there_is():
     assert "written by a process" in str(found)
 
 
-def test_time_is_what_the_slowest_takes(terabyte):
+def test_slowest_process_determines_the_time(terabyte):
     slow = flaxckpt.simulate(
         transformer(2, 1024, large_mesh()),
         processes=PROCESSES,
@@ -126,7 +126,9 @@ def test_time_is_what_the_slowest_takes(terabyte):
         (lambda: Mesh(np.array(jax.devices()[:4]), ("x",)), 2, "AbstractMesh"),
     ],
 )
-def test_what_cannot_be_simulated_is_said(make, processes, message):
+def test_simulate_rejects_impossible_process_counts_and_real_meshes(
+    make, processes, message
+):
     sharding = NamedSharding(make(), P("x"))
     state = {"a": jax.ShapeDtypeStruct((8,), "float32", sharding=sharding)}
     with pytest.raises(errors.OptionError, match=message):

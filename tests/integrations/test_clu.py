@@ -117,7 +117,7 @@ def test_metrics_of_the_loop_are_saved_as_they_are(ckpt):
     ]
 
 
-def test_it_stands_in_a_list_of_hooks_that_get_step_and_time(ckpt):
+def test_periodic_checkpoint_works_in_a_list_of_hooks(ckpt):
     on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=2)
     state = {"n": 0}
     on_step.bind(state=lambda: state, metrics=lambda: {"loss": state["n"] / 2})
@@ -169,7 +169,7 @@ def test_metrics_that_are_still_replicated_are_refused(ckpt):
     assert ckpt.steps() == []
 
 
-def test_scalars_leave_out_what_no_number_describes():
+def test_scalars_omit_values_that_are_no_numbers():
     assert scalars(losses(1.0, 2.0, cls=WithPicture)) == {"loss": 1.5}
 
 

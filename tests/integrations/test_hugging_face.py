@@ -116,7 +116,7 @@ def test_a_loop_that_has_begun_is_warned_of_when_a_state_is_restored(caplog):
     ],
     ids=["Dataset", "DatasetDict", "iter", "iter that has begun"],
 )
-def test_what_has_no_state_names_what_has(make, hint):
+def test_error_names_the_stateful_alternative(make, hint):
     with pytest.raises(errors.DatasetStateError, match=hint):
         datasets.state_files(make())
 

@@ -476,7 +476,7 @@ def test_another_backend_is_refused():
 
 
 @pytest.mark.slow
-def test_without_keras_the_error_says_what_to_install():
+def test_error_without_keras_names_the_extra_to_install():
     code = "import sys; sys.modules['keras'] = None; import flaxckpt.integrations.keras"
     assert "pip install 'flaxckpt[keras]'" in error_of(code)
 

@@ -89,7 +89,7 @@ def test_only_single_numbers_are_metrics(tmp_path, write):
     assert found == {"integer": 7.0, "double": math.pi}
 
 
-def test_a_second_call_reads_what_is_new(tmp_path, write):
+def test_second_call_reads_only_new_events(tmp_path, write):
     events = EventFiles(tmp_path)
     assert events() == {}
     write("", 1, old("loss", 3.0))
@@ -161,7 +161,7 @@ def test_tensorflow_is_not_imported():
     assert "tensorflow" not in found.stdout.split()
 
 
-def test_without_tensorboard_the_error_says_what_to_install():
+def test_error_without_tensorboard_names_the_extra_to_install():
     code = (
         "import sys; sys.modules['tensorboard'] = None\n"
         "import flaxckpt.integrations.tensorboard"
@@ -173,7 +173,7 @@ def test_without_tensorboard_the_error_says_what_to_install():
     assert "pip install 'flaxckpt[tensorboard]'" in found.stderr
 
 
-def test_the_best_steps_stay_by_what_tensorboard_was_told(tmp_path, write):
+def test_policies_keep_the_best_steps_by_tensorboard_metrics(tmp_path, write):
     ckpt = flaxckpt.Checkpointer(
         tmp_path / "run",
         keep=[policies.BestN(1, "eval/loss", "min")],

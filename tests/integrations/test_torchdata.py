@@ -60,7 +60,7 @@ def test_a_loader_with_worker_processes_resumes_exactly(tmp_path, dataset):
     assert_resumes(tmp_path, make, [PER_EPOCH + 3], epochs=2, epoch_size=PER_EPOCH)
 
 
-def test_the_order_of_shuffling_is_restored_whatever_the_seed():
+def test_restores_the_shuffling_order_under_another_seed():
     used = loader(shuffle=True)
     batches = iter(used)
     next(batches)
@@ -154,7 +154,7 @@ def test_a_restore_into_a_loop_that_has_begun_is_warned_of(caplog):
     ],
     ids=["DataLoader", "its iterator", "iterator"],
 )
-def test_what_has_no_state_names_what_has(make, hint):
+def test_error_names_the_stateful_alternative(make, hint):
     with pytest.raises(errors.DatasetStateError, match=hint):
         datasets.state_files(make())
 

@@ -426,7 +426,7 @@ def test_a_leaf_of_one_layer_is_counted_with_all_leaves(tmp_path):
         assert [one.leaves for one in suggestion.ambiguous] == asked
 
 
-def test_rows_that_are_known_are_done_whatever_their_numbers(tmp_path):
+def test_suggest_respects_known_rows_with_other_numbers(tmp_path):
     ours, theirs = layers("net/{}", (0, 2, 4), {"kernel": (8, 4)}), "net/{}/kernel"
     source = write_source(tmp_path / "a.npz", ours)
     wanted = dict.fromkeys(map(theirs.format, range(3)), (8, 4))

@@ -111,7 +111,7 @@ def test_the_metric_of_a_policy_comes_before_all_others(tmp_path):
     assert [figure["data-metric"] for figure in figures][:2] == ["loss", "m0"]
 
 
-def test_what_no_policy_keeps_would_go(run):
+def test_report_marks_only_kept_steps_as_staying(run):
     found = gather(run, keep=[LatestN(1)])
     stays = {m.step: m.stays for m in found.metrics["eval/loss"]}
     assert stays == {step: step == 80 for step in LOSSES}
@@ -160,7 +160,7 @@ def test_seconds_of_saves_are_those_of_the_journal(run):
         assert save.behind_secs == pytest.approx(save.total_secs - save.blocked_secs)
 
 
-def test_what_else_happened_is_told(run):
+def test_report_lists_deletions_and_restores(run):
     found = gather(run)
     deleted = {e.step for e in found.happened if e.kind == "deleted"}
     assert deleted == LOSSES.keys() - LASTS
@@ -269,7 +269,7 @@ def test_positions_of_the_dataset_are_those_that_were_saved(run):
     assert {p.processes for p in found} == {1}
 
 
-def test_lineage_is_what_the_steps_record(run):
+def test_report_shows_the_recorded_lineage(run):
     found = gather(run).lineage
     assert found == flaxckpt.metadata(run).lineage
     assert found[0].path == str(_original(run) / "source")
@@ -307,7 +307,7 @@ def test_by_default_files_and_sizes_are_looked_at(run):
 
 
 @pytest.mark.parametrize("is_old", [False, True], ids=["database", "directories"])
-def test_damage_is_told_with_its_files(tmp_path, is_old):
+def test_report_names_the_damaged_files(tmp_path, is_old):
     state = {name: np.zeros((400, 400)) for name in ("b", "v", "w")}
     layout = flaxckpt.ArrayLayout(chunk_bytes=2**19)
     flaxckpt.save(tmp_path / "one", state, layout=layout)
@@ -558,7 +558,7 @@ def test_only_a_full_look_finds_a_changed_byte(run):
     assert found[80].bytes_checked == report.bytes_checked
 
 
-def test_a_run_whose_newest_step_is_damaged_is_told_of_all_the_same(run):
+def test_reports_a_run_with_a_damaged_newest_step(run):
     (run / "80" / "flaxckpt.json").write_text("{")
     found = gather(run, keep=KEEP)
     assert not found.is_good
@@ -578,7 +578,7 @@ def test_a_run_without_a_journal_says_so(run):
     assert found.notes["saves"] in _text(_report.page(found))
 
 
-def test_one_checkpoint_is_reported_without_what_only_runs_have(run):
+def test_report_of_one_checkpoint_omits_the_parts_of_runs(run):
     found = gather(run / "80")
     assert not found.is_run
     assert found.total_bytes == flaxckpt.metadata(run / "80").total_bytes
@@ -653,7 +653,7 @@ def test_saves_that_did_not_end_well_are_told_apart():
     assert found[3].blocked_secs is None
 
 
-def test_what_a_journal_cannot_say_is_left_out():
+def test_report_omits_invalid_values_of_the_journal():
     found = _report.save_history.saves(
         [event("committed", total_secs="soon", bytes="many")]
     )
@@ -698,7 +698,7 @@ def test_rectangles_of_a_treemap_have_their_areas_and_stay_inside(sizes):
         max_size=60,
     )
 )
-def test_parts_add_up_whatever_the_tree(sizes):
+def test_parts_add_up_for_any_tree(sizes):
     # No path may be a leaf and a container.
     leaves = {
         path: _info(path, size)

@@ -75,7 +75,7 @@ def mistakes(**rows: tuple[Callable[..., Any], str]) -> Any:
     [STATE, {"a": 1}, None, 3, b"one", ["one"], jnp.ones(3), create],
     ids=lambda v: type(v).__name__,
 )
-def test_what_is_no_path_is_named_by_its_kind(here, path):
+def test_functions_name_the_type_of_an_invalid_path(here, path):
     for call in (
         lambda: flaxckpt.save(path, "x"),
         lambda: flaxckpt.save_async(path, "x"),
@@ -344,7 +344,7 @@ def test_policies_datasets_and_configs(call, says):
     assert says in told(call)
 
 
-def test_what_is_right_is_taken():
+def test_functions_accept_valid_arguments():
     flaxckpt.ArrayLayout(chunk_bytes=np.int64(2**20))
     flaxckpt.StoreOptions(deadline_secs=np.float32(0.5), retries=0)
     tf.cast("w", np.float32)

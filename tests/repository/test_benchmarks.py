@@ -41,7 +41,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_says_on_what_machine_with_what_software_and_when(run):
+def test_run_records_machine_software_and_date(run):
     data, _ = run
     machine = data["machine"]
     assert machine["cpu"]
@@ -89,7 +89,7 @@ def test_a_run_measures_all_that_a_target_holds_against_flaxckpt(run):
 
 
 @pytest.mark.slow
-def test_a_run_says_what_it_has_skipped_and_leaves_nothing_behind(run):
+def test_run_records_skipped_cases_and_leaves_no_files(run):
     data, directory = run
     skipped = {row["case"]: row["reason"] for row in data["skipped"]}
     assert "GPU" in skipped["gpu"]

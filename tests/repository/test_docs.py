@@ -217,7 +217,7 @@ def run(command):
 
 
 @pytest.mark.parametrize("line", RUN_ELSEWHERE)
-def test_what_is_run_elsewhere_is_there_and_in_a_document(line):
+def test_lines_run_elsewhere_exist_in_a_test_and_a_document(line):
     file, text = RUN_ELSEWHERE[line]
     assert text in (ROOT / file).read_text(encoding="utf-8")
     assert line in [
@@ -230,7 +230,7 @@ def test_what_is_run_elsewhere_is_there_and_in_a_document(line):
 
 
 @pytest.mark.parametrize("document", README_AND_GUIDES, ids=lambda file: file.stem)
-def test_every_block_says_what_it_is_and_why_it_is_not_run(document):
+def test_every_block_has_a_known_language_and_reasons_for_skips(document):
     text = document.read_text(encoding="utf-8")
     assert {block.language for block in blocks(text)} <= LANGUAGES
     assert all(mark[1] for mark in map(NOT_RUN.match, text.splitlines()) if mark)
@@ -271,7 +271,7 @@ def test_commands_may_have_comments_and_several_lines():
     ]
 
 
-def test_what_is_printed_otherwise_is_found():
+def test_is_printed_detects_other_output():
     wanted = "step  1000\n…\n3 steps, 1.5 kB"
     assert is_printed(wanted, "step 2000\na\nb\n1 steps, 7 kB\n")
     assert not is_printed(wanted, "step 2000\na\nb\n1 step, 7 kB\n")

@@ -239,7 +239,7 @@ def test_the_demo_fails_if_the_runs_differ(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_four_processes_go_on_with_what_two_have_left(tmp_path):
+def test_four_processes_resume_the_run_of_two(tmp_path):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
         [sys.executable, "-m", "examples.multiprocess", str(tmp_path / "run")],

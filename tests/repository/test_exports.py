@@ -38,13 +38,13 @@ def fresh() -> dict[str, list[str]]:
     return json.loads(found.stdout)
 
 
-def test_all_lists_exactly_what_is_public(fresh):
+def test_all_lists_exactly_the_public_names(fresh):
     listed = [name for name in fresh["dir"] if not name.startswith("__")]
     assert sorted(flaxckpt.__all__) == listed
     assert all(hasattr(flaxckpt, name) for name in flaxckpt.__all__)
 
 
-def test_type_checkers_see_what_is_imported_when_it_is_asked_for():
+def test_type_checkers_see_all_lazily_imported_names():
     tree = syntax.parse(inspect.getsource(flaxckpt))
     [block] = [
         node

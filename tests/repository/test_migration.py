@@ -331,7 +331,7 @@ def unknown(span: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("guide", ["easylm.md", "flax.md", "orbax.md", "t5x.md"])
-def test_what_is_recommended_is_there(guide):
+def test_recommended_names_exist(guide):
     spans = [
         span
         for header, *rows in tables(guide)
@@ -345,7 +345,7 @@ def test_what_is_recommended_is_there(guide):
 @pytest.mark.parametrize(
     "span", ["Chekpointer(d)", "save(step, dataset_iterator=x)", "kep=[]", "saved"]
 )
-def test_what_is_not_there_is_found(span):
+def test_detects_unknown_names(span):
     assert [*unknown(span)]
 
 
@@ -517,7 +517,7 @@ def spaced(guide: str) -> type:
 
 
 @pytest.mark.parametrize("max_to_keep", [None, 2])
-def test_spaced_keeps_what_orbax_keeps_without_an_exact_interval(tmp_path, max_to_keep):
+def test_spaced_keeps_the_steps_of_orbax_without_exact_interval(tmp_path, max_to_keep):
     steps = (1, 2, 4, 5, 7, 8, 10, 11)
     policy = managers.EveryNSteps(3, exact_interval=False, max_to_keep=max_to_keep)
     old = steps_of_orbax(tmp_path / "old", steps=steps, preservation_policy=policy)
@@ -525,7 +525,7 @@ def test_spaced_keeps_what_orbax_keeps_without_an_exact_interval(tmp_path, max_t
     assert steps_here(tmp_path / "new", keep, steps=steps) == [*old, 11]
 
 
-def test_spaced_keeps_what_flax_keeps_every_n_steps(tmp_path):
+def test_spaced_keeps_the_steps_of_flax_keep_every_n_steps(tmp_path):
     for step in range(1, 11):
         checkpoints.save_checkpoint(
             tmp_path / "old", STATE, step, keep=1, keep_every_n_steps=4
@@ -559,7 +559,7 @@ def test_names_of_steps_are_those_of_orbax(tmp_path, options, step_format):
     assert f"step_format={step_format!r}" in str(caught.value)
 
 
-def test_what_a_crash_of_orbax_left_is_no_step_and_stays(tmp_path):
+def test_leftover_of_orbax_is_no_step_and_stays(tmp_path):
     left = tmp_path / "7.orbax-checkpoint-tmp"
     left.mkdir()
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
@@ -670,7 +670,7 @@ def test_several_items_are_one_state_and_may_be_merged(tmp_path):
     assert jnp.array_equal(both["params"]["w"], STATE["w"])
 
 
-def test_pad_and_slice_do_what_a_restore_of_orbax_does_that_is_not_strict(tmp_path):
+def test_pad_and_slice_equal_a_non_strict_restore_of_orbax(tmp_path):
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
         state = {"w": jnp.arange(6.0).reshape(2, 3)}
         checkpointer.save(tmp_path / "old", args=ocp.args.StandardSave(state))
@@ -697,7 +697,7 @@ def create() -> TrainState:
     return TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
 
 
-def test_a_run_of_orbax_that_counts_from_0_is_told_of_at_the_first_save(tmp_path):
+def test_first_save_rejects_an_orbax_run_that_counts_from_0(tmp_path):
     state = create().apply_gradients(grads=create().params)
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(0, args=ocp.args.StandardSave(state))  # one update
@@ -713,7 +713,7 @@ def test_a_run_of_orbax_that_counts_from_0_is_told_of_at_the_first_save(tmp_path
     assert on_step.checkpointer.steps() == [0, 2]
 
 
-def test_what_the_orbax_manager_of_t5x_writes_is_a_source(tmp_path):
+def test_restores_from_checkpoints_of_the_t5x_orbax_manager(tmp_path):
     state = create().apply_gradients(grads=create().params)
     adam = state.opt_state[0]
     moments = {"count": adam.count, "mu": adam.mu, "nu": adam.nu}

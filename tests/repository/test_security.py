@@ -42,7 +42,7 @@ def calls(tree: ast.AST) -> set[str]:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
-def test_nothing_that_runs_code_from_files_is_used(module):
+def test_modules_use_nothing_that_runs_code_from_files(module):
     tree = syntax.parse(module.read_text())
     imported = {
         name.partition(".")[0]
@@ -61,7 +61,7 @@ def test_nothing_that_runs_code_from_files_is_used(module):
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
-def test_tensorstore_opens_only_what_was_put_together_here(module):
+def test_tensorstore_opens_only_specs_built_here(module):
     text = module.read_text()
     opened = re.findall(r"\bts\.open\(\s*([^,)]*)", text)
     assert not opened or module.name in ("read.py", "encode.py")
@@ -74,7 +74,7 @@ def test_tensorstore_opens_only_what_was_put_together_here(module):
 
 
 @pytest.mark.parametrize("ocdbt", [False, True])
-def test_the_place_of_an_array_is_in_its_directory_whatever_it_is_called(ocdbt):
+def test_array_names_cannot_leave_their_directory(ocdbt):
     for name in ("w", "file:///etc/", "http://127.0.0.1:9/", '{"driver":"http"}'):
         spec = zarr_metadata.kvstore(Path("/run/7"), name, ocdbt=ocdbt)
         assert set(spec) <= {"driver", "path", "base"}
@@ -219,7 +219,7 @@ def test_nor_are_those_in_a_report(tmp_path):
     assert_plain(str(report))
 
 
-def test_whatever_is_called_so_marks_a_step_as_damaged(run):
+def test_directory_named_damaged_marks_a_step_as_damaged(run):
     (run / "1" / "DAMAGED").mkdir()
     ckpt = flaxckpt.Checkpointer(run)
     assert ckpt.steps() == []

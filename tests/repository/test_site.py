@@ -94,7 +94,7 @@ def leads_somewhere(file: Path, link: str, pages: dict[Path, Page]) -> bool:
     return target.is_file() and (not anchor or anchor in pages[target].ids)
 
 
-def test_errors_that_are_raised_are_links_to_what_they_mean(site, pages):
+def test_raised_errors_link_to_their_reference(site, pages):
     links = pages[site / "reference/saving.html"].links
     assert "errors.html#flaxckpt.errors.RestoreMismatchError" in links
 

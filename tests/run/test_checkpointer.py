@@ -76,7 +76,7 @@ def test_no_steps_are_saved_into_a_checkpoint(run_dir):
     assert flaxckpt.verify(run_dir / "one").ok
 
 
-def test_a_handle_tells_what_the_save_did(run_dir):
+def test_handle_returns_the_result_of_the_save(run_dir):
     with flaxckpt.Checkpointer(run_dir, keep=[LatestN(1)]) as ckpt:
         ckpt.save(1, state(1))
         handle = ckpt.save(2, state(2))
@@ -189,7 +189,7 @@ def test_a_reader_neither_writes_nor_deletes(run_dir):
     assert not (run_dir / "missing").exists()
 
 
-def test_reload_sees_what_others_changed(run_dir):
+def test_reload_sees_changes_of_other_writers(run_dir):
     writer = flaxckpt.Checkpointer(run_dir)
     reader = flaxckpt.Checkpointer(run_dir, read_only=True)
     writer.save(1, state(1), metrics={"loss": 1.0}).wait()
@@ -235,7 +235,7 @@ def broken_disk(monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["wait", "close", "save", "restore", "exit"])
-def test_a_failed_save_is_told_by_whatever_comes_next(run_dir, broken_disk, call):
+def test_next_call_raises_the_error_of_a_failed_save(run_dir, broken_disk, call):
     ckpt = flaxckpt.Checkpointer(run_dir)
     ckpt.save(1, state(1))
     act = {
@@ -466,7 +466,7 @@ def test_a_state_in_the_place_of_the_step_is_named_by_its_class(run_dir):
             ckpt.save("one", state(1))
 
 
-def test_a_path_in_the_place_of_the_first_state_is_told(run_dir):
+def test_restore_or_init_rejects_a_path_as_state(run_dir):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         callback = flaxckpt.CheckpointCallback(ckpt)
         with pytest.raises(errors.OptionError, match="as source="):
@@ -477,7 +477,7 @@ def test_a_path_in_the_place_of_the_first_state_is_told(run_dir):
     ("wrong", "told"),
     [(1, "wanted a state .* got 1: .*step="), ("1", "a path is the first argument")],
 )
-def test_a_step_or_a_path_in_the_place_of_the_state_is_told(run_dir, wrong, told):
+def test_restore_and_load_reject_a_step_or_path_as_state(run_dir, wrong, told):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         ckpt.save(1, state(1)).wait()
         for restore in (ckpt.restore, lambda wrong: flaxckpt.load(run_dir, wrong)):
@@ -496,7 +496,7 @@ def create(step=0):
     [create, functools.partial(create, 1), jax.jit(create), dict, len, linen.Dense(3)],
     ids=["function", "partial", "jit", "class", "builtin", "module"],
 )
-def test_a_function_in_the_place_of_the_state_is_told(run_dir, function):
+def test_functions_are_rejected_as_states(run_dir, function):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         callback = flaxckpt.CheckpointCallback(ckpt)
         for call in (
@@ -547,7 +547,7 @@ def test_a_damaged_newest_step_is_left_out_with_a_warning(run_dir, caplog):
         assert list(ckpt.damaged()) == [2, 3]
 
 
-def test_a_step_that_was_marked_before_is_told_of_at_each_restart(run_dir, caplog):
+def test_each_restart_reports_a_step_marked_before(run_dir, caplog):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state(step)).wait()
@@ -587,7 +587,7 @@ def test_a_mismatch_is_no_damage(run_dir):
             ckpt.restore({"w": jnp.ones(7)})
 
 
-def test_damage_everywhere_is_told_of_the_newest(run_dir):
+def test_error_names_the_newest_step_if_all_are_damaged(run_dir):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state(step)).wait()
@@ -725,7 +725,7 @@ def test_metrics_may_come_after_the_save(run_dir):
         strategies.assert_same(state(1), ckpt.restore(step=1))
 
 
-def test_what_is_only_called_like_a_step_neither_counts_nor_goes(run_dir):
+def test_policies_ignore_directories_named_like_steps(run_dir):
     (run_dir / "2024").mkdir()
     (run_dir / "2024" / "notes.txt").touch()
     with flaxckpt.Checkpointer(run_dir, keep=[LatestN(1)]) as ckpt:
@@ -833,14 +833,14 @@ ASKED = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_what_asks_about_steps_waits_for_the_save(tmp_path, monkeypatch, name):
+def test_queries_about_steps_wait_for_the_save(tmp_path, monkeypatch, name):
     with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
         gate = Gate(monkeypatch, "rename")
         gate.hold(lambda: ckpt.save(1, state(1), metrics={"loss": 0.5}))
         assert ASKED[name](ckpt)
 
 
-def test_what_asks_about_steps_leaves_the_error_of_a_save(tmp_path, monkeypatch):
+def test_queries_about_steps_keep_the_error_for_later_calls(tmp_path, monkeypatch):
     ckpt = flaxckpt.Checkpointer(tmp_path / "run")
 
     def fail(*_):

@@ -96,7 +96,7 @@ def test_prune_has_all_the_time_and_a_save_that_is_awaited_has_not(
     assert found.delete_unkept() == (3, 4, 5, 6)
 
 
-def test_leftovers_are_swept_with_what_time_is_left(tmp_path, monkeypatch):
+def test_leftovers_are_swept_only_if_time_is_left(tmp_path, monkeypatch):
     save(tmp_path, 1, 2, 3, 4)
     left = tmp_path / "9.orbax-checkpoint-tmp-deleted-0123abcd"
     left.mkdir()
@@ -114,7 +114,7 @@ def test_leftovers_are_swept_with_what_time_is_left(tmp_path, monkeypatch):
 # ---- reasons ----------------------------------------------------------------------
 
 
-def test_what_is_still_to_be_uploaded_says_so_and_counts_elsewhere(tmp_path):
+def test_steps_not_uploaded_stay_and_count_elsewhere(tmp_path):
     save(tmp_path / "here", 1, 2)
     save(tmp_path / "there", 2, 3, 4)
     _steps.markers.mark_for_upload(tmp_path / "there" / "3")
@@ -129,7 +129,7 @@ def test_what_is_still_to_be_uploaded_says_so_and_counts_elsewhere(tmp_path):
     ]
 
 
-def test_deleted_items_are_told_of_steps_that_stay(tmp_path):
+def test_explain_names_deleted_items_of_kept_steps(tmp_path):
     save(tmp_path, 1, 2)
     for step in ("1", "2"):
         for item in ("dataset", "b"):
@@ -364,7 +364,7 @@ def test_metrics_that_no_policy_uses_hold_up_no_deletion(tmp_path):
         assert checkpointer.save(2, state).wait().deleted_steps == (1,)
 
 
-def test_each_metric_that_no_step_has_is_told_of(tmp_path, caplog):
+def test_warns_of_each_metric_that_no_step_has(tmp_path, caplog):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"w": np.ones(2)}, metrics={"loss": 1.0})
     keep = [BestN(1, name, "min") for name in ("loss", "los", "loess")]
@@ -382,7 +382,7 @@ def test_the_step_just_saved_stays_this_time(tmp_path):
     assert found.delete_unkept() == (1,)
 
 
-def test_unknown_items_are_told_of_once(tmp_path, caplog):
+def test_warns_of_unknown_items_once(tmp_path, caplog):
     save(tmp_path, 1)
     found = retention.Retention(
         tmp_path, PLAIN, rules(keep_items={"c": [LatestN(1)], "state": [LatestN(1)]})

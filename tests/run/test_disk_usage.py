@@ -55,7 +55,7 @@ def test_a_state_that_is_one_leaf_is_one_row():
     assert (tree.path, tree.leaves, tree.bytes) == ("", 1, 12)
 
 
-def test_what_is_shown_is_as_deep_as_there_is_room():
+def test_shown_depth_fits_the_number_of_rows():
     leaves = {f"a/{i}/{j}": info("", 1) for i in range(10) for j in range(10)}
     trees = run_disk_usage.subtrees(leaves)
     assert len(run_disk_usage.shown(trees, depth=None, rows=200)) == 112

@@ -46,7 +46,7 @@ def stream(tmp_path):
 # ---- what is told ------------------------------------------------------------------
 
 
-def test_a_run_tells_what_it_saves_deletes_and_restores(tmp_path):
+def test_run_emits_events_for_saves_deletions_and_restores(tmp_path):
     seen = []
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)], sinks=[seen.append]) as c:
         c.save(1, state(1), metrics={"loss": 1.0})
@@ -216,7 +216,7 @@ def test_sinks_hear_on_the_callers_thread_only(tmp_path):
     assert threads == {threading.current_thread()}
 
 
-def test_a_sink_that_is_added_twice_is_told_once(stream):
+def test_sink_added_twice_gets_each_event_once(stream):
     seen = []
     writer = Wandb()
     for sink in (seen.append, seen.append, writer, writer):
@@ -241,7 +241,7 @@ def test_equal_sinks_are_told_both(stream):
 
 
 @pytest.mark.parametrize("sink", [3, "writer", Wandb, logging.getLogger("x"), None])
-def test_what_is_no_sink_is_refused_before_anything_is_made(tmp_path, sink):
+def test_rejects_invalid_sinks_before_making_a_directory(tmp_path, sink):
     with pytest.raises(errors.OptionError) as info:
         flaxckpt.Checkpointer(tmp_path / "run", sinks=[sink])
     for shape in ("Event", "write_scalars", "log(", "log_metrics", "add_scalar"):
@@ -297,7 +297,7 @@ def test_a_sink_may_use_the_checkpointer(tmp_path):
     assert len(seen) == 9
 
 
-def test_what_a_sink_saves_is_waited_for_at_the_end(tmp_path):
+def test_close_waits_for_saves_of_sinks(tmp_path):
     def sink(event):
         if event.kind == "committed" and event.step < 4:
             ckpt.save(event.step + 1, state(event.step + 1))
@@ -320,7 +320,7 @@ def test_what_a_sink_saves_is_waited_for_at_the_end(tmp_path):
     assert not ckpt._saves.is_under_way()
 
 
-def test_a_sink_that_saves_for_ever_is_told_no_more_at_the_end(tmp_path, caplog):
+def test_close_stops_a_sink_that_saves_for_ever(tmp_path, caplog):
     def sink(event):
         if event.kind == "committed":
             ckpt.save(event.step + 1, state(0))
@@ -451,7 +451,7 @@ def test_there_need_be_no_journal(tmp_path):
 
 
 @pytest.mark.parametrize("obstacle", ["directory", "fifo", "missing"])
-def test_a_journal_that_cannot_be_written_is_told_once(tmp_path, caplog, obstacle):
+def test_warns_once_of_an_unwritable_journal(tmp_path, caplog, obstacle):
     run = tmp_path / "run"
     ckpt = flaxckpt.Checkpointer(run)
     if obstacle == "directory":
@@ -468,7 +468,7 @@ def test_a_journal_that_cannot_be_written_is_told_once(tmp_path, caplog, obstacl
     assert caplog.text.count("events are missing") == 1
 
 
-def test_what_is_no_json_is_told_as_text(stream, tmp_path):
+def test_journal_records_non_json_values_as_text(stream, tmp_path):
     class Odd:
         def __str__(self):
             raise ValueError("no text")

@@ -97,7 +97,7 @@ def test_t5x_leaves_a_directory_with_a_file_called_pinned_alone(tmp_path):
     assert save(tmp_path, 44, keep=[LatestN(1)]) == [42, 44]
 
 
-def test_t5x_keeps_the_best_and_the_latest_whatever_is_measured_later(tmp_path):
+def test_t5x_keeps_the_best_and_latest_steps_with_late_metrics(tmp_path):
     keep = [LatestN(1), BestN(2, ACC, "max")]
     save(tmp_path, 42, 43, 44)
     put_metrics(tmp_path, s42=0.9, s43=0.8, s44=0.7)
@@ -109,9 +109,7 @@ def test_t5x_keeps_the_best_and_the_latest_whatever_is_measured_later(tmp_path):
     assert save(tmp_path, 47, keep=keep) == [42, 43, 47]
 
 
-def test_a_metric_that_the_first_save_lacks_is_told_of_once_before_steps_go(
-    tmp_path, caplog
-):
+def test_first_save_warns_once_of_a_missing_metric(tmp_path, caplog):
     keep = [LatestN(1), BestN(1, "los", "min")]
     with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
         ckpt.save(1, state(1), metrics={"loss": 0.5}).wait()
@@ -387,7 +385,7 @@ def test_saving_a_temporary_step_again_for_good_keeps_it(tmp_path, on_exists):
     assert ckpt.steps() == [1, 2, 4]
 
 
-def test_what_replaces_a_pinned_step_is_pinned(tmp_path):
+def test_replacement_of_a_pinned_step_is_pinned(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
         ckpt.save(1, state(1)).wait()
         ckpt.pin(1)
@@ -411,7 +409,7 @@ def test_a_step_that_is_pinned_while_steps_are_judged_stays(tmp_path):
     assert ckpt.explain()[1] == ["pinned"]
 
 
-def test_what_is_only_called_like_a_step_is_none(tmp_path):
+def test_directory_named_like_a_step_is_no_step(tmp_path):
     save(tmp_path, 1, 2)
     (tmp_path / "99").mkdir()
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(2)])
@@ -429,7 +427,7 @@ def test_what_is_only_called_like_a_step_is_none(tmp_path):
     assert ckpt.steps() == [2, 3, 99], "now it is one"
 
 
-def test_a_step_that_is_damaged_is_still_told_of(tmp_path, caplog):
+def test_restore_reports_a_damaged_step_without_a_manifest(tmp_path, caplog):
     save(tmp_path, 1, 2)
     (tmp_path / "2" / "flaxckpt.json").unlink()
     shutil.rmtree(tmp_path / "2" / "state")
@@ -601,7 +599,7 @@ def test_nothing_is_deleted_if_metrics_from_elsewhere_make_no_sense(tmp_path, me
         ("metrics_from", {1: {ACC: 0.5}}),
     ],
 )
-def test_what_is_no_policy_is_refused_at_once(tmp_path, option, value):
+def test_rejects_non_policy(tmp_path, option, value):
     with pytest.raises(
         errors.OptionError, match=f"{option} (must be|wants) .* write {option}="
     ):
@@ -1027,7 +1025,7 @@ def test_sub_byte_types_are_found_whole(tmp_path):
 
 
 @pytest.mark.parametrize("cut", ["withdraw", "remove_tree"])
-def test_what_a_cut_off_deletion_leaves_is_deleted_later(tmp_path, monkeypatch, cut):
+def test_next_save_finishes_a_cut_off_deletion(tmp_path, monkeypatch, cut):
     save(tmp_path, 1, 2)
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
 
@@ -1045,7 +1043,7 @@ def test_what_a_cut_off_deletion_leaves_is_deleted_later(tmp_path, monkeypatch, 
     ckpt.close()
 
 
-def test_what_cannot_be_written_down_says_what_to_do(tmp_path):
+def test_errors_of_unwritable_markers_advise_to_retry(tmp_path):
     save(tmp_path, 1, 2)
     ckpt = flaxckpt.Checkpointer(tmp_path)
     # Directories where files are to be, which not even root can write over.
@@ -1265,7 +1263,7 @@ def test_metrics_that_come_while_others_are_deleted_count(tmp_path, monkeypatch)
     assert ckpt.explain()[3] == [str(ckpt.keep[0])]
 
 
-def test_a_worse_measurement_of_the_best_promotes_what_was_to_go(tmp_path, monkeypatch):
+def test_metric_lowered_during_prune_spares_the_second_best(tmp_path, monkeypatch):
     save(tmp_path, 1, 2, 3, 4)
     put_metrics(tmp_path, s1=0.1, s2=0.2, s3=0.9, s4=0.1)
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[BestN(1, ACC, "max")])

@@ -87,7 +87,7 @@ def test_a_source_that_is_not_there_is_an_error_in_a_new_run(tmp_path):
         begin(tmp_path / "run", state_of(2, 0), source=tmp_path / "nowhere")
 
 
-def test_a_source_that_does_not_fit_is_an_error_and_says_what_to_do(tmp_path, source):
+def test_error_for_a_misfit_source_suggests_transforms(tmp_path, source):
     with pytest.raises(errors.RestoreMismatchError) as caught:
         begin(tmp_path / "run", state_of(3, 1), source=source[0])
     assert "params/head: wanted float32[4, 3], found float32[4, 2]" in str(caught.value)
@@ -294,7 +294,7 @@ def test_the_step_of_an_nnx_optimizer_is_where_the_source_stood(tmp_path):
         begin(tmp_path / "run2", two, **options)
 
 
-def test_an_optimizer_of_a_part_of_the_params_starts_with_what_it_has(tmp_path, caplog):
+def test_optimizer_of_some_params_starts_with_its_own_moments(tmp_path, caplog):
     def partial(seed):
         state = state_of(2, seed)
         part = state.tx.init({"head": state.params["head"]})
@@ -309,7 +309,7 @@ def test_an_optimizer_of_a_part_of_the_params_starts_with_what_it_has(tmp_path, 
     assert set(found.opt_state[0].mu) == {"trunk"}
 
 
-def test_an_optimizer_that_cannot_be_made_anew_is_told_of(tmp_path, source, caplog):
+def test_warns_of_optimizer_leaves_that_start_afresh(tmp_path, source, caplog):
     path, old = source
     fresh = state_of(2, seed=1)
     plain = {"params": fresh.params, "opt_state": fresh.opt_state, "step": 0}
@@ -373,7 +373,7 @@ def test_an_optimizer_goes_on_at_its_step_without_a_counter(tmp_path, caplog, is
     assert begin("no optimizer", tmp_path / "params", "match")[1] == 0
 
 
-def test_a_step_counter_that_the_source_lacks_is_told(tmp_path, caplog):
+def test_warns_if_the_source_lacks_the_step_counter(tmp_path, caplog):
     params, tx = {"w": jnp.ones(2)}, optax.adam(1e-3)
     _, moments = tx.update(params, tx.init(params))
     with flaxckpt.Checkpointer(tmp_path / "source") as ckpt:

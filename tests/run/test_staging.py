@@ -62,7 +62,7 @@ def kinds(directory):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["raw", "zstd"])
 @pytest.mark.parametrize("kind", DIRECTORIES)
-def test_each_tier_keeps_what_its_policies_say(store_path, tmp_path, kind, layout):
+def test_each_tier_keeps_steps_by_its_own_policies(store_path, tmp_path, kind, layout):
     path, staging = store_path(kind), tmp_path / "ssd"
     options = {"keep": [LatestN(3)], "keep_staging": [LatestN(2)], "layout": layout}
     with flaxckpt.Checkpointer(path, staging=staging, **options) as ckpt:
@@ -89,7 +89,7 @@ def test_each_tier_keeps_what_its_policies_say(store_path, tmp_path, kind, layou
 
 
 @pytest.mark.parametrize("kind", DIRECTORIES)
-def test_a_directory_tells_what_staging_has_seen(store_path, tmp_path, kind):
+def test_directory_records_events_and_metadata_of_staging(store_path, tmp_path, kind):
     path = store_path(kind)
     told = []
     for run in range(2):
@@ -263,7 +263,7 @@ def test_a_pin_stays_when_only_the_uploaded_step_has_it(store_path, tmp_path, ki
             assert not steps_markers.is_pinned(directory / "1")
 
 
-def test_what_changes_while_a_step_is_uploaded_follows(tmp_path, monkeypatch):
+def test_changes_during_an_upload_are_uploaded_too(tmp_path, monkeypatch):
     path = faulty.new_path("tiers-changes")
     store = _storage.of(_storage.paths.resolve(path))
     real = store.copy_checkpoint
@@ -401,7 +401,7 @@ def test_the_newest_of_either_tier_is_restored(tmp_path):
         strategies.assert_same(state(6), ckpt.restore())
 
 
-def test_what_is_damaged_in_staging_is_not_uploaded(tmp_path):
+def test_damaged_staged_step_is_not_uploaded(tmp_path):
     path, staging = tmp_path / "run", tmp_path / "ssd"
     (path / "7").mkdir(parents=True)
     (path / "7/notes.txt").write_text("mine")
@@ -464,9 +464,7 @@ def test_a_step_replaced_in_the_directory_beats_its_old_copy(
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])
-def test_what_is_changed_of_an_old_copy_does_not_go_to_what_replaced_it(
-    store_path, tmp_path, kind
-):
+def test_changes_of_a_staged_step_skip_its_replacement(store_path, tmp_path, kind):
     path, staging = store_path(kind), tmp_path / "ssd"
     told = []
     ckpt = flaxckpt.Checkpointer(path, staging=staging, sinks=[told.append])
@@ -560,7 +558,7 @@ def test_a_step_of_another_writer_is_no_copy(refused):
     ckpt.close()
 
 
-def test_what_is_no_checkpoint_can_be_moved_out_of_the_way(tmp_path):
+def test_uploads_resume_once_foreign_directories_are_moved(tmp_path):
     path, staging = tmp_path / "run", tmp_path / "ssd"
     ckpt = flaxckpt.Checkpointer(path, staging=staging)
     for step in (3, 7):
@@ -804,7 +802,7 @@ def save_on(url, staging, log, begin):
         pytest.param("moto", 3, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_acknowledged_survives_a_kill_at_any_moment(
+def test_acknowledged_steps_survive_a_kill_at_any_moment(
     store_path, tmp_path, kind, rounds
 ):
     path, staging, log = store_path(kind), tmp_path / "ssd", tmp_path / "log"

@@ -135,7 +135,7 @@ def test_conversions_lead_to_stores_and_back(store_path, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}, {"use_zarr3": True}])
-def test_what_orbax_wrote_is_read_where_its_marker_is(
+def test_orbax_checkpoint_in_a_store_needs_its_marker(
     store_path, tmp_path, kind, options
 ):
     import orbax.checkpoint as ocp

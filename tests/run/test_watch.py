@@ -69,7 +69,7 @@ TRAINER = """
 
 
 @pytest.mark.slow
-def test_what_is_read_slowly_outlives_a_trainer_that_deletes_fast(tmp_path):
+def test_slow_reader_keeps_its_step_from_being_deleted(tmp_path):
     root, stop = tmp_path / "run", tmp_path / "stop"
     trainer = python(TRAINER, root, stop)
     reader = flaxckpt.Checkpointer(root, read_only=True)
@@ -108,7 +108,7 @@ READER = """
 
 
 @pytest.mark.slow
-def test_what_a_killed_reader_held_is_let_go_after_a_while(tmp_path, monkeypatch):
+def test_lease_of_a_killed_reader_expires(tmp_path, monkeypatch):
     save(tmp_path, 1)
     reader = python(READER, tmp_path)
     assert reader.stdout.readline() == "1\n"
@@ -286,9 +286,7 @@ def not_to_write(path, flags, *args, real=os.open, **kwargs):
     return real(path, flags, *args, **kwargs)
 
 
-def test_who_may_not_write_sees_a_step_whose_deletion_was_cut_off(
-    tmp_path, monkeypatch
-):
+def test_read_only_reader_sees_steps_of_cut_off_deletions(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
     mark = tmp_path / "1" / storage_leases.DELETING
     mark.touch()
@@ -341,7 +339,7 @@ def test_a_reader_whose_step_was_moved_for_a_moment_leaves_no_file(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_forked_child_does_not_let_go_what_its_parent_reads(tmp_path):
+def test_forked_child_keeps_the_lease_of_its_parent(tmp_path):
     save(tmp_path, 1)
     code = """
         import os, sys
@@ -365,7 +363,7 @@ def test_a_forked_child_does_not_let_go_what_its_parent_reads(tmp_path):
     assert not leases(tmp_path)
 
 
-def test_what_is_only_called_like_a_step_does_not_come(tmp_path):
+def test_new_steps_skips_directories_named_like_steps(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "2024").mkdir()
     (tmp_path / "2024" / "notes.txt").touch()

@@ -143,7 +143,7 @@ def test_factored_moments_are_split_by_the_axes_they_keep():
     jax.__version_info__ < (0, 10),
     reason="before 0.10 jax does not say how factored moments are split",
 )
-def test_factored_moments_of_square_parameters_are_split_by_what_jax_says():
+def test_jax_decides_the_split_of_square_factored_moments():
     found = abstract(ZOO["adafactor"])
     rows_and_columns = [spec_of(found, 0, f, "square") for f in ("v_row", "v_col")]
     assert sorted(rows_and_columns) == [["data"], ["model"]]
@@ -156,7 +156,7 @@ def test_a_history_of_moments_is_not_split_along_time():
     assert ways(leaf.sharding.spec) == [None, "data", "model"]
 
 
-def test_a_user_rule_overrides_what_is_derived():
+def test_leaf_rule_overrides_the_derived_sharding():
     def make():
         return train_state.TrainState.create(
             apply_fn=None, params=PARAMS, tx=optax.adam(1e-3)
@@ -169,7 +169,7 @@ def test_a_user_rule_overrides_what_is_derived():
     assert ways(found.opt_state[0].mu["embed"].sharding.spec) == ["data", "model"]
 
 
-def test_what_cannot_be_derived_is_replicated_with_one_warning(caplog):
+def test_leaves_without_derived_sharding_are_replicated_with_warning(caplog):
     def init(params):
         return optax.TraceState(trace=jnp.zeros((5, 7, 9)))
 
@@ -365,7 +365,7 @@ def param(path, shape, *spec):
         ("0/mu/unknown", (40, 4), (), "replicated"),
     ],
 )
-def test_suffixes_decide_only_what_is_beyond_doubt(path, shape, spec, rule):
+def test_suffixes_decide_only_unambiguous_specs(path, shape, spec, rule):
     params = [
         param("a/w", (8, 16), "x", "y"),
         param("b/a/w", (8, 16), "y", None),
@@ -380,7 +380,7 @@ def test_suffixes_decide_only_what_is_beyond_doubt(path, shape, spec, rule):
     assert ways(found[path].spec) == ways(spec)
 
 
-def test_what_jax_knows_wins_unless_it_has_lost_the_sharding():
+def test_specs_by_types_win_unless_jax_lost_the_sharding():
     params = [param("w", (8, 8), "x", "y")]
     leaves = {p: (keys(p), (8, 8)) for p in ("mu/w", "nu/w")}
     by_types = {"mu/w": P("y", "x"), "nu/w": P(None, None)}
@@ -640,7 +640,7 @@ def test_the_classes_of_parameters_are_no_states(tmp_path, kind, writer):
 
 
 @pytest.mark.parametrize("kind", sorted(optimizer_states.MAKERS))
-def test_roles_name_the_transform_whatever_the_parameters_are(kind):
+def test_roles_name_the_transform_for_all_kinds_of_parameters(kind):
     flat = state_flax_state.flatten(state_of(ZOO["MultiSteps"], nested_params(kind)))
     found = {
         path: known.role(path)[:3]

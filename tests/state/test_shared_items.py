@@ -145,7 +145,7 @@ def test_an_item_is_restored_alone(tmp_path, name, caplog):
 
 
 @states
-def test_a_run_continues_what_is_shared(tmp_path, name):
+def test_restored_items_still_share_variables(tmp_path, name):
     state = STATES[name]()
     with flaxckpt.Checkpointer(tmp_path, items=tuple(branches(state))) as ckpt:
         ckpt.save(1, state)

@@ -81,7 +81,7 @@ def test_a_shared_variable_stays_shared(tmp_path, name):
 
 
 @states
-def test_a_run_goes_on_with_what_is_shared(tmp_path, name):
+def test_restored_state_still_shares_variables(tmp_path, name):
     state, both = STATES[name]()
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state)

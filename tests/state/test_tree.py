@@ -87,7 +87,7 @@ def test_keys_that_cannot_be_told_apart_on_disk_are_refused(tree):
         state_flatten.flatten(tree)
 
 
-def test_what_is_nested_too_deep_to_be_read_is_refused():
+def test_flatten_rejects_trees_nested_too_deep():
     tree = 1
     for _ in range(state_tree.MAX_DEPTH):
         tree = {"a": tree}

@@ -163,7 +163,7 @@ def test_a_run_in_a_store_is_tidied_up(root):
     assert "DELETING" in entries(root / "metadata"), "no replaced files in stores"
 
 
-def test_what_cannot_be_tidied_up_is_logged(tmp_path, monkeypatch, caplog):
+def test_tidy_logs_errors_of_the_sweep(tmp_path, monkeypatch, caplog):
     def fail(root, step_format):
         raise OSError("on fire")
 

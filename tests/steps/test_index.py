@@ -34,7 +34,7 @@ def index_of(root, **options):
 # ---- entries ----------------------------------------------------------------------
 
 
-def test_an_entry_says_what_it_is(tmp_path):
+def test_entry_distinguishes_steps_damage_and_other_directories(tmp_path):
     make(tmp_path, "1")
     make(tmp_path, "2", content="damaged")
     make(tmp_path, "3", content="unclear")
@@ -68,7 +68,7 @@ def test_an_entry_is_recognised_once(tmp_path):
 
 
 @pytest.mark.parametrize("error", [errors.CheckpointError("?"), OSError("on fire")])
-def test_what_cannot_be_looked_at_may_have_been_a_step(tmp_path, error):
+def test_unreadable_entry_may_have_been_a_step(tmp_path, error):
     def fail(path):
         raise error
 
@@ -102,7 +102,7 @@ def test_two_checkpoints_of_one_number_are_an_error(tmp_path):
     assert index_of(tmp_path).steps == {}
 
 
-def test_what_is_called_unlike_all_others_is_recognised_on_demand(tmp_path):
+def test_index_recognises_entries_only_on_demand(tmp_path):
     make(tmp_path, "3", "4")
     looked_at = []
     found = index.StepIndex(tmp_path, looked_at.append)
@@ -192,7 +192,7 @@ def test_a_damaged_step_is_doubtful(tmp_path):
     assert list(found.doubtful) == [3, 4]
 
 
-def test_what_is_called_unlike_the_steps_is_not_doubtful(tmp_path):
+def test_only_directories_with_a_manifest_are_doubtful(tmp_path):
     (tmp_path / "4").mkdir()
     assert index_of(tmp_path).doubtful == {}
     make(tmp_path, "step_3")
@@ -219,7 +219,7 @@ def test_committed_steps_are_listed_in_order(tmp_path):
     assert index.list_committed(tmp_path / "missing", PLAIN, recognise) == []
 
 
-def test_what_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
+def test_list_committed_raises_if_it_cannot_list(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(errors.DamagedCheckpointError):
         index.list_committed(tmp_path / ("x" * 300), PLAIN, recognise)

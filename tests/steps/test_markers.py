@@ -104,7 +104,7 @@ def test_a_step_is_temporary_until_made_permanent(path):
     assert markers.for_new_step(path, temporary=False) == {}
 
 
-def test_what_replaces_a_pinned_step_on_a_disk_is_pinned(path):
+def test_replacement_of_a_pinned_step_inherits_the_pin_on_disk(path):
     markers.pin(path)
     assert markers.for_new_step(path.parent / "2", temporary=False) == {}
     new = markers.for_new_step(path, temporary=True)

@@ -189,7 +189,7 @@ def test_steps_may_be_integers_of_any_kind(run, call):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_what_is_no_step_is_one_error(run, call):
+def test_every_call_rejects_invalid_steps_with_the_same_error(run, call):
     for name, step in NO_STEPS.items():
         with pytest.raises(errors.OptionError, match="a step is the number") as info:
             CALLS[call](run, step)

@@ -11,7 +11,7 @@ from flaxckpt.policies import LatestN
 from tests.helpers import faulty_store as faulty
 
 
-def test_few_requests_are_made_whatever_is_asked_for():
+def test_every_operation_makes_few_requests():
     path = faulty.new_path("counted")
     arrays = {"v": np.ones(3), "w": np.arange(16.0)}  # of one object together
 
@@ -36,7 +36,7 @@ def test_few_requests_are_made_whatever_is_asked_for():
         assert ckpt.steps() == [4, 5, 6, 7]
 
 
-def test_what_was_listed_is_listed_again_after_a_change():
+def test_listing_cache_sees_own_changes():
     path = faulty.new_path("looked-at")
     (path / "a/1").write_bytes(b"x")
     with path.store.listing_cache(path.prefix):

@@ -112,7 +112,7 @@ def test_a_deletion_that_is_cut_off_leaves_a_step_or_none():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_is_acknowledged_is_there_however_writes_arrive(seed):
+def test_acknowledged_steps_survive_delayed_writes(seed):
     path = faulty.new_path(f"arrivals-{seed}")
     acknowledged = set()
     with faulty.faulty(path, seed=seed, rate=25):
@@ -134,7 +134,7 @@ def test_what_is_acknowledged_is_there_however_writes_arrive(seed):
             strategies.assert_same(state(step, "b"), ckpt.restore(step=step))
 
 
-def test_whoever_lives_keeps_its_lock_and_whoever_is_gone_does_not(monkeypatch):
+def test_only_locks_of_live_writers_hold(monkeypatch):
     path = faulty.new_path("locks")
     step = path / "1"
     with (

@@ -355,7 +355,7 @@ def test_an_announcement_that_cannot_be_removed_fails_no_deletion(path, monkeypa
 
 
 @in_store
-def test_a_sweep_removes_what_the_dead_left(path):
+def test_sweep_removes_expired_leases(path):
     put(path, OTHER, age=400)
     put(path, "READING-here-9-0123abcd", age=300)
     (path / "READING-directory" / "file").write_text("of a user")

@@ -127,7 +127,7 @@ def test_an_exchange_that_fails_is_an_error(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("failing", [1, 2])
 @pytest.mark.parametrize("change", ["publish", "exchange", "withdraw"])
-def test_what_the_disk_does_not_confirm_is_undone_or_told(
+def test_failed_sync_is_undone_or_reported_as_not_durable(
     tmp_path, monkeypatch, change, failing
 ):
     new, old = tmp_path / "new", tmp_path / "old"

@@ -79,7 +79,7 @@ def test_entries_exist_even_as_broken_links(tree):
     assert not LOCAL.lists_committed([])
 
 
-def test_what_is_below_a_directory_is_listed_in_order(tree):
+def test_lists_files_below_a_directory_in_order(tree):
     assert sorted(LOCAL.names(tree)) == ["a", "b", "broken", "link", "to_a", "z"]
     assert sorted(LOCAL.directories(tree)) == ["a", "z"]
     below = ["b", "broken", "link", "a/c", "a/d", "z/e/f"]
@@ -117,7 +117,7 @@ def test_files_of_a_missing_directory_are_an_error(tree):
         list(LOCAL.all_files(tree / "missing"))
 
 
-def test_entries_below_know_what_is_a_file(tree):
+def test_entries_below_distinguish_files_from_directories(tree):
     with pytest.raises(ValueError, match="to_a is a link to a directory"):
         list(LOCAL.entries_below(tree))
     (tree / "to_a").unlink()
@@ -236,7 +236,7 @@ def test_bytes_are_read_into_several_views(tmp_path, monkeypatch):
     LOCAL.read_into(link, views, offset=1, file_size=10)
 
 
-def test_nothing_that_reads_keeps_a_file_open(tree):
+def test_storage_operations_leave_no_file_open(tree):
     before = len(LOCAL.names("/proc/self/fd"))
     for _ in range(3):
         LOCAL.read(tree / "b", max_bytes=9)
@@ -271,7 +271,7 @@ def test_the_last_whole_lines_are_read(tmp_path, content, limit, lines):
     assert LOCAL.last_lines(file, limit) == lines
 
 
-def test_what_is_no_longer_there_need_not_be_forgotten(tree, monkeypatch):
+def test_forget_cached_ignores_missing_files(tree, monkeypatch):
     LOCAL.forget_cached(tree / "missing")
     advised = []
     monkeypatch.setattr(os, "posix_fadvise", lambda *given: advised.append(given[1:]))
@@ -557,7 +557,7 @@ def test_a_checkpoint_has_its_mode_before_it_has_its_name(tmp_path, umask):
     assert permissions(tmp_path / "8") == 0o755
 
 
-def test_a_new_checkpoint_sweeps_what_was_left_of_it_and_of_no_other(tmp_path):
+def test_new_checkpoint_sweeps_only_its_own_leftovers(tmp_path):
     for name in ("7", "8"):
         (tmp_path / f"{name}.orbax-checkpoint-tmp-writing-0123abcd").mkdir()
     commit(tmp_path / "7")
@@ -631,7 +631,7 @@ def test_a_deletion_removes_all(tmp_path):
 
 
 @pytest.mark.parametrize("when", ["before", "late"])
-def test_what_is_read_keeps_its_name(tmp_path, monkeypatch, disk, when):
+def test_delete_refuses_a_step_that_is_being_read(tmp_path, monkeypatch, disk, when):
     step = make(tmp_path / "7", file=b"")
     if when == "before":
         (step / READER).touch()
@@ -662,7 +662,7 @@ def test_a_check_that_fails_keeps_the_name(tmp_path, failing):
     assert len(checked) == failing
 
 
-def test_what_is_deleted_is_claimed_meanwhile(tmp_path, monkeypatch):
+def test_delete_claims_the_step_meanwhile(tmp_path, monkeypatch):
     make(tmp_path / "7", file=b"")
     late(monkeypatch, lambda path: seen.append(_is_free(path)))
     seen = []

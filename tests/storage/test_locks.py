@@ -186,7 +186,7 @@ def test_a_forked_child_does_not_release_the_lock_of_its_parent(path, monkeypatc
 # ---- waiting ----------------------------------------------------------------------
 
 
-def test_who_holds_a_lock_on_this_machine_is_not_waited_for(path, clock, process):
+def test_lock_held_on_this_machine_fails_without_waiting(path, clock, process):
     put(path, holder_of(process))
     with (
         pytest.raises(errors.CheckpointExistsError, match=f":{process.pid}: wait for"),
@@ -576,7 +576,7 @@ def test_a_sweep_that_is_too_late_takes_nothing(path, clock, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
-def test_a_process_is_told_by_the_time_it_started(process):
+def test_start_time_identifies_a_process(process):
     [booted] = [
         int(line.split()[1])
         for line in Path("/proc/stat").read_text().splitlines()
@@ -592,13 +592,13 @@ def test_a_process_is_told_by_the_time_it_started(process):
 
 
 @pytest.mark.skipif(not Path("/proc/self/ns/pid").exists(), reason="no /proc")
-def test_a_machine_is_told_by_its_boot_and_by_the_namespace_of_processes():
+def test_boot_and_process_namespace_identify_a_machine():
     name = locks._machine()
     assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() in name
     assert f"{Path('/proc/self/ns/pid').readlink()}" in name
 
 
-def test_a_machine_without_proc_is_told_by_its_name(monkeypatch):
+def test_host_name_identifies_a_machine_without_proc(monkeypatch):
     def fail(path):
         raise FileNotFoundError(2, "No such file or directory", str(path))
 

@@ -121,7 +121,7 @@ def test_another_mode_changes_no_files_of_earlier_steps(tmp_path, layout):
     assert found[1] == found[2], "equal files of equal modes are still shared"
 
 
-def test_nobody_else_opens_a_checkpoint_before_it_is_complete(tmp_path, monkeypatch):
+def test_unfinished_checkpoint_is_private_to_its_owner(tmp_path, monkeypatch):
     seen = []
     rename = os.rename
 
@@ -181,7 +181,7 @@ def test_a_step_saved_without_keeps_the_mode_that_the_umask_gave(tmp_path):
         (np.float32(1), "1.0"),
     ],
 )
-def test_an_error_names_what_is_no_mode(tmp_path, given, told):
+def test_error_names_the_invalid_mode(tmp_path, given, told):
     for call in (
         lambda: flaxckpt.save(tmp_path / "a", state(), permissions=given),
         lambda: flaxckpt.Checkpointer(tmp_path / "a", permissions=given),

@@ -87,7 +87,7 @@ def test_a_network_that_resets_connections_leaves_no_half_step(net, url):
     assert set(saved) <= set(assert_whole(url, 6))
 
 
-def test_a_network_that_swallows_a_save_is_told_of_in_time(net, url, monkeypatch):
+def test_save_fails_in_time_on_a_network_that_swallows_it(net, url, monkeypatch):
     real, writing = storage_commit_marker.write_new, threading.Event()
 
     def write_new(path, content):
@@ -112,7 +112,7 @@ def test_a_network_that_swallows_a_save_is_told_of_in_time(net, url, monkeypatch
     assert assert_whole(url, 3) == [1, 2, 3]
 
 
-def test_what_is_large_may_take_longer_than_the_deadline(net, url):
+def test_large_save_may_exceed_the_deadline(net, url):
     size = 2**20  # of 4 bytes
     with flaxckpt.Checkpointer(url) as ckpt:
         net.slow(bytes_per_sec=10**6)

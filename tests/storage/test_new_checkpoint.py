@@ -90,7 +90,7 @@ def test_a_checkpoint_exists_from_its_commit_on(path):
     assert not commit_marker._locks
 
 
-def test_unfinished_is_what_has_a_lock_or_only_a_marker(path):
+def test_is_unfinished_needs_a_lock_or_a_bare_marker(path):
     assert not commit_marker.is_unfinished(path)
     (path / "file").write_bytes(b"1")
     assert not commit_marker.is_unfinished(path)
@@ -102,7 +102,7 @@ def test_unfinished_is_what_has_a_lock_or_only_a_marker(path):
     assert commit_marker.is_unfinished(path)
 
 
-def test_an_error_removes_what_was_written(path):
+def test_error_removes_the_written_objects(path):
     with pytest.raises(KeyError):
         write_and_fail(path, KeyError())
     assert list(path.keys()) == []
@@ -127,14 +127,14 @@ def test_an_error_after_the_commit_removes_nothing(path):
     assert len(list(path.keys())) == 2
 
 
-def test_who_lost_the_lock_removes_nothing(path):
+def test_writer_without_its_lock_removes_nothing(path):
     with pytest.raises(KeyError):
         write_and_fail(path, KeyError(), leave)
     assert list(path.keys()) == ["file"]
     assert locks.is_locked(path)
 
 
-def test_what_comes_after_the_removal_by_another_process_is_left_to_a_sweep(path):
+def test_sweep_removes_objects_left_after_another_removal(path):
     def take_over_and_remove(made):
         leave(made)
         made.store.delete(made.key + locks.LOCK)
@@ -147,7 +147,7 @@ def test_what_comes_after_the_removal_by_another_process_is_left_to_a_sweep(path
     assert not locks.is_locked(path)
 
 
-def test_who_lost_the_lock_does_not_commit(path):
+def test_writer_without_its_lock_does_not_commit(path):
     with LOST, new(path) as made:
         leave(path)
         commit_marker.commit(made, b"{}")
@@ -256,7 +256,7 @@ def test_a_checkpoint_is_replaced_only_on_demand(path):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_what_is_no_checkpoint_is_not_replaced(path, overwrite):
+def test_refuses_to_replace_foreign_objects(path, overwrite):
     (path / "notes.txt").write_bytes(b"mine")
     with pytest.raises(errors.CheckpointExistsError, match="not a checkpoint"):
         write(path, overwrite=overwrite)
@@ -264,7 +264,7 @@ def test_what_is_no_checkpoint_is_not_replaced(path, overwrite):
     assert not locks.is_locked(path)
 
 
-def test_what_a_dead_writer_left_is_replaced(path):
+def test_new_writer_replaces_remains_of_a_dead_one(path):
     (path / "old").write_bytes(b"1")
     leave(path)
     write(path)
@@ -326,7 +326,7 @@ def test_an_object_that_others_write_again_and_again_is_an_error(path, monkeypat
     assert len(tries) == 3 * commit_marker._LATE_TRIES
 
 
-def test_who_lost_the_lock_writes_no_object_after_a_pause(path):
+def test_paused_writer_without_its_lock_writes_no_object(path):
     with LOST, new(path):
         lock = commit_marker._locks[path]
         lock._holder = lock._holder._replace(beat=lock._holder.beat - 1000)
@@ -335,7 +335,7 @@ def test_who_lost_the_lock_writes_no_object_after_a_pause(path):
     assert list(path.keys()) == []
 
 
-def test_who_lost_the_lock_replaces_no_object(path):
+def test_writer_without_its_lock_replaces_no_object(path):
     with LOST, new(path):
         leave(path)
         path.store.write(path.key + "/file", b"theirs")
@@ -360,7 +360,7 @@ def test_a_marker_that_was_withdrawn_can_be_restored(path):
     assert (path / commit_marker.MARKER).read_bytes() == b"{}"
 
 
-def test_who_lost_the_lock_neither_withdraws_nor_restores_nor_removes(path):
+def test_lost_lock_prevents_withdraw_restore_and_remove(path):
     write(path)
     with locks.lock(path) as lock:
         leave(path)
@@ -398,7 +398,7 @@ def test_a_removal_without_an_answer_is_not_continued_at_once(path, monkeypatch)
     assert locks.is_locked(path)
 
 
-def test_what_cannot_be_removed_is_left_to_a_sweep(path, caplog):
+def test_failed_removal_is_left_to_a_sweep(path, caplog):
     (path / "file").write_bytes(b"1")
     with faulty.faulty(path) as kv, locks.lock(path) as lock:
         kv._last = 0
@@ -415,7 +415,7 @@ def test_what_cannot_be_removed_is_left_to_a_sweep(path, caplog):
 # ---- leftovers --------------------------------------------------------------------
 
 
-def test_a_sweep_removes_what_the_dead_left_and_nothing_else(path, caplog):
+def test_sweep_removes_only_remains_of_dead_writers(path, caplog):
     root = path.parent
     for name in ("1", "2", "3", "4", "theirs", "6"):
         (root / name / "file").write_bytes(b"1")

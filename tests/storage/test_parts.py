@@ -103,7 +103,7 @@ def test_a_database_is_sent_in_parts_and_read_as_a_whole(store_path, small_parts
     assert flaxckpt.verify(path).ok
 
 
-def test_what_was_sent_is_not_read_back(small_parts):
+def test_save_does_not_read_sent_parts_back(small_parts):
     path = faulty.new_path("sent-once")
     read = []
     with faulty.faulty(path) as kv:

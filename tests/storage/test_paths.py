@@ -53,7 +53,7 @@ def test_no_call_of_the_system_takes_it(root):
             call(root)
 
 
-def test_directories_are_what_keys_begin_with(root):
+def test_prefixes_of_keys_act_as_directories(root):
     assert sorted(p.name for p in root.iterdir()) == ["1", "10", "2.txt"]
     assert sorted(_storage.of(root).directories(root)) == ["1", "10"]
     assert (root / "1").is_dir()
@@ -106,7 +106,7 @@ def test_options_that_make_no_sense_are_refused():
             flaxckpt.set_store_options(url, flaxckpt.StoreOptions())
 
 
-def test_each_store_is_described_by_what_was_passed(monkeypatch):
+def test_store_options_and_environment_determine_the_spec(monkeypatch):
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_REGION", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     given = flaxckpt.StoreOptions(region="eu-west-1", profile="work", concurrency=4)
@@ -142,7 +142,7 @@ def test_a_bucket_that_is_not_opened_in_time_is_an_error(monkeypatch):
     promise.set_result(None)
 
 
-def test_what_is_called_like_a_pattern_is_found_at_any_depth():
+def test_glob_finds_objects_at_any_depth():
     path = faulty.new_path("patterns") / "c"
     for name in ("d/1", "d/2", "d/deep/3", "p.0/d/4", "top"):
         (path / name).write_bytes(b"x")

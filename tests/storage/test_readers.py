@@ -60,7 +60,7 @@ def test_an_item_is_not_deleted_under_a_reader(tmp_path, monkeypatch):
         strategies.assert_same({"params": state(1)["params"]}, ckpt.restore(step=1))
 
 
-def test_what_a_dead_deletion_left_is_not_swept_under_a_reader(tmp_path, monkeypatch):
+def test_sweep_spares_a_cut_off_deletion_under_a_reader(tmp_path, monkeypatch):
     step = saved(tmp_path)
     real, readers = rename.withdraw, []
 

@@ -258,7 +258,7 @@ def test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock(
         lock.confirm()
 
 
-def test_a_store_that_never_answers_is_told_of_soon(tmp_path, monkeypatch):
+def test_save_fails_soon_if_the_store_never_answers(tmp_path, monkeypatch):
     monkeypatch.setattr(store_requests, "_FIRST_PAUSE_SECS", 1e-3)
     for name, value in store_servers.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
@@ -294,7 +294,7 @@ SAVES = {
 
 
 @pytest.mark.parametrize("name", SAVES)
-def test_a_save_to_a_store_out_of_reach_raises_what_the_docs_say(monkeypatch, name):
+def test_save_to_an_unreachable_store_raises_the_documented_error(monkeypatch, name):
     path = faulty.new_path("restarts-raised")
     ckpt = flaxckpt.Checkpointer(path)
     ckpt.save(1, state(1)).wait()

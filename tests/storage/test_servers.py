@@ -150,9 +150,7 @@ def test_a_server_that_is_killed_in_a_save_costs_that_save_only(
         server.kill()
 
 
-def test_a_server_that_stands_still_is_told_of_in_time(
-    tmp_path, monkeypatch, reached_by
-):
+def test_stopped_server_raises_an_error_in_time(tmp_path, monkeypatch, reached_by):
     server = store_servers.moto(tmp_path)
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
@@ -226,7 +224,7 @@ def test_options_come_from_the_environment_and_from_the_caller(
     strategies.assert_same(state(1), flaxckpt.load(str(path / "a")))
 
 
-def test_a_bucket_that_is_not_there_is_told(store_path):
+def test_error_names_a_missing_bucket(store_path):
     store_path("moto")
     with pytest.raises(errors.CheckpointError, match="bucket"):
         flaxckpt.load("s3://no-such-bucket/c")

@@ -105,7 +105,7 @@ def test_a_new_directory_is_locked_and_removed_at_the_end(tmp_path, mode):
         os.umask(umask)
 
 
-def test_what_was_renamed_stays(tmp_path):
+def test_renamed_directory_stays(tmp_path):
     with temporary.new_directory(tmp_path / "7") as path:
         path.rename(tmp_path / "7")
         assert is_locked(tmp_path / "7")
@@ -119,7 +119,7 @@ def test_an_error_removes_the_directory(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_may_be_the_only_copy_stays(tmp_path):
+def test_non_durable_rename_keeps_the_directory(tmp_path):
     with (
         pytest.raises(rename.NotDurableError),
         temporary.new_directory(tmp_path / "7") as path,
@@ -144,7 +144,7 @@ def test_a_directory_that_was_swept_at_once_is_made_again(tmp_path, monkeypatch)
     assert len(claimed) == 2
 
 
-def test_what_cannot_be_removed_is_left_to_a_sweep(tmp_path, monkeypatch, caplog):
+def test_failed_removal_is_left_to_a_sweep(tmp_path, monkeypatch, caplog):
     def fail(path):
         raise OSError("on fire")
 
@@ -228,7 +228,7 @@ def test_a_claimed_directory_that_was_made_anew_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
-def test_what_is_no_directory_is_not_claimed(tmp_path, kind):
+def test_claim_rejects_files_and_links(tmp_path, kind):
     path = tmp_path / "7"
     if kind == "file":
         path.touch()
@@ -248,7 +248,7 @@ def test_a_file_system_without_locks_is_claimed(tmp_path, monkeypatch):
         assert is_ours
 
 
-def test_a_claim_closes_what_it_opens(tmp_path):
+def test_claim_closes_its_file_descriptor(tmp_path):
     path = leave(tmp_path, WRITING)
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     for _ in range(3):
@@ -326,7 +326,7 @@ with temporary.claim(pathlib.Path(sys.argv[1])):
 """
 
 
-def test_what_another_process_holds_stays(tmp_path):
+def test_sweep_spares_directories_held_by_another_process(tmp_path):
     path = leave(tmp_path, WRITING)
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, path], stdin=-1, stdout=-1, text=True
@@ -450,7 +450,7 @@ def test_old_files_of_crashes_are_swept(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 
-def test_what_is_called_like_a_lease_and_is_no_file_is_not_swept(tmp_path):
+def test_sweep_spares_directories_and_links_named_like_leases(tmp_path):
     (tmp_path / "DELETING").mkdir()
     (tmp_path / "target").touch()
     link = tmp_path / "READING-there-7-0123abcd"

@@ -57,7 +57,7 @@ def test_a_path_is_no_checkpointer(tmp_path):
             flaxckpt.CheckpointCallback(path, every_steps=3)
 
 
-def test_a_run_and_a_save_say_what_they_are_at_a_prompt(tmp_path, ckpt):
+def test_repr_of_a_run_and_a_save_names_path_and_state(tmp_path, ckpt):
     assert repr(ckpt) == f"Checkpointer('{tmp_path / 'run'}')"
     save = ckpt.save(1, {"n": 1})
     save.wait()
@@ -171,9 +171,7 @@ def test_a_run_that_counts_from_the_beginning_again_is_stopped(ckpt):
 
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("kind", ["numpy", "dict", "struct", "nnx without a counter"])
-def test_a_loop_that_counts_from_0_without_a_counter_is_told_at_its_first_call(
-    tmp_path, kind, resumed
-):
+def test_first_call_rejects_a_loop_from_0_without_a_counter(tmp_path, kind, resumed):
     ckpt = flaxckpt.Checkpointer(tmp_path)
     template, _, _ = TRAINERS[kind]()
     if resumed:
@@ -271,9 +269,7 @@ def test_values_that_do_not_equal_themselves_have_not_changed(ckpt):
 
 
 @pytest.mark.parametrize("step_is", ["completed", "index"])
-def test_steps_that_were_numbered_otherwise_are_told_of_when_they_are_restored(
-    tmp_path, caplog, step_is
-):
+def test_restore_warns_of_steps_that_were_numbered_otherwise(tmp_path, caplog, step_is):
     ckpt = flaxckpt.Checkpointer(tmp_path)
     ckpt.save(6, create().replace(step=7)).wait()
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=100, step_is=step_is)
@@ -333,7 +329,7 @@ def test_steps_beyond_the_one_that_was_restored_are_not_mixed_with(ckpt):
     callback.close()
 
 
-def test_a_loop_that_is_run_again_is_told_to_restore_first(ckpt):
+def test_error_of_a_repeated_loop_advises_to_restore_first(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
     callback.restore_or_init({"n": 0})
     drive(callback, range(1, 9))
@@ -502,7 +498,7 @@ def test_a_closed_callback_is_forgotten(ckpt):
 
 
 @pytest.mark.slow
-def test_a_program_that_ends_without_closing_is_told_what_is_lost(tmp_path):
+def test_unclosed_program_reports_the_unsaved_step_at_exit(tmp_path):
     code = """
 import flaxckpt, sys
 on_step = flaxckpt.CheckpointCallback(flaxckpt.Checkpointer(sys.argv[1]), every_steps=2)
@@ -529,7 +525,7 @@ for step in (1, 2, 3):
         ({"n": 1}, [0.5], "metrics"),
     ],
 )
-def test_the_first_call_finds_what_the_first_save_would(ckpt, state, metrics, told):
+def test_first_call_raises_the_errors_of_the_first_save(ckpt, state, metrics, told):
     step = 0 if "step" in state else 1
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=1000, save_last=False)
     with pytest.raises(errors.OptionError, match=told):
@@ -599,7 +595,7 @@ def test_of_several_counters_one_has_to_agree(ckpt):
 
 
 @pytest.mark.parametrize("step", [True, 0.5, jnp.ones(3), "third", len])
-def test_what_is_no_counter_does_not_count(ckpt, step):
+def test_read_counters_ignores_values_that_are_no_counters(ckpt, step):
     assert not list(training_step_counter.read_counters({"step": step}))
 
 
@@ -624,7 +620,7 @@ def test_the_last_step_is_saved_once_when_the_run_ends(tmp_path, closing):
     assert ckpt.restore() == {"n": 6}
 
 
-def test_a_failing_loop_does_not_save_what_it_leaves_behind(tmp_path):
+def test_failing_loop_does_not_save_its_last_step(tmp_path):
     def run():
         with ckpt, flaxckpt.CheckpointCallback(ckpt, every_steps=4) as callback:
             drive(callback, range(1, 7))
@@ -636,7 +632,7 @@ def test_a_failing_loop_does_not_save_what_it_leaves_behind(tmp_path):
     assert ckpt.steps() == [4]
 
 
-def test_a_failed_save_is_told_at_the_next_call(ckpt, monkeypatch):
+def test_next_call_raises_the_error_of_a_failed_save(ckpt, monkeypatch):
     def fail(path):
         raise OSError(28, "No space left on device")
 
@@ -721,9 +717,7 @@ def test_a_number_is_a_state_where_none_is_bound(ckpt):
 
 
 @pytest.mark.parametrize("step_is", ["completed", "index"])
-def test_a_bound_state_that_was_trained_on_is_told_apart_from_a_wrong_count(
-    ckpt, step_is
-):
+def test_skip_reason_names_the_later_step_of_a_bound_state(ckpt, step_is):
     state = create()
     with flaxckpt.CheckpointCallback(ckpt, step_is=step_is) as callback:
         callback.bind(state=lambda: state)
@@ -737,15 +731,13 @@ def test_a_bound_state_that_was_trained_on_is_told_apart_from_a_wrong_count(
     assert "step_is" not in reason
 
 
-def test_what_is_bound_is_a_function(ckpt):
+def test_bind_rejects_a_state_that_is_no_function(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt)
     with pytest.raises(errors.OptionError, match="state=lambda: state"):
         callback.bind(state={"n": 1})
 
 
-def test_a_last_step_that_was_donated_further_is_not_saved_and_that_is_said(
-    ckpt, caplog
-):
+def test_donated_last_step_is_skipped_with_a_reason(ckpt, caplog):
     @functools.partial(jax.jit, donate_argnums=0)
     def add(state):
         return {"n": state["n"] + 1}
@@ -930,7 +922,7 @@ def test_small_numpy_arrays_are_kept_beside_large_ones(ckpt):
     assert ckpt.restore()["n"] == 0
 
 
-def test_huge_numpy_arrays_are_not_kept_and_that_is_said_at_the_beginning(
+def test_first_call_warns_that_huge_numpy_arrays_are_not_kept(
     ckpt, caplog, monkeypatch
 ):
     monkeypatch.setattr(training_kept_state, "_SUMMED_BYTES", 2**22)
@@ -954,7 +946,7 @@ def test_read_only_numpy_arrays_are_kept_however_large(ckpt):
     assert ckpt.steps() == [1]
 
 
-def test_a_model_that_got_other_variables_since_is_not_saved_and_that_is_said(ckpt):
+def test_model_with_replaced_variables_is_skipped_with_a_reason(ckpt):
     state, train, _ = net_trainer(has_optimizer=False)
     with flaxckpt.CheckpointCallback(ckpt) as callback:
         callback(1, train())
@@ -1126,7 +1118,7 @@ def test_loops_may_describe_a_step_by_an_object(ckpt):
     assert ckpt.metrics(3) == {"loss": 0.5}
 
 
-def test_it_takes_what_clu_passes_to_periodic_callbacks(ckpt):
+def test_callback_accepts_arguments_of_clu_periodic_callbacks(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
     assert callback.__name__
     assert callback(step=2, t=12.5, state={"n": 2}, learning_rate=0.1)

@@ -195,7 +195,7 @@ def test_of_two_runs_in_one_program_the_first_may_end_first(tmp_path):
     assert second.steps() == [2]
 
 
-def test_without_watching_signals_do_what_they_did(ckpt):
+def test_callback_without_preemption_leaves_signals_alone(ckpt):
     with ckpt:
         on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
         on_step(1, {"n": 1})
@@ -215,7 +215,7 @@ def test_outside_of_the_main_thread_it_says_that_it_cannot_watch(ckpt, caplog):
     assert "main thread" in caplog.text
 
 
-def test_the_last_save_failing_is_what_the_program_ends_with(ckpt, monkeypatch):
+def test_preempted_program_ends_with_the_error_of_the_last_save(ckpt, monkeypatch):
     def fail(path):
         raise OSError(28, "No space left on device")
 
@@ -430,7 +430,7 @@ def test_the_whole_state_is_saved_if_there_is_time(ckpt):
     assert ckpt._session.saves.params_only.latest() is None
 
 
-def test_else_the_parameters_alone_and_that_is_said(ckpt, caplog):
+def test_short_grace_saves_only_the_parameters_and_warns(ckpt, caplog):
     stop_with(ckpt, grace_secs=30, took_secs=60)
     assert ckpt.steps() == [2]
     step, path = ckpt._session.saves.params_only.latest()

@@ -50,7 +50,7 @@ def test_policies_say_how_many_steps_they_keep(keep, kept):
     assert training_preflight.max_kept(keep) == kept
 
 
-def test_too_little_space_for_what_is_kept_is_told_before_training(tmp_path, free):
+def test_first_call_reports_too_little_space_for_kept_steps(tmp_path, free):
     free(3 * MIB)
     first_call(tmp_path / "two", keep=[LatestN(2)])
     with pytest.raises(errors.SaveFailedError) as told:
@@ -70,7 +70,7 @@ def test_steps_that_are_there_count(tmp_path, free):
     flaxckpt.CheckpointCallback(ckpt, on_preemption=False)(4, state)
 
 
-def test_who_knows_better_is_only_warned(tmp_path, free, caplog):
+def test_preflight_warn_only_warns(tmp_path, free, caplog):
     free(MIB // 2)
     first_call(tmp_path, keep=[LatestN(1)], preflight="warn")
     assert "are needed" in caplog.text
@@ -91,7 +91,7 @@ def test_room_for_a_few_saves_only_is_a_warning_if_nothing_ever_goes(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_that_cannot_be_written_to_is_told(tmp_path):
+def test_first_call_reports_an_unwritable_directory(tmp_path):
     ckpt = flaxckpt.Checkpointer(tmp_path)
     tmp_path.chmod(0o500)
     try:
@@ -101,7 +101,7 @@ def test_a_directory_that_cannot_be_written_to_is_told(tmp_path):
         tmp_path.chmod(0o700)
 
 
-def test_a_directory_that_went_away_is_told(tmp_path):
+def test_first_call_reports_a_removed_directory(tmp_path):
     ckpt = flaxckpt.Checkpointer(tmp_path / "run")
     on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
     shutil.rmtree(tmp_path / "run")
@@ -109,14 +109,14 @@ def test_a_directory_that_went_away_is_told(tmp_path):
         on_step(1, STATE)
 
 
-def test_what_cannot_be_saved_is_told_at_the_first_call(tmp_path):
+def test_first_call_reports_unsavable_leaves(tmp_path):
     with pytest.raises(errors.UnsupportedLeafError, match="fn"):
         first_call(tmp_path, state={"fn": print})
     with pytest.raises(errors.DatasetStateError, match="generator"):
         first_call(tmp_path, dataset=(i for i in range(3)))
 
 
-def test_it_leaves_nothing_behind_and_tells_what_to_expect(tmp_path, caplog):
+def test_preflight_leaves_no_files_and_logs_the_size_of_saves(tmp_path, caplog):
     caplog.set_level(logging.INFO, "flaxckpt")
     ckpt = first_call(tmp_path, keep=[LatestN(2)])
     assert "each save: 1.05 MB" in caplog.text

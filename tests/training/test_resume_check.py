@@ -28,7 +28,7 @@ def callback(ckpt, batches=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [small_runs.linen, small_runs.nnx_objects])
-def test_whole_runs_pass_and_are_left_as_they_were(ckpt, kind):
+def test_check_resume_leaves_whole_runs_unchanged(ckpt, kind):
     state, batches, step = kind()
     on_step = callback(ckpt, batches)
     state, _ = step(state, next(batches))

@@ -125,7 +125,7 @@ def check_same(found, wanted):
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_an_empty_place_takes_what_the_run_has_there(tmp_path, name):
+def test_empty_place_takes_the_saved_branch(tmp_path, name):
     make, empties = MADE[name]
     whole = make([average(), W] if name == "a list" else average())
     with saved(tmp_path, whole) as ckpt:
@@ -197,7 +197,7 @@ def test_a_part_of_a_step_is_still_restored_and_empty_places_filled(tmp_path):
         assert ckpt.restore({"w": W, "ema": None}, unused="ignore")["ema"] is None
 
 
-def test_a_load_leaves_out_what_an_empty_place_lacks_with_a_warning(tmp_path, caplog):
+def test_load_drops_leaves_below_an_empty_place_with_warning(tmp_path, caplog):
     flaxckpt.save(tmp_path / "one", {"w": W, "ema": {"a": W}, "opt": W})
     assert flaxckpt.load(tmp_path / "one", {"w": W, "ema": None})["ema"] is None
     assert "ema/a" in caplog.text
@@ -349,7 +349,7 @@ def test_a_place_that_fills_is_no_reason_to_warn(tmp_path, caplog, late):
     assert not caplog.records
 
 
-def test_a_class_that_a_restart_does_not_know_is_told_at_once(tmp_path, caplog):
+def test_first_save_warns_of_classes_unknown_to_a_restart(tmp_path, caplog):
     on_step = begun(tmp_path, {"w": W, "m": None})
     on_step(1, {"w": W, "m": Named(W, W)})
     on_step.close()
@@ -370,7 +370,7 @@ def test_the_error_of_a_resume_names_no_cast_that_destroys_values(tmp_path):
 
 
 @pytest.mark.parametrize("types", [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_a_conversion_at_a_resume_is_told(tmp_path, caplog, types):
+def test_resume_warns_of_dtype_conversions(tmp_path, caplog, types):
     saved_type, begin_type = types
     with saved(tmp_path, {"w": W.astype(saved_type)}) as ckpt:
         resume(ckpt, {"w": W.astype(begin_type)})

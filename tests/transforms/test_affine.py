@@ -197,7 +197,7 @@ def test_types_are_kept(dtype, x64):
         assert type(found["i"]) is int
 
 
-def test_what_cannot_hold_the_result_is_refused():
+def test_scale_and_offset_reject_unsuitable_dtypes():
     for name, value in (("i", jnp.ones(3, int)), ("b", jnp.ones(3, bool))):
         with pytest.raises(errors.OptionError, match=name):
             transformed([scale(name, 0.5)], {name: value})

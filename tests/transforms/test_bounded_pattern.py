@@ -26,7 +26,7 @@ parts = st.recursive(
 
 
 @given(parts, st.text("ab.\n", max_size=6))
-def test_matches_what_re_matches(pattern, text):
+def test_matcher_agrees_with_re(pattern, text):
     found = bool(re.match(pattern, text))
     assert bounded_pattern.Matcher().matches(pattern, text) == found
 

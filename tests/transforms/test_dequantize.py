@@ -184,7 +184,7 @@ def test_blocks_of_several_sizes_are_asked_about(shape, counts, says):
         ),
     ],
 )
-def test_what_does_not_fit_is_named(state, says):
+def test_error_names_the_misfit_of_quantized_weights(state, says):
     with pytest.raises(errors.OptionError, match=says) as caught:
         transformed([dequantize()], state)
     assert str(caught.value).count("\n") < 15

@@ -183,7 +183,7 @@ def test_adapters_that_do_not_fit_are_refused(shape, a, b, why):
     assert "w_lora_a" in str(caught.value)
 
 
-def test_what_is_missing_is_named():
+def test_merge_lora_names_missing_parts():
     ones = np.ones((2, 2), np.float32)
     for state, change, why in (
         ({"w": ones}, merge_lora(), "found 0 adapters"),

@@ -74,7 +74,7 @@ CHANGES["pad"][1][4] = np.float32(0.1)
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_wider_state_gets_what_numpy_computes_in_its_type(tmp_path, name):
+def test_transforms_compute_in_the_wider_type_of_the_state(tmp_path, name):
     changes, wanted = CHANGES[name]
     [found] = restored(tmp_path, {"a": SMALL}, changes, "float32")
     assert found.dtype == np.float32
@@ -119,7 +119,7 @@ def test_stacks_of_changed_and_unchanged_leaves(tmp_path, small):
     np.testing.assert_array_equal(wanted, found)
 
 
-def test_parts_and_ties_keep_what_was_computed(tmp_path):
+def test_split_and_tied_leaves_keep_the_computed_precision(tmp_path):
     changes = [offset("a|b", 1.0), tie("b", "a"), split("a", ["x", "y"], axis=0)]
     state = {"a": SMALL, "b": SMALL}
     found = restored(tmp_path, state, changes, "float32", ["x", "y"])

@@ -210,7 +210,7 @@ def test_drop_takes_moments_along_and_keep_does_not(saved):
     ]
 
 
-def test_what_is_dropped_is_not_read(saved, state):
+def test_dropped_leaves_are_not_read(saved, state):
     plan = flaxckpt.plan(
         saved, state, transforms=[drop("params/layers_.*")], missing="init"
     )
@@ -247,7 +247,7 @@ def test_the_same_rule_twice_is_no_fault_of_the_first(saved, state):
         flaxckpt.load(saved, state, transforms=[assign(rules)], missing="init")
 
 
-def test_what_is_assigned_must_be_there(saved, state):
+def test_assign_rejects_missing_source_leaves(saved, state):
     rules = [("params/head/(.*)", r"params/tail/\1")]
     with pytest.raises(errors.OptionError, match="from params/tail/kernel"):
         flaxckpt.load(saved, state, transforms=[assign(rules)])
@@ -500,7 +500,7 @@ def test_casts_and_functions_combine(saved, state):
     np.testing.assert_array_equal(found.params["head"]["kernel"], wanted)
 
 
-def test_what_cannot_be_computed_in_32_bits_is_computed_in_64(tmp_path):
+def test_wide_values_are_computed_in_64_bits(tmp_path):
     wide = np.array([2**40 + 1, 3, 1])
     flaxckpt.save(
         tmp_path / "c", {"w": wide, "x": np.array([1 + 1e-12]), "n": 2**50 + 1}
@@ -569,7 +569,7 @@ def test_functions_of_t5x_style_on_restore(saved, state):
     assert "transformed" in plan.leaves["params/layers_1/kernel"].actions
 
 
-def test_a_function_reads_only_what_it_needs(saved, state):
+def test_from_function_reads_only_needed_leaves(saved, state):
     def pick(tree):
         return {
             "sum": tree["params"]["head"]["bias"]
@@ -857,7 +857,7 @@ def test_plain_patterns_are_inverted(parts, random):
         ("(?:a|b)/x", "y"),
     ],
 )
-def test_what_loses_something_is_not_inverted(pattern, replacement):
+def test_lossy_transforms_cannot_be_inverted(pattern, replacement):
     with pytest.raises(errors.OptionError, match="cannot be inverted"):
         rename(pattern, replacement).inverse()
     for one_way in (cast("a", "float32"), drop("a"), keep("a"), copy("a", "b")):
@@ -1198,7 +1198,7 @@ def test_numbers_beside_arrays_do_not_make_them_wide(tmp_path):
     assert flaxckpt.load(tmp_path / "c")["step"] == 3
 
 
-def test_what_is_computed_does_not_depend_on_what_is_computed_beside_it(tmp_path):
+def test_result_does_not_depend_on_other_computed_leaves(tmp_path):
     state = {"w": jnp.ones(3), "x": np.ones(3)}
     flaxckpt.save(tmp_path / "c", state)
 
@@ -1434,7 +1434,7 @@ CHANGES = st.lists(
 
 
 @given(tree=TREES, changes=CHANGES)
-def test_what_applies_is_undone_by_its_inverse(tree, changes):
+def test_inverse_undoes_applied_transforms(tree, changes):
     """On tables alone: whatever can be applied at all. Or the inverse is refused."""
     from flaxckpt._arrays import evaluate as arrays_evaluate
     from flaxckpt._state import flax_state as state_flax_state

@@ -334,7 +334,7 @@ def adafactor_state():
     return filled({"params": own, "opt_state": tx.init(own)})
 
 
-def test_what_a_run_would_not_get_back_is_a_warning_once(tmp_path, caplog):
+def test_run_warns_once_of_leaves_it_would_not_restore(tmp_path, caplog):
     state = adafactor_state()
     with flaxckpt.Checkpointer(tmp_path, transforms=[LOSSY]) as ckpt:
         for step in (1, 2):
@@ -345,7 +345,7 @@ def test_what_a_run_would_not_get_back_is_a_warning_once(tmp_path, caplog):
     assert "map_leaf('params/w')" in told
 
 
-def test_the_preflight_warns_of_what_a_run_would_not_get_back(tmp_path, caplog):
+def test_preflight_warns_of_leaves_a_run_would_not_restore(tmp_path, caplog):
     state = adafactor_state()
     with flaxckpt.Checkpointer(tmp_path, transforms=[LOSSY]) as ckpt:
         on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=5, check_step=False)
@@ -397,7 +397,7 @@ def test_values_that_nothing_turns_back_are_refused(tmp_path, caplog, change):
 @pytest.mark.parametrize(
     "change", [copy("params/w", "shadow/w"), slice("params/v", (4,))]
 )
-def test_what_changes_no_value_needs_no_inverse(tmp_path, caplog, change):
+def test_transforms_that_keep_values_need_no_inverse(tmp_path, caplog, change):
     own = {"w": jnp.arange(4.0), "v": jnp.ones(4)}
     with flaxckpt.Checkpointer(tmp_path, transforms=[change]) as ckpt:
         ckpt.save(1, {"params": own}).wait()

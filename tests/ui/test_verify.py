@@ -83,7 +83,7 @@ def test_only_the_step_that_was_read_is_green(run, open_page):
     assert "All" not in shown
 
 
-def test_damage_is_told_in_files_and_leaves(run, open_page):
+def test_page_shows_damaged_files_and_leaves(run, open_page):
     flip_bit(largest_file(run / "2" / "state"))
     space = open_page(run)
     shown = verified(space, run="run", step="all")
@@ -130,7 +130,7 @@ def test_a_step_that_is_deleted_meanwhile_is_not_damaged(run, open_page):
     assert found == ["unknown", "verified", "verified"]
 
 
-def test_what_has_no_checksums_is_said_to_be_only_read(tmp_path, open_page):
+def test_page_says_that_leaves_without_checksums_are_only_read(tmp_path, open_page):
     layout = flaxckpt.ArrayLayout(checksum=False)
     flaxckpt.save(tmp_path / "one", {"w": np.ones(9)}, layout=layout)
     assert "without checksums: only read" in verified(
@@ -290,7 +290,7 @@ def test_files_that_change_after_a_verification_end_its_result(run, open_page):
 
 
 @pytest.mark.slow
-def test_what_agrees_with_a_verification_does_not_end_its_result(run, open_page):
+def test_consistent_changes_keep_the_verification_result(run, open_page):
     chunk = largest_file(run / "2" / "state")
     content = chunk.read_bytes()
     flip_bit(chunk)
@@ -327,7 +327,7 @@ def test_a_result_is_shown_for_its_own_step_only(run, open_page):
         assert 'class="faults"' in shown
 
 
-def test_pages_are_told_of_a_verification(run, open_page):
+def test_verification_changes_the_version_of_pages(run, open_page):
     space = open_page(run)
     ask(overview.page, space, run="run")  # the first report
     before = news(space).version

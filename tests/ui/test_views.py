@@ -625,7 +625,7 @@ def test_the_table_of_runs_shows_the_newest_good_step(made, tmp_path, open_page)
     assert without[-1] == f"{len(lost)} damaged steps: no step can be used"
 
 
-def test_the_table_of_runs_knows_what_was_verified(made, tmp_path, open_page):
+def test_table_of_runs_shows_verification_results(made, tmp_path, open_page):
     shutil.copytree(made / "run", tmp_path / "runs" / "run")
     space = open_page(tmp_path / "runs")
     [row] = cells(all_runs(space))
@@ -727,7 +727,7 @@ def test_runs_in_directories_are_found_and_links_are_not_followed(tmp_path):
             found.find(name)
 
 
-def test_what_is_no_run_is_refused_before_anything_is_served(tmp_path):
+def test_find_places_rejects_paths_without_checkpoints(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(errors.CheckpointFormatError):
         places.find_places(tmp_path)

@@ -86,7 +86,7 @@ def test_a_fork_has_locks_of_its_own(make):
     assert lock.get().acquire(blocking=False)
 
 
-def test_whoever_forks_inside_of_a_lock_leaves_it_in_both():
+def test_fork_inside_a_lock_releases_it_in_both_processes():
     lock = util_forks.PerProcess(threading.Lock)
 
     def enter():
@@ -178,7 +178,7 @@ def locks_of(name, value, seen):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "memory"])
-def test_nothing_that_lives_on_has_a_lock_that_a_fork_would_inherit(tmp_path, kind):
+def test_lasting_objects_hold_only_known_locks(tmp_path, kind):
     root = tmp_path / "run" if kind == "file" else "memory://forks-locks/run"
     # In a process of its own: what other tests have left is not the package's.
     code = (
@@ -383,7 +383,7 @@ def test_a_fork_works_while_its_parent_uploads(run):
 
 
 @pytest.mark.slow
-def test_a_fork_of_a_program_that_has_used_tensorstore_is_told_so(run):
+def test_fork_after_use_of_tensorstore_raises_clear_errors(run):
     """TensorStore would end the process: no error, and nothing to catch."""
     told = run(
         """
@@ -421,7 +421,7 @@ def test_a_fork_of_a_program_that_has_used_tensorstore_is_told_so(run):
     assert told[-2:] == ["1", "3 {}"]
 
 
-def test_a_fork_does_not_write_what_its_parent_has_still_to_write():
+def test_fork_does_not_write_pending_events_of_its_parent():
     path = _storage.paths.resolve("memory://forks-journal/run/events.jsonl")
     journal = steps_journal.EventJournal(path)
     journal.write(steps_event.Event("started", 1, "run", 1.0, {}))

@@ -62,7 +62,7 @@ def test_errors_beside_are_told():
         raise OSError("block")
 
 
-def test_a_block_can_end_at_once_if_what_is_beside_it_fails():
+def test_block_can_end_at_once_if_its_side_task_fails():
     failed = threading.Event()
 
     def fail():
@@ -100,7 +100,7 @@ def test_a_budget_is_never_exceeded():
     assert max(most) <= 10
 
 
-def test_what_exceeds_the_budget_is_let_through_alone():
+def test_request_above_the_budget_runs_alone():
     budget = util_threads.Budget(10)
     with budget.hold(1000), budget.hold(0):
         waiting = threading.Thread(target=lambda: budget.hold(1).__enter__())

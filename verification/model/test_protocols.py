@@ -54,7 +54,7 @@ def test_each_rule_is_needed(name, rule):
 
 
 @pytest.mark.parametrize("is_renewed", [True, False])
-def test_what_is_reported_was_committed_even_if_the_marker_is_late(is_renewed):
+def test_only_renewed_locks_keep_reports_true_with_a_late_marker(is_renewed):
     without = ["prompt marker", *([] if is_renewed else [LATE])]
     broken = [
         exhaust(only(protocol, commit.REPORTED)).counterexample
@@ -77,7 +77,7 @@ def test_the_shortest_history_is_found():
 
 
 @pytest.mark.parametrize("name", slow.all_but(PROTOCOLS, ["reading"]))
-def test_the_page_says_what_breaks_without_each_assumption(name):
+def test_page_names_the_broken_property_for_each_assumption(name):
     page = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
     for assumption, text in PROTOCOLS[name].ASSUMPTIONS.items():
         broken = "; ".join(broken_without(name, assumption))

@@ -116,7 +116,7 @@ def refusals(first, second, *, has_step, pause):
 @pytest.mark.parametrize("pause", ["paused", "killed", "dead"])
 @pytest.mark.parametrize("second", IN_STORE)
 @pytest.mark.parametrize("first", ["save", "overwrite", "delete"])
-def test_what_two_processes_do_in_a_bucket_is_a_path(first, second, pause, has_step):
+def test_traces_of_two_processes_in_a_bucket_are_paths(first, second, pause, has_step):
     found = refusals(first, second, has_step=has_step, pause=pause)
     assert not list(found)
 
@@ -132,9 +132,7 @@ def test_what_two_processes_do_in_a_bucket_is_a_path(first, second, pause, has_s
         ("does not wait", "save", "sweep"),
     ],
 )
-def test_what_other_code_does_in_a_bucket_is_no_path(
-    planted, first, second, monkeypatch
-):
+def test_traces_of_planted_faults_are_no_paths(planted, first, second, monkeypatch):
     real = commit_marker.write_new
     if planted == "replaces unasked":
         monkeypatch.setattr(commit_marker, "_lock_around", lambda path: None)
@@ -229,7 +227,7 @@ def directory_refusals(root, *kinds, is_killed):
 @pytest.mark.parametrize(
     "kinds", [("reader", "deleter"), ("deleter", "reader"), ("deleter", "deleter")]
 )
-def test_what_readers_and_deleters_do_is_a_path(tmp_path, kinds, is_killed):
+def test_traces_of_readers_and_deleters_are_paths(tmp_path, kinds, is_killed):
     assert not list(directory_refusals(tmp_path, *kinds, is_killed=is_killed))
 
 
@@ -314,7 +312,7 @@ def in_order(path, real=files.directories):
 @pytest.mark.parametrize("is_first", [True, False], ids=["overwriter", "sweeper"])
 @pytest.mark.parametrize("is_killed", [False, True], ids=["paused", "killed"])
 @pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
-def test_what_overwriters_and_sweepers_do_is_a_path(
+def test_traces_of_overwriters_and_sweepers_are_paths(
     tmp_path, can_exchange, is_killed, is_first
 ):
     found = replace_refusals(

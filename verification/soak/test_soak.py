@@ -36,14 +36,14 @@ def test_growth_is_found():
     assert problem.startswith("rss_mib grows by 26")
 
 
-def test_what_is_loaded_at_the_beginning_is_no_growth():
+def test_memory_loaded_at_the_beginning_is_no_growth():
     rss = [100.0 * n for n in range(6)] + [600.0] * 14
     base = {"python_mib": [9.0] * 20, "live_arrays": [3] * 20, "objects": [0] * 20}
     assert samples.problems(make_samples(rss_mib=rss, **base)) == []
 
 
 @pytest.mark.parametrize("name", samples.NO_MORE)
-def test_what_is_not_given_back_is_found(name):
+def test_detects_resources_that_are_not_released(name):
     base = {"rss_mib": 1.0, "python_mib": 9.0, "live_arrays": 3, "objects": 1000}
     steady = {key: [value] * 20 for key, value in base.items()}
     [problem] = samples.problems(make_samples(**steady, **{name: [5] * 13 + [6] * 7}))
