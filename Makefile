@@ -22,6 +22,10 @@
 #                one of the long searches in verification/README.md
 #   make clean   removes all that these targets made
 
+# Without bytecode on the disk, each of the hundreds of programs that tests start would
+# compile jax, Flax and all else that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 3 --dist worksteal
 NAME ?=

@@ -91,6 +91,7 @@ def test_a_history_that_found_a_defect(histories, seed):
     _run(histories, [seed])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", planted_files.FAULTS)
 def test_a_planted_fault_is_found(fault):
     histories, patches = planted_files.FAULTS[fault]
