@@ -97,12 +97,11 @@ def parse_rules(
 
 
 def _parse(text: str) -> PreservationPolicy:
-    from flaxckpt.configs import CheckpointConfig
+    from flaxckpt.configs import _policies
 
     name, _, rest = text.partition(":")
     try:
-        config = CheckpointConfig.from_mapping({"keep": [_parse_table(name, rest)]})
-        return config.keep[0]
+        return _policies.parse("keep[0]", _parse_table(name, rest))
     except errors.OptionError as error:
         raise errors.OptionError(f"--keep {text}: {error}") from None
     except (KeyError, ValueError):
