@@ -228,7 +228,7 @@ def test_error_suggests_a_rename_for_a_single_leaf(tmp_path):
     assert r'rename(r"model/(.*)", r"\1")' in str(caught.value)
     with pytest.raises(errors.RestoreMismatchError) as caught:
         flaxckpt.load(tmp_path / "c", {"net": {"w": jnp.zeros(3)}})
-    assert "rename" not in str(caught.value)
+    assert "rename(" not in str(caught.value)
 
 
 def test_leaves_of_other_shapes_or_other_models_are_no_moved_ones(tmp_path):
@@ -240,7 +240,7 @@ def test_leaves_of_other_shapes_or_other_models_are_no_moved_ones(tmp_path):
     ):
         with pytest.raises(errors.RestoreMismatchError) as caught:
             flaxckpt.load(tmp_path / "c", {**params, **lacking})
-        assert "rename" not in str(caught.value)
+        assert "rename(" not in str(caught.value)
 
 
 # ---- boxes ------------------------------------------------------------------------
