@@ -11,12 +11,8 @@ initialised on restore.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from flaxckpt import errors
-from flaxckpt._transforms import base
 from flaxckpt._transforms.affine import offset, scale
-from flaxckpt._transforms.base import TableTransform, Transform, describe
+from flaxckpt._transforms.base import Transform, inverse
 from flaxckpt._transforms.dequantize import dequantize
 from flaxckpt._transforms.from_function import from_function
 from flaxckpt._transforms.join import fuse, split, stack, unstack
@@ -61,18 +57,3 @@ __all__ = [
     "untie",
     "use_orbax_names",
 ]
-
-
-def inverse(transforms: Sequence[Transform]) -> list[Transform]:
-    """Returns the inverse transforms, in the order of application.
-
-    Raises:
-        OptionError: A transform has no inverse.
-    """
-    undone: list[Transform] = []
-    for transform in reversed(base.check(transforms)):
-        if not isinstance(transform, TableTransform):
-            [name] = describe([transform])
-            raise errors.OptionError(f"{name} cannot be inverted: it is a function")
-        undone.append(transform.inverse())
-    return undone

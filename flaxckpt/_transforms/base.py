@@ -594,3 +594,18 @@ def keys(path: LeafPath, info: LeafInfo) -> tuple[_state.tree.Key, ...]:
         ),
         *old[len(old) - trailing :],
     )
+
+
+def inverse(transforms: Sequence[Transform]) -> list[Transform]:
+    """Returns the inverse transforms, in the order of application.
+
+    Raises:
+        OptionError: A transform has no inverse.
+    """
+    undone: list[Transform] = []
+    for transform in reversed(check(transforms)):
+        if not isinstance(transform, TableTransform):
+            [name] = describe([transform])
+            raise errors.OptionError(f"{name} cannot be inverted: it is a function")
+        undone.append(transform.inverse())
+    return undone

@@ -154,6 +154,7 @@ def test_a_layout_is_asked_for_wherever_there_is_one(here, layout):
         ({"a": "b"}, "must be a list of transforms, got a dict"),
         (None, "must be a list of transforms, got None"),
         ([tf.drop], "call it, as in transforms=[drop(…)]"),
+        ([tf.inverse], "call it, as in transforms=[inverse(…)]"),
         ([jnp.bfloat16], "contains the class bfloat16"),
         ([("a", "b")], "contains a tuple"),
         ([[tf.rename("a", "b")]], "contains a list"),
