@@ -18,7 +18,7 @@ class Rule(NamedTuple):
 
     Attributes:
         pattern: Pattern of their leaf paths.
-        axes: The rule for the size of each axis; see `_config.find_size`.
+        axes: The rule for the size of each axis; see `model_config.find_size`.
     """
 
     pattern: re.Pattern[str]
