@@ -6,7 +6,7 @@ import pytest
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._transforms import from_text
-from flaxckpt.transforms import describe
+from flaxckpt._transforms.base import describe
 
 
 def test_texts_become_transforms_in_order():
