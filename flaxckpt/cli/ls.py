@@ -35,7 +35,7 @@ def ls(
     path: _app.PathArgument,
     newest: Annotated[
         int | None,
-        Option("-n", "--newest", min=1, help="Show the N newest steps."),
+        Option("-n", "--newest", min=1, metavar="N", help="Show the N newest steps."),
     ] = None,
     sort: Annotated[
         str,
