@@ -3,7 +3,7 @@
 #   make quick   formatting, lints, types, and the tests that find most: two minutes
 #   make test    the same, then all tests but the slow ones: ten minutes or so
 #   make test-all
-#                the same, then all tests: the better part of an hour, as CI does it
+#                the same, then the slow tests: the better part of an hour
 #   make demo    trains, interrupts and resumes a small model: in an environment of its
 #                own, .venv-demo, which is small
 #   make check   formatting, lints and types only
@@ -96,9 +96,9 @@ test: check
 	@echo "==> pytest $(PYTEST_ARGS), without slow tests"
 	@$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
 
-test-all: check
-	@echo "==> pytest $(PYTEST_ARGS)"
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+test-all: test
+	@echo "==> pytest $(PYTEST_ARGS), the slow tests"
+	@$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
 
 test-frameworks: $(FRAMEWORKS_INSTALLED)
 	@echo "==> pytest tests/integrations"

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import time
 
 import hypothesis
 import pytest
@@ -45,6 +46,31 @@ hypothesis.settings.register_profile(
     "ci", deadline=None, derandomize=True, print_blob=True
 )
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Names each failure at once: a run that is ended early shows no summary."""
+    plugins = session.config.pluginmanager
+    if terminal := plugins.get_plugin("terminalreporter"):
+        plugins.register(_Failures(terminal))
+
+
+class _Failures:
+    def __init__(self, terminal: pytest.TerminalReporter):
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = crash.message.partition("\n")[0] if crash else ""
+            self._terminal.write_line(f"\nFAILED {report.nodeid} {message}"[:300])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips the slow tests that would begin after SLOW_TESTS_END (Unix seconds)."""
+    end = float(os.environ.get("SLOW_TESTS_END", "inf"))
+    if item.get_closest_marker("slow") and time.time() > end:
+        pytest.skip("the time for slow tests is over: SLOW_TESTS_END")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

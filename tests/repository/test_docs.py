@@ -55,8 +55,8 @@ RUN_ELSEWHERE = {
     ),
     "make quick": ("Makefile", "quick: check"),
     "make test": ("Makefile", "test: check"),
-    "make test-all": (".ci/run", "make test-all"),
-    "make test-orbax-versions": (".ci/run", "make test-orbax-versions"),
+    "make test-all": ("Makefile", "test-all: test"),
+    "make test-orbax-versions": (".ci/run", "test-orbax-versions"),
     **{
         f"make verification NAME={search}": (f"verification/{name}/__main__.py", text)
         for search, name, text in (
