@@ -79,17 +79,13 @@ def write_run_metadata(
 def pin(path: Path) -> None:
     """Keeps the step `path` regardless of the policies."""
     with _change(path, "pin"):
-        in_bucket = not _storage.of(path).has_directories
-        was_pinned = in_bucket and _steps.markers.is_pinned(path)
-        _steps.markers.pin(path)
-        if was_pinned:
-            return
+        pinned = _steps.markers.pin(path)
         try:
             if _formats.identify(path) is None:
                 raise FileNotFoundError(errno.ENOENT, "it was deleted", str(path))
             _check_not_being_deleted(path)
-        except (OSError, errors.CheckpointError):
-            _steps.markers.unpin(path)
+        except (OSError, errors.CheckpointError) as error:
+            pinned.undo(is_gone=isinstance(error, FileNotFoundError))
             raise
 
 

@@ -21,6 +21,9 @@ class Faulty:
         seed: The seed of the faults.
         rate: The percentage of faulty writes.
         last: The last answered request; None to answer all.
+
+    Attributes:
+        after: Name of an object -> a function to call once, after a write of it.
     """
 
     def __init__(self, real, *, seed=0, rate=0, last=None):
@@ -30,7 +33,8 @@ class Faulty:
         self._rate = rate
         self._last = last
         self._late = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self.after = {}
 
     def _arrive(self):
         """Counts a request, and delivers some late writes."""
@@ -42,7 +46,11 @@ class Faulty:
                 self._write(*self._late.pop(0))
 
     def _write(self, key, value, if_equal):
-        return self._real.write(key, value, if_equal=if_equal)
+        written = self._real.write(key, value, if_equal=if_equal)
+        if act := self.after.pop(key.rpartition("/")[2], None):
+            written.result()
+            act()
+        return written
 
     def deliver(self):
         """Delivers all late writes."""

@@ -1236,6 +1236,25 @@ def test_a_step_in_a_bucket_whose_deletion_was_announced_is_not_changed(name):
         assert (path / "PINNED").is_file() or run.metadata(1).metrics != before
 
 
+def test_a_pin_that_fails_takes_back_no_pin_of_another_process():
+    with flaxckpt.Checkpointer(faulty_store.new_path("pinned-twice")) as run:
+        run.save(1, {"w": np.ones(2)}).wait()
+        other = flaxckpt.Checkpointer(run.directory)
+        with (
+            contextlib.ExitStack() as deletion,
+            faulty_store.faulty(run.directory) as store,
+        ):
+
+            def pin_and_announce():
+                other.pin(1)
+                deletion.enter_context(leases.deletion(run.directory / "1"))
+
+            store.after["PINNED"] = pin_and_announce
+            with pytest.raises(errors.SaveFailedError, match="being deleted"):
+                run.pin(1)
+        assert run.explain() == {1: ["newest", "pinned", "no policy"]}
+
+
 @pytest.mark.parametrize("before", ["deletion", "withdrawal"])
 def test_a_pin_that_was_set_holds_however_late(tmp_path, monkeypatch, caplog, before):
     caplog.set_level("INFO")
