@@ -150,14 +150,8 @@ class BestN(PreservationPolicy):
         return f"BestN({self.n}, {self.metric!r}, {self.mode!r})"
 
     def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
-        sign = 1 if self.mode == "max" else -1
         values = {c.step: c.metrics.get(self.metric) for c in checkpoints}
-        scored = sorted(
-            (sign * value, step)
-            for step, value in values.items()
-            if value is not None and math.isfinite(value)
-        )
-        return {step for _, step in scored[-self.n :]}
+        return set(rank(values, self.mode)[: self.n])
 
 
 @_util.guessed_names.explain
@@ -327,6 +321,22 @@ class OnSteps(PreservationPolicy):
 
     def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
         return {c.step for c in checkpoints if c.step in self.steps}
+
+
+def rank(values: Mapping[int, float | None], mode: Literal["min", "max"]) -> list[int]:
+    """Returns the steps with a finite value, the best first; the newer wins a tie.
+
+    Args:
+        values: Step -> the value of a metric.
+        mode: Which values are the best.
+    """
+    sign = 1 if mode == "max" else -1
+    finite = [
+        (sign * value, step)
+        for step, value in values.items()
+        if value is not None and math.isfinite(value)
+    ]
+    return [step for _, step in sorted(finite, reverse=True)]
 
 
 def check(policies: object, option: str) -> tuple[PreservationPolicy, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Literal, NamedTuple
 
+from flaxckpt import policies
 from flaxckpt._util import humanize
 
 
@@ -32,26 +33,27 @@ def find(
     """Returns the best step.
 
     Args:
-        values: Step -> the value of the metric, which is finite.
+        values: Step -> the value of the metric; only finite values count.
         damaged: The damaged steps.
         mode: Which values are the best.
         deleted: The steps that do not exist any more.
     """
-    sign = 1 if mode == "max" else -1
+    ranked = policies.rank(values, mode)
+    there = [step for step in ranked if step not in deleted]
 
     def first(steps: Iterable[int]) -> int | None:
-        return max(steps, key=lambda step: (sign * values[step], step), default=None)
+        return next(iter(steps), None)
 
     def better(step: int | None, than: int | None) -> int | None:
         """Returns `step` if its value is better; anything is better than no step."""
         if step is None or than is None:
             return step
-        return step if sign * values[step] > sign * values[than] else None
+        is_better = ranked.index(step) < ranked.index(than)
+        return step if is_better and values[step] != values[than] else None
 
-    there = [step for step in values if step not in deleted]
     good = first(step for step in there if step not in damaged)
     lost = better(first(step for step in there if step in damaged), good)
-    gone = first(step for step in values if step in deleted)
+    gone = first(step for step in ranked if step in deleted)
     return BestStep(good, lost, better(gone, lost if good is None else good))
 
 

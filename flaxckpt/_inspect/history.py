@@ -274,33 +274,26 @@ def rank(
         best: The policy.
         steps: The history of the run.
     """
-    sign = 1 if best.mode == "max" else -1
-    ranked = sorted(
-        (
-            (value, each.step)
-            for each in steps
-            if (value := each.metrics.get(best.metric)) is not None
-            and math.isfinite(value)
-        ),
-        key=lambda pair: (sign * pair[0], pair[1]),  # the newer step wins a tie
-        reverse=True,
-    )
-    numbers = [step for _, step in ranked]
-    if number not in numbers:
+    known = {each.step: each.metrics.get(best.metric) for each in steps}
+    ranked = policies.rank(known, best.mode)
+    if number not in ranked:
         return None
-    place = numbers.index(number)
+    values = {step: value for step, value in known.items() if value is not None}
+    place = ranked.index(number)
     exists = {each.step: each.exists for each in steps}
-    nearest = {exists[step]: (step, value) for value, step in ranked[:place]}
-    next_value, following = (*ranked, (None, None))[place + 1]
+    nearest = {exists[step]: step for step in ranked[:place]}
+    following = (*ranked, None)[place + 1]
     return Ranking(
         metric=best.metric,
         end=best_step.end(best.mode),
-        value=ranked[place][0],
+        value=values[number],
         place=place + 1,
         count=len(ranked),
         next=following,
-        next_value=next_value,
-        better=dict(
-            nearest[is_there] for is_there in (True, False) if is_there in nearest
-        ),
+        next_value=None if following is None else values[following],
+        better={
+            nearest[is_there]: values[nearest[is_there]]
+            for is_there in (True, False)
+            if is_there in nearest
+        },
     )

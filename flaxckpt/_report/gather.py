@@ -43,7 +43,7 @@ from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._steps.event import Event
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt._util import humanize
-from flaxckpt.policies import BestN, PreservationPolicy
+from flaxckpt.policies import BestN, PreservationPolicy, rank
 
 _COMPARED_BYTES = 2**31
 """Larger steps are compared only on request."""
@@ -254,9 +254,7 @@ def _best(
         labels = (
             dict.fromkeys((s for s in kept if s is not None), "among the best") | labels
         )
-        if kept:
-            sign = 1 if policy.mode == "max" else -1
-            best = max(labels, key=lambda s: (sign * values[s], s))
+        for best in rank({s: values[s] for s in labels}, policy.mode)[:1]:
             labels[best] = "best"
             modes[best] = policy.mode
     return labels, modes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,11 +89,9 @@ def _best_steps(
     found = {}
     for policy in bests:
         kept = [step for step, why in reasons.items() if str(policy) in why]
-        values = {step: run.metrics(step).get(policy.metric, math.nan) for step in kept}
-        finite = {step: x for step, x in values.items() if math.isfinite(x)}
-        if finite:
-            sign = 1 if policy.mode == "max" else -1
-            found[policy] = max(finite, key=lambda s: (sign * finite[s], s))
+        values = {step: run.metrics(step).get(policy.metric) for step in kept}
+        if ranked := policies.rank(values, policy.mode):
+            found[policy] = ranked[0]
     has_one = len({policy.metric for policy in found}) == 1
     return [
         f"best {step}" if has_one else f"best {policy.metric} {step}"
