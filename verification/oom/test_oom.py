@@ -37,8 +37,8 @@ def test_no_operation_that_lacks_memory_loses_anything(directory, library):
         library,
         workers=2,
         first=450,
-        every=900,
-        every_other=5,  # all of them: `python -m verification oom`
+        every=1800,
+        every_other=10,  # all of them: `python -m verification oom`
     )
     check(result)
     assert {operation for operation, *_ in result.outcomes} == {*OPERATIONS}
