@@ -165,7 +165,10 @@ WORK = {
 }
 
 
-@pytest.mark.parametrize("name", WORK)
+LONG = ("many optimizers, moved", "a restore that lacks everything")
+
+
+@pytest.mark.parametrize("name", slow.all_but(WORK, WORK.keys() - LONG))
 def test_twice_the_leaves_are_twice_the_work(name):
     work = WORK[name]
     work(120), work(240)  # what is made once is made

@@ -5,7 +5,7 @@ import pytest
 import flaxckpt
 from tests.distributed import jobs, states
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +15,6 @@ def job(tmp_path_factory):
     return directory, jobs.run("save,sizes,together,late", 4, directory, **given)
 
 
-@pytest.mark.slow
 def test_four_processes_save_and_restore_every_leaf(job):
     directory, said = job
     assert len({str(each) for each in said["save"]}) == 1
@@ -36,7 +35,6 @@ def test_all_are_told_which_of_four_is_late(job):
     assert not any("process 1: " in text or "process 2: " in text for text in told)
 
 
-@pytest.mark.slow
 def test_two_processes_restore_checkpoints_of_four(job, tmp_path):
     (tmp_path / "restore").symlink_to(job[0] / "save")
     given = {"layouts": ["chunks", "compact"], "meshes": ["rows", "mixed"]}

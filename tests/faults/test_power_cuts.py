@@ -59,7 +59,7 @@ def problems_of(worker, directory, scenario, *, most=STATES):
         shutil.rmtree(work)
 
 
-@pytest.mark.parametrize("scenario", slow.all_but(CUT, ["Overwrite", "Pins"]))
+@pytest.mark.parametrize("scenario", slow.all_but(CUT, ["Pins"]))
 def test_a_power_cut_loses_nothing_that_was_acknowledged(worker, directory, scenario):
     problems = list(problems_of(worker, directory, scenario))
     assert not problems, "\n".join(problems)

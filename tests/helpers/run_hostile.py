@@ -20,9 +20,8 @@ import json
 import os
 import resource
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,32 +52,17 @@ def main(format_name: str, directory: str, *names: str) -> None:
         root = Path(directory, "".join(c if c.isalnum() else "_" for c in name))
         root.mkdir()
         path = cases[name](root)
-        secs.clear()
         forget_peak()
         before = memory("VmRSS")
         found = {"case": name, **outcome(read, path)}
-        tell({**found, "secs": max(secs), "grown": memory("VmHWM") - before})
-
-
-secs: list[float] = []
-"""Processor time of each operation on the last case."""
-
-
-@contextlib.contextmanager
-def timed() -> Iterator[None]:
-    begun = time.process_time()
-    try:
-        yield
-    finally:
-        secs.append(time.process_time() - begun)
+        tell({**found, "grown": memory("VmHWM") - before})
 
 
 def outcome(read: Callable[[Path], object], path: Path) -> dict[str, Any]:
     try:
         if read is load:
             try_others(path)
-        with timed():
-            read(path)
+        read(path)
     except flaxckpt.errors.CheckpointError as error:
         return {"error": type(error).__name__, "text": str(error)}
     except BaseException as error:
@@ -109,10 +93,8 @@ def try_others(path: Path) -> None:
         raise AssertionError("it was converted")
 
 
-@contextlib.contextmanager
-def attempt() -> Iterator[None]:
-    with contextlib.suppress(flaxckpt.errors.CheckpointError), timed():
-        yield
+def attempt() -> contextlib.AbstractContextManager[None]:
+    return contextlib.suppress(flaxckpt.errors.CheckpointError)
 
 
 def free_bytes(path: Path) -> int:

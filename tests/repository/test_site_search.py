@@ -2,12 +2,15 @@
 
 import re
 
+import pytest
+
 from tests.report.test_browser import browser
 from tests.repository.test_site import site
 
 __all__ = ["browser", "site"]
 
 
+@pytest.mark.slow
 def test_the_site_is_searched_from_a_disk(browser, site):
     requests, errors = [], []
     page = browser.new_page(viewport={"width": 1280, "height": 800})

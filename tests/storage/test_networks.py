@@ -15,6 +15,8 @@ from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt.policies import LatestN
 from tests.helpers import networks, strategies
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = flaxckpt.StoreOptions(deadline_secs=3, retries=8)
 
 

@@ -114,6 +114,7 @@ def test_save_does_not_read_sent_parts_back(small_parts):
     assert flaxckpt.verify(path).ok
 
 
+@pytest.mark.slow
 def test_a_part_that_cannot_be_sent_fails_the_save_and_leaves_nothing(small_parts):
     path, state = faulty.new_path("part-refused"), arrays()
     sent = []

@@ -15,7 +15,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt.policies import EveryNSteps
-from tests.helpers import chunks
+from tests.helpers import chunks, slow
 from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.printed import pages_of_table
 from tests.helpers.report_runs import make_run
@@ -149,7 +149,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", slow.all_but(WIDTHS, [390, 1280]))
 @pytest.mark.parametrize("view", VIEWS)
 def test_each_view_is_quiet_and_fits(visit, tmp_path, view, width):
     opened = visit(width=width, scheme="dark" if width == 1280 else "light")
@@ -185,7 +185,9 @@ def test_a_new_step_appears_while_a_run_saves(visit, runs):
     assert opened.is_quiet, opened.messages
 
 
-@pytest.mark.parametrize("view", ["/compare", "/verify", "/plan", "/leaves"])
+@pytest.mark.parametrize(
+    "view", slow.all_but(["/compare", "/verify", "/plan", "/leaves"], ["/verify"])
+)
 def test_open_lists_of_steps_follow_the_run_and_keep_the_choice(
     browser, tmp_path, view
 ):
