@@ -10,7 +10,7 @@ from flaxckpt._distributed import messages as distributed_messages
 WORK = Path("/a/run")
 
 
-def begin(group, kind="trial", timeout_secs=20.0):
+def begin(group, kind="trial", timeout_secs=60.0):
     return group.begin(kind, WORK, "step 7", timeout_secs=timeout_secs)
 
 
@@ -80,7 +80,7 @@ def _work(operation):
 
 def _late(group):
     """The last one does not come."""
-    operation = begin(group, "late", timeout_secs=0.3)
+    operation = begin(group, "late", timeout_secs=2)
     if group.index == group.count - 1:
         assert "has not reached 'one' of step 7" in str(operation.outcome())
     else:

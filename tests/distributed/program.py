@@ -658,8 +658,10 @@ def disagree():
 
 def late():
     """The last process does not save: the others are told who is missing, and where."""
-    with flaxckpt.Checkpointer(DIRECTORY, peer_timeout_secs=1.5) as ckpt:
+    with flaxckpt.Checkpointer(DIRECTORY) as ckpt:
         ckpt.save(1, {"w": halves(np.ones((8, 2)))}).wait()
+    # On a busy machine, the others are late, too.
+    with flaxckpt.Checkpointer(DIRECTORY, peer_timeout_secs=10) as ckpt:
         if RANK == COUNT - 1:
             wait_for(DIRECTORY / "told")
             say(told=None)

@@ -15,7 +15,7 @@ from tests.distributed import jobs
 
 pytestmark = pytest.mark.multiprocess
 
-ROUNDS = int(os.environ.get("FLAXCKPT_KILLS", "20"))
+ROUNDS = int(os.environ.get("FLAXCKPT_KILLS", "12"))
 LONGEST_LIFE_SECS = 0.5
 TOLD = 3
 """How `program` ends when it is told that another process is gone."""
@@ -23,11 +23,11 @@ TOLD = 3
 
 def live(count, directory, victim, chance):
     """Starts a job, kills one of it, and tells what they said and how they ended."""
-    with jobs.Job("live", count, directory, silent_secs=4.0) as job:
+    with jobs.Job("live", count, directory, silent_secs=12.0) as job:
         begun = [json.loads(p.stdout.readline() or "{}") for p in job.processes]
         time.sleep(chance.uniform(0, LONGEST_LIFE_SECS))
         job.processes[victim].send_signal(signal.SIGKILL)
-        ends = job.ends(60)
+        ends = job.ends()
     said = [jobs.rows(out) for _, out, _ in ends]
     return begun, said, ends
 

@@ -302,12 +302,12 @@ def test_error_names_the_late_process_and_nothing_is_committed(with_orbax):
 
 
 def test_error_names_a_process_lost_before_the_first_save(tmp_path):
-    with jobs.Job("lost", 2, tmp_path, silent_secs=3.0) as job:
+    with jobs.Job("lost", 2, tmp_path, silent_secs=6.0) as job:
         for process in job.processes:
             assert "opened" in process.stdout.readline()
         job.processes[1].kill()
         (tmp_path / "lost/killed").touch()
-        (code, said, complaint), _ = job.ends(30)
+        (code, said, complaint), _ = job.ends()
     assert code == 3, complaint[-1500:]
     assert "process 1: has sent no heartbeat for " in jobs.rows(said)[-1]["told"]
 

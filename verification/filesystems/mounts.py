@@ -171,7 +171,7 @@ def nfs(root: Path) -> Iterator[tuple[Path, Path]]:
 
 def _end(process: subprocess.Popen) -> None:
     process.terminate()
-    process.wait(10)
+    process.wait(60)
 
 
 KINDS: dict[str, Callable[[Path], contextlib.AbstractContextManager]] = {
