@@ -91,7 +91,7 @@ def test_chunks_have_their_sizes(tmp_path, layout, change):
         file_sizes.check(changed(path, name, change), None)
 
 
-def test_all_faults_of_an_array_are_told(tmp_path):
+def test_all_faults_of_an_array_are_reported(tmp_path):
     path = save(tmp_path / "c", "compressed")
     copy = changed(path, "state/w/c.0.0", "removed")
     (copy / "state/w/zarr.json").unlink()
@@ -268,7 +268,7 @@ def test_the_size_of_a_chunk_is_known_unless_it_is_compressed(tmp_path):
         assert file_sizes.chunk_bytes(encoding, info) == size
 
 
-def test_items_that_are_damaged_are_told(tmp_path):
+def test_items_that_are_damaged_are_reported(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, items=("a", "b")) as ckpt:
         ckpt.save(1, {"a": {"w": np.ones(2)}, "b": {"w": np.ones(2)}})
     shutil.rmtree(tmp_path / "1" / "b")

@@ -229,5 +229,5 @@ def _plain(line):
         *((1_490_000_000, "1.49 GB"), (2.5e15, "2.5e+03 TB"), (None, "-")),
     ],
 )
-def test_sizes_are_told_in_three_digits(count, text):
+def test_sizes_are_shown_in_three_digits(count, text):
     assert _output.size(count) == text

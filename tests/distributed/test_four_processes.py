@@ -28,7 +28,7 @@ def test_each_of_four_reads_a_quarter(job):
     assert all(said["share"] < 0.3 for said in job[1]["sizes"])
 
 
-def test_all_are_told_which_of_four_is_late(job):
+def test_every_process_learns_which_of_four_is_late(job):
     *told, nothing = [said["told"] for said in job[1]["late"]]
     assert nothing is None
     assert all("process 3: has not reached 'written'" in text for text in told)

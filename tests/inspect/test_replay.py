@@ -284,7 +284,7 @@ def plain(tmp_path_factory):
     return run
 
 
-def test_mistakes_are_told(plain, tmp_path):
+def test_mistakes_are_reported(plain, tmp_path):
     def step(state, batch):
         return state
 

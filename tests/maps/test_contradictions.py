@@ -103,7 +103,9 @@ def test_no_config_is_exported_that_contradicts_the_arrays(
     assert not (tmp_path / "out").exists()
 
 
-def test_equal_products_of_heads_are_told_apart_where_arrays_show_them(tmp_path, model):
+def test_equal_products_of_heads_are_distinguished_where_arrays_show_them(
+    tmp_path, model
+):
     config = hf.LLAMA | {"num_attention_heads": 3, "num_key_value_heads": 2}
     changes = maps.llama(model, target="linen", prefix="params")
     flaxckpt.save(tmp_path / "x", flaxckpt.load(model, transforms=changes))

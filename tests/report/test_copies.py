@@ -105,7 +105,7 @@ def test_a_damaged_newest_step_does_not_hide_the_sizes_and_the_changes(tmp_path)
     assert {s.step for s in found.steps} == LASTS
 
 
-def test_values_that_are_not_finite_are_told(tmp_path):
+def test_values_that_are_not_finite_are_reported(tmp_path):
     state = {"params": {"w": np.arange(60, dtype=np.float32), "v": np.ones(9)}}
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         on_step = flaxckpt.CheckpointCallback(

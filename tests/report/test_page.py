@@ -482,7 +482,7 @@ def ranked_run(path, *policies):
     return _report.page(gather(path))
 
 
-def test_the_best_of_several_metrics_are_told_apart(tmp_path):
+def test_the_best_of_several_metrics_are_distinguished(tmp_path):
     best = flaxckpt.policies.BestN
     page = ranked_run(
         tmp_path / "run",
@@ -618,7 +618,7 @@ def event(kind, step=1, time=100.0, **details):
     return steps_event.Event(kind, step, "", time, details)
 
 
-def test_saves_that_did_not_end_well_are_told_apart():
+def test_saves_that_did_not_end_well_are_distinguished():
     found = _report.save_history.saves(
         [
             event("started", 1, 10.0),

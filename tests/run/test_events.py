@@ -103,7 +103,7 @@ def test_a_save_that_fails_tells_why(tmp_path, monkeypatch):
     assert seen == journal(tmp_path)
 
 
-def test_a_damaged_step_and_a_source_are_told(tmp_path):
+def test_a_damaged_step_and_a_source_are_reported(tmp_path):
     flaxckpt.save(tmp_path / "source", state(0))
     seen = []
     with flaxckpt.Checkpointer(tmp_path / "run", sinks=[seen.append]) as ckpt:
@@ -226,7 +226,7 @@ def test_sink_added_twice_gets_each_event_once(stream):
     assert len(seen) == len(writer.calls) == 1
 
 
-def test_equal_sinks_are_told_both(stream):
+def test_both_of_two_equal_sinks_get_each_event(stream):
     class Seen(list):
         def __call__(self, event):
             self.append(event)

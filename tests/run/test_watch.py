@@ -381,6 +381,6 @@ def test_a_step_saved_out_of_order_comes_too(tmp_path):
     assert seen == [10, 5]
 
 
-def test_names_of_readers_are_told_apart():
+def test_names_of_readers_are_distinguished():
     assert storage_leases.reader("READING-my-host-12-ab") == "my-host:12"
     assert storage_leases.reader("READING-") == "READING-"

@@ -830,7 +830,7 @@ def test_an_nnx_optimizer_without_classes_keeps_its_moments(tmp_path, plain):
 
 
 @pytest.mark.parametrize("writer", ["flaxckpt", "orbax"])
-def test_without_classes_transforms_are_told_by_their_fields(tmp_path, writer):
+def test_without_classes_transforms_are_identified_by_their_fields(tmp_path, writer):
     lion, clipped = optax.lion(1e-3), optax.chain(optax.clip(1.0), optax.lion(1e-3))
     saved = state_of(lion, seed=1)
     save_with(writer, tmp_path / "lion", without_classes(saved))

@@ -83,7 +83,7 @@ def test_objects_count_though_the_step_returns_something_else(ckpt):
         callback(ckpt).check_resume(model, step)
 
 
-def test_data_that_have_ended_are_told(ckpt):
+def test_data_that_have_ended_are_reported(ckpt):
     batches = iter(grain.MapDataset.source([1, 2]))
     list(batches)
     with pytest.raises(errors.DatasetStateError, match="no batch left"):

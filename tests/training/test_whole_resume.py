@@ -314,7 +314,7 @@ def begun(tmp_path, state):
     return on_step
 
 
-def test_other_types_than_at_the_beginning_are_told_at_once(tmp_path, caplog):
+def test_other_types_than_at_the_beginning_are_reported_at_once(tmp_path, caplog):
     on_step = begun(
         tmp_path,
         {

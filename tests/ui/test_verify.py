@@ -245,7 +245,7 @@ def test_a_mark_in_the_journal_ends_the_result_of_a_verification(run, open_page)
     assert "Since then, it was marked as damaged" in shown
 
 
-def test_a_repaired_step_is_not_said_to_be_damaged(run, open_page):
+def test_a_repaired_step_is_not_shown_as_damaged(run, open_page):
     chunk = largest_file(run / "2" / "state")
     content = chunk.read_bytes()
     flip_bit(chunk)

@@ -52,7 +52,7 @@ def test_work_beside_is_done_when_the_block_is_left():
 
 
 @pytest.mark.usefixtures("any_threads")
-def test_errors_beside_are_told():
+def test_errors_of_the_side_task_are_raised():
     def fail():
         raise ValueError("beside")
 
