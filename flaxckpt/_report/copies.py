@@ -1,7 +1,7 @@
 """Finds the parts of a state that have the shapes of the parameters, as moments have.
 
-Moments of the optimizer repeat the tree of the parameters. A picture of all of them
-would show the same tree several times, so they are told apart from it.
+Moments of the optimizer repeat the tree of the parameters. A report shows that tree
+once, and names the containers that repeat it.
 """
 
 from __future__ import annotations

@@ -62,10 +62,10 @@ class CheckpointCallback:
         checkpointer: Checkpointer of the run.
         every_steps: Saves when the loop reaches or passes a multiple of this number.
         every_secs: Saves when this time has passed since the last save.
-        overhead: Saves as often as this fraction of the training time pays for, from
-            the measured cost of saves; instead of `every_secs`.
-        mtbf_secs: With `overhead`, the mean time between failures of the job: saves are
-            not more frequent than pays for the work that failures destroy.
+        overhead: Saves as often as possible at a cost of this fraction of the training
+            time, by the measured cost of saves; instead of `every_secs`.
+        mtbf_secs: With `overhead`, the mean time between failures of the job: limits
+            saves to the rate at which they cost less than the work that failures lose.
         temporary: Whether to delete saves that only the time asked for as soon as there
             is a newer permanent save.
         on_steps: Saves when the loop reaches or passes any of these steps.

@@ -1,4 +1,4 @@
-"""The view on a restore: what becomes of each leaf, without reading any array."""
+"""The page of a restore: the planned action for each leaf; reads no arrays."""
 
 from __future__ import annotations
 

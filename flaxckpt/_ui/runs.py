@@ -70,7 +70,7 @@ def news(workspace: Workspace, query: Query) -> feeds.News:
 def content(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the metrics of all runs, and a table of the runs.
 
-    Of runs without a report yet, it says so: the page is told when there is one.
+    Names the runs whose report is not ready; the page updates when it is.
     """
     version = news(workspace, query).version
     names = [place.name for place in listed(workspace)]
