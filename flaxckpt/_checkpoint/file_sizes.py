@@ -141,9 +141,10 @@ def look(
         step: The step that it must be; None for any.
         leaves: The leaves whose files are compared; by default all files are.
     """
-    if not (path / _formats.orbax_json.MANIFEST).is_file():
-        return Look()
     try:
+        if not (path / _formats.orbax_json.MANIFEST).is_file():
+            _formats.native.check_written_by_others(path)
+            return Look()
         if leaves is None:
             return Look(files=check(path, step))
         check_leaves(path, leaves)

@@ -53,16 +53,26 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
             raise outcome
         items.warn_of_damage(path, outcome.metadata.damaged_items)
         return outcome
+    check_written_by_others(path)
+    return composite.read(
+        path, step, functools.partial(read, step=None, resolve=resolve)
+    )
+
+
+def check_written_by_others(path: Path) -> None:
+    """Checks that a checkpoint without a manifest never had one.
+
+    Raises:
+        DamagedCheckpointError: The manifest is missing: the commit marker names it.
+    """
+    file = path / orbax_json.MANIFEST
     seal = _find_seal(path)
     if seal and orbax_json.MANIFEST in _read_seal(seal, path):
-        # None: the file was missing above, and is there if the step was being replaced.
+        # None: the file was missing, and is there if the step was being replaced.
         check_current(path, _storage.Stamp(file, None))
         raise errors.DamagedCheckpointError(
             f"{file} is missing, although {seal.name} names it; restore another step"
         )
-    return composite.read(
-        path, step, functools.partial(read, step=None, resolve=resolve)
-    )
 
 
 def _find_seal(path: Path) -> Path | None:

@@ -208,11 +208,16 @@ def test_no_verb_prints_commands_to_a_terminal(tmp_path, command, monkeypatch, w
     assert "[red]loss" in command("ls", "next").stdout.replace("\n", "")
 
 
-def test_ls_looks_at_the_files_of_the_best_step(here, command):
+@pytest.mark.parametrize("lost", ["an end", "the manifest"])
+def test_ls_looks_at_the_files_of_the_best_step(here, command, lost):
     ranked = ["run", "-k", "best:1:loss:min"]
     assert command.json("ls", *ranked)["best"] == {"loss": 200}
-    largest = largest_file(here / "run" / "200" / "state")
-    largest.write_bytes(largest.read_bytes()[:-1])
+    damaged = here / "run/200/flaxckpt.json"
+    if lost == "the manifest":
+        damaged.unlink()
+    else:
+        damaged = largest_file(here / "run" / "200" / "state")
+        damaged.write_bytes(damaged.read_bytes()[:-1])
     assert not any("damaged" in line for line in command.text("ls", "run"))
     found = command.json("ls", *ranked, code=1)
     assert found["best"] == {"loss": 300}
@@ -221,11 +226,11 @@ def test_ls_looks_at_the_files_of_the_best_step(here, command):
         ["damaged"],
         ["latest", "best"],
     ]
-    assert largest.name in found["steps"][1]["damage"]
+    assert damaged.name in found["steps"][1]["damage"]
     *_, last = command.text("ls", *ranked, code=1)
     assert last.endswith("; best: lowest loss")
     reasons = command.json("explain", *ranked, code=1)
-    assert largest.name in reasons["200"][0]
+    assert damaged.name in reasons["200"][0]
     for step in (100, 300):
         largest_file(here / "run" / str(step) / "state").unlink()
     found = command.json("ls", *ranked, code=1)

@@ -261,7 +261,7 @@ def test_steps_far_enough_apart_in_time_are_kept(tmp_path, monkeypatch):
 def test_a_step_without_a_record_is_as_old_as_its_oldest_file(tmp_path):
     save(tmp_path, 1, 2, 3)
     for step, seconds in ((1, 1000), (2, 1010), (3, 1070)):
-        for name in ("_CHECKPOINT_METADATA", "flaxckpt.json"):
+        for name in ("_CHECKPOINT_METADATA", "flaxckpt.json", "commit_success.txt"):
             (tmp_path / str(step) / name).unlink()
         for path in (tmp_path / str(step)).iterdir():
             os.utime(path, (seconds, seconds))
@@ -733,11 +733,18 @@ def test_nothing_is_deleted_if_the_newest_old_step_is_not_whole(tmp_path, damage
     assert_the_older_step_is_there_until_a_new_one_is(ckpt)
 
 
-def test_prune_deletes_nothing_if_the_newest_step_is_not_whole(tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        ("small", "wanted 144 bytes, found 143"),
+        ("no manifest", r"flaxckpt.json is missing, although commit_success"),
+    ],
+)
+def test_prune_deletes_nothing_if_the_newest_step_is_not_whole(tmp_path, damage, told):
     save(tmp_path, 1, 2)
-    shorten(tmp_path / "2" / SMALL)
+    DAMAGES[damage](tmp_path / "2")
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
-    with pytest.raises(errors.SaveFailedError, match="wanted 144 bytes, found 143"):
+    with pytest.raises(errors.SaveFailedError, match=told):
         ckpt.prune()
     with pytest.raises(errors.SaveFailedError, match="step 2 is incomplete, so no"):
         ckpt.prune(dry_run=True)
@@ -745,10 +752,11 @@ def test_prune_deletes_nothing_if_the_newest_step_is_not_whole(tmp_path):
     assert ckpt.steps() == [1, 2]
 
 
-def test_a_kept_step_that_is_not_whole_does_not_count(tmp_path, caplog):
+@pytest.mark.parametrize("damage", ["small", "no manifest"])
+def test_a_kept_step_that_is_not_whole_does_not_count(tmp_path, caplog, damage):
     save(tmp_path, *range(1, 7))
     put_metrics(tmp_path, **{f"s{step}": step / 10 for step in range(1, 5)})
-    shorten(tmp_path / "4" / SMALL)  # the best
+    DAMAGES[damage](tmp_path / "4")  # the best
     keep = [LatestN(1), BestN(1, ACC, "max")]
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep)
     explained = ckpt.explain()
