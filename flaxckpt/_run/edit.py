@@ -85,7 +85,9 @@ def pin(path: Path) -> None:
                 raise FileNotFoundError(errno.ENOENT, "it was deleted", str(path))
             _check_not_being_deleted(path)
         except (OSError, errors.CheckpointError) as error:
-            pinned.undo(is_gone=isinstance(error, FileNotFoundError))
+            # A pin that was there before stays, unless the step is gone.
+            if pinned.is_new or isinstance(error, FileNotFoundError):
+                pinned.undo()
             raise
 
 

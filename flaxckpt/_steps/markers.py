@@ -127,45 +127,12 @@ def is_temporary(path: Path) -> bool:
     return (path / TEMPORARY).is_file()
 
 
-class Pin(NamedTuple):
-    """A pin that was just set.
-
-    Attributes:
-        path: The step.
-        generation: The generation of the marker in a bucket; None on a file system.
-        is_first: False if the bucket had a pin of the step before.
-    """
-
-    path: Path
-    generation: bytes | None
-    is_first: bool
-
-    def undo(self, *, is_gone: bool) -> None:
-        """Removes the pin, but no other pin of the step.
-
-        Args:
-            is_gone: Whether the step does not exist, so that an earlier pin of it is
-                of no use.
-        """
-        file = self.path / PIN
-        if not _storage.paths.is_remote(file):
-            unpin(self.path)
-        elif self.is_first or is_gone:
-            file.store.delete(file.key, self.generation)
-
-
-def pin(path: Path) -> Pin:
-    """Keeps the step at `path` until unpinned."""
-    file = path / PIN
-    if not _storage.paths.is_remote(file):
-        _write(path, PIN, _CONTENT)
-        return Pin(path, None, is_first=True)
-    # A store may derive the generation from the content.
+def pin(path: Path) -> _storage.Written:
+    """Keeps the step at `path` until unpinned; a pin that failed can be undone."""
+    storage = _storage.of(path)
+    # Two processes may pin a step: neither takes the other's pin for its own.
     content = f"{secrets.token_hex(8)}\n".encode()
-    created = file.store.create(file.key, content)
-    if created is not None:
-        return Pin(path, created, is_first=True)
-    return Pin(path, file.store.write(file.key, content), is_first=False)
+    return storage.write_marker(path / PIN, content, mode=storage.mode(path))
 
 
 def unpin(path: Path) -> None:

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
         temporary,
     )
     from flaxckpt._storage.storage import Stamp, of, stamp
+    from flaxckpt._storage.stored_value import Written
 
 __all__ = [
     "Stamp",
+    "Written",
     "bucket",
     "commit_marker",
     "files",
@@ -43,5 +45,8 @@ __all__ = [
 
 if not TYPE_CHECKING:
     __getattr__ = _doors.opener(
-        __name__, __all__, dict.fromkeys(("Stamp", "of", "stamp"), "storage")
+        __name__,
+        __all__,
+        dict.fromkeys(("Stamp", "of", "stamp"), "storage")
+        | {"Written": "stored_value"},
     )

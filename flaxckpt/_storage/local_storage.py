@@ -33,6 +33,7 @@ from flaxckpt._storage import (
     rename,
     temporary,
 )
+from flaxckpt._storage.stored_value import Written
 from flaxckpt._types import JSON
 
 _STREAM_BYTES = 2**20
@@ -296,6 +297,18 @@ class LocalStorage:
             new.unlink(missing_ok=True)
             raise
         self.sync_directory(file.parent)
+
+    def write_marker(
+        self, file: Path, content: bytes, /, *, mode: int | None = None
+    ) -> Written:
+        self.replace(file, content, mode=mode)
+
+        def undo() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                file.unlink()
+                self.sync_directory(file.parent)
+
+        return Written(is_new=True, undo=undo)
 
     @contextlib.contextmanager
     def lock_file(self, file: Path, checkpoint: Path, /) -> Iterator[None]:

@@ -29,7 +29,7 @@ from flaxckpt._storage import (
 )
 from flaxckpt._storage import files as storage_files
 from flaxckpt._storage.paths import RemotePath
-from flaxckpt._storage.stored_value import StoredValue
+from flaxckpt._storage.stored_value import StoredValue, Written
 from flaxckpt._types import JSON
 
 _log = logging.getLogger(__name__)
@@ -200,6 +200,15 @@ class ObjectStorage:
         self, file: RemotePath, content: bytes, /, *, mode: int | None = None
     ) -> None:
         file.write_bytes(content)
+
+    def write_marker(
+        self, file: RemotePath, content: bytes, /, *, mode: int | None = None
+    ) -> Written:
+        created = file.store.create(file.key, content)
+        written = created or file.store.write(file.key, content)
+        return Written(
+            created is not None, lambda: file.store.delete(file.key, written)
+        )
 
     @contextlib.contextmanager
     def lock_file(self, file: RemotePath, checkpoint: RemotePath, /) -> Iterator[None]:

@@ -29,6 +29,7 @@ from flaxckpt._storage import rename
 from flaxckpt._storage.local_storage import LocalStorage
 from flaxckpt._storage.object_storage import ObjectStorage
 from flaxckpt._storage.paths import RemotePath
+from flaxckpt._storage.stored_value import Written
 from flaxckpt._types import JSON
 
 _Path = TypeVar("_Path", bound=Path, contravariant=True)
@@ -306,6 +307,17 @@ class Storage(Protocol[_Path]):
             content: The new content.
             mode: The mode of directories from which the file's mode follows, see
                 `modes`; None for the umask's.
+        """
+
+    def write_marker(
+        self, file: _Path, content: bytes, /, *, mode: int | None = None
+    ) -> Written:
+        """Writes a file like `replace`; returns how to undo it.
+
+        Args:
+            file: The file.
+            content: The new content, which no other process writes.
+            mode: As for `replace`.
         """
 
     def lock_file(

@@ -1,7 +1,8 @@
-"""A value in an object store, with its generation."""
+"""A value in an object store, with its generation, and a file that was just written."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -15,3 +16,15 @@ class StoredValue(NamedTuple):
 
     value: bytes
     generation: bytes
+
+
+class Written(NamedTuple):
+    """A file that was just written.
+
+    Attributes:
+        is_new: False if a store had a file of this name before.
+        undo: Removes the file; in a store, only if nobody has written it since.
+    """
+
+    is_new: bool
+    undo: Callable[[], None]
