@@ -673,7 +673,9 @@ def _leaf_plan(
         return LeafPlan(("init",), (), wanted, leaf.info, size, leaf.transforms)
     stored = sources[0]
     actions: tuple[Action, ...] = ("loaded",)
-    if wanted.kind == "array" and wanted.dtype != stored.dtype:
+    # A Python number has no width.
+    has_width = wanted.kind in ("array", "scalar") and not wanted.is_python_number
+    if has_width and wanted.dtype != stored.dtype:
         actions += ("cast",)
     if source_path != stored.path:
         actions += ("renamed",)

@@ -760,14 +760,17 @@ def _warn_of_differences(
 
 
 def find_converted(planned: RestorePlan) -> list[tuple[LeafPath, str]]:
-    """Returns the arrays that get another type, each with both types."""
+    """Returns the leaves that get another type, each with both types.
+
+    Python integers are left out: any type holds their exact value, or is refused.
+    """
     return [
         (path, f"{leaf.found.dtype} to {leaf.wanted.dtype}")
         for path, leaf in planned.leaves.items()
         if "cast" in leaf.actions
         and leaf.wanted is not None
         and leaf.found is not None
-        and not (leaf.wanted.is_python_number or leaf.found.is_python_number)
+        and not (leaf.found.is_python_number and leaf.found.python_type == "int")
     ]
 
 

@@ -375,3 +375,35 @@ def test_resume_warns_of_dtype_conversions(tmp_path, caplog, types):
     with saved(tmp_path, {"w": W.astype(saved_type)}) as ckpt:
         resume(ckpt, {"w": W.astype(begin_type)})
     assert f"w ({saved_type} to {begin_type})" in caplog.text
+
+
+@pytest.mark.parametrize("later", [0.1, np.float64(0.1), np.array(0.1)])
+@pytest.mark.parametrize("begin", [np.float32(0), jnp.float32(0), jnp.bfloat16(0)])
+def test_a_number_that_a_restart_would_round_is_reported(
+    tmp_path, caplog, begin, later
+):
+    on_step = begun(tmp_path, {"best": begin})
+    on_step(1, {"best": later})
+    on_step.close()
+    assert f"best: converted, float64 to {begin.dtype}" in caplog.text
+    caplog.clear()
+    with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
+        resume(ckpt, {"best": begin})
+        plan = flaxckpt.plan(tmp_path / "run/1", {"best": begin})
+    assert f"best (float64 to {begin.dtype})" in caplog.text
+    assert "cast" in plan.leaves["best"].actions
+
+
+@pytest.mark.parametrize(
+    ("begin", "later"),
+    [(np.int32(0), 3), (0, np.int64(3)), (0.0, np.float64(0.1)), (np.float64(0), 0.1)],
+)
+def test_a_number_that_a_restart_keeps_is_no_reason_to_warn(
+    tmp_path, caplog, begin, later
+):
+    on_step = begun(tmp_path, {"best": begin})
+    on_step(1, {"best": later})
+    on_step.close()
+    with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
+        assert resume(ckpt, {"best": begin})["best"] == later
+    assert not caplog.records
