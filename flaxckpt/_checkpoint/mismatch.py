@@ -40,6 +40,11 @@ _ADVICE_ON_WIDTH = (
     f"Set {_X64}, as when these values were saved, or use numpy arrays for these leaves"
     " of the state."
 )
+_ADVICE_ON_TRANSFORMS = (
+    "The run saves with {made}, which may remove or change leaves: leave out what does."
+    " To continue from this step, pass checkpointer.restore transforms=[...] that undo"
+    ' it, or missing="init" for the state\'s own values. Otherwise, the types differ.'
+)
 _TOPS_SHOWN = 6
 
 _DROPS = 3
@@ -237,8 +242,10 @@ def make_error(
     if is_resume and "too_wide" in kinds:
         advice = _ADVICE_ON_WIDTH
     elif is_resume and not groups and kinds and kinds <= {"differs", "missing"}:
+        made = ", ".join(stored.metadata.transforms)
+        own = [_ADVICE_ON_TRANSFORMS.format(made=made[:300])] if made else []
         others = [p.advice for p in planned.problems if p.advice]
-        advice = " ".join(dict.fromkeys([ADVICE_ON_TYPES, *others]))
+        advice = " ".join(dict.fromkeys([*own, ADVICE_ON_TYPES, *others]))
     else:
         advice = _give_advice(planned, stored, groups, argument, has_state=has_state)
     return errors.RestoreMismatchError(

@@ -346,10 +346,7 @@ def has_optimizer(state: PyTree) -> bool:
 
 @_util.gc_pause.pause()
 def find_undo_problem(state: PyTree, options: SaveOptions) -> str | None:
-    """Describes the leaves lost in a restore by a run with transforms, or None.
-
-    Leaves that a transform drops on purpose do not count.
-    """
+    """Describes the leaves lost in a restore by a run with transforms, or None."""
     flat, transforms = flatten(state, options), options.transforms
     roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
     table = _state.optimizer_roles.with_roles(flat.table, roles)
@@ -357,29 +354,29 @@ def find_undo_problem(state: PyTree, options: SaveOptions) -> str | None:
     names = ", ".join(_transforms.describe(transforms))[:500]
     try:
         left = _transforms.not_restored(transforms, table)
-        changed = []
-        if _transforms.invert_for_restore(transforms) is None:
-            changed = _transforms.changed_in_place(transforms, table)
     except errors.OptionError as error:
         return (
             "no step of this run can be restored into its state, because"
             f" {names} cannot be undone: {error}"
         )
-    if changed:
-        return (
-            "no step of this run can be restored into its state, because"
-            f" {names} cannot be undone, and these leaves change values:"
-            f" {errors.first_few(changed)}. Pass inverse= to map_leaf, or pass"
-            " transforms=[...] that undo it to every restore"
+    if _transforms.invert_for_restore(transforms) is None:
+        left = sorted({*left, *_transforms.changed_in_place(transforms, table)})
+        advice = (
+            "Pass inverse= to map_leaf, or pass transforms=[...] that undo it to every"
+            " restore"
         )
-    if left:
-        return (
-            "each resume of this run re-initializes the leaves for which"
-            f" {names} has no inverse: {errors.first_few(left)}. Leave out the"
-            " transform, or use an optimizer whose moments have the shapes of their"
+    else:
+        advice = (
+            "Those of the optimizer start afresh, and others raise an error. Leave out"
+            " the transform, or use an optimizer whose moments have the shapes of their"
             " parameters"
         )
-    return None
+    if not left:
+        return None
+    return (
+        "a resume of this run does not bring back the leaves for which"
+        f" {names} has no inverse: {errors.first_few(left)}. {advice}"
+    )
 
 
 def plan_leaves(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import inspect
 import logging
@@ -206,32 +207,23 @@ def invert_for_restore(transforms: Sequence[Transform]) -> list[Transform] | Non
 def not_restored(transforms: Sequence[Transform], table: LeafTable) -> list[LeafPath]:
     """Lists the leaves that a run cannot restore from its own saves.
 
-    Leaves removed by `drop` and `keep` are not listed.
-
     Args:
-        transforms: Of the run. If a transform has no inverse, no leaf is listed.
+        transforms: Of the run. If one has no inverse, none is undone at a restore.
         table: Of its state, with roles.
 
     Raises:
         OptionError: The inverses cannot be applied to the transformed `table`.
     """
     undo = invert_for_restore(transforms)
-    if not undo:
-        return []
-    transformed = before = _trace(table)
-    dropped: set[LeafPath] = set()
-    for transform in transforms:
-        new = apply([transform], transformed)
-        assert isinstance(transform, TableTransform)
-        if transform.on_restore() is None:
-            dropped |= _origins(transformed) - _origins(new)
-        transformed = new
-    back = apply(undo, transformed, before)  # as in a restore into the state
+    before = _trace(table)
+    if undo is None:
+        back = _apply_some(transforms, before)
+    else:  # as in a restore into the state
+        back = apply(undo, apply(transforms, before), before)
     return [
         path
         for path, leaf in before.items()
         if leaf.info.kind != "empty"
-        and path not in dropped
         and not (path in back and _is_alike(leaf, back[path]))
     ]
 
@@ -252,20 +244,23 @@ def changed_in_place(
         transforms: The transforms; transforms that do not apply to `table` are skipped.
         table: Of a state, or of a part of a state.
     """
-    transformed = before = _trace(table)
-    for transform in transforms:
-        try:
-            transformed = apply([transform], transformed)
-        except errors.OptionError:
-            continue
+    before = _trace(table)
     return [
         path
-        for path, leaf in transformed.items()
+        for path, leaf in _apply_some(transforms, before).items()
         if leaf.info.kind != "empty"
         and path in before
         and leaf.info.shape == before[path].info.shape
         and (leaf.fn is not None or leaf.sources != before[path].sources)
     ]
+
+
+def _apply_some(transforms: Sequence[Transform], table: LeafTable) -> LeafTable:
+    """Applies the transforms that apply to a table without values."""
+    for transform in transforms:
+        with contextlib.suppress(errors.OptionError):
+            table = apply([transform], table)
+    return table
 
 
 def _trace(table: LeafTable) -> LeafTable:
@@ -276,12 +271,6 @@ def _trace(table: LeafTable) -> LeafTable:
         else dataclasses.replace(leaf, sources=(path,))
         for path, leaf in table.items()
     }
-
-
-def _origins(table: LeafTable) -> set[LeafPath]:
-    """Returns the source leaves of a traced table."""
-    sources = (source for leaf in table.values() for source in leaf.sources)
-    return {source for source in sources if isinstance(source, str)}
 
 
 def describe(transforms: Iterable[Transform]) -> tuple[str, ...]:

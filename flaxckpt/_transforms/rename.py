@@ -69,6 +69,12 @@ class _Rename(TableTransform):
             return base.call(name, pattern.pattern, replacement)
         return base.call(name, {p.pattern: r for p, r in self.rules})
 
+    def on_restore(self) -> Transform | None:
+        if not self.keeps_old:
+            return self.inverse()
+        copies = [invert(p.pattern, r)[0] for p, r in self.rules]
+        return drop("|".join(f"(?:{pattern})" for pattern in copies))
+
     def inverse(self) -> Transform:
         if self.keeps_old:
             return super().inverse()
