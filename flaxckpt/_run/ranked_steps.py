@@ -22,12 +22,14 @@ class RunStep(NamedTuple):
         markers: The markers of the step.
         ranked: The step as seen by policies.
         stamps: The files that policies have read, as they were then.
+        damage: What makes it no checkpoint any more; None for a checkpoint.
     """
 
     path: Path
     markers: _steps.markers.Status
     ranked: run_metrics.RankedStep
     stamps: Mapping[str, _storage.Stamp]
+    damage: str | None = None
 
     def is_outdated(self) -> bool:
         """Returns True if a file has changed since a policy read it."""
@@ -110,9 +112,9 @@ class RankedSteps:
         return {number: step.ranked for number, step in self.steps().items()}
 
     def steps(self) -> dict[int, RunStep]:
-        """Returns the current steps, without unrecognised directories.
+        """Returns the current steps, also those that are damaged beyond recognition.
 
-        A step that cannot be read at present counts.
+        A step that cannot be read at present counts as a checkpoint.
         """
         with (
             _storage.permissions.explain_errors(self._directory),
@@ -128,7 +130,6 @@ class RankedSteps:
             return {
                 entry.step: self._read_step(entry, elsewhere.get(entry.step, {}))
                 for entry in entries
-                if entry.is_step or _is_unread(entry)
             }
 
     def _read_step(self, entry: _Entry, elsewhere: Mapping[str, float]) -> RunStep:
@@ -152,7 +153,21 @@ class RankedSteps:
             metrics=read_metrics,
             created=read_created,
         )
-        return RunStep(entry.path, markers, ranked, stamps)
+        damage = None if _is_unread(entry) else find_damage(entry)
+        return RunStep(entry.path, markers, ranked, stamps, damage)
+
+
+def find_damage(entry: _Entry) -> str | None:
+    """Returns what makes a former step no checkpoint any more; None for a step."""
+    if entry.is_step:
+        return None
+    if entry.why:
+        return entry.why
+    try:
+        _formats.detect(entry.path)
+    except errors.CheckpointError as error:
+        return str(error)
+    return None
 
 
 def identify_save(path: Path) -> str | None:

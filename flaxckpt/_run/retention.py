@@ -273,8 +273,9 @@ class Retention:
     ) -> _Judged:
         """Decides what stays, by steps that are whole as far as their files show.
 
-        A step that a policy keeps is looked at before anything is deleted. If files are
-        missing, the step does not count, and stays.
+        A step that a policy keeps is looked at before anything is deleted. If nothing
+        is deleted, only the newest step and the best steps are. If files are missing,
+        the step does not count, and stays.
 
         Args:
             steps: The steps.
@@ -282,7 +283,7 @@ class Retention:
             just_saved: A step that stays this time, and is looked at elsewhere. Without
                 one, steps that were whole before are looked at again.
         """
-        damage: dict[int, str] = {}
+        damage = {n: step.damage for n, step in steps.items() if step.damage}
         looked = set() if just_saved is None else {just_saved}
         foreign = _Foreign()
 
@@ -302,7 +303,9 @@ class Retention:
             unseen = staying - looked
             if just_saved is not None:
                 unseen = self._select(unseen, steps, choice, damage.keys(), choose)
-            if not unseen or not (doomed or items):
+            elif not choice.deleted:
+                unseen &= self._notable(rules.keep, {n: steps[n] for n in staying})
+            if not unseen:
                 break
             looked |= unseen
             lost = {n: self._find_loss(n, steps[n], just_saved is None) for n in unseen}
@@ -325,16 +328,19 @@ class Retention:
         self._name_markers(steps, reasons)
         for number, loss in damage.items():
             reasons[number] = [DAMAGED + loss]
-            self._warn_once(
-                (number, loss),
-                "step %d is damaged, so it does not count for the policies, and stays:"
-                " %s; verify it, with --mark",
-                number,
-                loss,
-            )
         is_newest_good = just_saved is not None or not damage
         newest_damage = "" if is_newest_good else damage.get(max(steps), "")
         return _Judged(dict(sorted(reasons.items())), kept_items, damage, newest_damage)
+
+    def _notable(
+        self,
+        keep: Sequence[PreservationPolicy],
+        steps: Mapping[int, ranked_steps.RunStep],
+    ) -> set[int]:
+        """Returns the newest step, and the best steps by the policies `keep`."""
+        ranked = [step.ranked for step in steps.values()]
+        best = [p.preserved(ranked) for p in keep if isinstance(p, policies.BestN)]
+        return {*list(steps)[-1:]}.union(*best)
 
     def _name_markers(
         self,
@@ -472,6 +478,14 @@ class Retention:
         """Returns the current decision of retention."""
         steps = self.index.steps() if self._may_delete() else {}
         judged = self._judge(steps, self.rules, just_saved)
+        for number, loss in judged.damage.items():
+            self._warn_once(
+                (number, loss),
+                "step %d is damaged, so it does not count for the policies, and stays:"
+                " %s; verify it, with --mark",
+                number,
+                loss,
+            )
         if judged.newest_damage:
             raise self._incomplete_error(max(steps), judged.newest_damage)
         doomed = [n for n, why in judged.reasons.items() if not why and n != just_saved]

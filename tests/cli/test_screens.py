@@ -227,7 +227,7 @@ def test_ls_watch_redraws_a_terminal(tmp_path):
         os.close(child)
         drawn = read_until(parent, "1 step, flaxckpt")
         assert "\x1b[3A" not in drawn
-        run.save(2, {"w": np.ones(2)}).wait()
+        run.save(2, {"w": np.zeros(2)}).wait()
         drawn = read_until(parent, "2 steps, flaxckpt")
     assert "\x1b[3A\x1b[J" in drawn  # over the three lines before
     for file in (tmp_path / "run" / "2" / "state").rglob("*"):

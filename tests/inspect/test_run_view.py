@@ -86,8 +86,11 @@ def test_damaged_steps_are_listed_and_never_pruned(tmp_path):
     assert found[10].damage == "it is bad"
     assert found[30].marks == ("latest",)
     assert "restore another step" in found[40].damage
+    with pytest.raises(errors.SaveFailedError, match="step 40 is incomplete"):
+        inspect_run_view.prune(root, keep=[LatestN(1)], dry_run=False)
+    make_run(root, (60,))
     pruned = inspect_run_view.prune(root, keep=[LatestN(1)], dry_run=False)
-    assert pruned.deleted == (20,)
+    assert pruned.deleted == (20, 30)
     assert (root / "10").is_dir()
     assert (root / "40").is_dir()
 

@@ -671,6 +671,7 @@ def put(path, content):
 DAMAGES = {
     "manifest": lambda step: change(step / "flaxckpt.json"),
     "no manifest": lambda step: (step / "flaxckpt.json").unlink(),
+    "no description": lambda step: (step / "state/_METADATA").unlink(),
     "metadata": lambda step: change(step / "_CHECKPOINT_METADATA"),
     "sharding": lambda step: change(step / "state/_sharding"),
     "dataset": lambda step: shutil.rmtree(step / "dataset"),
@@ -738,6 +739,7 @@ def test_nothing_is_deleted_if_the_newest_old_step_is_not_whole(tmp_path, damage
     [
         ("small", "wanted 144 bytes, found 143"),
         ("no manifest", r"flaxckpt.json is missing, although commit_success"),
+        ("no description", "was a checkpoint, .* wanted state/_METADATA"),
     ],
 )
 def test_prune_deletes_nothing_if_the_newest_step_is_not_whole(tmp_path, damage, told):
@@ -752,7 +754,25 @@ def test_prune_deletes_nothing_if_the_newest_step_is_not_whole(tmp_path, damage,
     assert ckpt.steps() == [1, 2]
 
 
-@pytest.mark.parametrize("damage", ["small", "no manifest"])
+@pytest.mark.parametrize("is_newest", [False, True])
+def test_damage_is_found_where_nothing_would_be_deleted(tmp_path, is_newest):
+    save(tmp_path, 1, 2, 3)
+    put_metrics(tmp_path, s1=0.3, s2=0.2, s3=0.1)
+    damaged = 3 if is_newest else 1  # the best
+    shorten(tmp_path / str(damaged) / SMALL)
+    keep = [LatestN(3), BestN(1, ACC, "max")]
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep)
+    explained = ckpt.explain()
+    assert explained[damaged][0].startswith("damaged: ")
+    if is_newest:
+        with pytest.raises(errors.SaveFailedError, match="step 3 is incomplete"):
+            ckpt.prune(dry_run=True)
+    else:
+        assert explained[2] == [str(each) for each in keep]
+        assert ckpt.prune(dry_run=True) == ()
+
+
+@pytest.mark.parametrize("damage", ["small", "no manifest", "no description"])
 def test_a_kept_step_that_is_not_whole_does_not_count(tmp_path, caplog, damage):
     save(tmp_path, *range(1, 7))
     put_metrics(tmp_path, **{f"s{step}": step / 10 for step in range(1, 5)})
@@ -762,8 +782,8 @@ def test_a_kept_step_that_is_not_whole_does_not_count(tmp_path, caplog, damage):
     explained = ckpt.explain()
     assert explained[3] == [str(keep[1])]
     assert explained[4][0].startswith("damaged: ")
-    assert "step 4 is damaged, so it does not count" in caplog.text
     doomed = ckpt.prune(dry_run=True)
+    assert "step 4 is damaged, so it does not count" in caplog.text
     assert doomed == ckpt.prune() == (1, 2, 5)
     with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
         ckpt.save(7, state(7)).wait()
