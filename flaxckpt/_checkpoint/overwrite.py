@@ -202,9 +202,13 @@ def check_replaceable(
     elif of_any_format and not final.is_symlink() and _formats.recognises(final):
         foreign = []
     if foreign is None:
+        what, advice = "is not a checkpoint", "remove it yourself, or choose"
+        if final.is_dir() and _steps.index.StepIndex(final, _formats.identify).steps:
+            what = "is a run with steps"
+            advice = "save a step of it with Checkpointer, or choose"
         raise errors.CheckpointExistsError(
-            f"{final} exists and is not a checkpoint, so it is not overwritten:"
-            " remove it yourself, or choose another path"
+            f"{final} exists and {what}, so it is not overwritten: {advice} another"
+            " path"
         )
     if foreign:
         raise errors.CheckpointExistsError(

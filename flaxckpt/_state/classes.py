@@ -137,7 +137,9 @@ def _exact_builder(cls: Any) -> Build | None:
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return lambda children, _: cls(**_by_field_name(children))
     if dataclasses.is_dataclass(cls):
-        return functools.partial(_dataclass, cls, _takes_fields(cls), set())
+        return functools.partial(
+            _dataclass, cls, _takes_fields(cls), _known_fields(cls)
+        )
     if issubclass(cls, Mapping):
         return lambda children, _: cls(children)
     return None
@@ -161,6 +163,17 @@ def _takes_fields(cls: Any) -> bool:
     return names == {field.name for field in dataclasses.fields(cls)}
 
 
+def _known_fields(cls: Any) -> set[str]:
+    """Returns the fields that are documented as not saved, such as `tx` of Flax."""
+    libraries = [
+        base
+        for base in cls.__mro__
+        if base.__module__.split(".")[0] in _TRUSTED_PACKAGES
+        and dataclasses.is_dataclass(base)
+    ]
+    return {field.name for base in libraries for field in dataclasses.fields(base)}
+
+
 def _dataclass(
     cls: Any,
     takes_fields: bool,
@@ -168,11 +181,10 @@ def _dataclass(
     children: Mapping[str | int, Any],
     static: Mapping[str, JSON],
 ) -> Any:
-    """Builds an instance; fields that were not saved, such as `tx`, are None.
+    """Builds an instance; fields that were not saved have their defaults, or None.
 
-    A field with a default gets it, with a warning unless `warned` has the field: the
-    class may be newer than the checkpoint. As in jax, `__init__` is called only if it
-    takes the fields.
+    A warning names them, unless `warned` has the field: the class may be newer than the
+    checkpoint. As in jax, `__init__` is called only if it takes the fields.
 
     Raises:
         ValueError: A name is not a field.
@@ -187,19 +199,22 @@ def _dataclass(
     for field in dataclasses.fields(cls):
         if field.name in fields:
             continue
-        if field.default is missing and field.default_factory is missing:
-            fields[field.name] = None
-            continue
-        if field.default is not None and field.name not in warned:
+        has_default = (
+            field.default is not missing or field.default_factory is not missing
+        )
+        if field.name not in warned:
             warned.add(field.name)
             _log.warning(
                 "%s.%s is not in the checkpoint, as JSON cannot hold its value, or as"
-                " it is a new field: it has its default. Pass a state that has the"
-                " value, or set it with dataclasses.replace",
+                " it is a new field: it %s. Pass a state that has the value, or set it"
+                " with dataclasses.replace",
                 cls.__qualname__,
                 field.name,
+                "has its default" if has_default else "is None",
             )
-        if not takes_fields:
+        if not has_default:
+            fields[field.name] = None
+        elif not takes_fields:
             make = field.default_factory
             fields[field.name] = field.default if make is missing else make()
     if takes_fields:

@@ -367,6 +367,7 @@ def test_a_default_in_place_of_a_value_that_was_not_saved_is_named(tmp_path, cap
     messages = [record.getMessage() for record in caplog.records]
     assert [m.partition(" ")[0] for m in messages] == [
         "Activated.act",
+        "Activated.loss",
         "OwnInitActivated.act",
     ]
     caplog.clear()
@@ -374,6 +375,36 @@ def test_a_default_in_place_of_a_value_that_was_not_saved_is_named(tmp_path, cap
     found = flaxckpt.load(tmp_path / "c", template, unused="ignore")
     assert found["flax"][0].act is jnp.tanh
     assert not caplog.records
+
+
+@struct.dataclass
+class WithoutDefault:
+    w: jax.Array
+    act: object = struct.field(pytree_node=False)
+
+
+class OwnTrainState(train_state.TrainState):
+    pass
+
+
+def test_a_value_without_a_default_that_was_not_saved_is_named(tmp_path, caplog):
+    tx, params = optax.sgd(0.1), {"w": jnp.ones(2)}
+    own = OwnTrainState.create(apply_fn=jnp.tanh, params=params, tx=tx)
+    state = {"own": own, "act": WithoutDefault(jnp.ones(2), jnp.tanh)}
+    flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(tmp_path / "c", types=[OwnTrainState, WithoutDefault])
+    assert (found["act"].act, found["own"].tx) == (None, None)
+    [told] = [record.getMessage() for record in caplog.records]
+    assert told.startswith("WithoutDefault.act is not in the checkpoint")
+
+
+def test_a_run_is_not_overwritten_by_a_checkpoint(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        run.save(1, {"w": jnp.ones(2)})
+    told = "is a run with steps, so it is not overwritten: save a step of it"
+    with pytest.raises(errors.CheckpointExistsError, match=told):
+        flaxckpt.save(tmp_path / "run", {"w": jnp.ones(2)}, overwrite=True)
+    assert run.steps() == [1]
 
 
 def test_load_sets_no_attributes_beyond_declared_fields(tmp_path, caplog):
