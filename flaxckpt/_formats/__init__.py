@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast
 
-from flaxckpt import _doors, _steps, _storage, errors
+from flaxckpt import _doors, _steps, _storage, _util, errors
 from flaxckpt._formats import hub_cache, items, recognise, shards, signatures
 from flaxckpt._formats.safetensors import files as safetensors_files
 from flaxckpt._types import PathLike
@@ -195,8 +195,8 @@ def _explain_unrecognised(path: Path) -> NoReturn:
     is_dir = path.is_dir()
     if is_dir and (steps := _steps.index.StepIndex(path, identify).steps):
         raise errors.CheckpointFormatError(
-            f"{path} is a directory of {len(steps)} steps, not a checkpoint: pass one"
-            f" of them, such as {steps[max(steps)]}"
+            f"{path} is a directory of {_util.humanize.count(len(steps), 'step')}, not"
+            f" a checkpoint: pass one of them, such as {steps[max(steps)]}"
         )
     if path.parent.is_dir() and is_being_written(path):
         raise errors.CheckpointNotFoundError(
@@ -536,6 +536,6 @@ def advice_on_saves(directory: Path) -> str:
     if not names:
         return ""
     return (
-        f"a save of {errors.first_few(names)} is under way, or was interrupted; wait"
-        " until it is committed"
+        f"a save of {errors.first_few(names)} is under way, or was interrupted: wait"
+        " until it is committed, or save again if its program has ended"
     )

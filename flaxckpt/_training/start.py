@@ -80,9 +80,8 @@ def restore_or_init(
     abstract = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     if abstract:
         raise errors.CheckpointNotFoundError(
-            f"{checkpointer.directory} has no checkpoint to restore, and"
-            f" {len(abstract)} leaves of the state are abstract: pass an initialized"
-            " state"
+            f"{checkpointer.directory} has no checkpoint to restore, and leaves of the"
+            f" state are abstract ({len(abstract)}): pass an initialized state"
         )
     _log.info("no checkpoint in %s: starting a new run", checkpointer.directory)
     return state, 0
@@ -169,6 +168,11 @@ def check(
     begun = checkpointer.restored_step if began_at is None else began_at
     if begun is None:
         if latest is not None and latest >= step:
+            if again:
+                raise errors.OptionError(
+                    f"the loop is at step {step}, although it has saved step {latest}:"
+                    " count completed steps up, or call restore_or_init to go back"
+                )
             raise errors.CheckpointExistsError(
                 f"{directory} has steps up to {latest} of an earlier run, and this run"
                 f" is at {step}: continue the earlier run with restore_or_init, or"

@@ -333,7 +333,7 @@ def test_error_of_a_repeated_loop_advises_to_restore_first(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
     callback.restore_or_init({"n": 0})
     drive(callback, range(1, 9))
-    with pytest.raises(errors.CheckpointExistsError, match="restore_or_init"):
+    with pytest.raises(errors.OptionError, match=r"saved step 8: .* restore_or_init"):
         callback(1, {"n": 1})
     state, start = callback.restore_or_init({"n": 0})
     assert (state, start) == ({"n": 8}, 8)
