@@ -337,8 +337,10 @@ def _optimizer_specs(
             replicated.append(f"{path}: {info} follows no parameter")
     if replicated:
         _log.warning(
-            "%d optimizer leaves are replicated:\n%s\nleaf_rules can split them.",
-            len(replicated),
+            "%s replicated:\n%s\nleaf_rules can split them.",
+            _util.humanize.count(
+                len(replicated), "optimizer leaf is", "optimizer leaves are"
+            ),
             errors.rows(replicated),
         )
     return chosen

@@ -95,7 +95,7 @@ class Faults:
 
         Its cause is a `TooLargeError` if memory was short.
         """
-        count = f"{len(self)} leaves" if len(self) > 1 else "1 leaf"
+        count = _util.humanize.count(len(self), "leaf", "leaves")
         error = errors.DamagedCheckpointError(
             f"{count} of {root} cannot be read:\n"
             + errors.rows(f"{path}: {why}" for path, why in self._reasons.items())
@@ -125,7 +125,7 @@ def check_supported(leaves: Iterable[Leaf], root: Path | str) -> None:
     if not faults:
         return
     rows = [f"{i.path}: {i} {why.form}, which is not read" for i, why in faults]
-    count = f"{len(rows)} leaves" if len(rows) > 1 else "1 leaf"
+    count = _util.humanize.count(len(rows), "leaf", "leaves")
     advice = " ".join(dict.fromkeys(why.advice for _, why in faults))
     raise errors.CheckpointFormatError(
         f"{count} of {root} cannot be read:\n{errors.rows(rows)}\n{advice}"

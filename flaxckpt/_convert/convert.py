@@ -307,7 +307,8 @@ def _check_current(stored: Stored, files: Sequence[_storage.Stamp]) -> None:
     reader.check_current(stored.metadata.path, stored.stamp, "convert")
     if names := source_files.changed(files):
         raise errors.DamagedCheckpointError(
-            f"{len(names)} files were changed or deleted during the conversion:\n"
+            f"{_util.humanize.count(len(names), 'file was', 'files were')} changed or"
+            " deleted during the conversion:\n"
             f"{errors.rows(names)}\nConvert {stored.metadata.path} again."
         )
 

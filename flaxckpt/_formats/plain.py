@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flaxckpt import _arrays, _state, _storage, errors
+from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._formats.reader import CheckpointMetadata, Stored
 from flaxckpt._state.leaf import LeafTable
 from flaxckpt._types import JSON, LeafPath, Shape
@@ -86,7 +86,7 @@ def unreadable_error(
     path: Path, faults: Mapping[LeafPath, str]
 ) -> errors.DamagedCheckpointError:
     """Returns the error for leaves that cannot be read, with their faults."""
-    count = f"{len(faults)} leaves" if len(faults) > 1 else "1 leaf"
+    count = _util.humanize.count(len(faults), "leaf", "leaves")
     return errors.DamagedCheckpointError(
         f"{count} of {path} cannot be read:\n"
         + errors.rows(f"{name}: {reason}" for name, reason in faults.items())

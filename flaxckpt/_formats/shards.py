@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _storage, errors
+from flaxckpt import _storage, _util, errors
 from flaxckpt._formats import hub_cache, signatures
 from flaxckpt._formats.safetensors import header
 from flaxckpt._formats.safetensors.header import ShardIndex
@@ -125,8 +125,8 @@ def check_index(directory: Path, suffix: str) -> None:
     alone = "or pass the path of one shard to load it alone"
     if not shards.missing:
         raise errors.DamagedCheckpointError(
-            f"{directory} holds {len(names)} shards and no index: get"
-            f" {shards.index_name}, {alone}"
+            f"{directory} holds {_util.humanize.count(len(names), 'shard')} and no"
+            f" index: get {shards.index_name}, {alone}"
         )
     raise errors.DamagedCheckpointError(
         f"{directory} holds {len(names)} of {len(names) + len(shards.missing)} shards"

@@ -145,7 +145,9 @@ class CheckpointDiff:
         if self.is_empty:
             return f"all {len(self.same)} leaves are equal"
         retyped = len(self.retyped)
-        text = f"{len(self.changed) - retyped} leaves differ in values"
+        count = len(self.changed) - retyped
+        text = _util.humanize.count(count, "leaf differs", "leaves differ")
+        text += " in values"
         if retyped:
             text += f", {retyped} in shape or dtype"
         text += f", {len(self.same)} are equal"

@@ -59,7 +59,7 @@ class Side:
         if faults:
             hints = (hint for key, hint in _HINTS.items() if key in keys)
             raise _error(
-                f"{len(faults)} leaves contradict the config of {title}",
+                f"{title}: leaves contradict its config",
                 faults,
                 f"Pass the config of this model, or correct it{''.join(hints)}. Or drop"
                 " the leaves first: drop(pattern).",
@@ -79,7 +79,7 @@ class Side:
         parts = dict(_find_parts(self.modules, table))
         if parts:
             raise _error(
-                f"{title}: {len(parts)} leaves of modules are missing",
+                f"{title}: leaves of modules are missing",
                 parts,
                 "Add them. Or drop the other leaves of these modules: drop(pattern).",
             )

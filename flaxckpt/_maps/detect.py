@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flaxckpt import _state, errors, transforms
+from flaxckpt import _state, _util, errors, transforms
 from flaxckpt._formats import locate
 from flaxckpt._formats.reader import Stored
 from flaxckpt._maps import gguf, model_config
@@ -174,8 +174,8 @@ def _detect_language_model(
     left = sum(not re.fullmatch(own, path) for path in table)
     kind = config.get("model_type")
     why = (
-        f"the language model of a {kind!r}, by its text_config; {left} leaves of other"
-        " parts are left out"
+        f"the language model of a {kind!r}, by its text_config, without"
+        f" {_util.humanize.count(left, 'leaf', 'leaves')} of other parts"
     )
     _log.info("%s: %s", family.name, why)
     return Detected(family, inner, why, found)

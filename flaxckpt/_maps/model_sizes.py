@@ -67,7 +67,7 @@ def check(
                 fitting.setdefault(key, set()).add(other)
     if faults:
         raise errors.OptionError(
-            f"{len(faults)} tensors contradict the config of {title}:\n"
+            f"{title}: tensors contradict its config:\n"
             + errors.rows(f"{path}: {fault}" for path, fault in faults.items())
             + f"\n{_advise(fitting, config)}"
         )

@@ -85,12 +85,12 @@ def find_pairs(table: LeafTable) -> list[Pair]:
         if is_lora and path not in taken and path not in faults:
             faults[path] = "is of another kind of update"
     if faults or not pairs:
+        rows = errors.rows(f"{path}: {why}" for path, why in faults.items())
+        found = f"leaves that are no part of adapters:\n{rows}" if faults else "none"
         raise errors.OptionError(
-            f"found {len(pairs)} adapters, and {len(faults)} leaves that are no part of"
-            " one:\n"
-            + errors.rows(f"{path}: {why}" for path, why in faults.items())
-            + "\nAdapters have the names of NNX, lora_a and lora_b, or of Qwix,"
-            " w_lora_a and w_lora_b: rename them, or drop other leaves."
+            f"wanted adapters, found {found}\nAdapters have the names of NNX, lora_a"
+            " and lora_b, or of Qwix, w_lora_a and w_lora_b: rename them, or drop other"
+            " leaves."
         )
     return pairs
 

@@ -342,7 +342,7 @@ class Restores:
             made = ", ".join(metadata.transforms)
             raise errors.OptionError(
                 f"{metadata.path} was saved with {made[:500]}, which cannot be undone;"
-                f" the values of {len(changed)} leaves differ from those of the run:\n"
+                " the values of these leaves differ from those of the run:\n"
                 + errors.rows(changed)
                 + "\nPass transforms=[...] that undo it to restore, or pass inverse= to"
                 " map_leaf. flaxckpt.load returns the values as saved."

@@ -330,7 +330,7 @@ def suggest_for_tables(
     left = {p: guess.nearest(p) for p in targets if p not in suggestion.leaves}
     if targets and not suggestion.leaves:
         raise errors.OptionError(
-            f"no leaf of the source fits any of the {len(left)} leaves of the state:\n"
+            "no leaf of the source fits any leaf of the state:\n"
             + errors.rows(f"{path}: {nearest}" for path, nearest in left.items())
             + "\nCheck that both are of one model, with the same sizes."
         )

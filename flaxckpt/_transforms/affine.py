@@ -74,11 +74,10 @@ class _Affine(TableTransform):
         new = base.replace(table, chosen, act, moves=False)
         if guessed:
             _log.warning(
-                "%s takes %d leaves for means of squared gradients, as of Adam: %s."
+                "%s takes leaves for means of squared gradients, as of Adam: %s."
                 " Pass nu='squares' if they are, or nu='norms' if they are of Adamax,"
                 " whose state is of the same class",
                 self,
-                len(guessed),
                 errors.first_few(guessed, 3),
             )
         if left_out:

@@ -180,7 +180,8 @@ def _with_containers(table: LeafTable) -> LeafTable:
     if faults:
         inner = {p: next(q for q in table if q.startswith(f"{p}/")) for p in faults}
         raise errors.OptionError(
-            f"{len(faults)} leaf paths are also containers of other leaves:\n"
+            f"{_util.humanize.count(len(faults), 'leaf is', 'leaves are')} also"
+            " containers of other leaves:\n"
             + errors.rows(f"{path}: contains {other}" for path, other in inner.items())
             + "\nRename or drop one of each."
         )
@@ -427,7 +428,8 @@ def _resolve_ambiguous(
             faults[path] = " or ".join(candidates.values())
     if faults:
         raise errors.OptionError(
-            f"the parameters of {len(faults)} moments are ambiguous:\n"
+            "the parameters of"
+            f" {_util.humanize.count(len(faults), 'moment')} are ambiguous:\n"
             + errors.rows(f"{path}: {which}" for path, which in faults.items())
             + "\nLet the pattern match the moments as well, or drop them first."
         )
@@ -448,9 +450,9 @@ def _warn_of_lost(
     ]
     if left:
         _log.warning(
-            "%d optimizer leaves may be moments of changed parameters, and stay"
-            " unchanged because their parameters are unknown: %s",
-            len(left),
+            "%s may be moments of changed parameters, and stay unchanged because the"
+            " parameters are unknown: %s",
+            _util.humanize.count(len(left), "optimizer leaf", "optimizer leaves"),
             errors.first_few(left),
         )
 
@@ -512,7 +514,7 @@ def assemble(
             add(row.path, dataclasses.replace(move(row.leaf, row.path)), path)
     if faults:
         raise errors.OptionError(
-            f"{len(faults)} leaf paths would be used twice:\n"
+            f"{_util.humanize.count(len(faults), 'leaf path')} would be used twice:\n"
             + errors.rows(
                 f"{path}: by {', '.join(all_)}" for path, all_ in faults.items()
             )

@@ -35,7 +35,7 @@ class Export(TableTransform):
         known = [path for path in params if path not in unknown]
         if not known:
             raise errors.OptionError(
-                f"the map has none of the {len(params)} leaves of the checkpoint:\n"
+                "the map has no leaf of the checkpoint:\n"
                 f"{errors.rows(params)}\nPass the prefix of the parameters to the map."
             )
         root = os.path.commonpath([path.rpartition("/")[0] for path in known])
@@ -43,14 +43,13 @@ class Export(TableTransform):
         if inside:
             rows = (f"{path}: {table[path].info}" for path in inside)
             raise errors.OptionError(
-                f"the map has no names for {len(inside)} leaves in {root or 'the root'}"
-                f" of the checkpoint:\n{errors.rows(rows)}\nAdd them to the map, or"
+                f"the map has no names for leaves in {root or 'the root'} of the"
+                f" checkpoint:\n{errors.rows(rows)}\nAdd them to the map, or"
                 " leave them out: transforms=[drop(pattern)]."
             )
         if unknown:
             _log.info(
-                "%d leaves beside %s are not exported: %s",
-                len(unknown),
+                "not exported, as it is beside %s: %s",
                 root,
                 errors.first_few(list(unknown)),
             )

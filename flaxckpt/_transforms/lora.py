@@ -301,12 +301,12 @@ def _find_adapters(table: LeafTable, what: str) -> list[_Adapter]:
         if path not in paired and path not in faults and _is_other_part(path):
             faults[path] = "is a part of another kind of update"
     if faults or not adapters:
+        rows = errors.rows(f"{path}: {why}" for path, why in faults.items())
+        found = f"leaves that do not fit:\n{rows}" if faults else "no adapters"
         raise errors.OptionError(
-            f"{what} found {len(adapters)} adapters that it can merge, and"
-            f" {len(faults)} leaves that do not fit:\n"
-            + errors.rows(f"{path}: {why}" for path, why in faults.items())
-            + "\nAdapters are found by the names of PEFT, NNX and Qwix, beside the"
-            " weight that they adapt: merge them before other transforms rename leaves."
+            f"{what} found {found}\nAdapters are found by the names of PEFT, NNX and"
+            " Qwix, beside the weight that they adapt: merge them before other"
+            " transforms rename leaves."
         )
     return adapters
 

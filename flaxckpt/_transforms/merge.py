@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from flaxckpt import _state, _steps, _storage, errors
+from flaxckpt import _state, _steps, _storage, _util, errors
 from flaxckpt._formats import locate
 from flaxckpt._state.leaf import LeafTable
 from flaxckpt._transforms import base
@@ -37,7 +37,8 @@ class _Merge(TableTransform):
         ]
         if twice and self.on_conflict == "error":
             raise errors.OptionError(
-                f"{len(twice)} leaves of {stored.metadata.path} exist already:\n"
+                f"{_util.humanize.count(len(twice), 'leaf', 'leaves')} of"
+                f" {stored.metadata.path} would be merged over others:\n"
                 + errors.rows(f"{path}: {other[path].info}" for path in twice)
                 + '\nDrop or rename some, or pass on_conflict="first" or "second".'
             )

@@ -288,7 +288,8 @@ class _Remap(TableTransform):
         if faults:
             rows = (f"{path}, {table[path].info}: {faults[path]}" for path in faults)
             raise errors.OptionError(
-                f"{len(faults)} leaves do not fit {self._title}:\n{errors.rows(rows)}"
+                f"{_util.humanize.count(len(faults), 'leaf does', 'leaves do')} not fit"
+                f" {self._title}:\n{errors.rows(rows)}"
             )
         return groups
 
@@ -301,8 +302,9 @@ class _Remap(TableTransform):
         paths = itertools.chain.from_iterable(paths for _, paths in missing)
         shown = itertools.islice(paths, errors.ROWS_SHOWN)
         lines = [f"{path}{_nearest(path, others)}" for path in shown]
+        what = _util.humanize.count(count, "leaf is", "leaves are")
         return errors.OptionError(
-            f"{self._title}: {count} leaves are missing:\n{errors.rows(lines, count)}"
+            f"{self._title}: {what} missing:\n{errors.rows(lines, count)}"
         )
 
     @property
@@ -341,7 +343,8 @@ class _Remap(TableTransform):
                 for i, path in enumerate(extra)
             )
             raise errors.OptionError(
-                f"{self._title} has no row for {len(extra)} leaves:\n"
+                f"{self._title} has no row for"
+                f" {_util.humanize.count(len(extra), 'leaf', 'leaves')}:\n"
                 + errors.rows(lines)
                 + "\nDrop them first, if you do not need them: drop(pattern)."
                 + ("" if self.name else ' Or keep them: rest="keep".')

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from flaxckpt import _arrays, errors
+from flaxckpt import _arrays, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._transforms import base
 from flaxckpt._transforms.base import NewLeaf, TableTransform, Transform
@@ -123,7 +123,8 @@ class _Tie(TableTransform):
                 )
         if faults:
             raise errors.OptionError(
-                f"{self} cannot tie {len(faults)} leaves:\n"
+                f"{self} cannot tie"
+                f" {_util.humanize.count(len(faults), 'leaf', 'leaves')}:\n"
                 + errors.rows(f"{path} {why}" for path, why in faults.items())
                 + f"\n{self.advice or _ADVICE}"
             )

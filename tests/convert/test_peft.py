@@ -121,7 +121,7 @@ Q = {"q": {"w_lora_a": np.ones((24, 2), np.float32),
 @pytest.mark.parametrize(
     ("state", "options", "message"),
     [
-        ({"w": np.ones(3)}, {}, "found 0 adapters"),
+        ({"w": np.ones(3)}, {}, "wanted adapters, found none"),
         ({"a": {"w_lora_a": np.ones((2, 2))}}, {}, "the other leaf of the pair"),
         (
             {"a": {**Q["q"], "w_lora_magnitude": np.ones(3)}},

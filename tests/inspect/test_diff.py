@@ -360,7 +360,7 @@ def test_leaves_of_another_shape_or_dtype_are_counted_apart(tmp_path):
     found = flaxckpt.diff(a, b)
     assert set(found.retyped) == {"x", "y"}
     assert set(found.changed) == {"w", "x", "y"}
-    counts = "1 leaves differ in values, 2 in shape or dtype, 2 are equal"
+    counts = "1 leaf differs in values, 2 in shape or dtype, 2 are equal"
     assert counts in str(found)
     assert "of another shape or dtype: 2\n  x: " in str(found)
     assert flaxckpt.diff(a, a).retyped == ()

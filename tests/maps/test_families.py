@@ -249,7 +249,7 @@ def test_a_missing_tensor_is_named_with_the_nearest(case, save, tmp_path):
     tensors[f"{missing}s"] = tensors.pop(missing)
     with pytest.raises(errors.OptionError) as e:
         plan(case, saved, tensors, tmp_path)
-    assert f"1 leaves are missing:\n  {missing}; the nearest" in str(e.value)
+    assert f"1 leaf is missing:\n  {missing}; the nearest" in str(e.value)
     assert f"{missing}s" in str(e.value)
 
 

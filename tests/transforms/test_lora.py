@@ -186,7 +186,7 @@ def test_adapters_that_do_not_fit_are_refused(shape, a, b, why):
 def test_merge_lora_names_missing_parts():
     ones = np.ones((2, 2), np.float32)
     for state, change, why in (
-        ({"w": ones}, merge_lora(), "found 0 adapters"),
+        ({"w": ones}, merge_lora(), "found no adapters"),
         ({"w": ones, "w_lora_a": ones}, merge_lora(alpha=1), "w_lora_a: the other"),
         (
             {"layer": {"lora_a": ones, "lora_b": ones}},

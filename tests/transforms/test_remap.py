@@ -235,7 +235,7 @@ def test_words_belong_to_their_row(tmp_path, missing):
     }  # fmt: skip
     del state[missing[0]]
     flaxckpt.save(tmp_path / "some", state)
-    with pytest.raises(errors.OptionError, match=f"1 leaves are missing:\n  {missing}"):
+    with pytest.raises(errors.OptionError, match=f"1 leaf is missing:\n  {missing}"):
         flaxckpt.load(tmp_path / "some", transforms=[change])
 
 
@@ -269,7 +269,7 @@ def test_leaves_without_a_row_are_refused_if_asked(tmp_path):
         )
 
     assert load().keys() == {"u", "v", "buffer"}
-    with pytest.raises(errors.OptionError, match=r"no row for 1 leaves:\n *v: float64"):
+    with pytest.raises(errors.OptionError, match=r"no row for 1 leaf:\n *v: float64"):
         load(rest="error", ignored="buffer")
 
 

@@ -45,7 +45,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     if elsewhere or beside.exists():
         raise errors.CheckpointFormatError(
             f"{path} was saved by several processes; wanted all values in this file,"
-            f" found {len(elsewhere)} leaves in {beside.name}/:\n"
+            f" found leaves in {beside.name}/:\n"
             + errors.rows(elsewhere)
             + "\nRestore it with the Flax that wrote it, and save it in a single file."
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from flaxckpt import _arrays, _state, _storage, errors
+from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._formats import array_names, plain
 from flaxckpt._formats.msgpack import leaves
 from flaxckpt._formats.npz import members as npz_members
@@ -80,7 +80,7 @@ def _unreadable(path: Path, faults: Mapping[str, str]) -> errors.CheckpointError
 
 
 def _refused(path: Path, unsupported: Mapping[str, str]) -> errors.CheckpointError:
-    count = f"{len(unsupported)} arrays" if len(unsupported) > 1 else "1 array"
+    count = _util.humanize.count(len(unsupported), "array")
     return errors.CheckpointFormatError(
         f"{count} of {path} cannot be read:\n"
         + errors.rows(f"{name[:200]}: {why}" for name, why in unsupported.items())
