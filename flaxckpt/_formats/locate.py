@@ -265,14 +265,26 @@ def _newest(root: Path, index: _Index, warn: bool) -> Located:
 
 def _damaged_error(path: Path, why: str) -> errors.DamagedCheckpointError:
     """Returns the error for an unreadable path with the name of a step."""
-    if not why:
-        try:
-            _formats.detect(path)
-        except errors.CheckpointError as error:
-            why = str(error)
+    why = find_damage(path, why) or "it has changed"
     return errors.DamagedCheckpointError(
-        f"{path} has the name of a step, but cannot be read: {why or 'it has changed'}"
+        f"{path} has the name of a step, but cannot be read: {why}"
     )
+
+
+def find_damage(path: Path, why: str) -> str | None:
+    """Returns why a path is no checkpoint, although named like one; None if it is one.
+
+    Args:
+        path: The path.
+        why: The reason, if it is known.
+    """
+    if why:
+        return why
+    try:
+        _formats.detect(path)
+    except errors.CheckpointError as error:
+        return str(error)
+    return None
 
 
 def summarize(steps: list[int], near: int) -> str:

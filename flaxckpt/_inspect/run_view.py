@@ -266,7 +266,7 @@ def find_damage(
     if doubt is None:
         is_damaged = _steps.markers.is_damaged(path)
         return _steps.markers.damage_reason(path) if is_damaged else None
-    return _run.ranked_steps.find_damage(doubt)
+    return locate.find_damage(path, doubt.why)
 
 
 def find_known_damage(path: Path, step: int | None = None) -> str | None:

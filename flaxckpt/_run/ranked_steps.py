@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from flaxckpt import _formats, _steps, _storage, errors, policies
+from flaxckpt._formats import locate
 from flaxckpt._run import metrics as run_metrics
 
 _IDENTITY_BYTES = 2**24
@@ -153,21 +154,10 @@ class RankedSteps:
             metrics=read_metrics,
             created=read_created,
         )
-        damage = None if _is_unread(entry) else find_damage(entry)
+        damage = None
+        if not (entry.is_step or _is_unread(entry)):
+            damage = locate.find_damage(entry.path, entry.why)
         return RunStep(entry.path, markers, ranked, stamps, damage)
-
-
-def find_damage(entry: _Entry) -> str | None:
-    """Returns what makes a former step no checkpoint any more; None for a step."""
-    if entry.is_step:
-        return None
-    if entry.why:
-        return entry.why
-    try:
-        _formats.detect(entry.path)
-    except errors.CheckpointError as error:
-        return str(error)
-    return None
 
 
 def identify_save(path: Path) -> str | None:
