@@ -1,5 +1,6 @@
 """Shared setup: 8 CPU devices, a cache of programs, hypothesis without deadlines."""
 
+import gc
 import itertools
 import os
 import re
@@ -64,6 +65,16 @@ class _Failures:
             crash = getattr(report.longrepr, "reprcrash", None)
             message = crash.message.partition("\n")[0] if crash else ""
             self._terminal.write_line(f"\nFAILED {report.nodeid} {message}"[:300])
+
+
+def pytest_collection_finish() -> None:
+    """Takes all modules and tests out of the work of the garbage collector.
+
+    Otherwise each full collection looks at millions of objects, for a second: more than
+    half the time of many tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
