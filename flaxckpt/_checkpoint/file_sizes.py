@@ -196,10 +196,20 @@ def check_leaves(path: Path, leaves: Collection[LeafPath]) -> None:
             return
         arrays = [i for i in stored.metadata.leaves.values() if i.dtype is not None]
         wanted = [info for info in arrays if info.path in leaves]
+        items: set[str] = set()
         if manifest["ocdbt"]:  # looked at as a whole
             items = {stored.items.item_of(info) for info in wanted}
             wanted = [info for info in arrays if stored.items.item_of(info) in items]
         _check_sizes(path, stored, encoding, wanted, manifest)
+        for name, digest in digests(stored).items():
+            if any(_is_of_database(name, item) for item in items):
+                _formats.items.check_digest(path / name, digest)
+
+
+def _is_of_database(name: str, item: str) -> bool:
+    """Returns True for a file of the database of an item, without its descriptions."""
+    in_values = name.startswith(f"{_formats.items.prefix(item)}d/")
+    return in_values or name == _formats.items.database(item)
 
 
 def _check_sizes(

@@ -236,7 +236,7 @@ def make_error(
         is_source: Whether a new run begins from the checkpoint.
         is_resume: Whether a run continues from the checkpoint.
     """
-    argument = "source_transforms" if is_source else "transforms"
+    argument = "source_transforms" if is_source or is_resume else "transforms"
     groups = [] if has_transforms else _find_moved(planned, stored.table)
     kinds = {problem.kind for problem in planned.problems if not problem.advice}
     if is_resume and "too_wide" in kinds:
@@ -248,6 +248,10 @@ def make_error(
         advice = " ".join(dict.fromkeys([*own, ADVICE_ON_TYPES, *others]))
     else:
         advice = _give_advice(planned, stored, groups, argument, has_state=has_state)
+        if is_resume and argument in advice:
+            advice += (
+                " A run takes source_transforms if it begins from source=: this run."
+            )
     return errors.RestoreMismatchError(
         planned.path,
         planned.problems,

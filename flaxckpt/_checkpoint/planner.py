@@ -518,8 +518,20 @@ class _Planner:
         if problem := problem or find_excess_width(wanted, source.info):
             self._conflict(problem, wanted, source.info, (source_path,))
             return
+        if self._options.purpose == "resume" and self._records_weak_type(leaf, source):
+            is_weak = source.info.weak_type  # as after the last step
+            wanted = dataclasses.replace(wanted, weak_type=is_weak)
         size = self._builder.add(source, wanted)
         self._leaves[path] = _leaf_plan(wanted, source, source_path, size)
+
+    def _records_weak_type(self, wanted: Leaf, found: Leaf) -> bool:
+        """Returns True for an array that flaxckpt has saved as an array of jax."""
+        return (
+            found.fn is None
+            and self._stored.metadata.format == "flaxckpt"
+            and wanted.info.python_type == found.info.python_type == "jax.Array"
+            and wanted.info.dtype == found.info.dtype
+        )
 
     def _start_afresh(
         self, leaf: Leaf, known: _state.optimizer_roles.LeafFacts | None

@@ -72,7 +72,7 @@ def verify(path: PathLike, *, step: int | None = None) -> verify_report.VerifyRe
     try:
         located = locate.locate(root, step)
     except errors.DamagedCheckpointError as error:
-        return report_lost(root, step, error)
+        return report_lost(locate.find_doubtful(root, step), step, error)
     return _verify(located.path, located.step, located.open_as_saved)
 
 

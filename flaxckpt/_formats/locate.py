@@ -201,6 +201,15 @@ def _locate(
     )
 
 
+def find_doubtful(path: Path, step: int | None) -> Path:
+    """Returns the path of a damaged step; `path` itself if the step has none there."""
+    if step is None or _formats.recognises(path) or not path.is_dir():
+        return path
+    index = _steps.index.StepIndex(path, _formats.identify)
+    doubt = index.find_doubtful(step)
+    return path if doubt is None else doubt.path
+
+
 def _not_a_directory(path: Path) -> errors.OptionError:
     return errors.OptionError(
         f"{path} is a single checkpoint, not a directory of steps: leave step out,"

@@ -144,9 +144,10 @@ def _open_database(root: Path, checkpoint: Path) -> _arrays.databases.Database:
     """Returns a database; raises DamagedCheckpointError if missing or unsafe."""
     try:
         return _arrays.databases.Databases().open(root, checkpoint)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError) as error:
+        file = error.filename or root / _zarr.metadata.DATABASE
         raise errors.DamagedCheckpointError(
-            f"{root / _zarr.metadata.DATABASE} is missing; restore another step"
+            f"{file} is missing; restore another step"
         ) from None
     except ValueError as error:
         raise errors.DamagedCheckpointError(str(error)) from None

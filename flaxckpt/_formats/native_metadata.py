@@ -179,6 +179,9 @@ def load_metrics(path: Path, step: int | None) -> dict[str, Any]:
     """
     file = path / METRICS / METRICS
     if not _storage.of(file).exists(file):
+        if not _storage.of(file).costs_requests:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                _storage.of(file).names(file.parent)  # raises if it cannot be read
         evidence = _evidence_of_metrics(path)
         if evidence and not _storage.of(file).exists(file):
             raise errors.DamagedCheckpointError(

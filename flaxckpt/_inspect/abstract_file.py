@@ -230,6 +230,8 @@ def _abstract(info: LeafInfo) -> Any:
     if info.kind == "scalar":
         value = _VALUES.get(info.python_type)
         return np.zeros((), dtype)[()] if value is None else value
+    if info.python_type == "numpy.ndarray":  # 64 bits also without jax_enable_x64
+        return np.broadcast_to(np.zeros((), dtype), info.shape)
     return jax.ShapeDtypeStruct(info.shape, dtype)
 
 

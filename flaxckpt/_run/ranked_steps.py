@@ -23,7 +23,7 @@ class RunStep(NamedTuple):
         markers: The markers of the step.
         ranked: The step as seen by policies.
         stamps: The files that policies have read, as they were then.
-        damage: What makes it no checkpoint any more; None for a checkpoint.
+        damage: Why it is no checkpoint any more, or hides its names; None for others.
     """
 
     path: Path
@@ -155,7 +155,10 @@ class RankedSteps:
             created=read_created,
         )
         damage = None
-        if not (entry.is_step or _is_unread(entry)):
+        if _is_unread(entry):
+            # Markers are unknown where not even names can be read: the step stays.
+            damage = None if entry.files else entry.why
+        elif not entry.is_step:
             damage = locate.find_damage(entry.path, entry.why)
         return RunStep(entry.path, markers, ranked, stamps, damage)
 

@@ -27,7 +27,7 @@ class Entry(Generic[_T]):
         step: The number of the step.
         path: The path of the entry.
         recognise: Returns the checkpoint at a path; None if there is none.
-        files: The names of the entries directly in the directory, if known.
+        files: The names of the entries directly in the directory; empty if unknown.
     """
 
     def __init__(
@@ -178,10 +178,10 @@ def list_committed(
         except FileNotFoundError:
             return []
         entries = [
-            Entry(step, root / name, recognise, files)
+            Entry(step, root / name, recognise, files or ())
             for name, files in contents.items()
             if (step := step_format.step(name)) is not None
-            and storage.lists_committed(files)
+            and (files is None or storage.lists_committed(files))
         ]
         return sorted(entries, key=lambda entry: entry.step)
 

@@ -86,11 +86,15 @@ class LocalStorage:
 
     def contents(
         self, directory: Path, select: Callable[[str], bool], /
-    ) -> dict[str, Collection[str]]:
-        contents: dict[str, Collection[str]] = {}
+    ) -> dict[str, Collection[str] | None]:
+        contents: dict[str, Collection[str] | None] = {}
         for name in filter(select, list(self.directories(directory))):
-            with contextlib.suppress(FileNotFoundError):  # just deleted
+            try:
                 contents[name] = os.listdir(directory / name)  # noqa: PTH208
+            except FileNotFoundError:  # just deleted
+                continue
+            except OSError:  # one unreadable directory does not hide the others
+                contents[name] = None
         return contents
 
     def files_below(self, directory: Path, /) -> Iterator[str]:

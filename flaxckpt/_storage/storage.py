@@ -78,8 +78,10 @@ class Storage(Protocol[_Path]):
 
     def contents(
         self, directory: _Path, select: Callable[[str], bool], /
-    ) -> dict[str, Collection[str]]:
+    ) -> Mapping[str, Collection[str] | None]:
         """Maps each subdirectory whose name `select` accepts to the names inside.
+
+        None if the subdirectory cannot be read.
 
         Raises:
             FileNotFoundError: `directory` is missing.

@@ -482,6 +482,15 @@ def test_verify_finds_one_bit(here, command):
     assert found["reports"][1]["summary"] == lines[1].strip()
 
 
+def test_verify_marks_a_step_that_lost_its_description(here, command):
+    (here / "run/100/state/_METADATA").unlink()
+    damage(here / "run/200")
+    command.text("verify", "run", "--all", "--mark", code=1)
+    assert [*flaxckpt.Checkpointer(here / "run").damaged()] == [100, 200]
+    lines = command.text("verify", "run", "100", "--mark", code=1)
+    assert lines[-1] == "step 100 was already marked as damaged"
+
+
 def test_verify_marks_damaged_steps_if_asked(here, command):
     damage(here / "run" / "200")
     assert "--mark" in command.text("verify", "run", "--all", code=1)[-1]
@@ -533,7 +542,7 @@ def test_verify_all_reports_remains_of_a_step(here, command):
     shutil.rmtree(here / "run" / "200" / "state")
     (here / "run" / "200" / "flaxckpt.json").unlink()
     lines = command.text("verify", "run", "--all", code=1)
-    assert "run, step 200: DAMAGED" in lines
+    assert "run/200: DAMAGED" in lines
 
 
 def test_verify_counts_leaves_without_checksums(here, command):
@@ -913,6 +922,20 @@ def test_plan_says_that_the_checkpoint_is_damaged(here, command):
 
 def cut_off(file):
     file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("file", ["manifest.ocdbt", "d/tree"])
+def test_plan_looks_at_the_files_that_all_leaves_need(here, command, file):
+    (here / "run/200/state" / file).unlink()
+    *_, last = command.text("plan", "run", "run", "-s", 200, code=1)
+    assert last.startswith("The checkpoint is damaged, so the restore would fail: ")
+    assert Path(file).name in last
+
+
+def test_plan_into_numpy_arrays_takes_64_bits(tmp_path, command):
+    flaxckpt.save(tmp_path / "c", {"table": np.arange(3), "w": jnp.ones(2)})
+    lines = command.text("plan", tmp_path / "c", tmp_path / "c")
+    assert "2 loaded" in lines[0]
 
 
 @pytest.mark.parametrize("is_marked", [False, True])

@@ -148,10 +148,8 @@ def test_listing_reports_denied_permissions():
             found = inspect_listing.listing(root).steps[2]
         assert "permission denied" in found.damage
         (root / "30").chmod(0)
-        with (
-            without_permissions(),
-            pytest.raises(errors.DamagedCheckpointError, match="permission denied"),
-        ):
-            inspect_listing.listing(root)
+        with without_permissions():
+            found = inspect_listing.listing(root).steps[2]
+        assert "permission denied" in found.damage
         (root / "30").chmod(0o755)
         (root / "30" / "state").chmod(0o755)

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -30,7 +31,7 @@ from flaxckpt._storage.storage import LOCAL
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN, OnSteps
 from tests.helpers import chunks, faulty_store, old_stores, slow, strategies
-from tests.helpers.files import flip_bit, largest_file
+from tests.helpers.files import flip_bit, largest_file, without_permissions
 
 SMALL = "state/d/0.small.0"
 """The file of the arrays of a small state, in a step."""
@@ -770,6 +771,35 @@ def test_damage_is_found_where_nothing_would_be_deleted(tmp_path, is_newest):
     else:
         assert explained[2] == [str(each) for each in keep]
         assert ckpt.prune(dry_run=True) == ()
+
+
+def test_a_step_that_nobody_may_read_hides_no_other_and_stays(caplog):
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        root = Path(name) / "run"
+        save_many(root, (1, 2, 3))
+        put_metrics(root, s2=0.5)
+        (root / "1").chmod(0)
+        keep = [LatestN(1)]
+        with without_permissions():
+            ckpt = flaxckpt.Checkpointer(root, keep=keep, read_only=True)
+            assert ckpt.steps() == [1, 2, 3]
+            strategies.assert_same(state(3), ckpt.restore())
+            assert "permission denied" in ckpt.explain()[1][0]
+            assert ckpt.prune(dry_run=True) == (2,)
+        (root / "1").chmod(0o755)
+        (root / "3").chmod(0)
+        with without_permissions():
+            strategies.assert_same(state(2), ckpt.restore())
+            with pytest.raises(errors.SaveFailedError, match="permission denied"):
+                ckpt.prune(dry_run=True)
+        assert "1 step of training lost" in caplog.text
+        (root / "3").chmod(0o755)
+        (root / "2/metrics").chmod(0)
+        with without_permissions():
+            assert ckpt.metrics(2) == {}
+        assert "Permission denied" in caplog.text
+        (root / "2/metrics").chmod(0o755)
 
 
 @pytest.mark.parametrize("damage", ["small", "no manifest", "no description"])

@@ -394,6 +394,28 @@ def test_a_number_that_a_restart_would_round_is_reported(
     assert "cast" in plan.leaves["best"].actions
 
 
+@pytest.mark.parametrize("begin", [jnp.asarray(1.0), jnp.float32(1)])
+@pytest.mark.parametrize("later", [jnp.asarray(2.0), jnp.float32(2)])
+def test_an_array_comes_back_as_weak_as_it_was_saved(tmp_path, begin, later):
+    with saved(tmp_path, {"scale": later}) as ckpt:
+        found = resume(ckpt, {"scale": begin})["scale"]
+        assert found == later
+        assert found.weak_type == later.weak_type
+        chosen = ckpt.restore({"scale": begin})["scale"]
+        assert chosen.weak_type == begin.weak_type
+
+
+def test_a_resume_advises_no_transforms_that_it_does_not_take(tmp_path):
+    with (
+        saved(tmp_path, {"s": {"a": W, "b": W}}) as ckpt,
+        pytest.raises(errors.RestoreMismatchError) as told,
+    ):
+        on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
+        on_step.restore_or_init({"a": W, "b": W}, unused="ignore")
+    assert "Pass source_transforms=[rename(" in str(told.value)
+    assert "if it begins from source=: this run" in str(told.value)
+
+
 @pytest.mark.parametrize(
     ("begin", "later"),
     [(np.int32(0), 3), (0, np.int64(3)), (0.0, np.float64(0.1)), (np.float64(0), 0.1)],
