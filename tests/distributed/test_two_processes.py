@@ -173,6 +173,7 @@ def test_processes_share_writing_and_reading_of_replicated_arrays(job):
         assert 0.5 <= once < 0.7
 
 
+@pytest.mark.slow
 def test_disagreement_between_processes_prevents_the_commit(with_orbax):
     first, second = (said["told"] for said in with_orbax[1]["disagree"])
     assert "step 11" in second[0]
@@ -284,16 +285,19 @@ def test_failure_of_one_manager_reaches_all_and_next_save_succeeds(tmp_path):
     assert flaxckpt.verify(tmp_path / "handler_faults/3/default").ok
 
 
+@pytest.mark.slow
 def test_failure_of_one_process_reaches_all_and_next_save_succeeds(with_orbax):
     first, second = with_orbax[1]["faults"]
     assert "process 1: " in first["told"]
     assert "does not fit the state" in second["told"]
 
 
+@pytest.mark.slow
 def test_a_save_cancelled_by_one_is_cancelled_for_all(with_orbax):
     assert with_orbax[1]["cancelled"] == ({"steps": [9]},) * 2
 
 
+@pytest.mark.slow
 def test_error_names_the_late_process_and_nothing_is_committed(with_orbax):
     directory, said = with_orbax
     told = said["late"][0]["told"]
@@ -301,6 +305,7 @@ def test_error_names_the_late_process_and_nothing_is_committed(with_orbax):
     assert not [p for p in (directory / "late").iterdir() if "tmp-writing" in p.name]
 
 
+@pytest.mark.slow
 def test_error_names_a_process_lost_before_the_first_save(tmp_path):
     with jobs.Job("lost", 2, tmp_path, silent_secs=6.0) as job:
         for process in job.processes:

@@ -56,7 +56,15 @@ def copy(source, target):
         shutil.copy(source, target)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=case.name, marks=[pytest.mark.slow] * (case.format == "t5x")
+        )
+        for case in CASES
+    ],
+)
 def test_a_checkpoint_deleted_during_a_load_is_whole_or_an_error(
     case, tmp_path, monkeypatch
 ):

@@ -205,7 +205,17 @@ def test_a_missing_file_is_an_error(case, tmp_path):
         shutil.rmtree(tmp_path / "copy")
 
 
-@every_case
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=case.name,
+            marks=[pytest.mark.slow] * (case.format in ("t5x", "big_vision")),
+        )
+        for case in CASES
+    ],
+)
 def test_a_file_that_is_cut_is_an_error(case, tmp_path):
     path = copied(case, tmp_path)
     for file in files(case):
@@ -243,7 +253,7 @@ def assert_exact_or_refused_or_shorter(case: Case, path: Path) -> bool:
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.path.is_file()], ids=lambda case: case.name
 )
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_flipped_bytes_outside_the_arrays_are_noticed_or_harmless(case, tmp_path, data):
     """They may change a name, a number or a type, but nothing else is read."""

@@ -197,6 +197,7 @@ def test_each_device_reads_its_own_rows(tmp_path):
 
 
 LONG = (
+    "600,000 tensors",
     "600,000 tensors, escaped",
     "index of 600,000 tensors",
     "an index of eight million keys",

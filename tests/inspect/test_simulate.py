@@ -85,6 +85,7 @@ def test_the_report_says_why_small_leaves_are_written_by_few():
     assert "(4.000 x)\n" + 22 * " " + "shards under 1 MiB" in str(found)
 
 
+@pytest.mark.slow
 def test_each_process_reads_only_the_share_of_its_devices(terabyte):
     # A process has all of `model`, of one place on `fsdp`, which has 8.
     share = max(terabyte.read_bytes) / terabyte.total_bytes

@@ -60,8 +60,15 @@ def kinds(directory):
 # ---- what is where ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["raw", "zstd"])
-@pytest.mark.parametrize("kind", DIRECTORIES)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("file", LAYOUTS[0]),
+        ("memory", LAYOUTS[1]),
+        pytest.param("moto", LAYOUTS[1], marks=pytest.mark.slow),
+    ],
+    ids=["file-raw", "memory-zstd", "moto-zstd"],
+)
 def test_each_tier_keeps_steps_by_its_own_policies(store_path, tmp_path, kind, layout):
     path, staging = store_path(kind), tmp_path / "ssd"
     options = {"keep": [LatestN(3)], "keep_staging": [LatestN(2)], "layout": layout}

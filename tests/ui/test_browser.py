@@ -149,7 +149,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("width", slow.all_but(WIDTHS, [390, 1280]))
+@pytest.mark.parametrize("width", slow.all_but(WIDTHS, [1280]))
 @pytest.mark.parametrize("view", VIEWS)
 def test_each_view_is_quiet_and_fits(visit, tmp_path, view, width):
     opened = visit(width=width, scheme="dark" if width == 1280 else "light")
@@ -185,6 +185,7 @@ def test_a_new_step_appears_while_a_run_saves(visit, runs):
     assert opened.is_quiet, opened.messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "view", slow.all_but(["/compare", "/verify", "/plan", "/leaves"], ["/verify"])
 )
@@ -276,6 +277,7 @@ def test_two_steps_are_compared(visit, runs):
     assert opened.is_quiet, opened.messages
 
 
+@pytest.mark.slow
 def test_another_run_to_compare_with_brings_its_steps(visit):
     opened = visit()
     page = opened.open("/compare", run="run", a=70)
@@ -306,6 +308,7 @@ def test_a_restore_is_planned(visit):
     assert opened.is_quiet, opened.messages
 
 
+@pytest.mark.slow
 def test_a_result_of_earlier_choices_is_called_so(visit):
     opened = visit()
     before = "getComputedStyle(document.getElementById('result'), '::before').content"
@@ -340,6 +343,7 @@ def test_a_restore_with_rules_is_planned(visit):
     assert page.input_value("textarea[name=cast]") == "params/.*=bfloat16"
 
 
+@pytest.mark.slow
 def test_renames_are_guessed_for_a_state_written_meanwhile(browser, tmp_path):
     params = {"up": jnp.ones((4, 6)), "down": jnp.ones((6, 4))}
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
@@ -398,6 +402,7 @@ def test_a_run_is_verified_and_its_damage_is_shown(visit, runs, tmp_path):
     assert opened.is_quiet, opened.messages
 
 
+@pytest.mark.slow
 def test_open_pages_follow_verifications_and_marks(visit, runs, tmp_path):
     best = flaxckpt.policies.BestN(1, "loss", "min")
     with flaxckpt.Checkpointer(runs / "marked", keep=[best, EveryNSteps(1)]) as run:
@@ -442,6 +447,7 @@ def test_open_pages_follow_verifications_and_marks(visit, runs, tmp_path):
     assert first.is_quiet, first.messages
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_later_appears_by_itself(visit, runs):
     opened = visit()
     page = opened.page
@@ -456,6 +462,7 @@ def test_a_run_that_starts_later_appears_by_itself(visit, runs):
     page.wait_for_selector("text=no run or checkpoint", timeout=PATIENCE_MS)
 
 
+@pytest.mark.slow
 def test_a_table_that_shows_all_rows_does_so_after_a_save(visit, runs):
     with flaxckpt.Checkpointer(runs / "many") as run:
         for step in range(1, 16):
@@ -473,6 +480,7 @@ def test_a_table_that_shows_all_rows_does_so_after_a_save(visit, runs):
     assert opened.is_quiet, opened.messages
 
 
+@pytest.mark.slow
 def test_the_data_of_all_runs_are_loaded_once(visit):
     opened = visit()
     opened.page.wait_for_selector("#all-runs tr[data-run='run']")
@@ -488,6 +496,7 @@ def test_the_data_of_all_runs_are_loaded_once(visit):
     assert 1 in loads, loads
 
 
+@pytest.mark.slow
 def test_a_page_that_may_not_listen_asks_instead(visit, runs, served):
     streams = [listen(served) for _ in range(app.MOST_STREAMS)]
     try:
@@ -572,6 +581,7 @@ def test_a_page_of_another_site_reads_nothing(browser, served, tmp_path):
     context.close()
 
 
+@pytest.mark.slow
 def test_a_long_comparison_has_its_headings_on_each_printed_page(browser, served):
     context = browser.new_context(bypass_csp=True)
     page = context.new_page()
