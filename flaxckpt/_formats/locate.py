@@ -187,7 +187,7 @@ def _locate(
             raise errors.CheckpointNotFoundError(
                 f"{path} has no step {step} yet: {_formats.advice_on_saves(path)}"
             )
-        raise _damaged_error(doubt.path, doubt.why)
+        raise _damaged_error(doubt.path, doubt.why) from doubt.error
     if number is None and (other := _steps.index.find_usual_name(path, step)):
         raise _damaged_error(other, "")
     advice = _formats.advice_on_saves(path)
@@ -202,11 +202,14 @@ def _locate(
 
 
 def find_doubtful(path: Path, step: int | None) -> Path:
-    """Returns the path of a damaged step; `path` itself if the step has none there."""
-    if step is None or _formats.recognises(path) or not path.is_dir():
+    """Returns the path of a damaged step; `path` itself if that is unknown."""
+    if step is None:
         return path
-    index = _steps.index.StepIndex(path, _formats.identify)
-    doubt = index.find_doubtful(step)
+    try:
+        index = _steps.index.StepIndex(path, _formats.identify)
+        doubt = index.find_doubtful(step)
+    except (errors.CheckpointError, OSError):
+        return path
     return path if doubt is None else doubt.path
 
 

@@ -150,6 +150,10 @@ def test_listing_reports_denied_permissions():
         (root / "30").chmod(0)
         with without_permissions():
             found = inspect_listing.listing(root).steps[2]
+            report = flaxckpt.verify(root, step=30)
         assert "permission denied" in found.damage
+        assert report.path == str(root / "30")
+        assert report.unread
+        assert not report.problems
         (root / "30").chmod(0o755)
         (root / "30" / "state").chmod(0o755)
