@@ -127,7 +127,7 @@ def is_temporary(path: Path) -> bool:
     return (path / TEMPORARY).is_file()
 
 
-def pin(path: Path) -> _storage.Written:
+def pin(path: Path) -> _storage.WrittenMarker:
     """Keeps the step at `path` until unpinned; a pin that failed can be undone."""
     storage = _storage.of(path)
     # Two processes may pin a step: neither takes the other's pin for its own.

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
         temporary,
     )
     from flaxckpt._storage.storage import Stamp, of, stamp
-    from flaxckpt._storage.stored_value import Written
+    from flaxckpt._storage.stored_value import WrittenMarker
 
 __all__ = [
     "Stamp",
-    "Written",
+    "WrittenMarker",
     "bucket",
     "commit_marker",
     "files",
@@ -48,5 +48,5 @@ if not TYPE_CHECKING:
         __name__,
         __all__,
         dict.fromkeys(("Stamp", "of", "stamp"), "storage")
-        | {"Written": "stored_value"},
+        | {"WrittenMarker": "stored_value"},
     )

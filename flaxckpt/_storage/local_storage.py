@@ -33,7 +33,7 @@ from flaxckpt._storage import (
     rename,
     temporary,
 )
-from flaxckpt._storage.stored_value import Written
+from flaxckpt._storage.stored_value import WrittenMarker
 from flaxckpt._types import JSON
 
 _STREAM_BYTES = 2**20
@@ -304,7 +304,7 @@ class LocalStorage:
 
     def write_marker(
         self, file: Path, content: bytes, /, *, mode: int | None = None
-    ) -> Written:
+    ) -> WrittenMarker:
         self.replace(file, content, mode=mode)
 
         def undo() -> None:
@@ -312,7 +312,7 @@ class LocalStorage:
                 file.unlink()
                 self.sync_directory(file.parent)
 
-        return Written(is_new=True, undo=undo)
+        return WrittenMarker(is_new=True, undo=undo)
 
     @contextlib.contextmanager
     def lock_file(self, file: Path, checkpoint: Path, /) -> Iterator[None]:

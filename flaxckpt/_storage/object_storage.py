@@ -29,7 +29,7 @@ from flaxckpt._storage import (
 )
 from flaxckpt._storage import files as storage_files
 from flaxckpt._storage.paths import RemotePath
-from flaxckpt._storage.stored_value import StoredValue, Written
+from flaxckpt._storage.stored_value import StoredValue, WrittenMarker
 from flaxckpt._types import JSON
 
 _log = logging.getLogger(__name__)
@@ -203,10 +203,10 @@ class ObjectStorage:
 
     def write_marker(
         self, file: RemotePath, content: bytes, /, *, mode: int | None = None
-    ) -> Written:
+    ) -> WrittenMarker:
         created = file.store.create(file.key, content)
         written = created or file.store.write(file.key, content)
-        return Written(
+        return WrittenMarker(
             created is not None, lambda: file.store.delete(file.key, written)
         )
 

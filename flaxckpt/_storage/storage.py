@@ -29,7 +29,7 @@ from flaxckpt._storage import rename
 from flaxckpt._storage.local_storage import LocalStorage
 from flaxckpt._storage.object_storage import ObjectStorage
 from flaxckpt._storage.paths import RemotePath
-from flaxckpt._storage.stored_value import Written
+from flaxckpt._storage.stored_value import WrittenMarker
 from flaxckpt._types import JSON
 
 _Path = TypeVar("_Path", bound=Path, contravariant=True)
@@ -313,7 +313,7 @@ class Storage(Protocol[_Path]):
 
     def write_marker(
         self, file: _Path, content: bytes, /, *, mode: int | None = None
-    ) -> Written:
+    ) -> WrittenMarker:
         """Writes a file like `replace`; returns how to undo it.
 
         Args:

@@ -18,7 +18,7 @@ class StoredValue(NamedTuple):
     generation: bytes
 
 
-class Written(NamedTuple):
+class WrittenMarker(NamedTuple):
     """A file that was just written.
 
     Attributes:
