@@ -190,8 +190,7 @@ def find_damage(path: Path, step: int | None) -> str | None:
         if _storage.permissions.is_unread(error):
             return None
         # The path was a checkpoint before the damage.
-        is_ours = _steps.index.sign(path) or (path / _formats.items.STATE).is_dir()
-        if is_ours and _find_unreadable(path) is None:
+        if _steps.index.may_be_step(path) and _find_unreadable(path) is None:
             return str(error).splitlines()[0]
         return None
     for name, why in report.problems.items():

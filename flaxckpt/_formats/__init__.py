@@ -307,12 +307,12 @@ def has_only_begun(root: Path) -> bool:
     return all(
         child.name in _BEFORE_STEPS
         or _storage.temporary.TEMPORARY in child.name
-        or is_empty(child)
+        or _is_empty(child)
         for child in root.iterdir()
     )
 
 
-def is_empty(path: Path) -> bool:
+def _is_empty(path: Path) -> bool:
     """Returns True for an empty directory; committed steps are never empty."""
     return path.is_dir() and not any(path.iterdir())
 

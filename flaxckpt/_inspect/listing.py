@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from flaxckpt import _formats, _run, _steps, _storage, _util, errors
+from flaxckpt import _formats, _run, _storage, _util, errors
 from flaxckpt._formats import locate
 from flaxckpt._inspect import run_view
 from flaxckpt._types import PathLike
@@ -104,29 +104,29 @@ def listing(
     root = _formats.follow(_storage.paths.resolve(path))
     if step_format is None and root.exists() and _formats.recognises(root):
         usage = _run.disk_usage.on_disk(root, set())
-        step = _describe(None, root, usage, damage=run_view.find_known_damage(root))
+        row = _run.run_index.read_alone(root)
+        step = _describe(None, row, usage, damage=run_view.find_known_damage(root))
         return Listing(str(root), False, (step,), step.bytes)
     view = run_view.survey(root, step_format)
     rules = view.rules(keep)
     if keep is not None and rules is not None:
         view.check_metrics(rules)
     used = () if rules is None else rules.keep
-    examined = view.examine(used)
-    listed = [*view.paths.items()]
+    explained = view.explain(used)
+    listed = [*view.steps.items()]
     older = 0 if newest is None else max(0, len(listed) - newest)
     counted: set[_run.disk_usage.FileId] = set()
     steps, total = [], 0
-    for number, step_path in _shown(listed[older:], root):
-        usage = _run.disk_usage.on_disk(step_path, counted)
+    for number, row in _shown(listed[older:], root):
+        usage = _run.disk_usage.on_disk(row.path, counted)
         total += 0 if usage is None else usage.own
         step = _describe(
             number,
-            step_path,
+            row,
             usage,
-            why=examined.reasons.get(number, []),
-            is_best=number in examined.best.values(),
-            damage=examined.damage.get(number),
-            is_whole=number in view.steps,
+            why=explained.reasons.get(number, []),
+            is_best=number in explained.best.values(),
+            damage=explained.damage.get(number),
         )
         steps.append(step)
     is_known = all(step.bytes is not None for step in steps)
@@ -136,7 +136,7 @@ def listing(
         _mark_newest(steps),
         total if is_known else None,
         None if rules is None else rules.keep,
-        examined.best,
+        explained.best,
         older,
     )
 
@@ -157,35 +157,32 @@ def _shown(steps: Sequence[_Step], root: Path) -> Iterator[_Step]:
 
 def _describe(
     number: int | None,
-    path: Path,
+    row: _run.run_index.RunStep,
     usage: _run.disk_usage.Usage | None,
     *,
     why: Sequence[str] = (),
     is_best: bool = False,
     damage: str | None = None,
-    is_whole: bool = True,
 ) -> Step:
-    is_directory = path.is_dir()
-    markers = _read_markers(path) if is_directory else None
     marks = {
         "best": is_best,
-        "pinned": markers is not None and markers.pinned,
-        "temporary": markers is not None and markers.temporary,
-        "being read": markers is not None and bool(markers.readers),
+        "pinned": row.markers.pinned,
+        "temporary": row.temporary,
+        "being read": bool(row.markers.readers),
         "damaged": damage is not None,
     }
     return Step(
         number,
-        str(path),
-        _format(path),
-        run_view.created(path),
+        str(row.path),
+        _format(row.path),
+        row.find_created(),
         None if usage is None else usage.bytes,
-        (_run.metrics.read_metrics(path, number) or {}) if is_directory else {},
+        row.metrics,
         tuple(name for name, is_so in marks.items() if is_so),
         tuple(why),
         damage,
-        () if markers is None else tuple(sorted(markers.deleted_items)),
-        is_whole and not _steps.markers.is_damaged(path),
+        tuple(sorted(row.markers.deleted_items)),
+        row.is_counted,
     )
 
 
@@ -198,17 +195,6 @@ def _mark_newest(steps: Sequence[Step]) -> tuple[Step, ...]:
         else step
         for step in steps
     )
-
-
-def _read_markers(path: Path) -> _steps.markers.Status | None:
-    """Returns the markers of a step; None without permission to read them."""
-    try:
-        names = _storage.of(path).names(path)
-    except FileNotFoundError:  # just deleted
-        names = []
-    except PermissionError:
-        return None
-    return _steps.markers.status(path, names)
 
 
 def _format(path: Path) -> str:

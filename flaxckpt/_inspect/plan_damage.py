@@ -35,7 +35,7 @@ def find(plan: RestorePlan) -> PlanDamage | None:
         if leaf.wanted is not None
         for source in leaf.sources
     }
-    marked = run_view.find_damage(path, None)
+    marked = run_view.find_marked_damage(path)
     damaged = None if marked is None else _steps.markers.damaged_leaves(path)
     if marked is not None and damaged is None:
         return PlanDamage(f"{marked} (the mark does not say of which leaves)", True)

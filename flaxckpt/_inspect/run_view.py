@@ -7,36 +7,17 @@ format of step names is detected, or an argument.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
 
 from flaxckpt import _checkpoint, _formats, _run, _steps, _storage, errors, policies
 from flaxckpt._checkpoint.verify_report import VerifyReport
-from flaxckpt._formats import locate
-from flaxckpt._run.retention import Rules
+from flaxckpt._run.judge import Explained, Rules
 from flaxckpt._run.run_steps import RunSteps
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt.policies import PreservationPolicy
-
-
-class ExaminedSteps(NamedTuple):
-    """What is known about the steps of a run.
-
-    Attributes:
-        reasons: Step -> the reasons to keep it, ascending; empty if it would be
-            deleted.
-        damage: Step -> its known damage.
-        best: Metric that a policy ranks steps by -> the best undamaged step.
-    """
-
-    reasons: Mapping[int, Sequence[str]]
-    damage: Mapping[int, str]
-    best: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +26,18 @@ class RunView:
 
     Attributes:
         root: The run directory.
-        steps: Step -> the checkpoint, ascending.
-        doubtful: Step -> the entry of a possibly damaged step, ascending.
+        steps: The steps and former steps by number, ascending.
         step_format: The format of step names, if given by the caller.
     """
 
     root: Path
-    steps: Mapping[int, Path]
-    doubtful: Mapping[int, _steps.index.Entry[_formats.Detected]]
+    steps: Mapping[int, _run.run_index.RunStep]
     step_format: str | None = None
 
     @property
     def paths(self) -> dict[int, Path]:
-        """The paths of the steps and doubtful steps, ascending."""
-        doubtful = {step: entry.path for step, entry in self.doubtful.items()}
-        return dict(sorted({**doubtful, **self.steps}.items()))
+        """The paths of the steps, ascending."""
+        return {number: step.path for number, step in self.steps.items()}
 
     def rules(self, keep: Sequence[PreservationPolicy] | None = None) -> Rules | None:
         """Returns rules with the policies `keep`; if None, the recorded rules.
@@ -69,11 +47,9 @@ class RunView:
         """
         if keep is not None:
             return Rules(keep=policies.check(keep, "keep"))
-        return _run.settings.read_rules(self.root, self.steps)
+        return _run.settings.read_rules(self.root, self.paths)
 
-    def examine(
-        self, keep: Sequence[PreservationPolicy] | None = None
-    ) -> ExaminedSteps:
+    def explain(self, keep: Sequence[PreservationPolicy] | None = None) -> Explained:
         """Returns the reasons to keep each step, the known damage, and the best steps.
 
         Of the newest and the best steps, checks the names and sizes of the files: to
@@ -83,71 +59,12 @@ class RunView:
             keep: The policies; by default those that the run has recorded.
         """
         rules = self.rules(keep) or Rules()
-        reasons = self._explain(rules)
-        damage = {
-            step: why[0].removeprefix(_run.retention.DAMAGED)
-            for step, why in reasons.items()
-            if why and why[0].startswith(_run.retention.DAMAGED)
+        found = _run.judge.Judge(rules).explain(self.steps)
+        marked = {n: why for n, why in found.damage.items() if n not in found.reasons}
+        reasons = found.reasons | {
+            step: [_run.judge.DAMAGED + why] for step, why in marked.items()
         }
-        damage |= {
-            step: found
-            for step in self.paths
-            if (found := find_damage(self.paths[step], self.doubtful.get(step)))
-            is not None
-        }
-
-        def is_whole(step: int) -> bool:
-            if step not in damage:
-                lost = find_lost_files(self.steps[step], step)
-                damage.update({} if lost is None else {step: lost})
-            return step not in damage
-
-        if self.steps:
-            is_whole(max(self.steps))
-        best: dict[str, int] = {}
-        for policy in rules.keep:
-            if isinstance(policy, policies.BestN):
-                first = self._find_best(policy, reasons, is_whole)
-                if first is not None:
-                    best.setdefault(policy.metric, first)
-        reasons |= {
-            step: [_run.retention.DAMAGED + found] for step, found in damage.items()
-        }
-        return ExaminedSteps(dict(sorted(reasons.items())), damage, best)
-
-    def _explain(self, rules: Rules) -> dict[int, list[str]]:
-        """Returns the reasons to keep each step that is not doubtful."""
-        name = self.checkpointer_format()
-        if name is None:
-            return policies.decide(
-                rules.keep, [self.ranked_step(step) for step in self.steps]
-            )
-        run = _open_steps(self.root, name, rules, read_only=True)
-        with _storage.permissions.explain_errors(self.root):
-            return run.explain_all()
-
-    def _find_best(
-        self,
-        policy: policies.BestN,
-        reasons: Mapping[int, Sequence[str]],
-        is_whole: Callable[[int], bool],
-    ) -> int | None:
-        """Returns the best undamaged step; one that the policy keeps, if there is one.
-
-        Args:
-            policy: The policy.
-            reasons: Step -> the reasons to keep it.
-            is_whole: Returns whether a step has no known damage.
-        """
-        first = dataclasses.replace(policy, n=1)
-        kept = {step for step in self.steps if str(policy) in reasons.get(step, ())}
-        for steps in (kept, {*self.steps} - kept):
-            while found := first.preserved([self.ranked_step(step) for step in steps]):
-                [step] = found
-                if is_whole(step):
-                    return step
-                steps.remove(step)
-        return None
+        return found._replace(reasons=dict(sorted(reasons.items())))
 
     def check_metrics(self, rules: Rules) -> None:
         """Checks that steps have the metrics of policies, such as after a typing error.
@@ -155,62 +72,33 @@ class RunView:
         Raises:
             OptionError: A policy keeps nothing, as no step has its metric.
         """
-        ranked = [
-            self.ranked_step(step)
-            for step, path in self.steps.items()
-            if not _steps.markers.is_damaged(path)  # policies do not count it
-        ]
+        counted = [step for step in self.steps.values() if step.is_counted]
         together = (rules.keep, *rules.keep_items.values())
         for policy, others in [(policy, keep) for keep in together for policy in keep]:
-            if not isinstance(policy, policies.BestN) or not ranked:
+            if not isinstance(policy, policies.BestN) or not counted:
                 continue
             if policies.WithoutMetric(policy.metric) in others:
                 continue  # keeps all steps
-            if policy.preserved(ranked):
+            if policy.preserved(counted):
                 continue
-            names = sorted({name for step in ranked for name in step.metrics})
             raise errors.OptionError(
                 f"no step of {self.root} has a finite metric {policy.metric!r}, so the"
-                " best step is unknown; the steps have"
-                f" {', '.join(names) or 'no metrics at all'}"
+                f" best step is unknown; {self.describe_metrics()}"
             )
 
-    def ranked_step(self, step: int) -> _run.metrics.RankedStep:
-        """Returns a step for policies, with the metrics and the time of its files."""
-        path = self.steps[step]
-        return _run.metrics.RankedStep(
-            step,
-            temporary=False,
-            elsewhere={},
-            metrics=lambda: (
-                (path.is_dir() and _run.metrics.read_metrics(path, step)) or {}
-            ),
-            created=lambda: created(path) or 0.0,
-        )
+    def describe_metrics(self) -> str:
+        """Returns a clause with the names of the metrics that steps have."""
+        steps = self.steps.values()
+        names = sorted({n for step in steps if step.is_counted for n in step.metrics})
+        return f"the steps have {errors.first_few(names, 8) or 'no metrics'}"
 
     def checkpointer_format(self) -> str | None:
         """Returns the format of step names for a `Checkpointer`, or None."""
-        if not all(path.is_dir() for path in self.steps.values()):
+        if not all(path.is_dir() for path in self.paths.values()):
             return None
         if self.step_format is not None:
             return self.step_format
-        for template in self._possible_formats():
-            step_format = _steps.names.StepFormat(template)
-            if all(step_format.step(p.name) == step for step, p in self.steps.items()):
-                return template
-        return None
-
-    def _possible_formats(self) -> list[str]:
-        if not self.steps:
-            return ["{step}"]
-        # The smallest number has the most leading zeros, if any.
-        name = self.steps[min(self.steps)].name
-        digits = re.search("[0-9]+$", name)
-        assert digits is not None, name
-        prefix = name[: digits.start()]
-        if any(char in prefix for char in "{}/\\\0"):
-            return []
-        return [f"{prefix}{{step}}", f"{prefix}{{step:0{len(digits[0])}d}}"]
+        return _steps.names.find_format({n: p.name for n, p in self.paths.items()})
 
 
 def survey(root: Path, step_format: str | None = None) -> RunView:
@@ -231,22 +119,15 @@ def survey(root: Path, step_format: str | None = None) -> RunView:
         raise errors.OptionError(
             f"{root} is a checkpoint, not a directory of steps: pass its parent"
         )
-    with _storage.permissions.explain_errors(root):
-        number = locate.step_parser(step_format)
-        index = _steps.index.StepIndex(root, _formats.identify, number)
-        doubtful = {
-            step: entry
-            for step, entry in index.doubtful.items()
-            if entry.why or not _formats.is_empty(entry.path)
-        }
-        if not index.steps and not doubtful and not _formats.has_only_begun(root):
-            if step_format is None:
-                _formats.detect(root)  # raises
-            raise errors.CheckpointNotFoundError(
-                f"{root} has no steps named like {step_format!r}: check the directory"
-                " and the format"
-            )
-        return RunView(root, index.steps, doubtful, step_format)
+    steps = _run.run_index.read(root, step_format)
+    if not steps and not _formats.has_only_begun(root):
+        if step_format is None:
+            _formats.detect(root)  # raises
+        raise errors.CheckpointNotFoundError(
+            f"{root} has no steps named like {step_format!r}: check the directory"
+            " and the format"
+        )
+    return RunView(root, steps, step_format)
 
 
 def numbers(path: PathLike, step_format: str | None = None) -> list[int]:
@@ -254,24 +135,15 @@ def numbers(path: PathLike, step_format: str | None = None) -> list[int]:
     return list(survey(_storage.paths.resolve(path), step_format).paths)
 
 
-def find_damage(
-    path: Path, doubt: _steps.index.Entry[_formats.Detected] | None
-) -> str | None:
-    """Returns the known damage of a step, or None.
-
-    Args:
-        path: The step.
-        doubt: The entry of a doubtful step; None for a step.
-    """
-    if doubt is None:
-        is_damaged = _steps.markers.is_damaged(path)
-        return _steps.markers.damage_reason(path) if is_damaged else None
-    return locate.find_damage(path, doubt.why)
+def find_marked_damage(path: Path) -> str | None:
+    """Returns the reason in the marker of a damaged step, or None."""
+    marked = _steps.markers.is_damaged(path)
+    return _steps.markers.damage_reason(path) if marked else None
 
 
 def find_known_damage(path: Path, step: int | None = None) -> str | None:
     """Returns the known damage of a checkpoint, or what its files lack, or None."""
-    return find_damage(path, None) or find_lost_files(path, step)
+    return find_marked_damage(path) or find_lost_files(path, step)
 
 
 def find_lost_files(
@@ -291,16 +163,6 @@ def find_lost_files(
     if _storage.of(path).costs_requests:
         return None
     return _checkpoint.file_sizes.look(path, step, leaves).loss
-
-
-def created(path: Path) -> float | None:
-    """Returns the recorded time of a step's save; None if unknown or deleted."""
-    try:
-        if path.is_dir():
-            return _formats.native_metadata.read_created(path)
-        return path.stat().st_mtime
-    except (OSError, ValueError):  # deleted, or an empty directory
-        return None
 
 
 # ---- changes ----------------------------------------------------------------------
@@ -438,7 +300,7 @@ def prune(
         reasons = run.explain_all()
         view = survey(run.directory, step_format)
         view.check_metrics(run.retention.rules)
-        sizes = _own_sizes(view.steps, reasons)
+        sizes = _own_sizes(view.paths, reasons)
         doomed = tuple(step for step, why in reasons.items() if not why)
         doomed_items = tuple(run.retention.to_delete().items)
         deleted = doomed if dry_run else run.prune()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flaxckpt import _storage, _util, policies
-from flaxckpt._run import disk_usage, retention
+from flaxckpt._run import disk_usage, judge
 from flaxckpt._util.html import Markup
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _MOST_METRICS = 3
 
 def of_run(
     run: Checkpointer,
-    rules: Callable[[], retention.Rules],
+    rules: Callable[[], judge.Rules],
     path_of: Callable[[int], Path],
 ) -> str:
     """Returns an HTML card of the current steps of a run; never raises.
@@ -44,7 +44,7 @@ def of_run(
 
 def _card(
     run: Checkpointer,
-    rules: Callable[[], retention.Rules],
+    rules: Callable[[], judge.Rules],
     path_of: Callable[[int], Path],
 ) -> str:
     steps = run.steps()

@@ -30,8 +30,8 @@ from flaxckpt._run import (
     card,
     damage,
     edit,
+    judge,
     restoring,
-    retention,
     run_steps,
     saving,
     watch,
@@ -150,7 +150,7 @@ class Checkpointer:
             items=_formats.native_names.make_items(items, dataset_item),
             mode=_storage.modes.check(permissions, _storage.paths.resolve(directory)),
         )
-        rules = retention.Rules.of(
+        rules = judge.Rules.of(
             keep, keep_dataset, keep_items, metrics_from, options.items
         )
         self._run = run_staging.open_steps(
@@ -447,10 +447,10 @@ class Checkpointer:
 
         Warns if the steps have other metrics only: the name may be wrong.
         """
-        best = self._ended.best_steps(policies.BestN(1, metric, mode))
-        if not best:
+        best = self._ended.find_best(policies.BestN(1, metric, mode))
+        if best is None:
             self._run.warn_of_unknown(metric)
-        return next(iter(best), None)
+        return best
 
     def damaged(self) -> dict[int, str]:
         """Returns the steps marked as damaged, ascending: step -> reason.

@@ -45,42 +45,6 @@ class FileCache(Generic[T]):
                 self._values.pop(path, None)
 
 
-class RankedStep:
-    """A step as seen by policies; reads files of the step only on demand.
-
-    Attributes:
-        is_doubtful: True if a policy asked for metrics that could not be read.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        *,
-        temporary: bool,
-        elsewhere: Mapping[str, float],
-        metrics: Callable[[], Mapping[str, float] | None],
-        created: Callable[[], float],
-    ) -> None:
-        self.step = step
-        self.temporary = temporary
-        self.is_doubtful = False
-        self._elsewhere = elsewhere
-        self._metrics = metrics
-        self._created = created
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """The metrics of the step, stored or measured elsewhere."""
-        stored = self._metrics()
-        self.is_doubtful = stored is None
-        return {**self._elsewhere, **(stored or {})}
-
-    @property
-    def created(self) -> float:
-        """Start time of the save, in seconds since 1970."""
-        return self._created()
-
-
 def read_metrics(path: Path, step: int | None) -> dict[str, float] | None:
     """Returns the metrics stored with the step `path`; None if unreadable."""
     try:

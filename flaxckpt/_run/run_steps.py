@@ -13,7 +13,7 @@ from typing import Literal
 
 from flaxckpt import _checkpoint, _formats, _steps, _storage, _util, errors, policies
 from flaxckpt._formats import locate
-from flaxckpt._run import edit, events, params_only, retention
+from flaxckpt._run import edit, events, judge, params_only, retention
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class RunSteps:
     def __init__(
         self,
         directory: Path,
-        rules: retention.Rules,
+        rules: judge.Rules,
         step_format: _steps.names.StepFormat,
         *,
         read_only: bool,
@@ -120,9 +120,14 @@ class RunSteps:
         """Returns the metrics stored with the step at `path`."""
         return self.retention.index.metrics(path)
 
-    def best_steps(self, policy: policies.BestN) -> set[int]:
-        """Returns the steps that `policy` preserves."""
-        return self.retention.index.best_steps(policy)
+    def find_best(self, policy: policies.BestN) -> int | None:
+        """Returns the best step by the metric of `policy`, or None."""
+        return max(policy.preserved(self._ranked_steps()), default=None)
+
+    def _ranked_steps(self) -> list[policies.Ranked]:
+        """Returns the steps that policies count."""
+        steps = self.retention.index.read().values()
+        return [step for step in steps if step.is_counted]
 
     def warn_of_unknown(self, metric: str) -> None:
         """Warns if the steps have metrics, and none has `metric`."""
@@ -321,7 +326,7 @@ class RunSteps:
             self.events.emit("deleted", step, path=path, reason=reason)
         return deleted
 
-    def explain(self, rules: retention.Rules | None = None) -> dict[int, list[str]]:
+    def explain(self, rules: judge.Rules | None = None) -> dict[int, list[str]]:
         """Returns the reasons for keeping each step, oldest first.
 
         Steps without reasons are to be deleted.
@@ -331,11 +336,11 @@ class RunSteps:
         """
         return self.retention.explain(rules)
 
-    def explain_all(self, rules: retention.Rules | None = None) -> dict[int, list[str]]:
+    def explain_all(self, rules: judge.Rules | None = None) -> dict[int, list[str]]:
         """Returns the reasons of `explain`, and the damage of each damaged step."""
         reasons = self.explain(rules)
         for step, why in self.damage_reasons().items():
-            reasons[step] = [f"damaged: {why}"]
+            reasons[step] = [judge.DAMAGED + why]
         return dict(sorted(reasons.items()))
 
     def prune(self) -> tuple[int, ...]:

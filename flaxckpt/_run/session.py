@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from flaxckpt import _distributed, _storage, errors
 from flaxckpt._checkpoint.planner import RestoreOptions
-from flaxckpt._run import restoring, retention, run_steps, saving, settings
+from flaxckpt._run import judge, restoring, run_steps, saving, settings
 from flaxckpt._types import PathLike, PyTree
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Session:
                 " read_only=True"
             )
 
-    def rules(self) -> retention.Rules:
+    def rules(self) -> judge.Rules:
         """Returns the rules of retention; of a reader without, the recorded rules."""
         rules = self.run.rules
         if not self.read_only or rules.keep or rules.keep_items:

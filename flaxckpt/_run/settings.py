@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from flaxckpt import _policy_forms, _steps, errors, policies
 from flaxckpt._formats import native_names
-from flaxckpt._run import events, retention
+from flaxckpt._run import events, judge
 from flaxckpt._steps.event import Event
 from flaxckpt._types import JSON
 from flaxckpt.policies import PreservationPolicy, Ranked
@@ -65,7 +65,7 @@ class RunSettings(NamedTuple):
         callback: Arguments of the `CheckpointCallback`; empty without one.
     """
 
-    rules: retention.Rules
+    rules: judge.Rules
     step_format: str
     callback: Mapping[str, JSON]
 
@@ -86,7 +86,7 @@ class Recorder:
     """
 
     def __init__(
-        self, stream: events.Stream, rules: retention.Rules, step_format: str
+        self, stream: events.Stream, rules: judge.Rules, step_format: str
     ) -> None:
         self.callback: Mapping[str, JSON] = {}
         self._stream = stream
@@ -105,7 +105,7 @@ class Recorder:
             self._saves += 1
 
 
-def _rules_to_json(rules: retention.Rules) -> dict[str, JSON]:
+def _rules_to_json(rules: judge.Rules) -> dict[str, JSON]:
     return {
         "keep": [_to_json(policy) for policy in rules.keep],
         "keep_items": {
@@ -149,7 +149,7 @@ def read(root: Path, names: Mapping[int, str]) -> RunSettings | None:
     return last(_steps.journal.recent(root / _steps.journal.NAME), names)
 
 
-def read_rules(root: Path, paths: Mapping[int, Path]) -> retention.Rules | None:
+def read_rules(root: Path, paths: Mapping[int, Path]) -> judge.Rules | None:
     """Returns the last recorded rules of a run directory, or None.
 
     Args:
@@ -211,7 +211,7 @@ def _parse(event: Event) -> RunSettings:
         for item, keep in _mapping(details["keep_items"]).items()
     }
     keep = _from_list(details["keep"], has_other_metrics)
-    rules = retention.Rules.of(keep, (), keep_items, None, made)
+    rules = judge.Rules.of(keep, (), keep_items, None, made)
     callback = MappingProxyType(_mapping(details["callback"]))
     return RunSettings(rules, details["step_format"], callback)
 

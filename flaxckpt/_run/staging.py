@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flaxckpt import _checkpoint, _steps, _storage, _util, errors, policies
-from flaxckpt._run import edit, retention, run_steps, upload_copies, uploads
+from flaxckpt._run import edit, judge, retention, run_steps, upload_copies, uploads
 from flaxckpt._types import PathLike
 from flaxckpt.policies import PreservationPolicy
 
@@ -31,7 +31,7 @@ _OWNER = _steps.names.STAGING_OWNER
 
 def open_steps(
     directory: PathLike,
-    rules: retention.Rules,
+    rules: judge.Rules,
     *,
     step_format: str,
     read_only: bool,
@@ -159,7 +159,7 @@ class StagedSteps(run_steps.RunSteps):
         self,
         directory: Path,
         staging: Path,
-        rules: retention.Rules,
+        rules: judge.Rules,
         keep: tuple[PreservationPolicy, ...],
         step_format: _steps.names.StepFormat,
         *,
@@ -290,9 +290,12 @@ class StagedSteps(run_steps.RunSteps):
         self._near.forget()
         self._far.forget()
 
-    def best_steps(self, policy: policies.BestN) -> set[int]:
-        """Returns the steps of both directories that `policy` preserves."""
-        near, far = self._near.ranked_steps(), self._far.ranked_steps()
+    def _ranked_steps(self) -> list[policies.Ranked]:
+        """Returns the steps of both directories that policies count."""
+        near, far = (
+            {n: step for n, step in index.read().items() if step.is_counted}
+            for index in (self._near, self._far)
+        )
         ranked: dict[int, policies.Ranked] = {**far, **near}
         for step in near.keys() & far.keys():
             path = self.saves_in / self.format.name(step)
@@ -302,9 +305,9 @@ class StagedSteps(run_steps.RunSteps):
             metrics = {**far[step].metrics, **near[step].metrics}
             is_temporary = near[step].temporary
             ranked[step] = _MergedStep(step, metrics, near[step].created, is_temporary)
-        return policy.preserved([ranked[step] for step in sorted(ranked)])
+        return [ranked[step] for step in sorted(ranked)]
 
-    def explain(self, rules: retention.Rules | None = None) -> dict[int, list[str]]:
+    def explain(self, rules: judge.Rules | None = None) -> dict[int, list[str]]:
         """Returns the reasons for keeping steps in the run directory and in staging."""
         reasons = self._far_retention.explain(rules)
         for step, why in self.retention.explain().items():

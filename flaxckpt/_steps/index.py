@@ -19,6 +19,9 @@ _T = TypeVar("_T")
 _SIGNS = ("flaxckpt.json", "_CHECKPOINT_METADATA", "commit_success.txt")
 """Files that only steps contain."""
 
+_ARRAYS = "state"
+"""The usual name of the item of arrays."""
+
 
 class Entry(Generic[_T]):
     """A directory or file with the name of a step, recognised on demand.
@@ -27,7 +30,7 @@ class Entry(Generic[_T]):
         step: The number of the step.
         path: The path of the entry.
         recognise: Returns the checkpoint at a path; None if there is none.
-        files: The names of the entries directly in the directory; empty if unknown.
+        files: The names of the entries directly in the directory; listed by default.
     """
 
     def __init__(
@@ -35,12 +38,22 @@ class Entry(Generic[_T]):
         step: int,
         path: Path,
         recognise: Callable[[Path], _T | None],
-        files: Collection[str] = (),
+        files: Collection[str] | None = None,
     ) -> None:
         self.step = step
         self.path = path
-        self.files = files
+        self._files = files
         self._recognise = recognise
+
+    @functools.cached_property
+    def files(self) -> Collection[str]:
+        """The names of the entries directly in the directory; empty if unknown."""
+        if self._files is not None:
+            return self._files
+        try:
+            return _storage.of(self.path).names(self.path)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return ()
 
     @functools.cached_property
     def _recognised(self) -> tuple[_T | None, errors.CheckpointError | None]:
@@ -79,7 +92,7 @@ class Entry(Generic[_T]):
     def was_step(self) -> bool:
         """True for a step, or a possible former step with damage to report."""
         try:
-            return sign(self.path) is not None or self.is_step or bool(self.error)
+            return may_be_step(self.path) or self.is_step or bool(self.error)
         except (errors.CheckpointError, OSError):
             return True
 
@@ -134,7 +147,7 @@ class StepIndex(Generic[_T]):
         if self.find(step) is not None:
             return None
         for entry in reversed(self._named.get(step, ())):
-            if entry.why or self._is_alike(entry.path) or sign(entry.path):
+            if entry.why or self._is_alike(entry.path) or may_be_step(entry.path):
                 return entry
         return None
 
@@ -150,11 +163,15 @@ class StepIndex(Generic[_T]):
         entries = ((step, self.find(step)) for step in self.numbers)
         return {step: entry.path for step, entry in entries if entry is not None}
 
-    @functools.cached_property
-    def doubtful(self) -> dict[int, Entry[_T]]:
-        """Step -> entry of a possibly damaged step, ascending."""
-        entries = ((step, self.find_doubtful(step)) for step in self.numbers)
-        return {step: entry for step, entry in entries if entry is not None}
+    @property
+    def entries(self) -> list[Entry[_T]]:
+        """The entries of steps and of former steps, ascending; one of each number."""
+        found = (self._find_former(step) for step in self.numbers)
+        return [entry for entry in found if entry is not None]
+
+    def _find_former(self, step: int) -> Entry[_T] | None:
+        former = (entry for entry in reversed(self._named[step]) if entry.was_step)
+        return self.find(step) or next(former, None)
 
 
 def list_committed(
@@ -192,15 +209,14 @@ def list_steps(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
     return {e.step: e.path for e in entries if not e.is_damaged}
 
 
-def list_damaged(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
-    """Returns the committed steps under `root` with a damage marker, ascending."""
-    entries = list_committed(root, step_format, Path.is_dir)
-    return {e.step: e.path for e in entries if e.is_damaged}
-
-
 def sign(path: Path) -> str | None:
     """Returns the name of a file from a present or former checkpoint, or None."""
     return next((name for name in _SIGNS if (path / name).is_file()), None)
+
+
+def may_be_step(path: Path) -> bool:
+    """Returns True for a directory with what only a present or former step has."""
+    return sign(path) is not None or (path / _ARRAYS).is_dir()
 
 
 def find_usual_name(root: Path, step: int) -> Path | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -126,3 +126,23 @@ def is_usual(name: str) -> bool:
 def is_temporary(name: str) -> bool:
     """Returns True for the name of an unfinished step of T5X."""
     return _T5X_TEMPORARY.search(name) is not None
+
+
+def find_format(steps: Mapping[int, str]) -> str | None:
+    """Returns the template of a format that all steps are named by, or None.
+
+    Args:
+        steps: The number of each step -> its name.
+    """
+    if not steps:
+        return "{step}"
+    # The smallest number has the most leading zeros, if any.
+    name = steps[min(steps)]
+    before, digits = prefix(name), name.removeprefix(prefix(name))
+    if any(char in before for char in "{}/\\\0"):
+        return None
+    for field in ("{step}", f"{{step:0{len(digits)}d}}"):
+        step_format = StepFormat(before + field)
+        if all(step_format.step(name) == step for step, name in steps.items()):
+            return step_format.template
+    return None

@@ -104,11 +104,11 @@ def resolve(path: str, step: int | StepName, step_format: str | None) -> int:
 
     view = _inspect.run_view.survey(_storage.paths.resolve(path), step_format)
     policy = _find_ranking(view, step)
-    best = view.examine([policy]).best.get(policy.metric)
+    best = view.explain([policy]).best.get(policy.metric)
     if best is None:
         raise errors.OptionError(
             f"no good step of {view.root} has a finite metric {policy.metric!r};"
-            f" {_describe_metrics(view)}"
+            f" {view.describe_metrics()}"
         )
     return best
 
@@ -138,7 +138,7 @@ def _find_ranking(view: RunView, step: StepName) -> BestN:
         raise errors.OptionError(
             f"{view.root} does not record whether the lowest or the highest {metric} is"
             f" best: write best:{metric}:min or best:{metric}:max;"
-            f" {_describe_metrics(view)}"
+            f" {view.describe_metrics()}"
         )
     if recorded:
         ranked = " or ".join(f"best:{name}" for name in recorded)
@@ -147,11 +147,5 @@ def _find_ranking(view: RunView, step: StepName) -> BestN:
         )
     raise errors.OptionError(
         f"{view.root} records no metric that ranks its steps: write best:METRIC:min or"
-        f" best:METRIC:max; {_describe_metrics(view)}"
+        f" best:METRIC:max; {view.describe_metrics()}"
     )
-
-
-def _describe_metrics(view: RunView) -> str:
-    ranked = [view.ranked_step(step) for step in view.steps]
-    names = sorted({name for step in ranked for name in step.metrics})
-    return f"the steps have {errors.first_few(names, 8) or 'no metrics'}"

@@ -14,14 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from flaxckpt._inspect.history import Ranking, SavedStep, Verdict
-    from flaxckpt._inspect.run_view import ExaminedSteps, RunView
-    from flaxckpt._run.retention import Rules
+    from flaxckpt._inspect.run_view import RunView
+    from flaxckpt._run.judge import Explained, Rules
     from flaxckpt._steps.event import Event
     from flaxckpt.policies import BestN, PreservationPolicy
-
-
-_DAMAGED = "damaged: "
-"""Begins the reason to keep a step that is damaged."""
 
 
 @_app.verb
@@ -58,9 +54,9 @@ def explain(
     view = _inspect.run_view.survey(root, step_format)
     if policies is not None and (rules := view.rules(policies)):
         view.check_metrics(rules)
-    examined = view.examine(policies)
-    reasons = examined.reasons
-    code = _app.FINDING if examined.damage else _app.SUCCESS
+    explained = view.explain(policies)
+    reasons = explained.reasons
+    code = _app.FINDING if explained.damage else _app.SUCCESS
     if step is not None:
         events = _steps.journal.read(root / _steps.journal.NAME)
         why = reasons.get(step, ())
@@ -69,7 +65,7 @@ def explain(
         _output.print_document(reasons)
         return code
     _show(view, reasons, view.rules(policies))
-    for line in _describe_lost_best(view, examined, policies):
+    for line in _describe_lost_best(view, explained, policies):
         _output.print_paragraph(line)
     if reasons and policies is None:
         _show_settings(view.rules(), _steps.journal.recent(root / _steps.journal.NAME))
@@ -87,7 +83,7 @@ def _show(
     for step, why in reasons.items():
         kept_by = [*why]
         for policy in [] if rules is None else _best_policies(rules, why):
-            value = view.ranked_step(step).metrics.get(policy.metric)
+            value = view.steps[step].metrics.get(policy.metric)
             kept_by[why.index(str(policy))] += f" with {_number(value)}"
         nothing = Cell("nothing: would be deleted", "yellow")
         rows.append([str(step), ", ".join(kept_by) or nothing])
@@ -98,14 +94,14 @@ def _show(
 
 def _describe_lost_best(
     view: RunView,
-    examined: ExaminedSteps,
+    explained: Explained,
     keep: Sequence[PreservationPolicy] | None,
 ) -> list[str]:
     """Returns a line for each best step of which a better one is damaged or deleted.
 
     Args:
         view: The run.
-        examined: Its steps.
+        explained: Its steps.
         keep: The policies; by default those that the run has recorded.
     """
     from flaxckpt import _inspect, _steps
@@ -119,7 +115,7 @@ def _describe_lost_best(
     events = _steps.journal.read(view.root / _steps.journal.NAME)
     saved = _inspect.history.of_journal(events)
     gone = {number: saved[number].metrics for number in saved.keys() - view.paths}
-    there = {number: view.ranked_step(number).metrics for number in view.steps}
+    there = {number: step.metrics for number, step in view.steps.items()}
     lines = []
     for name, policy in ranked.items():
         values = {
@@ -127,10 +123,10 @@ def _describe_lost_best(
             for number, metrics in (there | gone).items()
             if (value := metrics.get(name)) is not None and math.isfinite(value)
         }
-        best = best_step.find(values, examined.damage, policy.mode, gone)
+        best = best_step.find(values, explained.damage, policy.mode, gone)
         clauses = []
         if best.damaged is not None:
-            is_counted = not _steps.markers.is_damaged(view.steps[best.damaged])
+            is_counted = view.steps[best.damaged].is_counted
             clauses.append(
                 best_step.describe_damaged(
                     best.damaged, values[best.damaged], is_counted=is_counted
@@ -272,11 +268,11 @@ def _tell(
             return [saved, "nothing keeps it: the next save or prune deletes it"]
         if [*why] == ["no policy"]:
             return [saved, "it stays: no policy deletes steps"]
-        if why[0].startswith(_DAMAGED):
+        if step.damage is not None:
             counted = "policies count it until flaxckpt verify --mark marks it"
             return [
                 saved,
-                f"it is {', '.join(why)}",
+                f"it is damaged: {step.damage}",
                 *([counted] if step.is_counted else []),
             ]
         return [saved, f"kept by {', '.join(why)}"]

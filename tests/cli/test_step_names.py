@@ -159,8 +159,7 @@ def test_damage_of_a_name_that_is_no_steps_is_not_told(models):
     (models / "model2" / "flaxckpt.json").write_text("{")
     flaxckpt.save(models / "3", {"n": 3})
     found = steps_index.StepIndex(models, _formats.identify)
-    assert [*found.steps] == [3]
-    assert found.doubtful == {}
+    assert [entry.step for entry in found.entries] == [3]
 
 
 @pytest.mark.parametrize("names", [("exp1", "exp2"), ("1", "2"), ("a", "b")])

@@ -6,15 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._inspect import listing as inspect_listing
 from flaxckpt._inspect import run_view as inspect_run_view
 from flaxckpt._steps import markers as steps_markers
-from flaxckpt._steps import names as steps_names
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
 from tests.helpers.files import without_permissions
 
@@ -38,30 +35,6 @@ def test_opens_runs_with_any_step_format(tmp_path, template):
     assert pruned.deleted == (10,)
     found = inspect_listing.listing(tmp_path / "run", keep=[EveryNSteps(20)])
     assert [step.why for step in found.steps] == [(), ("EveryNSteps(20)",), ("newest",)]
-
-
-@given(
-    prefix=st.sampled_from(["", "step_", "ck-", "x.y_"]),
-    width=st.integers(0, 9),
-    steps=st.sets(st.integers(0, 10**6), min_size=1, max_size=5),
-)
-def test_names_of_steps_are_found_out(tmp_path_factory, prefix, width, steps):
-    root = tmp_path_factory.mktemp("run")
-    paths = {step: root / f"{prefix}{step:0{width}d}" for step in steps}
-    for path in paths.values():
-        path.mkdir()
-    found = inspect_run_view.RunView(root, paths, {}).checkpointer_format()
-    assert found is not None
-    for step, path in paths.items():
-        assert steps_names.StepFormat(found).name(step) == path.name
-
-
-def test_names_of_two_kinds_are_none_of_ours(tmp_path):
-    paths = {1: tmp_path / "1", 2: tmp_path / "002"}
-    for path in paths.values():
-        path.mkdir()
-    view = inspect_run_view.RunView(tmp_path, paths, {})
-    assert view.checkpointer_format() is None
 
 
 def test_listing_agrees_with_the_checkpointer(tmp_path):
@@ -93,6 +66,22 @@ def test_damaged_steps_are_listed_and_never_pruned(tmp_path):
     assert pruned.deleted == (20, 30)
     assert (root / "10").is_dir()
     assert (root / "40").is_dir()
+
+
+def test_a_former_step_counts_for_nobody(tmp_path):
+    root = make_run(tmp_path / "run")
+    for name in ("flaxckpt.json", "_CHECKPOINT_METADATA", "state/_METADATA"):
+        (root / "30" / name).unlink()
+    keep = [BestN(1, "loss", "min"), LatestN(1)]
+    [*_, former] = inspect_listing.listing(root, keep=keep).steps
+    assert (former.step, former.marks, former.is_counted) == (30, ("damaged",), False)
+    with flaxckpt.Checkpointer(root, keep=keep, read_only=True) as run:
+        explained = run.explain()
+        assert run.best_step("loss", "min") == 20
+    assert explained[30] == [*former.why] == [f"damaged: {former.damage}"]
+    for dry_run in (True, False):
+        with pytest.raises(errors.SaveFailedError, match="step 30 is incomplete"):
+            inspect_run_view.prune(root, keep=keep, dry_run=dry_run)
 
 
 def test_prune_counts_only_unshared_bytes_as_freed(tmp_path):

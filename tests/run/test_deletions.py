@@ -9,7 +9,7 @@ import pytest
 import flaxckpt
 from flaxckpt import _steps, _storage, errors
 from flaxckpt._formats.items import Items
-from flaxckpt._run import retention
+from flaxckpt._run import judge, retention
 from flaxckpt.policies import BestN, LatestN
 
 PLAIN = _steps.names.StepFormat()
@@ -18,7 +18,7 @@ PLAIN = _steps.names.StepFormat()
 def rules(
     keep=(), keep_dataset=(), keep_items=None, metrics_from=None, items=("a", "b")
 ):
-    return retention.Rules.of(
+    return judge.Rules.of(
         keep, keep_dataset, keep_items or {}, metrics_from, Items(items)
     )
 
@@ -198,7 +198,7 @@ def test_a_step_that_becomes_the_best_during_the_decision_stays(tmp_path, monkey
             ckpt.save(step, {"w": np.ones(2)}, metrics={"loss": step + 1.0})
     before(
         monkeypatch,
-        retention.ranked_steps,
+        retention.run_index,
         "identify_save",
         lambda path: replace(path, metrics={"loss": 0.5}),
     )
@@ -221,7 +221,7 @@ def test_a_step_that_becomes_the_best_during_a_deletion_stays(tmp_path, monkeypa
 
     before(monkeypatch, _steps.delete, "delete", add_metrics)
     assert found.delete_unkept() == (1, 3)
-    assert found.index.steps().keys() == {2, 4}, "4 is the newest"
+    assert found.index.paths().keys() == {2, 4}, "4 is the newest"
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_a_policy_that_fails_deletes_nothing(tmp_path, caplog):
     assert "nothing is deleted after step 2: no idea" in caplog.text
     with pytest.raises(ValueError, match="no idea"):
         found.delete_unkept()
-    assert found.index.steps().keys() == {1, 2}
+    assert found.index.paths().keys() == {1, 2}
 
 
 @pytest.mark.parametrize(("changed", "deleted"), [(1, ()), (2, (1,))])
@@ -345,7 +345,7 @@ def test_a_policy_that_fails_later_deletes_no_more(
     monkeypatch.setattr(found, "_is_outdated", lambda decision, step: step == changed)
     assert found.delete_unkept(just_saved=4) == deleted
     assert "no more steps are deleted: no idea" in caplog.text
-    assert found.index.steps().keys() == {1, 2, 3, 4} - {*deleted}
+    assert found.index.paths().keys() == {1, 2, 3, 4} - {*deleted}
 
 
 def test_metrics_that_change_all_the_time_hold_up_no_deletion(tmp_path, monkeypatch):

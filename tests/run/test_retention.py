@@ -212,7 +212,10 @@ def test_t5x_does_not_replace_a_pinned_one_of_few_metrics(tmp_path):
 def test_t5x_finds_the_best_of_many_after_a_restart(tmp_path):
     save_many(tmp_path, range(1, 31))
     put_metrics(tmp_path, **{f"s{s}": float(s in (12, 23)) for s in range(1, 31)})
-    assert save(tmp_path, 31, keep=BEST_2) == [12, 23, 31]
+    save(tmp_path, 31, keep=BEST_2)  # a slow machine leaves deletions for the next time
+    with flaxckpt.Checkpointer(tmp_path, keep=BEST_2) as ckpt:
+        ckpt.prune()
+        assert ckpt.steps() == [12, 23, 31]
 
 
 def test_t5x_does_not_count_a_pinned_step_twice(tmp_path):

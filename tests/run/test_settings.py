@@ -9,7 +9,7 @@ import pytest
 import flaxckpt
 from flaxckpt import policies
 from flaxckpt._inspect import run_view
-from flaxckpt._run import retention, settings
+from flaxckpt._run import judge, settings
 from flaxckpt._steps import journal
 from flaxckpt._steps.event import Event
 from flaxckpt.policies import BestN, LatestN
@@ -99,7 +99,7 @@ def test_a_reader_explains_by_the_recorded_policies(tmp_path, is_staged):
     other = flaxckpt.Checkpointer(run, keep=[LatestN(1)], read_only=True, **staging)
     assert other.prune(dry_run=True) == (2,)
     if not is_staged:
-        assert run_view.survey(run).examine().reasons == wanted
+        assert run_view.survey(run).explain().reasons == wanted
     assert flaxckpt.Checkpointer(run, **staging).prune() == (), "it keeps all"
 
 
@@ -124,7 +124,7 @@ def test_settings_are_recorded_when_they_change_and_now_and_then(tmp_path):
 
 def test_settings_outlive_the_oldest_lines_of_a_journal(tmp_path):
     events = []
-    recorder = settings.Recorder(_Lines(events), retention.Rules(), "{step}")
+    recorder = settings.Recorder(_Lines(events), judge.Rules(), "{step}")
     for _ in range(1000):
         recorder.record()
     assert len(events) == 10
@@ -147,7 +147,7 @@ class _Lines:
 def test_settings_that_could_not_be_recorded_are_recorded_at_the_next_save():
     events = []
     lines = _Lines(events, fails=[True, True])
-    recorder = settings.Recorder(lines, retention.Rules(), "{step}")
+    recorder = settings.Recorder(lines, judge.Rules(), "{step}")
     for _ in range(5):
         recorder.record()
     assert len(events) == 1

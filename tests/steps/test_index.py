@@ -185,20 +185,17 @@ def test_a_damaged_step_is_doubtful(tmp_path):
     assert found.find_doubtful(3).why.endswith("3 is damaged")
     assert found.find_doubtful(4).path == tmp_path / "4", "named like other steps"
     assert found.find_doubtful(5) is None, "a file, unlike other steps"
-    assert {n: e.path for n, e in found.doubtful.items()} == {
-        3: tmp_path / "3",
-        4: tmp_path / "4",
-    }
-    assert list(found.doubtful) == [3, 4]
+    assert [entry.step for entry in found.entries] == [1, 2, 3]
 
 
-def test_only_directories_with_a_manifest_are_doubtful(tmp_path):
-    (tmp_path / "4").mkdir()
-    assert index_of(tmp_path).doubtful == {}
+@pytest.mark.parametrize("sign", ["flaxckpt.json", "state/d"])
+def test_a_former_step_has_what_only_steps_have(tmp_path, sign):
+    (tmp_path / "4" / "notes").mkdir(parents=True)
     make(tmp_path, "step_3")
-    assert index_of(tmp_path).doubtful == {}
-    (tmp_path / "4" / "flaxckpt.json").touch()
-    assert {*index_of(tmp_path).doubtful} == {4}
+    assert [entry.step for entry in index_of(tmp_path).entries] == [3]
+    (tmp_path / "4" / sign).parent.mkdir(exist_ok=True)
+    (tmp_path / "4" / sign).touch()
+    assert [entry.step for entry in index_of(tmp_path).entries] == [3, 4]
 
 
 # ---- lists ------------------------------------------------------------------------
@@ -215,7 +212,6 @@ def test_committed_steps_are_listed_in_order(tmp_path):
     ]
     assert sorted(entries[0].files) == ["DAMAGED", "content"]
     assert index.list_steps(tmp_path, PLAIN) == {10: tmp_path / "10"}
-    assert index.list_damaged(tmp_path, PLAIN) == {9: tmp_path / "9"}
     assert index.list_committed(tmp_path / "missing", PLAIN, recognise) == []
 
 

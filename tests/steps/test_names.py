@@ -228,3 +228,21 @@ def test_a_callback_takes_nothing_else(tmp_path, name):
         with pytest.raises(errors.OptionError, match="whole number"):
             on_step.add_metrics(NOT_WHOLE[name], {"a": 1.0})
         assert ckpt.steps() == []
+
+
+@hypothesis.given(
+    prefix=st.sampled_from(["", "step_", "ck-", "x.y_"]),
+    width=st.integers(0, 9),
+    steps=st.sets(st.integers(0, 10**6), min_size=1, max_size=5),
+)
+def test_the_format_is_found_that_names_were_made_by(prefix, width, steps):
+    named = {step: f"{prefix}{step:0{width}d}" for step in steps}
+    found = steps_names.find_format(named)
+    assert found is not None
+    assert {step: steps_names.StepFormat(found).name(step) for step in steps} == named
+
+
+def test_names_of_two_kinds_have_no_format():
+    assert steps_names.find_format({1: "1", 2: "002"}) is None
+    assert steps_names.find_format({1: "a{b_1"}) is None
+    assert steps_names.find_format({}) == "{step}"

@@ -31,7 +31,8 @@ import numpy as np
 import flaxckpt
 from flaxckpt._arrays import blockwise
 from flaxckpt._zarr import chunk_file
-from flaxckpt._inspect import listing, run_view
+from flaxckpt._inspect import listing
+from flaxckpt._run import disk_usage
 from flaxckpt._util import progress
 
 directory, is_quiet = sys.argv[1], sys.argv[2] == "quiet"
@@ -65,7 +66,7 @@ if not is_quiet:
 held_up(chunk_file, "write")
 held_up(chunk_file, "read")
 held_up(blockwise, "read")
-held_up(run_view, "created")
+held_up(disk_usage, "on_disk")
 state = {"w": np.ones(5_000_000, np.uint8)}
 
 flaxckpt.save(f"{directory}/first", state)

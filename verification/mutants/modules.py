@@ -14,6 +14,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "_storage/commit_marker.py": ("storage/test_new_checkpoint.py",),
     "_steps/markers.py": ("steps/test_markers.py",),
     "_steps/delete.py": ("steps/test_delete.py",),
+    "_run/judge.py": ("run/test_deletions.py", "run/test_retention.py"),
     "_run/retention.py": ("run/test_deletions.py", "run/test_retention.py"),
     "policies.py": ("test_policies.py",),
     "_storage/temporary.py": ("storage/test_temporary.py",),

@@ -1,0 +1,258 @@
+"""The steps of a directory, as one table that all readers of a run share.
+
+Retention, restores, lists and reports read the same rows, so they cannot disagree about
+which steps there are, and which of them are damaged.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+from flaxckpt import _formats, _steps, _storage, errors
+from flaxckpt._formats import locate
+from flaxckpt._run import metrics as run_metrics
+
+_IDENTITY_BYTES = 2**24
+
+_Entry: TypeAlias = "_steps.index.Entry[_formats.Detected]"
+
+
+class RunStep:
+    """A present or former step, as it was listed; its files are read on demand.
+
+    Policies read its `step`, `metrics`, `created` and `temporary`.
+
+    Args:
+        entry: The directory or file of the step.
+        values: The metrics and times of steps, from their files.
+        elsewhere: The metrics of the step that were measured elsewhere.
+
+    Attributes:
+        step: The number of the step.
+        path: The directory or file of the step.
+        is_marked: True for a step with the marker of damage, which lists leave out.
+        is_doubtful: True if a policy asked for metrics that could not be read.
+        stamps: The files that policies have read, as they were then.
+    """
+
+    def __init__(
+        self,
+        entry: _Entry,
+        values: _Values,
+        elsewhere: Mapping[str, float],
+    ) -> None:
+        self.step = entry.step
+        self.path = entry.path
+        self.is_marked = entry.is_damaged
+        self.is_doubtful = False
+        self.stamps: dict[str, _storage.Stamp] = {}
+        self._entry = entry
+        self._values = values
+        self._elsewhere = elsewhere
+
+    @functools.cached_property
+    def markers(self) -> _steps.markers.Status:
+        """The markers of the step."""
+        return _steps.markers.status(self.path, self._entry.files)
+
+    @functools.cached_property
+    def damage(self) -> str | None:
+        """The damage known without a look at arrays; None for a whole step.
+
+        Of a marked step, the reason in its marker. Of any other, why it is not
+        recognised as a checkpoint: it may be unreadable at present.
+        """
+        if self.is_marked:
+            return _steps.markers.damage_reason(self.path)
+        if self._entry.is_step:
+            return None
+        return locate.find_damage(self.path, self._entry.why)
+
+    @property
+    def is_counted(self) -> bool:
+        """True if policies count the step, also if it cannot be read at present."""
+        if self.is_marked:
+            return False
+        error = self._entry.error
+        if error is not None and _storage.permissions.is_unread(error):
+            # Markers are unknown where not even names can be read.
+            return bool(self._entry.files)
+        return self.damage is None
+
+    @property
+    def temporary(self) -> bool:
+        """True if a newer permanent step replaces this step."""
+        return self.markers.temporary
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics of the step, stored or measured elsewhere."""
+        stamp, stored = self._values.metrics.read(self.path)
+        self.stamps.setdefault("metrics", stamp)
+        self.is_doubtful = stored is None
+        return {**self._elsewhere, **(stored or {})}
+
+    @property
+    def created(self) -> float:
+        """Start of the save, in seconds since 1970."""
+        stamp, created = self._values.created.read(self.path)
+        self.stamps.setdefault("created", stamp)
+        return created
+
+    def find_created(self) -> float | None:
+        """Returns the start of the save; None if it cannot be read."""
+        try:
+            return self.created
+        except (OSError, ValueError):  # deleted, or an empty directory
+            return None
+
+    def is_outdated(self) -> bool:
+        """Returns True if a file has changed since a policy read it."""
+        return any(not stamp.is_current() for stamp in self.stamps.values())
+
+
+class _Values:
+    """The metrics and times of steps, until their files change.
+
+    Args:
+        number: Returns the number of a step, which its metrics must be of; None for
+            any.
+    """
+
+    def __init__(self, number: _steps.names.Number) -> None:
+        self.metrics = run_metrics.FileCache(
+            run_metrics.METRICS_FILE,
+            lambda path: run_metrics.read_metrics(path, number(path.name)),
+        )
+        self.created = run_metrics.FileCache(_formats.items.CHECKPOINT, _read_created)
+
+    def forget(self, *, all_but: Collection[Path] = ()) -> None:
+        for cache in (self.metrics, self.created):
+            cache.forget(all_but=all_but)
+
+
+def _read_created(path: Path) -> float:
+    try:
+        return _formats.native_metadata.read_created(path)
+    except NotADirectoryError:  # a step of another program may be a file
+        return path.stat().st_mtime
+
+
+class RunIndex:
+    """Lists the steps of a directory; remembers their metrics and times.
+
+    Args:
+        directory: The run directory or the staging directory.
+        step_format: Format of the names of steps.
+        metrics_from: Returns metrics of steps measured elsewhere; None for none.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        step_format: _steps.names.StepFormat,
+        metrics_from: Callable[[], run_metrics.MetricsByStep] | None = None,
+    ) -> None:
+        self._directory = directory
+        self._format = step_format
+        self._metrics_from = metrics_from
+        self._stamps: dict[Path, _storage.Stamp] = {}  # recognised steps
+        self._values = _Values(step_format.step)
+
+    def read(self) -> dict[int, RunStep]:
+        """Returns the current steps and former steps, ascending."""
+        elsewhere: run_metrics.MetricsByStep = {}
+        if self._metrics_from is not None:
+            elsewhere = run_metrics.parse_by_step(self._metrics_from())
+        entries = self._entries()
+        self._values.forget(all_but={entry.path for entry in entries})
+        return {
+            entry.step: RunStep(entry, self._values, elsewhere.get(entry.step, {}))
+            for entry in entries
+        }
+
+    def _entries(self) -> list[_Entry]:
+        """Returns the entries with the content, not only the name, of a step."""
+        with (
+            _storage.permissions.explain_errors(self._directory),
+            _storage.paths.listing_cache(self._directory),
+        ):
+            return self._select_entries()
+
+    def _select_entries(self) -> list[_Entry]:
+        entries = _steps.index.list_committed(
+            self._directory, self._format, _formats.identify
+        )
+        if _storage.of(self._directory).costs_requests:
+            # Looking at a step costs less than a stamp there.
+            return [e for e in entries if e.is_damaged or e.was_step]
+        # An unchanged directory that was a step still is.
+        stamps = {entry.path: _storage.stamp(entry.path) for entry in entries}
+        steps = [
+            entry
+            for entry in entries
+            if entry.is_damaged
+            or self._stamps.get(entry.path) == stamps[entry.path]
+            or entry.was_step
+        ]
+        self._stamps = {entry.path: stamps[entry.path] for entry in steps}
+        return steps
+
+    def listed(self) -> dict[int, RunStep]:
+        """Returns the steps of `read` without the marker of damage."""
+        return {n: step for n, step in self.read().items() if not step.is_marked}
+
+    def paths(self) -> dict[int, Path]:
+        """Returns the steps without the marker of damage, ascending."""
+        return {e.step: e.path for e in self._entries() if not e.is_damaged}
+
+    def damaged_paths(self) -> dict[int, Path]:
+        """Returns the steps marked as damaged, ascending."""
+        return {e.step: e.path for e in self._entries() if e.is_damaged}
+
+    def metrics(self, path: Path) -> Mapping[str, float]:
+        """Returns the metrics stored with the step `path`; empty if unreadable."""
+        return self._values.metrics(path) or {}
+
+    def forget(self) -> None:
+        """Forgets all values read until now."""
+        self._values.forget()
+
+
+def read(directory: Path, step_format: str | None = None) -> dict[int, RunStep]:
+    """Returns the steps and former steps of a run of any program, ascending.
+
+    Args:
+        directory: The run directory.
+        step_format: Format of the names of steps; by default the usual names, or those
+            that the journal of the run has.
+
+    Raises:
+        CheckpointFormatError: Two checkpoints are the same step.
+    """
+    number = locate.step_parser(step_format)
+    with _storage.permissions.explain_errors(directory):
+        entries = _steps.index.StepIndex(directory, _formats.identify, number).entries
+    values = _Values(number or _steps.names.number)
+    return {entry.step: RunStep(entry, values, {}) for entry in entries}
+
+
+def read_alone(path: Path) -> RunStep:
+    """Returns a checkpoint outside of a run like a step; its number means nothing."""
+    entry = _steps.index.Entry(0, path, _formats.identify)
+    return RunStep(entry, _Values(lambda name: None), {})
+
+
+def identify_save(path: Path) -> str | None:
+    """Returns a text that no other save of the step has; None if unknown.
+
+    The file holds the times of the save, by the nanosecond.
+    """
+    file = path / _formats.items.CHECKPOINT
+    try:
+        return _storage.of(file).digest_file(file, max_bytes=_IDENTITY_BYTES)
+    except (errors.CheckpointError, OSError):
+        return None
