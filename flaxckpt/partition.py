@@ -231,8 +231,7 @@ def _specs(
         if leaf.info.python_type == "jax.Array"
     }
     axis_names = _state.flax_state.axis_names(flat.structure)
-    roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
-    optimizer = {path for path in infos if path in roles}
+    optimizer = {path for path in infos if path in flat.roles}
     faults: dict[LeafPath, str] = {}
     specs: dict[LeafPath, PartitionSpec] = {}
     for path, info in infos.items():

@@ -319,11 +319,7 @@ class _Planner:
         abstract_state: PyTree,
         options: RestoreOptions,
     ) -> None:
-        roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
-        wanted = None
-        if options.transforms:  # roles let moments follow their parameters
-            wanted = _state.optimizer_roles.with_roles(flat.table, roles)
-            wanted = _state.boxes.with_boxes(wanted, flat.structure)
+        wanted = flat.table_to_transform() if options.transforms else None
         table = _boxed_table(stored, options)
         table = _transforms.apply(options.transforms, table, wanted)
         self._stored = stored
@@ -331,7 +327,7 @@ class _Planner:
         self._abstract_state = abstract_state
         self._options = options
         self._flat = flat
-        self._roles = roles
+        self._roles = flat.roles
         self._leaves: dict[LeafPath, LeafPlan] = {}
         self._builder = _RecipeBuilder()
         self._problems: list[Mismatch] = []
@@ -339,7 +335,7 @@ class _Planner:
         self._damaged: set[str] = set()  # items with wanted leaves
         # Not a method of this object: without cycles, planning leaves no garbage.
         self._paths = StoredPaths(stored, table, flat)
-        self._finder = Finder(table, stored.structure, roles, self._paths.find)
+        self._finder = Finder(table, stored.structure, flat.roles, self._paths.find)
 
     @_util.forks.lazy
     def _can_init(self) -> tuple[str, ...]:

@@ -243,11 +243,10 @@ def _find_start(state: PyTree, origin: Lineage, fresh: Set[LeafPath]) -> int:
         OptionError: The step counters disagree.
     """
     flat = _state.flax_state.flatten(state)
-    roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
-    counters = planner.step_counters(roles)
+    counters = planner.step_counters(flat.roles)
     counts = [
         int(np.max(np.asarray(flat.table[path].source), initial=0))
-        for path, known in roles.items()
+        for path, known in flat.roles.items()
         if known.field == "count" and flat.table[path].info.kind == "array"
     ]
     count = max(counts, default=0)
@@ -388,8 +387,7 @@ def plan_resume(
 ) -> RestorePlan:
     """Returns the plan of a restore of `state`, once saved, into `begin`."""
     flat = _state.flax_state.flatten(state)
-    roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
-    table = _state.optimizer_roles.with_roles(flat.table, roles)
+    table = flat.table_with_roles()
     unknown: set[str] = set()
     structure = _state.treedef.from_json(
         _state.treedef.to_json(flat.structure), _state.classes.resolver(), unknown

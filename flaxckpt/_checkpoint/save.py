@@ -340,17 +340,14 @@ def without_optimizer(table: LeafTable) -> LeafTable:
 
 def has_optimizer(state: PyTree) -> bool:
     """Returns True if the state has optimizer leaves."""
-    flat = _state.flax_state.flatten(state)
-    return bool(_state.optimizer_roles.roles(flat.structure, flat.optimizer_states))
+    return bool(_state.flax_state.flatten(state).roles)
 
 
 @_util.gc_pause.pause()
 def find_undo_problem(state: PyTree, options: SaveOptions) -> str | None:
     """Describes the leaves lost in a restore by a run with transforms, or None."""
     flat, transforms = flatten(state, options), options.transforms
-    roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
-    table = _state.optimizer_roles.with_roles(flat.table, roles)
-    table = _state.boxes.with_boxes(table, flat.structure)
+    table = flat.table_to_transform()
     names = ", ".join(_transforms.describe(transforms))[:500]
     try:
         left = _transforms.not_restored(transforms, table)
@@ -383,13 +380,9 @@ def plan_leaves(
     flat: _state.flax_state.FlatState, options: SaveOptions
 ) -> tuple[LeafTable, _state.tree.Node | LeafPath]:
     """Returns the leaves to save, with roles and chunk shapes, and the containers."""
-    roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
-    table, structure = flat.table, flat.structure
+    table, structure, roles = flat.table, flat.structure, flat.roles
     if options.transforms:
-        # Roles let moments follow their parameters.
-        table = _state.optimizer_roles.with_roles(table, roles)
-        table = _state.boxes.with_boxes(table, structure)
-        changed = _transforms.apply(options.transforms, table)
+        changed = _transforms.apply(options.transforms, flat.table_to_transform())
         _check_repeated(flat, changed)
         table = _arrays.evaluate.evaluate_state(changed)
         structure = _state.containers.build(structure, flat.table, table)

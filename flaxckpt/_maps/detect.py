@@ -293,9 +293,7 @@ def find_detected(
 
 def _parameters(state: PyTree) -> dict[LeafPath, Shape]:
     """Returns the shapes of a state's arrays, without those of its optimizers."""
-    flat = _state.flax_state.flatten(state)
-    roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
-    table = _state.optimizer_roles.with_roles(flat.table, roles)
+    table = _state.flax_state.flatten(state).table_with_roles()
     mirrors = find_mirrors(table).known
     return {
         path: leaf.info.shape

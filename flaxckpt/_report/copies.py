@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from flaxckpt import _state
 from flaxckpt._run.disk_usage import Subtree
 from flaxckpt._types import LeafPath
 
-_OPTIMIZERS = frozenset(("opt_state", "param_states", "optimizer", "opt"))
 _AVERAGES = frozenset(("ema", "ema_params", "params_ema", "target_params"))
 _DEEPEST = 3
 """An optimizer state further inside is one of the user's own containers."""
@@ -39,7 +39,7 @@ class Copy(NamedTuple):
 
 def is_optimizer(path: LeafPath) -> bool:
     """Returns True for a leaf or container of an optimizer state."""
-    return not _OPTIMIZERS.isdisjoint(path.split("/")[:_DEEPEST])
+    return not _state.optimizer_roles.NAMES.isdisjoint(path.split("/")[:_DEEPEST])
 
 
 def find(trees: Sequence[Subtree]) -> tuple[Copy, ...]:

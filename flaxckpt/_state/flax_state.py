@@ -19,11 +19,12 @@ from flax.core import meta
 from flax.linen import spmd
 from jax.sharding import PartitionSpec
 
-from flaxckpt import errors
+from flaxckpt import _util, errors
 from flaxckpt._state import bits as state_bits
+from flaxckpt._state import boxes as state_boxes
 from flaxckpt._state import describe as state_describe
 from flaxckpt._state import flatten as state_flatten
-from flaxckpt._state import leaf_types
+from flaxckpt._state import leaf_types, optimizer_roles
 from flaxckpt._state import tree as state_tree
 from flaxckpt._state.flatten import FlatTree
 from flaxckpt._state.leaf import Leaf, LeafTable
@@ -46,7 +47,7 @@ def boxes() -> tuple[type, ...]:
     return (meta.AxisMetadata, nnx.Variable) if nnx else (meta.AxisMetadata,)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class FlatState:
     """A state as a table of named leaves.
 
@@ -73,6 +74,19 @@ class FlatState:
     attributes: Mapping[LeafPath, state_tree.Node | LeafPath] = dataclasses.field(
         default_factory=dict
     )
+
+    @_util.forks.lazy
+    def roles(self) -> dict[LeafPath, optimizer_roles.LeafFacts]:
+        """Leaf path -> facts, for each leaf of an optimizer state."""
+        return optimizer_roles.roles(self.structure, self.optimizer_states)
+
+    def table_with_roles(self) -> LeafTable:
+        """Returns the table with the role of each optimizer leaf."""
+        return optimizer_roles.with_roles(self.table, self.roles)
+
+    def table_to_transform(self) -> LeafTable:
+        """Returns the table with roles, by which moments follow, and with boxes."""
+        return state_boxes.with_boxes(self.table_with_roles(), self.structure)
 
     def rebuild(
         self, values: Mapping[LeafPath, Any], *, in_parts: bool = False

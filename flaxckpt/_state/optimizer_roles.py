@@ -52,6 +52,9 @@ class LeafFacts(NamedTuple):
         return Role(self.state_class, self.field, path[self.skip :], self.optimizer)
 
 
+NAMES = frozenset(("opt_state", "param_states", "optimizer", "opt"))
+"""Usual names of optimizer states (optax, T5X, flax), if their classes are unknown."""
+
 NAMED_VALUES = frozenset(("hyperparams", "measurements"))
 """Fields of optax states that hold named values instead of mirroring parameters."""
 

@@ -276,8 +276,7 @@ def suggest(
     """
     stored = locate.open_checkpoint(source, step)
     flat = _state.flax_state.flatten(abstract_state)
-    roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
-    wanted = _state.optimizer_roles.with_roles(flat.table, roles)
+    wanted = flat.table_with_roles()
     published = values.publish(stored, wanted)
     given = _transforms.check(transforms)
     first = len(published.transforms)

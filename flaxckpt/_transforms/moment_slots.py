@@ -18,9 +18,6 @@ from flaxckpt._types import LeafPath
 _ROOTS = frozenset(("params", "target"))
 """Names of containers of all parameters, if not outermost."""
 
-_OPTIMIZERS = frozenset(("opt_state", "param_states", "optimizer", "opt"))
-"""Names of optimizer states without recorded roles (Orbax, T5X, flax)."""
-
 _BELOW_PARAMS = frozenset(("m", "v", "v_row", "v_col"))
 """Fields that T5X's own optimizers have below each parameter."""
 
@@ -35,7 +32,7 @@ def is_optimizer_leaf(path: LeafPath, info: LeafInfo) -> bool:
 
 def is_in_optimizer(path: LeafPath) -> bool:
     """Returns True for the path of a leaf below the usual name of an optimizer."""
-    return not _OPTIMIZERS.isdisjoint(path.split("/")[:-1])
+    return not _state.optimizer_roles.NAMES.isdisjoint(path.split("/")[:-1])
 
 
 class Slot(NamedTuple):
@@ -258,7 +255,10 @@ def _slot_of_role(path: LeafPath, param: LeafPath) -> Slot | None:
 def _possible_slots(path: LeafPath) -> Iterator[tuple[Slot, LeafPath]]:
     """Yields every possible slot of an optimizer leaf, and its name in the slot."""
     parts = path.split("/")
-    first = next((i for i, p in enumerate(parts) if p in _OPTIMIZERS), 0) + 1
+    first = (
+        next((i for i, p in enumerate(parts) if p in _state.optimizer_roles.NAMES), 0)
+        + 1
+    )
     tail = parts[-1] if parts[-1] in _BELOW_PARAMS and "param_states" in parts else ""
     end = len(parts) - bool(tail)
     for start in range(first, end):

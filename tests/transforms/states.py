@@ -7,7 +7,7 @@ from flax.core import freeze
 
 from flaxckpt import transforms
 from flaxckpt._arrays import evaluate
-from flaxckpt._state import flax_state, optimizer_roles
+from flaxckpt._state import flax_state
 from flaxckpt._transforms import base
 
 
@@ -42,9 +42,7 @@ def state_of(kind, params, tx):
 
 def leaf_table(state):
     """Returns the leaf table of a state, with roles."""
-    flat = flax_state.flatten(state)
-    roles = optimizer_roles.roles(flat.structure, flat.optimizer_states)
-    return optimizer_roles.with_roles(flat.table, roles)
+    return flax_state.flatten(state).table_with_roles()
 
 
 def _values(table):

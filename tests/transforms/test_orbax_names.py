@@ -17,10 +17,8 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._checkpoint.commit import SaveOptions
-from flaxckpt._state import boxes as state_boxes
 from flaxckpt._state import flatten as state_flatten
 from flaxckpt._state import flax_state as state_flax_state
-from flaxckpt._state import optimizer_roles as state_optimizer_roles
 from flaxckpt._state import tree as state_tree
 from flaxckpt._transforms import base
 from flaxckpt._transforms.moment_slots import find_mirrors
@@ -263,10 +261,7 @@ def test_no_leaf_is_lost_when_a_run_resumes(state):
 
 
 def table_of(state):
-    flat = state_flax_state.flatten(state)
-    roles = state_optimizer_roles.roles(flat.structure, flat.optimizer_states)
-    table = state_optimizer_roles.with_roles(flat.table, roles)
-    return state_boxes.with_boxes(table, flat.structure)
+    return state_flax_state.flatten(state).table_to_transform()
 
 
 def in_variables(tree):

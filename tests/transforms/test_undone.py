@@ -15,7 +15,6 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt._arrays import evaluate as arrays_evaluate
 from flaxckpt._state import flax_state as state_flax_state
-from flaxckpt._state import optimizer_roles as state_optimizer_roles
 from flaxckpt._transforms import base
 from flaxckpt.transforms import (
     copy,
@@ -111,9 +110,7 @@ OPTIMIZERS = {
 
 
 def table_of(state):
-    flat = state_flax_state.flatten(state)
-    roles = state_optimizer_roles.roles(flat.structure, flat.optimizer_states)
-    return state_optimizer_roles.with_roles(flat.table, roles)
+    return state_flax_state.flatten(state).table_with_roles()
 
 
 def not_equal(table, other):
