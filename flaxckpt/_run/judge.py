@@ -246,9 +246,7 @@ class Judge:
         def choose(absent: AbstractSet[int]) -> _Choice:
             counted = {n: step for n, step in steps.items() if n not in absent}
             reasons = self.find_reasons(rules.keep, counted)
-            doomed = [n for n, why in reasons.items() if not why and n not in looked]
-            if just_saved is not None:
-                doomed = [n for n in doomed if n != just_saved]
+            doomed = [n for n, why in reasons.items() if not why and n != just_saved]
             staying = {n: step for n, step in counted.items() if n not in doomed}
             items = self._items_to_delete(staying, rules, just_saved)
             return _Choice(reasons, doomed, items, staying.keys())

@@ -1,4 +1,4 @@
-"""Retention: decides which steps of a run directory stay, and deletes the rest."""
+"""Retention: deletes the steps and items of a directory that `judge` does not keep."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _Decision(NamedTuple):
 
 
 class Retention:
-    """Decides which steps stay in a directory, and deletes the rest.
+    """Deletes the steps and items of a directory that its rules do not keep.
 
     Args:
         directory: The run directory or the staging directory.

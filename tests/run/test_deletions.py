@@ -192,6 +192,31 @@ def test_a_step_that_another_job_replaces_after_the_decision_stays(
     assert found.delete_unkept() == (1,)
 
 
+class OneInTen:
+    """A policy that keeps a step if it is at least 10 s after the one kept before."""
+
+    SECS = (0, 0, 10, 15, 20, 30)
+
+    def preserved(self, checkpoints):
+        kept = []
+        for number in sorted(c.step for c in checkpoints):
+            if not kept or self.SECS[number] >= self.SECS[kept[-1]] + 10:
+                kept.append(number)
+        return set(kept)
+
+
+@pytest.mark.parametrize("just_saved", [5, None])
+def test_a_whole_step_is_not_deleted_in_favour_of_two_damaged_ones(
+    tmp_path, just_saved
+):
+    save(tmp_path, 1, 2, 3, 4, 5)
+    for step in (2, 3):
+        (tmp_path / f"{step}/state/manifest.ocdbt").unlink()
+    found = retention.Retention(tmp_path, PLAIN, rules([OneInTen()]))
+    assert found.delete_unkept(just_saved=just_saved) == ()
+    assert found.index.paths().keys() == {1, 2, 3, 4, 5}
+
+
 def test_a_step_that_becomes_the_best_during_the_decision_stays(tmp_path, monkeypatch):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         for step in (1, 2, 3):
