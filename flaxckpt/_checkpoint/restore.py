@@ -58,8 +58,8 @@ def load(
     """Loads a state from a checkpoint in any supported format.
 
     Reads flaxckpt's own format, Orbax (new and old), T5X, safetensors, GGUF, numpy's
-    `.npz`, Flax's msgpack, and the streams of EasyLM and fjformer, and detects the
-    format by itself (`formats.detect`). Code in a file is never executed.
+    `.npz`, Flax's msgpack, the streams of EasyLM and fjformer, and big_vision, and
+    detects the format by itself (`formats.detect`). Code in a file is never executed.
 
     Args:
         path: A checkpoint directory or file, or a run directory.

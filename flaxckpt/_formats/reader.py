@@ -39,7 +39,7 @@ class CheckpointMetadata:
     Attributes:
         path: The checkpoint, a directory or a file.
         format: `flaxckpt`, `orbax`, `t5x`, `msgpack`, `streaming`, `safetensors`,
-            `npz` or `gguf`.
+            `npz`, `gguf` or `big_vision`.
         step: Step number in a run directory; None for a single checkpoint.
         leaves: Leaf path -> leaf info, in the order of the state.
         metrics: Metrics of the step.

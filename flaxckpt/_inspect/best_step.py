@@ -30,7 +30,7 @@ def find(
     mode: Literal["min", "max"],
     deleted: Collection[int] = (),
 ) -> BestStep:
-    """Returns the best step.
+    """Returns the best good step, and better ones that are damaged or deleted.
 
     Args:
         values: Step -> the value of the metric; only finite values count.

@@ -114,8 +114,8 @@ def app() -> None:
 app.help = _app.as_help(
     """Inspects, compares, verifies, converts and prunes checkpoints.
 
-    Reads checkpoints of flaxckpt, Orbax, T5X, Flax, EasyLM, safetensors, GGUF and
-    numpy (.npz). Needs neither an accelerator nor the model's code.
+    Reads checkpoints of flaxckpt, Orbax, T5X, Flax, EasyLM, big_vision, safetensors,
+    GGUF and numpy (.npz). Needs neither an accelerator nor the model's code.
 
     Exit codes: 0 success; 1 a difference, damage, or a failed read or write; 2 wrong
     usage.
