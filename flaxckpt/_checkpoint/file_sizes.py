@@ -137,13 +137,14 @@ def look(
     """Looks at the files of a step.
 
     Args:
-        path: A step; that of another program has no sizes to compare with.
+        path: A step. Of another program, only the description of its leaves is read: it
+            has no sizes to compare with.
         step: The step that it must be; None for any.
         leaves: The leaves whose files are compared; by default all files are.
     """
     try:
         if not (path / _formats.orbax_json.MANIFEST).is_file():
-            _formats.native.check_written_by_others(path)
+            _check_written_by_others(path, leaves)
             return Look()
         if leaves is None:
             return Look(files=check(path, step))
@@ -153,6 +154,26 @@ def look(
         if not is_gone and not _storage.permissions.is_unread(error):
             return Look(errors.one_line(errors.join_rows(error), _MAX_LOSS))
     return Look()
+
+
+def _check_written_by_others(path: Path, leaves: Collection[LeafPath] | None) -> None:
+    """Checks the description of a step of another program, with that of its arrays.
+
+    Args:
+        path: The step.
+        leaves: The leaves to look at; by default all.
+
+    Raises:
+        DamagedCheckpointError: The description is missing or malformed.
+    """
+    try:
+        stored = locate.read_without_classes(path)
+    except errors.CheckpointFormatError:  # whole, but not read
+        return
+    if leaves is None:
+        stored.check_items(stored.metadata.damaged_items)
+    for leaf in leaves or ():
+        stored.check_leaf(leaf)
 
 
 def _names(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +16,6 @@ from flaxckpt._formats.msgpack import leaves
 from flaxckpt._formats.reader import Lineage, Stored
 from flaxckpt._state.leaf import Leaf, LeafTable, StoredLeaf
 from flaxckpt._types import JSON
-
-_log = logging.getLogger(__name__)
 
 ReadNative: TypeAlias = Callable[[Path], Stored]
 """Reads an item in our own format."""
@@ -73,9 +70,11 @@ def read(path: Path, step: int | None, read_native: ReadNative) -> Stored:
     else:
         state = tuple(sorted({*parts, *branches.damaged}))
         stored = _merge(path, parts)
-    stored = dataclasses.replace(stored, left_out=branches.left_out)
-    _warn_of(path, branches.left_out, [*parts, *json], listing.deleted)
-    items.warn_of_damage(path, damaged)
+    warnings = (
+        *_describe_left_out(path, branches.left_out, [*parts, *json], listing.deleted),
+        *items.describe_damaged_items(path, damaged),
+    )
+    stored = dataclasses.replace(stored, left_out=branches.left_out, warnings=warnings)
     damaged |= {
         item: branches.left_out[item]
         for item in listing.lost
@@ -211,13 +210,13 @@ def _unreadable_error(
     )
 
 
-def _warn_of(
+def _describe_left_out(
     path: Path,
     left_out: Mapping[str, str],
     read: Sequence[str],
     deleted: Sequence[str],
-) -> None:
-    """Logs a warning about the items that are left out, unless deleted on purpose.
+) -> tuple[str, ...]:
+    """Returns a warning about the items that are left out, unless deleted on purpose.
 
     Args:
         path: The checkpoint.
@@ -226,13 +225,13 @@ def _warn_of(
         deleted: The items that were deleted on purpose.
     """
     rows = [f"{name} {why}" for name, why in left_out.items() if name not in deleted]
-    if rows:
-        _log.warning(
-            "only the items %s of %s are read; the others are left out:\n%s",
-            errors.printable(", ".join(read)),
-            path,
-            errors.rows(rows),
-        )
+    if not rows:
+        return ()
+    names = errors.printable(", ".join(read))
+    return (
+        f"only the items {names} of {path} are read; the others are left out:\n"
+        f"{errors.rows(rows)}",
+    )
 
 
 # ---- reading ------------------------------------------------------------------------

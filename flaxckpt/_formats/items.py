@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,8 +14,6 @@ from flaxckpt import _storage, _zarr, datasets, errors
 from flaxckpt._formats import orbax_json, signatures
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath
-
-_log = logging.getLogger(__name__)
 
 STATE, DATASET, METRICS = "state", "dataset", "metrics"
 CHECKPOINT = "_CHECKPOINT_METADATA"
@@ -408,14 +405,12 @@ def describe_damage(error: errors.DamagedCheckpointError) -> str:
     return f"cannot be read: {errors.one_line(error)}"
 
 
-def warn_of_damage(path: Path, damaged: Mapping[str, str]) -> None:
-    """Logs a warning about the damaged items of a checkpoint: item -> the reason."""
-    if damaged:
-        _log.warning(
-            "%s has damaged items; the others can be read:\n%s",
-            path,
-            errors.rows(f"{item} {why}" for item, why in damaged.items()),
-        )
+def describe_damaged_items(path: Path, damaged: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns a warning about the damaged items of a checkpoint: item -> the reason."""
+    if not damaged:
+        return ()
+    rows = errors.rows(f"{item} {why}" for item, why in damaged.items())
+    return (f"{path} has damaged items; the others can be read:\n{rows}",)
 
 
 def check_digest(

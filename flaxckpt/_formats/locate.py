@@ -59,6 +59,12 @@ class Located(NamedTuple):
         return self._read_with(_state.classes.resolver(types))
 
     def _read_with(self, resolve: _state.treedef.Resolve) -> Stored:
+        stored = self._read_quietly(resolve)
+        for text in stored.warnings:
+            _log.warning("%s", text)
+        return stored
+
+    def _read_quietly(self, resolve: _state.treedef.Resolve) -> Stored:
         return self.detected.reader.read(self.path, step=self.step, resolve=resolve)
 
 
@@ -327,11 +333,11 @@ def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Sto
 def read_without_classes(path: Path) -> Stored:
     """Reads everything but the arrays at exactly `path`, without importing any class.
 
-    The structure has none of the classes of the state.
+    Logs no warnings. The structure has none of the classes of the state.
     """
     with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
         located = Located(path, None, _formats.detect(path))
-        return located._read_with(_state.treedef.resolve_nothing)
+        return located._read_quietly(_state.treedef.resolve_nothing)
 
 
 def read_step(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:

@@ -51,15 +51,14 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         check_current(path, stamp)
         if isinstance(outcome, errors.DamagedCheckpointError):
             raise outcome
-        items.warn_of_damage(path, outcome.metadata.damaged_items)
         return outcome
-    check_written_by_others(path)
+    _check_written_by_others(path)
     return composite.read(
         path, step, functools.partial(read, step=None, resolve=resolve)
     )
 
 
-def check_written_by_others(path: Path) -> None:
+def _check_written_by_others(path: Path) -> None:
     """Checks that a checkpoint without a manifest never had one.
 
     Raises:
@@ -183,6 +182,7 @@ def _read_native(
             for item in (*parts, *manifest.json)
             if item in deleted
         },
+        warnings=items.describe_damaged_items(path, damaged),
     )
 
 

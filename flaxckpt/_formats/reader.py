@@ -102,6 +102,7 @@ class Stored:
         items: The items with the arrays and the dataset.
         left_out: Item that a load of the whole state goes without -> the reason.
         own_items: Item of an Orbax step in our own format -> the item opened alone.
+        warnings: Messages for the log of those who open the checkpoint to use it.
     """
 
     metadata: CheckpointMetadata
@@ -114,6 +115,7 @@ class Stored:
     items: Items = dataclasses.field(default_factory=Items)
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
     own_items: Mapping[str, Stored] = dataclasses.field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     @property
     def step(self) -> int | None:

@@ -149,7 +149,7 @@ def find_known_damage(path: Path, step: int | None = None) -> str | None:
 def find_lost_files(
     path: Path, step: int | None, leaves: Collection[LeafPath] | None = None
 ) -> str | None:
-    """Returns what the names and sizes of a flaxckpt step's files lack, or None.
+    """Returns what the files of a step lack, by names, sizes and descriptions, or None.
 
     Args:
         path: The step.

@@ -85,6 +85,39 @@ def test_ls_and_explain_see_that_the_newest_step_was_cut_off(here, command):
     assert "found none" in command.text("ls", "run", code=1)[4]
 
 
+@pytest.mark.parametrize(
+    "lost", ["default/manifest.ocdbt", "default/d", "default/_METADATA", "default"]
+)
+def test_all_verbs_see_that_the_newest_step_of_orbax_lost_its_arrays(
+    here, command, lost
+):
+    gone = here / "orbax/step_2" / lost
+    (shutil.rmtree if gone.is_dir() else os.unlink)(gone)
+    found = command.json("ls", "orbax", code=1)["steps"]
+    assert [step["marks"] for step in found] == [["latest"], ["damaged"]]
+    for words in (("ls", "orbax"), ("explain", "orbax"), ("verify", "orbax", 2)):
+        text = "\n".join(command.text(*words, code=1))
+        assert "damaged" in text.lower(), words
+    assert "restore another step" in command.refuses("show", "orbax", "2", code=1)
+    keep = ["-k", "best:1:loss:min", "-k", "latest:1"]
+    assert command.json("ls", "orbax", *keep, code=1)["best"] == {"loss": 1}
+    refused = command("prune", "orbax", "-k", "latest:1", "--yes", code=1)
+    assert "restore another step" in refused.stderr
+    assert (here / "orbax/step_1").is_dir()
+
+
+def test_ls_is_silent_about_items_that_a_load_leaves_out(here, command, caplog):
+    with ocp.CheckpointManager(here / "keys") as manager:
+        state = ocp.args.StandardSave({"w": np.ones(3)})
+        key = ocp.args.JaxRandomKeySave(jax.random.key(0))
+        manager.save(1, args=ocp.args.Composite(state=state, key=key))
+    caplog.clear()
+    command("ls", "keys")
+    assert "left out" not in caplog.text
+    command("show", "keys")
+    assert "left out" in caplog.text
+
+
 def test_ls_takes_policies_from_the_settings_of_a_run(here, command):
     (here / "run.toml").write_text(
         "[train]\nkeep = [{best = 1, metric = 'loss', mode = 'min'}]\n"
