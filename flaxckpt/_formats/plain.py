@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._formats.reader import CheckpointMetadata, Stored
-from flaxckpt._state.leaf import LeafTable
+from flaxckpt._state.leaf import EMPTY_STATE, Leaf, LeafTable, StoredLeaf
 from flaxckpt._types import JSON, LeafPath, Shape
 
 if TYPE_CHECKING:
@@ -48,12 +48,14 @@ def make_stored(
 
     Args:
         path: The checkpoint.
-        table: The leaves.
+        table: The leaves; an empty table is that of an empty dict.
         format_name: Value of `CheckpointMetadata.format`.
         step: Step number, or None.
         stamp: Stamp of the file that describes the leaves, from before the read.
         custom: Metadata in the file, if any.
     """
+    if not table:
+        table = {"": Leaf(EMPTY_STATE, (StoredLeaf(path, EMPTY_STATE),))}
     infos = [leaf.info for leaf in table.values()]
     return Stored(
         CheckpointMetadata(

@@ -128,6 +128,10 @@ class LeafInfo:
                 return f"{self.dtype}{list(self.shape)}"
 
 
+EMPTY_STATE = LeafInfo("", (), "empty", "dict")
+"""The only leaf of a state without leaves: an empty dict."""
+
+
 class Unsupported(NamedTuple):
     """The reason why a leaf is listed, but its values are not read.
 

@@ -446,6 +446,14 @@ def test_empty_containers_that_are_moved_are_the_same(source, tmp_path):
     assert isinstance(clip, optax.EmptyState)
 
 
+@pytest.mark.parametrize("name", ["c", "c.safetensors"])
+def test_a_file_without_tensors_is_an_empty_dict(tmp_path, name):
+    safetensors.save_file({}, tmp_path / "empty.safetensors")
+    flaxckpt.convert(tmp_path / "empty.safetensors", tmp_path / name)
+    assert flaxckpt.load(tmp_path / name) == {}
+    assert flaxckpt.load(tmp_path / "empty.safetensors", {}) == {}
+
+
 # ---- msgpack ----------------------------------------------------------------------
 
 

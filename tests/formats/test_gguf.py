@@ -117,6 +117,8 @@ def test_a_vocabulary_without_tensors_is_an_empty_state(tmp_path):
     values = (cases.value(b"general.type", cases.STRING, cases.text(b"vocab")),)
     path = write(tmp_path, values=values, data=b"", alignment=1)  # without padding
     assert flaxckpt.load(path) == {}
+    flaxckpt.convert(path, tmp_path / "converted")
+    assert flaxckpt.load(tmp_path / "converted", {}) == {}
     assert flaxckpt.metadata(path).custom == {"general.type": "vocab"}
     assert flaxckpt.verify(path).ok
     with pytest.raises(errors.RestoreMismatchError, match="w: wanted"):

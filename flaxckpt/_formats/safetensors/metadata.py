@@ -17,7 +17,7 @@ from flaxckpt._formats import array_names, native_manifest, orbax_json
 from flaxckpt._formats.reader import CheckpointMetadata, Lineage
 from flaxckpt._formats.safetensors import header
 from flaxckpt._formats.safetensors.header import SafetensorsTensor
-from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._state.leaf import EMPTY_STATE, LeafInfo
 from flaxckpt._types import JSON, LeafPath, Shape
 
 _VERSION = 1
@@ -69,7 +69,9 @@ def describe_foreign(
     structure = _state.tree.plain_structure(
         (info.path, info.keys, None) for info in infos
     )
-    described = Described(tuple(infos), names, structure, {}, {}, dict(metadata))
+    described = Described(
+        tuple(infos) or (EMPTY_STATE,), names, structure, {}, {}, dict(metadata)
+    )
     return described, split is not None
 
 
