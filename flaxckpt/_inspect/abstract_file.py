@@ -161,10 +161,10 @@ def _type_of(leaf: object) -> object:
 
 def _nest(leaves: Mapping[str, Any]) -> PyTree:
     """Builds nested dicts from leaf paths."""
+    if leaves.keys() == {""}:
+        return leaves[""]
     root: dict[str, Any] = {}
     for path, leaf in leaves.items():
-        if not path:
-            return leaf
         *above, name = [_state.tree.unescape(part) for part in path.split("/")]
         inner = root
         for part in above:

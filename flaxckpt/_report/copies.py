@@ -76,7 +76,7 @@ def without(trees: Sequence[Subtree], copies: Sequence[Copy]) -> list[Subtree]:
         if tree.path in paths:
             skipped = tree.path
             continue
-        inside = [c for c in copies if _contains(tree.path, c.path)]
+        inside = [c for c in copies if _contains(tree, c.path)]
         rest.append(
             tree._replace(
                 leaves=tree.leaves - sum(copy.leaves for copy in inside),
@@ -86,8 +86,8 @@ def without(trees: Sequence[Subtree], copies: Sequence[Copy]) -> list[Subtree]:
     return [tree for tree in rest if tree.leaves]
 
 
-def _contains(container: LeafPath, path: LeafPath) -> bool:
-    return not container or path.startswith(f"{container}/")
+def _contains(container: Subtree, path: LeafPath) -> bool:
+    return not container.depth or path.startswith(f"{container.path}/")
 
 
 def _may_repeat(path: LeafPath) -> bool:
@@ -100,7 +100,7 @@ def _forms(trees: Sequence[Subtree]) -> list[int]:
     numbers: dict[object, int] = {}
     forms = [0] * len(trees)
     inner: list[list[tuple[str, int]]] = [[] for _ in trees]
-    parents = _parents(trees)
+    parents = find_parents([tree.depth for tree in trees])
     for n in range(len(trees) - 1, -1, -1):  # children before their container
         tree, parent = trees[n], parents[n]
         form: object = tuple(sorted(inner[n]))
@@ -108,15 +108,20 @@ def _forms(trees: Sequence[Subtree]) -> list[int]:
             form = (tree.info.kind == "empty", tree.info.shape)
         forms[n] = numbers.setdefault(form, len(numbers))
         if parent is not None:
-            inner[parent].append((tree.path.rpartition("/")[2], forms[n]))
+            inner[parent].append((tree.name, forms[n]))
     return forms
 
 
-def _parents(trees: Sequence[Subtree]) -> list[int | None]:
+def find_parents(depths: Sequence[int]) -> list[int | None]:
+    """Returns the index of the container of each tree; None for the root.
+
+    Args:
+        depths: The depth of each tree, a container before its children.
+    """
     parents: list[int | None] = []
     above: list[int] = []
-    for n, tree in enumerate(trees):
-        while above and trees[above[-1]].depth >= tree.depth:
+    for n, depth in enumerate(depths):
+        while above and depths[above[-1]] >= depth:
             above.pop()
         parents.append(above[-1] if above else None)
         above.append(n)

@@ -126,6 +126,7 @@ class TreeRow(NamedTuple):
     """A container or a leaf of a state.
 
     Attributes:
+        name: The last key of `path`, as shown.
         path: The leaf path, or the common prefix of the leaves; empty for the root.
         depth: The number of keys in `path`.
         leaves: The number of leaves.
@@ -133,6 +134,7 @@ class TreeRow(NamedTuple):
         type: The type of a leaf; None for a container.
     """
 
+    name: str
     path: str
     depth: int
     leaves: int

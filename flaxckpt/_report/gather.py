@@ -170,7 +170,7 @@ def _read_metadata(
 
 def _tree_row(tree: Subtree) -> TreeRow:
     kind = None if tree.info is None else str(tree.info)
-    return TreeRow(tree.path, tree.depth, tree.leaves, tree.bytes, kind)
+    return TreeRow(tree.name, tree.path, tree.depth, tree.leaves, tree.bytes, kind)
 
 
 def _no_journal_note(listing: Listing) -> str:

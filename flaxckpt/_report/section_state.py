@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from flaxckpt._report import copies, section, tables, tree
 from flaxckpt._report.charts import share_bar, treemap
-from flaxckpt._report.data import Change, ChangedLeaf, Part, Report, TreeRow
+from flaxckpt._report.data import Change, ChangedLeaf, Part, Report
 from flaxckpt._report.section import Section
 from flaxckpt._util import html, humanize
 
@@ -65,7 +65,7 @@ def _shares(report: Report) -> list[share_bar.Share]:
     """Returns the outermost containers, and the copies inside of them on their own."""
     depth = _outermost_depth(report)
     outermost = [row for row in report.tree if row.depth == depth]
-    sized = [(row.path or "(all)", row.bytes, "") for row in outermost]
+    sized = [(row.path or row.name, row.bytes, "") for row in outermost]
     copied = [
         (c.path, c.bytes, f"the shapes of {c.of or 'all'}") for c in report.copies
     ]
@@ -117,7 +117,7 @@ def _picture(report: Report) -> html.Markup:
 
 def _display_name(part: Part) -> str:
     if part.until is None:
-        return part.path or "(all)"
+        return part.path
     return f"{part.path} … {part.until.rpartition('/')[2]}"
 
 
@@ -130,24 +130,23 @@ def _tile(part: Part) -> treemap.Tile:
 
 def _branches(report: Report) -> list[tree.Branch]:
     """Returns the outermost containers and leaves, and the copies as single entries."""
-    inner: dict[str, list[TreeRow]] = collections.defaultdict(list)
+    inner: list[list[int]] = [[] for _ in report.tree]
     count = 0
-    for row in report.tree:
-        count += row.type is not None
-        if row.path and count <= _MOST_LEAVES:
-            inner[row.path.rpartition("/")[0]].append(row)
+    for n, above in enumerate(copies.find_parents([row.depth for row in report.tree])):
+        count += report.tree[n].type is not None
+        if above is not None and count <= _MOST_LEAVES:
+            inner[above].append(n)
 
-    def branch(row: TreeRow) -> tree.Branch:
-        inside = [branch(child) for child in inner[row.path]]
+    def branch(n: int) -> tree.Branch:
+        row = report.tree[n]
+        inside = [branch(child) for child in inner[n]]
         inside.sort(key=lambda child: copies.is_optimizer(child.path))
-        name = row.path.rpartition("/")[2]
         is_open = row.depth == 1 and not copies.is_optimizer(row.path)
         return tree.Branch(
-            name, row.path, row.leaves, row.bytes, row.type or "", inside, is_open
+            row.name, row.path, row.leaves, row.bytes, row.type or "", inside, is_open
         )
 
-    root = next(row for row in report.tree)
-    whole = branch(root)
+    whole = branch(0)
     outermost = list(whole.inner or [whole])
     return outermost + [
         tree.Branch(

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from flaxckpt._report import copies
 from flaxckpt._report.data import Part
 from flaxckpt._run.disk_usage import Subtree
 
@@ -37,7 +38,7 @@ def divide(trees: Sequence[Subtree]) -> tuple[Part, ...]:
     """
     nodes = _nodes(trees)
     groups, others = _choose_groups(nodes)
-    name = {number: nodes[number].tree.path or "(all)" for number in groups}
+    name = {number: nodes[number].tree.shown_path for number in groups}
     single: list[tuple[str, int]] = [(name[number], number) for number in groups]
     queue = [(-nodes[n].tree.bytes, n, group) for group, n in single]
     heapq.heapify(queue)
@@ -76,7 +77,7 @@ def _choose_groups(nodes: Sequence[_Node]) -> tuple[list[int], list[Part]]:
         groups += large
         small = [n for n in nodes[number].inner if n not in large]
         if small:
-            others.append(_combine(nodes, small, tree.path))
+            others.append(_combine(nodes, small, tree.shown_path))
         groups[groups.index(number)] = _GONE
     return [number for number in groups if number != _GONE], others
 
@@ -87,13 +88,9 @@ def _is_large(tree: Subtree, total: int) -> bool:
 
 def _nodes(trees: Sequence[Subtree]) -> list[_Node]:
     inner: list[list[int]] = [[] for _ in trees]
-    above: list[int] = []
-    for number, tree in enumerate(trees):
-        while above and trees[above[-1]].depth >= tree.depth:
-            above.pop()
-        if above:
-            inner[above[-1]].append(number)
-        above.append(number)
+    for number, above in enumerate(copies.find_parents([t.depth for t in trees])):
+        if above is not None:
+            inner[above].append(number)
     return [_Node(tree, children) for tree, children in zip(trees, inner, strict=True)]
 
 
@@ -116,7 +113,7 @@ def _split(
 
 
 def _single(tree: Subtree, group: str) -> Part:
-    return Part(group, tree.path, None, 1, tree.leaves, tree.bytes)
+    return Part(group, tree.shown_path, None, 1, tree.leaves, tree.bytes)
 
 
 def _combine(nodes: Sequence[_Node], numbers: Sequence[int], group: str) -> Part:
@@ -125,8 +122,8 @@ def _combine(nodes: Sequence[_Node], numbers: Sequence[int], group: str) -> Part
         return _single(trees[0], group)
     return Part(
         group,
-        trees[0].path,
-        trees[-1].path,
+        trees[0].shown_path,
+        trees[-1].shown_path,
         len(trees),
         sum(tree.leaves for tree in trees),
         sum(tree.bytes for tree in trees),

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._formats.reader import CheckpointMetadata
@@ -31,6 +31,16 @@ class Subtree(NamedTuple):
     bytes: int
     info: LeafInfo | None
 
+    @property
+    def name(self) -> str:
+        """The last key; `(all)` for the root, and `''` for an empty key."""
+        return self.path.rpartition("/")[2] or ("''" if self.depth else "(all)")
+
+    @property
+    def shown_path(self) -> str:
+        """The path; `name` where it is empty."""
+        return self.path or self.name
+
 
 def subtrees(
     leaves: Mapping[LeafPath, LeafInfo], *, below: LeafPath = ""
@@ -44,31 +54,35 @@ def subtrees(
     Returns:
         The subtrees; empty if the container does not exist.
     """
-    inner: dict[LeafPath, list[LeafPath]] = {"": []}
-    counts: dict[LeafPath, list[int]] = {"": [0, 0]}
+    # By keys: the path of the root is also that of its child with an empty key.
+    inner: dict[_Keys, list[str]] = {}
+    counts: dict[_Keys, list[int]] = {(): [0, 0]}
+    infos: dict[_Keys, LeafInfo] = {}
     for path, info in leaves.items():
+        keys = tuple(path.split("/")) if path or info.keys else ()
+        infos[keys] = info
         size = _arrays.forms.stored_bytes(info)
         has_value = info.kind != "empty"
-        above = ""
-        for prefix in _prefixes(path):
+        for depth in range(len(keys) + 1):
+            above = keys[:depth]
+            if above not in counts:
+                counts[above] = [0, 0]
+                inner.setdefault(above[:-1], []).append(above[-1])
             counts[above][0] += has_value
             counts[above][1] += size
-            if prefix not in counts:
-                counts[prefix] = [0, 0]
-                inner.setdefault(above, []).append(prefix)
-            above = prefix
-        counts[above][0] += has_value
-        counts[above][1] += size
+    top = tuple(below.split("/")) if below else ()
     trees: list[Subtree] = []
-    waiting = [(below, below.count("/") + 1 if below else 0)] if below in counts else []
+    waiting = [top] if top in counts else []
     while waiting:
-        path, depth = waiting.pop()
-        trees.append(
-            Subtree(path, depth, counts[path][0], counts[path][1], leaves.get(path))
-        )
-        children = _util.folding.order_numbers(inner.get(path, []))
-        waiting += [(child, depth + 1) for child in reversed(children)]
+        keys = waiting.pop()
+        count, size = counts[keys]
+        trees.append(Subtree("/".join(keys), len(keys), count, size, infos.get(keys)))
+        names = _util.folding.order_numbers(inner.get(keys, []))
+        waiting += [(*keys, name) for name in reversed(names)]
     return trees
+
+
+_Keys: TypeAlias = tuple[str, ...]
 
 
 def shown(trees: Sequence[Subtree], *, depth: int | None, rows: int) -> list[Subtree]:
@@ -131,9 +145,10 @@ def _find_near(
     """
     known = dict.fromkeys(prefix for leaf in leaves for prefix in _prefixes(leaf))
     plain = {_state.tree.unescape(p): p for p in known if "%" in p}
-    if path.strip("/") in plain:
-        return [plain[path.strip("/")]], True
-    parts = path.strip("/").split("/")
+    bare = path.strip("/")
+    if bare in known or bare in plain:
+        return [plain.get(bare, bare)], True
+    parts = bare.split("/")
     depth = next(n for n in range(len(parts)) if "/".join(parts[: n + 1]) not in known)
     above, rest = "/".join(parts[:depth]), parts[depth + 1 :]
     siblings = [p for p in known if p.rpartition("/")[0] == above]

@@ -48,7 +48,7 @@ def prune(structure: tree.Node | LeafPath, table: LeafTable) -> tree.Node | Leaf
         part = (
             path if leaf.info.kind != "empty" else _find_empty_node(path, leaf, empties)
         )
-        if not path:
+        if not leaf.info.keys:
             return part
         *containers, last = zip(path.split("/"), leaf.info.keys, strict=True)
         parts = root

@@ -129,9 +129,8 @@ def _level(
 
 
 def _branch(opened: OpenCheckpoint, tree: Subtree, unfold: int) -> Branch:
-    name = tree.path.rpartition("/")[2] or "(the state)"
     if tree.info is not None:
-        return _leaf_entry(opened, tree, name)
+        return _leaf_entry(opened, tree, tree.name)
     children = opened.children[tree.path]
     is_open = len(children) <= unfold
     inner = (
@@ -142,7 +141,7 @@ def _branch(opened: OpenCheckpoint, tree: Subtree, unfold: int) -> Branch:
     url = _url("/leaves/branch", opened, under=tree.path)
     data = {} if is_open else {"hx_get": url, **_ON_UNFOLDING}
     return Branch(
-        name, tree.path, tree.leaves, tree.bytes, "", inner, is_open, data=data
+        tree.name, tree.path, tree.leaves, tree.bytes, "", inner, is_open, data=data
     )
 
 
@@ -193,8 +192,8 @@ def search(workspace: Workspace, query: Query) -> html.Markup:
     if len(found) > _MOST_FOUND:
         count += f"; the first {_MOST_FOUND} are shown"
     shown = [
-        _leaf_entry(opened, opened.trees[path], path or "(the state)")
-        for path in found[:_MOST_FOUND]
+        _leaf_entry(opened, tree, tree.shown_path)
+        for tree in map(opened.leaves.__getitem__, found[:_MOST_FOUND])
     ]
     return html.join(
         [
@@ -217,12 +216,13 @@ def statistics(workspace: Workspace, query: Query) -> html.Markup:
     place = workspace.places.find(query.text("run"))
     opened = workspace.opened.get(place, query.number("step"))
     leaf = query.text("leaf")
-    if leaf not in opened.stored.metadata.leaves:
+    tree = opened.leaves.get(leaf)
+    if tree is None:
         raise errors.CheckpointNotFoundError(
             f"{opened.stored.metadata.path} has no leaf {leaf!r}"
         )
-    size = opened.trees[leaf].bytes
-    heading = html.element("h2", leaf or "(the state)", class_="leaf-path")
+    size = tree.bytes
+    heading = html.element("h2", tree.shown_path, class_="leaf-path")
     if size > _MOST_BYTES and not query.text("large"):
         url = _url("/leaves/leaf", opened, leaf=leaf, large=1)
         return html.join([heading, forms.read_anyway(size, url, "#leaf")])

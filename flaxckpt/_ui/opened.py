@@ -28,20 +28,18 @@ class OpenCheckpoint(NamedTuple):
         place: The run or the checkpoint.
         step: The step of a run; None for a checkpoint.
         stored: The checkpoint as its reader opened it.
-        trees: Path -> a container or a leaf; the empty path is all of the state.
-        children: Path of a container -> what it contains.
+        root: All leaves together.
+        leaves: Path -> the leaf.
+        children: Path of a container -> what it contains. The root also has what its
+            child with an empty key contains, because their paths are equal.
     """
 
     place: Location
     step: int | None
     stored: Stored
-    trees: Mapping[LeafPath, Subtree]
+    root: Subtree
+    leaves: Mapping[LeafPath, Subtree]
     children: Mapping[LeafPath, Sequence[Subtree]]
-
-    @property
-    def root(self) -> Subtree:
-        """All leaves together."""
-        return self.trees[""]
 
 
 class OpenCheckpoints:
@@ -88,26 +86,18 @@ def _is_current(stored: Stored) -> bool:
 def _open(place: Location, step: int | None) -> OpenCheckpoint:
     stored = locate.open_checkpoint(place.path, step)
     trees = _run.disk_usage.subtrees(stored.metadata.leaves)
-    return OpenCheckpoint(
-        place, step, stored, {tree.path: tree for tree in trees}, _children(trees)
-    )
+    leaves = {tree.path: tree for tree in trees if tree.info is not None}
+    return OpenCheckpoint(place, step, stored, trees[0], leaves, _children(trees))
 
 
 def _children(trees: Sequence[Subtree]) -> dict[LeafPath, list[Subtree]]:
-    """Returns the content of each container.
-
-    A path may be a leaf and a container, as the root is for a key that is empty: then
-    the container has the leaf as its first child.
-    """
-    containers = {"", *(_above(tree.path) for tree in trees)}
-    children: dict[LeafPath, list[Subtree]] = {}
+    """Returns the content of each container; a state that is one leaf has itself."""
+    children: dict[LeafPath, list[Subtree]] = {"": []}
     for tree in trees:
-        is_container = tree.path in containers
-        if tree.path:
-            shown = tree._replace(info=None) if is_container else tree
-            children[_above(tree.path)].append(shown)
-        if is_container:
-            children[tree.path] = [tree] if tree.info is not None else []
+        if tree.info is not None or tree.path:
+            children[_above(tree.path)].append(tree)
+        if tree.info is None:
+            children.setdefault(tree.path, [])
     return children
 
 

@@ -72,7 +72,7 @@ def _show(usage: DiskUsage) -> None:
             TextColumn("size", is_number=True),
         ],
         [
-            [tree.path or "(all)", str(tree.leaves), _output.size(tree.bytes)]
+            [tree.shown_path, str(tree.leaves), _output.size(tree.bytes)]
             for tree in usage.subtrees
         ],
     )

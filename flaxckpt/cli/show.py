@@ -67,7 +67,8 @@ def show(
     path, step = _app.locate_step(path, step, step_format)
     stored = locate.open_without_classes(path, step)
     metadata = stored.metadata
-    leaf = leaf and leaf.rstrip("/")
+    if leaf is not None and leaf not in metadata.leaves:
+        leaf = leaf.rstrip("/")  # of a container
     if leaf is not None and leaf in metadata.leaves:
         statistics = _inspect.leaf_statistics.leaf_statistics(path, leaf, step=step)
         _show_leaf(statistics, json)
@@ -177,8 +178,8 @@ def _show_tree(trees: Sequence[Subtree]) -> None:
 
 
 def _tree_row(tree: Subtree, top: int) -> list[str | Cell]:
-    name = tree.path.rpartition("/")[2] if tree.depth > top else tree.path
-    indented = "  " * (tree.depth - top) + (name or "(all)")
+    name = tree.name if tree.depth > top else tree.shown_path
+    indented = "  " * (tree.depth - top) + name
     size = _output.size(tree.bytes)
     if tree.info is None:
         leaves = _output.count(tree.leaves, "leaf", "leaves")

@@ -1141,6 +1141,26 @@ def test_all_verbs_count_the_same_leaves(here, command):
     assert "3 leaves" in repr(flaxckpt.metadata("one"))
 
 
+def test_empty_keys_are_shown(here, command):
+    inner = {"": np.ones(2, "f4"), "c": np.ones(1, "f4")}
+    flaxckpt.save("odd", {"": np.ones(3, "f4"), "b": inner})
+    rows = [line.split() for line in command.text("show", "odd")[2:]]
+    assert rows == [
+        ["(all)", "3", "leaves", "24", "B"],
+        ["''", "float32[3]", "12", "B"],
+        ["b", "2", "leaves", "12", "B"],
+        ["''", "float32[2]", "8", "B"],
+        ["c", "float32[1]", "4", "B"],
+    ]
+    rows = [line.split()[:2] for line in command.text("du", "odd")[-5:]]
+    assert rows == [["(all)", "3"], ["''", "1"], ["b", "2"], ["b/", "1"], ["b/c", "1"]]
+    assert command.text("show", "odd", "b/")[0] == "b/: float32[2]"
+
+
+def test_a_path_with_one_slash_too_many_names_the_path_without(here, command):
+    assert "did you mean params?" in command.refuses("show", "run", "/params")
+
+
 # ---- du and doctor ------------------------------------------------------------------
 
 

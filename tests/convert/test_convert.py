@@ -424,6 +424,13 @@ def test_lists_with_holes_are_dicts_and_containers_without_leaves_go(tmp_path):
         assert checkpointer.restore(tmp_path / "orbax" / "state") == wanted
 
 
+def test_a_leaf_with_an_empty_key_stays(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"": 1, "b": {"": 2, "c": 3}})
+    drop = [transforms.drop("b/c")]
+    flaxckpt.convert(tmp_path / "c", tmp_path / "d", transforms=drop)
+    assert flaxckpt.load(tmp_path / "d") == {"": 1, "b": {"": 2}}
+
+
 def test_lists_are_in_order_wherever_their_items_came_from(tmp_path):
     flaxckpt.save(tmp_path / "c", {"l": [10, 11, 12], "m": [20, 21]})
     swap = [

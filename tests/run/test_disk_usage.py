@@ -1,10 +1,14 @@
 """How large a checkpoint is, in memory and on the disk."""
 
+import dataclasses
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flaxckpt._run import disk_usage as run_disk_usage
 from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._state.tree import Key
 
 
 def info(path, count):
@@ -53,6 +57,31 @@ def test_a_subtree_may_be_asked_for_alone():
 def test_a_state_that_is_one_leaf_is_one_row():
     [tree] = run_disk_usage.subtrees({"": info("", 3)})
     assert (tree.path, tree.leaves, tree.bytes) == ("", 1, 12)
+
+
+@pytest.mark.parametrize(
+    ("paths", "rows"),
+    [
+        (("", "b/"), [(1, "''", "", 1), (1, "b", "b", 1), (2, "''", "b/", 1)]),
+        (
+            ("/a", "b//c"),
+            [
+                (1, "''", "", 1),
+                (2, "a", "/a", 1),
+                (1, "b", "b", 1),
+                (2, "''", "b/", 1),
+                (3, "c", "b//c", 1),
+            ],
+        ),
+    ],
+    ids=["leaves", "containers"],
+)
+def test_an_empty_key_is_a_key(paths, rows):
+    keys = (Key("", "key"),)
+    leaves = {path: dataclasses.replace(info(path, 1), keys=keys) for path in paths}
+    trees = run_disk_usage.subtrees(leaves)
+    found = [(tree.depth, tree.name, tree.path, tree.leaves) for tree in trees]
+    assert found == [(0, "(all)", "", 2), *rows]
 
 
 def test_shown_depth_fits_the_number_of_rows():

@@ -64,6 +64,7 @@ def x64_state():
 
 STATES = {
     "dict": lambda: {"a": {"b": np.arange(4.0), "c/d": np.ones(2)}, "": np.zeros(1)},
+    "empty keys": lambda: {"": {"": np.ones(1), "a": 1}, "b": {"": np.ones(2), "c": 2}},
     "frozen": lambda: FrozenDict({"params": {"w": jnp.ones((2, 3))}}),
     "named tuple": lambda: Pair(np.arange(3), (1, 2.5, None, "text")),
     "dataclass": lambda: Data(jnp.zeros(3, jnp.bfloat16)),
