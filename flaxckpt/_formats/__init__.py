@@ -507,16 +507,14 @@ def advice_on_names(directory: Path) -> str:
     """
     steps = _steps.index.checkpoints_by_number(directory, identify)
     names = [path.name for paths in steps.values() for path in paths]
-    if not names:
+    formats = _steps.names.list_formats(min(names)) if names else []
+    if not formats:
         return ""
-    name = errors.printable(min(names))
-    prefix = name.rstrip("0123456789")
-    digits = name.removeprefix(prefix)
-    field = f"{{step:0{len(digits)}d}}" if digits[:-1].startswith("0") else "{step}"
+    name, template = map(errors.printable, (min(names), formats[0].template))
     return (
         f". If {name} is a step of a run, pass the format of its step names:"
-        f" Checkpointer(…, step_format='{prefix}{field}'), or --step-format on the"
-        " command line"
+        f" Checkpointer(…, step_format='{template}'), or --step-format on the command"
+        " line"
     )
 
 

@@ -156,7 +156,7 @@ def _list_item(path: Path, name: str, listing: _ItemListing) -> None:
             why = "was deleted from" if is_deleted else "is missing from"
             listing.left_out[name] = f"{why} this step"
             listing.lost.extend([] if is_json else [name])
-    elif not item.is_dir() or _is_temporary(name):
+    elif not item.is_dir() or _steps.names.is_temporary(name):
         return
     elif items.is_tree(item) or items.is_native(item):
         listing.trees.append(name)
@@ -172,10 +172,6 @@ def _list_item(path: Path, name: str, listing: _ItemListing) -> None:
 def _is_file_name(name: str) -> bool:
     is_short = 0 < len(name.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
     return is_short and "/" not in name and not orbax_json.UNSAFE.search(name)
-
-
-def _is_temporary(name: str) -> bool:
-    return _storage.temporary.TEMPORARY in name or _steps.names.is_temporary(name)
 
 
 def _is_beside(directory: Path, handler: str) -> bool:

@@ -278,10 +278,7 @@ def _recorded_prefixes(root: Path) -> set[str]:
 def _finished(root: Path) -> Iterator[Path]:
     """Yields the entries under `root`, except links and temporary entries."""
     for path in sorted(root.iterdir()):
-        name = path.name
-        if _storage.temporary.TEMPORARY in name or names.is_temporary(name):
-            continue
-        if not path.is_symlink():
+        if not (names.is_temporary(path.name) or path.is_symlink()):
             yield path
 
 

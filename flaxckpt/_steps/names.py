@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from flaxckpt import _util, errors
+from flaxckpt import _storage, _util, errors
 
 Number: TypeAlias = Callable[[str], int | None]
 """Returns the step of a name, or None."""
@@ -17,6 +17,8 @@ STAGING_OWNER = "STAGING_OF"
 """File in a staging directory that names its run directory."""
 
 _FIELD = re.compile(r"\{step(?::0(\d+)d)?\}")
+
+_NOT_IN_NAMES = "{}/\\\0"
 
 _ANY_NAME = re.compile(r"(?:.*(?<![0-9]\.)(?<![0-9]))?([0-9]{1,18})", re.DOTALL)
 
@@ -49,10 +51,16 @@ class StepFormat:
             )
         fields = _FIELD.findall(self.template)
         rest = _FIELD.sub("", self.template)
-        if len(fields) != 1 or any(char in rest for char in "{}/\\\0"):
+        if len(fields) != 1 or any(char in rest for char in _NOT_IN_NAMES):
             raise errors.OptionError(
-                "step_format must contain {step} or {step:08d} once, and no '/', got"
-                f" {self.template!r}; for example 'step_{{step}}'"
+                "step_format must contain {step} or {step:08d} once, and no other"
+                f" braces or slashes, got {self.template!r}; for example"
+                " 'step_{step}'"
+            )
+        if is_temporary(_FIELD.sub("0", self.template)):
+            raise errors.OptionError(
+                "step_format must not give the names of unfinished steps, which ls and"
+                f" load leave out, got {self.template!r}; for example 'step_{{step}}'"
             )
 
     def name(self, step: int) -> str:
@@ -113,6 +121,23 @@ def prefix(name: str) -> str:
     return name[: match.start(1)] if match else name
 
 
+def list_formats(name: str) -> list[StepFormat]:
+    """Returns the formats of step names with a name: unpadded first, then padded.
+
+    Empty without a number at the end, and for a prefix that no format can have.
+    """
+    start = prefix(name)
+    is_refused = is_temporary(name) or any(char in start for char in _NOT_IN_NAMES)
+    if number(name) is None or is_refused:
+        return []
+    width = len(name) - len(start)
+    formats = (
+        StepFormat(f"{start}{{step}}"),
+        StepFormat(f"{start}{{step:0{width}d}}"),
+    )
+    return [each for each in formats if each.step(name) is not None]
+
+
 def is_usual_prefix(text: str) -> bool:
     """Returns True for a usual prefix of step names."""
     return _USUAL_PREFIX.fullmatch(text) is not None
@@ -124,8 +149,9 @@ def is_usual(name: str) -> bool:
 
 
 def is_temporary(name: str) -> bool:
-    """Returns True for the name of an unfinished step of T5X."""
-    return _T5X_TEMPORARY.search(name) is not None
+    """Returns True for the name of an unfinished step, also of T5X."""
+    is_ours = _storage.temporary.TEMPORARY in name
+    return is_ours or _T5X_TEMPORARY.search(name) is not None
 
 
 def find_format(steps: Mapping[int, str]) -> str | None:
@@ -134,15 +160,8 @@ def find_format(steps: Mapping[int, str]) -> str | None:
     Args:
         steps: The number of each step -> its name.
     """
-    if not steps:
-        return "{step}"
     # The smallest number has the most leading zeros, if any.
-    name = steps[min(steps)]
-    before, digits = prefix(name), name.removeprefix(prefix(name))
-    if any(char in before for char in "{}/\\\0"):
-        return None
-    for field in ("{step}", f"{{step:0{len(digits)}d}}"):
-        step_format = StepFormat(before + field)
+    for step_format in list_formats(steps[min(steps)] if steps else "0"):
         if all(step_format.step(name) == step for step, name in steps.items()):
             return step_format.template
     return None

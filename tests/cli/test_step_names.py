@@ -90,6 +90,16 @@ def test_verbs_that_take_one_checkpoint_take_steps_of_a_format(models, command):
     assert flaxckpt.load(models.parent / "out")["n"] == 1
 
 
+def test_names_that_no_format_has_get_no_advice_on_formats(tmp_path, command):
+    flaxckpt.save(tmp_path / "a{b}_1", {"n": 1})
+    told = command.refuses("explain", tmp_path)
+    assert "pass the path of one" in told
+    assert "step-format" not in told
+    for verb in (("ls",), ("prune", "-k", "latest:1")):
+        told = command.refuses(*verb, tmp_path, "--step-format", "a{b}_{step}")
+        assert "no other braces" in told
+
+
 @pytest.mark.parametrize("template", ["a-{step}", "gen_{step:05d}", "x.y_{step}"])
 def test_a_run_says_how_its_steps_are_called(tmp_path, template):
     with flaxckpt.Checkpointer(tmp_path, step_format=template) as run:

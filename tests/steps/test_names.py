@@ -49,6 +49,35 @@ def test_a_format_without_one_step_is_refused(template):
         steps_names.StepFormat(template)
 
 
+@pytest.mark.parametrize("template", ["a{{b}}_{step}", "a{b}_{step}", "{{step}}"])
+def test_a_format_with_other_braces_is_refused(template, tmp_path):
+    with pytest.raises(errors.OptionError, match="no other braces or slashes"):
+        flaxckpt.Checkpointer(tmp_path, step_format=template)
+
+
+@pytest.mark.parametrize("prefix", ["run.tmp-", "a.orbax-checkpoint-tmp-"])
+def test_a_format_of_unfinished_steps_is_refused(prefix):
+    with pytest.raises(errors.OptionError, match="names of unfinished steps"):
+        steps_names.StepFormat(f"{prefix}{{step}}")
+
+
+@pytest.mark.parametrize(
+    ("name", "templates"),
+    [
+        ("7", ["{step}", "{step:01d}"]),
+        ("a_70", ["a_{step}", "a_{step:02d}"]),
+        ("a_07", ["a_{step:02d}"]),
+        ("a{b}_7", []),
+        ("a.tmp-7", []),
+        ("a", []),
+    ],
+)
+def test_the_formats_of_a_name_give_it_back(name, templates):
+    found = steps_names.list_formats(name)
+    assert [each.template for each in found] == templates
+    assert {each.name(steps_names.number(name)) for each in found} <= {name}
+
+
 @pytest.mark.parametrize("step", [-1, 1.0, "1", True, None, 10**18])
 def test_a_step_is_a_whole_number_from_0(step):
     with pytest.raises(errors.OptionError, match="step"):
