@@ -155,6 +155,17 @@ def test_an_empty_attribute_of_an_nnx_object_takes_it(tmp_path, value, begin):
     jax.tree.map(np.testing.assert_array_equal, *flat)
 
 
+@pytest.mark.parametrize("begin", [{"m": None, "w": W}, {"w": W}])
+def test_a_module_is_its_state_in_an_empty_place_and_without_a_template(
+    tmp_path, begin
+):
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    with saved(tmp_path, {"m": model, "w": W}) as ckpt:
+        found = resume(ckpt, begin)["m"]
+    assert type(found) is type(flaxckpt.load(tmp_path / "run")["m"]) is nnx.State
+    check_same(found, nnx.state(model))
+
+
 @pytest.mark.parametrize(
     ("whole", "begin", "leaf"),
     [
