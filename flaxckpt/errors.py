@@ -158,9 +158,7 @@ class UnsupportedLeafError(CheckpointError, TypeError):
         )
         super().__init__(
             f"{_count(leaves, 'leaf', 'leaves')} cannot be {task}:\n"
-            + rows(
-                f"{path or '(root)'}: found {found}" for path, found in leaves.items()
-            )
+            + rows(f"{path}: found {found}" for path, found in leaves.items())
             + f"\n{advice}"
         )
 
@@ -223,7 +221,7 @@ class Mismatch:
     @property
     def row(self) -> str:
         """The line that shows the mismatch in an error."""
-        return f"{self.leaf or '(root)'}: wanted {self.wanted}, found {self.found}"
+        return f"{name_leaf(self.leaf)}: wanted {self.wanted}, found {self.found}"
 
 
 class RestoreMismatchError(CheckpointError, ValueError):
@@ -270,15 +268,24 @@ class ResumeMismatchError(CheckpointError, ValueError):
         )
 
 
+def name_leaf(path: str) -> str:
+    """Returns a leaf path as shown: the empty path is `(root)`."""
+    return path or "(root)"
+
+
 def rows(lines: object, count: int | None = None) -> str:
     """Returns the first few `lines`, indented, and the number of lines left out.
 
     Args:
-        lines: The lines; at least as many as are shown.
+        lines: The lines; at least as many as are shown. One that begins with a colon is
+            about the leaf with the empty path.
         count: The number of all lines, if `lines` are only the first of them.
     """
     listed = list(lines)  # type: ignore[call-overload]
-    shown = [f"  {printable(line)}" for line in listed[:ROWS_SHOWN]]
+    shown = [
+        f"  {printable(name_leaf('') + line if line.startswith(': ') else line)}"
+        for line in listed[:ROWS_SHOWN]
+    ]
     left_out = (len(listed) if count is None else count) - len(shown)
     if left_out:
         shown.append(f"  … and {left_out} more (in the error's fields)")
@@ -287,7 +294,8 @@ def rows(lines: object, count: int | None = None) -> str:
 
 def first_few(names: Sequence[str], most: int = 5) -> str:
     """Returns the first `most` names, joined by commas, with an ellipsis if cut."""
-    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+    shown = ", ".join(map(name_leaf, names[:most]))
+    return shown + (", …" if len(names) > most else "")
 
 
 def one_line(text: object, max_chars: int = 300) -> str:

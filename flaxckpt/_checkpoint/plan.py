@@ -261,4 +261,5 @@ def _cells(row: _util.folding.LeafRow, problem: Mismatch | None) -> tuple[str, .
     if row.source and found == wanted:
         found = ""  # the types are the same
     count = f"{row.leaves:,}" if row.leaves > 1 else ""
-    return row.name, count, actions, wanted, (found + row.source).strip(), transforms
+    name, found = errors.name_leaf(row.name), (found + row.source).strip()
+    return name, count, actions, wanted, found, transforms

@@ -50,7 +50,9 @@ def _branch_table(metadata: CheckpointMetadata) -> Markup:
         count[1] += _arrays.forms.stored_bytes(info)
     header = _util.card.row(["branch", "leaves", "size"], (1, 2), tag="th")
     rows = [
-        _util.card.row([name or "(root)", f"{n:,}", _util.humanize.size(size)], (1, 2))
+        _util.card.row(
+            [errors.name_leaf(name), f"{n:,}", _util.humanize.size(size)], (1, 2)
+        )
         for name, (n, size) in list(counts.items())[:_BRANCHES]
     ]
     if more := len(counts) - len(rows):

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from flaxckpt import errors
 from flaxckpt._report import copies, section, tables, tree
 from flaxckpt._report.charts import share_bar, treemap
 from flaxckpt._report.data import Change, ChangedLeaf, Part, Report
@@ -345,7 +346,7 @@ _CHANGE_COLUMNS = [
 
 def _change_row(leaf: ChangedLeaf, largest: float) -> tables.TableRow:
     data: dict[str, object] = {"data_path": leaf.path, "data_what": leaf.what}
-    name = leaf.path.removeprefix(f"{leaf.group}/")
+    name = errors.name_leaf(leaf.path.removeprefix(f"{leaf.group}/"))
     if not leaf.different:
         what = leaf.shown if leaf.what in ("kind", "shape") else leaf.what
         return tables.TableRow([name, "", "", "", what], data)

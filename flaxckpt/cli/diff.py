@@ -176,7 +176,7 @@ def _show_metrics(result: CheckpointDiff, limit: int) -> None:
 def _show_unreadable(result: CheckpointDiff, limit: int) -> None:
     """Prints a line for each leaf or item that could not be compared."""
     lost = {**result.damaged_items, **result.unreadable}
-    lines = [f"  {path}: {why}" for path, why in lost.items()]
+    lines = [f"  {errors.name_leaf(path)}: {why}" for path, why in lost.items()]
     if lines:
         _output.print_line("cannot be read, and so may differ:")
     for line in lines[:limit]:
@@ -190,27 +190,30 @@ def _show_unreadable(result: CheckpointDiff, limit: int) -> None:
 
 def _leaf_rows(result: CheckpointDiff) -> list[list[str | Cell]]:
     """Returns a row for each leaf that differs."""
-    rows = [_row(path, leaf) for path, leaf in result.changed.items()]
+    rows = [_row(errors.name_leaf(path), leaf) for path, leaf in result.changed.items()]
     for paths, text, style in (
         (result.only_in_a, "only in a", "red"),
         (result.only_in_b, "only in b", "green"),
     ):
-        rows += [[path, "", Cell(text, style), "", "", ""] for path in paths]
+        rows += [
+            [errors.name_leaf(path), "", Cell(text, style), "", "", ""]
+            for path in paths
+        ]
     return rows
 
 
-def _row(path: str, leaf: LeafDiff) -> list[str | Cell]:
+def _row(name: str, leaf: LeafDiff) -> list[str | Cell]:
     if leaf.kind in ("kind", "shape"):
-        return [path, "", Cell(f"{leaf.a} -> {leaf.b}", "yellow"), "", "", ""]
+        return [name, "", Cell(f"{leaf.a} -> {leaf.b}", "yellow"), "", "", ""]
     types = f"{leaf.a.dtype} -> {leaf.b.dtype}" if leaf.kind == "dtype" else ""
     if leaf.a.kind == "string":
         types = "text"
     types = ", ".join(filter(None, (types, leaf.note)))
     if not leaf.different:
-        return [path, "", types, "", "", ""]
+        return [name, "", types, "", "", ""]
     changes = [_number(leaf.max_abs), _number(leaf.rel_norm)]
     elements = f"{leaf.different:,} of {math.prod(leaf.a.shape):,}"
-    return [path, "", types, elements, *changes]
+    return [name, "", types, elements, *changes]
 
 
 def _number(value: float) -> str:
@@ -251,7 +254,7 @@ def _subtree_rows(result: CheckpointDiff, limit: int) -> list[list[str | Cell]]:
         depth, subtrees = depth + 1, deeper
     return [
         [
-            path or "(root)",
+            errors.name_leaf(path),
             f"{subtree.differing:,} of {subtree.leaves:,}",
             Cell(f"{subtree.only:,} only in one" if subtree.only else "", "yellow"),
             f"{subtree.elements:,}" if subtree.elements else "",

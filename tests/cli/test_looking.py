@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from flax.training.train_state import TrainState
 
 import flaxckpt
+from flaxckpt import errors
 from flaxckpt._steps import journal
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt.cli import app
@@ -1155,6 +1156,22 @@ def test_empty_keys_are_shown(here, command):
     rows = [line.split()[:2] for line in command.text("du", "odd")[-5:]]
     assert rows == [["(all)", "3"], ["''", "1"], ["b", "2"], ["b/", "1"], ["b/c", "1"]]
     assert command.text("show", "odd", "b/")[0] == "b/: float32[2]"
+
+
+def test_a_state_that_is_one_array_has_a_name_in_tables_and_errors(here, command):
+    for name in ("one", "two"):
+        flaxckpt.save(name, np.full(3000, len(name) * (name == "two"), "f4"))
+    assert command.text("diff", "one", "two", code=1)[3].split()[0] == "(root)"
+    lines = command.text("plan", "one", "w.msgpack", code=1)
+    assert any(line.startswith("(root)") for line in lines)
+    file = largest_file(here / "one/state")
+    file.write_bytes(bytes(100) + b"1" + file.read_bytes()[101:])
+    with pytest.raises(errors.DamagedCheckpointError, match=r"\n  \(root\): "):
+        flaxckpt.load("one")
+    assert "1 of 1 leaf cannot be read: (root)" in "\n".join(
+        command.text("verify", "one", code=1)
+    )
+    assert "  (root): " in "\n".join(command.text("diff", "one", "one", code=1))
 
 
 def test_a_path_with_one_slash_too_many_names_the_path_without(here, command):
