@@ -65,7 +65,8 @@ def read(path: Path, step: int | None, read_native: ReadNative) -> Stored:
         stored = dataclasses.replace(
             stored,
             digests=_add_prefix(state, stored.digests),
-            own_items={state: stored} if items.is_native(path / state) else {},
+            own_items={state: stored} if stored.manifest else {},
+            manifest=None,
         )
     else:
         state = tuple(sorted({*parts, *branches.damaged}))
@@ -340,7 +341,7 @@ def _merge(path: Path, parts: Mapping[str, Stored]) -> Stored:
             nested = _nest(path, item, leaf)
             table[nested.info.path] = nested
     first = next(iter(parts.values()))
-    own = {item: part for item, part in parts.items() if items.is_native(path / item)}
+    own = {item: part for item, part in parts.items() if part.manifest}
     lineage: tuple[Lineage, ...] = ()
     for part in parts.values():
         lineage += tuple(o for o in part.metadata.lineage if o not in lineage)

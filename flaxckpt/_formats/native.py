@@ -183,6 +183,7 @@ def _read_native(
             if item in deleted
         },
         warnings=items.describe_damaged_items(path, damaged),
+        manifest=manifest,
     )
 
 

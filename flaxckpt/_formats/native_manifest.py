@@ -43,6 +43,7 @@ class Manifest(NamedTuple):
         json: The names of the JSON items.
         checksums: Leaf path -> checksums of its chunks and their segments.
         files: Files of databases, without trees -> bytes; None if not recorded.
+        has_metrics: Whether the step was saved with metrics and their digests.
     """
 
     infos: Sequence[LeafInfo]
@@ -58,6 +59,7 @@ class Manifest(NamedTuple):
     json: tuple[str, ...]
     checksums: Mapping[LeafPath, ChunkChecksums]
     files: Mapping[str, int] | None
+    has_metrics: bool
 
 
 def parse(data: Mapping[str, Any], resolve: _state.treedef.Resolve) -> Manifest:
@@ -90,6 +92,7 @@ def parse(data: Mapping[str, Any], resolve: _state.treedef.Resolve) -> Manifest:
         parse_item_names(data.get("json", [])),
         native_checksums.parse(data, infos, encoding),
         parse_files(data) if "files" in data else None,
+        data.get("metrics") is True,
     )
 
 

@@ -6,13 +6,16 @@ import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from flaxckpt import _state, _steps, _storage, errors
 from flaxckpt._formats import summary
 from flaxckpt._formats.items import Items
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath
+
+if TYPE_CHECKING:
+    from flaxckpt._formats.native_manifest import Manifest
 
 
 class Lineage(NamedTuple):
@@ -103,6 +106,7 @@ class Stored:
         left_out: Item that a load of the whole state goes without -> the reason.
         own_items: Item of an Orbax step in our own format -> the item opened alone.
         warnings: Messages for the log of those who open the checkpoint to use it.
+        manifest: The manifest; None in a checkpoint of another program.
     """
 
     metadata: CheckpointMetadata
@@ -116,6 +120,7 @@ class Stored:
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
     own_items: Mapping[str, Stored] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    manifest: Manifest | None = None
 
     @property
     def step(self) -> int | None:
