@@ -13,10 +13,11 @@ import stat
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from flaxckpt import _arrays, _formats, _state, _storage, _util, _zarr, errors
 from flaxckpt._formats import locate
+from flaxckpt._formats.native_manifest import Manifest
 from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
@@ -90,16 +91,13 @@ def check(path: Path, step: int | None) -> Files | None:
         stored = locate.read_without_classes(path)
         locate.check_step(path, step, stored)
         stored.check_items(stored.metadata.damaged_items)
-        if stored.metadata.format != "flaxckpt":
+        if (manifest := stored.manifest) is None:
             raise errors.DamagedCheckpointError(
                 f"{path / _formats.orbax_json.MANIFEST} is missing; restore another"
                 " step"
             )
         with _storage.permissions.explain_errors(path):
-            manifest = _formats.items.read_json(
-                path / _formats.orbax_json.MANIFEST, path
-            )
-            encoding = _formats.native_manifest.parse_encoding(manifest)
+            encoding = manifest.encoding
             files = None
             if not storage.costs_requests:
                 files = Files.of(path, _names(path, stored, encoding, manifest))
@@ -180,14 +178,14 @@ def _names(
     path: Path,
     stored: Stored,
     encoding: _zarr.metadata.Encoding | None,
-    manifest: Mapping[str, Any],
+    manifest: Manifest,
 ) -> list[str]:
     """Returns the files of a local checkpoint that a restore reads."""
     names = [_formats.orbax_json.MANIFEST, *digests(stored)]
-    if "files" in manifest:
+    if manifest.files is not None:
         return [*names, *recorded_sizes(stored, manifest)]
     for item, infos in stored.items.split([*stored.metadata.leaves.values()]).items():
-        if encoding is None or manifest["ocdbt"]:
+        if encoding is None or manifest.ocdbt:
             root = _formats.items.prefix(item)
             part = _zarr.metadata.DATABASE_PART
             values = [*path.glob(f"{root}d/*"), *path.glob(f"{root}{part}*/d/*")]
@@ -211,14 +209,13 @@ def check_leaves(path: Path, leaves: Collection[LeafPath]) -> None:
     """
     stored = locate.read_without_classes(path)
     with _storage.permissions.explain_errors(path):
-        manifest = _formats.items.read_json(path / _formats.orbax_json.MANIFEST, path)
-        encoding = _formats.native_manifest.parse_encoding(manifest)
-        if encoding is None:
+        manifest = stored.manifest
+        if manifest is None or (encoding := manifest.encoding) is None:
             return
         arrays = [i for i in stored.metadata.leaves.values() if i.dtype is not None]
         wanted = [info for info in arrays if info.path in leaves]
         items: set[str] = set()
-        if manifest["ocdbt"]:  # looked at as a whole
+        if manifest.ocdbt:  # looked at as a whole
             items = {stored.items.item_of(info) for info in wanted}
             wanted = [info for info in arrays if stored.items.item_of(info) in items]
         _check_sizes(path, stored, encoding, wanted, manifest)
@@ -238,23 +235,23 @@ def _check_sizes(
     stored: Stored,
     encoding: _zarr.metadata.Encoding,
     arrays: Sequence[LeafInfo],
-    manifest: Mapping[str, Any],
+    manifest: Manifest,
 ) -> None:
     """Raises DamagedCheckpointError for missing files of arrays, or wrong sizes."""
-    if not manifest["ocdbt"]:
+    if not manifest.ocdbt:
         for info in arrays:
             directory = path / stored.items.array_directory(info)
             _check_array(directory, encoding, info)
         return
     for item, infos in stored.items.split(arrays).items():
-        if infos and "files" in manifest:
+        if infos and manifest.files is not None:
             _check_files(path, recorded_sizes(stored, manifest, item))
         elif infos:
             _check_database(path / item, encoding, infos)
 
 
 def recorded_sizes(
-    stored: Stored, manifest: Mapping[str, Any], item: str | None = None
+    stored: Stored, manifest: Manifest, item: str | None = None
 ) -> dict[str, int]:
     """Returns the recorded files of the databases of items -> bytes.
 
@@ -263,7 +260,7 @@ def recorded_sizes(
         manifest: Its manifest.
         item: An item; None for all that were not deleted.
     """
-    sizes = _formats.native_manifest.parse_files(manifest)
+    sizes = manifest.files or {}
     if item is not None:
         root = _formats.items.prefix(item)
         return {name: size for name, size in sizes.items() if name.startswith(root)}
@@ -286,7 +283,7 @@ def _check_files(path: Path, sizes: Mapping[str, int]) -> None:
 def _check_names(
     path: Path,
     stored: Stored,
-    manifest: Mapping[str, Any],
+    manifest: Manifest,
     encoding: _zarr.metadata.Encoding | None,
 ) -> None:
     """Raises DamagedCheckpointError if objects of arrays are missing in a store.
@@ -299,7 +296,7 @@ def _check_names(
     for info in stored.metadata.leaves.values():
         if encoding is None or info.dtype is None:
             continue
-        if manifest["ocdbt"]:
+        if manifest.ocdbt:
             wanted.add(_formats.items.database(items.item_of(info)))
             continue
         root = _formats.items.prefix(items.array_directory(info))

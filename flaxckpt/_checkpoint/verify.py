@@ -315,7 +315,10 @@ def _verify_own(
     path: Path, stored: Stored, findings: verify_report.Findings
 ) -> list[str]:
     """Compares every file with a checksum; returns files not in the checkpoint."""
-    manifest = _formats.items.read_json(path / _formats.orbax_json.MANIFEST, path)
+    manifest = stored.manifest
+    assert manifest is not None
+    text = _formats.items.read_file(path / _formats.orbax_json.MANIFEST, path)
+    seal = _formats.native_contents.commit_marker(text)
     digests, index = file_sizes.digests(stored), _index_files(stored)
     checks = [
         Check(
@@ -332,12 +335,13 @@ def _verify_own(
         )
         for name, digest in digests.items()
     ]
-    is_digested = manifest.get("metrics") is True or _steps.markers.is_measured(path)
+    is_digested = manifest.has_metrics or _steps.markers.is_measured(path)
     checks += _metrics_checks(
         path, findings, stored.recorded_step, is_digested=is_digested
     )
     seal_name = _formats.native_contents.seal_name(stored.digests)
-    checks.append(Check(seal_name, functools.partial(_check_seal, path, seal_name)))
+    check_seal = functools.partial(_check_seal, path, seal_name, seal)
+    checks.append(Check(seal_name, check_seal))
     findings.counter.total = _storage.of(path).known_size_below(path)
     findings.run(checks)
     arrays = verify_arrays.find_checks(path, stored, manifest, findings)
@@ -372,11 +376,9 @@ def _check_digest(
     _storage.files.check_digest("it", f"sha256:{digest.hexdigest()}", recorded)
 
 
-def _check_seal(path: Path, seal_name: str) -> None:
-    """Raises ValueError if the digest of the manifest differs from the recorded one."""
-    manifest = _formats.items.read_file(path / _formats.orbax_json.MANIFEST, path)
-    seal = _formats.items.read_file(path / seal_name, path)
-    if seal != _formats.native_contents.commit_marker(manifest):
+def _check_seal(path: Path, seal_name: str, wanted: bytes) -> None:
+    """Raises ValueError unless the file with the digest of the manifest is `wanted`."""
+    if _formats.items.read_file(path / seal_name, path) != wanted:
         raise ValueError("its content has changed since it was written")
 
 

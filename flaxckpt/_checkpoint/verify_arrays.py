@@ -7,13 +7,14 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import crc32c
 
 from flaxckpt import _arrays, _formats, _state, _storage, _zarr
 from flaxckpt._checkpoint import file_sizes, verify_report
 from flaxckpt._checkpoint.verify_report import Check, Findings
+from flaxckpt._formats.native_manifest import Manifest
 from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
@@ -40,7 +41,7 @@ class ArrayChecks(NamedTuple):
 
 
 def find_checks(
-    path: Path, stored: Stored, manifest: Mapping[str, Any], findings: Findings
+    path: Path, stored: Stored, manifest: Manifest, findings: Findings
 ) -> ArrayChecks:
     """Returns the checks of arrays, after the files with digests were checked.
 
@@ -60,18 +61,18 @@ class _Finder:
         self,
         path: Path,
         stored: Stored,
-        manifest: Mapping[str, Any],
+        manifest: Manifest,
         findings: Findings,
     ) -> None:
         self._path = path
         self._stored = stored
         self._findings = findings
         self._manifest = manifest
-        self._encoding = _formats.native_manifest.parse_encoding(manifest)
+        self._encoding = manifest.encoding
         self._found = ArrayChecks([], set(), {})
 
     def find(self) -> ArrayChecks:
-        encoding, has_databases = self._encoding, bool(self._manifest["ocdbt"])
+        encoding, has_databases = self._encoding, self._manifest.ocdbt
         for item in self._stored.items.trees:
             leaves = arrays_of(self._stored, item)
             if has_databases or encoding is None:
@@ -116,7 +117,7 @@ class _Finder:
         root, encoding = self._path / item, self._encoding
         digests = self._stored.digests
         sizes = None
-        if "files" in self._manifest:
+        if self._manifest.files is not None:
             sizes = file_sizes.recorded_sizes(self._stored, self._manifest, item)
             self._found.files.update(sizes)
         elif leaves and _formats.items.database(item) not in digests:

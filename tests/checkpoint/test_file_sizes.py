@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import _formats, _zarr, errors
+from flaxckpt import _zarr, errors
 from flaxckpt._checkpoint import file_sizes
+from flaxckpt._formats import locate
 from flaxckpt._storage.storage import LOCAL
 from tests import GOLDEN
 from tests.helpers import faulty_store as faulty
@@ -262,9 +263,7 @@ def test_the_size_of_a_chunk_is_known_unless_it_is_compressed(tmp_path):
     }.items():
         path = save(tmp_path / layout, layout)
         info = flaxckpt.metadata(path).leaves["w"]
-        encoding = _formats.native_manifest.parse_encoding(
-            _formats.items.read_json(path / "flaxckpt.json", path)
-        )
+        encoding = locate.read_without_classes(path).manifest.encoding
         assert file_sizes.chunk_bytes(encoding, info) == size
 
 
