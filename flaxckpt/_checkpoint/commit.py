@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import sys
 import threading
 import time
 import weakref
@@ -137,7 +136,7 @@ class Snapshot:
         """Uncompressed bytes of all arrays of all processes in their storage type."""
         return sum(
             _arrays.forms.stored_bytes(info)
-            for info in self.contents.infos
+            for info in self.contents.manifest.infos
             if info.chunk_shape is not None
         )
 
@@ -253,7 +252,7 @@ def temporary_directory(snapshot: Snapshot) -> Iterator[Path]:
         check=check_replaceable,
         mode=mode,
     ) as temporary:
-        for item in snapshot.contents.items.trees:
+        for item in snapshot.contents.manifest.items.trees:
             (temporary / item).mkdir(exist_ok=True)
         yield temporary
 
@@ -310,17 +309,17 @@ def write_arrays(
         sampler.choose(snapshot.arrays)
     writer = 0 if operation is None else operation.index
     options = _arrays.write.WriteOptions(
-        encoding=snapshot.contents.encoding,
+        encoding=snapshot.request.options.layout.encoding,
         max_concurrent_bytes=snapshot.request.options.max_concurrent_bytes,
         report=count,
         writer=writer,
         with_metadata=writer == 0,
-        segment_bytes=snapshot.contents.segment_bytes() or sys.maxsize,
+        segment_bytes=snapshot.contents.manifest.segment_bytes(),
         pace=snapshot.request.pace,
         total_bytes=snapshot.stored_bytes,
     )
     databases: WrittenArrays = {}
-    for item in snapshot.contents.items.trees:  # a database each
+    for item in snapshot.contents.manifest.items.trees:  # a database each
         start = _formats.items.prefix(item)
         observe = None
         if sampler is not None:

@@ -395,11 +395,10 @@ def _read_manifest(directory: Path) -> _Recorded | None:
         data = _formats.items.read_json(
             directory / _formats.orbax_json.MANIFEST, directory
         )
-        manifest = _formats.native_manifest.parse(data, _state.treedef.resolve_nothing)
-    except (
-        errors.DamagedCheckpointError,
-        *(ValueError, KeyError, TypeError, AttributeError),
-    ):
+        manifest = _formats.native_manifest.Manifest.from_json(
+            data, _state.treedef.resolve_nothing
+        )
+    except (errors.DamagedCheckpointError, *_formats.native_manifest.MALFORMED):
         return None
     items = manifest.items
     kinds = dict.fromkeys((items.dataset, *manifest.json), "json")

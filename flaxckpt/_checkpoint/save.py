@@ -260,19 +260,18 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
         arrays = save_distributed.select_own(operation, infos, arrays)
     dataset = {} if request.dataset is None else datasets.state_files(request.dataset)
     contents = _formats.native_contents.Contents(
-        infos=infos,
-        structure=structure,
-        items=options.items,
+        manifest=_formats.native_manifest.Manifest(
+            *(infos, structure, options.layout.encoding, options.items),
+            _step_around(request.path) if request.is_item else request.step,
+            tuple(request.lineage),
+            _transforms.describe(transforms),
+        ),
         json=json_items,
-        encoding=options.layout.encoding,
-        step=_step_around(request.path) if request.is_item else request.step,
         strings=strings,
         metrics=request.metrics,
         custom=metadata,
         dataset=dataset,
         created=created,
-        lineage=request.lineage,
-        transforms=_transforms.describe(transforms),
         is_item=request.is_item,
     )
     if _may_be_too_large(infos):

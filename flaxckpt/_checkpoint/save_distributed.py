@@ -203,7 +203,7 @@ def _write_part(
     """
     contents = snapshot.contents
     arrays = commit.write_arrays(snapshot, temporary, previous, operation.check)
-    dataset = contents.items.dataset
+    dataset = contents.manifest.items.dataset
     files = {
         f"{dataset}/{name}": content
         for name, content in contents.dataset.items()

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -237,7 +236,7 @@ class _OrbaxTarget:
         _formats.native_manifest.check_arrays(infos)
         self.pieces = state.pieces(by_chunk=True)
         self._total_bytes = sum(piece.nbytes for piece in self.pieces)
-        self._segment_bytes = self._contents().segment_bytes() or sys.maxsize
+        self._segment_bytes = self._contents().manifest.segment_bytes()
         self.files = [repr(items)]
         self.result = ""
         self.batch_bytes = state.batch_bytes
@@ -301,19 +300,16 @@ class _OrbaxTarget:
     def _contents(self) -> _formats.native_contents.Contents:
         state, metadata = self._state, self._state.metadata
         return _formats.native_contents.Contents(
-            step=state.step,
-            infos=state.infos,
-            structure=state.structure,
+            manifest=_formats.native_manifest.Manifest(
+                *(state.infos, state.structure, state.layout.encoding, state.items),
+                *(state.step, metadata.lineage, metadata.transforms),
+            ),
             strings=state.strings,
-            encoding=state.layout.encoding,
-            items=state.items,
             metrics=metadata.metrics,
             custom=metadata.custom,
             dataset=state.dataset,
             json=state.json,
             created=metadata.created or time.time(),
-            lineage=metadata.lineage,
-            transforms=metadata.transforms,
         )
 
 

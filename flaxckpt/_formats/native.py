@@ -141,8 +141,8 @@ def _read_native(
             f" ({repr(data.get('versions'))[:200]}) or a newer one"
         )
     try:
-        manifest = native_manifest.parse(data, resolve)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        manifest = native_manifest.Manifest.from_json(data, resolve)
+    except native_manifest.MALFORMED as error:
         raise errors.DamagedCheckpointError(
             f"{file} is not a manifest: {errors.printable(errors.one_line(error, 200))}"
         ) from None
@@ -264,7 +264,7 @@ def _item_table(
     names = [manifest.items.param_name(info) for info in infos]
     arrays = native_arrays.Arrays(
         path / item,
-        3 if manifest.encoding is None else manifest.encoding.version,
+        manifest.zarr_version,
         manifest.ocdbt,
         encoding=manifest.encoding,
         digests={

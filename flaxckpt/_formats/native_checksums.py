@@ -6,18 +6,21 @@ import base64
 import binascii
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flaxckpt import _arrays, _state, _zarr
-from flaxckpt._formats.items import Items
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath, Shape
 from flaxckpt._zarr.checksums import CHECKSUM_BYTES, ChunkChecksums
 from flaxckpt._zarr.metadata import Encoding
 
-CHUNKS = "checksums"
-SEGMENTS = "segments"
+if TYPE_CHECKING:
+    from flaxckpt._formats.native_manifest import Manifest
+
+_CHUNKS = "checksums"
+_SEGMENTS = "segments"
 
 _LEAST_BYTES = _zarr.checksums.LEAST_BYTES
 
@@ -58,13 +61,13 @@ def _grid(shape: Shape, chunk_shape: Shape) -> Shape:
     return tuple([-(-size // chunk) for size, chunk in sizes])
 
 
-def choose_bytes(infos: Sequence[LeafInfo], encoding: Encoding) -> int | None:
-    """Returns the bytes of the segments of a new checkpoint; None for no segments.
+def choose_bytes(infos: Sequence[LeafInfo], encoding: Encoding | None) -> int:
+    """Returns the bytes of the segments of new chunks; `sys.maxsize` for no segments.
 
     All processes of a job get the same number.
     """
-    if not encoding.checksum:
-        return None
+    if encoding is None or not encoding.checksum:
+        return sys.maxsize
     sizes = ((c.total, c.segmented_bytes) for _, c in _arrays_of(infos, encoding))
     return _zarr.checksums.choose_bytes(sizes)
 
@@ -87,43 +90,51 @@ def _arrays_of(
         yield info, _Chunks(shape, chunk_shape, size * is_segmented)
 
 
-def rows(
-    infos: Sequence[LeafInfo],
-    items: Items,
-    encoding: Encoding,
-    segment_bytes: int | None,
-    checksums: _arrays.write.Checksums,
-) -> dict[str, JSON]:
-    """Returns the fields of the manifest with checksums.
+def of_written(
+    manifest: Manifest, written: _arrays.write.Checksums
+) -> dict[LeafPath, ChunkChecksums]:
+    """Returns the checksums of new chunks: leaf path -> checksums of its chunks.
 
     Args:
-        infos: The leaves of the checkpoint.
-        items: The items of the checkpoint.
-        encoding: Encoding of the chunks.
-        segment_bytes: Bytes of a segment; None for no segments.
-        checksums: The checksums from all processes.
+        manifest: The manifest, without checksums.
+        written: The checksums from all processes.
     """
-    whole: dict[str, JSON] = {}
-    inner: dict[str, JSON] = {}
-    for info, chunks in _arrays_of(infos, encoding) if checksums else ():
-        recorded = checksums.get(items.array_directory(info), {})
-        values = [recorded[key] for key in chunks.keys]
-        if not values:
-            continue
-        whole[info.path] = _encode(value[-CHECKSUM_BYTES:] for value in values)
-        if segment_bytes is not None and chunks.segmented_bytes > segment_bytes:
-            inner[info.path] = _encode(value[:-CHECKSUM_BYTES] for value in values)
-    fields: dict[str, JSON] = {CHUNKS: whole} if whole else {}
-    if inner:
-        fields[SEGMENTS] = {"bytes": segment_bytes, "crc32c": inner}
+    encoding = manifest.encoding
+    if encoding is None or not encoding.checksum or not written:
+        return {}
+    segment_bytes = manifest.segment_bytes()
+    found = {}
+    for info, chunks in _arrays_of(manifest.infos, encoding):
+        recorded = written.get(manifest.items.array_directory(info), {})
+        if values := [recorded[key] for key in chunks.keys]:
+            is_cut = chunks.segmented_bytes > segment_bytes
+            found[info.path] = ChunkChecksums(
+                chunks.grid,
+                b"".join([value[-CHECKSUM_BYTES:] for value in values]),
+                segment_bytes * is_cut,
+                b"".join([value[:-CHECKSUM_BYTES] for value in values if is_cut]),
+            )
+    return found
+
+
+def to_json(checksums: Mapping[LeafPath, ChunkChecksums]) -> dict[str, JSON]:
+    """Returns the fields of the manifest with checksums; inverse of `from_json`."""
+    cut = {path: found for path, found in checksums.items() if found.segment_bytes}
+    fields: dict[str, JSON] = {}
+    if checksums:
+        fields[_CHUNKS] = {p: _encode(found.whole) for p, found in checksums.items()}
+    if cut:
+        nbytes = next(iter(cut.values())).segment_bytes  # that of all
+        inner: JSON = {path: _encode(found.inner) for path, found in cut.items()}
+        fields[_SEGMENTS] = {"bytes": nbytes, "crc32c": inner}
     return fields
 
 
-def _encode(values: Iterable[bytes]) -> str:
-    return base64.b64encode(b"".join(values)).decode()
+def _encode(content: bytes) -> str:
+    return base64.b64encode(content).decode()
 
 
-def parse(
+def from_json(
     data: Mapping[str, Any], infos: Sequence[LeafInfo], encoding: Encoding | None
 ) -> dict[LeafPath, ChunkChecksums]:
     """Returns the checksums in a manifest: leaf path -> checksums of its chunks.
@@ -133,15 +144,15 @@ def parse(
     """
     if encoding is None or not encoding.checksum:
         return {}
-    whole = data.get(CHUNKS, {})
+    whole = data.get(_CHUNKS, {})
     if not isinstance(whole, dict):
         raise ValueError(f"{str(whole)[:80]} are not checksums")
     nbytes, inner = 0, {}
-    if SEGMENTS in data:
-        nbytes, inner = data[SEGMENTS]["bytes"], data[SEGMENTS]["crc32c"]
+    if _SEGMENTS in data:
+        nbytes, inner = data[_SEGMENTS]["bytes"], data[_SEGMENTS]["crc32c"]
         is_power = type(nbytes) is int and nbytes >= _LEAST_BYTES
         if not is_power or nbytes & (nbytes - 1) or not isinstance(inner, dict):
-            raise ValueError(f"{str(data[SEGMENTS])[:80]} are not segments")
+            raise ValueError(f"{str(data[_SEGMENTS])[:80]} are not segments")
     if not whole and not inner:
         return {}
     parsed: dict[LeafPath, ChunkChecksums] = {}

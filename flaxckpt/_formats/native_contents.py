@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flaxckpt import _arrays, _state, _storage, _zarr, errors
+from flaxckpt import _arrays, _storage, errors
 from flaxckpt._formats import (
     items,
     native_checksums,
@@ -20,11 +20,10 @@ from flaxckpt._formats import (
     orbax_files,
     orbax_json,
 )
-from flaxckpt._formats.items import METRICS, Items
-from flaxckpt._formats.reader import Lineage
-from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._formats.items import METRICS
+from flaxckpt._formats.native_manifest import Manifest
 from flaxckpt._storage.commit_marker import MARKER
-from flaxckpt._types import JSON, LeafPath
+from flaxckpt._types import JSON
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +31,7 @@ class Contents:
     """Contents of a checkpoint except the arrays.
 
     Attributes:
-        infos: The leaves, in order.
-        structure: The containers.
-        encoding: Encoding of the chunks.
-        items: The items with the arrays and the dataset.
-        step: Step number, or None.
+        manifest: The manifest, without what is known only when all files exist.
         strings: Leaf path -> value of the string leaves.
         metrics: Metrics of the step.
         custom: The user's metadata.
@@ -44,30 +39,18 @@ class Contents:
             saved.
         json: JSON item -> content.
         created: Time of the start of the save, in seconds since 1970.
-        lineage: Checkpoints that the run started from.
-        transforms: The transforms applied to the state, as text.
         is_item: Whether this is an item of a step that another program commits: without
             the files of a step.
     """
 
-    infos: Sequence[LeafInfo]
-    structure: _state.tree.Node | LeafPath
-    encoding: _zarr.metadata.Encoding
-    items: Items = dataclasses.field(default_factory=Items)
-    step: int | None = None
+    manifest: Manifest
     strings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     custom: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
     dataset: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     json: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
     created: float = 0.0
-    lineage: Sequence[Lineage] = ()
-    transforms: Sequence[str] = ()
     is_item: bool = False
-
-    def segment_bytes(self) -> int | None:
-        """Returns the bytes of the segments of chunks; None for no segments."""
-        return native_checksums.choose_bytes(self.infos, self.encoding)
 
 
 def make_files(contents: Contents) -> dict[str, bytes]:
@@ -79,14 +62,15 @@ def make_files(contents: Contents) -> dict[str, bytes]:
         SaveFailedError: `read` would not accept a file.
     """
     files: dict[str, bytes] = {}
+    manifest = contents.manifest
     if not contents.is_item:
         files[items.CHECKPOINT] = _checkpoint_metadata(contents)
-    for item, leaves in contents.items.split(contents.infos).items():
-        infos = contents.items.below(leaves)
+    for item, leaves in manifest.items.split(manifest.infos).items():
+        infos = manifest.items.below(leaves)
         root = items.prefix(item)
         files |= {
             f"{root}{items.TREE}": orbax_files.tree_metadata(
-                infos, zarr_version=contents.encoding.version
+                infos, zarr_version=manifest.zarr_version
             ),
             f"{root}{items.SHARDING}": orbax_files.shardings(infos),
             f"{root}{items.ARRAYS}": orbax_files.array_metadatas(infos),
@@ -104,14 +88,14 @@ def make_files(contents: Contents) -> dict[str, bytes]:
                 for leaf in strings:
                     orbax_json.string_at(data, leaf)
     for name, content in contents.dataset.items():
-        files[f"{contents.items.dataset}/{name}"] = content
+        files[f"{manifest.items.dataset}/{name}"] = content
     for item, value in contents.json.items():
         files[f"{item}/{items.JSON_ITEM}"] = orbax_json.dumps(value)
     if contents.metrics:
         metrics = orbax_json.dumps(dict(contents.metrics))
         files[f"{METRICS}/{METRICS}"] = metrics
         files[items.METRICS_DIGESTS] = native_metadata.metrics_digests(
-            metrics, step=contents.step
+            metrics, step=manifest.step
         )
     for name in (items.CHECKPOINT, f"{METRICS}/{METRICS}"):
         if name in files:
@@ -194,15 +178,20 @@ def seal(
         sizes |= {f"{start}{name}": size for name, size in index.sizes.items()}
         last |= {f"{start}{name}": content for name, content in index.files.items()}
     recorded |= {name: _storage.files.digest(content) for name, content in last.items()}
-    if contents.encoding.version == 2:
+    if contents.manifest.zarr_version == 2:
         recorded |= _digests_of_files(root, sizes)
-    if not contents.encoding.checksum:
-        checksums = {}
     with _trial_parse(orbax_json.MANIFEST) as parse:
-        manifest = _manifest_text(contents, recorded, sizes, checksums)
-        native_manifest.check_readable(parse(manifest), contents.infos)
-    last[orbax_json.MANIFEST] = manifest
-    last[seal_name(recorded)] = commit_marker(manifest)
+        manifest = contents.manifest._replace(
+            json=tuple(contents.json),
+            has_metrics=bool(contents.metrics),
+            digests=recorded,
+            files=sizes,
+            checksums=native_checksums.of_written(contents.manifest, checksums),
+        )
+        text = orbax_json.dumps(manifest.to_json())
+        native_manifest.check_readable(parse(text), manifest.infos)
+    last[orbax_json.MANIFEST] = text
+    last[seal_name(recorded)] = commit_marker(text)
     return last
 
 
@@ -231,12 +220,12 @@ def commit_marker(manifest: bytes) -> bytes:
 
 def _checkpoint_metadata(contents: Contents) -> bytes:
     handlers: dict[str, JSON] = dict.fromkeys(
-        contents.items.trees, orbax_files.STATE_HANDLER
+        contents.manifest.items.trees, orbax_files.STATE_HANDLER
     )
     if contents.metrics:
         handlers[METRICS] = orbax_files.JSON_HANDLER
     if contents.dataset:
-        handlers[contents.items.dataset] = orbax_files.JSON_HANDLER
+        handlers[contents.manifest.items.dataset] = orbax_files.JSON_HANDLER
     handlers |= dict.fromkeys(contents.json, orbax_files.JSON_HANDLER)
     return orbax_json.dumps(
         {
@@ -246,46 +235,5 @@ def _checkpoint_metadata(contents: Contents) -> bytes:
             "init_timestamp_nsecs": int(contents.created * 1e9),
             "commit_timestamp_nsecs": time.time_ns(),
             "custom_metadata": dict(contents.custom),
-        }
-    )
-
-
-def _manifest_text(
-    contents: Contents,
-    digests: Mapping[str, str],
-    sizes: Mapping[str, int] = MappingProxyType({}),
-    checksums: _arrays.write.Checksums | None = None,
-) -> bytes:
-    optional: dict[str, JSON] = {"files": dict(sizes)}
-    if checksums:
-        optional |= native_checksums.rows(
-            contents.infos,
-            contents.items,
-            contents.encoding,
-            contents.segment_bytes(),
-            checksums,
-        )
-    if contents.lineage:
-        optional["lineage"] = [origin._asdict() for origin in contents.lineage]
-    if contents.transforms:
-        optional["transforms"] = list(contents.transforms)
-    if contents.metrics:
-        optional["metrics"] = True
-    if contents.items != Items():
-        optional["items"] = native_manifest.items_row(contents.items)
-    if contents.json:
-        optional["json"] = list(contents.json)
-    return orbax_json.dumps(
-        {
-            "format": "flaxckpt",
-            "version": native_manifest.VERSIONS[-1],
-            "step": contents.step,
-            "versions": native_manifest.versions(),
-            "ocdbt": True,
-            "encoding": native_manifest.encoding_row(contents.encoding),
-            "leaves": [native_manifest.leaf_row(info) for info in contents.infos],
-            "structure": _state.treedef.to_json(contents.structure),
-            "digests": digests,
-            **optional,
         }
     )

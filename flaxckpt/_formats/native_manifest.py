@@ -1,12 +1,13 @@
-"""Pure functions that convert the metadata of a checkpoint to our manifest and back."""
+"""The manifest of a checkpoint: its fields, and their form in JSON and back."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import importlib.metadata
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from flaxckpt import _arrays, _state, _zarr, errors
 from flaxckpt._formats import native_checksums, orbax_json
@@ -16,13 +17,17 @@ from flaxckpt._formats.reader import Lineage
 from flaxckpt._state.leaf import LeafInfo, MeshAxes, Role
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt._zarr.checksums import ChunkChecksums
-from flaxckpt._zarr.metadata import sizes
+from flaxckpt._zarr.metadata import Encoding, sizes
+
+State: TypeAlias = tuple[Sequence[LeafInfo], _state.tree.Node | LeafPath]
+"""Leaves in order, and containers."""
 
 VERSIONS = (1, 2, 3)
 """Versions that are read; version 2 names the items other than `state`, and version 3
 the files of databases."""
 
 _PARSED_LEAVES = 20_000  # up to which `check_readable` parses all rows
+_check_dtype = functools.cache(_state.dtypes.check)
 _SCALARS = frozenset((*orbax_json.PYTHON_OF_KIND.values(), "numpy.generic"))
 
 
@@ -32,72 +37,113 @@ class Manifest(NamedTuple):
     Attributes:
         infos: The leaves, in order.
         structure: The containers.
-        unknown_types: Classes in `structure` that become plain dicts or lists.
-        digests: File name -> digest.
-        ocdbt: Whether the arrays are in an OCDBT database.
         encoding: Encoding of the chunks; None if not recorded.
+        items: The items with the arrays and the dataset.
+        step: Step number; None for a checkpoint saved on its own.
         lineage: Checkpoints that the run started from.
         transforms: The transforms applied to the state, as text.
-        step: Step number; None for a checkpoint saved on its own.
-        items: The items with the arrays and the dataset.
         json: The names of the JSON items.
-        checksums: Leaf path -> checksums of its chunks and their segments.
-        files: Files of databases, without trees -> bytes; None if not recorded.
         has_metrics: Whether the step was saved with metrics and their digests.
+        ocdbt: Whether the arrays are in OCDBT databases.
+        digests: File name -> digest.
+        files: Files of databases, without trees -> bytes; None if not recorded.
+        checksums: Leaf path -> checksums of its chunks and their segments.
+        unknown_types: Classes in `structure` that become plain dicts or lists.
     """
 
     infos: Sequence[LeafInfo]
     structure: _state.tree.Node | LeafPath
-    unknown_types: frozenset[str]
-    digests: Mapping[str, str]
-    ocdbt: bool
-    encoding: _zarr.metadata.Encoding | None
-    lineage: tuple[Lineage, ...]
-    transforms: tuple[str, ...]
-    step: int | None
-    items: Items
-    json: tuple[str, ...]
-    checksums: Mapping[LeafPath, ChunkChecksums]
-    files: Mapping[str, int] | None
-    has_metrics: bool
+    encoding: Encoding | None
+    items: Items = Items()
+    step: int | None = None
+    lineage: tuple[Lineage, ...] = ()
+    transforms: tuple[str, ...] = ()
+    json: tuple[str, ...] = ()
+    has_metrics: bool = False
+    ocdbt: bool = True
+    digests: Mapping[str, str] = MappingProxyType({})
+    files: Mapping[str, int] | None = None
+    checksums: Mapping[LeafPath, ChunkChecksums] = MappingProxyType({})
+    unknown_types: frozenset[str] = frozenset()
+
+    @property
+    def zarr_version(self) -> int:
+        """Version of the zarr format of the arrays."""
+        return 3 if self.encoding is None else self.encoding.version
+
+    def segment_bytes(self) -> int:
+        """Returns the bytes of the segments of new chunks."""
+        return native_checksums.choose_bytes(self.infos, self.encoding)
+
+    def to_json(self) -> dict[str, JSON]:
+        """Returns a new manifest, of the latest version."""
+        assert self.encoding is not None  # only old manifests are without
+        data: dict[str, JSON] = {
+            "format": "flaxckpt",
+            "version": VERSIONS[-1],
+            "step": self.step,
+            "versions": _versions(),
+            "ocdbt": self.ocdbt,
+            "encoding": _encoding_row(self.encoding),
+            **state_rows(self.infos, self.structure),
+            "digests": dict(self.digests),
+            "files": dict(self.files or {}),
+            **native_checksums.to_json(self.checksums),
+            **history_rows(self.lineage, self.transforms),
+        }
+        if self.has_metrics:
+            data["metrics"] = True
+        if self.items != Items():
+            data["items"] = _items_row(self.items)
+        if self.json:
+            data["json"] = list(self.json)
+        return data
+
+    @classmethod
+    def from_json(
+        cls,
+        data: Mapping[str, Any],
+        resolve: _state.treedef.Resolve,
+        state: State | None = None,
+    ) -> Manifest:
+        """Parses a manifest of any version in `VERSIONS`.
+
+        Args:
+            data: The manifest, not trusted.
+            resolve: Finds the builder of a class.
+            state: The leaves and containers, if they need not be parsed.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: It is malformed.
+        """
+        unknown: set[str] = set()
+        infos, structure = state or parse_state(data, resolve, unknown)
+        items = _parse_items(data["items"]) if "items" in data else Items()
+        items.split(infos)  # raises if a leaf is in no item
+        encoding = _parse_encoding(data["encoding"]) if "encoding" in data else None
+        return cls(
+            infos,
+            structure,
+            encoding,
+            items,
+            _parse_step(data.get("step")),
+            *parse_history(data),
+            _parse_item_names(data.get("json", [])),
+            data.get("metrics") is True,
+            bool(data["ocdbt"]),
+            _parse_files(data["digests"], "digests"),
+            _parse_sizes(data["files"]) if "files" in data else None,
+            native_checksums.from_json(data, infos, encoding),
+            frozenset(unknown),
+        )
 
 
-def parse(data: Mapping[str, Any], resolve: _state.treedef.Resolve) -> Manifest:
-    """Parses a manifest of this version.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: The manifest is malformed.
-    """
-    unknown: set[str] = set()
-    structure = _state.treedef.from_json(data["structure"], resolve, unknown)
-    keys = key_paths(structure)
-    infos = with_trusted_roles(
-        [parse_leaf(row, keys) for row in data["leaves"]], structure
-    )
-    check_leaves(infos, keys, structure)
-    items = parse_items(data)
-    items.split(infos)  # raises if a leaf is in no item
-    encoding = parse_encoding(data)
-    return Manifest(
-        infos,
-        structure,
-        frozenset(unknown),
-        parse_digests(data["digests"]),
-        bool(data["ocdbt"]),
-        encoding,
-        parse_lineage(data),
-        parse_texts(data.get("transforms", [])),
-        _parse_step(data),
-        items,
-        parse_item_names(data.get("json", [])),
-        native_checksums.parse(data, infos, encoding),
-        parse_files(data) if "files" in data else None,
-        data.get("metrics") is True,
-    )
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
+"""The errors of `Manifest.from_json`."""
 
 
 def check_arrays(infos: Sequence[LeafInfo]) -> None:
-    """Raises UnsupportedLeafError for arrays that `parse` would not accept."""
+    """Raises UnsupportedLeafError for arrays that readers would not accept."""
     faults = {
         info.path: f"{_shorten(info)} with {fault}"
         for info in infos
@@ -130,28 +176,73 @@ def check_readable(data: Mapping[str, Any], infos: Sequence[LeafInfo]) -> None:
         ValueError, KeyError, TypeError, AttributeError: Readers would not accept the
             manifest.
     """
+    resolve = _state.treedef.resolve_nothing
     if len(infos) <= _PARSED_LEAVES:
-        parse(data, lambda name: None)
+        Manifest.from_json(data, resolve)
         return
     kinds = {
         (i.kind, i.python_type, i.dtype, i.shape, i.chunk_shape, i.mesh_axes): n
         for n, i in enumerate(infos)
     }
     for n in kinds.values():
-        parse_leaf(data["leaves"][n], {infos[n].path: infos[n].keys})
-    parse_digests(data["digests"])
-    native_checksums.parse(data, infos, parse_encoding(data))
-    parse_files(data)
-    parse_lineage(data)
-    parse_texts(data.get("transforms", []))
-    _parse_step(data)
+        _parse_leaf(data["leaves"][n], {infos[n].path: infos[n].keys})
+    Manifest.from_json(data, resolve, (infos, ""))  # all but leaves and containers
 
 
-# ---- leaves -----------------------------------------------------------------------
+# ---- the state ----------------------------------------------------------------------
+
+
+def state_rows(
+    infos: Iterable[LeafInfo], structure: _state.tree.Node | LeafPath
+) -> dict[str, JSON]:
+    """Returns the fields of leaves and containers; the inverse of `parse_state`."""
+    return {
+        "leaves": [leaf_row(info) for info in infos],
+        "structure": _state.treedef.to_json(structure),
+    }
+
+
+def parse_state(
+    data: Mapping[str, Any], resolve: _state.treedef.Resolve, unknown: set[str]
+) -> State:
+    """Parses leaves and containers; wrong roles from older releases are corrected.
+
+    Args:
+        data: The fields, from an untrusted file.
+        resolve: Finds the builder of a class.
+        unknown: Receives the class names that `resolve` does not know.
+
+    Raises:
+        ValueError, KeyError, TypeError: The fields are malformed, or do not match.
+    """
+    structure = _state.treedef.from_json(data["structure"], resolve, unknown)
+    places, names = list(_state.tree.key_paths(structure)), _names(structure)
+    keys = dict(places)
+    if len(keys) != len(places) or not all(
+        name in (None, path) for name, (path, _) in zip(names, places, strict=True)
+    ):
+        raise ValueError("its structure has leaves at wrong paths")
+    infos = _with_trusted_roles(
+        [_parse_leaf(row, keys) for row in data["leaves"]], structure
+    )
+    paths = {info.path for info in infos}
+    full = {info.path for info in infos if info.kind != "empty"}
+    if len(paths) != len(infos) or paths != keys.keys() or full != {*names} - {None}:
+        raise ValueError("its leaves do not match its structure")
+    return infos, structure
+
+
+def _names(structure: _state.tree.Node | LeafPath) -> list[LeafPath | None]:
+    """Returns the names of the leaves in a structure; None for an empty container."""
+    if isinstance(structure, str):
+        return [structure]
+    if not structure.children:
+        return [None]
+    return [name for child in structure.children for name in _names(child)]
 
 
 def leaf_row(info: LeafInfo) -> JSON:
-    """Returns the row of a leaf in the manifest; the inverse of `parse_leaf`."""
+    """Returns the row of a leaf; the inverse of `_parse_leaf`."""
     row: dict[str, JSON] = {"path": info.path, "type": info.python_type}
     if info.kind in ("array", "prng_key", "scalar"):
         row |= {"dtype": info.dtype, "shape": info.shape, "chunks": info.chunk_shape}
@@ -170,7 +261,7 @@ def leaf_row(info: LeafInfo) -> JSON:
     return row
 
 
-def parse_leaf(
+def _parse_leaf(
     row: Any, keys: Mapping[LeafPath, tuple[_state.tree.Key, ...]]
 ) -> LeafInfo:
     """Parses a row of `leaf_row`.
@@ -184,7 +275,7 @@ def parse_leaf(
         return LeafInfo(path, keys[path], "empty", python_type)
     if python_type == "str":
         return LeafInfo(path, keys[path], "string", "str")
-    dtype = _parse_dtype(row["dtype"])
+    dtype = _check_dtype(row["dtype"])
     is_scalar = python_type in _SCALARS
     if not is_scalar and python_type not in ("jax.Array", "numpy.ndarray"):
         raise ValueError(f"{path} has the unknown type {python_type!r}")
@@ -213,7 +304,7 @@ def parse_leaf(
     return info
 
 
-def with_trusted_roles(
+def _with_trusted_roles(
     infos: Sequence[LeafInfo], structure: _state.tree.Node | LeafPath
 ) -> list[LeafInfo]:
     """Returns the leaves with wrong roles from older releases corrected."""
@@ -227,11 +318,6 @@ def with_trusted_roles(
         else info
         for info in infos
     ]
-
-
-@functools.cache
-def _parse_dtype(name: str) -> str:
-    return _state.dtypes.check(name)
 
 
 def _parse_spec(parts: Any) -> tuple[MeshAxes, ...]:
@@ -249,77 +335,31 @@ def _parse_role(row: Any) -> Role:
     return Role(*row)
 
 
-# ---- containers ---------------------------------------------------------------------
-
-
-def key_paths(
-    structure: _state.tree.Node | LeafPath,
-) -> dict[LeafPath, tuple[_state.tree.Key, ...]]:
-    """Returns the keys of each leaf of a parsed structure: leaf path -> keys.
-
-    Raises:
-        ValueError: A leaf appears twice, or its name differs from its place.
-    """
-    places = list(_state.tree.key_paths(structure))
-    keys = dict(places)
-    names = _names(structure)
-    if len(keys) != len(places) or not all(
-        name in (None, path) for name, (path, _) in zip(names, places, strict=True)
-    ):
-        raise ValueError("its structure has leaves at wrong paths")
-    return keys
-
-
-def check_leaves(
-    infos: Sequence[LeafInfo],
-    keys: Mapping[LeafPath, object],
-    structure: _state.tree.Node | LeafPath,
-) -> None:
-    """Raises ValueError unless `structure` contains exactly the leaves, once each."""
-    paths = {info.path for info in infos}
-    leaves = {name for name in _names(structure) if name is not None}
-    full = {info.path for info in infos if info.kind != "empty"}
-    if len(paths) != len(infos) or paths != keys.keys() or full != leaves:
-        raise ValueError("its leaves do not match its structure")
-
-
-def _names(structure: _state.tree.Node | LeafPath) -> list[LeafPath | None]:
-    """Returns the names of the leaves in a structure; None for an empty container."""
-    if isinstance(structure, str):
-        return [structure]
-    if not structure.children:
-        return [None]
-    return [name for child in structure.children for name in _names(child)]
-
-
 # ---- other fields -------------------------------------------------------------------
 
 
-def parse_encoding(data: Mapping[str, Any]) -> _zarr.metadata.Encoding | None:
-    """Returns the encoding of the chunks of all arrays; None if not recorded.
+def _encoding_row(encoding: Encoding) -> JSON:
+    """Returns the encoding of chunks; the inverse of `_parse_encoding`."""
+    row: dict[str, JSON] = {"codec": encoding.codec, "checksum": encoding.checksum}
+    return row if encoding.version == 3 else {**row, "zarr_version": encoding.version}
+
+
+def _parse_encoding(row: Any) -> Encoding:
+    """Returns the encoding of the chunks of all arrays.
 
     Raises:
         ValueError, KeyError, TypeError: The encoding is malformed.
     """
-    if "encoding" not in data:
-        return None
-    row = data["encoding"]
     version = row.get("zarr_version", 3)
     if version not in (2, 3):
         raise ValueError(f"its arrays are in zarr {str(version)[:20]}, wanted 2 or 3")
     if row["codec"] not in _zarr.metadata.CODECS or type(row["checksum"]) is not bool:
         raise ValueError(f"its arrays have the unknown encoding {str(row)[:80]}")
-    return _zarr.metadata.Encoding(row["codec"], row["checksum"], int(version))
+    return Encoding(row["codec"], row["checksum"], int(version))
 
 
-def encoding_row(encoding: _zarr.metadata.Encoding) -> JSON:
-    """Returns the encoding for the manifest; the inverse of `parse_encoding`."""
-    row: dict[str, JSON] = {"codec": encoding.codec, "checksum": encoding.checksum}
-    return row if encoding.version == 3 else {**row, "zarr_version": encoding.version}
-
-
-def items_row(items: Items) -> JSON:
-    """Returns the items for the manifest; the inverse of `parse_items`."""
+def _items_row(items: Items) -> JSON:
+    """Returns the items; the inverse of `_parse_items`."""
     state = items.state
     return {
         "state": state if isinstance(state, str) else list(state),
@@ -327,28 +367,25 @@ def items_row(items: Items) -> JSON:
     }
 
 
-def parse_items(data: Mapping[str, Any]) -> Items:
+def _parse_items(row: Any) -> Items:
     """Returns the items with the arrays and the dataset.
 
     Raises:
         ValueError, KeyError, TypeError: The items are malformed.
     """
-    if "items" not in data:
-        return Items()
-    row = data["items"]
     state, dataset = row["state"], row["dataset"]
     names = [state] if isinstance(state, str) else state
-    parse_item_names([*(name for name in names if name), dataset])
+    _parse_item_names([*(name for name in names if name), dataset])
     return Items(state if isinstance(state, str) else tuple(state), dataset)
 
 
-def parse_item_names(value: Any) -> tuple[str, ...]:
+def _parse_item_names(value: Any) -> tuple[str, ...]:
     """Converts a list of the names of items to a tuple.
 
     Raises:
         ValueError: `value` is not a list of different names of directories.
     """
-    names = parse_texts(value)
+    names = _parse_texts(value)
     if len(set(names)) < len(names):
         raise ValueError(f"it names an item twice: {str(value)[:80]}")
     for name in names:
@@ -357,65 +394,76 @@ def parse_item_names(value: Any) -> tuple[str, ...]:
     return names
 
 
-def parse_digests(value: Any) -> dict[str, str]:
-    """Returns the digests in the manifest: file name -> digest.
+def _parse_files(value: Any, what: str) -> dict[str, Any]:
+    """Returns a map of files in the checkpoint.
 
     Raises:
-        ValueError: The digests are malformed, or of files outside of the checkpoint.
+        ValueError: `value` is no map, or has files outside of the checkpoint.
     """
     if not isinstance(value, dict):
-        raise ValueError(f"{str(value)[:80]} is not a map of digests")
+        raise ValueError(f"{str(value)[:80]} is not a map of {what}")
     for name in value:
         if orbax_json.UNSAFE.search(name):
-            raise ValueError(f"it has the digest of the unsafe name {name[:80]!r}")
+            raise ValueError(f"its {what} have the unsafe name {name[:80]!r}")
     return dict(value)
 
 
-def parse_files(data: Mapping[str, Any]) -> dict[str, int]:
+def _parse_sizes(value: Any) -> dict[str, int]:
     """Returns the files of databases: file name -> bytes.
 
     Raises:
         ValueError: The files are malformed, or outside of the checkpoint.
     """
-    value = data.get("files", {})
-    if not isinstance(value, dict):
-        raise ValueError(f"{str(value)[:80]} is not a map of files")
-    for name, size in value.items():
-        if orbax_json.UNSAFE.search(name):
-            raise ValueError(f"it has a file with the unsafe name {name[:80]!r}")
+    for name, size in (files := _parse_files(value, "files")).items():
         if type(size) is not int or size < 0:
             raise ValueError(f"{name[:80]!r} has {str(size)[:20]} bytes")
-    return dict(value)
+    return files
 
 
-def parse_lineage(data: Mapping[str, Any]) -> tuple[Lineage, ...]:
-    """Returns the checkpoints that the run started from.
+def history_rows(
+    lineage: Iterable[Lineage], transforms: Iterable[str]
+) -> dict[str, JSON]:
+    """Returns the fields of the lineage and transforms, unless there are none.
+
+    The inverse of `parse_history`.
+    """
+    rows: dict[str, list[JSON]] = {
+        "lineage": [origin._asdict() for origin in lineage],
+        "transforms": list(transforms),
+    }
+    return {name: row for name, row in rows.items() if row}
+
+
+def parse_history(
+    data: Mapping[str, Any],
+) -> tuple[tuple[Lineage, ...], tuple[str, ...]]:
+    """Returns the checkpoints that the run started from, and the transforms.
 
     Raises:
-        ValueError, KeyError, TypeError: The lineage is malformed.
+        ValueError, KeyError, TypeError: The fields are malformed.
     """
     origins = []
     for row in data.get("lineage", []):
         path, step, digest = row["path"], row["step"], row["digest"]
         if type(step) not in (int, type(None)) or type(digest) not in (str, type(None)):
             raise ValueError(f"{str(row)[:80]} is not a lineage")
-        origins.append(Lineage(str(path), step, digest, parse_texts(row["transforms"])))
-    return tuple(origins)
+        done = _parse_texts(row["transforms"])
+        origins.append(Lineage(str(path), step, digest, done))
+    return tuple(origins), _parse_texts(data.get("transforms", []))
 
 
-def _parse_step(data: Mapping[str, Any]) -> int | None:
+def _parse_step(step: Any) -> int | None:
     """Returns the step number; None for a checkpoint saved on its own.
 
     Raises:
         ValueError: The step is neither an integer nor null.
     """
-    step = data.get("step")
     if type(step) not in (int, type(None)):
         raise ValueError(f"{str(step)[:80]} is not a step number")
-    return step
+    return cast("int | None", step)
 
 
-def parse_texts(value: Any) -> tuple[str, ...]:
+def _parse_texts(value: Any) -> tuple[str, ...]:
     """Converts a list of strings to a tuple.
 
     Raises:
@@ -427,7 +475,7 @@ def parse_texts(value: Any) -> tuple[str, ...]:
 
 
 @functools.cache
-def versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Returns the versions of the packages used in a save."""
     versions = {}
     for name in ("jax", "flaxckpt", "flax", "optax", "tensorstore"):

@@ -143,9 +143,10 @@ def simulate(
     infos = tuple([leaf.info for leaf in table.values()])
     _check_meshes(infos, processes)
     _checkpoint.save.check_names(infos, options.items)
-    contents = _formats.native_contents.Contents(
-        infos=infos, structure=structure, encoding=options.layout.encoding
+    manifest = _formats.native_manifest.Manifest(
+        infos, structure, options.layout.encoding
     )
+    contents = _formats.native_contents.Contents(manifest=manifest)
     metadata = _checkpoint.commit.metadata_files(contents, _NOWHERE)
 
     stored = [info for info in infos if info.chunk_shape is not None]

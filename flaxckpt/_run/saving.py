@@ -228,12 +228,13 @@ class Saves:
 
     def _record_statistics(self, snapshot: _checkpoint.commit.Snapshot) -> None:
         """Records the statistics of the leaves, if sampled; logs failures."""
-        sampler, contents = snapshot.request.sampler, snapshot.contents
+        sampler, manifest = snapshot.request.sampler, snapshot.contents.manifest
         if sampler is None or not _util.job.is_first():
             return
-        paths = {contents.items.array_directory(i): i.path for i in contents.infos}
+        paths = {manifest.items.array_directory(i): i.path for i in manifest.infos}
+        created = snapshot.contents.created
         step = sample_log.StepSamples(
-            snapshot.request.number, contents.created, sampler.result(paths)
+            snapshot.request.number, created, sampler.result(paths)
         )
         try:
             sample_log.append(self._run.saves_in, step, self._run.mode)

@@ -1,8 +1,10 @@
 """The work for a state grows as its leaves do, not as their square."""
 
+import dataclasses
 import functools
 import gc
 import itertools
+import json
 import pathlib
 import sys
 import weakref
@@ -21,13 +23,11 @@ from flaxckpt import errors, transforms
 from flaxckpt._checkpoint import planner, save
 from flaxckpt._checkpoint.commit import SaveRequest
 from flaxckpt._formats import native_contents, native_manifest, reader
-from flaxckpt._formats import orbax_json as native_orbax_json
 from flaxckpt._state import classes as state_classes
 from flaxckpt._state import flatten as state_flatten
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import leaf as state_leaf
 from flaxckpt._state import tree as state_tree
-from flaxckpt._state import treedef as state_treedef
 from flaxckpt._util import gc_pause as util_gc_pause
 from tests.helpers import old_stores, slow
 
@@ -80,28 +80,23 @@ def contents(make, n):
 
 @functools.cache
 def manifest(make, n):
-    return native_orbax_json.loads(
-        native_contents._manifest_text(contents(make, n), {}), ""
-    )
+    return json.loads(json.dumps(contents(make, n).manifest.to_json()))
 
 
 def read(make, n, *, with_roles=True):
     """The checkpoint of a state, without a disk."""
-    data = manifest(make, n)
-    structure = state_treedef.from_json(data["structure"], state_classes.resolve, set())
-    keys = dict(state_tree.key_paths(structure))
+    found = native_manifest.Manifest.from_json(manifest(make, n), state_classes.resolve)
     table = {}
-    for row in data["leaves"]:
+    for info in found.infos:
         if not with_roles:
-            row = {name: value for name, value in row.items() if name != "role"}
-        info = native_manifest.parse_leaf(row, keys)
+            info = dataclasses.replace(info, role=None)
         table[info.path] = state_leaf.Leaf(
             info, (state_leaf.StoredLeaf(NOWHERE, info),)
         )
     metadata = reader.CheckpointMetadata(
         *("/nonexistent", "flaxckpt", 1, {}, {}, None, None, {}, False, 0)
     )
-    return reader.Stored(metadata, table, structure)
+    return reader.Stored(metadata, table, found.structure)
 
 
 def plan(stored, state, **options):
@@ -113,9 +108,7 @@ WORK = {
     "a save of NNX": lambda n: snapshot(nnx_like(n)),
     "a save of many optimizers": lambda n: snapshot(several_optimizers(n)),
     "metadata": lambda n: native_contents.make_files(contents(linen_like, n)),
-    "the manifest": lambda n: native_contents._manifest_text(
-        contents(linen_like, n), {}
-    ),
+    "the manifest": lambda n: contents(linen_like, n).manifest.to_json(),
     "reading metadata": lambda n: read(linen_like, n),
     "a restore": lambda n: plan(read(linen_like, n), linen_like(n)),
     "a restore of everything": lambda n: plan(read(linen_like, n), None),
@@ -159,8 +152,8 @@ WORK = {
         abstract_linen_like(n), processes=64
     ),
     "rebuilding": lambda n: state_tree.unflatten(
-        contents(linen_like, n).structure,
-        dict.fromkeys([info.path for info in contents(linen_like, n).infos]),
+        contents(linen_like, n).manifest.structure,
+        dict.fromkeys([info.path for info in contents(linen_like, n).manifest.infos]),
     ),
 }
 
@@ -305,5 +298,5 @@ def test_a_garbage_collector_that_is_off_stays_off():
 
 def test_arrays_of_one_shape_share_their_chunk_shape():
     state = {i: jax.device_put(jnp.ones((8, 4)), jax.devices()[0]) for i in range(3)}
-    infos = snapshot(state).contents.infos
+    infos = snapshot(state).contents.manifest.infos
     assert len({id(info.chunk_shape) for info in infos}) == 1

@@ -112,12 +112,9 @@ def describe_native(
     try:
         data = header.parse_object(text.encode(errors="surrogatepass"))
         _check_version(data["version"])
-        structure = _state.treedef.from_json(data["structure"], resolve, unknown)
-        keys = native_manifest.key_paths(structure)
-        rows = [_native_info(row, keys) for row in data["leaves"]]
-        infos = tuple(native_manifest.with_trusted_roles(rows, structure))
+        rows, structure = native_manifest.parse_state(data, resolve, unknown)
+        infos = tuple(map(_by_element, rows))
         strings, metrics, custom = data["strings"], data["metrics"], data["custom"]
-        native_manifest.check_leaves(infos, keys, structure)
         _check_values(infos, strings, metrics)
         if not isinstance(custom, dict):
             raise ValueError(f"its custom metadata is {reprlib.repr(custom)}")
@@ -127,8 +124,7 @@ def describe_native(
             if info.dtype is not None
         }
         _check_tensors(infos, names, tensors)
-        lineage = native_manifest.parse_lineage(data)
-        changes = native_manifest.parse_texts(data.get("transforms", []))
+        lineage, changes = native_manifest.parse_history(data)
         numbers = {name: float(value) for name, value in metrics.items()}
     except LaterVersionError:
         raise
@@ -155,10 +151,8 @@ def _check_version(version: Any) -> None:
         raise ValueError(f"it has version {text}; wanted {_VERSION}")
 
 
-def _native_info(
-    row: Any, keys: Mapping[LeafPath, tuple[_state.tree.Key, ...]]
-) -> LeafInfo:
-    info = native_manifest.parse_leaf(row, keys)
+def _by_element(info: LeafInfo) -> LeafInfo:
+    """Returns `info` with each element readable on its own."""
     if info.chunk_shape is None:
         return info
     return dataclasses.replace(info, chunk_shape=_each(info.chunk_shape))
@@ -208,16 +202,12 @@ def native_metadata(
     """Returns our metadata as text, for `describe_native`."""
     data: dict[str, JSON] = {
         "version": _VERSION,
-        "leaves": [native_manifest.leaf_row(_whole(info)) for info in infos],
-        "structure": _state.treedef.to_json(structure),
+        **native_manifest.state_rows(map(_whole, infos), structure),
         "strings": dict(strings),
         "metrics": dict(metadata.metrics),
         "custom": dict(metadata.custom),
+        **native_manifest.history_rows(metadata.lineage, metadata.transforms),
     }
-    if metadata.lineage:
-        data["lineage"] = [origin._asdict() for origin in metadata.lineage]
-    if metadata.transforms:
-        data["transforms"] = list(metadata.transforms)
     return json.dumps(data, separators=(",", ":"))
 
 
