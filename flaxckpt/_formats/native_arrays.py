@@ -14,31 +14,18 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from flaxckpt import _arrays, _state, _storage, _util, _zarr, errors
 from flaxckpt._formats import items, orbax_json, plain
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
-from flaxckpt._types import LeafPath, Shape
+from flaxckpt._types import LeafPath
 from flaxckpt._zarr.checksums import ChunkChecksums
-from flaxckpt._zarr.metadata import RawArray
+from flaxckpt._zarr.chunk_headers import Chunks
+from flaxckpt._zarr.metadata import ArrayForm, RawArray
 
 if TYPE_CHECKING:
     import tensorstore as ts
-
-
-class ArrayForm(NamedTuple):
-    """The stored form of an array.
-
-    Attributes:
-        shape: Stored shape, in elements.
-        dtype: Name of the stored element type.
-        chunk_shape: Shape of a chunk.
-    """
-
-    shape: Shape
-    dtype: str
-    chunk_shape: Shape
 
 
 def check_size(form: ArrayForm, stored_bytes: int) -> None:
@@ -54,19 +41,20 @@ def check_size(form: ArrayForm, stored_bytes: int) -> None:
     _util.memory.check(math.prod(form.chunk_shape) * itemsize)
 
 
-def _check_form(text: bytes, form: ArrayForm) -> None:
-    """Compares the metadata of an array with the recorded form.
+def _parse_as(text: bytes, form: ArrayForm) -> Chunks:
+    """Returns the chunks by the metadata of an array of the recorded form.
 
     Raises:
         ValueError: The forms differ, or the metadata are unsupported.
     """
-    stored = parse_form(text)
-    if stored != form:
+    chunks = _parse(text)
+    if (stored := chunks.form) != form:
         raise ValueError(
             f"recorded as {form.dtype}{list(form.shape)} in chunks"
             f" {list(form.chunk_shape)}, stored as {stored.dtype}{list(stored.shape)}"
             f" in chunks {list(stored.chunk_shape)}"
         )
+    return chunks
 
 
 MAX_METADATA_BYTES = 2**16
@@ -74,7 +62,7 @@ MAX_METADATA_BYTES = 2**16
 
 
 @functools.lru_cache(maxsize=256)  # many arrays have equal metadata
-def parse_form(text: bytes) -> ArrayForm:
+def _parse(text: bytes) -> Chunks:
     """Parses the metadata of an array, within the limits of TensorStore.
 
     Raises:
@@ -87,8 +75,11 @@ def parse_form(text: bytes) -> ArrayForm:
         data = json.loads(
             text.decode(), object_pairs_hook=_util.json_limits.refuse_duplicates
         )
-        return ArrayForm(*_zarr.metadata.parse(data))
-    except (errors.CheckpointError, KeyError, TypeError, RecursionError) as error:
+        return _zarr.chunk_headers.parse(data)
+    except (
+        *(errors.CheckpointError, KeyError, TypeError),
+        *(AttributeError, RecursionError),
+    ) as error:
         raise ValueError(
             f"its metadata is not supported: {errors.one_line(error, 150)}"
         ) from None
@@ -182,10 +173,10 @@ def array_forms(
     faults = {}
     for name, read_text in readers.items():
         try:
-            text = read_text()
-            forms[name] = parse_form(text)
-            _check_chunks(forms[name])
-            if _zarr.chunk_headers.parse(text).codec == "blosc":
+            chunks = _parse(read_text())
+            forms[name] = chunks.form
+            _check_chunks(chunks.form)
+            if chunks.codec == "blosc":
                 blosc.add(name)
         except PermissionError:
             raise
@@ -273,10 +264,8 @@ class Arrays:
         file = "zarr.json" if self.version == 3 else ".zarray"
         if not self.ocdbt:
             text = _zarr.chunk_file.read_small(self.root / name / file)
-            _check_form(text, form)
-            _zarr.chunk_headers.check_files(
-                self.root / name, _zarr.chunk_headers.parse(text)
-            )
+            chunks = _parse_as(text, form)
+            _zarr.chunk_headers.check_files(self.root / name, chunks)
             return open_array()
         is_compact = self.encoding is not None and self.encoding.codec == "compact"
         is_blosc = is_compact or name in self.blosc
@@ -284,8 +273,7 @@ class Arrays:
         if self.is_checked and not is_blosc:
             return open_array()
         text = index.read(_zarr.metadata.database_key(name, file))
-        _check_form(text, form)
-        chunks = _zarr.chunk_headers.parse(text)
+        chunks = _parse_as(text, form)
         if chunks.codec == "blosc" and not is_blosc:
             raise ValueError("it is compressed by blosc, unlike when saved")
         if chunks.codec == "blosc":

@@ -10,10 +10,10 @@ from typing import Any
 
 from flaxckpt import _arrays, _formats, _state, _storage, _zarr, errors
 from flaxckpt._formats import items, native_arrays, orbax_json, plain
-from flaxckpt._formats.native_arrays import ArrayForm
 from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
+from flaxckpt._zarr.metadata import ArrayForm
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ header of a blosc chunk declares.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import re
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flaxckpt import _state, _storage, errors
+from flaxckpt import _state, _storage
 from flaxckpt._zarr import metadata
 
 if TYPE_CHECKING:  # it imports NumPy, which a look at metadata need not
@@ -37,43 +36,37 @@ class Chunks(NamedTuple):
     """The chunks of an array, by its metadata.
 
     Attributes:
+        form: The form of the array.
         pattern: Pattern of the keys of chunks, relative to the array.
         codec: Compression codec; None for no compression, or compression by parts.
         size: Decoded size of a chunk, in bytes.
     """
 
+    form: metadata.ArrayForm
     pattern: re.Pattern[str]
     codec: str | None
     size: int
 
 
-@functools.lru_cache(maxsize=256)  # many arrays are alike
-def parse(text: bytes) -> Chunks:
+def parse(data: Mapping[str, Any]) -> Chunks:
     """Returns the chunks described by a `zarr.json` or a `.zarray`.
 
     Raises:
-        ValueError: The metadata is invalid or unsupported.
+        ValueError, KeyError, TypeError, AttributeError: The metadata is invalid or
+            unsupported.
     """
-    try:
-        return _parse(json.loads(text))
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"invalid zarr metadata: {errors.one_line(error, 150)}"
-        ) from None
-
-
-def _parse(data: Mapping[str, Any]) -> Chunks:
-    shape, dtype, chunk_shape = metadata.parse(data)
-    size = math.prod(chunk_shape) * _state.dtypes.item_size(dtype)
+    form = metadata.parse(data)
+    rank = len(form.shape)
+    size = math.prod(form.chunk_shape) * _state.dtypes.item_size(form.dtype)
     if data["zarr_format"] == 3:
         codecs = map(metadata.codec_name, data["codecs"])
         codec = next((name for name in codecs if name in _BEST_RATIO), None)
-        return Chunks(_pattern_3(data, len(shape)), codec, size)
+        return Chunks(form, _pattern_3(data, rank), codec, size)
     compressor = data["compressor"]
     separator = re.escape(str(data.get("dimension_separator") or "."))
-    pattern = separator.join(["[0-9]+"] * len(shape)) or "0"
+    pattern = separator.join(["[0-9]+"] * rank) or "0"
     codec = None if compressor is None else compressor["id"]
-    return Chunks(re.compile(pattern), codec, size)
+    return Chunks(form, re.compile(pattern), codec, size)
 
 
 def _pattern_3(data: Mapping[str, Any], rank: int) -> re.Pattern[str]:

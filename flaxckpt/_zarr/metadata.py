@@ -87,6 +87,20 @@ class Encoding(NamedTuple):
     version: int = 3
 
 
+class ArrayForm(NamedTuple):
+    """The stored form of an array.
+
+    Attributes:
+        shape: Stored shape, in elements.
+        dtype: Name of the stored element type.
+        chunk_shape: Shape of a chunk.
+    """
+
+    shape: Shape
+    dtype: str
+    chunk_shape: Shape
+
+
 class RawArray(NamedTuple):
     """An array with chunks of plain values, optionally followed by a checksum.
 
@@ -368,8 +382,8 @@ def kvstore(root: Path, name: str, *, ocdbt: bool) -> dict[str, JSON]:
 # ---- checks of others' metadata ----------------------------------------------------
 
 
-def parse(metadata: Mapping[str, Any]) -> tuple[Shape, str, Shape]:
-    """Returns shape, dtype and chunk shape from a `zarr.json` or a `.zarray`.
+def parse(metadata: Mapping[str, Any]) -> ArrayForm:
+    """Returns the form of an array from a `zarr.json` or a `.zarray`.
 
     Some codecs make TensorStore abort the process or exhaust memory. Only those written
     by Orbax and flaxckpt are accepted, and a few more.
@@ -385,7 +399,7 @@ def parse(metadata: Mapping[str, Any]) -> tuple[Shape, str, Shape]:
     else:
         dtype, chunk_shape = metadata["dtype"], sizes(metadata["chunks"])
         _check_2(metadata)
-    return shape, _element_type(dtype), chunk_shape
+    return ArrayForm(shape, _element_type(dtype), chunk_shape)
 
 
 def sizes(value: Any) -> Shape:
