@@ -8,12 +8,15 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from flaxckpt import _storage, _zarr, datasets, errors
-from flaxckpt._formats import orbax_json, signatures
+from flaxckpt._formats import orbax_files, orbax_json, signatures
+from flaxckpt._formats.orbax_files import StepMetadata
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath
+
+_T = TypeVar("_T")
 
 STATE, DATASET, METRICS = "state", "dataset", "metrics"
 CHECKPOINT = "_CHECKPOINT_METADATA"
@@ -142,6 +145,16 @@ def prefix(item: str) -> str:
     return f"{item}/" if item else ""
 
 
+def inside(files: Mapping[str, _T], item: str) -> dict[str, _T]:
+    """Returns the files of an item: path in the item -> value."""
+    root = prefix(item)
+    return {
+        name.removeprefix(root): value
+        for name, value in files.items()
+        if name.startswith(root)
+    }
+
+
 def find_item(path: Path) -> Path | None:
     """Returns the directory of an item of the checkpoint `path`; None without it.
 
@@ -226,16 +239,24 @@ def json_advice(file: Path) -> str:
     return f"read it with json.loads(pathlib.Path({name!r}).read_text())"
 
 
-def read_item_handlers(path: Path) -> dict[str, Any] | str | None:
+def read_step_metadata(path: Path) -> StepMetadata:
+    """Returns the metadata of the step `path`, apart from metrics.
+
+    Raises:
+        DamagedCheckpointError: The file is missing, or does not hold a JSON object.
+    """
+    return StepMetadata.from_json(read_json(path / CHECKPOINT, path))
+
+
+def read_item_handlers(path: Path) -> Mapping[str, Any] | str | None:
     """Returns the recorded Orbax handlers, item -> class, or None.
 
     A single class for a checkpoint that consists of a single item.
     """
     try:
-        handlers = read_json(path / CHECKPOINT, path).get("item_handlers")
+        return read_step_metadata(path).handlers
     except (errors.DamagedCheckpointError, OSError):
         return None
-    return handlers if isinstance(handlers, dict | str) else None
 
 
 def _check_tree(path: Path) -> None:
@@ -243,7 +264,7 @@ def _check_tree(path: Path) -> None:
     if _storage.of(path).exists(path / orbax_json.MANIFEST):
         return
     try:
-        handlers = read_json(path / CHECKPOINT, path).get("item_handlers")
+        handlers = read_step_metadata(path).handlers
     except errors.DamagedCheckpointError:
         return
     if isinstance(handlers, str):  # a checkpoint of a single item
@@ -475,7 +496,7 @@ def read_strings(
     data = orbax_json.loads(content, path)
     try:
         return {
-            leaf_path: orbax_json.string_at(data, name)
+            leaf_path: orbax_files.string_at(data, name)
             for leaf_path, name in leaves.items()
         }
     except KeyError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +21,7 @@ from flaxckpt._formats import (
 )
 from flaxckpt._formats.items import METRICS
 from flaxckpt._formats.native_manifest import Manifest
+from flaxckpt._formats.orbax_files import StepMetadata
 from flaxckpt._storage.commit_marker import MARKER
 from flaxckpt._types import JSON
 
@@ -86,7 +86,7 @@ def make_files(contents: Contents) -> dict[str, bytes]:
             with _trial_parse(f"{root}{items.STRINGS}") as parse:
                 data = parse(content)
                 for leaf in strings:
-                    orbax_json.string_at(data, leaf)
+                    orbax_files.string_at(data, leaf)
     for name, content in contents.dataset.items():
         files[f"{manifest.items.dataset}/{name}"] = content
     for item, value in contents.json.items():
@@ -227,13 +227,5 @@ def _checkpoint_metadata(contents: Contents) -> bytes:
     if contents.dataset:
         handlers[contents.manifest.items.dataset] = orbax_files.JSON_HANDLER
     handlers |= dict.fromkeys(contents.json, orbax_files.JSON_HANDLER)
-    return orbax_json.dumps(
-        {
-            "item_handlers": handlers,
-            "metrics": {},
-            "performance_metrics": {},
-            "init_timestamp_nsecs": int(contents.created * 1e9),
-            "commit_timestamp_nsecs": time.time_ns(),
-            "custom_metadata": dict(contents.custom),
-        }
-    )
+    metadata = StepMetadata(handlers, contents.created, custom=contents.custom)
+    return orbax_json.dumps(metadata.to_json())

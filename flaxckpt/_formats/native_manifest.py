@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from flaxckpt import _arrays, _state, _zarr, errors
-from flaxckpt._formats import native_checksums, orbax_json
+from flaxckpt._formats import native_checksums, orbax_files, orbax_json
 from flaxckpt._formats.items import Items
-from flaxckpt._formats.orbax_json import EMPTIES
+from flaxckpt._formats.orbax_files import EMPTIES
 from flaxckpt._formats.reader import Lineage
 from flaxckpt._state.leaf import LeafInfo, MeshAxes, Role
 from flaxckpt._types import JSON, LeafPath
@@ -28,7 +28,7 @@ the files of databases."""
 
 _PARSED_LEAVES = 20_000  # up to which `check_readable` parses all rows
 _check_dtype = functools.cache(_state.dtypes.check)
-_SCALARS = frozenset((*orbax_json.PYTHON_OF_KIND.values(), "numpy.generic"))
+_SCALARS = frozenset((*orbax_files.PYTHON_OF_KIND.values(), "numpy.generic"))
 
 
 class Manifest(NamedTuple):
@@ -323,7 +323,7 @@ def _with_trusted_roles(
 def _parse_spec(parts: Any) -> tuple[MeshAxes, ...]:
     if not isinstance(parts, list):
         raise ValueError(f"{str(parts)[:80]} is not a partition spec")
-    return tuple(map(orbax_json.parse_mesh_axes, parts))
+    return tuple(map(orbax_files.parse_mesh_axes, parts))
 
 
 def _parse_role(row: Any) -> Role:

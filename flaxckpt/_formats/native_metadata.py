@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from flaxckpt import _arrays, _steps, _storage, errors
-from flaxckpt._formats import items, orbax_json
+from flaxckpt._formats import items, orbax_files, orbax_json
 from flaxckpt._formats.items import CHECKPOINT, DATASET, METRICS, METRICS_DIGESTS
+from flaxckpt._formats.orbax_files import StepMetadata
 from flaxckpt._formats.reader import CheckpointMetadata
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON
@@ -52,12 +53,12 @@ def checkpoint_metadata(
             has changed.
     """
     file = path / CHECKPOINT
-    fields: dict[str, Any] = {}
+    recorded = StepMetadata()
     if CHECKPOINT in digests or _storage.of(path).exists(file):
         content = items.read_file(file, path)
         items.check_digest(file, digests.get(CHECKPOINT), content)
         try:
-            fields = orbax_json.loads(content, file)
+            recorded = StepMetadata.from_json(orbax_json.loads(content, file))
         except errors.DamagedCheckpointError:
             # Orbax tolerates invalid content here, and the state does not need it.
             if CHECKPOINT in digests:
@@ -69,9 +70,9 @@ def checkpoint_metadata(
         step,
         {info.path: info for info in infos},
         read_metrics(path, recorded_step),
-        _seconds(fields.get("init_timestamp_nsecs")),
-        _seconds(fields.get("commit_timestamp_nsecs")),
-        user_metadata(fields),
+        recorded.created,
+        recorded.committed,
+        recorded.custom,
         dataset is not None and dataset not in deleted and (path / dataset).is_dir(),
         sum(_arrays.forms.stored_bytes(info) for info in infos),
         deleted_items=deleted,
@@ -84,15 +85,6 @@ def read_deleted_items(path: Path) -> tuple[str, ...]:
     return tuple(sorted(_steps.markers.deleted_items(names)))
 
 
-def user_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the user's own metadata from the metadata of a step or a run.
-
-    Source: `custom` was the field's name in Orbax 0.11.0 to 0.11.5.
-    """
-    custom = metadata.get("custom_metadata", metadata.get("custom"))
-    return custom if isinstance(custom, dict) else {}
-
-
 def read_created(path: Path) -> float:
     """Returns the time of the start of the save of `path`, in seconds since 1970.
 
@@ -100,8 +92,7 @@ def read_created(path: Path) -> float:
     """
     created = None
     with contextlib.suppress(errors.DamagedCheckpointError):
-        fields = items.read_json(path / CHECKPOINT, path)
-        created = _seconds(fields.get("init_timestamp_nsecs"))
+        created = items.read_step_metadata(path).created
     if created is None:
         with contextlib.suppress(FileNotFoundError):  # just deleted
             return min(file.lstat().st_mtime for file in path.iterdir())
@@ -109,16 +100,10 @@ def read_created(path: Path) -> float:
     return created
 
 
-def _seconds(nanoseconds: object) -> float | None:
-    if not isinstance(nanoseconds, int | float) or not abs(nanoseconds) < 1e30:
-        return None  # not NaN, either
-    return nanoseconds / 1e9
-
-
 def read_run_metadata(root: Path) -> dict[str, JSON]:
     """Returns the user's metadata of a whole run, from Orbax's file."""
     if (path := root / _RUN_METADATA).is_file():
-        return user_metadata(items.read_json(path, root))
+        return orbax_files.custom_metadata(items.read_json(path, root))
     if (path := root / _OLD_RUN_METADATA).is_file():
         return items.read_json(path, root)
     return {}
@@ -207,7 +192,7 @@ def _evidence_of_metrics(path: Path) -> str | None:
     if not (path / orbax_json.MANIFEST).is_file():  # Orbax records no digests
         return None
     try:
-        handlers = items.read_json(path / CHECKPOINT, path).get("item_handlers")
+        handlers = items.read_step_metadata(path).handlers
     except errors.DamagedCheckpointError:
         if (path / items.SEAL).is_file():  # an item, which has no metrics
             return None

@@ -6,35 +6,16 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from flaxckpt import _arrays, _formats, _state, _storage, _zarr, errors
-from flaxckpt._formats import items, native_arrays, orbax_json, plain
+from flaxckpt._formats import items, native_arrays, orbax_files, orbax_json, plain
+from flaxckpt._formats.orbax_files import Split, TreeMetadata, TreeRow
 from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt._zarr.metadata import ArrayForm
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Row:
-    keys: tuple[_state.tree.Key, ...]
-    value_type: str
-
-    @property
-    def path(self) -> LeafPath:
-        return _state.tree.join(self.keys)
-
-    @property
-    def name(self) -> str:
-        return orbax_json.param_name(self.keys)
-
-    @property
-    def is_array(self) -> bool:
-        is_empty = orbax_json.empty_type(self.value_type) is not None
-        return self.value_type != "string" and not is_empty
 
 
 def read(path: Path, item: Path) -> Stored:
@@ -51,18 +32,17 @@ def read(path: Path, item: Path) -> Stored:
         # Through the door: few checkpoints need its readers of arrays.
         return _formats.orbax_aggregate.read(path, item)
     stamp = _storage.stamp(item / items.TREE)
-    metadata = items.read_json(item / items.TREE, path)
-    rows = _read_rows(item, metadata)
+    tree = _read_tree(item, path)
+    rows = tree.rows
     inline: Mapping[LeafPath, StoredLeaf] = {}
     if (item / items.AGGREGATE).is_file():
         inline = _formats.orbax_aggregate.inline_leaves(path, item)
-    version = 3 if metadata.get("use_zarr3") else 2
-    ocdbt = metadata.get("use_ocdbt")
+    version, ocdbt = tree.zarr_version, tree.ocdbt
     if ocdbt is None:
         ocdbt = (item / _zarr.metadata.DATABASE).is_file()
     names = [row.name for row in rows if row.is_array and row.path not in inline]
     forms, blosc = native_arrays.array_forms(
-        item, path, names, version=version, ocdbt=bool(ocdbt)
+        item, path, names, version=version, ocdbt=ocdbt
     )
     impls = _prng_impls(item)
     splits = _splits(item, path)
@@ -75,8 +55,8 @@ def read(path: Path, item: Path) -> Stored:
     arrays = native_arrays.Arrays(
         item,
         version,
-        bool(ocdbt),
-        strict=bool(metadata.get("store_array_data_equal_to_fill_value")),
+        ocdbt,
+        strict=tree.strict,
         is_checked=True,
         blosc=blosc,
     )
@@ -95,28 +75,27 @@ def read(path: Path, item: Path) -> Stored:
 # ---- the tree in `_METADATA` ------------------------------------------------------
 
 
-def _read_rows(item: Path, metadata: Mapping[str, Any]) -> list[_Row]:
+def _read_tree(item: Path, checkpoint: Path) -> TreeMetadata:
+    data = items.read_json(item / items.TREE, checkpoint)
     try:
-        rows = [
-            _Row(orbax_json.parse_keys(row), str(row["value_metadata"]["value_type"]))
-            for row in metadata["tree_metadata"].values()
-        ]
+        tree = TreeMetadata.from_json(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise errors.DamagedCheckpointError(
             f"{item / items.TREE} does not describe a tree:"
             f" {errors.one_line(error, 200)}"
         ) from None
     # A partial save leaves placeholders at the prefixes of paths saved later.
+    rows = tree.rows
     inner = {row.keys[:n] for row in rows for n in range(len(row.keys))}
     rows = sorted(
         (row for row in rows if row.keys not in inner or len(rows) == 1),
         key=lambda row: [_rank(key) for key in row.keys],
     )
     _check_places(item, rows)
-    return rows
+    return tree._replace(rows=rows)
 
 
-def _check_places(item: Path, rows: Sequence[_Row]) -> None:
+def _check_places(item: Path, rows: Sequence[TreeRow]) -> None:
     """Raises DamagedCheckpointError for leaves that share a path or an array."""
     faults: dict[LeafPath, str] = {}
     seen: dict[str, LeafPath] = {}
@@ -140,36 +119,31 @@ def _prng_impls(item: Path) -> dict[str, str]:
     directory = item / "array_metadatas"
     if not directory.is_dir():
         return {}
-    impls = {}
     for path in sorted(directory.iterdir())[:1]:
         try:
-            for row in items.read_json(path, item).get("array_metadatas", []):
-                array = row.get("array_metadata", {})
-                impl = (array.get("ext_metadata") or {}).get("random_key_impl")
-                if isinstance(impl, str):
-                    impls[str(array.get("param_name"))] = impl
+            return orbax_files.parse_impls(items.read_json(path, item))
         except (AttributeError, TypeError) as error:
             raise errors.DamagedCheckpointError(
                 f"{path} does not describe arrays:"
                 f" {errors.one_line(error, 100)}; restore another"
                 " step"
             ) from None
-    return impls
+    return {}
 
 
-def _splits(item: Path, checkpoint: Path) -> dict[str, orbax_json.Split]:
+def _splits(item: Path, checkpoint: Path) -> dict[str, Split]:
     """Returns the splits of arrays, as far as recorded: param name -> split."""
     file = item / items.SHARDING
     if not file.is_file():
         return {}
     try:
-        return orbax_json.parse_splits(items.read_json(file, checkpoint))
+        return orbax_files.parse_splits(items.read_json(file, checkpoint))
     except errors.DamagedCheckpointError as error:
         _log.info("the shardings of arrays are not known: %s", error)
         return {}
 
 
-def _add_split(info: LeafInfo, split: orbax_json.Split | None) -> LeafInfo:
+def _add_split(info: LeafInfo, split: Split | None) -> LeafInfo:
     if split is None or len(split.parts) > len(info.shape):
         return info
     shard_shape = split.shard_shape(info.shape)
@@ -177,17 +151,17 @@ def _add_split(info: LeafInfo, split: orbax_json.Split | None) -> LeafInfo:
 
 
 def _leaf_info(
-    item: Path, row: _Row, forms: Mapping[str, ArrayForm], impls: Mapping[str, str]
+    item: Path, row: TreeRow, forms: Mapping[str, ArrayForm], impls: Mapping[str, str]
 ) -> LeafInfo:
     path = row.path
-    if empty := orbax_json.empty_type(row.value_type):
+    if empty := row.empty_type:
         return LeafInfo(path, row.keys, "empty", empty)
     if row.value_type == "string":
         return LeafInfo(path, row.keys, "string", "str")
     shape, dtype, chunk_shape = forms[row.name]
     impl = impls.get(row.name)
     try:
-        python_type = orbax_json.python_type(row.value_type, dtype)
+        python_type = row.python_type(dtype)
         if impl:
             _arrays.forms.check_keys(impl, shape, dtype)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Pure functions that convert leaf infos to the files of a tree, as Orbax reads them.
+"""The files of a checkpoint as Orbax reads and writes them; their text is not trusted.
 
 The rows of leaves are joined from cached texts, as most texts recur: a dict for each
 leaf would take three times as long.
@@ -7,18 +7,22 @@ leaf would take three times as long.
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
-import numpy as np
-from jax.sharding import NamedSharding
-
-from flaxckpt import _arrays, _state
+from flaxckpt import _arrays, _state, _zarr
 from flaxckpt._formats import orbax_json
-from flaxckpt._state.leaf import LeafInfo
-from flaxckpt._types import JSON, Shape
+from flaxckpt._state.leaf import LeafInfo, MeshAxes
+from flaxckpt._types import JSON, LeafPath, Shape
+
+if TYPE_CHECKING:
+    from jax.sharding import Sharding
 
 _text = orbax_json.to_text
 
@@ -26,16 +30,75 @@ _HANDLERS = "orbax.checkpoint._src.handlers."
 STATE_HANDLER = f"{_HANDLERS}standard_checkpoint_handler.StandardCheckpointHandler"
 JSON_HANDLER = f"{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler"
 
-_VALUE_TYPES = {
-    "numpy.ndarray": "np.ndarray",
-    # Orbax has no complex scalars, and loses the types of numpy scalars.
-    "numpy.generic": "np.ndarray",
-    "complex": "np.ndarray",
-    "int": "scalar",
-    "float": "scalar",
-    "bool": "scalar",
-    "str": "string",
-}
+EMPTIES = {"dict": "Dict", "list": "List", "tuple": "Tuple", "None": "None"}
+"""Empty container -> its value type."""
+
+_EMPTY_OF = {"NamedTuple": "None", **{kind: name for name, kind in EMPTIES.items()}}
+
+_NUMBERS = ("int", "float", "bool")
+PYTHON_OF_KIND = {"uint": "int", **{name: name for name in (*_NUMBERS, "complex")}}
+"""Kind of element type -> Python type of a number."""
+
+# Orbax has no complex scalars, and loses the types of numpy scalars.
+_ARRAYS = dict.fromkeys(("numpy.ndarray", "numpy.generic", "complex"), "np.ndarray")
+_VALUE_TYPES = {**_ARRAYS, **dict.fromkeys(_NUMBERS, "scalar"), "str": "string"}
+
+
+class StepMetadata(NamedTuple):
+    """The content of `_CHECKPOINT_METADATA`.
+
+    Attributes:
+        handlers: Item -> class of its handler, or the class of a single item; None if
+            not recorded.
+        created: Time of the start of the save, in seconds since 1970; None if not
+            recorded.
+        committed: Time of the commit, likewise.
+        custom: The user's own metadata.
+    """
+
+    handlers: Mapping[str, JSON] | str | None = None
+    created: float | None = None
+    committed: float | None = None
+    custom: Mapping[str, JSON] = MappingProxyType({})
+
+    def to_json(self) -> dict[str, JSON]:
+        """Returns the content for a commit at this moment."""
+        return {
+            "item_handlers": self.handlers,
+            "metrics": {},
+            "performance_metrics": {},
+            "init_timestamp_nsecs": int((self.created or 0) * 1e9),
+            "commit_timestamp_nsecs": time.time_ns(),
+            "custom_metadata": dict(self.custom),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StepMetadata:
+        """Parses the content; malformed fields count as not recorded."""
+        handlers = data.get("item_handlers")
+        handlers = handlers if isinstance(handlers, dict | str) else None
+        created, committed = (
+            _seconds(data.get(f"{name}_timestamp_nsecs")) for name in ("init", "commit")
+        )
+        return cls(handlers, created, committed, custom_metadata(data))
+
+
+def _seconds(nanoseconds: object) -> float | None:
+    if not isinstance(nanoseconds, int | float) or not abs(nanoseconds) < 1e30:
+        return None  # not NaN, either
+    return nanoseconds / 1e9
+
+
+def custom_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the user's own metadata from the metadata of a step or a run.
+
+    Source: `custom` was the field's name in Orbax 0.11.0 to 0.11.5.
+    """
+    custom = metadata.get("custom_metadata", metadata.get("custom"))
+    return custom if isinstance(custom, dict) else {}
+
+
+# ---- _METADATA ----------------------------------------------------------------------
 
 
 def tree_metadata(infos: Iterable[LeafInfo], *, zarr_version: int = 3) -> bytes:
@@ -63,7 +126,7 @@ def _key_text(key: _state.tree.Key) -> str:
 
 def _value_text(info: LeafInfo, shape_text: Callable[[Shape], str]) -> str:
     if info.kind == "empty":
-        value_type = orbax_json.EMPTIES[info.python_type]
+        value_type = EMPTIES[info.python_type]
         return f'{{"value_type":"{value_type}","skip_deserialize":true}}'
     if info.python_type == "jax.Array":
         shape = _arrays.layout.write_shape(info, _arrays.forms.stored_form(info)[0])
@@ -73,6 +136,107 @@ def _value_text(info: LeafInfo, shape_text: Callable[[Shape], str]) -> str:
         )
     value_type = _VALUE_TYPES[info.python_type]
     return f'{{"value_type":"{value_type}","skip_deserialize":false}}'
+
+
+class TreeRow(NamedTuple):
+    """A leaf or an empty container in `_METADATA`.
+
+    Attributes:
+        keys: The keys of its path.
+        value_type: Orbax's name of its type.
+    """
+
+    keys: tuple[_state.tree.Key, ...]
+    value_type: str
+
+    @property
+    def path(self) -> LeafPath:
+        """The leaf path."""
+        return _state.tree.join(self.keys)
+
+    @property
+    def name(self) -> str:
+        """Orbax's name of the leaf."""
+        return orbax_json.param_name(self.keys)
+
+    @property
+    def empty_type(self) -> str | None:
+        """Our name of an empty container's type; None for a leaf."""
+        return _EMPTY_OF.get(self.value_type)
+
+    @property
+    def is_array(self) -> bool:
+        """True for a leaf that is stored as an array."""
+        return self.value_type != "string" and self.empty_type is None
+
+    def python_type(self, dtype: str) -> str:
+        """Returns the Python type of an array restored without a target state.
+
+        Raises:
+            ValueError: The value type is unknown.
+        """
+        if self.value_type == "scalar":
+            return PYTHON_OF_KIND[_state.dtypes.kind(dtype)]
+        if self.value_type not in ("jax.Array", "np.ndarray"):
+            raise ValueError(f"unknown value type {self.value_type!r}")
+        return self.value_type.replace("np.", "numpy.")
+
+
+class TreeMetadata(NamedTuple):
+    """The content of `_METADATA`.
+
+    Attributes:
+        rows: The leaves and empty containers.
+        zarr_version: Version of the zarr format of the arrays.
+        ocdbt: Whether the arrays are in a database; None if not recorded.
+        strict: True if a missing chunk is damage; False if it stands for zeros.
+    """
+
+    rows: Sequence[TreeRow]
+    zarr_version: int
+    ocdbt: bool | None
+    strict: bool
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TreeMetadata:
+        """Parses the content, of which `tree_metadata` is the inverse.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: It is malformed.
+        """
+        ocdbt = data.get("use_ocdbt")
+        return cls(
+            [
+                TreeRow(_parse_keys(row), str(row["value_metadata"]["value_type"]))
+                for row in data["tree_metadata"].values()
+            ],
+            3 if data.get("use_zarr3") else 2,
+            None if ocdbt is None else bool(ocdbt),
+            bool(data.get("store_array_data_equal_to_fill_value")),
+        )
+
+
+def _parse_keys(row: Any) -> tuple[_state.tree.Key, ...]:
+    """Returns the keys of a row of `_METADATA`.
+
+    Raises:
+        ValueError, KeyError, TypeError: The row is malformed.
+    """
+    keys = []
+    for key in row["key_metadata"]:
+        name = key["key"]
+        if type(name) not in (str, int):
+            raise ValueError(f"the key {str(name)[:80]} is not a string")
+        if key["key_type"] == 1:
+            keys.append(_state.tree.Key(int(name), "index"))
+        else:
+            keys.append(_state.tree.Key(str(name), "key"))
+    if len(keys) > _state.tree.MAX_DEPTH:
+        raise ValueError(f"{keys[0].name} … is nested {len(keys)} deep")
+    return tuple(keys)
+
+
+# ---- _sharding ----------------------------------------------------------------------
 
 
 def shardings(infos: Iterable[LeafInfo]) -> bytes:
@@ -88,10 +252,10 @@ def shardings(infos: Iterable[LeafInfo]) -> bytes:
     return f"{{{','.join(rows)}}}".encode()
 
 
-def _sharding(sharding: jax.sharding.Sharding | None) -> JSON:
-    if isinstance(sharding, NamedSharding) and isinstance(
-        sharding.mesh, jax.sharding.Mesh
-    ):
+def _sharding(sharding: Sharding | None) -> JSON:
+    from jax.sharding import Mesh, NamedSharding  # only a save needs jax
+
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         mesh = sharding.mesh
         return {
             "sharding_type": "NamedSharding",
@@ -102,7 +266,7 @@ def _sharding(sharding: jax.sharding.Sharding | None) -> JSON:
                 list(part) if isinstance(part, tuple) else part
                 for part in sharding.spec
             ],
-            "device_mesh": {"mesh": _device_ids(mesh.devices)},
+            "device_mesh": {"mesh": _device_ids(mesh.devices.tolist())},
         }
     # A mesh of device 0, which always exists. Unlike a SingleDeviceSharding, which
     # names its platform, it loads on any kind of device.
@@ -116,10 +280,91 @@ def _sharding(sharding: jax.sharding.Sharding | None) -> JSON:
 
 
 def _device_ids(devices: Any) -> JSON:
-    """Returns the ids in a nested array of devices."""
-    if isinstance(devices, np.ndarray):
+    """Returns the ids in a nested list of devices."""
+    if isinstance(devices, list):
         return [_device_ids(part) for part in devices]
     return {"id": int(devices.id)}
+
+
+def parse_mesh_axes(part: Any) -> MeshAxes:
+    """Returns the mesh axes of a part of a partition spec, as `PartitionSpec` has them.
+
+    Raises:
+        ValueError: `part` is neither the name of an axis, a list of names, nor null.
+    """
+    names = part if isinstance(part, list) else [part]
+    if any(isinstance(name, list | dict) for name in names):
+        raise ValueError(f"{str(part)[:80]} is not a part of a partition spec")
+    return tuple(names) if len(names) > 1 else names[0] if names else None
+
+
+class Split(NamedTuple):
+    """The sharding of an array over a mesh at the save.
+
+    Attributes:
+        mesh_axes: The partition spec as a tuple; see `LeafInfo`.
+        parts: Number of parts along each of the first axes.
+    """
+
+    mesh_axes: tuple[MeshAxes, ...]
+    parts: tuple[int, ...]
+
+    def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """Returns the shard shape of an array; None if whole or not divisible."""
+        parts = [*self.parts, *[1] * (len(shape) - len(self.parts))]
+        if len(parts) != len(shape) or any(
+            n % k for n, k in zip(shape, parts, strict=True)
+        ):
+            return None
+        shard = tuple(n // k for n, k in zip(shape, parts, strict=True))
+        return None if shard == tuple(shape) else shard
+
+
+def parse_splits(data: Mapping[str, Any]) -> dict[str, Split]:
+    """Parses `_sharding`: param name -> split of the array.
+
+    Arrays on a single device are left out, and so are malformed entries, because
+    reading the values does not depend on them.
+    """
+    splits = {}
+    parse = functools.cache(_parse_split)  # many arrays are split alike
+    for key, text in data.items():
+        with contextlib.suppress(ValueError):
+            name = base64.urlsafe_b64decode(key).decode()
+            if isinstance(text, str) and (split := parse(text)):
+                splits[name] = split
+    return splits
+
+
+def _parse_split(text: str) -> Split | None:
+    try:
+        data = json.loads(text)
+        if data["sharding_type"] != "NamedSharding":
+            return None
+        sizes = dict(
+            zip(
+                data["axis_names"],
+                _zarr.metadata.sizes(data["shape"]),
+                strict=True,
+            )
+        )
+        spec = tuple(map(parse_mesh_axes, data["partition_spec"]))
+        axes = [p if isinstance(p, tuple) else () if p is None else (p,) for p in spec]
+        used = [axis for part in axes for axis in part]
+        is_text = all(isinstance(axis, str) for axis in used)
+        if not is_text or len(set(used)) < len(used) or len(spec) > _MAX_AXES:
+            return None
+        parts = tuple(math.prod(sizes[axis] for axis in part) for part in axes)
+        if 0 in parts:
+            return None
+        return Split(spec, parts)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+_MAX_AXES = 64
+
+# ---- array_metadatas and _strings.json ----------------------------------------------
 
 
 def array_metadatas(infos: Iterable[LeafInfo]) -> bytes:
@@ -141,6 +386,21 @@ def array_metadatas(infos: Iterable[LeafInfo]) -> bytes:
     return f'{{"array_metadatas":[{",".join(rows)}]}}'.encode()
 
 
+def parse_impls(data: Mapping[str, Any]) -> dict[str, str]:
+    """Returns param name -> implementation of the PRNG keys from `array_metadatas`.
+
+    Raises:
+        AttributeError, TypeError: The content is malformed.
+    """
+    impls = {}
+    for row in data.get("array_metadatas", []):
+        array = row.get("array_metadata", {})
+        impl = (array.get("ext_metadata") or {}).get("random_key_impl")
+        if isinstance(impl, str):
+            impls[str(array.get("param_name"))] = impl
+    return impls
+
+
 def strings(values: Mapping[str, str]) -> bytes:
     """Returns the content of `_strings.json` for a map of param name -> string."""
     nested: dict[str, Any] = {}
@@ -151,3 +411,19 @@ def strings(values: Mapping[str, str]) -> bytes:
             inner = inner.setdefault(parent, {})
         inner[last] = value
     return orbax_json.dumps(nested)
+
+
+def string_at(data: Mapping[str, Any], name: str) -> str:
+    """Returns the string of the leaf `name` from the content of `_strings.json`.
+
+    Raises:
+        KeyError: No such string exists.
+    """
+    value: Any = data
+    for part in name.split("/"):
+        if not isinstance(value, dict):
+            raise KeyError(name)
+        value = value[part]
+    if not isinstance(value, str):
+        raise KeyError(name)
+    return value

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
-from flaxckpt._formats import orbax_json as native_orbax_json
+from flaxckpt._formats import orbax_files
 
 PARTS = [
     [],
@@ -20,7 +20,7 @@ PARTS = [
 
 @pytest.mark.parametrize("parts", PARTS, ids=str)
 def test_parts_of_files_are_those_of_a_spec(parts):
-    found = tuple(map(native_orbax_json.parse_mesh_axes, parts))
+    found = tuple(map(orbax_files.parse_mesh_axes, parts))
     spec = PartitionSpec(
         *(tuple(part) if isinstance(part, list) else part for part in parts)
     )
@@ -31,7 +31,7 @@ def test_parts_of_files_are_those_of_a_spec(parts):
 @pytest.mark.parametrize("part", [{"a": 1}, [["a"]], [{"a": 1}]], ids=str)
 def test_other_parts_are_refused(part):
     with pytest.raises(ValueError, match="part of a partition spec"):
-        native_orbax_json.parse_mesh_axes(part)
+        orbax_files.parse_mesh_axes(part)
 
 
 def test_the_spec_of_a_leaf_comes_back(tmp_path):
