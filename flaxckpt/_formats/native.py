@@ -210,78 +210,36 @@ def _read_items(
     table: LeafTable = {}
     damaged: dict[str, str] = {}
     for item, leaves in parts.items():
+        names = [manifest.items.param_name(info) for info in leaves]
+        digests = items.inside(manifest.digests, item)
         strings: dict[LeafPath, str] = {}
         try:
-            strings = _read_strings(path, item, leaves, manifest)
+            strings = items.read_strings(
+                path / item, path, names, leaves, digests.get(items.STRINGS)
+            )
             if not is_alone and not (path / item).is_dir():
                 damaged[item] = "is missing; restore another step"
         except errors.DamagedCheckpointError as error:
             if is_alone:
                 raise
             damaged[item] = items.describe_damage(error)
-        table |= _item_table(path, item, leaves, strings, manifest)
+        arrays = native_arrays.Arrays(
+            path / item,
+            manifest.zarr_version,
+            manifest.ocdbt,
+            encoding=manifest.encoding,
+            digests={
+                name: digest
+                for name, digest in digests.items()
+                if not manifest.ocdbt or _DATABASE.fullmatch(name)
+            },
+            checksums=manifest.checksums,
+            sizes=None
+            if manifest.files is None
+            else items.inside(manifest.files, item),
+        )
+        table |= native_arrays.leaf_table(path, names, leaves, arrays, strings)
     return table, damaged
-
-
-def _read_strings(
-    path: Path,
-    item: str,
-    infos: Sequence[LeafInfo],
-    manifest: native_manifest.Manifest,
-) -> dict[LeafPath, str]:
-    """Returns the values of the string leaves of an item: leaf path -> string.
-
-    Raises:
-        DamagedCheckpointError: The file of the strings is missing or has changed.
-    """
-    names = [manifest.items.param_name(info) for info in infos]
-    digest = manifest.digests.get(f"{items.prefix(item)}{items.STRINGS}")
-    return items.read_strings(path / item, path, names, infos, digest)
-
-
-def _item_table(
-    path: Path,
-    item: str,
-    infos: Sequence[LeafInfo],
-    strings: Mapping[LeafPath, str],
-    manifest: native_manifest.Manifest,
-) -> LeafTable:
-    """Returns the leaf table of an item.
-
-    Args:
-        path: The checkpoint.
-        item: The item.
-        infos: The leaves of the item.
-        strings: Leaf path -> value of the string leaves.
-        manifest: The manifest of the checkpoint.
-    """
-    root = items.prefix(item)
-    digests = {
-        name.removeprefix(root): digest
-        for name, digest in manifest.digests.items()
-        if name.startswith(root)
-    }
-    names = [manifest.items.param_name(info) for info in infos]
-    arrays = native_arrays.Arrays(
-        path / item,
-        manifest.zarr_version,
-        manifest.ocdbt,
-        encoding=manifest.encoding,
-        digests={
-            name: digest
-            for name, digest in digests.items()
-            if not manifest.ocdbt or _DATABASE.fullmatch(name)
-        },
-        checksums=manifest.checksums,
-        sizes=None
-        if manifest.files is None
-        else {
-            name.removeprefix(root): size
-            for name, size in manifest.files.items()
-            if name.startswith(root)
-        },
-    )
-    return native_arrays.leaf_table(path, names, infos, arrays, strings)
 
 
 def _read_seal(file: Path, checkpoint: Path) -> Mapping[str, Any]:
