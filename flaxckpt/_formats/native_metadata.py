@@ -206,17 +206,16 @@ def _has_digest(path: Path, metrics: bytes, step: int | None) -> bool:
     Raises:
         DamagedCheckpointError: The metrics were recorded for another step than `step`.
     """
-    if not _storage.of(path).exists(path / METRICS_DIGESTS):
+    file = path / METRICS_DIGESTS
+    if not _storage.of(path).exists(file):
         return True
-    record = items.read_json(path / METRICS_DIGESTS, path)
-    recorded = record.get(_STEP)
+    digests, recorded = _parse_digests(items.read_file(file, path), file)
     if step is not None and recorded not in (step, None):
         raise errors.DamagedCheckpointError(
             f"{path / METRICS} has the metrics of step {recorded!r:.20}, wanted {step};"
             " delete the directory, and add the metrics of the step again"
         )
-    digests = record.get(METRICS)
-    return isinstance(digests, list) and _storage.files.digest(metrics) in digests
+    return _storage.files.digest(metrics) in digests
 
 
 def flatten_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -288,9 +287,19 @@ def metrics_digests(*contents: bytes, step: int | None) -> bytes:
 
 
 def _digests_text(digests: JSON, step: JSON) -> bytes:
-    return orbax_json.dumps(
-        {METRICS: digests} if step is None else {METRICS: digests, _STEP: step}
-    )
+    row = {METRICS: digests, _STEP: step}
+    return orbax_json.dumps(row if step is not None else {METRICS: digests})
+
+
+def _parse_digests(content: bytes, file: Path) -> tuple[list[JSON], JSON]:
+    """Parses `_digests_text`; malformed digests count as none.
+
+    Raises:
+        DamagedCheckpointError: `content` is not a JSON object.
+    """
+    record = orbax_json.loads(content, file)
+    digests = record.get(METRICS)
+    return digests if isinstance(digests, list) else [], record.get(_STEP)
 
 
 def check_metrics_digests(path: Path) -> None:
@@ -300,11 +309,9 @@ def check_metrics_digests(path: Path) -> None:
         ValueError: The file has other content.
         DamagedCheckpointError: The file is missing, or not a JSON object.
     """
-    content = items.read_file(path / METRICS_DIGESTS, path)
-    record = orbax_json.loads(content, path / METRICS_DIGESTS)
-    digests = record.get(METRICS)
-    is_list = isinstance(digests, list)
-    if not is_list or content != _digests_text(digests, record.get(_STEP)):
+    file = path / METRICS_DIGESTS
+    content = items.read_file(file, path)
+    if content != _digests_text(*_parse_digests(content, file)):
         raise ValueError("its content has changed since it was written")
 
 
