@@ -7,13 +7,13 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from flaxckpt import _state, _steps, _storage, _zarr, datasets, errors
 from flaxckpt._formats import (
     composite,
     items,
     native_arrays,
+    native_contents,
     native_manifest,
     native_metadata,
     orbax_json,
@@ -65,22 +65,13 @@ def _check_written_by_others(path: Path) -> None:
         DamagedCheckpointError: The manifest is missing: the commit marker names it.
     """
     file = path / orbax_json.MANIFEST
-    seal = _find_seal(path)
-    if seal and orbax_json.MANIFEST in _read_seal(seal, path):
+    seal, recorded = native_contents.read_seal(path)
+    if recorded and orbax_json.MANIFEST in recorded:
         # None: the file was missing, and is there if the step was being replaced.
         check_current(path, _storage.Stamp(file, None))
         raise errors.DamagedCheckpointError(
             f"{file} is missing, although {seal.name} names it; restore another step"
         )
-
-
-def _find_seal(path: Path) -> Path | None:
-    """Returns the file with the digest of the manifest; None without it.
-
-    In an item, Orbax adds a commit marker of its own.
-    """
-    files = (path / items.SEAL, path / MARKER)
-    return next((file for file in files if _storage.of(path).exists(file)), None)
 
 
 def read_dataset(
@@ -127,19 +118,12 @@ def _read_native(
     """
     file = stamp.path
     content = items.read_file(file, path)
-    if seal := _find_seal(path):
-        recorded = _read_seal(seal, path).get(orbax_json.MANIFEST, "")
-        items.check_digest(file, recorded, content, record=seal)
+    seal, recorded = native_contents.read_seal(path)
+    if recorded is not None:
+        digest = recorded.get(orbax_json.MANIFEST, "")
+        items.check_digest(file, digest, content, record=seal)
     data = orbax_json.loads(content, file)
-    version = data.get("version")
-    if version not in native_manifest.VERSIONS:
-        *first, last = map(str, native_manifest.VERSIONS)
-        readable = f"{', '.join(first)} and {last}"
-        raise errors.CheckpointFormatError(
-            f"{path} has manifest version {repr(version)[:20]}; this flaxckpt reads"
-            f" versions {readable}: use the flaxckpt that wrote it"
-            f" ({repr(data.get('versions'))[:200]}) or a newer one"
-        )
+    native_manifest.check_version(data, path)
     try:
         manifest = native_manifest.Manifest.from_json(data, resolve)
     except native_manifest.MALFORMED as error:
@@ -240,11 +224,3 @@ def _read_items(
         )
         table |= native_arrays.leaf_table(path, names, leaves, arrays, strings)
     return table, damaged
-
-
-def _read_seal(file: Path, checkpoint: Path) -> Mapping[str, Any]:
-    """Returns manifest -> digest; empty for a commit marker of Orbax."""
-    try:
-        return items.read_json(file, checkpoint)
-    except errors.DamagedCheckpointError:
-        return {}  # Orbax writes a sentence, or no such file

@@ -218,6 +218,21 @@ def commit_marker(manifest: bytes) -> bytes:
     return orbax_json.dumps({orbax_json.MANIFEST: _storage.files.digest(manifest)})
 
 
+def read_seal(path: Path) -> tuple[Path, Mapping[str, Any] | None]:
+    """Returns the file with the digest of the manifest, and its content.
+
+    The content is None without the file, and empty for a commit marker of Orbax.
+    """
+    # In an item, Orbax adds a commit marker of its own.
+    for file in (path / items.SEAL, path / MARKER):
+        if _storage.of(path).exists(file):
+            try:
+                return file, items.read_json(file, path)
+            except errors.DamagedCheckpointError:
+                return file, {}  # Orbax writes a sentence, or no such file
+    return path, None
+
+
 def _checkpoint_metadata(contents: Contents) -> bytes:
     handlers: dict[str, JSON] = dict.fromkeys(
         contents.manifest.items.trees, orbax_files.STATE_HANDLER

@@ -138,6 +138,22 @@ class Manifest(NamedTuple):
         )
 
 
+def check_version(data: Mapping[str, Any], path: object) -> None:
+    """Checks that the manifest of the checkpoint `path` has a version that is read.
+
+    Raises:
+        CheckpointFormatError: It has another; names the packages that wrote it.
+    """
+    version = data.get("version")
+    if version not in VERSIONS:
+        *first, last = map(str, VERSIONS)
+        raise errors.CheckpointFormatError(
+            f"{path} has manifest version {repr(version)[:20]}; this flaxckpt reads"
+            f" versions {', '.join(first)} and {last}: use the flaxckpt that wrote it"
+            f" ({repr(data.get('versions'))[:200]}) or a newer one"
+        )
+
+
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
 """The errors of `Manifest.from_json`."""
 
