@@ -343,10 +343,7 @@ def _parse_spec(parts: Any) -> tuple[MeshAxes, ...]:
 
 
 def _parse_role(row: Any) -> Role:
-    is_role = isinstance(row, list) and len(row) == 4
-    for part in row if is_role else ():
-        is_role = is_role and type(part) is str
-    if not is_role:
+    if not isinstance(row, list) or [type(part) for part in row] != [str] * 4:
         raise ValueError(f"{str(row)[:80]} is not a role")
     return Role(*row)
 

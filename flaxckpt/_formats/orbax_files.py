@@ -245,10 +245,8 @@ def shardings(infos: Iterable[LeafInfo]) -> bytes:
     rows = []
     for info in infos:
         if info.python_type == "jax.Array":
-            name = base64.urlsafe_b64encode(
-                orbax_json.param_name(info.keys).encode()
-            ).decode()
-            rows.append(f'"{name}":{sharding_text(info.sharding)}')
+            name = base64.urlsafe_b64encode(orbax_json.param_name(info.keys).encode())
+            rows.append(f'"{name.decode()}":{sharding_text(info.sharding)}')
     return f"{{{','.join(rows)}}}".encode()
 
 
@@ -341,13 +339,8 @@ def _parse_split(text: str) -> Split | None:
         data = json.loads(text)
         if data["sharding_type"] != "NamedSharding":
             return None
-        sizes = dict(
-            zip(
-                data["axis_names"],
-                _zarr.metadata.sizes(data["shape"]),
-                strict=True,
-            )
-        )
+        shape = _zarr.metadata.sizes(data["shape"])
+        sizes = dict(zip(data["axis_names"], shape, strict=True))
         spec = tuple(map(parse_mesh_axes, data["partition_spec"]))
         axes = [p if isinstance(p, tuple) else () if p is None else (p,) for p in spec]
         used = [axis for part in axes for axis in part]
