@@ -12,7 +12,7 @@ from flax.core import FrozenDict
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._formats import locate, native_contents
+from flaxckpt._formats import locate, native_manifest
 from flaxckpt._formats import orbax_json as native_orbax_json
 from flaxckpt._formats.safetensors import header as safetensors_header
 from flaxckpt._steps import markers as steps_markers
@@ -185,13 +185,10 @@ def test_very_many_leaves_are_refused_at_the_call(tmp_path, monkeypatch):
 def test_a_manifest_that_cannot_be_parsed_is_not_committed(
     tmp_path, monkeypatch, leaves
 ):
-    monkeypatch.setattr(native_contents.native_manifest, "_PARSED_LEAVES", 10)
-    row_of = native_contents.native_manifest.leaf_row
-    monkeypatch.setattr(
-        native_contents.native_manifest,
-        "leaf_row",
-        lambda info: {**row_of(info), "role": "none"},
-    )
+    monkeypatch.setattr(native_manifest, "_PARSED_LEAVES", 10)
+    row_of = native_manifest.leaf_row
+    changed = lambda info: {**row_of(info), "role": "none"}  # noqa: E731
+    monkeypatch.setattr(native_manifest, "leaf_row", changed)
     state = {str(i): None for i in range(leaves)} | {"w": np.zeros(2)}
     with pytest.raises(errors.SaveFailedError, match="none is not a role"):
         flaxckpt.save(tmp_path / "c", state)

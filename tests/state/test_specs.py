@@ -1,12 +1,15 @@
 """Partition specs are kept as tuples, and are those of jax when asked for."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
-from flaxckpt._formats import orbax_files
+from flaxckpt import errors
+from tests.helpers import old_stores
 
 PARTS = [
     [],
@@ -18,20 +21,30 @@ PARTS = [
 ]
 
 
+def save_with_spec(path, parts):
+    """Saves a checkpoint whose manifest has `parts` as the spec of the leaf `w`."""
+    flaxckpt.save(path, {"w": jnp.ones((4, 4))})
+    manifest = json.loads((path / "flaxckpt.json").read_bytes())
+    manifest["leaves"][0]["spec"] = parts
+    old_stores.rewrite_manifest(path, manifest)
+
+
 @pytest.mark.parametrize("parts", PARTS, ids=str)
-def test_parts_of_files_are_those_of_a_spec(parts):
-    found = tuple(map(orbax_files.parse_mesh_axes, parts))
+def test_parts_of_files_are_those_of_a_spec(tmp_path, parts):
+    save_with_spec(tmp_path / "c", parts)
+    info = flaxckpt.metadata(tmp_path / "c").leaves["w"]
     spec = PartitionSpec(
         *(tuple(part) if isinstance(part, list) else part for part in parts)
     )
-    assert found == tuple(spec)
-    assert PartitionSpec(*found) == spec
+    assert info.mesh_axes == tuple(spec)
+    assert info.spec == spec
 
 
 @pytest.mark.parametrize("part", [{"a": 1}, [["a"]], [{"a": 1}]], ids=str)
-def test_other_parts_are_refused(part):
-    with pytest.raises(ValueError, match="part of a partition spec"):
-        orbax_files.parse_mesh_axes(part)
+def test_other_parts_are_refused(tmp_path, part):
+    save_with_spec(tmp_path / "c", [part])
+    with pytest.raises(errors.DamagedCheckpointError, match="part of a partition spec"):
+        flaxckpt.metadata(tmp_path / "c")
 
 
 def test_the_spec_of_a_leaf_comes_back(tmp_path):
