@@ -94,9 +94,9 @@ class Manifest(NamedTuple):
         if self.has_metrics:
             data["metrics"] = True
         if self.items != Items():
-            data["items"] = _items_row(self.items)
+            data["items"] = {"state": self.items.state, "dataset": self.items.dataset}
         if self.json:
-            data["json"] = list(self.json)
+            data["json"] = self.json
         return data
 
     @classmethod
@@ -267,9 +267,7 @@ def leaf_row(info: LeafInfo) -> JSON:
     if info.prng_impl:
         row["prng_impl"] = info.prng_impl
     if info.mesh_axes is not None:
-        row["spec"] = [
-            list(part) if isinstance(part, tuple) else part for part in info.mesh_axes
-        ]
+        row["spec"] = info.mesh_axes
     if info.shard_shape is not None:
         row["shard"] = info.shard_shape
     if info.role is not None:
@@ -371,15 +369,6 @@ def _parse_encoding(row: Any) -> Encoding:
     return Encoding(row["codec"], row["checksum"], int(version))
 
 
-def _items_row(items: Items) -> JSON:
-    """Returns the items; the inverse of `_parse_items`."""
-    state = items.state
-    return {
-        "state": state if isinstance(state, str) else list(state),
-        "dataset": items.dataset,
-    }
-
-
 def _parse_items(row: Any) -> Items:
     """Returns the items with the arrays and the dataset.
 
@@ -440,10 +429,8 @@ def history_rows(
 
     The inverse of `parse_history`.
     """
-    rows: dict[str, list[JSON]] = {
-        "lineage": [origin._asdict() for origin in lineage],
-        "transforms": list(transforms),
-    }
+    origins = [origin._asdict() for origin in lineage]
+    rows: dict[str, JSON] = {"lineage": origins, "transforms": list(transforms)}
     return {name: row for name, row in rows.items() if row}
 
 

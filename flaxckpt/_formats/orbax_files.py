@@ -260,10 +260,7 @@ def _sharding(sharding: Sharding | None) -> JSON:
             "shape": list(mesh.devices.shape),
             "axis_names": [str(name) for name in mesh.axis_names],
             "axis_types": [str(kind) for kind in mesh.axis_types],
-            "partition_spec": [
-                list(part) if isinstance(part, tuple) else part
-                for part in sharding.spec
-            ],
+            "partition_spec": list(sharding.spec),
             "device_mesh": {"mesh": _device_ids(mesh.devices.tolist())},
         }
     # A mesh of device 0, which always exists. Unlike a SingleDeviceSharding, which
