@@ -45,8 +45,7 @@ class Deriver:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._shapes: dict[Any, Any] = {}
-        self._fns: list[Fn] = []  # kept alive, so that their ids stay unique
+        self._shapes: dict[Hashable, Any] = {}
 
     def __call__(
         self,
@@ -102,9 +101,8 @@ class Deriver:
         self, fn: Fn, infos: Sequence[LeafInfo], is_wide: bool, precision: Precision
     ) -> Any:
         form = tuple((info.shape, info.dtype, info.prng_impl) for info in infos)
-        key = (id(fn), form, is_wide, precision)
+        key = (fn, form, is_wide, precision)
         if key not in self._shapes:
-            self._fns.append(fn)
             with x64(is_wide):
                 args = [to_abstract(info) for info in infos]
                 if precision == "wide":
@@ -194,9 +192,9 @@ class _Computation:
 
     @property
     def key(self) -> Hashable:
-        """Equal for computations with the same functions of leaves of the same form."""
+        """Equal for computations with equal functions of leaves of the same form."""
         return (
-            id(self._fn),
+            self._fn,
             self.is_wide,
             self._precision,
             tuple(_form_key(leaf) for leaf in self._leaves),

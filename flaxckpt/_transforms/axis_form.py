@@ -40,7 +40,7 @@ class Form:
     """
 
     text: str
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, int] = dataclasses.field(hash=False)
     old: tuple[Axis, ...]
     new: tuple[Axis, ...]
 
