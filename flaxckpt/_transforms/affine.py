@@ -16,7 +16,7 @@ from flaxckpt import _arrays, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._transforms import base
 from flaxckpt._transforms.base import NewLeaf, TableTransform, Transform
-from flaxckpt._transforms.map_values import ArrayFn, arrays, is_copy
+from flaxckpt._transforms.map_values import ArrayFn, is_copy
 from flaxckpt._transforms.patterns import compile_pattern
 from flaxckpt._types import LeafPath
 
@@ -40,7 +40,7 @@ class _Affine(TableTransform):
     nu: Literal["squares", "norms"] | None = None
 
     def __call__(self, table: LeafTable) -> LeafTable:
-        chosen = arrays(base.matches(self.pattern, table), table, str(self))
+        chosen = base.match_arrays(self.pattern, table, str(self))
         derive = _arrays.lazy.Deriver(str(self))
         fns: dict[float, ArrayFn] = {}
 

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import jax
 
 from flaxckpt import _util, errors
+from flaxckpt._transforms.axis_maps import AxisMap, Origins
 from flaxckpt._types import Shape
 
 Axis: TypeAlias = tuple[str, ...]
@@ -27,10 +28,8 @@ _TOKEN = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class Form(AxisMap):
     """A rearrangement of axes, such as `(h d) e -> e h d`.
-
-    Calling it rearranges an array.
 
     Attributes:
         text: The form in the notation of einops.
@@ -124,26 +123,19 @@ class Form:
         old, new = (
             [axis for axis in side if axis != (name,)] for side in (self.old, self.new)
         )
-        return Form.of_axes(old, new)
+        return Form.of_axes(old, new).with_sizes(self.sizes)
 
-    @property
-    def order(self) -> tuple[int, ...] | None:
-        """For each new axis the old axis; None if axes are split or joined as well."""
+    def origins(self, ndim: int) -> Origins | None:
         plain = all(len(axis) == 1 and axis != ELLIPSIS for axis in self.old)
         if not plain or sorted(self.old) != sorted(self.new):
             return None
-        return tuple(self.old.index(axis) for axis in self.new)
+        return [self.old.index(axis) for axis in self.new]
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns the array with its axes rearranged.
-
-        Raises:
-            ValueError: The array has other axes or sizes.
-        """
+    def __call__(self, *values: jax.Array) -> jax.Array:
         import einops
 
         try:
-            return einops.rearrange(x, self.text, **self.sizes)
+            return einops.rearrange(values[0], self.text, **self.sizes)
         except einops.EinopsError as error:
             why = str(error).strip().rpartition("\n")[2].strip()
             raise ValueError(f"{self.text!r} does not fit: {why}") from None

@@ -309,6 +309,28 @@ def matches(
     return matching
 
 
+def match_arrays(
+    pattern: re.Pattern[str], table: LeafTable, what: str
+) -> dict[LeafPath, re.Match[str]]:
+    """Returns the matching leaves with values, without empty containers.
+
+    Raises:
+        OptionError: No path matches, or a leaf is a string.
+    """
+    chosen = {
+        path: match
+        for path, match in matches(pattern, table).items()
+        if table[path].info.kind != "empty"
+    }
+    strings = [path for path in chosen if table[path].info.kind == "string"]
+    if strings:
+        raise errors.OptionError(
+            f"{what} works on arrays, but these leaves are strings:"
+            f" {', '.join(strings[:5])}; choose a pattern that excludes them"
+        )
+    return chosen
+
+
 # ---- the new table ------------------------------------------------------------------
 
 

@@ -29,39 +29,32 @@ _SM3 = ("ScaleBySM3State", "mu")
 
 
 class MomentSource(NamedTuple):
-    """The source of a factored moment after a change of its parameter's axes.
+    """The source of a moment after a change of its parameter's axes.
 
     Attributes:
-        leaf: `v_row` or `v_col` of the old parameter.
-        lacking: The axis of the old parameter that `leaf` lacks.
+        leaf: A moment of the old parameter.
+        axes: The axes of the old parameter that `leaf` has; None for its own first.
     """
 
     leaf: Leaf
-    lacking: int
+    axes: tuple[int | None, ...]
 
 
-def is_factored(info: LeafInfo) -> bool:
-    """Returns True for a leaf of optax's Adafactor."""
-    return info.role is not None and info.role.state_class == _CLASS
+def has_no_axes(info: LeafInfo, shape: Shape, table: LeafTable) -> bool:
+    """Returns True for a moment without axes of its parameter.
 
-
-def is_placeholder(info: LeafInfo, shape: Shape, table: LeafTable) -> bool:
-    """Returns True for a leaf of Adafactor that is unused for its parameter.
+    Norms have none, nor do leaves of Adafactor that are unused for their parameter.
 
     Args:
-        info: Of the leaf.
+        info: Of the moment.
         shape: Of the parameter.
         table: All leaves.
     """
-    role = info.role
-    if role is None or not is_factored(info):
-        return False
-    whole = table.get(_beside(info, role.field, role.param, "v"))
-    return whole is not None and (whole.info.shape == shape) != (role.field == "v")
+    return not info.shape or _is_placeholder(info, shape, table)
 
 
 def source(
-    info: LeafInfo,
+    moment: Leaf,
     shape: Shape,
     origins: Sequence[int | None],
     new_shape: Sequence[int],
@@ -70,7 +63,7 @@ def source(
     """Returns the source of a moment after a change of its parameter's axes.
 
     Args:
-        info: Of the moment.
+        moment: The moment before, of another shape than its parameter.
         shape: Of its parameter.
         origins: For each axis of the new parameter, the axis of the old parameter, or
             None for a new axis.
@@ -78,10 +71,36 @@ def source(
         table: All leaves.
 
     Returns:
-        None for any other leaf, or if the moment cannot follow.
+        None if the moment cannot follow.
     """
+    info, role = moment.info, moment.info.role
+    taken = [axis for axis in range(len(shape)) if axis not in origins]
+    if len(origins) == len(shape) and not taken:
+        if info.shape[1:] == shape:  # several of a parameter, as in L-BFGS
+            return MomentSource(moment, (None, *range(len(shape))))
+        if (maxima := _maxima_of_axis(info, origins, table)) is not None:
+            return maxima
+    if role is not None and role.state_class == _CLASS:
+        return _mean(info, shape, origins, new_shape, table)
+    if role is not None and role.state_class:
+        return None
+    # Factored moments of other libraries, such as T5X, keep the first axes.
+    ndim = len(info.shape)
+    if any(at < ndim < len(shape) and info.shape[at] == shape[at] for at in taken):
+        return MomentSource(moment, tuple(range(ndim)))
+    return None
+
+
+def _mean(
+    info: LeafInfo,
+    shape: Shape,
+    origins: Sequence[int | None],
+    new_shape: Sequence[int],
+    table: LeafTable,
+) -> MomentSource | None:
+    """Returns the source of a moment of Adafactor; see `source`."""
     role = info.role
-    if role is None or not is_factored(info) or is_placeholder(info, shape, table):
+    if role is None or _is_placeholder(info, shape, table):
         return None
     if role.field not in _MEANS or min(len(shape), len(new_shape)) < 2:
         return None
@@ -93,15 +112,16 @@ def source(
     assert lacking is not None  # an old axis, as the sets are equal
     other = _MEANS[old.index(lacking)]
     moment = table.get(_beside(info, role.field, role.param, other))
-    if moment is None or moment.info.shape != (*shape[:lacking], *shape[lacking + 1 :]):
+    axes = tuple(axis for axis in range(len(shape)) if axis != lacking)
+    if moment is None or moment.info.shape != tuple(shape[axis] for axis in axes):
         return None
-    return MomentSource(moment, lacking)
+    return MomentSource(moment, axes)
 
 
-def maxima_of_axis(
-    info: LeafInfo, order: Sequence[int], table: LeafTable
-) -> Leaf | None:
-    """Returns the maxima of SM3 for a place after a transposition.
+def _maxima_of_axis(
+    info: LeafInfo, order: Sequence[int | None], table: LeafTable
+) -> MomentSource | None:
+    """Returns the maxima of SM3 for a place after a change of the order of axes.
 
     Args:
         info: Of the maxima at the place before.
@@ -113,11 +133,28 @@ def maxima_of_axis(
     """
     if info.role is None or (info.role.state_class, info.role.field) != _SM3:
         return None
-    head, _, axis = _state.tree.without_box(info.path).rpartition("/")
-    if not axis.isdecimal() or int(axis) >= len(order):
+    head, _, place = _state.tree.without_box(info.path).rpartition("/")
+    if not place.isdecimal() or int(place) >= len(order):
         return None
-    box = info.path.removeprefix(f"{head}/{axis}")
-    return table.get(f"{head}/{order[int(axis)]}{box}")
+    box = info.path.removeprefix(f"{head}/{place}")
+    axis = order[int(place)]
+    maxima = table.get(f"{head}/{axis}{box}")
+    return None if maxima is None else MomentSource(maxima, (axis,))
+
+
+def _is_placeholder(info: LeafInfo, shape: Shape, table: LeafTable) -> bool:
+    """Returns True for a leaf of Adafactor that is unused for its parameter.
+
+    Args:
+        info: Of the leaf.
+        shape: Of the parameter.
+        table: All leaves.
+    """
+    role = info.role
+    if role is None or role.state_class != _CLASS:
+        return False
+    whole = table.get(_beside(info, role.field, role.param, "v"))
+    return whole is not None and (whole.info.shape == shape) != (role.field == "v")
 
 
 def _averaged_axes(shape: Sequence[int]) -> list[int]:

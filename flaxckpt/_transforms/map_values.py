@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -16,7 +16,7 @@ from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._transforms import base
 from flaxckpt._transforms.base import NewLeaf, TableTransform, Transform
 from flaxckpt._transforms.patterns import compile_pattern
-from flaxckpt._types import LeafPath, Shape
+from flaxckpt._types import LeafPath
 
 # ---- types --------------------------------------------------------------------------
 
@@ -121,13 +121,10 @@ def _cast(leaf: Leaf, wanted: str, lossy: bool) -> Leaf:
 
 ArrayFn: TypeAlias = Callable[[jax.Array], jax.Array]
 
-Followed: TypeAlias = tuple[Leaf, ArrayFn]
-"""The source and the function of a mirror that follows its parameter."""
-
 
 @dataclasses.dataclass(frozen=True)
 class LeafMap(TableTransform):
-    """A function of every matching leaf; see `map_leaf`, `transpose`, `pad`, ….
+    """A function of every matching leaf; see `map_leaf`, `pad`, `grow`, ….
 
     Attributes:
         name: The call that creates the transform, for the record.
@@ -135,11 +132,7 @@ class LeafMap(TableTransform):
         fn: Maps the values of a parameter.
         mirror_fn: Maps the values of mirrors; `fn` if None.
         undo: Returns the inverse, if any.
-        follows: True if mirrors follow even when the shape stays.
         fn_of: Returns the function for a leaf path, in place of `fn`.
-        follow: Maps a mirror of another shape, the shape of its parameter and the table
-            to the source and the function of the new mirror; None if the mirror cannot
-            follow.
         resizes: True if `fn` keeps the values when it keeps the shape.
         precision: How `fn` gets floats.
     """
@@ -149,14 +142,12 @@ class LeafMap(TableTransform):
     fn: ArrayFn
     mirror_fn: ArrayFn | None = None
     undo: Callable[[], Transform] | None = None
-    follows: bool = False
     fn_of: Callable[[LeafPath], ArrayFn] | None = None
-    follow: Callable[[Leaf, Shape, LeafTable], Followed | None] | None = None
     resizes: bool = False
     precision: _arrays.lazy.Precision = "carried"
 
     def __call__(self, table: LeafTable) -> LeafTable:
-        chosen = arrays(base.matches(self.pattern, table), table, self.name)
+        chosen = base.match_arrays(self.pattern, table, self.name)
         derive = _arrays.lazy.Deriver(self.name)
         shapes: dict[LeafPath, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
@@ -172,18 +163,11 @@ class LeafMap(TableTransform):
                     continue
                 before, after = shapes[path]
                 copies = is_copy(leaf)
-                is_left = before == after and not (self.follows or copies)
-                if is_left or leaf.info.kind == "empty":
+                if (before == after and not copies) or leaf.info.kind == "empty":
                     yield NewLeaf(path, path, leaf)
                 elif leaf.info.shape == before and leaf.info.dtype is not None:
                     of_mirror = None if copies else self.mirror_fn
                     new = derive([leaf], of_mirror or fn, precision=self.precision)
-                    yield NewLeaf(path, path, new)
-                elif self.follow is not None and (
-                    followed := self.follow(leaf, before, table)
-                ):
-                    source, mirror_fn = followed
-                    new = derive([source], mirror_fn, base=leaf.info)
                     yield NewLeaf(path, path, new)
                 # Otherwise the mirror cannot follow: it is left out, and initialised
                 # again.
@@ -222,22 +206,6 @@ def is_copy(leaf: Leaf) -> bool:
     """Returns True for an optimizer leaf that holds a copy of a parameter."""
     role = leaf.info.role
     return role is not None and (role.state_class, role.field) in _COPIES
-
-
-def arrays(paths: Iterable[LeafPath], table: LeafTable, what: str) -> list[LeafPath]:
-    """Returns the `paths` of leaves with values, without empty containers.
-
-    Raises:
-        OptionError: A leaf is a string.
-    """
-    chosen = [path for path in paths if table[path].info.kind != "empty"]
-    strings = [path for path in chosen if table[path].info.kind == "string"]
-    if strings:
-        raise errors.OptionError(
-            f"{what} works on arrays, but these leaves are strings:"
-            f" {', '.join(strings[:5])}; choose a pattern that excludes them"
-        )
-    return chosen
 
 
 def map_leaf(

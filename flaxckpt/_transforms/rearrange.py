@@ -6,21 +6,41 @@ follow. The factored moments of Adafactor and SM3 follow a change of the order o
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from flaxckpt import _util, errors
-from flaxckpt._state.leaf import Leaf, LeafTable
-from flaxckpt._transforms import base, factored
+from flaxckpt._state.leaf import LeafTable
+from flaxckpt._transforms import base
 from flaxckpt._transforms.axis_form import Form
+from flaxckpt._transforms.axis_maps import Permuted, Transposed
 from flaxckpt._transforms.base import TableTransform, Transform
-from flaxckpt._transforms.map_values import ArrayFn, Followed, LeafMap
+from flaxckpt._transforms.groups import Group, Regrouping
+from flaxckpt._transforms.map_values import ArrayFn
 from flaxckpt._transforms.patterns import compile_pattern
-from flaxckpt._types import Shape
+
+
+def _rearrange(
+    name: str, pattern: str, fn: ArrayFn, undo: Callable[[], Transform]
+) -> TableTransform:
+    """Returns the transform that applies `fn` to the matching leaves, in place.
+
+    Args:
+        name: The call that creates the transform, for the record.
+        pattern: Regular expression on the whole leaf path.
+        fn: Maps the values of a leaf.
+        undo: Returns the inverse.
+    """
+    compiled = compile_pattern(pattern)
+
+    def find(table: LeafTable) -> Iterator[Group]:
+        for path in base.match_arrays(compiled, table, name):
+            yield Group([path], [(path, fn)])
+
+    return Regrouping(name, find, undo, moves=False)
+
 
 # ---- the order of axes --------------------------------------------------------------
 
@@ -49,58 +69,8 @@ def transpose(pattern: str, axes: Sequence[int] | None = None) -> TableTransform
         positive = [axis % ndim for axis in order]
         return transpose(pattern, [positive.index(axis) for axis in range(ndim)])
 
-    def fn(x: jax.Array) -> jax.Array:
-        return jnp.transpose(x, order)
-
-    def order_of(ndim: int) -> tuple[int, ...]:
-        if order is None:
-            return tuple(reversed(range(ndim)))
-        return tuple(axis % ndim for axis in order)
-
-    def follow(mirror: Leaf, shape: Shape, table: LeafTable) -> Followed | None:
-        return transpose_mirror(mirror, shape, order_of(len(shape)), table)
-
     name = base.call("transpose", pattern, order)
-    return LeafMap(
-        name, compile_pattern(pattern), fn, undo=undo, follows=True, follow=follow
-    )
-
-
-def transpose_mirror(
-    mirror: Leaf, shape: Shape, order: tuple[int, ...], table: LeafTable
-) -> Followed | None:
-    """Returns the source and function of a transposed mirror of another shape.
-
-    Args:
-        mirror: The leaf.
-        shape: Of its parameter.
-        order: The parameter's axes in their new order.
-        table: All leaves.
-    """
-    info = mirror.info
-    if not info.shape or factored.is_placeholder(info, shape, table):
-        return mirror, _identity
-    if info.shape[1:] == shape:  # several moments of a parameter, as in L-BFGS
-        return mirror, _transposition((0, *(axis + 1 for axis in order)))
-    if (maxima := factored.maxima_of_axis(info, order, table)) is not None:
-        return maxima, _identity
-    new_shape = [shape[axis] for axis in order]
-    source = factored.source(info, shape, order, new_shape, table)
-    if source is None:
-        return None
-    axes = [axis for axis in range(len(shape)) if axis != source.lacking]
-    moved = tuple(axes.index(axis) for axis in order if axis != source.lacking)
-    return source.leaf, _transposition(moved)
-
-
-def _identity(x: jax.Array) -> jax.Array:
-    """Returns `x`: norms, maxima of an axis and placeholders are not transposed."""
-    return x
-
-
-@functools.cache
-def _transposition(order: tuple[int, ...]) -> ArrayFn:
-    return lambda x: jnp.transpose(x, order)
+    return _rearrange(name, pattern, Transposed(order), undo)
 
 
 # ---- shapes -------------------------------------------------------------------------
@@ -136,7 +106,7 @@ def reshape(
             applied: nothing matches, or a leaf has other axes or sizes.
         OptionError: On inversion, if sizes are needed that were not passed.
     """
-    compiled = compile_pattern(pattern)
+    compile_pattern(pattern)
     if not isinstance(form, str):
         shape = _util.arguments.check_ints("form", form, least=-1)
         return _reshape_to(pattern, shape, from_shape, sizes)
@@ -145,35 +115,17 @@ def reshape(
             f"from_shape is for a new shape, but {form!r} names the old axes: leave it"
             " out"
         )
-    return _rearranged(compiled.pattern, Form.parse(form, sizes))
+    return _rearrange_by_form(pattern, Form.parse(form, sizes))
 
 
-def _rearranged(pattern: str, form: Form) -> TableTransform:
+def _rearrange_by_form(pattern: str, form: Form) -> TableTransform:
     form.check()
 
     def undo() -> Transform:
-        return _rearranged(pattern, form.inverse())
+        return _rearrange_by_form(pattern, form.inverse())
 
-    def follow(mirror: Leaf, shape: Shape, table: LeafTable) -> Followed | None:
-        if form.order is not None:
-            return transpose_mirror(mirror, shape, form.order, table)
-        return _keep_small(mirror, shape, table)
-
-    return LeafMap(
-        base.call("reshape", pattern, form.text, **form.sizes),
-        compile_pattern(pattern),
-        form,
-        undo=undo,
-        follows=True,
-        follow=follow,
-    )
-
-
-def _keep_small(mirror: Leaf, shape: Shape, table: LeafTable) -> Followed | None:
-    """Returns a mirror that has no axes of its parameter unchanged; None for others."""
-    if not mirror.info.shape or factored.is_placeholder(mirror.info, shape, table):
-        return mirror, _identity
-    return None
+    name = base.call("reshape", pattern, form.text, **form.sizes)
+    return _rearrange(name, pattern, form, undo)
 
 
 def _reshape_to(
@@ -209,14 +161,7 @@ def _reshape_to(
         return reshape(pattern, old, from_shape=shape)
 
     name = base.call("reshape", pattern, shape, from_shape=old)
-    return LeafMap(
-        name,
-        compile_pattern(pattern),
-        fn,
-        undo=undo,
-        follows=True,
-        follow=_keep_small,
-    )
+    return _rearrange(name, pattern, fn, undo)
 
 
 def _fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
@@ -228,30 +173,6 @@ def _fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
 # ---- entries along an axis ----------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Taking:
-    """The function that puts the entries along an axis in another order.
-
-    Attributes:
-        order: For each new entry, the number of the old entry.
-        axis: The axis.
-    """
-
-    order: tuple[int, ...]
-    axis: int
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if not -x.ndim <= self.axis < x.ndim:
-            raise ValueError(f"it has no axis {self.axis}")
-        size = x.shape[self.axis]
-        if size != len(self.order):
-            raise ValueError(
-                f"axis {self.axis} has {size} entries, but the order has"
-                f" {len(self.order)}"
-            )
-        return jnp.take(x, jnp.asarray(self.order, jnp.int32), axis=self.axis)
-
-
 def permute(pattern: str, order: Sequence[int], axis: int = 0) -> TableTransform:
     r"""Reorders the entries of the matching leaves along an axis, and of their moments.
 
@@ -260,7 +181,7 @@ def permute(pattern: str, order: Sequence[int], axis: int = 0) -> TableTransform
     ```
 
     Write `reshape(pattern, "(d two) -> (two d)", two=2)` for such regular orders. The
-    factored moments of Adafactor follow; other moments of another shape than the
+    moments of Adafactor and SM3 follow; other moments of another shape than the
     parameter are initialised again.
 
     Args:
@@ -284,24 +205,5 @@ def permute(pattern: str, order: Sequence[int], axis: int = 0) -> TableTransform
         back = {old: new for new, old in enumerate(entries)}
         return permute(pattern, [back[i] for i in range(len(entries))], axis)
 
-    def follow(mirror: Leaf, shape: Shape, table: LeafTable) -> Followed | None:
-        if small := _keep_small(mirror, shape, table):
-            return small
-        of_param = axis % len(shape)
-        if mirror.info.shape[1:] == shape:  # as in L-BFGS
-            return mirror, _Taking(entries, of_param + 1)
-        source = factored.source(mirror.info, shape, range(len(shape)), shape, table)
-        if source is None:
-            return None
-        if source.lacking == of_param:
-            return source.leaf, _identity
-        return source.leaf, _Taking(entries, of_param - (source.lacking < of_param))
-
-    return LeafMap(
-        base.call("permute", pattern, list(entries), axis=axis or None),
-        compile_pattern(pattern),
-        _Taking(entries, axis),
-        undo=undo,
-        follows=True,
-        follow=follow,
-    )
+    name = base.call("permute", pattern, list(entries), axis=axis or None)
+    return _rearrange(name, pattern, Permuted(entries, axis), undo)

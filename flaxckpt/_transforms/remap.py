@@ -12,22 +12,29 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from flaxckpt import _arrays, _util, errors
-from flaxckpt._state.leaf import Leaf, LeafTable
+from flaxckpt import _util, errors
+from flaxckpt._state.leaf import LeafTable
 from flaxckpt._transforms import base
 from flaxckpt._transforms.axis_form import ELLIPSIS, Form, solve_sizes
-from flaxckpt._transforms.base import NewLeaf, TableTransform, Transform
+from flaxckpt._transforms.base import TableTransform, Transform
+from flaxckpt._transforms.groups import Group, regroup
 from flaxckpt._transforms.indexed_names import IndexedName, Values, parse_name
 from flaxckpt._transforms.moment_slots import find_mirrors, parameters
 from flaxckpt._transforms.patterns import compile_pattern
-from flaxckpt._transforms.rearrange import transpose_mirror
-from flaxckpt._types import LeafPath, Shape
+from flaxckpt._types import LeafPath
 
 _NEAREST_AMONG = 5_000
 """The most leaf paths among which to look for a similar one."""
@@ -85,6 +92,25 @@ class _RemapRule:
         """The sizes of the indices over words, which belong to this row alone."""
         return {**self.source.counts, **self.target.counts}
 
+    def targets(
+        self, loop: Values, sizes: Mapping[str, int]
+    ) -> list[tuple[LeafPath, Callable[..., jax.Array] | None]]:
+        """Returns the new paths, each with the function of the gathered leaves.
+
+        Args:
+            loop: The values of the indices that both names have.
+            sizes: The sizes of all indices and axes.
+        """
+        form = self.form and self.form.with_sizes(sizes)
+        targets = []
+        for scattered in _product(self.scattered, sizes):
+            path = self.target.format({**loop, **scattered}, sizes)
+            fn: Callable[..., jax.Array] | None = form
+            if form is not None and (self.gathered or scattered):
+                fn = _Computation(form, self.gathered, tuple(scattered.items()))
+            targets.append((path, fn))
+        return targets
+
     def inverse(self) -> Row:
         """Returns the row from the target to the source."""
         form = None if self.form is None else self.form.inverse().text
@@ -139,29 +165,6 @@ def _leading(
 # ---- the table ----------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _RowGroup:
-    """The leaves of a row that become leaves together.
-
-    Attributes:
-        rule: The row.
-        loop: The values of the indices that both names have.
-        paths: The leaves, in the order of the gathered indices.
-        sizes: The sizes of all indices and axes.
-    """
-
-    rule: _RemapRule
-    loop: Values
-    paths: tuple[LeafPath, ...]
-    sizes: Mapping[str, int]
-
-    def targets(self) -> Iterator[tuple[LeafPath, tuple[int, ...]]]:
-        """Yields the new paths, each with its scattered indices."""
-        for scattered in _product(self.rule.scattered, self.sizes):
-            path = self.rule.target.format({**self.loop, **scattered}, self.sizes)
-            yield path, tuple(scattered.values())
-
-
 _Matches: TypeAlias = Mapping[tuple[int, ...], Mapping[tuple[int, ...], LeafPath]]
 """Values of the loop -> values of the gathered indices -> leaf path; of one row."""
 
@@ -193,36 +196,12 @@ class _Remap(TableTransform):
 
     def __call__(self, table: LeafTable) -> LeafTable:
         groups = self._groups(table)
-        chosen = dict.fromkeys(path for group in groups for path in group.paths)
         if self.rest == "error":
+            chosen = {path for group in groups for path in group.old}
             table = self._without_ignored(table, chosen)
-        taken = {path for group in groups for path, _ in group.targets()}
-        values = _Values(table, str(self))
+        return regroup(table, groups, str(self), ties=())
 
-        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterable[NewLeaf]:
-            rows: dict[LeafPath, NewLeaf] = {}
-            for group in groups:
-                present = [path for path in group.paths if path in leaves]
-                if not present:
-                    continue
-                members = [leaves[path] for path in present]
-                new = values(group, members, is_mirror=is_mirror)
-                if new is None:  # moments that cannot follow: the inverse finds them
-                    new = [
-                        (path, leaf)
-                        for path, leaf in zip(present, members, strict=True)
-                        if path not in taken
-                    ]
-                for path, leaf in new:
-                    first = rows.setdefault(path, NewLeaf(present[0], path, leaf))
-                    if first.leaf is not leaf and not is_mirror:
-                        tied = _arrays.lazy.require_equal(first.leaf, [leaf])
-                        rows[path] = first._replace(leaf=tied)
-            return rows.values()
-
-        return base.replace(table, chosen, act)
-
-    def _groups(self, table: LeafTable) -> list[_RowGroup]:
+    def _groups(self, table: LeafTable) -> list[Group]:
         """Returns the groups of leaves that become leaves together.
 
         Raises:
@@ -253,15 +232,15 @@ class _Remap(TableTransform):
                 p for rows in matches for row in rows.values() for p in row.values()
             }
             raise self._missing_error(missing, [p for p in table if p not in matched])
-        return self._solve(matches, counts, table)
+        return self._fit(matches, counts, table)
 
-    def _solve(
+    def _fit(
         self,
         matches: Sequence[_Matches],
         counts: Mapping[str, int],
         table: LeafTable,
-    ) -> list[_RowGroup]:
-        """Returns the groups of all rows, with the sizes of their axes.
+    ) -> list[Group]:
+        """Returns the groups of all rows.
 
         Raises:
             OptionError: Leaves do not fit their forms.
@@ -273,18 +252,14 @@ class _Remap(TableTransform):
             numbers = rule.source.axes if of_rule else ()
             known |= {axis: counts[axis] for axis in numbers if axis not in known}
             for loop, there in of_rule.items():
-                paths = tuple(there[key] for key in sorted(there))
-                sizes, text = known, ""
-                try:
-                    if rule.form is not None:
-                        text = rule.form.text
-                        shape = _common_shape(paths, table)
-                        axes = rule.form.old[len(rule.gathered) :]
-                        sizes = solve_sizes(axes, shape, known)
-                except ValueError as error:
-                    faults[paths[0]] = f"{error}; the form is {text}"
+                paths = [there[key] for key in sorted(there)]
                 values = dict(zip(rule.loop, loop, strict=True))
-                groups.append(_RowGroup(rule, values, paths, sizes))
+                try:
+                    new = rule.targets(values, _solve(rule, paths, known, table))
+                    groups.append(Group(paths, new))
+                except ValueError as error:
+                    form = rule.form.text if rule.form else ""
+                    faults[paths[0]] = f"{error}; the form is {form}"
         if faults:
             rows = (f"{path}, {table[path].info}: {faults[path]}" for path in faults)
             raise errors.OptionError(
@@ -312,7 +287,7 @@ class _Remap(TableTransform):
         return self.name or "remap"
 
     def _without_ignored(
-        self, table: LeafTable, chosen: Mapping[LeafPath, None]
+        self, table: LeafTable, chosen: Container[LeafPath]
     ) -> LeafTable:
         """Returns the table without ignored leaves.
 
@@ -440,16 +415,24 @@ def _missing_paths(
                 yield rule.source.format({**loop, **gathered}, counts)
 
 
-def _common_shape(paths: Sequence[LeafPath], table: LeafTable) -> Shape:
-    """Returns the shape of leaves.
+def _solve(
+    rule: _RemapRule,
+    paths: Sequence[LeafPath],
+    known: Mapping[str, int],
+    table: LeafTable,
+) -> Mapping[str, int]:
+    """Returns the sizes of all axes of the form of leaves.
 
     Raises:
-        ValueError: They have different shapes or types.
+        ValueError: They have different shapes or types, or do not fit the form.
     """
+    if rule.form is None:
+        return known
     forms = {(table[path].info.shape, table[path].info.dtype) for path in paths}
     if len(forms) > 1:
         raise ValueError("the leaves to join have different shapes or types")
-    return table[paths[0]].info.shape
+    [(shape, _)] = forms
+    return solve_sizes(rule.form.old[len(rule.gathered) :], shape, known)
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:
@@ -462,97 +445,35 @@ def _nearest(name: str, names: Sequence[str]) -> str:
 # ---- values -------------------------------------------------------------------------
 
 
-class _Values:
-    """Computes the new leaves of groups.
+@dataclasses.dataclass(frozen=True)
+class _Computation:
+    """The function from the values of the gathered leaves to a new leaf.
 
-    Args:
-        table: All leaves.
-        what: The transform, for messages.
+    Attributes:
+        form: The form of the row, with all sizes.
+        gathered: See `_RemapRule`.
+        picked: The scattered indices, with their values of the new leaf.
     """
 
-    def __init__(self, table: LeafTable, what: str) -> None:
-        self._table = table
-        self._derive = _arrays.lazy.Deriver(what)
-        self._fns: dict[Any, Callable[..., jax.Array]] = {}
+    form: Form
+    gathered: tuple[str, ...]
+    picked: tuple[tuple[str, int], ...]
 
-    def __call__(
-        self, group: _RowGroup, members: Sequence[Leaf], *, is_mirror: bool
-    ) -> list[tuple[LeafPath, Leaf]] | None:
-        """Returns the new leaves with their paths; None for moments that cannot follow.
-
-        Args:
-            group: The leaves of a row.
-            members: These leaves, or their mirrors in a slot.
-            is_mirror: True for mirrors.
-        """
-        if len(members) < len(group.paths):
-            return None
-        targets = list(group.targets())
-        form, shape = group.rule.form, self._table[group.paths[0]].info.shape
-        kinds = {leaf.info.kind == "empty" for leaf in members}
-        if form is None or kinds == {True}:
-            return [(path, members[0]) for path, _ in targets]
-        if is_mirror and any(leaf.info.shape != shape for leaf in members):
-            leaf = self._follow_transposition(group, members[0], form)
-            return None if leaf is None else [(targets[0][0], leaf)]
-        return [
-            (path, self._derive(members, self._fn(group, form, shape, scattered)))
-            for path, scattered in targets
-        ]
-
-    def _follow_transposition(
-        self, group: _RowGroup, mirror: Leaf, form: Form
-    ) -> Leaf | None:
-        """Returns a factored moment of a transposed parameter, if it can follow."""
-        order = form.order
-        is_single = len(group.paths) == 1 and not group.rule.scattered
-        shape = self._table[group.paths[0]].info.shape
-        if order is None or not is_single or mirror.info.kind == "empty":
-            return None
-        turn = transpose_mirror(mirror, shape, order, self._table)
-        if turn is None:
-            return None
-        source, fn = turn
-        return self._derive([source], fn, base=mirror.info)
-
-    def _fn(
-        self,
-        group: _RowGroup,
-        form: Form,
-        shape: Shape,
-        scattered: tuple[int, ...],
-    ) -> Callable[..., jax.Array]:
-        """Returns the function from the values of a group to a new leaf."""
-        names = sorted(form.names & group.sizes.keys())
-        sizes = {name: group.sizes[name] for name in names}
-        key = (id(group.rule), shape, tuple(sizes.items()), scattered)
-        if key not in self._fns:
-            self._fns[key] = _computation(group.rule, form, sizes, scattered)
-        return self._fns[key]
-
-
-def _computation(
-    rule: _RemapRule, form: Form, sizes: Mapping[str, int], scattered: tuple[int, ...]
-) -> Callable[..., jax.Array]:
-    """Returns the function from the values of the gathered leaves to a new leaf."""
-    counts = [sizes[axis] for axis in rule.gathered]
-    picked = dict(zip(rule.scattered, scattered, strict=True))
-    # An axis of the array itself is indexed before the others are rearranged.
-    early = [axis for axis in picked if not rule.gathered and (axis,) in form.old]
-    late = tuple(picked[axis] for axis in picked if axis not in early)
-
-    def compute(*values: jax.Array) -> jax.Array:
-        x = values[0]
-        if rule.gathered:
+    def __call__(self, *values: jax.Array) -> jax.Array:
+        form, x = self.form, values[0]
+        if self.gathered:
+            counts = (form.sizes[axis] for axis in self.gathered)
             x = jnp.stack(values).reshape(*counts, *x.shape)
-        reduced = form
-        for axis in early:
-            at = reduced.position(axis)
-            x = jax.lax.index_in_dim(x, picked[axis], at, keepdims=False)
-            reduced = reduced.without(axis)
-        return reduced.with_sizes(sizes)(x)[late]
-
-    return compute
+        late = []
+        for axis, number in self.picked:
+            # An axis of the array itself is indexed before the others are rearranged.
+            if not self.gathered and (axis,) in form.old:
+                at = form.position(axis)
+                x = jax.lax.index_in_dim(x, number, at, keepdims=False)
+                form = form.without(axis)
+            else:
+                late.append(number)
+        return form(x)[tuple(late)]
 
 
 # ---- the transform ------------------------------------------------------------------

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from flaxckpt import _arrays, _util, errors
+from flaxckpt import _util, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._transforms import base
-from flaxckpt._transforms.base import NewLeaf, TableTransform, Transform
-from flaxckpt._transforms.map_values import arrays
+from flaxckpt._transforms.base import TableTransform, Transform
+from flaxckpt._transforms.groups import Group, Regrouping
 from flaxckpt._transforms.patterns import (
     check_replacement,
     compile_pattern,
@@ -23,30 +21,6 @@ _ADVICE = (
     "The pattern matches the leaves to remove, and the replacement is the path of an"
     " equal leaf."
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Untie(TableTransform):
-    """Implements `untie`."""
-
-    pattern: re.Pattern[str]
-    replacement: str
-
-    def __call__(self, table: LeafTable) -> LeafTable:
-        matches = base.matches(self.pattern, table)
-
-        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[NewLeaf]:
-            for path, leaf in leaves.items():
-                yield NewLeaf(path, path, leaf)
-                yield NewLeaf(path, expand(matches[path], self.replacement), leaf)
-
-        return base.replace(table, matches, act)
-
-    def __str__(self) -> str:
-        return base.call("untie", self.pattern.pattern, self.replacement)
-
-    def inverse(self) -> Transform:
-        return tie(*invert(self.pattern.pattern, self.replacement))
 
 
 def untie(pattern: str, replacement: str) -> TableTransform:
@@ -67,78 +41,17 @@ def untie(pattern: str, replacement: str) -> TableTransform:
         OptionError: `pattern` is not a valid regular expression. When applied: it
             matches nothing, or two leaves get the same path.
     """
-    return _Untie(compile_pattern(pattern), check_replacement(pattern, replacement))
+    compiled = compile_pattern(pattern)
+    check_replacement(pattern, replacement)
 
+    def find(table: LeafTable) -> Iterator[Group]:
+        for path, match in base.matches(compiled, table).items():
+            yield Group([path], [(path, None), (expand(match, replacement), None)])
 
-@dataclasses.dataclass(frozen=True)
-class _Tie(TableTransform):
-    """Implements `tie`.
+    def undo() -> Transform:
+        return tie(*invert(pattern, replacement))
 
-    Attributes:
-        pattern: On whole leaf paths.
-        replacement: The path of the leaf to keep.
-        advice: What to do if leaves differ; None for that of `tie`.
-    """
-
-    pattern: re.Pattern[str]
-    replacement: str
-    advice: str | None = None
-
-    def __call__(self, table: LeafTable) -> LeafTable:
-        matches = base.matches(self.pattern, table)
-        chosen = arrays(matches, table, str(self))
-        kept = {path: expand(matches[path], self.replacement) for path in chosen}
-        self._check(table, kept)
-        equals: dict[LeafPath, list[LeafPath]] = {}
-        for path, shared in kept.items():
-            equals.setdefault(shared, []).append(path)
-
-        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[NewLeaf]:
-            for shared, paths in equals.items():
-                present = [path for path in (shared, *paths) if path in leaves]
-                if not present:
-                    continue
-                leaf = leaves[present[0]]
-                if not is_mirror:
-                    others = [leaves[path] for path in paths]
-                    advice = () if self.advice is None else (self.advice,)
-                    leaf = _arrays.lazy.require_equal(leaf, others, *advice)
-                yield NewLeaf(present[0], shared, leaf)
-
-        return base.replace(table, {*kept, *equals}, act)
-
-    def _check(self, table: LeafTable, kept: dict[LeafPath, LeafPath]) -> None:
-        """Raises an error for leaves that have no equal leaf to be tied to."""
-        faults = {}
-        for path, shared in kept.items():
-            if path == shared:
-                faults[path] = "is tied to itself"
-            elif shared in kept:
-                faults[path] = f"is tied to {shared}, which is tied itself"
-            elif shared not in table:
-                faults[path] = f"is tied to {shared}, which does not exist"
-            elif not _is_alike(table[path], table[shared]):
-                faults[path] = (
-                    f"is {table[path].info}, but {shared} is {table[shared].info}"
-                )
-        if faults:
-            raise errors.OptionError(
-                f"{self} cannot tie"
-                f" {_util.humanize.count(len(faults), 'leaf', 'leaves')}:\n"
-                + errors.rows(f"{path} {why}" for path, why in faults.items())
-                + f"\n{self.advice or _ADVICE}"
-            )
-
-    def __str__(self) -> str:
-        return base.call("tie", self.pattern.pattern, self.replacement)
-
-    def inverse(self) -> Transform:
-        return untie(*invert(self.pattern.pattern, self.replacement))
-
-
-def _is_alike(leaf: Leaf, other: Leaf) -> bool:
-    one, two = leaf.info, other.info
-    return (one.shape, one.dtype, one.kind) == (two.shape, two.dtype, two.kind)
+    return Regrouping(base.call("untie", pattern, replacement), find, undo)
 
 
 def tie(pattern: str, replacement: str) -> TableTransform:
@@ -169,5 +82,53 @@ def make_tie(
     pattern: str, replacement: str, advice: str | None = None
 ) -> TableTransform:
     """Returns `tie` with other advice for leaves that differ; see `tie`."""
-    replacement = check_replacement(pattern, replacement)
-    return _Tie(compile_pattern(pattern), replacement, advice)
+    check_replacement(pattern, replacement)
+    compiled = compile_pattern(pattern)
+    name = base.call("tie", pattern, replacement)
+
+    def find(table: LeafTable) -> Iterator[Group]:
+        matches = base.match_arrays(compiled, table, name)
+        kept = {path: expand(match, replacement) for path, match in matches.items()}
+        if faults := _find_faults(table, kept):
+            raise errors.OptionError(
+                f"{name} cannot tie"
+                f" {_util.humanize.count(len(faults), 'leaf', 'leaves')}:\n"
+                + errors.rows(f"{path} {why}" for path, why in faults.items())
+                + f"\n{advice or _ADVICE}"
+            )
+        for path in (*dict.fromkeys(kept.values()), *kept):
+            yield Group([path], [(kept.get(path, path), None)])
+
+    def undo() -> Transform:
+        return untie(*invert(pattern, replacement))
+
+    return Regrouping(name, find, undo, ties=(advice,) if advice else ())
+
+
+def _find_faults(
+    table: LeafTable, kept: Mapping[LeafPath, LeafPath]
+) -> dict[LeafPath, str]:
+    """Returns the leaves that have no equal leaf to be tied to, and why.
+
+    Args:
+        table: All leaves.
+        kept: Path of a leaf to remove -> path of the leaf that must equal it.
+    """
+    faults = {}
+    for path, shared in kept.items():
+        if path == shared:
+            faults[path] = "is tied to itself"
+        elif shared in kept:
+            faults[path] = f"is tied to {shared}, which is tied itself"
+        elif shared not in table:
+            faults[path] = f"is tied to {shared}, which does not exist"
+        elif not _is_alike(table[path], table[shared]):
+            faults[path] = (
+                f"is {table[path].info}, but {shared} is {table[shared].info}"
+            )
+    return faults
+
+
+def _is_alike(leaf: Leaf, other: Leaf) -> bool:
+    one, two = leaf.info, other.info
+    return (one.shape, one.dtype, one.kind) == (two.shape, two.dtype, two.kind)

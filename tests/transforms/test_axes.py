@@ -1,5 +1,7 @@
 """Reshaped, permuted and transposed leaves, and the moments that follow them."""
 
+import itertools
+
 import einops
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt.transforms import fuse, permute, reshape, split
+from flaxckpt.transforms import fuse, permute, remap, reshape, split, transpose
 from tests.transforms.states import filled, round_trip, state_of, table_of, transformed
 
 SPLIT_HEADS = "(h d) e -> e h d"
@@ -103,8 +105,9 @@ def test_factored_moments_follow_forms_that_only_transpose():
     assert not [p for p in joined if "v_row" in p or "v_col" in p]
 
 
+@pytest.mark.parametrize("tx", [FACTORED, optax.sm3(1e-3)], ids=["adafactor", "sm3"])
 @pytest.mark.parametrize("axis", [0, 1, -1])
-def test_factored_moments_follow_permuted_entries(axis):
+def test_factored_moments_follow_permuted_entries(axis, tx):
     """The factored moments of permuted gradients are the permuted moments."""
     grads = {"w": jax.random.normal(jax.random.key(1), (8, 24))}
     order = list(reversed(range(grads["w"].shape[axis])))
@@ -112,13 +115,28 @@ def test_factored_moments_follow_permuted_entries(axis):
 
     def trained(grads):
         own = {"w": jnp.ones((8, 24))}
-        state = {"params": own, "opt_state": FACTORED.init(own)}
-        state["opt_state"] = FACTORED.update(grads, state["opt_state"], own)[1]
+        state = {"params": own, "opt_state": tx.init(own)}
+        state["opt_state"] = tx.update(grads, state["opt_state"], own)[1]
         return state
 
     found = transformed([permute("params/w", order, axis)], trained(grads))
     for path, value in table_of(trained(moved)).items():
         np.testing.assert_allclose(value, found[path], rtol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        reshape("params/w", SPLIT_HEADS, h=2),
+        remap([("params/w", "params/w", SPLIT_HEADS)], h=2),
+        transpose("params/w"),
+        permute("params/w", [3, 2, 1, 0]),
+    ],
+)
+def test_norms_follow_any_rearrangement(change):
+    state = state_of("dict", {"w": jnp.ones((4, 6))}, optax.novograd(1e-3))
+    norm = "opt_state/0/nu/w"
+    assert transformed([change], state)[norm] == table_of(state)[norm] != 0
 
 
 def test_rope_halves_by_a_permutation_and_by_a_form():
@@ -185,6 +203,15 @@ def test_any_permutation_is_undone(order, axis):
     found = transformed([change], state)["a"]
     np.testing.assert_array_equal(state["a"][jnp.array(order)], found)
     np.testing.assert_array_equal(state["a"], round_trip([change], state)["a"])
+
+
+@pytest.mark.parametrize("axes", [*itertools.permutations(range(3))])
+def test_any_transposition_is_undone(axes):
+    state = {"a": np.arange(24, dtype=np.float32).reshape(2, 3, 4)}
+    found = transformed([transpose("a", axes)], state)["a"]
+    np.testing.assert_array_equal(np.transpose(state["a"], axes), found)
+    back = round_trip([transpose("a", axes)], state)["a"]
+    np.testing.assert_array_equal(state["a"], back)
 
 
 # ---- grouped queries ----------------------------------------------------------------
