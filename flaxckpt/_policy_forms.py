@@ -8,6 +8,7 @@ file, and `best:1:loss:min` as an option.
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,19 +21,29 @@ class PolicyForm(NamedTuple):
     Attributes:
         cls: The class of the policy, a dataclass.
         key: The key of its first field in a file.
-        option: Its name as an option.
+        example: One as an option, such as `best:1:eval/loss:min`.
         shorten: Returns a policy in a few words.
     """
 
     cls: type[Any]
     key: str
-    option: str
+    example: str
     shorten: Callable[[Any], str]
+
+    @property
+    def option(self) -> str:
+        """Its name as an option."""
+        return self.example.partition(":")[0]
 
     @property
     def fields(self) -> list[str]:
         """The names of the fields."""
         return [field.name for field in dataclasses.fields(self.cls)]
+
+    @property
+    def types(self) -> list[Any]:
+        """The types of the fields."""
+        return [*typing.get_type_hints(self.cls).values()]
 
     def to_dict(self, policy: Any) -> dict[str, Any]:
         """Returns the fields of a policy: name -> plain value."""
@@ -61,11 +72,11 @@ FORMS: dict[str, PolicyForm] = {}
 """Name of a policy's class -> how it is written."""
 
 
-def register(key: str, option: str, shorten: Callable[[Any], str]) -> Callable[[T], T]:
+def register(key: str, example: str, shorten: Callable[[Any], str]) -> Callable[[T], T]:
     """Returns a decorator that registers the class of a policy; see `PolicyForm`."""
 
     def decorate(cls: T) -> T:
-        FORMS[cls.__name__] = PolicyForm(cls, key, option, shorten)
+        FORMS[cls.__name__] = PolicyForm(cls, key, example, shorten)
         return cls
 
     return decorate

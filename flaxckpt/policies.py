@@ -72,7 +72,7 @@ class PreservationPolicy(Protocol):
 
 
 @_util.guessed_names.explain
-@_policy_forms.register("latest", "latest", lambda p: f"latest {p.n}")
+@_policy_forms.register("latest", "latest:3", lambda p: f"latest {p.n}")
 @dataclass(frozen=True, slots=True)
 class LatestN(PreservationPolicy):
     """Keeps the `n` newest checkpoints; temporary checkpoints are ignored."""
@@ -91,7 +91,9 @@ class LatestN(PreservationPolicy):
 
 @_util.guessed_names.explain
 @_policy_forms.register(
-    "latest_duration", "duration", lambda p: f"last {_util.humanize.duration(p.secs)}"
+    "latest_duration",
+    "duration:24h",
+    lambda p: f"last {_util.humanize.duration(p.secs)}",
 )
 @dataclass(frozen=True, slots=True)
 class LatestDuration(PreservationPolicy):
@@ -120,7 +122,9 @@ class LatestDuration(PreservationPolicy):
 
 
 @_util.guessed_names.explain
-@_policy_forms.register("best", "best", lambda p: f"among {p.n} best {p.metric}")
+@_policy_forms.register(
+    "best", "best:1:eval/loss:min", lambda p: f"among {p.n} best {p.metric}"
+)
 @dataclass(frozen=True, slots=True)
 class BestN(PreservationPolicy):
     """Keeps the `n` checkpoints with the best `metric`; the newer wins a tie.
@@ -155,7 +159,9 @@ class BestN(PreservationPolicy):
 
 
 @_util.guessed_names.explain
-@_policy_forms.register("without_metric", "without", lambda p: f"without {p.metric}")
+@_policy_forms.register(
+    "without_metric", "without:eval/loss", lambda p: f"without {p.metric}"
+)
 @dataclass(frozen=True, slots=True)
 class WithoutMetric(PreservationPolicy):
     """Keeps each checkpoint without `metric`, except temporary checkpoints.
@@ -181,7 +187,7 @@ class WithoutMetric(PreservationPolicy):
 
 
 @_util.guessed_names.explain
-@_policy_forms.register("every_steps", "every", lambda p: f"every {p.n}")
+@_policy_forms.register("every_steps", "every:1000", lambda p: f"every {p.n}")
 @dataclass(frozen=True, slots=True)
 class EveryNSteps(PreservationPolicy):
     """Keeps each checkpoint whose step is a multiple of `n`, including 0.
@@ -202,7 +208,9 @@ class EveryNSteps(PreservationPolicy):
 
 
 @_util.guessed_names.explain
-@_policy_forms.register("every_steps_closest", "closest", lambda p: f"near every {p.n}")
+@_policy_forms.register(
+    "every_steps_closest", "closest:1000", lambda p: f"near every {p.n}"
+)
 @dataclass(frozen=True, slots=True)
 class EveryNStepsClosest(PreservationPolicy):
     """Keeps the checkpoint closest to each multiple of `n`, including 0.
@@ -233,7 +241,9 @@ class EveryNStepsClosest(PreservationPolicy):
 
 
 @_util.guessed_names.explain
-@_policy_forms.register("exponential_steps", "exponential", lambda _: "exponential")
+@_policy_forms.register(
+    "exponential_steps", "exponential:100:2", lambda _: "exponential"
+)
 @dataclass(frozen=True, slots=True)
 class ExponentialSteps(PreservationPolicy):
     """Keeps each checkpoint whose step is 0, `n`, `n * base`, `n * base**2`, ….
@@ -271,7 +281,7 @@ class ExponentialSteps(PreservationPolicy):
 
 @_util.guessed_names.explain
 @_policy_forms.register(
-    "every_secs", "secs", lambda p: f"every {_util.humanize.duration(p.secs)}"
+    "every_secs", "secs:2h", lambda p: f"every {_util.humanize.duration(p.secs)}"
 )
 @dataclass(frozen=True, slots=True)
 class EveryNSecs(PreservationPolicy):
@@ -306,7 +316,7 @@ class EveryNSecs(PreservationPolicy):
 
 
 @_util.guessed_names.explain
-@_policy_forms.register("on_steps", "steps", lambda _: "chosen step")
+@_policy_forms.register("on_steps", "steps:1,10", lambda _: "chosen step")
 @dataclass(frozen=True, slots=True)
 class OnSteps(PreservationPolicy):
     """Keeps the given steps, temporary or not."""

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Required, TypedDict
+from typing import Annotated, Required, TypedDict
 
 from flaxckpt import _policy_forms, errors
 from flaxckpt.cli._parameters import Option
+from flaxckpt.policies import PreservationPolicy
 
-if TYPE_CHECKING:
-    from flaxckpt.policies import PreservationPolicy
-
-_EXAMPLES = (
-    "latest:3, duration:24h, best:1:eval/loss:min, without:eval/loss, every:1000,"
-    " closest:1000, exponential:100:2, secs:3600 (or secs:2h), steps:1,10"
-)
+_EXAMPLES = ", ".join(form.example for form in _policy_forms.FORMS.values())
 
 KeepOption = Annotated[
     list[str] | None,
@@ -99,36 +94,11 @@ def parse_rules(
 def _parse(text: str) -> PreservationPolicy:
     from flaxckpt.configs import _policies
 
-    name, _, rest = text.partition(":")
     try:
-        return _policies.parse("keep[0]", _parse_table(name, rest))
+        return _policies.parse_option("keep[0]", text)
     except errors.OptionError as error:
         raise errors.OptionError(f"--keep {text}: {error}") from None
     except (KeyError, ValueError):
         raise errors.OptionError(
             f"--keep {text} is not a policy: write one of {_EXAMPLES}"
         ) from None
-
-
-def _parse_table(name: str, text: str) -> dict[str, Any]:
-    """Returns a policy as a table of a config.
-
-    Raises:
-        KeyError, ValueError: The text is not a policy.
-    """
-    form = {form.option: form for form in _policy_forms.FORMS.values()}[name]
-    keys = [form.key, *form.fields[1:]]
-    return {
-        key: _parse_field(field, part)
-        for key, field, part in zip(keys, form.fields, form.split(text), strict=True)
-    }
-
-
-def _parse_field(name: str, text: str) -> Any:
-    match name:
-        case "n" | "base":
-            return int(text)
-        case "steps":
-            return [int(step) for step in text.split(",")]
-        case _:
-            return text

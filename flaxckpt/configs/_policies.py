@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
 
 from flaxckpt import _policy_forms, errors
 from flaxckpt.configs import _parsing
 from flaxckpt.configs._parsing import Parser
 from flaxckpt.policies import PreservationPolicy
 
-_FIELDS: Mapping[str, Parser] = {
-    "n": _parsing.whole(1),
-    "secs": _parsing.secs,
-    "steps": _parsing.steps,
-    "metric": _parsing.text,
-    "mode": _parsing.one_of("min", "max"),
-    "base": _parsing.whole(2),
+_PARSERS: Mapping[Any, Parser] = {
+    int: _parsing.whole(1),
+    float: _parsing.secs,
+    str: _parsing.text,
+    Collection[int]: _parsing.steps,
 }
-"""Name of a policy's field -> its parser."""
+"""Type of a policy's field -> its parser."""
+
+
+def _parser(field_type: Any) -> Parser:
+    if typing.get_origin(field_type) is Literal:
+        return _parsing.one_of(*typing.get_args(field_type))
+    return _PARSERS[field_type]
 
 
 def parse(key: str, value: Any) -> PreservationPolicy:
@@ -45,13 +50,33 @@ def parse(key: str, value: Any) -> PreservationPolicy:
         raise errors.OptionError(
             f"{key} must have one of {', '.join(forms)} ({also}), found {options!r:.80}"
         )
-    keys = (kinds[0].key, *more)
+    form, keys = kinds[0], (kinds[0].key, *more)
     fields = {
-        field: _FIELDS[field](f"{key}.{name}", options[name])
-        for field, name in zip(kinds[0].fields, keys, strict=True)
+        field: _parser(field_type)(f"{key}.{name}", options[name])
+        for field, field_type, name in zip(form.fields, form.types, keys, strict=True)
     }
-    result: PreservationPolicy = _parsing.create(key, kinds[0].cls, fields)
+    result: PreservationPolicy = _parsing.create(key, form.cls, fields)
     return result
+
+
+def parse_option(key: str, text: str) -> PreservationPolicy:
+    """Parses a policy as an option, such as `best:1:loss:min`.
+
+    Raises:
+        KeyError, ValueError: The text has no policy's name, or other fields.
+        OptionError: A field has a value that is refused.
+    """
+    name, _, rest = text.partition(":")
+    form = {form.option: form for form in _policy_forms.FORMS.values()}[name]
+    values: list[Any] = []
+    for field_type, part in zip(form.types, form.split(rest), strict=True):
+        if field_type is int:
+            values.append(int(part))
+        elif field_type == Collection[int]:
+            values.append([int(step) for step in part.split(",")])
+        else:
+            values.append(part)
+    return parse(key, dict(zip((form.key, *form.fields[1:]), values, strict=True)))
 
 
 def to_table(key: str, policy: PreservationPolicy) -> dict[str, Any]:
