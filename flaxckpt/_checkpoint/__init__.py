@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         save,
         save_handle,
         verify,
-        verify_arrays,
         verify_report,
     )
 
@@ -31,7 +30,6 @@ __all__ = [
     "save",
     "save_handle",
     "verify",
-    "verify_arrays",
     "verify_report",
 ]
 

@@ -6,13 +6,13 @@ import logging
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator
-from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from flaxckpt import _formats, _state, _steps, _storage, errors
-from flaxckpt._checkpoint import file_sizes
+from flaxckpt._checkpoint import inventory
 from flaxckpt._formats import recognise, safetensors, shards
+from flaxckpt._formats.native_manifest import Manifest
 
 _log = logging.getLogger(__name__)
 
@@ -341,30 +341,30 @@ def _is_orbax(directory: Path) -> bool:
 
 def _flaxckpt_files(directory: Path, files: Collection[str]) -> set[str]:
     """Returns the files of a flaxckpt checkpoint with a manifest."""
-    recorded = _read_manifest(directory)
-    kinds = {_formats.items.STATE: "tree"}
-    if recorded is not None:
-        kinds = recorded.kinds
+    listed, kinds = None, {_formats.items.STATE: "tree"}
+    if (manifest := _read_manifest(directory)) is not None:
+        listed = inventory.make(manifest)
+        kinds = dict.fromkeys((manifest.items.dataset, *manifest.json), "json")
+        kinds |= dict.fromkeys(manifest.items.trees, "tree")
     elif isinstance(handlers := _formats.items.read_item_handlers(directory), dict):
         kinds |= {name: _handler_kind(str(kind)) for name, kind in handlers.items()}
 
-    def tree_files(inside: Collection[str]) -> set[str]:
-        if recorded is None:
+    def tree_files(item: str, inside: Collection[str]) -> set[str]:
+        if listed is None:
             return _tree_files(inside, is_damaged=True)
-        return {name for name in inside if _TREE_FILE.fullmatch(name)} | {
-            name
-            for name in inside
-            if recorded.has_databases and _DATABASE_FILE.fullmatch(name)
-        }
+        files = {name for name in inside if _TREE_FILE.fullmatch(name)}
+        if item in listed.unlisted:
+            files |= {name for name in inside if _DATABASE_FILE.fullmatch(name)}
+        return files
 
     expected = set(files) & _FILES
-    if recorded is not None:
-        expected |= recorded.files & set(files)
+    if listed is not None:
+        expected |= listed.files.keys() & set(files)
     if _formats.items.TREE in files:  # the checkpoint is an item
-        expected |= tree_files(files)
+        expected |= tree_files("", files)
     for name, inside in _by_directory(files).items():
         if kinds.get(name) == "tree":
-            inner = tree_files(inside)
+            inner = tree_files(name, inside)
         elif name == _formats.items.METRICS:
             inner = {file for file in inside if _METRICS_FILE.fullmatch(file)}
         elif name == _formats.items.DATASET or kinds.get(name) == "json":
@@ -375,22 +375,8 @@ def _flaxckpt_files(directory: Path, files: Collection[str]) -> set[str]:
     return expected
 
 
-class _Recorded(NamedTuple):
-    """The files of a checkpoint, by its manifest.
-
-    Attributes:
-        kinds: Item -> `tree` or `json`.
-        files: The paths of all files of arrays, except in databases before version 3.
-        has_databases: Whether the arrays are in databases before version 3.
-    """
-
-    kinds: dict[str, str]
-    files: AbstractSet[str]
-    has_databases: bool
-
-
-def _read_manifest(directory: Path) -> _Recorded | None:
-    """Returns the files in a manifest; None if it is damaged, or does not say."""
+def _read_manifest(directory: Path) -> Manifest | None:
+    """Returns a manifest; None if it is damaged, or does not describe the arrays."""
     try:
         data = _formats.items.read_json(
             directory / _formats.orbax_json.MANIFEST, directory
@@ -400,21 +386,8 @@ def _read_manifest(directory: Path) -> _Recorded | None:
         )
     except (errors.DamagedCheckpointError, *_formats.native_manifest.MALFORMED):
         return None
-    items = manifest.items
-    kinds = dict.fromkeys((items.dataset, *manifest.json), "json")
-    kinds |= dict.fromkeys(items.trees, "tree")
-    if manifest.ocdbt:
-        of_databases = {*(manifest.files or ()), *manifest.digests}
-        return _Recorded(kinds, of_databases, has_databases=manifest.files is None)
-    if manifest.encoding is None:
-        return None
-    files: set[str] = set()
-    for info in manifest.infos:
-        if info.dtype is not None:
-            root = _formats.items.prefix(items.array_directory(info))
-            names = file_sizes.array_files(manifest.encoding, info)
-            files |= {f"{root}{name}" for name in names}
-    return _Recorded(kinds, files, has_databases=False)
+    is_described = manifest.ocdbt or manifest.encoding is not None
+    return manifest if is_described else None
 
 
 def _orbax_files(directory: Path, files: Collection[str]) -> set[str]:

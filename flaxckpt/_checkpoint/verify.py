@@ -9,7 +9,7 @@ import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from flaxckpt import (
@@ -23,7 +23,8 @@ from flaxckpt import (
     _zarr,
     errors,
 )
-from flaxckpt._checkpoint import file_sizes, verify_arrays, verify_report
+from flaxckpt._checkpoint import inventory, verify_arrays, verify_report
+from flaxckpt._checkpoint.inventory import StoredFile
 from flaxckpt._checkpoint.verify_report import Check
 from flaxckpt._formats import locate
 from flaxckpt._formats.reader import Stored
@@ -239,10 +240,9 @@ def _unreadable(
         for name, why in faults.items():
             if name in stored.table:
                 unreadable.setdefault(name, why)
-            elif stored.items.tree_of_file(name) is not None:
-                state = "missing" if name in findings.missing else default
-                for leaf_path in verify_arrays.leaves_in(name, stored):
-                    unreadable.setdefault(leaf_path, f"{name} is {state}")
+            state = "missing" if name in findings.missing else default
+            for leaf_path in findings.leaves.get(name, ()):
+                unreadable.setdefault(leaf_path, f"{name} is {state}")
     return unreadable
 
 
@@ -252,22 +252,18 @@ def _describe_places(
     """Returns name of a fault -> the file, and the values in it."""
     described = {}
     for name in (*findings.problems, *findings.unread):
+        leaves: Sequence[LeafPath] = [name]
         place = findings.places.get(name, verify_report.NOWHERE)
-        if name in stored.table:
-            leaves = [name]
-        elif stored.items.tree_of_file(name) is not None:
-            leaves, place = (
-                verify_arrays.leaves_in(name, stored),
-                verify_report.StoredPlace(name),
-            )
-        else:
-            continue
+        if name not in stored.table:
+            leaves = findings.leaves.get(name, ())
+            place = verify_report.StoredPlace(name)
         text = errors.first_few(leaves, 3)
         if len(leaves) == 1:
             text += _describe_values(stored, stored.table[leaves[0]].info, place)
-        elif leaves:
+        else:
             text = f"{len(leaves):,} leaves: {text}"
-        described[name] = " -> ".join(filter(None, (place.file, text)))
+        if leaves:
+            described[name] = " -> ".join(filter(None, (place.file, text)))
     return described
 
 
@@ -315,27 +311,19 @@ def _verify_own(
     path: Path, stored: Stored, findings: verify_report.Findings
 ) -> list[str]:
     """Compares every file with a checksum; returns files not in the checkpoint."""
-    manifest = stored.manifest
-    assert manifest is not None
     text = _formats.items.read_file(path / _formats.orbax_json.MANIFEST, path)
     seal = _formats.native_contents.commit_marker(text)
-    digests, index = file_sizes.digests(stored), _index_files(stored)
-    checks = [
-        Check(
-            name,
-            functools.partial(
-                _check_digest,
-                path,
-                name,
-                digest,
-                findings.counter.add,
-                is_large=name not in index
-                and stored.items.tree_of_file(name) is not None,
-            ),
+    assert stored.manifest is not None, path
+    listed = inventory.make(stored.manifest, stored.metadata.deleted_items)
+    index = _index_files(stored)
+    checks = []
+    for name, file in listed.files.items():
+        is_large = bool(file.leaves) and name not in index
+        check = functools.partial(
+            _check_digest, path, file, findings.counter.add, is_large=is_large
         )
-        for name, digest in digests.items()
-    ]
-    is_digested = manifest.has_metrics or _steps.markers.is_measured(path)
+        checks += [Check(name, check)] if name in stored.digests else []
+    is_digested = stored.manifest.has_metrics or _steps.markers.is_measured(path)
     checks += _metrics_checks(
         path, findings, stored.recorded_step, is_digested=is_digested
     )
@@ -344,8 +332,10 @@ def _verify_own(
     checks.append(Check(seal_name, check_seal))
     findings.counter.total = _storage.of(path).known_size_below(path)
     findings.run(checks)
-    arrays = verify_arrays.find_checks(path, stored, manifest, findings)
+    arrays = verify_arrays.find_checks(path, stored, listed, findings)
     findings.run(arrays.checks)
+    for name in {*findings.problems, *findings.unread} - stored.table.keys():
+        findings.leaves[name] = verify_arrays.leaves_in(name, path, stored, listed)
     lost = _unreadable(stored, findings)  # the fault of their file is known
     undigested = {p: leaf for p, leaf in arrays.undigested.items() if p not in lost}
     for leaf_path in undigested:
@@ -353,9 +343,17 @@ def _verify_own(
             "it was saved without checksums; its files exist"
         )
     _decode(path, undigested, findings)
-    expected = {*digests, *_formats.items.UNDIGESTED, *arrays.files}
-    present = {name for name in _names(path, path) if not _is_marker(name)}
-    return sorted(present - expected)
+    unlisted = tuple(
+        _formats.items.prefix(item)
+        for item in listed.unlisted
+        if _formats.items.database(item) not in stored.digests
+    )
+    expected = {*listed.files, *_formats.items.UNDIGESTED}
+    return sorted(
+        name
+        for name in {*_storage.of(path).files_below(path)} - expected
+        if not (_is_marker(name) or name.startswith(unlisted))
+    )
 
 
 def _is_marker(name: str) -> bool:
@@ -363,17 +361,15 @@ def _is_marker(name: str) -> bool:
 
 
 def _check_digest(
-    path: Path,
-    name: str,
-    recorded: str,
-    count: Callable[[int], object],
-    *,
-    is_large: bool,
+    path: Path, file: StoredFile, count: Callable[[int], object], *, is_large: bool
 ) -> None:
-    """Raises ValueError if the SHA-256 of a file differs from `recorded`."""
-    digest = hashlib.sha256()
-    _stream(path / name, path, count, digest.update, _LARGE if is_large else 0)
-    _storage.files.check_digest("it", f"sha256:{digest.hexdigest()}", recorded)
+    """Raises ValueError if a file of the checkpoint `path` has another digest."""
+    digest, whole = hashlib.sha256(), path / file.name
+    for part in _storage.of(path).stream(whole, path, _LARGE if is_large else 0):
+        digest.update(part)
+        count(len(part))
+    found = f"sha256:{digest.hexdigest()}"
+    _storage.files.check_digest("it", found, file.digest)
 
 
 def _check_seal(path: Path, seal_name: str, wanted: bytes) -> None:
@@ -514,34 +510,6 @@ def _decode(
 
 
 # ---- files ------------------------------------------------------------------------
-
-
-def _stream(
-    file: Path,
-    root: Path,
-    count: Callable[[int], object],
-    take: Callable[[memoryview], object],
-    size: int,
-) -> None:
-    """Reads a file from beginning to end, part by part.
-
-    Args:
-        file: The file.
-        root: Directory that must contain the file.
-        count: Called with the size of each part.
-        take: Called with each part.
-        size: Expected size in bytes, which saves a request to a store; 0 if the file
-            may be small.
-    """
-    for part in _storage.of(file).stream(file, root, size):
-        take(part)
-        count(len(part))
-
-
-def _names(root: Path, directory: Path) -> set[str]:
-    """Returns the paths of all files below `directory`, relative to `root`."""
-    below = _storage.of(directory).files_below(directory)
-    return {f"{(directory / name).relative_to(root)}" for name in below}
 
 
 def _find_unreadable(path: Path) -> str | None:

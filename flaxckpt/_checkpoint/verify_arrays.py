@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import crc32c
 
 from flaxckpt import _arrays, _formats, _state, _storage, _zarr
-from flaxckpt._checkpoint import file_sizes, verify_report
+from flaxckpt._checkpoint import inventory, verify_report
+from flaxckpt._checkpoint.inventory import Inventory, StoredFile
 from flaxckpt._checkpoint.verify_report import Check, Findings
-from flaxckpt._formats.native_manifest import Manifest
 from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
@@ -31,51 +31,46 @@ class ArrayChecks(NamedTuple):
 
     Attributes:
         checks: Checks of the files without digests.
-        files: All files of arrays that belong to the checkpoint.
         undigested: The leaves without checksums.
     """
 
     checks: list[Check]
-    files: set[str]
     undigested: dict[LeafPath, Leaf]
 
 
 def find_checks(
-    path: Path, stored: Stored, manifest: Manifest, findings: Findings
+    path: Path, stored: Stored, listed: Inventory, findings: Findings
 ) -> ArrayChecks:
     """Returns the checks of arrays, after the files with digests were checked.
 
     Args:
         path: The checkpoint.
         stored: The checkpoint.
-        manifest: Its manifest.
+        listed: Its files.
         findings: Receives the faults of files with digests, and further ones.
     """
-    return _Finder(path, stored, manifest, findings).find()
+    return _Finder(path, stored, listed, findings).find()
 
 
 class _Finder:
     """Finds the checks; see `find_checks`."""
 
     def __init__(
-        self,
-        path: Path,
-        stored: Stored,
-        manifest: Manifest,
-        findings: Findings,
+        self, path: Path, stored: Stored, listed: Inventory, findings: Findings
     ) -> None:
+        assert stored.manifest is not None, path
         self._path = path
         self._stored = stored
+        self._files, self._unlisted = listed
         self._findings = findings
-        self._manifest = manifest
-        self._encoding = manifest.encoding
-        self._found = ArrayChecks([], set(), {})
+        self._manifest = stored.manifest
+        self._found = ArrayChecks([], {})
 
     def find(self) -> ArrayChecks:
-        encoding, has_databases = self._encoding, self._manifest.ocdbt
+        encoding = self._manifest.encoding
         for item in self._stored.items.trees:
             leaves = arrays_of(self._stored, item)
-            if has_databases or encoding is None:
+            if self._manifest.ocdbt or encoding is None:
                 self._add_database(item, leaves)
                 continue
             for leaf_path, leaf in leaves.items():
@@ -89,9 +84,8 @@ class _Finder:
     ) -> None:
         info, digests = leaf.info, self._stored.digests
         root = _formats.items.prefix(self._stored.items.array_directory(info))
-        names = file_sizes.array_files(encoding, info)
+        names = inventory.array_files(encoding, info)
         metadata, *chunks = [f"{root}{name}" for name in names]
-        self._found.files.update((metadata, *chunks))
         if metadata not in digests:
 
             def check_metadata() -> None:
@@ -114,18 +108,9 @@ class _Finder:
     # ---- databases ------------------------------------------------------------------
 
     def _add_database(self, item: str, leaves: Mapping[LeafPath, Leaf]) -> None:
-        root, encoding = self._path / item, self._encoding
-        digests = self._stored.digests
-        sizes = None
-        if self._manifest.files is not None:
-            sizes = file_sizes.recorded_sizes(self._stored, self._manifest, item)
-            self._found.files.update(sizes)
-        elif leaves and _formats.items.database(item) not in digests:
-            below = _storage.of(root).files_below(root)
-            start = _formats.items.prefix(item)
-            self._found.files.update(f"{start}{name}" for name in below)
         if not leaves:
             return
+        digests, encoding = self._stored.digests, self._manifest.encoding
         is_digested = _formats.items.has_chunk_digests(digests, item)
         if encoding is None or not (encoding.checksum or is_digested):
             self._found.undigested.update(leaves)
@@ -139,15 +124,16 @@ class _Finder:
             for chunk in self._chunks_of(leaf_path, leaf, values, encoding):
                 if not is_digested:
                     files.setdefault(chunk.place.file, []).append(chunk)
-        start = _formats.items.prefix(item)
+        start, is_listed = _formats.items.prefix(item), item not in self._unlisted
         for file, chunks in files.items():
             name = f"{start}{file}"
+            unknown = StoredFile(name, size=0 if is_listed else None)
             check = _FileCheck(
                 name,
                 chunks,
                 self._findings,
                 has_checksum=encoding.checksum,
-                size=None if sizes is None else sizes.get(name, 0),
+                size=self._files.get(name, unknown).size,
             )
             run = functools.partial(check.run, self._path)
             self._found.checks.append(Check(name, run))
@@ -179,7 +165,7 @@ class _Finder:
     ) -> Iterator[_FileChunk]:
         """Yields the chunks of a leaf in files; checks what is in the tree."""
         info, name = leaf.info, self._stored.items.param_name(leaf.info)
-        keys = file_sizes.array_files(encoding, info)
+        keys = inventory.array_files(encoding, info)
         found = [
             values.get(_zarr.metadata.database_key(name, key).encode()) for key in keys
         ]
@@ -210,44 +196,35 @@ class _Finder:
 _MAX_METADATA_BYTES = 2**16
 
 
-def leaves_in(name: str, stored: Stored) -> list[LeafPath]:
-    """Returns the leaves that a restore cannot read without the array file `name`."""
-    item = stored.items.tree_of_file(name)
-    if item is None:
-        return []
+def leaves_in(
+    name: str, path: Path, stored: Stored, listed: Inventory
+) -> Sequence[LeafPath]:
+    """Returns the leaves that a restore of `path` cannot read without the file `name`.
+
+    Args:
+        name: A file of the checkpoint.
+        path: The checkpoint.
+        stored: The checkpoint.
+        listed: Its files.
+    """
+    item, file = stored.items.tree_of_file(name), listed.files.get(name)
+    if file is not None and not file.is_shared:
+        return file.leaves
+    if item is None or _formats.items.database(item) not in listed.files:
+        return ()
     arrays = arrays_of(stored, item)
-    database = _formats.items.database(item)
-    if name == database or (name in stored.digests and database in stored.digests):
-        return list(arrays)  # the tree, or a file of a database that is read as a whole
-    if database in stored.digests:
-        return _leaves_in_file(name, stored, item, arrays)
-    directory = name.rpartition("/")[0]
-    return [
-        path
-        for path, leaf in arrays.items()
-        if stored.items.array_directory(leaf.info) == directory
-    ]
-
-
-def _leaves_in_file(
-    name: str, stored: Stored, item: str, arrays: Mapping[LeafPath, Leaf]
-) -> list[LeafPath]:
-    """Returns the leaves with chunks in a file of a database."""
-    root = _storage.paths.from_text(stored.metadata.path) / item
     try:
-        values = _zarr.ocdbt.read_tree(root)
+        values = _zarr.ocdbt.read_tree(path / item)
     except (ValueError, OSError):
         return list(arrays)
-    file = name.removeprefix(_formats.items.prefix(item))
+    below = name.removeprefix(_formats.items.prefix(item))
     keys = {
         key.decode(errors="surrogateescape").rpartition("/c")[0]
         for key, value in values.items()
-        if not isinstance(value, bytes) and value.file == file
+        if not isinstance(value, bytes) and value.file == below
     }
     return [
-        path
-        for path, leaf in arrays.items()
-        if stored.items.param_name(leaf.info) in keys
+        p for p, leaf in arrays.items() if stored.items.param_name(leaf.info) in keys
     ]
 
 
@@ -299,7 +276,7 @@ def _wanted_chunks(leaf: Leaf, encoding: Encoding) -> list[_Chunk]:
     assert isinstance(source, StoredLeaf), info.path
     shape, dtype = _arrays.forms.stored_form(info)
     chunk_shape = info.chunk_shape or ()
-    size = file_sizes.chunk_bytes(encoding, info)
+    size = inventory.chunk_bytes(encoding, info)
     max_bytes = size or math.prod(chunk_shape) * _state.dtypes.item_bits(dtype) // 8
     whole = _zarr.metadata.whole(shape)
     recorded = source.checksums

@@ -164,6 +164,7 @@ class Findings:
         self.unread: dict[str, str] = {}
         self.unchecked: dict[str, str] = {}
         self.places: dict[str, StoredPlace] = {}  # of leaves among problems and unread
+        self.leaves: dict[str, Sequence[LeafPath]] = {}  # that need a file of a fault
         self.counter = counter
         self.thorough = thorough
         self._lock = threading.Lock()
@@ -230,6 +231,10 @@ class Findings:
                     place = place._replace(file=f"{item}/{place.file}")
                 self.add(mine, names.get(name, f"{item}/{name}"), why, place)
         self.missing |= {names.get(name, f"{item}/{name}") for name in other.missing}
+        self.leaves |= {
+            f"{item}/{name}": [names[path] for path in leaves]
+            for name, leaves in other.leaves.items()
+        }
 
     def report(
         self,

@@ -64,9 +64,8 @@ def read(path: Path, step: int | None, read_native: ReadNative) -> Stored:
         [(state, stored)] = parts.items()
         stored = dataclasses.replace(
             stored,
-            digests=_add_prefix(state, stored.digests),
-            own_items={state: stored} if stored.manifest else {},
             manifest=None,
+            own_items={state: stored} if stored.manifest else {},
         )
     else:
         state = tuple(sorted({*parts, *branches.damaged}))
@@ -356,12 +355,7 @@ def _merge(path: Path, parts: Mapping[str, Stored]) -> Stored:
         table,
         _state.tree.nest({item: part.structure for item, part in parts.items()}),
         frozenset().union(*(part.unknown_types for part in parts.values())),
-        {
-            name: digest
-            for item, part in parts.items()
-            for name, digest in _add_prefix(item, part.digests).items()
-        },
-        first.stamp,
+        stamp=first.stamp,
         own_items=own,
     )
 
@@ -384,10 +378,6 @@ def _nest(path: Path, item: str, leaf: Leaf) -> Leaf:
         for source in leaf.sources
     )
     return Leaf(info, sources, leaf.fn)
-
-
-def _add_prefix(item: str, digests: Mapping[str, str]) -> dict[str, str]:
-    return {f"{item}/{name}": digest for name, digest in digests.items()}
 
 
 def _add_metadata(

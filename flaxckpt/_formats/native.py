@@ -157,7 +157,7 @@ def _read_native(
         {info.path: table[info.path] for info in infos},
         structure,
         manifest.unknown_types,
-        digests,
+        manifest,
         stamp,
         manifest.step,
         manifest.items,
@@ -167,7 +167,6 @@ def _read_native(
             if item in deleted
         },
         warnings=items.describe_damaged_items(path, damaged),
-        manifest=manifest,
     )
 
 

@@ -14,7 +14,7 @@ from flaxckpt._formats.items import Items
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it imports this module
     from flaxckpt._formats.native_manifest import Manifest
 
 
@@ -98,7 +98,7 @@ class Stored:
         table: Leaf path -> leaf that can be opened.
         structure: The containers, with their exact types if the format records them.
         unknown_types: Classes in `structure` that become plain dicts or lists.
-        digests: Relative path -> recorded digest of the file.
+        manifest: The manifest of our own format; None in another format.
         stamp: Stamp of the file that describes the checkpoint, to notice a
             replacement.
         recorded_step: Step number at the save; None if not recorded.
@@ -106,21 +106,24 @@ class Stored:
         left_out: Item that a load of the whole state goes without -> the reason.
         own_items: Item of an Orbax step in our own format -> the item opened alone.
         warnings: Messages for the log of those who open the checkpoint to use it.
-        manifest: The manifest; None in a checkpoint of another program.
     """
 
     metadata: CheckpointMetadata
     table: LeafTable
     structure: _state.tree.Node | LeafPath
     unknown_types: frozenset[str] = frozenset()
-    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    manifest: Manifest | None = None
     stamp: _storage.Stamp | None = None
     recorded_step: int | None = None
     items: Items = dataclasses.field(default_factory=Items)
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
     own_items: Mapping[str, Stored] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    manifest: Manifest | None = None
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """Relative path -> recorded digest of the file."""
+        return {} if self.manifest is None else self.manifest.digests
 
     @property
     def step(self) -> int | None:

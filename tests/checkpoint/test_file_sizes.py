@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import _zarr, errors
-from flaxckpt._checkpoint import file_sizes
-from flaxckpt._formats import locate
+from flaxckpt import _inspect, _zarr
 from flaxckpt._storage.storage import LOCAL
+from flaxckpt.policies import LatestN
 from tests import GOLDEN
 from tests.helpers import faulty_store as faulty
 from tests.helpers import old_stores
@@ -44,8 +43,8 @@ def save(path, layout, **options):
 
 
 def changed(path, name, change):
-    """A copy of a checkpoint with a change of one file."""
-    copy = path.with_name("copy")
+    """A copy of a step, in a run of its own, with a change of one file."""
+    copy = path.parent.with_name("changed") / path.name
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(path, copy)
     file = copy / name
@@ -60,24 +59,35 @@ def changed(path, name, change):
     return copy
 
 
+def find_loss(step):
+    """Returns why retention counts a step as damaged; None if it is whole."""
+    root, number = step.parent, int(step.name)
+    with flaxckpt.Checkpointer(root, keep=[LatestN(1)], read_only=True) as run:
+        why = run.explain().get(number, ["damaged: not a step"])
+    return why[0].removeprefix("damaged: ") if "damaged: " in why[0] else None
+
+
+def find_damage(path, wanted):
+    """Returns the damage of a checkpoint, and whether a load of `wanted` meets it."""
+    return _inspect.plan_damage.find(flaxckpt.plan(path, wanted))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_file_may_be_missing_or_empty(tmp_path, layout):
     path = save(tmp_path / "c", layout, metrics={"loss": 1.0})
-    file_sizes.check(path, None)
+    assert find_loss(path) is None
     for name in {*LOCAL.files_below(path)} - METRICS:
         for change in ("removed", "empty"):
             if (name, change) == ("commit_success.txt", "removed"):
                 continue  # on a disk, the name of the directory says so
-            with pytest.raises(errors.DamagedCheckpointError):
-                file_sizes.check(changed(path, name, change), None)
+            assert find_loss(changed(path, name, change)), (name, change)
 
 
 @pytest.mark.parametrize("change", ["longer", "shorter"])
 def test_files_of_a_database_have_their_sizes(tmp_path, change):
     path = save(tmp_path / "c", "database")
     for name in ("state/d/0.small.0", "state/d/tree"):
-        with pytest.raises(errors.DamagedCheckpointError, match=name):
-            file_sizes.check(changed(path, name, change), None)
+        assert name in find_loss(changed(path, name, change))
 
 
 @pytest.mark.parametrize("layout", ["files", "no checksums"])
@@ -87,44 +97,36 @@ def test_chunks_have_their_sizes(tmp_path, layout, change):
     name = "state/b/c.0"
     size = (path / name).stat().st_size
     found = size + (1 if change == "longer" else -1)
-    message = rf"b is incomplete; .*\n.*c\.0: wanted {size} bytes, found {found}"
-    with pytest.raises(errors.DamagedCheckpointError, match=message):
-        file_sizes.check(changed(path, name, change), None)
+    told = f"{name}: wanted {size} bytes, found {found}"
+    assert told in find_loss(changed(path, name, change))
 
 
 def test_all_faults_of_an_array_are_reported(tmp_path):
     path = save(tmp_path / "c", "compressed")
     copy = changed(path, "state/w/c.0.0", "removed")
     (copy / "state/w/zarr.json").unlink()
-    with pytest.raises(errors.DamagedCheckpointError) as told:
-        file_sizes.check(copy, None)
-    assert "c.0.0: wanted some bytes, found none" in str(told.value)
-    assert "zarr.json is missing or empty" in str(told.value)
+    told = find_loss(copy)
+    for name in ("c.0.0", "zarr.json"):
+        assert f"state/w/{name}: wanted some bytes, found none" in told
 
 
-def test_an_old_database_without_digests_holds_its_large_arrays(tmp_path):
-    path = save(tmp_path / "c", "database")
+@pytest.mark.parametrize("size", [1024, 1023], ids=["in files", "in nodes"])
+def test_an_old_database_has_the_bytes_of_arrays_outside_its_nodes(tmp_path, size):
+    path = tmp_path / "c" / "1"
+    layout = flaxckpt.ArrayLayout(codec="none", checksum=False)
+    flaxckpt.save(path, {"w": np.zeros(size, "f4")}, layout=layout)
     old_stores.make_databases(path)
-    file_sizes.check(path, None)
+    assert find_loss(path) is None
+    least = 4096 if size == 1024 else 1
     for data in (path / "state/d").iterdir():
-        data.write_bytes(data.read_bytes()[:1000])
-    with pytest.raises(errors.DamagedCheckpointError, match=r"at least 8192 bytes, fo"):
-        file_sizes.check(path, None)
+        data.unlink()
+    data.write_bytes(b"1" * least)
+    assert find_loss(path) is None
+    data.write_bytes(b"1" * (least - 1))
+    assert f"bytes, found {least - 1}" in find_loss(path)
+    data.write_bytes(b"1" * least)
     (path / "state/manifest.ocdbt").write_bytes(b"")
-    with pytest.raises(
-        errors.DamagedCheckpointError, match="incomplete: wanted a data"
-    ):
-        file_sizes.check(path, None)
-    small = tmp_path / "small"
-    with flaxckpt.Checkpointer(small, layout=LAYOUTS["database"]) as ckpt:
-        ckpt.save(1, {"b": STATE["b"]})
-    old_stores.make_databases(small / "1")
-    file_sizes.check(small / "1", None)
-    shutil.rmtree(small / "1/state/d")
-    with pytest.raises(
-        errors.DamagedCheckpointError, match="at least 0 bytes, found 0"
-    ):
-        file_sizes.check(small / "1", None)
+    assert "manifest.ocdbt: wanted some bytes, found none" in find_loss(path)
 
 
 def test_deleted_items_do_not_count_as_missing(tmp_path):
@@ -132,20 +134,21 @@ def test_deleted_items_do_not_count_as_missing(tmp_path):
     with flaxckpt.Checkpointer(path, items=("params", "opt")) as ckpt:
         ckpt.save(1, {"params": STATE, "opt": STATE}).wait()
         ckpt.delete(1, item="opt")
-    file_sizes.check(path / "1", None)
+    assert find_loss(path / "1") is None
     shutil.rmtree(path / "1" / "params")
-    with pytest.raises(errors.CheckpointError):
-        file_sizes.check(path / "1", None)
+    assert find_loss(path / "1")
 
 
 @pytest.mark.parametrize("layout", ["files", "compressed"])
 def test_only_the_files_of_some_leaves_are_checked(tmp_path, layout):
     path = save(tmp_path / "c", layout)
-    file_sizes.check_leaves(path, [*STATE])
+    assert find_damage(path, STATE) is None
     copy = changed(path, "state/w/c.0.0", "removed")
-    file_sizes.check_leaves(copy, [name for name in STATE if name != "w"])
-    with pytest.raises(errors.DamagedCheckpointError, match=r"w is incomplete"):
-        file_sizes.check_leaves(copy, ["w"])
+    others = {name: leaf for name, leaf in STATE.items() if name != "w"}
+    assert not find_damage(copy, others).is_read
+    found = find_damage(copy, {"w": STATE["w"]})
+    assert found.is_read
+    assert "state/w/c.0.0" in found.reason
 
 
 @pytest.mark.parametrize("is_old", [False, True])
@@ -158,74 +161,71 @@ def test_a_database_is_checked_for_each_of_its_leaves(tmp_path, is_old):
         ckpt.save(1, {"a": item, "b": item})
     if is_old:
         old_stores.make_databases(path / "1", ["a", "b"])
-    leaves = [*flaxckpt.metadata(path / "1").leaves]
-    file_sizes.check_leaves(path / "1", leaves)
+    assert find_damage(path / "1", {"a": item, "b": item}) is None
     for data in (path / "1/b/d").iterdir():
         data.write_bytes(data.read_bytes()[:1000])
-    file_sizes.check_leaves(path / "1", [leaf for leaf in leaves if leaf[0] == "a"])
-    told = "at least 8192 bytes, found" if is_old else r"b/d/0\.small\.0: wanted"
-    with pytest.raises(errors.DamagedCheckpointError, match=told):
-        file_sizes.check_leaves(path / "1", ["b/b"])  # in the database with b/w
+    assert not find_damage(path / "1", {"a": item}).is_read
+    found = find_damage(path / "1", {"b": {"b": item["b"]}})  # in a database with b/w
+    assert found.is_read
+    assert ("at least 8192 bytes" if is_old else "b/d/0.small.0") in found.reason
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_no_object_may_be_missing(codec):
     root = faulty.new_path("file-sizes")
     layout = flaxckpt.ArrayLayout(codec=codec)
-    flaxckpt.save(root / "1", STATE | {"large": np.ones(2**18, "f4")}, layout=layout)
+    state = {"a": np.ones(3), "text": "a", "c": np.ones(3)}  # without arrays in between
+    state |= {name: np.ones(2**18, "f4") for name in "de"}  # in objects of their own
+    with flaxckpt.Checkpointer(root, items=("a", "b"), layout=layout) as ckpt:
+        ckpt.save(1, {"a": state, "b": {"w": np.ones(3)}})
     path = root / "1"
-    file_sizes.check(path, None)
+    assert find_loss(path) is None
     for name in {*path.keys()}:
         key = f"{path.key}/{name}"
         content = path.store.read(key).value
         path.store.delete(key)
-        with pytest.raises(errors.CheckpointError):
-            file_sizes.check(path, None)
+        assert find_loss(path), name
         path.store.write(key, content)
-    file_sizes.check(path, None)
+    assert find_loss(path) is None
 
 
-def flip(content):
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
 def test_arrays_are_not_read(tmp_path):
     """But the tree of a database, an old small one, and what is not of arrays."""
     path = save(tmp_path / "zarr", "zarr 2")
     [chunk] = [file for file in (path / "state/w").iterdir() if file.name != ".zarray"]
-    chunk.write_bytes(flip(chunk.read_bytes()))
-    file_sizes.check(path, None)
-    strings = path / "state/_strings.json"
-    strings.write_bytes(flip(strings.read_bytes()))
-    with pytest.raises(errors.DamagedCheckpointError):
-        file_sizes.check(path, None)
+    flip(chunk)
+    assert find_loss(path) is None
+    flip(path / "state/_strings.json")
+    assert find_loss(path)
     path = save(tmp_path / "database", "database")
-    data, tree = path / "state/d/0.small.0", path / "state/d/tree"
-    data.write_bytes(flip(data.read_bytes()))
-    file_sizes.check(path, None)
-    tree.write_bytes(flip(tree.read_bytes()))
-    with pytest.raises(errors.DamagedCheckpointError, match="has changed since"):
-        file_sizes.check(path, None)
+    flip(path / "state/d/0.small.0")
+    assert find_loss(path) is None
+    flip(path / "state/d/tree")
+    assert "has changed since" in find_loss(path)
     path = save(tmp_path / "old", "database")
     old_stores.make_databases(path, digested=True)
-    data = max((path / "state/d").iterdir(), key=lambda file: file.stat().st_size)
-    data.write_bytes(flip(data.read_bytes()))
-    with pytest.raises(errors.DamagedCheckpointError, match="has changed since"):
-        file_sizes.check(path, None)
+    flip(max((path / "state/d").iterdir(), key=lambda file: file.stat().st_size))
+    assert "has changed since" in find_loss(path)
     path = save(faulty.new_path("file-sizes"), "database")
-    data = max((path / "state/d").iterdir(), key=lambda file: len(file.read_bytes()))
-    data.write_bytes(flip(data.read_bytes()))
-    file_sizes.check(path, None)
+    flip(max((path / "state/d").iterdir(), key=lambda file: len(file.read_bytes())))
+    assert find_loss(path) is None
 
 
-def test_only_checkpoints_of_flaxckpt_are_whole(tmp_path):
+def test_a_step_of_another_library_has_no_sizes(tmp_path):
+    shutil.copytree(GOLDEN / "orbax-0.12.8" / "v0_files" / "7", tmp_path / "7")
+    assert find_loss(tmp_path / "7") is None
+
+
+def test_a_step_without_its_manifest_is_not_whole(tmp_path):
     path = save(tmp_path / "c", "database")
     (path / "flaxckpt.json").unlink()
-    with pytest.raises(
-        errors.DamagedCheckpointError, match=r"flaxckpt.json is missing"
-    ):
-        file_sizes.check(path, None)
+    assert "flaxckpt.json" in find_loss(path)
 
 
 @pytest.mark.parametrize("codec", ["compact", "zstd"])
@@ -239,11 +239,11 @@ def test_a_compressed_chunk_knows_its_size(tmp_path, codec, size):
     }
     for version in (2, 3):
         layout = flaxckpt.ArrayLayout(codec=codec, zarr_version=version, checksum=False)
-        path = tmp_path / str(version)
+        path = tmp_path / f"zarr-{version}" / "1"
         arrays = {name: np.frombuffer(data, "u1") for name, data in values.items()}
         flaxckpt.save(path, arrays, layout=layout)
         old_stores.make_directories(path)
-        file_sizes.check(path, None)
+        assert find_loss(path) is None
         for name in values:
             [chunk] = (path / "state" / name).glob("*0")
             content = chunk.read_bytes()
@@ -253,79 +253,12 @@ def test_a_compressed_chunk_knows_its_size(tmp_path, codec, size):
                 chunk.write_bytes(other)
                 found = _zarr.chunk_headers.compressed_bytes(chunk, codec)
                 assert found != len(other)
-
-
-def test_the_size_of_a_chunk_is_known_unless_it_is_compressed(tmp_path):
-    for layout, size in {
-        "files": 2048 * 4 + 4,
-        "no checksums": 2048 * 4,
-        "compressed": 0,
-    }.items():
-        path = save(tmp_path / layout, layout)
-        info = flaxckpt.metadata(path).leaves["w"]
-        encoding = locate.read_without_classes(path).manifest.encoding
-        assert file_sizes.chunk_bytes(encoding, info) == size
+            assert f"state/{name}/" in find_loss(path)
+            chunk.write_bytes(content)
 
 
 def test_items_that_are_damaged_are_reported(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, items=("a", "b")) as ckpt:
         ckpt.save(1, {"a": {"w": np.ones(2)}, "b": {"w": np.ones(2)}})
     shutil.rmtree(tmp_path / "1" / "b")
-    with pytest.raises(errors.DamagedCheckpointError, match="has damaged items"):
-        file_sizes.check(tmp_path / "1", None)
-
-
-def test_a_step_of_another_library_is_not_one_of_ours(tmp_path):
-    shutil.copytree(GOLDEN / "orbax-0.12.8" / "v0_files" / "7", tmp_path / "1")
-    with pytest.raises(errors.DamagedCheckpointError, match=r"flaxckpt\.json is miss"):
-        file_sizes.check(tmp_path / "1", None)
-
-
-@pytest.mark.parametrize(
-    ("size", "least"), [(1024, 4096), (1023, 1)], ids=["in files", "in nodes"]
-)
-def test_a_database_has_at_least_the_bytes_of_arrays_outside_its_nodes(
-    tmp_path, size, least
-):
-    layout = flaxckpt.ArrayLayout(codec="none", checksum=False)
-    flaxckpt.save(tmp_path / "c", {"w": np.zeros(size, "f4")}, layout=layout)
-    info = flaxckpt.metadata(tmp_path / "c").leaves["w"]
-    encoding = _zarr.metadata.Encoding("none", checksum=False)
-    root = tmp_path / "state"
-    (root / "d").mkdir(parents=True)
-    (root / "manifest.ocdbt").write_bytes(b"1")
-    (root / "d" / "0").write_bytes(b"1" * least)
-    file_sizes._check_database(root, encoding, [info])
-    (root / "d" / "0").write_bytes(b"1" * (least - 1))
-    with pytest.raises(errors.DamagedCheckpointError, match="incomplete"):
-        file_sizes._check_database(root, encoding, [info])
-
-
-def test_objects_are_missed_beside_leaves_without_arrays():
-    """The leaves before and after a string, and the manifest of a database."""
-    root = faulty.new_path("file-sizes")
-    state = {"a": np.ones(3), "b": "text", "c": np.ones(3)}
-    state |= {name: np.ones(2**18, "f4") for name in "de"}  # in objects of their own
-    flaxckpt.save(root, state)
-    file_sizes.check(root, None)
-    for name in ("0.small.0", "0.0/d", "0.0/e"):
-        file = root / "state" / "d" / name
-        content = file.read_bytes()
-        file.unlink()
-        with pytest.raises(errors.DamagedCheckpointError, match=f"{name} is missing"):
-            file_sizes.check(root, None)
-        file.write_bytes(content)
-        file_sizes.check(root, None)
-
-
-@pytest.mark.parametrize("item", ["a", "b"])
-def test_each_database_in_a_store_has_its_manifest(item):
-    root = faulty.new_path("file-sizes")
-    layout = LAYOUTS["database"]
-    with flaxckpt.Checkpointer(root, items=("a", "b"), layout=layout) as ckpt:
-        ckpt.save(1, {name: {"w": np.ones(3)} for name in "ab"})
-    file_sizes.check(root / "1", None)
-    (root / "1" / item / "manifest.ocdbt").unlink()
-    told = rf"{item}/manifest\.ocdbt is missing"
-    with pytest.raises(errors.DamagedCheckpointError, match=told):
-        file_sizes.check(root / "1", None)
+    assert "has damaged items" in find_loss(tmp_path / "1")

@@ -313,7 +313,7 @@ def test_report_names_the_damaged_files(tmp_path, is_old):
     flaxckpt.save(tmp_path / "one", state, layout=layout)
     if is_old:
         old_stores.make_directories(tmp_path / "one")
-        shown, files = "", (tmp_path / "one/state/w").glob("c.*")
+        shown, files = "state/w/", (tmp_path / "one/state/w").glob("c.*")
     else:
         shown, files = "state/d/0.0/", (tmp_path / "one/state/d/0.0").iterdir()
     lost = sorted(files)

@@ -37,6 +37,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "checkpoint/test_verify.py",
     ),
     "_checkpoint/file_sizes.py": ("checkpoint/test_file_sizes.py",),
+    "_checkpoint/inventory.py": ("checkpoint/test_file_sizes.py",),
     "_arrays/databases.py": ("arrays/test_databases.py",),
     "_arrays/read_tasks.py": (
         "arrays/test_read_tasks.py",
