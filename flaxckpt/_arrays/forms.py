@@ -24,6 +24,12 @@ def stored_form(info: LeafInfo) -> tuple[Shape, str]:
     return info.shape, dtype
 
 
+def chunks(info: LeafInfo) -> tuple[metadata.Chunk, ...]:
+    """Returns the chunks of a leaf's array, in C order."""
+    shape, _ = stored_form(info)
+    return metadata.chunks(metadata.whole(shape), info.chunk_shape or ())
+
+
 @functools.cache
 def key_words(impl: str) -> int:
     """Returns the number of 32-bit words of a PRNG key.
@@ -65,9 +71,9 @@ def _fault(shape: Shape, chunk_shape: Shape) -> str | None:
             f"{max(shape)} elements along an axis; readers accept at most"
             f" {metadata.MAX_SIZE - 1}"
         )
-    chunks = zarr_chunk_shape.chunk_count(shape, chunk_shape[: len(shape)])
-    if chunks > metadata.MAX_CHUNKS:
-        return f"{chunks} chunks; readers accept at most {metadata.MAX_CHUNKS}"
+    count = zarr_chunk_shape.chunk_count(shape, chunk_shape[: len(shape)])
+    if count > metadata.MAX_CHUNKS:
+        return f"{count} chunks; readers accept at most {metadata.MAX_CHUNKS}"
     return None
 
 

@@ -108,13 +108,7 @@ def array_files(encoding: Encoding, info: LeafInfo) -> list[str]:
 
     The names are relative to the array's directory, and keys of a database.
     """
-    shape, _ = _arrays.forms.stored_form(info)
-    keys = [
-        chunk.key
-        for chunk in _zarr.metadata.chunks(
-            _zarr.metadata.whole(shape), info.chunk_shape or ()
-        )
-    ]
+    keys = [chunk.key for chunk in _arrays.forms.chunks(info)]
     if encoding.version == 3:
         return [_zarr.metadata.METADATA, *keys]
     return [

@@ -274,11 +274,9 @@ class _FileChunk(NamedTuple):
 def _wanted_chunks(leaf: Leaf, encoding: Encoding) -> list[_Chunk]:
     info, source = leaf.info, leaf.source
     assert isinstance(source, StoredLeaf), info.path
-    shape, dtype = _arrays.forms.stored_form(info)
-    chunk_shape = info.chunk_shape or ()
-    size = inventory.chunk_bytes(encoding, info)
-    max_bytes = size or math.prod(chunk_shape) * _state.dtypes.item_bits(dtype) // 8
-    whole = _zarr.metadata.whole(shape)
+    _, dtype = _arrays.forms.stored_form(info)
+    size, extent = inventory.chunk_bytes(encoding, info), info.chunk_shape or ()
+    max_bytes = size or math.prod(extent) * _state.dtypes.item_bits(dtype) // 8
     recorded = source.checksums
     return [
         _Chunk(
@@ -288,7 +286,7 @@ def _wanted_chunks(leaf: Leaf, encoding: Encoding) -> list[_Chunk]:
             max_bytes,
             None if recorded is None else recorded.number(n),
         )
-        for n, chunk in enumerate(_zarr.metadata.chunks(whole, chunk_shape))
+        for n, chunk in enumerate(_arrays.forms.chunks(info))
     ]
 
 

@@ -328,7 +328,7 @@ class Arrays:
         """
         index = _zarr.ocdbt.open_index(self.root)
         found: dict[str, tuple[int, int]] = {}
-        for chunk in self._chunks(info):
+        for chunk in _arrays.forms.chunks(info):
             place = index.find(_zarr.metadata.database_key(name, chunk.key))
             if isinstance(place, bytes):
                 continue
@@ -337,13 +337,6 @@ class Arrays:
             place_end = place.offset + place.size
             found[file] = min(start, place.offset), max(end, place_end)
         return found
-
-    @staticmethod
-    def _chunks(info: LeafInfo) -> Sequence[_zarr.metadata.Chunk]:
-        shape, _ = _arrays.forms.stored_form(info)
-        return _zarr.metadata.chunks(
-            _zarr.metadata.whole(shape), info.chunk_shape or ()
-        )
 
     def _check_places(
         self, name: str, info: LeafInfo, recorded: ChunkChecksums
@@ -355,7 +348,7 @@ class Arrays:
         """
         size = _zarr.checksums.CHECKSUM_BYTES
         index = _zarr.ocdbt.open_index(self.root) if self.ocdbt else None
-        for n, chunk in enumerate(self._chunks(info)):
+        for n, chunk in enumerate(_arrays.forms.chunks(info)):
             key = _zarr.metadata.database_key(name, chunk.key)
             content = (
                 _storage.of(self.root).read_end(self.root / key, size)
