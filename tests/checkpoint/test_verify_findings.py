@@ -509,6 +509,20 @@ def test_a_damaged_database_does_not_lack_its_leaves(database, where):
         assert set(report.problems) == {f"{file.relative_to(database)}"}
 
 
+def test_a_missing_file_of_an_old_database_costs_its_leaves(tmp_path):
+    path = save(tmp_path / "c", {name: np.arange(4096.0) for name in "wv"})
+    old_stores.make_databases(path)
+    database = old_stores.open_database(path / "state")
+    for key in ("v/c.0", "v/zarr.json", "w/zarr.json"):
+        database[key] = database[key]  # moves to a new file
+    file, *_ = chunks.place(path / "state", "w/c.0")
+    file.unlink()
+    report = flaxckpt.verify(path)
+    name = f"state/d/{file.name}"
+    assert report.unreadable == {"w": f"{name} is missing"}
+    assert report.places == {name: f"{name} -> w"}
+
+
 def test_a_database_that_cannot_be_read_is_no_damage(database, monkeypatch):
     unreadable(monkeypatch, "a/manifest.ocdbt")
     report = flaxckpt.verify(database)
