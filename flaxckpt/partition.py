@@ -231,7 +231,7 @@ def _specs(
         if leaf.info.python_type == "jax.Array"
     }
     axis_names = _state.flax_state.axis_names(flat.structure)
-    optimizer = {path for path in infos if path in flat.roles}
+    optimizer = {path for path in infos if path in flat.optimizer_facts}
     faults: dict[LeafPath, str] = {}
     specs: dict[LeafPath, PartitionSpec] = {}
     for path, info in infos.items():

@@ -11,7 +11,7 @@ import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _state, _storage
-from flaxckpt._arrays.stored_chunks import Count
+from flaxckpt._arrays.chunks_to_write import Count
 from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._zarr import metadata as zarr_metadata
 from flaxckpt._zarr.metadata import Encoding

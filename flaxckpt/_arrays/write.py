@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flaxckpt import _storage
 from flaxckpt._arrays import to_host
-from flaxckpt._arrays.stored_chunks import (
+from flaxckpt._arrays.chunks_to_write import (
     DEFAULT_CONCURRENT_BYTES,
     Count,
     WriteOptions,

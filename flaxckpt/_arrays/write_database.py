@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flaxckpt import _storage, _util
-from flaxckpt._arrays import encode, stored_chunks, to_host
-from flaxckpt._arrays.stored_chunks import COPIES_IN_REQUESTS, WriteOptions, is_raw
+from flaxckpt._arrays import chunks_to_write, encode, to_host
+from flaxckpt._arrays.chunks_to_write import COPIES_IN_REQUESTS, WriteOptions, is_raw
 from flaxckpt._arrays.to_host import HostArray
 from flaxckpt._arrays.written import Previous, Written
 from flaxckpt._zarr import btree, chunk_file
@@ -97,7 +97,7 @@ class DatabaseWriter:
                 (raw if is_raw(array, encoding) else encoded).append(array)
                 if self._options.with_metadata:
                     self._written.values[_metadata_key(array, encoding)] = (
-                        stored_chunks.metadata_text(array, encoding)
+                        chunks_to_write.metadata_text(array, encoding)
                     )
             self._write_files(self._raw_chunks(raw))
             self._write_encoded(encoded)
@@ -111,7 +111,7 @@ class DatabaseWriter:
         tail = chunk_file.CHECKSUM_BYTES * encoding.checksum
         requests = COPIES_IN_REQUESTS * self._in_store
         for array in arrays:
-            for chunk in stored_chunks.chunks(array):
+            for chunk in chunks_to_write.chunks(array):
                 yield _Stored(
                     array,
                     chunk.key,
@@ -167,9 +167,9 @@ class DatabaseWriter:
         for directory in sorted({self._root / "d", *parents} if files else ()):
             directory.mkdir(exist_ok=True)
         threads, pace = (
-            (stored_chunks.THREADS_OF_STORES, None)
+            (chunks_to_write.THREADS_OF_STORES, None)
             if self._in_store
-            else (stored_chunks.THREADS, self._options.pace)
+            else (chunks_to_write.THREADS, self._options.pace)
         )
         _util.threads.each(self._write_file, files, threads=threads, pace=pace)
 
@@ -249,9 +249,9 @@ class DatabaseWriter:
         arrays = {id(chunk.array): chunk.array for _, chunk in file.chunks}.values()
         return all(
             is_raw(array, encoding)
-            and stored_chunks.has_same_source(array, previous)
+            and chunks_to_write.has_same_source(array, previous)
             and self._previous.get(_metadata_key(array, encoding))
-            == stored_chunks.metadata_text(array, encoding)
+            == chunks_to_write.metadata_text(array, encoding)
             for array in arrays
         )
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from flaxckpt import _state
-from flaxckpt._checkpoint.match_optimizer import Finder, place_of_state
+from flaxckpt._checkpoint.match_optimizer import OptimizerMatcher, place_of_state
 from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
@@ -51,7 +51,7 @@ def assign(
     unused: LeafTable,
     flat: _state.flax_state.FlatState,
     stored: Stored,
-    finder: Finder,
+    matcher: OptimizerMatcher,
     *,
     to_missing_keys: bool,
 ) -> Assigned:
@@ -61,10 +61,10 @@ def assign(
         unused: The leaves.
         flat: The state.
         stored: The checkpoint.
-        finder: The matches of optimizer leaves.
+        matcher: The matches of optimizer leaves.
         to_missing_keys: True to add keys to mappings, too.
     """
-    find = _Places(flat, stored, finder)
+    find = _Places(flat, stored, matcher)
     assigned = Assigned({}, [])
     for path, leaf in unused.items():
         place = find(path, leaf.info)
@@ -81,11 +81,14 @@ class _Places:
     """Finds the places of leaves in a state."""
 
     def __init__(
-        self, flat: _state.flax_state.FlatState, stored: Stored, finder: Finder
+        self,
+        flat: _state.flax_state.FlatState,
+        stored: Stored,
+        matcher: OptimizerMatcher,
     ) -> None:
         self._flat = flat
         self._stored = stored
-        self._finder = finder
+        self._matcher = matcher
         self._children: dict[int, dict[str, _Structure]] = {}
 
     def __call__(self, path: LeafPath, info: LeafInfo) -> _Place | None:
@@ -179,7 +182,7 @@ class _Places:
                 _state.optax_containers.class_name(stored) == self._class_at(outer)
             ):
                 return place
-        return place._replace(kind="none") if self._finder.has_moved(state) else None
+        return place._replace(kind="none") if self._matcher.has_moved(state) else None
 
     def _class_at(self, path: LeafPath) -> str | None:
         """Returns the class of the container at a path of the wanted state."""

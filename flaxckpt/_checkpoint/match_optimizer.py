@@ -76,7 +76,7 @@ class _Match(NamedTuple):
     counters: Sequence[LeafPath]
 
 
-class Finder:
+class OptimizerMatcher:
     """Finds optimizer leaves of a checkpoint by role.
 
     Leaves match within the same optimizer only: a generator's leaves never match a

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from flaxckpt import _arrays, _state, _util, errors
 from flaxckpt._checkpoint import additions
-from flaxckpt._checkpoint.match_optimizer import Finder
+from flaxckpt._checkpoint.match_optimizer import OptimizerMatcher
 from flaxckpt._checkpoint.mismatch import (
     RESUME_ADVICE,
     describe_missing,
@@ -327,7 +327,7 @@ class _Planner:
         self._abstract_state = abstract_state
         self._options = options
         self._flat = flat
-        self._roles = flat.roles
+        self._facts = flat.optimizer_facts
         self._leaves: dict[LeafPath, LeafPlan] = {}
         self._builder = _RecipeBuilder()
         self._problems: list[Mismatch] = []
@@ -335,7 +335,9 @@ class _Planner:
         self._damaged: set[str] = set()  # items with wanted leaves
         # Not a method of this object: without cycles, planning leaves no garbage.
         self._paths = StoredPaths(stored, table, flat)
-        self._finder = Finder(table, stored.structure, flat.roles, self._paths.find)
+        self._matcher = OptimizerMatcher(
+            table, stored.structure, flat.optimizer_facts, self._paths.find
+        )
 
     @_util.forks.lazy
     def _can_init(self) -> tuple[str, ...]:
@@ -391,7 +393,7 @@ class _Planner:
         }
         takers: dict[LeafPath, list[LeafPath]] = {}
         for path, sources in chosen.items():
-            known = self._roles.get(path)
+            known = self._facts.get(path)
             if len(sources) == 1 and known is not None and known.role(path).param:
                 takers.setdefault(sources[0], []).append(path)
         for source, paths in takers.items():
@@ -404,7 +406,7 @@ class _Planner:
         """Step counters that keep the values of the state."""
         if not (self._options.is_source and self._options.optimizer == "reinit"):
             return set()
-        return step_counters(self._roles) & self._flat.table.keys()
+        return step_counters(self._facts) & self._flat.table.keys()
 
     def _decide(self, path: LeafPath, leaf: Leaf, candidates: list[LeafPath]) -> None:
         nearest = self._table[candidates[0]].info if candidates else None
@@ -412,7 +414,7 @@ class _Planner:
             self._used.update(candidates)
             self._conflict(problem, leaf.info, nearest, tuple(candidates))
             return
-        known = self._roles.get(path)
+        known = self._facts.get(path)
         if path in self._kept:
             self._builder.as_asked.add(path)
             self._used.update(candidates)
@@ -492,12 +494,12 @@ class _Planner:
         Optimizer leaves are matched by role, because another chain may have another
         transform at the same path.
         """
-        if path in self._roles and self._options.optimizer != "exact":
-            return self._finder.find(path)
+        if path in self._facts and self._options.optimizer != "exact":
+            return self._matcher.find(path)
         exact = self._paths.find(path)
         if exact is None or (
             self._options.optimizer != "exact"
-            and self._finder.is_of_another_state(exact, self._flat.structure)
+            and self._matcher.is_of_another_state(exact, self._flat.structure)
         ):
             return []
         return [exact]
@@ -506,9 +508,9 @@ class _Planner:
         wanted, source = leaf.info, self._table[source_path]
         self._used.add(source_path)
         problem = find_misfit(wanted, source.info)
-        if problem and source.fn is not None and path in self._roles:
+        if problem and source.fn is not None and path in self._facts:
             # A transform replaced the optimizer leaf, such as by a placeholder.
-            self._start_afresh(leaf, self._roles[path])
+            self._start_afresh(leaf, self._facts[path])
             return
         problem = problem or find_unsupported(wanted, source)
         if problem := problem or find_excess_width(wanted, source.info):
@@ -630,7 +632,7 @@ class _Planner:
             unused = {path: leaf for path, leaf in unused.items() if not leaf.info.role}
         is_resume = self._options.purpose == "resume"
         places, homeless = additions.assign(
-            unused, self._flat, self._stored, self._finder, to_missing_keys=is_resume
+            unused, self._flat, self._stored, self._matcher, to_missing_keys=is_resume
         )
         if places:
             grown = additions.grow(self._flat, self._table, self._stored, places)
@@ -665,10 +667,10 @@ class _Planner:
 
 
 def step_counters(
-    roles: Mapping[LeafPath, _state.optimizer_roles.LeafFacts],
+    facts: Mapping[LeafPath, _state.optimizer_roles.LeafFacts],
 ) -> set[LeafPath]:
     """Returns the paths of possible step counters: `step` beside each optimizer."""
-    optimizers = {known.group for known in roles.values()}
+    optimizers = {known.group for known in facts.values()}
     return {"/".join((*path.split("/")[:-1], "step")) for path in optimizers}
 
 

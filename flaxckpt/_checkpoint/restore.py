@@ -243,10 +243,10 @@ def _find_start(state: PyTree, origin: Lineage, fresh: Set[LeafPath]) -> int:
         OptionError: The step counters disagree.
     """
     flat = _state.flax_state.flatten(state)
-    counters = planner.step_counters(flat.roles)
+    counters = planner.step_counters(flat.optimizer_facts)
     counts = [
         int(np.max(np.asarray(flat.table[path].source), initial=0))
-        for path, known in flat.roles.items()
+        for path, known in flat.optimizer_facts.items()
         if known.field == "count" and flat.table[path].info.kind == "array"
     ]
     count = max(counts, default=0)

@@ -339,7 +339,7 @@ def without_optimizer(table: LeafTable) -> LeafTable:
 
 def has_optimizer(state: PyTree) -> bool:
     """Returns True if the state has optimizer leaves."""
-    return bool(_state.flax_state.flatten(state).roles)
+    return bool(_state.flax_state.flatten(state).optimizer_facts)
 
 
 @_util.gc_pause.pause()
@@ -379,7 +379,7 @@ def plan_leaves(
     flat: _state.flax_state.FlatState, options: SaveOptions
 ) -> tuple[LeafTable, _state.tree.Node | LeafPath]:
     """Returns the leaves to save, with roles and chunk shapes, and the containers."""
-    table, structure, roles = flat.table, flat.structure, flat.roles
+    table, structure, roles = flat.table, flat.structure, flat.optimizer_facts
     if options.transforms:
         changed = _transforms.apply(options.transforms, flat.table_to_transform())
         _check_repeated(flat, changed)

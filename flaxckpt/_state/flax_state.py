@@ -76,13 +76,13 @@ class FlatState:
     )
 
     @_util.forks.lazy
-    def roles(self) -> dict[LeafPath, optimizer_roles.LeafFacts]:
+    def optimizer_facts(self) -> dict[LeafPath, optimizer_roles.LeafFacts]:
         """Leaf path -> facts, for each leaf of an optimizer state."""
-        return optimizer_roles.roles(self.structure, self.optimizer_states)
+        return optimizer_roles.find_facts(self.structure, self.optimizer_states)
 
     def table_with_roles(self) -> LeafTable:
         """Returns the table with the role of each optimizer leaf."""
-        return optimizer_roles.with_roles(self.table, self.roles)
+        return optimizer_roles.with_roles(self.table, self.optimizer_facts)
 
     def table_to_transform(self) -> LeafTable:
         """Returns the table with roles, by which moments follow, and with boxes."""

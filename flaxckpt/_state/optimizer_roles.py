@@ -77,7 +77,7 @@ def with_roles(table: LeafTable, facts: Mapping[LeafPath, LeafFacts]) -> LeafTab
     }
 
 
-def roles(
+def find_facts(
     structure: tree.Node | LeafPath,
     optimizer_states: Iterable[tuple[Keys, tree.Node | LeafPath]] = (),
 ) -> dict[LeafPath, LeafFacts]:
@@ -125,7 +125,7 @@ def trusted_roles(
     return corrected
 
 
-class _Mirror(NamedTuple):
+class _MirroredParams(NamedTuple):
     """The parameters mirrored by the moments of a part of an optimizer.
 
     Attributes:
@@ -158,7 +158,7 @@ class _Roles:
     def all(
         self, optimizer_states: Iterable[tuple[Keys, tree.Node | LeafPath]]
     ) -> dict[LeafPath, LeafFacts]:
-        """Returns the facts of all optimizer leaves; see `roles`."""
+        """Returns the facts of all optimizer leaves; see `find_facts`."""
         for keys, node in self._optimizers:
             self._enter(node, keys, tree.join(keys))
         for keys, node in optimizer_states:
@@ -362,7 +362,7 @@ class _Roles:
                 return "one"
         return "either"
 
-    def _are_apart(self, one: _Mirror, other: _Mirror) -> bool:
+    def _are_apart(self, one: _MirroredParams, other: _MirroredParams) -> bool:
         """Returns True if two states certainly have moments of different parameters."""
         is_masked = one.is_masked or other.is_masked
         if not one.roots and not other.roots and not self._outside:
@@ -395,14 +395,14 @@ class _Roles:
 
     def _mirrors(
         self, carriers: Mapping[tree.Key, tree.Node], keys: Keys
-    ) -> list[_Mirror]:
+    ) -> list[_MirroredParams]:
         """Returns the parameters of each element with moments of a container."""
         return [
             self._mirror(child, (*keys, key), _prefix_beside(keys))
             for key, child in carriers.items()
         ]
 
-    def _mirror(self, node: tree.Node, keys: Keys, beside: LeafPath) -> _Mirror:
+    def _mirror(self, node: tree.Node, keys: Keys, beside: LeafPath) -> _MirroredParams:
         """Returns the parameters mirrored by the moments in `node`.
 
         Args:
@@ -436,11 +436,11 @@ class _Roles:
                 originals = {
                     root for root in roots if not _COPY.search(root, len(beside))
                 }
-                return _Mirror(
+                return _MirroredParams(
                     frozenset(originals or roots), frozenset(params), is_masked
                 )
         every = itertools.chain.from_iterable(by_field.values())
-        return _Mirror(frozenset(), frozenset(every), is_masked)
+        return _MirroredParams(frozenset(), frozenset(every), is_masked)
 
     @_util.forks.lazy
     def _outside_set(self) -> frozenset[LeafPath]:

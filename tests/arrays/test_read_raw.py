@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import _util, errors
-from flaxckpt._arrays import encode, read_tasks, stored_chunks
+from flaxckpt._arrays import chunks_to_write, encode, read_tasks
 from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays import read_raw as arrays_read_raw
 from flaxckpt._arrays import to_host as arrays_to_host
@@ -623,7 +623,7 @@ def test_a_step_replaced_while_it_is_linked_to_fails_the_save(tmp_path, monkeypa
     state = big_state(1)
     ours = flaxckpt.Checkpointer(tmp_path)
     ours.save(1, state).wait()
-    real, replaced = stored_chunks.has_same_source, []
+    real, replaced = chunks_to_write.has_same_source, []
 
     def has_same_source(*args):
         found = real(*args)
@@ -634,7 +634,7 @@ def test_a_step_replaced_while_it_is_linked_to_fails_the_save(tmp_path, monkeypa
                 theirs.save(1, big_state(2), on_exists="overwrite").wait()
         return found
 
-    monkeypatch.setattr(stored_chunks, "has_same_source", has_same_source)
+    monkeypatch.setattr(chunks_to_write, "has_same_source", has_same_source)
     with pytest.raises(errors.SaveFailedError, match="was replaced during the save"):
         ours.save(2, state).wait()
     assert ours.steps() == [1]

@@ -158,7 +158,7 @@ def rules_found(name):
     """Counts the leaves of a transform's state by the rule that found their spec."""
     state = jax.eval_shape(lambda: create(name))
     flat = state_flax_state.flatten(state)
-    roles = state_optimizer_roles.roles(flat.structure)
+    roles = state_optimizer_roles.find_facts(flat.structure)
     infos = {path: leaf.info for path, leaf in flat.table.items() if leaf.info.dtype}
     specs = {
         path: next((s for p, s in SPECS.items() if path.endswith(f"/{p}")), P())

@@ -644,7 +644,7 @@ def test_roles_name_the_transform_for_all_kinds_of_parameters(kind):
     flat = state_flax_state.flatten(state_of(ZOO["MultiSteps"], nested_params(kind)))
     found = {
         path: known.role(path)[:3]
-        for path, known in state_optimizer_roles.roles(flat.structure).items()
+        for path, known in state_optimizer_roles.find_facts(flat.structure).items()
     }
     inner = "opt_state/inner_opt_state/0"
     assert found[f"{inner}/nu/mu/b"] == ("ScaleByAdamState", "nu", "mu/b")
