@@ -136,7 +136,7 @@ def test_ls_breaks_the_lines_on_damage_between_words(losses, terminal, width):
     lines = terminal(width, "ls", "run", "-n", 2, code=1)
     assert max(map(len, lines)) <= width
     [first] = [n for n, line in enumerate(lines) if "is damaged: " in line]
-    assert lines[first].startswith("step 4000 is damaged: 4000/state/")
+    assert lines[first].startswith("step 4000 is damaged: 4000 is incomplete;")
     assert all(line.startswith("  ") for line in lines[first + 1 : -1])
     verified = terminal(80, "verify", "run", 4000, code=1)
     assert max(map(len, verified)) <= 80
