@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flaxckpt import _arrays, _formats, _state, _storage, _zarr, errors
 from flaxckpt._formats import items, native_arrays, orbax_files, orbax_json, plain
-from flaxckpt._formats.orbax_files import Split, TreeMetadata, TreeRow
+from flaxckpt._formats.orbax_files import Split, TreeMetadata, TreeMetadataRow
 from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
@@ -95,7 +95,7 @@ def _read_tree(item: Path, checkpoint: Path) -> TreeMetadata:
     return tree._replace(rows=rows)
 
 
-def _check_places(item: Path, rows: Sequence[TreeRow]) -> None:
+def _check_places(item: Path, rows: Sequence[TreeMetadataRow]) -> None:
     """Raises DamagedCheckpointError for leaves that share a path or an array."""
     faults: dict[LeafPath, str] = {}
     seen: dict[str, LeafPath] = {}
@@ -151,7 +151,10 @@ def _add_split(info: LeafInfo, split: Split | None) -> LeafInfo:
 
 
 def _leaf_info(
-    item: Path, row: TreeRow, forms: Mapping[str, ArrayForm], impls: Mapping[str, str]
+    item: Path,
+    row: TreeMetadataRow,
+    forms: Mapping[str, ArrayForm],
+    impls: Mapping[str, str],
 ) -> LeafInfo:
     path = row.path
     if empty := row.empty_type:

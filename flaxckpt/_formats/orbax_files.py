@@ -138,7 +138,7 @@ def _value_text(info: LeafInfo, shape_text: Callable[[Shape], str]) -> str:
     return f'{{"value_type":"{value_type}","skip_deserialize":false}}'
 
 
-class TreeRow(NamedTuple):
+class TreeMetadataRow(NamedTuple):
     """A leaf or an empty container in `_METADATA`.
 
     Attributes:
@@ -192,7 +192,7 @@ class TreeMetadata(NamedTuple):
         strict: True if a missing chunk is damage; False if it stands for zeros.
     """
 
-    rows: Sequence[TreeRow]
+    rows: Sequence[TreeMetadataRow]
     zarr_version: int
     ocdbt: bool | None
     strict: bool
@@ -207,7 +207,9 @@ class TreeMetadata(NamedTuple):
         ocdbt = data.get("use_ocdbt")
         return cls(
             [
-                TreeRow(_parse_keys(row), str(row["value_metadata"]["value_type"]))
+                TreeMetadataRow(
+                    _parse_keys(row), str(row["value_metadata"]["value_type"])
+                )
                 for row in data["tree_metadata"].values()
             ],
             3 if data.get("use_zarr3") else 2,

@@ -24,7 +24,7 @@ _Source: TypeAlias = tuple[Sequence[Leaf], _Fn]
 """Leaves, and the function from their values to that of a new leaf."""
 
 
-class Group(NamedTuple):
+class LeafGroup(NamedTuple):
     """Leaves that become new leaves together.
 
     Attributes:
@@ -51,7 +51,7 @@ class Regrouping(TableTransform):
     """
 
     name: str
-    find: Callable[[LeafTable], Iterable[Group]]
+    find: Callable[[LeafTable], Iterable[LeafGroup]]
     undo: Callable[[], Transform]
     moves: bool = True
     ties: Sequence[str] | None = None
@@ -69,7 +69,7 @@ class Regrouping(TableTransform):
 
 def regroup(
     table: LeafTable,
-    groups: Sequence[Group],
+    groups: Sequence[LeafGroup],
     what: str,
     *,
     moves: bool = True,
@@ -131,7 +131,7 @@ def _tied(act: Act, advice: Sequence[str]) -> Act:
 
 
 def _new_leaves(
-    group: Group,
+    group: LeafGroup,
     members: Sequence[Leaf],
     table: LeafTable,
     derive: _arrays.lazy.Deriver,

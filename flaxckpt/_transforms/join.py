@@ -18,7 +18,7 @@ from flaxckpt._state.leaf import LeafTable
 from flaxckpt._transforms import base
 from flaxckpt._transforms.axis_maps import Stacked, Taken, check_axis, check_types
 from flaxckpt._transforms.base import TableTransform, Transform
-from flaxckpt._transforms.groups import Group, Regrouping
+from flaxckpt._transforms.groups import LeafGroup, Regrouping
 from flaxckpt._transforms.patterns import (
     INDEX,
     check_replacement,
@@ -35,7 +35,7 @@ def _join(
     numbers: Callable[[LeafPath], Sequence[int]],
     fn: Callable[..., jax.Array],
     what: str,
-) -> Iterator[Group]:
+) -> Iterator[LeafGroup]:
     """Yields the group of the parts of each new leaf.
 
     Args:
@@ -63,7 +63,7 @@ def _join(
                 f" {', '.join(list(found.values())[:3])}. Choose a pattern that"
                 " excludes leaves that only some parts have"
             )
-        yield Group([found[i] for i in sorted(found)], [(new, fn)])
+        yield LeafGroup([found[i] for i in sorted(found)], [(new, fn)])
 
 
 # ---- along an existing axis ---------------------------------------------------------
@@ -115,7 +115,7 @@ def _fuse(
     shown = wholes[0] if len({*wholes}) == 1 else wholes
     name = base.call("fuse", patterns, shown, axis=axis, sizes=sizes)
 
-    def find(table: LeafTable) -> Iterator[Group]:
+    def find(table: LeafTable) -> Iterator[LeafGroup]:
         found = [
             (expand(match, whole), number, path)
             for number, (pattern, whole) in enumerate(compiled)
@@ -205,10 +205,10 @@ def split(
     name = base.call("split", pattern, parts, axis=axis, sizes=checked)
     cuts = [_Cut(number, len(parts), axis, checked) for number in range(len(parts))]
 
-    def find(table: LeafTable) -> Iterator[Group]:
+    def find(table: LeafTable) -> Iterator[LeafGroup]:
         for path, match in base.match_arrays(compiled, table, name).items():
             new = [expand(match, part) for part in parts]
-            yield Group([path], list(zip(new, cuts, strict=True)))
+            yield LeafGroup([path], list(zip(new, cuts, strict=True)))
 
     def undo() -> Transform:
         return _fuse([invert(pattern, part) for part in parts], axis, checked)
@@ -338,7 +338,7 @@ def _stack(
         "stack", pattern, replacement, axis=axis or None, **numbers.options()
     )
 
-    def find(table: LeafTable) -> Iterator[Group]:
+    def find(table: LeafTable) -> Iterator[LeafGroup]:
         parts = []
         stacks: dict[LeafPath, str] = {}  # new path -> old path up to the number
         ends: dict[str, int] = {}
@@ -416,7 +416,7 @@ def _unstack(
         "unstack", pattern, replacement, axis=axis or None, **numbers.options()
     )
 
-    def find(table: LeafTable) -> Iterator[Group]:
+    def find(table: LeafTable) -> Iterator[LeafGroup]:
         for path, match in base.match_arrays(compiled, table, name).items():
             info = table[path].info
             if not -len(info.shape) <= axis < len(info.shape):
@@ -434,7 +434,7 @@ def _unstack(
                 (expand(match, template), Taken(axis, row))
                 for row, template in enumerate(templates)
             ]
-            yield Group([path], new)
+            yield LeafGroup([path], new)
 
     def undo() -> Transform:
         return _stack(*invert(pattern, replacement), axis, numbers)

@@ -17,7 +17,7 @@ from flaxckpt._transforms import base
 from flaxckpt._transforms.axis_form import Form
 from flaxckpt._transforms.axis_maps import Permuted, Transposed
 from flaxckpt._transforms.base import TableTransform, Transform
-from flaxckpt._transforms.groups import Group, Regrouping
+from flaxckpt._transforms.groups import LeafGroup, Regrouping
 from flaxckpt._transforms.map_values import ArrayFn
 from flaxckpt._transforms.patterns import compile_pattern
 
@@ -35,9 +35,9 @@ def _rearrange(
     """
     compiled = compile_pattern(pattern)
 
-    def find(table: LeafTable) -> Iterator[Group]:
+    def find(table: LeafTable) -> Iterator[LeafGroup]:
         for path in base.match_arrays(compiled, table, name):
-            yield Group([path], [(path, fn)])
+            yield LeafGroup([path], [(path, fn)])
 
     return Regrouping(name, find, undo, moves=False)
 

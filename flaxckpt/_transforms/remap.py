@@ -30,7 +30,7 @@ from flaxckpt._state.leaf import LeafTable
 from flaxckpt._transforms import base
 from flaxckpt._transforms.axis_form import ELLIPSIS, Form, solve_sizes
 from flaxckpt._transforms.base import TableTransform, Transform
-from flaxckpt._transforms.groups import Group, regroup
+from flaxckpt._transforms.groups import LeafGroup, regroup
 from flaxckpt._transforms.indexed_names import IndexedName, Values, parse_name
 from flaxckpt._transforms.moment_slots import find_mirrors, parameters
 from flaxckpt._transforms.patterns import compile_pattern
@@ -201,7 +201,7 @@ class _Remap(TableTransform):
             table = self._without_ignored(table, chosen)
         return regroup(table, groups, str(self), ties=())
 
-    def _groups(self, table: LeafTable) -> list[Group]:
+    def _groups(self, table: LeafTable) -> list[LeafGroup]:
         """Returns the groups of leaves that become leaves together.
 
         Raises:
@@ -239,7 +239,7 @@ class _Remap(TableTransform):
         matches: Sequence[_Matches],
         counts: Mapping[str, int],
         table: LeafTable,
-    ) -> list[Group]:
+    ) -> list[LeafGroup]:
         """Returns the groups of all rows.
 
         Raises:
@@ -256,7 +256,7 @@ class _Remap(TableTransform):
                 values = dict(zip(rule.loop, loop, strict=True))
                 try:
                     new = rule.targets(values, _solve(rule, paths, known, table))
-                    groups.append(Group(paths, new))
+                    groups.append(LeafGroup(paths, new))
                 except ValueError as error:
                     form = rule.form.text if rule.form else ""
                     faults[paths[0]] = f"{error}; the form is {form}"

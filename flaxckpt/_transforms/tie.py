@@ -8,7 +8,7 @@ from flaxckpt import _util, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._transforms import base
 from flaxckpt._transforms.base import TableTransform, Transform
-from flaxckpt._transforms.groups import Group, Regrouping
+from flaxckpt._transforms.groups import LeafGroup, Regrouping
 from flaxckpt._transforms.patterns import (
     check_replacement,
     compile_pattern,
@@ -44,9 +44,9 @@ def untie(pattern: str, replacement: str) -> TableTransform:
     compiled = compile_pattern(pattern)
     check_replacement(pattern, replacement)
 
-    def find(table: LeafTable) -> Iterator[Group]:
+    def find(table: LeafTable) -> Iterator[LeafGroup]:
         for path, match in base.matches(compiled, table).items():
-            yield Group([path], [(path, None), (expand(match, replacement), None)])
+            yield LeafGroup([path], [(path, None), (expand(match, replacement), None)])
 
     def undo() -> Transform:
         return tie(*invert(pattern, replacement))
@@ -86,7 +86,7 @@ def make_tie(
     compiled = compile_pattern(pattern)
     name = base.call("tie", pattern, replacement)
 
-    def find(table: LeafTable) -> Iterator[Group]:
+    def find(table: LeafTable) -> Iterator[LeafGroup]:
         matches = base.match_arrays(compiled, table, name)
         kept = {path: expand(match, replacement) for path, match in matches.items()}
         if faults := _find_faults(table, kept):
@@ -97,7 +97,7 @@ def make_tie(
                 + f"\n{advice or _ADVICE}"
             )
         for path in (*dict.fromkeys(kept.values()), *kept):
-            yield Group([path], [(kept.get(path, path), None)])
+            yield LeafGroup([path], [(kept.get(path, path), None)])
 
     def undo() -> Transform:
         return untie(*invert(pattern, replacement))
