@@ -19,8 +19,8 @@ _T = TypeVar("_T")
 _SIGNS = ("flaxckpt.json", "_CHECKPOINT_METADATA", "commit_success.txt")
 """Files that only steps contain."""
 
-_ARRAYS = "state"
-"""The usual name of the item of arrays."""
+_ARRAYS = ("manifest.ocdbt", "d", "array_metadatas", "_sharding")
+"""Entries beside the arrays of a step; `state` alone may be a directory of the user."""
 
 
 class Entry(Generic[_T]):
@@ -216,7 +216,8 @@ def sign(path: Path) -> str | None:
 
 def may_be_step(path: Path) -> bool:
     """Returns True for a directory with what only a present or former step has."""
-    return sign(path) is not None or (path / _ARRAYS).is_dir()
+    names = (path / "state" / name for name in _ARRAYS)
+    return sign(path) is not None or any(map(_storage.of(path).exists, names))
 
 
 def find_usual_name(root: Path, step: int) -> Path | None:

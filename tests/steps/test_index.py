@@ -188,9 +188,9 @@ def test_a_damaged_step_is_doubtful(tmp_path):
     assert [entry.step for entry in found.entries] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("sign", ["flaxckpt.json", "state/d"])
+@pytest.mark.parametrize("sign", ["flaxckpt.json", "state/_sharding", "state/d"])
 def test_a_former_step_has_what_only_steps_have(tmp_path, sign):
-    (tmp_path / "4" / "notes").mkdir(parents=True)
+    (tmp_path / "4" / "state" / "notes").mkdir(parents=True)
     make(tmp_path, "step_3")
     assert [entry.step for entry in index_of(tmp_path).entries] == [3]
     (tmp_path / "4" / sign).parent.mkdir(exist_ok=True)
