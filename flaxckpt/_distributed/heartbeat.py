@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from flaxckpt._distributed import key_value
+from flaxckpt._util import threads
 
 _log = logging.getLogger(__name__)
 
@@ -34,19 +35,19 @@ class Heartbeats:
     Args:
         store: Key-value store for the heartbeats.
         index: Index of this process.
-        poll: Called each second until it reports that no operation is in progress.
+        poll: Called each second; it returns at once if no operation is in progress.
     """
 
     def __init__(
-        self, store: key_value.KeyValueStore, index: int, poll: Callable[[], bool]
+        self, store: key_value.KeyValueStore, index: int, poll: Callable[[], object]
     ) -> None:
         self._store = store
         self._index = index
         self._poll = poll
         self._heard: dict[int, tuple[str, float]] = {}
         self._listened = 0.0
-        self._thread: threading.Thread | None = None
-        self._wake = threading.Event()
+        self._number, self._due = 0, 0.0
+        self._has_started = False
         self._lock = threading.Lock()
 
     def has_heard(self, process: int) -> bool:
@@ -59,40 +60,33 @@ class Heartbeats:
         heard = self._heard.get(process)
         return 0.0 if heard is None else self._listened - heard[1]
 
-    def resume(self) -> None:
-        """Starts heartbeats, and calls `poll` again."""
-        self._wake.set()
+    def start(self) -> None:
+        """Sends the first heartbeat, and begins the others; later calls do nothing."""
         with self._lock:
-            if self._thread is not None:
+            if self._has_started:
                 return
-            self._thread = threading.Thread(
-                target=self._run, name="flaxckpt beat", daemon=True
-            )
+            self._has_started = True
+        if not self._beat():
+            return
         with contextlib.suppress(RuntimeError):  # no thread: losses go unnoticed
-            self._thread.start()
+            secs = min(1.0, SILENT_SECS / _BEATS)
+            threads.Heartbeat(self._beat, secs, "flaxckpt beat")
 
-    def _run(self) -> None:
-        every = SILENT_SECS / _BEATS
-        number, due = 0, 0.0
-        while True:
-            try:
-                if time.monotonic() >= due:
-                    number, due = number + 1, time.monotonic() + every
-                    self._store.set(f"{_KEY}/{self._index}", str(number))
-                    self._listen()
-                is_busy = self._poll()
-            except ConnectionError as error:
-                _log.debug("heartbeats have ended: %s", error)
-                return
-            except OSError as error:  # a file system may fail for a moment
-                _log.debug("a heartbeat was skipped: %s", error)
-                is_busy = True
-            # Without an operation in progress, only heartbeats are sent.
-            self._wake.wait(max(0.0, due - time.monotonic()))
-            if is_busy:
-                time.sleep(min(1.0, every))
-            else:
-                self._wake.clear()
+    def _beat(self) -> bool:
+        """Sends a heartbeat if one is due, and polls; returns False as the job ends."""
+        try:
+            if time.monotonic() >= self._due:
+                self._number += 1
+                self._due = time.monotonic() + SILENT_SECS / _BEATS
+                self._store.set(f"{_KEY}/{self._index}", str(self._number))
+                self._listen()
+            self._poll()
+        except ConnectionError as error:
+            _log.debug("heartbeats have ended: %s", error)
+            return False
+        except OSError as error:  # a file system may fail for a moment
+            _log.debug("a heartbeat was skipped: %s", error)
+        return True
 
     def _listen(self) -> None:
         beats = {}

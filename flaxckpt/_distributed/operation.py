@@ -125,13 +125,13 @@ class ProcessGroup:
             self._counts[name] += 1
         operation = Operation(self, f"{name}/{number}", what, timeout_secs)
         self._open.add(operation)
-        self.heartbeats.resume()
+        self.heartbeats.start()
         return operation
 
     def start_heartbeats(self) -> None:
         """Starts heartbeats before the first operation; does nothing in a fork."""
         if os.getpid() == self._pid:
-            self.heartbeats.resume()
+            self.heartbeats.start()
 
     def end(self, operation: Operation, *, all_reported: bool) -> None:
         """Forgets an operation; deletes its messages when no process needs them."""
@@ -146,11 +146,9 @@ class ProcessGroup:
             with contextlib.suppress(OSError):
                 self.store.delete(name)
 
-    def _poll_failures(self) -> bool:
-        operations = list(self._open)
-        for operation in operations:
+    def _poll_failures(self) -> None:
+        for operation in list(self._open):
             operation.poll_failures()
-        return bool(operations)
 
 
 class Operation:

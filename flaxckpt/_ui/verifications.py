@@ -128,8 +128,9 @@ class Job:
         self._remember, self._end = remember, end
         self._stop = threading.Event()
         self._counter = progress.Counter("")
+        # No daemon thread: it may be in a library when Python ends.
         self._thread = threading.Thread(
-            target=self._run, name="flaxckpt ui verification", daemon=True
+            target=self._run, name="flaxckpt ui verification", daemon=False
         )
 
     @property

@@ -6,10 +6,12 @@ thread can be started, the calling thread does all the work.
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import contextvars
 import math
+import os
 import sys
 import threading
 import time
@@ -157,6 +159,8 @@ _LOOK_SECS = 60.0
 class Heartbeat:
     """Calls a function again and again, on a thread that does not hold up an exit.
 
+    Exit handlers of modules that import this one run before the calls end.
+
     Args:
         beat: The function. It handles its errors, and ends the calls with False.
         secs: Seconds before each call.
@@ -170,17 +174,38 @@ class Heartbeat:
         self._beat, self._secs = beat, secs
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        _beating.add(self)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._secs):
-            if self._beat() is False:
-                return
+        try:
+            while not self._stopped.wait(self._secs):
+                if self._beat() is False:
+                    return
+        finally:
+            _beating.discard(self)
 
-    def stop(self) -> None:
+    def stop(self, timeout_secs: float | None = None) -> None:
         """Ends the calls, and waits for the one under way."""
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(timeout_secs)
+
+
+_beating: set[Heartbeat] = set()
+"""Heartbeats that have not ended."""
+
+os.register_at_fork(after_in_child=_beating.clear)  # a fork has no other threads
+
+_SECS_AT_EXIT = 5.0
+"""Seconds for which an exit waits for a call under way."""
+
+
+@atexit.register
+def _stop_all() -> None:
+    # Python ends daemon threads by unwinding them, which aborts inside C++ libraries.
+    deadline = time.monotonic() + _SECS_AT_EXIT
+    for heartbeat in list(_beating):
+        heartbeat.stop(max(0.0, deadline - time.monotonic()))
 
 
 class Budget:

@@ -18,7 +18,11 @@ class Job:
 
     def __init__(self, names, count, directory, **given):
         port = free_port()
-        flags = "--xla_force_host_platform_device_count=2"
+        variables = {
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONFAULTHANDLER": "1",
+        }
         command = [sys.executable, PROGRAM, names]
         rest = [str(count), str(port), str(directory), json.dumps(given)]
         self.processes = [
@@ -27,7 +31,7 @@ class Job:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+                env=os.environ | variables,
             )
             for rank in range(count)
         ]

@@ -1,5 +1,6 @@
 """Work side by side: all of it, errors told, even where no thread can start."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -128,3 +129,30 @@ threading.Thread(target=work).start()
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
     )
     assert (found.stdout.strip(), found.stderr) == ("21", "")
+
+
+def test_python_exits_while_heartbeats_are_in_a_library():
+    """Python would abort if it ended their threads inside C++ code."""
+    code = """
+import contextlib, time
+import jax
+from flaxckpt._util import threads
+from tests.helpers.files import free_port
+jax.distributed.initialize(f"127.0.0.1:{free_port()}", 1, 0)
+client = jax._src.distributed.global_state.client
+def beat():
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        client.blocking_key_value_get("never set", 1)
+for _ in range(4):
+    threads.Heartbeat(beat, 0, "beat")
+time.sleep(0.2)
+print("ends")
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert (found.returncode, found.stdout.strip()) == (0, "ends"), found.stderr[-2000:]
