@@ -30,6 +30,7 @@ SWAPPED: dict[str, tuple[str, ...]] = {
     "flaxckpt._storage.store_settings": ("_options", "_stores"),
     "flaxckpt._storage.temporary": ("_claimed",),
     "flaxckpt._util.progress": ("_open", "_showing"),
+    "flaxckpt._util.threads": ("_beating",),
 }
 
 _PACKAGES = tuple(
