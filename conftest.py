@@ -1,12 +1,15 @@
 """Shared setup: 8 CPU devices, a cache of programs, hypothesis without deadlines."""
 
+import contextlib
 import gc
 import itertools
 import os
 import re
 import signal
 import sys
+import threading
 import time
+from typing import Any
 
 import hypothesis
 import pytest
@@ -35,6 +38,34 @@ import jax  # noqa: E402
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax-cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+# The tests lower thousands of small programs, which nobody reads.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+
+
+def _reuse_contexts() -> None:
+    """Lets jax lower many programs in one MLIR context of each thread.
+
+    It makes a new one for each program, which is a fifth of the time of the tests. A
+    context keeps the constants of its programs, so it is replaced from time to time.
+    """
+    make = mlir.make_ir_context
+    kept = threading.local()
+
+    def make_or_reuse() -> Any:
+        if getattr(kept, "uses", _USES) >= _USES:
+            kept.context, kept.uses = make(), 0
+        kept.uses += 1
+        return kept.context
+
+    mlir.make_ir_context = make_or_reuse
+
+
+_USES = 200
+
+with contextlib.suppress(ImportError):
+    from jax._src.interpreters import mlir
+
+    _reuse_contexts()
 
 run_guard.start()
 

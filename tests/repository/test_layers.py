@@ -1,6 +1,7 @@
 """A package imports only from lower packages, through their doors."""
 
 import ast
+import functools
 import graphlib
 import importlib
 from collections.abc import Iterator
@@ -109,6 +110,7 @@ def imports(tree: ast.AST) -> Iterator[Import]:
             yield Import(name, node.lineno, for_types=id(node) in typing_only)
 
 
+@functools.cache
 def own_module(name: str) -> str | None:
     """`flaxckpt._state.tree.flatten` -> `_state.tree`; None: not a module of ours."""
     package, *parts = name.split(".")
@@ -132,21 +134,28 @@ def import_is_fine(importer: str, imported: str) -> bool:
     return True
 
 
+@functools.cache
 def parse(module: str) -> ast.Module:
     return syntax.parse(MODULES[module].read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("module", INNER)
-def test_a_module_imports_only_from_lower_rows(module):
-    assert top(module) in ROW, f"{module} has no row in ROWS: give it one"
+@functools.cache
+def imported(module: str) -> tuple[Import, ...]:
+    """What a module imports when it runs."""
+    return tuple(found for found in imports(parse(module)) if not found.for_types)
+
+
+def test_modules_import_only_from_lower_rows():
+    lacking = {top(module) for module in INNER} - set(ROW)
+    assert not lacking, f"{lacking} have no row in ROWS: give them one"
     wrong = [
-        f"line {found.line}: {found.name}"
-        for found in imports(parse(module))
-        if not found.for_types
-        and (own := own_module(found.name)) is not None
+        f"{module}, line {found.line}: {found.name}"
+        for module in INNER
+        for found in imported(module)
+        if (own := own_module(found.name)) is not None
         and not import_is_fine(module, own)
     ]
-    assert not wrong, f"{module} imports from its own row or above"
+    assert not wrong, "imports from its own row or above"
 
 
 @pytest.mark.parametrize("package", sorted(ROW))
@@ -155,9 +164,8 @@ def test_no_circle_inside_a_package(package):
     graph = {
         module: {
             own
-            for found in imports(parse(module))
-            if not found.for_types
-            and (own := own_module(found.name)) in inside
+            for found in imported(module)
+            if (own := own_module(found.name)) in inside
             and own != module
             # A package's __init__ is its door, not one of its modules.
             and MODULES[own].name != "__init__.py"
@@ -167,6 +175,7 @@ def test_no_circle_inside_a_package(package):
     tuple(graphlib.TopologicalSorter(graph).static_order())
 
 
+@functools.cache
 def handed_on(package: str) -> set[str]:
     """Returns the modules of a package that other packages may use."""
     door = importlib.import_module(f"flaxckpt.{package}")
@@ -174,6 +183,7 @@ def handed_on(package: str) -> set[str]:
     return public | PASSAGES.get(package, set())
 
 
+@functools.cache
 def past_the_door(module: str, used: str) -> bool:
     """Returns True if `module` uses the module `used` past its package's door."""
     steps = used.split(".")
@@ -187,27 +197,28 @@ def past_the_door(module: str, used: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("module", INNER)
-def test_modules_use_only_names_that_packages_hand_on(module):
-    tree = parse(module)
+def used(module: str) -> Iterator[Import]:
+    """Yields what a module imports, and what it uses as attributes of `flaxckpt`."""
+    yield from imported(module)
     roots = {
-        alias.asname or alias.name: alias.name
-        for node in ast.walk(tree)
+        alias.asname or alias.name
+        for node in ast.walk(parse(module))
         if isinstance(node, ast.ImportFrom) and node.module == "flaxckpt"
         for alias in node.names
     }
-    used = [Import(f.name, f.line) for f in imports(tree) if not f.for_types]
-    used += [
-        Import(f"flaxckpt.{found.name}", found.line)
-        for found in attributes(tree)
-        if found.name.partition(".")[0] in roots
-    ]
+    for found in attributes(parse(module)):
+        if found.name.partition(".")[0] in roots:
+            yield Import(f"flaxckpt.{found.name}", found.line)
+
+
+def test_modules_use_only_names_that_packages_hand_on():
     wrong = [
-        f"line {found.line}: {found.name}"
-        for found in used
+        f"{module}, line {found.line}: {found.name}"
+        for module in INNER
+        for found in used(module)
         if (own := own_module(found.name)) and past_the_door(module, own)
     ]
-    assert not wrong, f"{module} uses modules that their packages do not hand on"
+    assert not wrong, "modules that their packages do not hand on"
 
 
 def test_doors_hand_on_few_modules():
@@ -219,33 +230,37 @@ def test_doors_hand_on_few_modules():
 PACKAGES = {name for name, file in MODULES.items() if file.name == "__init__.py"}
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_heavy_packages_are_imported_through_their_doors(module):
+def test_heavy_packages_are_imported_through_their_doors():
     wrong = [
-        f"line {found.line}: {found.name}"
-        for found in imports(parse(module))
-        if not found.for_types
-        and (doors := DOORS.get(top(found.name))) is not None
+        f"{module}, line {found.line}: {found.name}"
+        for module in MODULES
+        for found in imported(module)
+        if (doors := DOORS.get(top(found.name))) is not None
         and not {module, top(module)} & doors
     ]
-    assert not wrong, f"{module} is no door to these packages"
+    assert not wrong, "modules that are no door to these packages"
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_only_one_module_reaches_into_private_jax(module):
-    if module == PRIVATE_JAX_DOOR:
-        return
-    tree = parse(module)
-    names = [*imports(tree), *attributes(tree)]
-    wrong = [f"line {n.line}: {n.name}" for n in names if is_private_jax(n.name)]
-    assert not wrong, f"{module} uses private parts of jax"
+def test_only_one_module_reaches_into_private_jax():
+    wrong = [
+        f"{module}, line {found.line}: {found.name}"
+        for module in MODULES
+        if module != PRIVATE_JAX_DOOR
+        for found in [*imports(parse(module)), *attributes(parse(module))]
+        if is_private_jax(found.name)
+    ]
+    assert not wrong, "private parts of jax"
 
 
 def attributes(tree: ast.AST) -> Iterator[Import]:
     """Yields dotted names in expressions: `jax._src.distributed`."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            yield Import(ast.unparse(node), node.lineno)
+        parts, at = [], node
+        while isinstance(at, ast.Attribute):
+            parts.append(at.attr)
+            at = at.value
+        if parts and isinstance(at, ast.Name):
+            yield Import(".".join([at.id, *reversed(parts)]), node.lineno)
 
 
 def is_private_jax(name: str) -> bool:
