@@ -1,5 +1,6 @@
 """Shared setup: 8 CPU devices, a cache of programs, hypothesis without deadlines."""
 
+import collections
 import contextlib
 import gc
 import itertools
@@ -115,7 +116,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("the time for slow tests is over: SLOW_TESTS_END")
 
 
+@pytest.hookimpl(tryfirst=True)  # before those with other marks are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _mark_all_but_samples(items)
+    _skip_gpu_tests(items)
+
+
+def _mark_all_but_samples(items: list[pytest.Item]) -> None:
+    """Marks the cases of tests that are `sampled(n)` as slow, but for one of `n`."""
+    numbers: collections.Counter[str] = collections.Counter()
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker and not item.get_closest_marker("slow"):
+            test = item.nodeid.partition("[")[0]
+            if numbers[test] % marker.args[0]:
+                item.add_marker(pytest.mark.slow)
+            numbers[test] += 1
+
+
+def _skip_gpu_tests(items: list[pytest.Item]) -> None:
     """Skips the tests that need a GPU, unless JAX_PLATFORMS names one.
 
     GPU_TESTS_ON=cpu runs them on a CPU device, which only tests the tests.

@@ -398,6 +398,7 @@ def bytes_read():
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("saved", "wanted"), PAIRS)
 def test_a_linen_state_moves_between_meshes_bit_for_bit(tmp_path, saved, wanted):
     rules = [*BIG_RULES, ("step", P())]
@@ -434,6 +435,7 @@ def test_a_process_reads_only_the_chunks_that_its_devices_need(tmp_path):
     assert bytes_read() - before < 1.1 * array.nbytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("saved", "wanted"), PAIRS)
 def test_an_nnx_state_moves_between_meshes_bit_for_bit(tmp_path, saved, wanted):
     rules = [(r".*dense/kernel", P("data", "model")), (".*", P())]

@@ -270,6 +270,7 @@ def test_a_database_outside_of_the_checkpoint_is_refused(tmp_path):
 # ---- damage and hostile content ---------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [4, 300])
 def test_no_changed_byte_gives_other_values(tmp_path, size):
     """Without digests of the files: checksums of values and nodes find the change."""

@@ -118,6 +118,7 @@ def needed_reads(regions, array, chunk_shape, at_once, gap, *, verify):
     return sorted(found)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("gap", [1, 20, 1000])
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(("shape", "chunk_shape"), LAYOUTS)
@@ -193,6 +194,7 @@ def test_bytes_in_a_row_are_read_into_their_place(tmp_path, reads, region, verif
 # ---- files: checksums --------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", ["map", "read", "cast"])
 @pytest.mark.parametrize(("shape", "chunk_shape"), LAYOUTS)
 def test_damage_is_found_in_the_needed_segments_only(

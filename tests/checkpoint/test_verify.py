@@ -96,6 +96,7 @@ def test_a_good_checkpoint_is_good_to_the_last_byte(tmp_path, layout):
     assert " kB checked in " in str(report)  # not 0.0 MB
 
 
+@pytest.mark.sampled(5)
 def test_every_flipped_byte_is_found(tmp_path, layout):
     """The first, the last and some bytes between of each file; a bit of each."""
     run(tmp_path, 1, **layout)
@@ -114,6 +115,7 @@ def test_every_flipped_byte_is_found(tmp_path, layout):
     assert flaxckpt.verify(tmp_path / "1").ok
 
 
+@pytest.mark.sampled(3)
 def test_every_file_that_is_missing_or_cut_short_is_found(tmp_path, layout):
     run(tmp_path, 1, **layout)
     for file in files(tmp_path / "1"):
@@ -126,6 +128,7 @@ def test_every_file_that_is_missing_or_cut_short_is_found(tmp_path, layout):
     assert flaxckpt.verify(tmp_path / "1").ok
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("added", [b" ", b"\n", b"\0", b"x"])
 def test_every_file_with_a_byte_more_is_found(tmp_path, layout, added):
     run(tmp_path, 1, **layout)
@@ -238,6 +241,7 @@ def refused(path):
     return int(count)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("damage", ["changed", "missing"])
 def test_a_report_says_which_leaves_cannot_be_read(tmp_path, layout, damage):
     """As many as a load refuses, whether a file holds one of them or all."""

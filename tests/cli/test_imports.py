@@ -94,6 +94,7 @@ def made(tmp_path_factory):
     return root
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "run",
     [pytest.param(run, marks=[pytest.mark.slow] * ("zarr 3" in run)) for run in RUNS],

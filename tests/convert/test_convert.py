@@ -260,6 +260,7 @@ def test_names_that_collide_are_all_named(tmp_path):
 # ---- Orbax ------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("store", ["database", "directories"])
 @pytest.mark.parametrize("limit", [2**30, 2000])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -277,6 +278,7 @@ def test_every_layout_holds_the_same(source, tmp_path, layout, limit, store):
     assert_equal(source, tmp_path / "d")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "reader", ["v0_pytree", "v0_standard_target", "v1_load_target"]
@@ -482,6 +484,7 @@ def flax_state():
     }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("max_bytes", [2**30, 1000, 10])
 @pytest.mark.parametrize("limit", [2**30, 10_000])
 def test_msgpack_equals_the_bytes_of_flax(tmp_path, monkeypatch, max_bytes, limit):

@@ -373,6 +373,7 @@ def test_a_name_of_a_file_is_refused(tmp_path, source):
 # ---- maps by name ------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("target", ["linen", "tunix", "maxtext", "maxtext-scanned"])
 @pytest.mark.parametrize("root", ["params", "a/b", ""])
 def test_the_layout_and_the_prefix_are_found(tmp_path, target, root):

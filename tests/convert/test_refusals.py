@@ -305,6 +305,7 @@ def test_leaves_made_of_nothing_are_written(source, tmp_path, format_name, limit
     assert found["more"]["three"] == 3
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("chunk_bytes", [2**26, 1000])
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_long_rows_are_cut(tmp_path, monkeypatch, format_name, chunk_bytes):

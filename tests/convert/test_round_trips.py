@@ -81,6 +81,7 @@ def test_all_cases_are_there():
     assert {case.name for case in CASES} >= LEGACY
 
 
+@pytest.mark.sampled(5)
 @legacy_cases
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stock_orbax_reads_conversions_of_other_formats(tmp_path, case, layout):
@@ -108,6 +109,7 @@ def test_safetensors_and_back_is_exact(tmp_path, case):
     assert_holds(stock_orbax(tmp_path / "back"), case)
 
 
+@pytest.mark.sampled(5)
 @legacy_cases
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_flax_reads_msgpack_converted_through_orbax(tmp_path, case, layout):

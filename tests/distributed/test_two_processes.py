@@ -248,6 +248,7 @@ def test_two_processes_restore_checkpoints_of_one(tmp_path, is_old):
     assert jobs.run("restore", 2, tmp_path, layouts=layouts, meshes=["mixed"])
 
 
+@pytest.mark.slow
 def test_orbax_and_we_read_each_other_in_two_processes(with_orbax):
     directory, said = with_orbax
     assert said["orbax"] == ({"ok": True},) * 2

@@ -56,6 +56,7 @@ def copy(source, target):
         shutil.copy(source, target)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "case",
     [

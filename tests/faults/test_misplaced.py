@@ -212,6 +212,7 @@ def test_a_backup_that_stopped_over_an_older_one_is_found(
         run.heal()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", ["saved", "converted"])
 @pytest.mark.parametrize(
     "case", ["files", "files, compact", "ocdbt", "ocdbt, compact", *OLD]

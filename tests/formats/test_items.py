@@ -85,6 +85,7 @@ STATES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("store", ["database", "directories"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("kind", STATES)
@@ -196,6 +197,7 @@ def change(item):
     (item / "metadata").write_text('{"depth": 3}')
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("items", ["state", ITEMS])
 @pytest.mark.parametrize("damage", [lose, lose_file, change])
 @pytest.mark.parametrize("kind", STATES)

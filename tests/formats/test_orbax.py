@@ -272,6 +272,7 @@ def save(root, state, *, dataset=None, step=STEP):
         )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize(
     ("name", "reader"),
@@ -392,6 +393,7 @@ def theirs(tmp_path_factory):
     return get
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_load_fits_orbax_checkpoints_to_the_abstract_state(theirs, writer, devices):
@@ -400,6 +402,7 @@ def test_load_fits_orbax_checkpoints_to_the_abstract_state(theirs, writer, devic
     assert_same_state(read, state)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_load_reads_orbax_checkpoints_without_abstract_state(theirs, writer, devices):

@@ -97,6 +97,7 @@ def test_a_part_is_loaded_by_the_paths_of_its_leaves(case):
     assert_same(find(found, path), case.arrays[path])
 
 
+@pytest.mark.sampled(3)
 @every_case
 def test_floats_come_back_as_any_float(case):
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
@@ -114,6 +115,7 @@ def test_floats_come_back_as_any_float(case):
             np.testing.assert_array_equal(find(found, path), value)
 
 
+@pytest.mark.sampled(5)
 @every_case
 @pytest.mark.parametrize("spec", [("x",), (None, "x"), ("x", "y"), ()])
 def test_arrays_come_back_sharded(case, spec):
@@ -205,6 +207,7 @@ def test_a_missing_file_is_an_error(case, tmp_path):
         shutil.rmtree(tmp_path / "copy")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -418,6 +421,7 @@ def bools(root: Path, name: str) -> Path:
     return root / "c"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
     [

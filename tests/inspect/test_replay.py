@@ -356,6 +356,7 @@ def test_other_leaves_are_compared_by_value():
 DTYPES = "bool int4 uint4 int8 uint16 int32 bfloat16 float16 float32 float8_e5m2"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [*DTYPES.split(), "complex64"])
 def test_every_flipped_bit_changes_the_fingerprint(dtype):
     array = jnp.zeros((3, 5), dtype)

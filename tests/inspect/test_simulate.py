@@ -108,6 +108,7 @@ def test_simulation_counts_written_bytes_and_files():
     assert "written by a process" in str(found)
 
 
+@pytest.mark.slow
 def test_slowest_process_determines_the_time(terabyte):
     slow = flaxckpt.simulate(
         transformer(2, 1024, large_mesh()),

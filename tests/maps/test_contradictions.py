@@ -87,6 +87,7 @@ def test_the_error_names_tensors_and_both_sizes(model):
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("key", WRONG)
 @pytest.mark.parametrize(
     ("kind", "target"), [("NNX", "tunix"), *(("dict", target) for target in TARGETS)]

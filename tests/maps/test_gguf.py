@@ -121,6 +121,7 @@ def test_the_published_tensors_come_back(tmp_path, architecture, is_tied):
         np.testing.assert_array_equal(found[name], x, err_msg=name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", ["linen", "tunix", "maxtext", "maxtext-scanned"])
 def test_a_state_is_filled_as_from_the_published_model(tmp_path, target):
     tensors = published("llama", is_tied=False)
@@ -200,6 +201,7 @@ def write_npz(path, tensors):
     return path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("architecture", "target"),
     [

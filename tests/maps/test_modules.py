@@ -71,6 +71,7 @@ def publish(directory, name, target):
     return tensors
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "target"), PAIRS)
 def test_each_tensor_has_one_place_and_comes_back(tmp_path, name, target):
     tensors = publish(tmp_path, name, target)

@@ -219,6 +219,7 @@ def save_with_heads(tmp_path, heads):
     return flaxckpt.save(tmp_path / "state", state).path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("there", HEADS)
 @pytest.mark.parametrize("asked", HEADS)

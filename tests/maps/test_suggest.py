@@ -24,6 +24,7 @@ AMBIGUOUS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_whole_map_is_found_as_the_project_converts(name, tmp_path):
     recorded = read(name)
@@ -66,6 +67,7 @@ def test_the_inverse_gives_the_source_back(name, tmp_path):
     assert all((back[path] == leaf).all() for path, leaf in original.items())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "resnet", "vit"])
 def test_the_way_from_flax_to_torch_is_found_too(name, tmp_path):
     recorded = read(name)
@@ -758,7 +760,7 @@ def test_the_lines_to_paste_are_the_transforms(tmp_path):
 )
 def test_the_work_grows_with_the_number_of_leaves(kind, tmp_path):
     counts = []
-    for size in (600, 1200):
+    for size in (300, 600):
         source, target = _flat_model(kind, size)
         path = write_source(tmp_path / f"{size}.npz", source)
         profile = cProfile.Profile()

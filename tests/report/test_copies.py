@@ -71,6 +71,7 @@ STATES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("x64", [False, True])
 def test_copies_and_parts_are_the_whole_state(tmp_path, name, x64):

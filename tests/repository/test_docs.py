@@ -115,7 +115,7 @@ DOCUMENTS = [
 ]
 
 
-SLOW = ("loops", "fine-tuning")
+SLOW = ("loops", "fine-tuning", "fine-tune-from-hugging-face")
 
 
 @pytest.mark.parametrize(

@@ -378,6 +378,7 @@ def steps_here(directory, keep, metrics=lambda step: None, steps=range(1, 11)):
     return checkpointer.steps()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "keep"),
     [

@@ -199,5 +199,5 @@ class Retention(RuleBasedStateMachine):
 
 TestRetention = Retention.TestCase
 TestRetention.settings = settings(
-    max_examples=25, stateful_step_count=20, deadline=None
+    max_examples=15, stateful_step_count=20, deadline=None
 )

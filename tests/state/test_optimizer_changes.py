@@ -179,12 +179,14 @@ def check(path, layout, change, writer="flaxckpt"):
         np.testing.assert_array_equal(after[key], before[key], str(key))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", slow.all_but(LAYOUTS, ["train state"]))
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_keeps_the_moments(tmp_path, change, layout):
     check(tmp_path / "c", layout, change)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", ["train state", "opt", "average"])
 @pytest.mark.parametrize("change", ["groups", "stateless chain", "nested", "schedule"])
 def test_a_change_keeps_the_moments_that_orbax_wrote(tmp_path, change, layout):

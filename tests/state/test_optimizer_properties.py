@@ -119,6 +119,7 @@ def test_no_value_is_of_another_transform(tmp_path_factory, case):
         check(found, fresh, layout.state(new, tags), tags)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", sorted(states.MAKERS))
 @pytest.mark.parametrize("form", ["pair", "beside", "critic", "list"])
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def test_the_zoo_is_large_enough():
     assert len(ZOO) >= 30
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ZOO)
 def test_a_state_comes_back_without_a_template_in_its_own_classes(tmp_path, name):
     state = filled(create(name))
@@ -618,6 +619,7 @@ def nested_params(kind):
     return outer(mu=make(mu=jnp.ones((2, 3)), b=jnp.ones(3)), b={"w": jnp.ones(4)})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("writer", ["flaxckpt", "orbax"])
 @pytest.mark.parametrize("kind", sorted(optimizer_states.MAKERS))
 def test_the_classes_of_parameters_are_no_states(tmp_path, kind, writer):

@@ -114,6 +114,7 @@ def saved(tmp_path, state, layout=None, **options):
     return tmp_path / "c"
 
 
+@pytest.mark.sampled(3)
 @states
 @pytest.mark.parametrize("is_old", [False, True], ids=["database", "directories"])
 def test_items_are_shared_again_when_they_are_restored_together(

@@ -37,6 +37,7 @@ def states(value):
     yield nnx.Dict(x=nnx.Param(value))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_arrays_of_any_size_and_type(tmp_path, shape, dtype):

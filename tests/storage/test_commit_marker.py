@@ -111,6 +111,7 @@ def test_a_deletion_that_is_cut_off_leaves_a_step_or_none():
             begin()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(40))
 def test_acknowledged_steps_survive_delayed_writes(seed):
     path = faulty.new_path(f"arrivals-{seed}")

@@ -224,6 +224,7 @@ MOVES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("kind", ["dict", "numpy", "NamedTuple", "FrozenDict"])
 def test_a_loop_that_reports_before_it_trains_may_move_the_state(ckpt, kind, move):
@@ -838,6 +839,7 @@ TRAINERS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("then", ["ends", "looks", "trains", "trains twice"])
 @pytest.mark.parametrize("is_bound", [False, True])
 @pytest.mark.parametrize("name", TRAINERS)
@@ -1018,6 +1020,7 @@ BOUND = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("then", ["ends", "trains"])
 @pytest.mark.parametrize("passes_state", [False, True])
 @pytest.mark.parametrize("kind", BOUND)

@@ -37,6 +37,7 @@ if hasattr(optax.contrib, "madgrad"):  # optax 0.2.6 lacks it
 PARAMS = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("factor", [4, -0.5])
 def test_moments_are_those_of_the_scaled_parameters(name, factor):

@@ -55,6 +55,7 @@ CASES = {  # weight, scales, the size of blocks on each axis
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("end", ["_scale", "_scale_inv"])

@@ -152,6 +152,7 @@ QWIX = [  # shapes of a kernel and of its two parts, and the product
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("shape", "a", "b", "product"), QWIX)
 def test_adapters_of_qwix_of_any_layout(shape, a, b, product):
     state = {

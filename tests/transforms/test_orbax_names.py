@@ -158,6 +158,7 @@ def test_orbax_restores_the_state_under_its_own_names(tmp_path, state):
     check(orbax_restored(tmp_path / "ours" / "state", state), state)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("source", ["ours", "renamed", "orbax"])
 @pytest.mark.parametrize("undone", [False, True])
 def test_flaxckpt_restores_all_names(tmp_path, state, source, undone):
@@ -268,6 +269,7 @@ def in_variables(tree):
     return jax.tree.map(nnx.Param, tree)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(optax_zoo.ZOO))
 def test_moments_stay_with_their_parameters(tmp_path, name):
     if name == "masked by a tree":

@@ -73,6 +73,7 @@ CHANGES = {
 CHANGES["pad"][1][4] = np.float32(0.1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_transforms_compute_in_the_wider_type_of_the_state(tmp_path, name):
     changes, wanted = CHANGES[name]
@@ -82,6 +83,7 @@ def test_transforms_compute_in_the_wider_type_of_the_state(tmp_path, name):
     assert np.any(wanted != wanted.astype("bfloat16").astype("f4"))  # else no proof
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
 def test_narrow_results_are_rounded_once(tmp_path, name, dtype):

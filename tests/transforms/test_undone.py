@@ -133,12 +133,14 @@ def state_for(tx):
     return {"params": own, "opt_state": opt_state, "step": jnp.ones(())}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_no_leaf_of_any_optimizer_is_lost(name):
     table = table_of(state_for(OPTIMIZERS[name]))
     assert base.not_restored(CHANGES, table) == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", ["adafactor", "adafactor that does not factor", "lbfgs", "chain of masked"]
 )

@@ -194,6 +194,7 @@ STATES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", STATES)
 @pytest.mark.parametrize(
     ("call", "wanted"),

@@ -42,6 +42,7 @@ def test_three_processes_break_nothing_in_many_states(name):
     assert exhaust_all(name, 3).counterexample is None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "rule"), EACH_RULE)
 def test_each_rule_is_needed(name, rule):
     found = None

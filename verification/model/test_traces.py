@@ -112,6 +112,7 @@ def refusals(first, second, *, has_step, pause):
     raise AssertionError
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("has_step", [False, True])
 @pytest.mark.parametrize("pause", ["paused", "killed", "dead"])
 @pytest.mark.parametrize("second", IN_STORE)

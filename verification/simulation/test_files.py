@@ -75,7 +75,7 @@ def _run(histories, seeds, patches=None):
 
 @pytest.mark.parametrize("histories", KINDS, ids=name)
 def test_a_sample_of_histories(histories):
-    _run(histories, range(30))
+    _run(histories, range(12))
 
 
 @pytest.mark.slow
