@@ -16,7 +16,7 @@ import tensorstore as ts
 import flaxckpt
 from flaxckpt import ArrayLayout, _storage, errors
 from flaxckpt._convert.journal import Journal
-from tests.helpers import old_stores
+from tests.helpers import old_stores, slow
 
 
 def to_pipe(path: Path) -> None:
@@ -90,7 +90,7 @@ def test_databases_that_are_made_like_hostile_ones_are_read(tmp_path, height):
     np.testing.assert_array_equal(flaxckpt.load(step)["w"], ocdbt.VALUES)
 
 
-@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("compressed", slow.all_but([True, False], [True]))
 def test_a_database_of_many_leaves_that_are_alike_is_read(tmp_path, compressed):
     zeros = np.zeros(8, np.float32)
     state = {f"layer_{i:05}": zeros for i in range(5000)}

@@ -24,12 +24,12 @@ from flaxckpt._steps import journal
 from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
-from tests.helpers import chunks, store_servers, strategies
+from tests.helpers import chunks, slow, store_servers, strategies
 from tests.helpers.files import flip_bit
 from tests.helpers.gates import Gate
 
 
-@pytest.fixture(params=store_servers.KINDS)
+@pytest.fixture(params=slow.all_but(store_servers.KINDS, ["file", "memory"]))
 def run_dir(request, store_path):
     """All that follows holds for directories and for stores."""
     return store_path(request.param)
