@@ -14,7 +14,11 @@ Origins = Sequence[int | None]
 
 
 class AxisMap(abc.ABC):
-    """A function from the values of parameters to that of a new parameter."""
+    """A function from the values of parameters to that of a new parameter.
+
+    It is hashable, as it is compiled once. Write `on`, too, if it changes more than the
+    order of axes: factored moments are mapped by it.
+    """
 
     @abc.abstractmethod
     def __call__(self, *values: jax.Array) -> jax.Array:

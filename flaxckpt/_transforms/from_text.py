@@ -1,4 +1,7 @@
-"""Transforms from texts, as on the command line and on the local page."""
+"""Transforms from texts, as on the command line and on the local page.
+
+Only `keep`, `drop`, `rename` and `cast` have texts; others need Python.
+"""
 
 from __future__ import annotations
 

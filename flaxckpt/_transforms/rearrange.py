@@ -1,7 +1,8 @@
 """Transforms that rearrange the values of leaves: `transpose`, `reshape`, `permute`.
 
 Each keeps all values, so each has an inverse, and moments of the parameter's shape
-follow. The factored moments of Adafactor and SM3 follow a change of the order of axes.
+follow. The factored moments of Adafactor and SM3 follow a change of the order of axes,
+or of the entries along an axis.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from etils import epath
 
 import flaxckpt
+from flaxckpt import transforms
 from flaxckpt.cli import app
 from flaxckpt.policies import LatestN
 from tests import ROOT
@@ -324,3 +325,11 @@ def compared(document):
             row = dict(zip(header, cells, strict=True))
             found[cells[0]] = (row["flaxckpt"], row["Orbax"])
     return found
+
+
+def test_the_table_of_transforms_has_them_all():
+    text = (ROOT / "docs/fine-tuning.md").read_text(encoding="utf-8")
+    rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("| `")]
+    named = set(re.findall(r"`(\w+)\(", " ".join(rows)))
+    classes = {name for name in transforms.__all__ if name[0].isupper()}
+    assert not set(transforms.__all__) - classes - named - {"inverse"}
