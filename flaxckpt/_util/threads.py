@@ -174,10 +174,10 @@ class Heartbeat:
         self._beat, self._secs = beat, secs
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        _beating.add(self)
         self._thread.start()
 
     def _run(self) -> None:
+        _beating.add(self)
         try:
             while not self._stopped.wait(self._secs):
                 if self._beat() is False:
