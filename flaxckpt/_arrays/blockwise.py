@@ -19,6 +19,7 @@ import tensorstore as ts
 from flaxckpt import _state, _storage, _util, errors
 from flaxckpt._arrays import evaluate, forms
 from flaxckpt._arrays import read as arrays_read
+from flaxckpt._arrays.read_plan import ReadJob
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt._zarr import metadata
@@ -183,7 +184,7 @@ def read(pieces: Sequence[Piece], *, max_bytes: int) -> list[Array]:
 
 def _read_whole(pieces: Sequence[Piece], max_bytes: int) -> list[Array]:
     jobs = {
-        piece.path: arrays_read.ReadJob(source, _as_numpy(source.info, piece.path))
+        piece.path: ReadJob(source, _as_numpy(source.info, piece.path))
         for piece in pieces
         if isinstance(source := piece.leaf.source, StoredLeaf)
     }

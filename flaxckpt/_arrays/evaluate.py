@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from flaxckpt import _state, _util, errors
 from flaxckpt._arrays import forms, lazy, to_device
 from flaxckpt._arrays import read as arrays_read
+from flaxckpt._arrays.read_plan import ReadJob
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt._zarr.metadata import Array
@@ -215,7 +216,7 @@ def _read_and_compute(
 ) -> dict[LeafPath, Any]:
     is_wide = lazy.has_wide_fn(leaves[0])
     users = {id(s): (s, leaf) for leaf in reversed(leaves) for s in leaf.sources}
-    jobs: dict[int, arrays_read.ReadJob] = {}
+    jobs: dict[int, ReadJob] = {}
     held: dict[int, Any] = {}
     names: set[str] = set()
     for key, (source, user) in users.items():
@@ -225,7 +226,7 @@ def _read_and_compute(
                 name = f"{name} of {source.root}"
             names.add(name)
             wanted = _request_source(source, user.info, name)
-            jobs[key] = arrays_read.ReadJob(source, wanted)
+            jobs[key] = ReadJob(source, wanted)
         else:
             held[key] = _on_device(source, user.info)
     stored = arrays_read.read(tuple(jobs.values()), options)

@@ -1,49 +1,31 @@
 """Reads arrays from storage into memory, within a byte budget.
 
-Each part that a local device needs is read exactly once. `_arrays.read_raw` maps
-uncompressed chunks, or reads them directly into place; other chunks come through
+Each part that a local device needs is read exactly once. `_arrays.read_files`
+maps uncompressed chunks, or reads them directly into place; other chunks come through
 TensorStore.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util, errors
-from flaxckpt._arrays import forms, read_raw, read_tasks, to_device
-from flaxckpt._arrays.databases import Databases
-from flaxckpt._arrays.read_tasks import Reading
+from flaxckpt._arrays import forms, read_files, read_plan, to_device
+from flaxckpt._arrays.read_files import Databases, Reading
+from flaxckpt._arrays.read_plan import ReadJob, Span, Work
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
-from flaxckpt._types import JSON, LeafPath, Shape
+from flaxckpt._types import JSON, LeafPath
 from flaxckpt._zarr import metadata
 from flaxckpt._zarr.metadata import Array, Region
 
-_DECODED_AT_ONCE = 128 * 2**20
 _CACHED_BYTES = 32 * 2**20
-"""Bytes that TensorStore decodes at a time, beside the encoded bytes."""
-
-
-class ReadJob(NamedTuple):
-    """A leaf to read, with the form to return.
-
-    Attributes:
-        stored: The leaf in the checkpoint.
-        wanted: The type, sharding and kind of the returned value.
-    """
-
-    stored: StoredLeaf
-    wanted: LeafInfo
-
-    @property
-    def found(self) -> LeafInfo:
-        """Stored form of the leaf."""
-        return self.stored.info
+"""Bytes of indexes of databases that TensorStore keeps."""
 
 
 class ReadOptions(NamedTuple):
@@ -154,13 +136,6 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
     return store
 
 
-def bytes_here(job: ReadJob) -> int:
-    """Returns the uncompressed bytes that this process reads for a leaf."""
-    if job.found.dtype is None or _is_whole(job.wanted):
-        return forms.stored_bytes(job.found)
-    return _Work.of(job).nbytes
-
-
 def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
     """Reads leaves, each part that a local device needs exactly once.
 
@@ -177,7 +152,7 @@ def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
     too_large: list[errors.Mismatch] = []
     databases = Databases()
     context = new_context()
-    for batch in _batches(jobs, options.max_concurrent_bytes):
+    for batch in read_plan.batches(jobs, options.max_concurrent_bytes):
         blocks = _read_batch(batch, options, databases, context, faults)
         while blocks:  # release the blocks of finished arrays
             job, parts = blocks.pop()
@@ -213,7 +188,7 @@ def new_context() -> ts.Context:
 
 
 def _read_batch(
-    batch: Sequence[_Work],
+    batch: Sequence[Work],
     options: ReadOptions,
     databases: Databases,
     context: ts.Context,
@@ -232,7 +207,7 @@ def _read_batch(
         for work, reading in zip(batch, readings, strict=True)
     ]
     in_store = any(_storage.of(w.job.stored.root).costs_requests for w in batch)
-    read_tasks.run([*databases.readings(), *readings], in_store=in_store)
+    read_files.run([*databases.readings(), *readings], in_store=in_store)
     blocks = []
     for work, reading, size in zip(batch, readings, unreported, strict=True):
         try:
@@ -255,9 +230,7 @@ def _read_batch(
     return blocks
 
 
-def _report_tasks(
-    work: _Work, reading: Reading, report: Callable[[int], object]
-) -> int:
+def _report_tasks(work: Work, reading: Reading, report: Callable[[int], object]) -> int:
     """Makes tasks report their bytes; returns the bytes left to report."""
     if work.job.stored.raw is None or not reading.tasks:
         return work.nbytes  # TensorStore reads behind its tasks
@@ -271,107 +244,16 @@ def _report_tasks(
     return work.nbytes - share * len(reading.tasks)
 
 
-# ---- batches ---------------------------------------------------------------
-
-
-class _Work(NamedTuple):
-    """A leaf to read.
-
-    Attributes:
-        job: The leaf.
-        reads: Region to read -> regions in it that devices need.
-        nbytes: Uncompressed size of the regions to read, in bytes.
-    """
-
-    job: ReadJob
-    reads: Mapping[Region, list[Region]]
-    nbytes: int
-
-    @classmethod
-    def of(cls, job: ReadJob) -> _Work:
-        """Returns the work of this process for a leaf."""
-        # `read_raw` shares the chunks.
-        once = job.stored.raw is None
-        reads = _regions_to_read(job.found, job.wanted, once=once)
-        elements = sum(math.prod(metadata.extent(region)) for region in reads)
-        bits = _state.dtypes.item_bits(forms.stored_form(job.found)[1])
-        return cls(job, reads, elements * bits // 8)
-
-
-def _batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[_Work]]:
-    """Yields batches of raw arrays, and then of arrays to decode."""
-    for is_raw in (True, False):
-        at_once = max_bytes if is_raw else min(max_bytes, _DECODED_AT_ONCE)
-        works = (_Work.of(job) for job in jobs if _is_raw(job.stored) == is_raw)
-        sized = ((work, work.nbytes) for work in works)
-        yield from _util.memory.batches(sized, at_once)
-
-
-def _is_raw(stored: StoredLeaf) -> bool:
-    """Returns True for values that need no decoding."""
-    return stored.raw is not None or stored.span is not None
-
-
-def _regions_to_read(
-    found: LeafInfo, wanted: LeafInfo, *, once: bool
-) -> dict[Region, list[Region]]:
-    """Returns the regions to read -> the regions needed by devices.
-
-    Args:
-        found: The stored leaf.
-        wanted: The leaf with the requested sharding.
-        once: True to read the enclosing region if a chunk overlaps two regions, because
-            it would be read twice.
-    """
-    shape, _ = forms.stored_form(found)
-    if _is_whole(wanted):
-        whole = metadata.whole(shape)
-        return {whole: [whole]}
-    sharding = wanted.sharding
-    assert sharding is not None, wanted
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    if not indices:
-        return {}  # other processes have all parts
-    regions = list(
-        dict.fromkeys(metadata.region_of(index or (), shape) for index in indices)
-    )
-    chunk = found.chunk_shape
-    if (
-        not once
-        or len(regions) == 1
-        or (chunk and all(_fits_chunks(r, chunk, shape) for r in regions))
-    ):
-        return {region: [region] for region in regions}
-    return {metadata.enclosing(regions): regions}
-
-
-def _is_whole(wanted: LeafInfo) -> bool:
-    """Returns True if this process needs a whole leaf in one piece."""
-    sharding = wanted.sharding
-    return (
-        sharding is None
-        or wanted.kind != "array"
-        or (len(sharding.device_set) == 1 and sharding.is_fully_addressable)
-    )
-
-
-def _fits_chunks(region: Region, chunk: Shape, shape: Shape) -> bool:
-    return all(
-        start % part == 0 and (stop % part == 0 or stop == size)
-        for (start, stop), part, size in zip(region, chunk, shape, strict=True)
-    )
-
-
 def _begin(
-    work: _Work, options: ReadOptions, databases: Databases, context: ts.Context
+    work: Work, options: ReadOptions, databases: Databases, context: ts.Context
 ) -> Reading:
     stored, regions = work.job.stored, tuple(work.reads)
     try:
         if stored.span is not None:
-            return read_raw.from_span(
+            return read_files.from_span(
                 stored.span,
                 regions,
-                dtype=_dtype_to_read(work.job),
+                dtype=read_plan.dtype_to_read(work.job),
                 memory_map=options.memory_map,
             )
         if stored.raw is None:
@@ -382,30 +264,30 @@ def _begin(
             database = databases.open(
                 stored.raw.root, stored.root, check=check, sizes=stored.raw.sizes
             )
-            if read_raw.is_small(stored.raw, stored.info, database):
-                return read_raw.from_database(
+            if read_files.is_small(stored.raw, stored.info, database):
+                return read_files.from_database(
                     stored.raw, stored.info, regions, database, verify=options.verify
                 )
         else:
             _storage.of(stored.raw.root).check_root(stored.raw.root, stored.root)
-        return read_raw.from_files(
+        return read_files.from_files(
             stored.raw,
             stored.info,
             regions,
             database,
-            dtype=_dtype_to_read(work.job),
+            dtype=read_plan.dtype_to_read(work.job),
             memory_map=options.memory_map,
             verify=options.verify,
         )
     except errors.StoreError:
         raise  # the leaf itself may be intact
     except (ValueError, OSError) as error:
-        return read_tasks.failed_reading(error)
+        return read_files.failed_reading(error)
     except MemoryError:
-        return read_tasks.failed_reading(_util.memory.TooLargeError())
+        return read_files.failed_reading(_util.memory.TooLargeError())
 
 
-def _from_store(work: _Work, context: ts.Context, *, verify: bool) -> Reading:
+def _from_store(work: Work, context: ts.Context, *, verify: bool) -> Reading:
     """Reads a leaf through TensorStore.
 
     Args:
@@ -423,13 +305,13 @@ def _from_store(work: _Work, context: ts.Context, *, verify: bool) -> Reading:
         check_form(job.found, store)
         if verify and job.stored.check is not None:
             job.stored.check()
-        if store.dtype.name != _dtype_to_read(job):
-            store = ts.cast(store, _dtype_to_read(job))
+        if store.dtype.name != read_plan.dtype_to_read(job):
+            store = ts.cast(store, read_plan.dtype_to_read(job))
         dtype = store.dtype.numpy_dtype
         _util.memory.check(work.nbytes)
         for region in work.reads:
             # Into memory that jax uses without a copy, unlike TensorStore's own.
-            target = read_raw.empty(metadata.extent(region), dtype)
+            target = read_files.empty(metadata.extent(region), dtype)
             source = store[tuple(slice(*b) for b in region)]
             moved = ts.array(target).write(source[ts.d[:].translate_to[0]])
             started[region] = moved.commit, target
@@ -441,24 +323,6 @@ def _from_store(work: _Work, context: ts.Context, *, verify: bool) -> Reading:
         return {region: target for region, (_, target) in started.items()}
 
     return Reading([start], arrays)
-
-
-def _dtype_to_read(job: ReadJob) -> str:
-    """Returns the type that values are cast to while they are read.
-
-    Floats are cast then, but not numbers: casts in memory detect overflow.
-    """
-    stored = forms.stored_form(job.found)[1]
-    is_number = job.wanted.is_python_number or job.found.is_python_number
-    if is_number or job.wanted.kind == "prng_key":
-        return stored
-    wanted, found = job.wanted.dtype or "", job.found.dtype or ""
-    is_cast = (
-        _state.dtypes.kind(wanted) == _state.dtypes.kind(found) == "float"
-        and _state.dtypes.stored_name(wanted) == wanted
-        and stored == found
-    )
-    return wanted if is_cast else stored
 
 
 def _open(stored: StoredLeaf, context: ts.Context) -> ts.Future[ts.TensorStore]:
@@ -506,3 +370,48 @@ def open_zarr(
         "fill_missing_data_reads": not strict,
     }
     return ts.open(spec, read=True, open=True, context=context)
+
+
+# ---- arrays of TensorStore -------------------------------------------------------
+
+
+def open_span(span: Span, context: ts.Context) -> ts.Future[ts.TensorStore]:
+    """Opens an array, read-only.
+
+    Args:
+        span: The array.
+        context: Context shared by all arrays read together.
+    """
+
+    def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
+        read_files.read_into(target, span, domain.origin)
+
+    promise: ts.Promise[ts.TensorStore]
+    future: ts.Future[ts.TensorStore]
+    promise, future = ts.Promise.new()
+    promise.set_result(
+        ts.virtual_chunked(
+            read,
+            dtype=ts.dtype(span.dtype),
+            shape=span.shape,
+            chunk_layout=ts.ChunkLayout(
+                read_chunk_shape=read_plan.part_shape(span.shape, span.itemsize)
+            ),
+            context=context,
+        )
+    )
+    return future
+
+
+def open_number(number: complex, context: ts.Context) -> ts.Future[ts.TensorStore]:
+    """Opens a Python number as an array without axes."""
+    return completed_future(ts.array(np.asarray(number), context=context))
+
+
+def completed_future(store: ts.TensorStore) -> ts.Future[ts.TensorStore]:
+    """Returns a future with the result `store`."""
+    promise: ts.Promise[ts.TensorStore]
+    future: ts.Future[ts.TensorStore]
+    promise, future = ts.Promise.new()
+    promise.set_result(store)
+    return future

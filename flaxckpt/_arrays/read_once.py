@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flaxckpt._arrays import forms
-from flaxckpt._arrays.read import ReadJob
+from flaxckpt._arrays.read_plan import ReadJob
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 

@@ -121,7 +121,7 @@ class Recipe:
         numbers: Leaves among `derived` to compute as Python numbers.
     """
 
-    jobs: tuple[_arrays.read.ReadJob, ...]
+    jobs: tuple[_arrays.read_plan.ReadJob, ...]
     derived: tuple[Leaf, ...]
     given: Mapping[LeafPath, Any]
     fresh: tuple[LeafInfo, ...]
@@ -246,7 +246,7 @@ class _RecipeBuilder:
         self.fresh: list[LeafInfo] = []
         self.as_asked: set[LeafPath] = set()
         self.bytes_to_read = 0
-        self._jobs: list[_arrays.read.ReadJob] = []
+        self._jobs: list[_arrays.read_plan.ReadJob] = []
         self._derived: list[Leaf] = []
         self._numbers: list[ComputedNumber] = []
         self._seen: set[int] = set()  # sources of computed leaves, already counted
@@ -279,10 +279,10 @@ class _RecipeBuilder:
         if wanted.kind == "string":
             self.given[path] = stored[0].value
             return 0
-        job = _arrays.read.ReadJob(stored[0], wanted)
+        job = _arrays.read_plan.ReadJob(stored[0], wanted)
         self._jobs.append(job)
         self.bytes_to_read += _arrays.forms.stored_bytes(stored[0].info)
-        return _arrays.read.bytes_here(job)
+        return _arrays.read_plan.bytes_here(job)
 
     def build(
         self,

@@ -550,7 +550,7 @@ class Restore:
                 is_source=options.is_source,
                 is_resume=options.purpose == "resume",
             )
-        self._jobs: Sequence[_arrays.read.ReadJob] = self._recipe.jobs
+        self._jobs: Sequence[_arrays.read_plan.ReadJob] = self._recipe.jobs
         if options.read_once and _util.processes.process_count() > 1:
             self._jobs = _arrays.read_once.divide(self._recipe.jobs)
         counter.total = self._planned.bytes_here

@@ -1,6 +1,6 @@
 """Layout of a file that consists of literal bytes and the bytes of arrays.
 
-The counterpart of `_arrays.byte_ranges`, for formats with many arrays in a file. With
+The counterpart of `_arrays.read_plan`, for formats with many arrays in a file. With
 the layout known, the parts of the file can be written in any order.
 """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flaxckpt import _arrays
-from flaxckpt._arrays.spans import Span
+from flaxckpt._arrays.read_plan import Span
 from flaxckpt._state.leaf import LeafInfo, StoredLeaf
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def stored_leaf(root: Path, info: LeafInfo, span: Span) -> StoredLeaf:
 
     def open(context: ts.Context) -> ts.Future[ts.TensorStore]:
         # Through the door: TensorStore is imported with the first array.
-        return _arrays.byte_ranges.open(span, context)
+        return _arrays.read.open_span(span, context)
 
     return StoredLeaf(root, info, open, span=span)
 
@@ -28,4 +28,4 @@ def number_opener(
     number: complex,
 ) -> Callable[[ts.Context], ts.Future[ts.TensorStore]]:
     """Returns a function that opens a Python number as an array without axes."""
-    return lambda context: _arrays.byte_ranges.open_number(number, context)
+    return lambda context: _arrays.read.open_number(number, context)

@@ -131,10 +131,10 @@ def _text_of_file(path: Path, checkpoint: Path) -> bytes:
         raise ValueError(f"{path.name} is missing") from None
 
 
-def _open_database(root: Path, checkpoint: Path) -> _arrays.databases.Database:
+def _open_database(root: Path, checkpoint: Path) -> _arrays.read_files.Database:
     """Returns a database; raises DamagedCheckpointError if missing or unsafe."""
     try:
-        return _arrays.databases.Databases().open(root, checkpoint)
+        return _arrays.read_files.Databases().open(root, checkpoint)
     except (FileNotFoundError, NotADirectoryError) as error:
         file = error.filename or root / _zarr.metadata.DATABASE
         raise errors.DamagedCheckpointError(
@@ -392,7 +392,7 @@ class _DigestChecks:
                 self._done[name] = None
                 digests = self._digests.get(name, {})
                 try:
-                    _arrays.databases.check_digests(
+                    _arrays.read_files.check_digests(
                         self._root, digests, max_bytes=self._max_bytes
                     )
                 except (ValueError, OSError) as error:

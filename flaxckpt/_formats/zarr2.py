@@ -199,7 +199,7 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
                 _zarr.metadata.within(chunk.bounds, whole)
             ]
 
-    return _arrays.byte_ranges.completed_future(
+    return _arrays.read.completed_future(
         ts.virtual_chunked(
             read,
             dtype=ts.dtype(_state.dtypes.stored_name(array.dtype.name) or ""),

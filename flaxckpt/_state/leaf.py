@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import tensorstore as ts
     from jax.sharding import PartitionSpec, Sharding
 
-    from flaxckpt._arrays.spans import Span
+    from flaxckpt._arrays.read_plan import Span
     from flaxckpt._zarr.checksums import ChunkChecksums
     from flaxckpt._zarr.metadata import RawArray
 

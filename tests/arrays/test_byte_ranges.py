@@ -9,22 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flaxckpt import _storage
-from flaxckpt._arrays import byte_ranges as arrays_byte_ranges
-from flaxckpt._arrays import read_raw as arrays_read_raw
-from flaxckpt._arrays import read_tasks
+from flaxckpt._arrays import read as arrays_read
+from flaxckpt._arrays import read_files, read_plan
 from flaxckpt._state import numpy_dtypes as state_numpy_dtypes
 
 
 def write(path, array, before=b"\0" * 3):
     path.write_bytes(before + array.tobytes())
-    return arrays_byte_ranges.Span(path, len(before), array.shape, array.dtype.name)
+    return read_plan.Span(path, len(before), array.shape, array.dtype.name)
 
 
 def read_region(span, region, dtype=None, *, memory_map=True):
-    reading = arrays_read_raw.from_span(
+    reading = read_files.from_span(
         span, [region], dtype=dtype or span.dtype, memory_map=memory_map
     )
-    read_tasks.run([reading])
+    read_files.run([reading])
     return reading.result()[region]
 
 
@@ -42,9 +41,9 @@ def test_any_region_of_any_array_is_read(tmp_path_factory, shape, data, part_byt
     region = tuple(slice(*b) for b in bounds)
     path = tmp_path_factory.mktemp("span") / "file"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrays_byte_ranges, "_PART_BYTES", part_bytes)
+        patch.setattr(read_plan, "_PART_BYTES", part_bytes)
         span = write(path, array)
-        store = arrays_byte_ranges.open(span, ts.Context()).result()
+        store = arrays_read.open_span(span, ts.Context()).result()
         np.testing.assert_array_equal(store.read().result(), array)
         np.testing.assert_array_equal(store[region].read().result(), array[region])
         found = read_region(span, tuple(map(tuple, bounds)))
@@ -60,7 +59,7 @@ FLOATS = ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "flo
 def test_floats_are_cast_in_parts_as_numpy_casts_the_whole(
     tmp_path, monkeypatch, stored, wanted
 ):
-    monkeypatch.setattr(arrays_read_raw, "_CAST_AT_ONCE", 64)
+    monkeypatch.setattr(read_files, "_CAST_AT_ONCE", 64)
     values = np.random.default_rng(0).standard_normal((7, 3, 5)) * 1000
     values[0, 0, :4] = np.nan, np.inf, -np.inf, -0.0
     with np.errstate(over="ignore", invalid="ignore"):
@@ -110,10 +109,8 @@ def test_the_runs_of_a_flat_array_make_one_of_any_shape(tmp_path, cuts):
         content += whole.reshape(-1)[done : done + size].tobytes()
         done += size
     (tmp_path / "file").write_bytes(content)
-    span = arrays_byte_ranges.Span(
-        tmp_path / "file", 0, (2, 3, 4), "float32", tuple(pieces)
-    )
-    store = arrays_byte_ranges.open(span, ts.Context()).result()
+    span = read_plan.Span(tmp_path / "file", 0, (2, 3, 4), "float32", tuple(pieces))
+    store = arrays_read.open_span(span, ts.Context()).result()
     np.testing.assert_array_equal(store.read().result(), whole)
     np.testing.assert_array_equal(store[1:, 1:, 3].read().result(), whole[1:, 1:, 3])
 
@@ -123,14 +120,14 @@ def test_a_file_cut_short_is_an_error(tmp_path):
     span = write(path, np.arange(24, dtype="float32").reshape(6, 4))
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(OSError, match=r"ends at byte 98"):
-        arrays_byte_ranges.open(span, ts.Context()).result().read().result()
+        arrays_read.open_span(span, ts.Context()).result().read().result()
 
 
 def test_another_file_in_its_place_is_not_read(tmp_path):
     path = tmp_path / "file"
     span = write(path, np.arange(24, dtype="float32"))
     span = span._replace(identity=_storage.stamp(path).identity)
-    store = arrays_byte_ranges.open(span, ts.Context()).result()
+    store = arrays_read.open_span(span, ts.Context()).result()
     np.testing.assert_array_equal(store.read().result(), np.arange(24))
     other = tmp_path / "other"
     write(other, np.ones(24, "float32"))

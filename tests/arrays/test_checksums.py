@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import _storage, errors
-from flaxckpt._arrays import read_raw as arrays_read_raw
-from flaxckpt._arrays import read_tasks
+from flaxckpt._arrays import read_files
 from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._zarr import checksums as zarr_checksums
@@ -121,7 +120,7 @@ def test_damage_is_found_where_it_is_needed_and_only_there(
     dtype = "float64" if way == "cast" else "float32"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zarr_chunk_file, "MAPPED_FROM", 0)
-        patch.setattr(read_tasks, "_SMALL_GAP_BYTES", 1)
+        patch.setattr(read_files, "_SMALL_GAP_BYTES", 1)
         real = zarr_chunk_file.read
 
         def read(block, into, *, verify, start=0):
@@ -133,10 +132,10 @@ def test_damage_is_found_where_it_is_needed_and_only_there(
         patch.setattr(zarr_chunk_file, "read", read)
 
         def found():
-            reading = arrays_read_raw.from_files(
+            reading = read_files.from_files(
                 raw, info, regions, dtype=dtype, memory_map=way == "map", verify=True
             )
-            read_tasks.run([reading])
+            read_files.run([reading])
             return reading.result()
 
         for region, values in found().items():
@@ -162,13 +161,13 @@ def test_without_verification_only_the_bytes_are_read(tmp_path, checksum):
     raw, info = written(tmp_path, array, array.shape, 2**16, encoding)
     for region in (((3, 5), (0, 2**15)), ((3, 5), (100, 200)), ((0, 64), (7, 8))):
         with counting() as count:
-            reading = arrays_read_raw.from_files(
+            reading = read_files.from_files(
                 *(raw, info, [region]),
                 dtype="float32",
                 memory_map=False,
                 verify=not checksum,  # nothing to verify without checksums
             )
-            read_tasks.run([reading])
+            read_files.run([reading])
         values = reading.result()[region]
         wanted = array[tuple(slice(*b) for b in region)]
         np.testing.assert_array_equal(values, wanted)
@@ -332,13 +331,13 @@ def test_a_part_of_a_chunk_is_all_that_is_read(tmp_path, items):
     for start in (0, 512, 500, 4096 - 512):
         region = (start, start + 512), (0, 1024)
         with counting() as count:
-            reading = arrays_read_raw.from_files(
+            reading = read_files.from_files(
                 *(raw, table["a/w"].info, [region]),
                 dtype="float32",
                 memory_map=False,
                 verify=True,
             )
-            read_tasks.run([reading])
+            read_files.run([reading])
         values = reading.result()[region]
         np.testing.assert_array_equal(values, state["a"]["w"][start : start + 512])
         tail = 4 * (start + 512 == 4096)
@@ -401,13 +400,13 @@ def test_stores_are_asked_for_the_needed_bytes(tmp_path, rows):
     content = chunk.read_bytes()
 
     def found():
-        reading = arrays_read_raw.from_files(
+        reading = read_files.from_files(
             *(leaf.sources[0].raw, leaf.info, [region]),
             dtype="float32",
             memory_map=True,
             verify=True,
         )
-        read_tasks.run([reading])
+        read_files.run([reading])
         return reading.result()[region]
 
     sizes = []

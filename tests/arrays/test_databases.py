@@ -9,8 +9,8 @@ import pytest
 import tensorstore as ts
 
 import flaxckpt
-from flaxckpt._arrays import read_raw, read_tasks
-from flaxckpt._arrays.databases import Database, Databases, check_digests
+from flaxckpt._arrays import read_files
+from flaxckpt._arrays.read_files import Database, Databases, check_digests
 from flaxckpt._arrays.write import make_index
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._storage.storage import LOCAL
@@ -81,7 +81,7 @@ def test_requested_values_are_read_in_few_calls(tmp_path, values, part):
     reading = database.reading()
     files = len([*(tmp_path / "d").iterdir()])  # TensorStore may make several
     assert 1 <= len(reading.tasks) <= files < len(values) / 100
-    read_tasks.run([reading])
+    read_files.run([reading])
     assert {key: database.value(key) for key in wanted} == {
         key: values[key] for key in wanted
     }
@@ -95,7 +95,7 @@ def test_values_far_apart_are_read_on_their_own(tmp_path):
         database.request(key, 2**15)
     reading = database.reading()
     assert len(reading.tasks) == 2
-    read_tasks.run([reading])
+    read_files.run([reading])
     for key in ("099", "000", "001"):
         assert database.value(key) == values[key]
 
@@ -111,7 +111,7 @@ def test_values_of_several_files_are_read_file_by_file(tmp_path):
     files = {place.file for place in database._requested.values()}
     reading = database.reading()
     assert len(reading.tasks) == len(files) >= 2
-    read_tasks.run([reading])
+    read_files.run([reading])
     for key, value in (values[0] | values[1]).items():
         assert database.value(key) == value
 
@@ -123,7 +123,7 @@ def test_many_bytes_are_read_in_several_calls(tmp_path):
         database.request(key, 2**16)
     reading = database.reading()
     assert len(reading.tasks) == 7
-    read_tasks.run([reading])
+    read_files.run([reading])
     assert {key: database.value(key) for key in values} == values
 
 
@@ -150,7 +150,7 @@ def test_values_come_in_any_order_of_their_names(tmp_path):
     database = Database(make_database(tmp_path, values))
     for key in ("b1", "c2", "a3"):
         database.request(key, 50)
-    read_tasks.run([database.reading()])
+    read_files.run([database.reading()])
     assert {key: database.value(key) for key in values} == values
 
 
@@ -164,7 +164,7 @@ def test_too_little_memory_is_an_error_of_each_value(tmp_path, monkeypatch):
     monkeypatch.setattr(LOCAL, "read_range", fail)
     for key in values:
         database.request(key, 50)
-    read_tasks.run([database.reading()])
+    read_files.run([database.reading()])
     for key in values:
         with pytest.raises(MemoryError):
             database.value(key)
@@ -186,7 +186,7 @@ def test_a_lost_file_is_an_error_of_each_value(tmp_path, values):
         file.unlink()
     for key in large:
         database.request(key, 60)
-    read_tasks.run([database.reading()])
+    read_files.run([database.reading()])
     for key in large:
         with pytest.raises(FileNotFoundError):
             database.value(key)
@@ -201,7 +201,7 @@ def test_fifo_in_place_of_a_file_fails_each_value(tmp_path, values):
         os.mkfifo(file)
     for key in large:
         database.request(key, 60)
-    read_tasks.run([database.reading()])
+    read_files.run([database.reading()])
     for key in large:
         with pytest.raises(ValueError, match="regular"):
             database.value(key)
@@ -225,7 +225,7 @@ def test_each_database_is_opened_once(tmp_path):
     assert databases.open(roots[0], roots[0]) is first
     first.request("a", 50)
     other.request("b", 50)
-    read_tasks.run(databases.readings())
+    read_files.run(databases.readings())
     assert (first.value("a"), other.value("b")) == (bytes(50), bytes(50))
 
 
@@ -291,8 +291,8 @@ def test_no_changed_byte_gives_other_values(tmp_path, size):
         databases = Databases()
         database = databases.open(tmp_path, tmp_path)
         region = ((0, size),)
-        reading = read_raw.from_database(raw, info, [region], database, verify=True)
-        read_tasks.run([*databases.readings(), reading])
+        reading = read_files.from_database(raw, info, [region], database, verify=True)
+        read_files.run([*databases.readings(), reading])
         return reading.result()[region]
 
     for name, array in arrays.items():

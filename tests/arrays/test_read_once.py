@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import flaxckpt
 from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays import read_once as arrays_read_once
+from flaxckpt._arrays import read_plan
 from flaxckpt._formats import locate
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import leaf as state_leaf
@@ -27,7 +28,7 @@ def mesh(**options):
 def job_for(path, wanted):
     [leaf] = locate.read_stored(path, None).table.values()
     [info] = state_flax_state.flatten({"a": wanted}).table.values()
-    return arrays_read.ReadJob(leaf.source, info.info)
+    return read_plan.ReadJob(leaf.source, info.info)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

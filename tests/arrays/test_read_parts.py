@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from flaxckpt import _util
-from flaxckpt._arrays import read_raw, read_tasks
-from flaxckpt._arrays.databases import Databases
-from flaxckpt._arrays.spans import Span
+from flaxckpt._arrays import read_files
+from flaxckpt._arrays.read_files import Databases
+from flaxckpt._arrays.read_plan import Span
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt._zarr import chunk_file, metadata
 from flaxckpt._zarr.metadata import Encoding, RawArray
@@ -51,13 +51,13 @@ def random_regions(draws, shape):
 
 
 def read(raw, info, regions, *, dtype=None, memory_map=False, verify=True):
-    reading = read_raw.from_files(
+    reading = read_files.from_files(
         *(raw, info, regions),
         dtype=dtype or info.dtype,
         memory_map=memory_map,
         verify=verify,
     )
-    read_tasks.run([reading])
+    read_files.run([reading])
     return reading.result()
 
 
@@ -125,7 +125,7 @@ def needed_reads(regions, array, chunk_shape, at_once, gap, *, verify):
 def test_only_the_needed_bytes_are_read_and_once(
     tmp_path, monkeypatch, reads, shape, chunk_shape, verify, gap
 ):
-    monkeypatch.setattr(read_tasks, "_SMALL_GAP_BYTES", gap)
+    monkeypatch.setattr(read_files, "_SMALL_GAP_BYTES", gap)
     array = numbers(shape)
     raw, info = written(tmp_path, array, chunk_shape, 8)
     at_once = (
@@ -204,7 +204,7 @@ def test_damage_is_found_in_the_needed_segments_only(
     array, chunk_shape = numbers((*shape, page)), (*chunk_shape, page)
     raw, info = written(tmp_path, array, chunk_shape, 8 * page)
     monkeypatch.setattr(chunk_file, "MAPPED_FROM", 0)
-    monkeypatch.setattr(read_tasks, "_SMALL_GAP_BYTES", 1)
+    monkeypatch.setattr(read_files, "_SMALL_GAP_BYTES", 1)
     options = {
         "dtype": "float64" if way == "cast" else "float32",
         "memory_map": way == "map",
@@ -351,8 +351,8 @@ def span_of(path, array):
 
 
 def read_span(span, regions, dtype, *, memory_map):
-    reading = read_raw.from_span(span, regions, dtype=dtype, memory_map=memory_map)
-    read_tasks.run([reading])
+    reading = read_files.from_span(span, regions, dtype=dtype, memory_map=memory_map)
+    read_files.run([reading])
     return reading
 
 
@@ -384,7 +384,7 @@ def test_values_are_cast_a_mib_at_a_time(tmp_path, dtype, parts):
 def test_a_byte_range_larger_than_the_memory_is_refused(tmp_path):
     half = _util.memory.free_bytes() // 2  # so many elements fit, but not their bytes
     with pytest.raises(_util.memory.TooLargeError):
-        read_raw.from_span(
+        read_files.from_span(
             Span(tmp_path / "file", 0, (half,), "float64"),
             [((0, half),)],
             dtype="float64",
@@ -406,8 +406,8 @@ def database_of(path, array, chunk_shape, *, checksum=True):
 def read_database(raw, info, regions, *, verify=True):
     databases = Databases()
     database = databases.open(raw.root, raw.root)
-    reading = read_raw.from_database(raw, info, regions, database, verify=verify)
-    read_tasks.run([*databases.readings(), reading])
+    reading = read_files.from_database(raw, info, regions, database, verify=verify)
+    read_files.run([*databases.readings(), reading])
     return reading.result()
 
 

@@ -16,11 +16,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import _util, errors
-from flaxckpt._arrays import chunks_to_write, encode, read_tasks
+from flaxckpt._arrays import chunks_to_write, encode, read_files
 from flaxckpt._arrays import read as arrays_read
-from flaxckpt._arrays import read_raw as arrays_read_raw
 from flaxckpt._arrays import to_host as arrays_to_host
-from flaxckpt._arrays.databases import Databases
+from flaxckpt._arrays.read_files import Databases
 from flaxckpt._state import dtypes as state_dtypes
 from flaxckpt._state import numpy_dtypes as state_numpy_dtypes
 from flaxckpt._state.leaf import LeafInfo
@@ -90,11 +89,9 @@ def read_raw(root, array, chunk_shape, encoding, region, *, ocdbt, memory_map):
     if ocdbt:
         databases = Databases()
         database = databases.open(raw.root, raw.root)
-        reading = arrays_read_raw.from_database(
-            raw, info, [region], database, verify=True
-        )
+        reading = read_files.from_database(raw, info, [region], database, verify=True)
     else:
-        reading = arrays_read_raw.from_files(
+        reading = read_files.from_files(
             raw,
             info,
             [region],
@@ -102,7 +99,7 @@ def read_raw(root, array, chunk_shape, encoding, region, *, ocdbt, memory_map):
             memory_map=memory_map,
             verify=True,
         )
-    read_tasks.run([*databases.readings(), reading] if ocdbt else [reading])
+    read_files.run([*databases.readings(), reading] if ocdbt else [reading])
     return reading.result()[region]
 
 
@@ -129,7 +126,7 @@ def make_tree(root, alignment):
 def read_tree(root, array, chunk_shape, encoding, region, *, memory_map, verify=True):
     raw = RawArray(root, "w", True, encoding)
     databases = Databases()
-    reading = arrays_read_raw.from_files(
+    reading = read_files.from_files(
         raw,
         info_of(array, chunk_shape),
         [region],
@@ -138,7 +135,7 @@ def read_tree(root, array, chunk_shape, encoding, region, *, memory_map, verify=
         memory_map=memory_map,
         verify=verify,
     )
-    read_tasks.run([*databases.readings(), reading])
+    read_files.run([*databases.readings(), reading])
     return reading.result()[region]
 
 

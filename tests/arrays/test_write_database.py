@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flaxckpt
-from flaxckpt._arrays import read_raw, read_tasks, write_database
-from flaxckpt._arrays.databases import Databases
+from flaxckpt._arrays import read_files, write_database
+from flaxckpt._arrays.read_files import Databases
 from flaxckpt._formats import locate
 from flaxckpt._zarr import btree, ocdbt
 from flaxckpt._zarr.metadata import Encoding
@@ -177,13 +177,13 @@ def test_a_part_of_a_leaf_is_read_and_verified_by_segments(tmp_path):
 
     def read(start, stop):
         region = ((start, stop), (0, 1024))
-        reading = read_raw.from_files(
+        reading = read_files.from_files(
             *(stored.raw, stored.info, [region], database),
             dtype="float32",
             memory_map=False,
             verify=True,
         )
-        read_tasks.run([reading])
+        read_files.run([reading])
         return reading.result()[region]
 
     assert (read(0, 8) == state["w"][:8]).all()

@@ -38,12 +38,13 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "_checkpoint/file_sizes.py": ("checkpoint/test_file_sizes.py",),
     "_checkpoint/inventory.py": ("checkpoint/test_file_sizes.py",),
-    "_arrays/databases.py": ("arrays/test_databases.py",),
-    "_arrays/read_tasks.py": (
+    "_arrays/read_files.py": (
         "arrays/test_read_tasks.py",
         "arrays/test_databases.py",
+        "arrays/test_read_parts.py",
+        "arrays/test_byte_ranges.py",
     ),
-    "_arrays/read_raw.py": ("arrays/test_read_parts.py", "arrays/test_byte_ranges.py"),
+    "_arrays/read_plan.py": ("arrays/test_read_parts.py", "arrays/test_byte_ranges.py"),
     "_zarr/chunk_file.py": ("arrays/test_chunk_file.py",),
 }
 """Module below `flaxckpt` -> files of tests below `tests`."""

@@ -14,7 +14,7 @@ import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _arrays
-from flaxckpt._arrays.spans import Span
+from flaxckpt._arrays.read_plan import Span
 from flaxckpt._zarr.metadata import Array
 
 BLOCK: Final = 32
@@ -39,7 +39,7 @@ def open_q8_0(blocks: Span, context: ts.Context) -> ts.Future[ts.TensorStore]:
         first, last = start // BLOCK, -(-stop // BLOCK)
         extent = (*target.shape[:-1], last - first, blocks.shape[-1])
         encoded = np.empty(extent, np.uint8)
-        _arrays.byte_ranges.read_into(encoded, blocks, (*domain.origin[:-1], first, 0))
+        _arrays.read_files.read_into(encoded, blocks, (*domain.origin[:-1], first, 0))
         values = decode_q8_0(encoded)
         begin = start - first * BLOCK
         target[...] = values[..., begin : begin + target.shape[-1]]
@@ -49,11 +49,11 @@ def open_q8_0(blocks: Span, context: ts.Context) -> ts.Future[ts.TensorStore]:
         dtype=ts.float32,
         shape=shape,
         chunk_layout=ts.ChunkLayout(
-            read_chunk_shape=_arrays.byte_ranges.part_shape(shape, 4)
+            read_chunk_shape=_arrays.read_plan.part_shape(shape, 4)
         ),
         context=context,
     )
-    return _arrays.byte_ranges.completed_future(store)
+    return _arrays.read.completed_future(store)
 
 
 def decode_q8_0(blocks: Array) -> Array:

@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 
 from flaxckpt import _state, _storage, errors
-from flaxckpt._arrays.spans import Span
+from flaxckpt._arrays.read_plan import Span
 from flaxckpt._formats import array_names, file_leaves, plain
 from flaxckpt._formats.gguf import header as gguf_header
 from flaxckpt._formats.gguf import quantization

@@ -128,7 +128,7 @@ def _leaf(
             dtype = _state.dtypes.stored_name(value.dtype)
             assert dtype is not None, value
             file = stamps[value.file]
-            span = _arrays.spans.Span(
+            span = _arrays.read_plan.Span(
                 file.path, 0, value.shape, dtype, value.pieces, file.identity
             )
             info = LeafInfo(

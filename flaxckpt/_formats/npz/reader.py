@@ -154,7 +154,7 @@ def _c_shape(header: NpyHeader) -> Shape:
 def _open_stored(
     member: Member, header: NpyHeader, context: ts.Context
 ) -> ts.Future[ts.TensorStore]:
-    span = _arrays.spans.Span(
+    span = _arrays.read_plan.Span(
         member.archive.path,
         member.offset + header.nbytes,
         _c_shape(header),
@@ -162,8 +162,8 @@ def _open_stored(
         identity=member.archive.identity,
         is_big_endian=header.is_big_endian,
     )
-    store = _arrays.byte_ranges.open(span, context).result()
-    return _arrays.byte_ranges.completed_future(store.T if header.is_fortran else store)
+    store = _arrays.read.open_span(span, context).result()
+    return _arrays.read.completed_future(store.T if header.is_fortran else store)
 
 
 def _open_deflated(
@@ -194,4 +194,4 @@ def _open_deflated(
         ),
         context=context,
     )
-    return _arrays.byte_ranges.completed_future(store.T if header.is_fortran else store)
+    return _arrays.read.completed_future(store.T if header.is_fortran else store)

@@ -119,7 +119,7 @@ def _leaf_table(
         if info.dtype is not None:
             name = described.names[info.path]
             tensor, file = tensors[name], files[name]
-            span = _arrays.spans.Span(
+            span = _arrays.read_plan.Span(
                 file.path,
                 tensor.offset,
                 tensor.shape,

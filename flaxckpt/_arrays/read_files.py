@@ -1,0 +1,726 @@
+"""Reads plain values, which need no decoding, from chunks and byte ranges of files.
+
+Chunks are mapped if possible without a copy. Otherwise they are read directly into the
+array, or through a buffer if not contiguous there. Small arrays of a database are read
+together with others. Arrays in byte ranges of a file are mapped, or read in parts.
+Values of another type than the wanted are cast while they are read.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flaxckpt import _state, _storage, _util
+from flaxckpt._arrays import forms, read_plan
+from flaxckpt._arrays.read_plan import Form, Span
+from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._types import Shape
+from flaxckpt._zarr import chunk_file
+from flaxckpt._zarr import metadata as zarr_metadata
+from flaxckpt._zarr import ocdbt as zarr_ocdbt
+from flaxckpt._zarr.btree import Place, Value
+from flaxckpt._zarr.chunk_file import Block, Bytes
+from flaxckpt._zarr.metadata import Array, RawArray, Region
+
+THREADS = 8
+"""Threads that read files. More than cores: some wait for the disk."""
+
+_THREADS_IN_STORES = 32
+"""Threads that read objects: they mostly wait for the network."""
+
+_SMALL_GAP_BYTES = 2**16
+_SMALL_GAP_IN_STORES_BYTES = 2**22
+"""Smaller gaps between bytes are read, too: another request would take longer."""
+
+_VALUES_AT_ONCE = 2**20
+"""Bytes of small values that are read in a call."""
+
+_CAST_AT_ONCE = 2**20
+"""Bytes that are read and cast at a time: few enough for the cache of a core."""
+
+_MAX_METADATA_BYTES = 2**20
+
+_SMALL_BYTES = 2**20
+"""Size in bytes up to which arrays of a database are read together."""
+
+
+# ---- readings in progress -------------------------------------------------------
+
+
+class Reading:
+    """A read of a leaf in progress.
+
+    Args:
+        tasks: Tasks to run first, in any order and on any thread.
+        arrays: Returns the values after all tasks: region -> values. `result` raises
+            ValueError and OSError of `arrays` and of tasks.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Callable[[], None]],
+        arrays: Callable[[], Mapping[Region, Array]],
+    ) -> None:
+        self._errors: list[Exception] = []
+        # No methods of this object: a cycle would hold the values, perhaps the size of
+        # the whole state, until the garbage collector runs.
+        self.tasks = tuple(
+            [functools.partial(_attempt, task, self._errors) for task in tasks]
+        )
+        self._arrays = arrays
+
+    def result(self) -> Mapping[Region, Array]:
+        """Returns the values: region -> values.
+
+        Raises:
+            ValueError, OSError: Values are missing or damaged.
+        """
+        if self._errors:
+            raise self._errors[0]
+        return self._arrays()
+
+
+def _attempt(task: Callable[[], None], errors: list[Exception]) -> None:
+    """Runs a task; adds an error that the reading is to raise to `errors`."""
+    try:
+        task()
+    except (ValueError, OSError) as error:
+        errors.append(error)
+    except MemoryError:
+        errors.append(_util.memory.TooLargeError())
+
+
+def failed_reading(error: Exception) -> Reading:
+    """Returns a reading with an error as its result."""
+
+    def fail() -> None:
+        raise error
+
+    return Reading([fail], dict)
+
+
+def run(readings: Sequence[Reading], *, in_store: bool = False) -> None:
+    """Runs the tasks of all readings, in files or in an object store."""
+    tasks = [task for reading in readings for task in reading.tasks]
+    threads = _THREADS_IN_STORES if in_store else THREADS
+    _util.threads.each(lambda task: task(), tasks, threads=threads)
+
+
+def small_gap(path: Path) -> int:
+    """Returns the bytes below which a gap between values is read, too."""
+    if _storage.of(path).costs_requests:
+        return _SMALL_GAP_IN_STORES_BYTES
+    return _SMALL_GAP_BYTES
+
+
+# ---- databases ------------------------------------------------------------------
+
+
+class Database:
+    """A database, opened and checked.
+
+    Its small values are not read through TensorStore, which takes several times as
+    long: they are in the index, or in files of the database, where values that are read
+    together are mostly adjacent. `request` values, run the tasks of `reading`, and take
+    each from `value`. Large values have a `place`.
+
+    Args:
+        root: The directory of the database, with checked links.
+        sizes: Its files with values -> recorded bytes; None if not recorded.
+
+    Raises:
+        ValueError, OSError: The index is damaged, or cannot be read.
+    """
+
+    def __init__(self, root: Path, sizes: Mapping[str, int] | None = None) -> None:
+        self._root = root
+        self._index = zarr_ocdbt.open_index(root)
+        self._sizes = sizes
+        self._checked: set[str] = set()
+        self._requested: dict[str, Place] = {}
+        self._uses: collections.Counter[str] = collections.Counter()
+        self._read: dict[str, bytes | Exception] = {}
+
+    def _find(self, key: str) -> Value:
+        found = self._index.find(key)
+        if isinstance(found, Place) and self._sizes is not None:
+            self._check_place(found, self._sizes)
+        return found
+
+    def _check_place(self, place: Place, sizes: Mapping[str, int]) -> None:
+        """Raises ValueError for a place outside of the recorded files of the database.
+
+        Also for a local file of another size.
+        """
+        size = sizes.get(place.file)
+        if size is None:
+            raise ValueError(f"the index names {place.file[:80]}, which was not saved")
+        if place.offset + place.size > size:
+            raise ValueError(
+                f"the index has a place behind the {size} bytes of {place.file}"
+            )
+        if place.file not in self._checked:
+            file = self._root / place.file
+            found = _storage.of(file).known_size(file, None)
+            if found is not None and found != size:
+                raise ValueError(f"{file.name} has {found} bytes instead of {size}")
+            self._checked.add(place.file)
+
+    def is_inline(self, key: str) -> bool:
+        """Returns True if a value is in the index.
+
+        Raises:
+            ValueError: The value is missing.
+        """
+        return isinstance(self._find(key), bytes)
+
+    def place(self, key: str, size: int) -> Place:
+        """Returns the place of a value that is not in the index.
+
+        Raises:
+            ValueError: The value is missing, or does not have `size` bytes.
+        """
+        found = self._find(key)
+        found_bytes = len(found) if isinstance(found, bytes) else found.size
+        if isinstance(found, bytes) or found.size != size:
+            raise ValueError(f"{key} has {found_bytes} bytes instead of {size}")
+        return found
+
+    def request(self, key: str, max_bytes: int) -> None:
+        """Requests a value; `value` must be called as often, as leaves share arrays.
+
+        Raises:
+            ValueError: The value is missing, or is larger than `max_bytes`.
+        """
+        found = self._find(key)
+        if isinstance(found, bytes):
+            self._read[key] = found
+        elif found.size > max_bytes:
+            raise ValueError(f"{key} has {found.size} bytes instead of {max_bytes}")
+        else:
+            self._requested[key] = found
+        self._uses[key] += 1
+
+    def reading(self) -> Reading:
+        """Returns a reading with the tasks that read the requested values."""
+        gap = small_gap(self._root)
+        pieces: list[list[tuple[str, Place]]] = []
+        start, end, file = 0, 0, ""
+        by_place = sorted(self._requested.items(), key=lambda item: item[1])
+        for key, place in by_place:
+            stop = place.offset + place.size
+            is_near = place.file == file and place.offset - end <= gap
+            if not is_near or stop - start > _VALUES_AT_ONCE:
+                pieces.append([])
+                start, end, file = place.offset, stop, place.file
+            pieces[-1].append((key, place))
+            end = max(end, stop)
+        self._requested = {}
+        tasks = [functools.partial(self._read_piece, piece) for piece in pieces]
+        return Reading(tasks, dict)
+
+    def read(self) -> None:
+        """Reads the requested values now."""
+        in_store = _storage.of(self._root).costs_requests
+        run([self.reading()], in_store=in_store)
+
+    def _read_piece(self, values: Sequence[tuple[str, Place]]) -> None:
+        """Reads values that are near each other in a file, the first at the start."""
+        start = values[0][1].offset
+        stop = max(place.offset + place.size for _, place in values)
+        file = self._root / values[0][1].file
+        try:
+            content = _storage.of(file).read_range(file, start, stop - start)
+        except (ValueError, OSError, MemoryError) as error:
+            self._read.update((key, error) for key, _ in values)
+            return
+        for key, place in values:
+            offset = place.offset - start
+            self._read[key] = content[offset : offset + place.size]
+
+    def value(self, key: str) -> bytes:
+        """Returns a requested value after the tasks of `reading`.
+
+        It is shorter than in the index if its file ends too early.
+
+        Raises:
+            ValueError, OSError, MemoryError: The value cannot be read.
+        """
+        value = self._read[key]
+        self._uses[key] -= 1
+        if not self._uses[key]:
+            del self._read[key], self._uses[key]
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+
+class Databases:
+    """Databases of a restore, each opened and verified once."""
+
+    def __init__(self) -> None:
+        self._opened: dict[Path, Database] = {}
+        self._faults: dict[Path, Exception] = {}
+
+    def open(
+        self,
+        root: Path,
+        checkpoint: Path,
+        *,
+        check: Callable[[], None] | None = None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> Database:
+        """Returns the opened database.
+
+        Args:
+            root: The directory of the database.
+            checkpoint: The directory that links in the database must not leave.
+            check: Compares the database with its digests; raises ValueError, OSError.
+            sizes: Its files with values -> recorded bytes; None if not recorded.
+
+        Raises:
+            ValueError, OSError: The database has a link to the outside, has changed
+                since it was written, or is missing.
+        """
+        opened = self._opened.get(root)
+        if opened is not None:
+            return opened
+        if root in self._faults:
+            raise self._faults[root]
+        try:
+            self._opened[root] = opened = self._open(root, checkpoint, check, sizes)
+        except (ValueError, OSError) as error:
+            self._faults[root] = error
+            raise
+        return opened
+
+    def _open(
+        self,
+        root: Path,
+        checkpoint: Path,
+        check: Callable[[], None] | None,
+        sizes: Mapping[str, int] | None,
+    ) -> Database:
+        _storage.of(root).check_root(root, checkpoint)
+        with _storage.paths.read_ahead(
+            [root / name for name in zarr_metadata.INDEX_FILES]
+        ):
+            if check is not None:
+                check()
+            return Database(root, sizes)
+
+    def readings(self) -> list[Reading]:
+        """Returns readings with the tasks that read the requested values."""
+        return [database.reading() for database in self._opened.values()]
+
+
+def check_digests(root: Path, digests: Mapping[str, str], *, max_bytes: int) -> None:
+    """Compares the files of arrays below `root` with their digests.
+
+    Raises:
+        ValueError: A file has changed, or is larger than `max_bytes`.
+        OSError: A file is missing, or cannot be read.
+    """
+
+    def check(name: str) -> None:
+        found = _storage.of(root).digest_file(root / name, max_bytes=max_bytes)
+        _storage.files.check_digest(name, found, digests[name])
+
+    _util.threads.each(check, digests, threads=THREADS)
+
+
+# ---- chunks ---------------------------------------------------------------------
+
+
+def from_files(
+    raw: RawArray,
+    info: LeafInfo,
+    regions: Sequence[Region],
+    database: Database | None = None,
+    *,
+    dtype: str,
+    memory_map: bool,
+    verify: bool,
+) -> Reading:
+    """Reads `regions` of an array from files.
+
+    Args:
+        raw: The array.
+        info: The stored leaf.
+        regions: The regions.
+        database: The open database of the array; None for a directory with its chunks.
+            The tasks of `Databases.readings` must run before the result is taken.
+        dtype: Name of the type to return: the stored type, or one to cast to.
+        memory_map: True to map files if possible without a copy.
+        verify: True to compare chunks with their checksums.
+
+    Raises:
+        ValueError, OSError: A file or a value is missing or has the wrong size.
+    """
+    form = read_plan.form_of(raw, info)
+    tasks: list[Callable[[], None]] = []
+    check: Callable[[], None] | None = None
+    if database is not None:
+        check = metadata_check(raw, info, database, verify=verify)
+        verify = verify and not raw.has_digests  # digests cover the whole database
+    elif verify:
+        metadata = raw.root / raw.name / zarr_metadata.METADATA
+        tasks.append(lambda: form.check_metadata(chunk_file.read_small(metadata)))
+    may_map = memory_map and dtype == form.stored and _storage.of(raw.root).can_map
+    arrays: dict[Region, Array] = {}
+    for box, inside in read_plan.group(regions, form.chunk_shape).items():
+        needs: dict[str, list[tuple[Region, Region]]] = {}
+        for region in inside:
+            for key, bounds in zarr_metadata.chunks(region, form.chunk_shape):
+                needs.setdefault(key, []).append((region, bounds))
+        blocks = {
+            chunk.key: _block(raw, form, chunk, database)
+            for chunk in zarr_metadata.chunks(box, form.chunk_shape)
+        }
+        run = _map(form, [*blocks.values()]) if may_map and blocks else None
+        if run is not None:
+            values = form.values(run, box)
+            for region in inside:
+                arrays[region] = values[zarr_metadata.within(region, box)]
+            for n, (key, block) in enumerate(blocks.items() if verify else ()):
+                content = run[n * block.size : (n + 1) * block.size]
+                needed = [bounds for _, bounds in needs.get(key, ())]
+                tasks += [
+                    functools.partial(chunk_file.verify_mapped, block, content, *part)
+                    for part in form.byte_ranges(needed, block.verified_at_once, 0)
+                ]
+            continue
+        for region in inside:
+            extent = zarr_metadata.extent(region)
+            arrays[region] = empty(extent, _state.numpy_dtypes.to_numpy(dtype))
+        for key, places in needs.items():
+            parts = [
+                (arrays[region][zarr_metadata.within(bounds, region)], bounds)
+                for region, bounds in places
+            ]
+            tasks.append(functools.partial(_fill, form, blocks[key], parts, verify))
+
+    def result() -> Mapping[Region, Array]:
+        if check is not None:
+            check()
+        return arrays
+
+    return Reading(tasks, result)
+
+
+def _block(
+    raw: RawArray,
+    form: Form,
+    chunk: zarr_metadata.Chunk,
+    database: Database | None = None,
+) -> Block:
+    """Returns the place of a chunk: in its own file, or in one of the database."""
+    block = Block(
+        raw.root / raw.name / chunk.key, form.chunk_bytes, form.encoding.checksum
+    )
+    if database is not None:
+        key = zarr_metadata.database_key(raw.name, chunk.key)
+        place = database.place(key, form.stored_bytes)
+        path = raw.root / place.file
+        block = block._replace(path=path, offset=place.offset, key=chunk.key)
+    if raw.checksums is None:
+        return block
+    index = [
+        start // size
+        for (start, _), size in zip(chunk.bounds, form.chunk_shape, strict=True)
+    ]
+    return block._replace(
+        segment_bytes=raw.checksums.segment_bytes,
+        checksums=raw.checksums.of_segments(index, block.size),
+        recorded=raw.checksums.of_chunk(index),
+    )
+
+
+def _map(form: Form, blocks: Sequence[Block]) -> Bytes | None:
+    """Maps chunks contiguously; returns None if not possible."""
+    if form.chunk_bytes < chunk_file.MAPPED_FROM or not form.is_run(len(blocks)):
+        return None
+    if not all(map(chunk_file.can_map, blocks)):
+        return None
+    try:
+        if len(blocks) == 1:
+            return chunk_file.map_block(blocks[0])
+        if not chunk_file.can_join([form.chunk_bytes] * len(blocks)):
+            return None
+        return chunk_file.map_blocks(blocks)
+    except OSError as error:
+        if error.errno in (errno.ENOMEM, errno.ENODEV):
+            return None  # no more maps, or no support by the file system
+        raise
+
+
+def empty(shape: Shape, dtype: np.dtype[Any]) -> Array:
+    """Returns an uninitialized array, in memory that jax uses without a copy."""
+    memory = chunk_file.empty(math.prod(shape) * dtype.itemsize)
+    return memory.view(dtype).reshape(shape)
+
+
+def _fill(
+    form: Form, block: Block, parts: Sequence[tuple[Array, Region]], verify: bool
+) -> None:
+    """Reads parts of a chunk: each a target, and the region of its values."""
+    at_once = block.verified_at_once if verify else 1
+    gap = small_gap(block.path)
+    ranges = form.byte_ranges([bounds for _, bounds in parts], at_once, gap)
+    if len(parts) == 1 and len(ranges) == 1:
+        [(target, bounds)], [(start, stop)] = parts, ranges
+        (first, end), *others = form.byte_ranges([bounds], 1, gap)
+        if (
+            target.flags.c_contiguous
+            and target.dtype == form.dtype
+            and target.nbytes == end - first
+            and not others
+        ):
+            before = np.empty(first - start, np.uint8)
+            memory = target.reshape(-1).view(np.uint8)
+            after = np.empty(stop - end, np.uint8)
+            into = [before.data, memory.data, after.data]
+            chunk_file.read(block, into, start=start, verify=verify)
+            return
+    buffer = chunk_file.empty(block.size)  # takes memory only where it is filled
+    for start, stop in ranges:
+        into = [buffer[start:stop].data]
+        chunk_file.read(block, into, start=start, verify=verify)
+    for target, bounds in parts:
+        _state.numpy_dtypes.cast_into(target, form.values(buffer, bounds))
+
+
+def is_small(raw: RawArray, info: LeafInfo, database: Database) -> bool:
+    """Returns True if an array in a database is read together with others.
+
+    Raises:
+        ValueError: The database lacks a value.
+    """
+    form = read_plan.form_of(raw, info)
+    if forms.stored_bytes(info) <= _SMALL_BYTES:
+        return True
+    whole = zarr_metadata.chunks(zarr_metadata.whole(form.shape), form.chunk_shape)
+    first = next(iter(whole))
+    return database.is_inline(zarr_metadata.database_key(raw.name, first.key))
+
+
+def from_database(
+    raw: RawArray,
+    info: LeafInfo,
+    regions: Sequence[Region],
+    database: Database,
+    *,
+    verify: bool,
+) -> Reading:
+    """Reads `regions` of an array from an open database.
+
+    The tasks of `Databases.readings` must run before the result is taken.
+
+    Raises:
+        ValueError: The database lacks a value.
+    """
+    form = read_plan.form_of(raw, info)
+    check = metadata_check(raw, info, database, verify=verify)
+    verify = verify and not raw.has_digests  # digests cover the whole database
+    chunks: dict[str, list[tuple[Region, zarr_metadata.Chunk]]] = {}
+    for region in regions:
+        for chunk in zarr_metadata.chunks(region, form.chunk_shape):
+            name = zarr_metadata.database_key(raw.name, chunk.key)
+            chunks.setdefault(name, []).append((region, chunk))
+    for name in chunks:
+        database.request(name, form.stored_bytes)
+
+    def arrays() -> Mapping[Region, Array]:
+        if check is not None:
+            check()
+        parts: dict[Region, list[tuple[Region, Array]]] = {r: [] for r in regions}
+        for name, places in chunks.items():
+            content = np.frombuffer(database.value(name), np.uint8)
+            if len(content) != form.stored_bytes:
+                raise ValueError(
+                    f"{name} has {len(content)} bytes instead of {form.stored_bytes}"
+                )
+            values, tail = content[: form.chunk_bytes], content[form.chunk_bytes :]
+            if verify and form.encoding.checksum:
+                block = _block(raw, form, places[0][1])
+                chunk_file.check(block, [values.data], tail.tobytes())
+            for region, chunk in places:
+                parts[region].append((chunk.bounds, form.values(values, chunk.bounds)))
+        return {region: _join(form, region, parts[region]) for region in regions}
+
+    return Reading([], arrays)
+
+
+def _join(form: Form, region: Region, parts: Sequence[tuple[Region, Array]]) -> Array:
+    """Returns the values of `region`, given the values of all parts of it."""
+    if len(parts) == 1:
+        return parts[0][1]
+    target = empty(zarr_metadata.extent(region), form.dtype)
+    for bounds, part in parts:
+        target[zarr_metadata.within(bounds, region)] = part
+    return target
+
+
+def metadata_check(
+    raw: RawArray, info: LeafInfo, database: Database, *, verify: bool
+) -> Callable[[], None] | None:
+    """Requests the metadata of an array in an open database.
+
+    Returns:
+        A function to call after the tasks of `Databases.readings`, which compares the
+        metadata with the recorded form, and raises ValueError if it differs; None if
+        it need not be compared.
+
+    Raises:
+        ValueError: The metadata is missing.
+    """
+    if not verify or raw.has_digests:  # digests cover the whole database
+        return None
+    form = read_plan.form_of(raw, info)
+    name = zarr_metadata.database_key(raw.name, zarr_metadata.METADATA)
+    database.request(name, _MAX_METADATA_BYTES)
+    return lambda: form.check_metadata(database.value(name))
+
+
+# ---- byte ranges of a file ------------------------------------------------------
+
+
+def from_span(
+    span: Span, regions: Sequence[Region], *, dtype: str, memory_map: bool
+) -> Reading:
+    """Reads `regions` of an array from a byte range.
+
+    Args:
+        span: The array.
+        regions: The regions.
+        dtype: Name of the type to return: the stored type, or one to cast to.
+        memory_map: True to map the file if possible without a copy.
+
+    Raises:
+        OSError: The file has changed since its header was read.
+        TooLargeError: The memory is not free.
+    """
+    may_map = memory_map and dtype == span.dtype
+    mapped = map_values(span) if may_map else None
+    if mapped is not None:
+        parts = {
+            region: mapped[tuple(slice(*bounds) for bounds in region)]
+            for region in regions
+        }
+        return Reading([], lambda: parts)
+    form = _state.numpy_dtypes.to_numpy(dtype)
+    sizes = [math.prod(zarr_metadata.extent(region)) for region in regions]
+    _util.memory.check(sum(sizes) * form.itemsize)
+    tasks: list[Callable[[], None]] = []
+    arrays: dict[Region, Array] = {}
+    part_shape = (
+        read_plan.part_shape(span.shape, span.itemsize)
+        if dtype == span.dtype
+        else read_plan.part_shape(span.shape, span.itemsize, _CAST_AT_ONCE)
+    )
+    for region in regions:
+        arrays[region] = target = empty(zarr_metadata.extent(region), form)
+        for _, bounds in zarr_metadata.chunks(region, part_shape):
+            part = target[zarr_metadata.within(bounds, region)]
+            origin = [start for start, _ in bounds]
+            tasks.append(functools.partial(_fill_part, part, span, origin))
+    return Reading(tasks, lambda: arrays)
+
+
+def _fill_part(target: Array, span: Span, origin: Sequence[int]) -> None:
+    """Reads the values of `span` from the index `origin` on into `target`."""
+    if target.dtype.name == span.dtype:
+        read_into(target, span, origin)
+    else:
+        values = np.empty(target.shape, _state.numpy_dtypes.to_numpy(span.dtype))
+        read_into(values, span, origin)
+        _state.numpy_dtypes.cast_into(target, values)
+
+
+def read_into(target: Array, span: Span, origin: Sequence[int]) -> None:
+    """Fills `target` with the elements of `span` from the index `origin` on.
+
+    Raises:
+        OSError: The file has changed since its header was read, or ends too early.
+        ValueError: An array of bools has other bytes than 0 and 1.
+    """
+    # A few whole rows of the array, or a part of a row: few runs of bytes.
+    outer = read_plan.outer_axes(span.shape, target.shape)
+    with _open_file(span) as descriptor:
+        for index in np.ndindex(target.shape[:outer]):
+            start = [*origin]
+            for axis, i in enumerate(index):
+                start[axis] += i
+            _read_run(descriptor, span, start, target[(*index, ...)])
+
+
+def map_values(span: Span) -> Array | None:
+    """Maps the whole array, copy-on-write.
+
+    Returns:
+        The values, aligned for jax; None if they cannot be mapped.
+
+    Raises:
+        OSError: The file has changed since its header was read.
+    """
+    if not span.is_replaced_only or span.pieces or span.is_big_endian:
+        return None
+    if span.offset % chunk_file.ALIGNMENT or span.nbytes < chunk_file.MAPPED_FROM:
+        return None
+    with _open_file(span) as descriptor:
+        content = chunk_file.map_range(descriptor, span.offset, span.nbytes)
+    if content is None:
+        return None
+    return content.view(_state.numpy_dtypes.to_numpy(span.dtype)).reshape(span.shape)
+
+
+@contextlib.contextmanager
+def _open_file(span: Span) -> Iterator[int]:
+    """Yields the descriptor of the file, after checking its identity."""
+    with _storage.of(span.file).open_file(span.file) as file:
+        identity = _storage.files.identity(os.fstat(file.fileno()))
+        if span.identity not in (None, identity):
+            raise OSError(
+                f"{span.file} was replaced or changed since it was opened; load it"
+                " again"
+            )
+        yield file.fileno()
+
+
+def _read_run(descriptor: int, span: Span, start: Sequence[int], target: Array) -> None:
+    """Fills `target` with the elements from `start` on."""
+    run = target if target.flags.c_contiguous else np.empty_like(target, order="C")
+    element = 0
+    for size, i in zip(span.shape, start, strict=True):
+        element = element * size + i
+    view = run.reshape(-1).view(np.uint8).data
+    start_byte = element * span.itemsize
+    for begin, size in span.pieces or ((span.offset, span.nbytes),):
+        if view and start_byte < size:
+            count = min(size - start_byte, len(view))
+            _read_at(descriptor, span.file, begin + start_byte, view[:count])
+            view = view[count:]
+        start_byte = max(start_byte - size, 0)
+    if span.is_big_endian:
+        run.byteswap(inplace=True)
+    _state.numpy_dtypes.check_bools(run)
+    if run is not target:
+        target[...] = run
+
+
+def _read_at(descriptor: int, file: Path, position: int, view: memoryview) -> None:
+    while view:
+        count = os.preadv(descriptor, [view], position)
+        if not count:
+            raise OSError(f"{file} ends at byte {position}, in the middle of an array")
+        view, position = view[count:], position + count

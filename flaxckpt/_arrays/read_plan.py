@@ -1,0 +1,352 @@
+"""What a read reads: the parts of leaves, of chunks and of byte ranges. Pure.
+
+`_arrays.read_files` and `_arrays.read` read it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flaxckpt import _state, _util
+from flaxckpt._arrays import forms
+from flaxckpt._state.leaf import LeafInfo, StoredLeaf
+from flaxckpt._types import Shape
+from flaxckpt._zarr import checksums
+from flaxckpt._zarr import metadata as zarr_metadata
+from flaxckpt._zarr.metadata import Array, RawArray, Region
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from flaxckpt._zarr.chunk_file import Bytes
+
+_DECODED_AT_ONCE = 128 * 2**20
+"""Bytes that TensorStore decodes at a time, beside the encoded bytes."""
+
+_PART_BYTES = 8 * 2**20
+"""Bytes per read: large enough for a disk, small enough for several cores."""
+
+
+# ---- leaves ---------------------------------------------------------------------
+
+
+class ReadJob(NamedTuple):
+    """A leaf to read, with the form to return.
+
+    Attributes:
+        stored: The leaf in the checkpoint.
+        wanted: The type, sharding and kind of the returned value.
+    """
+
+    stored: StoredLeaf
+    wanted: LeafInfo
+
+    @property
+    def found(self) -> LeafInfo:
+        """Stored form of the leaf."""
+        return self.stored.info
+
+
+class Work(NamedTuple):
+    """A leaf to read.
+
+    Attributes:
+        job: The leaf.
+        reads: Region to read -> regions in it that devices need.
+        nbytes: Uncompressed size of the regions to read, in bytes.
+    """
+
+    job: ReadJob
+    reads: Mapping[Region, list[Region]]
+    nbytes: int
+
+    @classmethod
+    def of(cls, job: ReadJob) -> Work:
+        """Returns the work of this process for a leaf."""
+        # `read_files` shares the chunks.
+        once = job.stored.raw is None
+        reads = _regions_to_read(job.found, job.wanted, once=once)
+        elements = sum(math.prod(zarr_metadata.extent(region)) for region in reads)
+        bits = _state.dtypes.item_bits(forms.stored_form(job.found)[1])
+        return cls(job, reads, elements * bits // 8)
+
+
+def bytes_here(job: ReadJob) -> int:
+    """Returns the uncompressed bytes that this process reads for a leaf."""
+    if job.found.dtype is None or _is_whole(job.wanted):
+        return forms.stored_bytes(job.found)
+    return Work.of(job).nbytes
+
+
+def batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[Work]]:
+    """Yields batches of raw arrays, and then of arrays to decode."""
+    for is_raw in (True, False):
+        at_once = max_bytes if is_raw else min(max_bytes, _DECODED_AT_ONCE)
+        works = (Work.of(job) for job in jobs if _is_raw(job.stored) == is_raw)
+        sized = ((work, work.nbytes) for work in works)
+        yield from _util.memory.batches(sized, at_once)
+
+
+def _is_raw(stored: StoredLeaf) -> bool:
+    """Returns True for values that need no decoding."""
+    return stored.raw is not None or stored.span is not None
+
+
+def _regions_to_read(
+    found: LeafInfo, wanted: LeafInfo, *, once: bool
+) -> dict[Region, list[Region]]:
+    """Returns the regions to read -> the regions needed by devices.
+
+    Args:
+        found: The stored leaf.
+        wanted: The leaf with the requested sharding.
+        once: True to read the enclosing region if a chunk overlaps two regions, because
+            it would be read twice.
+    """
+    shape, _ = forms.stored_form(found)
+    if _is_whole(wanted):
+        whole = zarr_metadata.whole(shape)
+        return {whole: [whole]}
+    sharding = wanted.sharding
+    assert sharding is not None, wanted
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    if not indices:
+        return {}  # other processes have all parts
+    regions = list(
+        dict.fromkeys(zarr_metadata.region_of(index or (), shape) for index in indices)
+    )
+    chunk = found.chunk_shape
+    if (
+        not once
+        or len(regions) == 1
+        or (chunk and all(_fits_chunks(r, chunk, shape) for r in regions))
+    ):
+        return {region: [region] for region in regions}
+    return {zarr_metadata.enclosing(regions): regions}
+
+
+def _is_whole(wanted: LeafInfo) -> bool:
+    """Returns True if this process needs a whole leaf in one piece."""
+    sharding = wanted.sharding
+    return (
+        sharding is None
+        or wanted.kind != "array"
+        or (len(sharding.device_set) == 1 and sharding.is_fully_addressable)
+    )
+
+
+def _fits_chunks(region: Region, chunk: Shape, shape: Shape) -> bool:
+    return all(
+        start % part == 0 and (stop % part == 0 or stop == size)
+        for (start, stop), part, size in zip(region, chunk, shape, strict=True)
+    )
+
+
+def dtype_to_read(job: ReadJob) -> str:
+    """Returns the type that values are cast to while they are read.
+
+    Floats are cast then, but not numbers: casts in memory detect overflow.
+    """
+    stored = forms.stored_form(job.found)[1]
+    is_number = job.wanted.is_python_number or job.found.is_python_number
+    if is_number or job.wanted.kind == "prng_key":
+        return stored
+    wanted, found = job.wanted.dtype or "", job.found.dtype or ""
+    is_cast = (
+        _state.dtypes.kind(wanted) == _state.dtypes.kind(found) == "float"
+        and _state.dtypes.stored_name(wanted) == wanted
+        and stored == found
+    )
+    return wanted if is_cast else stored
+
+
+# ---- chunks ---------------------------------------------------------------------
+
+
+class Form:
+    """Form of an array's chunks."""
+
+    def __init__(
+        self,
+        encoding: zarr_metadata.Encoding,
+        shape: Shape,
+        stored: str,
+        chunk_shape: Shape,
+    ) -> None:
+        self.encoding = encoding
+        self.shape = shape
+        self.stored = stored
+        self.chunk_shape = chunk_shape
+        self.only_chunk = zarr_metadata.whole(shape) if chunk_shape == shape else None
+        self.dtype: np.dtype[Any] = _state.numpy_dtypes.to_numpy(stored)
+        self.chunk_bytes = math.prod(chunk_shape) * self.dtype.itemsize
+        checksum_bytes = checksums.CHECKSUM_BYTES * encoding.checksum
+        self.stored_bytes = self.chunk_bytes + checksum_bytes
+
+    def check_metadata(self, text: bytes) -> None:
+        """Compares the array's `zarr.json` with the recorded form."""
+        zarr_metadata.check_metadata(
+            text, self.encoding, self.shape, self.stored, self.chunk_shape
+        )
+
+    def values(self, content: Bytes, region: Region) -> Array:
+        """Returns the values of `region` in `content`.
+
+        Args:
+            content: Chunks along the first axis, from the first chunk of `region` on.
+            region: Region of the array.
+        """
+        if region == self.only_chunk:
+            return content.view(self.dtype).reshape(self.shape)
+        rows = content.view(self.dtype).reshape((-1, *self.chunk_shape[1:]))
+        inner = (
+            slice(start - start // size * size, stop - start // size * size)
+            for (start, stop), size in zip(region, self.chunk_shape, strict=True)
+        )
+        return rows[tuple(inner)]
+
+    def byte_ranges(
+        self, regions: Sequence[Region], at_once: int, least_gap: int
+    ) -> list[tuple[int, int]]:
+        """Returns the ranges of bytes of a chunk that cover regions in it.
+
+        Ranges begin and end at multiples of `at_once`, or at the end of the chunk.
+
+        Args:
+            regions: Regions of the array within the chunk.
+            at_once: A number of bytes.
+            least_gap: Smaller gaps between the bytes of a region are included.
+        """
+        if any(zarr_metadata.extent(r) == self.chunk_shape for r in regions):
+            return [(0, self.chunk_bytes)]
+        gap = max(at_once, least_gap)
+        runs: list[tuple[int, int]] = []
+        for region in regions:
+            inner = [
+                (start % size, start % size + stop - start)
+                for (start, stop), size in zip(region, self.chunk_shape, strict=True)
+            ]
+            for start, stop in self._runs(inner, gap):
+                end = min(-(-stop // at_once) * at_once, self.chunk_bytes)
+                runs.append((start // at_once * at_once, end))
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted(runs):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+            else:
+                merged.append((start, stop))
+        return merged
+
+    def _runs(
+        self, inner: Sequence[tuple[int, int]], gap: int
+    ) -> Iterator[tuple[int, int]]:
+        """Yields the runs of bytes of a box in the chunk, with gaps of `gap` or more.
+
+        Shorter gaps are included, so the runs are few, even if the box is narrow.
+        """
+        run, stride = self.dtype.itemsize, self.dtype.itemsize
+        first = 0
+        steps: list[tuple[int, int]] = []  # (runs, stride) of the outer axes
+        for (start, stop), size in reversed(
+            [*zip(inner, self.chunk_shape, strict=True)]
+        ):
+            first += start * stride
+            if stop - start == 1 or (not steps and stride - run < gap):
+                run += (stop - start - 1) * stride
+            else:
+                steps.insert(0, (stop - start, stride))
+            stride *= size
+        for index in itertools.product(*[range(count) for count, _ in steps]):
+            start = first + sum(
+                i * stride for i, (_, stride) in zip(index, steps, strict=True)
+            )
+            yield start, start + run
+
+    def is_run(self, chunks: int) -> bool:
+        """Returns True if adjacent chunks form a contiguous part of the array."""
+        return chunks == 1 or self.chunk_shape[1:] == self.shape[1:]
+
+
+_make_form = functools.lru_cache(maxsize=1024)(Form)  # many arrays are alike
+
+
+def form_of(raw: RawArray, info: LeafInfo) -> Form:
+    assert info.chunk_shape is not None, info
+    return _make_form(raw.encoding, *forms.stored_form(info), info.chunk_shape)
+
+
+def group(
+    regions: Sequence[Region], chunk_shape: Shape
+) -> dict[Region, Sequence[Region]]:
+    """Returns regions in groups without a common chunk: enclosing region -> regions."""
+    keys = [
+        chunk.key for r in regions for chunk in zarr_metadata.chunks(r, chunk_shape)
+    ]
+    if len(keys) == len(set(keys)):
+        return {region: [region] for region in regions}
+    return {zarr_metadata.enclosing(regions): regions}
+
+
+# ---- byte ranges of a file ------------------------------------------------------
+
+
+class Span(NamedTuple):
+    """Byte range of an array in a file, in C order.
+
+    Attributes:
+        file: Path of the file.
+        offset: Offset of the first element, in bytes.
+        shape: Shape in elements.
+        dtype: Name of the stored element type.
+        pieces: Offset and size in bytes of each run, for several consecutive runs;
+            `offset` is then unused.
+        identity: Identity of the file when its header was read (see `Stamp`); a file
+            changed since then is not read.
+        is_big_endian: True if elements are big endian instead of little endian.
+        is_replaced_only: True if the file is never changed in place, so that it may
+            be mapped: only files that flaxckpt wrote.
+    """
+
+    file: Path
+    offset: int
+    shape: Shape
+    dtype: str
+    pieces: tuple[tuple[int, int], ...] = ()
+    identity: tuple[int, ...] | None = None
+    is_big_endian: bool = False
+    is_replaced_only: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all elements, in bytes."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return _state.dtypes.item_size(self.dtype)
+
+
+def part_shape(shape: Shape, itemsize: int, max_bytes: int | None = None) -> Shape:
+    """Returns the shape of the largest part of an array to read at once."""
+    part = [1] * len(shape)
+    room = max((max_bytes or _PART_BYTES) // itemsize, 1)
+    for axis in reversed(range(len(shape))):
+        part[axis] = max(min(shape[axis], room), 1)
+        room //= part[axis]
+        if part[axis] < shape[axis]:
+            break
+    return tuple(part)
+
+
+def outer_axes(shape: Shape, extent: Shape) -> int:
+    """Returns the number of leading axes before a contiguous part."""
+    axis = len(shape)
+    while axis > 0 and extent[axis - 1] == shape[axis - 1]:
+        axis -= 1
+    return max(axis - 1, 0)
