@@ -332,9 +332,10 @@ def read_file(
         DamagedCheckpointError: The file is missing, too large, or outside of the
             checkpoint.
     """
+    storage = _storage.of(path)
     try:
-        _storage.of(path).check_file(path, checkpoint)
-        return _storage.of(path).read(path, max_bytes=max_bytes)
+        storage.check_file(path, checkpoint)
+        return storage.read(path, max_bytes=max_bytes)
     except ValueError as error:
         raise errors.DamagedCheckpointError(str(error)) from None
     except (FileNotFoundError, NotADirectoryError):

@@ -65,7 +65,7 @@ def _check_written_by_others(path: Path) -> None:
         DamagedCheckpointError: The manifest is missing: the commit marker names it.
     """
     file = path / orbax_json.MANIFEST
-    seal, recorded = native_contents.read_seal(path)
+    seal, recorded = native_contents.read_seal(path, _storage.of(path).names(path))
     if recorded and orbax_json.MANIFEST in recorded:
         # None: the file was missing, and is there if the step was being replaced.
         check_current(path, _storage.Stamp(file, None))
@@ -117,8 +117,9 @@ def _read_native(
         stamp: The stamp of the manifest.
     """
     file = stamp.path
+    names = _storage.of(path).names(path)
     content = items.read_file(file, path)
-    seal, recorded = native_contents.read_seal(path)
+    seal, recorded = native_contents.read_seal(path, names)
     if recorded is not None:
         digest = recorded.get(orbax_json.MANIFEST, "")
         items.check_digest(file, digest, content, record=seal)
@@ -131,7 +132,7 @@ def _read_native(
             f"{file} is not a manifest: {errors.printable(errors.one_line(error, 200))}"
         ) from None
     digests, parts = manifest.digests, manifest.items.split(manifest.infos)
-    deleted = native_metadata.read_deleted_items(path)
+    deleted = _steps.markers.deleted_items(names)
     present = {item: leaves for item, leaves in parts.items() if item not in deleted}
     table, damaged = _read_items(path, present, manifest, is_alone=len(parts) == 1)
     texts = [item for item in manifest.json if item not in deleted]
@@ -143,7 +144,7 @@ def _read_native(
         structure = _state.containers.prune(structure, table)
     metadata = dataclasses.replace(
         native_metadata.checkpoint_metadata(
-            *(path, "flaxckpt", step, infos, digests, manifest.items.dataset, deleted),
+            *(path, "flaxckpt", step, infos, digests, manifest.items.dataset, names),
             recorded_step=manifest.step,
         ),
         lineage=manifest.lineage,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -218,18 +218,24 @@ def commit_marker(manifest: bytes) -> bytes:
     return orbax_json.dumps({orbax_json.MANIFEST: _storage.files.digest(manifest)})
 
 
-def read_seal(path: Path) -> tuple[Path, Mapping[str, Any] | None]:
+def read_seal(
+    path: Path, names: Collection[str]
+) -> tuple[Path, Mapping[str, Any] | None]:
     """Returns the file with the digest of the manifest, and its content.
 
     The content is None without the file, and empty for a commit marker of Orbax.
+
+    Args:
+        path: The checkpoint.
+        names: The names of its entries.
     """
     # In an item, Orbax adds a commit marker of its own.
-    for file in (path / items.SEAL, path / MARKER):
-        if _storage.of(path).exists(file):
+    for name in (items.SEAL, MARKER):
+        if name in names:
             try:
-                return file, items.read_json(file, path)
+                return path / name, items.read_json(path / name, path)
             except errors.DamagedCheckpointError:
-                return file, {}  # Orbax writes a sentence, or no such file
+                return path / name, {}  # Orbax writes a sentence, or no such file
     return path, None
 
 

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def checkpoint_metadata(
     infos: Sequence[LeafInfo],
     digests: Mapping[str, str],
     dataset: str | None = DATASET,
-    deleted: tuple[str, ...] | None = None,
+    names: Collection[str] | None = None,
     recorded_step: int | None = None,
 ) -> CheckpointMetadata:
     """Returns the metadata of a checkpoint with the leaves `infos`.
@@ -45,7 +45,7 @@ def checkpoint_metadata(
         infos: The leaves.
         digests: File name -> recorded digest.
         dataset: The item of the dataset; None without it.
-        deleted: Result of `read_deleted_items`, if already read.
+        names: The names of the entries in `path`, if already listed.
         recorded_step: Step number at the save; None if not recorded.
 
     Raises:
@@ -53,8 +53,9 @@ def checkpoint_metadata(
             has changed.
     """
     file = path / CHECKPOINT
+    names = _storage.of(path).names(path) if names is None else names
     recorded = StepMetadata()
-    if CHECKPOINT in digests or _storage.of(path).exists(file):
+    if CHECKPOINT in digests or CHECKPOINT in names:
         content = items.read_file(file, path)
         items.check_digest(file, digests.get(CHECKPOINT), content)
         try:
@@ -63,19 +64,19 @@ def checkpoint_metadata(
             # Orbax tolerates invalid content here, and the state does not need it.
             if CHECKPOINT in digests:
                 raise
-    deleted = read_deleted_items(path) if deleted is None else deleted
+    deleted = _steps.markers.deleted_items(names)
     return CheckpointMetadata(
         str(path),
         format_name,
         step,
         {info.path: info for info in infos},
-        read_metrics(path, recorded_step),
+        _read_metrics(path, recorded_step, names, recorded),
         recorded.created,
         recorded.committed,
         recorded.custom,
-        dataset is not None and dataset not in deleted and (path / dataset).is_dir(),
-        sum(_arrays.forms.stored_bytes(info) for info in infos),
-        deleted_items=deleted,
+        dataset in names and dataset not in deleted and (path / str(dataset)).is_dir(),
+        sum([_arrays.forms.stored_bytes(info) for info in infos]),
+        deleted_items=tuple(sorted(deleted)),
     )
 
 
@@ -136,12 +137,17 @@ def write_run_metadata(
 # ---- metrics ----------------------------------------------------------------------
 
 
-def read_metrics(path: Path, step: int | None) -> dict[str, float]:
+def _read_metrics(
+    path: Path, step: int | None, names: Collection[str], recorded: StepMetadata
+) -> dict[str, float]:
     """Returns the numeric metrics of the checkpoint `path`, saved as `step`.
 
     A damaged file of metrics is logged and counts as empty, so that the state remains
     readable.
     """
+    has_none = isinstance(recorded.handlers, dict) and METRICS not in recorded.handlers
+    if has_none and not {METRICS, _steps.markers.MEASURED}.intersection(names):
+        return {}
     try:
         return flatten_metrics(load_metrics(path, step))
     except errors.DamagedCheckpointError as error:
