@@ -158,7 +158,7 @@ def read_tree(root: Path) -> dict[bytes, btree.Value]:
             raise ValueError(
                 f"{DATABASE} has {size} bytes, wanted at most {_MAX_MANIFEST_BYTES}"
             )
-        return dict(_Tree(root).read(size))
+        return _Tree(root).read(size)
 
 
 class _Tree:
@@ -169,25 +169,32 @@ class _Tree:
         self._stored = self._unpacked = self._nodes = 0
         self._least = b""  # no later key may be before it
 
-    def read(self, manifest_bytes: int) -> Iterator[tuple[bytes, btree.Value]]:
-        """Yields all keys and their values."""
+    def read(self, manifest_bytes: int) -> dict[bytes, btree.Value]:
+        """Returns all keys and their values."""
         content = _read_part(self._root, btree.Place(DATABASE, 0, manifest_bytes))
         with _named(DATABASE):
             fields = btree.unpack_manifest(content)
             self._count(content, fields)
             root = btree.decode_manifest(fields)
-            if root is None:
-                return
-            if root.height > _MAX_HEIGHT:
+            if root is not None and root.height > _MAX_HEIGHT:
                 raise ValueError(
                     f"it declares a tree of {root.height} levels, wanted at most"
                     f" {_MAX_HEIGHT}"
                 )
-        yield from self._values(root.place, root.base, root.height, b"")
+        values: dict[bytes, btree.Value] = {}
+        if root is not None:
+            self._add(values, root.place, root.base, root.height, b"")
+        return values
 
-    def _values(
-        self, place: btree.Place, base: str, height: int, prefix: bytes
-    ) -> Iterator[tuple[bytes, btree.Value]]:
+    def _add(
+        self,
+        values: dict[bytes, btree.Value],
+        place: btree.Place,
+        base: str,
+        height: int,
+        prefix: bytes,
+    ) -> None:
+        """Adds the keys and values in a node, and in all nodes below it."""
         content = _read_part(self._root, place)
         with _named(place.file):
             fields = btree.unpack_node(content)
@@ -198,14 +205,14 @@ class _Tree:
             else:
                 children = btree.decode_inner(fields, base, height)
         if height == 0:
-            yield from ((prefix + key, value) for key, value in entries)
+            values.update([(prefix + key, value) for key, value in entries])
             self._least = prefix + entries[-1][0] + b"\0"
             return
         for child in children:
             self._check_order(prefix + child.first)
             self._least = prefix + child.first
             below = prefix + child.prefix
-            yield from self._values(child.place, child.base, height - 1, below)
+            self._add(values, child.place, child.base, height - 1, below)
 
     def _check_order(self, key: bytes) -> None:
         if key < self._least:
