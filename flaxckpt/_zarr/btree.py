@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import operator
 import struct
 import time
 import uuid
@@ -370,7 +371,7 @@ def decode_manifest(fields: bytes) -> Root | None:
         raise ValueError("it has no version")
     body.numbers(versions)  # generations
     height = body.take(versions)[-1]
-    file, offset, size = (body.numbers(versions)[-1] for _ in range(3))
+    file, offset, size = body.numbers(3 * versions)[versions - 1 :: versions]
     if offset == size == _NOWHERE:
         return None
     [place] = _places(files, [file], [offset], [size])
@@ -425,8 +426,7 @@ def decode_inner(fields: bytes, base: str, height: int) -> list[Child]:
         raise ValueError("a prefix is longer than its key")
     numbers = body.numbers(count)
     places = _places(files, numbers, body.numbers(count), body.numbers(count))
-    for _ in range(3):  # sums over all nodes below
-        body.numbers(count)
+    body.numbers(3 * count)  # sums over all nodes below
     body.end()
     return [
         Child(key, key[:n], place, files[number].base)
@@ -447,9 +447,9 @@ def _places(
     offsets: Sequence[int],
     sizes: Sequence[int],
 ) -> list[Place]:
-    if any(number >= len(files) for number in numbers):
+    if max(numbers, default=-1) >= len(files):
         raise ValueError("it refers to a file that it does not name")
-    if any(a + b > _MAX_FILE_BYTES for a, b in zip(offsets, sizes, strict=True)):
+    if max(map(operator.add, offsets, sizes), default=0) > _MAX_FILE_BYTES:
         raise ValueError("a place is behind the end of any file")
     columns = zip(numbers, offsets, sizes, strict=True)
     return [Place(files[number].path, *rest) for number, *rest in columns]
@@ -505,7 +505,7 @@ class _Fields:
     def keys(self, shared: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
         """Returns keys, given what each shares with the last."""
         keys = self._texts(shared, lengths)
-        if any(a >= b for a, b in itertools.pairwise(keys)):
+        if any(map(operator.ge, keys, keys[1:])):
             raise ValueError("its keys are not in ascending order")
         return keys
 

@@ -371,7 +371,7 @@ def check(
         ValueError: The content has changed since it was written, or is another chunk.
     """
     name = block.key or block.path.name
-    size = sum(part.nbytes for part in parts)
+    size = sum([part.nbytes for part in parts])
     if size == block.size:  # its own checksum covers all segments
         first, recorded, nbytes = 0, [int.from_bytes(tail, "little")], block.size
     else:

@@ -40,6 +40,7 @@ class DatabaseIndex:
 
     Args:
         root: The directory of the database, with checked links.
+        size: Bytes of its manifest.
 
     Raises:
         ValueError: The tree is damaged or too large.
@@ -49,9 +50,9 @@ class DatabaseIndex:
         values: Key -> value, or its place if not small; in ascending order.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, size: int) -> None:
         self._root = root
-        self.values = read_tree(root)
+        self.values = _read_tree(root, size)
         self._keys = list(self.values)
 
     def keys(self, prefix: str) -> list[str]:
@@ -134,10 +135,12 @@ def open_index(root: Path, context: ts.Context | None = None) -> DatabaseIndex:
 
 
 def _find_index(root: Path) -> DatabaseIndex:
-    fingerprint, _ = _storage.of(root).fingerprint(root / DATABASE)
-    index = _INDEXES.get((root, fingerprint))
-    if index is None:
-        index = _INDEXES[root, fingerprint] = DatabaseIndex(root)
+    manifest = root / DATABASE
+    with _storage.paths.read_ahead([manifest]):
+        fingerprint, size = _storage.of(root).fingerprint(manifest)
+        index = _INDEXES.get((root, fingerprint))
+        if index is None:
+            index = _INDEXES[root, fingerprint] = DatabaseIndex(root, size)
     return index
 
 
@@ -153,12 +156,16 @@ def read_tree(root: Path) -> dict[bytes, btree.Value]:
     """
     manifest = root / DATABASE
     with _storage.paths.read_ahead([manifest]):
-        _, size = _storage.of(root).fingerprint(manifest)
-        if size > _MAX_MANIFEST_BYTES:
-            raise ValueError(
-                f"{DATABASE} has {size} bytes, wanted at most {_MAX_MANIFEST_BYTES}"
-            )
-        return _Tree(root).read(size)
+        return _read_tree(root, _storage.of(root).fingerprint(manifest)[1])
+
+
+def _read_tree(root: Path, size: int) -> dict[bytes, btree.Value]:
+    """Returns the values of a database with a manifest of `size` bytes."""
+    if size > _MAX_MANIFEST_BYTES:
+        raise ValueError(
+            f"{DATABASE} has {size} bytes, wanted at most {_MAX_MANIFEST_BYTES}"
+        )
+    return _Tree(root).read(size)
 
 
 class _Tree:

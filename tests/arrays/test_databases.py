@@ -382,9 +382,9 @@ def test_the_index_is_read_once_for_all_compressed_arrays(tmp_path, codec, monke
     state = {f"w{n}": np.full(2**11, n, np.float32) for n in range(30)}
     flaxckpt.save(tmp_path / "c", state, layout=flaxckpt.ArrayLayout(codec=codec))
     reads = []
-    read_tree = ocdbt.read_tree
+    read_tree = ocdbt._read_tree
     monkeypatch.setattr(
-        ocdbt, "read_tree", lambda root: reads.append(root) or read_tree(root)
+        ocdbt, "_read_tree", lambda *args: reads.append(args) or read_tree(*args)
     )
     found = flaxckpt.load(tmp_path / "c", state)
     assert all((found[name] == state[name]).all() for name in state)
