@@ -32,21 +32,15 @@ class _Chunks(NamedTuple):
         shape: Stored shape of the array.
         chunk_shape: Shape of a chunk.
         segmented_bytes: Bytes of a chunk of several segments; 0 for a chunk of one.
+        grid: Number of chunks along each axis.
+        total: Number of chunks.
     """
 
     shape: Shape
     chunk_shape: Shape
     segmented_bytes: int
-
-    @property
-    def grid(self) -> Shape:
-        """Number of chunks along each axis."""
-        return _grid(self.shape, self.chunk_shape)
-
-    @property
-    def total(self) -> int:
-        """Number of chunks."""
-        return math.prod(self.grid)
+    grid: Shape
+    total: int
 
     @property
     def keys(self) -> list[str]:
@@ -87,7 +81,9 @@ def _arrays_of(
             and 0 not in shape
             and _zarr.metadata.is_raw(encoding, shape, dtype)
         )
-        yield info, _Chunks(shape, chunk_shape, size * is_segmented)
+        grid = _grid(shape, chunk_shape)
+        segmented = size * is_segmented
+        yield info, _Chunks(shape, chunk_shape, segmented, grid, math.prod(grid))
 
 
 def of_written(

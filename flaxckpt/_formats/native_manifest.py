@@ -232,10 +232,11 @@ def parse_state(
         ValueError, KeyError, TypeError: The fields are malformed, or do not match.
     """
     structure = _state.treedef.from_json(data["structure"], resolve, unknown)
-    places, names = list(_state.tree.key_paths(structure)), _names(structure)
-    keys = dict(places)
+    places = _find_places(structure)
+    keys = {path: keys for path, keys, _ in places}
+    recorded = {name for _, _, name in places}
     if len(keys) != len(places) or not all(
-        name in (None, path) for name, (path, _) in zip(names, places, strict=True)
+        name in (None, path) for path, _, name in places
     ):
         raise ValueError("its structure has leaves at wrong paths")
     infos = _with_trusted_roles(
@@ -243,18 +244,23 @@ def parse_state(
     )
     paths = {info.path for info in infos}
     full = {info.path for info in infos if info.kind != "empty"}
-    if len(paths) != len(infos) or paths != keys.keys() or full != {*names} - {None}:
+    if len(paths) != len(infos) or paths != keys.keys() or full != recorded - {None}:
         raise ValueError("its leaves do not match its structure")
     return infos, structure
 
 
-def _names(structure: _state.tree.Node | LeafPath) -> list[LeafPath | None]:
-    """Returns the names of the leaves in a structure; None for an empty container."""
-    if isinstance(structure, str):
-        return [structure]
-    if not structure.children:
-        return [None]
-    return [name for child in structure.children for name in _names(child)]
+def _find_places(
+    structure: _state.tree.Node | LeafPath, keys: tuple[_state.tree.Key, ...] = ()
+) -> list[tuple[LeafPath, tuple[_state.tree.Key, ...], LeafPath | None]]:
+    """Returns the path, keys and recorded path of each leaf; None for a container."""
+    if isinstance(structure, str) or not structure.children:
+        recorded = structure if isinstance(structure, str) else None
+        return [(_state.tree.join(keys), keys, recorded)]
+    return [
+        place
+        for key, child in zip(structure.keys, structure.children, strict=True)
+        for place in _find_places(child, keys if structure.is_box else (*keys, key))
+    ]
 
 
 def leaf_row(info: LeafInfo) -> JSON:

@@ -77,9 +77,8 @@ class StepMetadata(NamedTuple):
         """Parses the content; malformed fields count as not recorded."""
         handlers = data.get("item_handlers")
         handlers = handlers if isinstance(handlers, dict | str) else None
-        created, committed = (
-            _seconds(data.get(f"{name}_timestamp_nsecs")) for name in ("init", "commit")
-        )
+        created = _seconds(data.get("init_timestamp_nsecs"))
+        committed = _seconds(data.get("commit_timestamp_nsecs"))
         return cls(handlers, created, committed, custom_metadata(data))
 
 
