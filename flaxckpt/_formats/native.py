@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from flaxckpt import _state, _steps, _storage, _zarr, datasets, errors
 from flaxckpt._formats import (
     composite,
     items,
     native_arrays,
-    native_contents,
     native_manifest,
     native_metadata,
     orbax_json,
@@ -65,13 +65,34 @@ def _check_written_by_others(path: Path) -> None:
         DamagedCheckpointError: The manifest is missing: the commit marker names it.
     """
     file = path / orbax_json.MANIFEST
-    seal, recorded = native_contents.read_seal(path, _storage.of(path).names(path))
+    seal, recorded = _read_seal(path, _storage.of(path).names(path))
     if recorded and orbax_json.MANIFEST in recorded:
         # None: the file was missing, and is there if the step was being replaced.
         check_current(path, _storage.Stamp(file, None))
         raise errors.DamagedCheckpointError(
             f"{file} is missing, although {seal.name} names it; restore another step"
         )
+
+
+def _read_seal(
+    path: Path, names: Collection[str]
+) -> tuple[Path, Mapping[str, Any] | None]:
+    """Returns the file with the digest of the manifest, and its content.
+
+    The content is None without the file, and empty for a commit marker of Orbax.
+
+    Args:
+        path: The checkpoint.
+        names: The names of its entries.
+    """
+    # In an item, Orbax adds a commit marker of its own.
+    for name in (items.SEAL, MARKER):
+        if name in names:
+            try:
+                return path / name, items.read_json(path / name, path)
+            except errors.DamagedCheckpointError:
+                return path / name, {}  # Orbax writes a sentence, or no such file
+    return path, None
 
 
 def read_dataset(
@@ -119,7 +140,7 @@ def _read_native(
     file = stamp.path
     names = _storage.of(path).names(path)
     content = items.read_file(file, path)
-    seal, recorded = native_contents.read_seal(path, names)
+    seal, recorded = _read_seal(path, names)
     if recorded is not None:
         digest = recorded.get(orbax_json.MANIFEST, "")
         items.check_digest(file, digest, content, record=seal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -216,27 +216,6 @@ def seal_name(digests: Mapping[str, str]) -> str:
 def commit_marker(manifest: bytes) -> bytes:
     """Returns the content of `commit_success.txt`, and of `flaxckpt.digest`."""
     return orbax_json.dumps({orbax_json.MANIFEST: _storage.files.digest(manifest)})
-
-
-def read_seal(
-    path: Path, names: Collection[str]
-) -> tuple[Path, Mapping[str, Any] | None]:
-    """Returns the file with the digest of the manifest, and its content.
-
-    The content is None without the file, and empty for a commit marker of Orbax.
-
-    Args:
-        path: The checkpoint.
-        names: The names of its entries.
-    """
-    # In an item, Orbax adds a commit marker of its own.
-    for name in (items.SEAL, MARKER):
-        if name in names:
-            try:
-                return path / name, items.read_json(path / name, path)
-            except errors.DamagedCheckpointError:
-                return path / name, {}  # Orbax writes a sentence, or no such file
-    return path, None
 
 
 def _checkpoint_metadata(contents: Contents) -> bytes:
