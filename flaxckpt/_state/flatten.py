@@ -82,6 +82,8 @@ def _children(
     node: Any, is_leaf: Callable[[object], bool], leaf_types: set[type]
 ) -> Iterable[Any]:
     cls = type(node)
+    if cls in leaf_types:
+        return ()
     if cls is dict:
         return cast("Iterable[Any]", node.values())
     if cls is list or cls is tuple:
