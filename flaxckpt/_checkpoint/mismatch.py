@@ -115,10 +115,10 @@ def find_excess_width(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | No
     return Mismatch(wanted.path, text, stored, "too_wide")
 
 
-def find_unsupported(wanted: LeafInfo, found: Leaf) -> Mismatch | None:
-    """Returns the problem of a leaf with values that are not read, or None."""
+def find_unreadable(wanted: LeafInfo, found: Leaf) -> Mismatch | None:
+    """Returns the problem of a stored leaf that cannot be read as `wanted`, or None."""
     if found.unsupported is None:
-        return None
+        return find_excess_width(wanted, found.info)
     form, advice = found.unsupported
     text = f"{found.info} {form}, which is not read"
     return Mismatch(wanted.path, str(wanted), text, "unsupported", advice)

@@ -20,7 +20,7 @@ from flaxckpt._checkpoint.mismatch import (
     find_excess_width,
     find_lack_of_devices,
     find_misfit,
-    find_unsupported,
+    find_unreadable,
 )
 from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
 from flaxckpt._checkpoint.stored_paths import StoredPaths
@@ -214,8 +214,7 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
         wanted = leaf.info
         if wanted.sharding is not None:
             wanted = dataclasses.replace(wanted, sharding=None)
-        problem = find_unsupported(wanted, leaf)
-        if problem := problem or find_excess_width(wanted, leaf.info):
+        if problem := find_unreadable(wanted, leaf):
             problems.append(problem)
         size = builder.add(leaf, wanted)
         leaves[path] = _leaf_plan(wanted, leaf, path, size)
@@ -434,7 +433,8 @@ class _Planner:
                 self._builder.as_asked.add(path)
             self._start_afresh(leaf, known)
             return
-        if damaged := self._damaged_items(path, candidates):
+        branches = self._damaged_branches
+        if branches and (damaged := self._damaged_items(branches, path, candidates)):
             self._damaged |= damaged
             return
         if len(candidates) > 1:
@@ -455,15 +455,15 @@ class _Planner:
             self._start_afresh(leaf, known)
 
     def _damaged_items(
-        self, path: LeafPath, candidates: Sequence[LeafPath]
+        self,
+        branches: Mapping[LeafPath, str],
+        path: LeafPath,
+        candidates: Sequence[LeafPath],
     ) -> set[str]:
         """Returns the damaged items that may have a leaf; empty if the leaf is intact.
 
         Transforms may take a leaf from any item that is present.
         """
-        branches = self._damaged_branches
-        if not branches:
-            return set()
         if not self._options.transforms:
             branch = path.partition("/")[0]
             return {branches[branch]} if branch in branches else set()
@@ -512,8 +512,7 @@ class _Planner:
             # A transform replaced the optimizer leaf, such as by a placeholder.
             self._start_afresh(leaf, self._facts[path])
             return
-        problem = problem or find_unsupported(wanted, source)
-        if problem := problem or find_excess_width(wanted, source.info):
+        if problem := problem or find_unreadable(wanted, source):
             self._conflict(problem, wanted, source.info, (source_path,))
             return
         if self._options.purpose == "resume" and self._records_weak_type(leaf, source):
@@ -642,8 +641,7 @@ class _Planner:
         for path in places:
             leaf = self._table[path]
             wanted = dataclasses.replace(leaf.info, sharding=None)
-            problem = find_unsupported(wanted, leaf)
-            if problem := problem or find_excess_width(wanted, leaf.info):
+            if problem := find_unreadable(wanted, leaf):
                 self._conflict(problem, wanted, leaf.info, (path,))
                 continue
             size = self._builder.add(leaf, wanted)

@@ -211,8 +211,10 @@ class Leaf:
     @property
     def unsupported(self) -> Unsupported | None:
         """The reason why the leaf cannot be read or computed, or None."""
-        reasons = (s.unsupported for s in self.sources if isinstance(s, StoredLeaf))
-        return next(filter(None, reasons), None)
+        for source in self.sources:
+            if isinstance(source, StoredLeaf) and source.unsupported is not None:
+                return source.unsupported
+        return None
 
 
 LeafTable: TypeAlias = dict[LeafPath, Leaf]
