@@ -586,8 +586,9 @@ class Restore:
             if self._jobs is not recipe.jobs:
                 values = _arrays.read_once.gather(values, recipe.jobs)
             values = {**recipe.given, **values}
-            values |= _arrays.evaluate.read(recipe.derived, self._reading)
-            values |= _convert_numbers(path, recipe.numbers, values)
+            if recipe.derived:
+                values |= _arrays.evaluate.read(recipe.derived, self._reading)
+                values |= _convert_numbers(path, recipe.numbers, values)
             if recipe.fresh:
                 with _failed_build_reported(path):
                     fresh, kept = optimizer_init.init_leaves(
@@ -598,13 +599,14 @@ class Restore:
                 values |= fresh
         self._values = values
         reader.check_current(path, self._stored.stamp)
-        _log.info(
-            "restored %s: %s; %d bytes in %.3f s",
-            path,
-            describe_outcomes(self._planned),
-            self._planned.bytes_here,
-            time.monotonic() - self._start,
-        )
+        if _log.isEnabledFor(logging.INFO):
+            _log.info(
+                "restored %s: %s; %d bytes in %.3f s",
+                path,
+                describe_outcomes(self._planned),
+                self._planned.bytes_here,
+                time.monotonic() - self._start,
+            )
 
     def build(self) -> PyTree:
         """Returns the state, in the containers of the abstract state.
