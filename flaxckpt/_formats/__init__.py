@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -92,8 +93,8 @@ _SUPPORTED = (
     " file), a stream of EasyLM or fjformer (a file), or big_vision (a directory of"
     " zarr arrays)"
 )
-_IN_SHARDS = (".safetensors", ".msgpack")
-"""Suffixes of files that may be shards with an index."""
+IN_SHARDS = ("safetensors", "msgpack")
+"""Formats whose files may be shards with an index, and in the cache of a hub."""
 
 _MAX_TRIED = 20
 """The most entries of a directory to try for an error message."""
@@ -123,19 +124,29 @@ class Detected(NamedTuple):
     @property
     def reader(self) -> Reader:
         """The reader of the format."""
-        module = _doors.import_module(f"{__name__}.{_READERS[self.format]}")
-        return cast("Reader", module)
+        return _import_reader(self.format)
 
     def __str__(self) -> str:
         return f"{self.format}: {self.why}"
 
 
+@functools.cache
+def _import_reader(format_name: str) -> Reader:
+    module = _doors.import_module(f"{__name__}.{_READERS[format_name]}")
+    return cast("Reader", module)
+
+
 def identify(path: Path) -> Detected | None:
     """Returns the format of the checkpoint `path`; None if not recognised."""
     with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
-        for name, recogniser in _recognisers(path).items():
-            if why := recogniser(path):
-                return Detected(name, why)
+        return find_format(path)
+
+
+def find_format(path: Path) -> Detected | None:
+    """Returns the result of `identify`, while the caller reads `path`."""
+    for name, recogniser in _recognisers(path).items():
+        if why := recogniser(path):
+            return Detected(name, why)
     return None
 
 
@@ -186,7 +197,7 @@ def detect(path: PathLike) -> Detected:
     """
     path = _storage.paths.resolve(path)
     with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
-        detected = identify(path) if exists(path) else None
+        detected = find_format(path) if exists(path) else None
         return detected or _explain_unrecognised(path)
 
 
@@ -243,8 +254,8 @@ def _explain_unrecognised(path: Path) -> NoReturn:
             " checkpoints of other formats to a disk first"
         )
     if is_dir:
-        for suffix in _IN_SHARDS:
-            shards.check_index(path, suffix)
+        for name in IN_SHARDS:
+            shards.check_index(path, f".{name}")
     if description := _describe_unsupported(path):
         raise errors.CheckpointFormatError(f"{path} is {description}")
     raise errors.CheckpointFormatError(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 from flaxckpt import _formats, _state, _steps, _storage, errors
 from flaxckpt._formats import hub_cache
@@ -55,20 +55,16 @@ class Located(NamedTuple):
         ):
             return self._read(types)
 
-    def _read(self, types: Sequence[type]) -> Stored:
-        return self._read_with(_state.classes.resolver(types))
-
-    def _read_with(self, resolve: _state.treedef.Resolve) -> Stored:
-        stored = self._read_quietly(resolve)
-        for text in stored.warnings:
+    def _read(self, types: Sequence[type] | None, *, warn: bool = True) -> Stored:
+        """Returns the same as `open_as_saved`; imports no class if `types` is None."""
+        resolve: _state.treedef.Resolve = _state.treedef.resolve_nothing
+        if types is not None:
+            resolve = _state.classes.resolver(types)
+        reader = self.detected.reader
+        stored = reader.read(self.path, step=self.step, resolve=resolve)
+        for text in stored.warnings if warn else ():
             _log.warning("%s", text)
         return stored
-
-    def _read_quietly(self, resolve: _state.treedef.Resolve) -> Stored:
-        return self.detected.reader.read(self.path, step=self.step, resolve=resolve)
-
-
-_T = TypeVar("_T")
 
 
 def open_checkpoint(
@@ -82,13 +78,9 @@ def open_checkpoint(
 
     See `locate` and `Located.open`.
     """
-
-    def read(located: Located) -> Stored:
-        stored = located._read(types)
-        check_step(located.path, located.step, stored)
-        return stored
-
-    return _read(path, step, step_format, read)
+    located, stored = _open(path, step, step_format, types)
+    check_step(located.path, located.step, stored)
+    return stored
 
 
 def read_metadata(
@@ -109,24 +101,20 @@ def open_without_classes(
     The structure has the names of all classes, and builds dicts and lists. See `locate`
     and `Located.open`.
     """
-
-    def read(located: Located) -> Stored:
-        return located._read_with(_state.treedef.resolve_nothing)
-
-    return _read(path, step, step_format, read)
+    return _open(path, step, step_format, None)[1]
 
 
-def _read(
+def _open(
     path: PathLike,
     step: int | None,
     step_format: str | None,
-    read: Callable[[Located], _T],
-) -> _T:
+    types: Sequence[type] | None,
+) -> tuple[Located, Stored]:
     root = _storage.paths.resolve(path)
     with _storage.permissions.reading(root), _storage.paths.listing_cache(root):
         located = _locate(root, step, step_format)
         try:
-            return read(located)
+            return located, located._read(types)
         except OSError as error:
             unread = error
     # Only outside `listing_cache`, which still lists a file deleted meanwhile.
@@ -171,12 +159,14 @@ def _locate(
 ) -> Located:
     step = None if step is None else _steps.names.check(step)
     number = step_parser(step_format)
-    detected = _formats.identify(path) if _formats.exists(path) else None
+    detected = _formats.find_format(path) if _formats.exists(path) else None
     if detected is not None and step is None:
-        found = hub_cache.find_snapshot(path)
+        found = path
         if detected.format == "big_vision":
             found = _formats.follow(path)
-        return Located(found or path, None, detected)
+        elif detected.format in _formats.IN_SHARDS:
+            found = hub_cache.find_snapshot(path) or path
+        return Located(found, None, detected)
     if not path.is_dir():
         if detected is None:
             _formats.detect(path)  # raises
@@ -337,7 +327,7 @@ def read_without_classes(path: Path) -> Stored:
     """
     with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
         located = Located(path, None, _formats.detect(path))
-        return located._read_quietly(_state.treedef.resolve_nothing)
+        return located._read(None, warn=False)
 
 
 def read_step(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:

@@ -20,10 +20,11 @@ T5X_KEYS = {"version", "optimizer"}
 
 def t5x(path: Path) -> str | None:
     """Returns the evidence for a step of T5X or its msgpack file; else None."""
-    file = path / T5X_FILE if path.is_dir() else path
-    if (path / "_METADATA").exists() or not _is_of_t5x(file):
+    is_dir = path.is_dir()
+    file = path / T5X_FILE if is_dir else path
+    if not file.is_file() or (path / "_METADATA").exists() or not _is_of_t5x(file):
         return None
-    if path.is_dir():
+    if is_dir:
         return f"it has a file {T5X_FILE!r} with the keys 'version' and 'optimizer'"
     return "it begins with a msgpack map of 'version' and 'optimizer'"
 
