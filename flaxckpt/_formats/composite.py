@@ -128,9 +128,10 @@ def _list_items(path: Path) -> _ItemListing:
     recorded = items.read_item_handlers(path)
     recorded = recorded if isinstance(recorded, dict) else {}
     handlers = {str(item): str(handler) for item, handler in recorded.items()}
-    deleted = native_metadata.read_deleted_items(path)
+    found = _storage.of(path).names(path)
+    deleted = tuple(sorted(_steps.markers.deleted_items(found)))
     listing = _ItemListing(handlers, deleted, [], [], [], {}, {})
-    names = sorted({*_storage.of(path).names(path), *handlers})
+    names = sorted({*found, *handlers})
     faults = {
         name: "is not the name of a directory in the checkpoint"
         for name in names

@@ -80,12 +80,6 @@ def checkpoint_metadata(
     )
 
 
-def read_deleted_items(path: Path) -> tuple[str, ...]:
-    """Returns the items of the checkpoint `path` that were deleted on purpose."""
-    names = _storage.of(path).names(path)
-    return tuple(sorted(_steps.markers.deleted_items(names)))
-
-
 def read_created(path: Path) -> float:
     """Returns the time of the start of the save of `path`, in seconds since 1970.
 
