@@ -254,15 +254,8 @@ def _start_reads(
             continue
         try:
             if piece.path not in opened:
-                assert source.open is not None, piece.path
-                _storage.store_requests.use_threads()
-                opened[piece.path] = _storage.paths.result(
-                    source.open(context), source.root
-                )
-                if source.check is not None:
-                    source.check()
+                opened[piece.path] = arrays_read.open_checked(source, context)
             store = opened[piece.path]
-            arrays_read.check_form(source.info, store)
             region = tuple(slice(*bounds) for bounds in piece.region)
             begun.append(store[region].read())
         except errors.StoreError:

@@ -18,8 +18,8 @@ import tensorstore as ts
 from flaxckpt import _state, _storage, _util, errors
 from flaxckpt._arrays import forms, read_files, read_plan, to_device
 from flaxckpt._arrays.read_files import Databases, Reading
-from flaxckpt._arrays.read_plan import ReadJob, Span, Work
-from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
+from flaxckpt._arrays.read_plan import ReadJob, Span
+from flaxckpt._state.leaf import Leaf, StoredLeaf
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt._zarr import metadata
 from flaxckpt._zarr.metadata import Array, Region
@@ -121,18 +121,39 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
         DamagedCheckpointError: The array is missing, or differs from its record.
     """
     try:
-        store = _storage.paths.result(
-            _open(stored, _storage.store_requests.context()), stored.root
-        )
-        check_form(stored.info, store)
-        if stored.check is not None:
-            stored.check()
+        return open_checked(stored, _storage.store_requests.context())
     except errors.StoreError:
         raise  # the leaf itself may be intact
     except (ValueError, OSError) as error:
         faults = Faults()
         faults.add(stored.info.path, error)
         raise faults.error(stored.root) from None
+
+
+def open_checked(
+    stored: StoredLeaf, context: ts.Context, *, verify: bool = True
+) -> ts.TensorStore:
+    """Opens a stored array, read-only, and compares it with the record of its leaf.
+
+    Args:
+        stored: The leaf.
+        context: Of all arrays that are read together.
+        verify: Whether to make the checks of the leaf, too.
+
+    Raises:
+        ValueError, OSError: The array is missing, or differs.
+    """
+    assert stored.open is not None, stored
+    _storage.store_requests.use_threads()
+    store = _storage.paths.result(stored.open(context), stored.root)
+    shape, dtype = forms.stored_form(stored.info)
+    if store.shape != shape or store.dtype.name != dtype:
+        raise ValueError(
+            f"recorded as {dtype}{list(shape)},"
+            f" stored as {store.dtype.name}{list(store.shape)}"
+        )
+    if verify and stored.check is not None:
+        stored.check()
     return store
 
 
@@ -158,7 +179,7 @@ def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
             job, parts = blocks.pop()
             try:
                 values[job.wanted.path] = to_device.assemble(
-                    parts, job.found, job.wanted
+                    parts, job.stored.info, job.wanted
                 )
             except (ValueError, MemoryError) as error:
                 faults.add(job.wanted.path, error)
@@ -188,7 +209,7 @@ def new_context() -> ts.Context:
 
 
 def _read_batch(
-    batch: Sequence[Work],
+    batch: Sequence[ReadJob],
     options: ReadOptions,
     databases: Databases,
     context: ts.Context,
@@ -200,16 +221,17 @@ def _read_batch(
     arrays, slow each other down.
     """
     # Large leaves first, so that the last requests are short.
-    batch = sorted(batch, key=lambda work: -work.nbytes)
-    readings = [_begin(work, options, databases, context) for work in batch]
+    batch = sorted(batch, key=lambda job: -job.nbytes)
+    readings = [_begin(job, options, databases, context) for job in batch]
     unreported = [
-        _report_tasks(work, reading, options.report)
-        for work, reading in zip(batch, readings, strict=True)
+        _report_tasks(job, reading, options.report)
+        for job, reading in zip(batch, readings, strict=True)
     ]
-    in_store = any(_storage.of(w.job.stored.root).costs_requests for w in batch)
+    roots = {job.stored.root for job in batch}
+    in_store = any(_storage.of(root).costs_requests for root in roots)
     read_files.run([*databases.readings(), *readings], in_store=in_store)
     blocks = []
-    for work, reading, size in zip(batch, readings, unreported, strict=True):
+    for job, reading, size in zip(batch, readings, unreported, strict=True):
         try:
             arrays = reading.result()
             options.report(size)
@@ -219,63 +241,66 @@ def _read_batch(
                 region: arrays[read]
                 if region == read
                 else arrays[read][metadata.within(region, read)]
-                for read, regions in work.reads.items()
+                for read, regions in job.reads.items()
                 for region in regions
             }
-            blocks.append((work.job, parts))
+            blocks.append((job, parts))
         except errors.StoreError:
             raise  # the leaf itself may be intact
         except (ValueError, OSError, MemoryError) as error:
-            faults.add(work.job.wanted.path, error)
+            faults.add(job.wanted.path, error)
     return blocks
 
 
-def _report_tasks(work: Work, reading: Reading, report: Callable[[int], object]) -> int:
+def _report_tasks(
+    job: ReadJob, reading: Reading, report: Callable[[int], object]
+) -> int:
     """Makes tasks report their bytes; returns the bytes left to report."""
-    if work.job.stored.raw is None or not reading.tasks:
-        return work.nbytes  # TensorStore reads behind its tasks
-    share = work.nbytes // len(reading.tasks)
+    if job.stored.raw is None or not reading.tasks:
+        return job.nbytes  # TensorStore reads behind its tasks
+    share = job.nbytes // len(reading.tasks)
 
     def run(task: Callable[[], None]) -> None:
         task()
         report(share)
 
     reading.tasks = tuple([functools.partial(run, task) for task in reading.tasks])
-    return work.nbytes - share * len(reading.tasks)
+    return job.nbytes - share * len(reading.tasks)
 
 
 def _begin(
-    work: Work, options: ReadOptions, databases: Databases, context: ts.Context
+    job: ReadJob, options: ReadOptions, databases: Databases, context: ts.Context
 ) -> Reading:
-    stored, regions = work.job.stored, tuple(work.reads)
+    stored, regions = job.stored, tuple(job.reads)
     try:
         if stored.span is not None:
             return read_files.from_span(
                 stored.span,
                 regions,
-                dtype=read_plan.dtype_to_read(work.job),
+                dtype=job.dtype_to_read(),
                 memory_map=options.memory_map,
             )
         if stored.raw is None:
-            return _from_store(work, context, verify=options.verify)
-        database = None
-        if stored.raw.ocdbt:
-            check = stored.raw.check_database if options.verify else None
+            return _from_store(job, context, verify=options.verify)
+        raw, database = stored.raw, None
+        form = read_plan.form_of(raw, stored.info)
+        if raw.ocdbt:
+            check = raw.check_database if options.verify else None
             database = databases.open(
-                stored.raw.root, stored.root, check=check, sizes=stored.raw.sizes
+                raw.root, stored.root, check=check, sizes=raw.sizes
             )
-            if read_files.is_small(stored.raw, stored.info, database):
+            if read_files.is_small(raw, form, database):
                 return read_files.from_database(
-                    stored.raw, stored.info, regions, database, verify=options.verify
+                    raw, form, regions, database, verify=options.verify
                 )
         else:
-            _storage.of(stored.raw.root).check_root(stored.raw.root, stored.root)
+            _storage.of(raw.root).check_root(raw.root, stored.root)
         return read_files.from_files(
-            stored.raw,
-            stored.info,
+            raw,
+            form,
             regions,
             database,
-            dtype=read_plan.dtype_to_read(work.job),
+            dtype=job.dtype_to_read(),
             memory_map=options.memory_map,
             verify=options.verify,
         )
@@ -287,29 +312,25 @@ def _begin(
         return read_files.failed_reading(_util.memory.TooLargeError())
 
 
-def _from_store(work: Work, context: ts.Context, *, verify: bool) -> Reading:
+def _from_store(job: ReadJob, context: ts.Context, *, verify: bool) -> Reading:
     """Reads a leaf through TensorStore.
 
     Args:
-        work: The leaf.
+        job: The leaf.
         context: Of all arrays that are read together.
         verify: Whether to make the checks of the leaf.
     """
-    job = work.job
     started: dict[Region, tuple[ts.Future[Any], Array]] = {}
-    opened: list[ts.Future[ts.TensorStore]] = []  # alive while it is read
+    opened: list[ts.TensorStore] = []  # alive while it is read
 
     def start() -> None:
-        opened.append(_open(job.stored, context))
-        store = _storage.paths.result(opened[0], job.stored.root)
-        check_form(job.found, store)
-        if verify and job.stored.check is not None:
-            job.stored.check()
-        if store.dtype.name != read_plan.dtype_to_read(job):
-            store = ts.cast(store, read_plan.dtype_to_read(job))
+        store = open_checked(job.stored, context, verify=verify)
+        if store.dtype.name != job.dtype_to_read():
+            store = ts.cast(store, job.dtype_to_read())
+        opened.append(store)
         dtype = store.dtype.numpy_dtype
-        _util.memory.check(work.nbytes)
-        for region in work.reads:
+        _util.memory.check(job.nbytes)
+        for region in job.reads:
             # Into memory that jax uses without a copy, unlike TensorStore's own.
             target = read_files.empty(metadata.extent(region), dtype)
             source = store[tuple(slice(*b) for b in region)]
@@ -323,26 +344,6 @@ def _from_store(work: Work, context: ts.Context, *, verify: bool) -> Reading:
         return {region: target for region, (_, target) in started.items()}
 
     return Reading([start], arrays)
-
-
-def _open(stored: StoredLeaf, context: ts.Context) -> ts.Future[ts.TensorStore]:
-    assert stored.open is not None, stored
-    _storage.store_requests.use_threads()
-    return stored.open(context)
-
-
-def check_form(found: LeafInfo, store: ts.TensorStore) -> None:
-    """Compares an opened array with the record of its leaf.
-
-    Raises:
-        ValueError: The array has another shape or element type.
-    """
-    shape, dtype = forms.stored_form(found)
-    if store.shape != shape or store.dtype.name != dtype:
-        raise ValueError(
-            f"recorded as {dtype}{list(shape)},"
-            f" stored as {store.dtype.name}{list(store.shape)}"
-        )
 
 
 def open_zarr(

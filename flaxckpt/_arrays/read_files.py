@@ -13,6 +13,7 @@ import contextlib
 import errno
 import functools
 import math
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +22,8 @@ from typing import Any
 import numpy as np
 
 from flaxckpt import _state, _storage, _util
-from flaxckpt._arrays import forms, read_plan
+from flaxckpt._arrays import read_plan
 from flaxckpt._arrays.read_plan import Form, Span
-from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import Shape
 from flaxckpt._zarr import chunk_file
 from flaxckpt._zarr import metadata as zarr_metadata
@@ -113,7 +113,7 @@ def run(readings: Sequence[Reading], *, in_store: bool = False) -> None:
     """Runs the tasks of all readings, in files or in an object store."""
     tasks = [task for reading in readings for task in reading.tasks]
     threads = _THREADS_IN_STORES if in_store else THREADS
-    _util.threads.each(lambda task: task(), tasks, threads=threads)
+    _util.threads.each(operator.call, tasks, threads=threads)
 
 
 def small_gap(path: Path) -> int:
@@ -151,7 +151,12 @@ class Database:
         self._uses: collections.Counter[str] = collections.Counter()
         self._read: dict[str, bytes | Exception] = {}
 
-    def _find(self, key: str) -> Value:
+    def find(self, key: str) -> Value:
+        """Returns a value in the index, or the place of another.
+
+        Raises:
+            ValueError: The value is missing, or at a place that was not saved.
+        """
         found = self._index.find(key)
         if isinstance(found, Place) and self._sizes is not None:
             self._check_place(found, self._sizes)
@@ -176,21 +181,13 @@ class Database:
                 raise ValueError(f"{file.name} has {found} bytes instead of {size}")
             self._checked.add(place.file)
 
-    def is_inline(self, key: str) -> bool:
-        """Returns True if a value is in the index.
-
-        Raises:
-            ValueError: The value is missing.
-        """
-        return isinstance(self._find(key), bytes)
-
     def place(self, key: str, size: int) -> Place:
         """Returns the place of a value that is not in the index.
 
         Raises:
             ValueError: The value is missing, or does not have `size` bytes.
         """
-        found = self._find(key)
+        found = self.find(key)
         found_bytes = len(found) if isinstance(found, bytes) else found.size
         if isinstance(found, bytes) or found.size != size:
             raise ValueError(f"{key} has {found_bytes} bytes instead of {size}")
@@ -202,7 +199,7 @@ class Database:
         Raises:
             ValueError: The value is missing, or is larger than `max_bytes`.
         """
-        found = self._find(key)
+        found = self.find(key)
         if isinstance(found, bytes):
             self._read[key] = found
         elif found.size > max_bytes:
@@ -228,11 +225,6 @@ class Database:
         self._requested = {}
         tasks = [functools.partial(self._read_piece, piece) for piece in pieces]
         return Reading(tasks, dict)
-
-    def read(self) -> None:
-        """Reads the requested values now."""
-        in_store = _storage.of(self._root).costs_requests
-        run([self.reading()], in_store=in_store)
 
     def _read_piece(self, values: Sequence[tuple[str, Place]]) -> None:
         """Reads values that are near each other in a file, the first at the start."""
@@ -269,8 +261,7 @@ class Databases:
     """Databases of a restore, each opened and verified once."""
 
     def __init__(self) -> None:
-        self._opened: dict[Path, Database] = {}
-        self._faults: dict[Path, Exception] = {}
+        self._opened: dict[Path, Database | Exception] = {}
 
     def open(
         self,
@@ -293,35 +284,25 @@ class Databases:
                 since it was written, or is missing.
         """
         opened = self._opened.get(root)
-        if opened is not None:
-            return opened
-        if root in self._faults:
-            raise self._faults[root]
-        try:
-            self._opened[root] = opened = self._open(root, checkpoint, check, sizes)
-        except (ValueError, OSError) as error:
-            self._faults[root] = error
-            raise
+        if opened is None:
+            index = [root / name for name in zarr_metadata.INDEX_FILES]
+            try:
+                _storage.of(root).check_root(root, checkpoint)
+                with _storage.paths.read_ahead(index):
+                    if check is not None:
+                        check()
+                    opened = Database(root, sizes)
+            except (ValueError, OSError) as error:
+                opened = error
+            self._opened[root] = opened
+        if isinstance(opened, Exception):
+            raise opened
         return opened
-
-    def _open(
-        self,
-        root: Path,
-        checkpoint: Path,
-        check: Callable[[], None] | None,
-        sizes: Mapping[str, int] | None,
-    ) -> Database:
-        _storage.of(root).check_root(root, checkpoint)
-        with _storage.paths.read_ahead(
-            [root / name for name in zarr_metadata.INDEX_FILES]
-        ):
-            if check is not None:
-                check()
-            return Database(root, sizes)
 
     def readings(self) -> list[Reading]:
         """Returns readings with the tasks that read the requested values."""
-        return [database.reading() for database in self._opened.values()]
+        opened = self._opened.values()
+        return [each.reading() for each in opened if isinstance(each, Database)]
 
 
 def check_digests(root: Path, digests: Mapping[str, str], *, max_bytes: int) -> None:
@@ -344,7 +325,7 @@ def check_digests(root: Path, digests: Mapping[str, str], *, max_bytes: int) -> 
 
 def from_files(
     raw: RawArray,
-    info: LeafInfo,
+    form: Form,
     regions: Sequence[Region],
     database: Database | None = None,
     *,
@@ -356,7 +337,7 @@ def from_files(
 
     Args:
         raw: The array.
-        info: The stored leaf.
+        form: The form of its chunks.
         regions: The regions.
         database: The open database of the array; None for a directory with its chunks.
             The tasks of `Databases.readings` must run before the result is taken.
@@ -367,11 +348,10 @@ def from_files(
     Raises:
         ValueError, OSError: A file or a value is missing or has the wrong size.
     """
-    form = read_plan.form_of(raw, info)
     tasks: list[Callable[[], None]] = []
     check: Callable[[], None] | None = None
     if database is not None:
-        check = metadata_check(raw, info, database, verify=verify)
+        check = metadata_check(raw, form, database, verify=verify)
         verify = verify and not raw.has_digests  # digests cover the whole database
     elif verify:
         metadata = raw.root / raw.name / zarr_metadata.METADATA
@@ -379,10 +359,7 @@ def from_files(
     may_map = memory_map and dtype == form.stored and _storage.of(raw.root).can_map
     arrays: dict[Region, Array] = {}
     for box, inside in read_plan.group(regions, form.chunk_shape).items():
-        needs: dict[str, list[tuple[Region, Region]]] = {}
-        for region in inside:
-            for key, bounds in zarr_metadata.chunks(region, form.chunk_shape):
-                needs.setdefault(key, []).append((region, bounds))
+        needs = read_plan.find_parts(inside, form.chunk_shape)
         blocks = {
             chunk.key: _block(raw, form, chunk, database)
             for chunk in zarr_metadata.chunks(box, form.chunk_shape)
@@ -500,23 +477,22 @@ def _fill(
         _state.numpy_dtypes.cast_into(target, form.values(buffer, bounds))
 
 
-def is_small(raw: RawArray, info: LeafInfo, database: Database) -> bool:
+def is_small(raw: RawArray, form: Form, database: Database) -> bool:
     """Returns True if an array in a database is read together with others.
 
     Raises:
         ValueError: The database lacks a value.
     """
-    form = read_plan.form_of(raw, info)
-    if forms.stored_bytes(info) <= _SMALL_BYTES:
+    if form.nbytes <= _SMALL_BYTES:
         return True
     whole = zarr_metadata.chunks(zarr_metadata.whole(form.shape), form.chunk_shape)
-    first = next(iter(whole))
-    return database.is_inline(zarr_metadata.database_key(raw.name, first.key))
+    found = database.find(zarr_metadata.database_key(raw.name, whole[0].key))
+    return isinstance(found, bytes)
 
 
 def from_database(
     raw: RawArray,
-    info: LeafInfo,
+    form: Form,
     regions: Sequence[Region],
     database: Database,
     *,
@@ -529,33 +505,29 @@ def from_database(
     Raises:
         ValueError: The database lacks a value.
     """
-    form = read_plan.form_of(raw, info)
-    check = metadata_check(raw, info, database, verify=verify)
+    check = metadata_check(raw, form, database, verify=verify)
     verify = verify and not raw.has_digests  # digests cover the whole database
-    chunks: dict[str, list[tuple[Region, zarr_metadata.Chunk]]] = {}
-    for region in regions:
-        for chunk in zarr_metadata.chunks(region, form.chunk_shape):
-            name = zarr_metadata.database_key(raw.name, chunk.key)
-            chunks.setdefault(name, []).append((region, chunk))
-    for name in chunks:
+    needs = read_plan.find_parts(regions, form.chunk_shape)
+    names = {key: zarr_metadata.database_key(raw.name, key) for key in needs}
+    for name in names.values():
         database.request(name, form.stored_bytes)
 
     def arrays() -> Mapping[Region, Array]:
         if check is not None:
             check()
         parts: dict[Region, list[tuple[Region, Array]]] = {r: [] for r in regions}
-        for name, places in chunks.items():
-            content = np.frombuffer(database.value(name), np.uint8)
-            if len(content) != form.stored_bytes:
+        for key, places in needs.items():
+            content = np.frombuffer(database.value(names[key]), np.uint8)
+            if (size := len(content)) != form.stored_bytes:
                 raise ValueError(
-                    f"{name} has {len(content)} bytes instead of {form.stored_bytes}"
+                    f"{names[key]} has {size} bytes instead of {form.stored_bytes}"
                 )
             values, tail = content[: form.chunk_bytes], content[form.chunk_bytes :]
             if verify and form.encoding.checksum:
-                block = _block(raw, form, places[0][1])
+                block = _block(raw, form, zarr_metadata.Chunk(key, places[0][1]))
                 chunk_file.check(block, [values.data], tail.tobytes())
-            for region, chunk in places:
-                parts[region].append((chunk.bounds, form.values(values, chunk.bounds)))
+            for region, bounds in places:
+                parts[region].append((bounds, form.values(values, bounds)))
         return {region: _join(form, region, parts[region]) for region in regions}
 
     return Reading([], arrays)
@@ -572,7 +544,7 @@ def _join(form: Form, region: Region, parts: Sequence[tuple[Region, Array]]) -> 
 
 
 def metadata_check(
-    raw: RawArray, info: LeafInfo, database: Database, *, verify: bool
+    raw: RawArray, form: Form, database: Database, *, verify: bool
 ) -> Callable[[], None] | None:
     """Requests the metadata of an array in an open database.
 
@@ -586,7 +558,6 @@ def metadata_check(
     """
     if not verify or raw.has_digests:  # digests cover the whole database
         return None
-    form = read_plan.form_of(raw, info)
     name = zarr_metadata.database_key(raw.name, zarr_metadata.METADATA)
     database.request(name, _MAX_METADATA_BYTES)
     return lambda: form.check_metadata(database.value(name))

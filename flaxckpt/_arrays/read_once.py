@@ -33,7 +33,7 @@ def divide(jobs: Sequence[ReadJob]) -> list[ReadJob]:
         sharding = divided_sharding(job.wanted)
         if sharding is not None:
             wanted = dataclasses.replace(job.wanted, sharding=sharding)
-            job = job._replace(wanted=wanted)
+            job = ReadJob(job.stored, wanted)
         divided.append(job)
     return divided
 

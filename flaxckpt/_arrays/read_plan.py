@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -35,7 +36,8 @@ _PART_BYTES = 8 * 2**20
 # ---- leaves ---------------------------------------------------------------------
 
 
-class ReadJob(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReadJob:
     """A leaf to read, with the form to return.
 
     Attributes:
@@ -47,97 +49,71 @@ class ReadJob(NamedTuple):
     wanted: LeafInfo
 
     @property
-    def found(self) -> LeafInfo:
-        """Stored form of the leaf."""
-        return self.stored.info
+    def is_raw(self) -> bool:
+        """True for values that need no decoding."""
+        return self.stored.raw is not None or self.stored.span is not None
 
+    @_util.forks.lazy
+    def is_whole(self) -> bool:
+        """True if this process needs the whole leaf in one piece."""
+        sharding = self.wanted.sharding
+        return (
+            sharding is None
+            or self.wanted.kind != "array"
+            or (len(sharding.device_set) == 1 and sharding.is_fully_addressable)
+        )
 
-class Work(NamedTuple):
-    """A leaf to read.
+    @_util.forks.lazy
+    def nbytes(self) -> int:
+        """Uncompressed size of the regions to read, in bytes."""
+        if self.is_whole:
+            return forms.stored_bytes(self.stored.info)
+        bits = _state.dtypes.item_bits(forms.stored_form(self.stored.info)[1])
+        sizes = [math.prod(zarr_metadata.extent(region)) for region in self.reads]
+        return sum(sizes) * bits // 8
 
-    Attributes:
-        job: The leaf.
-        reads: Region to read -> regions in it that devices need.
-        nbytes: Uncompressed size of the regions to read, in bytes.
-    """
+    @_util.forks.lazy
+    def reads(self) -> Mapping[Region, list[Region]]:
+        """Region to read -> regions in it that local devices need."""
+        shape, _ = forms.stored_form(self.stored.info)
+        if self.is_whole:
+            whole = zarr_metadata.whole(shape)
+            return {whole: [whole]}
+        assert self.wanted.sharding is not None, self.wanted
+        places = self.wanted.sharding.addressable_devices_indices_map(shape)
+        regions = list(
+            dict.fromkeys(
+                zarr_metadata.region_of(index or (), shape) for index in places.values()
+            )
+        )
+        chunk = self.stored.info.chunk_shape
+        if (
+            self.stored.raw is not None  # regions share its chunks
+            or len(regions) < 2
+            or (chunk and all(_fits_chunks(r, chunk, shape) for r in regions))
+        ):
+            return {region: [region] for region in regions}
+        # Otherwise a chunk that overlaps two regions would be read twice.
+        return {zarr_metadata.enclosing(regions): regions}
 
-    job: ReadJob
-    reads: Mapping[Region, list[Region]]
-    nbytes: int
+    def dtype_to_read(self) -> str:
+        """Returns the type that values are cast to while they are read.
 
-    @classmethod
-    def of(cls, job: ReadJob) -> Work:
-        """Returns the work of this process for a leaf."""
-        # `read_files` shares the chunks.
-        once = job.stored.raw is None
-        reads = _regions_to_read(job.found, job.wanted, once=once)
-        elements = sum(math.prod(zarr_metadata.extent(region)) for region in reads)
-        bits = _state.dtypes.item_bits(forms.stored_form(job.found)[1])
-        return cls(job, reads, elements * bits // 8)
-
-
-def bytes_here(job: ReadJob) -> int:
-    """Returns the uncompressed bytes that this process reads for a leaf."""
-    if job.found.dtype is None or _is_whole(job.wanted):
-        return forms.stored_bytes(job.found)
-    return Work.of(job).nbytes
-
-
-def batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[Work]]:
-    """Yields batches of raw arrays, and then of arrays to decode."""
-    for is_raw in (True, False):
-        at_once = max_bytes if is_raw else min(max_bytes, _DECODED_AT_ONCE)
-        works = (Work.of(job) for job in jobs if _is_raw(job.stored) == is_raw)
-        sized = ((work, work.nbytes) for work in works)
-        yield from _util.memory.batches(sized, at_once)
-
-
-def _is_raw(stored: StoredLeaf) -> bool:
-    """Returns True for values that need no decoding."""
-    return stored.raw is not None or stored.span is not None
-
-
-def _regions_to_read(
-    found: LeafInfo, wanted: LeafInfo, *, once: bool
-) -> dict[Region, list[Region]]:
-    """Returns the regions to read -> the regions needed by devices.
-
-    Args:
-        found: The stored leaf.
-        wanted: The leaf with the requested sharding.
-        once: True to read the enclosing region if a chunk overlaps two regions, because
-            it would be read twice.
-    """
-    shape, _ = forms.stored_form(found)
-    if _is_whole(wanted):
-        whole = zarr_metadata.whole(shape)
-        return {whole: [whole]}
-    sharding = wanted.sharding
-    assert sharding is not None, wanted
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    if not indices:
-        return {}  # other processes have all parts
-    regions = list(
-        dict.fromkeys(zarr_metadata.region_of(index or (), shape) for index in indices)
-    )
-    chunk = found.chunk_shape
-    if (
-        not once
-        or len(regions) == 1
-        or (chunk and all(_fits_chunks(r, chunk, shape) for r in regions))
-    ):
-        return {region: [region] for region in regions}
-    return {zarr_metadata.enclosing(regions): regions}
-
-
-def _is_whole(wanted: LeafInfo) -> bool:
-    """Returns True if this process needs a whole leaf in one piece."""
-    sharding = wanted.sharding
-    return (
-        sharding is None
-        or wanted.kind != "array"
-        or (len(sharding.device_set) == 1 and sharding.is_fully_addressable)
-    )
+        Floats are cast then, but not numbers: casts in memory detect overflow.
+        """
+        wanted, found = self.wanted, self.stored.info
+        stored = forms.stored_form(found)[1]
+        is_number = wanted.is_python_number or found.is_python_number
+        if is_number or wanted.kind == "prng_key":
+            return stored
+        cast_to = wanted.dtype or ""
+        kind = _state.dtypes.kind
+        is_cast = (
+            kind(cast_to) == kind(found.dtype or "") == "float"
+            and _state.dtypes.stored_name(cast_to) == cast_to
+            and stored == found.dtype
+        )
+        return cast_to if is_cast else stored
 
 
 def _fits_chunks(region: Region, chunk: Shape, shape: Shape) -> bool:
@@ -147,22 +123,14 @@ def _fits_chunks(region: Region, chunk: Shape, shape: Shape) -> bool:
     )
 
 
-def dtype_to_read(job: ReadJob) -> str:
-    """Returns the type that values are cast to while they are read.
-
-    Floats are cast then, but not numbers: casts in memory detect overflow.
-    """
-    stored = forms.stored_form(job.found)[1]
-    is_number = job.wanted.is_python_number or job.found.is_python_number
-    if is_number or job.wanted.kind == "prng_key":
-        return stored
-    wanted, found = job.wanted.dtype or "", job.found.dtype or ""
-    is_cast = (
-        _state.dtypes.kind(wanted) == _state.dtypes.kind(found) == "float"
-        and _state.dtypes.stored_name(wanted) == wanted
-        and stored == found
-    )
-    return wanted if is_cast else stored
+def batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[ReadJob]]:
+    """Yields batches of raw arrays, and then of arrays to decode."""
+    raw: list[tuple[ReadJob, int]] = []
+    encoded: list[tuple[ReadJob, int]] = []
+    for job in jobs:
+        (raw if job.is_raw else encoded).append((job, job.nbytes))
+    yield from _util.memory.batches(raw, max_bytes)
+    yield from _util.memory.batches(encoded, min(max_bytes, _DECODED_AT_ONCE))
 
 
 # ---- chunks ---------------------------------------------------------------------
@@ -184,6 +152,7 @@ class Form:
         self.chunk_shape = chunk_shape
         self.only_chunk = zarr_metadata.whole(shape) if chunk_shape == shape else None
         self.dtype: np.dtype[Any] = _state.numpy_dtypes.to_numpy(stored)
+        self.nbytes = math.prod(shape) * self.dtype.itemsize
         self.chunk_bytes = math.prod(chunk_shape) * self.dtype.itemsize
         checksum_bytes = checksums.CHECKSUM_BYTES * encoding.checksum
         self.stored_bytes = self.chunk_bytes + checksum_bytes
@@ -280,14 +249,23 @@ def form_of(raw: RawArray, info: LeafInfo) -> Form:
     return _make_form(raw.encoding, *forms.stored_form(info), info.chunk_shape)
 
 
+def find_parts(
+    regions: Sequence[Region], chunk_shape: Shape
+) -> dict[str, list[tuple[Region, Region]]]:
+    """Returns the chunks that regions need: key -> each region, and its part of it."""
+    parts: dict[str, list[tuple[Region, Region]]] = {}
+    for region in regions:
+        for key, bounds in zarr_metadata.chunks(region, chunk_shape):
+            parts.setdefault(key, []).append((region, bounds))
+    return parts
+
+
 def group(
     regions: Sequence[Region], chunk_shape: Shape
 ) -> dict[Region, Sequence[Region]]:
     """Returns regions in groups without a common chunk: enclosing region -> regions."""
-    keys = [
-        chunk.key for r in regions for chunk in zarr_metadata.chunks(r, chunk_shape)
-    ]
-    if len(keys) == len(set(keys)):
+    needs = find_parts(regions, chunk_shape) if len(regions) > 1 else {}
+    if all(len(parts) == 1 for parts in needs.values()):
         return {region: [region] for region in regions}
     return {zarr_metadata.enclosing(regions): regions}
 

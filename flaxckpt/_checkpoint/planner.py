@@ -280,8 +280,10 @@ class _RecipeBuilder:
             return 0
         job = _arrays.read_plan.ReadJob(stored[0], wanted)
         self._jobs.append(job)
-        self.bytes_to_read += _arrays.forms.stored_bytes(stored[0].info)
-        return _arrays.read_plan.bytes_here(job)
+        self.bytes_to_read += (
+            job.nbytes if job.is_whole else _arrays.forms.stored_bytes(stored[0].info)
+        )
+        return job.nbytes
 
     def build(
         self,

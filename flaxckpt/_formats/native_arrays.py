@@ -85,44 +85,6 @@ def _parse(text: bytes) -> Chunks:
         ) from None
 
 
-def metadata_readers(
-    root: Path, checkpoint: Path, names: Iterable[str], file: str, *, ocdbt: bool
-) -> dict[str, Callable[[], bytes]]:
-    """Returns functions that read the metadata of arrays: array name -> function.
-
-    A function returns the text, or raises ValueError or OSError if missing.
-
-    Args:
-        root: The directory or database with the arrays.
-        checkpoint: The directory that no symlink may lead out of.
-        names: Names of the arrays.
-        file: Name of the metadata file.
-        ocdbt: Whether `root` is a database.
-    """
-    if not ocdbt:
-        return {
-            name: functools.partial(_text_of_file, root / name / file, checkpoint)
-            for name in names
-        }
-    if not (names := list(names)):  # Orbax writes no database without arrays
-        return {}
-    database = _open_database(root, checkpoint)
-    readers: dict[str, Callable[[], bytes]] = {}
-    for name in names:
-        key = _zarr.metadata.database_key(name, file)
-        try:
-            database.request(key, MAX_METADATA_BYTES)
-            readers[name] = functools.partial(database.value, key)
-        except ValueError as error:
-            readers[name] = functools.partial(_raise, error)
-    database.read()
-    return readers
-
-
-def _raise(error: Exception) -> bytes:
-    raise error
-
-
 def _text_of_file(path: Path, checkpoint: Path) -> bytes:
     _storage.of(path).check_file(path, checkpoint)
     try:
@@ -167,13 +129,28 @@ def array_forms(
     """
     check_names(item, names, ocdbt=ocdbt)
     file = "zarr.json" if version == 3 else ".zarray"
-    readers = metadata_readers(item, checkpoint, names, file, ocdbt=ocdbt)
-    forms = {}
-    blosc = set()
-    faults = {}
-    for name, read_text in readers.items():
+    keys = {name: _zarr.metadata.database_key(name, file) for name in names}
+    forms: dict[str, ArrayForm] = {}
+    blosc: set[str] = set()
+    faults: dict[str, str] = {}
+    database = None
+    if ocdbt and names:  # Orbax writes no database without arrays
+        database = _open_database(item, checkpoint)
+        for name in names:
+            try:
+                database.request(keys[name], MAX_METADATA_BYTES)
+            except ValueError as error:
+                faults[name] = str(error)[:200]
+        in_store = _storage.of(item).costs_requests
+        _arrays.read_files.run([database.reading()], in_store=in_store)
+    for name in [name for name in names if name not in faults]:
         try:
-            chunks = _parse(read_text())
+            text = (
+                _text_of_file(item / keys[name], checkpoint)
+                if database is None
+                else database.value(keys[name])
+            )
+            chunks = _parse(text)
             forms[name] = chunks.form
             _check_chunks(chunks.form)
             if chunks.codec == "blosc":
@@ -206,7 +183,7 @@ _BEST_RATIO = 2**16
 """Upper bound on the compression ratio of a file."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Arrays:
     """The location and the encoding of the arrays of a checkpoint.
 
@@ -236,7 +213,7 @@ class Arrays:
     )
     sizes: Mapping[str, int] | None = None
 
-    @property
+    @_util.forks.lazy
     def has_digests(self) -> bool:
         """True if the digests cover the chunks, not only the tree of a database."""
         if self.ocdbt:
@@ -281,11 +258,17 @@ class Arrays:
         return open_array()
 
     def raw(
-        self, name: str, info: LeafInfo, compare: _DigestChecks | None
+        self,
+        name: str,
+        form: ArrayForm,
+        checksums: ChunkChecksums | None,
+        compare: _DigestChecks | None,
     ) -> RawArray | None:
         """Returns the location of the chunks of an uncompressed array, else None."""
-        form = _arrays.forms.stored_form(info)
-        if self.encoding is None or not _zarr.metadata.is_raw(self.encoding, *form):
+        shape, dtype, _ = form
+        if self.encoding is None:
+            return None
+        if not _zarr.metadata.is_raw(self.encoding, shape, dtype):
             return None
         return RawArray(
             self.root,
@@ -293,7 +276,7 @@ class Arrays:
             self.ocdbt,
             self.encoding,
             self.has_digests,
-            self.checksums.get(info.path),
+            checksums,
             None if compare is None else functools.partial(compare, name),
             self.sizes,
         )
@@ -434,13 +417,14 @@ def leaf_table(
             stored = StoredLeaf(path, info, value=strings.get(info.path))
         else:
             form = ArrayForm(*_arrays.forms.stored_form(info), info.chunk_shape or ())
+            checksums = arrays.checksums.get(info.path)
             stored = StoredLeaf(
                 path,
                 info,
                 functools.partial(arrays.open, name, form, path),
-                raw=arrays.raw(name, info, compare),
+                raw=arrays.raw(name, form, checksums, compare),
                 check=arrays.check(name, info, compare),
-                checksums=arrays.checksums.get(info.path),
+                checksums=checksums,
                 find_files=functools.partial(arrays.find_files, name, info, path)
                 if arrays.ocdbt and is_ours
                 else None,

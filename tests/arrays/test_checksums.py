@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import flaxckpt
 from flaxckpt import _storage, errors
 from flaxckpt._arrays import read_files
+from flaxckpt._arrays.read_plan import form_of
 from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._zarr import checksums as zarr_checksums
@@ -133,7 +134,10 @@ def test_damage_is_found_where_it_is_needed_and_only_there(
 
         def found():
             reading = read_files.from_files(
-                raw, info, regions, dtype=dtype, memory_map=way == "map", verify=True
+                *(raw, form_of(raw, info), regions),
+                dtype=dtype,
+                memory_map=way == "map",
+                verify=True,
             )
             read_files.run([reading])
             return reading.result()
@@ -162,7 +166,7 @@ def test_without_verification_only_the_bytes_are_read(tmp_path, checksum):
     for region in (((3, 5), (0, 2**15)), ((3, 5), (100, 200)), ((0, 64), (7, 8))):
         with counting() as count:
             reading = read_files.from_files(
-                *(raw, info, [region]),
+                *(raw, form_of(raw, info), [region]),
                 dtype="float32",
                 memory_map=False,
                 verify=not checksum,  # nothing to verify without checksums
@@ -332,7 +336,7 @@ def test_a_part_of_a_chunk_is_all_that_is_read(tmp_path, items):
         region = (start, start + 512), (0, 1024)
         with counting() as count:
             reading = read_files.from_files(
-                *(raw, table["a/w"].info, [region]),
+                *(raw, form_of(raw, table["a/w"].info), [region]),
                 dtype="float32",
                 memory_map=False,
                 verify=True,
@@ -401,7 +405,7 @@ def test_stores_are_asked_for_the_needed_bytes(tmp_path, rows):
 
     def found():
         reading = read_files.from_files(
-            *(leaf.sources[0].raw, leaf.info, [region]),
+            *(leaf.sources[0].raw, form_of(leaf.sources[0].raw, leaf.info), [region]),
             dtype="float32",
             memory_map=True,
             verify=True,

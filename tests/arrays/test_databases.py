@@ -11,6 +11,7 @@ import tensorstore as ts
 import flaxckpt
 from flaxckpt._arrays import read_files
 from flaxckpt._arrays.read_files import Database, Databases, check_digests
+from flaxckpt._arrays.read_plan import form_of
 from flaxckpt._arrays.write import make_index
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._storage.storage import LOCAL
@@ -291,7 +292,9 @@ def test_no_changed_byte_gives_other_values(tmp_path, size):
         databases = Databases()
         database = databases.open(tmp_path, tmp_path)
         region = ((0, size),)
-        reading = read_files.from_database(raw, info, [region], database, verify=True)
+        reading = read_files.from_database(
+            raw, form_of(raw, info), [region], database, verify=True
+        )
         read_files.run([*databases.readings(), reading])
         return reading.result()[region]
 

@@ -13,7 +13,7 @@ import pytest
 from flaxckpt import _util
 from flaxckpt._arrays import read_files
 from flaxckpt._arrays.read_files import Databases
-from flaxckpt._arrays.read_plan import Span
+from flaxckpt._arrays.read_plan import Span, form_of
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt._zarr import chunk_file, metadata
 from flaxckpt._zarr.metadata import Encoding, RawArray
@@ -52,7 +52,7 @@ def random_regions(draws, shape):
 
 def read(raw, info, regions, *, dtype=None, memory_map=False, verify=True):
     reading = read_files.from_files(
-        *(raw, info, regions),
+        *(raw, form_of(raw, info), regions),
         dtype=dtype or info.dtype,
         memory_map=memory_map,
         verify=verify,
@@ -406,7 +406,9 @@ def database_of(path, array, chunk_shape, *, checksum=True):
 def read_database(raw, info, regions, *, verify=True):
     databases = Databases()
     database = databases.open(raw.root, raw.root)
-    reading = read_files.from_database(raw, info, regions, database, verify=verify)
+    reading = read_files.from_database(
+        raw, form_of(raw, info), regions, database, verify=verify
+    )
     read_files.run([*databases.readings(), reading])
     return reading.result()
 

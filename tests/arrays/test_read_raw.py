@@ -20,6 +20,7 @@ from flaxckpt._arrays import chunks_to_write, encode, read_files
 from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays import to_host as arrays_to_host
 from flaxckpt._arrays.read_files import Databases
+from flaxckpt._arrays.read_plan import form_of
 from flaxckpt._state import dtypes as state_dtypes
 from flaxckpt._state import numpy_dtypes as state_numpy_dtypes
 from flaxckpt._state.leaf import LeafInfo
@@ -89,11 +90,13 @@ def read_raw(root, array, chunk_shape, encoding, region, *, ocdbt, memory_map):
     if ocdbt:
         databases = Databases()
         database = databases.open(raw.root, raw.root)
-        reading = read_files.from_database(raw, info, [region], database, verify=True)
+        reading = read_files.from_database(
+            raw, form_of(raw, info), [region], database, verify=True
+        )
     else:
         reading = read_files.from_files(
             raw,
-            info,
+            form_of(raw, info),
             [region],
             dtype=array.dtype.name,
             memory_map=memory_map,
@@ -128,7 +131,7 @@ def read_tree(root, array, chunk_shape, encoding, region, *, memory_map, verify=
     databases = Databases()
     reading = read_files.from_files(
         raw,
-        info_of(array, chunk_shape),
+        form_of(raw, info_of(array, chunk_shape)),
         [region],
         databases.open(root, root),
         dtype=array.dtype.name,

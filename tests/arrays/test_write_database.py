@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import flaxckpt
 from flaxckpt._arrays import read_files, write_database
 from flaxckpt._arrays.read_files import Databases
+from flaxckpt._arrays.read_plan import form_of
 from flaxckpt._formats import locate
 from flaxckpt._zarr import btree, ocdbt
 from flaxckpt._zarr.metadata import Encoding
@@ -178,7 +179,7 @@ def test_a_part_of_a_leaf_is_read_and_verified_by_segments(tmp_path):
     def read(start, stop):
         region = ((start, stop), (0, 1024))
         reading = read_files.from_files(
-            *(stored.raw, stored.info, [region], database),
+            *(stored.raw, form_of(stored.raw, stored.info), [region], database),
             dtype="float32",
             memory_map=False,
             verify=True,

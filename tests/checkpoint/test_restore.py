@@ -710,11 +710,11 @@ def test_a_checkpoint_replaced_while_it_is_read_is_not_mixed(
     flaxckpt.save(path, {"w": np.ones(4), "v": np.ones(4)})
     real = arrays_read._begin
 
-    def begin(work, *args):
-        if work.job.wanted.path == "v":
+    def begin(job, *args):
+        if job.wanted.path == "v":
             other = {"w": np.zeros(4), "v": np.zeros(4)}
             flaxckpt.save(path, other, overwrite=True)
-        return real(work, *args)
+        return real(job, *args)
 
     monkeypatch.setattr(arrays_read, "_begin", begin)
     with pytest.raises(errors.DamagedCheckpointError, match="replaced or deleted"):
