@@ -317,7 +317,9 @@ def check_digests(root: Path, digests: Mapping[str, str], *, max_bytes: int) -> 
         found = _storage.of(root).digest_file(root / name, max_bytes=max_bytes)
         _storage.files.check_digest(name, found, digests[name])
 
-    _util.threads.each(check, digests, threads=THREADS)
+    # The index of a database is two files, one of them tiny: not worth a thread.
+    threads = THREADS if len(digests) > len(zarr_metadata.INDEX_FILES) else 1
+    _util.threads.each(check, digests, threads=threads)
 
 
 # ---- chunks ---------------------------------------------------------------------
