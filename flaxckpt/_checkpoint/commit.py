@@ -18,6 +18,7 @@ from flaxckpt._checkpoint.cancellation import Cancellation
 from flaxckpt._checkpoint.overwrite import check_replaceable
 from flaxckpt._formats.items import Items
 from flaxckpt._formats.reader import Lineage
+from flaxckpt._storage.transaction import Transaction
 from flaxckpt._types import JSON
 from flaxckpt._util.pace import Pace
 from flaxckpt._zarr.array_layout import ArrayLayout
@@ -153,9 +154,6 @@ class WrittenFiles(NamedTuple):
     arrays: _arrays.write.Previous
 
 
-_THREADS_OF_STORES = 8
-"""Threads that write the small files of a checkpoint as objects."""
-
 _locks: weakref.WeakValueDictionary[Path, threading.Lock] = (
     weakref.WeakValueDictionary()
 )
@@ -232,29 +230,48 @@ def write_lock(final: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def temporary_directory(snapshot: Snapshot) -> Iterator[Path]:
-    """Creates a temporary directory for a checkpoint; removes leftovers at the end.
-
-    For an item, yields the item's own directory.
-    """
-    final, mode = snapshot.request.path, snapshot.request.options.mode
+def begin(snapshot: Snapshot) -> Iterator[Transaction]:
+    """Begins the transaction of a save; removes what is not committed at the end."""
+    final, options = snapshot.request.path, snapshot.request.options
+    trees = snapshot.contents.manifest.items.trees
     if snapshot.request.is_item:
-        yield final
+        yield _storage.transaction.Part(final)
         return
     parent = _storage.of(final.parent)
     # A run in a store has looked at its directory when it was opened.
     if parent.has_directories or snapshot.request.step is None:
-        parent.make_directory(final.parent, mode=mode)
-    with _storage.of(final).new_checkpoint(
+        parent.make_directory(final.parent, mode=options.mode)
+    with replacing(
+        final, overwrite=snapshot.request.overwrite, mode=options.mode
+    ) as transaction:
+        for item in trees:
+            (transaction.directory / item).mkdir(exist_ok=True)
+        yield transaction
+
+
+def replacing(
+    final: Path,
+    *,
+    overwrite: bool,
+    check: Callable[[Path], object] = check_replaceable,
+    mode: int | None = None,
+) -> contextlib.AbstractContextManager[Transaction]:
+    """Begins the checkpoint `final`, which gets the pin of one that it replaces.
+
+    Args:
+        final: The checkpoint.
+        overwrite: Whether to replace an existing checkpoint.
+        check: Raises an error if an existing checkpoint in a store may not be replaced.
+        mode: Mode of directories; see `SaveOptions`.
+    """
+    return _storage.transaction.begin(
         final,
-        overwrite=snapshot.request.overwrite,
-        keep=lambda name: name == _steps.markers.PIN,
-        check=check_replaceable,
+        overwrite=overwrite,
+        keep=_steps.markers.PIN.__eq__,
+        check=check,
+        publish=functools.partial(publish, overwrite=overwrite),
         mode=mode,
-    ) as temporary:
-        for item in snapshot.contents.manifest.items.trees:
-            (temporary / item).mkdir(exist_ok=True)
-        yield temporary
+    )
 
 
 WrittenArrays: TypeAlias = dict[str, _arrays.write.Written]
@@ -262,7 +279,9 @@ WrittenArrays: TypeAlias = dict[str, _arrays.write.Written]
 
 
 def write_files(
-    snapshot: Snapshot, temporary: Path, previous: _arrays.write.Previous | None
+    snapshot: Snapshot,
+    transaction: Transaction,
+    previous: _arrays.write.Previous | None,
 ) -> tuple[dict[str, bytes], WrittenArrays]:
     """Writes the arrays and metadata files of this process, without the manifest.
 
@@ -274,10 +293,10 @@ def write_files(
     @_util.gc_pause.pause()
     def describe() -> None:
         files.update(_formats.native_contents.make_files(snapshot.contents))
-        write_new(temporary, files)
+        transaction.write(files)
 
     with _util.threads.beside(describe) as check:
-        written = write_arrays(snapshot, temporary, previous, check)
+        written = write_arrays(snapshot, transaction.directory, previous, check)
     return files, written
 
 
@@ -339,7 +358,7 @@ def write_arrays(
 
 def finish_checkpoint(
     snapshot: Snapshot,
-    temporary: Path,
+    transaction: Transaction,
     files: Mapping[str, bytes],
     digests: Mapping[str, str] | None = None,
     *,
@@ -349,37 +368,19 @@ def finish_checkpoint(
 
     Args:
         snapshot: The written snapshot.
-        temporary: The directory with its files.
+        transaction: The transaction with its files.
         files: Files other than arrays: name -> content.
         digests: Digests of files written by other processes: name -> digest.
         arrays: The arrays that all processes have written.
     """
-    contents, request = snapshot.contents, snapshot.request
+    request = snapshot.request
     sealed = _formats.native_contents.seal(
-        contents, files, temporary, arrays, digests or {}
+        snapshot.contents, files, transaction.directory, arrays, digests or {}
     )
-    if request.is_item:
-        write_new(temporary, sealed)
-        size = _storage.of(temporary).sync_tree(temporary)
-        return WrittenFiles(size, _arrays.write.Previous(request.path, {}))
-    marker = sealed.pop(_storage.commit_marker.MARKER)
+    marker = sealed.pop(_storage.commit_marker.MARKER, None)  # None in an item
     markers = _steps.markers.for_new_step(request.path, temporary=request.temporary)
-    write_new(temporary, {**sealed, **markers, **request.markers})
-    stamp = None
-    if _storage.of(temporary).has_hard_links:
-        manifest = _storage.stamp(temporary / _formats.orbax_json.MANIFEST)
-        stamp = manifest._replace(path=request.path / _formats.orbax_json.MANIFEST)
-    rename = functools.partial(publish, overwrite=request.overwrite)
-    size = _storage.of(temporary).commit(
-        temporary,
-        request.path,
-        marker,
-        rename,
-        request.cancellation.close,
-        mode=request.options.mode,
-    )
-    if stamp is None:
-        return WrittenFiles(size, _arrays.write.Previous(request.path, {}))
+    transaction.write({**sealed, **markers, **request.markers})
+    size, stamp = transaction.commit(marker, request.cancellation.close)
     return WrittenFiles(size, linkable_arrays(snapshot, stamp))
 
 
@@ -409,13 +410,13 @@ def _copy_pin(replaced: Path, new: Path) -> None:
 
 
 def linkable_arrays(
-    snapshot: Snapshot, stamp: _storage.Stamp
+    snapshot: Snapshot, stamp: _storage.Stamp | None
 ) -> _arrays.write.Previous:
-    """Returns the arrays that the next save may hard-link."""
+    """Returns the arrays that the next save may hard-link; none without a stamp."""
     sources = {
         array.name: (array.source, array.dtype)
         for array in snapshot.arrays
-        if array.source is not None
+        if array.source is not None and stamp is not None
     }
     return _arrays.write.Previous(snapshot.request.path, sources, stamp)
 
@@ -426,15 +427,3 @@ def metadata_files(
     """Returns the files of the checkpoint `path` without arrays, for size checks."""
     files = _formats.native_contents.make_files(contents)
     return files | _formats.native_contents.seal(contents, files, path, None)
-
-
-def write_new(root: Path, files: Mapping[str, bytes]) -> None:
-    """Writes new files; the caller syncs them and their directories."""
-    storage = _storage.of(root)
-
-    def write(name: str) -> None:
-        _storage.files.make_parents(root, name)
-        storage.write_parts(root / name, [memoryview(files[name])])
-
-    threads = _THREADS_OF_STORES if storage.costs_requests else 1
-    _util.threads.each(write, files, threads=threads)

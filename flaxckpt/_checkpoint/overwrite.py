@@ -130,7 +130,7 @@ def check_free(final: Path, *, overwrite: bool) -> None:
     """
     if not _storage.of(final).exists(final):
         return
-    if _storage.of(final).is_unfinished(final):
+    if _storage.transaction.is_unfinished(final):
         return  # the save removes it unless another process works with it
     try:
         if overwrite or _is_empty(final):

@@ -497,9 +497,6 @@ def _write_snapshot(
         request.cancellation.close()
     if request.operation is not None:
         return save_distributed.write_snapshot(snapshot, previous)
-    with (
-        commit.write_lock(request.path),
-        commit.temporary_directory(snapshot) as temporary,
-    ):
-        files, arrays = commit.write_files(snapshot, temporary, previous)
-        return commit.finish_checkpoint(snapshot, temporary, files, arrays=arrays)
+    with commit.write_lock(request.path), commit.begin(snapshot) as transaction:
+        files, arrays = commit.write_files(snapshot, transaction, previous)
+        return commit.finish_checkpoint(snapshot, transaction, files, arrays=arrays)

@@ -147,10 +147,10 @@ def write_snapshot(
 def _lead(
     snapshot: Snapshot, previous: _arrays.write.Previous | None, operation: Operation
 ) -> WrittenFiles:
-    with commit.temporary_directory(snapshot) as temporary:
+    with commit.begin(snapshot) as transaction:
         try:
-            operation.first("made", lambda: temporary.name)
-            files, arrays = commit.write_files(snapshot, temporary, previous)
+            operation.first("made", lambda: transaction.directory.name)
+            files, arrays = commit.write_files(snapshot, transaction, previous)
             reports = operation.gather("written")
         except BaseException as error:
             # Remove the directory only after the other processes stop writing to it.
@@ -164,7 +164,7 @@ def _lead(
             for item, rows in report["arrays"].items():
                 arrays[item].add(_arrays.write.Written.from_json(rows))
         written = commit.finish_checkpoint(
-            snapshot, temporary, files, digests, arrays=arrays
+            snapshot, transaction, files, digests, arrays=arrays
         )
     operation.first("committed", lambda: str(written.size))
     return written
@@ -209,8 +209,8 @@ def _write_part(
         for name, content in contents.dataset.items()
         if name != datasets.DESCRIPTION
     }
-    commit.write_new(temporary, files)
     storage = _storage.of(temporary)
+    storage.write_files(temporary, files)
     if files:
         storage.sync_files(map(temporary.joinpath, (*files, dataset)), _SYNCING_THREADS)
     for item, written in arrays.items():

@@ -221,9 +221,12 @@ def _convert_to_store(
     with tempfile.TemporaryDirectory(prefix="flaxckpt-convert-") as directory:
         local = Path(directory) / final.name
         _convert_to_disk(source, step, local, options)
-        return _storage.of(final).copy_checkpoint(
-            local, final, overwrite=options.overwrite
-        )
+        with _checkpoint.commit.replacing(
+            final,
+            overwrite=options.overwrite,
+            check=lambda path: _check_target_free(path, options),
+        ) as new:
+            return new.commit(new.copy(local)).size
 
 
 def _check_target_free(final: Path, options: ConvertOptions) -> None:

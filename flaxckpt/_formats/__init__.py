@@ -235,7 +235,7 @@ def _explain_unrecognised(path: Path) -> NoReturn:
         )
     marker = _storage.commit_marker.MARKER
     sign = _steps.index.sign(path) if is_dir else None
-    if sign and not _storage.of(path).is_committed(path):
+    if sign and not _storage.transaction.is_committed(path):
         raise errors.DamagedCheckpointError(
             f"{path} has {sign}, but not {marker}, which completes a checkpoint in a"
             " store: it was not finished, or not copied as a whole; restore another"
@@ -531,7 +531,7 @@ def advice_on_names(directory: Path) -> str:
 
 def is_being_written(path: Path) -> bool:
     """Returns True if `path` has an unfinished save and no committed checkpoint."""
-    if _storage.of(path).is_committed(path):
+    if _storage.transaction.is_committed(path):
         return False
     return path.name in _storage.temporary.unfinished_names(path.parent)
 

@@ -165,17 +165,16 @@ def find_item(path: Path) -> Path | None:
     Raises:
         CheckpointFormatError: The checkpoint is of other items only.
     """
-    storage = _storage.of(path)
 
     def is_committed() -> bool:  # asked last: the parent may cost a request
-        return storage.is_committed(path) or storage.is_committed(path.parent)
+        return any(map(_storage.transaction.is_committed, (path, path.parent)))
 
     for name in (*PREFERRED_ITEMS, ""):
         if is_tree(path / name):
             return path / name if is_committed() else None
     if not ((path / CHECKPOINT).is_file() and is_committed()):
         return None
-    names = sorted(storage.directories(path))
+    names = sorted(_storage.of(path).directories(path))
     for name in names:
         if is_tree(path / name) or is_native(path / name):
             return path / name

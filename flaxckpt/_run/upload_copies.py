@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -33,7 +32,7 @@ def compare(path: Path, final: Path) -> Relation:
     if marker is not None and marker == _content(path / _storage.commit_marker.MARKER):
         return "same"
     manifest = _content(final / _formats.orbax_json.MANIFEST)
-    if marker is None and _storage.of(final).is_unfinished(final):
+    if marker is None and _storage.transaction.is_unfinished(final):
         return "none"
     if marker is None and manifest is None:
         is_there = _storage.of(final).exists(final)
@@ -93,32 +92,16 @@ def make(path: Path, final: Path, *, overwrite: bool, mode: int | None = None) -
     is_temporary = _steps.markers.is_temporary(path)
     marks = _steps.markers.for_new_step(final, temporary=is_temporary)
     marks |= _steps.markers.pin_of(path)
-    files = [
-        file for file in path.rglob("*") if file.is_file() and _belongs(path, file)
-    ]
-    return _storage.of(final).copy_checkpoint(
-        path,
-        final,
-        files=files,
-        markers=marks,
-        overwrite=overwrite,
-        keep=lambda name: name == _steps.markers.PIN,
-        publish=functools.partial(_checkpoint.commit.publish, overwrite=overwrite),
-        mode=mode,
-    )
+    with _checkpoint.commit.replacing(final, overwrite=overwrite, mode=mode) as new:
+        marker = new.copy(path, _belongs)
+        new.write(marks)
+        return new.commit(marker).size
 
 
-def _belongs(path: Path, file: Path) -> bool:
-    """Returns False for a marker or a leftover in the step's directory."""
-    name = file.relative_to(path).as_posix()
-    where = name.rpartition("/")[0]
-    is_leftover = where in (
-        "",
-        _formats.items.METRICS,
-    ) and _storage.files.is_temporary(file.name)
-    is_mark = (
-        not where
-        and _steps.markers.is_marker(name)
-        and not _steps.markers.is_copied(name)
-    )
-    return not (is_leftover or is_mark)
+def _belongs(file: Path) -> bool:
+    """Returns False for a marker or a leftover, by its path in the step."""
+    where, name = str(file.parent), file.name
+    if where in (".", _formats.items.METRICS) and _storage.files.is_temporary(name):
+        return False
+    is_mark = where == "." and _steps.markers.is_marker(name)
+    return not is_mark or _steps.markers.is_copied(name)

@@ -53,7 +53,7 @@ def delete(
             )
 
     check_foreign(str(path), find_foreign(path))
-    _storage.of(path).delete(path, check_step)
+    _storage.transaction.delete(path, check_step)
     _log.info("deleted %s", path)
 
 
@@ -86,7 +86,7 @@ def delete_item(
         markers.mark_item_deleted(path, item)
 
     check_foreign(f"{item} of {path}", in_item(find_foreign(path), item))
-    _storage.of(path).delete_part(path, item, announce)
+    _storage.transaction.delete_part(path, item, announce)
 
 
 def in_item(files: Sequence[str], item: str) -> list[str]:
@@ -110,7 +110,7 @@ def sweep(root: Path, step_format: names.StepFormat) -> None:
     Raises:
         OSError: A leftover could not be removed.
     """
-    _storage.of(root).sweep(root, lambda name: step_format.step(name) is not None)
+    _storage.transaction.sweep(root, lambda name: step_format.step(name) is not None)
 
 
 def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> None:
@@ -134,6 +134,6 @@ def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> Non
                     path.unlink(missing_ok=True)
         for directory in directories:
             if not directory.is_symlink():
-                _storage.of(directory).sweep_files(directory)
+                _storage.transaction.sweep_files(directory)
     except OSError as error:
         _log.warning("could not remove what a crash left in %s: %s", root, error)

@@ -187,9 +187,8 @@ def list_committed(
         recognise: Recognises an entry on demand.
     """
     with _storage.permissions.explain_errors(root):
-        storage = _storage.of(root)
         try:
-            contents = storage.contents(
+            contents = _storage.of(root).contents(
                 root, lambda name: step_format.step(name) is not None
             )
         except FileNotFoundError:
@@ -198,7 +197,7 @@ def list_committed(
             Entry(step, root / name, recognise, files or ())
             for name, files in contents.items()
             if (step := step_format.step(name)) is not None
-            and (files is None or storage.lists_committed(files))
+            and (files is None or _storage.transaction.lists_committed(root, files))
         ]
         return sorted(entries, key=lambda entry: entry.step)
 

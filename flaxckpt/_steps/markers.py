@@ -7,10 +7,13 @@ import secrets
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flaxckpt import _storage, errors
 from flaxckpt._types import JSON, LeafPath
+
+if TYPE_CHECKING:
+    from flaxckpt._storage.stored_value import WrittenMarker
 
 PIN = "PINNED"
 """Marker of a step that all policies keep; a convention of T5X."""
@@ -127,7 +130,7 @@ def is_temporary(path: Path) -> bool:
     return (path / TEMPORARY).is_file()
 
 
-def pin(path: Path) -> _storage.WrittenMarker:
+def pin(path: Path) -> WrittenMarker:
     """Keeps the step at `path` until unpinned; a pin that failed can be undone."""
     storage = _storage.of(path)
     # Two processes may pin a step: neither takes the other's pin for its own.

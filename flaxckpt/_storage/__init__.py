@@ -20,13 +20,12 @@ if TYPE_CHECKING:
         store_requests,
         store_settings,
         temporary,
+        transaction,
     )
     from flaxckpt._storage.storage import Stamp, of, stamp
-    from flaxckpt._storage.stored_value import WrittenMarker
 
 __all__ = [
     "Stamp",
-    "WrittenMarker",
     "bucket",
     "commit_marker",
     "files",
@@ -41,12 +40,12 @@ __all__ = [
     "store_requests",
     "store_settings",
     "temporary",
+    "transaction",
 ]
 
 if not TYPE_CHECKING:
     __getattr__ = _doors.opener(
         __name__,
         __all__,
-        dict.fromkeys(("Stamp", "of", "stamp"), "storage")
-        | {"WrittenMarker": "stored_value"},
+        dict.fromkeys(("Stamp", "of", "stamp"), "storage"),
     )

@@ -20,17 +20,13 @@ from collections.abc import (
     Sequence,
 )
 from pathlib import Path
-from types import MappingProxyType
 from typing import NoReturn
 
 from flaxckpt import _util, errors
 from flaxckpt._storage import (
-    commit_marker,
     files,
     filesystem,
-    leases,
     modes,
-    rename,
     temporary,
 )
 from flaxckpt._storage.stored_value import WrittenMarker
@@ -351,6 +347,13 @@ class LocalStorage:
         _util.threads.each(sync, paths, threads=_SYNCING_THREADS)
         return sum(sizes)
 
+    def write_files(self, root: Path, contents: Mapping[str, bytes], /) -> None:
+        # One file of each directory stands for all.
+        for name in {name.rpartition("/")[0]: name for name in contents}.values():
+            files.make_parents(root, name)
+        for name, content in contents.items():
+            self.write_parts(root / name, [memoryview(content)])
+
     def write_parts(self, file: Path, parts: Sequence[memoryview], /) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(file, flags, 0o666)
@@ -420,123 +423,6 @@ class LocalStorage:
         directory.rename(aside)
         self.sync_directory(directory.parent)
         return aside
-
-    # ---- checkpoints --------------------------------------------------------------
-
-    def is_committed(self, path: Path, /) -> bool:
-        return os.path.exists(path)  # noqa: PTH110
-
-    def is_unfinished(self, path: Path, /) -> bool:
-        return False  # an unfinished save has a temporary name
-
-    def lists_committed(self, names: Collection[str], /) -> bool:
-        return bool(names)  # neither we nor Orbax commit empty directories
-
-    temporary_directory = staticmethod(temporary.new_directory)
-
-    discard = staticmethod(temporary.discard)
-    sweep = staticmethod(temporary.sweep)
-    sweep_files = staticmethod(temporary.sweep_files)
-
-    @contextlib.contextmanager
-    def new_checkpoint(
-        self,
-        final: Path,
-        /,
-        *,
-        overwrite: bool,
-        keep: Callable[[str], bool],
-        check: Callable[[Path], object],
-        mode: int | None = None,
-    ) -> Iterator[Path]:
-        temporary.sweep(final.parent, lambda name: name == final.name)
-        with temporary.new_directory(final, mode) as directory:
-            yield directory
-
-    def commit(
-        self,
-        directory: Path,
-        final: Path,
-        marker: bytes,
-        publish: Callable[[Path, Path], object],
-        before: Callable[[], object],
-        /,
-        *,
-        mode: int | None = None,
-    ) -> int:
-        self.write(directory / commit_marker.MARKER, marker)
-        if mode is not None:
-            modes.set_below(directory, mode)
-        size = self.sync_tree(directory)
-        before()
-        temporary.check_claim(directory)
-        publish(directory, final)
-        return size
-
-    def copy_checkpoint(
-        self,
-        source: Path,
-        final: Path,
-        /,
-        *,
-        files: Sequence[Path] | None = None,
-        markers: Mapping[str, bytes] = MappingProxyType({}),
-        overwrite: bool,
-        keep: Callable[[str], bool] = lambda name: False,
-        publish: Callable[[Path, Path], object] = rename.publish,
-        mode: int | None = None,
-    ) -> int:
-        if files is None:
-            files = [path for path in source.rglob("*") if path.is_file()]
-        with temporary.new_directory(final, mode) as new:
-            inside = [file.relative_to(source) for file in files]
-            parents = {parent for file in inside for parent in file.parents[:-1]}
-            # Not `new` itself, in case another process has removed it.
-            for parent in sorted(parents):
-                (new / parent).mkdir()
-
-            def copy(file: Path) -> None:
-                shutil.copyfile(file, new / file.relative_to(source))
-
-            _util.threads.each(copy, files, threads=_COPYING_THREADS)
-            for name, content in markers.items():
-                self.write(new / name, content)
-            if mode is not None:
-                modes.set_below(new, mode)
-            size = self.sync_tree(new)
-            publish(new, final)
-            return size
-
-    def delete(self, path: Path, check: Callable[[Path], object], /) -> None:
-        aside = temporary.new_path(path, temporary.DELETED)
-        with temporary.claim(path):
-            with leases.deletion(path):
-                check(path)
-                rename.withdraw(path, aside)
-                try:
-                    # A reader or a pin may have come before the rename.
-                    if late := leases.readers(aside):
-                        raise leases.in_use_error(path, late)
-                    check(aside)
-                except errors.SaveFailedError:
-                    aside.rename(path)
-                    self.sync_directory(path.parent)
-                    raise
-            self.discard(aside)
-
-    def delete_part(
-        self, path: Path, name: str, announce: Callable[[], object], /
-    ) -> None:
-        aside = temporary.new_path(path, temporary.DELETED)
-        with temporary.claim(path / name):
-            with leases.deletion(path):
-                announce()
-                self.withdraw_name(path / name, aside)
-                if late := leases.readers(path):
-                    aside.rename(path / name)  # the next deletion goes on here
-                    self.sync_directory(path)
-                    raise leases.in_use_error(path, late)
-            self.discard(aside)
 
 
 def _entries_below(directory: str, prefix: str) -> Iterator[tuple[str, bool]]:

@@ -16,16 +16,11 @@ from collections.abc import (
     Sequence,
 )
 from pathlib import Path
-from types import MappingProxyType
 from typing import cast
 
 from flaxckpt import _util, errors
 from flaxckpt._storage import (
     commit_marker,
-    leases,
-    rename,
-    store_options,
-    temporary,
 )
 from flaxckpt._storage import files as storage_files
 from flaxckpt._storage.paths import RemotePath
@@ -35,7 +30,7 @@ from flaxckpt._types import JSON
 _log = logging.getLogger(__name__)
 
 _APPEND_TRIES = 20
-_COPYING_THREADS = 8  # each holds a whole file
+_WRITING_THREADS = 8  # of small files
 _UNKNOWN_BYTES = 2**62
 
 
@@ -232,6 +227,12 @@ class ObjectStorage:
     def remove_tree(self, path: RemotePath, /) -> None:
         path.store.delete_under(path.prefix)
 
+    def write_files(self, root: RemotePath, contents: Mapping[str, bytes], /) -> None:
+        def write(name: str) -> None:
+            self.write(root / name, contents[name])
+
+        _util.threads.each(write, contents, threads=_WRITING_THREADS)
+
     def write_parts(self, file: RemotePath, parts: Sequence[memoryview], /) -> None:
         self.write(file, b"".join(parts))
 
@@ -270,119 +271,3 @@ class ObjectStorage:
 
     def withdraw_name(self, directory: RemotePath, aside: RemotePath, /) -> RemotePath:
         return directory
-
-    # ---- checkpoints --------------------------------------------------------------
-
-    is_committed = staticmethod(commit_marker.is_committed)
-    is_unfinished = staticmethod(commit_marker.is_unfinished)
-
-    def lists_committed(self, names: Collection[str], /) -> bool:
-        return commit_marker.MARKER in names and len(names) > 1
-
-    def temporary_directory(
-        self, final: RemotePath, /
-    ) -> contextlib.AbstractContextManager[Path]:
-        return commit_marker.new_checkpoint(
-            final, overwrite=False, keep=lambda name: False
-        )
-
-    @store_options.cleanup()
-    def discard(self, directory: RemotePath, /) -> None:
-        try:
-            self.remove_tree(directory)
-        except errors.StoreError as error:
-            _log.warning("could not remove %s for now: %s", directory, error)
-
-    def sweep(self, directory: RemotePath, is_ours: Callable[[str], bool], /) -> None:
-        commit_marker.sweep(directory, is_ours)
-        # From a copied run: an object store makes no temporary directories itself.
-        for name in temporary.leftovers(self.directories(directory), is_ours):
-            self.remove_tree(directory / name)
-
-    sweep_files = staticmethod(leases.sweep)
-
-    @contextlib.contextmanager
-    def new_checkpoint(
-        self,
-        final: RemotePath,
-        /,
-        *,
-        overwrite: bool,
-        keep: Callable[[str], bool],
-        check: Callable[[Path], object],
-        mode: int | None = None,
-    ) -> Iterator[Path]:
-        if overwrite and commit_marker.is_committed(final):
-            check(final)  # `commit_marker.new_checkpoint` removes it at once
-        with commit_marker.new_checkpoint(
-            final, overwrite=overwrite, keep=keep
-        ) as directory:
-            yield directory
-
-    def commit(
-        self,
-        directory: RemotePath,
-        final: RemotePath,
-        marker: bytes,
-        publish: Callable[[Path, Path], object],
-        before: Callable[[], object],
-        /,
-        *,
-        mode: int | None = None,
-    ) -> int:
-        before()
-        return commit_marker.commit(directory, marker)
-
-    def copy_checkpoint(
-        self,
-        source: Path,
-        final: RemotePath,
-        /,
-        *,
-        files: Sequence[Path] | None = None,
-        markers: Mapping[str, bytes] = MappingProxyType({}),
-        overwrite: bool,
-        keep: Callable[[str], bool] = lambda name: False,
-        publish: Callable[[Path, Path], object] = rename.publish,
-        mode: int | None = None,
-    ) -> int:
-        if files is None:
-            files = [path for path in source.rglob("*") if path.is_file()]
-        marker = source / commit_marker.MARKER
-        content = marker.read_bytes()
-
-        def copy(file: Path) -> None:
-            self.write(final / file.relative_to(source), file.read_bytes())
-
-        with commit_marker.new_checkpoint(final, overwrite=overwrite, keep=keep):
-            before_marker = [file for file in files if file != marker]
-            _util.threads.each(copy, before_marker, threads=_COPYING_THREADS)
-            for name, added in markers.items():
-                self.write(final / name, added)
-            return commit_marker.commit(final, content)
-
-    def delete(self, path: RemotePath, check: Callable[[Path], object], /) -> None:
-        with commit_marker.locked(path) as lock, leases.deletion(path):
-            check(path)
-            was_left = lock.is_left
-            lock.is_left = True  # until the objects are removed, or the marker is back
-            marker = commit_marker.withdraw(lock)
-            try:
-                # A reader may have come before the marker was removed.
-                if late := leases.readers(path):
-                    raise leases.in_use_error(path, late)
-                check(path)
-            except errors.CheckpointError:
-                commit_marker.restore(lock, marker)
-                lock.is_left = was_left
-                raise
-            commit_marker.remove(lock)
-
-    def delete_part(
-        self, path: RemotePath, name: str, announce: Callable[[], object], /
-    ) -> None:
-        with commit_marker.locked(path), leases.deletion(path):
-            announce()
-            if late := leases.readers(path):  # the next deletion goes on here
-                raise leases.in_use_error(path, late)
-            self.remove_tree(path / name)

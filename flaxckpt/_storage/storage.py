@@ -22,10 +22,8 @@ from collections.abc import (
 )
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar, cast
 
-from flaxckpt._storage import rename
 from flaxckpt._storage.local_storage import LocalStorage
 from flaxckpt._storage.object_storage import ObjectStorage
 from flaxckpt._storage.paths import RemotePath
@@ -359,6 +357,17 @@ class Storage(Protocol[_Path]):
             OSError: The path is a link or a file, which are never followed or removed.
         """
 
+    def write_files(self, root: _Path, contents: Mapping[str, bytes], /) -> None:
+        """Writes new files below the existing directory `root`, which are synced later.
+
+        Args:
+            root: The directory.
+            contents: Relative path -> content.
+
+        Raises:
+            OSError: A file exists, or cannot be written.
+        """
+
     def write_parts(self, file: _Path, parts: Sequence[memoryview], /) -> None:
         """Writes a new file from `parts`; a small file becomes durable by a later sync.
 
@@ -402,165 +411,6 @@ class Storage(Protocol[_Path]):
 
         Returns:
             The present path of the directory.
-        """
-
-    # ---- checkpoints --------------------------------------------------------------
-
-    def is_committed(self, path: _Path, /) -> bool:
-        """Returns True for an existing, committed checkpoint."""
-
-    def is_unfinished(self, path: _Path, /) -> bool:
-        """Returns True for the objects of an uncommitted save."""
-
-    def lists_committed(self, names: Collection[str], /) -> bool:
-        """Returns True if a checkpoint with `names` counts as committed.
-
-        In an object store only with the commit marker, and not with the marker alone,
-        which is a late write of an abandoned save.
-
-        Args:
-            names: The names of the files and directories in the checkpoint.
-        """
-
-    def temporary_directory(self, final: _Path, /) -> AbstractContextManager[Path]:
-        """Yields a new directory for `final`; removes the directory unless renamed.
-
-        In an object store, the directory is `final` itself.
-
-        Raises:
-            CheckpointExistsError: Only in an object store: `final` exists, or another
-                process writes it.
-            OSError: The directory cannot be made.
-        """
-
-    def discard(self, directory: _Path, /) -> None:
-        """Removes a directory; a later sweep removes any rest."""
-
-    def sweep(self, directory: _Path, is_ours: Callable[[str], bool], /) -> None:
-        """Removes leftovers of crashes in `directory`, but nothing in use.
-
-        Args:
-            directory: The directory.
-            is_ours: Returns True for names of checkpoints.
-
-        Raises:
-            OSError: A leftover could not be removed.
-        """
-
-    def sweep_files(self, directory: _Path, /) -> None:
-        """Removes temporary files and reader leases left by crashes.
-
-        Raises:
-            OSError: A file could not be removed.
-        """
-
-    def new_checkpoint(
-        self,
-        final: _Path,
-        /,
-        *,
-        overwrite: bool,
-        keep: Callable[[str], bool],
-        check: Callable[[Path], object],
-        mode: int | None = None,
-    ) -> AbstractContextManager[Path]:
-        """Yields a new directory for the checkpoint `final`, removed unless committed.
-
-        Removes leftovers of crashed saves of `final`.
-
-        Args:
-            final: The checkpoint.
-            overwrite: Whether to replace an existing checkpoint.
-            keep: Selects files of the replaced checkpoint to keep, by name.
-            check: Called with a checkpoint before its removal; raises to keep it.
-            mode: The mode that `commit` sets; None for the umask's.
-        """
-
-    def commit(
-        self,
-        directory: _Path,
-        final: _Path,
-        marker: bytes,
-        publish: Callable[[Path, Path], object],
-        before: Callable[[], object],
-        /,
-        *,
-        mode: int | None = None,
-    ) -> int:
-        """Commits the checkpoint in `directory` durably; returns the size in bytes.
-
-        Args:
-            directory: The directory from `new_checkpoint`.
-            final: The checkpoint.
-            marker: The content of the commit marker, the last file.
-            publish: Renames `directory` to `final`, in storage that commits by
-                renaming.
-            before: Called at the last moment; an error prevents the commit.
-            mode: The mode of all directories, from which the mode of all files follows;
-                None for the umask's.
-
-        Raises:
-            CheckpointExistsError: Another process has written `final`.
-            OSError: The commit failed.
-        """
-
-    def copy_checkpoint(
-        self,
-        source: Path,
-        final: _Path,
-        /,
-        *,
-        files: Sequence[Path] | None = None,
-        markers: Mapping[str, bytes] = MappingProxyType({}),
-        overwrite: bool,
-        keep: Callable[[str], bool] = lambda name: False,
-        publish: Callable[[Path, Path], object] = rename.publish,
-        mode: int | None = None,
-    ) -> int:
-        """Copies a checkpoint of this machine to `final` and commits the copy.
-
-        Args:
-            source: The checkpoint.
-            final: The path of the copy.
-            files: The files to copy; by default all.
-            markers: Additional files, by name.
-            overwrite: Whether to replace an existing checkpoint.
-            keep: Selects files of the replaced checkpoint to keep, by name.
-            publish: Renames a copied directory to `final`, in storage that commits by
-                renaming.
-            mode: As for `commit`.
-
-        Returns:
-            Number of bytes written.
-
-        Raises:
-            CheckpointExistsError: `final` exists, or another process writes it.
-            OSError: The copy could not be written.
-        """
-
-    def delete(self, path: _Path, check: Callable[[Path], object], /) -> None:
-        """Deletes a checkpoint: first the name or marker, durably, then the files.
-
-        Files that cannot be removed are left to a later sweep.
-
-        Args:
-            path: The checkpoint.
-            check: Called with the present path before and after the name or marker is
-                gone; raises SaveFailedError to keep the checkpoint.
-
-        Raises:
-            SaveFailedError: The checkpoint is being read, or `check` keeps it.
-            OSError: The checkpoint still has its name, or may regain it in a crash.
-        """
-
-    def delete_part(
-        self, path: _Path, name: str, announce: Callable[[], object], /
-    ) -> None:
-        """Deletes the directory `name` of a checkpoint after calling `announce`.
-
-        Raises:
-            SaveFailedError: The checkpoint is being read.
-            OSError: The directory could not be deleted.
         """
 
 

@@ -170,7 +170,8 @@ def _probe(directory: Path) -> float:
     renamed = _storage.temporary.new_path(final, _storage.temporary.WRITING)
     action = "make a directory in"
     try:
-        with _storage.of(final).temporary_directory(final) as made:
+        with _storage.transaction.begin(final) as transaction:
+            made = transaction.directory
             action = "write and sync a file in"
             start = time.monotonic()
             _storage.of(made).write(made / "probe", bytes(_PROBE_BYTES))
@@ -180,7 +181,6 @@ def _probe(directory: Path) -> float:
             action = "remove a directory from"
             _storage.of(renamed).remove_tree(renamed)
     except OSError as error:
-        _storage.of(renamed).discard(renamed)
         raise errors.SaveFailedError(
             f"cannot {action} {directory}: {error}; no step could be saved there."
             " Choose another directory, or check that it is writable and has space"

@@ -126,15 +126,14 @@ def _trial_directory(checkpointer: Checkpointer) -> Iterator[Path]:
     place = session_of(checkpointer).run.saves_in
     with contextlib.ExitStack() as stack:
         final = place / _storage.temporary.RESUME
-        made = _storage.of(final).temporary_directory(final)
         try:
-            directory = stack.enter_context(made)
+            new = stack.enter_context(_storage.transaction.begin(final))
         except OSError as error:
             raise errors.SaveFailedError(
                 f"cannot make a directory in {place}: {error}; no step could be saved"
                 " there, either. Check that it is writable and has space"
             ) from error
-        yield directory
+        yield new.directory
 
 
 def _copy_state(state: PyTree) -> PyTree:

@@ -206,8 +206,8 @@ def test_missing_parents_are_made(tmp_path):
 def test_the_bytes_of_arrays_are_counted_while_they_are_written(tmp_path):
     sizes = []
     snapshot = take_snapshot(tmp_path / "c", count=sizes.append)
-    with commit.temporary_directory(snapshot) as temporary:
-        commit.write_files(snapshot, temporary, None)
+    with commit.begin(snapshot) as transaction:
+        commit.write_files(snapshot, transaction, None)
     assert sum(sizes) == snapshot.stored_bytes
 
 
@@ -219,10 +219,10 @@ def test_a_failure_of_another_file_stops_the_arrays(tmp_path):
 
     snapshot = take_snapshot(tmp_path / "c")
     with (
-        commit.temporary_directory(snapshot) as temporary,
+        commit.begin(snapshot) as transaction,
         pytest.raises(OSError, match="on fire"),
     ):
-        commit.write_arrays(snapshot, temporary, None, check)
+        commit.write_arrays(snapshot, transaction.directory, None, check)
 
 
 def take_snapshot(path, **options):
@@ -240,10 +240,10 @@ def test_an_object_is_no_directory_of_a_checkpoint():
 
 def test_files_in_new_directories_are_written(tmp_path):
     content = {"a/b/one": b"1", "a/b/two": b"2", "three": b"3"}
-    commit.write_new(tmp_path, content)
+    LOCAL.write_files(tmp_path, content)
     assert {name: (tmp_path / name).read_bytes() for name in content} == content
     with pytest.raises(FileExistsError):
-        commit.write_new(tmp_path, {"three": b"4"})
+        LOCAL.write_files(tmp_path, {"three": b"4"})
 
 
 # ---- names ------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from flaxckpt import _storage, errors
 from flaxckpt._checkpoint import commit
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._steps import markers as steps_markers
-from flaxckpt._storage import locks, store_requests
+from flaxckpt._storage import locks, store_requests, transaction
 from flaxckpt._util import job as util_job
 from flaxckpt.configs import CheckpointConfig
 from flaxckpt.datasets import StepIndexed
@@ -272,18 +272,17 @@ def test_a_pin_stays_when_only_the_uploaded_step_has_it(store_path, tmp_path, ki
 
 def test_changes_during_an_upload_are_uploaded_too(tmp_path, monkeypatch):
     path = faulty.new_path("tiers-changes")
-    store = _storage.of(_storage.paths.resolve(path))
-    real = store.copy_checkpoint
+    real = transaction.Transaction.copy
     with flaxckpt.Checkpointer(path, staging=tmp_path / "ssd") as ckpt:
 
         def upload(*given, **options):
-            size = real(*given, **options)
+            marker = real(*given, **options)
             ckpt.add_metrics(1, {"late": 2.0})
             ckpt.make_permanent(1)
             ckpt.pin(1)
-            return size
+            return marker
 
-        monkeypatch.setattr(store, "copy_checkpoint", upload)
+        monkeypatch.setattr(transaction.Transaction, "copy", upload)
         ckpt.save(1, state(1), metrics={"loss": 1.0}, temporary=True).wait()
         ckpt.wait_for_uploads()
         monkeypatch.undo()

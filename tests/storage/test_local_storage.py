@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from flaxckpt import errors
-from flaxckpt._storage import commit_marker, local_storage, modes, rename, temporary
+from flaxckpt._storage import (
+    commit_marker,
+    local_storage,
+    modes,
+    rename,
+    temporary,
+    transaction,
+)
 from flaxckpt._storage.storage import LOCAL
 
 
@@ -72,11 +79,11 @@ def test_entries_exist_even_as_broken_links(tree):
     for name, is_there in {"b": True, "a": True, "broken": True, "x": False}.items():
         assert LOCAL.exists(tree / name) is is_there
         assert LOCAL.is_taken(tree / name) is is_there
-    assert LOCAL.is_committed(tree / "a")
-    assert not LOCAL.is_committed(tree / "broken")
-    assert not LOCAL.is_unfinished(tree)
-    assert LOCAL.lists_committed(["a"])
-    assert not LOCAL.lists_committed([])
+    assert transaction.is_committed(tree / "a")
+    assert not transaction.is_committed(tree / "broken")
+    assert not transaction.is_unfinished(tree)
+    assert transaction.lists_committed(tree, ["a"])
+    assert not transaction.lists_committed(tree, [])
 
 
 def test_lists_files_below_a_directory_in_order(tree):
@@ -515,10 +522,9 @@ def test_a_withdrawn_name_is_durably_gone(tmp_path, disk):
 
 
 def commit(final, publish=rename.publish, *, before=lambda: None, mode=None):
-    options = {"overwrite": False, "keep": bool, "check": bool}
-    with LOCAL.new_checkpoint(final, mode=mode, **options) as new:
-        make(new, state__w=b"12345")
-        return LOCAL.commit(new, final, b"{}", publish, before, mode=mode)
+    with transaction.begin(final, publish=publish, mode=mode) as new:
+        make(new.directory, state__w=b"12345")
+        return new.commit(b"{}", before).size
 
 
 def test_a_checkpoint_is_durable_before_it_has_its_name(tmp_path, disk):
@@ -565,8 +571,11 @@ def test_new_checkpoint_sweeps_only_its_own_leftovers(tmp_path):
     assert sorted(LOCAL.names(tmp_path)) == left
 
 
-def copy(source, final, **options):
-    return LOCAL.copy_checkpoint(source, final, overwrite=False, **options)
+def copy(source, final, is_wanted=lambda name: True, markers=None, **options):
+    with transaction.begin(final, **options) as new:
+        marker = new.copy(source, is_wanted)
+        new.write(markers or {})
+        return new.commit(marker).size
 
 
 def test_a_copy_is_durable_before_it_has_its_name(tmp_path, disk, umask):
@@ -586,7 +595,7 @@ def test_a_copy_is_durable_before_it_has_its_name(tmp_path, disk, umask):
         *("", "a", "a/b", "c", "d", "d/e", "d/e/f", "PINNED")
     }
     assert permissions(tmp_path / "8") == 0o755
-    copy(source, tmp_path / "9", files=[source / "a/b"], mode=0o750)
+    copy(source, tmp_path / "9", lambda name: str(name) == "a/b", mode=0o750)
     assert list(LOCAL.files_below(tmp_path / "9")) == ["a/b"]
     assert permissions(tmp_path / "9/a/b") == 0o640
     with pytest.raises(errors.CheckpointExistsError):
@@ -616,9 +625,11 @@ def test_a_deletion_takes_the_name_durably_and_then_the_files(
     make(tmp_path / "7", state__w=b"12345")
     seen = []
     monkeypatch.setattr(
-        LOCAL, "discard", lambda path: seen.append((disk.synced[-1], LOCAL.names(path)))
+        temporary,
+        "discard",
+        lambda path: seen.append((disk.synced[-1], LOCAL.names(path))),
     )
-    LOCAL.delete(tmp_path / "7", lambda path: None)
+    transaction.delete(tmp_path / "7", lambda path: None)
     assert seen == [(".", ["DELETING", "state"])]
     [left] = LOCAL.names(tmp_path)
     assert temporary.leftovers([left], str.isdigit)
@@ -626,7 +637,7 @@ def test_a_deletion_takes_the_name_durably_and_then_the_files(
 
 def test_a_deletion_removes_all(tmp_path):
     make(tmp_path / "7", state__w=b"12345")
-    LOCAL.delete(tmp_path / "7", lambda path: None)
+    transaction.delete(tmp_path / "7", lambda path: None)
     assert LOCAL.names(tmp_path) == []
 
 
@@ -638,7 +649,7 @@ def test_delete_refuses_a_step_that_is_being_read(tmp_path, monkeypatch, disk, w
     else:
         late(monkeypatch, lambda path: (path / READER).touch())
     with pytest.raises(errors.SaveFailedError, match=r"7 is not deleted: .* there:7"):
-        LOCAL.delete(step, lambda path: None)
+        transaction.delete(step, lambda path: None)
     assert sorted(LOCAL.names(step)) == [READER, "file"]
     assert LOCAL.names(tmp_path) == ["7"]
     assert disk.synced == ([] if when == "before" else [".", "."])
@@ -655,7 +666,7 @@ def test_a_check_that_fails_keeps_the_name(tmp_path, failing):
             raise errors.SaveFailedError("pinned")
 
     with pytest.raises(errors.SaveFailedError, match="pinned"):
-        LOCAL.delete(step, check)
+        transaction.delete(step, check)
     assert LOCAL.names(step) == ["file"]
     assert LOCAL.names(tmp_path) == ["7"]
     assert checked[0] == "7"
@@ -666,8 +677,8 @@ def test_delete_claims_the_step_meanwhile(tmp_path, monkeypatch):
     make(tmp_path / "7", file=b"")
     late(monkeypatch, lambda path: seen.append(_is_free(path)))
     seen = []
-    monkeypatch.setattr(LOCAL, "discard", lambda path: seen.append(_is_free(path)))
-    LOCAL.delete(tmp_path / "7", lambda path: None)
+    monkeypatch.setattr(temporary, "discard", lambda path: seen.append(_is_free(path)))
+    transaction.delete(tmp_path / "7", lambda path: None)
     assert seen == [False, False]
 
 
@@ -683,14 +694,14 @@ def test_a_part_is_announced_withdrawn_and_removed(tmp_path, disk, monkeypatch):
     def announce():
         at_announcement.extend(sorted(LOCAL.names(step)))
 
-    LOCAL.delete_part(step, "opt", announce)
+    transaction.delete_part(step, "opt", announce)
     assert at_announcement == ["DELETING", "opt", "state"]
     assert LOCAL.names(step) == ["state"]
     assert LOCAL.names(tmp_path) == ["7"]
     assert "7" in disk.synced
     (step / READER).touch()
     with pytest.raises(errors.SaveFailedError):
-        LOCAL.delete_part(step, "state", announce)
+        transaction.delete_part(step, "state", announce)
     assert sorted(LOCAL.names(step)) == [READER, "state"]
 
 
@@ -706,7 +717,7 @@ def test_a_part_with_a_late_reader_gets_its_name_back_durably(
 
     monkeypatch.setattr(LOCAL, "withdraw_name", withdraw_name)
     with pytest.raises(errors.SaveFailedError, match=r"7 is not deleted: .* there:7"):
-        LOCAL.delete_part(step, "state", bool)
+        transaction.delete_part(step, "state", bool)
     assert sorted(LOCAL.names(step)) == [READER, "state"]
     assert LOCAL.names(tmp_path) == ["7"]
     assert disk.synced.count("7") == 2, "after both renames"

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from flaxckpt import errors
-from flaxckpt._storage import commit_marker, files, leases, locks
+from flaxckpt._storage import commit_marker, files, leases, locks, transaction
 from flaxckpt._storage.storage import of
 from tests.helpers import faulty_store as faulty
 
@@ -217,13 +217,13 @@ def change(path):
 
 
 def delete(path):
-    of(path).delete(path, refuse)
+    transaction.delete(path, refuse)
 
 
 def delete_under_a_reader(path):
     lease = leases.Lease(path)
     try:
-        of(path).delete(path, lambda now: None)
+        transaction.delete(path, lambda now: None)
     finally:
         lease.release()
 

@@ -5,8 +5,7 @@ import contextlib
 import pytest
 
 from flaxckpt import errors
-from flaxckpt._storage import commit_marker, leases, locks
-from flaxckpt._storage.storage import of
+from flaxckpt._storage import commit_marker, leases, locks, transaction
 from tests.helpers import faulty_store
 
 
@@ -97,6 +96,6 @@ def test_a_deleter_without_its_lock_removes_nothing(final, monkeypatch, look):
 
     monkeypatch.setattr(leases, "readers", readers)
     with contextlib.suppress(errors.CheckpointExistsError):
-        of(final).delete(final, lambda path: None)
+        transaction.delete(final, lambda path: None)
     there = b"old" if look == 1 else b"theirs"
     assert contents(final) == dict.fromkeys(contents(final), there)

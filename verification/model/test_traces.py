@@ -7,8 +7,15 @@ import pytest
 
 from flaxckpt import errors
 from flaxckpt._checkpoint import commit as checkpoint_commit
-from flaxckpt._storage import commit_marker, files, leases, locks, rename, temporary
-from flaxckpt._storage.storage import LOCAL, of
+from flaxckpt._storage import (
+    commit_marker,
+    files,
+    leases,
+    locks,
+    rename,
+    temporary,
+    transaction,
+)
 from tests.helpers import faulty_store
 from verification.model import commit, observe, reading, replace
 from verification.model.engine import Event, refused
@@ -49,7 +56,7 @@ def sweep(path):
 IN_STORE = {
     "save": lambda path, text: write(path, text, overwrite=False),
     "overwrite": lambda path, text: write(path, text, overwrite=True),
-    "delete": lambda path, text: of(path).delete(path, lambda now: None),
+    "delete": lambda path, text: transaction.delete(path, lambda now: None),
     "sweep": lambda path, text: sweep(path),
 }
 
@@ -209,7 +216,7 @@ def directory_refusals(root, *kinds, is_killed):
         recorder = observe.Recorder(*kinds, at=at)
         operations = {
             "reader": functools.partial(read, path, recorder),
-            "deleter": functools.partial(LOCAL.delete, path, lambda now: None),
+            "deleter": functools.partial(transaction.delete, path, lambda now: None),
         }
         acts = [operations[kind] for kind in kinds]
         with observe.system_calls(recorder, observe.Step(path, recorder)):

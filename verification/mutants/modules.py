@@ -17,6 +17,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "_run/judge.py": ("run/test_deletions.py", "run/test_retention.py"),
     "_run/retention.py": ("run/test_deletions.py", "run/test_retention.py"),
     "policies.py": ("test_policies.py",),
+    "_storage/transaction.py": (
+        "storage/test_local_storage.py",
+        "storage/test_readers.py",
+    ),
     "_storage/temporary.py": ("storage/test_temporary.py",),
     "_storage/rename.py": ("storage/test_local.py",),
     "_storage/local_storage.py": (

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator
 
 from flaxckpt import _steps, _storage, errors
-from flaxckpt._storage import commit_marker, leases, locks
+from flaxckpt._storage import commit_marker, leases, locks, transaction
 from verification.simulation import kernel, store
 
 URL = "memory://bucket"
@@ -275,36 +275,31 @@ class Program:
         storage = _storage.of(final)
         self._world.record(f"save {step}", f"{overwrite=}")
         is_there = storage.exists(final)
-        if is_there and not overwrite and not storage.is_unfinished(final):
+        if is_there and not overwrite and not transaction.is_unfinished(final):
             return
         with contextlib.ExitStack() as stack:
             change = None
             if overwrite:
                 change = stack.enter_context(self._ledger.change("replace", step))
             save = self._ledger.begin_save(step)
-            directory = stack.enter_context(
-                storage.new_checkpoint(
-                    final,
-                    overwrite=overwrite,
-                    keep=lambda name: name == _steps.markers.PIN,
-                    check=lambda path: None,
+            new = stack.enter_context(
+                transaction.begin(
+                    final, overwrite=overwrite, keep=_steps.markers.PIN.__eq__
                 )
             )
             save.lock = commit_marker._locks[final]._holder.id
             pause = self._world.random.choice((0.0, 0.0, 0.0, 30.0))
             for name, content in save.files.items():
                 self._world.sleep(pause * self._world.random.random())
-                storage.write(directory / name, content)
-            storage.commit(
-                directory, final, save.marker, lambda a, b: None, lambda: None
-            )
+                storage.write(new.directory / name, content)
+            new.commit(save.marker)
         self._ledger.acknowledge(save, change)
 
     def delete(self, step: int) -> None:
         """Deletes a step, unless it is pinned."""
         path = self._root / str(step)
         self._world.record(f"delete {step}")
-        if not _storage.of(path).is_committed(path):
+        if not transaction.is_committed(path):
             return
         with self._ledger.change("delete", step):
             _steps.delete.delete(path, find_foreign=lambda step: [])
@@ -312,8 +307,7 @@ class Program:
     def pin(self, step: int) -> None:
         """Pins a step, or unpins it."""
         path = self._root / str(step)
-        storage = _storage.of(path)
-        if not storage.is_committed(path) or storage.is_unfinished(path):
+        if not transaction.is_committed(path) or transaction.is_unfinished(path):
             return
         if _steps.markers.is_pinned(path):
             _steps.markers.unpin(path)
@@ -323,14 +317,14 @@ class Program:
     def read(self, step: int) -> None:
         """Reads a step under a lease, as `new_steps` does."""
         path = self._root / str(step)
-        if not _storage.of(path).is_committed(path):
+        if not transaction.is_committed(path):
             return
         lease = leases.Lease(path)
         process = self._world.task.process
         reading = Reading(step, (path / lease._name).key, process)
         try:
             is_there = not leases.is_being_deleted(path)
-            if not (is_there and _storage.of(path).is_committed(path)):
+            if not (is_there and transaction.is_committed(path)):
                 return
             self._ledger.readings.append(reading)
             self._world.record(f"reads step {step}")

@@ -4,8 +4,7 @@ import contextlib
 from typing import Any
 
 from flaxckpt import errors, policies
-from flaxckpt._storage import bucket, commit_marker, leases, locks
-from flaxckpt._storage.object_storage import ObjectStorage
+from flaxckpt._storage import bucket, commit_marker, leases, locks, transaction
 
 
 class _NoLock:
@@ -36,7 +35,7 @@ def _release_always(self):
 _release = locks.Lock.release
 
 
-def _delete_files_first(self, path, check):
+def _delete_files_first(path, check):
     with locks.lock(path) as lock, leases.deletion(path):
         check(path)
         parts = [key for key in path.store.keys(path.prefix) if "/state/" in key]
@@ -87,7 +86,7 @@ FAULTS: dict[str, dict[tuple[Any, str], Any]] = {
         (locks.Lock, "confirm"): _do_nothing,
     },
     "a deletion removes the commit marker last": {
-        (ObjectStorage, "delete"): _delete_files_first
+        (transaction, "_delete_objects"): _delete_files_first
     },
     "a deletion looks for no readers": {(leases, "readers"): lambda path: []},
     "a lease expires between two renewals": {(leases, "_MACHINES_DIFFER_SECS"): -50},

@@ -1,0 +1,350 @@
+"""Transactions on checkpoints: each appears whole, and goes whole, in any storage.
+
+In a file system, a new checkpoint is a temporary directory until it is renamed. In an
+object store, its objects have their final names and count once the commit marker
+exists.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from flaxckpt import _util, errors
+from flaxckpt._storage import (
+    commit_marker,
+    files,
+    leases,
+    modes,
+    paths,
+    rename,
+    storage,
+    temporary,
+)
+from flaxckpt._storage.paths import RemotePath
+
+_COPYING_THREADS = 8
+
+
+class Committed(NamedTuple):
+    """A checkpoint that was committed.
+
+    Attributes:
+        size: Bytes of the written files, without hard-linked files.
+        manifest: Stamp of the manifest if a later checkpoint may have hard links to the
+            files, else None.
+    """
+
+    size: int
+    manifest: storage.Stamp | None = None
+
+
+class Transaction(abc.ABC):
+    """A new checkpoint, which does not exist for others until `commit`.
+
+    Args:
+        directory: The directory for its files.
+
+    Attributes:
+        directory: As given.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def write(self, contents: Mapping[str, bytes]) -> None:
+        """Writes new files; `commit` makes them durable."""
+        storage.of(self.directory).write_files(self.directory, contents)
+
+    def copy(
+        self, source: Path, is_wanted: Callable[[Path], bool] = lambda name: True
+    ) -> bytes | None:
+        """Copies a checkpoint of this machine.
+
+        Args:
+            source: The checkpoint.
+            is_wanted: Selects files by their path in the checkpoint.
+
+        Returns:
+            The content of its commit marker, which is not copied; None without one.
+        """
+        marker = source / commit_marker.MARKER
+        found = [
+            file.relative_to(source)
+            for file in source.rglob("*")
+            if file != marker and file.is_file()
+        ]
+
+        def copy(name: Path) -> None:
+            files.make_parents(self.directory, name)
+            self._copy_file(source / name, self.directory / name)
+
+        _util.threads.each(copy, filter(is_wanted, found), threads=_COPYING_THREADS)
+        return marker.read_bytes() if marker.is_file() else None
+
+    def _copy_file(self, source: Path, target: Path) -> None:
+        shutil.copyfile(source, target)
+
+    @abc.abstractmethod
+    def commit(
+        self, marker: bytes | None, before: Callable[[], object] = lambda: None
+    ) -> Committed:
+        """Commits the checkpoint durably.
+
+        Args:
+            marker: The content of the commit marker, the last file; None for none.
+            before: Called at the last moment; an error prevents the commit.
+
+        Raises:
+            CheckpointExistsError: Another process has written the checkpoint.
+            OSError: The commit failed.
+        """
+
+
+class Part(Transaction):
+    """A part of a checkpoint that another program commits: only becomes durable."""
+
+    def commit(
+        self, marker: bytes | None, before: Callable[[], object] = lambda: None
+    ) -> Committed:
+        before()
+        return Committed(storage.of(self.directory).sync_tree(self.directory))
+
+
+class _Renamed(Transaction):
+    def __init__(
+        self,
+        directory: Path,
+        final: Path,
+        publish: Callable[[Path, Path], object],
+        mode: int | None,
+    ) -> None:
+        super().__init__(directory)
+        self._final = final
+        self._publish = publish
+        self._mode = mode
+
+    def commit(
+        self, marker: bytes | None, before: Callable[[], object] = lambda: None
+    ) -> Committed:
+        directory = self.directory
+        if marker is not None:
+            storage.LOCAL.write(directory / commit_marker.MARKER, marker)
+        if self._mode is not None:
+            modes.set_below(directory, self._mode)
+        size = storage.LOCAL.sync_tree(directory)
+        manifest = storage.stamp(directory / commit_marker.MANIFEST)
+        before()
+        temporary.check_claim(directory)
+        self._publish(directory, self._final)
+        path = self._final / commit_marker.MANIFEST
+        return Committed(size, manifest._replace(path=path))
+
+
+class _Marked(Transaction):
+    directory: RemotePath
+
+    def _copy_file(self, source: Path, target: Path) -> None:
+        storage.of(target).write(target, source.read_bytes())
+
+    def commit(
+        self, marker: bytes | None, before: Callable[[], object] = lambda: None
+    ) -> Committed:
+        if marker is None:
+            raise FileNotFoundError(errno.ENOENT, "no marker", str(self.directory))
+        before()
+        return Committed(commit_marker.commit(self.directory, marker))
+
+
+@contextlib.contextmanager
+def begin(
+    final: Path,
+    *,
+    overwrite: bool = False,
+    keep: Callable[[str], bool] = lambda name: False,
+    check: Callable[[Path], object] = lambda path: None,
+    publish: Callable[[Path, Path], object] = rename.publish,
+    mode: int | None = None,
+) -> Iterator[Transaction]:
+    """Begins the checkpoint `final`; rolls it back at the end unless committed.
+
+    Removes leftovers of crashed saves of `final`.
+
+    Args:
+        final: The checkpoint.
+        overwrite: Whether an object store may remove an existing checkpoint at once.
+        keep: Selects files of the checkpoint removed so, to be kept, by name.
+        check: Called with the checkpoint before it is removed so; raises to keep it.
+        publish: Renames the directory to `final`, in a file system.
+        mode: The mode of all directories, from which the mode of all files follows;
+            None for the umask's. Until the commit, only this user opens them.
+
+    Raises:
+        CheckpointExistsError: Only in an object store: `final` exists, or another
+            process writes it.
+        OSError: The directory cannot be made.
+    """
+    if paths.is_remote(final):
+        if overwrite and commit_marker.is_committed(final):
+            check(final)
+        with commit_marker.new_checkpoint(final, overwrite=overwrite, keep=keep):
+            yield _Marked(final)
+        return
+    temporary.sweep(final.parent, lambda name: name == final.name)
+    with temporary.new_directory(final, mode) as directory:
+        yield _Renamed(directory, final, publish, mode)
+
+
+# ---- checkpoints that exist -------------------------------------------------------
+
+
+def is_committed(path: Path) -> bool:
+    """Returns True for an existing, committed checkpoint."""
+    if paths.is_remote(path):
+        return commit_marker.is_committed(path)
+    return os.path.exists(path)  # noqa: PTH110
+
+
+def is_unfinished(path: Path) -> bool:
+    """Returns True for the objects of an uncommitted save.
+
+    In a file system, an unfinished save has a temporary name.
+    """
+    return paths.is_remote(path) and commit_marker.is_unfinished(path)
+
+
+def lists_committed(path: Path, names: Collection[str]) -> bool:
+    """Returns True if a checkpoint with these names in it counts as committed.
+
+    In an object store only with the commit marker, and not with the marker alone, which
+    is a late write of an abandoned save. Nobody commits empty directories.
+    """
+    if paths.is_remote(path):
+        return commit_marker.MARKER in names and len(names) > 1
+    return bool(names)
+
+
+# ---- deletion ---------------------------------------------------------------------
+
+
+def delete(path: Path, check: Callable[[Path], object]) -> None:
+    """Deletes a checkpoint: first the name or marker, durably, then the files.
+
+    Files that cannot be removed are left to a later sweep.
+
+    Args:
+        path: The checkpoint.
+        check: Called with the present path before and after the name or marker is gone;
+            raises SaveFailedError to keep the checkpoint.
+
+    Raises:
+        SaveFailedError: The checkpoint is being read, or `check` keeps it.
+        OSError: The checkpoint still has its name, or may regain it in a crash.
+    """
+    if paths.is_remote(path):
+        _delete_objects(path, check)
+        return
+    aside = temporary.new_path(path, temporary.DELETED)
+    with temporary.claim(path):
+        with leases.deletion(path):
+            check(path)
+            rename.withdraw(path, aside)
+            try:
+                # A reader or a pin may have come before the rename.
+                _check_unread(path, aside)
+                check(aside)
+            except errors.SaveFailedError:
+                aside.rename(path)
+                files.sync_directory(path.parent)
+                raise
+        temporary.discard(aside)
+
+
+def _delete_objects(path: RemotePath, check: Callable[[Path], object]) -> None:
+    with commit_marker.locked(path) as lock, leases.deletion(path):
+        check(path)
+        was_left = lock.is_left
+        lock.is_left = True  # until the objects are removed, or the marker is back
+        marker = commit_marker.withdraw(lock)
+        try:
+            # A reader may have come before the marker was removed.
+            _check_unread(path, path)
+            check(path)
+        except errors.CheckpointError:
+            commit_marker.restore(lock, marker)
+            lock.is_left = was_left
+            raise
+        commit_marker.remove(lock)
+
+
+def delete_part(path: Path, name: str, announce: Callable[[], object]) -> None:
+    """Deletes the directory `name` of a checkpoint after calling `announce`.
+
+    Raises:
+        SaveFailedError: The checkpoint is being read; the next deletion goes on here.
+        OSError: The directory could not be deleted.
+    """
+    if paths.is_remote(path):
+        with commit_marker.locked(path), leases.deletion(path):
+            announce()
+            _check_unread(path, path)
+            storage.of(path).remove_tree(path / name)
+        return
+    aside = temporary.new_path(path, temporary.DELETED)
+    with temporary.claim(path / name):
+        with leases.deletion(path):
+            announce()
+            storage.LOCAL.withdraw_name(path / name, aside)
+            try:
+                _check_unread(path, path)
+            except errors.SaveFailedError:
+                aside.rename(path / name)
+                files.sync_directory(path)
+                raise
+        temporary.discard(aside)
+
+
+def _check_unread(path: Path, now: Path) -> None:
+    """Raises SaveFailedError if the checkpoint, at another path now, has readers."""
+    if late := leases.readers(now):
+        raise leases.in_use_error(path, late)
+
+
+# ---- leftovers of crashes ---------------------------------------------------------
+
+
+def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
+    """Removes leftovers of crashes in `root`, but nothing in use.
+
+    Args:
+        root: The directory.
+        is_ours: Returns True for names of checkpoints.
+
+    Raises:
+        OSError: A leftover could not be removed.
+    """
+    if not paths.is_remote(root):
+        temporary.sweep(root, is_ours)
+        return
+    commit_marker.sweep(root, is_ours)
+    # From a copied run: an object store makes no temporary directories itself.
+    for name in temporary.leftovers(storage.of(root).directories(root), is_ours):
+        storage.of(root).remove_tree(root / name)
+
+
+def sweep_files(directory: Path) -> None:
+    """Removes temporary files and reader leases left by crashes.
+
+    Raises:
+        OSError: A file could not be removed.
+    """
+    if paths.is_remote(directory):
+        leases.sweep(directory)
+    else:
+        temporary.sweep_files(directory)
