@@ -17,7 +17,7 @@ import operator
 import struct
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import crc32c
@@ -160,14 +160,20 @@ def encode(
         return _WrittenNode(first, place, keys, tree_bytes + len(node), value_bytes)
 
     level = []
-    for entries in _split(sorted(values.items()), _entry_bytes, node_bytes, 1):
-        size = sum(value.size for _, value in entries if isinstance(value, Place))
+    rows = sorted(values.items())
+    sizes = [
+        len(key) + (len(value) if isinstance(value, bytes) else _PLACE_BYTES)
+        for key, value in rows
+    ]
+    for entries in _split(rows, sizes, node_bytes, 1):
+        size = sum([value.size for _, value in entries if isinstance(value, Place)])
         level.append(add(_leaf(entries), entries[0][0], (len(entries), 0, size)))
     height = 0
     while len(level) > 1:
         height += 1
         below, level = level, []
-        for children in _split(below, _child_bytes, node_bytes, _LEAST_CHILDREN):
+        sizes = [len(node.first) + _PLACE_BYTES for node in below]
+        for children in _split(below, sizes, node_bytes, _LEAST_CHILDREN):
             columns = list(zip(*[node[2:] for node in children], strict=True))
             node = _inner(children, height)
             level.append(add(node, children[0].first, [*map(sum, columns)]))
@@ -175,66 +181,56 @@ def encode(
 
 
 def _split(
-    rows: Iterable[_T], size_of: Callable[[_T], int], most: int, least: int
+    rows: Iterable[_T], sizes: Iterable[int], most: int, least: int
 ) -> Iterator[list[_T]]:
     """Yields the rows of each node: `least` at least, and then up to `most` bytes."""
     group: list[_T] = []
-    size = 0
-    for row in rows:
-        if size >= most and len(group) >= least:
+    total = 0
+    for row, size in zip(rows, sizes, strict=True):
+        if total >= most and len(group) >= least:
             yield group
-            group, size = [], 0
+            group, total = [], 0
         group.append(row)
-        size += size_of(row)
+        total += size
     if group:
         yield group
 
 
-def _entry_bytes(entry: tuple[bytes, Value]) -> int:
-    key, value = entry
-    return len(key) + (len(value) if isinstance(value, bytes) else _PLACE_BYTES)
-
-
-def _child_bytes(node: _WrittenNode) -> int:
-    return len(node.first) + _PLACE_BYTES
+_Field: TypeAlias = bytes | int
+"""A field is stored as it is; or a number, in as few bytes as it needs."""
 
 
 def _leaf(entries: Sequence[tuple[bytes, Value]]) -> bytes:
-    places = [value for _, value in entries if isinstance(value, Place)]
-    inline = [value for _, value in entries if isinstance(value, bytes)]
-    files = sorted({place.file for place in places}, key=str.encode)
-    numbers = {file: number for number, file in enumerate(files)}
-    shared, rests = _shorten([key for key, _ in entries])
-    sizes = [v.size if isinstance(v, Place) else len(v) for _, v in entries]
+    keys, values = zip(*entries, strict=True)
+    places = [value for value in values if isinstance(value, Place)]
+    names, offsets, _ = zip(*places, strict=True) if places else ((), (), ())
+    files = sorted({*names}, key=str.encode)
+    numbers = dict(zip(files, range(len(files)), strict=True))
+    inline = [value for value in values if isinstance(value, bytes)]
+    sizes = [v.size if isinstance(v, Place) else len(v) for v in values]
     return _frame(
         _NODE_MAGIC,
         b"\0",
-        _file_table(files),
-        _varints([len(entries), *shared, *map(len, rests)]),
-        *rests,
-        _varints(sizes),
-        _varints(int(isinstance(value, Place)) for _, value in entries),
-        _varints(numbers[place.file] for place in places),
-        _varints(place.offset for place in places),
+        *_file_table(files),
+        *_texts(keys),
+        *sizes,
+        *[int(isinstance(value, Place)) for value in values],
+        *map(numbers.__getitem__, names),
+        *offsets,
         *inline,
     )
 
 
 def _inner(nodes: Sequence[_WrittenNode], height: int) -> bytes:
-    shared, rests = _shorten([node.first for node in nodes])
+    firsts, places, *sums = zip(*nodes, strict=True)
+    files, offsets, sizes = zip(*places, strict=True)
     zeros = [0] * len(nodes)  # common prefixes; and the number of the only file
     return _frame(
         _NODE_MAGIC,
         bytes([height]),
-        _file_table([nodes[0].place.file]),
-        _varints([len(nodes), *shared, *map(len, rests), *zeros]),
-        *rests,
-        _varints(zeros),
-        _varints(node.place.offset for node in nodes),
-        _varints(node.place.size for node in nodes),
-        _varints(node.keys for node in nodes),
-        _varints(node.tree_bytes for node in nodes),
-        _varints(node.value_bytes for node in nodes),
+        *_file_table(files[:1]),
+        *_texts(firsts, zeros),
+        *itertools.chain(zeros, offsets, sizes, *sums),
     )
 
 
@@ -244,56 +240,58 @@ def _manifest(root: _WrittenNode, height: int) -> bytes:
     return _frame(
         _MANIFEST_MAGIC,
         uuid.uuid4().bytes,
-        _varints([single, _INLINE_BYTES, _NODE_BYTES_OF_OTHERS]),
+        *(single, _INLINE_BYTES, _NODE_BYTES_OF_OTHERS),
         bytes([_VERSION_ARITY]),
-        _varints([uncompressed]),
-        _file_table([root.place.file]),
-        _varints([versions, generation]),
+        uncompressed,
+        *_file_table([root.place.file]),
+        *(versions, generation),
         bytes([height]),
-        _varints([file, root.place.offset, root.place.size]),
-        _varints([root.keys, root.tree_bytes, root.value_bytes]),
+        *(file, root.place.offset, root.place.size),
+        *(root.keys, root.tree_bytes, root.value_bytes),
         _LENGTH.pack(time.time_ns() // 10**6),
-        _varints([no_older_versions]),
+        no_older_versions,
     )
 
 
-def _frame(magic: bytes, *body: bytes) -> bytes:
-    fields, compression = b"".join(body), 0
+def _frame(magic: bytes, *body: _Field) -> bytes:
+    fields, compression = bytearray(), 0
+    for field in body:
+        if isinstance(field, bytes):
+            fields += field
+            continue
+        while field > 0x7F:
+            fields.append(field & 0x7F | 0x80)
+            field >>= 7
+        fields.append(field)
     if len(fields) >= _COMPRESSED_FROM:
-        fields = zstandard.ZstdCompressor(_COMPRESSION_LEVEL).compress(fields)
-        compression = 1
+        compressor = zstandard.ZstdCompressor(_COMPRESSION_LEVEL)
+        fields, compression = bytearray(compressor.compress(fields)), 1
     content = bytes([_VERSION, compression]) + fields
     size = _HEADER_BYTES + len(content) + _CHECKSUM.size
     framed = magic + _LENGTH.pack(size) + content
     return framed + _CHECKSUM.pack(crc32c.crc32c(framed))
 
 
-def _file_table(names: Sequence[str]) -> bytes:
-    shared, rests = _shorten([name.encode() for name in names])
-    bases = [0] * len(names)  # nodes below have whole names, too
-    return b"".join((_varints([len(names), *shared, *map(len, rests), *bases]), *rests))
+def _file_table(names: Sequence[str]) -> list[_Field]:
+    # The last column: nodes below have whole names, too.
+    return _texts([*map(str.encode, names)], [0] * len(names))
 
 
-def _shorten(texts: Sequence[bytes]) -> tuple[list[int], list[bytes]]:
-    """Returns what each text but the first shares with the last, and what it adds."""
-    shared = [_common_bytes(a, b) for a, b in itertools.pairwise(texts)]
-    return shared, [text[n:] for text, n in zip(texts, [0, *shared], strict=False)]
+def _texts(texts: Sequence[bytes], column: Iterable[int] = ()) -> list[_Field]:
+    """Returns what each text but the first shares with the last, and what it adds.
 
-
-def _common_bytes(a: bytes, b: bytes) -> int:
-    size = min(len(a), len(b))
-    differing = int.from_bytes(a[:size]) ^ int.from_bytes(b[:size])
-    return size - (differing.bit_length() + 7) // 8
-
-
-def _varints(numbers: Iterable[int]) -> bytes:
-    encoded = bytearray()
-    for number in numbers:
-        while number > 0x7F:
-            encoded.append(number & 0x7F | 0x80)
-            number >>= 7
-        encoded.append(number)
-    return bytes(encoded)
+    Args:
+        texts: The texts.
+        column: Another number of each text.
+    """
+    shared, rests, last = [], [], b""
+    for text in texts:
+        size = min(len(last), len(text))
+        differing = int.from_bytes(last[:size]) ^ int.from_bytes(text[:size])
+        shared.append(size - (differing.bit_length() + 7) // 8)
+        rests.append(text[shared[-1] :])
+        last = text
+    return [len(texts), *shared[1:], *map(len, rests), *column, *rests]
 
 
 # ---- decoding -----------------------------------------------------------------------
