@@ -94,7 +94,16 @@ def write_shape(info: LeafInfo, shape: Shape) -> Shape:
         info: The leaf.
         shape: Stored shape; for PRNG keys with one more axis than the leaf.
     """
-    return tuple([size or 1 for size in divide_writing(info, shape).shape])
+    if info.sharding is None:
+        return _at_least_one(shape)
+    return _at_least_one(
+        _divide_writing(info.sharding, info.shape, shape, info.dtype or "").shape
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _at_least_one(shape: Shape) -> Shape:
+    return tuple([size or 1 for size in shape])
 
 
 def with_chunk_shape(

@@ -6,8 +6,9 @@ import collections
 import functools
 import logging
 import math
+import operator
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -80,8 +81,10 @@ class HostArray(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes in memory of the parts that this process writes."""
-        return sum([shard.data.nbytes for shard in self.shards])
+        return sum(map(_NBYTES, self.shards))
 
+
+_NBYTES: Callable[[HostShard], int] = operator.attrgetter("data.nbytes")
 
 Named: TypeAlias = tuple[str, Shape, Leaf]
 """Name on disk, chunk shape and leaf."""
@@ -220,9 +223,10 @@ def is_of_several(sharding: Sharding) -> bool:
 
 def _missing_values(leaf: Leaf) -> str | None:
     """Returns the reason why a leaf lacks values, or None."""
-    if isinstance(leaf.source, jax.ShapeDtypeStruct):
+    value = leaf.source
+    if isinstance(value, jax.ShapeDtypeStruct):
         return "an abstract leaf, which has no values"
-    if isinstance(leaf.source, jax.Array) and leaf.source.is_deleted():
+    if isinstance(value, jax.Array) and value.is_deleted():
         return "an array that was donated or deleted"
     return None
 

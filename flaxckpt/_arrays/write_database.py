@@ -100,7 +100,8 @@ class DatabaseWriter:
                         chunks_to_write.metadata_text(array, encoding)
                     )
             self._write_files(self._raw_chunks(raw))
-            self._write_encoded(encoded)
+            if encoded:
+                self._write_encoded(encoded)
         previous = self._options.previous
         if previous is not None and not previous.is_current():
             raise OSError(f"{previous.root} was replaced during the save")

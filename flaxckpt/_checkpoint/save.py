@@ -232,7 +232,8 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
             check_free(path, overwrite=request.overwrite)
     metadata = copy_json(request.metadata)
     json_items = copy_json(request.json, "json")
-    _formats.native_names.check_items(options.items, json_items)
+    if json_items:  # the others are checked when they become options
+        _formats.native_names.check_items(options.items, json_items)
     table, structure = plan_leaves(flatten(state, options), options)
     infos = tuple([leaf.info for leaf in table.values()])
     check_names(infos, options.items)

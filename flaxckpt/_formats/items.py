@@ -112,7 +112,8 @@ class Items:
 
     def array_directory(self, info: LeafInfo) -> str:
         """Returns the directory of an array, relative to the checkpoint."""
-        return f"{prefix(self.item_of(info))}{self.param_name(info)}".rstrip("/")
+        item = self.state if isinstance(self.state, str) else self.item_of(info)
+        return f"{prefix(item)}{self.param_name(info)}".rstrip("/")
 
     def tree_of_file(self, name: str) -> str | None:
         """Returns the item with a file of array data, a path in the checkpoint."""

@@ -7,7 +7,7 @@ import binascii
 import functools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flaxckpt import _arrays, _state, _zarr
@@ -29,30 +29,29 @@ class _Chunks(NamedTuple):
     """The chunks of an array.
 
     Attributes:
-        shape: Stored shape of the array.
-        chunk_shape: Shape of a chunk.
-        segmented_bytes: Bytes of a chunk of several segments; 0 for a chunk of one.
         grid: Number of chunks along each axis.
         total: Number of chunks.
+        segmented_bytes: Bytes of a chunk of several segments; 0 for a chunk of one.
     """
 
-    shape: Shape
-    chunk_shape: Shape
-    segmented_bytes: int
     grid: Shape
     total: int
-
-    @property
-    def keys(self) -> list[str]:
-        """The keys of all chunks, in C order."""
-        region = _zarr.metadata.whole(self.shape)
-        return [chunk.key for chunk in _zarr.metadata.chunks(region, self.chunk_shape)]
+    segmented_bytes: int
 
 
 @functools.lru_cache(maxsize=4096)  # most leaves are like another one
-def _grid(shape: Shape, chunk_shape: Shape) -> Shape:
+def _chunks_of(
+    shape: Shape, dtype: str, chunk_shape: Shape, encoding: Encoding
+) -> _Chunks:
     sizes = zip(shape, chunk_shape, strict=True)
-    return tuple([-(-size // chunk) for size, chunk in sizes])
+    grid = tuple([-(-size // chunk) for size, chunk in sizes])
+    size = math.prod(chunk_shape) * _state.dtypes.item_bits(dtype) // 8
+    is_segmented = (
+        size > _LEAST_BYTES
+        and 0 not in shape
+        and _zarr.metadata.is_raw(encoding, shape, dtype)
+    )
+    return _Chunks(grid, math.prod(grid), size * is_segmented)
 
 
 def choose_bytes(infos: Sequence[LeafInfo], encoding: Encoding | None) -> int:
@@ -62,28 +61,21 @@ def choose_bytes(infos: Sequence[LeafInfo], encoding: Encoding | None) -> int:
     """
     if encoding is None or not encoding.checksum:
         return sys.maxsize
-    sizes = ((c.total, c.segmented_bytes) for _, c in _arrays_of(infos, encoding))
-    return _zarr.checksums.choose_bytes(sizes)
+    arrays = [chunks for _, chunks in _arrays_of(infos, encoding)]
+    return _zarr.checksums.choose_bytes(
+        [(c.total, c.segmented_bytes) for c in arrays if c.segmented_bytes]
+    )
 
 
 def _arrays_of(
     infos: Sequence[LeafInfo], encoding: Encoding
-) -> Iterator[tuple[LeafInfo, _Chunks]]:
-    """Yields the arrays with their chunks."""
-    for info in infos:
-        chunk_shape = info.chunk_shape
-        if chunk_shape is None:
-            continue
-        shape, dtype = _arrays.forms.stored_form(info)
-        size = math.prod(chunk_shape) * _state.dtypes.item_bits(dtype) // 8
-        is_segmented = (
-            size > _LEAST_BYTES
-            and 0 not in shape
-            and _zarr.metadata.is_raw(encoding, shape, dtype)
-        )
-        grid = _grid(shape, chunk_shape)
-        segmented = size * is_segmented
-        yield info, _Chunks(shape, chunk_shape, segmented, grid, math.prod(grid))
+) -> list[tuple[LeafInfo, _Chunks]]:
+    """Returns the arrays with their chunks."""
+    return [
+        (info, _chunks_of(*_arrays.forms.stored_form(info), shape, encoding))
+        for info in infos
+        if (shape := info.chunk_shape) is not None
+    ]
 
 
 def of_written(
@@ -102,7 +94,8 @@ def of_written(
     found = {}
     for info, chunks in _arrays_of(manifest.infos, encoding):
         recorded = written.get(manifest.items.array_directory(info), {})
-        if values := [recorded[key] for key in chunks.keys]:
+        keys = [chunk.key for chunk in _arrays.forms.chunks(info)]
+        if values := [recorded[key] for key in keys]:
             is_cut = chunks.segmented_bytes > segment_bytes
             found[info.path] = ChunkChecksums(
                 chunks.grid,

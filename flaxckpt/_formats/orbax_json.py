@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -70,4 +71,7 @@ def check_size(content: bytes) -> None:
 
 def param_name(keys: Iterable[_state.tree.Key]) -> str:
     """Returns Orbax's name of a leaf, the keys joined by dots."""
-    return ".".join([str(key.name) for key in keys])
+    return ".".join(map(str, map(_NAME, keys)))
+
+
+_NAME = operator.attrgetter("name")

@@ -359,7 +359,7 @@ class LocalStorage:
         descriptor = os.open(file, flags, 0o666)
         try:
             size = 0
-            for view in _join_small(parts):
+            for view in parts if len(parts) == 1 else _join_small(parts):
                 while view:
                     written = os.write(descriptor, view[:_WRITTEN_AT_ONCE])
                     view = view[written:]
